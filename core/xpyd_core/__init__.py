@@ -1,0 +1,12 @@
+"""What every xpyd process shares: values, messages, ids, hashes, errors, logging, the `xpyd` command.
+
+Imports the standard library and msgspec only, so that it costs a container nothing. It knows none of
+the programs that use it.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+try:
+    __version__ = version("xpyd")
+except PackageNotFoundError:  # a bare source tree on sys.path, not an installation
+    __version__ = "0+unknown"

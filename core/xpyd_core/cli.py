@@ -1,0 +1,90 @@
+"""The `xpyd` command: finds its sub-commands through the entry-point group `xpyd.commands`.
+
+A sub-command's module must import cheaply; what is heavy it imports in `run`. One that cannot load
+because its extra is not installed answers with the pip line that brings it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+
+from xpyd_core import __version__
+from xpyd_core.errors import UserError
+
+GROUP = "xpyd.commands"
+EXIT_USAGE = 2
+
+
+@dataclass(frozen=True)
+class Command:
+    """One sub-command. `run` returns the exit status; a UserError from it is printed, status 2."""
+
+    help: str
+    configure: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    epilog: str = ""
+
+
+def _missing_extra(entry: EntryPoint, error: ImportError) -> Command:
+    extra = ",".join(entry.extras) or entry.name
+    hint = f"needs an extra that is not installed: pip install 'xpyd[{extra}]'"
+
+    def fail(_: argparse.Namespace) -> int:
+        raise UserError(f"`xpyd {entry.name}` {hint} ({error})")
+
+    def accept_anything(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+    return Command(f"({hint})", accept_anything, fail)
+
+
+def _load(entry: EntryPoint) -> Command:
+    try:
+        return entry.load()
+    except ImportError as error:
+        return _missing_extra(entry, error)
+
+
+def _version_command() -> Command:
+    def run(_: argparse.Namespace) -> int:
+        sys.stdout.write(f"xpyd {__version__}\n")
+        return 0
+
+    return Command("print the version", lambda _: None, run)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with every installed sub-command."""
+    parser = argparse.ArgumentParser(
+        prog="xpyd", description="LLM fleets with prefill and decode apart."
+    )
+    parser.add_argument("--version", action="version", version=f"xpyd {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    found = {entry.name: _load(entry) for entry in entry_points(group=GROUP)}
+    for name, command in sorted({**found, "version": _version_command()}.items()):
+        sub = commands.add_parser(
+            name,
+            help=command.help,
+            description=command.help,
+            epilog=command.epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.configure(sub)
+        sub.set_defaults(run_command=command.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one sub-command; the exit status is its own, 2 for wrong input, 130 after Ctrl-C."""
+    args = build_parser().parse_args(argv)
+    try:
+        return args.run_command(args)
+    except UserError as error:
+        sys.stderr.write(f"xpyd: {error}\n")
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return 130

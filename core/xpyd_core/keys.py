@@ -1,0 +1,43 @@
+"""The fleet's secret: read from a file, used for the KV handshake and for `POST /kv/release`.
+
+The file holds one key per line. The first signs; every one is accepted, so that a key can be rotated
+by adding, rolling and removing. A key never appears in a log line or an error.
+"""
+
+from __future__ import annotations
+
+import hmac
+from hashlib import sha256
+from pathlib import Path
+
+from xpyd_core.errors import UserError
+
+MIN_KEY_BYTES = 16
+MAX_KEYS = 4
+_MAX_FILE_BYTES = 16 * 1024
+
+
+def read_keys(path: Path) -> tuple[bytes, ...]:
+    """The keys in `path`, signing key first. UserError when it has none, too many or a short one."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise UserError(f"KV key file {path}: {error.strerror}") from error
+    keys = tuple(line.strip() for line in content.splitlines() if line.strip())
+    if len(content) > _MAX_FILE_BYTES or not 1 <= len(keys) <= MAX_KEYS:
+        raise UserError(f"KV key file {path}: expected 1 to {MAX_KEYS} keys, one per line")
+    if any(len(key) < MIN_KEY_BYTES for key in keys):
+        raise UserError(f"KV key file {path}: a key must have at least {MIN_KEY_BYTES} bytes")
+    return keys
+
+
+def release_mac(key: bytes, uuid: str) -> str:
+    """X-Xpyd-Mac of `POST /kv/release`: hex HMAC-SHA256(key, "kv-release" + uuid)."""
+    return hmac.new(key, b"kv-release" + uuid.encode(), sha256).hexdigest()
+
+
+def is_release_mac(keys: tuple[bytes, ...], uuid: str, mac: str) -> bool:
+    """Whether `mac` was made with one of the keys; in constant time for each."""
+    given = mac.encode("utf-8", "replace")
+    return any(hmac.compare_digest(release_mac(key, uuid).encode(), given) for key in keys)

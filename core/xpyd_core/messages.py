@@ -1,0 +1,89 @@
+"""Messages between programs of a fleet. Pure; append-only: a field, once here, keeps its meaning.
+
+Heartbeat: every instance -> every router replica, ZMQ DEALER -> ROUTER, one msgpack map per beat. The
+three fields without default are the base that vLLM <= 0.22 sends and vllm-router reads; the rest is
+ours and optional. Unknown fields are ignored, so that either side may be newer.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from xpyd_core.errors import ProtocolError, UserError
+from xpyd_core.request_id import Address, parse_address
+
+MAX_HEARTBEAT_BYTES = 64 * 1024
+HEARTBEAT_PERIOD_S = 3.0
+MISSED_BEATS = 3
+
+InstanceType = Literal["P", "D", "A"]
+InstanceState = Literal["Starting", "Ready", "Draining", "Gone"]
+_Text = Annotated[str, msgspec.Meta(max_length=512)]
+_AddressText = Annotated[str, msgspec.Meta(min_length=3, max_length=300)]
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One beat of one instance.
+
+    `type`: P (prefill), D (decode) or A (aggregated). `zmq_address` is the KV control address that
+    goes into request ids. `incarnation` is random per process start: another one at the same address
+    is another instance. `compatibility` is the key of xpyd_core.compat; instances pair only when
+    theirs are equal. `state` Gone is the goodbye. `continuation` 1: the engine knows `continue_from`.
+    `period_ms` is the sender's own beat period. Load figures are counts at the time of the beat.
+    """
+
+    type: InstanceType
+    http_address: _AddressText
+    zmq_address: _AddressText
+    version: _Count = 0
+    instance: _Text = ""
+    incarnation: _Text = ""
+    fleet: _Text = ""
+    pool: _Text = ""
+    revision: _Text = ""
+    compatibility: _Text = ""
+    models: Annotated[tuple[_Text, ...], msgspec.Meta(max_length=64)] = ()
+    max_model_len: _Count = 0
+    state: InstanceState = "Ready"
+    continuation: Literal[0, 1] = 0
+    period_ms: _Count = 0
+    tensor: Annotated[int, msgspec.Meta(ge=1)] = 1
+    pipeline: Annotated[int, msgspec.Meta(ge=1)] = 1
+    running: _Count = 0
+    waiting: _Count = 0
+    free_blocks: _Count = 0
+    total_blocks: _Count = 0
+
+    @property
+    def http(self) -> Address:
+        """The HTTP address; a leading `http://` is tolerated, as old routers do."""
+        return parse_address(self.http_address.removeprefix("http://"))
+
+    @property
+    def kv(self) -> Address:
+        """The KV control address."""
+        return parse_address(self.zmq_address.removeprefix("tcp://"))
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Heartbeat)
+
+
+def encode_heartbeat(beat: Heartbeat) -> bytes:
+    """The beat as one msgpack map."""
+    return _encoder.encode(beat)
+
+
+def decode_heartbeat(frame: bytes) -> Heartbeat:
+    """The beat in `frame`; ProtocolError when it is too long, malformed or names no usable address."""
+    if len(frame) > MAX_HEARTBEAT_BYTES:
+        raise ProtocolError(f"heartbeat of {len(frame)} bytes, more than {MAX_HEARTBEAT_BYTES}")
+    try:
+        beat = _decoder.decode(frame)
+        _ = beat.http, beat.kv
+    except (msgspec.DecodeError, UserError) as error:
+        raise ProtocolError(f"heartbeat: {error}") from error
+    return beat

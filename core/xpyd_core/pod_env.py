@@ -1,0 +1,75 @@
+"""The environment that a pod gives its program, in Kubernetes and in local mode alike.
+
+Read once at start into a frozen value; flags of the programs take their defaults from it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from xpyd_core.errors import UserError
+from xpyd_core.request_id import Address, parse_address
+
+HTTP_PORT = 20001
+KV_PORT = 21001
+ROUTER_HTTP_PORT = 10001
+DISCOVERY_PORT = 30001
+ROLES = ("Prefill", "Decode", "Aggregated")
+
+
+@dataclass(frozen=True)
+class PodEnv:
+    """Values of XPYD_ROLE, XPYD_POD_IP and the others; a default where one is not set.
+
+    `discovery`: where to send heartbeats; a name with several A records means all of them.
+    `kv_key_file`: the fleet's secret, one key per line (the first signs, all are accepted).
+    """
+
+    role: str = "Aggregated"
+    pod_ip: str = "127.0.0.1"
+    http_port: int = HTTP_PORT
+    kv_port: int = KV_PORT
+    discovery: tuple[Address, ...] = ()
+    kv_key_file: Path | None = None
+    fleet: str = ""
+    pool: str = ""
+    instance: str = ""
+    revision: str = ""
+
+
+def _port(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name, "")
+    if not text:
+        return default
+    if not text.isdigit() or not 0 < int(text) < 65536:
+        raise UserError(f"{name}={text!r}: expected a port, 1 to 65535")
+    return int(text)
+
+
+def parse_discovery(text: str) -> tuple[Address, ...]:
+    """`host:port,host:port` as addresses; empty text is none."""
+    return tuple(parse_address(part.strip()) for part in text.split(",") if part.strip())
+
+
+def read_pod_env(environ: Mapping[str, str] | None = None) -> PodEnv:
+    """The pod's environment; UserError names the variable that is wrong."""
+    environ = os.environ if environ is None else environ
+    role = environ.get("XPYD_ROLE") or "Aggregated"
+    if role not in ROLES:
+        raise UserError(f"XPYD_ROLE={role!r}: expected one of {', '.join(ROLES)}")
+    key_file = environ.get("XPYD_KV_KEY_FILE")
+    return PodEnv(
+        role=role,
+        pod_ip=environ.get("XPYD_POD_IP") or "127.0.0.1",
+        http_port=_port(environ, "XPYD_HTTP_PORT", HTTP_PORT),
+        kv_port=_port(environ, "XPYD_KV_PORT", KV_PORT),
+        discovery=parse_discovery(environ.get("XPYD_DISCOVERY", "")),
+        kv_key_file=Path(key_file) if key_file else None,
+        fleet=environ.get("XPYD_FLEET", ""),
+        pool=environ.get("XPYD_POOL", ""),
+        instance=environ.get("XPYD_INSTANCE", ""),
+        revision=environ.get("XPYD_REVISION", ""),
+    )

@@ -1,0 +1,42 @@
+"""Byte sizes as people write them: `8e9`, `10`, `4Gi`, `1.5G`, `10%`. Pure."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from xpyd_core.errors import UserError
+
+_UNITS = {"k": 1000**1, "M": 1000**2, "G": 1000**3, "T": 1000**4, "P": 1000**5, "E": 1000**6}
+_UNITS |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50, "Ei": 2**60, "": 1}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)(?:[eE](\d{1,2})|([kMGTPE]|[KMGTPE]i)?)")
+_PERCENT = re.compile(r"([1-9][0-9]?)%")
+
+
+def parse_bytes(text: str | int, *, of: int | None = None) -> int:
+    """A size in bytes, rounded down. `of` is what a percentage is taken of; None refuses one.
+
+    Raises UserError that says what is allowed.
+    """
+    text = str(text)
+    if (percent := _PERCENT.fullmatch(text)) and of is not None:
+        return of * int(percent[1]) // 100
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        more = ", 10%" if of is not None else ""
+        raise UserError(
+            f"{text!r} is not a size; write bytes like 1073741824, 8e9, 4Gi or 500M{more}"
+        )
+    number, exponent, unit = match.groups()
+    factor = 10 ** int(exponent) if exponent else _UNITS[unit or ""]
+    return int(Fraction(number) * factor)
+
+
+def format_bytes(count: int) -> str:
+    """A size for people, in powers of 1024: `512 B`, `1.5 GiB`."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
