@@ -1,8 +1,8 @@
-"""Block hashes: one chain for the engine's prefix cache and the router's prefix-aware policy. Pure.
+"""Block hashes: one chain for the engine's prefix cache and the router's policies. Pure.
 
-Block i of a prompt is its tokens [16 i, 16 i + 16). Its hash covers the hash of block i - 1, its own
-tokens and the extras, so equal hashes mean equal prefixes. Only full blocks have one. The salt enters
-the first block only (../../docs: prefix cache), which separates everything behind it.
+Block i of a prompt is its tokens [16 i, 16 i + 16). Its hash covers the hash of block i - 1, its
+own tokens and the extras, so equal hashes mean equal prefixes. Only full blocks have one. The salt
+enters the first block only, which separates everything behind it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def token_bytes(token_ids: Sequence[int]) -> bytes:
 
 
 def prompt_digest(token_ids: Sequence[int]) -> str:
-    """SHA-256 (hex) of a prompt's token ids: how P and D find out whether they mean the same prompt."""
+    """SHA-256 (hex) of a prompt's token ids: by it P and D see that they mean the same prompt."""
     return sha256(token_bytes(token_ids)).hexdigest()
 
 

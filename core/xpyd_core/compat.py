@@ -1,7 +1,7 @@
 """The compatibility key: what two instances must share before KV may move between them.
 
-Computed from the checkpoint alone. TP, PP, block size and image are not in it: they are negotiated by
-the KV handshake. The factors travel as a map, so that a refusal can name the one that differs.
+Computed from the checkpoint alone. TP, PP, block size and image are not in it: they are negotiated
+by the KV handshake. The factors travel as a map, so that a refusal can name the one that differs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SAMPLE_BYTES = 64 * 1024
 
 
 def compat_factors(folder: Path, *, model: str, revision: str, kv_dtype: str) -> dict[str, str]:
-    """Factor name -> value, from the checkpoint in `folder` (reads config.json, hashes the tokenizer).
+    """Factor name -> value, from the checkpoint in `folder` (config.json, tokenizer files).
 
     `model` and `revision` name the checkpoint; for a local folder `revision` may be empty, then the
     fingerprint of the weight files stands for it.

@@ -1,8 +1,8 @@
 """The errors that cross package borders, and who is at fault in each.
 
     XpydError
-    |-- UserError        the caller's input is wrong; the message names the field and the fix; do not retry
-    |   `-- ApiError     the same, or a refusal, as an OpenAI HTTP answer (status, type, param, code)
+    |-- UserError        the input is wrong; the message names the field and the fix; no retry
+    |   `-- ApiError     the same, or a refusal, as an OpenAI HTTP answer
     `-- ProtocolError    a peer sent what the protocol forbids; close that connection, nothing else
 
 Each package has its own subclasses; foreign errors are wrapped with `from`.

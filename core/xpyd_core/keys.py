@@ -1,7 +1,7 @@
 """The fleet's secret: read from a file, used for the KV handshake and for `POST /kv/release`.
 
-The file holds one key per line. The first signs; every one is accepted, so that a key can be rotated
-by adding, rolling and removing. A key never appears in a log line or an error.
+The file holds one key per line. The first signs; every one is accepted, so that a key can be
+rotated by adding, rolling and removing. A key never appears in a log line or an error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MAX_FILE_BYTES = 16 * 1024
 
 
 def read_keys(path: Path) -> tuple[bytes, ...]:
-    """The keys in `path`, signing key first. UserError when it has none, too many or a short one."""
+    """The keys in `path`, signing key first. UserError for none, too many or a short one."""
     try:
         with path.open("rb") as file:
             content = file.read(_MAX_FILE_BYTES + 1)

@@ -1,8 +1,8 @@
 """Messages between programs of a fleet. Pure; append-only: a field, once here, keeps its meaning.
 
-Heartbeat: every instance -> every router replica, ZMQ DEALER -> ROUTER, one msgpack map per beat. The
-three fields without default are the base that vLLM <= 0.22 sends and vllm-router reads; the rest is
-ours and optional. Unknown fields are ignored, so that either side may be newer.
+Heartbeat: every instance -> every router replica, ZMQ DEALER -> ROUTER, one msgpack map per beat.
+The three fields without default are the base that vLLM <= 0.22 sends and vllm-router reads; the
+rest is ours and optional. Unknown fields are ignored, so that either side may be newer.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One beat of one instance.
 
     `type`: P (prefill), D (decode) or A (aggregated). `zmq_address` is the KV control address that
-    goes into request ids. `incarnation` is random per process start: another one at the same address
-    is another instance. `compatibility` is the key of xpyd_core.compat; instances pair only when
-    theirs are equal. `state` Gone is the goodbye. `continuation` 1: the engine knows `continue_from`.
+    goes into request ids. `incarnation` is random per process start: another one at the same
+    address is another instance. `compatibility` is the key of xpyd_core.compat; instances pair only
+    when theirs are equal. `state` Gone is the goodbye. `continuation` 1: the engine knows
+    `continue_from`.
     `period_ms` is the sender's own beat period. Load figures are counts at the time of the beat.
     """
 
@@ -78,7 +79,7 @@ def encode_heartbeat(beat: Heartbeat) -> bytes:
 
 
 def decode_heartbeat(frame: bytes) -> Heartbeat:
-    """The beat in `frame`; ProtocolError when it is too long, malformed or names no usable address."""
+    """The beat in `frame`; ProtocolError when it is too long, malformed or has no usable address."""
     if len(frame) > MAX_HEARTBEAT_BYTES:
         raise ProtocolError(f"heartbeat of {len(frame)} bytes, more than {MAX_HEARTBEAT_BYTES}")
     try:

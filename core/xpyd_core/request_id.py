@@ -2,9 +2,9 @@
 
     ___prefill_addr_{ip:port}___decode_addr_{ip:port}_{32 hex}
 
-The router makes it and sends it to both engines as X-Request-Id; each reads the other's KV address
-from it. Engines may put a prefix (`cmpl-`) before it and an index (`-0`) behind it. The 32 hex digits
-are 128 random bits from the router; with a prompt's index they are the key of one KV transfer.
+The router makes it and sends it to both engines as X-Request-Id; each reads the other's KV
+address from it. Engines may put a prefix (`cmpl-`) before it and an index (`-0`) behind it. The 32
+hex digits are 128 random bits from the router; with a prompt's index they key one KV transfer.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ class TransferKey(NamedTuple):
     """Key of the KV of one prompt on its way from P to D: the id's uuid and the prompt's index."""
 
     uuid: str
-    index: int
+    prompt_index: int
 
     def __str__(self) -> str:
-        return f"{self.uuid}/{self.index}"
+        return f"{self.uuid}/{self.prompt_index}"
 
 
 class PairId(NamedTuple):
-    """A parsed pair id. `index` is the engine's own suffix, 0 where there is none."""
+    """A parsed pair id. `suffix_index` is the engine's own suffix, 0 where there is none."""
 
     prefill: Address
     decode: Address
     uuid: str
-    index: int = 0
+    suffix_index: int = 0
 
     def __str__(self) -> str:
         return f"___prefill_addr_{self.prefill}___decode_addr_{self.decode}_{self.uuid}"
 
 
 def parse_address(text: str) -> Address:
-    """`10.0.0.1:21001`, `[::1]:21001` or `name:21001` as an Address; UserError for anything else."""
+    """`10.0.0.1:21001`, `[::1]:21001` or `name:21001` as an Address; else UserError."""
     host, colon, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
