@@ -79,7 +79,7 @@ def encode_heartbeat(beat: Heartbeat) -> bytes:
 
 
 def decode_heartbeat(frame: bytes) -> Heartbeat:
-    """The beat in `frame`; ProtocolError when it is too long, malformed or has no usable address."""
+    """The beat in `frame`; ProtocolError when too long, malformed or without usable address."""
     if len(frame) > MAX_HEARTBEAT_BYTES:
         raise ProtocolError(f"heartbeat of {len(frame)} bytes, more than {MAX_HEARTBEAT_BYTES}")
     try:

@@ -7,10 +7,9 @@ from fractions import Fraction
 
 from xpyd_core.errors import UserError
 
-_UNITS = {
-    **{"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18},
-    **{"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50, "Ei": 2**60},
-}
+_UNITS = {"": 1}
+_UNITS.update({unit: 1000**power for power, unit in enumerate("kMGTPE", 1)})
+_UNITS.update({f"{unit}i": 1024**power for power, unit in enumerate("KMGTPE", 1)})
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)(?:[eE](\d{1,2})|([kMGTPE]|[KMGTPE]i)?)")
 _PERCENT = re.compile(r"([1-9][0-9]?)%")
 

@@ -1,0 +1,1 @@
+"""Connections between instances and the I/O thread that owns them. `api` is the seam."""

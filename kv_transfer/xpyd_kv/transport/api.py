@@ -1,0 +1,101 @@
+"""The seam between transfers (session) and connections (transport). Documented here and only here.
+
+One I/O thread per process runs an Endpoint. Everything on this page happens on that thread, except
+`start`, `close` and `call`. The Endpoint does HELLO, AUTH, LAYOUT, PING and their deadlines by itself;
+the Handler sees a peer only when the handshake has succeeded, and never after `peer_down`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from xpyd_core.request_id import Address
+from xpyd_kv.wire.messages import Data, Hello, Layout, Message
+
+
+class Peer(Protocol):
+    """One authenticated connection. A restarted process is another Peer."""
+
+    @property
+    def address(self) -> Address | None:
+        """What we dialled; None for a connection that the peer opened."""
+        ...
+
+    @property
+    def hello(self) -> Hello: ...
+
+    @property
+    def layout(self) -> Layout: ...
+
+
+class Handler(Protocol):
+    """What the session gives the Endpoint. Calls come one at a time, on the I/O thread."""
+
+    def peer_up(self, peer: Peer) -> None: ...
+
+    def dial_failed(self, address: Address, reason: str) -> None:
+        """`connect(address)` came to nothing: `unreachable`, `auth`, `incompatible:<factor>`,
+        `refused:<reason>`, `timeout`."""
+        ...
+
+    def peer_down(self, peer: Peer, reason: str) -> None:
+        """The connection is closed; no byte of it lands any more, none of ours will be sent."""
+        ...
+
+    def message(self, peer: Peer, message: Message, body: bytes) -> None:
+        """A control frame (not HELLO, AUTH, LAYOUT, REFUSE, PING, PONG, DATA), its body whole.
+        ProtocolError from here closes the connection."""
+        ...
+
+    def data_begin(self, peer: Peer, header: Data, length: int) -> Sequence[memoryview] | None:
+        """A DATA frame with a body of `length` bytes begins. Where do its bytes go: writable views,
+        `length` bytes in all, theirs until `data_end` or `peer_down`; None reads them to nowhere."""
+        ...
+
+    def data_end(self, peer: Peer, header: Data, *, stored: bool, intact: bool) -> None:
+        """The frame's last byte has come. `intact`: the checksum agrees (when stored)."""
+        ...
+
+    def tick(self, now: float) -> float | None:
+        """Deadlines. Called at least when the time that the last call returned has come."""
+        ...
+
+
+class Endpoint(Protocol):
+    """Listens on the KV port, dials peers, moves frames."""
+
+    def start(self) -> None:
+        """Bind, listen and start the I/O thread. UserError when the address cannot be bound."""
+        ...
+
+    def close(self, deadline_s: float) -> None:
+        """Say GOAWAY, close all connections, end the thread within `deadline_s`."""
+        ...
+
+    def call(self, function: Callable[[], None]) -> None:
+        """From any thread: run `function` on the I/O thread, in order, soon."""
+        ...
+
+    def connect(self, address: Address) -> Peer | None:
+        """The peer at `address` if connected; else dial it (once at a time) and return None: peer_up
+        or dial_failed follows. A failed AUTH is remembered for 30 s."""
+        ...
+
+    def send(self, peer: Peer, message: Message, body: bytes = b"") -> None:
+        """Queue a control frame; control frames go before queued DATA. A peer that does not read
+        its control frames (bounded queue) is closed."""
+        ...
+
+    def send_data(
+        self,
+        peer: Peer,
+        make_header: Callable[[bytes], Data | None],
+        views: Sequence[memoryview],
+        done: Callable[[bool], None],
+    ) -> None:
+        """Queue one DATA frame. When its turn comes the checksum of `views` is computed and given to
+        `make_header`, which may return None to drop a frame whose transfer was cancelled meanwhile.
+        The views are read until `done(sent)` is called: True when the last byte is with the kernel,
+        False when the frame was dropped or the connection closed first."""
+        ...

@@ -1,0 +1,1 @@
+"""KV control protocol v1 as values and bytes. Pure: no sockets, no clock, no threads."""

@@ -1,0 +1,208 @@
+"""The frames' headers as typed values. docs/wire.md describes each to the byte.
+
+A frame is a fixed prefix, this header (msgpack map, strict types, unknown fields ignored) and a body.
+Long lists (token ids, block ids) ride in the body as little-endian u32. Append-only within a major
+version: new fields get defaults, new types the MUST flag where an old peer may not ignore them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+MAJOR = 1
+MINOR = 0
+_Text = Annotated[str, msgspec.Meta(max_length=256)]
+_Id = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+_Uuid = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+_U16 = Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)]
+_U32 = Annotated[int, msgspec.Meta(ge=0, le=0xFFFF_FFFF)]
+_U63 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Mac = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+_Nonce = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """First frame of either side. `incarnation` is random per process start."""
+
+    major: _U16
+    minor: _U16
+    engine_id: _Id
+    incarnation: _Id
+    role: Literal["P", "D", "A"]
+    nonce: _Nonce
+    rank: _U16 = 0
+    transports: Annotated[tuple[_Text, ...], msgspec.Meta(max_length=16)] = ("tcp",)
+
+
+class Auth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """HMAC-SHA256 with a fleet key over both HELLOs and the sender's side of the connection."""
+
+    mac: _Mac
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """After mutual AUTH: the compatibility factors, compared one by one, and the paged cache's shape."""
+
+    factors: Annotated[
+        dict[_Text, Annotated[str, msgspec.Meta(max_length=4096)]], msgspec.Meta(max_length=64)
+    ]
+    layers: Annotated[tuple[_U16, ...], msgspec.Meta(max_length=1024)]
+    kv_heads: _U16
+    head_dim: _U16
+    block_size: _U16
+    dtype: _Text
+    block_bytes: _U32
+    max_tokens: _U32
+
+
+class Refuse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Why this connection is closed next: the factor or limit at fault. Never a secret."""
+
+    reason: _Text
+    factor: _Text = ""
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """P -> D: KV of one prompt will come. Body: all token ids offered (4 x `tokens` bytes).
+
+    The first `prompt_tokens` are the prompt's, the rest continue_from's. `digest` is SHA-256 of the
+    body. `salt` enters the block hashes. `total_bytes` without any skip.
+    """
+
+    uuid: _Uuid
+    prompt_index: _U16
+    epoch: _U32
+    tokens: _U32
+    prompt_tokens: _U32
+    digest: _Mac
+    total_bytes: _U63
+    salt: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
+
+
+class Grant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """D -> P: send now, beginning behind the first `skip_tokens` tokens, which D has."""
+
+    uuid: _Uuid
+    prompt_index: _U16
+    epoch: _U32
+    skip_tokens: _U32 = 0
+
+
+class Data(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """P -> D: whole blocks of a layer group. Body: for each layer of [first_layer, end_layer), for
+    each block of [first_block, end_block) of the prompt, its bytes.
+
+    Layers index the layout's list, blocks count from the prompt's start. `checksum` is xxh3-64 of the
+    body. `seq` counts the transfer's DATA frames from 0.
+    """
+
+    uuid: _Uuid
+    prompt_index: _U16
+    epoch: _U32
+    seq: _U32
+    first_layer: _U16
+    end_layer: _U16
+    first_block: _U32
+    end_block: _U32
+    checksum: Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
+
+
+class Commit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """P -> D: that was all. `frames` and `total_bytes` sent; `digest` = SHA-256 over the frames'
+    checksums in the order of their seq."""
+
+    uuid: _Uuid
+    prompt_index: _U16
+    epoch: _U32
+    frames: _U32
+    total_bytes: _U63
+    digest: _Mac
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """D -> P: all bytes stand and agree with COMMIT."""
+
+    uuid: _Uuid
+    prompt_index: _U16
+    epoch: _U32
+
+
+class Nack(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """D -> P: these DATA frames (body: their seq as u32) are missing or broken; send them once more."""
+
+    uuid: _Uuid
+    prompt_index: _U16
+    epoch: _U32
+    frames: _U32
+
+
+class Cancel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Either side: give this transfer up. Also D's answer to a frame of an unknown or stale one."""
+
+    uuid: _Uuid
+    prompt_index: _U16
+    epoch: _U32
+    reason: _Text = ""
+
+
+class Cancelled(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The answer: from the sender of DATA, no byte of it follows; from D, none will be written."""
+
+    uuid: _Uuid
+    prompt_index: _U16
+    epoch: _U32
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """D -> P: this OFFER stays for `ttl_ms` from receipt: deferred, or renewed while it waits."""
+
+    uuid: _Uuid
+    prompt_index: _U16
+    epoch: _U32
+    ttl_ms: _U32
+
+
+class Ping(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Are you there? `token` comes back in PONG."""
+
+    token: _U32
+
+
+class Pong(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The answer to PING."""
+
+    token: _U32
+
+
+class Goaway(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The sender drains: transfers under way finish, new OFFERs are refused."""
+
+    reason: _Text = ""
+
+
+Message = (
+    Hello | Auth | Layout | Refuse | Offer | Grant | Data | Commit | Done | Nack
+    | Cancel | Cancelled | Lease | Ping | Pong | Goaway
+)  # fmt: skip
+
+# Wire type numbers; never reused. 10 is PULL, reserved for GET.
+TYPE_NUMBERS: dict[type[Message], int] = {
+    Hello: 1,
+    Auth: 2,
+    Layout: 3,
+    Refuse: 4,
+    Offer: 5,
+    Grant: 6,
+    Data: 7,
+    Commit: 8,
+    Done: 9,
+    Nack: 11,
+    Cancel: 12,
+    Cancelled: 13,
+    Lease: 14,
+    Ping: 15,
+    Pong: 16,
+    Goaway: 17,
+}

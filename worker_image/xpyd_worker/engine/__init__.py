@@ -1,0 +1,1 @@
+"""Scheduler, block manager and the engine loop. No torch, no sockets, no HTTP."""

@@ -1,0 +1,158 @@
+"""What goes into the engine and what comes out: values between the server and the engine thread.
+
+Pure and frozen. The server validates and tokenizes, the engine trusts these values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from xpyd_core.request_id import Address, TransferKey
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+TransferState = Literal["none", "pending", "granted"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are drawn.
+
+    `max_tokens` and `min_tokens` count output tokens, those of `continue_from` included.
+    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off. `seed` is always set (the server
+    draws one where nobody gave one). `stop_token_ids` end a choice and stay in its output.
+    `logprobs`: how many top alternatives per token, None for none at all (0: the token's own only).
+    `prompt_logprobs`: the same for the prompt's tokens; such a request skips the prefix cache.
+    Stop strings are not here: the server finds them in the text and aborts the choice.
+    """
+
+    max_tokens: int
+    seed: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class SendTo:
+    """On P: the KV of this prompt goes to the D whose KV address stands in the request id."""
+
+    key: TransferKey
+    peer: Address
+    # The prompt's own tokens among those offered; continue_from's ids follow them.
+    prompt_tokens: int
+    # Whether all choices ending at once cancels the transfer (client_max_tokens was given).
+    cancel_when_done: bool = False
+
+
+@dataclass(frozen=True)
+class ReceiveFrom:
+    """On D: the KV of this prompt is on its way under `key`; wait for it `wait_s` at most."""
+
+    key: TransferKey
+    wait_s: float
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """One prompt with `n` choices.
+
+    `request_id` is unique within the instance. `log_id` is the uuid that log lines carry.
+    `first_choice` is OpenAI's index of choice 0 (prompt index x n); it keys the random numbers.
+    `continue_from` has the ids each choice already put out (n entries) or is empty for none.
+    """
+
+    request_id: str
+    log_id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    n: int = 1
+    first_choice: int = 0
+    continue_from: tuple[tuple[int, ...], ...] = ()
+    transfer: SendTo | ReceiveFrom | None = None
+    cache_salt: bytes = b""
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log probability of one token and of the `top` alternatives, best first: (token id, logprob).
+
+    Taken from the model's logits before temperature and filters (as vLLM's raw_logprobs).
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    """One drawn token; `logprob` only where the request asked for logprobs."""
+
+    token_id: int
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True)
+class ChoiceOutput:
+    """What one choice gained in one step. `finish_reason` is set on its last output.
+
+    `stop_token_id` is the EOS or stop token id that ended it.
+    """
+
+    choice: int
+    tokens: tuple[SampledToken, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True)
+class TransferReport:
+    """On P, with the last output: how the prompt's transfer stood, and which D took it."""
+
+    state: TransferState
+    decode_incarnation: str = ""
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What one request gained in one step; the server gets them in order.
+
+    `finished` is true on the last. `prompt_logprobs` (one entry per prompt token, None for the first)
+    comes once, with the first output of a request that asked. `cached_tokens` counts prompt tokens
+    from the local prefix cache, `received_tokens` those whose KV came from P.
+    """
+
+    request_id: str
+    choices: tuple[ChoiceOutput, ...] = ()
+    finished: bool = False
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    cached_tokens: int = 0
+    received_tokens: int = 0
+    transfer: TransferReport | None = None
+    error: str = ""
+
+
+@dataclass
+class EngineStats:
+    """Counters and gauges of one engine, written by its thread, read by `/metrics` and heartbeats.
+
+    Counters only grow; gauges are as of the last step.
+    """
+
+    forwards: int = 0
+    prompt_tokens_computed: int = 0
+    output_tokens_computed: int = 0
+    preemptions: int = 0
+    prefix_hit_tokens: int = 0
+    prefix_query_tokens: int = 0
+    running: int = 0
+    waiting: int = 0
+    blocks_total: int = 0
+    blocks_free: int = 0
+    finished: dict[str, int] = field(default_factory=dict[str, int])
