@@ -42,7 +42,8 @@ def _missing_extra(entry: EntryPoint, error: ImportError) -> Command:
     return Command(f"({hint})", accept_anything, fail)
 
 
-def _load(entry: EntryPoint) -> Command:
+def load_command(entry: EntryPoint) -> Command:
+    """The command behind `entry`, or one that says which extra it needs."""
     try:
         return entry.load()
     except ImportError as error:
@@ -64,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"xpyd {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    found = {entry.name: _load(entry) for entry in entry_points(group=GROUP)}
+    found = {entry.name: load_command(entry) for entry in entry_points(group=GROUP)}
     for name, command in sorted({**found, "version": _version_command()}.items()):
         sub = commands.add_parser(
             name,

@@ -1,0 +1,48 @@
+# `make help` lists the targets. Each does the set-up it needs; a second run reuses it.
+SHELL := bash
+.DEFAULT_GOAL := help
+BIN := .venv/bin
+PACKAGES := core kv_transfer router worker_image operator
+PY_PATHS := $(PACKAGES) tests examples scripts
+PYTEST := $(BIN)/python -m pytest
+PYTEST_ARGS ?=
+
+.PHONY: help setup fmt lint type imports verify test soak demo clean constraints
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## Virtual environment and dependencies (the other targets call it)
+	@scripts/setup.sh
+
+fmt: setup ## Format the code and fix what ruff can fix
+	$(BIN)/ruff format $(PY_PATHS)
+	$(BIN)/ruff check --fix $(PY_PATHS)
+
+lint: setup ## ruff: format and rules
+	$(BIN)/ruff format --check $(PY_PATHS)
+	$(BIN)/ruff check $(PY_PATHS)
+
+type: setup ## pyright, strict
+	$(BIN)/pyright
+
+imports: setup ## import-linter: who may import whom
+	$(BIN)/lint-imports
+
+verify: lint type imports ## All checks and the tests that need no running fleet
+	$(PYTEST) -q -m "not gpu and not cluster and not soak and not slow" $(PYTEST_ARGS)
+
+test: setup ## Every test that needs no root, Go or GPU
+	$(PYTEST) -m "not gpu and not cluster and not soak" --durations=10 $(PYTEST_ARGS)
+
+soak: setup ## The long forms of the load tests
+	$(PYTEST) -m soak --durations=10 $(PYTEST_ARGS)
+
+demo: setup ## Bring up 1 prefill + 3 decode engines, ask them things, check the answers
+	@$(BIN)/python -m examples.demo.demo
+
+constraints: setup ## Write the installed versions to constraints.txt
+	@scripts/constraints.sh
+
+clean: ## Remove the virtual environment and caches in the tree
+	rm -rf .venv .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Make .venv with everything that developing, testing and the demo need. Run again, it does nothing
+# until pyproject.toml or constraints.txt changes. uv does the installing: its cache, outside the
+# tree, makes the next clone take seconds and (by hard links) little disk.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+say() { printf 'setup: %s\n' "$*" >&2; }
+
+if [ "$(uname -s)" != Linux ]; then
+  say "xpyd's local mode and engine run on Linux; on another system use a Linux VM or container"
+  exit 1
+fi
+
+want=$(cat pyproject.toml constraints.txt scripts/setup.sh | sha256sum | cut -c1-16)
+stamp=.venv/.xpyd-setup
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
+  exit 0
+fi
+
+python=${PYTHON:-python3}
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+  say "Python 3.11 or newer is needed; '$python' is not. Set PYTHON=/path/to/python3.11"
+  exit 1
+fi
+
+cache=${XDG_CACHE_HOME:-$HOME/.cache}/xpyd
+uv=$(command -v uv || true)
+if [ -z "$uv" ]; then
+  uv=$cache/uv/bin/uv
+  if [ ! -x "$uv" ]; then
+    say "installing uv into $cache/uv (once)"
+    "$python" -m venv "$cache/uv"
+    "$cache/uv/bin/pip" install --quiet uv
+  fi
+fi
+
+started=$(date +%s)
+say "installing xpyd and its dependencies into .venv (torch is about 5 GB on first use; then cached)"
+[ -x .venv/bin/python ] || "$uv" venv --quiet --python "$python" .venv
+"$uv" pip install --python .venv/bin/python --constraint constraints.txt \
+  --editable '.[dev,worker,router,local,operator]'
+printf '%s' "$want" > "$stamp"
+say "done in $(($(date +%s) - started)) s"

@@ -1,0 +1,52 @@
+"""Rules about the tree itself that no linter checks."""
+
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+MAX_LINES = 500
+
+
+def _tracked(*patterns: str) -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+    )
+    return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).is_file()]
+
+
+def test_no_file_is_over_500_lines() -> None:
+    files = _tracked("*.py", "*.sh", "*.md", "Makefile")
+    long = {str(f): n for f in files if (n := len(f.read_text().splitlines())) > MAX_LINES}
+    assert files
+    assert not long
+
+
+def test_operator_is_no_package_of_its_own() -> None:
+    # It would shadow Python's `operator` for everything started in the root.
+    assert (ROOT / "operator/xpyd_operator/__init__.py").exists()
+    assert not (ROOT / "operator/__init__.py").exists()
+
+
+def test_every_make_target_is_explained() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.M))
+    explained = set(re.findall(r"^([a-z-]+):.*## ", makefile, re.M))
+    assert targets == explained
+    phony = re.search(r"^\.PHONY: (.*)$", makefile, re.M)
+    assert phony is not None
+    assert targets == set(phony[1].split())
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    sources = [f for f in _tracked("*.py") if f.parts[len(ROOT.parts)] != "tests"]
+    silent = [
+        str(f) for f in sources if not f.read_text().lstrip().startswith(('"""', "# pyright"))
+    ]
+    assert sources
+    assert not silent
