@@ -1,0 +1,1 @@
+"""The executor of one rank: paged KV cache, forward, sampling; and the tokenizer's wrapper."""

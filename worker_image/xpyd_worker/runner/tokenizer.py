@@ -1,0 +1,154 @@
+"""The one typed wrapper around a checkpoint's tokenizer and chat template.
+
+Sits between the server (text) and the engine (token ids). It is the only module that may import
+transformers, which is untyped and slow to import: hence the `Any` fields and the import inside
+`load`. It must not know requests or streams. Methods keep no state and may run in any thread.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from xpyd_core.errors import UserError
+
+
+def _byte_of_char() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for (GPT-2's table): printable
+    bytes stand for themselves, the others are moved up from code point 256 on, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    moved = [byte for byte in range(256) if chr(byte) not in table]
+    table.update({chr(256 + index): byte for index, byte in enumerate(moved)})
+    return table
+
+
+def _decoder_types(node: object) -> set[str]:
+    """The `type`s of a decoder of tokenizer.json, those inside a Sequence included."""
+    if not isinstance(node, dict):
+        return set()
+    decoder = cast("dict[str, Any]", node)
+    types = {str(decoder.get("type"))}
+    for child in decoder.get("decoders") or ():
+        types |= _decoder_types(child)
+    return types
+
+
+class Tokenizer:
+    """Text to token ids and back, for one checkpoint. Immutable after `load`."""
+
+    def __init__(self, tokenizer: Any) -> None:  # noqa: ANN401 - transformers is untyped
+        """`tokenizer` is a transformers PreTrainedTokenizerFast; use `load`."""
+        self._hf: Any = tokenizer
+        # The Rust tokenizer itself: transformers' own `encode` sets padding on it at each call,
+        # which raises "Already borrowed" when two threads do it.
+        self._rust: Any = tokenizer.backend_tokenizer
+        self._rust.no_truncation()
+        self._rust.no_padding()
+        added: Mapping[int, Any] = tokenizer.added_tokens_decoder
+        self._added_text = {int(i): str(token.content) for i, token in added.items()}
+        special = {int(i) for i, token in added.items() if token.special}
+        self.special_ids = frozenset(special | {int(i) for i in tokenizer.all_special_ids})
+        """Ids that `decode(skip_special_tokens=True)` leaves out."""
+        decoder = json.loads(self._rust.to_str()).get("decoder")
+        byte_level = "ByteLevel" in _decoder_types(decoder)
+        self._byte_of_char = _byte_of_char() if byte_level else None
+
+    @classmethod
+    def load(cls, folder: Path | str) -> Tokenizer:
+        """Read the tokenizer of the checkpoint in `folder`. No network, no code from the folder.
+
+        Raises UserError when there is none or when it has no fast (Rust) form.
+        """
+        from transformers import AutoTokenizer
+
+        auto: Any = AutoTokenizer
+        try:
+            tokenizer = auto.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise UserError(f"model: cannot load the tokenizer in {folder}: {error}") from error
+        if not tokenizer.is_fast:
+            raise UserError(f"model: {folder} needs a tokenizer.json (a fast tokenizer)")
+        return cls(tokenizer)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of `text`, with the model's BOS (if it uses one) where asked."""
+        encoding = self._rust.encode(text, add_special_tokens=add_special_tokens)
+        return cast("list[int]", encoding.ids)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Text of `ids`; bytes that are no UTF-8 (yet) give U+FFFD. Spaces are not cleaned up, so
+        that the text of a prefix is a prefix of the text (but for an unfinished character)."""
+        return str(self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token alone, special ones included; half a character gives U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes that one token adds to the text; of an id outside the vocabulary none.
+
+        Half a character of a byte-level vocabulary gives its own bytes.
+        """
+        if token_id in self._added_text:
+            return self._added_text[token_id].encode()
+        piece = cast("str | None", self._rust.id_to_token(token_id))
+        if piece is None:
+            return b""
+        table = self._byte_of_char
+        if table is not None:
+            return b"".join(
+                bytes((table[char],)) if char in table else char.encode() for char in piece
+            )
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes((int(piece[3:5], 16),))
+        return piece.replace("\u2581", " ").encode()
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool
+    ) -> list[int]:
+        """Token ids of a conversation in the checkpoint's own template, which brings its own BOS.
+
+        Raises UserError naming `messages` when there is no template or it refuses the conversation.
+        """
+        return self.encode(
+            self.render_chat_template(messages, add_generation_prompt=add_generation_prompt),
+            add_special_tokens=False,
+        )
+
+    def render_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool
+    ) -> str:
+        """Text of a conversation in the checkpoint's template; raises as `apply_chat_template`."""
+        if not self.has_chat_template:
+            raise UserError("messages: this model has no chat template; use /v1/completions")
+        from jinja2 import TemplateError
+
+        try:
+            text = self._hf.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            raise UserError(f"messages: refused by the model's chat template: {error}") from error
+        return str(text)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the checkpoint brings a chat template."""
+        return bool(self._hf.chat_template)
+
+    @property
+    def eos_id(self) -> int | None:
+        """The tokenizer's own end-of-text id (ModelConfig.eos_token_ids are what ends a text)."""
+        return cast("int | None", self._hf.eos_token_id)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids the tokenizer knows, added tokens included (the model's logits may have more)."""
+        return len(self._hf)
