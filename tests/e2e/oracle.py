@@ -1,0 +1,167 @@
+"""Greedy token lists made by transformers in fp32, and a load that compares a fleet with them.
+
+The lists are made before any fleet runs, one request at a time, with the whole sequence in one
+forward per token batch (`generate` with its own cache): nothing of xpyd is in them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+TEXTS = (
+    "San Francisco is a",
+    "Return a",
+    "Open the file and",
+    "The following functions are defined by this module and may be used to read and write data.",
+    "Split the string at the first occurrence of sep, and return a 3-tuple containing the part",
+    "class Path: a filesystem path. Return a new path with",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt and what transformers answers: `ids` (max_tokens of them, EOS ignored), `text`."""
+
+    prompt: tuple[int, ...]
+    ids: tuple[int, ...]
+
+
+def make_cases(model: Path, *, count: int = 24, seed: int = 7) -> list[Case]:
+    """`count` prompts of 3 to about 500 tokens with 2 to 40 output tokens each."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    rng = random.Random(seed)
+    cases: list[Case] = []
+    for number in range(count):
+        text = " ".join(rng.choice(TEXTS) for _ in range(1 + number % 6 * 5))
+        prompt = tokenizer(text, add_special_tokens=False)["input_ids"][: rng.randrange(3, 500)]
+        new = rng.randrange(2, 40)
+        cases.append(Case(tuple(prompt), greedy(oracle, prompt, new)))
+    return cases
+
+
+def greedy(oracle: Any, prompt: list[int] | tuple[int, ...], new_tokens: int) -> tuple[int, ...]:
+    """`new_tokens` greedy tokens behind `prompt`, EOS ignored."""
+    import torch
+
+    with torch.inference_mode():
+        out = oracle.generate(
+            torch.tensor([list(prompt)]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
+    return tuple(out[0, len(prompt) :].tolist())
+
+
+@dataclass
+class LoadResult:
+    """What a load saw: requests that agreed, and a line for each that did not."""
+
+    agreed: int = 0
+    wrong: list[str] = field(default_factory=list[str])
+    errors: list[str] = field(default_factory=list[str])
+    # Streams that ended in an SSE error event after at least one token.
+    broken_streams: list[str] = field(default_factory=list[str])
+
+
+async def _read_stream(response: aiohttp.ClientResponse, ids: list[int]) -> str | None:
+    """Collect token ids; the error message if an error event came; AssertionError if cut short."""
+    async for line in response.content:
+        if not line.startswith(b"data: "):
+            continue
+        payload = line[6:].strip()
+        if payload == b"[DONE]":
+            return None
+        event = json.loads(payload)
+        if "error" in event:
+            return str(event["error"])
+        for choice in event["choices"]:
+            ids.extend(choice.get("token_ids") or ())
+    return "stream ended without [DONE]"
+
+
+async def _one(session: aiohttp.ClientSession, url: str, case: Case, *, stream: bool) -> Any:
+    """None if the answer agrees, else ("wrong" | "error" | "broken", what)."""
+    body = {
+        "model": "demo",
+        "prompt": list(case.prompt),
+        "max_tokens": len(case.ids),
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "stream": stream,
+    }
+    ids: list[int] = []
+    async with session.post(f"{url}/v1/completions", json=body) as response:
+        if response.status != 200:
+            return "error", f"{response.status} {(await response.text())[:300]}"
+        if stream:
+            error = await _read_stream(response, ids)
+            if error is not None:
+                prefix_right = tuple(ids) == case.ids[: len(ids)]
+                return ("broken" if ids and prefix_right else "error"), error
+        else:
+            ids.extend((await response.json())["choices"][0]["token_ids"])
+    if tuple(ids) != case.ids:
+        return "wrong", f"prompt of {len(case.prompt)}: {ids} instead of {list(case.ids)}"
+    return None
+
+
+async def load(
+    url: str,
+    cases: list[Case],
+    *,
+    seconds: float,
+    clients: int = 32,
+    at_half: Any = None,
+    timeout_s: float = 60,
+) -> LoadResult:
+    """`clients` concurrent clients for `seconds`, half of the requests streamed.
+
+    `at_half` is called (in a thread) when half of the time is over. A request that takes longer
+    than `timeout_s` counts as an error: nothing may hang.
+    """
+    result, numbers = LoadResult(), itertools.count()
+    deadline = time.monotonic() + seconds
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    connector = aiohttp.TCPConnector(limit=0)
+
+    async def client(session: aiohttp.ClientSession) -> None:
+        while time.monotonic() < deadline:
+            number = next(numbers)
+            try:
+                outcome = await _one(
+                    session, url, cases[number % len(cases)], stream=number % 2 == 0
+                )
+            except (aiohttp.ClientError, TimeoutError) as error:
+                outcome = ("error", f"{type(error).__name__}: {error}")
+            if outcome is None:
+                result.agreed += 1
+                continue
+            kinds = {"wrong": result.wrong, "error": result.errors}
+            kinds.get(outcome[0], result.broken_streams).append(outcome[1])
+
+    async def halfway() -> None:
+        if at_half is not None:
+            await asyncio.sleep(seconds / 2)
+            await asyncio.to_thread(at_half)
+
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        await asyncio.gather(halfway(), *(client(session) for _ in range(clients)))
+    return result
