@@ -1,8 +1,13 @@
 """The seam between transfers (session) and connections (transport). Documented here and only here.
 
 One I/O thread per process runs an Endpoint. Everything on this page happens on that thread, except
-`start`, `close` and `call`. The Endpoint does HELLO, AUTH, LAYOUT, PING and their deadlines by itself;
-the Handler sees a peer only when the handshake has succeeded, and never after `peer_down`.
+`start`, `close` and `call`. The Endpoint does HELLO, AUTH, LAYOUT, PING and their deadlines by
+itself; the Handler sees a peer only when the handshake has succeeded, and never after `peer_down`.
+
+Calls into the session (Handler's methods, `done`, functions given to `call`) never nest: what
+`connect`, `send` and `send_data` cause is reported after the call they were made in has returned.
+An exception out of one of them that is not ProtocolError is logged and closes the peer it was
+about; the thread lives.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from xpyd_kv.wire.messages import Data, Hello, Layout, Message
 
 
 class Peer(Protocol):
-    """One authenticated connection. A restarted process is another Peer."""
+    """One authenticated connection. A restarted process is another Peer. Compared by identity."""
 
     @property
     def address(self) -> Address | None:
@@ -26,7 +31,10 @@ class Peer(Protocol):
     def hello(self) -> Hello: ...
 
     @property
-    def layout(self) -> Layout: ...
+    def layout(self) -> Layout:
+        """What the peer announced. OFFER must not exceed its `max_tokens`, a DATA body not its
+        `max_data_bytes`; the rest of the shape equals ours."""
+        ...
 
 
 class Handler(Protocol):
@@ -36,7 +44,7 @@ class Handler(Protocol):
 
     def dial_failed(self, address: Address, reason: str) -> None:
         """`connect(address)` came to nothing: `unreachable`, `auth`, `incompatible:<factor>`,
-        `refused:<reason>`, `timeout`."""
+        `refused:<reason>`, `timeout`, `protocol`, `closed` (by our own close)."""
         ...
 
     def peer_down(self, peer: Peer, reason: str) -> None:
@@ -44,21 +52,25 @@ class Handler(Protocol):
         ...
 
     def message(self, peer: Peer, message: Message, body: bytes) -> None:
-        """A control frame (not HELLO, AUTH, LAYOUT, REFUSE, PING, PONG, DATA), its body whole.
-        ProtocolError from here closes the connection."""
+        """A control frame (not HELLO, AUTH, LAYOUT, REFUSE, PING, PONG, DATA), its body whole, its
+        sender's role right, its body's length agreeing with its header. ProtocolError from here
+        closes the connection."""
         ...
 
     def data_begin(self, peer: Peer, header: Data, length: int) -> Sequence[memoryview] | None:
-        """A DATA frame with a body of `length` bytes begins. Where do its bytes go: writable views,
-        `length` bytes in all, theirs until `data_end` or `peer_down`; None reads them to nowhere."""
+        """A DATA frame with a body of `length` bytes begins; `length` agrees with the header's
+        ranges and the layout. Where do its bytes go: writable flat byte views, `length` bytes in
+        all, theirs until `data_end` or `peer_down`; None reads them to nowhere."""
         ...
 
     def data_end(self, peer: Peer, header: Data, *, stored: bool, intact: bool) -> None:
-        """The frame's last byte has come. `intact`: the checksum agrees (when stored)."""
+        """The frame's last byte has come. `stored`: data_begin gave views. `intact`: stored, and
+        the checksum agrees."""
         ...
 
     def tick(self, now: float) -> float | None:
-        """Deadlines. Called at least when the time that the last call returned has come."""
+        """Deadlines. Called after every turn of the loop that called the session, and at least when
+        the time that the last call returned has come (None: no deadline)."""
         ...
 
 
@@ -70,21 +82,24 @@ class Endpoint(Protocol):
         ...
 
     def close(self, deadline_s: float) -> None:
-        """Say GOAWAY, close all connections, end the thread within `deadline_s`."""
+        """Send GOAWAY and what is queued, close all connections (peer_down for each), end the
+        thread, all within `deadline_s`. Not to be called on the I/O thread."""
         ...
 
     def call(self, function: Callable[[], None]) -> None:
-        """From any thread: run `function` on the I/O thread, in order, soon."""
+        """From any thread: run `function` on the I/O thread, in order, soon. Dropped once the
+        thread has ended."""
         ...
 
     def connect(self, address: Address) -> Peer | None:
-        """The peer at `address` if connected; else dial it (once at a time) and return None: peer_up
-        or dial_failed follows. A failed AUTH is remembered for 30 s."""
+        """The peer at `address` if connected; else dial it (once at a time) and return None:
+        peer_up or dial_failed follows. A failed AUTH is remembered for 30 s."""
         ...
 
     def send(self, peer: Peer, message: Message, body: bytes = b"") -> None:
         """Queue a control frame; control frames go before queued DATA. A peer that does not read
-        its control frames (bounded queue) is closed."""
+        its control frames (bounded queue) is closed. Nothing happens where the peer is down.
+        IllegalMoveError: our role may not send it, or the body is over the peer's limits."""
         ...
 
     def send_data(
@@ -94,8 +109,10 @@ class Endpoint(Protocol):
         views: Sequence[memoryview],
         done: Callable[[bool], None],
     ) -> None:
-        """Queue one DATA frame. When its turn comes the checksum of `views` is computed and given to
-        `make_header`, which may return None to drop a frame whose transfer was cancelled meanwhile.
-        The views are read until `done(sent)` is called: True when the last byte is with the kernel,
-        False when the frame was dropped or the connection closed first."""
+        """Queue one DATA frame. When its turn comes the checksum of `views` (flat byte views) is
+        computed and given to `make_header`, which may return None to drop a frame whose transfer
+        was cancelled meanwhile. The views are read until `done(sent)` is called, once: True when
+        the last byte is with the kernel, False when the frame was dropped or the connection closed
+        first (`done(False)` then comes before `peer_down`). The queue is as long as the caller's
+        leased blocks make it. IllegalMoveError: the body is over the peer's limit."""
         ...

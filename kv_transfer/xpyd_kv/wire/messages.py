@@ -1,8 +1,9 @@
-"""The frames' headers as typed values. docs/wire.md describes each to the byte.
+"""The frames' headers as typed values. docs/wire.md describes each to the byte. Pure.
 
-A frame is a fixed prefix, this header (msgpack map, strict types, unknown fields ignored) and a body.
-Long lists (token ids, block ids) ride in the body as little-endian u32. Append-only within a major
-version: new fields get defaults, new types the MUST flag where an old peer may not ignore them.
+A frame is a fixed prefix, this header (msgpack map, strict types, unknown fields ignored) and a
+body. Long lists (token ids, frame numbers) ride in the body as little-endian u32. Append-only
+within a major version: new fields get defaults, new types the MUST flag where an old peer may not
+ignore them. What a header's numbers mean for a transfer is the session's business.
 """
 
 from __future__ import annotations
@@ -13,11 +14,16 @@ import msgspec
 
 MAJOR = 1
 MINOR = 0
+# 16 groups of the default size: one frame holds the I/O thread for a few milliseconds at most.
+DEFAULT_MAX_DATA_BYTES = 64 * 2**20
 _Text = Annotated[str, msgspec.Meta(max_length=256)]
 _Id = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-_Uuid = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=32)]
+# `$` alone would let a newline pass at the end; the length does not.
+_Uuid = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
 _U16 = Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)]
 _U32 = Annotated[int, msgspec.Meta(ge=0, le=0xFFFF_FFFF)]
+_Count = Annotated[int, msgspec.Meta(ge=1, le=0xFFFF_FFFF)]
 _U63 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Mac = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 _Nonce = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -33,7 +39,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     role: Literal["P", "D", "A"]
     nonce: _Nonce
     rank: _U16 = 0
-    transports: Annotated[tuple[_Text, ...], msgspec.Meta(max_length=16)] = ("tcp",)
+    transports: Annotated[tuple[_Name, ...], msgspec.Meta(max_length=16)] = ("tcp",)
 
 
 class Auth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -43,18 +49,24 @@ class Auth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """After mutual AUTH: the compatibility factors, compared one by one, and the paged cache's shape."""
+    """After mutual AUTH: the compatibility factors, compared one by one, and the cache's shape.
+
+    `layers`, `kv_heads`, `head_dim`, `block_size` (tokens), `dtype` and `block_bytes` (one block of
+    one layer) must be equal on both sides in this version. `max_tokens` is the longest prompt that
+    the sender takes in an OFFER, `max_data_bytes` the longest DATA body.
+    """
 
     factors: Annotated[
         dict[_Text, Annotated[str, msgspec.Meta(max_length=4096)]], msgspec.Meta(max_length=64)
     ]
-    layers: Annotated[tuple[_U16, ...], msgspec.Meta(max_length=1024)]
+    layers: Annotated[tuple[_U16, ...], msgspec.Meta(min_length=1, max_length=1024)]
     kv_heads: _U16
     head_dim: _U16
     block_size: _U16
     dtype: _Text
-    block_bytes: _U32
-    max_tokens: _U32
+    block_bytes: _Count
+    max_tokens: _Count
+    max_data_bytes: _Count = DEFAULT_MAX_DATA_BYTES
 
 
 class Refuse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -74,8 +86,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     uuid: _Uuid
     prompt_index: _U16
     epoch: _U32
-    tokens: _U32
-    prompt_tokens: _U32
+    tokens: _Count
+    prompt_tokens: _Count
     digest: _Mac
     total_bytes: _U63
     salt: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
@@ -92,10 +104,10 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class Data(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """P -> D: whole blocks of a layer group. Body: for each layer of [first_layer, end_layer), for
-    each block of [first_block, end_block) of the prompt, its bytes.
+    each block of [first_block, end_block) of the prompt, its `block_bytes` bytes.
 
-    Layers index the layout's list, blocks count from the prompt's start. `checksum` is xxh3-64 of the
-    body. `seq` counts the transfer's DATA frames from 0.
+    Neither range is empty. Layers index the layout's list, blocks count from the prompt's start.
+    `checksum` is xxh3-64 of the body, big-endian. `seq` counts the transfer's DATA frames from 0.
     """
 
     uuid: _Uuid
@@ -130,12 +142,12 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Nack(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """D -> P: these DATA frames (body: their seq as u32) are missing or broken; send them once more."""
+    """D -> P: these DATA frames (body: their seq as u32) are missing or broken; send them again."""
 
     uuid: _Uuid
     prompt_index: _U16
     epoch: _U32
-    frames: _U32
+    frames: _Count
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
