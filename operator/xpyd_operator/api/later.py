@@ -1,0 +1,45 @@
+"""Fields and values of the API that this version does not make work yet. Pure.
+
+They are refused by their name, apart from misspellings, so that a person knows which of the two it
+is. An entry leaves this page when its field enters xpyd_operator.api.fleet.
+"""
+
+from __future__ import annotations
+
+FIELDS = frozenset(
+    {
+        "spec.model.secretRef",
+        "spec.model.cache",
+        "spec.engine.image",
+        "spec.engine.env[].valueFrom",
+        "spec.pools[].parallelism",
+        "spec.pools[].scaling",
+        "spec.pools[].template",
+        "spec.pools[].restartPolicy",
+        "spec.pools[].resources.gpuResourceName",
+        "spec.pools[].resources.deviceClassName",
+        "spec.pools[].resources.sharedMemory",
+        "spec.kvTransfer.keySecretRef",
+        "spec.kvTransfer.insecure",
+        "spec.kvTransfer.verify",
+        "spec.kvTransfer.sameHostPath",
+        "spec.router.replicas",
+        "spec.router.discoveryPort",
+        "spec.router.service",
+        "spec.router.template",
+        "spec.router.onNoPrefill",
+        "spec.router.gateway",
+        "spec.networkPolicy",
+        "spec.rollout",
+        "spec.autoscaling",
+        "spec.deletion",
+    }
+)
+"""Paths without list indexes."""
+
+VALUES = {
+    "spec.kvTransfer.mode": ("Put", "Get"),
+    "spec.kvTransfer.transport": ("NCCL", "CUDAIPC", "SharedMemory", "UDS", "NIXL"),
+    "spec.router.policy": ("Random", "PowerOfTwo", "LeastLoaded", "PrefixAware"),
+}
+"""Path without list indexes -> values of its enum."""

@@ -1,0 +1,65 @@
+"""Decides what a fleet's workloads should be, and, for local mode, its processes. Pure.
+
+    InferenceFleet --fleet_want--> FleetWant --plan(want, seen, now)--> actions on workloads
+                                   Workload  --keep(workload, seen, now)--> actions on instances
+
+A shell observes, calls these, applies the actions and calls again. No I/O, no clock, no randomness:
+time comes in as an argument. Applying a plan twice changes nothing the second time.
+"""
+
+from xpyd_operator.plan.fleet import plan
+from xpyd_operator.plan.keep import keep
+from xpyd_operator.plan.template import fleet_want, revision_of
+from xpyd_operator.plan.values import (
+    ROUTER,
+    DeleteWorkload,
+    Drain,
+    DrainPool,
+    Event,
+    FleetSeen,
+    FleetStatus,
+    FleetWant,
+    Forget,
+    InstanceSeen,
+    KeepPlan,
+    Kill,
+    Plan,
+    PoolSeen,
+    PoolStatus,
+    PoolWant,
+    PutWorkload,
+    SetStatus,
+    Start,
+    Template,
+    Workload,
+    WorkloadSeen,
+)
+
+__all__ = [
+    "ROUTER",
+    "DeleteWorkload",
+    "Drain",
+    "DrainPool",
+    "Event",
+    "FleetSeen",
+    "FleetStatus",
+    "FleetWant",
+    "Forget",
+    "InstanceSeen",
+    "KeepPlan",
+    "Kill",
+    "Plan",
+    "PoolSeen",
+    "PoolStatus",
+    "PoolWant",
+    "PutWorkload",
+    "SetStatus",
+    "Start",
+    "Template",
+    "Workload",
+    "WorkloadSeen",
+    "fleet_want",
+    "keep",
+    "plan",
+    "revision_of",
+]

@@ -1,0 +1,106 @@
+"""keep(): the processes that one workload should have. Local mode's stand-in for Deployments. Pure.
+
+Ordinals are stable: an instance keeps its number, and with it its address, through restarts. A new
+one takes the lowest free number, a victim of a scale-down is the highest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from xpyd_operator.plan.values import (
+    Drain,
+    Forget,
+    InstanceSeen,
+    KeepAction,
+    KeepPlan,
+    Kill,
+    Start,
+    Workload,
+)
+
+BACKOFF_FIRST_S = 1.0
+BACKOFF_MOST_S = 60.0
+STABLE_S = 60.0
+"""An instance that ran so long starts with a clean record when it exits."""
+KILL_GRACE_S = 10.0
+"""Beyond the drain timeout, which the instance itself honours."""
+
+
+def keep(
+    workload: Workload,
+    seen: Sequence[InstanceSeen],
+    now: float,
+    *,
+    drain_timeout_s: float,
+    taken: Collection[int] = (),
+) -> KeepPlan:
+    """Actions on the workload's instances.
+
+    `taken`: ordinals of the pool's other revisions. At most `workload.replicas` instances that
+    nobody asked to leave ever live; one that leaves is drained before it is killed.
+    """
+    actions: list[KeepAction] = []
+    waits: list[float] = []
+    leaving = [i for i in seen if i.draining_since is not None]
+    staying = sorted((i for i in seen if i.draining_since is None), key=lambda i: i.ordinal)
+    for instance in leaving:
+        _end(instance, now, drain_timeout_s, actions, waits)
+    for victim in reversed(staying[workload.replicas :]):
+        gone = victim.exited_at is not None
+        actions.append(Forget(victim.ordinal) if gone else Drain(victim.ordinal))
+    staying = staying[: workload.replicas]
+    for instance in staying:
+        _restart(instance, now, actions, waits)
+    missing = workload.replicas - len(staying)
+    used = {i.ordinal for i in seen} | set(taken)
+    actions.extend(Start(ordinal) for ordinal in _lowest_free(used, missing))
+    return KeepPlan(tuple(actions), min(waits, default=None))
+
+
+def backoff_s(instance: InstanceSeen) -> tuple[float, int]:
+    """How long an exited instance waits for its restart, and its failures in a row by then."""
+    assert instance.exited_at is not None
+    stable = instance.exited_at - instance.started_at >= STABLE_S
+    failures = 1 if stable else instance.failures + 1
+    # The exponent is capped too: 2.0 ** 2000 is an OverflowError.
+    return min(BACKOFF_MOST_S, BACKOFF_FIRST_S * 2.0 ** min(failures - 1, 16)), failures
+
+
+def _end(
+    instance: InstanceSeen,
+    now: float,
+    drain_timeout_s: float,
+    actions: list[KeepAction],
+    waits: list[float],
+) -> None:
+    assert instance.draining_since is not None
+    left_s = instance.draining_since + drain_timeout_s + KILL_GRACE_S - now
+    if instance.exited_at is not None:
+        actions.append(Forget(instance.ordinal))
+    elif left_s > 0:
+        waits.append(left_s)
+    elif not instance.killed:
+        actions.append(Kill(instance.ordinal))
+
+
+def _restart(
+    instance: InstanceSeen, now: float, actions: list[KeepAction], waits: list[float]
+) -> None:
+    if instance.exited_at is None:
+        return
+    delay_s, failures = backoff_s(instance)
+    left_s = instance.exited_at + delay_s - now
+    if left_s > 0:
+        waits.append(left_s)
+    else:
+        actions.append(Start(instance.ordinal, failures))
+
+
+def _lowest_free(used: Collection[int], count: int) -> Iterable[int]:
+    ordinal = 0
+    while count > 0:
+        if ordinal not in used:
+            count -= 1
+            yield ordinal
+        ordinal += 1

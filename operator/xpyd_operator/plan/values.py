@@ -1,0 +1,227 @@
+"""What plan() and keep() take and return: frozen values, nothing else. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+ROUTER = "router"
+"""Pool name and role of the router's workload."""
+
+PoolRole = Literal["Prefill", "Decode", "Aggregated", "router"]
+
+
+@dataclass(frozen=True)
+class Template:
+    """What one instance is, whatever its number or place: another template is another revision."""
+
+    role: PoolRole
+    args: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Equal instances of one pool and one revision."""
+
+    pool: str
+    revision: str
+    replicas: int
+    template: Template
+
+
+# What is wanted
+
+
+@dataclass(frozen=True)
+class PoolWant:
+    """One pool of the document. `replicas` None: not declared.
+
+    `surge`: instances above `replicas` that a rollout may run. 0 means that the old instance goes
+    first, as the router's must: there is one address for it.
+    """
+
+    name: str
+    template: Template
+    revision: str
+    replicas: int | None = None
+    surge: int = 1
+
+
+@dataclass(frozen=True)
+class FleetWant:
+    """One fleet. `stopping`: everything is to be drained and deleted, the router last."""
+
+    name: str
+    pools: tuple[PoolWant, ...]
+    stopping: bool = False
+
+
+# What is there
+
+
+@dataclass(frozen=True)
+class PoolSeen:
+    """A pool's own state: what `scale` writes and what the document said when it last spoke.
+
+    The last declared value wins once: `declared` changes `replicas` only when it changes itself.
+    """
+
+    name: str
+    replicas: int
+    declared: int | None
+
+
+@dataclass(frozen=True)
+class WorkloadSeen:
+    """A workload as it was last put, and how many of its instances live and are routable."""
+
+    workload: Workload
+    alive: int = 0
+    ready: int = 0
+
+
+@dataclass(frozen=True)
+class PoolStatus:
+    """One pool for people: instances wanted, routable, and of the newest revision."""
+
+    name: str
+    role: str
+    replicas: int
+    declared: int | None
+    ready: int
+    revision: str
+    updated: int
+
+
+@dataclass(frozen=True)
+class FleetStatus:
+    """The fleet for people. `reason` is one CamelCase word, `message` names what is waited for.
+
+    `since`: when `ready` last changed, in the clock of plan()'s `now`.
+    """
+
+    ready: bool
+    reason: str
+    message: str
+    since: float
+    pools: tuple[PoolStatus, ...] = ()
+
+
+@dataclass(frozen=True)
+class FleetSeen:
+    """Everything that plan() may look at."""
+
+    pools: tuple[PoolSeen, ...] = ()
+    workloads: tuple[WorkloadSeen, ...] = ()
+    status: FleetStatus | None = None
+
+
+# What is to be done to workloads
+
+
+@dataclass(frozen=True)
+class PutWorkload:
+    """Create the workload or give it these replicas."""
+
+    workload: Workload
+
+
+@dataclass(frozen=True)
+class DrainPool:
+    """Take every instance of the pool out of routing, let it finish, keep none."""
+
+    pool: str
+
+
+@dataclass(frozen=True)
+class DeleteWorkload:
+    """Forget a workload of which nothing lives."""
+
+    pool: str
+    revision: str
+
+
+@dataclass(frozen=True)
+class SetStatus:
+    """Publish the status; the pools' `replicas` and `declared` are to be remembered from it."""
+
+    status: FleetStatus
+
+
+@dataclass(frozen=True)
+class Event:
+    """A decision for people, with the numbers behind it."""
+
+    reason: str
+    message: str
+
+
+Action = PutWorkload | DrainPool | DeleteWorkload | SetStatus | Event
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do now; ask again after `recheck_after` seconds, None: when something changed."""
+
+    actions: tuple[Action, ...]
+    recheck_after: float | None = None
+
+
+# One workload's processes (local mode)
+
+
+@dataclass(frozen=True)
+class InstanceSeen:
+    """One instance of a workload. Times are seconds in the clock of keep()'s `now`.
+
+    `failures`: exits in a row before this start. `exited_at` None: it runs. `draining_since` None:
+    nobody asked it to leave. `killed`: SIGKILL was sent.
+    """
+
+    ordinal: int
+    started_at: float
+    failures: int = 0
+    exited_at: float | None = None
+    draining_since: float | None = None
+    killed: bool = False
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start a process for the ordinal, new or after an exit; `failures` goes into its record."""
+
+    ordinal: int
+    failures: int = 0
+
+
+@dataclass(frozen=True)
+class Drain:
+    """Ask the instance to finish and exit (SIGTERM)."""
+
+    ordinal: int
+
+
+@dataclass(frozen=True)
+class Kill:
+    """End it now (SIGKILL): it did not drain in time."""
+
+    ordinal: int
+
+
+@dataclass(frozen=True)
+class Forget:
+    """Drop the record of an instance that is gone for good; its ordinal and address are free."""
+
+    ordinal: int
+
+
+KeepAction = Start | Drain | Kill | Forget
+
+
+@dataclass(frozen=True)
+class KeepPlan:
+    """As Plan, for the instances of one workload."""
+
+    actions: tuple[KeepAction, ...]
+    recheck_after: float | None = None

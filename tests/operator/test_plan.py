@@ -1,0 +1,309 @@
+"""plan(): tables, and random rollouts and scales in virtual time."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from xpyd_operator.plan import (
+    ROUTER,
+    DeleteWorkload,
+    DrainPool,
+    Event,
+    FleetSeen,
+    FleetWant,
+    PoolSeen,
+    PoolWant,
+    PutWorkload,
+    SetStatus,
+    Template,
+    WorkloadSeen,
+    plan,
+    revision_of,
+)
+from xpyd_operator.plan.fleet import pool_replicas
+
+
+def pool(name: str, replicas: int | None = 1, version: str = "1") -> PoolWant:
+    role = ROUTER if name == ROUTER else "Decode"
+    template = Template(role, (version,))
+    surge = 0 if name == ROUTER else 1
+    return PoolWant(name, template, revision_of(template), replicas, surge)
+
+
+class Cluster:
+    """A fake of what a shell applies plans to: instances come up and go one at a time."""
+
+    def __init__(self) -> None:
+        self.seen = FleetSeen()
+        self.puts: list[PutWorkload] = []
+        self.deleted: list[DeleteWorkload] = []
+        self.drained: list[str] = []
+        self.now = 0.0
+
+    def apply(self, want: FleetWant) -> bool:
+        """Whether the plan had anything to do."""
+        result = plan(want, self.seen, self.now)
+        for action in result.actions:
+            match action:
+                case PutWorkload(workload):
+                    self.puts.append(action)
+                    key = (workload.pool, workload.revision)
+                    rest = [w for w in self.seen.workloads if self.key(w) != key]
+                    old = next((w for w in self.seen.workloads if self.key(w) == key), None)
+                    new = replace(old or WorkloadSeen(workload), workload=workload)
+                    self.seen = replace(self.seen, workloads=(*rest, new))
+                case DrainPool(name):
+                    self.drained.append(name)
+                    self.change(
+                        lambda w, name=name: (
+                            replace(w, workload=replace(w.workload, replicas=0))
+                            if w.workload.pool == name
+                            else w
+                        )
+                    )
+                case DeleteWorkload():
+                    self.deleted.append(action)
+                    key = (action.pool, action.revision)
+                    rest = tuple(w for w in self.seen.workloads if self.key(w) != key)
+                    self.seen = replace(self.seen, workloads=rest)
+                case SetStatus(status):
+                    pools = tuple(PoolSeen(p.name, p.replicas, p.declared) for p in status.pools)
+                    self.seen = replace(self.seen, status=status, pools=pools)
+                case Event():
+                    pass
+        again = plan(want, self.seen, self.now).actions
+        assert not [a for a in again if isinstance(a, PutWorkload | DrainPool)]
+        return bool(result.actions)
+
+    @staticmethod
+    def key(seen: WorkloadSeen) -> tuple[str, str]:
+        return seen.workload.pool, seen.workload.revision
+
+    def change(self, each) -> None:
+        self.seen = replace(self.seen, workloads=tuple(each(w) for w in self.seen.workloads))
+
+    def step(self, rng: random.Random) -> None:
+        """One instance of one workload comes up, becomes ready, or ends."""
+        self.now += rng.random()
+        moves = []
+        for index, w in enumerate(self.seen.workloads):
+            n = w.workload.replicas
+            if w.alive < n:
+                moves.append((index, replace(w, alive=w.alive + 1)))
+            if w.ready < min(n, w.alive):
+                moves.append((index, replace(w, ready=w.ready + 1)))
+            if w.alive > n:
+                moves.append((index, replace(w, alive=w.alive - 1, ready=min(w.ready, n))))
+        if moves:
+            index, new = rng.choice(moves)
+            all_ = list(self.seen.workloads)
+            # A victim leaves routing when it begins to drain, not when it ends.
+            all_[index] = replace(new, ready=min(new.ready, new.workload.replicas))
+            self.seen = replace(self.seen, workloads=tuple(all_))
+
+    def settle(self, want: FleetWant, rng: random.Random, check=lambda: None) -> None:
+        for _ in range(2000):
+            busy = self.apply(want)
+            check()
+            before = self.seen
+            self.step(rng)
+            if not busy and self.seen == before:
+                return
+        raise AssertionError(f"no end: {self.seen}")
+
+    def of(self, name: str) -> dict[str, WorkloadSeen]:
+        found = [w for w in self.seen.workloads if w.workload.pool == name]
+        return {w.workload.revision: w for w in found}
+
+
+def want(*pools: PoolWant, stopping: bool = False) -> FleetWant:
+    return FleetWant("f", (pool(ROUTER), *pools), stopping)
+
+
+def test_a_new_fleet_gets_every_workload_at_once():
+    cluster = Cluster()
+    cluster.apply(want(pool("p"), pool("d", 3)))
+    found = {(put.workload.pool, put.workload.replicas) for put in cluster.puts}
+    assert found == {("router", 1), ("p", 1), ("d", 3)}
+
+
+def test_a_settled_fleet_asks_for_nothing_and_is_ready():
+    cluster, wanted = Cluster(), want(pool("p"), pool("d", 3))
+    cluster.settle(wanted, random.Random(1))
+    result = plan(wanted, cluster.seen, 1e9)
+    assert result.actions == ()
+    assert result.recheck_after is None
+    assert cluster.seen.status is not None
+    assert (cluster.seen.status.ready, cluster.seen.status.reason) == (True, "Ready")
+
+
+def test_a_status_names_what_it_waits_for_and_when_readiness_changed():
+    cluster = Cluster()
+    cluster.apply(want(pool("d", 3)))
+    status = cluster.seen.status
+    assert status is not None
+    assert (status.ready, status.reason) == (False, "Progressing")
+    assert status.message == "router 0/1 ready, d 0/3 ready"
+    cluster.settle(want(pool("d", 3)), random.Random(1))
+    assert cluster.seen.status is not None
+    assert cluster.seen.status.since > 0
+
+
+@pytest.mark.parametrize(
+    ("declared", "seen", "replicas"),
+    [
+        (None, None, 1),
+        (3, None, 3),
+        (3, PoolSeen("d", 3, 3), 3),
+        (3, PoolSeen("d", 5, 3), 5),  # scaled since: re-applying the document undoes nothing
+        (2, PoolSeen("d", 5, 3), 2),  # the document speaks again
+        (None, PoolSeen("d", 5, 3), 5),
+        (0, PoolSeen("d", 5, None), 0),
+    ],
+)
+def test_the_last_declared_replicas_win_once(declared, seen, replicas):
+    assert pool_replicas(declared, seen) == replicas
+
+
+def test_scaling_one_pool_puts_only_that_pools_workload():
+    cluster, wanted = Cluster(), want(pool("p"), pool("d", 3))
+    cluster.settle(wanted, random.Random(1))
+    cluster.puts.clear()
+    pools = tuple(replace(p, replicas=2) if p.name == "d" else p for p in cluster.seen.pools)
+    cluster.seen = replace(cluster.seen, pools=pools)
+    cluster.settle(wanted, random.Random(1))
+    assert [(p.workload.pool, p.workload.replicas) for p in cluster.puts] == [("d", 2)]
+    cluster.settle(want(pool("p"), pool("d", 3)), random.Random(1))
+    assert cluster.of("d")[pool("d").revision].alive == 2
+
+
+def test_adding_and_removing_a_pool_touches_no_other():
+    cluster = Cluster()
+    cluster.settle(want(pool("p"), pool("d", 3)), random.Random(1))
+    cluster.puts.clear()
+    cluster.settle(want(pool("p"), pool("d", 3), pool("e", 2)), random.Random(1))
+    assert {p.workload.pool for p in cluster.puts} == {"e"}
+    cluster.puts.clear()
+    cluster.settle(want(pool("p"), pool("d", 3)), random.Random(1))
+    assert cluster.puts == []
+    assert cluster.drained == ["e"]
+    assert [a.pool for a in cluster.deleted] == ["e"]
+
+
+def test_the_router_is_drained_after_the_last_engine_has_gone():
+    cluster, rng = Cluster(), random.Random(1)
+    cluster.settle(want(pool("p"), pool("d", 3)), rng)
+
+    def check():
+        if ROUTER in cluster.drained:
+            assert all(w.alive == 0 for w in cluster.seen.workloads if w.workload.pool != ROUTER)
+
+    cluster.settle(want(pool("p"), pool("d", 3), stopping=True), rng, check)
+    assert cluster.seen.workloads == ()
+    assert cluster.seen.status is not None
+    assert cluster.seen.status.reason == "Stopped"
+
+
+def test_a_new_router_waits_until_the_old_one_left_its_address():
+    cluster, rng = Cluster(), random.Random(1)
+    cluster.settle(want(pool("d")), rng)
+    changed = FleetWant("f", (pool(ROUTER, 1, "2"), pool("d")))
+    cluster.settle(changed, rng, lambda: alive_at_most(cluster, ROUTER, 1))
+    assert list(cluster.of(ROUTER)) == [pool(ROUTER, 1, "2").revision]
+
+
+def alive_at_most(cluster: Cluster, name: str, most: int) -> None:
+    assert sum(w.alive for w in cluster.of(name).values()) <= most
+    assert sum(w.workload.replicas for w in cluster.of(name).values()) <= most
+
+
+def test_pools_that_change_together_give_up_old_instances_together():
+    """Each revision keeps both sides while the other one still carries load."""
+    cluster, rng = Cluster(), random.Random(3)
+    cluster.settle(want(pool("p"), pool("d", 3)), rng)
+    changed = want(pool("p", 1, "2"), pool("d", 3, "2"))
+    old_p, old_d = pool("p").revision, pool("d").revision
+
+    def check():
+        olds = cluster.of("d").get(old_d), cluster.of("p").get(old_p)
+        if olds[0] and olds[0].ready:
+            assert olds[1] is not None
+            assert olds[1].ready
+
+    cluster.settle(changed, rng, check)
+    assert list(cluster.of("p")) == [pool("p", 1, "2").revision]
+    assert cluster.of("d")[pool("d", 3, "2").revision].ready == 3
+
+
+def test_events_carry_the_numbers():
+    cluster = Cluster()
+    cluster.settle(want(pool("d", 3)), random.Random(1))
+    actions = plan(want(pool("d", 2)), cluster.seen, 0).actions
+    assert Event("Scaled", "pool d: 3 -> 2 instances") in actions
+
+
+def mutate(pools: dict[str, PoolWant], rng: random.Random) -> None:
+    """Add, remove, change and resize pools, each with some chance."""
+    for name in ("p", "d", "e"):
+        roll = rng.random()
+        if name not in pools:
+            if roll < 0.3:
+                pools[name] = pool(name, rng.randint(0, 4))
+        elif roll < 0.15 and len(pools) > 1:
+            del pools[name]
+        elif roll < 0.4:
+            pools[name] = pool(name, pools[name].replicas, rng.choice("123"))
+        elif roll < 0.6:
+            pools[name] = replace(pools[name], replicas=rng.randint(0, 5))
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_random_rollouts_and_scales_converge_and_keep_their_capacity(seed):
+    rng, cluster = random.Random(seed), Cluster()
+    pools = {name: pool(name, rng.randint(0, 4)) for name in "pde"[: rng.randint(1, 3)]}
+    cluster.settle(want(*pools.values()), rng)
+    for _ in range(4):
+        old = dict(pools)
+        mutate(pools, rng)
+        wanted = want(*pools.values())
+        same = {n: cluster.of(n) for n in pools if pools[n] == old.get(n)}
+        untouched = {n: w for n, w in same.items() if len(w) == 1 and settled(w)}
+        sizes = {n: (ready(cluster, n), pools[n].replicas or 0) for n in pools}
+        cluster.puts.clear()
+
+        def check(sizes=sizes):
+            for name, (had, replicas) in sizes.items():
+                assert ready(cluster, name) >= min(had, replicas)
+                assert alive(cluster, name) <= max(had, replicas) + 1
+
+        if rng.random() < 0.3:  # overtaken half-way by the next change
+            for _ in range(rng.randint(1, 12)):
+                cluster.apply(wanted)
+                cluster.step(rng)
+        else:
+            if len(old) == len(pools) and all(settled(cluster.of(n)) for n in pools):
+                cluster.settle(wanted, rng, check)
+            cluster.settle(wanted, rng)
+        assert not [p for p in cluster.puts if p.workload.pool in untouched]
+        assert all(cluster.of(n) == w for n, w in untouched.items())
+    cluster.settle(want(*pools.values()), rng)
+    for name, last in pools.items():
+        assert list(cluster.of(name)) == [last.revision]
+        assert cluster.of(name)[last.revision].ready == last.replicas
+    assert cluster.seen.status is not None
+    assert cluster.seen.status.ready
+
+
+def ready(cluster: Cluster, name: str) -> int:
+    return sum(w.ready for w in cluster.of(name).values())
+
+
+def alive(cluster: Cluster, name: str) -> int:
+    return sum(w.alive for w in cluster.of(name).values())
+
+
+def settled(workloads: dict[str, WorkloadSeen]) -> bool:
+    return all(w.ready == w.alive == w.workload.replicas for w in workloads.values())
