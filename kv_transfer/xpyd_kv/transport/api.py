@@ -96,6 +96,11 @@ class Endpoint(Protocol):
         peer_up or dial_failed follows. A failed AUTH is remembered for 30 s."""
         ...
 
+    def disconnect(self, peer: Peer, reason: str) -> None:
+        """Close this connection; `peer_down` follows (not before this call returns). For a peer that
+        answers PING but leaves a CANCEL unanswered: only so its writes are known to have ended."""
+        ...
+
     def send(self, peer: Peer, message: Message, body: bytes = b"") -> None:
         """Queue a control frame; control frames go before queued DATA. A peer that does not read
         its control frames (bounded queue) is closed. Nothing happens where the peer is down.
