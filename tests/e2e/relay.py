@@ -13,7 +13,7 @@ class Relay:
     """Listens on `host:port`, dials `target` for each connection, passes bytes both ways.
 
     After `stall_in_data()` it holds everything behind the first 100 bytes of the next DATA frame
-    that the dialler sends, until `resume()`. One connection at a time is enough for one P and one D.
+    that the dialler sends, until `resume()`. One connection at a time: one P and one D.
     """
 
     def __init__(self, host: str, port: int, target: tuple[str, int]) -> None:
