@@ -1,0 +1,221 @@
+"""One connection of the KV protocol as a state machine: bytes and time in, events and bytes out.
+
+It owns the decoder, the handshake and the PINGs, and says which move is legal for whom. A shell
+(xpyd_kv.transport) owns the socket: it feeds what it reads, sends what `outgoing` returns, and
+calls `tick` when `due` has come. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from xpyd_kv.wire.errors import IllegalMoveError, RefusedError, SilentPeerError
+from xpyd_kv.wire.frames import (
+    DataBegin,
+    DataChunk,
+    DataEnd,
+    Decoder,
+    Frame,
+    Limits,
+    encode,
+)
+from xpyd_kv.wire.handshake import ACCEPTOR_ROLE, DIALLER_ROLE, Handshake, Terms
+from xpyd_kv.wire.messages import (
+    Cancel,
+    Cancelled,
+    Commit,
+    Data,
+    Done,
+    Goaway,
+    Grant,
+    Hello,
+    Layout,
+    Lease,
+    Message,
+    Nack,
+    Offer,
+    Ping,
+    Pong,
+    Refuse,
+)
+
+PING_S = 2.0
+MISSED_PINGS = 3
+_TOKEN_RANGE = 2**32
+
+# Who sends what on an open connection; what is not here belongs to the handshake.
+_FROM_EITHER: frozenset[type[Message]] = frozenset(
+    (Cancel, Cancelled, Ping, Pong, Goaway, Refuse),
+)
+_FROM: dict[str, frozenset[type[Message]]] = {
+    DIALLER_ROLE: _FROM_EITHER | {Offer, Data, Commit},
+    ACCEPTOR_ROLE: _FROM_EITHER | {Grant, Done, Nack, Lease},
+}
+_OWN_FRAMES: frozenset[type[Message]] = frozenset((Ping, Pong, Refuse))
+
+
+class Opened(NamedTuple):
+    """The handshake has succeeded."""
+
+    hello: Hello
+    layout: Layout
+
+
+class Received(NamedTuple):
+    """A control frame for the session."""
+
+    message: Message
+    body: bytes
+
+
+Event = Opened | Received | DataBegin | DataChunk | DataEnd
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """After `ping_s` seconds of silence a PING goes out, and again; when `missed` of them stay
+    unanswered for as long, the peer is taken for dead."""
+
+    ping_s: float = PING_S
+    missed: int = MISSED_PINGS
+
+
+class Connection:
+    """One side of one connection. `deadline` is when it must be open, on the clock of `now`."""
+
+    def __init__(
+        self, ours: Terms, *, dialler: bool, deadline: float, pulse: Pulse | None = None
+    ) -> None:
+        self._pulse = pulse or Pulse()
+        self._handshake = Handshake(ours, dialler=dialler)
+        self._role = ours.hello.role
+        self._decoder = Decoder(Limits.of(ours.layout), frozenset((Hello,)))
+        self._peer_limits = Limits()
+        self._outgoing = bytearray(self._handshake.begin())
+        self._opened: Opened | None = None
+        self._due = deadline
+        self._unanswered = 0
+        self._pings = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self._opened is not None
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether the peer has shown that it holds a key of the fleet."""
+        return self._handshake.is_proved
+
+    @property
+    def peer(self) -> Opened:
+        """Who the peer is. Only once the connection is open."""
+        if self._opened is None:
+            raise IllegalMoveError("the connection is not open")
+        return self._opened
+
+    @property
+    def data_left(self) -> int:
+        """Bytes still missing of the DATA body under way: the shell may read them elsewhere."""
+        return self._decoder.data_left
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes held for the frame under way."""
+        return self._decoder.kept_bytes
+
+    @property
+    def due(self) -> float:
+        """When `tick` has something to do."""
+        return self._due
+
+    def outgoing(self) -> bytes:
+        """The handshake's, PING's and REFUSE's frames made since the last call; send them, also
+        after an error."""
+        frames, self._outgoing = bytes(self._outgoing), bytearray()
+        return frames
+
+    def feed(self, data: bytes | bytearray | memoryview, now: float) -> Iterator[Event]:
+        """The events that `data` completes: consume all of them before the next feed. Errors come
+        at their place: ProtocolError, or RefusedError."""
+        self._heard(now)
+        for event in self._decoder.feed(data):
+            if not isinstance(event, Frame):
+                yield event
+                continue
+            result = self._receive(event) if self.is_open else self._shake(event, now)
+            if result is not None:
+                yield result
+
+    def data_read(self, count: int, now: float) -> DataEnd | None:
+        """Count body bytes that the shell has read itself; the frame's end if it was the last."""
+        self._heard(now)
+        return self._decoder.data_read(count)
+
+    def encode(self, message: Message, body_bytes: int = 0) -> bytes:
+        """Prefix and header of a frame of the session. IllegalMoveError: we may not send it."""
+        kind = type(message)
+        if not self.is_open or kind not in _FROM[self._role] or kind in _OWN_FRAMES:
+            raise IllegalMoveError(f"{self._role} may not send {kind.__name__.upper()} now")
+        fault = self._peer_limits.fault(message, body_bytes)
+        if fault:
+            raise IllegalMoveError(fault)
+        return encode(message, body_bytes)
+
+    def max_data_bytes(self) -> int:
+        """The longest DATA body that the peer takes."""
+        return self._peer_limits.max_data_bytes
+
+    def refuse(self, reason: str) -> RefusedError:
+        """Queue a REFUSE if the peer is one of the fleet; the error to close with."""
+        if self.is_proved:
+            self._outgoing += encode(Refuse(reason=reason))
+        return RefusedError(reason)
+
+    def tick(self, now: float) -> None:
+        """Send a PING where it is time, or raise SilentPeerError."""
+        if now < self._due:
+            return
+        if not self.is_open:
+            raise SilentPeerError("the handshake was not done in time")
+        # PINGs are counted, not seconds: after a pause of our own process the peer gets its time.
+        if self._unanswered >= self._pulse.missed:
+            raise SilentPeerError(f"no answer to {self._unanswered} PINGs")
+        self._unanswered += 1
+        self._pings = (self._pings + 1) % _TOKEN_RANGE
+        self._outgoing += encode(Ping(token=self._pings))
+        self._due = now + self._pulse.ping_s
+
+    def _heard(self, now: float) -> None:
+        if self._opened is not None:
+            self._unanswered = 0
+            self._due = now + self._pulse.ping_s
+
+    def _shake(self, frame: Frame, now: float) -> Opened | None:
+        shake = self._handshake
+        self._outgoing += shake.receive(frame)
+        if shake.refusal is not None:
+            raise shake.refusal
+        if not shake.is_done:
+            self._decoder.allowed = frozenset((shake.expected, Refuse))
+            return None
+        assert shake.hello is not None
+        assert shake.layout is not None
+        self._opened = Opened(shake.hello, shake.layout)
+        self._peer_limits = Limits.of(shake.layout)
+        # None: what a later minor version adds is skipped where it says that it may be.
+        self._decoder.allowed = _FROM[shake.hello.role] | {None}
+        self._heard(now)
+        return self._opened
+
+    def _receive(self, frame: Frame) -> Received | None:
+        message = frame.message
+        if isinstance(message, Refuse):
+            raise RefusedError(message.reason, factor=message.factor, by_peer=True)
+        if isinstance(message, Ping):
+            self._outgoing += encode(Pong(token=message.token))
+            return None
+        if isinstance(message, Pong):
+            return None
+        return Received(message, frame.body)

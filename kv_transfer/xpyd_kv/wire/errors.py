@@ -1,0 +1,44 @@
+"""Who is at fault on a connection, and what it is called in refusals and counters. Pure.
+
+XpydError
+|-- ProtocolError          the peer's fault: close this connection
+|   |-- RefusedError       one side will not talk to the other: `reason`, `factor`
+|   `-- SilentPeerError    the handshake's or the PINGs' deadline has passed
+`-- IllegalMoveError       our own code's fault: nothing was sent
+"""
+
+from __future__ import annotations
+
+from xpyd_core.errors import ProtocolError, XpydError
+
+# Reasons of a refusal, as they stand in REFUSE.
+AUTH = "auth"
+VERSION = "version"
+ROLE = "role"
+SELF = "self"
+INCOMPATIBLE = "incompatible"
+LIMIT = "limit"
+_REASONS = frozenset((AUTH, VERSION, ROLE, SELF, INCOMPATIBLE, LIMIT))
+
+
+class IllegalMoveError(XpydError):
+    """We asked to send what the protocol, our role or the peer's limits forbid."""
+
+
+class RefusedError(ProtocolError):
+    """The connection is refused. `reason` is one of this module's, `factor` what differs.
+
+    `by_peer`: it came in a REFUSE. A reason unknown here becomes `other`, since it goes into logs
+    and labels.
+    """
+
+    def __init__(self, reason: str, *, factor: str = "", by_peer: bool = False) -> None:
+        self.reason = reason if reason in _REASONS else "other"
+        self.factor = factor
+        self.by_peer = by_peer
+        who = "the peer refuses" if by_peer else "refused"
+        super().__init__(f"{who}: {self.reason}{f' ({factor})' if factor else ''}")
+
+
+class SilentPeerError(ProtocolError):
+    """The peer has not said in time what it had to say."""

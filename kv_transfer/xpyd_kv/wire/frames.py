@@ -1,0 +1,299 @@
+"""Bytes <-> frames: the prefix, its limits, the header's schema, the body's length. Pure.
+
+Lowest layer of the wire: it knows no handshake, no roles and no sockets. Bodies of DATA pass
+through without being kept, so that a shell can read them straight to where they belong.
+docs/wire.md is the description to the byte.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+
+from xpyd_core.errors import ProtocolError
+from xpyd_kv.wire.errors import IllegalMoveError
+from xpyd_kv.wire.messages import (
+    DEFAULT_MAX_DATA_BYTES,
+    TYPE_NUMBERS,
+    Data,
+    Layout,
+    Message,
+    Nack,
+    Offer,
+)
+
+MAGIC = b"XKV1"
+MUST = 0x01
+"""Flag: who does not know the frame's type must close the connection instead of skipping it."""
+# magic, type, flags, header length, body length, CRC-32 of the header; little-endian like bodies.
+_PREFIX = struct.Struct("<4sBBHII")
+PREFIX_BYTES = _PREFIX.size  # 16
+MAX_HEADER_BYTES = 0xFFFF
+TOKEN_BYTES = 4
+MAX_NACK_FRAMES = 16_384
+# Room for what a later minor version may add; read and dropped, never kept.
+MAX_SKIPPED_BODY_BYTES = 64 * 1024
+
+_TYPES: dict[int, type[Message]] = {number: kind for kind, number in TYPE_NUMBERS.items()}
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODERS: dict[type[Message], msgspec.msgpack.Decoder[Message]] = {
+    kind: msgspec.msgpack.Decoder(kind) for kind in TYPE_NUMBERS
+}
+
+
+class Frame(NamedTuple):
+    """A whole control frame. `raw` is its prefix and header as they came (HELLO's are signed)."""
+
+    message: Message
+    body: bytes
+    raw: bytes
+
+
+class DataBegin(NamedTuple):
+    """A DATA frame's header has come; `length` bytes of body follow."""
+
+    header: Data
+    length: int
+
+
+class DataChunk(NamedTuple):
+    """The next bytes of the body. `data` is valid until the next event is asked for."""
+
+    data: memoryview
+
+
+class DataEnd(NamedTuple):
+    """The body's last byte has come."""
+
+    header: Data
+
+
+Allowed = frozenset[type[Message] | None] | None
+"""Types that may come now; the element None stands for all unknown ones."""
+
+FrameEvent = Frame | DataBegin | DataChunk | DataEnd
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one side takes, from the LAYOUT that it announced."""
+
+    max_tokens: int = 0
+    max_data_bytes: int = DEFAULT_MAX_DATA_BYTES
+    block_bytes: int = 0
+    layers: int = 0
+
+    @classmethod
+    def of(cls, layout: Layout) -> Limits:
+        return cls(
+            max_tokens=layout.max_tokens,
+            # One block must always fit, however small the limit was set.
+            max_data_bytes=max(layout.max_data_bytes, layout.block_bytes),
+            block_bytes=layout.block_bytes,
+            layers=len(layout.layers),
+        )
+
+    def max_body_bytes(self, kind: type[Message]) -> int:
+        """The longest body of a frame of this type, known before its header is."""
+        if kind is Data:
+            return self.max_data_bytes
+        if kind is Offer:
+            return TOKEN_BYTES * self.max_tokens
+        if kind is Nack:
+            return TOKEN_BYTES * MAX_NACK_FRAMES
+        return 0
+
+    def fault(self, message: Message, body_bytes: int) -> str:
+        """What is wrong with a body of this length behind this header; '' when nothing is."""
+        name = type(message).__name__.upper()
+        if body_bytes > self.max_body_bytes(type(message)):
+            return f"{name} with a body of {body_bytes} bytes, over its limit"
+        if isinstance(message, Data):
+            return self._data_fault(message, body_bytes)
+        if isinstance(message, Offer):
+            if message.prompt_tokens > message.tokens:
+                return "OFFER with more prompt tokens than tokens"
+            agrees = body_bytes == TOKEN_BYTES * message.tokens
+        elif isinstance(message, Nack):
+            agrees = body_bytes == TOKEN_BYTES * message.frames
+        else:
+            agrees = True
+        return "" if agrees else f"{name} whose body's length disagrees with its header"
+
+    def _data_fault(self, header: Data, body_bytes: int) -> str:
+        layers = header.end_layer - header.first_layer
+        blocks = header.end_block - header.first_block
+        if layers <= 0 or blocks <= 0 or header.end_layer > self.layers:
+            return "DATA with an empty or impossible range of layers or blocks"
+        if body_bytes != layers * blocks * self.block_bytes:
+            return "DATA whose body's length disagrees with its header"
+        return ""
+
+
+def encode(message: Message, body_bytes: int = 0) -> bytes:
+    """Prefix and header of a frame whose body has `body_bytes` bytes; the body is sent behind it.
+
+    IllegalMoveError when the message breaks its own schema: what this returns, `Decoder` accepts
+    (within the receiver's Limits).
+    """
+    header = _ENCODER.encode(message)
+    name = type(message).__name__.upper()
+    if len(header) > MAX_HEADER_BYTES:
+        raise IllegalMoveError(f"{name}: a header of {len(header)} bytes is too long")
+    try:
+        _DECODERS[type(message)].decode(header)
+    except msgspec.ValidationError as error:
+        raise IllegalMoveError(f"{name}: {error}") from error
+    number = TYPE_NUMBERS[type(message)]
+    prefix = _PREFIX.pack(MAGIC, number, MUST, len(header), body_bytes, zlib.crc32(header))
+    return prefix + header
+
+
+class Decoder:
+    """Cuts a stream of bytes into frames. Keeps at most one control frame's bytes.
+
+    `limits` bounds bodies; `allowed` (None = all types) is looked at as soon as a prefix has come.
+    Both may be changed between events.
+    After ProtocolError the stream is lost, and so is the connection.
+    """
+
+    def __init__(self, limits: Limits, allowed: Allowed = None) -> None:
+        self.limits = limits
+        self.allowed = allowed
+        self._buffer = bytearray()
+        self._prefix: tuple[type[Message] | None, int, int, int] | None = None
+        self._message: Message | None = None
+        self._need: int = PREFIX_BYTES
+        self._skip_left = 0
+        self._data_left = 0
+
+    @property
+    def data_left(self) -> int:
+        """Bytes still missing of the DATA body under way, 0 when there is none."""
+        return self._data_left
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes held for the frame under way."""
+        return len(self._buffer)
+
+    def feed(self, data: bytes | bytearray | memoryview) -> Iterator[FrameEvent]:
+        """The events that `data` completes, one at a time: consume all of them before the next
+        feed. ProtocolError is raised at its place in the order."""
+        rest = memoryview(data)
+        while len(rest):
+            if self._data_left:
+                chunk, rest = rest[: self._data_left], rest[self._data_left :]
+                yield DataChunk(chunk)
+                end = self.data_read(len(chunk))
+                if end is not None:
+                    yield end
+            elif self._skip_left:
+                skipped = min(self._skip_left, len(rest))
+                self._skip_left -= skipped
+                rest = rest[skipped:]
+            else:
+                missing = self._need - len(self._buffer)
+                self._buffer += rest[:missing]
+                rest = rest[missing:]
+                event = self._advance()
+                if event is not None:
+                    yield event
+
+    def data_read(self, count: int) -> DataEnd | None:
+        """Count `count` bytes of the DATA body that the caller has read without `feed`."""
+        if not 0 < count <= self._data_left:
+            raise IllegalMoveError("more bytes read than the DATA body has")
+        self._data_left -= count
+        if self._data_left:
+            return None
+        assert isinstance(self._message, Data)
+        end = DataEnd(self._message)
+        self._message = None
+        return end
+
+    def _advance(self) -> FrameEvent | None:
+        """Take the next step of the frame under way if its bytes are there."""
+        if self._prefix is None and not MAGIC.startswith(self._buffer[: len(MAGIC)]):
+            raise ProtocolError("not a frame: wrong magic")
+        while len(self._buffer) == self._need:
+            if self._prefix is None:
+                self._read_prefix()
+            elif self._message is None:
+                event = self._read_header()
+                if event is not None or not self._buffer:
+                    return event
+            else:
+                return self._finish(self._message)
+        return None
+
+    def _read_prefix(self) -> None:
+        fields: tuple[bytes, int, int, int, int, int] = _PREFIX.unpack(self._buffer)
+        _, number, flags, header_bytes, body_bytes, crc = fields
+        kind = _TYPES.get(number)
+        if self.allowed is not None and kind not in self.allowed:
+            raise ProtocolError(f"type {number} is not allowed now")
+        if kind is None:
+            if flags & MUST:
+                raise ProtocolError(f"unknown type {number} that must be understood")
+            limit = MAX_SKIPPED_BODY_BYTES
+        else:
+            limit = self.limits.max_body_bytes(kind)
+        if body_bytes > limit:
+            raise ProtocolError(f"type {number} with a body of {body_bytes} bytes, over its limit")
+        self._prefix = (kind, header_bytes, body_bytes, crc)
+        self._need = PREFIX_BYTES + header_bytes
+
+    def _read_header(self) -> FrameEvent | None:
+        assert self._prefix is not None
+        kind, _, body_bytes, crc = self._prefix
+        header = memoryview(self._buffer)[PREFIX_BYTES:]
+        try:
+            if zlib.crc32(header) != crc:
+                raise ProtocolError("a header's CRC is wrong")
+            message = None if kind is None else decode_header(kind, header)
+        finally:
+            header.release()
+        if message is None:
+            self._skip_left = body_bytes
+            self._reset()
+            return None
+        fault = self.limits.fault(message, body_bytes)
+        if fault:
+            raise ProtocolError(fault)
+        self._message = message
+        if isinstance(message, Data):
+            self._reset()
+            self._data_left = body_bytes
+            return DataBegin(message, body_bytes)
+        if not body_bytes:
+            return self._finish(message)
+        self._need += body_bytes
+        return None
+
+    def _finish(self, message: Message) -> Frame:
+        assert self._prefix is not None
+        header_end = PREFIX_BYTES + self._prefix[1]
+        raw, body = bytes(self._buffer[:header_end]), bytes(self._buffer[header_end:])
+        self._message = None
+        self._reset()
+        return Frame(message, body, raw)
+
+    def _reset(self) -> None:
+        self._buffer = bytearray()
+        self._prefix = None
+        self._need = PREFIX_BYTES
+
+
+def decode_header(kind: type[Message], header: memoryview) -> Message:
+    """The header of a frame of this type from its msgpack bytes; ProtocolError when it breaks the
+    schema. The error holds nothing of the header: a stranger may have written it."""
+    try:
+        return _DECODERS[kind].decode(header)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"{kind.__name__.upper()} header breaks its schema") from error

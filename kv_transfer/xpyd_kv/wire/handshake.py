@@ -1,0 +1,156 @@
+"""HELLO, AUTH and LAYOUT: from a stranger's bytes to a peer with an equal cache. Pure.
+
+    dialler                         acceptor
+      HELLO  ------------------------->
+             <------------------------- HELLO
+      AUTH   ------------------------->          verified, before anything else leaves
+             <------------------------- AUTH, LAYOUT
+      LAYOUT ------------------------->          once the acceptor's AUTH is verified
+      open                              open
+
+Nothing but HELLO and AUTH leaves a side that has not seen the other's proof, but for one word: the
+acceptor says that AUTH failed. What both can see in the two HELLOs (version, roles, a connection to
+oneself) is refused without a word. Knows frames, no time and no sockets; `connection` drives it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from xpyd_core.compat import differing_factors
+from xpyd_core.errors import ProtocolError
+from xpyd_kv.wire import errors
+from xpyd_kv.wire.auth import auth_mac, key_of
+from xpyd_kv.wire.errors import RefusedError
+from xpyd_kv.wire.frames import Frame, encode
+from xpyd_kv.wire.messages import MAJOR, Auth, Hello, Layout, Message, Refuse
+
+# P dials D in every mode.
+DIALLER_ROLE = "P"
+ACCEPTOR_ROLE = "D"
+_SHAPE = ("layers", "kv_heads", "head_dim", "block_size", "dtype", "block_bytes")
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What one side brings: its HELLO (with this connection's nonce), its LAYOUT, the fleet's keys
+    (the first signs, each is accepted)."""
+
+    hello: Hello
+    layout: Layout
+    keys: tuple[bytes, ...]
+
+
+def differing_factor(ours: Layout, theirs: Layout) -> str:
+    """Name of the first compatibility factor or part of the shape that differs, or ''."""
+    factors = differing_factors(ours.factors, theirs.factors)
+    if factors:
+        return factors[0]
+    for name in _SHAPE:
+        if getattr(ours, name) != getattr(theirs, name):
+            return name
+    return ""
+
+
+class Handshake:
+    """One side's progress. `begin` and `receive` return the frames to send next; errors to be
+    raised after them stand in `refusal`."""
+
+    def __init__(self, ours: Terms, *, dialler: bool) -> None:
+        self._ours = ours
+        self._dialler = dialler
+        self._our_hello = encode(ours.hello)
+        self._their_hello = b""
+        self.hello: Hello | None = None
+        self.layout: Layout | None = None
+        self.refusal: RefusedError | None = None
+        self.expected: type[Message] = Hello
+
+    @property
+    def is_done(self) -> bool:
+        return self.layout is not None and self.refusal is None
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether the peer has shown that it holds a key."""
+        return self.expected is Layout
+
+    def begin(self) -> bytes:
+        """The dialler's HELLO; the acceptor waits for it."""
+        return self._our_hello if self._dialler else b""
+
+    def receive(self, frame: Frame) -> bytes:
+        """The frames to send after this one. ProtocolError when it has no place here."""
+        message = frame.message
+        if isinstance(message, Refuse):
+            raise RefusedError(message.reason, factor=message.factor, by_peer=True)
+        if isinstance(message, Hello) and self.expected is Hello:
+            return self._receive_hello(message, frame.raw)
+        if isinstance(message, Auth) and self.expected is Auth:
+            return self._receive_auth(message)
+        if isinstance(message, Layout) and self.expected is Layout and self.layout is None:
+            return self._receive_layout(message)
+        raise ProtocolError(f"{type(message).__name__.upper()} out of order")
+
+    def _receive_hello(self, hello: Hello, raw: bytes) -> bytes:
+        self.hello = hello
+        self._their_hello = raw
+        self.expected = Auth
+        reply = b"" if self._dialler else self._our_hello
+        reason = self._hello_fault(hello)
+        if reason:
+            # The acceptor's HELLO still goes out: by it the dialler sees the same fault itself.
+            self.refusal = RefusedError(reason)
+            return reply
+        return self._auth(self._ours.keys[0]) if self._dialler else reply
+
+    def _hello_fault(self, theirs: Hello) -> str:
+        ours = self._ours.hello
+        if theirs.major != MAJOR:
+            return errors.VERSION
+        if theirs.incarnation == ours.incarnation:
+            return errors.SELF
+        dialling, accepting = (ours, theirs) if self._dialler else (theirs, ours)
+        if (dialling.role, accepting.role) != (DIALLER_ROLE, ACCEPTOR_ROLE):
+            return errors.ROLE
+        return ""
+
+    def _receive_auth(self, auth: Auth) -> bytes:
+        dialler_hello, acceptor_hello = self._hellos()
+        key = key_of(
+            auth.mac,
+            self._ours.keys,
+            by_dialler=not self._dialler,
+            dialler_hello=dialler_hello,
+            acceptor_hello=acceptor_hello,
+        )
+        if key is None:
+            self.refusal = RefusedError(errors.AUTH)
+            return b"" if self._dialler else encode(Refuse(reason=errors.AUTH))
+        self.expected = Layout
+        layout = encode(self._ours.layout)
+        # The acceptor signs with the key that the dialler has shown to hold: so a fleet whose
+        # first key is being changed talks in every mixture in which the dialler's is accepted.
+        return layout if self._dialler else self._auth(key) + layout
+
+    def _receive_layout(self, layout: Layout) -> bytes:
+        self.layout = layout
+        factor = differing_factor(self._ours.layout, layout)
+        if not factor:
+            return b""
+        self.refusal = RefusedError(errors.INCOMPATIBLE, factor=factor)
+        return encode(Refuse(reason=errors.INCOMPATIBLE, factor=factor))
+
+    def _auth(self, key: bytes) -> bytes:
+        dialler_hello, acceptor_hello = self._hellos()
+        mac = auth_mac(
+            key,
+            by_dialler=self._dialler,
+            dialler_hello=dialler_hello,
+            acceptor_hello=acceptor_hello,
+        )
+        return encode(Auth(mac=mac))
+
+    def _hellos(self) -> tuple[bytes, bytes]:
+        pair = (self._our_hello, self._their_hello)
+        return pair if self._dialler else (pair[1], pair[0])
