@@ -1,0 +1,244 @@
+"""Answers: what P and D sent -> what the client gets. Pure.
+
+With continuation the router itself writes the first chunks of a stream, made of P's answer, and the
+whole end when every choice ended at its first token. What D streams is relayed; only the token ids
+that the client did not ask for are taken out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import orjson
+
+from xpyd_core.errors import ProtocolError
+from xpyd_router.bodies import Ask
+from xpyd_router.sse import DONE, encode_event, event_data
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Head:
+    """What every chunk and answer of one response shares; made by the router."""
+
+    response_id: str
+    created: int
+
+
+@dataclass(frozen=True)
+class FirstChoice:
+    """One choice of P's answer: the token behind what it continued."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: object
+    finish_reason: str
+    extras: Json
+    """stop_reason and, where asked for, the prompt's ids: passed on as they are."""
+
+
+@dataclass(frozen=True)
+class PrefillAnswer:
+    """P's answer, checked. `transfer` and the others are opaque: D gets them as they came."""
+
+    document: Json
+    model: str
+    choices: tuple[FirstChoice, ...]
+    usage: Json
+    transfer: Json
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every choice ended at this token; `length` means that it goes on."""
+        return all(choice.finish_reason != "length" for choice in self.choices)
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise ProtocolError(f"prefill answer: {what}")
+
+
+def _objects(value: object, what: str) -> list[Json]:
+    _require(isinstance(value, list), f"{what} is no list")
+    items = cast("list[object]", value)
+    _require(all(isinstance(item, dict) for item in items), f"{what} holds no objects")
+    return cast("list[Json]", items)
+
+
+def _text(choice: Json, is_chat: bool) -> str:
+    if not is_chat:
+        text = choice.get("text")
+    else:
+        message = choice.get("message")
+        _require(isinstance(message, dict), "message is no object")
+        text = cast(Json, message).get("content") or ""
+    _require(isinstance(text, str), "text is no string")
+    return cast(str, text)
+
+
+def _first_choice(choice: Json, index: int, is_chat: bool) -> FirstChoice:
+    _require(choice.get("index") == index, "choices are not in order")
+    ids = choice.get("token_ids")
+    _require(isinstance(ids, list) and len(cast("list[object]", ids)) > 0, "token_ids is missing")
+    token_ids = tuple(cast("list[int]", ids))
+    _require(all(type(i) is int for i in token_ids), "token_ids holds no integers")
+    finish = choice.get("finish_reason") or "length"
+    _require(isinstance(finish, str), "finish_reason is no string")
+    return FirstChoice(
+        index=index,
+        text=_text(choice, is_chat),
+        token_ids=token_ids,
+        logprobs=choice.get("logprobs"),
+        finish_reason=finish,
+        extras={k: choice[k] for k in ("stop_reason", "prompt_token_ids") if k in choice},
+    )
+
+
+def parse_prefill_answer(ask: Ask, body: bytes) -> PrefillAnswer:
+    """P's answer to a body with kv_transfer_params; ProtocolError says what is missing."""
+    try:
+        document = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise ProtocolError("prefill answer: not JSON") from error
+    _require(isinstance(document, dict), "no object")
+    choices = _objects(document.get("choices"), "choices")
+    _require(bool(choices), "no choices")
+    transfer = document.get("kv_transfer_params")
+    _require(isinstance(transfer, dict), "kv_transfer_params is missing")
+    usage = document.get("usage")
+    return PrefillAnswer(
+        document=document,
+        model=str(document.get("model") or ask.model),
+        choices=tuple(_first_choice(c, i, ask.is_chat) for i, c in enumerate(choices)),
+        usage=cast(Json, usage) if isinstance(usage, dict) else {},
+        transfer={
+            name: cast(Json, transfer)[name]
+            for name in ("transfer", "decode_incarnation", "prompt_digest")
+            if name in transfer
+        },
+    )
+
+
+def _chunk(ask: Ask, head: Head, model: str, choices: list[Json]) -> Json:
+    kind = "chat.completion.chunk" if ask.is_chat else "text_completion"
+    return {
+        "id": head.response_id,
+        "object": kind,
+        "created": head.created,
+        "model": model,
+        "choices": choices,
+    }
+
+
+def _piece(ask: Ask, choice: FirstChoice) -> Json | None:
+    """One choice of the first content chunk; None where it would say nothing."""
+    if not choice.text and choice.logprobs is None and not ask.wants_token_ids:
+        return None
+    piece: Json = {"index": choice.index, "logprobs": choice.logprobs, "finish_reason": None}
+    if ask.is_chat:
+        piece["delta"] = {"content": choice.text}
+    else:
+        piece["text"] = choice.text
+    if ask.wants_token_ids:
+        piece["token_ids"] = choice.token_ids
+        if "prompt_token_ids" in choice.extras:
+            piece["prompt_token_ids"] = choice.extras["prompt_token_ids"]
+    return piece
+
+
+def role_chunks(ask: Ask, head: Head, answer: PrefillAnswer) -> list[bytes]:
+    """What a chat stream begins with: one role delta per choice. Nothing for completions."""
+    if not ask.is_chat:
+        return []
+    events: list[bytes] = []
+    for choice in answer.choices:
+        delta = {"role": "assistant", "content": ""}
+        piece = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+        chunk = _chunk(ask, head, answer.model, [piece])
+        if ask.wants_token_ids and "prompt_token_ids" in answer.document:
+            chunk["prompt_token_ids"] = answer.document["prompt_token_ids"]
+        events.append(encode_event(chunk))
+    return events
+
+
+def content_chunks(ask: Ask, head: Head, answer: PrefillAnswer) -> list[bytes]:
+    """P's tokens, one chunk per choice that has something to show."""
+    pieces = (_piece(ask, choice) for choice in answer.choices)
+    return [encode_event(_chunk(ask, head, answer.model, [p])) for p in pieces if p is not None]
+
+
+def finish_chunks(
+    ask: Ask, head: Head, answer: PrefillAnswer, usage: Json, generated: int
+) -> list[bytes]:
+    """The end of a stream whose choices all ended at P: finish reasons, usage if asked, [DONE].
+
+    `usage` counts the prompt; `generated` is the number of tokens of all choices together, those of
+    earlier tries included.
+    """
+    events: list[bytes] = []
+    for choice in answer.choices:
+        piece: Json = {"index": choice.index, "logprobs": None}
+        piece |= {"delta": {}} if ask.is_chat else {"text": ""}
+        piece["finish_reason"] = choice.finish_reason
+        if "stop_reason" in choice.extras:
+            piece["stop_reason"] = choice.extras["stop_reason"]
+        events.append(encode_event(_chunk(ask, head, answer.model, [piece])))
+    if ask.include_usage:
+        total = usage.get("prompt_tokens", 0) + generated
+        usage = {**usage, "completion_tokens": generated, "total_tokens": total}
+        events.append(encode_event({**_chunk(ask, head, answer.model, []), "usage": usage}))
+    return [*events, DONE]
+
+
+def whole_answer(ask: Ask, head: Head, answer: PrefillAnswer) -> bytes:
+    """P's answer as the client's, where every choice ended at its first token."""
+    document = {k: v for k, v in answer.document.items() if k != "kv_transfer_params"}
+    document |= {"id": head.response_id, "created": head.created}
+    if not ask.wants_token_ids:
+        document.pop("prompt_token_ids", None)
+        for choice in _objects(document["choices"], "choices"):
+            choice.pop("token_ids", None)
+            choice.pop("prompt_token_ids", None)
+    return orjson.dumps(document)
+
+
+def _says_nothing(choice: Json) -> bool:
+    if choice.get("finish_reason") is not None or choice.get("logprobs") is not None:
+        return False
+    delta = choice.get("delta")
+    if isinstance(delta, dict):
+        return not any(cast(Json, delta).values())
+    return not choice.get("text")
+
+
+def strip_token_ids(event: bytes) -> bytes | None:
+    """`event` without token ids; None where it then says nothing. Others come back as they are."""
+    if b'"token_ids"' not in event:
+        return event
+    try:
+        chunk = orjson.loads(event_data(event))
+        choices = _objects(chunk["choices"], "choices")
+    except (orjson.JSONDecodeError, ProtocolError, KeyError, TypeError):
+        return event  # an error event that quotes the words, or no chunk at all
+    for choice in choices:
+        choice.pop("token_ids", None)
+    if choices and all(_says_nothing(c) for c in choices) and not chunk.get("usage"):
+        return None
+    return encode_event(chunk)
+
+
+def error_event(body: bytes) -> bytes:
+    """The last event of a stream that fails after it began; `body` is an OpenAI error object."""
+    return b"data: " + body.replace(b"\n", b" ") + b"\n\n"
+
+
+def scrub(data: bytes, secrets: Sequence[bytes], public: bytes) -> bytes:
+    """`data` with every internal id replaced by the response's own: engines put theirs in `id`."""
+    for secret in secrets:
+        if secret in data:
+            data = data.replace(secret, public)
+    return data

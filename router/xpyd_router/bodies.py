@@ -1,0 +1,176 @@
+"""Request bodies: what the client sent -> what P and D get. Pure.
+
+The router checks only what it acts on itself; the rest is the engine's to validate, and P sees
+every field before anything is streamed. D's body is the client's bytes with kv_transfer_params
+spliced in; nothing else of it is encoded again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import orjson
+
+from xpyd_core.errors import ApiError
+
+Endpoint = Literal["completions", "chat/completions"]
+ENDPOINTS: tuple[Endpoint, ...] = ("completions", "chat/completions")
+_MAX_NAME = 512
+_COMPLETIONS_MAX_TOKENS = 16
+"""OpenAI's default for /v1/completions without the field."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A client's request: its bytes and what the router reads in them."""
+
+    endpoint: Endpoint
+    raw: bytes
+    fields: Mapping[str, Any]
+    model: str
+    stream: bool
+    include_usage: bool
+    wants_token_ids: bool
+    max_tokens: int | None
+    """The client's limit; None where it gave none."""
+    seed: int | None
+    alone: Literal["P", "D"] | None
+    """Where it runs alone: what ends with P's token on P, what shows the prompt's side on D."""
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether answers are chat completions."""
+        return self.endpoint == "chat/completions"
+
+
+def _bad(field: str, message: str) -> ApiError:
+    return ApiError(400, f"{field}: {message}", param=field)
+
+
+def _boolean(fields: Mapping[str, Any], name: str) -> bool:
+    value = fields.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise _bad(name, "expected true or false")
+    return bool(value)
+
+
+def _integer(fields: Mapping[str, Any], name: str, least: int | None = None) -> int | None:
+    value = fields.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise _bad(name, "expected an integer")
+    if least is not None and value < least:
+        raise _bad(name, f"expected at least {least}")
+    return value
+
+
+def _stream_options(fields: Mapping[str, Any], stream: bool) -> bool:
+    """Whether the client wants usage in the stream."""
+    options = fields.get("stream_options")
+    if options is None:
+        return False
+    if not isinstance(options, dict):
+        raise _bad("stream_options", "expected an object")
+    if not stream:
+        raise _bad("stream_options", "only allowed when stream is true")
+    return _boolean(cast("dict[str, Any]", options), "include_usage")
+
+
+def _load(raw: bytes) -> dict[str, Any]:
+    try:
+        fields = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    return cast("dict[str, Any]", fields)
+
+
+def _shows_prompt(fields: Mapping[str, Any], endpoint: Endpoint) -> bool:
+    """Whether the answer holds the prompt's text or logprobs, which only a prefill makes."""
+    echo = endpoint == "completions" and _boolean(fields, "echo")
+    return echo or fields.get("prompt_logprobs") not in (None, False)
+
+
+def _limit(fields: Mapping[str, Any], endpoint: Endpoint) -> int | None:
+    limit = _integer(fields, "max_tokens", 0)
+    if endpoint == "chat/completions":
+        newer = _integer(fields, "max_completion_tokens", 0)
+        limit = newer if newer is not None else limit
+    return limit
+
+
+def parse_ask(endpoint: Endpoint, raw: bytes) -> Ask:
+    """The request in `raw`; ApiError 400 that names the field and what is allowed."""
+    fields = _load(raw)
+    model = fields.get("model")
+    if not isinstance(model, str) or not 0 < len(model) <= _MAX_NAME:
+        raise _bad("model", "you must provide the model's name as a string")
+    if fields.get("kv_transfer_params") is not None:
+        raise _bad("kv_transfer_params", "set by the router, not by clients")
+    stream = _boolean(fields, "stream")
+    include_usage = _stream_options(fields, stream)
+    _integer(fields, "n", 1)
+    shows_prompt = _shows_prompt(fields, endpoint)
+    limit = _limit(fields, endpoint)
+    if limit == 0 and not shows_prompt:
+        raise _bad("max_tokens", "expected at least 1 (0 only with echo or prompt_logprobs)")
+    least = _integer(fields, "min_tokens", 0) or 0
+    most = limit
+    if endpoint == "completions" and "max_tokens" not in fields:
+        most = _COMPLETIONS_MAX_TOKENS
+    if most is not None and least > most:
+        raise _bad("min_tokens", f"must not be more than max_tokens, {most}")
+    alone: Literal["P", "D"] | None = None
+    if limit is not None and limit <= 1:
+        alone = "P"
+    elif shows_prompt:
+        alone = "D"
+    return Ask(
+        endpoint=endpoint,
+        raw=raw,
+        fields=fields,
+        model=model,
+        stream=stream,
+        include_usage=include_usage,
+        wants_token_ids=_boolean(fields, "return_token_ids"),
+        max_tokens=limit,
+        seed=_integer(fields, "seed"),
+        alone=alone,
+    )
+
+
+def prefill_body(ask: Ask, params: Mapping[str, Any] | None = None) -> bytes:
+    """P's body: one token behind what it continues, not streamed.
+
+    `params` is None for an engine without continuation; else {seed, client_max_tokens,
+    continue_from?}, with one list of ids per choice in continue_from.
+    """
+    fields = dict(ask.fields)
+    limit = 1
+    if params is not None:
+        ids: Sequence[Sequence[int]] = params.get("continue_from") or ((),)
+        limit += len(ids[0])
+        fields["return_token_ids"] = True
+        fields["kv_transfer_params"] = params
+    fields["stream"] = False
+    fields.pop("stream_options", None)
+    fields["max_tokens"] = limit
+    if "max_completion_tokens" in fields:
+        fields["max_completion_tokens"] = limit
+    if fields.get("min_tokens") is not None:
+        fields["min_tokens"] = min(fields["min_tokens"], limit)
+    return orjson.dumps(fields)
+
+
+def splice(raw: bytes, params: Mapping[str, Any]) -> bytes:
+    """The JSON object `raw`, byte for byte, with kv_transfer_params as its last member.
+
+    A client's own `"kv_transfer_params": null` stays before it: of two members of one name the last
+    counts, as in every parser that engines use. `raw` is an object with at least one member.
+    """
+    end = raw.rindex(b"}")
+    return raw[:end] + b',"kv_transfer_params":' + orjson.dumps(params) + raw[end:]

@@ -1,0 +1,111 @@
+"""`xpyd router`: its flags. Imports nothing heavy; the server itself is in `main`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from xpyd_core.cli import Command
+from xpyd_core.errors import UserError
+from xpyd_core.logs import add_logging_arguments, set_up_logging
+from xpyd_core.messages import HEARTBEAT_PERIOD_S, MISSED_BEATS
+from xpyd_core.pod_env import DISCOVERY_PORT, ROUTER_HTTP_PORT, read_pod_env
+from xpyd_core.sizes import parse_bytes
+from xpyd_router.config import RouterConfig
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    default = RouterConfig()
+    add = parser.add_argument
+    add("--host", help="address of the HTTP port (default: XPYD_POD_IP, else 127.0.0.1)")
+    add("--port", type=int, default=ROUTER_HTTP_PORT, help="HTTP port; 0 = any free one")
+    add("--discovery-host", help="address that engines beat to (default: --host)")
+    add("--discovery-port", type=int, default=DISCOVERY_PORT, help="port that engines beat to")
+    add("--kv-key-file", type=Path, help="the fleet's secret (default: XPYD_KV_KEY_FILE)")
+    add(
+        "--heartbeat-interval-ms",
+        type=int,
+        default=round(HEARTBEAT_PERIOD_S * 1000),
+        help="period of engines that do not say their own",
+    )
+    add("--missed-beats", type=int, default=MISSED_BEATS, help="beats missed before removal")
+    add(
+        "--request-timeout",
+        type=float,
+        default=default.request_timeout_s,
+        metavar="SECONDS",
+        help="for a whole answer, for the first byte of a stream, and for each gap in it",
+    )
+    add(
+        "--prefill-timeout",
+        type=float,
+        default=default.prefill_timeout_s,
+        metavar="SECONDS",
+        help="for one call to a prefill instance",
+    )
+    add("--max-body-bytes", default=str(default.max_body_bytes), metavar="SIZE", help="e.g. 32Mi")
+    add(
+        "--pair-wait-seconds",
+        type=float,
+        default=default.pair_wait_s,
+        metavar="SECONDS",
+        help="how long requests wait for a fleet that lost its last pair, before they get 503",
+    )
+    add(
+        "--drain-seconds",
+        type=float,
+        default=default.drain_s,
+        metavar="SECONDS",
+        help="how long to go on accepting after SIGTERM, while load balancers take notice",
+    )
+    add_logging_arguments(parser)
+
+
+def read_config(args: argparse.Namespace) -> RouterConfig:
+    """Flags and environment as one value; UserError names the flag that is wrong."""
+    env = read_pod_env()
+    host = args.host or env.pod_ip
+    config = RouterConfig(
+        host=host,
+        port=args.port,
+        discovery_host=args.discovery_host or host,
+        discovery_port=args.discovery_port,
+        kv_key_file=args.kv_key_file or env.kv_key_file,
+        heartbeat_interval_s=args.heartbeat_interval_ms / 1000,
+        missed_beats=args.missed_beats,
+        request_timeout_s=args.request_timeout,
+        prefill_timeout_s=args.prefill_timeout,
+        max_body_bytes=parse_bytes(args.max_body_bytes),
+        pair_wait_s=args.pair_wait_seconds,
+        drain_s=args.drain_seconds,
+    )
+    checks = {
+        "--port: expected 0 to 65535": 0 <= config.port < 65536,
+        "--discovery-port: expected 0 to 65535": 0 <= config.discovery_port < 65536,
+        "--heartbeat-interval-ms: expected 50 to 60000": 0.05 <= config.heartbeat_interval_s <= 60,
+        "--missed-beats: expected 1 to 100": 1 <= config.missed_beats <= 100,
+        "--request-timeout: expected more than 0": config.request_timeout_s > 0,
+        "--prefill-timeout: expected more than 0": config.prefill_timeout_s > 0,
+        "--max-body-bytes: expected at least 1Ki": config.max_body_bytes >= 1024,
+        "--pair-wait-seconds: expected 0 or more": config.pair_wait_s >= 0,
+        "--drain-seconds: expected 0 or more": config.drain_s >= 0,
+    }
+    for complaint, holds in checks.items():
+        if not holds:
+            raise UserError(complaint)
+    return config
+
+
+def _run(args: argparse.Namespace) -> int:
+    set_up_logging(args.log_level, args.log_format)
+    config = read_config(args)
+    from xpyd_router.main import run_router
+
+    return run_router(config)
+
+
+command = Command(
+    help="run the router: OpenAI HTTP in front, engines found by heartbeat",
+    configure=_configure,
+    run=_run,
+)

@@ -1,0 +1,39 @@
+"""The router's configuration: one frozen value, read once by `command`, passed down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from xpyd_core.messages import HEARTBEAT_PERIOD_S, MISSED_BEATS
+from xpyd_core.pod_env import DISCOVERY_PORT, ROUTER_HTTP_PORT
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """What `xpyd router` runs with."""
+
+    host: str = "127.0.0.1"
+    """Literal address of the HTTP port."""
+    port: int = ROUTER_HTTP_PORT
+    """HTTP port; 0 lets the system choose (tests)."""
+    discovery_host: str = "127.0.0.1"
+    """Literal address of the discovery port."""
+    discovery_port: int = DISCOVERY_PORT
+    """Port that engines send heartbeats to; 0 lets the system choose."""
+    kv_key_file: Path | None = None
+    """The fleet's secret; None: abandoned transfers end by their lease, nothing is released."""
+    heartbeat_interval_s: float = HEARTBEAT_PERIOD_S
+    """Period assumed for engines whose beat does not say one (vLLM)."""
+    missed_beats: int = MISSED_BEATS
+    """An instance leaves after this many periods without a beat."""
+    request_timeout_s: float = 1800.0
+    """For a whole answer or a stream's first byte, and for each gap in a stream; vllm-router's."""
+    prefill_timeout_s: float = 300.0
+    """For one call to P: queueing and computing a long prompt on a slow machine."""
+    max_body_bytes: int = 32 * 1024 * 1024
+    """Longest request body: a million tokens as ids are about 7 MB."""
+    pair_wait_s: float = 30.0
+    """How long after the last successful pick a request waits for a pair: a restart's length."""
+    drain_s: float = 5.0
+    """How long to accept after SIGTERM: load balancers take notice of /readiness with delay."""

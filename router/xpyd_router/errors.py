@@ -1,0 +1,41 @@
+"""The router's own errors.
+
+XpydError
+|-- CallFailed      an engine's fault; the request may succeed on another one
+`-- EngineRefused   the request's fault; the engine's answer goes to the client
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from xpyd_core.errors import XpydError
+
+FailureCause = Literal[
+    "connect", "reset", "incomplete", "timeout", "lost", "too_large", "draining", "status", "answer"
+]
+
+
+class Answer(NamedTuple):
+    """A whole HTTP answer."""
+
+    status: int
+    body: bytes
+    content_type: str = "application/json"
+    retry_after: str | None = None
+
+
+class CallFailed(XpydError):
+    """A call to an engine that may succeed elsewhere. Holds no address: it may reach a client."""
+
+    def __init__(self, cause: FailureCause) -> None:
+        super().__init__(cause)
+        self.cause: FailureCause = cause
+
+
+class EngineRefused(XpydError):
+    """An engine's 4xx: the request is at fault, so the answer goes to the client as it is."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(f"engine answered {answer.status}")
+        self.answer = answer

@@ -1,0 +1,127 @@
+"""The registry as the asyncio side uses it: changes can be waited for, calls to the dead end.
+
+One object per router, used in one event loop. `discovery` writes, `flow` reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from xpyd_core.messages import Heartbeat
+from xpyd_router.errors import CallFailed
+from xpyd_router.registry import Instance, InstanceKey, Outcome, Registry, Snapshot
+
+T = TypeVar("T")
+
+_MAX_LOST = 1024
+
+
+@dataclass(eq=False)
+class Watch:
+    """The deadline of one wait for an instance."""
+
+    scope: asyncio.Timeout
+    is_lost: bool = False
+    """The instance died while it was waited for."""
+
+
+class FleetView:
+    """Owner of the registry. `clock` is monotonic seconds."""
+
+    def __init__(self, registry: Registry, clock: Callable[[], float]) -> None:
+        self._registry = registry
+        self._clock = clock
+        self._changed = asyncio.Event()
+        self._watches: dict[InstanceKey, set[Watch]] = {}
+        self._lost: OrderedDict[InstanceKey, None] = OrderedDict()
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """Who can be picked now."""
+        return self._registry.snapshot
+
+    @property
+    def instances(self) -> tuple[Instance, ...]:
+        """Everyone, with the figures of the last beat."""
+        return self._registry.instances
+
+    @property
+    def now_s(self) -> float:
+        """The clock that beats are measured with."""
+        return self._clock()
+
+    def apply(self, beat: Heartbeat) -> Outcome:
+        """Take one beat; ProtocolError for one with an unusable address."""
+        before = self._registry.snapshot
+        outcome, dead = self._registry.apply(beat, self._clock())
+        if outcome == "new":
+            self._lost.pop(InstanceKey(str(beat.http), beat.incarnation), None)
+        self._lose(dead)
+        self._tell(before)
+        return outcome
+
+    def expire(self) -> tuple[InstanceKey, ...]:
+        """Remove who missed its beats, and end the calls that wait for it."""
+        before = self._registry.snapshot
+        gone = self._registry.expire(self._clock())
+        self._lose(gone)
+        self._tell(before)
+        return gone
+
+    def suspend(self, instance: Instance) -> bool:
+        """Pick it no more until its next beat; whether that changed anything."""
+        before = self._registry.snapshot
+        changed = self._registry.suspend(instance.key)
+        self._tell(before)
+        return changed
+
+    async def wait_change(self, timeout_s: float) -> bool:
+        """Wait until the snapshot is another one; False when `timeout_s` passed first."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def bounded(
+        self, instance: Instance, timeout_s: float, wait: Callable[[], Awaitable[T]]
+    ) -> T:
+        """`await wait()`, which waits for `instance`: CallFailed `timeout` at the deadline, `lost`
+        at once when the instance dies.
+        """
+        if instance.key in self._lost:
+            raise CallFailed("lost")
+        watches = self._watches.setdefault(instance.key, set())
+        watch: Watch | None = None
+        try:
+            async with asyncio.timeout(timeout_s) as scope:
+                watch = Watch(scope)
+                watches.add(watch)
+                return await wait()
+        except TimeoutError as error:
+            raise CallFailed("lost" if watch and watch.is_lost else "timeout") from error
+        finally:
+            if watch is not None:
+                watches.discard(watch)
+            if not watches and self._watches.get(instance.key) is watches:
+                del self._watches[instance.key]
+
+    def _lose(self, keys: Iterable[InstanceKey]) -> None:
+        for key in keys:
+            self._lost[key] = None
+            if len(self._lost) > _MAX_LOST:
+                self._lost.popitem(last=False)
+            for watch in self._watches.pop(key, ()):
+                watch.is_lost = True
+                if not watch.scope.expired():
+                    watch.scope.reschedule(asyncio.get_running_loop().time())
+
+    def _tell(self, before: Snapshot) -> None:
+        if self._registry.snapshot is not before:
+            self._changed.set()
+            self._changed = asyncio.Event()

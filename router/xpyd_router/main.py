@@ -1,0 +1,204 @@
+"""Puts the router together, serves, drains at SIGTERM or SIGINT.
+
+At the first signal /readiness turns 503 while requests are still taken for `drain_s`; then no more
+are accepted, running ones finish, and the exit status is 0. A second signal ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import AsyncGenerator, Generator
+from dataclasses import dataclass
+
+import uvicorn
+import uvloop
+
+from xpyd_core.errors import UserError
+from xpyd_core.keys import read_keys
+from xpyd_router.app import Surface, build_app
+from xpyd_router.config import RouterConfig
+from xpyd_router.discovery import Discovery
+from xpyd_router.fleet_view import FleetView
+from xpyd_router.flow import Flow
+from xpyd_router.metrics import RouterMetrics
+from xpyd_router.picker import Picker
+from xpyd_router.policy import RoundRobin
+from xpyd_router.registry import Registry
+from xpyd_router.releases import Releases
+from xpyd_router.upstream import AiohttpUpstream
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 4096
+_KEEP_ALIVE_S = 75
+"""Longer than what clients and load balancers keep idle connections, so that they close first."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handlers: `main` has the drain."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+def _listen(config: RouterConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        return socket.create_server((config.host, config.port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        where = f"{config.host}:{config.port}"
+        raise UserError(f"HTTP on {where}: {error.strerror or error}") from error
+
+
+def _source_host(config: RouterConfig) -> str | None:
+    """The pod's own loopback address, where it has one: then the engines see who calls."""
+    for host in (config.discovery_host, config.host):
+        with contextlib.suppress(ValueError):
+            address = ipaddress.ip_address(host)
+            if address.version == 4 and address.is_loopback and host != "127.0.0.1":
+                return host
+    return None
+
+
+@dataclass
+class RunningRouter:
+    """A router that serves until `run` returns. Ports are the real ones."""
+
+    surface: Surface
+    http_port: int
+    discovery_port: int
+    _server: _Server
+    _listener: socket.socket
+    _drain_s: float
+    _stop: asyncio.Event
+    _force: asyncio.Event
+
+    def stop(self) -> None:
+        """Begin the drain; a second call ends at once."""
+        if self._stop.is_set():
+            self._server.force_exit = True
+            self._force.set()
+        self.surface.is_draining = True
+        self._stop.set()
+
+    async def run(self) -> None:
+        """Serve until `stop`, then drain."""
+        serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        stopping = asyncio.create_task(self._drain())
+        done, _ = await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if serving in done:
+            stopping.cancel()
+        await serving
+
+    async def _drain(self) -> None:
+        await self._stop.wait()
+        logger.info("draining: accepting for %g s more", self._drain_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._drain_s):
+                await self._force.wait()
+        self._server.should_exit = True
+
+
+@contextlib.asynccontextmanager
+async def open_router(config: RouterConfig) -> AsyncGenerator[RunningRouter]:
+    """A router with its ports bound and discovery running; leaving frees everything.
+
+    Raises UserError for a port that cannot be had and for an unusable key file.
+    """
+    keys = read_keys(config.kv_key_file) if config.kv_key_file else ()
+    if not keys:
+        logger.warning("no --kv-key-file: abandoned transfers end by their lease, not at once")
+    clock = time.monotonic
+    metrics = RouterMetrics()
+    registry = Registry(period_s=config.heartbeat_interval_s, missed_beats=config.missed_beats)
+    fleet = FleetView(registry, clock)
+    listener = _listen(config)
+    with contextlib.closing(listener):
+        discovery = Discovery(
+            fleet, metrics, host=config.discovery_host, port=config.discovery_port
+        )
+        upstream = AiohttpUpstream(_source_host(config))
+        releases = Releases(upstream, metrics, keys[0] if keys else None)
+        picker = Picker(
+            config=config, fleet=fleet, policy=RoundRobin(), metrics=metrics, clock=clock
+        )
+        flow = Flow(
+            config=config,
+            fleet=fleet,
+            picker=picker,
+            upstream=upstream,
+            releases=releases,
+            metrics=metrics,
+            clock=clock,
+            wall_clock=time.time,
+            random_bytes=os.urandom,
+        )
+        surface = Surface(config, fleet, flow, metrics, clock, created=int(time.time()))
+        server = _Server(
+            uvicorn.Config(
+                build_app(surface),
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                backlog=_BACKLOG,
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+            )
+        )
+        beats = asyncio.create_task(discovery.run())
+        beats.add_done_callback(_report_death)
+        try:
+            yield RunningRouter(
+                surface=surface,
+                http_port=listener.getsockname()[1],
+                discovery_port=discovery.port,
+                _server=server,
+                _listener=listener,
+                _drain_s=config.drain_s,
+                _stop=asyncio.Event(),
+                _force=asyncio.Event(),
+            )
+        finally:
+            beats.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await beats
+            await releases.close()
+            await upstream.close()
+            discovery.close()
+
+
+def _report_death(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.critical("discovery stopped: %r", error)
+
+
+async def _serve(config: RouterConfig) -> None:
+    async with open_router(config) as router:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, router.stop)
+        logger.info(
+            "router listens on http://%s:%d, discovery on %s:%d",
+            *(config.host, router.http_port, config.discovery_host, router.discovery_port),
+        )
+        await router.run()
+    logger.info("drained, bye")
+
+
+def run_router(config: RouterConfig) -> int:
+    """Serve until a signal; the exit status."""
+    # uvicorn's own start and stop lines say what ours say.
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(config))
+    return 0

@@ -1,0 +1,72 @@
+"""The router's metrics, all named xpyd_router_*. Label children are cached by prometheus_client."""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from xpyd_router.registry import Instance
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+
+class RouterMetrics:
+    """One set per router, in its own CollectorRegistry."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        prefix = "xpyd_router_"
+        self.requests = Counter(
+            f"{prefix}requests", "Requests answered", ("endpoint", "status"), registry=registry
+        )
+        self.errors = Counter(
+            f"{prefix}errors",
+            "Failed calls to engines and broken streams",
+            ("phase", "cause"),
+            registry=registry,
+        )
+        self.retries = Counter(f"{prefix}retries", "Requests tried again", registry=registry)
+        self.request_seconds = Histogram(
+            f"{prefix}request_seconds",
+            "From request to last byte",
+            ("endpoint",),
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        self.ttft_seconds = Histogram(
+            f"{prefix}ttft_seconds",
+            "From request to first byte of the answer",
+            ("endpoint",),
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        self.in_flight = Gauge(f"{prefix}in_flight", "Requests being served", registry=registry)
+        self.waiting = Gauge(
+            f"{prefix}waiting", "Requests waiting for a pair to return", registry=registry
+        )
+        self.heartbeats = Counter(
+            f"{prefix}heartbeats", "Messages on the discovery port", ("result",), registry=registry
+        )
+        self.releases = Counter(
+            f"{prefix}releases", "Abandoned transfers told to D", ("result",), registry=registry
+        )
+        self._instances = Gauge(
+            f"{prefix}instances", "Known instances", ("type", "state"), registry=registry
+        )
+
+    def render(self, instances: Iterable[Instance]) -> bytes:
+        """The text exposition, with the gauge of `instances` as they are now."""
+        self._instances.clear()
+        tally = Tally((i.beat.type, state_of(i)) for i in instances)
+        for (kind, state), count in sorted(tally.items()):
+            self._instances.labels(kind, state).set(count)
+        return generate_latest(self._registry)
+
+
+def state_of(instance: Instance) -> str:
+    """The state as people see it: Suspended where a call failed since the last beat."""
+    if instance.suspended and instance.beat.state == "Ready":
+        return "Suspended"
+    return instance.beat.state

@@ -1,0 +1,94 @@
+"""Asks the policy, and waits for a fleet that lost its last pair a moment ago.
+
+A restart takes seconds; a request that comes meanwhile waits for it rather than fail, if the same
+model was served shortly before. A fleet that never served is answered 503 at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from xpyd_core.errors import ApiError
+from xpyd_router.config import RouterConfig
+from xpyd_router.fleet_view import FleetView
+from xpyd_router.metrics import RouterMetrics
+from xpyd_router.policy import Alone, Pair, Policy, Want
+
+_MAX_WAITING = 4096
+_MAX_REMEMBERED = 256
+
+
+class Picker:
+    """One per router. `clock` is monotonic seconds."""
+
+    def __init__(
+        self,
+        *,
+        config: RouterConfig,
+        fleet: FleetView,
+        policy: Policy,
+        metrics: RouterMetrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._policy = policy
+        self._metrics = metrics
+        self._clock = clock
+        self._waiting = 0
+        self._served_s: dict[str, float] = {}
+
+    async def pick(
+        self, want: Want, deadline_s: float, gave_up: Callable[[], ApiError]
+    ) -> Pair | Alone:
+        """A choice, at latest at `deadline_s`. Raises ApiError: 404 for an unknown model, 503 where
+        nobody is ready, `gave_up()` where only those that failed are left.
+        """
+        while True:
+            snapshot = self._fleet.snapshot
+            if choice := self._policy.pick(snapshot, want):
+                self._remember(want.model)
+                return choice
+            if want.exclude and self._policy.pick(snapshot, replace(want, exclude=frozenset())):
+                raise gave_up()
+            now_s = self._clock()
+            served_s = self._served_s.get(want.model, -math.inf)
+            left_s = min(served_s + self._config.pair_wait_s, deadline_s) - now_s
+            if left_s <= 0 or self._waiting >= _MAX_WAITING:
+                raise self._unavailable(want.model)
+            await self._wait(left_s)
+            # Whoever is back has come back with a beat: it may be tried again.
+            want = replace(want, exclude=frozenset())
+
+    async def _wait(self, timeout_s: float) -> None:
+        self._waiting += 1
+        self._metrics.waiting.inc()
+        try:
+            await self._fleet.wait_change(timeout_s)
+        finally:
+            self._waiting -= 1
+            self._metrics.waiting.dec()
+
+    def _unavailable(self, model: str) -> ApiError:
+        snapshot = self._fleet.snapshot
+        if not snapshot.is_empty and not snapshot.knows(model):
+            return ApiError(
+                404,
+                f"The model `{model}` does not exist.",
+                param="model",
+                code="model_not_found",
+            )
+        return ApiError(
+            503,
+            "no prefill and decode instances are ready for this model",
+            code="no_instances",
+            retry_after_s=max(1, math.ceil(self._config.heartbeat_interval_s)),
+        )
+
+    def _remember(self, model: str) -> None:
+        self._served_s.pop(model, None)
+        self._served_s[model] = self._clock()
+        if len(self._served_s) > _MAX_REMEMBERED:
+            del self._served_s[next(iter(self._served_s))]

@@ -1,0 +1,252 @@
+"""Who is in the fleet: heartbeats in, an immutable snapshot out. Pure: time is an argument.
+
+`discovery` feeds it, `policy` reads the snapshot. An instance is known by its HTTP address; another
+incarnation (process start) at the same address is another instance and replaces it at once. It
+leaves by goodbye at once, or when its time to live (missed beats x its period) has passed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+from xpyd_core.errors import ProtocolError
+from xpyd_core.messages import Heartbeat
+from xpyd_core.request_id import Address
+
+MAX_INSTANCES = 4096
+_MAX_RETIRED = 4096
+# A period is a stranger's word: within these bounds a wrong one neither flaps nor stays for ever.
+_PERIOD_BOUNDS_S = (0.05, 60.0)
+# Addresses go into headers and URLs; an underscore would end the address in a request id early.
+_HOST = re.compile(r"[A-Za-z0-9.:-]{1,255}")
+
+Outcome = Literal["new", "refreshed", "replaced", "gone", "stale", "full"]
+
+
+class InstanceKey(NamedTuple):
+    """One process start at one HTTP address."""
+
+    http: str
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One engine as its last beat described it. Times are the caller's clock, in seconds."""
+
+    key: InstanceKey
+    beat: Heartbeat
+    http: Address
+    kv: Address
+    last_beat_s: float
+    expires_at_s: float
+    suspended: bool = False
+    """A call to it failed in transport; not picked before its next beat."""
+
+    @property
+    def name(self) -> str:
+        """What people call it: the name it gives itself, else its HTTP address."""
+        return self.beat.instance or self.key.http
+
+    @property
+    def is_routable(self) -> bool:
+        """Whether new requests may be sent to it."""
+        return self.beat.state == "Ready" and not self.suspended
+
+    @property
+    def is_continuing(self) -> bool:
+        """Whether it understands `continue_from` (DECISIONS: continuation 1 in its beat)."""
+        return self.beat.continuation == 1
+
+    def serves(self, model: str) -> bool:
+        """Old beats name no model; such an instance takes every name and may answer 404 itself."""
+        return not self.beat.models or model in self.beat.models
+
+
+class Group(NamedTuple):
+    """Routable instances of one compatibility key: any P of it may send KV to any D of it."""
+
+    compatibility: str
+    prefill: tuple[Instance, ...]
+    decode: tuple[Instance, ...]
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Who may serve one model. `groups` holds also those with only P or only D."""
+
+    groups: tuple[Group, ...] = ()
+    aggregated: tuple[Instance, ...] = ()
+
+    @property
+    def is_routable(self) -> bool:
+        """Whether a request can be served at all."""
+        return bool(self.aggregated) or any(g.prefill and g.decode for g in self.groups)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What the hot path reads: built once per change of the fleet, never changed."""
+
+    by_model: Mapping[str, Candidates] = field(default_factory=lambda: MappingProxyType({}))
+    any_model: Candidates = field(default_factory=Candidates)
+    """For names that no instance gives: the instances that give no names."""
+    known_models: frozenset[str] = frozenset()
+    """Names given by instances in any state."""
+    takes_any_model: bool = False
+    """Whether an instance in any state gives no names."""
+    is_empty: bool = True
+
+    def candidates(self, model: str) -> Candidates:
+        """Who may serve `model` now."""
+        return self.by_model.get(model, self.any_model)
+
+    def knows(self, model: str) -> bool:
+        """Whether an instance, in whatever state, serves `model`."""
+        return self.takes_any_model or model in self.known_models
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Names that can be served now, sorted."""
+        return tuple(sorted(m for m, found in self.by_model.items() if found.is_routable))
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether at least one pair or aggregated instance can be picked."""
+        return self.any_model.is_routable or any(c.is_routable for c in self.by_model.values())
+
+
+def _candidates(instances: Iterable[Instance]) -> Candidates:
+    prefill: dict[str, list[Instance]] = {}
+    decode: dict[str, list[Instance]] = {}
+    aggregated: list[Instance] = []
+    for instance in instances:
+        if instance.beat.type == "A":
+            aggregated.append(instance)
+            continue
+        side = prefill if instance.beat.type == "P" else decode
+        side.setdefault(instance.beat.compatibility, []).append(instance)
+    keys = sorted(prefill.keys() | decode.keys())
+    groups = (Group(k, tuple(prefill.get(k, ())), tuple(decode.get(k, ()))) for k in keys)
+    return Candidates(tuple(groups), tuple(aggregated))
+
+
+def build_snapshot(instances: Iterable[Instance]) -> Snapshot:
+    """The snapshot of `instances`, in the order of their addresses so that turns are stable."""
+    everyone = sorted(instances, key=lambda instance: instance.key)
+    routable = [instance for instance in everyone if instance.is_routable]
+    names = sorted({model for instance in routable for model in instance.beat.models})
+    by_model = {name: _candidates(i for i in routable if i.serves(name)) for name in names}
+    return Snapshot(
+        by_model=MappingProxyType(by_model),
+        any_model=_candidates(i for i in routable if not i.beat.models),
+        known_models=frozenset(model for i in everyone for model in i.beat.models),
+        takes_any_model=any(not i.beat.models for i in everyone),
+        is_empty=not everyone,
+    )
+
+
+def _routing_view(beat: Heartbeat) -> tuple[object, ...]:
+    """The part of a beat that decides who is picked; loads change with every beat."""
+    return (
+        *(beat.type, beat.http_address, beat.zmq_address, beat.state, beat.models),
+        *(beat.compatibility, beat.continuation, beat.instance),
+    )
+
+
+class Registry:
+    """The one owner of membership. Every method takes `now` in seconds of one monotonic clock."""
+
+    def __init__(self, *, period_s: float, missed_beats: int) -> None:
+        self._period_s = period_s
+        self._missed_beats = missed_beats
+        self._instances: dict[str, Instance] = {}
+        self._retired: OrderedDict[InstanceKey, None] = OrderedDict()
+        self._snapshot = build_snapshot(())
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The present snapshot: another object whenever who may be picked has changed."""
+        return self._snapshot
+
+    @property
+    def instances(self) -> tuple[Instance, ...]:
+        """All instances with their latest figures, sorted by address."""
+        return tuple(sorted(self._instances.values(), key=lambda instance: instance.key))
+
+    def apply(self, beat: Heartbeat, now: float) -> tuple[Outcome, tuple[InstanceKey, ...]]:
+        """Take one beat: what it was, and the instances that died by it (were replaced).
+
+        Raises ProtocolError for an address or name that cannot stand in a header or a log line.
+        """
+        instance = self._instance(beat, now)
+        key, address = instance.key, instance.key.http
+        known = self._instances.get(address)
+        if key in self._retired:
+            return "stale", ()
+        if beat.state == "Gone":
+            self._retire(key)
+            if known is None or known.key != key:
+                return "stale", ()
+            del self._instances[address]
+            self._rebuild()
+            return "gone", ()
+        if known is None and len(self._instances) >= MAX_INSTANCES:
+            return "full", ()
+        self._instances[address] = instance
+        if known is None:
+            self._rebuild()
+            return "new", ()
+        if known.key != key:
+            self._retire(known.key)
+            self._rebuild()
+            return "replaced", (known.key,)
+        if known.suspended or _routing_view(known.beat) != _routing_view(beat):
+            self._rebuild()
+        return "refreshed", ()
+
+    def expire(self, now: float) -> tuple[InstanceKey, ...]:
+        """Remove whose time to live has passed; returns them. They may come back."""
+        gone = [i.key for i in self._instances.values() if i.expires_at_s <= now]
+        for key in gone:
+            del self._instances[key.http]
+        if gone:
+            self._rebuild()
+        return tuple(gone)
+
+    def suspend(self, key: InstanceKey) -> bool:
+        """Pick the instance no more until its next beat; whether that changed anything."""
+        known = self._instances.get(key.http)
+        if known is None or known.key != key or known.suspended:
+            return False
+        self._instances[key.http] = replace(known, suspended=True)
+        self._rebuild()
+        return True
+
+    def _instance(self, beat: Heartbeat, now: float) -> Instance:
+        http, kv = beat.http, beat.kv
+        for address in (http, kv):
+            if _HOST.fullmatch(address.host) is None:
+                raise ProtocolError("heartbeat: an address has characters that no host has")
+        if not beat.instance.isprintable():
+            raise ProtocolError("heartbeat: the instance's name is not printable")
+        least, most = _PERIOD_BOUNDS_S
+        period_s = min(max(beat.period_ms / 1000, least), most) if beat.period_ms else 0.0
+        ttl_s = self._missed_beats * (period_s or self._period_s)
+        key = InstanceKey(str(http), beat.incarnation)
+        return Instance(key, beat, http, kv, last_beat_s=now, expires_at_s=now + ttl_s)
+
+    def _retire(self, key: InstanceKey) -> None:
+        # Without an incarnation a late beat cannot be told from a restart: let it in again.
+        if key.incarnation:
+            self._retired[key] = None
+            if len(self._retired) > _MAX_RETIRED:
+                self._retired.popitem(last=False)
+
+    def _rebuild(self) -> None:
+        self._snapshot = build_snapshot(self._instances.values())

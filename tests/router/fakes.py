@@ -1,0 +1,330 @@
+"""A fleet for tests of the router: fake engines that speak the contract, real beats, a real router.
+
+Engines are small aiohttp servers on 127.0.0.x with free ports; what one does is a `script` that a
+test may replace. Everything runs in one event loop, and every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import aiohttp
+import orjson
+import zmq
+import zmq.asyncio
+from aiohttp import web
+
+from xpyd_core.messages import Heartbeat, encode_heartbeat
+from xpyd_router.config import RouterConfig
+from xpyd_router.main import RunningRouter, open_router
+
+DEADLINE_S = 20.0
+_instance_numbers = itertools.count(1)
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    """Run one test's coroutine under a deadline."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await work
+
+    asyncio.run(bounded())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait until `condition` holds; the test's deadline bounds it."""
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+@dataclass
+class Call:
+    """One inference request that an engine got."""
+
+    path: str
+    request_id: str
+    raw: bytes
+    body: dict[str, Any]
+    headers: dict[str, str]
+    is_closed: bool = False
+    """The handler was cancelled: the router closed the connection."""
+
+    @property
+    def uuid(self) -> str:
+        return self.request_id[-32:]
+
+
+Script = Callable[["FakeEngine", Call, web.Request], Awaitable[web.StreamResponse]]
+
+
+async def serve_model(engine: FakeEngine, call: Call, request: web.Request) -> web.StreamResponse:
+    """The contract: token t of choice c is `t<c>.<position> `, its id 100 * c + position."""
+    body, params = call.body, call.body.get("kv_transfer_params") or {}
+    is_chat = call.path.endswith("chat/completions")
+    choices = int(body.get("n") or 1)
+    if (
+        isinstance(body.get("prompt"), list)
+        and body["prompt"]
+        and isinstance(body["prompt"][0], str)
+    ):
+        choices *= len(body["prompt"])
+    limit = body.get("max_completion_tokens") or body.get("max_tokens") or 16
+    before = [list(ids) for ids in params.get("continue_from") or [[]] * choices]
+    emit_from = params.get("emit_from") or [0] * choices
+    is_decode = "emit_from" in params
+    if not is_decode:
+        emit_from = [len(ids) for ids in before]
+    stops = engine.stop_at or {}
+
+    def ids_of(choice: int) -> list[int]:
+        ids = list(before[choice])
+        while len(ids) < limit and not (ids and stops.get(choice) == len(ids)):
+            ids.append(100 * choice + len(ids))
+        return ids
+
+    def finish_of(choice: int) -> str:
+        return "stop" if stops.get(choice) == len(ids_of(choice)) else "length"
+
+    response_id = params.get("response_id") or f"cmpl-{call.request_id}"
+    created = params.get("created") or 1234
+    with_ids = bool(body.get("return_token_ids"))
+    usage = {"prompt_tokens": 5, "completion_tokens": sum(len(ids_of(c)) for c in range(choices))}
+    usage["total_tokens"] = 5 + usage["completion_tokens"]
+
+    def piece(choice: int, ids: list[int], delta: bool, finish: str | None) -> dict[str, Any]:
+        text = "".join(f"t{i // 100}.{i % 100} " for i in ids)
+        out: dict[str, Any] = {"index": choice, "finish_reason": finish, "logprobs": None}
+        if body.get("logprobs"):
+            out["logprobs"] = {"tokens": [str(i) for i in ids]}
+        if is_chat:
+            out["delta" if delta else "message"] = {"role": "assistant", "content": text}
+            if delta:
+                del out["delta"]["role"]
+        else:
+            out["text"] = text
+        if with_ids or (delta and is_decode):
+            out["token_ids"] = ids
+        return out
+
+    document = {"id": response_id, "object": "x", "created": created, "model": body["model"]}
+    if not body.get("stream"):
+        document["choices"] = [
+            piece(c, ids_of(c)[emit_from[c] :], False, finish_of(c)) for c in range(choices)
+        ]
+        document["usage"] = usage
+        if not is_decode and params:
+            document["kv_transfer_params"] = {
+                "transfer": ["granted"],
+                "decode_incarnation": "d-inc",
+                "prompt_digest": ["ab" * 32],
+            }
+        return web.json_response(document)
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+
+    async def send(payload: object) -> None:
+        await response.write(b"data: " + orjson.dumps(payload) + b"\n\n")
+
+    for position in range(limit):
+        for choice in range(choices):
+            ids = ids_of(choice)
+            if emit_from[choice] <= position < len(ids):
+                chunk = piece(choice, ids[position : position + 1], True, None)
+                await send({**document, "choices": [chunk]})
+    for choice in range(choices):
+        await send({**document, "choices": [piece(choice, [], True, finish_of(choice))]})
+    if (body.get("stream_options") or {}).get("include_usage"):
+        await send({**document, "choices": [], "usage": usage})
+    await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response
+
+
+@dataclass
+class FakeEngine:
+    """One fake engine. `beat` is what it says of itself."""
+
+    beat: Heartbeat
+    port: int
+    script: Script = serve_model
+    stop_at: dict[int, int] | None = None
+    """Choice -> number of tokens after which it ends with `stop`."""
+    calls: list[Call] = field(default_factory=list)
+    releases: list[tuple[str, str]] = field(default_factory=list)
+    runner: web.AppRunner | None = None
+
+    @property
+    def served(self) -> int:
+        return len(self.calls)
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        call = Call(
+            request.path,
+            request.headers["X-Request-Id"],
+            raw,
+            orjson.loads(raw),
+            {name.lower(): value for name, value in request.headers.items()},
+        )
+        self.calls.append(call)
+        try:
+            return await self.script(self, call, request)
+        except (asyncio.CancelledError, ConnectionError):
+            call.is_closed = True
+            raise
+
+    async def release(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.releases.append((body["uuid"], request.headers.get("X-Xpyd-Mac", "")))
+        return web.json_response({})
+
+    async def stop(self) -> None:
+        if self.runner is not None:
+            await self.runner.cleanup()
+            self.runner = None
+
+
+@dataclass
+class Fleet:
+    """A router and the engines that beat to it."""
+
+    router: RunningRouter
+    http: aiohttp.ClientSession
+    dealer: zmq.asyncio.Socket
+    stack: contextlib.AsyncExitStack
+    engines: list[FakeEngine] = field(default_factory=list)
+
+    @property
+    def base(self) -> str:
+        return f"http://127.0.0.1:{self.router.http_port}"
+
+    async def engine(self, kind: str, *, is_ours: bool = True, **beat: Any) -> FakeEngine:
+        """Start an engine of `kind` P, D or A and let it beat once."""
+        number = next(_instance_numbers)
+        engine = FakeEngine(Heartbeat(type=kind, http_address="x:1", zmq_address="x:1"), 0)
+        app = web.Application()
+        app.router.add_post("/v1/completions", engine.handle)
+        app.router.add_post("/v1/chat/completions", engine.handle)
+        app.router.add_post("/kv/release", engine.release)
+        engine.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await engine.runner.setup()
+        site = web.TCPSite(engine.runner, "127.0.0.1", 0)
+        await site.start()
+        engine.port = engine.runner.addresses[0][1]
+        self.stack.push_async_callback(engine.stop)
+        ours = {
+            "instance": f"{kind.lower()}-{number}",
+            "incarnation": f"inc-{number}",
+            "continuation": 1,
+            "compatibility": "k",
+            "models": ("m",),
+        }
+        engine.beat = Heartbeat(
+            type=kind,
+            http_address=f"127.0.0.1:{engine.port}",
+            zmq_address=f"127.0.0.1:{20000 + number}",
+            **({**ours, **beat} if is_ours else beat),
+        )
+        self.engines.append(engine)
+        await self.beat(engine)
+        return engine
+
+    async def beat(self, engine: FakeEngine, **changes: Any) -> None:
+        """Send one beat and wait until the router has taken it."""
+        engine.beat = replace_beat(engine.beat, changes)
+        taken = self.taken()
+        await self.dealer.send(encode_heartbeat(engine.beat))
+        await until(lambda: self.taken() > taken)
+
+    def taken(self) -> float:
+        """Messages that the discovery port has taken, of whatever outcome."""
+        samples = self.router.surface.metrics.heartbeats.collect()[0].samples
+        return sum(s.value for s in samples if s.name.endswith("_total"))
+
+    def metric(self, name: str, **labels: str) -> float:
+        """One sample of the router's metrics; 0 where it is not there yet."""
+        text = self.router.surface.metrics.render(()).decode()
+        want = "{" + ",".join(f'{k}="{v}"' for k, v in labels.items()) + "}" if labels else ""
+        for line in text.splitlines():
+            if line.startswith(f"{name}{want} "):
+                return float(line.rpartition(" ")[2])
+        return 0.0
+
+    async def post(self, path: str = "completions", **body: Any) -> aiohttp.ClientResponse:
+        """POST a completion of the model `m` with defaults for what a test does not care for."""
+        headers = body.pop("headers", None)
+        content = {"model": "m", "max_tokens": 4}
+        if path == "completions":
+            content["prompt"] = "San Francisco is a"
+        else:
+            content["messages"] = [{"role": "user", "content": "hello"}]
+        content.update(body)
+        return await self.http.post(f"{self.base}/v1/{path}", json=content, headers=headers)
+
+    async def json(self, path: str = "completions", **body: Any) -> dict[str, Any]:
+        """The JSON answer of a POST that must succeed."""
+        async with await self.post(path, **body) as response:
+            assert response.status == 200, await response.text()
+            return await response.json()
+
+    async def events(self, path: str = "completions", **body: Any) -> list[Any]:
+        """The events of a streamed POST: JSON values, and the text `[DONE]`."""
+        async with await self.post(path, stream=True, **body) as response:
+            assert response.status == 200, await response.text()
+            return parse_events(await response.read())
+
+
+def replace_beat(beat: Heartbeat, changes: dict[str, Any]) -> Heartbeat:
+    return Heartbeat(**{name: getattr(beat, name) for name in beat.__struct_fields__} | changes)
+
+
+def parse_events(data: bytes) -> list[Any]:
+    assert data.endswith(b"\n\n")
+    payloads = [event.removeprefix(b"data: ") for event in data.split(b"\n\n")[:-1]]
+    return ["[DONE]" if p == b"[DONE]" else orjson.loads(p) for p in payloads]
+
+
+def text_of(events: list[Any], choice: int = 0) -> str:
+    """The text that a client joins from a stream's chunks."""
+    out = ""
+    for event in events:
+        for item in event["choices"] if event != "[DONE]" else ():
+            if item["index"] == choice:
+                out += item["text"] if "text" in item else item["delta"].get("content") or ""
+    return out
+
+
+@contextlib.asynccontextmanager
+async def fleet(**config: Any) -> AsyncGenerator[Fleet]:
+    """A router on free ports of 127.0.0.1, serving, with no engines yet."""
+    defaults = RouterConfig(
+        port=0, discovery_port=0, pair_wait_s=0.0, drain_s=0.0, request_timeout_s=DEADLINE_S
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        router = await stack.enter_async_context(open_router(replace(defaults, **config)))
+        serving = asyncio.create_task(router.run())
+
+        async def stop() -> None:
+            router.stop()
+            await serving
+
+        stack.push_async_callback(stop)
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        context = zmq.asyncio.Context()
+        stack.callback(context.destroy, 0)
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect(f"tcp://127.0.0.1:{router.discovery_port}")
+        yield Fleet(router, http, dealer, stack)
+
+
+@contextlib.asynccontextmanager
+async def pair(**config: Any) -> AsyncGenerator[tuple[Fleet, FakeEngine, FakeEngine]]:
+    """A fleet of one P and one D of ours."""
+    async with fleet(**config) as made:
+        yield made, await made.engine("P"), await made.engine("D")
