@@ -32,8 +32,11 @@ class Engine(Protocol):
         ...
 
     def abort(self, request_id: str, choices: tuple[int, ...] | None = None) -> None:
-        """End a request, or some of its choices (a stop string was found). No output follows for
-        them; unknown or finished ones are ignored."""
+        """End a request, or some of its choices (a stop string was found; they count as `stop`).
+        No output follows for them, but those of steps that already ran. When no choice is left a
+        last output without choices has `finished` set; it does not come when the whole request is
+        aborted. Unknown requests are ignored. On P, choices that ended by `length` may still be
+        named: when all are, and `cancel_when_done` was set, their transfer is cancelled."""
         ...
 
     def kv_offered(self, key: TransferKey) -> OfferedPrompt | None:
@@ -49,7 +52,7 @@ class Engine(Protocol):
         ...
 
     def is_idle(self) -> bool:
-        """No request is queued or running and no KV is held for or on its way to another instance."""
+        """No request is queued or running, no KV is held for or on its way to an instance."""
         ...
 
     @property

@@ -28,8 +28,9 @@ class SampleSpec:
 class ScheduledSequence:
     """A sequence's share of one step: compute `token_ids` at positions start, start + 1, ...
 
-    `block_ids` is its whole block table, long enough for start + len(token_ids) tokens. `samples` is
-    empty until the sequence's last known token is computed; more than one when choices fork here.
+    `block_ids` is its whole block table, long enough for start + len(token_ids) tokens. `samples`
+    is empty until the sequence's last known token is computed; more than one when choices fork
+    here.
     `prompt_tokens` is the length of its prompt, so that computed prompt tokens can be counted.
     With `prompt_logprobs`, rows of prompt positions are scored too.
     """
@@ -67,8 +68,8 @@ class StepInput:
 class StepOutput:
     """Samples by sequence id, in the order of its SampleSpecs.
 
-    `prompt_logprobs` by sequence id: for each token in `token_ids` that lies in the prompt and is not
-    its first token, its log probability given what stands before it (so chunks concatenate).
+    `prompt_logprobs` by sequence id: for each token in `token_ids` that lies in the prompt and is
+    not its first token, its log probability given what stands before it (so chunks concatenate).
     """
 
     samples: dict[int, tuple[SampledToken, ...]]

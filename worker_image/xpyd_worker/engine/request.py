@@ -12,6 +12,9 @@ from xpyd_core.request_id import Address, TransferKey
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 TransferState = Literal["none", "pending", "granted"]
+# busy: the queue is full, try another instance. too_long: it can never fit here. kv_failed: its KV
+# did not come and recomputing is off. internal: the step or the engine failed.
+ErrorKind = Literal["", "busy", "too_long", "kv_failed", "internal"]
 
 
 @dataclass(frozen=True)
@@ -123,9 +126,10 @@ class TransferReport:
 class RequestOutput:
     """What one request gained in one step; the server gets them in order.
 
-    `finished` is true on the last. `prompt_logprobs` (one entry per prompt token, None for the first)
-    comes once, with the first output of a request that asked. `cached_tokens` counts prompt tokens
-    from the local prefix cache, `received_tokens` those whose KV came from P.
+    `finished` is true on the last. `prompt_logprobs` (one entry per prompt token, None for the
+    first) comes once, with the first output of a request that asked. `cached_tokens` counts prompt
+    tokens from the local prefix cache, `received_tokens` those whose KV came from P. `error` is
+    set, and `error_kind` with it, where choices ended by `error`.
     """
 
     request_id: str
@@ -136,13 +140,15 @@ class RequestOutput:
     received_tokens: int = 0
     transfer: TransferReport | None = None
     error: str = ""
+    error_kind: ErrorKind = ""
 
 
 @dataclass
 class EngineStats:
     """Counters and gauges of one engine, written by its thread, read by `/metrics` and heartbeats.
 
-    Counters only grow; gauges are as of the last step.
+    Counters only grow; gauges are as of the last step. `finished` counts requests by reason,
+    `running` and `waiting` are requests.
     """
 
     forwards: int = 0
@@ -156,3 +162,6 @@ class EngineStats:
     blocks_total: int = 0
     blocks_free: int = 0
     finished: dict[str, int] = field(default_factory=dict[str, int])
+    # Requests that computed a prompt here although its KV was to come, by reason.
+    kv_recomputed: dict[str, int] = field(default_factory=dict[str, int])
+    received_tokens: int = 0

@@ -1,0 +1,231 @@
+"""The engine's thread: take input, poll the connectors, schedule, execute, update, deliver.
+
+    server --submit/abort--> Inbox --> [ Scheduler -> Executor -> Scheduler ] --deliver--> server
+    KV I/O thread --wake-----^            |  Producer / Consumer  |
+
+One thread owns the scheduler, the block manager, the executor and the connectors' engine side. It
+sleeps when nothing can run: until input, a wake-up, or the connectors' next deadline. It must not
+know HTTP, tensors or sockets.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from copy import copy
+
+from xpyd_core.errors import XpydError
+from xpyd_core.request_id import TransferKey
+from xpyd_kv.connector.api import Consumer, OfferedPrompt, Producer
+from xpyd_worker.engine.api import Deliver
+from xpyd_worker.engine.block_manager import BlockManager
+from xpyd_worker.engine.executor import Executor
+from xpyd_worker.engine.inbox import Abort, Inbox, Item, ReleaseKv, Submit
+from xpyd_worker.engine.request import ChoiceOutput, EngineRequest, EngineStats, RequestOutput
+from xpyd_worker.engine.scheduler import Limits, ScheduledStep, Scheduler
+from xpyd_worker.engine.stopping import StopRules
+
+logger = logging.getLogger(__name__)
+
+# Unfinished transfers and waiting requests are looked at this often even if no wake-up comes:
+# P's deadlines (GRANT, leases) are checked in Producer.poll, which names no next one.
+_TICK_S = 0.25
+
+
+def _no_layer_done(_layer: int) -> None:
+    """Nobody sends KV."""
+
+
+class EngineCore:
+    """Implements `xpyd_worker.engine.api.Engine`.
+
+    Built last: executor, then `BlockManager(executor.num_blocks)` and `Inbox()`, then the
+    connectors with that pool and `inbox.wake`, then this with all of them. `deliver` is called on
+    the engine's thread; once, from the caller of `submit`, when the engine has ended.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        *,
+        pool: BlockManager,
+        inbox: Inbox,
+        limits: Limits,
+        rules: StopRules,
+        deliver: Deliver,
+        producer: Producer | None = None,
+        consumer: Consumer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._executor = executor
+        self._pool = pool
+        self._inbox = inbox
+        self._deliver = deliver
+        self._producer = producer
+        self._consumer = consumer
+        self._clock = clock
+        self._scheduler = Scheduler(
+            pool, limits=limits, rules=rules, producer=producer, consumer=consumer
+        )
+        self._layer_done = producer.layer_done if producer else _no_layer_done
+        self._stats = copy(self._scheduler.observe())
+        self._is_quiet = True
+        self._stopping = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # --- any thread
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the engine's thread ended by itself; None while it runs."""
+        return self._failure
+
+    def start(self) -> None:
+        """Start the engine's thread."""
+        self._thread.start()
+
+    def stop(self, deadline_s: float) -> None:
+        """Abort what runs and end the thread; waits at most `deadline_s` for the step under way."""
+        self._stopping = True
+        self._inbox.wake()
+        if self._thread.ident is not None:
+            self._thread.join(deadline_s)
+            if self._thread.is_alive():
+                logger.error("the engine's step did not end within %g s", deadline_s)
+
+    def submit(self, request: EngineRequest) -> None:
+        """Queue a request. Its last output has `finished` set, whatever happens."""
+        if not self._inbox.put(Submit(request)):
+            choices = tuple(ChoiceOutput(c, (), "error") for c in range(request.n))
+            message = "the engine has stopped"
+            self._deliver(
+                [
+                    RequestOutput(
+                        request.request_id,
+                        choices,
+                        finished=True,
+                        error=message,
+                        error_kind="internal",
+                    )
+                ]
+            )
+
+    def abort(self, request_id: str, choices: tuple[int, ...] | None = None) -> None:
+        """End a request, or some of its choices."""
+        self._inbox.put(Abort(request_id, choices))
+
+    def kv_offered(self, key: TransferKey) -> OfferedPrompt | None:
+        """The prompt that P offered under `key`, if its OFFER has come."""
+        return self._consumer.offered(key) if self._consumer else None
+
+    def kv_release(self, uuid: str) -> None:
+        """Free KV received for `uuid` and refuse more of it."""
+        self._inbox.put(ReleaseKv(uuid))
+
+    def stats(self) -> EngineStats:
+        """The counters and gauges as of the last step; the caller may keep it."""
+        return copy(self._stats)
+
+    def is_idle(self) -> bool:
+        """No request is queued or running, no KV is held for or on its way to an instance."""
+        # In this order: the thread says that it is not quiet before it empties the inbox.
+        return self._inbox.is_empty and self._is_quiet
+
+    # --- the engine's thread
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                if not self.turn():
+                    self._inbox.wait(self._sleep_s())
+            self._end("the engine was stopped")
+        except Exception as error:  # the thread's edge: the process sees `failure` and exits
+            logger.exception("the engine failed")
+            self._failure = error
+            self._end("the engine failed")
+
+    def turn(self) -> bool:
+        """One round of the loop; False when nothing can be done before input, wake-up or deadline.
+
+        Public for tests, which run it without the thread.
+        """
+        self._is_quiet = False
+        free = self._pool.num_free
+        for item in self._inbox.take():
+            self._take_in(item)
+        now = self._clock()
+        if self._producer:
+            self._producer.poll(now)
+        if self._consumer:
+            self._consumer.poll(now)
+        step = self._scheduler.schedule(now)
+        # Refusals and immediate ends do not wait for the step.
+        delivered = self._hand_out()
+        if step is not None:
+            self._execute(step)
+            self._hand_out()
+        self._observe()
+        # Freed blocks may let a deferred OFFER or the queue's first in: look again before sleeping.
+        return step is not None or delivered or self._pool.num_free != free
+
+    def _take_in(self, item: Item) -> None:
+        match item:
+            case Submit(request):
+                self._scheduler.submit(request, self._clock())
+            case Abort(request_id, choices):
+                self._scheduler.abort(request_id, choices)
+            case ReleaseKv(uuid):
+                if self._consumer:
+                    self._consumer.release(uuid, self._clock())
+
+    def _execute(self, step: ScheduledStep) -> None:
+        try:
+            result = self._executor.execute(step.input, self._layer_done)
+        except XpydError as error:
+            logger.error("step %d failed: %s", step.input.step, error)
+            self._step_done(failed=True)
+            self._scheduler.fail(step, f"the step failed: {error}")
+        except Exception:
+            self._step_done(failed=True)
+            raise
+        else:
+            self._step_done(failed=False)
+            self._scheduler.update(step, result)
+
+    def _step_done(self, *, failed: bool) -> None:
+        if self._producer:
+            self._producer.step_done(failed=failed)
+
+    def _hand_out(self) -> bool:
+        outputs = self._scheduler.take_outputs()
+        if outputs:
+            self._deliver(outputs)
+        return bool(outputs)
+
+    def _observe(self) -> None:
+        stats = copy(self._scheduler.observe())
+        stats.finished = dict(stats.finished)
+        stats.kv_recomputed = dict(stats.kv_recomputed)
+        self._stats = stats
+        self._is_quiet = not (self._scheduler.has_requests or self._transfers_are_open())
+
+    def _transfers_are_open(self) -> bool:
+        sending = self._producer is not None and self._producer.has_work()
+        return sending or (self._consumer is not None and self._consumer.has_work())
+
+    def _sleep_s(self) -> float | None:
+        if self._is_quiet:
+            return None
+        deadline = self._consumer.next_deadline() if self._consumer else None
+        return _TICK_S if deadline is None else min(_TICK_S, max(0.0, deadline - self._clock()))
+
+    def _end(self, message: str) -> None:
+        reason = "error" if self._failure else "abort"
+        for item in self._inbox.close():
+            self._take_in(item)
+        self._scheduler.end_all(reason, message)
+        self._hand_out()
+        self._observe()

@@ -1,0 +1,87 @@
+"""What other threads tell the engine's thread, and how they wake it.
+
+Made before the connectors, which call `wake`, and before the engine, which takes the items.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+from xpyd_worker.engine.request import EngineRequest
+
+
+@dataclass(frozen=True)
+class Submit:
+    """A request for the queue."""
+
+    request: EngineRequest
+
+
+@dataclass(frozen=True)
+class Abort:
+    """A request, or some of its choices, to end."""
+
+    request_id: str
+    choices: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class ReleaseKv:
+    """KV received for a uuid that nobody will ask for."""
+
+    uuid: str
+
+
+Item = Submit | Abort | ReleaseKv
+
+
+class Inbox:
+    """A queue with one reader. No wake-up is lost: what comes after `take` ends the next `wait`.
+
+    Its length is bounded by the engine: it takes everything before each step and refuses what is
+    over its limit of waiting requests; the server bounds what it has open.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._items: deque[Item] = deque()
+        self._awake = threading.Event()
+        self._closed = False
+
+    def put(self, item: Item) -> bool:
+        """Hand an item to the engine; False when it has ended and nobody will read it."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._items.append(item)
+        self._awake.set()
+        return True
+
+    def wake(self) -> None:
+        """End the reader's `wait`. Any thread; returns at once."""
+        self._awake.set()
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Sleep until `put` or `wake` was called since the last `take`, or the time is over."""
+        self._awake.wait(timeout_s)
+
+    def take(self) -> list[Item]:
+        """All items, in order."""
+        self._awake.clear()
+        with self._lock:
+            items = list(self._items)
+            self._items.clear()
+        return items
+
+    def close(self) -> list[Item]:
+        """Accept nothing more; what was still in it."""
+        with self._lock:
+            self._closed = True
+        return self.take()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether everything put was taken."""
+        return not self._items

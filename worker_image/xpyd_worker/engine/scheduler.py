@@ -1,0 +1,371 @@
+"""Who runs in the next step, with how many tokens and in which blocks. Pure: time is an argument.
+
+    submit -> waiting (for its turn, or for KV from P) -> running -> finished
+                 ^---------- preempted (recompute) ------'
+
+Running sequences come first, then the queue, first come first served, until the token budget is
+spent. A prompt over the budget is cut; what is left of it is simply not computed yet, so chunked
+prefill and mixed batches need no code of their own. It must not know tensors, sockets or threads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from xpyd_kv.connector.api import Consumer, Landed, Producer, Wait
+from xpyd_worker.engine.advance import Advance, Forked
+from xpyd_worker.engine.block_manager import BlockManager
+from xpyd_worker.engine.book import RequestBook
+from xpyd_worker.engine.executor import SampleSpec, ScheduledSequence, StepInput, StepOutput
+from xpyd_worker.engine.request import (
+    EngineRequest,
+    EngineStats,
+    ErrorKind,
+    FinishReason,
+    RequestOutput,
+)
+from xpyd_worker.engine.sending import Sending
+from xpyd_worker.engine.sequence import RequestState, Sequence
+from xpyd_worker.engine.stopping import StopRules
+from xpyd_worker.engine.tables import BlockTables
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one engine.
+
+    `max_num_batched_tokens` is a step's budget, `max_num_seqs` how many sequences run at once,
+    `max_waiting` how many may queue. With `recompute_without_kv` False a request whose KV did not
+    come fails instead.
+    """
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_waiting: int = 4096
+    recompute_without_kv: bool = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:
+            raise ValueError("expected 1 <= max_num_seqs <= max_num_batched_tokens")
+
+
+@dataclass(frozen=True)
+class ScheduledStep:
+    """One step: what the executor gets, and the sequences behind it with their token counts."""
+
+    input: StepInput
+    parts: tuple[tuple[Sequence, int], ...]
+
+
+class _Verdict(Enum):
+    """Whether a queued sequence may run: it holds its blocks (GO), waits for its KV or for others
+    (WAIT), is the first that waits for blocks (BLOCKED), or its request has failed (OVER)."""
+
+    GO = auto()
+    WAIT = auto()
+    BLOCKED = auto()
+    OVER = auto()
+
+
+class Scheduler:
+    """The queue, the running list, and every request in them. One thread uses it.
+
+    Outputs collect inside and leave by `take_outputs`.
+    """
+
+    def __init__(
+        self,
+        pool: BlockManager,
+        *,
+        limits: Limits,
+        rules: StopRules,
+        producer: Producer | None = None,
+        consumer: Consumer | None = None,
+    ) -> None:
+        self.stats = EngineStats(blocks_total=pool.num_blocks, blocks_free=pool.num_free)
+        self._pool = pool
+        self._limits = limits
+        self._rules = rules
+        self._consumer = consumer
+        self._sending = Sending(producer)
+        self._tables = BlockTables(pool)
+        self._book = RequestBook(
+            self.stats, tables=self._tables, sending=self._sending, consumer=consumer
+        )
+        self._advance = Advance(self._tables, rules)
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._steps = 0
+
+    # --- requests come and go
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._book.states)
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """What requests gained since the last call, in order."""
+        return self._book.take_outputs()
+
+    def submit(self, request: EngineRequest, now: float) -> None:
+        """Queue a request, or end it at once: it can never fit, the queue is full, or all its
+        choices ended in the ids they came with."""
+        state = self._advance.begin(request)
+        receive = state.receive
+        if self._consumer is not None and receive is not None:
+            self._consumer.expect(receive.key, wait_s=receive.wait_s, now=now)
+            state.expects_kv = True
+        self._book.states[request.request_id] = state
+        refusal = self._refusal(state)
+        if refusal is not None:
+            self._book.fail(state, *refusal)
+            return
+        if state.expects_kv and state.scores_prompt:
+            self._book.forget_kv(state)
+            self._book.recomputes(state, "prompt_logprobs")
+        self._waiting.extend(state.sequences)
+        if not state.sequences or (state.held and not state.scores_prompt):
+            self._book.emit(state)
+
+    def abort(self, request_id: str, choices: tuple[int, ...] | None = None) -> None:
+        """End a request, or some of its choices; blocks go back at once."""
+        state = self._book.states.get(request_id)
+        if state is None:
+            self._sending.abort_ended(request_id, choices)
+            return
+        if choices is None:
+            self._sending.aborted(state, "aborted")
+            self._book.close(state, "abort")
+            return
+        for choice in choices:
+            if choice in state.open:
+                state.end_choice(choice, "stop")
+                for sequence in list(state.sequences):
+                    if sequence.choice == choice:
+                        self._tables.drop(sequence)
+        if not state.open:
+            self._book.emit(state)
+        self._sweep()
+
+    def end_all(self, reason: FinishReason, message: str) -> None:
+        """Give every request its last output: the engine stops."""
+        for state in list(self._book.states.values()):
+            self._book.fail(state, "internal", message, reason)
+
+    # --- one step
+
+    def schedule(self, now: float) -> ScheduledStep | None:
+        """The next step, or None when nothing can run now."""
+        parts: list[tuple[Sequence, int]] = []
+        budget = self._schedule_running(parts)
+        self._admit(parts, budget, now)
+        return self._build(parts) if parts else None
+
+    def update(self, step: ScheduledStep, result: StepOutput) -> None:
+        """Take in what a step computed."""
+        self.stats.forwards += 1
+        for sequence, count in step.parts:
+            self._book.count_computed(sequence, count)
+            sequence.num_computed += count
+            self._tables.copied(sequence)
+            self._tables.register_computed(sequence)
+            self._sending.computed(sequence)
+            self._book.take_prompt_logprobs(sequence, count, result)
+            if not sequence.remaining:
+                room = self._limits.max_num_seqs - len(self._running)
+                samples = result.samples.get(sequence.seq_id, ())
+                forked = self._advance.take(sequence, samples, room)
+                self._place(sequence, forked)
+        for state in dict.fromkeys(sequence.state for sequence, _count in step.parts):
+            if state.gained or not (state.open or state.sequences):
+                self._book.emit(state)
+        self._sweep()
+
+    def fail(self, step: ScheduledStep, message: str) -> None:
+        """The step failed: so do its requests."""
+        for state in dict.fromkeys(sequence.state for sequence, _count in step.parts):
+            self._book.fail(state, "internal", message)
+
+    def observe(self) -> EngineStats:
+        """The counters, with gauges as of now. The scheduler goes on writing into it."""
+        running = {id(sequence.state) for sequence in self._running}
+        self.stats.running = len(running)
+        self.stats.waiting = len(self._book.states) - len(running)
+        self.stats.blocks_free = self._pool.num_free
+        return self.stats
+
+    # --- scheduling
+
+    def _schedule_running(self, parts: list[tuple[Sequence, int]]) -> int:
+        budget, index = self._limits.max_num_batched_tokens, 0
+        while index < len(self._running) and budget:
+            sequence = self._running[index]
+            count = min(sequence.remaining, budget)
+            while not self._tables.grow(sequence, sequence.num_computed + count):
+                # Last come first. None of those behind `sequence` is in this step yet.
+                victim = self._running.pop()
+                self._preempt(victim)
+                if victim is sequence:
+                    return budget
+            parts.append((sequence, count))
+            budget -= count
+            index += 1
+        return budget
+
+    def _admit(self, parts: list[tuple[Sequence, int]], budget: int, now: float) -> None:
+        """Start sequences from the queue while budget, room and blocks last.
+
+        Who waits for KV keeps nobody else waiting. Who waits for blocks does, but for those whose
+        KV has landed: they hold blocks already, and give them back only by running.
+        """
+        if self._waiting and not budget:
+            return
+        queue, self._waiting = self._waiting, deque[Sequence]()
+        blocked = False
+        self._pool.set_aside(0)
+        while queue and budget and len(self._running) < self._limits.max_num_seqs:
+            sequence = queue.popleft()
+            verdict = self._may_start(sequence, blocked=blocked, now=now)
+            if verdict is _Verdict.GO:
+                budget -= self._start(sequence, parts, budget)
+            elif verdict is not _Verdict.OVER:
+                self._waiting.append(sequence)
+                blocked = blocked or verdict is _Verdict.BLOCKED
+        self._waiting.extend(queue)
+
+    def _may_start(self, sequence: Sequence, *, blocked: bool, now: float) -> _Verdict:
+        """Give a queued sequence its blocks, if there are any for it now."""
+        state = sequence.state
+        if state.expects_kv and self._consumer is not None and state.receive is not None:
+            admission = self._consumer.admit(state.receive.key, tuple(sequence.tokens), now)
+            if isinstance(admission, Wait):
+                return _Verdict.WAIT
+            state.expects_kv = False
+            if isinstance(admission, Landed):
+                self._adopt(sequence, admission)
+                return _Verdict.GO
+            if not self._limits.recompute_without_kv:
+                self._book.fail(
+                    state, "kv_failed", f"the prompt's KV did not come: {admission.reason}"
+                )
+                return _Verdict.OVER
+            self._book.recomputes(state, admission.reason)
+        if blocked or not self._sending.may_start(state):
+            return _Verdict.WAIT
+        need = self._tables.start(sequence)
+        if need:
+            self._pool.set_aside(need)
+            return _Verdict.BLOCKED
+        self._book.count_start(state, asked=len(sequence.tokens), cached=sequence.num_computed)
+        self._sending.started(sequence, now)
+        return _Verdict.GO
+
+    def _start(self, sequence: Sequence, parts: list[tuple[Sequence, int]], budget: int) -> int:
+        """Run a sequence that holds its blocks; how many tokens of the budget it takes."""
+        forked = Forked()
+        self._running.append(sequence)
+        if not sequence.remaining:
+            room = self._limits.max_num_seqs - len(self._running)
+            forked = self._advance.fork(sequence, {}, room)
+            self._running.extend(forked.running)
+            self._waiting.extend(forked.parked)
+        used = 0
+        for member in (sequence, *forked.running):
+            count = min(member.remaining, budget - used)
+            # Without a block it waits in the running list; the next step preempts for it.
+            if count and self._tables.grow(member, member.num_computed + count):
+                parts.append((member, count))
+                used += count
+        return used
+
+    def _adopt(self, sequence: Sequence, landed: Landed) -> None:
+        state = sequence.state
+        self._tables.adopt(sequence, landed.block_ids, landed.tokens)
+        state.adopted = True
+        self._book.count_start(state, asked=len(sequence.tokens), cached=landed.skipped_tokens)
+        received = min(landed.tokens, state.prompt_tokens) - state.cached_tokens
+        state.received_tokens = max(0, received)
+        self.stats.received_tokens += state.received_tokens
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take its blocks; it recomputes its tokens, with what of them is still cached."""
+        state = sequence.state
+        logger.info("preempted for lack of blocks", extra={"request": state.request.log_id})
+        self.stats.preemptions += 1
+        self._sending.preempted(state)
+        self._tables.free(sequence)
+        self._waiting.appendleft(sequence)
+        if state.adopted:
+            state.adopted = False
+            self._book.recomputes(state, "preempted")
+
+    def _build(self, parts: list[tuple[Sequence, int]]) -> ScheduledStep:
+        scheduled: list[ScheduledSequence] = []
+        copies: list[tuple[int, int]] = []
+        for sequence, count in parts:
+            end = sequence.num_computed + count
+            self._sending.stage(sequence, end)
+            scheduled.append(self._scheduled(sequence, end))
+            if sequence.copy is not None:
+                copies.append(sequence.copy)
+        self._steps += 1
+        step = StepInput(self._steps, tuple(scheduled), tuple(copies))
+        return ScheduledStep(step, tuple(parts))
+
+    def _scheduled(self, sequence: Sequence, end: int) -> ScheduledSequence:
+        request = sequence.state.request
+        samples: tuple[SampleSpec, ...] = ()
+        if end == len(sequence.tokens):
+            position = sequence.output_position()
+            samples = tuple(
+                SampleSpec(request.first_choice + choice, position)
+                for choice in sequence.sampling_choices()
+            )
+        return ScheduledSequence(
+            seq_id=sequence.seq_id,
+            token_ids=tuple(sequence.tokens[sequence.num_computed : end]),
+            start=sequence.num_computed,
+            block_ids=tuple(sequence.blocks),
+            sampling=sequence.state.sampling(),
+            prompt_tokens=sequence.state.prompt_tokens,
+            samples=samples,
+            eos_token_ids=() if request.sampling.ignore_eos else self._rules.eos_token_ids,
+            log_id=request.log_id,
+        )
+
+    # --- bookkeeping
+
+    def _refusal(self, state: RequestState) -> tuple[ErrorKind, str] | None:
+        if not state.sequences:
+            return None
+        max_tokens = state.request.sampling.max_tokens
+        longest = self._rules.max_model_len
+        if state.prompt_tokens + min(max_tokens, 1) > longest:
+            return "too_long", f"the prompt leaves no room within the model's {longest} tokens"
+        tokens = min(state.prompt_tokens + max_tokens, longest)
+        if not self._tables.fits(tokens):
+            have = self._pool.num_blocks * self._pool.block_size
+            return "too_long", f"prompt and max_tokens need {tokens} tokens of KV cache of {have}"
+        receive = state.receive
+        if len(self._waiting) < self._limits.max_waiting:
+            return None
+        if receive and self._consumer and self._consumer.offered(receive.key) is not None:
+            return None
+        return "busy", f"{len(self._waiting)} requests are waiting already"
+
+    def _place(self, trunk: Sequence, forked: Forked) -> None:
+        if forked.running:
+            after = self._running.index(trunk) + 1
+            self._running[after:after] = forked.running
+        self._waiting.extendleft(reversed(forked.parked))
+
+    def _sweep(self) -> None:
+        self._running = [s for s in self._running if not s.ended]
+        if any(s.ended for s in self._waiting):
+            self._waiting = deque(s for s in self._waiting if not s.ended)

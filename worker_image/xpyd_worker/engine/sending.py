@@ -1,0 +1,117 @@
+"""P's side of a request: when its KV is offered, staged, given up and reported. Pure.
+
+Between the scheduler and the transfer library's Producer. One trunk or lead sequence per request
+carries the offer; what it computes after the offered tokens is not sent.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from xpyd_core.request_id import TransferKey
+from xpyd_kv.connector.api import Producer
+from xpyd_worker.engine.request import TransferReport, TransferState
+from xpyd_worker.engine.sequence import RequestState, Sequence
+
+# Requests that ended by length, whose choices the server may still end at a stop string.
+_MAX_ENDED = 4096
+_STATES: dict[str, TransferState] = {"pending": "pending", "granted": "granted"}
+
+
+class Sending:
+    """Every call of the Producer that concerns a request. `producer` None: nothing is sent."""
+
+    def __init__(self, producer: Producer | None) -> None:
+        self._producer = producer
+        self._ended: OrderedDict[str, tuple[TransferKey, set[int]]] = OrderedDict()
+
+    def may_start(self, state: RequestState) -> bool:
+        """False while writes of an earlier, cancelled offer may still be under way."""
+        if self._producer is None or state.send is None or not state.unsettled:
+            return True
+        state.unsettled = not self._producer.is_settled(state.send.key)
+        return not state.unsettled
+
+    def started(self, sequence: Sequence, now: float) -> None:
+        """The first chunk is scheduled; what stands in its table was in the prefix cache."""
+        state, producer = sequence.state, self._producer
+        if producer is None or state.send is None or state.offer_complete:
+            return
+        producer.offer(
+            state.send.key,
+            state.send.peer,
+            tuple(sequence.tokens),
+            prompt_tokens=state.send.prompt_tokens,
+            salt=state.request.cache_salt,
+            now=now,
+        )
+        state.offered_tokens = len(sequence.tokens)
+        if sequence.num_computed:
+            producer.cached(state.send.key, tuple(sequence.blocks), sequence.num_computed)
+        self.computed(sequence)
+
+    def stage(self, sequence: Sequence, tokens: int) -> None:
+        """Before the forward: after it the first `tokens` tokens stand in the sequence's table."""
+        state = sequence.state
+        if self._producer is None or state.send is None or not self._is_offered(state):
+            return
+        tokens = min(tokens, state.offered_tokens)
+        self._producer.stage(state.send.key, tuple(sequence.blocks), tokens)
+
+    def computed(self, sequence: Sequence) -> None:
+        """After the forward: once all offered tokens are computed, the transfer goes on alone."""
+        state = sequence.state
+        if self._is_offered(state) and sequence.num_computed >= state.offered_tokens:
+            state.offer_complete = True
+
+    def preempted(self, state: RequestState) -> None:
+        """Its blocks are taken away. An offer that is not complete must be made again."""
+        if self._producer is not None and state.send is not None and self._is_offered(state):
+            self._producer.cancel(state.send.key, "preempted")
+            state.offered_tokens = 0
+            state.unsettled = True
+
+    def aborted(self, state: RequestState, reason: str) -> None:
+        """The request is over without its own end: D has no use for its KV."""
+        if self._producer is not None and state.send is not None and state.offered_tokens:
+            self._producer.cancel(state.send.key, reason)
+
+    def ended(self, state: RequestState) -> None:
+        """All choices ended. If none goes on at D the transfer is cancelled, where that is P's
+        to decide; what ended by length goes on, unless its text held a stop string."""
+        send = state.send
+        if self._producer is None or send is None or not send.cancel_when_done:
+            return
+        if not state.offered_tokens:
+            return
+        going_on = {c for c, reason in state.reasons.items() if reason == "length"}
+        if not going_on:
+            self._producer.cancel(send.key, "stopped")
+            return
+        self._ended[state.request.request_id] = (send.key, going_on)
+        if len(self._ended) > _MAX_ENDED:
+            self._ended.popitem(last=False)
+
+    def abort_ended(self, request_id: str, choices: tuple[int, ...] | None) -> None:
+        """The server ended choices of a request that is over here (a stop string in their last
+        token, or the client has gone): cancel its transfer when none goes on."""
+        entry = self._ended.get(request_id)
+        if entry is None or self._producer is None:
+            return
+        key, going_on = entry
+        going_on.difference_update(going_on.copy() if choices is None else choices)
+        if not going_on:
+            del self._ended[request_id]
+            self._producer.cancel(key, "stopped" if choices is not None else "aborted")
+
+    def report(self, state: RequestState) -> TransferReport | None:
+        """How the transfer stands, for the last output; None where there was none to make."""
+        if state.send is None:
+            return None
+        if self._producer is None or not state.offered_tokens:
+            return TransferReport("none")
+        status = self._producer.status(state.send.key)
+        return TransferReport(_STATES.get(status.state, "none"), status.decode_incarnation)
+
+    def _is_offered(self, state: RequestState) -> bool:
+        return state.offered_tokens > 0 and not state.offer_complete
