@@ -1,0 +1,241 @@
+"""A byte tokenizer, a scripted engine and a real HTTP server around them, for the server's tests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from xpyd_core.errors import UserError
+from xpyd_core.request_id import TransferKey
+from xpyd_kv.connector.api import OfferedPrompt
+from xpyd_worker.engine.request import (
+    ChoiceOutput,
+    EngineRequest,
+    EngineStats,
+    RequestOutput,
+    SampledToken,
+    TokenLogprob,
+    TransferReport,
+)
+from xpyd_worker.server.api import Api, create_app
+from xpyd_worker.server.asgi import Server, listen, make_server
+from xpyd_worker.server.bridge import EngineBridge
+from xpyd_worker.server.lifecycle import Lifecycle
+from xpyd_worker.server.metrics import ServerMetrics
+from xpyd_worker.server.service import Place, ServedModel, Service
+
+EOS = 256
+BOS = 257
+VOCAB = 258
+KEY = b"0123456789abcdef0123456789abcdef"
+
+
+class ByteTokenizer:
+    """Token i is byte i; 256 is EOS, 257 BOS, both special."""
+
+    special_ids = frozenset({EOS, BOS})
+    has_chat_template = True
+    vocab_size = VOCAB
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
+
+    def token_text(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else b"<%d>" % token_id
+
+    def apply_chat_template(self, messages: Any, *, add_generation_prompt: bool) -> list[int]:
+        if messages[0]["role"] == "assistant":
+            raise UserError("messages: must not begin with the assistant")
+        return list("".join(f"{m['role']}:{m['content']}\n" for m in messages).encode())
+
+
+Script = Callable[[EngineRequest, int], Sequence[int]]
+
+
+def say(text: str, *, eos: bool = True) -> Script:
+    """Every choice says `text`, then ends."""
+    return lambda _request, _choice: [*text.encode(), *([EOS] if eos else [])]
+
+
+@dataclass
+class FakeEngine:
+    """Puts out scripted tokens, one per choice and step, on the loop. Follows the engine's rules for
+    max_tokens, EOS, stop ids, continue_from and abort."""
+
+    script: Script = field(default_factory=lambda: say("hello world"))
+    deliver: Callable[[Sequence[RequestOutput]], None] = lambda _: None
+    failure: BaseException | None = None
+    step_s: float = 0.0
+    silent: bool = False
+    error: str = ""
+    report: TransferReport = TransferReport("granted", "d-inc")
+    offers: dict[TransferKey, OfferedPrompt] = field(default_factory=dict)
+    requests: list[EngineRequest] = field(default_factory=list)
+    aborted: list[tuple[str, tuple[int, ...] | None]] = field(default_factory=list)
+    released: list[str] = field(default_factory=list)
+    living: dict[str, set[int]] = field(default_factory=dict)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def start(self) -> None: ...
+
+    def stop(self, deadline_s: float) -> None: ...
+
+    def submit(self, request: EngineRequest) -> None:
+        self.requests.append(request)
+        self.living[request.request_id] = set(range(request.n))
+        if not self.silent:
+            task = asyncio.get_running_loop().create_task(self._run(request))
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+
+    async def _run(self, request: EngineRequest) -> None:
+        await asyncio.sleep(0)
+        if self.error:
+            self.living.pop(request.request_id, None)
+            self.deliver([RequestOutput(request.request_id, finished=True, error=self.error)])
+            return
+        position = [len(ids) for ids in request.continue_from] or [0] * request.n
+        outputs = [list(request.continue_from[c] if request.continue_from else ()) for c in range(request.n)]
+        first = True
+        while self.living.get(request.request_id):
+            choices: list[ChoiceOutput] = []
+            for c in sorted(self.living[request.request_id]):
+                ended = self._end(request, outputs[c]) if first else None
+                token = None
+                if ended is None:
+                    script = self.script(request, request.first_choice + c)
+                    token = script[position[c]] if position[c] < len(script) else EOS
+                    position[c] += 1
+                    outputs[c].append(token)
+                    ended = self._end(request, outputs[c])
+                stop_id = outputs[c][-1] if ended == "stop" else None
+                tokens = () if token is None else (SampledToken(token, self._logprob(request, token)),)
+                choices.append(ChoiceOutput(c, tokens, ended, stop_id))
+                if ended:
+                    self.living[request.request_id].discard(c)
+            finished = not self.living[request.request_id]
+            scores = None
+            if first and request.sampling.prompt_logprobs is not None:
+                scores = (None, *(TokenLogprob(t, -1.0, ((t, -1.0),)) for t in request.prompt[1:]))
+            if finished:
+                del self.living[request.request_id]
+            self.deliver(
+                [
+                    RequestOutput(
+                        request.request_id,
+                        tuple(choices),
+                        finished,
+                        prompt_logprobs=scores,
+                        cached_tokens=16 if len(request.prompt) > 16 else 0,
+                        transfer=self.report if finished and request.transfer else None,
+                    )
+                ]
+            )
+            first = False
+            await asyncio.sleep(self.step_s)
+
+    def _logprob(self, request: EngineRequest, token: int) -> TokenLogprob | None:
+        top = request.sampling.logprobs
+        if top is None:
+            return None
+        return TokenLogprob(token, -0.5, tuple((token + i, -0.5 - i) for i in range(top)))
+
+    def _end(self, request: EngineRequest, ids: list[int]) -> str | None:
+        sampling = request.sampling
+        if not ids:
+            return None
+        if (ids[-1] == EOS and not sampling.ignore_eos) or ids[-1] in sampling.stop_token_ids:
+            return "stop"
+        return "length" if len(ids) >= sampling.max_tokens else None
+
+    def abort(self, request_id: str, choices: tuple[int, ...] | None = None) -> None:
+        self.aborted.append((request_id, choices))
+        if choices is None:
+            self.living.pop(request_id, None)
+        elif request_id in self.living:
+            self.living[request_id] -= set(choices)
+
+    def kv_offered(self, key: TransferKey) -> OfferedPrompt | None:
+        return self.offers.get(key)
+
+    def kv_release(self, uuid: str) -> None:
+        self.released.append(uuid)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(forwards=3, blocks_total=10, blocks_free=7, finished={"stop": 2})
+
+    def is_idle(self) -> bool:
+        return not self.living
+
+
+@dataclass
+class Running:
+    """A server under test."""
+
+    engine: FakeEngine
+    api: Api
+    url: str
+    client: httpx.AsyncClient
+    address: tuple[str, int]
+    bridge: EngineBridge
+
+    async def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        return await self.client.post(path, json=body, headers=headers)
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    engine: FakeEngine | None = None,
+    *,
+    role: Any = "Aggregated",
+    max_model_len: int = 200,
+    max_requests: int = 64,
+    ready: bool = True,
+) -> AsyncIterator[Running]:
+    """The API over `engine` on a loopback port."""
+    engine = engine or FakeEngine()
+    metrics = ServerMetrics()
+    bridge = EngineBridge(metrics)
+    engine.deliver = bridge.deliver
+    bridge.bind(engine)
+    metrics.watch(engine.stats, lambda: [])
+    lifecycle = Lifecycle()
+    api = Api(lifecycle, metrics)
+    if ready:
+        model = ServedModel(("fake", "alias"), ByteTokenizer(), frozenset({EOS}), VOCAB, max_model_len, 7)
+        api.service = Service(model, Place(role, "my-inc", (KEY,), 1.5), bridge, max_requests)
+        lifecycle.become("Ready")
+    sock = listen("127.0.0.1", 0)
+    server: Server = make_server(create_app(api))
+    task = asyncio.create_task(server.serve(sockets=[sock]))
+    address = sock.getsockname()
+    url = f"http://127.0.0.1:{address[1]}"
+    try:
+        async with httpx.AsyncClient(base_url=url, timeout=10) as client:
+            yield Running(engine, api, url, client, address, bridge)
+    finally:
+        server.should_exit = True
+        await task
+        for left in list(engine.tasks):
+            left.cancel()
+
+
+def run(test: Any) -> None:
+    """Run an async test body within 20 s."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(20):
+            await test
+
+    asyncio.run(bounded())

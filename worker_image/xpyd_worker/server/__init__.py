@@ -1,0 +1,1 @@
+"""OpenAI HTTP in front of the engine: validation, text, formats, metrics, heartbeat. No torch."""

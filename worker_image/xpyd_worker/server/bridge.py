@@ -1,0 +1,164 @@
+"""Between the engine's thread and the server's event loop: outputs in, mailboxes out.
+
+The engine's thread calls `deliver` once per step; that is one wake-up of the loop. All else here
+runs on the loop. A mailbox belongs to one HTTP request; while its client does not read, its outputs
+pile up in it (at most the request's own tokens) and are taken together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from xpyd_core.errors import ApiError
+from xpyd_core.request_id import TransferKey
+from xpyd_kv.connector.api import OfferedPrompt
+from xpyd_worker.engine.api import Engine
+from xpyd_worker.engine.request import EngineRequest, EngineStats, RequestOutput
+
+
+class LatencyObserver(Protocol):
+    """Takes the times of requests, in seconds."""
+
+    def ttft(self, seconds: float) -> None: ...
+
+    def itl(self, seconds: float) -> None: ...
+
+    def e2e(self, seconds: float) -> None: ...
+
+
+class Mailbox:
+    """Outputs of one HTTP request's prompts that were not taken yet. Loop only."""
+
+    def __init__(self) -> None:
+        self._outputs: list[RequestOutput] = []
+        self._event = asyncio.Event()
+        self._failed = False
+
+    def put(self, output: RequestOutput) -> None:
+        """Add one output."""
+        self._outputs.append(output)
+        self._event.set()
+
+    def fail(self) -> None:
+        """No output will come any more: the engine is gone."""
+        self._failed = True
+        self._event.set()
+
+    async def take(self) -> list[RequestOutput]:
+        """All outputs since the last call, at least one. ApiError 500 when the engine is gone."""
+        await self._event.wait()
+        if not self._outputs and self._failed:
+            raise engine_gone()
+        outputs, self._outputs = self._outputs, []
+        if not self._failed:
+            self._event.clear()
+        return outputs
+
+
+def engine_gone() -> ApiError:
+    """What a client is told when the engine's thread has ended by itself."""
+    return ApiError(500, "the engine failed; this instance is going down", code="engine_failed")
+
+
+class _Timer:
+    """When a request's outputs came."""
+
+    __slots__ = ("mailbox", "previous", "start")
+
+    def __init__(self, mailbox: Mailbox, now: float) -> None:
+        self.mailbox = mailbox
+        self.start = now
+        self.previous = 0.0
+
+
+class EngineBridge:
+    """Requests to the engine, outputs back to the request's mailbox."""
+
+    def __init__(self, observer: LatencyObserver) -> None:
+        """Call `bind` before the engine starts."""
+        self._observer = observer
+        self._open: dict[str, _Timer] = {}
+        self._engine: Engine | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._gone = False
+
+    def bind(self, engine: Engine) -> None:
+        """Serve `engine` on the running loop."""
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def engine(self) -> Engine:
+        """The engine bound."""
+        if self._engine is None:
+            raise RuntimeError("EngineBridge.bind was not called")
+        return self._engine
+
+    @property
+    def open_requests(self) -> int:
+        """Prompts handed to the engine that have not finished."""
+        return len(self._open)
+
+    def deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        """Called by the engine, on its thread."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._receive, tuple(outputs))
+
+    def _receive(self, outputs: Sequence[RequestOutput]) -> None:
+        now = asyncio.get_running_loop().time()
+        for output in outputs:
+            timer = self._open.get(output.request_id)
+            if timer is None:  # aborted meanwhile
+                continue
+            if any(choice.tokens for choice in output.choices):
+                self._observe(timer, now)
+            if output.finished:
+                self._observer.e2e(now - timer.start)
+                del self._open[output.request_id]
+            timer.mailbox.put(output)
+
+    def _observe(self, timer: _Timer, now: float) -> None:
+        if timer.previous:
+            self._observer.itl(now - timer.previous)
+        else:
+            self._observer.ttft(now - timer.start)
+        timer.previous = now
+
+    def submit(self, request: EngineRequest, mailbox: Mailbox) -> None:
+        """Queue `request`; its outputs go to `mailbox`. ApiError 500 when the engine is gone."""
+        if self._gone:
+            raise engine_gone()
+        self._open[request.request_id] = _Timer(mailbox, asyncio.get_running_loop().time())
+        self.engine.submit(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; no output of it reaches its mailbox any more."""
+        if self._open.pop(request_id, None) is not None and not self._gone:
+            self.engine.abort(request_id)
+
+    def abort_choices(self, request_id: str, choices: tuple[int, ...]) -> None:
+        """End some choices of a request."""
+        if request_id in self._open and not self._gone:
+            self.engine.abort(request_id, choices)
+
+    def fail(self) -> None:
+        """The engine's thread has ended: wake all who wait, refuse what comes."""
+        self._gone = True
+        for timer in self._open.values():
+            timer.mailbox.fail()
+        self._open.clear()
+
+    def offered(self, key: TransferKey) -> OfferedPrompt | None:
+        """The prompt that P offered under `key`."""
+        return None if self._gone else self.engine.kv_offered(key)
+
+    def release(self, uuid: str) -> None:
+        """Free KV received for `uuid`."""
+        if not self._gone:
+            self.engine.kv_release(uuid)
+
+    def stats(self) -> EngineStats:
+        """The engine's counters."""
+        return self.engine.stats()

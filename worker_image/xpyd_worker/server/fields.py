@@ -1,0 +1,128 @@
+"""Reading a JSON object's members as typed values, with errors that name the member. Pure.
+
+Used by the request parsers; knows JSON and OpenAI's error format, no endpoint. A member that is
+null counts as absent. Booleans are no numbers here, though Python says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+from xpyd_core.errors import ApiError
+
+_SHOWN_CHARACTERS = 40
+
+
+def bad(name: str, message: str, *, code: str | None = None) -> ApiError:
+    """A 400 that names the field at fault."""
+    return ApiError(400, f"{name}: {message}", param=name, code=code)
+
+
+def shown(value: object) -> str:
+    """A value as an error message shows it: short, whatever the client sent."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+class Fields:
+    """The members of one JSON object. `prefix` stands before their names in errors."""
+
+    def __init__(self, members: Mapping[str, Any], prefix: str = "") -> None:
+        self._members = members
+        self._prefix = prefix
+
+    def name(self, name: str) -> str:
+        """The member's name as the client knows it."""
+        return self._prefix + name
+
+    def get(self, name: str) -> Any:  # noqa: ANN401 - any JSON value
+        """The member, or None where it is null or absent."""
+        return self._members.get(name)
+
+    def has(self, name: str) -> bool:
+        """Whether the member is there, be it null."""
+        return name in self._members
+
+    def integer(self, name: str, low: int, high: int) -> int | None:
+        """An integer from `low` to `high`."""
+        value = self.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise bad(self.name(name), f"expected an integer, got {shown(value)}")
+        if not low <= value <= high:
+            raise bad(self.name(name), f"must be {low} to {high}, got {shown(value)}")
+        return value
+
+    def number(self, name: str, low: float, high: float, *, above: bool = False) -> float | None:
+        """A finite number from `low` (not `low` itself where `above`) to `high`."""
+        value = self.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise bad(self.name(name), f"expected a number, got {shown(value)}")
+        if not math.isfinite(value) or not low <= value <= high or (above and value == low):
+            least = f"above {low:g} and at most {high:g}" if above else f"{low:g} to {high:g}"
+            raise bad(self.name(name), f"must be {least}, got {shown(value)}")
+        return float(value)
+
+    def boolean(self, name: str) -> bool:
+        """true or false; false where absent."""
+        value = self.get(name)
+        if value is None:
+            return False
+        if not isinstance(value, bool):
+            raise bad(self.name(name), f"expected true or false, got {shown(value)}")
+        return value
+
+    def text(self, name: str, max_characters: int) -> str | None:
+        """A string of at most `max_characters`."""
+        value = self.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, str):
+            raise bad(self.name(name), f"expected a string, got {shown(value)}")
+        if len(value) > max_characters:
+            raise bad(self.name(name), f"at most {max_characters} characters, got {len(value)}")
+        return value
+
+    def items(self, name: str, max_items: int) -> list[Any] | None:
+        """A list of at most `max_items`."""
+        value = self.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list):
+            raise bad(self.name(name), f"expected a list, got {shown(value)}")
+        found = cast("list[Any]", value)
+        if len(found) > max_items:
+            raise bad(self.name(name), f"at most {max_items} items, got {len(found)}")
+        return found
+
+    def object(self, name: str) -> Fields | None:
+        """A JSON object's own members."""
+        value = self.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise bad(self.name(name), f"expected an object, got {shown(value)}")
+        return Fields(cast("dict[str, Any]", value), f"{self._prefix}{name}.")
+
+    def token_ids(self, name: str, max_items: int) -> tuple[int, ...] | None:
+        """A list of token ids."""
+        found = self.items(name, max_items)
+        return None if found is None else as_token_ids(found, self.name(name))
+
+
+def is_token_id(value: object) -> bool:
+    """Whether a JSON value can be a token id; whether the model has it is checked later."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+def as_token_ids(values: list[Any], name: str) -> tuple[int, ...]:
+    """`values` as token ids; the error names the first that is none."""
+    for index, value in enumerate(values):
+        if not is_token_id(value):
+            raise bad(name, f"item {index}: expected a token id, got {shown(value)}")
+    return tuple(values)

@@ -1,0 +1,288 @@
+"""One HTTP request in the engine: its prompts' choices, from engine outputs to text deltas.
+
+Submits the jobs, replays what choices already put out, finds stop strings, ends choices. Knows no
+JSON. Its owner calls `close` when the HTTP request is over, whatever happened; that aborts what
+still runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from xpyd_core.errors import ApiError
+from xpyd_worker.engine.request import (
+    ChoiceOutput,
+    RequestOutput,
+    SampledToken,
+    TokenLogprob,
+    TransferReport,
+)
+from xpyd_worker.server.bridge import Mailbox
+from xpyd_worker.server.jobs import Job
+from xpyd_worker.server.output_text import OutputText
+from xpyd_worker.server.service import Service
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """When a choice of this request ends, as far as the server decides.
+
+    `hold_at_length`: P, asked by our router, goes on elsewhere after its max_tokens, so text that
+    may still change stays back. `discard`: the tokens computed are not wanted (max_tokens 0).
+    """
+
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    eos_token_ids: frozenset[int] = frozenset()  # empty with ignore_eos
+    min_tokens: int = 0
+    hold_at_length: bool = False
+    discard: bool = False
+
+
+@dataclass
+class ChoiceDelta:
+    """What one choice gained: text, ids and logprobs that the client does not have yet.
+
+    `index` is OpenAI's. `stop_reason`: the stop string or stop token id that ended it, if any.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts of the whole request; the prompt counts once for all its choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class _Choice:
+    """One choice: its text machine and what is not yet handed out."""
+
+    def __init__(self, index: int, text: OutputText, ending: Ending) -> None:
+        self.text = text
+        self.ended = False
+        self.tokens = 0
+        self._index = index
+        self._ending = ending
+        self._delta = ChoiceDelta(index)
+
+    def replay(self, ids: Sequence[int], emit_from: int) -> None:
+        """Take the ids that the choice put out elsewhere; the client has the first `emit_from`."""
+        for position, token_id in enumerate(ids):
+            self.tokens += 1
+            last = position == len(ids) - 1
+            new = "" if last and self._is_end(token_id) else self.text.push(token_id)
+            if position >= emit_from:
+                self._delta.text += new
+                self._delta.token_ids.append(token_id)
+            if self.text.stop_found is not None:
+                self._end("stop", self.text.stop_found)
+                return
+
+    def _is_end(self, token_id: int) -> bool:
+        return token_id in self._ending.stop_token_ids or token_id in self._ending.eos_token_ids
+
+    def take(self, output: ChoiceOutput) -> bool:
+        """Take an engine output. True when a stop string ended a choice that goes on there."""
+        for token in output.tokens:
+            if self.ended:
+                return False
+            self._push(token, is_end=token.token_id == output.stop_token_id)
+        if self.ended:
+            return output.finish_reason is None
+        reason = output.finish_reason
+        if reason is not None and self._ending.discard:
+            self._end("length", None)
+        elif reason is not None:
+            if not (self._ending.hold_at_length and reason == "length"):
+                self._delta.text += self.text.finish()
+            ended_by = output.stop_token_id
+            self._end(reason, ended_by if ended_by in self._ending.stop_token_ids else None)
+        return False
+
+    def _push(self, token: SampledToken, *, is_end: bool) -> None:
+        if self._ending.discard:
+            return
+        self.tokens += 1
+        self._delta.token_ids.append(token.token_id)
+        if token.logprob is not None:
+            self._delta.logprobs.append(token.logprob)
+        # The token that ends a choice has no text, also where it is no special one.
+        if not is_end:
+            self._delta.text += self.text.push(token.token_id)
+        if self.text.stop_found is not None:
+            self._end("stop", self.text.stop_found)
+
+    def _end(self, reason: str, stop_reason: str | int | None) -> None:
+        self.ended = True
+        self._delta.finish_reason = reason
+        self._delta.stop_reason = stop_reason
+
+    def gained(self) -> ChoiceDelta | None:
+        """The delta since the last call, or None when there is none."""
+        delta, self._delta = self._delta, ChoiceDelta(self._index)
+        empty = not (delta.token_ids or delta.text or delta.finish_reason)
+        return None if empty else delta
+
+
+class _Prompt:
+    """One job in the engine."""
+
+    def __init__(self, job: Job, choices: list[_Choice]) -> None:
+        self.job = job
+        self.choices = choices
+        self.finished = False
+        self.cached_tokens = 0
+        self.report: TransferReport | None = None
+        self.logprobs: tuple[TokenLogprob | None, ...] | None = None
+
+
+class Generation:
+    """The jobs of one HTTP request. Use: `start`, iterate `steps`, `close`."""
+
+    def __init__(self, service: Service, jobs: Sequence[Job], ending: Ending) -> None:
+        self._bridge = service.bridge
+        self._mailbox = Mailbox()
+        self._prompts: dict[str, _Prompt] = {}
+        for job in jobs:
+            request = job.request
+            choices = [
+                _Choice(
+                    request.first_choice + j,
+                    OutputText(
+                        service.model.detokenizer(), stop=ending.stop, min_tokens=ending.min_tokens
+                    ),
+                    ending,
+                )
+                for j in range(request.n)
+            ]
+            self._prompts[request.request_id] = _Prompt(job, choices)
+
+    def start(self) -> None:
+        """Replay what was put out elsewhere and hand the jobs to the engine."""
+        for request_id, prompt in self._prompts.items():
+            request = prompt.job.request
+            for j, ids in enumerate(request.continue_from):
+                prompt.choices[j].replay(ids, prompt.job.emit_from[j])
+            self._bridge.submit(request, self._mailbox)
+            ended = tuple(j for j, choice in enumerate(prompt.choices) if choice.ended)
+            self._end_choices(request_id, prompt, ended)
+
+    def _end_choices(self, request_id: str, prompt: _Prompt, ended: tuple[int, ...]) -> None:
+        if not ended:
+            return
+        if all(choice.ended for choice in prompt.choices):
+            # Frees the KV that waits for it too.
+            self._bridge.abort(request_id)
+            prompt.finished = True
+        else:
+            self._bridge.abort_choices(request_id, ended)
+
+    async def steps(self) -> AsyncIterator[list[ChoiceDelta]]:
+        """What the choices gained, step by step; steps merge while nobody asks.
+
+        ApiError when the engine could not run the request.
+        """
+        first = self._gained(self._prompts.values())
+        if first:
+            yield first
+        while not self._all_finished():
+            touched = [self._take(output) for output in await self._mailbox.take()]
+            gained = self._gained(dict.fromkeys(touched))
+            if gained:
+                yield gained
+
+    def _all_finished(self) -> bool:
+        return all(prompt.finished for prompt in self._prompts.values())
+
+    def _gained(self, prompts: Iterable[_Prompt]) -> list[ChoiceDelta]:
+        deltas = [choice.gained() for prompt in prompts for choice in prompt.choices]
+        return [delta for delta in deltas if delta is not None]
+
+    def _take(self, output: RequestOutput) -> _Prompt:
+        prompt = self._prompts[output.request_id]
+        if output.error:
+            raise self._failure(prompt, output)
+        prompt.cached_tokens = max(prompt.cached_tokens, output.cached_tokens)
+        prompt.report = output.transfer or prompt.report
+        prompt.logprobs = output.prompt_logprobs or prompt.logprobs
+        stopped: list[int] = []
+        for one in output.choices:
+            if one.finish_reason in ("abort", "error"):
+                raise self._failure(prompt, output)
+            if prompt.choices[one.choice].take(one):
+                stopped.append(one.choice)
+        if output.finished:
+            prompt.finished = True
+        else:
+            self._end_choices(output.request_id, prompt, tuple(stopped))
+        return prompt
+
+    def _failure(self, prompt: _Prompt, output: RequestOutput) -> ApiError:
+        request = prompt.job.request
+        _log.error(
+            "engine ended the request: %s",
+            output.error or "aborted",
+            extra={"request": request.log_id},
+        )
+        return failure_answer(output.error)
+
+    def close(self) -> None:
+        """Abort what still runs. May be called again."""
+        for request_id, prompt in self._prompts.items():
+            if not prompt.finished:
+                prompt.finished = True
+                self._bridge.abort(request_id)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every choice has ended."""
+        return self._all_finished()
+
+    @property
+    def jobs(self) -> list[Job]:
+        """The jobs, in the prompts' order."""
+        return [prompt.job for prompt in self._prompts.values()]
+
+    def prompt_logprobs(self, choice_index: int) -> tuple[TokenLogprob | None, ...]:
+        """Of the prompt of a choice; known with its first delta, empty where not asked for."""
+        prompts = list(self._prompts.values())
+        return prompts[choice_index // len(prompts[0].choices)].logprobs or ()
+
+    @property
+    def reports(self) -> list[TransferReport]:
+        """On P: how each prompt's transfer stood at its end."""
+        none = TransferReport("none")
+        return [prompt.report or none for prompt in self._prompts.values()]
+
+    @property
+    def usage(self) -> Usage:
+        """Counts so far."""
+        prompts = self._prompts.values()
+        return Usage(
+            prompt_tokens=sum(len(prompt.job.request.prompt) for prompt in prompts),
+            completion_tokens=sum(c.tokens for prompt in prompts for c in prompt.choices),
+            cached_tokens=sum(prompt.cached_tokens for prompt in prompts),
+        )
+
+
+def failure_answer(error: str) -> ApiError:
+    """What the client is told of an engine's error: no internals."""
+    if not error:
+        return ApiError(503, "this instance is stopping", retry_after_s=1)
+    if error.startswith("kv"):
+        message = "the KV cache of this request did not arrive"
+        return ApiError(503, message, code="kv_transfer_failed", retry_after_s=1)
+    return ApiError(500, "the engine could not run this request", code="engine_failed")

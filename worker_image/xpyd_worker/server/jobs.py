@@ -1,0 +1,187 @@
+"""From a checked call to engine requests: sampling, KV transfer, what to emit.
+
+Decides, by this instance's role and the request id, whether a prompt's KV is sent (P), awaited (D)
+or neither. It talks to the engine only to ask what P offered.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from xpyd_core.blocks import prompt_digest
+from xpyd_core.request_id import PairId, TransferKey, is_dialable, is_uuid, parse_pair_id
+from xpyd_worker.engine.request import EngineRequest, ReceiveFrom, SamplingParams, SendTo
+from xpyd_worker.server.fields import bad
+from xpyd_worker.server.openai_types import Options
+from xpyd_worker.server.prompts import check_vocabulary, output_limit
+from xpyd_worker.server.service import Service
+
+COMPLETION_DEFAULT_TOKENS = 16
+_MASK_64 = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class RequestId:
+    """What X-Request-Id says. `pair` None: this instance serves the request alone. `log_id` is the
+    32 hex digits that log lines carry."""
+
+    log_id: str
+    pair: PairId | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """One prompt: its engine request, of how many ids per choice the client has the text, and the
+    prompt's own text where the answer begins with it (echo)."""
+
+    request: EngineRequest
+    emit_from: tuple[int, ...]
+    echo_text: str | None = None
+
+
+def read_request_id(header: str | None) -> RequestId:
+    """An id that cannot be parsed means: alone."""
+    pair = parse_pair_id(header) if header else None
+    if pair is not None:
+        return RequestId(pair.uuid, pair)
+    own = header if header and is_uuid(header) else os.urandom(16).hex()
+    return RequestId(own)
+
+
+def keys_of(request_id: RequestId, prompts: int) -> list[TransferKey]:
+    """The transfer keys of a request's prompts; none where it runs alone."""
+    pair = request_id.pair
+    return [] if pair is None else [TransferKey(pair.uuid, i) for i in range(prompts)]
+
+
+def offered_ids(
+    service: Service, request_id: RequestId, options: Options, index: int
+) -> tuple[int, ...] | None:
+    """On D: the prompt's ids as P sent them, if they are what P says it computed."""
+    if service.place.role != "Decode" or request_id.pair is None or not options.kv.prompt_digest:
+        return None
+    offered = service.bridge.offered(TransferKey(request_id.pair.uuid, index))
+    if offered is None:
+        return None
+    ids = offered.token_ids[: offered.prompt_tokens]
+    return ids if prompt_digest(ids) == options.kv.prompt_digest[index] else None
+
+
+def make_jobs(
+    service: Service,
+    request_id: RequestId,
+    options: Options,
+    prompts: Sequence[tuple[int, ...]],
+    *,
+    default_max_tokens: int | None,
+    echo_texts: Sequence[str] | None = None,
+    name: str = "prompt",
+) -> list[Job]:
+    """One job per prompt. ApiError 400 where something does not fit the model."""
+    check_vocabulary(service.model, options.stop_token_ids, "stop_token_ids")
+    for ids in options.kv.continue_from:
+        check_vocabulary(service.model, ids, "kv_transfer_params.continue_from")
+    seed = _seed(options)
+    batch = os.urandom(4).hex()  # the same uuid may come twice, the engine's ids must differ
+    jobs: list[Job] = []
+    for index, prompt in enumerate(prompts):
+        sampling = _sampling(
+            service, options, len(prompt), seed, default=default_max_tokens, name=name
+        )
+        if echo_texts is not None and options.logprobs is not None:
+            sampling = _with_prompt_logprobs(sampling, options.logprobs)
+        first = index * options.n
+        continued = options.kv.continue_from[first : first + options.n]
+        request = EngineRequest(
+            request_id=f"{request_id.log_id}-{index}-{batch}",
+            log_id=request_id.log_id,
+            prompt=prompt,
+            sampling=sampling,
+            n=options.n,
+            first_choice=first,
+            continue_from=continued if any(continued) else (),
+            transfer=_transfer(service, request_id, options, index, sampling, len(prompt)),
+            cache_salt=options.cache_salt,
+        )
+        emit_from = _emit_from(service, options, continued, first)
+        echo_text = echo_texts[index] if echo_texts is not None else None
+        jobs.append(Job(request, emit_from, echo_text))
+    return jobs
+
+
+def _emit_from(
+    service: Service, options: Options, continued: tuple[tuple[int, ...], ...], first: int
+) -> tuple[int, ...]:
+    if service.place.role == "Prefill":
+        # P answers from the end of what it was given.
+        return tuple(len(ids) for ids in continued)
+    return options.kv.emit_from[first : first + options.n]
+
+
+def _seed(options: Options) -> int:
+    given = options.kv.seed if options.kv.seed is not None else options.seed
+    return int.from_bytes(os.urandom(8), "little") if given is None else given & _MASK_64
+
+
+def _sampling(
+    service: Service,
+    options: Options,
+    prompt_tokens: int,
+    seed: int,
+    *,
+    default: int | None,
+    name: str,
+) -> SamplingParams:
+    model = service.model
+    if options.kv.client_max_tokens is not None:
+        # The client's own number must fit before P computes anything.
+        output_limit(
+            model, prompt_tokens, asked=options.kv.client_max_tokens, default=None, name=name
+        )
+    max_tokens = output_limit(
+        model, prompt_tokens, asked=options.max_tokens, default=default, name=name
+    )
+    if options.min_tokens > max_tokens:
+        raise bad("min_tokens", f"must not be above max_tokens, which is {max_tokens}")
+    return SamplingParams(
+        # With max_tokens 0 (echo) one token is computed and thrown away.
+        max_tokens=max(1, max_tokens),
+        seed=seed,
+        min_tokens=options.min_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        ignore_eos=options.ignore_eos,
+        stop_token_ids=options.stop_token_ids,
+        logprobs=options.logprobs,
+    )
+
+
+def _with_prompt_logprobs(sampling: SamplingParams, logprobs: int) -> SamplingParams:
+    return replace(sampling, prompt_logprobs=logprobs)
+
+
+def _transfer(
+    service: Service,
+    request_id: RequestId,
+    options: Options,
+    index: int,
+    sampling: SamplingParams,
+    prompt_tokens: int,
+) -> SendTo | ReceiveFrom | None:
+    pair, place = request_id.pair, service.place
+    if pair is None or place.role == "Aggregated":
+        return None
+    key = TransferKey(pair.uuid, index)
+    kv = options.kv
+    if place.role == "Prefill":
+        if not is_dialable(pair.decode):
+            return None
+        return SendTo(key, pair.decode, prompt_tokens, cancel_when_done=kv.from_router)
+    came_to_nothing = bool(kv.transfer) and kv.transfer[index] == "none"
+    of_another_start = kv.decode_incarnation not in ("", place.incarnation)
+    if came_to_nothing or of_another_start or sampling.prompt_logprobs is not None:
+        return None
+    return ReceiveFrom(key, place.kv_wait_s)

@@ -1,0 +1,99 @@
+"""From a request's prompts to token ids that fit the context, or a 400 that says why not.
+
+Long texts are encoded on a worker thread, so that one of them does not hold up every stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from xpyd_core.errors import ApiError, UserError
+from xpyd_worker.server.fields import bad
+from xpyd_worker.server.openai_types import Message, Prompt
+from xpyd_worker.server.service import ServedModel
+
+# Encoding 4 k characters takes about a millisecond; a thread hop is worth more only above that.
+_INLINE_CHARACTERS = 4096
+_TOO_LONG = "context_length_exceeded"
+
+
+async def completion_ids(model: ServedModel, prompt: Prompt) -> tuple[int, ...]:
+    """Ids of one prompt of /v1/completions, with the model's BOS where it uses one."""
+    if isinstance(prompt, tuple):
+        check_vocabulary(model, prompt, "prompt")
+        return prompt
+    _refuse_hopeless(model, len(prompt), "prompt")
+    if len(prompt) <= _INLINE_CHARACTERS:
+        ids = model.tokenizer.encode(prompt, add_special_tokens=True)
+    else:
+        encode = model.tokenizer.encode
+        ids = await asyncio.to_thread(encode, prompt, add_special_tokens=True)
+    if not ids:
+        raise bad("prompt", "is empty after tokenization")
+    return tuple(ids)
+
+
+async def chat_ids(model: ServedModel, messages: Sequence[Message]) -> tuple[int, ...]:
+    """Ids of a conversation, the beginning of the assistant's answer included."""
+    characters = sum(len(message["content"]) for message in messages)
+    _refuse_hopeless(model, characters, "messages")
+    try:
+        if characters <= _INLINE_CHARACTERS:
+            ids = model.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        else:
+            ids = await asyncio.to_thread(
+                model.tokenizer.apply_chat_template, messages, add_generation_prompt=True
+            )
+    except ApiError:
+        raise
+    except UserError as error:
+        raise ApiError(400, str(error), param="messages") from error
+    return tuple(ids)
+
+
+def _refuse_hopeless(model: ServedModel, characters: int, name: str) -> None:
+    """Refuse at once a text that cannot fit however it is encoded (megabytes take seconds)."""
+    if characters <= _INLINE_CHARACTERS:
+        return
+    least = -(-characters // model.max_token_bytes)
+    if least >= model.max_model_len:
+        raise _too_long(model, f"your {name} has at least {least} tokens", name)
+
+
+def check_vocabulary(model: ServedModel, ids: Sequence[int], name: str) -> None:
+    """400 for an id that the model does not have."""
+    worst = max(ids, default=0)
+    if worst >= model.vocab_size:
+        raise bad(name, f"token id {worst} is not in the vocabulary of {model.vocab_size} ids")
+
+
+def output_limit(
+    model: ServedModel, prompt_tokens: int, *, asked: int | None, default: int | None, name: str
+) -> int:
+    """How many tokens may follow the prompt. `asked` is the client's max_tokens; where it gave
+    none, `default`, but never more than the context has room for (None: all of it).
+
+    400 when the prompt, or prompt and `asked`, exceed the context.
+    """
+    room = model.max_model_len - prompt_tokens
+    if room < 1:
+        raise _too_long(model, f"your {name} has {prompt_tokens} tokens", name)
+    if asked is None:
+        return room if default is None else min(default, room)
+    if asked > room:
+        raise _too_long(
+            model,
+            f"you requested {prompt_tokens + asked} tokens "
+            f"({prompt_tokens} in the {name}, {asked} in the completion)",
+            "max_tokens",
+        )
+    return asked
+
+
+def _too_long(model: ServedModel, detail: str, param: str) -> ApiError:
+    message = (
+        f"This model's maximum context length is {model.max_model_len} tokens. However, {detail}. "
+        "Please reduce the length of the prompt or of the completion."
+    )
+    return ApiError(400, message, param=param, code=_TOO_LONG)

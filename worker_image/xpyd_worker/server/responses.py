@@ -1,0 +1,70 @@
+"""Bodies in, JSON answers and errors in OpenAI's format out: what every route shares."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, cast
+
+import orjson
+from quart import Quart, Response, request
+from werkzeug.exceptions import HTTPException
+
+from xpyd_core.errors import ApiError
+
+_log = logging.getLogger(__name__)
+_JSON = "application/json"
+
+
+async def json_body() -> Mapping[str, Any]:
+    """The request's body, a JSON object; ApiError 400 where it is none (NaN is no JSON)."""
+    data = cast("bytes", await request.get_data(cache=False))
+    try:
+        body: object = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    return cast("dict[str, Any]", body)
+
+
+def json_response(value: Mapping[str, Any], status: int = 200) -> Response:
+    """`value` as JSON."""
+    return Response(orjson.dumps(value), status=status, content_type=_JSON)
+
+
+def _error_response(error: ApiError) -> Response:
+    response = Response(error.body(), status=error.status, content_type=_JSON)
+    if error.retry_after_s is not None:
+        response.headers["Retry-After"] = str(error.retry_after_s)
+    return response
+
+
+async def _on_api_error(error: ApiError) -> Response:
+    return _error_response(error)
+
+
+async def _on_http_error(error: HTTPException) -> Response:
+    """Unknown path, wrong method, body too large: werkzeug's words in OpenAI's format."""
+    status = error.code or 500
+    if status == 404:
+        message = f"Unknown path: {request.method} {request.path[:200]}"
+    else:
+        message = error.description or "error"
+    response = _error_response(ApiError(status, message))
+    if status == 405:
+        allowed = getattr(error, "valid_methods", None) or ()
+        response.headers["Allow"] = ", ".join(allowed)
+    return response
+
+
+async def _on_bug(error: Exception) -> Response:
+    _log.error("error in a handler", exc_info=error)
+    return _error_response(ApiError(500, "internal error"))
+
+
+def register_errors(app: Quart) -> None:
+    """Answer every error of `app`'s routes, unknown paths included, in OpenAI's format."""
+    app.register_error_handler(ApiError, _on_api_error)
+    app.register_error_handler(HTTPException, _on_http_error)
+    app.register_error_handler(Exception, _on_bug)

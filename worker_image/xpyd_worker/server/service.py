@@ -1,0 +1,103 @@
+"""What the HTTP handlers work with: the model that is served, this instance's place in the fleet.
+
+Built once by main when the model is loaded, then read only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, Protocol
+
+from xpyd_core.errors import ApiError
+from xpyd_worker.server.bridge import EngineBridge
+from xpyd_worker.server.output_text import Detokenizer
+
+Role = Literal["Prefill", "Decode", "Aggregated"]
+
+
+class TextTokenizer(Protocol):
+    """What the server needs of runner.tokenizer.Tokenizer; documented there."""
+
+    @property
+    def special_ids(self) -> frozenset[int]: ...
+
+    @property
+    def has_chat_template(self) -> bool: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
+
+    def token_text(self, token_id: int) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool
+    ) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The loaded model as the API shows it.
+
+    `names`: it answers to each; the first stands in answers where the client named none.
+    `vocab_size`: ids the model can embed. `max_model_len`: tokens of prompt and output together.
+    `created`: Unix time of the load.
+    """
+
+    names: tuple[str, ...]
+    tokenizer: TextTokenizer
+    eos_token_ids: frozenset[int]
+    vocab_size: int
+    max_model_len: int
+    created: int
+
+    def name_for(self, asked: str | None) -> str:
+        """The name that the answer carries; 404 for a model that is not served here."""
+        if asked is None or asked in self.names:
+            return asked or self.names[0]
+        message = f"The model {asked[:100]!r} does not exist. Served: {', '.join(self.names)}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+    def detokenizer(self) -> Detokenizer:
+        """A new one, for one choice."""
+        tokenizer = self.tokenizer
+
+        def decode(ids: Sequence[int]) -> str:
+            return tokenizer.decode(ids, skip_special_tokens=True)
+
+        return Detokenizer(decode, tokenizer.special_ids)
+
+    @cached_property
+    def max_token_bytes(self) -> int:
+        """Bytes of the longest token: a text of b bytes has at least b / this many tokens."""
+        token_bytes = self.tokenizer.token_bytes
+        return max((len(token_bytes(i)) for i in range(self.tokenizer.vocab_size)), default=1) or 1
+
+
+@dataclass(frozen=True)
+class Place:
+    """This instance in its fleet. `incarnation` is random per process start; `keys` are the
+    fleet's (none on an Aggregated instance without a key file); `kv_wait_s`: how long a request on
+    D waits for its KV."""
+
+    role: Role
+    incarnation: str
+    keys: tuple[bytes, ...] = ()
+    kv_wait_s: float = 10.0
+
+
+@dataclass(frozen=True)
+class Service:
+    """All that a request needs. `max_requests`: prompts in the engine, over which 503 is given."""
+
+    model: ServedModel
+    place: Place
+    bridge: EngineBridge
+    max_requests: int = 1280
