@@ -21,6 +21,7 @@ from xpyd_worker.server.answers import (
     answer_id,
     collect,
     prefill_params,
+    usage_json,
 )
 from xpyd_worker.server.chat import ChatFormat
 from xpyd_worker.server.completions import CompletionFormat
