@@ -97,8 +97,9 @@ class Endpoint(Protocol):
         ...
 
     def disconnect(self, peer: Peer, reason: str) -> None:
-        """Close this connection; `peer_down` follows (not before this call returns). For a peer that
-        answers PING but leaves a CANCEL unanswered: only so its writes are known to have ended."""
+        """Close this connection; `peer_down` with `reason` follows (not before this call returns).
+        For a peer that answers PING but leaves a CANCEL unanswered: only so its writes are known
+        to have ended."""
         ...
 
     def send(self, peer: Peer, message: Message, body: bytes = b"") -> None:

@@ -1,0 +1,52 @@
+"""What an error on a connection is called, and which counter it belongs to."""
+
+from __future__ import annotations
+
+from xpyd_core.errors import ProtocolError
+from xpyd_kv.transport.counters import Counters
+from xpyd_kv.transport.stream import ClosedByPeerError, SlowReaderError, Stream
+from xpyd_kv.wire import errors
+from xpyd_kv.wire.errors import RefusedError, SilentPeerError
+
+
+def is_auth_failure(error: Exception) -> bool:
+    return isinstance(error, RefusedError) and error.reason == errors.AUTH
+
+
+def reason_of(error: Exception, *, was_open: bool) -> str:
+    """The word for `dial_failed` and `peer_down`: nothing of what the peer sent but a factor."""
+    if isinstance(error, RefusedError):
+        if error.reason == errors.AUTH:
+            return "auth"
+        if error.reason == errors.INCOMPATIBLE:
+            return f"incompatible:{error.factor}"
+        return f"refused:{error.reason}"
+    if isinstance(error, SilentPeerError | TimeoutError):
+        return "timeout"
+    if isinstance(error, ProtocolError):
+        return "protocol"
+    if isinstance(error, SlowReaderError):
+        return "slow_reader"
+    if isinstance(error, ClosedByPeerError) and was_open:
+        return "closed_by_peer"
+    if isinstance(error, OSError):
+        return "lost" if was_open else "unreachable"
+    return "internal"
+
+
+def count(counters: Counters, stream: Stream, error: Exception) -> None:
+    """Enter the end of `stream` by `error` where it belongs."""
+    if isinstance(error, RefusedError):
+        if error.reason == errors.AUTH:
+            counters.auth_failed += 1
+        else:
+            counters.count_refused(error.factor or error.reason)
+    elif isinstance(error, SlowReaderError):
+        counters.silent_peers += 1
+    elif isinstance(error, ProtocolError):
+        if not stream.is_up:
+            counters.junk_connections += stream.address is None
+        elif isinstance(error, SilentPeerError):
+            counters.silent_peers += 1
+        else:
+            counters.protocol_errors += 1

@@ -1,0 +1,93 @@
+"""Which connections an Endpoint has: strangers, dials, peers, and who refused our key lately."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from xpyd_core.request_id import Address
+from xpyd_kv.transport.stream import Stream
+
+_MAX_REMEMBERED = 4096
+
+
+class Registry:
+    """Every Stream is in exactly one of: strangers (accepted, not open), dials (dialled, not open),
+    peers (open); or nowhere. Insertion order is age."""
+
+    def __init__(self, failed_auth_s: float) -> None:
+        self._failed_auth_s = failed_auth_s
+        self._strangers: dict[Stream, None] = {}
+        self._dials: dict[Address, Stream] = {}
+        self._peers: dict[Stream, None] = {}
+        self._by_address: dict[Address, Stream] = {}
+        self._by_instance: dict[tuple[str, int], Stream] = {}
+        self._failed_auth: dict[Address, float] = {}
+
+    def __iter__(self) -> Iterator[Stream]:
+        """All of them; the registry may be changed meanwhile."""
+        return iter([*self._strangers, *self._dials.values(), *self._peers])
+
+    @property
+    def strangers(self) -> int:
+        return len(self._strangers)
+
+    @property
+    def peers(self) -> list[Stream]:
+        return list(self._peers)
+
+    @property
+    def num_peers(self) -> int:
+        return len(self._peers)
+
+    def oldest_stranger(self) -> Stream:
+        return next(iter(self._strangers))
+
+    def peer_at(self, address: Address) -> Stream | None:
+        return self._by_address.get(address)
+
+    def is_dialling(self, address: Address) -> bool:
+        return address in self._dials
+
+    def add(self, stream: Stream) -> None:
+        """A new connection, accepted or dialled."""
+        if stream.address is None:
+            self._strangers[stream] = None
+        else:
+            self._dials[stream.address] = stream
+
+    def open(self, stream: Stream) -> Stream | None:
+        """`stream` has become a peer; the older connection of the same instance, if there is."""
+        self.remove(stream)
+        self._peers[stream] = None
+        if stream.address is not None:
+            self._by_address[stream.address] = stream
+        instance = (stream.hello.engine_id, stream.hello.rank)
+        older = self._by_instance.get(instance)
+        self._by_instance[instance] = stream
+        return older
+
+    def remove(self, stream: Stream) -> None:
+        """Forget `stream`, wherever it is."""
+        self._strangers.pop(stream, None)
+        address = stream.address
+        if address is not None and self._dials.get(address) is stream:
+            del self._dials[address]
+        if stream not in self._peers:
+            return
+        del self._peers[stream]
+        if address is not None and self._by_address.get(address) is stream:
+            del self._by_address[address]
+        instance = (stream.hello.engine_id, stream.hello.rank)
+        if self._by_instance.get(instance) is stream:
+            del self._by_instance[instance]
+
+    def remember_failed_auth(self, address: Address, now: float) -> None:
+        """Do not dial `address` for a while."""
+        for other in [a for a, until in self._failed_auth.items() if until <= now]:
+            del self._failed_auth[other]
+        while len(self._failed_auth) >= _MAX_REMEMBERED:
+            del self._failed_auth[next(iter(self._failed_auth))]
+        self._failed_auth[address] = now + self._failed_auth_s
+
+    def has_failed_auth(self, address: Address, now: float) -> bool:
+        return self._failed_auth.get(address, now) > now

@@ -1,0 +1,72 @@
+"""What an Endpoint is told: who it is, its deadlines and its bounds. Frozen; defaults reasoned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from xpyd_kv.wire.connection import MISSED_PINGS, PING_S
+from xpyd_kv.wire.messages import MAJOR, MINOR, Hello
+
+KIB = 1024
+MIB = 1024 * KIB
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who this process is to its peers.
+
+    `engine_id` names the instance, one at a time in the fleet: a connection of the same engine_id
+    and rank replaces the older one. `incarnation` is random per process start.
+    """
+
+    engine_id: str
+    incarnation: str
+    role: Literal["P", "D", "A"]
+    rank: int = 0
+
+    def hello(self, nonce: bytes) -> Hello:
+        """The HELLO of one connection; `nonce` is 32 random bytes, never used twice."""
+        return Hello(
+            major=MAJOR,
+            minor=MINOR,
+            engine_id=self.engine_id,
+            incarnation=self.incarnation,
+            role=self.role,
+            nonce=nonce,
+            rank=self.rank,
+        )
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Seconds. A dialled connection must stand after `connect_s` and be open `auth_s` later; an
+    accepted one must be open after both, since its dialler may still be connecting (a relay)."""
+
+    connect_s: float = 2.0
+    auth_s: float = 2.0
+    ping_s: float = PING_S
+    missed_pings: int = MISSED_PINGS
+    failed_auth_s: float = 30.0
+    """So long an address that failed AUTH is not dialled again."""
+    listen_pause_s: float = 0.5
+    """So long nothing is accepted after the process ran out of file descriptors."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Of the queues and of one turn of the loop."""
+
+    connections: int = 1024
+    """Open ones; over that a new peer is refused (`limit`)."""
+    strangers: int = 64
+    """Accepted ones without AUTH; over that the oldest is closed, so that the newest, which may be
+    a peer, gets its chance (a handshake takes a millisecond)."""
+    control_frames: int = 4096
+    control_bytes: int = 8 * MIB
+    """Queued for one peer; a few OFFERs of the longest context fit."""
+    turn_bytes: int = MIB
+    """Read from and written to one connection before the others get their turn."""
+    accepts_per_turn: int = 16
+    scratch_bytes: int = 64 * KIB
+    """One read of control frames; also what a refused DATA body is read into."""

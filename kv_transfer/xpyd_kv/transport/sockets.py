@@ -1,0 +1,76 @@
+"""Making sockets: listening, dialling from a given source address, telling who is there."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+from contextlib import suppress
+
+from xpyd_core.errors import UserError
+from xpyd_core.request_id import Address
+
+_BACKLOG = 256
+# Linux: choose the source port at connect, so that ports are unique per destination only.
+_BIND_ADDRESS_NO_PORT = 24
+OUT_OF_RESOURCES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
+_IN_PROGRESS = frozenset((0, errno.EINPROGRESS))
+
+
+def _family(host: str) -> socket.AddressFamily:
+    """ValueError when `host` is not a literal ip: names are never looked up here (it blocks)."""
+    version = ipaddress.ip_address(host).version
+    return socket.AF_INET6 if version == 6 else socket.AF_INET
+
+
+def listen(address: Address) -> socket.socket:
+    """A listening, non-blocking socket. UserError when the address cannot be bound."""
+    try:
+        sock = socket.socket(_family(address.host), socket.SOCK_STREAM)
+    except ValueError as error:
+        raise UserError(f"KV address {address}: the host must be a literal ip") from error
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(tuple(address))
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        raise UserError(f"KV address {address} cannot be bound: {error.strerror}") from error
+    return sock
+
+
+def dial(address: Address, source_host: str) -> socket.socket:
+    """A non-blocking socket that connects to `address`. OSError or ValueError when it cannot."""
+    sock = socket.socket(_family(address.host), socket.SOCK_STREAM)
+    try:
+        prepare(sock)
+        if source_host:
+            with suppress(OSError):  # A convenience of Linux; binding works without it.
+                sock.setsockopt(socket.IPPROTO_IP, _BIND_ADDRESS_NO_PORT, 1)
+            sock.bind((source_host, 0))
+        error = sock.connect_ex(tuple(address))
+        if error not in _IN_PROGRESS:
+            raise OSError(error, "connect")
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def prepare(sock: socket.socket) -> None:
+    """Non-blocking, and small frames leave at once."""
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def dial_error(sock: socket.socket) -> OSError | None:
+    """How the connecting ended."""
+    error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    return OSError(error, "connect") if error else None
+
+
+def bound_address(sock: socket.socket) -> Address:
+    """Where a listening socket listens."""
+    name = sock.getsockname()
+    return Address(str(name[0]), int(name[1]))

@@ -1,0 +1,315 @@
+"""One connection's socket: bytes between it, the wire's state machine and the session.
+
+Knows neither listening nor dialling, which are the endpoint's. Control frames go out before DATA;
+DATA goes straight from the session's views to the kernel and from the kernel into its views. Its
+methods raise where the connection must end; the endpoint ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from xpyd_core.request_id import Address
+from xpyd_kv.transport.api import Handler
+from xpyd_kv.transport.checksum import checksum
+from xpyd_kv.transport.counters import Counters
+from xpyd_kv.transport.cursor import Cursor
+from xpyd_kv.transport.settings import Bounds
+from xpyd_kv.wire.connection import Connection, Event, Opened, Received
+from xpyd_kv.wire.frames import DataBegin, DataChunk, DataEnd
+from xpyd_kv.wire.messages import Data, Hello, Layout
+
+_log = logging.getLogger(__name__)
+
+
+class ClosedByPeerError(OSError):
+    """The peer has closed its side."""
+
+
+class SlowReaderError(Exception):
+    """The peer leaves its control frames unread."""
+
+
+class DataFrame(NamedTuple):
+    """A DATA frame in the queue: see Endpoint.send_data."""
+
+    make_header: Callable[[bytes], Data | None]
+    views: Sequence[memoryview]
+    done: Callable[[bool], None]
+
+
+class Stream:
+    """A Peer, once `protocol` is open."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        protocol: Connection,
+        *,
+        handler: Handler,
+        bounds: Bounds,
+        counters: Counters,
+        scratch: memoryview,
+        opened: Callable[[Stream], None],
+        remote: str,
+        address: Address | None = None,
+        connect_by: float | None = None,
+    ) -> None:
+        self.sock = sock
+        self.protocol = protocol
+        self.remote = remote
+        """For log lines only."""
+        self.connect_by = connect_by
+        """Until when the TCP connection must stand; None once it does."""
+        self.wants_write = False
+        self.closing: str | None = None
+        self.is_up = False
+        """Whether the session has been told of this peer."""
+        self.session_ran = False
+        """Whether the session was called since this was set to False."""
+        self._address = address
+        self._handler = handler
+        self._bounds = bounds
+        self._counters = counters
+        self._scratch = scratch
+        self._opened = opened
+        self._control: deque[bytes] = deque()
+        self._control_bytes = 0
+        self._data: deque[DataFrame] = deque()
+        self._sending: Cursor | None = None
+        self._sending_data: DataFrame | None = None
+        self._unlogged: Data | None = None
+        self._views: Sequence[memoryview] | None = None
+        self._landing: Cursor | None = None
+
+    @property
+    def address(self) -> Address | None:
+        return self._address
+
+    @property
+    def hello(self) -> Hello:
+        return self.protocol.peer.hello
+
+    @property
+    def layout(self) -> Layout:
+        return self.protocol.peer.layout
+
+    @property
+    def due(self) -> float:
+        """When `tick` has something to do."""
+        return self.protocol.due if self.connect_by is None else self.connect_by
+
+    @property
+    def has_output(self) -> bool:
+        return self._sending is not None or bool(self._control) or bool(self._data)
+
+    # --- reading
+
+    def read(self, now: float) -> None:
+        """Read one turn's worth. OSError, ProtocolError and the session's errors end the
+        connection."""
+        budget = self._bounds.turn_bytes
+        while budget > 0 and self.closing is None:
+            try:
+                count, room = self._read_once(now, budget)
+            except BlockingIOError:
+                return
+            budget -= count
+            if count < room:
+                return
+
+    def _read_once(self, now: float, budget: int) -> tuple[int, int]:
+        """Bytes read, and bytes that there was room for."""
+        landing = self._landing
+        if landing is not None:
+            window = landing.window(budget)
+            room = sum(map(len, window))
+            count = self._came(self.sock.recvmsg_into(window)[0])
+            landing.advance(count)
+            self._body_read(count, now)
+            return count, room
+        room = len(self._scratch)
+        left = self.protocol.data_left
+        if left:
+            room = min(room, left)
+            count = self._came(self.sock.recv_into(self._scratch, room))
+            self._body_read(count, now)
+            return count, room
+        count = self._came(self.sock.recv_into(self._scratch))
+        try:
+            for event in self.protocol.feed(self._scratch[:count], now):
+                self._handle(event)
+                if self.closing is not None:
+                    break
+        finally:
+            self._queue_own()
+        return count, room
+
+    def _came(self, count: int) -> int:
+        if not count:
+            raise ClosedByPeerError("closed by the peer")
+        self._counters.received_bytes += count
+        return count
+
+    def _body_read(self, count: int, now: float) -> None:
+        end = self.protocol.data_read(count, now)
+        if end is not None:
+            self._end_data(end.header)
+
+    def _handle(self, event: Event) -> None:
+        if isinstance(event, Received):
+            self.session_ran = True
+            self._handler.message(self, event.message, event.body)
+        elif isinstance(event, DataBegin):
+            self._begin_data(event.header, event.length)
+        elif isinstance(event, DataChunk):
+            if self._landing is not None:
+                self._landing.write(event.data)
+        elif isinstance(event, DataEnd):
+            self._end_data(event.header)
+        else:
+            assert isinstance(event, Opened)
+            self._opened(self)
+
+    def _begin_data(self, header: Data, length: int) -> None:
+        self.session_ran = True
+        views = self._handler.data_begin(self, header, length)
+        if views is None:
+            return
+        landing = Cursor(views)
+        if landing.left != length:
+            raise ValueError(f"the session gave {landing.left} bytes of room for {length}")
+        self._views, self._landing = views, landing
+
+    def _end_data(self, header: Data) -> None:
+        views, self._views, self._landing = self._views, None, None
+        intact = views is not None and checksum(views) == header.checksum
+        if views is not None and not intact:
+            self._counters.corrupt_frames += 1
+        self.session_ran = True
+        self._handler.data_end(self, header, stored=views is not None, intact=intact)
+
+    # --- writing
+
+    def queue_control(self, frame: bytes) -> None:
+        """SlowReaderError when the queue is full."""
+        self._control.append(frame)
+        self._control_bytes += len(frame)
+        if (
+            self._control_bytes > self._bounds.control_bytes
+            or len(self._control) > self._bounds.control_frames
+        ):
+            raise SlowReaderError("control queue full")
+
+    def queue_data(self, frame: DataFrame) -> None:
+        self._data.append(frame)
+
+    def tick(self, now: float) -> None:
+        """PING, or raise SilentPeerError. TimeoutError while connecting."""
+        if self.connect_by is not None:
+            if now >= self.connect_by:
+                raise TimeoutError("not connected in time")
+            return
+        self.protocol.tick(now)
+        self._queue_own()
+
+    def connected(self) -> None:
+        """The TCP connection stands: the dialler's HELLO may go."""
+        self.connect_by = None
+        self._queue_own()
+
+    def _queue_own(self) -> None:
+        frames = self.protocol.outgoing()
+        if frames:
+            self.queue_control(frames)
+
+    def write(self) -> bool:
+        """Write one turn's worth; whether there is more to write. Errors end the connection."""
+        budget = self._bounds.turn_bytes
+        while budget > 0 and self.closing is None:
+            cursor = self._sending or self._next_frame()
+            if cursor is None:
+                return False
+            try:
+                count = self.sock.sendmsg(cursor.window(budget))
+            except BlockingIOError:
+                return True
+            cursor.advance(count)
+            budget -= count
+            self._counters.sent_bytes += count
+            if self._unlogged is not None:
+                self._log_sent(self._unlogged)
+            if not cursor.left:
+                self._finish_frame()
+        return self.has_output
+
+    def _next_frame(self) -> Cursor | None:
+        """Begin with the next thing to send: all control frames, else one DATA frame."""
+        if self._control:
+            frames = [memoryview(frame) for frame in self._control]
+            self._control.clear()
+            self._control_bytes = 0
+            self._sending = Cursor(frames)
+            return self._sending
+        while self._data:
+            # Stays reachable for `abandon` until its header is made, which may raise.
+            frame = self._sending_data = self._data.popleft()
+            self.session_ran = True
+            header = frame.make_header(checksum(frame.views))
+            if header is None:
+                self._sending_data = None
+                frame.done(False)
+                continue
+            length = sum(map(len, frame.views))
+            prefix = self.protocol.encode(header, length)
+            self._sending = Cursor([memoryview(prefix), *frame.views])
+            self._unlogged = header if _log.isEnabledFor(logging.DEBUG) else None
+            return self._sending
+        return None
+
+    def _finish_frame(self) -> None:
+        frame, self._sending, self._sending_data = self._sending_data, None, None
+        if frame is not None:
+            self.session_ran = True
+            frame.done(True)
+
+    def _log_sent(self, header: Data) -> None:
+        self._unlogged = None
+        extra = {
+            "request": header.uuid,
+            "prompt_index": header.prompt_index,
+            "seq": header.seq,
+            "layers": f"{header.first_layer}:{header.end_layer}",
+            "blocks": f"{header.first_block}:{header.end_block}",
+            "monotonic_ns": time.monotonic_ns(),
+        }
+        _log.debug("data sent", extra=extra)
+
+    # --- the end
+
+    def say_last_words(self) -> None:
+        """Try once to send what the handshake has to say, a REFUSE above all."""
+        if self.connect_by is not None or self._sending is not None:
+            return
+        frames = b"".join(self._control) + self.protocol.outgoing()
+        if frames:
+            # It is closed next in any case; a full or broken socket loses nothing but the reason.
+            with contextlib.suppress(OSError):
+                self._counters.sent_bytes += self.sock.send(frames)
+
+    def abandon(self) -> list[Callable[[bool], None]]:
+        """Close the socket, let go of all views; the `done` of every frame not wholly sent."""
+        self.sock.close()
+        frames = [self._sending_data] if self._sending_data is not None else []
+        frames += self._data
+        self._data.clear()
+        self._control.clear()
+        self._sending = self._sending_data = self._unlogged = None
+        self._views = self._landing = None
+        return [frame.done for frame in frames]
