@@ -12,9 +12,8 @@ import re
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
-
 from pydoc_data.topics import topics
+from typing import NamedTuple
 
 from examples.demo_model.small_talk import SENTENCES, SMALL_TALK
 
@@ -48,7 +47,7 @@ class Dialogue(NamedTuple):
 
 
 def standard_library() -> Iterator[Documented]:
-    """Every documented public module, class and function of the standard library, sorted by file."""
+    """Every documented public module, class and function of the library, file by file."""
     root = Path(sysconfig.get_path("stdlib"))
     seen: set[str] = set()
     for path in sorted(root.rglob("*.py")):
@@ -64,11 +63,14 @@ def standard_library() -> Iterator[Documented]:
 
 def documents() -> list[str]:
     """The plain texts, one per documented thing and one per topic of `help()`."""
-    texts: list[str] = [f"{sentence}\n" for sentence in SENTENCES]
-    for item in standard_library():
-        texts.append(f"{item.signature or f'Module {item.name}'}\n\n{item.doc}\n")
-    texts.extend(f"{prose(topics[name])}\n" for name in sorted(topics))
-    return texts
+    return [
+        *(f"{sentence}\n" for sentence in SENTENCES),
+        *(
+            f"{each.signature or f'Module {each.name}'}\n\n{each.doc}\n"
+            for each in standard_library()
+        ),
+        *(f"{prose(topics[name])}\n" for name in sorted(topics)),
+    ]
 
 
 def dialogues() -> list[Dialogue]:
@@ -79,6 +81,11 @@ def dialogues() -> list[Dialogue]:
         if len(answer) >= _SHORTEST_DOC_CHARS:
             found.setdefault(item.name, Dialogue(question=_question(item), answer=answer))
     return [*map(Dialogue._make, SMALL_TALK), *(found[name] for name in sorted(found))]
+
+
+def training_texts() -> list[str]:
+    """Everything a model reads, role tokens aside: what the tokenizer learns from."""
+    return [*documents(), *(f"{each.question}\n{each.answer}" for each in dialogues())]
 
 
 def prose(doc: str) -> str:

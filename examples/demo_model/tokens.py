@@ -31,7 +31,8 @@ CHAT_TEMPLATE = """\
 {%- endif -%}
 {{- '\\n' -}}
 {%- if message['content'] is string -%}{{- message['content'] -}}
-{%- elif message['content'] -%}{%- for part in message['content'] -%}{{- part['text'] -}}{%- endfor -%}
+{%- elif message['content'] -%}
+{%- for part in message['content'] -%}{{- part['text'] -}}{%- endfor -%}
 {%- endif -%}
 {{- '<|end|>\\n' -}}
 {%- endfor -%}
