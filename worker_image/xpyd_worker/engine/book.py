@@ -132,7 +132,7 @@ class RequestBook:
         self._stats.output_tokens_computed += count - in_prompt
 
     def recomputes(self, state: RequestState, reason: str) -> None:
-        """A prompt is computed here although its KV was to come; silence would hide a bad set-up."""
+        """A prompt is computed here although its KV was to come: not silently."""
         logger.warning(
             "computing a prompt whose KV was to come: %s",
             reason,

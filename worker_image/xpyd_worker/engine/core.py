@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 # Unfinished transfers and waiting requests are looked at this often even if no wake-up comes:
 # P's deadlines (GRANT, leases) are checked in Producer.poll, which names no next one.
 _TICK_S = 0.25
+# A deadline that has passed and is named again must not become a busy loop.
+_LEAST_SLEEP_S = 0.001
 
 
 def _no_layer_done(_layer: int) -> None:
@@ -99,19 +101,14 @@ class EngineCore:
     def submit(self, request: EngineRequest) -> None:
         """Queue a request. Its last output has `finished` set, whatever happens."""
         if not self._inbox.put(Submit(request)):
-            choices = tuple(ChoiceOutput(c, (), "error") for c in range(request.n))
-            message = "the engine has stopped"
-            self._deliver(
-                [
-                    RequestOutput(
-                        request.request_id,
-                        choices,
-                        finished=True,
-                        error=message,
-                        error_kind="internal",
-                    )
-                ]
+            last = RequestOutput(
+                request.request_id,
+                tuple(ChoiceOutput(choice, (), "error") for choice in range(request.n)),
+                finished=True,
+                error="the engine has stopped",
+                error_kind="internal",
             )
+            self._deliver([last])
 
     def abort(self, request_id: str, choices: tuple[int, ...] | None = None) -> None:
         """End a request, or some of its choices."""
@@ -217,10 +214,12 @@ class EngineCore:
         return sending or (self._consumer is not None and self._consumer.has_work())
 
     def _sleep_s(self) -> float | None:
-        if self._is_quiet:
-            return None
+        tick = None if self._is_quiet else _TICK_S
         deadline = self._consumer.next_deadline() if self._consumer else None
-        return _TICK_S if deadline is None else min(_TICK_S, max(0.0, deadline - self._clock()))
+        if deadline is None:
+            return tick
+        left = max(_LEAST_SLEEP_S, deadline - self._clock())
+        return left if tick is None else min(left, tick)
 
     def _end(self, message: str) -> None:
         reason = "error" if self._failure else "abort"

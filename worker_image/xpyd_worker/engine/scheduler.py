@@ -142,6 +142,7 @@ class Scheduler:
         if choices is None:
             self._sending.aborted(state, "aborted")
             self._book.close(state, "abort")
+            self._sweep()
             return
         for choice in choices:
             if choice in state.open:
@@ -157,6 +158,7 @@ class Scheduler:
         """Give every request its last output: the engine stops."""
         for state in list(self._book.states.values()):
             self._book.fail(state, "internal", message, reason)
+        self._sweep()
 
     # --- one step
 
@@ -191,6 +193,7 @@ class Scheduler:
         """The step failed: so do its requests."""
         for state in dict.fromkeys(sequence.state for sequence, _count in step.parts):
             self._book.fail(state, "internal", message)
+        self._sweep()
 
     def observe(self) -> EngineStats:
         """The counters, with gauges as of now. The scheduler goes on writing into it."""
