@@ -1,0 +1,107 @@
+"""Reads safetensors straight into a model's final weights, fused projections included.
+
+Only what the model names is read; dtype is converted on the way. It must not know layers: the model
+says which checkpoint tensor goes where. Pickled checkpoints (.bin) are refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from xpyd_core.errors import UserError
+
+_INDEX = "model.safetensors.index.json"
+_SHOWN_NAMES = 5
+
+
+def load_weights(folder: Path, destinations: Mapping[str, Tensor], *, is_tied: bool) -> None:
+    """Fill `destinations` (checkpoint name -> weight) from the checkpoint in `folder`.
+
+    `is_tied`: the head is the embedding, so a stored `lm_head.weight` is left out. Raises UserError
+    naming tensors that are missing, that the model has no place for, or whose shape differs.
+    """
+    files = _tensor_files(folder)
+    missing = sorted(destinations.keys() - files.keys())
+    if missing:
+        raise UserError(f"model: {folder} lacks {_names(missing)}")
+    unexpected = sorted(
+        name for name in files.keys() - destinations.keys() if not _is_ignored(name, is_tied)
+    )
+    if unexpected:
+        raise UserError(
+            f"model: {folder} has {_names(unexpected)}, for which its config.json leaves no place"
+        )
+    for path in sorted({files[name] for name in destinations}):
+        _read_file(path, {n: t for n, t in destinations.items() if files[n] == path})
+
+
+def _is_ignored(name: str, is_tied: bool) -> bool:
+    """Tensors that change nothing: a tied head's copy, rotary tables of old checkpoints."""
+    return name.endswith(".rotary_emb.inv_freq") or (is_tied and name == "lm_head.weight")
+
+
+def _read_file(path: Path, destinations: Mapping[str, Tensor]) -> None:
+    try:
+        with _open(path) as file:
+            for name, destination in destinations.items():
+                source: Tensor = file.get_tensor(name)
+                if source.shape != destination.shape:
+                    raise UserError(
+                        f"model: {name} in {path} has shape {list(source.shape)}; config.json asks "
+                        f"for {list(destination.shape)}"
+                    )
+                if not source.dtype.is_floating_point or source.dtype.itemsize < 2:
+                    raise UserError(
+                        f"model: {name} in {path} is {source.dtype}: quantized "
+                        "checkpoints are not supported"
+                    )
+                destination.copy_(source)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"model: cannot read {path}: {error}") from error
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    """Name of each stored tensor -> the file that holds it."""
+    if (folder / _INDEX).exists():
+        return _indexed_files(folder)
+    single = folder / "model.safetensors"
+    if single.exists():
+        try:
+            with _open(single) as file:
+                return dict.fromkeys(cast("list[str]", list(file.keys())), single)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"model: cannot read {single}: {error}") from error
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+        raise UserError(
+            f"model: {folder} has only pickled weights (.bin); convert them to safetensors"
+        )
+    raise UserError(f"model: {folder} has no model.safetensors and no {_INDEX}")
+
+
+def _indexed_files(folder: Path) -> dict[str, Path]:
+    path = folder / _INDEX
+    try:
+        names = json.loads(path.read_bytes())["weight_map"]
+        files = {str(name): folder / Path(str(file)).name for name, file in names.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"model: cannot read {path}: {error!r}") from error
+    absent = sorted({file.name for file in files.values() if not file.exists()})
+    if absent:
+        raise UserError(f"model: {folder} lacks {_names(absent)}, which {_INDEX} names")
+    return files
+
+
+def _open(path: Path) -> Any:  # noqa: ANN401 - safe_open is untyped (a Rust class)
+    opener: Any = safe_open
+    return opener(path, framework="pt")
+
+
+def _names(names: list[str]) -> str:
+    more = len(names) - _SHOWN_NAMES
+    return ", ".join(names[:_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,51 @@
+"""The paged KV cache of one rank: one tensor per layer, and its size from a byte budget.
+
+Who owns which block is the block manager's matter; here are only tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from xpyd_core.errors import UserError
+from xpyd_core.sizes import format_bytes
+from xpyd_worker.model.attention import KvShape
+
+
+def blocks_in_budget(shape: KvShape, num_layers: int, budget_bytes: int) -> int:
+    """Blocks over all layers that fit into `budget_bytes`. Raises UserError when none does."""
+    each = shape.block_bytes * num_layers
+    if budget_bytes < each:
+        raise UserError(
+            f"--kv-cache-memory: {format_bytes(budget_bytes)} hold no block; one takes "
+            f"{format_bytes(each)}"
+        )
+    return budget_bytes // each
+
+
+class KvCache:
+    """Keys and values of all tokens that have a block.
+
+    `layers` are contiguous tensors [num_blocks, kv_heads, block_size, 2 * head_dim], K then V per
+    token. They start as zeros: pages that were never written take no memory.
+    """
+
+    def __init__(self, shape: KvShape, *, num_layers: int, num_blocks: int) -> None:
+        self.shape = shape
+        self.num_blocks = num_blocks
+        size = (num_blocks, shape.kv_heads, shape.block_size, 2 * shape.head_dim)
+        self.layers: tuple[Tensor, ...] = tuple(
+            torch.zeros(size, dtype=shape.dtype) for _ in range(num_layers)
+        )
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy block source -> destination in every layer, all sources read before any write."""
+        if not pairs:
+            return
+        sources = torch.tensor([source for source, _ in pairs])
+        destinations = torch.tensor([destination for _, destination in pairs])
+        for layer in self.layers:
+            layer.index_copy_(0, destinations, layer.index_select(0, sources))

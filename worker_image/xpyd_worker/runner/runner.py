@@ -1,0 +1,154 @@
+"""The executor of one rank: block copies, one flat forward, sampling.
+
+The engine calls `execute` from its thread, step by step. The runner owns weights and KV cache; it
+must not know queues, requests' lives or who else reads the cache. It touches no global state of
+torch: the number of threads is the program's choice.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
+from xpyd_core.errors import XpydError
+from xpyd_worker.engine.executor import StepInput, StepOutput
+from xpyd_worker.engine.request import SampledToken
+from xpyd_worker.model.attention import KvShape
+from xpyd_worker.model.config import ModelConfig
+from xpyd_worker.model.llama import Llama
+from xpyd_worker.model.loader import load_weights
+from xpyd_worker.model.registry import build_model
+from xpyd_worker.runner.batch import Batch, build_batch
+from xpyd_worker.runner.kv_cache import KvCache, blocks_in_budget
+from xpyd_worker.runner.prompt_scores import PromptScorer
+from xpyd_worker.runner.sampler import SampleRow, sample
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class RunnerCounters:
+    """What entered forwards since the start. Written by the engine's thread only."""
+
+    forwards: int = 0
+    prompt_tokens_computed: int = 0
+    output_tokens_computed: int = 0
+
+
+class ModelRunner:
+    """Runs steps on one model; implements the engine's Executor."""
+
+    def __init__(self, model: Llama, config: ModelConfig, kv_cache: KvCache) -> None:
+        self._model = model
+        self._vocab_size = config.vocab_size
+        self._scorer = PromptScorer(model.logits, vocab_size=config.vocab_size)
+        self.kv_cache = kv_cache
+        self.counters = RunnerCounters()
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        kv_cache_bytes: int,
+        block_size_tokens: int = DEFAULT_BLOCK_SIZE,
+    ) -> ModelRunner:
+        """Read the checkpoint in `folder` and allocate a KV cache of at most `kv_cache_bytes`.
+
+        Raises UserError for a checkpoint that does not fit `config` or a budget below one block.
+        """
+        shape = KvShape(config.num_kv_heads, config.head_dim, block_size_tokens, dtype)
+        num_blocks = blocks_in_budget(shape, config.num_layers, kv_cache_bytes)
+        model = build_model(config, dtype)
+        load_weights(folder, model.checkpoint_tensors(), is_tied=config.tie_word_embeddings)
+        cache = KvCache(shape, num_layers=config.num_layers, num_blocks=num_blocks)
+        return cls(model, config, cache)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the paged KV cache."""
+        return self.kv_cache.num_blocks
+
+    def execute(self, step: StepInput, layer_done: Callable[[int], None]) -> StepOutput:
+        """Run one step; see Executor. Out of memory and other failures of torch are XpydError."""
+        try:
+            with torch.inference_mode():
+                return self._execute(step, layer_done)
+        except RuntimeError as error:
+            raise XpydError(f"step {step.step} failed in the model: {error}") from error
+
+    def _execute(self, step: StepInput, layer_done: Callable[[int], None]) -> StepOutput:
+        self.kv_cache.copy_blocks(step.block_copies)
+        if not step.sequences:
+            return StepOutput({}, {})
+        batch = build_batch(
+            step.sequences,
+            self.kv_cache.shape,
+            vocab_size=self._vocab_size,
+            num_blocks=self.num_blocks,
+        )
+        hidden = self._forward(batch, _logged(layer_done, step.step))
+        prompt_logprobs = {
+            rows.sequence.seq_id: self._scorer.score(hidden, rows)
+            for rows in batch.rows
+            if rows.sequence.sampling.prompt_logprobs is not None
+        }
+        return StepOutput(self._sample(hidden, batch), prompt_logprobs)
+
+    def _forward(self, batch: Batch, layer_done: Callable[[int], None]) -> Tensor:
+        """The step's one forward; hidden states [tokens, hidden]."""
+        tokens = batch.token_ids.shape[0]
+        self.counters.forwards += 1
+        self.counters.prompt_tokens_computed += batch.prompt_tokens
+        self.counters.output_tokens_computed += tokens - batch.prompt_tokens
+        return self._model.forward(
+            batch.token_ids, batch.positions, self.kv_cache.layers, batch.plan, layer_done
+        )
+
+    def _sample(self, hidden: Tensor, batch: Batch) -> dict[int, tuple[SampledToken, ...]]:
+        """Tokens of the sequences that ask for some; only their last rows go through the head."""
+        asking = [rows for rows in batch.rows if rows.sequence.samples]
+        if not asking:
+            return {}
+        last_rows = [rows.last_row for rows in asking]
+        is_all = len(last_rows) == hidden.shape[0]
+        logits = self._model.logits(hidden if is_all else hidden[torch.tensor(last_rows)])
+        wanted = [
+            SampleRow(
+                index,
+                rows.sequence.sampling,
+                spec.choice_index,
+                spec.position,
+                rows.sequence.eos_token_ids,
+                rows.sequence.log_id,
+            )
+            for index, rows in enumerate(asking)
+            for spec in rows.sequence.samples
+        ]
+        tokens = iter(sample(logits, wanted))
+        return {
+            rows.sequence.seq_id: tuple(next(tokens) for _ in rows.sequence.samples)
+            for rows in asking
+        }
+
+
+def _logged(layer_done: Callable[[int], None], step: int) -> Callable[[int], None]:
+    """`layer_done` with a debug line before it; itself where nobody reads such lines."""
+    if not _log.isEnabledFor(logging.DEBUG):
+        return layer_done
+
+    def log(layer: int) -> None:
+        extra = {"layer": layer, "step": step, "monotonic_ns": time.monotonic_ns()}
+        _log.debug("layer done", extra=extra)
+        layer_done(layer)
+
+    return log
