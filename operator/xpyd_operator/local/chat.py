@@ -1,0 +1,182 @@
+"""`xpyd chat`: a conversation with a fleet, or with any OpenAI endpoint, streamed to the terminal.
+
+Standard library only. One-shot where a message is given or nobody is at the terminal.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any, TextIO, cast
+from urllib.parse import urlsplit
+
+from xpyd_core.errors import UserError
+
+TIMEOUT_S = 600.0
+"""Longest silence of the server: a cold prefill of a long prompt on a slow machine."""
+_MAX_LINE_BYTES = 1 << 20
+_MAX_ERROR_BYTES = 64 << 10
+
+
+@dataclass
+class Conversation:
+    """One endpoint, one model, and what was said so far."""
+
+    url: str
+    model: str = ""
+    max_tokens: int | None = None
+    messages: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
+
+    def ask(self, text: str) -> Iterator[str]:
+        """Say `text`; the answer's pieces as they come. What came is kept as said."""
+        if not self.model:
+            self.model = first_model(self.url)
+        self.messages.append({"role": "user", "content": text})
+        body: dict[str, Any] = {"model": self.model, "messages": self.messages, "stream": True}
+        if self.max_tokens is not None:
+            body["max_tokens"] = self.max_tokens
+        said: list[str] = []
+        try:
+            for piece in _stream(self.url, body):
+                said.append(piece)
+                yield piece
+        finally:
+            if said:
+                self.messages.append({"role": "assistant", "content": "".join(said)})
+            else:
+                self.messages.pop()
+
+
+def run_chat(conversation: Conversation, message: str | None, *, stdin: TextIO, out: TextIO) -> int:
+    """One answer to `message` (or to what stdin holds), or a conversation until Ctrl-D."""
+    if message is None and not stdin.isatty():
+        message = stdin.read()
+    if message is not None:
+        if not message.strip():
+            raise UserError("nothing to say: give a MESSAGE, or pipe one in")
+        return 0 if _say(conversation, message, out) else 130
+    out.write("Ctrl-C stops an answer, Ctrl-D leaves.\n")
+    while True:
+        try:
+            text = input("> ")
+        except EOFError:
+            out.write("\n")
+            return 0
+        except KeyboardInterrupt:
+            out.write("\n")
+            continue
+        if text.strip():
+            try:
+                _say(conversation, text, out)
+            except UserError as error:
+                out.write(f"{error}\n")
+
+
+def _say(conversation: Conversation, text: str, out: TextIO) -> bool:
+    """Print the answer as it comes; False: stopped by Ctrl-C."""
+    finished = True
+    with closing(cast("Any", conversation.ask(text))) as pieces:
+        try:
+            for piece in pieces:
+                out.write(piece)
+                out.flush()
+        except KeyboardInterrupt:
+            finished = False
+    out.write("\n")
+    out.flush()
+    return finished
+
+
+def first_model(url: str) -> str:
+    """The first model that the endpoint names."""
+    with closing(_connect(url)) as connection:
+        answer = _send(connection, "GET", f"{_base(url)}/v1/models", None, url)
+        listed = _json(answer.read(_MAX_LINE_BYTES)).get("data")
+    for entry in cast("list[Any]", listed) if isinstance(listed, list) else []:
+        if isinstance(entry, dict) and "id" in entry:
+            return str(cast("dict[str, Any]", entry)["id"])
+    raise UserError(f"{url} names no model; say --model")
+
+
+def _stream(url: str, body: dict[str, Any]) -> Iterator[str]:
+    with closing(_connect(url)) as connection:
+        answer = _send(connection, "POST", f"{_base(url)}/v1/chat/completions", body, url)
+        while line := _read_line(answer, url):
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                return
+            event = _json(data)
+            if "error" in event:
+                raise UserError(f"the answer broke off: {_message(event)}")
+            for choice in event.get("choices") or []:
+                piece = choice.get("delta", {}).get("content")
+                if piece:
+                    yield str(piece)
+
+
+def _read_line(answer: http.client.HTTPResponse, url: str) -> bytes:
+    try:
+        return answer.readline(_MAX_LINE_BYTES)
+    except (OSError, http.client.HTTPException) as error:
+        raise UserError(f"{url}: the answer broke off: {error}") from error
+
+
+def _connect(url: str) -> http.client.HTTPConnection:
+    parts = urlsplit(url)
+    kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+    if parts.scheme not in kinds or not parts.hostname:
+        raise UserError(f"--url {url!r}: expected http://HOST:PORT")
+    return kinds[parts.scheme](parts.hostname, parts.port, timeout=TIMEOUT_S)
+
+
+def _base(url: str) -> str:
+    """The path before /v1, which may be given or not."""
+    return urlsplit(url).path.rstrip("/").removesuffix("/v1")
+
+
+def _send(
+    connection: http.client.HTTPConnection,
+    method: str,
+    path: str,
+    body: dict[str, Any] | None,
+    url: str,
+) -> http.client.HTTPResponse:
+    payload = None if body is None else json.dumps(body).encode()
+    try:
+        connection.request(method, path, payload, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        if answer.status == 200:
+            return answer
+        text = answer.read(_MAX_ERROR_BYTES)
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise UserError(f"{url} does not answer: {reason}") from error
+    try:
+        said = _message(_json(text))
+    except UserError:
+        said = text.decode("utf-8", "replace")[:200]
+    raise UserError(f"{url} answered {answer.status}: {said}")
+
+
+def _message(answer: dict[str, Any]) -> str:
+    error = answer.get("error")
+    if isinstance(error, dict):
+        return str(cast("dict[str, Any]", error).get("message"))
+    return str(error)
+
+
+def _json(data: bytes) -> dict[str, Any]:
+    try:
+        read: object = json.loads(data)
+    except ValueError:
+        read = None
+    if not isinstance(read, dict):
+        shown = sys.intern("") if not data else data[:80].decode("utf-8", "replace")
+        raise UserError(f"not the JSON of an OpenAI endpoint: {shown!r}")
+    return cast("dict[str, Any]", read)

@@ -1,0 +1,194 @@
+"""The local sub-commands of `xpyd`: flags and help. What they do is imported when they run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from xpyd_core.cli import Command
+from xpyd_core.errors import UserError, XpydError
+from xpyd_core.logs import add_logging_arguments
+
+_FLEET_HELP = "the fleet's name; not needed while only one runs"
+
+
+def _configure_up(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("-f", "--file", required=True, type=Path, help="an InferenceFleet document, YAML or JSON")
+    add("--port", type=int, help="the router's port (default: 10001, or the next free one)")
+    add("--detach", "-d", action="store_true", help="return when the fleet is ready")
+    add("--timeout", type=float, default=300.0, metavar="SECONDS", help="longest wait for that")
+    add_logging_arguments(parser)
+
+
+def _run_up(args: argparse.Namespace) -> int:
+    from xpyd_operator.local.up import UpOptions, run_up
+
+    if args.port is not None and not 0 < args.port < 65536:
+        raise UserError(f"--port {args.port}: expected 1 to 65535")
+    options = UpOptions(
+        file=str(args.file.absolute()),
+        port=args.port,
+        log_level=args.log_level,
+        log_format=args.log_format,
+        timeout_s=args.timeout,
+    )
+    return run_up(options, detach=args.detach)
+
+
+def _configure_status(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("fleet", nargs="?", help=_FLEET_HELP)
+    parser.add_argument("--output", "-o", choices=("table", "json"), default="table")
+
+
+def _run_status(args: argparse.Namespace) -> int:
+    from xpyd_operator.local.tools import show_status
+
+    return show_status(args.fleet, as_json=args.output == "json")
+
+
+def _configure_scale(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("pool", metavar="FLEET-POOL", help="the pool, such as demo-decode")
+    parser.add_argument("--replicas", type=int, required=True, help="instances it shall have")
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, metavar="SECONDS", help="longest wait for them"
+    )
+
+
+def _run_scale(args: argparse.Namespace) -> int:
+    from xpyd_operator.local.tools import scale
+
+    return scale(args.pool, args.replicas, timeout_s=args.timeout)
+
+
+def _configure_logs(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("pods", nargs="*", metavar="POD", help="a pod or a pool, such as demo-decode-0 or decode")
+    add("-f", "--follow", action="store_true", help="go on until Ctrl-C")
+    add("--since", metavar="SPAN", help="only what is younger: 30s, 5m, 2h, 1d")
+    add("--fleet", help=_FLEET_HELP)
+
+
+def _run_logs(args: argparse.Namespace) -> int:
+    from xpyd_operator.local.podlogs import parse_span
+    from xpyd_operator.local.tools import show_logs
+
+    since = None if args.since is None else parse_span(args.since)
+    return show_logs(args.pods, fleet=args.fleet, follow=args.follow, since=since)
+
+
+def _configure_chat(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("fleet", nargs="?", help=_FLEET_HELP)
+    add("message", nargs="*", metavar="MESSAGE", help="one question; without: a conversation")
+    add("--url", help="an OpenAI endpoint instead of a fleet, such as http://127.0.0.1:10001")
+    add("--model", default="", help="the model's name (default: the first that is served)")
+    add("--max-tokens", type=int, metavar="N", help="longest answer")
+    add("--system", help="what the model is told first")
+
+
+def _run_chat(args: argparse.Namespace) -> int:
+    from xpyd_operator.local.chat import Conversation, run_chat
+    from xpyd_operator.local.state import find_fleet, find_fleets, state_root
+    from xpyd_operator.local.tools import current_view
+
+    words: list[str] = [word for word in (args.fleet, *args.message) if word is not None]
+    url: str | None = args.url
+    if url is None:
+        names = {state.fleet for state in find_fleets(state_root())}
+        named = words.pop(0) if words and words[0] in names else None
+        url = current_view(find_fleet(state_root(), named)).endpoint
+    conversation = Conversation(url, args.model, args.max_tokens)
+    if args.system:
+        conversation.messages.append({"role": "system", "content": args.system})
+    message = " ".join(words) if words else None
+    return run_chat(conversation, message, stdin=sys.stdin, out=sys.stdout)
+
+
+def _configure_down(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("fleet", nargs="?", help=_FLEET_HELP)
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="kill what has not drained by then (default: the document's drain.timeoutSeconds)",
+    )
+
+
+def _run_down(args: argparse.Namespace) -> int:
+    from xpyd_operator.local.tools import take_fleet_down
+
+    if args.timeout is not None and args.timeout < 0:
+        raise UserError(f"--timeout {args.timeout}: expected 0 or more")
+    return take_fleet_down(args.fleet, args.timeout)
+
+
+def _reporting(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """A fleet that failed is no wrong input: its reason, status 1."""
+
+    def reported(args: argparse.Namespace) -> int:
+        try:
+            return run(args)
+        except UserError:
+            raise
+        except XpydError as error:
+            sys.stderr.write(f"xpyd: {error}\n")
+            return 1
+
+    return reported
+
+
+up = Command(
+    help="run a fleet on this machine, one process for each pod",
+    configure=_configure_up,
+    run=_reporting(_run_up),
+    epilog="""examples:
+  xpyd up -f examples/demo/fleet.yaml            logs here; Ctrl-C drains, twice kills
+  xpyd up -f examples/demo/fleet.yaml --detach   returns when it is ready
+  xpyd up -f fleet.yaml                          again, changed: only what changed is replaced""",
+)
+status = Command(
+    help="show a local fleet: its pools, pods and endpoint",
+    configure=_configure_status,
+    run=_reporting(_run_status),
+    epilog="""examples:
+  xpyd status
+  xpyd status demo --output json""",
+)
+scale = Command(
+    help="change how many instances a pool of a local fleet has",
+    configure=_configure_scale,
+    run=_reporting(_run_scale),
+    epilog="""examples:
+  xpyd scale demo-decode --replicas 2
+
+Holds until the document declares other replicas than it did. No other instance is touched.""",
+)
+logs = Command(
+    help="show what the pods of a local fleet log",
+    configure=_configure_logs,
+    run=_reporting(_run_logs),
+    epilog="""examples:
+  xpyd logs -f                      all pods, as it comes
+  xpyd logs decode --since 5m       the pods of one pool
+  xpyd logs demo-decode-0 --fleet demo""",
+)
+chat = Command(
+    help="talk to a local fleet or to any OpenAI endpoint",
+    configure=_configure_chat,
+    run=_reporting(_run_chat),
+    epilog="""examples:
+  xpyd chat                         a conversation with the only running fleet
+  xpyd chat demo "What does os.path.join do?"
+  echo "Hello" | xpyd chat --url http://127.0.0.1:10001 --max-tokens 40""",
+)
+down = Command(
+    help="drain and stop a local fleet, or what a dead supervisor left of it",
+    configure=_configure_down,
+    run=_reporting(_run_down),
+    epilog="""examples:
+  xpyd down demo
+  xpyd down demo --timeout 5        kill what has not drained in 5 s""",
+)

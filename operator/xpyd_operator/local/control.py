@@ -1,0 +1,155 @@
+"""The supervisor's control socket: one JSON line asks, one JSON line answers, then it is closed.
+
+The socket lies in a folder of mode 0700 and has mode 0600: who can connect is the user. Both lines
+are limited in size and in time. `apply` carries the document itself, checked again on arrival.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from xpyd_core.errors import UserError, XpydError
+from xpyd_operator.local.views import FleetView
+
+MAX_LINE_BYTES = 4 << 20
+DEADLINE_S = 10.0
+MAX_CONNECTIONS = 8
+
+_log = logging.getLogger(__name__)
+
+
+class AskStatus(msgspec.Struct, frozen=True, tag="status"):
+    """The whole view."""
+
+
+class AskScale(msgspec.Struct, frozen=True, tag="scale"):
+    """Give a pool so many replicas."""
+
+    pool: str
+    replicas: int
+
+
+class AskApply(msgspec.Struct, frozen=True, tag="apply"):
+    """Take a changed document; `folder` is where its relative paths begin."""
+
+    document: str
+    source: str
+    folder: str
+
+
+class AskDown(msgspec.Struct, frozen=True, tag="down"):
+    """Drain and exit. `timeout_s`: kill what is left then; None: the document's drain timeout."""
+
+    timeout_s: float | None = None
+
+
+Ask = AskStatus | AskScale | AskApply | AskDown
+
+
+class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`error` is empty when it was done; `lines` say for people what happened."""
+
+    error: str = ""
+    lines: tuple[str, ...] = ()
+    view: FleetView | None = None
+
+
+class NotRunning(XpydError):
+    """No supervisor answers on the socket."""
+
+
+_ask_decoder = msgspec.json.Decoder(Ask)
+_answer_decoder = msgspec.json.Decoder(Answer)
+
+
+def listen(path: Path) -> socket.socket:
+    """A socket at `path` for its owner alone; what a dead supervisor left there is replaced."""
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    old_mask = os.umask(0o177)
+    try:
+        with _short(path) as address:
+            listener.bind(address)
+    finally:
+        os.umask(old_mask)
+    return listener
+
+
+async def serve(listener: socket.socket, handle: Callable[[Ask], Answer]) -> asyncio.Server:
+    """Answer on `listener`. `handle` runs in the loop; its UserError becomes `error`."""
+    open_connections = 0
+
+    async def on_connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal open_connections
+        open_connections += 1
+        try:
+            if open_connections <= MAX_CONNECTIONS:
+                async with asyncio.timeout(DEADLINE_S):
+                    line = await reader.readuntil(b"\n")
+                    writer.write(msgspec.json.encode(_answer(line, handle)) + b"\n")
+                    await writer.drain()
+        except (OSError, EOFError, TimeoutError, asyncio.LimitOverrunError) as error:
+            _log.warning("control connection: %s", error)
+        finally:
+            open_connections -= 1
+            writer.close()
+
+    return await asyncio.start_unix_server(on_connect, sock=listener, limit=MAX_LINE_BYTES)
+
+
+def _answer(line: bytes, handle: Callable[[Ask], Answer]) -> Answer:
+    try:
+        return handle(_ask_decoder.decode(line))
+    except msgspec.DecodeError as error:
+        return Answer(error=f"control request: {error}")
+    except UserError as error:
+        return Answer(error=str(error))
+
+
+def ask(path: Path, request: Ask) -> Answer:
+    """Ask the supervisor behind `path`. NotRunning if there is none, UserError if it refused."""
+    line = b""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(DEADLINE_S)
+        try:
+            with _short(path) as address:
+                connection.connect(address)
+            connection.sendall(msgspec.json.encode(request) + b"\n")
+            while not line.endswith(b"\n") and len(line) <= MAX_LINE_BYTES:
+                part = connection.recv(1 << 16)
+                if not part:
+                    break
+                line += part
+        except OSError as error:
+            raise NotRunning(f"{path}: {error.strerror or error}") from error
+    try:
+        answer = _answer_decoder.decode(line)
+    except msgspec.DecodeError as error:
+        raise NotRunning(f"{path}: no answer") from error
+    if answer.error:
+        raise UserError(answer.error)
+    return answer
+
+
+@contextmanager
+def _short(path: Path) -> Generator[str]:
+    """`path` for bind and connect, whose limit is 107 bytes: through its folder's descriptor."""
+    if len(os.fsencode(path)) <= 100:
+        yield str(path)
+        return
+    try:
+        folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
+    except FileNotFoundError as error:
+        raise NotRunning(f"{path}: no such folder") from error
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)

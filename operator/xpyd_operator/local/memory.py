@@ -1,0 +1,196 @@
+"""The memory plan: what each engine may take so that the fleet fits the machine. Pure.
+
+A size that the document or engine.args give is honoured, or the fleet is refused with the numbers;
+only sizes that nobody gave are chosen here. Scaling later starts instances with the same plan: an
+instance that runs is never resized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xpyd_core.errors import UserError
+from xpyd_core.sizes import format_bytes, parse_bytes
+from xpyd_operator.api.fleet import InferenceFleet, Pool
+from xpyd_operator.local.machine import Machine
+
+MIB = 1 << 20
+USABLE_PERCENT = 80
+"""Of the available memory; the rest is for the page cache and everybody else."""
+PROCESS_BYTES = 700 * MIB
+"""One Python process with torch and transformers loaded, without weights."""
+CACHE_MOST_BYTES = 1 << 30
+CACHE_LEAST_BYTES = 64 * MIB
+POOL_MOST_BYTES = 4 << 30
+_CACHE_FLAG = "--kv-cache-memory"
+_BUFFER_FLAG = "--kv-buffer-size"
+_POOL_FLAG = "--kv-host-pool-size"
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """One engine of a pool, in bytes. `args`: the flags for the sizes that were chosen here."""
+
+    pool: str
+    engines: int
+    weights_bytes: int
+    cache_bytes: int
+    buffer_bytes: int
+    host_pool_bytes: int
+    args: tuple[str, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """All of one engine."""
+        parts = self.weights_bytes + self.cache_bytes + self.buffer_bytes + self.host_pool_bytes
+        return PROCESS_BYTES + parts
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The plan of a fleet; `threads` for each engine."""
+
+    usable_bytes: int
+    threads: int
+    pools: tuple[EngineMemory, ...]
+
+    def of(self, pool: str) -> EngineMemory:
+        """The plan of one pool's engines."""
+        return next(engine for engine in self.pools if engine.pool == pool)
+
+    @property
+    def total_bytes(self) -> int:
+        """All engines."""
+        return sum(engine.engines * engine.total_bytes for engine in self.pools)
+
+    def table(self) -> str:
+        """The plan for people."""
+        rows: list[tuple[str, ...]] = [
+            ("memory plan", "engines", "process", "weights", "KV cache", "buffer", "host pool")
+        ]
+        for e in self.pools:
+            parts = (PROCESS_BYTES, e.weights_bytes, e.cache_bytes, e.buffer_bytes)
+            sizes = [format_bytes(part) for part in (*parts, e.host_pool_bytes)]
+            rows.append((e.pool, str(e.engines), *sizes))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        total = f"{format_bytes(self.total_bytes)} of {format_bytes(self.usable_bytes)} usable"
+        return "\n".join([*lines, f"total {total}; {self.threads} CPU threads each"])
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Sizes of one pool's engines as far as somebody gave them; None: to be chosen."""
+
+    cache: int | None
+    buffer_text: str
+    host_pool: int | None
+
+    def least(self) -> int:
+        """Bytes of an engine when everything to be chosen is as small as it may be."""
+        cache = self.cache if self.cache is not None else CACHE_LEAST_BYTES
+        return cache + self.buffer(cache) + (self.host_pool or 0)
+
+    def buffer(self, cache_bytes: int) -> int:
+        return parse_bytes(self.buffer_text, of=cache_bytes)
+
+
+def plan_memory(
+    fleet: InferenceFleet, replicas: Sequence[int], machine: Machine, *, weights_bytes: int
+) -> MemoryPlan:
+    """Sizes for `replicas[i]` engines of pool i; UserError with the numbers if they do not fit."""
+    pools = fleet.spec.pools
+    engines = sum(replicas)
+    usable = machine.available_bytes * USABLE_PERCENT // 100
+    sizes = [_given(fleet, pool) for pool in pools]
+    fixed = PROCESS_BYTES + weights_bytes
+    least = sum(count * (fixed + size.least()) for count, size in zip(replicas, sizes, strict=True))
+    spare = (usable - least) // max(1, engines)
+    found = tuple(
+        _fit(pool, count, size, spare, weights_bytes)
+        for pool, count, size in zip(pools, replicas, sizes, strict=True)
+    )
+    plan = MemoryPlan(usable, max(1, machine.cores // max(1, engines)), found)
+    if engines and spare < 0:
+        raise UserError(_refusal(plan, machine))
+    return plan
+
+
+def check_room(plan: MemoryPlan, pool: str, more: int, machine: Machine) -> None:
+    """Refuse to start `more` engines of `pool` where what is available now cannot hold them."""
+    usable = machine.available_bytes * USABLE_PERCENT // 100
+    need = plan.of(pool).total_bytes * more
+    if need > usable:
+        raise UserError(
+            f"{more} more of pool {pool} need {format_bytes(need)} of memory, "
+            f"{format_bytes(usable)} ({USABLE_PERCENT} % of what is available) can be used"
+        )
+
+
+def flag_value(args: Sequence[str], flag: str) -> str | None:
+    """The last value of `--flag value` or `--flag=value` in `args`."""
+    value = None
+    for index, arg in enumerate(args):
+        if arg == flag and index + 1 < len(args):
+            value = args[index + 1]
+        elif arg.startswith(f"{flag}="):
+            value = arg.partition("=")[2]
+    return value
+
+
+def _given(fleet: InferenceFleet, pool: Pool) -> _Sizes:
+    args, kv = fleet.spec.engine.args, fleet.spec.kv_transfer
+    cache = flag_value(args, _CACHE_FLAG)
+    cache_bytes = None if cache is None else parse_bytes(cache)
+    if pool.role != "Decode":  # only D receives KV
+        return _Sizes(cache_bytes, "0", 0)
+    host_pool = flag_value(args, _POOL_FLAG)
+    if host_pool is None and "host_pool_size" in kv.model_fields_set:
+        host_pool = kv.host_pool_size
+    return _Sizes(
+        cache_bytes,
+        flag_value(args, _BUFFER_FLAG) or kv.buffer_size,
+        None if host_pool is None else parse_bytes(host_pool),
+    )
+
+
+def _fit(pool: Pool, engines: int, size: _Sizes, spare: int, weights_bytes: int) -> EngineMemory:
+    """Give an engine its part of the spare memory: a third to the host pool, the rest to cache."""
+    args: list[str] = []
+    spare = max(0, spare)
+    host_pool = size.host_pool
+    if host_pool is None:
+        host_pool = _whole_mib(min(POOL_MOST_BYTES, spare // 3))
+        spare -= host_pool
+        args.append(f"{_POOL_FLAG}={host_pool}")
+    cache = size.cache
+    if cache is None:
+        # A buffer in percent of the cache grows with it.
+        percent = size.buffer(100) if size.buffer_text.endswith("%") else 0
+        room = spare * 100 // (100 + percent)
+        cache = _whole_mib(min(CACHE_MOST_BYTES, CACHE_LEAST_BYTES + room))
+        args.append(f"{_CACHE_FLAG}={cache}")
+    return EngineMemory(
+        pool=pool.name,
+        engines=engines,
+        weights_bytes=weights_bytes,
+        cache_bytes=cache,
+        buffer_bytes=size.buffer(cache),
+        host_pool_bytes=host_pool,
+        args=tuple(args),
+    )
+
+
+def _whole_mib(count: int) -> int:
+    return count // MIB * MIB
+
+
+def _refusal(plan: MemoryPlan, machine: Machine) -> str:
+    available = format_bytes(machine.available_bytes)
+    return (
+        f"the fleet does not fit this machine: it needs {format_bytes(plan.total_bytes)} of memory,"
+        f" {format_bytes(plan.usable_bytes)} ({USABLE_PERCENT} % of {available} available) can be"
+        f" used\n{plan.table()}\nLower replicas, {_CACHE_FLAG} in spec.engine.args,"
+        " spec.kvTransfer.bufferSize or spec.kvTransfer.hostPoolSize."
+    )

@@ -1,0 +1,241 @@
+"""Where a local fleet keeps what outlives a call: ${XDG_STATE_HOME}/xpyd/FLEET.
+
+    lock         flock'ed by the supervisor while it lives
+    fleet.json   what runs: supervisor, pods with their pids and addresses (FleetRecord)
+    control.sock the supervisor's control socket
+    key          the fleet's secret, mode 0600, made anew by each supervisor
+    logs/        one file for each pod, and the supervisor's own when it is detached
+
+Only the supervisor writes; `down` and `status` read, also after its death. The folder is 0700.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from xpyd_core.errors import UserError
+from xpyd_operator.local.processes import ProcessId
+
+MAX_RECORD_BYTES = 4 << 20
+DISCOVERY_PORT = 30001
+MAX_FLEETS = 254
+
+
+class PodRecord(msgspec.Struct, frozen=True):
+    """One pod's process."""
+
+    name: str
+    address: str
+    process: ProcessId
+
+
+class FleetRecord(msgspec.Struct, frozen=True):
+    """What a supervisor left on disk about its fleet."""
+
+    fleet: str
+    endpoint: str
+    supervisor: ProcessId
+    drain_timeout_s: float
+    pods: tuple[PodRecord, ...] = ()
+
+
+def state_root(environ: Mapping[str, str] | None = None) -> Path:
+    """${XDG_STATE_HOME:-~/.local/state}/xpyd"""
+    environ = os.environ if environ is None else environ
+    base = environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "xpyd"
+
+
+@dataclass(frozen=True)
+class FleetState:
+    """The folder of one fleet."""
+
+    folder: Path
+
+    @property
+    def fleet(self) -> str:
+        """The fleet's name."""
+        return self.folder.name
+
+    @property
+    def key_file(self) -> Path:
+        """The fleet's secret."""
+        return self.folder / "key"
+
+    @property
+    def socket(self) -> Path:
+        """The control socket."""
+        return self.folder / "control.sock"
+
+    @property
+    def logs(self) -> Path:
+        """The folder of the pods' logs."""
+        return self.folder / "logs"
+
+    @property
+    def supervisor_log(self) -> Path:
+        """What a detached supervisor says."""
+        return self.folder / "supervisor.log"
+
+    def log_of(self, pod: str) -> Path:
+        """The log of one pod."""
+        return self.logs / f"{pod}.log"
+
+    def make(self) -> None:
+        """Create the folders, readable by their owner alone."""
+        for folder in (self.folder, self.logs):
+            folder.mkdir(parents=True, exist_ok=True)
+            folder.chmod(0o700)
+
+    def write_key(self) -> None:
+        """A new secret in the key file."""
+        self.key_file.unlink(missing_ok=True)
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+        with os.fdopen(os.open(self.key_file, flags, 0o600), "w") as file:
+            file.write(secrets.token_hex(32) + "\n")
+
+    def write_record(self, record: FleetRecord) -> None:
+        """Replace fleet.json as a whole, so that a reader never sees half of it."""
+        fresh = self.folder / "fleet.json.new"
+        fresh.write_bytes(msgspec.json.encode(record))
+        fresh.replace(self.folder / "fleet.json")
+
+    def read_record(self) -> FleetRecord | None:
+        """fleet.json, None where there is none or it is not readable as one."""
+        try:
+            with (self.folder / "fleet.json").open("rb") as file:
+                return msgspec.json.decode(file.read(MAX_RECORD_BYTES), type=FleetRecord)
+        except (OSError, msgspec.DecodeError):
+            return None
+
+    def forget(self) -> None:
+        """Remove the runtime files; logs stay."""
+        for name in ("control.sock", "fleet.json", "fleet.json.new", "key"):
+            (self.folder / name).unlink(missing_ok=True)
+
+    def lock(self) -> int | None:
+        """The supervisor's lock as an open descriptor, None while another process has it."""
+        return _flock(self.folder / "lock")
+
+    def is_supervised(self) -> bool:
+        """Whether a supervisor lives."""
+        if not self.folder.is_dir():
+            return False
+        descriptor = self.lock()
+        if descriptor is not None:
+            os.close(descriptor)
+        return descriptor is None
+
+    def orphans(self) -> tuple[PodRecord, ...]:
+        """Pods that still run although their supervisor does not."""
+        record = self.read_record()
+        if record is None or self.is_supervised():
+            return ()
+        return tuple(pod for pod in record.pods if pod.process.is_alive())
+
+
+def find_fleets(root: Path) -> list[FleetState]:
+    """Fleets that run, or of which processes are left, sorted by name."""
+    if not root.is_dir():
+        return []
+    found = (FleetState(folder) for folder in sorted(root.iterdir()) if folder.is_dir())
+    return [state for state in found if state.is_supervised() or state.orphans()]
+
+
+def find_fleet(root: Path, name: str | None) -> FleetState:
+    """The named fleet, or the only one; UserError says which there are."""
+    running = find_fleets(root)
+    names = ", ".join(state.fleet for state in running)
+    if name is None:
+        if len(running) == 1:
+            return running[0]
+        if not running:
+            raise UserError("no fleet is running; start one with `xpyd up -f FILE`")
+        raise UserError(f"several fleets are running, say which: {names}")
+    for state in running:
+        if state.fleet == name:
+            return state
+    raise UserError(f"fleet {name!r} is not running; running: {names or 'none'}")
+
+
+@dataclass(frozen=True)
+class AddressClaim:
+    """The right to 127.1.`index`.*, held as long as one process has the descriptors open."""
+
+    index: int
+    descriptors: tuple[int, ...]
+
+    def address(self, number: int) -> str:
+        """Pod `number`'s address; 1 is the router."""
+        return f"127.1.{self.index}.{number}"
+
+
+def claim_addresses(root: Path) -> AddressClaim:
+    """The first free fleet index.
+
+    A lock file keeps it from this user's other fleets and a bound UDP port from other users'. The
+    pods inherit both, so the addresses stay taken while orphans live.
+    """
+    folder = root / ".index"
+    folder.mkdir(parents=True, exist_ok=True)
+    for index in range(1, MAX_FLEETS + 1):
+        lock = _flock(folder / str(index))
+        if lock is None:
+            continue
+        udp = _bind(f"127.1.{index}.1", DISCOVERY_PORT, socket.SOCK_DGRAM)
+        tcp = _bind(f"127.1.{index}.1", DISCOVERY_PORT, socket.SOCK_STREAM)
+        if tcp is not None:
+            tcp.close()
+        if udp is not None and tcp is not None:
+            return AddressClaim(index, (lock, udp.detach()))
+        if udp is not None:
+            udp.close()
+        os.close(lock)
+    raise UserError(f"no free addresses: all of 127.1.1.* to 127.1.{MAX_FLEETS}.* are taken")
+
+
+def free_port(host: str, first: int, *, tries: int = 100) -> int:
+    """The first port from `first` on that can be bound on `host`."""
+    for port in range(first, min(first + tries, 65536)):
+        probe = _bind(host, port, socket.SOCK_STREAM)
+        if probe is not None:
+            probe.close()
+            return port
+    raise UserError(f"no free port on {host} from {first} to {first + tries - 1}; say --port")
+
+
+def _bind(host: str, port: int, kind: socket.SocketKind) -> socket.socket | None:
+    bound = socket.socket(socket.AF_INET, kind)
+    try:
+        if kind == socket.SOCK_STREAM:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+        if kind == socket.SOCK_STREAM:
+            bound.listen(1)  # with SO_REUSEADDR only listening shows that nobody else does
+    except OSError:
+        bound.close()
+        return None
+    return bound
+
+
+def _flock(path: Path) -> int | None:
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+        raise
+    return descriptor

@@ -1,0 +1,299 @@
+"""The supervisor's loop: observe the processes, plan(), keep(), apply, until the fleet is gone.
+
+Level-triggered: every turn starts from what is there. A child's end, a request on the control
+socket and a probe's news only wake it. One per fleet; everything it owns it changes in its loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from xpyd_core.errors import UserError
+from xpyd_core.pod_env import HTTP_PORT
+from xpyd_operator.api import InferenceFleet
+from xpyd_operator.local import probe
+from xpyd_operator.local.checkpoint import locate_model, weights_bytes
+from xpyd_operator.local.machine import read_machine
+from xpyd_operator.local.memory import MemoryPlan, check_room, plan_memory
+from xpyd_operator.local.pod_process import PodProcess
+from xpyd_operator.local.podlogs import rotate
+from xpyd_operator.local.pods import ROUTER_HOST, Program, Site, xpyd_program
+from xpyd_operator.local.processes import identify
+from xpyd_operator.local.roster import Roster, check_addresses
+from xpyd_operator.local.state import AddressClaim, FleetRecord, FleetState
+from xpyd_operator.plan import (
+    ROUTER,
+    DeleteWorkload,
+    DrainPool,
+    Event,
+    FleetSeen,
+    FleetStatus,
+    FleetWant,
+    PoolSeen,
+    PutWorkload,
+    SetStatus,
+    fleet_want,
+    plan,
+)
+from xpyd_operator.plan.fleet import pool_replicas
+from xpyd_operator.plan.keep import KILL_GRACE_S
+
+_log = logging.getLogger("xpyd.up")
+_TURN_AT_LEAST_S = 1.0
+_PROBE_STARTING_S = 0.2
+_PROBE_READY_S = 1.0
+_ROTATE_EVERY_S = 5.0
+
+
+class Supervisor:
+    """Keeps one fleet running until `stop`."""
+
+    def __init__(
+        self,
+        *,
+        fleet: InferenceFleet,
+        folder: Path,
+        state: FleetState,
+        site: Site,
+        claim: AddressClaim,
+        program: Program = xpyd_program,
+    ) -> None:
+        self.fleet = fleet
+        self.state = state
+        self.roster = Roster(site, state, program, claim.descriptors)
+        self.status: FleetStatus | None = None
+        self._want = fleet_want(fleet, model=locate_model(fleet.spec.model.uri, folder))
+        self._pools: dict[str, PoolSeen] = {}
+        self._drain_timeout_s = float(fleet.spec.drain.timeout_seconds)
+        self.identity = identify(os.getpid())
+        self._record: FleetRecord | None = None
+        self._wake = asyncio.Event()
+        self._rotated_at = 0.0
+
+    async def run(self) -> None:
+        """Until the fleet is stopped and nothing of it lives."""
+        probes = asyncio.create_task(self._probe_for_ever())
+        try:
+            while not self._is_over():
+                wait_s = self._turn(time.monotonic())
+                await self._sleep(wait_s)
+        finally:
+            probes.cancel()
+            await asyncio.gather(probes, return_exceptions=True)
+            self.roster.kill_all()
+
+    # Requests from the control socket and from signals.
+
+    def wake(self) -> None:
+        """Look again now."""
+        self._wake.set()
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the fleet is being taken down."""
+        return self._want.stopping
+
+    def stop(self, timeout_s: float | None = None) -> None:
+        """Drain everything, the router last. `timeout_s`: kill what is left of a pod by then."""
+        self._want = replace(self._want, stopping=True)
+        if timeout_s is not None:
+            self._drain_timeout_s = timeout_s - KILL_GRACE_S
+        self.wake()
+
+    def kill(self) -> None:
+        """End everything now."""
+        self.stop(0.0)
+        self.roster.kill_all()
+
+    def scale(self, pool: str, replicas: int) -> str:
+        """Give a pool so many replicas until its document declares others; a line for people."""
+        self._refuse_if_stopping()
+        before = self._pools.get(pool)
+        if pool == ROUTER:
+            raise UserError("a local fleet has one router; scale a pool of engines")
+        if before is None:
+            names = ", ".join(name for name in self._pools if name != ROUTER)
+            raise UserError(f"fleet {self.fleet.name} has no pool {pool!r}; it has {names}")
+        if not 0 <= replicas <= 1024:
+            raise UserError(f"--replicas {replicas}: expected 0 to 1024")
+        sizes = {p.name: p.replicas for p in self._pools.values() if p.name != ROUTER}
+        check_addresses(sum((sizes | {pool: replicas}).values()))
+        if replicas > before.replicas:
+            check_room(self.roster.site.memory, pool, replicas - before.replicas, read_machine())
+        self._pools[pool] = replace(before, replicas=replicas)
+        self.wake()
+        return f"{self.fleet.name}-{pool}: {before.replicas} -> {replicas} replicas"
+
+    def apply(self, fleet: InferenceFleet, folder: Path) -> list[str]:
+        """Take a changed document; lines for people say which pools change."""
+        self._refuse_if_stopping()
+        _refuse_change(self.fleet, fleet)
+        model = locate_model(fleet.spec.model.uri, folder)
+        want = fleet_want(fleet, model=model)
+        memory = self._plan_memory(fleet, want, model)
+        old = {pool.name: pool for pool in self._want.pools}
+        lines: list[str] = []
+        for pool in want.pools:
+            before = old.pop(pool.name, None)
+            if before is None:
+                lines.append(f"pool {pool.name}: new")
+            elif before.revision != pool.revision:
+                lines.append(f"pool {pool.name}: revision {before.revision} -> {pool.revision}")
+            elif before.replicas != pool.replicas:
+                lines.append(f"pool {pool.name}: {before.replicas} -> {pool.replicas} declared")
+        lines += [f"pool {name}: removed" for name in old]
+        self.fleet, self._want = fleet, want
+        self.roster.site = replace(self.roster.site, memory=memory)
+        self._drain_timeout_s = float(fleet.spec.drain.timeout_seconds)
+        self.wake()
+        return lines or ["nothing changed"]
+
+    def _plan_memory(self, fleet: InferenceFleet, want: FleetWant, model: str) -> MemoryPlan:
+        """The plan of a changed document, as if what runs now gave its memory back first."""
+        sizes = [
+            pool_replicas(pool.replicas, self._pools.get(pool.name))
+            for pool in want.pools
+            if pool.name != ROUTER
+        ]
+        check_addresses(sum(sizes))
+        machine = read_machine()
+        running = sum(
+            self.roster.site.memory.of(pod.pod.pool).total_bytes
+            for pod in self.roster
+            if pod.is_alive and pod.pod.pool != ROUTER
+        )
+        room = replace(machine, available_bytes=machine.available_bytes + running)
+        weights = weights_bytes(model, fleet.spec.engine.args)
+        return plan_memory(fleet, sizes, room, weights_bytes=weights)
+
+    def _refuse_if_stopping(self) -> None:
+        if self.is_stopping:
+            raise UserError(f"fleet {self.fleet.name} is being taken down")
+
+    # One turn of the loop.
+
+    def _is_over(self) -> bool:
+        return self.is_stopping and not self.roster.seen()
+
+    def _turn(self, now: float) -> float:
+        """Observe, decide, apply; seconds until the next turn."""
+        for pod in self.roster.reap(now):
+            leaving = pod.seen.draining_since is not None
+            level = logging.INFO if leaving else logging.WARNING
+            _log.log(level, "pod %s ended: %s", pod.pod.name, pod.exit_text())
+        seen = FleetSeen(tuple(self._pools.values()), self.roster.seen(), self.status)
+        planned = plan(self._want, seen, now)
+        for action in planned.actions:
+            self._apply(action)
+        acted, keep_s = self.roster.keep(now, self._drain_timeout_s)
+        self._write_record()
+        if now - self._rotated_at > _ROTATE_EVERY_S:
+            self._rotated_at = now
+            for pod in self.roster:
+                rotate(pod.log)
+            rotate(self.state.supervisor_log)
+        if planned.actions or acted:
+            return 0.0
+        waits = [_TURN_AT_LEAST_S, keep_s, planned.recheck_after]
+        return min(wait for wait in waits if wait is not None)
+
+    def _apply(self, action: PutWorkload | DrainPool | DeleteWorkload | SetStatus | Event) -> None:
+        match action:
+            case PutWorkload(workload):
+                self.roster.put(workload)
+            case DrainPool(pool):
+                self.roster.drain_pool(pool)
+            case DeleteWorkload(pool, revision):
+                self.roster.delete(pool, revision)
+            case SetStatus(status):
+                self._publish(status)
+            case Event(reason, message):
+                _log.info("%s: %s", reason, message)
+
+    def _publish(self, status: FleetStatus) -> None:
+        was_ready = self.status is not None and self.status.ready
+        self.status = status
+        self._pools = {p.name: PoolSeen(p.name, p.replicas, p.declared) for p in status.pools}
+        if status.ready and not was_ready:
+            _log.info("fleet %s is ready: %s", self.fleet.name, self.roster.site.endpoint)
+
+    def _write_record(self) -> None:
+        record = FleetRecord(
+            self.fleet.name,
+            self.roster.site.endpoint,
+            self.identity,
+            self._drain_timeout_s,
+            self.roster.records(),
+        )
+        if record != self._record:
+            self.state.write_record(record)
+            self._record = record
+
+    async def _sleep(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+        self._wake.clear()
+
+    # Readiness.
+
+    async def _probe_for_ever(self) -> None:
+        while True:
+            try:
+                await self._probe()
+            except Exception:  # a task's edge: a failed probe must not end the fleet
+                _log.exception("probe")
+            starting = any(pod.is_alive and not pod.is_ready for pod in self.roster)
+            await asyncio.sleep(_PROBE_STARTING_S if starting else _PROBE_READY_S)
+
+    async def _probe(self) -> None:
+        """An engine is ready when it is healthy and the router picks it."""
+        pods = [pod for pod in self.roster if pod.identity is not None]
+        before = {pod: pod.identity for pod in pods}
+        routable = await asyncio.to_thread(
+            probe.routable, ROUTER_HOST, self.roster.site.router_port
+        )
+        unknown = [pod for pod in pods if not pod.is_healthy]
+        healthy = await asyncio.gather(*(self._is_healthy(pod) for pod in unknown))
+        for pod, is_healthy in zip(unknown, healthy, strict=True):
+            pod.is_healthy = is_healthy and pod.identity == before[pod]
+        for pod in pods:
+            if pod.pod.pool == ROUTER:
+                ready = pod.is_healthy and routable is not None
+            else:
+                address = f"{self.roster.site.address(pod.pod.number)}:{HTTP_PORT}"
+                ready = pod.is_healthy and routable is not None and address in routable
+            self._set_ready(pod, ready and pod.seen.draining_since is None)
+
+    async def _is_healthy(self, pod: PodProcess) -> bool:
+        if pod.pod.pool == ROUTER:
+            host, port = ROUTER_HOST, self.roster.site.router_port
+        else:
+            host, port = self.roster.site.address(pod.pod.number), HTTP_PORT
+        return await asyncio.to_thread(probe.is_healthy, host, port)
+
+    def _set_ready(self, pod: PodProcess, ready: bool) -> None:
+        if ready == pod.is_ready:
+            return
+        pod.is_ready = ready
+        pod.was_ready = pod.was_ready or ready
+        _log.info("pod %s is %s", pod.pod.name, "ready" if ready else "not ready")
+        self.wake()
+
+
+def _refuse_change(old: InferenceFleet, new: InferenceFleet) -> None:
+    roles = {pool.name: pool.role for pool in old.spec.pools}
+    wrong = [
+        f"spec.pools[{index}].role: role is immutable; add a new pool and remove this one"
+        for index, pool in enumerate(new.spec.pools)
+        if roles.get(pool.name, pool.role) != pool.role
+    ]
+    if wrong:
+        raise UserError("\n".join(wrong))
