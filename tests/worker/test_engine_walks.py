@@ -1,0 +1,183 @@
+"""Random walks of whole engines: whatever happens, each request's tokens are those it has alone.
+
+Arrivals, aborts, preemptions, forks, continuations, failing steps and KV that comes, comes late or
+never, over pools of a few blocks. The fakes check each step; the end is checked here.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.worker.engine_fakes import BLOCK, Bench, StepFailed, alone, make_request
+from xpyd_core.request_id import Address, TransferKey
+from xpyd_worker.engine.request import EngineRequest, ReceiveFrom, SendTo
+
+PEER = Address("127.0.0.1", 21001)
+
+
+def draw_request(rng: random.Random, number: int, bench: Bench) -> EngineRequest:
+    """A request over few distinct prefixes, so that the prefix cache hits often."""
+    head = [rng.randrange(3)] * (BLOCK * rng.randrange(4))
+    prompt = head + [rng.randrange(40) for _ in range(rng.randrange(1, 12))]
+    n = rng.choice([1, 1, 1, 2, 3, 5])
+    known: tuple[tuple[int, ...], ...] = ()
+    if rng.random() < 0.4:
+        known = tuple(
+            tuple(rng.randrange(1, 40) for _ in range(rng.randrange(4))) for _ in range(n)
+        )
+    return make_request(
+        f"r{number}",
+        prompt,
+        n=n,
+        continue_from=known,
+        first_choice=n * rng.randrange(3),
+        max_tokens=rng.randrange(0, 20),
+        min_tokens=rng.choice([0, 0, 3]),
+        ignore_eos=rng.random() < 0.3,
+        stop_token_ids=rng.choice([(), (5, 6)]),
+        prompt_logprobs=rng.choice([None, None, None, None, 1]),
+    )
+
+
+def with_transfer(
+    rng: random.Random, request: EngineRequest, number: int, bench: Bench
+) -> EngineRequest:
+    key = TransferKey(f"{number:032x}", 0)
+    transfer: SendTo | ReceiveFrom | None = None
+    if bench.producer and rng.random() < 0.7:
+        transfer = SendTo(key, PEER, len(request.prompt), rng.random() < 0.5)
+    if bench.consumer and rng.random() < 0.8:
+        transfer = ReceiveFrom(key, wait_s=rng.choice([0.0, 1.0, 5.0]))
+    return EngineRequest(**{**vars(request), "transfer": transfer})
+
+
+def offered_ids(rng: random.Random, request: EngineRequest) -> list[int]:
+    """What P would offer: the prompt, and with one choice its ids; now and then another prompt."""
+    ids = list(request.prompt)
+    if request.n == 1 and request.continue_from and rng.random() < 0.5:
+        ids += request.continue_from[0]
+    if rng.random() < 0.1:
+        ids[-1] = 39 - ids[-1]
+    return ids
+
+
+class Walk:
+    """One engine and the seeded hand that plays with it."""
+
+    def __init__(self, seed: int, **bench: int | bool) -> None:
+        self.rng = random.Random(seed)
+        self.bench = Bench(**bench)  # pyright: ignore
+        self.touched: set[str] = set()
+        self.count = 0
+
+    def run(self, turns: int) -> None:
+        for _ in range(turns):
+            self.one_turn()
+        self.settle()
+        self.check()
+
+    def one_turn(self) -> None:
+        rng, bench = self.rng, self.bench
+        bench.now += rng.choice([0.0, 0.1, 0.3])
+        for _ in range(rng.choice([0, 0, 1, 1, 2])):
+            if sum(not bench.finished(r) for r in bench.requests) < 12:
+                self.arrive()
+        if rng.random() < 0.06 and bench.requests:
+            self.abort(rng.choice(list(bench.requests)))
+        if bench.consumer:
+            for key in list(bench.consumer.arrivals):
+                if rng.random() < 0.3:
+                    bench.consumer.land(key)
+                elif rng.random() < 0.05:
+                    bench.consumer.fail(key, "died")
+        if rng.random() < 0.01:
+            bench.executor.fail_with = StepFailed("out of luck")
+            bench.executor.during = lambda step: self.touched.update(
+                s.log_id for s in step.sequences if bench.executor.fail_with
+            )
+        bench.core.turn()
+
+    def arrive(self) -> None:
+        rng, bench = self.rng, self.bench
+        self.count += 1
+        request = draw_request(rng, self.count, bench)
+        request = with_transfer(rng, request, self.count, bench)
+        if bench.consumer and isinstance(request.transfer, ReceiveFrom) and rng.random() < 0.8:
+            where = rng.choice(["direct", "direct", "buffer", "deferred"])
+            bench.consumer.arrive(request.transfer.key, offered_ids(rng, request), where)
+        if rng.random() < 0.95:
+            bench.submit(request)
+
+    def abort(self, request_id: str) -> None:
+        self.touched.add(request_id)
+        n = self.bench.requests[request_id].n
+        some = tuple(c for c in range(n) if self.rng.random() < 0.5)
+        self.bench.core.abort(request_id, self.rng.choice([None, some]))
+
+    def settle(self) -> None:
+        """No new requests; every transfer ends one way or the other; all requests end soon."""
+        bench = self.bench
+        bench.executor.fail_with = None
+        for _ in range(60 * len(bench.requests) + 200):
+            bench.now += 0.2
+            if bench.consumer:
+                for key in list(bench.consumer.arrivals):
+                    bench.consumer.land(key)
+                bench.consumer.drop_orphans()
+            if not bench.core.turn() and bench.core.is_idle():
+                return
+        raise AssertionError("requests starve")
+
+    def check(self) -> None:
+        bench = self.bench
+        assert bench.core.stats().running == bench.core.stats().waiting == 0
+        bench.assert_all_blocks_free()
+        for request_id in bench.requests:
+            if request_id not in self.touched:
+                if not any(o.error for o in bench.outputs[request_id]):
+                    bench.assert_as_alone(request_id)
+                else:
+                    assert bench.outputs[request_id][-1].error_kind == "too_long"
+                continue
+            expected = alone(bench.requests[request_id], bench.model_len)
+            for choice, (tokens, _reason) in enumerate(expected):
+                got = bench.tokens(request_id, choice)
+                assert got == tokens[: len(got)]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_an_aggregated_engine_gives_every_request_its_own_tokens(seed: int):
+    walk = Walk(seed, blocks=14, seqs=5, budget=9, model_len=48)
+    walk.run(400)
+    assert walk.bench.core.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_so_it_does_without_a_prefix_cache(seed: int):
+    walk = Walk(seed, blocks=14, seqs=5, budget=9, model_len=48, caching=False)
+    walk.run(300)
+    assert walk.bench.core.stats().prefix_hit_tokens == 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_sending_engine_sends_what_it_computed_and_frees_it(seed: int):
+    walk = Walk(seed, blocks=24, seqs=5, budget=9, model_len=48, sends=True)
+    walk.run(400)
+    assert any(call[0] == "cached" for call in walk.bench.producer.calls)  # pyright: ignore
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_a_receiving_engine_uses_landed_kv_and_recomputes_what_does_not_come(seed: int):
+    walk = Walk(seed, blocks=20, seqs=5, budget=9, model_len=48, receives=True)
+    walk.run(400)
+    stats = walk.bench.core.stats()
+    assert stats.received_tokens > 0
+    assert {"late", "died", "preempted"} & set(stats.kv_recomputed)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_one_sequence_at_a_time_is_enough_for_all(seed: int):
+    walk = Walk(seed, blocks=12, seqs=1, budget=2, model_len=48, receives=True)
+    walk.run(300)
