@@ -1,9 +1,10 @@
 """The seams between an engine and the transfer library. Documented here and only here.
 
-The engine gives a BlockPool (its block manager) and a KvMemory (its paged cache as bytes). It gets a
-Producer on P or a Consumer on D. All methods below run on the engine's thread unless they say
-otherwise; none of them blocks on the network. Times are seconds of one monotonic clock. Both halves
-are constructed with `wake`, a callable that the I/O thread calls to wake an idle engine loop.
+The engine gives a BlockPool (its block manager) and a KvMemory (its paged cache as bytes). It
+gets a Producer on P or a Consumer on D. All methods below run on the engine's thread unless they
+say otherwise; none of them blocks on the network. Times are seconds of one monotonic clock. Both
+halves are constructed with `wake`, a callable that the I/O thread calls to wake an idle engine
+loop.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from xpyd_core.request_id import Address, TransferKey
 class KvLayout:
     """Shape of the paged cache of one rank.
 
-    One block of one layer is `kv_heads` x `block_size` x 2 x `head_dim` elements, K then V per token,
-    contiguous: `block_bytes` bytes. `layers` are absolute layer indices, in order.
+    One block of one layer is `kv_heads` x `block_size` x 2 x `head_dim` elements, K then V per
+    token, contiguous: `block_bytes` bytes. `layers` are absolute layer indices, in order.
     """
 
     layers: tuple[int, ...]
@@ -37,14 +38,15 @@ class KvLayout:
 
 
 class KvMemory(Protocol):
-    """The paged cache as bytes. May be used by the engine's and the I/O thread at once: the owner of
-    a block decides who touches it."""
+    """The paged cache as bytes. May be used by the engine's and the I/O thread at once: the owner
+    of a block decides who touches it."""
 
     @property
     def layout(self) -> KvLayout: ...
 
     def block_view(self, layer: int, block_id: int) -> memoryview:
-        """Writable bytes of one block of one layer (index into `layout.layers`), `block_bytes` long."""
+        """Writable bytes of one block of one layer (index into `layout.layers`), `block_bytes`
+        long."""
         ...
 
 
@@ -106,13 +108,13 @@ class Producer(Protocol):
         salt: bytes,
         now: float,
     ) -> None:
-        """Announce the transfer when the first chunk is scheduled. A peer that must not be dialled or
-        cannot be reached makes the transfer fail; the request is not touched."""
+        """Announce the transfer when the first chunk is scheduled. A peer that must not be
+        dialled or cannot be reached makes the transfer fail; the request is not touched."""
         ...
 
     def stage(self, key: TransferKey, block_ids: Sequence[int], tokens: int) -> None:
-        """Before the forward of a chunk: after it the first `tokens` tokens stand in `block_ids`, the
-        sequence's whole table."""
+        """Before the forward of a chunk: after it the first `tokens` tokens stand in `block_ids`,
+        the sequence's whole table."""
         ...
 
     def cached(self, key: TransferKey, block_ids: Sequence[int], tokens: int) -> None:
@@ -124,8 +126,8 @@ class Producer(Protocol):
         ...
 
     def step_done(self, *, failed: bool = False) -> None:
-        """After the forward: staged chunks are complete (or the step failed: cancel them). A transfer
-        whose offered tokens are all computed is committed."""
+        """After the forward: staged chunks are complete (or the step failed: cancel them). A
+        transfer whose offered tokens are all computed is committed."""
         ...
 
     def status(self, key: TransferKey) -> SendStatus: ...
@@ -153,7 +155,8 @@ class Producer(Protocol):
 
 @dataclass(frozen=True)
 class OfferedPrompt:
-    """What P announced: all offered ids (prompt, then continue_from), and how many are the prompt's."""
+    """What P announced: all offered ids (prompt, then continue_from), and how many are the
+    prompt's."""
 
     token_ids: tuple[int, ...]
     prompt_tokens: int
@@ -166,7 +169,8 @@ class Wait:
 
 @dataclass(frozen=True)
 class Landed:
-    """The KV of the first `tokens` tokens stands in `block_ids`; the references are the caller's now.
+    """The KV of the first `tokens` tokens stands in `block_ids`; the references are the caller's
+    now.
 
     `skipped_tokens` of them were in the local prefix cache.
     """
@@ -178,7 +182,8 @@ class Landed:
 
 @dataclass(frozen=True)
 class NoKv:
-    """The KV will not come: compute the prompt here. `reason` is a short word for metrics and logs."""
+    """The KV will not come: compute the prompt here. `reason` is a short word for metrics and
+    logs."""
 
     reason: str
 
@@ -190,8 +195,8 @@ class Consumer(Protocol):
     """D's half. A reservation belongs to the transfer's key until a request adopts it, once."""
 
     def poll(self, now: float) -> None:
-        """Once per engine step and at wake-up: answer OFFERs (reserve: own blocks, device buffer, host
-        pool, or defer), take in landed and failed transfers, expire orphans' leases."""
+        """Once per engine step and at wake-up: answer OFFERs (reserve: own blocks, device buffer,
+        host pool, or defer), take in landed and failed transfers, expire orphans' leases."""
         ...
 
     def offered(self, key: TransferKey) -> OfferedPrompt | None:
@@ -203,9 +208,9 @@ class Consumer(Protocol):
         ...
 
     def admit(self, key: TransferKey, token_ids: Sequence[int], now: float) -> Admission:
-        """May the expecting request start? `token_ids` are all its known tokens; KV offered for other
-        ids is refused. Copies from buffer or pool into blocks taken from the pool now; a deferred
-        OFFER is granted now. Landed is given once per key."""
+        """May the expecting request start? `token_ids` are all its known tokens; KV offered for
+        other ids is refused. Copies from buffer or pool into blocks taken from the pool now; a
+        deferred OFFER is granted now. Landed is given once per key."""
         ...
 
     def forget(self, key: TransferKey) -> None:
@@ -213,8 +218,8 @@ class Consumer(Protocol):
         ...
 
     def release(self, uuid: str, now: float) -> None:
-        """`POST /kv/release`: free all prompts' KV of `uuid`, refuse OFFERs of it for 60 s. Called on
-        the engine's thread; idempotent."""
+        """`POST /kv/release`: free all prompts' KV of `uuid`, refuse OFFERs of it for 60 s.
+        Called on the engine's thread; idempotent."""
         ...
 
     def next_deadline(self) -> float | None:

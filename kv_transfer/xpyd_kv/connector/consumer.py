@@ -1,0 +1,281 @@
+"""D's half of the connector: where offered KV lands, and when a request may start from it.
+
+It runs on the engine's thread and talks to ReceiveSession on the I/O thread: calls go there through
+`Endpoint.call`, results come back through a deque and a wake-up. Blocks and landings are taken and
+given back here only; a landing that the session was granted comes back with ReceiveLanded or
+ReceiveQuiet, however its request fares.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+
+from xpyd_core.blocks import blocks_for
+from xpyd_core.request_id import TransferKey
+from xpyd_kv.connector.api import Admission, BlockPool, Landed, NoKv, OfferedPrompt, Wait
+from xpyd_kv.connector.reservation import Expectation, Held, Offer, OfferState
+from xpyd_kv.session.deadlines import Remembered
+from xpyd_kv.session.events import (
+    ReceiveEnded,
+    ReceiveEvent,
+    ReceiveLanded,
+    ReceiveOffered,
+    ReceiveQuiet,
+)
+from xpyd_kv.session.limits import KvLimits
+from xpyd_kv.session.metrics import KvMetrics
+from xpyd_kv.session.receiving import ReceiveSession
+from xpyd_kv.store.api import Landing, Store
+from xpyd_kv.transport.api import Endpoint
+
+_log = logging.getLogger(__name__)
+_Ref = tuple[TransferKey, int]
+_WAIT = Wait()
+
+
+class KvConsumer:
+    """See xpyd_kv.connector.api.Consumer."""
+
+    def __init__(
+        self,
+        *,
+        endpoint: Endpoint,
+        session: ReceiveSession,
+        events: deque[ReceiveEvent],
+        prompts: dict[TransferKey, OfferedPrompt],
+        store: Store,
+        pool: BlockPool,
+        limits: KvLimits,
+        metrics: KvMetrics,
+    ) -> None:
+        self._call = endpoint.call
+        self._session = session
+        self._events = events
+        # Written by the I/O thread as OFFERs come, so that the server finds one at once.
+        self._prompts = prompts
+        self._store = store
+        self._pool = pool
+        self._metrics = metrics
+        self._expected: dict[TransferKey, Expectation] = {}
+        self._offers: dict[TransferKey, Offer] = {}
+        # What the session may still write into, or what waits to be adopted.
+        self._held: dict[_Ref, Held] = {}
+        # Why offered KV is gone, for a request that comes later.
+        self._lost: Remembered[TransferKey, str] = Remembered(limits.tombstone_s)
+
+    # --- the engine's calls
+
+    def poll(self, now: float) -> None:
+        while self._events:
+            event = self._events.popleft()
+            match event:
+                case ReceiveOffered():
+                    self._on_offered(event, now)
+                case ReceiveLanded():
+                    self._on_landed(event)
+                case ReceiveEnded():
+                    self._on_ended(event, now)
+                case ReceiveQuiet():
+                    held = self._held.pop((event.key, event.epoch), None)
+                    if held is not None:
+                        self._free(held)
+        self._lost.purge(now)
+
+    def offered(self, key: TransferKey) -> OfferedPrompt | None:
+        return self._prompts.get(key)
+
+    def expect(self, key: TransferKey, *, wait_s: float, now: float) -> None:
+        self._expected[key] = Expectation(wait_s, now)
+        self._call(partial(self._session.expect, key))
+
+    def admit(self, key: TransferKey, token_ids: Sequence[int], now: float) -> Admission:
+        self.poll(now)
+        expectation = self._expected.get(key)
+        if expectation is None:
+            # Adopted or given up before: a preempted request computes.
+            return NoKv("not_expected")
+        offer = self._offers.get(key)
+        if offer is None:
+            reason = self._lost.get(key, now)
+            if reason is None and now < expectation.since_s + expectation.wait_s:
+                return _WAIT
+            return self._no_kv(key, reason or "no_offer")
+        if not expectation.is_verified:
+            if tuple(token_ids[: len(offer.token_ids)]) != offer.token_ids:
+                return self._no_kv(key, "digest")
+            expectation.is_verified = True
+        match offer.state:
+            case OfferState.LANDED:
+                return self._adopt(offer)
+            case OfferState.DEFERRED:
+                return self._grant_deferred(offer, now)
+            case OfferState.GRANTED:
+                since_s = max(expectation.since_s, offer.granted_at_s)
+                if now < since_s + expectation.wait_s:
+                    return _WAIT
+                return self._no_kv(key, "timeout")
+
+    def forget(self, key: TransferKey) -> None:
+        self._finish(key, "forgotten")
+
+    def release(self, uuid: str, now: float) -> None:
+        self._call(partial(self._session.release, uuid))
+        for key in [key for key in self._offers if key.uuid == uuid]:
+            self._drop_offer(key)
+            self._lost.set(key, "released", now)
+
+    def next_deadline(self) -> float | None:
+        times: list[float] = []
+        for key, expectation in self._expected.items():
+            offer = self._offers.get(key)
+            if offer is None:
+                times.append(expectation.since_s + expectation.wait_s)
+            elif offer.state is OfferState.GRANTED:
+                times.append(max(expectation.since_s, offer.granted_at_s) + expectation.wait_s)
+        return min(times, default=None)
+
+    def has_work(self) -> bool:
+        return bool(self._offers or self._held or self._events)
+
+    def drain(self) -> None:
+        """Refuse OFFERs from now on; what is under way finishes."""
+        self._call(self._session.drain)
+
+    # --- what the session reports
+
+    def _on_offered(self, event: ReceiveOffered, now: float) -> None:
+        key = event.key
+        self._drop_offer(key)
+        self._lost.drop(key)
+        offer = Offer(key, event.epoch, event.prompt, event.salt)
+        if self._blocks_of(offer) > self._pool.num_blocks:
+            self._finish_at_session(key, "too_long")
+            self._forget_prompt(offer)
+            self._lost.set(key, "too_long", now)
+            return
+        self._offers[key] = offer
+        prefix = self._match(offer, len(offer.token_ids) - 1)
+        landing = self._store.take(key, self._blocks_of(offer) - len(prefix))
+        if landing is None:
+            # The prefix is looked up anew when the request runs: nothing is pinned until then.
+            self._pool.release(prefix)
+            self._call(partial(self._session.defer, key, offer.epoch))
+        else:
+            self._grant(offer, landing, prefix, now, where=landing.kind)
+
+    def _on_landed(self, event: ReceiveLanded) -> None:
+        offer = self._offers.get(event.key)
+        if offer is not None and offer.epoch == event.epoch:
+            offer.state = OfferState.LANDED
+
+    def _on_ended(self, event: ReceiveEnded, now: float) -> None:
+        key = event.key
+        offer = self._offers.get(key)
+        if offer is None or offer.epoch != event.epoch:
+            return
+        self._drop_offer(key)
+        self._lost.set(key, event.reason, now)
+        _log.info("KV of %s is lost: %s", key, event.reason, extra={"request": key.uuid})
+
+    # --- reserve and adopt
+
+    def _blocks_of(self, offer: Offer) -> int:
+        return blocks_for(len(offer.token_ids), self._pool.block_size)
+
+    def _match(self, offer: Offer, max_tokens: int) -> list[int]:
+        size = self._pool.block_size
+        whole = max_tokens // size * size
+        return self._pool.match_prefix(offer.token_ids, salt=offer.salt, max_tokens=whole)
+
+    def _grant(
+        self, offer: Offer, landing: Landing, prefix: list[int], now: float, *, where: str
+    ) -> None:
+        skip = len(prefix) * self._pool.block_size
+        self._metrics.landings[where] += 1
+        self._metrics.skipped_tokens += skip
+        offer.state = OfferState.GRANTED
+        offer.granted_at_s = now
+        self._held[offer.key, offer.epoch] = Held(landing, prefix, skip)
+        self._call(partial(self._session.grant, offer.key, offer.epoch, landing, skip))
+
+    def _grant_deferred(self, offer: Offer, now: float) -> Admission:
+        prefix = self._match(offer, len(offer.token_ids) - 1)
+        need = self._blocks_of(offer) - len(prefix)
+        landing = self._store.take_direct(offer.key, need)
+        while landing is None and self._reclaim_prefix(offer):
+            landing = self._store.take_direct(offer.key, need)
+        if landing is None:
+            self._pool.release(prefix)
+        else:
+            self._grant(offer, landing, prefix, now, where="deferred")
+        return _WAIT
+
+    def _adopt(self, offer: Offer) -> Admission:
+        held = self._held[offer.key, offer.epoch]
+        if held.prefix is None:
+            prefix = self._match(offer, held.skip_tokens)
+            if len(prefix) * self._pool.block_size < held.skip_tokens:
+                self._pool.release(prefix)
+                return self._no_kv(offer.key, "prefix_evicted")
+            held.prefix = prefix
+        block_ids = held.landing.adopt()
+        while block_ids is None and self._reclaim_prefix(offer):
+            block_ids = held.landing.adopt()
+        if block_ids is None:
+            return _WAIT
+        del self._held[offer.key, offer.epoch]
+        self._finish(offer.key, "adopted")
+        return Landed((*held.prefix, *block_ids), len(offer.token_ids), held.skip_tokens)
+
+    def _reclaim_prefix(self, needy: Offer) -> bool:
+        """Unpin the prefix of the youngest other landing beside the cache; False when there is
+        none.
+
+        Such landings need blocks to be adopted: if all of them pinned some, none might ever start.
+        """
+        for (key, _), held in reversed(self._held.items()):
+            if key != needy.key and held.prefix and held.landing.kind != "direct":
+                self._pool.release(held.prefix)
+                held.prefix = None
+                return True
+        return False
+
+    # --- the end
+
+    def _no_kv(self, key: TransferKey, reason: str) -> NoKv:
+        self._metrics.not_received[reason] += 1
+        self._finish(key, reason)
+        return NoKv(reason)
+
+    def _finish(self, key: TransferKey, reason: str) -> None:
+        self._expected.pop(key, None)
+        self._lost.drop(key)
+        self._drop_offer(key)
+        self._finish_at_session(key, reason)
+
+    def _finish_at_session(self, key: TransferKey, reason: str) -> None:
+        self._call(partial(self._session.finish, key, reason))
+
+    def _drop_offer(self, key: TransferKey) -> None:
+        """Forget the offer; free its landing now if no write can follow, else at ReceiveQuiet."""
+        offer = self._offers.pop(key, None)
+        if offer is None:
+            return
+        self._forget_prompt(offer)
+        if offer.state is OfferState.LANDED:
+            held = self._held.pop((key, offer.epoch), None)
+            if held is not None:
+                self._free(held)
+
+    def _forget_prompt(self, offer: Offer) -> None:
+        # The I/O thread may have put the prompt of a later epoch there.
+        if self._prompts.get(offer.key) is offer.prompt:
+            self._prompts.pop(offer.key, None)
+
+    def _free(self, held: Held) -> None:
+        held.landing.free()
+        if held.prefix:
+            self._pool.release(held.prefix)

@@ -1,0 +1,1 @@
+"""Which bytes of which blocks travel in which frame. Pure."""

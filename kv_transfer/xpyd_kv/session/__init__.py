@@ -1,0 +1,2 @@
+"""The transfer's state machines, P's and D's. Pure: no sockets, no threads, no clock of their
+own."""

@@ -1,0 +1,192 @@
+"""The transfers that a D has open: their moves, their deadlines, and when a landing is quiet.
+
+The part of ReceiveSession that knows no frame. There is one live transfer for a key; those that
+wait until no write can land are apart and keep their landing. Pure; the I/O thread owns it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from xpyd_core.errors import XpydError
+from xpyd_core.request_id import TransferKey
+from xpyd_kv.session.deadlines import Deadlines
+from xpyd_kv.session.events import ReceiveEnded, ReceiveEvent, ReceiveQuiet
+from xpyd_kv.session.incoming import RECEIVE_MOVES, Incoming, ReceiveState, lease_of
+from xpyd_kv.session.limits import KvLimits
+from xpyd_kv.session.metrics import KvMetrics
+from xpyd_kv.session.outgoing import cancel_of, cancelled_of
+from xpyd_kv.session.tombstones import Tombstones
+from xpyd_kv.transport.api import Endpoint, Peer
+
+_Ref = tuple[TransferKey, int]
+_UNANSWERED = frozenset({ReceiveState.OFFERED, ReceiveState.DEFERRED})
+
+
+class Arrivals:
+    """Live and quiescing transfers of one D."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        limits: KvLimits,
+        clock: Callable[[], float],
+        report: Callable[[ReceiveEvent], None],
+        metrics: KvMetrics,
+        tombstones: Tombstones,
+    ) -> None:
+        self._endpoint = endpoint
+        self._limits = limits
+        self._clock = clock
+        self._report = report
+        self._metrics = metrics
+        self._over = tombstones
+        self._live: dict[TransferKey, Incoming] = {}
+        self._quiescing: dict[_Ref, Incoming] = {}
+        self._deadlines: Deadlines[_Ref] = Deadlines()
+
+    def __len__(self) -> int:
+        return len(self._live) + len(self._quiescing)
+
+    def live(self, key: TransferKey) -> Incoming | None:
+        """The transfer of `key` that is not over."""
+        return self._live.get(key)
+
+    def quiescing(self, key: TransferKey, epoch: int) -> Incoming | None:
+        """The given-up transfer into whose landing a write may still come."""
+        return self._quiescing.get((key, epoch))
+
+    def all_live(self) -> list[Incoming]:
+        """All live transfers, as a copy."""
+        return list(self._live.values())
+
+    def add(self, transfer: Incoming) -> None:
+        """A new transfer; its key has no live one."""
+        self._live[transfer.key] = transfer
+        self.arm(transfer)
+
+    # --- moves
+
+    def move(self, transfer: Incoming, state: ReceiveState) -> None:
+        """Change the state; XpydError for a move that the table does not have."""
+        if state not in RECEIVE_MOVES[transfer.state]:
+            raise XpydError(f"{transfer.key}: {transfer.state.name} -> {state.name}")
+        transfer.state = state
+
+    def touch(self, transfer: Incoming) -> None:
+        """A frame came: leases run from now."""
+        transfer.activity_s = self._clock()
+        self.arm(transfer)
+
+    def drop(self, transfer: Incoming) -> None:
+        """Over, without a word to anybody."""
+        del self._live[transfer.key]
+        self._deadlines.clear((transfer.key, transfer.epoch))
+        self._over.end(transfer.key, transfer.epoch, self._clock())
+
+    def withdraw(self, transfer: Incoming, reason: str) -> None:
+        """Over, and no write can land: P said so, or is gone, or all had landed."""
+        self._end(transfer, reason)
+        if transfer.landing is not None:
+            self._report(ReceiveQuiet(transfer.key, transfer.epoch))
+
+    def give_up(self, transfer: Incoming, reason: str) -> None:
+        """Tell P to stop; what it has under way may still land until it answers."""
+        if transfer.landing is None:
+            self._end(transfer, reason)
+        else:
+            self.begin_quiescing(transfer, reason)
+        cancel = cancel_of(transfer.key, transfer.epoch, reason)
+        self._endpoint.send(transfer.peer, cancel)
+
+    def end(self, transfer: Incoming, reason: str) -> None:
+        """Over in whatever state it is."""
+        if transfer.state is ReceiveState.LANDED:
+            self.withdraw(transfer, reason)
+        else:
+            self.give_up(transfer, reason)
+
+    def begin_quiescing(self, transfer: Incoming, reason: str) -> None:
+        """The KV is refused from now on; the landing waits until it is quiet."""
+        self._end(transfer, reason)
+        self.move(transfer, ReceiveState.CANCELLING)
+        self._quiescing[transfer.key, transfer.epoch] = transfer
+        self.arm(transfer)
+
+    def settle(self, transfer: Incoming) -> None:
+        """Answer CANCEL and free the landing as soon as no frame is being written."""
+        if transfer.writing:
+            return
+        if transfer.owes_cancelled:
+            transfer.owes_cancelled = False
+            self._endpoint.send(transfer.peer, cancelled_of(transfer.key, transfer.epoch))
+        if transfer.peer_quiet:
+            self._quiet(transfer)
+
+    def peer_down(self, peer: Peer) -> None:
+        """The connection is closed: nothing of this peer lands any more."""
+        for transfer in [t for t in self._quiescing.values() if t.peer is peer]:
+            self._quiet(transfer)
+        for transfer in [t for t in self._live.values() if t.peer is peer]:
+            if transfer.state is not ReceiveState.LANDED:
+                self.withdraw(transfer, "peer_lost")
+
+    def _end(self, transfer: Incoming, reason: str) -> None:
+        self.drop(transfer)
+        if transfer.state is not ReceiveState.LANDED:
+            self._metrics.transfers["failed"] += 1
+        self._report(ReceiveEnded(transfer.key, transfer.epoch, reason))
+
+    def _quiet(self, transfer: Incoming) -> None:
+        ref = (transfer.key, transfer.epoch)
+        del self._quiescing[ref]
+        self._deadlines.clear(ref)
+        self._report(ReceiveQuiet(*ref))
+
+    # --- deadlines
+
+    def arm(self, transfer: Incoming) -> None:
+        """Set the deadline that the state asks for."""
+        ref = (transfer.key, transfer.epoch)
+        if transfer.state is ReceiveState.CANCELLING:
+            self._deadlines.set(ref, self._clock() + self._limits.cancel_s)
+        elif transfer.state is ReceiveState.LANDED and transfer.expected:
+            self._deadlines.clear(ref)
+        elif transfer.state in _UNANSWERED:
+            at = transfer.next_renewal_s
+            self._deadlines.set(ref, at if _is_kept(transfer) else min(at, self._expiry(transfer)))
+        else:
+            self._deadlines.set(ref, self._expiry(transfer))
+
+    def renew(self, transfer: Incoming) -> None:
+        """LEASE: P keeps the blocks of an OFFER that waits."""
+        transfer.next_renewal_s = self._clock() + self._limits.lease_s / 3
+        self.arm(transfer)
+        self._endpoint.send(transfer.peer, lease_of(transfer, self._limits.lease_s))
+
+    def tick(self, now: float) -> float | None:
+        """Act on what is due; the next deadline."""
+        for ref in self._deadlines.due(now):
+            quiescing = self._quiescing.get(ref)
+            if quiescing is not None:
+                # Only a closed connection proves that no write can land.
+                self.arm(quiescing)
+                self._endpoint.disconnect(quiescing.peer, "CANCEL was not answered")
+                continue
+            transfer = self._live[ref[0]]
+            waits = transfer.state in _UNANSWERED
+            if waits and (_is_kept(transfer) or now < self._expiry(transfer)):
+                self.renew(transfer)
+            else:
+                self.end(transfer, "lease_expired")
+        return self._deadlines.next()
+
+    def _expiry(self, transfer: Incoming) -> float:
+        return transfer.activity_s + self._limits.lease_s
+
+
+def _is_kept(transfer: Incoming) -> bool:
+    """A deferred OFFER stays while its request waits. One that the engine has not even looked at
+    does not: that engine stands still."""
+    return transfer.expected and transfer.state is ReceiveState.DEFERRED

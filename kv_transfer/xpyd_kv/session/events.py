@@ -1,0 +1,73 @@
+"""What the sessions tell the engine's side. Values, made on the I/O thread, read on the
+engine's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from xpyd_core.request_id import TransferKey
+from xpyd_kv.connector.api import OfferedPrompt
+
+# --- P
+
+
+@dataclass(frozen=True)
+class SendGranted:
+    """D made room; `incarnation` names the D process that did."""
+
+    key: TransferKey
+    epoch: int
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class SendEnded:
+    """Nothing of this transfer is in flight: its blocks may go. `reason` is '' when D has the
+    KV."""
+
+    key: TransferKey
+    epoch: int
+    reason: str
+
+
+SendEvent = SendGranted | SendEnded
+
+# --- D
+
+
+@dataclass(frozen=True)
+class ReceiveOffered:
+    """P announced a prompt: grant, defer or finish it."""
+
+    key: TransferKey
+    epoch: int
+    prompt: OfferedPrompt
+    salt: bytes
+
+
+@dataclass(frozen=True)
+class ReceiveLanded:
+    """All bytes stand in the landing and agree with COMMIT. No write follows."""
+
+    key: TransferKey
+    epoch: int
+
+
+@dataclass(frozen=True)
+class ReceiveEnded:
+    """The KV will not come, or is withdrawn. Writes may still land: see ReceiveQuiet."""
+
+    key: TransferKey
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class ReceiveQuiet:
+    """No write can land any more: a landing granted to this transfer may be freed."""
+
+    key: TransferKey
+    epoch: int
+
+
+ReceiveEvent = ReceiveOffered | ReceiveLanded | ReceiveEnded | ReceiveQuiet

@@ -1,0 +1,30 @@
+"""Deadlines and bounds of transfers, one frozen value for both halves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# A peer may ask for a longer lease than ours, not for one without end.
+MAX_LEASE_S = 600.0
+
+
+@dataclass(frozen=True)
+class KvLimits:
+    """All times in seconds of the clock that the sessions get.
+
+    `dial_s`: from OFFER wanted to connection up (connect 2, AUTH 2, slack). `offer_s`: OFFER
+    answered by GRANT or LEASE. `lease_s`: how long P keeps blocks for a silent D, and D keeps KV
+    that no request expects. `done_s`: COMMIT answered. `cancel_s`: CANCEL answered by CANCELLED,
+    else the connection is closed. `tombstone_s`: how long an ended key is remembered.
+    `max_transfers`: open at once at one D. Blocks held by computed but unfinished transfers are
+    at most `max_held_share` of P's.
+    """
+
+    dial_s: float = 5.0
+    offer_s: float = 5.0
+    lease_s: float = 30.0
+    done_s: float = 10.0
+    cancel_s: float = 5.0
+    tombstone_s: float = 60.0
+    max_transfers: int = 4096
+    max_held_share: float = 0.5

@@ -1,0 +1,141 @@
+"""One transfer on P: its state, the moves that are legal, its frames and messages. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from hashlib import sha256
+
+from xpyd_core.request_id import Address, TransferKey
+from xpyd_kv.connector.api import KvLayout
+from xpyd_kv.plan.frames import Area
+from xpyd_kv.transport.api import Peer
+from xpyd_kv.wire import messages as wire
+
+
+class SendState(Enum):
+    """Where a transfer stands on P. DEFERRED at D is OFFERED here, with a lease as deadline."""
+
+    INIT = "waiting for the connection"
+    OFFERED = "waiting for GRANT"
+    GRANTED = "may send"
+    STREAMING = "DATA sent"
+    COMMITTED = "waiting for DONE"
+    CANCELLING = "waiting until nothing is in flight"
+    ENDED = "done, failed or cancelled"
+
+
+_S = SendState
+SEND_MOVES: dict[SendState, frozenset[SendState]] = {
+    _S.INIT: frozenset({_S.OFFERED, _S.ENDED}),
+    _S.OFFERED: frozenset({_S.GRANTED, _S.CANCELLING, _S.ENDED}),
+    _S.GRANTED: frozenset({_S.STREAMING, _S.CANCELLING, _S.ENDED}),
+    _S.STREAMING: frozenset({_S.COMMITTED, _S.CANCELLING, _S.ENDED}),
+    # Back to STREAMING: NACK, once.
+    _S.COMMITTED: frozenset({_S.STREAMING, _S.CANCELLING, _S.ENDED}),
+    _S.CANCELLING: frozenset({_S.ENDED}),
+    _S.ENDED: frozenset(),
+}
+
+
+@dataclass(frozen=True)
+class OfferRequest:
+    """What the engine's side hands over for one transfer. `body`: the token ids as u32."""
+
+    key: TransferKey
+    epoch: int
+    address: Address
+    tokens: int
+    prompt_tokens: int
+    salt: bytes
+    body: bytes
+
+
+@dataclass(frozen=True)
+class ReadyArea:
+    """An area that stands in the cache; `block_ids` are its blocks, `area.first_block` first."""
+
+    area: Area
+    block_ids: tuple[int, ...]
+
+
+@dataclass
+class SentFrame:
+    """One DATA frame; its index in the transfer's list is its seq. Kept for NACK and COMMIT."""
+
+    ready: ReadyArea
+    length: int
+    checksum: bytes = b""
+
+
+@dataclass
+class Outgoing:
+    """Mutable state of one transfer; the SendSession owns it."""
+
+    request: OfferRequest
+    since_s: float
+    state: SendState = SendState.INIT
+    peer: Peer | None = None
+    skip_blocks: int = 0
+    waiting: list[ReadyArea] = field(default_factory=list[ReadyArea])
+    frames: list[SentFrame] = field(default_factory=list[SentFrame])
+    # Frames that the endpoint has and did not report done.
+    in_flight: int = 0
+    complete: bool = False
+    resent: bool = False
+    # Nothing more is expected from D; and whether D is owed a CANCELLED.
+    peer_quiet: bool = False
+    owes_cancelled: bool = False
+    reason: str = ""
+
+
+def offer_of(request: OfferRequest, layout: KvLayout) -> wire.Offer:
+    """The OFFER that announces a transfer."""
+    return wire.Offer(
+        uuid=request.key.uuid,
+        prompt_index=request.key.prompt_index,
+        epoch=request.epoch,
+        tokens=request.tokens,
+        prompt_tokens=request.prompt_tokens,
+        digest=sha256(request.body).digest(),
+        total_bytes=-(-request.tokens // layout.block_size) * layout.bytes_per_block,
+        salt=request.salt,
+    )
+
+
+def data_of(request: OfferRequest, seq: int, area: Area, checksum: bytes) -> wire.Data:
+    """The header of one frame."""
+    return wire.Data(
+        uuid=request.key.uuid,
+        prompt_index=request.key.prompt_index,
+        epoch=request.epoch,
+        seq=seq,
+        checksum=checksum,
+        **area._asdict(),
+    )
+
+
+def commit_of(transfer: Outgoing) -> wire.Commit:
+    """The COMMIT over all frames sent."""
+    request = transfer.request
+    checksums = b"".join(frame.checksum for frame in transfer.frames)
+    return wire.Commit(
+        uuid=request.key.uuid,
+        prompt_index=request.key.prompt_index,
+        epoch=request.epoch,
+        frames=len(transfer.frames),
+        total_bytes=sum(frame.length for frame in transfer.frames),
+        digest=sha256(checksums).digest(),
+    )
+
+
+def cancel_of(key: TransferKey, epoch: int, reason: str) -> wire.Cancel:
+    """A CANCEL, from either side."""
+    return wire.Cancel(
+        uuid=key.uuid, prompt_index=key.prompt_index, epoch=epoch, reason=reason[:64]
+    )
+
+
+def cancelled_of(key: TransferKey, epoch: int) -> wire.Cancelled:
+    """Its answer."""
+    return wire.Cancelled(uuid=key.uuid, prompt_index=key.prompt_index, epoch=epoch)

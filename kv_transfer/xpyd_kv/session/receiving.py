@@ -1,0 +1,337 @@
+"""D's transfers: answer OFFERs, let frames land where the engine granted, verify COMMIT, cancel.
+
+It is the Handler of D's Endpoint. The engine's side calls `grant`, `defer`, `expect`, `finish`,
+`release` and `drain` through `Endpoint.call`, so everything here runs on the I/O thread; what
+happens goes to `report`. It reads the clock it was given and knows neither sockets nor threads
+nor the engine.
+
+A landing belongs to the engine's side again when ReceiveLanded or ReceiveQuiet is reported, not
+before: until then a frame may be on its way into it. Late frames are known by (key, epoch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from xpyd_core.errors import ProtocolError
+from xpyd_core.request_id import Address, TransferKey
+from xpyd_kv.connector.api import KvLayout, OfferedPrompt
+from xpyd_kv.session.arrivals import Arrivals
+from xpyd_kv.session.events import ReceiveEvent, ReceiveLanded, ReceiveOffered, ReceiveQuiet
+from xpyd_kv.session.incoming import (
+    RECEIVING,
+    Incoming,
+    Ledger,
+    ReceiveState,
+    area_of,
+    done_of,
+    grant_of,
+    nack_of,
+)
+from xpyd_kv.session.limits import KvLimits
+from xpyd_kv.session.metrics import KvMetrics
+from xpyd_kv.session.offers import check_offer, same_shape, token_ids_of
+from xpyd_kv.session.outgoing import cancel_of, cancelled_of
+from xpyd_kv.session.tombstones import Tombstones
+from xpyd_kv.store.api import Landing
+from xpyd_kv.transport.api import Endpoint, Peer
+from xpyd_kv.wire import messages as wire
+from xpyd_kv.wire.frames import MAX_NACK_FRAMES
+
+# DATA of a transfer that is over: P is told, in case it does not know.
+_OVER = frozenset({"unknown", "stale", "finished", "released"})
+
+
+class ReceiveSession:
+    """All transfers that this process receives."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        layout: KvLayout,
+        limits: KvLimits,
+        clock: Callable[[], float],
+        report: Callable[[ReceiveEvent], None],
+        metrics: KvMetrics,
+    ) -> None:
+        self._endpoint = endpoint
+        self._layout = layout
+        self._limits = limits
+        self._clock = clock
+        self._report = report
+        self._metrics = metrics
+        self._over = Tombstones(limits.tombstone_s)
+        self._arrivals = Arrivals(
+            endpoint,
+            limits=limits,
+            clock=clock,
+            report=report,
+            metrics=metrics,
+            tombstones=self._over,
+        )
+        self._expected: set[TransferKey] = set()
+        self._draining = False
+
+    # --- from the engine's side
+
+    def grant(self, key: TransferKey, epoch: int, landing: Landing, skip_tokens: int) -> None:
+        """The transfer may land there; the first `skip_tokens` tokens are here already."""
+        transfer = self._arrivals.live(key)
+        if transfer is None or transfer.epoch != epoch or transfer.landing is not None:
+            # It ended meanwhile: nothing was written, nothing will be.
+            self._report(ReceiveQuiet(key, epoch))
+            return
+        block_size = self._layout.block_size
+        transfer.landing = landing
+        transfer.skip_tokens = skip_tokens
+        transfer.ledger = Ledger(
+            num_layers=len(self._layout.layers),
+            first_block=skip_tokens // block_size,
+            end_block=-(-transfer.tokens // block_size),
+            block_bytes=self._layout.block_bytes,
+        )
+        self._arrivals.move(transfer, ReceiveState.GRANTED)
+        transfer.activity_s = self._clock()
+        self._arrivals.arm(transfer)
+        self._endpoint.send(transfer.peer, grant_of(transfer))
+
+    def defer(self, key: TransferKey, epoch: int) -> None:
+        """No room yet: P keeps its blocks, for as long as LEASEs tell it to."""
+        transfer = self._arrivals.live(key)
+        if transfer is not None and transfer.epoch == epoch:
+            self._arrivals.move(transfer, ReceiveState.DEFERRED)
+            self._arrivals.renew(transfer)
+
+    def expect(self, key: TransferKey) -> None:
+        """A request waits for this key: its KV is no orphan."""
+        self._expected.add(key)
+        transfer = self._arrivals.live(key)
+        if transfer is not None:
+            transfer.expected = True
+            self._arrivals.arm(transfer)
+
+    def finish(self, key: TransferKey, reason: str) -> None:
+        """The engine's side is through with this key (adopted, aborted, given up)."""
+        now = self._clock()
+        self._expected.discard(key)
+        self._over.close(key, now)
+        transfer = self._arrivals.live(key)
+        if transfer is None:
+            return
+        if transfer.state is ReceiveState.LANDED:
+            self._arrivals.drop(transfer)
+        else:
+            self._arrivals.give_up(transfer, reason)
+
+    def release(self, uuid: str) -> None:
+        """Give up all transfers of `uuid` and refuse its OFFERs for a while."""
+        self._over.release(uuid, self._clock())
+        for transfer in self._arrivals.all_live():
+            if transfer.key.uuid == uuid:
+                self._arrivals.end(transfer, "released")
+
+    def drain(self) -> None:
+        """Refuse OFFERs from now on; what is under way finishes."""
+        self._draining = True
+
+    # --- Handler
+
+    def peer_up(self, peer: Peer) -> None:
+        """A P has connected."""
+        self._metrics.connections += 1
+
+    def dial_failed(self, address: Address, reason: str) -> None:
+        """D dials nobody."""
+
+    def peer_down(self, peer: Peer, reason: str) -> None:
+        """Nothing of this P lands any more: what is not complete is lost."""
+        self._metrics.connections -= 1
+        self._arrivals.peer_down(peer)
+
+    def message(self, peer: Peer, message: wire.Message, body: bytes) -> None:
+        """P's frames. ProtocolError for what only a D sends, and for OFFERs that lie."""
+        match message:
+            case wire.Offer():
+                self._on_offer(peer, message, body)
+            case wire.Commit():
+                self._on_commit(peer, message)
+            case wire.Cancel():
+                self._on_cancel(peer, message)
+            case wire.Cancelled():
+                self._on_cancelled(peer, message)
+            case wire.Goaway():
+                # P drains: what it offered comes to its end by itself.
+                return
+            case _:
+                raise ProtocolError(f"{type(message).__name__} to an instance that only takes KV")
+
+    def data_begin(self, peer: Peer, header: wire.Data, length: int) -> Sequence[memoryview] | None:
+        """Where the frame's bytes go. A late or wrong one goes nowhere, and P is told."""
+        key = TransferKey(header.uuid, header.prompt_index)
+        transfer = self._arrivals.live(key)
+        refusal = self._data_refusal(peer, transfer, header, length)
+        if transfer is None or refusal is not None:
+            reason = refusal or "unknown"
+            self._metrics.refused_data[reason] += 1
+            if reason in _OVER:
+                self._endpoint.send(peer, cancel_of(key, header.epoch, reason))
+            return None
+        assert transfer.landing is not None
+        assert transfer.ledger is not None
+        if transfer.state is ReceiveState.GRANTED:
+            self._arrivals.move(transfer, ReceiveState.STREAMING)
+        transfer.ledger.begin(header)
+        transfer.writing += 1
+        self._arrivals.touch(transfer)
+        skip = transfer.skip_tokens // self._layout.block_size
+        area = area_of(header)
+        return transfer.landing.views(
+            area.first_layer, area.end_layer, area.first_block - skip, area.end_block - skip
+        )
+
+    def data_end(self, peer: Peer, header: wire.Data, *, stored: bool, intact: bool) -> None:
+        """A frame is complete."""
+        if not stored:
+            return
+        key = TransferKey(header.uuid, header.prompt_index)
+        transfer = self._arrivals.quiescing(key, header.epoch) or self._arrivals.live(key)
+        assert transfer is not None
+        transfer.writing -= 1
+        if transfer.state is ReceiveState.CANCELLING:
+            self._arrivals.settle(transfer)
+            return
+        if intact:
+            self._metrics.received_bytes += area_of(header).cells * self._layout.block_bytes
+        else:
+            self._metrics.checksum_mismatches += 1
+        assert transfer.ledger is not None
+        transfer.ledger.end(header, intact=intact)
+        self._arrivals.touch(transfer)
+
+    def tick(self, now: float) -> float | None:
+        """Deadlines."""
+        self._over.purge(now)
+        return self._arrivals.tick(now)
+
+    # --- frames from P
+
+    def _on_offer(self, peer: Peer, offer: wire.Offer, body: bytes) -> None:
+        check_offer(offer, body, self._layout)
+        key = TransferKey(offer.uuid, offer.prompt_index)
+        live = self._arrivals.live(key)
+        if live is not None and live.epoch == offer.epoch and live.peer is peer:
+            self._answer_again(live)
+            return
+        refusal = self._offer_refusal(peer, key, offer)
+        if refusal is not None:
+            self._endpoint.send(peer, cancel_of(key, offer.epoch, refusal))
+            return
+        if live is not None:
+            # P counts up when it offers anew; the old landing is freed when it is quiet.
+            self._arrivals.end(live, "replaced")
+        now = self._clock()
+        transfer = Incoming(
+            key,
+            offer.epoch,
+            peer,
+            offer.tokens,
+            activity_s=now,
+            expected=key in self._expected,
+            # P waits `offer_s`: an engine in a long step must not cost the transfer.
+            next_renewal_s=now + self._limits.offer_s / 2,
+        )
+        self._arrivals.add(transfer)
+        prompt = OfferedPrompt(token_ids_of(body), offer.prompt_tokens)
+        self._report(ReceiveOffered(key, offer.epoch, prompt, offer.salt))
+
+    def _offer_refusal(self, peer: Peer, key: TransferKey, offer: wire.Offer) -> str | None:
+        live = self._arrivals.live(key)
+        if self._draining:
+            return "draining"
+        if not same_shape(peer.layout, self._layout):
+            return "layout"
+        if live is not None and (live.peer is not peer or live.epoch >= offer.epoch):
+            return "duplicate"
+        if len(self._arrivals) >= self._limits.max_transfers:
+            return "busy"
+        return self._over.refusal(key, offer.epoch, self._clock())
+
+    def _answer_again(self, transfer: Incoming) -> None:
+        if transfer.state is ReceiveState.DEFERRED:
+            self._arrivals.renew(transfer)
+        elif transfer.state in RECEIVING:
+            self._endpoint.send(transfer.peer, grant_of(transfer))
+        elif transfer.state is ReceiveState.LANDED:
+            self._endpoint.send(transfer.peer, done_of(transfer))
+
+    def _data_refusal(
+        self, peer: Peer, transfer: Incoming | None, header: wire.Data, length: int
+    ) -> str | None:
+        key = TransferKey(header.uuid, header.prompt_index)
+        if self._arrivals.quiescing(key, header.epoch) is not None:
+            return "cancelled"
+        if transfer is None:
+            return self._over.refusal(key, header.epoch, self._clock()) or "unknown"
+        if transfer.epoch != header.epoch:
+            return "stale"
+        if transfer.peer is not peer:
+            return "foreign"
+        if transfer.state not in RECEIVING or transfer.ledger is None:
+            return "not_granted"
+        return transfer.ledger.refusal(header, length)
+
+    def _on_commit(self, peer: Peer, commit: wire.Commit) -> None:
+        key = TransferKey(commit.uuid, commit.prompt_index)
+        transfer = self._arrivals.live(key)
+        if transfer is None or transfer.epoch != commit.epoch or transfer.peer is not peer:
+            if self._arrivals.quiescing(key, commit.epoch) is None:
+                self._endpoint.send(peer, cancel_of(key, commit.epoch, "unknown"))
+            return
+        if transfer.state not in RECEIVING or transfer.ledger is None:
+            self._answer_again(transfer)
+            return
+        if not 0 < commit.frames <= transfer.ledger.cells:
+            raise ProtocolError("COMMIT: more frames than blocks")
+        self._arrivals.touch(transfer)
+        missing = transfer.ledger.missing(commit.frames)
+        if not missing and transfer.ledger.agrees(commit):
+            self._arrivals.move(transfer, ReceiveState.LANDED)
+            self._arrivals.arm(transfer)
+            self._metrics.transfers["done"] += 1
+            self._endpoint.send(peer, done_of(transfer))
+            self._report(ReceiveLanded(key, commit.epoch))
+        elif 0 < len(missing) <= MAX_NACK_FRAMES and not transfer.nacked:
+            transfer.nacked = True
+            self._endpoint.send(peer, *nack_of(transfer, missing))
+        else:
+            self._arrivals.give_up(transfer, "corrupt")
+
+    def _on_cancel(self, peer: Peer, message: wire.Cancel) -> None:
+        key = TransferKey(message.uuid, message.prompt_index)
+        now = self._clock()
+        transfer = self._arrivals.quiescing(key, message.epoch)
+        if transfer is not None and transfer.peer is peer:
+            transfer.owes_cancelled = True
+            self._arrivals.settle(transfer)
+            return
+        transfer = self._arrivals.live(key)
+        if transfer is None or transfer.peer is not peer or transfer.epoch != message.epoch:
+            if transfer is None or transfer.peer is peer:
+                self._over.end(key, message.epoch, now)
+            self._endpoint.send(peer, cancelled_of(key, message.epoch))
+            return
+        if transfer.state is ReceiveState.LANDED or not transfer.writing:
+            self._arrivals.withdraw(transfer, "cancelled")
+            self._endpoint.send(peer, cancelled_of(key, message.epoch))
+            return
+        transfer.owes_cancelled = True
+        transfer.peer_quiet = True
+        self._arrivals.begin_quiescing(transfer, "cancelled")
+
+    def _on_cancelled(self, peer: Peer, message: wire.Cancelled) -> None:
+        key = TransferKey(message.uuid, message.prompt_index)
+        transfer = self._arrivals.quiescing(key, message.epoch)
+        if transfer is not None and transfer.peer is peer:
+            transfer.peer_quiet = True
+            self._arrivals.settle(transfer)

@@ -1,0 +1,397 @@
+"""P's transfers: OFFER, wait for GRANT, stream frames as they become ready, COMMIT, wait for DONE.
+
+It is the Handler of P's Endpoint. The engine's side calls `offer`, `ready`, `complete` and `cancel`
+through `Endpoint.call`, so everything here runs on the I/O thread; results go to `report`. It reads
+the clock it was given and knows neither sockets nor threads nor the engine.
+
+A transfer's blocks are read from GRANT until SendEnded is reported: not while a frame is queued,
+not before D has answered a CANCEL, and at once when the connection is closed.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+
+from xpyd_core.errors import ProtocolError, XpydError
+from xpyd_core.request_id import Address, TransferKey
+from xpyd_kv.connector.api import KvMemory
+from xpyd_kv.plan.frames import split
+from xpyd_kv.session.deadlines import Deadlines, Remembered
+from xpyd_kv.session.events import SendEnded, SendEvent, SendGranted
+from xpyd_kv.session.limits import MAX_LEASE_S, KvLimits
+from xpyd_kv.session.metrics import KvMetrics
+from xpyd_kv.session.outgoing import (
+    SEND_MOVES,
+    OfferRequest,
+    Outgoing,
+    ReadyArea,
+    SendState,
+    SentFrame,
+    cancel_of,
+    commit_of,
+    data_of,
+    offer_of,
+)
+from xpyd_kv.transport.api import Endpoint, Peer
+from xpyd_kv.wire import messages as wire
+
+_SENDING = frozenset({SendState.GRANTED, SendState.STREAMING})
+# Why a state's deadline ends the transfer.
+_TIMEOUTS = {
+    SendState.INIT: "dial_timeout",
+    SendState.OFFERED: "offer_timeout",
+    SendState.GRANTED: "stalled",
+    SendState.STREAMING: "stalled",
+    SendState.COMMITTED: "done_timeout",
+}
+
+
+class SendSession:
+    """All transfers that this process sends."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        memory: KvMemory,
+        limits: KvLimits,
+        max_frame_bytes: int,
+        clock: Callable[[], float],
+        report: Callable[[SendEvent], None],
+        metrics: KvMetrics,
+    ) -> None:
+        self._endpoint = endpoint
+        self._memory = memory
+        self._limits = limits
+        self._max_frame_bytes = max_frame_bytes
+        self._clock = clock
+        self._report = report
+        self._metrics = metrics
+        self._transfers: dict[TransferKey, Outgoing] = {}
+        self._deadlines: Deadlines[TransferKey] = Deadlines()
+        # DONE transfers whose KV may still be withdrawn: epoch and peer.
+        self._done: Remembered[TransferKey, tuple[int, Peer]] = Remembered(limits.tombstone_s)
+        self._peers: set[Peer] = set()
+        self._draining: set[Peer] = set()
+
+    # --- from the engine's side
+
+    def offer(self, request: OfferRequest) -> None:
+        """Begin a transfer: dial if needed, then OFFER."""
+        transfer = Outgoing(request, since_s=self._clock())
+        self._transfers[request.key] = transfer
+        self._arm(transfer, self._limits.dial_s)
+        peer = self._endpoint.connect(request.address)
+        if peer is not None and transfer.state is SendState.INIT:
+            self._send_offer(transfer, peer)
+
+    def ready(self, key: TransferKey, epoch: int, areas: Sequence[ReadyArea]) -> None:
+        """These areas stand in the cache."""
+        transfer = self._find(key, epoch)
+        if transfer is None or transfer.state is SendState.CANCELLING:
+            return
+        transfer.waiting.extend(areas)
+        self._pump(transfer)
+
+    def complete(self, key: TransferKey, epoch: int) -> None:
+        """No more areas follow: COMMIT when all is sent."""
+        transfer = self._find(key, epoch)
+        if transfer is not None and transfer.state is not SendState.CANCELLING:
+            transfer.complete = True
+            self._pump(transfer)
+
+    def cancel(self, key: TransferKey, epoch: int, reason: str) -> None:
+        """Stop it; also withdraws KV that D has and no request has adopted."""
+        transfer = self._find(key, epoch)
+        if transfer is not None:
+            self._give_up(transfer, reason)
+            return
+        done = self._done.get(key, self._clock())
+        if done is not None and done[0] == epoch:
+            self._done.drop(key)
+            if done[1] in self._peers:
+                self._endpoint.send(done[1], cancel_of(key, epoch, reason))
+
+    # --- Handler
+
+    def peer_up(self, peer: Peer) -> None:
+        """A connection stands: OFFER what waited for it."""
+        self._metrics.connections += 1
+        self._peers.add(peer)
+        for transfer in list(self._transfers.values()):
+            if transfer.state is SendState.INIT and transfer.request.address == peer.address:
+                self._send_offer(transfer, peer)
+
+    def dial_failed(self, address: Address, reason: str) -> None:
+        """No connection: what waited for it fails."""
+        for transfer in list(self._transfers.values()):
+            if transfer.state is SendState.INIT and transfer.request.address == address:
+                self._end(transfer, reason)
+
+    def peer_down(self, peer: Peer, reason: str) -> None:
+        """Nothing of ours is read for this peer any more."""
+        self._metrics.connections -= 1
+        self._peers.discard(peer)
+        self._draining.discard(peer)
+        for transfer in list(self._transfers.values()):
+            if transfer.peer is peer:
+                self._end(transfer, transfer.reason or "peer_lost")
+
+    def message(self, peer: Peer, message: wire.Message, body: bytes) -> None:
+        """D's answers. ProtocolError for what only a P sends."""
+        match message:
+            case wire.Goaway():
+                self._draining.add(peer)
+            case wire.Cancel():
+                self._on_cancel(peer, message)
+            case wire.Grant() | wire.Lease() | wire.Done() | wire.Nack() | wire.Cancelled():
+                key = TransferKey(message.uuid, message.prompt_index)
+                transfer = self._find(key, message.epoch)
+                if transfer is not None and transfer.peer is peer:
+                    self._on_answer(transfer, message, body)
+            case _:
+                raise ProtocolError(f"{type(message).__name__} to an instance that only sends KV")
+
+    def data_begin(self, peer: Peer, header: wire.Data, length: int) -> None:
+        """P takes no DATA: to nowhere."""
+        self._metrics.refused_data["role"] += 1
+
+    def data_end(self, peer: Peer, header: wire.Data, *, stored: bool, intact: bool) -> None:
+        """Nothing to do: nothing was stored."""
+
+    def tick(self, now: float) -> float | None:
+        """Deadlines."""
+        self._done.purge(now)
+        for key in self._deadlines.due(now):
+            transfer = self._transfers[key]
+            if transfer.state is SendState.CANCELLING and transfer.peer is not None:
+                # Only a closed connection proves that nothing is read any more.
+                self._arm(transfer, self._limits.cancel_s)
+                self._endpoint.disconnect(transfer.peer, "CANCEL was not answered")
+            else:
+                self._give_up(transfer, _TIMEOUTS[transfer.state])
+        return self._deadlines.next()
+
+    # --- moves
+
+    def _find(self, key: TransferKey, epoch: int) -> Outgoing | None:
+        transfer = self._transfers.get(key)
+        return transfer if transfer is not None and transfer.request.epoch == epoch else None
+
+    def _move(self, transfer: Outgoing, state: SendState) -> None:
+        if state not in SEND_MOVES[transfer.state]:
+            raise XpydError(f"{transfer.request.key}: {transfer.state.name} -> {state.name}")
+        transfer.state = state
+
+    def _arm(self, transfer: Outgoing, after_s: float) -> None:
+        self._deadlines.set(transfer.request.key, self._clock() + after_s)
+
+    def _send_offer(self, transfer: Outgoing, peer: Peer) -> None:
+        request = transfer.request
+        if peer in self._draining:
+            self._end(transfer, "draining")
+            return
+        transfer.peer = peer
+        self._move(transfer, SendState.OFFERED)
+        self._arm(transfer, self._limits.offer_s)
+        offer = offer_of(request, self._memory.layout)
+        self._endpoint.send(peer, offer, request.body)
+
+    def _on_answer(self, transfer: Outgoing, message: wire.Message, body: bytes) -> None:
+        state = transfer.state
+        if state is SendState.CANCELLING:
+            if isinstance(message, wire.Cancelled):
+                transfer.peer_quiet = True
+                self._settle(transfer)
+            return
+        match message:
+            case wire.Grant() if state is SendState.OFFERED:
+                self._on_grant(transfer, message)
+            case wire.Lease() if state is SendState.OFFERED:
+                self._arm(transfer, min(message.ttl_ms / 1000, MAX_LEASE_S))
+            case wire.Done() if state is SendState.COMMITTED:
+                assert transfer.peer is not None
+                self._done.set(
+                    transfer.request.key, (transfer.request.epoch, transfer.peer), self._clock()
+                )
+                self._end(transfer, "")
+            case wire.Done():
+                raise ProtocolError("DONE before COMMIT")
+            case wire.Nack() if state is SendState.COMMITTED:
+                self._on_nack(transfer, message, body)
+            case _:
+                # Repeated or late answers change nothing.
+                return
+
+    def _on_grant(self, transfer: Outgoing, message: wire.Grant) -> None:
+        block_size = self._memory.layout.block_size
+        if message.skip_tokens % block_size or message.skip_tokens >= transfer.request.tokens:
+            raise ProtocolError(f"GRANT skips {message.skip_tokens} tokens")
+        assert transfer.peer is not None
+        transfer.skip_blocks = message.skip_tokens // block_size
+        self._move(transfer, SendState.GRANTED)
+        self._arm(transfer, self._limits.lease_s)
+        self._metrics.grant_waits += 1
+        self._metrics.grant_wait_s += self._clock() - transfer.since_s
+        request = transfer.request
+        self._report(
+            SendGranted(request.key, request.epoch, transfer.peer.hello.incarnation),
+        )
+        self._pump(transfer)
+
+    def _on_nack(self, transfer: Outgoing, message: wire.Nack, body: bytes) -> None:
+        if len(body) != 4 * message.frames:
+            raise ProtocolError("NACK: length of the body")
+        wanted = sorted({seq for (seq,) in struct.iter_unpack("<I", body)})
+        if not wanted or wanted[-1] >= len(transfer.frames):
+            raise ProtocolError("NACK: no such frame")
+        if transfer.resent:
+            self._give_up(transfer, "nack")
+            return
+        transfer.resent = True
+        self._move(transfer, SendState.STREAMING)
+        self._send_frames(transfer, wanted)
+
+    def _on_cancel(self, peer: Peer, message: wire.Cancel) -> None:
+        key = TransferKey(message.uuid, message.prompt_index)
+        transfer = self._find(key, message.epoch)
+        if transfer is None or transfer.peer is not peer:
+            self._send_cancelled(peer, key, message.epoch)
+            return
+        # Both sides may cancel at once: then each still gets its CANCELLED.
+        transfer.owes_cancelled = True
+        if transfer.state is not SendState.CANCELLING:
+            transfer.peer_quiet = True
+            # The peer's word, if it is one: it goes into log lines.
+            is_word = message.reason.isidentifier()
+            transfer.reason = message.reason if is_word else "cancelled_by_peer"
+            transfer.waiting.clear()
+            self._move(transfer, SendState.CANCELLING)
+            self._arm(transfer, self._limits.cancel_s)
+        self._settle(transfer)
+
+    def _give_up(self, transfer: Outgoing, reason: str) -> None:
+        if transfer.state is SendState.CANCELLING:
+            return
+        if transfer.peer is None:
+            self._end(transfer, reason)
+            return
+        transfer.reason = reason
+        transfer.waiting.clear()
+        self._move(transfer, SendState.CANCELLING)
+        self._arm(transfer, self._limits.cancel_s)
+        request = transfer.request
+        self._endpoint.send(transfer.peer, cancel_of(request.key, request.epoch, reason))
+
+    def _settle(self, transfer: Outgoing) -> None:
+        if transfer.in_flight:
+            return
+        if transfer.owes_cancelled and transfer.peer is not None:
+            transfer.owes_cancelled = False
+            self._send_cancelled(transfer.peer, transfer.request.key, transfer.request.epoch)
+        if transfer.peer_quiet:
+            self._end(transfer, transfer.reason)
+
+    def _send_cancelled(self, peer: Peer, key: TransferKey, epoch: int) -> None:
+        answer = wire.Cancelled(uuid=key.uuid, prompt_index=key.prompt_index, epoch=epoch)
+        self._endpoint.send(peer, answer)
+
+    def _end(self, transfer: Outgoing, reason: str) -> None:
+        if transfer.state is SendState.ENDED:
+            return
+        self._move(transfer, SendState.ENDED)
+        request = transfer.request
+        del self._transfers[request.key]
+        self._deadlines.clear(request.key)
+        self._metrics.transfers["failed" if reason else "done"] += 1
+        self._report(SendEnded(request.key, request.epoch, reason))
+
+    # --- frames
+
+    def _pump(self, transfer: Outgoing) -> None:
+        """Send what is ready and granted; COMMIT after the last byte."""
+        if transfer.state not in _SENDING:
+            return
+        layout = self._memory.layout
+        assert transfer.peer is not None
+        max_frame_bytes = min(self._max_frame_bytes, transfer.peer.layout.max_data_bytes)
+        waiting, transfer.waiting = transfer.waiting, []
+        first_seq = len(transfer.frames)
+        for ready in waiting:
+            area = ready.area.behind(transfer.skip_blocks)
+            parts = area and split(
+                area, block_bytes=layout.block_bytes, max_frame_bytes=max_frame_bytes
+            )
+            for part in parts or ():
+                start = part.first_block - ready.area.first_block
+                ids = ready.block_ids[start : start + part.end_block - part.first_block]
+                length = part.cells * layout.block_bytes
+                transfer.frames.append(SentFrame(ReadyArea(part, ids), length))
+        if len(transfer.frames) > first_seq:
+            if transfer.state is SendState.GRANTED:
+                self._move(transfer, SendState.STREAMING)
+            self._send_frames(transfer, range(first_seq, len(transfer.frames)))
+        self._arm_progress(transfer)
+        self._commit_if_sent(transfer)
+
+    def _arm_progress(self, transfer: Outgoing) -> None:
+        if transfer.state in _SENDING:
+            self._arm(transfer, self._limits.lease_s)
+
+    def _send_frames(self, transfer: Outgoing, seqs: Sequence[int]) -> None:
+        # All of them count before the first is sent: `done` may be called at once.
+        transfer.in_flight += len(seqs)
+        for seq in seqs:
+            self._send_frame(transfer, seq)
+
+    def _send_frame(self, transfer: Outgoing, seq: int) -> None:
+        peer = transfer.peer
+        frame = transfer.frames[seq]
+        if peer is None or transfer.state is SendState.ENDED:
+            return
+        area = frame.ready.area
+
+        def make_header(checksum: bytes) -> wire.Data | None:
+            if transfer.state not in _SENDING:
+                return None
+            frame.checksum = checksum
+            return data_of(transfer.request, seq, area, checksum)
+
+        block_view = self._memory.block_view
+        views = [
+            block_view(layer, block)
+            for layer in range(area.first_layer, area.end_layer)
+            for block in frame.ready.block_ids
+        ]
+        self._endpoint.send_data(
+            peer, make_header, views, lambda sent: self._frame_done(transfer, frame, sent)
+        )
+
+    def _frame_done(self, transfer: Outgoing, frame: SentFrame, sent: bool) -> None:
+        transfer.in_flight -= 1
+        if sent:
+            self._metrics.sent_bytes += frame.length
+        if transfer.state is SendState.CANCELLING:
+            self._settle(transfer)
+        elif transfer.state in _SENDING:
+            if not sent:
+                self._give_up(transfer, "peer_lost")
+                self._settle(transfer)
+                return
+            self._arm_progress(transfer)
+            self._commit_if_sent(transfer)
+
+    def _commit_if_sent(self, transfer: Outgoing) -> None:
+        peer = transfer.peer
+        if (
+            transfer.state is not SendState.STREAMING
+            or not transfer.complete
+            or transfer.in_flight
+            or transfer.waiting
+            or peer is None
+        ):
+            return
+        self._move(transfer, SendState.COMMITTED)
+        self._arm(transfer, self._limits.done_s)
+        self._endpoint.send(peer, commit_of(transfer))

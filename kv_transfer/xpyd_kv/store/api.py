@@ -1,0 +1,72 @@
+"""The seam between transfers and the memory they land in. Documented here and only here.
+
+A Landing is taken and given back on the engine's thread; between the two the I/O thread writes
+through its views. Whoever holds a landing knows that no write can follow before it frees or adopts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from xpyd_core.request_id import TransferKey
+
+LandingKind = Literal["direct", "buffer", "pool"]
+
+
+@dataclass(frozen=True)
+class StoreFigures:
+    """Gauges of a store, in bytes; `leases` counts landings that are held now."""
+
+    leases: int = 0
+    buffer_used_bytes: int = 0
+    buffer_bytes: int = 0
+    pool_used_bytes: int = 0
+    pool_bytes: int = 0
+    pool_high_water_bytes: int = 0
+    pool_fragmentation: float = 0.0
+
+
+class Landing(Protocol):
+    """Memory for `num_blocks` blocks of all layers, leased to one transfer. Given back exactly
+    once: by `free`, or by an `adopt` that succeeds; a second time raises XpydError."""
+
+    @property
+    def kind(self) -> LandingKind: ...
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def views(
+        self, first_layer: int, end_layer: int, first_block: int, end_block: int
+    ) -> list[memoryview]:
+        """Writable bytes of the area in the order of a DATA body: for each layer, for each block.
+        Blocks count from the landing's first. Any thread, while the landing is held."""
+        ...
+
+    def adopt(self) -> list[int] | None:
+        """The blocks of the paged cache that hold the bytes now, one reference on each the
+        caller's. None (and nothing changed) when the pool has no blocks to copy into."""
+        ...
+
+    def free(self) -> None:
+        """Give the memory back, bytes and all."""
+        ...
+
+
+class Store(Protocol):
+    """Gives landings. Engine thread only."""
+
+    def take(self, owner: TransferKey, num_blocks: int) -> Landing | None:
+        """A landing in the first place that has room: own blocks (while enough stay free), device
+        buffer, host pool. None: defer."""
+        ...
+
+    def take_direct(self, owner: TransferKey, num_blocks: int) -> Landing | None:
+        """Own blocks, whatever stays free: the request is about to run. None: not enough."""
+        ...
+
+    def figures(self) -> StoreFigures: ...

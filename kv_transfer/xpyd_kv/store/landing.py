@@ -1,0 +1,154 @@
+"""The landings: blocks of the paged cache, or pieces of memory beside it.
+
+Both are leases: their owner gives them back once, through the callable they were made with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from xpyd_core.errors import XpydError
+from xpyd_core.request_id import TransferKey
+from xpyd_kv.connector.api import BlockPool, KvMemory
+from xpyd_kv.store.api import LandingKind
+
+
+class LeaseError(XpydError):
+    """A landing was used after it was given back: a defect of the caller."""
+
+
+class DirectLanding:
+    """Blocks of the paged cache, reserved for one transfer."""
+
+    kind: LandingKind = "direct"
+
+    def __init__(
+        self,
+        owner: TransferKey,
+        block_ids: Sequence[int],
+        *,
+        memory: KvMemory,
+        pool: BlockPool,
+        on_end: Callable[[], None],
+    ) -> None:
+        self.owner = owner
+        self.num_blocks = len(block_ids)
+        self.size_bytes = len(block_ids) * memory.layout.bytes_per_block
+        self._block_ids = list(block_ids)
+        self._memory = memory
+        self._pool = pool
+        self._on_end = on_end
+        self._held = True
+
+    def views(
+        self, first_layer: int, end_layer: int, first_block: int, end_block: int
+    ) -> list[memoryview]:
+        """One view for each block of each layer."""
+        self._check()
+        view = self._memory.block_view
+        blocks = self._block_ids[first_block:end_block]
+        return [view(layer, block) for layer in range(first_layer, end_layer) for block in blocks]
+
+    def adopt(self) -> list[int] | None:
+        """The blocks themselves; nothing is copied."""
+        self._end()
+        return self._block_ids
+
+    def free(self) -> None:
+        """Give the blocks back to the pool."""
+        self._end()
+        self._pool.release(self._block_ids)
+
+    def _check(self) -> None:
+        if not self._held:
+            raise LeaseError(f"landing of {self.owner} is used after its end")
+
+    def _end(self) -> None:
+        self._check()
+        self._held = False
+        self._on_end()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Memory of `num_blocks` blocks of all layers: layer after layer, its blocks side by side."""
+
+    memory: memoryview
+    num_blocks: int
+
+
+class PieceLanding:
+    """Memory beside the paged cache: one piece of the device buffer, or extents of the host
+    pool."""
+
+    def __init__(
+        self,
+        owner: TransferKey,
+        pieces: Sequence[Piece],
+        *,
+        kind: LandingKind,
+        memory: KvMemory,
+        pool: BlockPool,
+        on_end: Callable[[], None],
+    ) -> None:
+        self.owner = owner
+        self.kind: LandingKind = kind
+        self.num_blocks = sum(piece.num_blocks for piece in pieces)
+        self.size_bytes = self.num_blocks * memory.layout.bytes_per_block
+        self._pieces: list[Piece] = list(pieces)
+        self._memory = memory
+        self._pool = pool
+        self._on_end = on_end
+        self._held = True
+
+    def views(
+        self, first_layer: int, end_layer: int, first_block: int, end_block: int
+    ) -> list[memoryview]:
+        """One view for each layer and piece that the area touches."""
+        self._check()
+        return [
+            view
+            for layer in range(first_layer, end_layer)
+            for view in self._layer_views(layer, first_block, end_block)
+        ]
+
+    def _layer_views(self, layer: int, first_block: int, end_block: int) -> list[memoryview]:
+        size = self._memory.layout.block_bytes
+        views: list[memoryview] = []
+        start = 0
+        for piece in self._pieces:
+            low = max(first_block - start, 0)
+            high = min(end_block - start, piece.num_blocks)
+            if low < high:
+                row = layer * piece.num_blocks
+                views.append(piece.memory[(row + low) * size : (row + high) * size])
+            start += piece.num_blocks
+        return views
+
+    def adopt(self) -> list[int] | None:
+        """Blocks from the pool with the bytes copied into them."""
+        self._check()
+        block_ids = self._pool.take(self.num_blocks)
+        if block_ids is None:
+            return None
+        size = self._memory.layout.block_bytes
+        for layer in range(len(self._memory.layout.layers)):
+            targets = iter(block_ids)
+            for run in self._layer_views(layer, 0, self.num_blocks):
+                for offset in range(0, len(run), size):
+                    target = self._memory.block_view(layer, next(targets))
+                    target[:] = run[offset : offset + size]
+        self.free()
+        return block_ids
+
+    def free(self) -> None:
+        """Give the memory back to the buffer or the host pool."""
+        self._check()
+        self._held = False
+        self._pieces.clear()
+        self._on_end()
+
+    def _check(self) -> None:
+        if not self._held:
+            raise LeaseError(f"landing of {self.owner} is used after its end")
