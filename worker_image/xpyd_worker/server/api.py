@@ -50,8 +50,8 @@ from xpyd_worker.server.service import Service
 from xpyd_worker.server.stream import events
 
 _log = logging.getLogger(__name__)
-# Token ids of a 128 k prompt in JSON are under 1 MB; this leaves room for several such prompts.
-MAX_BODY_BYTES = 16 * 1024 * 1024
+# Above the router's own bound (32 MiB), since it adds a continuation's ids to the body.
+MAX_BODY_BYTES = 48 * 1024 * 1024
 
 
 class Api:

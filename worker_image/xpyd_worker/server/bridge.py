@@ -139,8 +139,8 @@ class EngineBridge:
             self.engine.abort(request_id)
 
     def abort_choices(self, request_id: str, choices: tuple[int, ...]) -> None:
-        """End some choices of a request."""
-        if request_id in self._open and not self._gone:
+        """End some choices of a request; on P also such as ended by length here."""
+        if not self._gone:
             self.engine.abort(request_id, choices)
 
     def fail(self) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from xpyd_core.errors import ApiError
 from xpyd_worker.engine.request import (
     ChoiceOutput,
+    ErrorKind,
     RequestOutput,
     SampledToken,
     TokenLogprob,
@@ -95,13 +96,15 @@ class _Choice:
         return token_id in self._ending.stop_token_ids or token_id in self._ending.eos_token_ids
 
     def take(self, output: ChoiceOutput) -> bool:
-        """Take an engine output. True when a stop string ended a choice that goes on there."""
+        """Take an engine output. True when a stop string ended the choice now."""
+        if self.ended:
+            return False
         for token in output.tokens:
             if self.ended:
-                return False
+                break
             self._push(token, is_end=token.token_id == output.stop_token_id)
         if self.ended:
-            return output.finish_reason is None
+            return True
         reason = output.finish_reason
         if reason is not None and self._ending.discard:
             self._end("length", None)
@@ -226,6 +229,8 @@ class Generation:
                 stopped.append(one.choice)
         if output.finished:
             prompt.finished = True
+            if stopped:  # on P: what ended by length does not go on elsewhere
+                self._bridge.abort_choices(output.request_id, tuple(stopped))
         else:
             self._end_choices(output.request_id, prompt, tuple(stopped))
         return prompt
@@ -237,7 +242,7 @@ class Generation:
             output.error or "aborted",
             extra={"request": request.log_id},
         )
-        return failure_answer(output.error)
+        return failure_answer(output.error_kind)
 
     def close(self) -> None:
         """Abort what still runs. May be called again."""
@@ -278,11 +283,18 @@ class Generation:
         )
 
 
-def failure_answer(error: str) -> ApiError:
+def failure_answer(kind: ErrorKind) -> ApiError:
     """What the client is told of an engine's error: no internals."""
-    if not error:
-        return ApiError(503, "this instance is stopping", retry_after_s=1)
-    if error.startswith("kv"):
-        message = "the KV cache of this request did not arrive"
-        return ApiError(503, message, code="kv_transfer_failed", retry_after_s=1)
-    return ApiError(500, "the engine could not run this request", code="engine_failed")
+    match kind:
+        case "busy":
+            return ApiError(503, "too many requests are waiting", retry_after_s=1)
+        case "too_long":
+            message = "the request needs more KV cache than this instance has"
+            return ApiError(400, message, code="context_length_exceeded")
+        case "kv_failed":
+            message = "the KV cache of this request did not arrive"
+            return ApiError(503, message, code="kv_transfer_failed", retry_after_s=1)
+        case "internal":
+            return ApiError(500, "the engine could not run this request", code="engine_failed")
+        case "":
+            return ApiError(503, "this instance is stopping", retry_after_s=1)

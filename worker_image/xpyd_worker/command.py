@@ -1,0 +1,196 @@
+"""`xpyd worker`: its flags. Imports nothing heavy; the server itself is in `main`."""
+
+from __future__ import annotations
+
+import argparse
+from ipaddress import ip_address
+from pathlib import Path
+from typing import cast
+
+from xpyd_core.cli import Command
+from xpyd_core.errors import UserError
+from xpyd_core.logs import add_logging_arguments, set_up_logging
+from xpyd_core.pod_env import ROLES, PodEnv, parse_discovery, read_pod_env
+from xpyd_core.request_id import Address, parse_address
+from xpyd_core.sizes import parse_bytes
+from xpyd_worker.config import DTYPES, Role, WorkerConfig, check_config
+
+_EPILOG = """examples:
+  xpyd worker --model examples/demo-model
+  xpyd worker --model hf://Qwen/Qwen3-0.6B --dtype bfloat16 --max-model-len 4096
+  xpyd worker --model /models/chat --role Prefill --host 10.0.0.5 --kv-key-file /run/kv.key \\
+      --discovery router:30001
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the worker's flags. Those without default take it from the pod's environment."""
+    _add_model(parser)
+    _add_place(parser)
+    _add_kv(parser)
+    add_logging_arguments(parser)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("model and batch").add_argument
+    add(
+        "--model", required=True, metavar="PATH_OR_URI", help="folder, file:///... or hf://org/name"
+    )
+    add("--revision", help="branch, tag or commit of an hf:// model, e.g. main")
+    add(
+        "--served-model-name",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="names that requests may use, e.g. chat (default: the checkpoint's own)",
+    )
+    add("--dtype", choices=DTYPES, default="auto", help="of weights and KV, e.g. float32")
+    add("--max-model-len", type=int, metavar="N", help="tokens of prompt and output, e.g. 4096")
+    add("--max-num-seqs", type=int, default=256, metavar="N", help="running sequences, e.g. 256")
+    add(
+        "--max-num-batched-tokens",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="tokens of one forward, e.g. 512 for evener gaps between tokens",
+    )
+    add("--kv-cache-memory", default="1Gi", metavar="SIZE", help="paged KV cache, e.g. 4Gi")
+    add(
+        "--no-enable-prefix-caching",
+        action="store_true",
+        help="compute every prompt whole, e.g. for benchmarks",
+    )
+    add("--threads", type=int, metavar="N", help="threads of torch, e.g. 2")
+
+
+def _add_place(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("place in the fleet").add_argument
+    add("--role", choices=ROLES, help="default: XPYD_ROLE, else Aggregated")
+    add("--host", metavar="IP", help="literal ip to listen on (default: XPYD_POD_IP)")
+    add("--port", type=int, metavar="N", help="HTTP port, e.g. 20001; 0: any free one")
+    add("--discovery", metavar="HOST:PORT,...", help="routers, e.g. 10.0.0.2:30001")
+    add("--heartbeat-period-ms", type=int, default=3000, metavar="MS", help="e.g. 3000")
+    add("--drain-timeout", type=float, default=300, metavar="SECONDS", help="on SIGTERM, e.g. 300")
+
+
+def _add_kv(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("KV transfer (roles Prefill and Decode)").add_argument
+    add("--kv-port", type=int, metavar="N", help="KV port, e.g. 21001")
+    add(
+        "--kv-advertise",
+        metavar="HOST:PORT",
+        help="KV address that others dial, where it is not host and port, e.g. 192.0.2.7:21001",
+    )
+    add("--kv-key-file", type=Path, metavar="FILE", help="the fleet's secret, e.g. /run/kv.key")
+    add(
+        "--kv-direct-free",
+        type=float,
+        default=0.1,
+        metavar="SHARE",
+        help="share of blocks that stays free when KV lands directly, e.g. 0.1; 1: never directly",
+    )
+    add(
+        "--kv-buffer-size",
+        default="10%",
+        metavar="SIZE",
+        help="buffer for KV that waits, e.g. 8e9 or 10%% of --kv-cache-memory",
+    )
+    add("--kv-host-pool-size", default="4Gi", metavar="SIZE", help="when it is full, e.g. 4Gi")
+    add("--kv-group-bytes", default="4Mi", metavar="SIZE", help="least bytes per frame, e.g. 4Mi")
+    add("--kv-wait-seconds", type=float, default=10, metavar="S", help="for KV to come, e.g. 10")
+    add("--kv-lease-seconds", type=float, default=30, metavar="S", help="of orphaned KV, e.g. 30")
+    add(
+        "--kv-on-failure",
+        choices=("recompute", "fail"),
+        default="recompute",
+        help="what a request does whose KV does not come",
+    )
+
+
+def read_config(args: argparse.Namespace, env: PodEnv | None = None) -> WorkerConfig:
+    """Flags and environment as one checked value; UserError names the flag that is wrong."""
+    env = read_pod_env() if env is None else env
+    cache_bytes = _size("--kv-cache-memory", args.kv_cache_memory)
+    config = WorkerConfig(
+        model=args.model,
+        revision=args.revision,
+        served_model_names=tuple(args.served_model_name),
+        dtype=args.dtype,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        kv_cache_bytes=cache_bytes,
+        prefix_caching=not args.no_enable_prefix_caching,
+        threads=args.threads,
+        role=cast("Role", args.role or env.role),  # both are checked against ROLES
+        host=_host(args.host, env),
+        port=env.http_port if args.port is None else args.port,
+        kv_port=env.kv_port if args.kv_port is None else args.kv_port,
+        kv_advertise=_advertised(args.kv_advertise),
+        kv_key_file=args.kv_key_file or env.kv_key_file,
+        kv_direct_free=args.kv_direct_free,
+        kv_buffer_bytes=_size("--kv-buffer-size", args.kv_buffer_size, of=cache_bytes),
+        kv_host_pool_bytes=_size("--kv-host-pool-size", args.kv_host_pool_size),
+        kv_group_bytes=_size("--kv-group-bytes", args.kv_group_bytes),
+        kv_wait_s=args.kv_wait_seconds,
+        kv_lease_s=args.kv_lease_seconds,
+        kv_recompute=args.kv_on_failure == "recompute",
+        discovery=env.discovery if args.discovery is None else _discovery(args.discovery),
+        heartbeat_period_s=args.heartbeat_period_ms / 1000,
+        drain_timeout_s=args.drain_timeout,
+        fleet=env.fleet,
+        pool=env.pool,
+        instance=env.instance,
+        pod_revision=env.revision,
+    )
+    check_config(config)
+    return config
+
+
+def _size(flag: str, text: str, *, of: int | None = None) -> int:
+    try:
+        return parse_bytes(text, of=of)
+    except UserError as error:
+        raise UserError(f"{flag}: {error}") from error
+
+
+def _host(given: str | None, env: PodEnv) -> str:
+    """The ip to listen on. It must be one that others can dial, for heartbeats name it."""
+    host = given or env.pod_ip
+    try:
+        address = ip_address(host)
+    except ValueError as error:
+        raise UserError(f"--host: {host!r} is not a literal ip, e.g. 127.0.0.1") from error
+    if address.is_unspecified:
+        raise UserError(f"--host: {host} is no address that others can dial; give the pod's own ip")
+    return host
+
+
+def _advertised(text: str | None) -> Address | None:
+    try:
+        return None if text is None else parse_address(text)
+    except UserError as error:
+        raise UserError(f"--kv-advertise: {error}") from error
+
+
+def _discovery(text: str) -> tuple[Address, ...]:
+    try:
+        return parse_discovery(text)
+    except UserError as error:
+        raise UserError(f"--discovery: {error}") from error
+
+
+def _run(args: argparse.Namespace) -> int:
+    set_up_logging(args.log_level, args.log_format)
+    config = read_config(args)
+    from xpyd_worker.main import run
+
+    return run(config)
+
+
+command = Command(
+    help="run one engine: a checkpoint folder in, OpenAI HTTP out",
+    configure=configure,
+    run=_run,
+    epilog=_EPILOG,
+)

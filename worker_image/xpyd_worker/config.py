@@ -1,0 +1,130 @@
+"""The worker's configuration: one frozen value, read once by `command`, passed down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from xpyd_core.errors import UserError
+from xpyd_core.messages import HEARTBEAT_PERIOD_S
+from xpyd_core.pod_env import HTTP_PORT, KV_PORT
+from xpyd_core.request_id import Address, is_dialable
+
+Role = Literal["Prefill", "Decode", "Aggregated"]
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+GIB = 1024**3
+MIB = 1024**2
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """What `xpyd worker` runs with."""
+
+    model: str
+    """Checkpoint: a folder, file:///folder or hf://organisation/name."""
+    revision: str | None = None
+    """Branch, tag or commit of an hf:// checkpoint."""
+    served_model_names: tuple[str, ...] = ()
+    """Names that requests may use; empty: the checkpoint's own."""
+    dtype: str = "auto"
+    """`auto`: the checkpoint's, widened to float32 where the CPU is slow in 16 bits."""
+    max_model_len: int | None = None
+    """Tokens of prompt and output together; None: the checkpoint's."""
+    max_num_seqs: int = 256
+    """Sequences in the running batch."""
+    max_num_batched_tokens: int = 2048
+    """Tokens of one forward."""
+    kv_cache_bytes: int = GIB
+    """Paged KV cache, all layers."""
+    prefix_caching: bool = True
+    threads: int | None = None
+    """Threads of torch; None: torch's own choice (OMP_NUM_THREADS, else the cores)."""
+
+    role: Role = "Aggregated"
+    host: str = "127.0.0.1"
+    """Literal ip that HTTP and KV listen on and that heartbeats name."""
+    port: int = HTTP_PORT
+    kv_port: int = KV_PORT
+    kv_advertise: Address | None = None
+    """KV address that others dial; None: host and kv_port."""
+    kv_key_file: Path | None = None
+    kv_direct_free: float = 0.1
+    """Received KV lands in the own blocks while more than this share of them stays free; 1: never.
+    """
+    kv_buffer_bytes: int = GIB // 10
+    """Budget of the device buffer; the default is 10 % of the cache's default."""
+    kv_host_pool_bytes: int = 4 * GIB
+    """Size of the host pool; its memory is taken when first used."""
+    kv_group_bytes: int = 4 * MIB
+    """Layers are sent in groups of at least this many bytes."""
+    kv_wait_s: float = 10.0
+    kv_lease_s: float = 30.0
+    kv_recompute: bool = True
+    """False: a request whose KV does not come fails instead of being computed here."""
+
+    discovery: tuple[Address, ...] = ()
+    """Routers; a name with several addresses means all of them."""
+    heartbeat_period_s: float = HEARTBEAT_PERIOD_S
+    drain_timeout_s: float = 300.0
+    """How long SIGTERM waits for requests and transfers to finish."""
+    fleet: str = ""
+    pool: str = ""
+    instance: str = ""
+    pod_revision: str = ""
+    """The revision of the pool's template, for heartbeats."""
+
+    @property
+    def kv_address(self) -> Address:
+        """What stands in request ids for this instance."""
+        return self.kv_advertise or Address(self.host, self.kv_port)
+
+    @property
+    def moves_kv(self) -> bool:
+        """Whether this instance sends or receives KV."""
+        return self.role != "Aggregated"
+
+
+def check_config(config: WorkerConfig) -> None:
+    """Raise UserError for the first value that cannot work; it names the flag and the fix."""
+    for complaint, holds in _checks(config):
+        if not holds:
+            raise UserError(complaint)
+    if config.moves_kv and config.kv_key_file is None:
+        raise UserError(
+            f"--kv-key-file: role {config.role} moves KV and needs the fleet's secret; make one "
+            "with `openssl rand -hex 32 > kv.key` and give --kv-key-file kv.key to every instance"
+        )
+    if config.kv_advertise is not None and not is_dialable(config.kv_advertise):
+        raise UserError(
+            f"--kv-advertise: {config.kv_advertise} must be a literal ip and a port from 1024 on"
+        )
+
+
+def _checks(config: WorkerConfig) -> list[tuple[str, bool]]:
+    names = config.served_model_names
+    return [
+        ("--model: expected a folder or URI, e.g. examples/demo-model", bool(config.model)),
+        (
+            "--served-model-name: at most 64 names of 1 to 512 characters",
+            len(names) <= 64 and all(0 < len(name) <= 512 for name in names),
+        ),
+        (f"--dtype: expected one of {', '.join(DTYPES)}", config.dtype in DTYPES),
+        ("--max-model-len: expected at least 2", (config.max_model_len or 2) >= 2),
+        ("--max-num-seqs: expected at least 1", config.max_num_seqs >= 1),
+        (
+            "--max-num-batched-tokens: expected at least --max-num-seqs "
+            f"({config.max_num_seqs}): each running sequence takes one token of a step",
+            config.max_num_batched_tokens >= config.max_num_seqs,
+        ),
+        ("--threads: expected 1 to 1024", 1 <= (config.threads or 1) <= 1024),
+        ("--port: expected 0 to 65535", 0 <= config.port < 65536),
+        # A request id is dialled only from 1024 on, so a lower KV port could never be reached.
+        ("--kv-port: expected 1024 to 65535", 1024 <= config.kv_port < 65536),
+        ("--kv-direct-free: expected 0 to 1", 0 <= config.kv_direct_free <= 1),
+        ("--kv-group-bytes: expected at least 1", config.kv_group_bytes >= 1),
+        ("--kv-wait-seconds: expected 0 to 600", 0 <= config.kv_wait_s <= 600),
+        ("--kv-lease-seconds: expected 1 to 3600", 1 <= config.kv_lease_s <= 3600),
+        ("--heartbeat-period-ms: expected 50 to 60000", 0.05 <= config.heartbeat_period_s <= 60),
+        ("--drain-timeout: expected 0 to 86400 seconds", 0 <= config.drain_timeout_s <= 86400),
+    ]

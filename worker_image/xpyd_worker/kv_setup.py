@@ -1,0 +1,129 @@
+"""One role's half of the KV transfer, from the worker's configuration. Built by loading.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from xpyd_core.request_id import Address
+from xpyd_kv.connector.api import BlockPool, KvMemory
+from xpyd_kv.connector.build import (
+    Connector,
+    KvSettings,
+    MakeStore,
+    build,
+    default_store,
+    wire_layout,
+)
+from xpyd_kv.plan.frames import FrameLimits
+from xpyd_kv.session.limits import KvLimits
+from xpyd_kv.session.metrics import KvMetrics
+from xpyd_kv.store.api import StoreFigures
+from xpyd_kv.store.landing_store import StoreLimits
+from xpyd_kv.transport.api import Handler
+from xpyd_kv.transport.counters import Counters
+from xpyd_kv.transport.settings import Identity
+from xpyd_kv.transport.tcp import TcpEndpoint
+from xpyd_worker.config import Role, WorkerConfig
+from xpyd_worker.engine.request import EngineStats
+from xpyd_worker.server.kv_metrics import kv_samples
+from xpyd_worker.server.metrics import KvSample
+
+LETTER: dict[Role, Literal["P", "D", "A"]] = {
+    "Prefill": "P",
+    "Decode": "D",
+    "Aggregated": "A",
+}
+
+
+@dataclass(frozen=True)
+class Kv:
+    """What a worker has of the KV transfer; `connector` None on an Aggregated one."""
+
+    connector: Connector | None = None
+    counters: Counters | None = None
+
+    def start(self) -> None:
+        """Open the port and start the I/O thread. UserError when the address is taken."""
+        if self.connector is not None:
+            self.connector.endpoint.start()
+
+    def drain(self) -> None:
+        """Refuse new OFFERs."""
+        if self.connector is not None:
+            self.connector.drain()
+
+    def close(self, deadline_s: float) -> None:
+        """Close all connections and end the I/O thread."""
+        if self.connector is not None:
+            self.connector.endpoint.close(deadline_s)
+
+    def samples(self, stats: EngineStats) -> Iterable[KvSample]:
+        """The figures for `/metrics`."""
+        connector = self.connector
+        store = connector.store if connector is not None else None
+        return kv_samples(
+            connector.metrics if connector is not None else KvMetrics(),
+            self.counters or Counters(),
+            store.figures() if store is not None else StoreFigures(),
+            stats,
+        )
+
+
+@dataclass(frozen=True)
+class KvParts:
+    """What the worker gives to the transfer. `wake` wakes the engine's loop, from any thread."""
+
+    memory: KvMemory
+    pool: BlockPool
+    wake: Callable[[], None]
+    factors: dict[str, str]
+    keys: tuple[bytes, ...]
+    incarnation: str
+    max_model_len: int
+
+
+def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None = None) -> Kv:
+    """The parts of this worker's role, not started. D listens; P dials only.
+
+    `make_store` replaces D's store.
+    """
+    role = LETTER[config.role]
+    if role == "A":
+        return Kv()
+    endpoints: list[TcpEndpoint] = []
+
+    def make_endpoint(handler: Handler) -> TcpEndpoint:
+        endpoint = TcpEndpoint(
+            handler,
+            # The KV address is unique in the fleet, and a restart has the same one.
+            identity=Identity(str(config.kv_address), parts.incarnation, role),
+            layout=wire_layout(
+                parts.memory.layout, factors=parts.factors, max_tokens=parts.max_model_len
+            ),
+            keys=parts.keys,
+            listen=Address(config.host, config.kv_port) if role == "D" else None,
+            source_host=config.host,
+        )
+        endpoints.append(endpoint)
+        return endpoint
+
+    connector = build(
+        role,
+        make_endpoint=make_endpoint,
+        memory=parts.memory,
+        pool=parts.pool,
+        wake=parts.wake,
+        settings=KvSettings(
+            limits=KvLimits(lease_s=config.kv_lease_s),
+            frames=FrameLimits(group_bytes=config.kv_group_bytes),
+            store=StoreLimits(
+                direct_free=config.kv_direct_free,
+                buffer_bytes=config.kv_buffer_bytes,
+                pool_bytes=config.kv_host_pool_bytes,
+            ),
+        ),
+        make_store=make_store or default_store,
+    )
+    return Kv(connector, endpoints[0].counters)

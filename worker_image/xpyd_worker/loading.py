@@ -1,0 +1,152 @@
+"""From a checkpoint folder to an engine that is ready to start: model, cache, KV transfer, engine.
+
+Slow and blocking; main runs it on a thread while HTTP answers 503.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
+from xpyd_core.compat import compat_factors, compat_key
+from xpyd_core.errors import UserError
+from xpyd_core.sizes import format_bytes
+from xpyd_kv.connector.build import MakeStore
+from xpyd_kv.device.paged import PagedMemory
+from xpyd_worker.config import WorkerConfig
+from xpyd_worker.engine.api import Deliver
+from xpyd_worker.engine.block_manager import BlockManager
+from xpyd_worker.engine.core import EngineCore
+from xpyd_worker.engine.inbox import Inbox
+from xpyd_worker.engine.request import EngineStats
+from xpyd_worker.engine.scheduler import Limits
+from xpyd_worker.engine.stopping import StopRules
+from xpyd_worker.kv_setup import Kv, KvParts, make_kv
+from xpyd_worker.model.config import ModelConfig, load_config
+from xpyd_worker.model.source import resolve_checkpoint
+from xpyd_worker.runner.dtypes import cpu_has_fast_16_bit, resolve_dtype
+from xpyd_worker.runner.runner import ModelRunner
+from xpyd_worker.runner.tokenizer import Tokenizer
+from xpyd_worker.server.service import ServedModel
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """All parts, none started. `compatibility` is the key that P and D must share."""
+
+    model: ServedModel
+    engine: EngineCore
+    runner: ModelRunner
+    kv: Kv
+    compatibility: str
+    dtype: str
+
+    def stats(self) -> EngineStats:
+        """The engine's figures; what entered forwards as the runner counted it."""
+        counters = self.runner.counters
+        return replace(
+            self.engine.stats(),
+            forwards=counters.forwards,
+            prompt_tokens_computed=counters.prompt_tokens_computed,
+            output_tokens_computed=counters.output_tokens_computed,
+        )
+
+
+def load(
+    config: WorkerConfig,
+    *,
+    deliver: Deliver,
+    keys: tuple[bytes, ...],
+    incarnation: str,
+    make_store: MakeStore | None,
+) -> Loaded:
+    """Load what `config` names. UserError for a checkpoint or a size that cannot work."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    folder = resolve_checkpoint(config.model, config.revision)
+    model_config = load_config(folder)
+    dtype = resolve_dtype(config.dtype, model_config.dtype, has_fast_16_bit=cpu_has_fast_16_bit())
+    tokenizer = Tokenizer.load(folder)
+    runner = ModelRunner.load(
+        folder, model_config, dtype=dtype, kv_cache_bytes=config.kv_cache_bytes
+    )
+    max_model_len = _context(config, model_config, runner.num_blocks)
+    names = config.served_model_names or (_own_name(config.model, folder),)
+    dtype_name = str(dtype).removeprefix("torch.")
+    # Without a revision the weights' own fingerprint stands in the key, which is what matters.
+    factors = compat_factors(
+        folder, model=_own_name(config.model, folder), revision="", kv_dtype=dtype_name
+    )
+    pool = BlockManager(runner.num_blocks, enable_prefix_caching=config.prefix_caching)
+    inbox = Inbox()
+    parts = KvParts(
+        memory=PagedMemory(runner.kv_cache.layers, layers=tuple(range(model_config.num_layers))),
+        pool=pool,
+        wake=inbox.wake,
+        factors=factors,
+        keys=keys,
+        incarnation=incarnation,
+        max_model_len=max_model_len,
+    )
+    kv = make_kv(config, parts, make_store)
+    engine = EngineCore(
+        runner,
+        pool=pool,
+        inbox=inbox,
+        limits=Limits(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            recompute_without_kv=config.kv_recompute,
+        ),
+        rules=StopRules(model_config.eos_token_ids, max_model_len),
+        deliver=deliver,
+        producer=kv.connector.producer if kv.connector else None,
+        consumer=kv.connector.consumer if kv.connector else None,
+    )
+    model = ServedModel(
+        names=names,
+        tokenizer=tokenizer,
+        eos_token_ids=frozenset(model_config.eos_token_ids),
+        vocab_size=model_config.vocab_size,
+        max_model_len=max_model_len,
+        created=int(time.time()),
+    )
+    return Loaded(model, engine, runner, kv, compat_key(factors), dtype_name)
+
+
+def _own_name(model: str, folder: Path) -> str:
+    """The checkpoint's name where none is given: `org/name` of the hub, else the folder's."""
+    return model.removeprefix("hf://") if model.startswith("hf://") else folder.resolve().name
+
+
+def _context(config: WorkerConfig, model: ModelConfig, num_blocks: int) -> int:
+    """Tokens of prompt and output together: what is asked, the model and the cache allow."""
+    cache_tokens = num_blocks * DEFAULT_BLOCK_SIZE
+    asked = config.max_model_len
+    if asked is None:
+        if cache_tokens < model.max_positions:
+            _log.warning(
+                "--kv-cache-memory %s holds %d tokens, fewer than the model's context of %d; "
+                "requests are limited to that",
+                format_bytes(config.kv_cache_bytes),
+                cache_tokens,
+                model.max_positions,
+            )
+        return min(model.max_positions, cache_tokens)
+    if asked > model.max_positions:
+        raise UserError(
+            f"--max-model-len: {asked} is more than the model's context of {model.max_positions}"
+        )
+    if asked > cache_tokens:
+        raise UserError(
+            f"--max-model-len: {asked} tokens do not fit in --kv-cache-memory, which holds "
+            f"{cache_tokens}; give more memory or a smaller length"
+        )
+    return asked

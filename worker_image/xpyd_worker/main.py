@@ -1,0 +1,256 @@
+"""The worker's process: HTTP first, then the model, then heartbeats; on SIGTERM the way back.
+
+    asyncio: HTTP, heartbeats, signals     engine's thread     KV I/O thread
+
+HTTP answers 503 while the model loads. A first signal drains, a second one stops at once. When the
+engine ends by itself the process says goodbye and exits with status 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import threading
+
+import uvloop
+
+from xpyd_core.errors import UserError
+from xpyd_core.keys import read_keys
+from xpyd_core.messages import Heartbeat
+from xpyd_core.sizes import format_bytes
+from xpyd_kv.connector.build import MakeStore
+from xpyd_worker.config import WorkerConfig
+from xpyd_worker.kv_setup import LETTER
+from xpyd_worker.loading import Loaded, load
+from xpyd_worker.server.api import Api, create_app
+from xpyd_worker.server.asgi import listen, make_server
+from xpyd_worker.server.bridge import EngineBridge
+from xpyd_worker.server.heartbeat import HeartbeatSender
+from xpyd_worker.server.lifecycle import Lifecycle
+from xpyd_worker.server.metrics import ServerMetrics
+from xpyd_worker.server.service import Place, Service
+
+_log = logging.getLogger(__name__)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_POLL_S = 0.1
+_ENGINE_STOP_S = 10.0
+_KV_CLOSE_S = 2.0
+_WAITING_REQUESTS = 1024
+EXIT_ENGINE_FAILED = 1
+
+
+def run(config: WorkerConfig, *, store_factory: MakeStore | None = None) -> int:
+    """Serve until a signal; the exit status. UserError for what the user can mend.
+
+    `store_factory` replaces D's KV store.
+    """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_Worker(config, store_factory).serve())
+
+
+class _Worker:
+    """One process' parts and their order."""
+
+    def __init__(self, config: WorkerConfig, store_factory: MakeStore | None) -> None:
+        self._config = config
+        self._store_factory = store_factory
+        self._keys = read_keys(config.kv_key_file) if config.kv_key_file else ()
+        self._incarnation = os.urandom(8).hex()
+        self._metrics = ServerMetrics()
+        self._bridge = EngineBridge(self._metrics)
+        self._lifecycle = Lifecycle()
+        self._api = Api(self._lifecycle, self._metrics)
+        self._signals = 0
+        self._signalled = asyncio.Event()
+
+    async def serve(self) -> int:
+        """The whole life."""
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._on_signal, number)
+        sock = self._listen()
+        server = make_server(create_app(self._api))
+        serving = asyncio.create_task(server.serve(sockets=[sock]))
+        try:
+            loaded = await self._load()
+            if loaded is None:
+                return 0
+            return await self._serve_loaded(loaded, sock.getsockname()[1])
+        finally:
+            server.should_exit = True
+            await serving
+
+    def _on_signal(self, number: int) -> None:
+        self._signals += 1
+        _log.info("got %s", signal.Signals(number).name)
+        self._signalled.set()
+
+    def _listen(self) -> socket.socket:
+        config = self._config
+        try:
+            return listen(config.host, config.port)
+        except OSError as error:
+            raise UserError(
+                f"--port: cannot listen on {config.host}:{config.port}: {error.strerror}"
+            ) from error
+
+    async def _load(self) -> Loaded | None:
+        """The loaded parts; None when a signal came first."""
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[Loaded] = loop.create_future()
+
+        def work() -> None:
+            try:
+                loaded = load(
+                    self._config,
+                    deliver=self._bridge.deliver,
+                    keys=self._keys,
+                    incarnation=self._incarnation,
+                    make_store=self._store_factory,
+                )
+            except BaseException as error:
+                outcome: Loaded | BaseException = error
+            else:
+                outcome = loaded
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(settle, outcome)
+
+        def settle(outcome: Loaded | BaseException) -> None:
+            if result.done():
+                return
+            if isinstance(outcome, BaseException):
+                result.set_exception(outcome)
+            else:
+                result.set_result(outcome)
+
+        # A daemon thread: a signal during the load of a large model must not wait for it.
+        threading.Thread(target=work, name="load", daemon=True).start()
+        signalled = asyncio.create_task(self._signalled.wait())
+        try:
+            await asyncio.wait({result, signalled}, return_when=asyncio.FIRST_COMPLETED)
+            return result.result() if result.done() else None
+        finally:
+            signalled.cancel()
+            if not result.done():
+                result.cancel()
+
+    async def _serve_loaded(self, loaded: Loaded, port: int) -> int:
+        config = self._config
+        self._bridge.bind(loaded.engine)
+        self._metrics.watch(loaded.stats, lambda: loaded.kv.samples(loaded.stats()))
+        loaded.kv.start()
+        loaded.engine.start()
+        heartbeat = HeartbeatSender(
+            config.discovery,
+            identity=f"{config.kv_address}/{self._incarnation}",
+            source_host=config.host,
+            period_s=config.heartbeat_period_s,
+            make=lambda: self._beat(loaded, port),
+        )
+        try:
+            place = Place(config.role, self._incarnation, self._keys, config.kv_wait_s)
+            limit = config.max_num_seqs + _WAITING_REQUESTS
+            self._api.service = Service(loaded.model, place, self._bridge, limit)
+            self._lifecycle.become("Ready")
+            self._lifecycle.listen(heartbeat.beat_now)
+            heartbeat.start()
+            self._say_ready(loaded, port)
+            return await self._until_the_end(loaded)
+        finally:
+            if self._lifecycle.state != "Gone":
+                self._lifecycle.become("Gone")
+            await asyncio.to_thread(loaded.engine.stop, _ENGINE_STOP_S)
+            await asyncio.to_thread(loaded.kv.close, _KV_CLOSE_S)
+            await heartbeat.close()
+
+    async def _until_the_end(self, loaded: Loaded) -> int:
+        while not self._signals:
+            if loaded.engine.failure is not None:
+                return self._engine_failed(loaded)
+            await self._pause(_POLL_S)
+        self._lifecycle.become("Draining")
+        loaded.kv.drain()
+        return await self._drain(loaded)
+
+    async def _pause(self, seconds: float) -> None:
+        """Sleep, but not through a signal."""
+        self._signalled.clear()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._signalled.wait()
+        except TimeoutError:
+            pass
+
+    async def _drain(self, loaded: Loaded) -> int:
+        """Finish what is here, at most --drain-timeout or until a second signal."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self._config.drain_timeout_s
+        _log.info("draining, at most %g s", self._config.drain_timeout_s)
+        while self._bridge.open_requests or not loaded.engine.is_idle():
+            if loaded.engine.failure is not None:
+                return self._engine_failed(loaded)
+            if self._signals > 1 or loop.time() >= end:
+                why = "a second signal" if self._signals > 1 else "--drain-timeout"
+                _log.warning("%s: %d requests are cut", why, self._bridge.open_requests)
+                break
+            await self._pause(_POLL_S)
+        _log.info("drained")
+        return 0
+
+    def _engine_failed(self, loaded: Loaded) -> int:
+        _log.critical("the engine failed: %r", loaded.engine.failure)
+        self._bridge.fail()
+        self._lifecycle.fail()
+        return EXIT_ENGINE_FAILED
+
+    def _beat(self, loaded: Loaded, port: int) -> Heartbeat:
+        config = self._config
+        stats = loaded.engine.stats()
+        return Heartbeat(
+            type=LETTER[config.role],
+            http_address=f"{_bracketed(config.host)}:{port}",
+            zmq_address=str(config.kv_address),
+            version=1,
+            instance=config.instance or f"{_bracketed(config.host)}:{port}",
+            incarnation=self._incarnation,
+            fleet=config.fleet,
+            pool=config.pool,
+            revision=config.pod_revision,
+            compatibility=loaded.compatibility,
+            models=loaded.model.names,
+            max_model_len=loaded.model.max_model_len,
+            state=self._lifecycle.state,
+            continuation=1,
+            period_ms=round(config.heartbeat_period_s * 1000),
+            running=stats.running,
+            waiting=stats.waiting,
+            free_blocks=stats.blocks_free,
+            total_blocks=stats.blocks_total,
+        )
+
+    def _say_ready(self, loaded: Loaded, port: int) -> None:
+        config = self._config
+        routers = ",".join(map(str, config.discovery)) or "none"
+        _log.info(
+            "serving %s on http://%s:%d",
+            ", ".join(loaded.model.names),
+            _bracketed(config.host),
+            port,
+            extra={
+                "role": config.role,
+                "dtype": loaded.dtype,
+                "max_model_len": loaded.model.max_model_len,
+                "kv_blocks": loaded.runner.num_blocks,
+                "kv_cache": format_bytes(config.kv_cache_bytes).replace(" ", ""),
+                "kv_address": str(config.kv_address) if config.moves_kv else "none",
+                "routers": routers,
+                "compatibility": loaded.compatibility,
+            },
+        )
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
