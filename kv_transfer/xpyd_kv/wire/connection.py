@@ -163,6 +163,7 @@ class Connection:
             raise IllegalMoveError(fault)
         return encode(message, body_bytes)
 
+    @property
     def max_data_bytes(self) -> int:
         """The longest DATA body that the peer takes."""
         return self._peer_limits.max_data_bytes

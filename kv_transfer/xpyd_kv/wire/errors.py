@@ -9,6 +9,8 @@ XpydError
 
 from __future__ import annotations
 
+import re
+
 from xpyd_core.errors import ProtocolError, XpydError
 
 # Reasons of a refusal, as they stand in REFUSE.
@@ -18,6 +20,7 @@ ROLE = "role"
 SELF = "self"
 INCOMPATIBLE = "incompatible"
 LIMIT = "limit"
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _REASONS = frozenset((AUTH, VERSION, ROLE, SELF, INCOMPATIBLE, LIMIT))
 
 
@@ -28,16 +31,17 @@ class IllegalMoveError(XpydError):
 class RefusedError(ProtocolError):
     """The connection is refused. `reason` is one of this module's, `factor` what differs.
 
-    `by_peer`: it came in a REFUSE. A reason unknown here becomes `other`, since it goes into logs
-    and labels.
+    `by_peer`: it came in a REFUSE. What is not a known reason or a plain name becomes `other`,
+    since it goes into log lines and labels.
     """
 
     def __init__(self, reason: str, *, factor: str = "", by_peer: bool = False) -> None:
         self.reason = reason if reason in _REASONS else "other"
-        self.factor = factor
+        self.factor = factor if not factor or _NAME.fullmatch(factor) else "other"
         self.by_peer = by_peer
         who = "the peer refuses" if by_peer else "refused"
-        super().__init__(f"{who}: {self.reason}{f' ({factor})' if factor else ''}")
+        what = f"{self.reason} ({self.factor})" if factor else self.reason
+        super().__init__(f"{who}: {what}")
 
 
 class SilentPeerError(ProtocolError):

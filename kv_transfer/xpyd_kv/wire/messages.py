@@ -17,7 +17,8 @@ MINOR = 0
 # 16 groups of the default size: one frame holds the I/O thread for a few milliseconds at most.
 DEFAULT_MAX_DATA_BYTES = 64 * 2**20
 _Text = Annotated[str, msgspec.Meta(max_length=256)]
-_Id = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+# Printable ASCII: they stand in log lines.
+_Id = Annotated[str, msgspec.Meta(pattern=r"^[!-~]+\Z", max_length=64)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=32)]
 # `$` alone would let a newline pass at the end; the length does not.
 _Uuid = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
