@@ -22,9 +22,10 @@ _Schema = dict[str, Any]
 def problems(error: ValidationError) -> list[str]:
     """One line for each mistake, in the order of the document's fields."""
     details = error.errors(include_url=False)
+    root: _Schema = InferenceFleet.model_json_schema(by_alias=True)
     locs = [item["loc"] for item in details]
     return [
-        _line(item)
+        _line(item, root)
         for item in details
         # pydantic counts only valid items, so a list with wrong ones also looks too short.
         if not (item["type"] == "too_short" and any(_below(loc, item["loc"]) for loc in locs))
@@ -43,7 +44,7 @@ def _below(loc: _Loc, above: _Loc) -> bool:
     return len(loc) > len(above) and loc[: len(above)] == above
 
 
-def _line(item: ErrorDetails) -> str:
+def _line(item: ErrorDetails, root: _Schema) -> str:
     loc, kind = item["loc"], item["type"]
     path = path_of(loc)
     if kind == RULE:
@@ -51,20 +52,22 @@ def _line(item: ErrorDetails) -> str:
     general = path_of(tuple("[]" if isinstance(part, int) else part for part in loc))
     general = general.replace(".[]", "[]")
     if kind in ("extra_forbidden", "invalid_key"):
-        return f"{path}: {_unknown(loc, general)}"
+        return f"{path}: {_unknown(loc, general, root)}"
     if kind == "missing":
-        return f"{path}: missing; {allowed_at(loc)}"
+        return f"{path}: missing; {_allowed_at(loc, root)}"
     if item["input"] in VALUES.get(general, ()):
         what = f"{item['input']!r} is not supported by this version"
-        return f"{path}: {what}; {allowed_at(loc)}"
-    return f"{path}: given {_given(item['input'], secret='.env[' in path)}; {allowed_at(loc)}"
+        return f"{path}: {what}; {_allowed_at(loc, root)}"
+    return (
+        f"{path}: given {_given(item['input'], secret='.env[' in path)}; {_allowed_at(loc, root)}"
+    )
 
 
-def _unknown(loc: _Loc, general: str) -> str:
+def _unknown(loc: _Loc, general: str, root: _Schema) -> str:
     if general in FIELDS:
         return "not supported by this version"
     above = loc[:-1]
-    return f"unknown field; {path_of(above)} has {', '.join(_schema_at(above)['properties'])}"
+    return f"unknown field; {path_of(above)} has {', '.join(_schema_at(above, root)['properties'])}"
 
 
 def _given(value: object, *, secret: bool) -> str:
@@ -85,9 +88,9 @@ def _given(value: object, *, secret: bool) -> str:
             return text if len(text) <= _MAX_GIVEN else f"{text[:_MAX_GIVEN]}..."
 
 
-def allowed_at(loc: _Loc) -> str:
+def _allowed_at(loc: _Loc, root: _Schema) -> str:
     """What may stand at `loc`, in words."""
-    schema = _schema_at(loc)
+    schema = _schema_at(loc, root)
     if "allowed" in schema:
         return f"expected {schema['allowed']}"
     if "enum" in schema or "const" in schema:
@@ -113,9 +116,8 @@ def _range(least: int, most: int) -> str:
     return f"{least} to {most}" if least else f"at most {most}"
 
 
-def _schema_at(loc: _Loc) -> _Schema:
+def _schema_at(loc: _Loc, root: _Schema) -> _Schema:
     """The JSON schema of the field at `loc`; of the field above where `loc` is a free key."""
-    root: _Schema = InferenceFleet.model_json_schema(by_alias=True)
     node = root
     for part in loc:
         if isinstance(part, int):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -114,10 +113,9 @@ def _stream(url: str, body: dict[str, Any]) -> Iterator[str]:
             event = _json(data)
             if "error" in event:
                 raise UserError(f"the answer broke off: {_message(event)}")
-            for choice in event.get("choices") or []:
-                piece = choice.get("delta", {}).get("content")
-                if piece:
-                    yield str(piece)
+            choices: list[dict[str, Any]] = event.get("choices") or []
+            pieces = (choice.get("delta", {}).get("content") for choice in choices)
+            yield from (str(piece) for piece in pieces if piece)
 
 
 def _read_line(answer: http.client.HTTPResponse, url: str) -> bytes:
@@ -177,6 +175,6 @@ def _json(data: bytes) -> dict[str, Any]:
     except ValueError:
         read = None
     if not isinstance(read, dict):
-        shown = sys.intern("") if not data else data[:80].decode("utf-8", "replace")
+        shown = data[:80].decode("utf-8", "replace")
         raise UserError(f"not the JSON of an OpenAI endpoint: {shown!r}")
     return cast("dict[str, Any]", read)

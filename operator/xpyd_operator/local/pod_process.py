@@ -15,7 +15,7 @@ from xpyd_operator.local.pods import Pod
 from xpyd_operator.local.processes import ProcessId, identify
 from xpyd_operator.plan import InstanceSeen
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("xpyd.up")
 _CANNOT_START = 127
 
 

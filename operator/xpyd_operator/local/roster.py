@@ -34,7 +34,7 @@ from xpyd_operator.plan import (
     keep,
 )
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("xpyd.up")
 WorkloadKey = tuple[str, str]
 
 

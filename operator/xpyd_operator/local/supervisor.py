@@ -126,7 +126,7 @@ class Supervisor:
         if replicas > before.replicas:
             check_room(self.roster.site.memory, pool, replicas - before.replicas, read_machine())
         self._pools[pool] = replace(before, replicas=replicas)
-        self.wake()
+        self._turn_now()
         return f"{self.fleet.name}-{pool}: {before.replicas} -> {replicas} replicas"
 
     def apply(self, fleet: InferenceFleet, folder: Path) -> list[str]:
@@ -150,7 +150,7 @@ class Supervisor:
         self.fleet, self._want = fleet, want
         self.roster.site = replace(self.roster.site, memory=memory)
         self._drain_timeout_s = float(fleet.spec.drain.timeout_seconds)
-        self.wake()
+        self._turn_now()
         return lines or ["nothing changed"]
 
     def _plan_memory(self, fleet: InferenceFleet, want: FleetWant, model: str) -> MemoryPlan:
@@ -179,6 +179,11 @@ class Supervisor:
 
     def _is_over(self) -> bool:
         return self.is_stopping and not self.roster.seen()
+
+    def _turn_now(self) -> None:
+        """Before the answer goes out: the next `status` must not say Ready from before."""
+        self._turn(time.monotonic())
+        self.wake()
 
     def _turn(self, now: float) -> float:
         """Observe, decide, apply; seconds until the next turn."""

@@ -126,7 +126,7 @@ def show_logs(
 
 
 def _merged(wanted: Sequence[tuple[str, Path]], start: datetime | None) -> list[tuple[str, str]]:
-    """(pod, line) of all files in the order of their times; lines without one stay behind theirs."""
+    """(pod, line) of all files by time; a line without one stays behind the one before it."""
     rows: list[tuple[datetime, str, str]] = []
     for name, log in wanted:
         time_ = _EPOCH

@@ -41,6 +41,7 @@ from xpyd_operator.local.wait import FleetFailed, wait_settled
 
 _log = logging.getLogger("xpyd.up")
 _STREAM_EVERY_S = 0.1
+_DRAIN_FAILED_S = 5.0
 DAEMON = (sys.executable, "-P", "-m", "xpyd_operator.local.daemon")
 
 
@@ -220,10 +221,7 @@ def _run_detached(options: UpOptions, state: FleetState, daemon: tuple[str, ...]
             state, timeout_s=options.timeout_s, has_ended=lambda: child.poll() is not None
         )
     except (FleetFailed, KeyboardInterrupt):
-        # Half a fleet is of no use: its supervisor kills it and ends.
-        child.terminate()
-        child.terminate()
-        child.wait()
+        _end(child)  # half a fleet is of no use
         raise
     child.returncode = 0  # it outlives us on purpose: Popen must not warn
     sys.stdout.write(
@@ -233,6 +231,16 @@ def _run_detached(options: UpOptions, state: FleetState, daemon: tuple[str, ...]
         f"  xpyd down {view.fleet}\n"
     )
     return 0
+
+
+def _end(supervisor: subprocess.Popen[bytes]) -> None:
+    """Drain its fleet, and kill it where that takes long."""
+    supervisor.terminate()
+    try:
+        supervisor.wait(_DRAIN_FAILED_S)
+    except subprocess.TimeoutExpired:
+        supervisor.terminate()
+        supervisor.wait()
 
 
 def _apply_to_running(options: UpOptions, state: FleetState) -> int:

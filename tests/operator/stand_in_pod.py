@@ -1,0 +1,99 @@
+"""A pod for tests of the local shell: answers what the supervisor asks, and dies as it is told.
+
+    stand_in_pod.py ROLE FLAGS...     ROLE is `router` or an engine's
+
+An engine beats to the router's discovery address by HTTP; the router's /instances shows who beat in
+the last second. Flags that matter: --crash-while=FILE exits 3 at the start while FILE exists,
+--drain=SECONDS is how long SIGTERM takes, --deaf ignores SIGTERM. The environment is printed.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from datetime import UTC, datetime
+
+role = sys.argv[1]
+
+
+def flag(name: str) -> str | None:
+    values = [arg.partition("=")[2] for arg in sys.argv if arg.split("=")[0] == f"--{name}"]
+    return values[-1] if values else None
+
+
+def log(text: str) -> None:
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    sys.stdout.write(f"{now} INFO    stand-in: {text}\n")
+    sys.stdout.flush()
+
+
+def serve(host: str, port: int, answer) -> None:
+    listener = socket.create_server((host, port))
+    while True:
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(2)
+            try:
+                path = connection.recv(65536).split(b" ")[1].decode()
+                body = answer(path)
+                head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n"
+                connection.sendall(head.encode() + body)
+            except (OSError, IndexError):
+                pass
+
+
+def as_router() -> None:
+    beats: dict[str, float] = {}
+
+    def on_beat(path: str) -> bytes:
+        beats[path.removeprefix("/beat/")] = time.monotonic()
+        return b"ok"
+
+    def on_http(path: str) -> bytes:
+        fresh = [a for a, at in beats.items() if time.monotonic() - at < 1]
+        if path == "/instances":
+            rows = [{"http_address": a, "state": "Ready"} for a in fresh]
+            return json.dumps({"instances": rows}).encode()
+        return b"{}"
+
+    discovery = (flag("discovery-host"), int(flag("discovery-port")))
+    threading.Thread(target=serve, args=(*discovery, on_beat), daemon=True).start()
+    serve(flag("host"), int(flag("port")), on_http)
+
+
+def beat_for_ever(me: str) -> None:
+    host, port = os.environ["XPYD_DISCOVERY"].split(":")
+    while True:
+        try:
+            with socket.create_connection((host, int(port)), timeout=1) as router:
+                router.sendall(f"GET /beat/{me} HTTP/1.1\r\n\r\n".encode())
+                router.recv(100)
+        except OSError:
+            pass
+        time.sleep(0.1)
+
+
+def as_engine() -> None:
+    host, port = os.environ["XPYD_POD_IP"], int(os.environ["XPYD_HTTP_PORT"])
+    threading.Thread(target=beat_for_ever, args=(f"{host}:{port}",), daemon=True).start()
+    serve(host, port, lambda path: b"{}")
+
+
+def on_term(*_) -> None:
+    log("drains")
+    threading.Timer(float(flag("drain") or 0), lambda: os._exit(0)).start()
+
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN if "--deaf" in sys.argv else on_term)
+crash = flag("crash-while")
+environ = {name: value for name, value in os.environ.items() if name.startswith(("XPYD", "OMP"))}
+log(json.dumps({"argv": sys.argv[1:], "environ": environ}))
+if crash and os.path.exists(crash) and role != "router":
+    log("told to crash")
+    sys.exit(3)
+threading.Thread(target=as_router if role == "router" else as_engine, daemon=True).start()
+while True:
+    signal.pause()

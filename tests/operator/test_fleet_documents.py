@@ -1,0 +1,180 @@
+"""The InferenceFleet document: what is taken, and the words with which the rest is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xpyd_core.errors import UserError
+from xpyd_operator.api import InferenceFleet, load_fleet, parse_fleet
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+GPUS = {"resources": {"gpus": 0}}
+BASE: dict[str, Any] = {
+    "apiVersion": "xpyd.dev/v1alpha1",
+    "kind": "InferenceFleet",
+    "metadata": {"name": "chat"},
+    "spec": {
+        "model": {"uri": "hf://org/name"},
+        "pools": [
+            {"name": "prefill", "role": "Prefill", **GPUS},
+            {"name": "decode", "role": "Decode", "replicas": 3, **GPUS},
+        ],
+    },
+}
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """BASE with `value` at a dotted path; a number is a list index."""
+    document = copy.deepcopy(BASE)
+    *above, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+    node: Any = document
+    for part in above:
+        node = node[part] if isinstance(part, int) else node.setdefault(part, {})
+    node[last] = value
+    return document
+
+
+def parse(document: Any) -> InferenceFleet:
+    return parse_fleet(yaml.safe_dump(document).encode(), source="f.yaml")
+
+
+def complaints(document: Any) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        parse(document)
+    head, *lines = str(caught.value).split("\n  ")
+    assert head == f"f.yaml: {len(lines)} mistake{'s' if len(lines) > 1 else ''}"
+    return lines
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*/*.yaml")), ids=lambda path: path.name)
+def test_every_example_is_a_good_document(file):
+    assert load_fleet(file).spec.pools
+
+
+def test_defaults_are_those_of_the_api():
+    spec = parse(BASE).spec
+    kv = spec.kv_transfer
+    assert (kv.mode, kv.transport, kv.port, kv.on_failure) == (
+        "PutAsync",
+        "Auto",
+        21001,
+        "Recompute",
+    )
+    assert (kv.buffer_size, kv.host_pool_size) == ("10%", "4Gi")
+    assert (kv.lease_seconds, kv.wait_seconds) == (30, 10)
+    assert (spec.heartbeat.interval_milliseconds, spec.heartbeat.missed_beats) == (3000, 3)
+    assert (spec.drain.timeout_seconds, spec.router.policy) == (300, "RoundRobin")
+    assert [pool.replicas for pool in spec.pools] == [None, 3]
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("spec.model.uri", "file://../demo-model"),
+        ("spec.model.servedNames", ["a", "b"]),
+        ("spec.engine.args", ["--max-model-len=1024"]),
+        ("spec.engine.env", [{"name": "A", "value": "b=c"}, {"name": "B"}]),
+        ("spec.pools.0.replicas", 0),
+        ("spec.pools", [{"name": "all", "role": "Aggregated", **GPUS}]),
+        ("spec.kvTransfer.transport", "TCP"),
+        ("spec.kvTransfer.onFailure", "Fail"),
+        ("spec.kvTransfer.bufferSize", 0),
+        ("spec.kvTransfer.bufferSize", "5%"),
+        ("metadata.labels", {"app.kubernetes.io/part-of": "chat"}),
+        ("metadata.namespace", "serving"),
+    ],
+)
+def test_good_values_are_taken(path, value):
+    parse(changed(path, value))
+
+
+@pytest.mark.parametrize(
+    ("written", "size"),
+    [("8e9", "8e9"), ("8.0e+9", "8000000000"), ("1073741824", "1073741824"), ("4Gi", "4Gi"),
+     ("'10'", "10"), ("1.5G", "1.5G")],
+)  # fmt: skip
+def test_sizes_are_taken_in_every_spelling_that_yaml_reads_differently(written, size):
+    text = yaml.safe_dump(BASE) + f"  kvTransfer: {{hostPoolSize: {written}}}\n"
+    assert parse_fleet(text.encode(), source="f").spec.kv_transfer.host_pool_size == size
+
+
+BAD = yaml.safe_load((Path(__file__).parent / "testdata" / "bad_fleets.yaml").read_text())
+
+
+@pytest.mark.parametrize("case", BAD, ids=lambda case: f"{case['path']}={case['value']!r:.30}")
+def test_a_mistake_is_named_with_its_path_and_what_is_allowed(case):
+    assert complaints(changed(case["path"], case["value"])) == [case["complaint"]]
+
+
+def test_all_mistakes_are_reported_at_once():
+    document = changed("spec.pools.0.role", "Decode")
+    document["metadata"]["name"] = "A"
+    document["spec"]["model"]["uri"] = "x"
+    document["spec"]["router"] = {"policy": "Random", "color": "red"}
+    document["spec"]["pools"][1]["scaling"] = {}
+    assert [line.split(": ")[0] for line in complaints(document)] == [
+        "metadata.name",
+        "spec.model.uri",
+        "spec.pools[1].scaling",
+        "spec.pools",
+        "spec.router.policy",
+        "spec.router.color",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"", "f: no document; one file holds one InferenceFleet"),
+        (b"a: 1\n---\nb: 2", "f: 2 documents; one file holds one InferenceFleet"),
+        (b"[1]", "f: expected a map with apiVersion, kind, metadata and spec"),
+        (b"kind: Pod", "f: kind: given 'Pod'; supported values: InferenceFleet"),
+        (b"apiVersion: v1", "f: apiVersion: given 'v1'; supported values: xpyd.dev/v1alpha1"),
+        (b"a: {b: 1, b: 2}", "f, line 1, column 11: key 'b' is there twice"),
+        (b"a: &x {c: 1}\nb: {<<: *x}", "f, line 2, column 5: merge keys (<<) are not supported"),
+        (b"a: *b", "f, line 1, column 4: found undefined alias 'b'"),
+        (b"\xff\xfe", "f: not UTF-8 text (byte 0)"),
+        (b"[" * 5000, "f: nested too deeply"),
+        (b"a: 2020-99-99", "f: month must be in 1..12"),
+        (b"a: \x01", "f: unacceptable character #x0001: special characters are not allowed"),
+        (b"x" * (1 << 21), "f: more than 1048576 bytes"),
+    ],
+)
+def test_a_file_that_is_no_document_is_refused_with_the_place(content, complaint):
+    with pytest.raises(UserError) as caught:
+        parse_fleet(content, source="f")
+    assert str(caught.value).startswith(complaint)
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(UserError, match=r"nowhere\.yaml: No such file"):
+        load_fleet(Path("nowhere.yaml"))
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=5,
+)
+PATHS = [
+    "apiVersion", "kind", "metadata", "metadata.name", "spec", "spec.model", "spec.model.uri",
+    "spec.model.servedNames", "spec.engine", "spec.engine.args", "spec.engine.env", "spec.pools",
+    "spec.pools.0", "spec.pools.0.role", "spec.pools.0.resources", "spec.kvTransfer",
+    "spec.kvTransfer.bufferSize", "spec.router", "spec.heartbeat", "spec.drain", "spec.x",
+]  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(path=st.sampled_from(PATHS), value=VALUES)
+def test_any_junk_in_any_field_gives_a_user_error_or_a_fleet(path, value):
+    text = yaml.safe_dump(changed(path, value), allow_unicode=True)
+    with contextlib.suppress(UserError):
+        parse_fleet(text.encode("utf-8", "surrogatepass"), source="f")
