@@ -231,6 +231,16 @@ def strip_token_ids(event: bytes) -> bytes | None:
     return encode_event(chunk)
 
 
+def is_server_error(event: bytes) -> bool:
+    """Whether `event` says that the engine failed; another engine may succeed."""
+    if not event.startswith(b'data: {"error"'):
+        return False
+    try:
+        return orjson.loads(event_data(event))["error"].get("type") == "server_error"
+    except (orjson.JSONDecodeError, AttributeError):
+        return False
+
+
 def error_event(body: bytes) -> bytes:
     """The last event of a stream that fails after it began; `body` is an OpenAI error object."""
     return b"data: " + body.replace(b"\n", b" ") + b"\n\n"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any, cast
 
 import orjson
 
@@ -105,13 +106,21 @@ class Attempt:
         return scrub(self.scrubbed(body), addresses, b"engine")
 
     def _refuse(self, answer: Answer) -> None:
+        error = _error_in(answer.body)
         if not 400 <= answer.status < 500:
-            raise CallFailed("draining" if answer.status == 503 else "status")
+            is_transfer = error is not None and error.get("code") == "kv_transfer_failed"
+            raise CallFailed("draining" if answer.status == 503 and not is_transfer else "status")
         body = self.scrubbed_error(answer.body)
-        try:
-            is_error = "error" in orjson.loads(body)
-        except (orjson.JSONDecodeError, TypeError):
-            is_error = False
-        if not is_error:
+        if error is None:
             body = ApiError(answer.status, "the engine refused the request").body()
         raise EngineRefused(answer._replace(body=body, content_type="application/json"))
+
+
+def _error_in(body: bytes) -> dict[str, Any] | None:
+    """The error object of an OpenAI error answer."""
+    try:
+        document = orjson.loads(body)
+        error = document["error"]
+    except (orjson.JSONDecodeError, TypeError, KeyError):
+        return None
+    return cast("dict[str, Any]", error) if isinstance(error, dict) else None

@@ -32,6 +32,7 @@ class Ask:
     model: str
     stream: bool
     include_usage: bool
+    wants_running_usage: bool
     wants_token_ids: bool
     max_tokens: int | None
     """The client's limit; None where it gave none."""
@@ -67,16 +68,17 @@ def _integer(fields: Mapping[str, Any], name: str, least: int | None = None) -> 
     return value
 
 
-def _stream_options(fields: Mapping[str, Any], stream: bool) -> bool:
-    """Whether the client wants usage in the stream."""
+def _stream_options(fields: Mapping[str, Any], stream: bool) -> tuple[bool, bool]:
+    """Whether the client wants usage at the stream's end, and in every chunk."""
     options = fields.get("stream_options")
     if options is None:
-        return False
+        return False, False
     if not isinstance(options, dict):
         raise _bad("stream_options", "expected an object")
     if not stream:
         raise _bad("stream_options", "only allowed when stream is true")
-    return _boolean(cast("dict[str, Any]", options), "include_usage")
+    options = cast("dict[str, Any]", options)
+    return _boolean(options, "include_usage"), _boolean(options, "continuous_usage_stats")
 
 
 def _load(raw: bytes) -> dict[str, Any]:
@@ -92,7 +94,8 @@ def _load(raw: bytes) -> dict[str, Any]:
 def _shows_prompt(fields: Mapping[str, Any], endpoint: Endpoint) -> bool:
     """Whether the answer holds the prompt's text or logprobs, which only a prefill makes."""
     echo = endpoint == "completions" and _boolean(fields, "echo")
-    return echo or fields.get("prompt_logprobs") not in (None, False)
+    wanted = fields.get("prompt_logprobs")  # 0 is a wish too, and equals False
+    return echo or (wanted is not None and wanted is not False)
 
 
 def _limit(fields: Mapping[str, Any], endpoint: Endpoint) -> int | None:
@@ -112,7 +115,7 @@ def parse_ask(endpoint: Endpoint, raw: bytes) -> Ask:
     if fields.get("kv_transfer_params") is not None:
         raise _bad("kv_transfer_params", "set by the router, not by clients")
     stream = _boolean(fields, "stream")
-    include_usage = _stream_options(fields, stream)
+    include_usage, running_usage = _stream_options(fields, stream)
     _integer(fields, "n", 1)
     shows_prompt = _shows_prompt(fields, endpoint)
     limit = _limit(fields, endpoint)
@@ -136,6 +139,7 @@ def parse_ask(endpoint: Endpoint, raw: bytes) -> Ask:
         model=model,
         stream=stream,
         include_usage=include_usage,
+        wants_running_usage=running_usage,
         wants_token_ids=_boolean(fields, "return_token_ids"),
         max_tokens=limit,
         seed=_integer(fields, "seed"),

@@ -41,18 +41,20 @@ class Picker:
         self._served_s: dict[str, float] = {}
 
     async def pick(
-        self, want: Want, deadline_s: float, gave_up: Callable[[], ApiError]
+        self, want: Want, deadline_s: float, give_up: Callable[[], ApiError] | None
     ) -> Pair | Alone:
         """A choice, at latest at `deadline_s`. Raises ApiError: 404 for an unknown model, 503 where
-        nobody is ready, `gave_up()` where only those that failed are left.
+        nobody is ready, `give_up()` where only those that failed are left. Without it they are
+        waited for as well: they refused, because they are being replaced.
         """
         while True:
             snapshot = self._fleet.snapshot
             if choice := self._policy.pick(snapshot, want):
                 self._remember(want.model)
                 return choice
-            if want.exclude and self._policy.pick(snapshot, replace(want, exclude=frozenset())):
-                raise gave_up()
+            everyone = replace(want, exclude=frozenset())
+            if want.exclude and give_up and self._policy.pick(snapshot, everyone):
+                raise give_up()
             now_s = self._clock()
             served_s = self._served_s.get(want.model, -math.inf)
             left_s = min(served_s + self._config.pair_wait_s, deadline_s) - now_s
@@ -60,7 +62,7 @@ class Picker:
                 raise self._unavailable(want.model)
             await self._wait(left_s)
             # Whoever is back has come back with a beat: it may be tried again.
-            want = replace(want, exclude=frozenset())
+            want = everyone
 
     async def _wait(self, timeout_s: float) -> None:
         self._waiting += 1

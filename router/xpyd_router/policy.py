@@ -121,7 +121,7 @@ class RoundRobin:
             if choice := self._pick_one(single, want, want.alone):
                 return choice
         if groups := _eligible(found, want):
-            turn = self._next_turn(("pair", *(group.compatibility for group in groups)))
+            turn = self._next_turn("pair", want, [group.compatibility for group in groups])
             return _pick_pair(groups, turn)
         if want.continue_at is not None:
             return None
@@ -132,9 +132,12 @@ class RoundRobin:
         if not left:
             return None
         keys = sorted({instance.beat.compatibility for instance in left})
-        return Alone(left[self._next_turn((kind, *keys)) % len(left)])
+        return Alone(left[self._next_turn(kind, want, keys) % len(left)])
 
-    def _next_turn(self, key: tuple[str, ...]) -> int:
+    def _next_turn(self, kind: str, want: Want, keys: Sequence[str]) -> int:
+        # Second tries have their own turns: in the common ones they would shift them so that with
+        # two instances every first try met the same, failing one.
+        key = (kind, "again" if want.exclude else "first", *keys)
         turn = self._turns.pop(key, 0)
         self._turns[key] = turn + 1  # the order of the dict is the order of use
         if len(self._turns) > _MAX_TURNS:

@@ -19,11 +19,6 @@ class EventSplitter:
         self._max_event_bytes = max_event_bytes
         self._rest = b""
 
-    @property
-    def has_rest(self) -> bool:
-        """Whether the stream, if it ended now, would end inside an event."""
-        return bool(self._rest.strip())
-
     def push(self, data: bytes) -> list[bytes]:
         """The events that `data` completes, each ending in one blank line (`\\n\\n`).
 

@@ -27,7 +27,7 @@ class Trace:
     """From the request to the first byte of the answer."""
     sent_bytes: int = 0
     status: int = 0
-    events: list[str] = field(default_factory=list[str])
+    failures: list[str] = field(default_factory=list[str])
     """Why tries failed, in order: `prefill:reset`."""
 
     def extra(self, now_s: float) -> dict[str, object]:
@@ -44,6 +44,6 @@ class Trace:
             fields["prefill_seconds"] = round(self.prefill_s, 4)
         if self.first_s is not None:
             fields["first_byte_seconds"] = round(self.first_s, 4)
-        if self.events:
-            fields["failures"] = ",".join(self.events)
+        if self.failures:
+            fields["failures"] = ",".join(self.failures)
         return fields

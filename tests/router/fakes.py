@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,7 +39,7 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait until `condition` holds; the test's deadline bounds it."""
-    while not condition():
+    while not condition():  # noqa: ASYNC110 - what is waited for has no event
         await asyncio.sleep(0.005)
 
 
@@ -63,87 +63,151 @@ class Call:
 Script = Callable[["FakeEngine", Call, web.Request], Awaitable[web.StreamResponse]]
 
 
-async def serve_model(engine: FakeEngine, call: Call, request: web.Request) -> web.StreamResponse:
-    """The contract: token t of choice c is `t<c>.<position> `, its id 100 * c + position."""
-    body, params = call.body, call.body.get("kv_transfer_params") or {}
-    is_chat = call.path.endswith("chat/completions")
-    choices = int(body.get("n") or 1)
-    if (
-        isinstance(body.get("prompt"), list)
-        and body["prompt"]
-        and isinstance(body["prompt"][0], str)
-    ):
-        choices *= len(body["prompt"])
-    limit = body.get("max_completion_tokens") or body.get("max_tokens") or 16
-    before = [list(ids) for ids in params.get("continue_from") or [[]] * choices]
-    emit_from = params.get("emit_from") or [0] * choices
-    is_decode = "emit_from" in params
-    if not is_decode:
-        emit_from = [len(ids) for ids in before]
-    stops = engine.stop_at or {}
+class Generated:
+    """What the contract's engine says to one call.
 
-    def ids_of(choice: int) -> list[int]:
-        ids = list(before[choice])
-        while len(ids) < limit and not (ids and stops.get(choice) == len(ids)):
+    Token t of choice c is the text `t<c>.<t> `, its id 100 * c + t.
+    """
+
+    def __init__(self, engine: FakeEngine, call: Call) -> None:
+        self.body = body = call.body
+        self.params = params = body.get("kv_transfer_params") or {}
+        self.is_chat = call.path.endswith("chat/completions")
+        prompts = body.get("prompt")
+        several = isinstance(prompts, list) and prompts and isinstance(prompts[0], str)
+        self.choices = int(body.get("n") or 1) * (len(prompts) if several else 1)
+        self.limit = body.get("max_completion_tokens") or body.get("max_tokens") or 16
+        self.before = [list(ids) for ids in params.get("continue_from") or [[]] * self.choices]
+        self.is_decode = "emit_from" in params
+        self.emit_from = params.get("emit_from") or [len(ids) for ids in self.before]
+        self.stop_at = engine.stop_at or {}
+        generated = sum(len(self.ids(choice)) for choice in range(self.choices))
+        self.usage = {
+            "prompt_tokens": 5,
+            "completion_tokens": generated,
+            "total_tokens": 5 + generated,
+        }
+        self.document = {
+            "id": params.get("response_id") or f"cmpl-{call.request_id}",
+            "object": "x",
+            "created": params.get("created") or 1234,
+            "model": body["model"],
+        }
+
+    def ids(self, choice: int) -> list[int]:
+        ids = list(self.before[choice])
+        while len(ids) < self.limit and not (ids and self.stop_at.get(choice) == len(ids)):
             ids.append(100 * choice + len(ids))
         return ids
 
-    def finish_of(choice: int) -> str:
-        return "stop" if stops.get(choice) == len(ids_of(choice)) else "length"
+    def finish(self, choice: int) -> str:
+        return "stop" if self.stop_at.get(choice) == len(self.ids(choice)) else "length"
 
-    response_id = params.get("response_id") or f"cmpl-{call.request_id}"
-    created = params.get("created") or 1234
-    with_ids = bool(body.get("return_token_ids"))
-    usage = {"prompt_tokens": 5, "completion_tokens": sum(len(ids_of(c)) for c in range(choices))}
-    usage["total_tokens"] = 5 + usage["completion_tokens"]
-
-    def piece(choice: int, ids: list[int], delta: bool, finish: str | None) -> dict[str, Any]:
+    def piece(self, choice: int, ids: list[int], *, delta: bool) -> dict[str, Any]:
         text = "".join(f"t{i // 100}.{i % 100} " for i in ids)
-        out: dict[str, Any] = {"index": choice, "finish_reason": finish, "logprobs": None}
-        if body.get("logprobs"):
+        out: dict[str, Any] = {"index": choice, "finish_reason": None, "logprobs": None}
+        if self.body.get("logprobs"):
             out["logprobs"] = {"tokens": [str(i) for i in ids]}
-        if is_chat:
-            out["delta" if delta else "message"] = {"role": "assistant", "content": text}
-            if delta:
-                del out["delta"]["role"]
-        else:
+        if not self.is_chat:
             out["text"] = text
-        if with_ids or (delta and is_decode):
+        elif delta:
+            out["delta"] = {"content": text}
+        else:
+            out["message"] = {"role": "assistant", "content": text}
+        if self.body.get("return_token_ids") or (delta and self.is_decode):
             out["token_ids"] = ids
         return out
 
-    document = {"id": response_id, "object": "x", "created": created, "model": body["model"]}
-    if not body.get("stream"):
-        document["choices"] = [
-            piece(c, ids_of(c)[emit_from[c] :], False, finish_of(c)) for c in range(choices)
-        ]
-        document["usage"] = usage
-        if not is_decode and params:
-            document["kv_transfer_params"] = {
+    def whole(self) -> dict[str, Any]:
+        pieces: list[dict[str, Any]] = []
+        for choice in range(self.choices):
+            ids = self.ids(choice)[self.emit_from[choice] :]
+            piece = self.piece(choice, ids, delta=False)
+            pieces.append({**piece, "finish_reason": self.finish(choice)})
+        answer = {**self.document, "choices": pieces, "usage": self.usage}
+        if self.params and not self.is_decode:
+            answer["kv_transfer_params"] = {
                 "transfer": ["granted"],
                 "decode_incarnation": "d-inc",
                 "prompt_digest": ["ab" * 32],
             }
-        return web.json_response(document)
+        return answer
+
+    def chunks(self) -> Iterator[dict[str, Any]]:
+        for position in range(self.limit):
+            for choice in range(self.choices):
+                ids = self.ids(choice)
+                if self.emit_from[choice] <= position < len(ids):
+                    piece = self.piece(choice, [ids[position]], delta=True)
+                    yield {**self.document, "choices": [piece]}
+        for choice in range(self.choices):
+            piece = self.piece(choice, [], delta=True)
+            piece |= {"finish_reason": self.finish(choice), "logprobs": None}
+            yield {**self.document, "choices": [piece]}
+        if (self.body.get("stream_options") or {}).get("include_usage"):
+            yield {**self.document, "choices": [], "usage": self.usage}
+
+
+def sse(payload: object) -> bytes:
+    return b"data: " + orjson.dumps(payload) + b"\n\n"
+
+
+async def start_stream(request: web.Request) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
+    return response
 
-    async def send(payload: object) -> None:
-        await response.write(b"data: " + orjson.dumps(payload) + b"\n\n")
 
-    for position in range(limit):
-        for choice in range(choices):
-            ids = ids_of(choice)
-            if emit_from[choice] <= position < len(ids):
-                chunk = piece(choice, ids[position : position + 1], True, None)
-                await send({**document, "choices": [chunk]})
-    for choice in range(choices):
-        await send({**document, "choices": [piece(choice, [], True, finish_of(choice))]})
-    if (body.get("stream_options") or {}).get("include_usage"):
-        await send({**document, "choices": [], "usage": usage})
+async def serve_model(engine: FakeEngine, call: Call, request: web.Request) -> web.StreamResponse:
+    """The contract's engine."""
+    generated = Generated(engine, call)
+    if not generated.body.get("stream"):
+        return web.json_response(generated.whole())
+    response = await start_stream(request)
+    for chunk in generated.chunks():
+        await response.write(sse(chunk))
     await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
     return response
+
+
+async def hang(engine: FakeEngine, call: Call, request: web.Request) -> web.StreamResponse:
+    """An engine that never answers."""
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def begin_and_hang(
+    engine: FakeEngine, call: Call, request: web.Request
+) -> web.StreamResponse:
+    """An engine that streams its first chunk and then nothing."""
+    response = await start_stream(request)
+    await response.write(sse(next(Generated(engine, call).chunks())))
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def begin_and_die(engine: FakeEngine, call: Call, request: web.Request) -> web.StreamResponse:
+    """An engine whose process dies in its stream."""
+    response = await start_stream(request)
+    await response.write(sse(next(Generated(engine, call).chunks())))
+    return await die(engine, call, request)
+
+
+async def die(engine: FakeEngine, call: Call, request: web.Request) -> web.StreamResponse:
+    """An engine whose process dies before it answers."""
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+def answer(status: int, body: Any, **headers: str) -> Script:
+    """An engine that answers just this."""
+
+    async def script(_: FakeEngine, __: Call, ___: web.Request) -> web.StreamResponse:
+        return web.json_response(body, status=status, headers=headers)
+
+    return script
 
 
 @dataclass
@@ -250,7 +314,9 @@ class Fleet:
     def metric(self, name: str, **labels: str) -> float:
         """One sample of the router's metrics; 0 where it is not there yet."""
         text = self.router.surface.metrics.render(()).decode()
-        want = "{" + ",".join(f'{k}="{v}"' for k, v in labels.items()) + "}" if labels else ""
+        want = (
+            "{" + ",".join(f'{k}="{v}"' for k, v in sorted(labels.items())) + "}" if labels else ""
+        )
         for line in text.splitlines():
             if line.startswith(f"{name}{want} "):
                 return float(line.rpartition(" ")[2])

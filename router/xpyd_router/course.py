@@ -1,0 +1,162 @@
+"""What one request keeps over its tries, and what each try says to P and D because of it. Pure.
+
+`flow` drives it. The rule behind it: nothing that the client has is sent again. Once P's first
+token is on the wire, a later try goes on behind the ids that were sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from xpyd_core.errors import ApiError, ProtocolError
+from xpyd_router.answers import (
+    Head,
+    PrefillAnswer,
+    content_chunks,
+    finish_chunks,
+    parse_prefill_answer,
+    role_chunks,
+)
+from xpyd_router.bodies import Ask
+from xpyd_router.policy import Pair
+from xpyd_router.registry import InstanceKey
+from xpyd_router.trace import Trace
+
+TokenIds = tuple[tuple[int, ...], ...]
+"""Ids per choice, in OpenAI's order: i*n+j for choice j of prompt i."""
+
+
+class Sent(NamedTuple):
+    """What the client has of a stream."""
+
+    token_ids: TokenIds
+    compatibility: str
+    """Only instances of this key give the ids the same meaning."""
+    usage: dict[str, Any]
+    """P's first usage: it counts the prompt."""
+
+
+class Prefilled(NamedTuple):
+    """P's answer and what it is to the client."""
+
+    answer: PrefillAnswer
+    token_ids: TokenIds
+    """All ids of each choice that D must know of."""
+    is_news: bool
+    """Whether the answer's tokens are the client's; else P only made the KV."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no choice is left for D."""
+        return self.is_news and self.answer.is_over
+
+
+@dataclass
+class Course:
+    """See the module. One owner: the task that serves the request."""
+
+    ask: Ask
+    trace: Trace
+    head: Head
+    public: str
+    """The hex part of the response id."""
+    seed: int
+    deadline_s: float
+    """Until the answer is whole or its stream has begun; on the router's clock."""
+    exclude: set[InstanceKey] = field(default_factory=set[InstanceKey])
+    failures: int = 0
+    refusals: int = 0
+    last_cause: str = ""
+    sent: Sent | None = None
+    has_emitted: bool = False
+    """Something is on the client's wire: errors are events from here on."""
+    has_decode_begun: bool = False
+    """Events of D (or of the instance alone) went out: it cannot be had again."""
+
+
+def _may_extend(ask: Ask, sent: Sent) -> bool:
+    """Whether P' may add a token to what was sent: one choice, and not the last one allowed.
+
+    At the client's last token P' cannot know whether to hold text back, so D' writes that one.
+    """
+    if len(sent.token_ids) != 1:
+        return False
+    return ask.max_tokens is None or len(sent.token_ids[0]) + 1 < ask.max_tokens
+
+
+def prefill_params(course: Course) -> dict[str, Any]:
+    """kv_transfer_params for a P that continues.
+
+    Without client_max_tokens P only makes the KV of the prompts; its token is thrown away.
+    """
+    ask, sent = course.ask, course.sent
+    params: dict[str, Any] = {"seed": course.seed}
+    if sent is None:
+        params["client_max_tokens"] = ask.max_tokens
+    elif _may_extend(ask, sent):
+        params["client_max_tokens"] = ask.max_tokens
+        params["continue_from"] = sent.token_ids
+    return params
+
+
+def take_prefill(course: Course, body: bytes) -> Prefilled:
+    """P's answer to `prefill_params`; ProtocolError for one that cannot be used."""
+    answer = parse_prefill_answer(course.ask, body)
+    sent = course.sent
+    before = sent.token_ids if sent else ((),) * len(answer.choices)
+    if len(before) != len(answer.choices):
+        raise ProtocolError("prefill answer: another number of choices than before")
+    if sent is not None and not _may_extend(course.ask, sent):
+        return Prefilled(answer, before, is_news=False)
+    ids = tuple(old + new.token_ids for old, new in zip(before, answer.choices, strict=True))
+    return Prefilled(answer, ids, is_news=True)
+
+
+def first_events(course: Course, prefilled: Prefilled, pair: Pair) -> bytes:
+    """What the client gets of P's answer, empty where that is nothing; from here on it is sent."""
+    if not prefilled.is_news:
+        return b""
+    ask, head, answer = course.ask, course.head, prefilled.answer
+    events: list[bytes] = []
+    usage = answer.usage
+    if course.sent is None:
+        events += role_chunks(ask, head, answer)
+    else:
+        usage = course.sent.usage
+    course.sent = Sent(prefilled.token_ids, pair.decode.beat.compatibility, usage)
+    events += content_chunks(ask, head, answer)
+    if prefilled.is_over:
+        generated = sum(len(ids) for ids in prefilled.token_ids)
+        events += finish_chunks(ask, head, answer, usage, generated)
+    return b"".join(events)
+
+
+def decode_params(course: Course, prefilled: Prefilled, *, is_stream: bool) -> dict[str, Any]:
+    """kv_transfer_params for a D that continues.
+
+    Streamed, it emits what follows the ids; else the whole answer, P's logprobs in front.
+    """
+    emit_from: Sequence[int] = [len(ids) if is_stream else 0 for ids in prefilled.token_ids]
+    params: dict[str, Any] = {
+        "seed": course.seed,
+        "continue_from": prefilled.token_ids,
+        "emit_from": emit_from,
+        "response_id": course.head.response_id,
+        "created": course.head.created,
+        **prefilled.answer.transfer,
+    }
+    if not is_stream:
+        params["first_logprobs"] = [choice.logprobs for choice in prefilled.answer.choices]
+    return params
+
+
+def gave_up(course: Course) -> ApiError:
+    """The last word of a request that failed wherever it was tried; names no instance."""
+    tries = f"after {course.trace.tries} tries"
+    if course.last_cause == "timeout":
+        return ApiError(504, f"the instances did not answer in time, {tries}", code="timeout")
+    if course.last_cause == "draining":
+        return ApiError(503, f"the instances take no requests, {tries}", retry_after_s=1)
+    return ApiError(502, f"the instances failed, {tries}", code="upstream_failed")

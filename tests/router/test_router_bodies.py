@@ -1,0 +1,156 @@
+"""Bodies: what the router refuses, what P gets, what D gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xpyd_core.errors import ApiError
+from xpyd_router.bodies import parse_ask, prefill_body, splice
+
+
+def ask(endpoint: Any = "completions", **fields: Any) -> Any:
+    return parse_ask(endpoint, orjson.dumps({"model": "m", "prompt": "x", **fields}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"model": None}, "model"),
+        ({"model": 3}, "model"),
+        ({"model": ""}, "model"),
+        ({"model": "m" * 600}, "model"),
+        ({"stream": "yes"}, "stream"),
+        ({"n": 0}, "n"),
+        ({"n": True}, "n"),
+        ({"n": 1.5}, "n"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": "4"}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"max_tokens": 4, "min_tokens": 5}, "min_tokens"),
+        ({"min_tokens": 17}, "min_tokens"),
+        ({"seed": "x"}, "seed"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": 1}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "include_usage"),
+        ({"return_token_ids": 1}, "return_token_ids"),
+        ({"echo": 1}, "echo"),
+        ({"kv_transfer_params": {}}, "kv_transfer_params"),
+        ({"kv_transfer_params": {"seed": 1}}, "kv_transfer_params"),
+    ],
+)
+def test_a_wrong_field_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        ask(**fields)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"{", b"[1]", b'"x"', b"\xff", b'{"model": NaN}', b"[" * 5000, b"null"]
+)
+def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_ask("completions", raw)
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "fields", "alone"),
+    [
+        ("completions", {}, None),
+        ("completions", {"max_tokens": 2}, None),
+        ("completions", {"max_tokens": None}, None),
+        ("completions", {"max_tokens": 1}, "P"),
+        ("completions", {"max_tokens": 0, "echo": True}, "P"),
+        ("completions", {"max_tokens": 0, "prompt_logprobs": 1}, "P"),
+        ("completions", {"max_tokens": 1, "echo": True}, "P"),
+        ("completions", {"max_tokens": 9, "echo": True}, "D"),
+        ("completions", {"echo": True}, "D"),
+        ("completions", {"echo": False, "prompt_logprobs": None}, None),
+        ("chat/completions", {"prompt_logprobs": 0}, "D"),
+        ("chat/completions", {"max_tokens": 1}, "P"),
+        ("chat/completions", {"max_completion_tokens": 1, "max_tokens": 9}, "P"),
+        ("chat/completions", {"max_completion_tokens": 9, "max_tokens": 1}, None),
+        ("completions", {"max_completion_tokens": 1}, None),
+    ],
+)
+def test_where_a_request_runs_alone(endpoint: Any, fields: dict[str, Any], alone: Any) -> None:
+    assert ask(endpoint, **fields).alone == alone
+
+
+def test_p_of_an_old_engine_gets_one_token_and_nothing_else() -> None:
+    client = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 10, "n": 2}
+    body = orjson.loads(prefill_body(ask(**client, min_tokens=3, other=[1.5])))
+    assert body == {
+        "model": "m",
+        "prompt": "x",
+        "n": 2,
+        "other": [1.5],
+        "stream": False,
+        "max_tokens": 1,
+        "min_tokens": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("client", "continue_from", "want"),
+    [
+        ({}, None, {"max_tokens": 1}),
+        ({"min_tokens": 0, "max_tokens": 5}, None, {"max_tokens": 1, "min_tokens": 0}),
+        ({"min_tokens": None}, None, {"max_tokens": 1, "min_tokens": None}),
+        ({"min_tokens": 5}, [[7, 8]], {"max_tokens": 3, "min_tokens": 3}),
+        (
+            {"max_completion_tokens": 9},
+            None,
+            {"max_tokens": 1, "max_completion_tokens": 1},
+        ),
+    ],
+)
+def test_ps_limits_count_what_it_continues(
+    client: dict[str, Any], continue_from: Any, want: dict[str, Any]
+) -> None:
+    params = {"seed": 1, "client_max_tokens": None}
+    if continue_from:
+        params["continue_from"] = continue_from
+    body = orjson.loads(prefill_body(ask("chat/completions", **client), params))
+    assert body["kv_transfer_params"] == params
+    assert body["return_token_ids"] is True
+    assert {name: body.get(name) for name in want} == want
+    assert ("max_completion_tokens" in body) == ("max_completion_tokens" in client)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"model":"m"}',
+        b'{ "model" : "m" , "a": {"b": "}"} }\n\n  ',
+        b'{"model":"m","kv_transfer_params":null}',
+        b'{"kv_transfer_params":null,"model":"m"}',
+        '{"model":"mü","x":1e400,"y":"\\u0041","z":1.0}'.replace("1e400", "1e40").encode(),
+    ],
+)
+def test_a_splice_keeps_every_byte_and_is_what_a_parser_sees(raw: bytes) -> None:
+    params = {"seed": 3, "continue_from": [[1]]}
+    out = splice(raw, params)
+    end = raw.rindex(b"}")
+    assert out.startswith(raw[:end])
+    assert out.endswith(raw[end:])
+    assert orjson.loads(out) == {**orjson.loads(raw), "kv_transfer_params": params}
+
+
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.text(max_size=6), _json, min_size=1, max_size=5))
+def test_a_splice_into_any_object_adds_just_the_params(fields: dict[str, Any]) -> None:
+    out = orjson.loads(splice(orjson.dumps(fields), {"seed": 1}))
+    assert out == {**fields, "kv_transfer_params": {"seed": 1}}

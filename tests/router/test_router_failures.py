@@ -1,0 +1,348 @@
+"""Engines that fail: what is tried again, what D is told, what the client sees."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.router.fakes import (
+    Call,
+    FakeEngine,
+    Script,
+    answer,
+    begin_and_die,
+    begin_and_hang,
+    die,
+    fleet,
+    hang,
+    pair,
+    run,
+    serve_model,
+    text_of,
+    until,
+)
+from xpyd_core.keys import release_mac
+
+KEY = b"a-key-of-enough-bytes"
+ERROR = {"error": {"message": "boom at 127.0.0.1", "type": "server_error"}}
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    path = tmp_path / "key"
+    path.write_bytes(KEY + b"\n")
+    return path
+
+
+def once(first: Script) -> Script:
+    """`first` for the first call of all the engines that get it, then the contract."""
+    turns = iter([first])
+
+    async def script(engine: FakeEngine, call: Call, request: Any) -> Any:
+        return await next(turns, serve_model)(engine, call, request)
+
+    return script
+
+
+def addresses(engines: list[FakeEngine]) -> list[str]:
+    return [a for e in engines for a in (e.beat.http_address, e.beat.zmq_address)]
+
+
+@pytest.mark.parametrize("broken", [die, answer(500, ERROR), answer(200, {"choices": []})])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failing_p_is_replaced_under_a_new_uuid_and_d_is_told(
+    broken: Script, stream: bool, key_file: Path
+) -> None:
+    async def work() -> None:
+        async with fleet(kv_key_file=key_file) as fleet_:
+            bad, good = await fleet_.engine("P"), await fleet_.engine("P")
+            d = await fleet_.engine("D")
+            bad.script = broken
+            for _ in range(2):  # turns: one of the two meets the bad one
+                if stream:
+                    assert text_of(await fleet_.events()) == "t0.0 t0.1 t0.2 t0.3 "
+                else:
+                    await fleet_.json()
+            assert bad.served == 1
+            assert good.served == 2
+            uuids = [call.uuid for call in (*bad.calls, *good.calls)]
+            assert len(set(uuids)) == 3
+            assert [call.uuid for call in d.calls] == [call.uuid for call in good.calls]
+            await until(lambda: bool(d.releases))
+            lost = bad.calls[0].uuid
+            assert d.releases == [(lost, release_mac(KEY, lost))]
+            assert fleet_.metric("xpyd_router_retries_total") == 1
+
+    run(work())
+
+
+@pytest.mark.parametrize("broken", [die, answer(500, ERROR), answer(503, ERROR)])
+def test_a_whole_request_is_done_again_when_d_fails(broken: Script, key_file: Path) -> None:
+    async def work() -> None:
+        async with fleet(kv_key_file=key_file) as fleet_:
+            p, bad = await fleet_.engine("P"), await fleet_.engine("D")
+            good = await fleet_.engine("D")
+            bad.script = broken
+            for _ in range(2):
+                body = await fleet_.json()
+                assert body["choices"][0]["text"] == "t0.0 t0.1 t0.2 t0.3 "
+            assert (bad.served, good.served, p.served) == (1, 2, 3)
+            assert len({call.uuid for call in p.calls}) == 3
+            await until(lambda: bool(bad.releases))
+            assert bad.releases[0][0] == bad.calls[0].uuid
+
+    run(work())
+
+
+@pytest.mark.parametrize("broken", [die, answer(500, ERROR), answer(503, ERROR)])
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_with_ps_token_sent_the_next_p_goes_on_behind_it(broken: Script, path: str) -> None:
+    async def work() -> None:
+        async with fleet() as fleet_:
+            p = await fleet_.engine("P")
+            ds = [await fleet_.engine("D") for _ in range(2)]
+            ds[0].script = ds[1].script = once(broken)
+            events = await fleet_.events(path, max_tokens=6, logprobs=True)
+            assert text_of(events) == "t0.0 t0.1 t0.2 t0.3 t0.4 t0.5 "
+            assert events[-1] == "[DONE]"
+            again = p.calls[1].body
+            assert again["max_tokens"] == 2
+            assert again["kv_transfer_params"]["continue_from"] == [[0]]
+            assert again["kv_transfer_params"]["client_max_tokens"] == 6
+            calls = [*p.calls, *ds[0].calls, *ds[1].calls]
+            assert len(calls) == 4
+            assert len({call.body["kv_transfer_params"]["seed"] for call in calls}) == 1
+            assert len({e["id"] for e in events[:-1]}) == 1
+            roles = [e for e in events[:-1] if "role" in (e["choices"][0].get("delta") or {})]
+            assert len(roles) == (1 if path != "completions" else 0)
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    "body", [{"n": 2}, {"prompt": ["a", "b"]}, {"prompt": ["a", "b"], "n": 2}, {"max_tokens": 2}]
+)
+def test_several_choices_are_prefilled_again_without_a_limit(body: dict[str, Any]) -> None:
+    async def work() -> None:
+        async with fleet() as fleet_:
+            p = await fleet_.engine("P")
+            ds = [await fleet_.engine("D") for _ in range(2)]
+            ds[0].script = ds[1].script = once(die)
+            events = await fleet_.events(**body)
+            again = p.calls[1].body
+            assert set(again["kv_transfer_params"]) == {"seed"}
+            assert again["max_tokens"] == 1
+            params = [c.body["kv_transfer_params"] for d in ds for c in d.calls]
+            choices = len(params[0]["continue_from"])
+            assert all(p["continue_from"] == [[100 * c] for c in range(choices)] for p in params)
+            assert all(p["emit_from"] == [1] * choices for p in params)
+            limit = body.get("max_tokens", 4)
+            for c in range(choices):
+                assert text_of(events, c) == "".join(f"t{c}.{i} " for i in range(limit))
+            assert events[-1] == "[DONE]"
+
+    run(work())
+
+
+def test_d_dying_in_its_stream_is_an_error_event_and_no_done() -> None:
+    async def work() -> None:
+        async with pair() as (fleet_, _, d):
+            d.script = begin_and_die
+            events = await fleet_.events()
+            assert text_of(events[:-1]) == "t0.0 t0.1 "
+            assert events[-1]["error"]["type"] == "server_error"
+            assert d.served == 1
+
+    run(work())
+
+
+@pytest.mark.parametrize("status", [400, 404, 422, 429])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engines_4xx_is_the_clients_and_is_not_tried_again(status: int, stream: bool) -> None:
+    async def work() -> None:
+        async with pair() as (fleet_, p, d):
+            error = {"error": {"message": "too long", "type": "x", "param": "prompt", "code": "c"}}
+            p.script = answer(status, error, **{"Retry-After": "9"})
+            async with await fleet_.post(stream=stream) as response:
+                assert response.status == status
+                assert await response.json() == error
+                assert response.headers["Retry-After"] == "9"
+            assert (p.served, d.served) == (1, 0)
+            assert fleet_.metric("xpyd_router_retries_total") == 0
+
+    run(work())
+
+
+def test_an_error_of_d_behind_the_first_chunk_is_an_event() -> None:
+    async def work() -> None:
+        async with pair() as (fleet_, _, d):
+            d.script = answer(400, {"error": {"message": "no", "type": "invalid_request_error"}})
+            events = await fleet_.events()
+            assert events[-1]["error"]["message"] == "no"
+            assert "[DONE]" not in events
+
+    run(work())
+
+
+def test_a_failed_transfer_is_done_again_and_its_d_not_suspended() -> None:
+    async def work() -> None:
+        async with fleet() as fleet_:
+            await fleet_.engine("P")
+            d, _ = await fleet_.engine("D"), await fleet_.engine("D")
+            d.script = answer(503, {"error": {"message": "x", "code": "kv_transfer_failed"}})
+            await fleet_.json()
+            await fleet_.json()
+            assert all(not i.suspended for i in fleet_.router.surface.fleet.instances)
+
+    run(work())
+
+
+def test_when_all_fail_the_answer_names_no_instance() -> None:
+    async def work() -> None:
+        async with fleet() as fleet_:
+            for kind in "PPPPD":
+                await fleet_.engine(kind)
+            for engine in fleet_.engines[:4]:
+                engine.script = answer(500, ERROR)
+            async with await fleet_.post() as response:
+                assert response.status == 502
+                text = await response.text()
+            assert not any(a in text for a in addresses(fleet_.engines))
+            assert sum(e.served for e in fleet_.engines) == 3
+
+    run(work())
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+@pytest.mark.parametrize("body", [{}, {"max_tokens": 1}, {"echo": True}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_neither_ids_nor_addresses_of_engines_reach_the_client(
+    is_ours: bool, body: dict[str, Any], stream: bool
+) -> None:
+    async def work() -> None:
+        async with fleet() as fleet_:
+            for kind in "PD":
+                await fleet_.engine(kind, is_ours=is_ours)
+            async with await fleet_.post(stream=stream, **body) as response:
+                text = await response.text() + str(response.headers)
+            assert response.status == 200
+            assert not any(a in text for a in addresses(fleet_.engines))
+            calls = [call for engine in fleet_.engines for call in engine.calls]
+            assert calls
+            assert not any(call.uuid in text for call in calls)
+            assert response.headers["X-Request-Id"] in text
+
+    run(work())
+
+
+def test_an_engines_error_is_cleared_of_addresses() -> None:
+    async def work() -> None:
+        async with pair() as (fleet_, p, d):
+
+            async def script(engine: FakeEngine, call: Call, request: Any) -> Any:
+                said = f"{call.request_id} {p.beat.http_address} {d.beat.zmq_address}"
+                return await answer(400, {"error": {"message": said}})(engine, call, request)
+
+            p.script = script
+            async with await fleet_.post() as response:
+                text = await response.text()
+            assert not any(a in text for a in addresses([p, d]))
+            assert p.calls[0].uuid not in text
+
+    run(work())
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode", "stream"])
+def test_a_client_that_leaves_ends_the_engines_call_at_once(phase: str, key_file: Path) -> None:
+    async def work() -> None:
+        async with pair(kv_key_file=key_file) as (fleet_, p, d):
+            busy = p if phase == "prefill" else d
+            busy.script = begin_and_hang if phase == "stream" else hang
+
+            async def client() -> None:
+                async with await fleet_.post(stream=phase == "stream") as response:
+                    await response.read()
+
+            task = asyncio.create_task(client())
+            await until(lambda: busy.served == 1)
+            if phase == "stream":
+                await until(lambda: fleet_.metric("xpyd_router_in_flight") == 1)
+                await asyncio.sleep(0.05)
+            task.cancel()
+            await asyncio.wait([task])
+            await until(lambda: busy.calls[0].is_closed)
+            await until(lambda: fleet_.metric("xpyd_router_in_flight") == 0)
+            if phase == "stream":
+                assert d.releases == []
+            else:
+                await until(lambda: bool(d.releases))
+                assert d.releases[0][0] == busy.calls[0].uuid
+
+    run(work())
+
+
+def test_without_a_key_nothing_is_released() -> None:
+    async def work() -> None:
+        async with fleet() as fleet_:
+            bad, _ = await fleet_.engine("P"), await fleet_.engine("P")
+            d = await fleet_.engine("D")
+            bad.script = die
+            await fleet_.json()
+            await fleet_.json()
+            assert d.releases == []
+
+    run(work())
+
+
+def test_a_call_to_a_frozen_instance_ends_when_it_missed_its_beats() -> None:
+    async def work() -> None:
+        async with fleet() as fleet_:
+            frozen = await fleet_.engine("P", period_ms=100)
+            await fleet_.engine("P"), await fleet_.engine("D")
+            frozen.script = hang
+            for _ in range(2):
+                await fleet_.json()
+            assert fleet_.metric("xpyd_router_errors_total", phase="prefill", cause="lost") == 1
+            assert frozen.calls[0].is_closed
+
+    run(work())
+
+
+def test_a_slow_p_is_given_up_after_its_own_deadline() -> None:
+    async def work() -> None:
+        async with fleet(prefill_timeout_s=0.1) as fleet_:
+            slow, _ = await fleet_.engine("P"), await fleet_.engine("P")
+            await fleet_.engine("D")
+            slow.script = hang
+            for _ in range(2):
+                await fleet_.json()
+            await until(lambda: slow.calls[0].is_closed)
+
+    run(work())
+
+
+def test_a_request_that_nobody_answers_ends_with_504() -> None:
+    async def work() -> None:
+        async with pair(request_timeout_s=0.2) as (fleet_, p, _):
+            p.script = hang
+            async with await fleet_.post() as response:
+                assert response.status == 504
+
+    run(work())
+
+
+def test_requests_wait_for_the_only_p_to_come_back() -> None:
+    async def work() -> None:
+        async with pair(pair_wait_s=20.0) as (fleet_, p, _):
+            p.script = die
+            running = [asyncio.create_task(fleet_.json()) for _ in range(4)]
+            await until(lambda: fleet_.metric("xpyd_router_waiting") == 4)
+            p.script = serve_model
+            await fleet_.beat(p, incarnation="next")
+            for body in await asyncio.gather(*running):
+                assert body["choices"][0]["text"] == "t0.0 t0.1 t0.2 t0.3 "
+
+    run(work())

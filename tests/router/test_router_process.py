@@ -1,0 +1,173 @@
+"""`xpyd router` as a process: its flags, its ports, its drain; and the articles' numbers."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.router.fakes import Fleet, begin_and_hang, fleet, pair, run, text_of, until
+from xpyd_core.errors import UserError
+from xpyd_core.request_id import parse_pair_id
+from xpyd_router.command import command, read_config
+from xpyd_router.main import open_router
+
+
+def flags(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.configure(parser)
+    return parser.parse_args(argv)
+
+
+def test_the_ports_and_periods_are_the_articles() -> None:
+    config = read_config(flags())
+    assert (config.port, config.discovery_port) == (10001, 30001)
+    assert (config.heartbeat_interval_s, config.missed_beats) == (3.0, 3)
+
+
+def test_the_environment_gives_defaults_and_flags_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XPYD_POD_IP", "127.1.3.1")
+    monkeypatch.setenv("XPYD_KV_KEY_FILE", "/some/key")
+    config = read_config(flags("--host", "127.0.0.1", "--max-body-bytes", "1Mi"))
+    assert config.host == config.discovery_host == "127.0.0.1"
+    assert config.kv_key_file == Path("/some/key")
+    assert config.max_body_bytes == 1024 * 1024
+    assert read_config(flags()).host == "127.1.3.1"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--port", "70000"),
+        ("--missed-beats", "0"),
+        ("--heartbeat-interval-ms", "0"),
+        ("--request-timeout", "0"),
+        ("--drain-seconds", "-1"),
+        ("--max-body-bytes", "lots"),
+    ],
+)
+def test_a_wrong_flag_is_named(argv: tuple[str, str]) -> None:
+    with pytest.raises(UserError):
+        read_config(flags(*argv))
+
+
+@pytest.mark.parametrize("taken", ["port", "discovery_port"])
+def test_a_taken_port_is_an_error_that_names_it(taken: str) -> None:
+    async def work() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as busy:
+            ports: dict[str, Any] = {"port": 0, "discovery_port": 0, taken: busy.getsockname()[1]}
+            config = read_config(flags())
+            from dataclasses import replace
+
+            with pytest.raises(UserError, match=str(ports[taken])):
+                async with open_router(replace(config, **ports)):
+                    pass
+
+    run(work())
+
+
+def test_the_first_request_of_a_user_is_served_by_1p3d() -> None:
+    async def work() -> None:
+        async with fleet() as fleet_:
+            p = await fleet_.engine("P")
+            ds = [await fleet_.engine("D") for _ in range(3)]
+            await fleet_.json(prompt="San Francisco is a", max_tokens=10, temperature=0)
+            [d] = [d for d in ds if d.served]
+            assert p.calls[0].body["max_tokens"] == 1
+            assert d.calls[0].body["max_tokens"] == 10
+            found = parse_pair_id(p.calls[0].request_id)
+            assert found is not None
+            assert (found.prefill, found.decode) == (p.beat.kv, d.beat.kv)
+            assert parse_pair_id(f"cmpl-{p.calls[0].request_id}-0") == found
+
+    run(work())
+
+
+def test_a_draining_router_is_not_ready_still_serves_and_finishes_its_streams() -> None:
+    async def work() -> None:
+        async with pair(drain_s=0.3) as (fleet_, _, d):
+            gate = asyncio.Event()
+
+            async def gated(engine: Any, call: Any, request: Any) -> Any:
+                await gate.wait()
+                from tests.router.fakes import serve_model
+
+                return await serve_model(engine, call, request)
+
+            d.script = gated
+            running = asyncio.create_task(fleet_.events())
+            await until(lambda: d.served == 1)
+            fleet_.router.stop()
+            async with fleet_.http.get(f"{fleet_.base}/readiness") as response:
+                assert response.status == 503
+            late = asyncio.create_task(fleet_.json())
+            await until(lambda: d.served == 2)
+            await until(lambda: refuses(fleet_))
+            gate.set()
+            assert text_of(await running) == "t0.0 t0.1 t0.2 t0.3 "
+            assert (await late)["choices"][0]["finish_reason"] == "length"
+
+    run(work())
+
+
+def refuses(fleet_: Fleet) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", fleet_.router.http_port)) != 0
+
+
+@contextlib.asynccontextmanager
+async def process(*argv: str) -> AsyncGenerator[tuple[asyncio.subprocess.Process, str]]:
+    """A real `xpyd router` on free ports, and its URL once it says so."""
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", "import sys; from xpyd_core.cli import main; sys.exit(main())"),
+        *("router", "--port", "0", "--discovery-port", "0", "--log-format", "json", *argv),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert child.stderr is not None
+    try:
+        said = b""
+        while b"listens on " not in said:
+            said = await child.stderr.readline()
+            assert said, "the router ended before it listened"
+        yield child, said.split(b"listens on ")[1].split(b",")[0].decode()
+    finally:
+        if child.returncode is None:
+            child.kill()
+        await child.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_the_process_and_it_exits_0(number: signal.Signals) -> None:
+    async def work() -> None:
+        async with process("--drain-seconds", "0.2") as (child, url):
+            async with aiohttp.ClientSession() as http:
+                async with http.get(f"{url}/health") as response:
+                    assert response.status == 200
+                child.send_signal(number)
+                assert await child.wait() == 0
+
+    run(work())
+
+
+def test_a_second_signal_ends_a_router_that_still_streams() -> None:
+    async def work() -> None:
+        async with pair() as (fleet_, _, d):
+            d.script = begin_and_hang
+            running = asyncio.create_task(fleet_.events())
+            await until(lambda: d.served == 1)
+            fleet_.router.stop()
+            await until(lambda: refuses(fleet_))
+            fleet_.router.stop()
+            running.cancel()
+            await asyncio.wait([running])
+
+    run(work())
