@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import threading
+from typing import TYPE_CHECKING
 
 import uvloop
 
@@ -24,7 +25,6 @@ from xpyd_core.sizes import format_bytes
 from xpyd_kv.connector.build import MakeStore
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.kv_setup import LETTER
-from xpyd_worker.loading import Loaded, load
 from xpyd_worker.server.api import Api, create_app
 from xpyd_worker.server.asgi import listen, make_server
 from xpyd_worker.server.bridge import EngineBridge
@@ -33,8 +33,13 @@ from xpyd_worker.server.lifecycle import Lifecycle
 from xpyd_worker.server.metrics import ServerMetrics
 from xpyd_worker.server.service import Place, Service
 
+if TYPE_CHECKING:
+    from xpyd_worker.loading import Loaded
+
 _log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# A terminal or a wrapper like timeout(1) may deliver one signal twice.
+_ONE_SIGNAL_S = 0.5
 _POLL_S = 0.1
 _ENGINE_STOP_S = 10.0
 _KV_CLOSE_S = 2.0
@@ -64,6 +69,7 @@ class _Worker:
         self._lifecycle = Lifecycle()
         self._api = Api(self._lifecycle, self._metrics)
         self._signals = 0
+        self._last_signal_s = 0.0
         self._signalled = asyncio.Event()
 
     async def serve(self) -> int:
@@ -84,7 +90,11 @@ class _Worker:
             await serving
 
     def _on_signal(self, number: int) -> None:
+        now = asyncio.get_running_loop().time()
+        if self._signals and now < self._last_signal_s + _ONE_SIGNAL_S:
+            return
         self._signals += 1
+        self._last_signal_s = now
         _log.info("got %s", signal.Signals(number).name)
         self._signalled.set()
 
@@ -104,6 +114,9 @@ class _Worker:
 
         def work() -> None:
             try:
+                # Importing torch takes seconds, in which HTTP already answers.
+                from xpyd_worker.loading import load
+
                 loaded = load(
                     self._config,
                     deliver=self._bridge.deliver,

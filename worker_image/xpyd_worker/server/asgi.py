@@ -60,6 +60,7 @@ def make_server(app: object) -> Server:
         lifespan="off",
         access_log=False,
         log_config=None,
+        log_level="warning",
         backlog=_BACKLOG,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=5,
