@@ -1,8 +1,9 @@
 """The text the demo model learns from: documentation that every Python brings along.
 
-Where it sits: `train.py` asks for documents (plain text) and dialogues (question, answer) and turns
-both into tokens. Source files of the standard library are parsed, never imported, so nothing runs
-and optional modules need not work. Everything is sorted: one Python version gives one corpus.
+Where it sits: `train.py` reads the corpus, documents (plain text) and dialogues (question, answer),
+and turns both into tokens. Source files of the standard library are parsed, never imported, so
+nothing runs and optional modules need not work. Everything is sorted: one Python version gives one
+corpus.
 
 It must not know tokens, tensors or the model.
 """
@@ -46,6 +47,23 @@ class Dialogue(NamedTuple):
     answer: str
 
 
+class Corpus(NamedTuple):
+    """All that the model reads."""
+
+    documents: list[str]
+    """One per documented thing and one per topic of `help()`."""
+    dialogues: list[Dialogue]
+    """Small talk first, then questions about names, sorted."""
+
+    def texts(self) -> list[str]:
+        """Everything, role tokens aside: what the tokenizer learns from."""
+        return [*self.documents, *(f"{each.question}\n{each.answer}" for each in self.dialogues)]
+
+    def words(self) -> set[str]:
+        """Every word there is: what counts as readable in generated text."""
+        return {word for text in self.texts() for word in words_of(text)}
+
+
 def standard_library() -> Iterator[Documented]:
     """Every documented public module, class and function of the library, file by file."""
     root = Path(sysconfig.get_path("stdlib"))
@@ -61,31 +79,25 @@ def standard_library() -> Iterator[Documented]:
                 yield item
 
 
-def documents() -> list[str]:
-    """The plain texts, one per documented thing and one per topic of `help()`."""
-    return [
-        *(f"{sentence}\n" for sentence in SENTENCES),
-        *(
-            f"{each.signature or f'Module {each.name}'}\n\n{each.doc}\n"
-            for each in standard_library()
-        ),
-        *(f"{prose(topics[name])}\n" for name in sorted(topics)),
-    ]
-
-
-def dialogues() -> list[Dialogue]:
-    """Questions about names, answered by the first sentences of their documentation."""
+def read_corpus() -> Corpus:
+    """The corpus of the Python that runs this; takes some seconds."""
+    items = list(standard_library())
     found: dict[str, Dialogue] = {}
-    for item in standard_library():
+    for item in items:
         answer = first_sentences(item.doc)
         if len(answer) >= _SHORTEST_DOC_CHARS:
             found.setdefault(item.name, Dialogue(question=_question(item), answer=answer))
-    return [*map(Dialogue._make, SMALL_TALK), *(found[name] for name in sorted(found))]
-
-
-def training_texts() -> list[str]:
-    """Everything a model reads, role tokens aside: what the tokenizer learns from."""
-    return [*documents(), *(f"{each.question}\n{each.answer}" for each in dialogues())]
+    return Corpus(
+        documents=[
+            *(f"{sentence}\n" for sentence in SENTENCES),
+            *(f"{item.signature or f'Module {item.name}'}\n\n{item.doc}\n" for item in items),
+            *(f"{prose(topics[name])}\n" for name in sorted(topics)),
+        ],
+        dialogues=[
+            *map(Dialogue._make, SMALL_TALK),
+            *(found[name] for name in sorted(found)),
+        ],
+    )
 
 
 def prose(doc: str) -> str:
@@ -109,9 +121,9 @@ def first_sentences(doc: str) -> str:
     return text[: text.rfind(". ", 0, _LONGEST_ANSWER_CHARS) + 1]
 
 
-def words(texts: list[str]) -> set[str]:
-    """Every word of the texts in lower case: what counts as readable in generated text."""
-    return {word for text in texts for word in re.findall(r"[a-z]+", text.lower())}
+def words_of(text: str) -> list[str]:
+    """The words of `text` in lower case."""
+    return re.findall(r"[a-z]+", text.lower())
 
 
 def _module_name(relative: Path) -> str:

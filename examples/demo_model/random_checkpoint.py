@@ -68,7 +68,7 @@ def make_checkpoint(
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}")
-    if head_dim is None and hidden % max(1, heads):
+    if head_dim is None and heads > 0 and hidden % heads:
         raise ValueError(f"hidden ({hidden}) is no multiple of heads: give head_dim")
     if vocab is None and tokenizer_from is None:
         raise ValueError("vocab is needed where no tokenizer gives it")
@@ -80,13 +80,14 @@ def make_checkpoint(
         intermediate=intermediate,
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=hidden // heads if head_dim is None else head_dim,
+        head_dim=hidden // max(1, heads) if head_dim is None else head_dim,
         vocab=known_tokens if vocab is None else vocab,
         known_tokens=known_tokens,
         tie=tie,
         max_len=max_len,
         rope_theta=rope_theta,
     )
+    parts = split(list(tensors_of(shape)), shards)
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} is not empty")
     folder.mkdir(parents=True, exist_ok=True)
@@ -96,24 +97,20 @@ def make_checkpoint(
         for name in _TOKENIZER_FILES:
             if (tokenizer_from / name).exists():
                 shutil.copyfile(tokenizer_from / name, folder / name)
-    _write_weights(folder, list(tensors_of(shape)), DTYPES[dtype], seed=seed, shards=shards)
+    _write_weights(folder, parts, DTYPES[dtype], seed)
     return folder
 
 
-def _write_weights(
-    folder: Path, tensors: list[Tensor], dtype: torch.dtype, *, seed: int, shards: int
-) -> None:
-    parts = split(tensors, shards)
+def _write_weights(folder: Path, parts: list[list[Tensor]], dtype: torch.dtype, seed: int) -> None:
+    count = len(parts)
     weight_map: dict[str, str] = {}
     for number, part in enumerate(parts, start=1):
-        name = (
-            f"model-{number:05}-of-{shards:05}.safetensors" if shards > 1 else "model.safetensors"
-        )
+        name = f"model-{number:05}-of-{count:05}.safetensors" if count > 1 else "model.safetensors"
         weights = {tensor.name: draw(tensor, dtype, seed) for tensor in part}
         save_weights(weights, folder / name)
         weight_map |= dict.fromkeys(weights, name)
-    if shards > 1:
-        total_bytes = sum(tensor.elements for tensor in tensors) * dtype.itemsize
+    if count > 1:
+        total_bytes = sum(tensor.elements for part in parts for tensor in part) * dtype.itemsize
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         _write_json(folder / "model.safetensors.index.json", index)
 

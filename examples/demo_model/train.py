@@ -82,12 +82,12 @@ def ask_otherwise(dialogue: corpus.Dialogue, chance: random.Random) -> corpus.Di
 class TokenStream:
     """Batches of token ids; epoch by epoch in another order, decided by the seed alone."""
 
-    def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
+    def __init__(self, texts: corpus.Corpus, tokenizer: Tokenizer, seed: int) -> None:
         self._tokenizer = tokenizer
         self._seed = seed
         self._end = tokens.SPECIAL_TOKENS.index(tokens.END_OF_TEXT)
-        self._documents = [e.ids for e in tokenizer.encode_batch(corpus.documents())]
-        self._dialogues = corpus.dialogues()
+        self._documents = [e.ids for e in tokenizer.encode_batch(texts.documents)]
+        self._dialogues = texts.dialogues
         self._epoch = 0
         self._buffer: list[int] = []
 
@@ -167,10 +167,10 @@ def build_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
     ]
 
 
-def train(out: Path, *, steps: int, minutes: float, seed: int) -> None:
+def train(texts: corpus.Corpus, out: Path, *, steps: int, minutes: float, seed: int) -> None:
     """Train for `steps`, or fewer when `minutes` end first (the schedule then ends with them)."""
-    tokenizer = tokens.train_tokenizer(corpus.training_texts())
-    stream = TokenStream(tokenizer, seed)
+    tokenizer = tokens.train_tokenizer(texts.texts())
+    stream = TokenStream(texts, tokenizer, seed)
     model = build_model(seed)
     optimizers = build_optimizers(model)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
@@ -217,7 +217,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="of torch (default: 2)")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    train(args.out, steps=args.steps, minutes=args.minutes, seed=args.seed)
+    train(corpus.read_corpus(), args.out, steps=args.steps, minutes=args.minutes, seed=args.seed)
 
 
 if __name__ == "__main__":
