@@ -65,7 +65,8 @@ class BlockManager:
 
     def match_prefix(self, token_ids: Sequence[int], *, salt: bytes, max_tokens: int) -> list[int]:
         """The longest cached run of full blocks from the start, at most `max_tokens` long, one
-        reference taken on each."""
+        reference taken on each. It ends before it would take blocks that were set aside."""
+        spare = len(self._free) - self._set_aside
         found: list[int] = []
         parent = root_hash(salt)
         size = self._block_size
@@ -75,6 +76,10 @@ class BlockManager:
             block_id = self._block_of.get(parent)
             if block_id is None:
                 break
+            if not self._references[block_id]:
+                if spare <= 0:
+                    break
+                spare -= 1
             found.append(block_id)
         self.retain(found)
         return found
@@ -114,7 +119,7 @@ class BlockManager:
     # --- what only the scheduler uses
 
     def set_aside(self, count: int) -> None:
-        """Blocks that `take` must leave free: the first request in the queue waits for them.
+        """Blocks that `take` and `match_prefix` must leave free: a request waits for them.
 
         Without it transfers that reserve blocks ahead of their requests could starve the queue.
         """

@@ -225,21 +225,26 @@ class Scheduler:
         """Start sequences from the queue while budget, room and blocks last.
 
         Who waits for KV keeps nobody else waiting. Who waits for blocks does, but for those whose
-        KV has landed: they hold blocks already, and give them back only by running.
+        KV has landed: they hold blocks already, and give them back only by running. Free blocks
+        are kept from transfers as long as somebody waits for them, unless nobody runs: then
+        transfers hold what is missing, and must go on.
         """
         if self._waiting and not budget:
             return
         queue, self._waiting = self._waiting, deque[Sequence]()
-        blocked = False
+        missing = 0
         self._pool.set_aside(0)
         while queue and budget and len(self._running) < self._limits.max_num_seqs:
             sequence = queue.popleft()
-            verdict = self._may_start(sequence, blocked=blocked, now=now)
+            verdict = self._may_start(sequence, blocked=missing > 0, now=now)
             if verdict is _Verdict.GO:
                 budget -= self._start(sequence, parts, budget)
             elif verdict is not _Verdict.OVER:
                 self._waiting.append(sequence)
-                blocked = blocked or verdict is _Verdict.BLOCKED
+            if verdict is _Verdict.BLOCKED:
+                missing = self._tables.need(sequence)
+                self._pool.set_aside(missing if self._running else 0)
+        self._pool.set_aside(missing)
         self._waiting.extend(queue)
 
     def _may_start(self, sequence: Sequence, *, blocked: bool, now: float) -> _Verdict:
@@ -261,9 +266,7 @@ class Scheduler:
             self._book.recomputes(state, admission.reason)
         if blocked or not self._sending.may_start(state):
             return _Verdict.WAIT
-        need = self._tables.start(sequence)
-        if need:
-            self._pool.set_aside(need)
+        if not self._tables.start(sequence):
             return _Verdict.BLOCKED
         self._book.count_start(state, asked=len(sequence.tokens), cached=sequence.num_computed)
         self._sending.started(sequence, now)

@@ -80,9 +80,12 @@ class Sending:
         """All choices ended. If none goes on at D the transfer is cancelled, where that is P's
         to decide; what ended by length goes on, unless its text held a stop string."""
         send = state.send
-        if self._producer is None or send is None or not send.cancel_when_done:
+        if self._producer is None or send is None or not state.offered_tokens:
             return
-        if not state.offered_tokens:
+        if not state.offer_complete:
+            self.aborted(state, "aborted")
+            return
+        if not send.cancel_when_done:
             return
         going_on = {c for c, reason in state.reasons.items() if reason == "length"}
         if not going_on:

@@ -20,30 +20,28 @@ class BlockTables:
         """Whether one sequence of so many tokens fits when it is alone."""
         return blocks_for(tokens, self._pool.block_size) <= self._pool.num_blocks
 
-    def start(self, sequence: Sequence) -> int:
+    def start(self, sequence: Sequence) -> bool:
         """Give a sequence without blocks what its known tokens need, cached prefix first.
 
-        All or nothing: returns 0, and `num_computed` stands at the end of the hit; or how many
-        free blocks it would take, when there are fewer.
+        False, and nothing taken, when fewer blocks are free. Then `num_computed` stands at the end
+        of the hit.
         """
-        state = sequence.state
-        hits: list[int] = []
-        if self._pool.caching and not state.scores_prompt:
-            self._extend_hashes(sequence)
-            full = sequence.reusable_tokens // self._pool.block_size
-            hits = self._pool.lookup(sequence.hashes[:full])
-        fresh = blocks_for(len(sequence.tokens), self._pool.block_size) - len(hits)
-        need = fresh + sum(1 for block_id in hits if not self._pool.references(block_id))
-        if need > self._pool.num_free:
-            return need
+        hits = self._hits(sequence)
+        if self._need(sequence, hits) > self._pool.num_free:
+            return False
         self._pool.retain(hits)
+        fresh = blocks_for(len(sequence.tokens), self._pool.block_size) - len(hits)
         taken = self._pool.allocate(fresh)
         if taken is None:
             raise RuntimeError("fewer blocks are free than were counted")
         sequence.blocks = hits + taken
         sequence.num_computed = len(hits) * self._pool.block_size
         sequence.num_registered = len(hits)
-        return 0
+        return True
+
+    def need(self, sequence: Sequence) -> int:
+        """How many free blocks `start` would take."""
+        return self._need(sequence, self._hits(sequence))
 
     def adopt(self, sequence: Sequence, block_ids: tuple[int, ...], tokens: int) -> None:
         """Make blocks that hold the first `tokens` tokens the table; their references pass over."""
@@ -111,6 +109,17 @@ class BlockTables:
             for index in range(sequence.num_registered, full):
                 self._pool.register(sequence.blocks[index], sequence.hashes[index])
             sequence.num_registered = full
+
+    def _hits(self, sequence: Sequence) -> list[int]:
+        if not self._pool.caching or sequence.state.scores_prompt:
+            return []
+        self._extend_hashes(sequence)
+        full = sequence.reusable_tokens // self._pool.block_size
+        return self._pool.lookup(sequence.hashes[:full])
+
+    def _need(self, sequence: Sequence, hits: list[int]) -> int:
+        fresh = blocks_for(len(sequence.tokens), self._pool.block_size) - len(hits)
+        return fresh + sum(1 for block_id in hits if not self._pool.references(block_id))
 
     def _extend_hashes(self, sequence: Sequence) -> None:
         extend_block_hashes(
