@@ -76,7 +76,7 @@ def listen(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     old_mask = os.umask(0o177)
     try:
-        with _short(path) as address:
+        with short_address(path) as address:
             listener.bind(address)
     finally:
         os.umask(old_mask)
@@ -120,7 +120,7 @@ def ask(path: Path, request: Ask) -> Answer:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(DEADLINE_S)
         try:
-            with _short(path) as address:
+            with short_address(path) as address:
                 connection.connect(address)
             connection.sendall(msgspec.json.encode(request) + b"\n")
             while not line.endswith(b"\n") and len(line) <= MAX_LINE_BYTES:
@@ -140,7 +140,7 @@ def ask(path: Path, request: Ask) -> Answer:
 
 
 @contextmanager
-def _short(path: Path) -> Generator[str]:
+def short_address(path: Path) -> Generator[str]:
     """`path` for bind and connect, whose limit is 107 bytes: through its folder's descriptor."""
     if len(os.fsencode(path)) <= 100:
         yield str(path)

@@ -1,0 +1,131 @@
+"""Helpers of the local shell's tests: a fleet of stand-in pods, from outside through its socket."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from xpyd_operator.local import control
+from xpyd_operator.local.processes import ProcessId
+from xpyd_operator.local.state import FleetState
+from xpyd_operator.local.tools import take_fleet_down
+from xpyd_operator.local.up import UpOptions, run_up
+from xpyd_operator.local.views import FleetView, PodView
+from xpyd_operator.local.wait import read_view
+
+SUPERVISOR = Path(__file__).with_name("stand_in_supervisor.py")
+DAEMON = (sys.executable, str(SUPERVISOR), "daemon")
+DEADLINE_S = 20.0
+
+
+def until(what, deadline_s: float = DEADLINE_S):
+    """Poll `what` until it is true; its value."""
+    end = time.monotonic() + deadline_s
+    while True:
+        value = what()
+        if value:
+            return value
+        assert time.monotonic() < end, "not in time"
+        time.sleep(0.02)
+
+
+class LocalFleet:
+    """A document, its model folder and the fleet that runs it, all below one temporary folder."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.name = name
+        self.file = folder / "fleet.yaml"
+        self.state = FleetState(folder / "state" / "xpyd" / name)
+        (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text("{}")
+        self.children: list[subprocess.Popen[bytes]] = []
+
+    def write(self, args=(), *, prefill=1, decode=2, drain=30, extra="", head="") -> None:
+        pools = [("prefill", "Prefill", prefill), ("decode", "Decode", decode)]
+        rows = [
+            {"name": pool, "role": role, "replicas": replicas, "resources": {"gpus": 0}}
+            for pool, role, replicas in pools
+        ]
+        spec = {
+            "model": {"uri": "file://model"},
+            "engine": {"args": list(args)},
+            "pools": rows,
+            "kvTransfer": {"hostPoolSize": "1Mi"},
+            "drain": {"timeoutSeconds": drain},
+        }
+        document = {
+            "apiVersion": "xpyd.dev/v1alpha1",
+            "kind": "InferenceFleet",
+            "metadata": {"name": self.name},
+            "spec": spec,
+        }
+        self.file.write_text(json.dumps(document))
+
+    def up(self, *, detach=True, timeout_s=DEADLINE_S) -> int:
+        options = UpOptions(str(self.file), timeout_s=timeout_s)
+        return run_up(options, detach=detach, daemon=DAEMON)
+
+    def foreground(self) -> subprocess.Popen[bytes]:
+        """`xpyd up` as a person runs it, with the pods' lines on its standard output."""
+        argv = [sys.executable, str(SUPERVISOR), "up", str(self.file)]
+        child = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        self.children.append(child)
+        return child
+
+    def view(self) -> FleetView:
+        view = read_view(self.state)
+        assert view is not None
+        return view
+
+    def settled(self) -> FleetView:
+        def ready():
+            view = read_view(self.state)
+            return view if view is not None and view.ready else None
+
+        return until(ready)
+
+    def pods(self) -> dict[str, PodView]:
+        """Name without the fleet's -> pod."""
+        return {pod.name.removeprefix(f"{self.name}-"): pod for pod in self.view().pods}
+
+    def pids(self) -> dict[str, int]:
+        return {name: pod.pid for name, pod in self.pods().items()}
+
+    def ask(self, request: control.Ask) -> control.Answer:
+        return control.ask(self.state.socket, request)
+
+    def processes(self) -> list[ProcessId]:
+        record = self.state.read_record()
+        return [pod.process for pod in record.pods] if record else []
+
+    def start_line(self, pod: str) -> dict:
+        """What a stand-in was started with."""
+        text = self.state.log_of(f"{self.name}-{pod}").read_text()
+        return json.loads(text.splitlines()[0].partition("stand-in: ")[2])
+
+    def end(self) -> None:
+        """Whatever a test left running."""
+        processes = self.processes()
+        with contextlib.suppress(Exception):
+            take_fleet_down(self.name, 0.0)
+        for process in processes:
+            process.signal(signal.SIGKILL, group=True)
+        for child in self.children:
+            child.kill()
+            child.wait()
+            if child.stdout is not None:
+                child.stdout.close()
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
