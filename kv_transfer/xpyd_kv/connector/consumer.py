@@ -79,9 +79,7 @@ class KvConsumer:
                 case ReceiveEnded():
                     self._on_ended(event, now)
                 case ReceiveQuiet():
-                    held = self._held.pop((event.key, event.epoch), None)
-                    if held is not None:
-                        self._free(held)
+                    self._free_held(event.key, event.epoch)
         self._lost.purge(now)
 
     def offered(self, key: TransferKey) -> OfferedPrompt | None:
@@ -170,6 +168,9 @@ class KvConsumer:
         offer = self._offers.get(event.key)
         if offer is not None and offer.epoch == event.epoch:
             offer.state = OfferState.LANDED
+        else:
+            # Given up while this was on its way: nobody adopts it, and no write follows.
+            self._free_held(event.key, event.epoch)
 
     def _on_ended(self, event: ReceiveEnded, now: float) -> None:
         key = event.key
@@ -266,16 +267,16 @@ class KvConsumer:
             return
         self._forget_prompt(offer)
         if offer.state is OfferState.LANDED:
-            held = self._held.pop((key, offer.epoch), None)
-            if held is not None:
-                self._free(held)
+            self._free_held(key, offer.epoch)
 
     def _forget_prompt(self, offer: Offer) -> None:
         # The I/O thread may have put the prompt of a later epoch there.
         if self._prompts.get(offer.key) is offer.prompt:
             self._prompts.pop(offer.key, None)
 
-    def _free(self, held: Held) -> None:
-        held.landing.free()
-        if held.prefix:
-            self._pool.release(held.prefix)
+    def _free_held(self, key: TransferKey, epoch: int) -> None:
+        held = self._held.pop((key, epoch), None)
+        if held is not None:
+            held.landing.free()
+            if held.prefix:
+                self._pool.release(held.prefix)

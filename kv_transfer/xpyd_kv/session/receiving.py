@@ -73,6 +73,11 @@ class ReceiveSession:
         self._expected: set[TransferKey] = set()
         self._draining = False
 
+    @property
+    def open_transfers(self) -> int:
+        """Transfers that are live or not yet quiet."""
+        return len(self._arrivals)
+
     # --- from the engine's side
 
     def grant(self, key: TransferKey, epoch: int, landing: Landing, skip_tokens: int) -> None:

@@ -75,6 +75,11 @@ class SendSession:
         self._peers: set[Peer] = set()
         self._draining: set[Peer] = set()
 
+    @property
+    def open_transfers(self) -> int:
+        """Transfers that are not over."""
+        return len(self._transfers)
+
     # --- from the engine's side
 
     def offer(self, request: OfferRequest) -> None:

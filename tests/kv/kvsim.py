@@ -1,0 +1,474 @@
+"""A P and a D over a network that is a list: one thread, one clock, every step chosen by the test.
+
+Frames wait in queues until `step` moves one. A DATA frame has three steps, as on a socket: it is
+read at P, it begins at D, its last byte lands at D; anything may happen in between.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import count
+from typing import Any
+
+from tests.kv.kvfakes import LAYOUT, FakeMemory, FakePool
+from xpyd_core.request_id import Address, TransferKey
+from xpyd_kv.connector.api import KvMemory, Landed, NoKv
+from xpyd_kv.connector.build import Connector, KvSettings, build, wire_layout
+from xpyd_kv.store.api import Landing, StoreFigures
+from xpyd_kv.store.landing_store import LandingStore, StoreLimits
+from xpyd_kv.transport.api import Handler
+from xpyd_kv.wire import messages as wire
+
+D_ADDRESS = Address("127.0.0.2", 21001)
+WIRE_LAYOUT = wire_layout(LAYOUT, factors={}, max_tokens=4096)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass(eq=False)
+class SimPeer:
+    address: Address | None
+    hello: wire.Hello
+    layout: wire.Layout = WIRE_LAYOUT
+
+
+@dataclass
+class Queued:
+    make_header: Callable[[bytes], wire.Data | None]
+    views: Sequence[memoryview]
+    done: Callable[[bool], None]
+
+
+@dataclass
+class Frame:
+    order: int
+    header: wire.Data
+    body: bytes
+    views: Sequence[memoryview] | None = None
+
+
+@dataclass(eq=False)
+class Link:
+    """One connection. `at_p` is D as P sees it."""
+
+    at_p: SimPeer
+    at_d: SimPeer
+    is_up: bool = True
+    to_d: deque[tuple[int, wire.Message, bytes]] = field(default_factory=deque)
+    to_p: deque[tuple[int, wire.Message, bytes]] = field(default_factory=deque)
+    queued: deque[Queued] = field(default_factory=deque)
+    on_wire: deque[Frame] = field(default_factory=deque)
+    landing: Frame | None = None
+    orders: count[int] = field(default_factory=count)
+
+
+class SimEndpoint:
+    def __init__(self, handler: Handler, world: World, name: str) -> None:
+        self.handler = handler
+        self.world = world
+        self.name = name
+        self.calls: deque[Callable[[], None]] = deque()
+        self.tick_at: float | None = None
+
+    def start(self) -> None: ...
+
+    def close(self, deadline_s: float) -> None: ...
+
+    def call(self, function: Callable[[], None]) -> None:
+        self.calls.append(function)
+
+    def connect(self, address: Address) -> SimPeer | None:
+        link = self.world.link
+        if link is not None and address == D_ADDRESS:
+            return link.at_p
+        self.world.dialling.add(address)
+        return None
+
+    def disconnect(self, peer: SimPeer, reason: str) -> None:
+        self.world.to_close.append(peer)
+
+    def send(self, peer: SimPeer, message: wire.Message, body: bytes = b"") -> None:
+        link = self.world.link_of(peer)
+        if link is not None:
+            (link.to_d if self.name == "P" else link.to_p).append(
+                (next(link.orders), message, body)
+            )
+
+    def send_data(
+        self,
+        peer: SimPeer,
+        make_header: Callable[[bytes], wire.Data | None],
+        views: Sequence[memoryview],
+        done: Callable[[bool], None],
+    ) -> None:
+        link = self.world.link_of(peer)
+        if link is None:
+            self.calls.append(lambda: done(False))
+        else:
+            link.queued.append(Queued(make_header, views, done))
+
+    def run_calls(self) -> None:
+        for _ in range(len(self.calls)):
+            self.calls.popleft()()
+        self.tick()
+
+    def tick(self) -> None:
+        self.tick_at = self.handler.tick(self.world.clock.now)
+
+
+class WatchedStore(LandingStore):
+    """Knows which views belong to a landing that was given back."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.ended: set[int] = set()
+
+    def take(self, owner: TransferKey, num_blocks: int) -> Landing | None:
+        return self._watch(super().take(owner, num_blocks))
+
+    def take_direct(self, owner: TransferKey, num_blocks: int) -> Landing | None:
+        return self._watch(super().take_direct(owner, num_blocks))
+
+    def _watch(self, landing: Landing | None) -> Landing | None:
+        # take() calls take_direct(): watched once.
+        return landing if landing is None or isinstance(landing, Watched) else Watched(landing)
+
+
+class Watched:
+    def __init__(self, landing: Landing) -> None:
+        self.inner = landing
+        self.kind = landing.kind
+        self.num_blocks = landing.num_blocks
+        self.size_bytes = landing.size_bytes
+        self.is_over = False
+        self.writers = 0
+
+    def views(self, *area: int) -> list[memoryview]:
+        return [WatchedView.of(view, self) for view in self.inner.views(*area)]
+
+    def adopt(self) -> list[int] | None:
+        blocks = self.inner.adopt()
+        if blocks is not None:
+            self._over()
+        return blocks
+
+    def free(self) -> None:
+        self.inner.free()
+        self._over()
+
+    def _over(self) -> None:
+        assert not self.writers, "a landing was given back while a write may land"
+        self.is_over = True
+
+
+class WatchedView:
+    """A view that remembers its landing: the sim tells it when a write begins and ends."""
+
+    def __init__(self, view: memoryview, landing: Watched) -> None:
+        self.view, self.landing = view, landing
+
+    @staticmethod
+    def of(view: memoryview, landing: Watched) -> Any:
+        return WatchedView(view, landing)
+
+    def __len__(self) -> int:
+        return len(self.view)
+
+
+def checksum(views: Sequence[memoryview]) -> bytes:
+    return blake2b(b"".join(bytes(view) for view in views), digest_size=8).digest()
+
+
+@dataclass
+class Sent:
+    """One prompt on P's side of the test."""
+
+    key: TransferKey
+    ids: tuple[int, ...]
+    seed: int
+    blocks: list[int]
+    chunks: list[int]
+    cached_tokens: int = 0
+    computed: int = 0
+    is_open: bool = True
+
+
+class World:
+    """Both sides and the network. `chaos` draws what is random; None: everything in order."""
+
+    def __init__(
+        self,
+        *,
+        p_blocks: int = 64,
+        d_blocks: int = 64,
+        settings: KvSettings | None = None,
+        store: StoreLimits | None = None,
+    ) -> None:
+        self.clock = Clock()
+        self.link: Link | None = None
+        self.dialling: set[Address] = set()
+        self.to_close: list[SimPeer] = []
+        self.starts = 0
+        base = settings or KvSettings()
+        self.settings = KvSettings(base.limits, base.frames, store or base.store)
+        self.p_memory, self.p_pool = FakeMemory(p_blocks), FakePool(p_blocks)
+        self.d_memory, self.d_pool = FakeMemory(d_blocks), FakePool(d_blocks)
+        self.endpoints: dict[str, SimEndpoint] = {}
+        self.p = self._side("P", self.p_memory, self.p_pool)
+        self.d = self._side("D", self.d_memory, self.d_pool)
+        assert self.p.producer is not None
+        assert self.d.consumer is not None
+        self.producer, self.consumer = self.p.producer, self.d.consumer
+        self.seed = 0
+
+    def _side(self, role: Any, memory: KvMemory, pool: FakePool) -> Connector:
+        def make(handler: Handler) -> Any:
+            self.endpoints[role] = SimEndpoint(handler, self, role)
+            return self.endpoints[role]
+
+        return build(
+            role,
+            make_endpoint=make,
+            memory=memory,
+            pool=pool,
+            wake=lambda: None,
+            settings=self.settings,
+            make_store=lambda limits, mem, blocks: WatchedStore(limits, memory=mem, pool=blocks),
+            clock=self.clock,
+        )
+
+    # --- network
+
+    def link_of(self, peer: SimPeer) -> Link | None:
+        link = self.link
+        return link if link is not None and peer in (link.at_p, link.at_d) else None
+
+    def handler(self, name: str) -> Handler:
+        return self.endpoints[name].handler
+
+    def dial(self, *, ok: bool = True, reason: str = "unreachable") -> None:
+        for address in list(self.dialling):
+            self.dialling.discard(address)
+            if not ok or address != D_ADDRESS:
+                self.handler("P").dial_failed(address, reason)
+                continue
+            self.starts += 1
+            hello = {
+                side: wire.Hello(
+                    major=1, minor=0, engine_id=side, incarnation=f"{side}{self.starts}",
+                    role=side, nonce=bytes(32),
+                )
+                for side in ("P", "D")
+            }  # fmt: skip
+            self.link = Link(SimPeer(address, hello["D"]), SimPeer(None, hello["P"]))
+            self.handler("P").peer_up(self.link.at_p)
+            self.handler("D").peer_up(self.link.at_d)
+
+    def hang_up(self, reason: str = "closed") -> None:
+        link, self.link = self.link, None
+        if link is None:
+            return
+        if link.landing is not None:
+            self._writers(link.landing, -1)
+        for queued in link.queued:
+            queued.done(False)
+        self.handler("P").peer_down(link.at_p, reason)
+        self.handler("D").peer_down(link.at_d, reason)
+
+    def step_control(self, to: str, *, twice: bool = False, overtake: bool = False) -> bool:
+        """Deliver one control frame to P or D; with `overtake` before DATA that was sent earlier, as
+        over several connections."""
+        link = self.link
+        queue = link and (link.to_d if to == "D" else link.to_p)
+        if link is None or not queue:
+            return False
+        order = queue[0][0]
+        data_first = link.landing or (link.on_wire and link.on_wire[0].order < order)
+        if to == "D" and data_first and not overtake:
+            return False
+        _, message, body = queue.popleft()
+        peer = link.at_d if to == "D" else link.at_p
+        for _ in range(2 if twice else 1):
+            self.handler(to).message(peer, message, body)
+        return True
+
+    def step_data(self, *, corrupt: bool = False, overtake: bool = False) -> bool:
+        """Move the DATA of the link by one step; with `overtake` before earlier control frames."""
+        link = self.link
+        if link is None:
+            return False
+        if link.landing is not None:
+            frame, link.landing = link.landing, None
+            self._write(frame)
+            return True
+        if link.on_wire:
+            if link.to_d and link.to_d[0][0] < link.on_wire[0].order and not overtake:
+                return False
+            frame = link.on_wire.popleft()
+            frame.views = self.handler("D").data_begin(link.at_d, frame.header, len(frame.body))
+            if frame.views is None:
+                self.handler("D").data_end(link.at_d, frame.header, stored=False, intact=False)
+            else:
+                self._writers(frame, 1)
+                link.landing = frame
+            return True
+        return self.read_frame(corrupt=corrupt)
+
+    def read_frame(self, *, corrupt: bool = False) -> bool:
+        link = self.link
+        if link is None or not link.queued:
+            return False
+        queued = link.queued.popleft()
+        header = queued.make_header(checksum(queued.views))
+        if header is not None:
+            body = bytearray(b"".join(bytes(view) for view in queued.views))
+            if corrupt:
+                body[len(body) // 2] ^= 0xFF
+            link.on_wire.append(Frame(next(link.orders), header, bytes(body)))
+        queued.done(header is not None)
+        return True
+
+    def _writers(self, frame: Frame, change: int) -> None:
+        for view in frame.views or ():
+            view.landing.writers += change  # type: ignore[attr-defined]
+
+    def _write(self, frame: Frame) -> None:
+        link = self.link
+        assert link is not None
+        assert frame.views is not None
+        body = frame.body
+        for watched in frame.views:
+            assert not watched.landing.is_over  # type: ignore[attr-defined]
+            watched.view[:], body = body[: len(watched)], body[len(watched) :]  # type: ignore[attr-defined]
+        self._writers(frame, -1)
+        intact = blake2b(frame.body, digest_size=8).digest() == frame.header.checksum
+        self.handler("D").data_end(link.at_d, frame.header, stored=True, intact=intact)
+
+    def close_what_was_asked(self) -> None:
+        peers, self.to_close = self.to_close, []
+        for peer in peers:
+            if self.link_of(peer) is not None:
+                self.hang_up("disconnected")
+
+    # --- all in order
+
+    def settle(self) -> None:
+        """Run everything that can run without time passing."""
+        while True:
+            moved = bool(self.dialling)
+            self.dial()
+            for name in ("P", "D"):
+                moved |= bool(self.endpoints[name].calls)
+                self.endpoints[name].run_calls()
+                moved |= self.step_control(name)
+            moved |= self.step_data()
+            self.close_what_was_asked()
+            self.producer.poll(self.clock.now)
+            self.consumer.poll(self.clock.now)
+            if not moved and not any(e.calls for e in self.endpoints.values()):
+                return
+
+    def pass_time(self, seconds: float, *, settle: bool = True) -> None:
+        """Time passes, deadline by deadline."""
+        until = self.clock.now + seconds
+        while self.clock.now < until:
+            times = [e.tick_at for e in self.endpoints.values() if e.tick_at is not None]
+            wake = self.consumer.next_deadline()
+            times += [wake] if wake is not None else []
+            later = [time for time in times if time > self.clock.now]
+            self.clock.now = min([until, *later])
+            for endpoint in self.endpoints.values():
+                endpoint.tick()
+            self.close_what_was_asked()
+            self.producer.poll(self.clock.now)
+            self.consumer.poll(self.clock.now)
+            if settle:
+                self.settle()
+
+    # --- engines
+
+    def prompt(
+        self,
+        tokens: int,
+        *,
+        chunks: Sequence[int] | None = None,
+        index: int = 0,
+        cached_tokens: int = 0,
+        uuid: str | None = None,
+    ) -> Sent:
+        """A prompt on P, its cache filled as the forward would; nothing is offered yet."""
+        self.seed += 1
+        blocks = self.p_pool.take(-(-tokens // LAYOUT.block_size))
+        assert blocks is not None, "the test gave P too few blocks"
+        ids = tuple(random.Random(self.seed).randrange(5000) for _ in range(tokens))
+        key = TransferKey(uuid or f"{self.seed:032x}", index)
+        self.p_memory.fill(blocks, self.seed)
+        steps = list(chunks or [tokens - cached_tokens])
+        assert sum(steps) == tokens - cached_tokens
+        return Sent(key, ids, self.seed, blocks, steps, cached_tokens, cached_tokens)
+
+    def offer(self, sent: Sent, *, address: Address = D_ADDRESS) -> None:
+        self.producer.offer(
+            sent.key, address, sent.ids, prompt_tokens=len(sent.ids), salt=b"", now=self.clock.now
+        )
+        if sent.cached_tokens:
+            self.producer.cached(sent.key, sent.blocks, sent.cached_tokens)
+
+    def forward(self, sent: Sent, *, between: Callable[[int], None] = lambda layer: None) -> None:
+        """One step of P's engine: the next chunk, layer by layer."""
+        sent.computed += sent.chunks.pop(0)
+        self.producer.stage(sent.key, sent.blocks, sent.computed)
+        for layer in range(len(LAYOUT.layers)):
+            self.producer.layer_done(layer)
+            between(layer)
+        self.producer.step_done()
+
+    def finish_request(self, sent: Sent) -> None:
+        """P's engine drops its own references."""
+        if sent.is_open:
+            sent.is_open = False
+            self.p_pool.release(sent.blocks)
+
+    def send(self, sent: Sent) -> None:
+        """The whole life on P."""
+        self.offer(sent)
+        while sent.chunks:
+            self.forward(sent)
+        self.finish_request(sent)
+
+    def expect(self, sent: Sent, wait_s: float = 10.0) -> None:
+        self.consumer.expect(sent.key, wait_s=wait_s, now=self.clock.now)
+
+    def admit(self, sent: Sent) -> Any:
+        return self.consumer.admit(sent.key, sent.ids, self.clock.now)
+
+    def take_over(self, sent: Sent, answer: object) -> None:
+        """D's request runs from landed KV and ends: the bytes must be P's."""
+        assert isinstance(answer, Landed), answer
+        skipped = answer.skipped_tokens // LAYOUT.block_size
+        assert answer.tokens == len(sent.ids)
+        assert self.d_memory.holds(answer.block_ids[skipped:], sent.seed, first=skipped)
+        self.d_pool.release(answer.block_ids)
+
+    # --- the end of a test
+
+    def assert_nothing_is_left(self) -> None:
+        assert not self.producer.has_work()
+        assert not self.consumer.has_work()
+        assert self.p_pool.num_free == self.p_pool.num_blocks
+        assert self.d_pool.num_free == self.d_pool.num_blocks
+        figures = self.d.store.figures() if self.d.store else StoreFigures()
+        assert (figures.leases, figures.buffer_used_bytes, figures.pool_used_bytes) == (0, 0, 0)
+
+
+__all__ = ["D_ADDRESS", "NoKv", "World"]
