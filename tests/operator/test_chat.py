@@ -1,0 +1,104 @@
+"""`xpyd chat` against a stand-in endpoint."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from xpyd_core.errors import UserError
+from xpyd_operator.local.chat import Conversation, run_chat
+
+
+class Endpoint(BaseHTTPRequestHandler):
+    def log_message(self, *_) -> None:
+        pass
+
+    def answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        self.answer(200, json.dumps({"data": [{"id": "m"}]}).encode())
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.bodies.append(body)
+        last = body["messages"][-1]["content"]
+        if last == "refuse":
+            error = {"error": {"message": "too long"}}
+            self.answer(400, json.dumps(error).encode())
+            return
+        events = [{"choices": [{"delta": {"role": "assistant", "content": ""}}]}]
+        events += [{"choices": [{"delta": {"content": word}}]} for word in ("you ", "said ", last)]
+        if last == "break":
+            events[-1] = {"error": {"message": "the engine died"}}
+        chunks = [f"data: {json.dumps(event)}\n\n" for event in events]
+        self.answer(200, "".join([": ping\n\n", *chunks, "data: [DONE]\n\n"]).encode())
+
+
+@pytest.fixture
+def endpoint():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
+    server.bodies = []
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def talk(endpoint, message=None, stdin="", path="", **fields):
+    conversation = Conversation(f"http://127.0.0.1:{endpoint.server_port}{path}", **fields)
+    out = io.StringIO()
+    status = run_chat(conversation, message, stdin=io.StringIO(stdin), out=out)
+    return status, out.getvalue(), conversation
+
+
+@pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/"])
+def test_one_message_gets_its_answer_from_the_first_model(endpoint, path):
+    status, said, _ = talk(endpoint, "hello", path=path)
+    assert (status, said) == (0, "you said hello\n")
+    (body,) = endpoint.bodies
+    assert (body["model"], body["stream"]) == ("m", True)
+    assert "max_tokens" not in body
+
+
+def test_a_message_may_be_piped_in(endpoint):
+    assert talk(endpoint, stdin="piped", model="x", max_tokens=5)[1] == "you said piped\n"
+    assert (endpoint.bodies[0]["model"], endpoint.bodies[0]["max_tokens"]) == ("x", 5)
+
+
+def test_a_conversation_remembers_both_sides(endpoint):
+    _, _, conversation = talk(endpoint, "one")
+    assert list(conversation.ask("two"))[-1] == "two"
+    assert [m["content"] for m in endpoint.bodies[-1]["messages"]] == ["one", "you said one", "two"]
+
+
+def test_a_refusal_is_shown_and_forgotten(endpoint):
+    conversation = Conversation(f"http://127.0.0.1:{endpoint.server_port}")
+    with pytest.raises(UserError, match="answered 400: too long"):
+        list(conversation.ask("refuse"))
+    assert conversation.messages == []
+
+
+def test_an_answer_that_breaks_off_says_why_and_keeps_what_came(endpoint):
+    conversation = Conversation(f"http://127.0.0.1:{endpoint.server_port}")
+    with pytest.raises(UserError, match="broke off: the engine died"):
+        list(conversation.ask("break"))
+    assert conversation.messages[-1] == {"role": "assistant", "content": "you said "}
+
+
+def test_nothing_to_say_and_nobody_there_are_user_errors(endpoint):
+    with pytest.raises(UserError, match="nothing to say"):
+        talk(endpoint, stdin="  \n")
+    with pytest.raises(UserError, match="does not answer: Connection refused"):
+        list(Conversation("http://127.0.0.1:1").ask("hi"))
+    with pytest.raises(UserError, match="expected http://HOST:PORT"):
+        list(Conversation("ftp://x").ask("hi"))

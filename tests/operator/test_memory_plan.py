@@ -1,0 +1,159 @@
+"""The memory plan: sizes given are honoured or refused, the others are chosen to fit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from xpyd_core.errors import UserError
+from xpyd_operator.api import parse_fleet
+from xpyd_operator.local.checkpoint import locate_model, weights_bytes
+from xpyd_operator.local.machine import Machine, read_machine
+from xpyd_operator.local.memory import (
+    CACHE_LEAST_BYTES,
+    MIB,
+    PROCESS_BYTES,
+    check_room,
+    flag_value,
+    plan_memory,
+)
+
+GIB = 1 << 30
+
+
+def fleet(args=(), kv=None):
+    document = {
+        "apiVersion": "xpyd.dev/v1alpha1",
+        "kind": "InferenceFleet",
+        "metadata": {"name": "f"},
+        "spec": {
+            "model": {"uri": "hf://a/b"},
+            "engine": {"args": list(args)},
+            "pools": [
+                {"name": "p", "role": "Prefill", "resources": {"gpus": 0}},
+                {"name": "d", "role": "Decode", "resources": {"gpus": 0}},
+            ],
+            "kvTransfer": kv or {},
+        },
+    }
+    return parse_fleet(json.dumps(document).encode(), source="f")
+
+
+def plan(available, *, args=(), kv=None, replicas=(1, 3), cores=8, weights=0):
+    machine = Machine(available, cores)
+    return plan_memory(fleet(args, kv), replicas, machine, weights_bytes=weights)
+
+
+def test_a_large_machine_gives_each_engine_its_most():
+    found = plan(400 * GIB)
+    assert found.of("p").args == (f"--kv-cache-memory={GIB}",)
+    assert found.of("d").args == (f"--kv-host-pool-size={4 * GIB}", f"--kv-cache-memory={GIB}")
+    assert found.of("d").buffer_bytes == GIB // 10
+    assert (found.of("p").buffer_bytes, found.of("p").host_pool_bytes) == (0, 0)
+
+
+def test_given_sizes_are_kept_and_get_no_flag_from_the_plan():
+    kv = {"bufferSize": "64Mi", "hostPoolSize": "256Mi"}
+    found = plan(8 * GIB, args=["--kv-cache-memory=100Mi"], kv=kv)
+    assert (found.of("p").args, found.of("d").args) == ((), ())
+    d = found.of("d")
+    assert (d.cache_bytes, d.buffer_bytes, d.host_pool_bytes) == (100 * MIB, 64 * MIB, 256 * MIB)
+    assert d.total_bytes == PROCESS_BYTES + 420 * MIB
+
+
+def test_a_fleet_that_does_not_fit_is_refused_with_the_numbers():
+    with pytest.raises(UserError) as caught:
+        plan(4 * GIB, kv={"hostPoolSize": "8Gi"})
+    text = str(caught.value)
+    assert text.startswith("the fleet does not fit this machine: it needs 27.0 GiB of memory,")
+    assert "3.2 GiB (80 % of 4.0 GiB available) can be used" in text
+    assert "8.0 GiB" in text.splitlines()[3]
+    assert "spec.kvTransfer.hostPoolSize" in text
+
+
+@pytest.mark.parametrize(
+    ("cores", "replicas", "threads"), [(2, (1, 3), 1), (8, (1, 3), 2), (8, (0, 0), 8)]
+)
+def test_cores_are_shared_and_nobody_gets_none(cores, replicas, threads):
+    assert plan(64 * GIB, cores=cores, replicas=replicas).threads == threads
+
+
+@given(
+    available=st.integers(0, 200 * GIB),
+    replicas=st.tuples(st.integers(0, 8), st.integers(0, 8)),
+    cache=st.none() | st.integers(1, 4096),
+    buffer=st.none() | st.sampled_from(["1%", "99%", "0", "1Gi"]),
+    pool=st.none() | st.integers(0, 8192),
+    weights=st.integers(0, 8 * GIB),
+)
+def test_a_plan_always_fits_and_keeps_what_was_given(
+    available, replicas, cache, buffer, pool, weights
+):
+    args = [] if cache is None else [f"--kv-cache-memory={cache}Mi"]
+    kv = {"bufferSize": buffer} if buffer else {}
+    kv |= {} if pool is None else {"hostPoolSize": f"{pool}Mi"}
+    try:
+        found = plan(available, args=args, kv=kv, replicas=replicas, weights=weights)
+    except UserError:
+        assume(False)
+        return
+    assert found.total_bytes <= found.usable_bytes or sum(replicas) == 0
+    for engine in found.pools:
+        assert (
+            engine.cache_bytes == cache * MIB if cache else engine.cache_bytes >= CACHE_LEAST_BYTES
+        )
+    if pool is not None:
+        assert found.of("d").host_pool_bytes == pool * MIB
+
+
+def test_more_engines_need_room_now():
+    found = plan(64 * GIB, args=["--kv-cache-memory=1Gi"], kv={"hostPoolSize": "1Gi"})
+    check_room(found, "d", 1, Machine(4 * GIB, 2))
+    with pytest.raises(UserError, match=r"4 more of pool d need 11\.1 GiB of memory, 3\.2 GiB"):
+        check_room(found, "d", 4, Machine(4 * GIB, 2))
+
+
+@pytest.mark.parametrize(
+    ("args", "value"),
+    [
+        ([], None),
+        (["--x=1", "--x", "2"], "2"),
+        (["--x"], None),
+        (["--xy=1"], None),
+        (["--x=a=b"], "a=b"),
+    ],
+)
+def test_flags_are_found_in_both_spellings_the_last_one_wins(args, value):
+    assert flag_value(args, "--x") == value
+
+
+def test_this_machine_has_memory_and_cores():
+    machine = read_machine()
+    assert machine.available_bytes > 0
+    assert machine.cores >= 1
+
+
+def test_weights_count_twice_where_half_precision_is_widened(tmp_path):
+    (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
+    (tmp_path / "a.safetensors").write_bytes(bytes(100))
+    assert weights_bytes(str(tmp_path), []) == 200
+    assert weights_bytes(str(tmp_path), ["--dtype=bfloat16"]) == 100
+    (tmp_path / "config.json").write_text('{"torch_dtype": "float32"}')
+    assert weights_bytes(str(tmp_path), []) == 100
+    assert weights_bytes("hf://org/name", []) == 0
+
+
+def test_a_model_path_starts_at_the_document(tmp_path):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "docs").mkdir()
+    with pytest.raises(UserError, match=r"spec\.model\.uri: .* no config\.json in it"):
+        locate_model("file://../m", tmp_path / "docs")
+    (tmp_path / "m" / "config.json").write_text("{}")
+    assert locate_model("file://../m", tmp_path / "docs") == str(tmp_path / "m")
+    assert locate_model(f"file://{tmp_path}/m", tmp_path) == str(tmp_path / "m")
+    assert locate_model("hf://org/name", tmp_path) == "hf://org/name"
+    with pytest.raises(UserError, match="no such folder"):
+        locate_model("file://nowhere", tmp_path)

@@ -1,0 +1,106 @@
+"""From a document to templates and revisions, and from a template to a command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from xpyd_operator.api import parse_fleet
+from xpyd_operator.local.machine import Machine
+from xpyd_operator.local.memory import plan_memory
+from xpyd_operator.local.pods import Pod, Site, pod_arguments, pod_environment
+from xpyd_operator.plan import ROUTER, fleet_want
+
+
+def fleet(**spec):
+    pools = [
+        {"name": "prefill", "role": "Prefill", "replicas": 1, "resources": {"gpus": 0}},
+        {"name": "decode", "role": "Decode", "replicas": 3, "resources": {"gpus": 0}},
+    ]
+    base = {"model": {"uri": "hf://org/name"}, "pools": pools}
+    document = {
+        "apiVersion": "xpyd.dev/v1alpha1",
+        "kind": "InferenceFleet",
+        "metadata": {"name": "f"},
+        "spec": base | spec,
+    }
+    return parse_fleet(json.dumps(document).encode(), source="f")
+
+
+def want(**spec):
+    return {pool.name: pool for pool in fleet_want(fleet(**spec), model="/m").pools}
+
+
+def test_every_field_reaches_a_flag():
+    found = want(
+        model={"uri": "hf://org/name", "revision": "abc", "servedNames": ["a", "b"]},
+        engine={"args": ["--dtype=float32"], "env": [{"name": "A", "value": "1"}]},
+        kvTransfer={"port": 22001, "bufferSize": "5%", "hostPoolSize": 8, "leaseSeconds": 7,
+                    "waitSeconds": 3, "onFailure": "Fail"},
+        heartbeat={"intervalMilliseconds": 500, "missedBeats": 4},
+        drain={"timeoutSeconds": 9},
+    )  # fmt: skip
+    assert found["decode"].template.args == (
+        "--model=/m", "--revision=abc", "--served-model-name", "a", "b", "--role=Decode",
+        "--kv-wait-seconds=3", "--kv-lease-seconds=7", "--kv-on-failure=fail",
+        "--kv-buffer-size=5%", "--kv-host-pool-size=8", "--heartbeat-period-ms=500",
+        "--drain-timeout=9", "--dtype=float32",
+    )  # fmt: skip
+    assert found["decode"].template.env == (("A", "1"), ("XPYD_KV_PORT", "22001"))
+    assert found[ROUTER].template.args == ("--heartbeat-interval-ms=500", "--missed-beats=4")
+    assert (found["decode"].replicas, found[ROUTER].replicas, found[ROUTER].surge) == (3, 1, 0)
+
+
+def test_a_revision_is_of_what_defines_the_pods_and_of_nothing_else():
+    base = {name: pool.revision for name, pool in want().items()}
+    assert all(len(revision) == 8 for revision in base.values())
+    other_size = want(pools=[
+        {"name": "prefill", "role": "Prefill", "replicas": 4, "resources": {"gpus": 0}},
+        {"name": "decode", "role": "Decode", "resources": {"gpus": 0}},
+    ])  # fmt: skip
+    assert {name: pool.revision for name, pool in other_size.items()} == base
+    beats = want(heartbeat={"missedBeats": 5})
+    assert {name for name, pool in beats.items() if pool.revision != base[name]} == {ROUTER}
+    args = want(engine={"args": ["--x"]})
+    assert {n for n, p in args.items() if p.revision != base[n]} == {"prefill", "decode"}
+    host_pool = want(kvTransfer={"hostPoolSize": "1Gi"})
+    assert {n for n, p in host_pool.items() if p.revision != base[n]} == {"decode"}
+
+
+def site(document):
+    memory = plan_memory(document, (1, 3), Machine(64 << 30, 8), weights_bytes=0)
+    return Site("f", 7, 10005, Path("/k"), memory, "info", "json")
+
+
+def test_the_documents_flags_come_after_the_machines():
+    document = fleet(engine={"args": ["--threads=5"]})
+    template = {p.name: p for p in fleet_want(document, model="/m").pools}["decode"].template
+    argv = pod_arguments(Pod("f-decode-0", "decode", "r", 3, template), site(document))
+    assert argv[:3] == ["--log-level=info", "--log-format=json", "--threads=2"]
+    assert argv[-1] == "--threads=5"
+    assert any(arg.startswith("--kv-cache-memory=") for arg in argv)
+
+
+def test_the_router_listens_for_clients_on_127_0_0_1_and_for_beats_on_its_own_address():
+    document = fleet()
+    template = {p.name: p for p in fleet_want(document, model="/m").pools}[ROUTER].template
+    pod = Pod("f-router-0", ROUTER, "r", 1, template)
+    argv = pod_arguments(pod, site(document))
+    for flag in ("--host=127.0.0.1", "--port=10005", "--discovery-host=127.1.7.1",
+                 "--discovery-port=30001", "--drain-seconds=0"):  # fmt: skip
+        assert flag in argv
+    environ = pod_environment(pod, site(document), {})
+    assert "XPYD_ROLE" not in environ
+    assert environ["XPYD_POD_IP"] == "127.1.7.1"
+
+
+def test_the_callers_own_xpyd_variables_do_not_leak_into_pods():
+    document = fleet(engine={"env": [{"name": "OMP_NUM_THREADS", "value": "3"}]})
+    template = {p.name: p for p in fleet_want(document, model="/m").pools}["prefill"].template
+    pod = Pod("f-prefill-0", "prefill", "r", 2, template)
+    inherited = {"XPYD_KV_KEY_FILE": "/other", "XPYD_STRAY": "1", "PATH": "/bin"}
+    environ = pod_environment(pod, site(document), inherited)
+    assert (environ["XPYD_KV_KEY_FILE"], environ["PATH"]) == ("/k", "/bin")
+    assert "XPYD_STRAY" not in environ
+    assert environ["OMP_NUM_THREADS"] == "3"
+    assert environ["XPYD_ROLE"] == "Prefill"
