@@ -216,4 +216,7 @@ def _inverse_cdf(
     # Rounding may put the target at the very end: the last token that has a probability.
     final = torch.searchsorted(reached, reached[:, -1:].contiguous(), right=False)
     column = torch.minimum(column, final)
+    if width < vocab:
+        # Among those equal to the head's last, only the whole row tells which comes first.
+        is_settled &= best.values.gather(1, column) > best.values[:, -1:]
     return best.indices.gather(1, column)[:, 0], is_settled[:, 0]

@@ -94,16 +94,18 @@ class Tokenizer:
 
         Half a character of a byte-level vocabulary gives its own bytes.
         """
-        if token_id in self._added_text:
-            return self._added_text[token_id].encode()
-        piece = cast("str | None", self._rust.id_to_token(token_id))
+        piece = self._added_text.get(token_id)
+        if piece is None:
+            piece = cast("str | None", self._rust.id_to_token(token_id))
         if piece is None:
             return b""
         table = self._byte_of_char
         if table is not None:
-            return b"".join(
-                bytes((table[char],)) if char in table else char.encode() for char in piece
-            )
+            # As the Rust decoder: byte by byte where all characters stand for bytes, else as text.
+            known = [table[char] for char in piece if char in table]
+            return bytes(known) if len(known) == len(piece) else piece.encode()
+        if token_id in self._added_text:
+            return piece.encode()
         if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             return bytes((int(piece[3:5], 16),))
         return piece.replace("\u2581", " ").encode()

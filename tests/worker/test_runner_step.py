@@ -1,0 +1,212 @@
+"""A step's tensors, its limits, its errors, and the size of the KV cache."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.worker.runner_driver import Driver, make_runner, tiny_checkpoint, with_params
+from xpyd_core.errors import UserError, XpydError
+from xpyd_worker.engine.executor import Executor, ScheduledSequence, StepInput, StepOutput
+from xpyd_worker.model.attention import KvShape, Span, plan_attention
+from xpyd_worker.runner.dtypes import cpu_has_fast_16_bit, resolve_dtype
+from xpyd_worker.runner.kv_cache import blocks_in_budget
+from xpyd_worker.runner.runner import ModelRunner
+
+SHAPE = KvShape(kv_heads=2, head_dim=16, block_size=16, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    tiny_checkpoint(path, "llama")
+    return path
+
+
+@pytest.fixture
+def runner(folder: Path) -> ModelRunner:
+    return make_runner(folder, blocks=8)
+
+
+def scheduled(runner: ModelRunner, tokens: int = 5) -> ScheduledSequence:
+    """One sequence that asks for a token."""
+    driver = Driver(runner)
+    return driver.schedule(driver.add(list(range(tokens)), with_params(max_tokens=9)), tokens)
+
+
+def execute(runner: ModelRunner, *sequences: ScheduledSequence) -> StepOutput:
+    """One step."""
+    return runner.execute(StepInput(1, sequences), lambda layer: None)
+
+
+def test_the_runner_is_an_executor(runner: ModelRunner) -> None:
+    executor: Executor = runner
+    assert executor.num_blocks == 8
+
+
+def test_a_step_without_sequences_copies_blocks_and_runs_no_forward(runner: ModelRunner) -> None:
+    cache = runner.kv_cache.layers[2]
+    cache[3] = 7.0
+    output = runner.execute(StepInput(1, (), ((3, 5),)), lambda layer: None)
+    assert output == StepOutput({}, {})
+    assert runner.counters.forwards == 0
+    assert bool((cache[5] == 7.0).all())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"token_ids": (1, 307, 2)}, "token id"),
+        ({"token_ids": (-1,)}, "token id"),
+        ({"token_ids": ()}, "0 tokens"),
+        ({"block_ids": (8,)}, "block"),
+        ({"block_ids": (-1,)}, "block"),
+        ({"block_ids": ()}, "in 0 blocks"),
+        ({"start": 14}, "5 tokens from 14 in 1 blocks"),
+    ],
+)
+def test_what_would_touch_foreign_memory_fails_the_step_by_name(
+    runner: ModelRunner, changes: dict[str, object], words: str
+) -> None:
+    before = [layer.clone() for layer in runner.kv_cache.layers]
+    good = scheduled(runner)
+    bad = replace(good, log_id="ab" * 16, **changes)  # type: ignore[arg-type]  # a table of fields
+    with pytest.raises(XpydError, match=words) as caught:
+        execute(runner, good, bad)
+    assert "ab" * 16 in str(caught.value)
+    assert all(torch.equal(a, b) for a, b in zip(before, runner.kv_cache.layers, strict=True))
+    assert len(execute(runner, good).samples[good.seq_id]) == 1
+
+
+def test_a_failure_inside_torch_is_our_error_and_the_runner_goes_on(runner: ModelRunner) -> None:
+    sequence = scheduled(runner)
+
+    def fail(layer: int) -> None:
+        raise RuntimeError("not enough memory")
+
+    with pytest.raises(XpydError, match=r"step 4 .*not enough memory"):
+        runner.execute(StepInput(4, (sequence,)), fail)
+    assert len(execute(runner, sequence).samples[sequence.seq_id]) == 1
+
+
+def test_nan_weights_fail_the_step_naming_the_request(folder: Path, runner: ModelRunner) -> None:
+    runner.kv_cache.layers[0].fill_(float("nan"))
+    driver = Driver(runner)
+    sequence = driver.add(list(range(20)), shared_blocks=[7])
+    with pytest.raises(XpydError, match=f"{sequence.seq_id:032x}"):
+        driver.step([(sequence, 4)])
+
+
+def test_the_runner_changes_no_global_state_of_torch(runner: ModelRunner) -> None:
+    def state() -> tuple[object, ...]:
+        threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+        return threads, dtype, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    before, random = state(), torch.get_rng_state()
+    execute(runner, scheduled(runner))
+    assert state() == before
+    assert torch.equal(random, torch.get_rng_state())
+
+
+def test_layer_done_is_logged_at_debug_only(
+    runner: ModelRunner, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "xpyd_worker"):
+        execute(runner, scheduled(runner))
+    assert not caplog.records
+    with caplog.at_level(logging.DEBUG, "xpyd_worker"):
+        execute(runner, scheduled(runner))
+    lines = [r for r in caplog.records if r.getMessage() == "layer done"]
+    assert [(vars(r)["layer"], vars(r)["step"]) for r in lines] == [(0, 1), (1, 1), (2, 1)]
+    times = [vars(r)["monotonic_ns"] for r in lines]
+    assert times == sorted(times)
+
+
+def test_the_cache_is_as_large_as_its_budget() -> None:
+    # 2 (K and V) x 16 tokens x 2 heads x 16 x 4 bytes, over 3 layers.
+    each = 2 * 16 * 2 * 16 * 4 * 3
+    assert blocks_in_budget(SHAPE, 3, each) == 1
+    assert blocks_in_budget(SHAPE, 3, 10 * each - 1) == 9
+    with pytest.raises(UserError, match="--kv-cache-memory"):
+        blocks_in_budget(SHAPE, 3, each - 1)
+
+
+def test_a_block_of_a_llama_8b_layer_is_64_kib() -> None:
+    shape = KvShape(kv_heads=8, head_dim=128, block_size=16, dtype=torch.bfloat16)
+    assert shape.block_bytes == 65_536
+
+
+def test_similar_lengths_decode_together_and_others_apart() -> None:
+    lengths = [1, 10, 100, 110, 1000]
+    spans = [Span(n - 1, 1, list(range(-(-n // 16)))) for n in lengths]
+    plan = plan_attention([*spans, Span(0, 5, [0])], SHAPE)
+    assert [(g.first_row, g.count, g.tokens) for g in plan.decode] == [
+        (0, 2, 10),
+        (2, 2, 110),
+        (4, 1, 1000),
+    ]
+    assert [(p.first_row, p.count) for p in plan.prefill] == [(5, 5)]
+
+
+def test_a_group_gathers_a_bounded_number_of_bytes() -> None:
+    shape = KvShape(kv_heads=8, head_dim=128, block_size=16, dtype=torch.float32)
+    spans = [Span(799, 1, list(range(50))) for _ in range(64)]
+    counts = [group.count for group in plan_attention(spans, shape).decode]
+    assert sum(counts) == 64
+    assert max(counts) * 50 * shape.block_bytes <= 8 << 20
+
+
+def test_a_new_token_lands_in_its_slot() -> None:
+    cache = torch.zeros(4, 2, 16, 32)
+    plan = plan_attention([Span(17, 1, [3, 1]), Span(15, 2, [2, 0])], SHAPE)
+    flat = cache.view(-1, 32)
+    flat[plan.slots] = torch.arange(1.0, 7.0)[:, None].expand(6, 32)
+    assert [float(cache[1, head, 1, 0]) for head in range(2)] == [1.0, 2.0]
+    assert [float(cache[2, head, 15, 0]) for head in range(2)] == [3.0, 4.0]
+    assert [float(cache[0, head, 0, 31]) for head in range(2)] == [5.0, 6.0]
+    assert int((cache != 0).sum()) == 6 * 32
+
+
+@pytest.mark.parametrize(
+    ("requested", "stored", "fast", "dtype"),
+    [
+        ("auto", "bfloat16", True, torch.bfloat16),
+        ("auto", "bfloat16", False, torch.float32),
+        ("auto", "float16", False, torch.float32),
+        ("auto", "float32", True, torch.float32),
+        ("bfloat16", "float32", False, torch.bfloat16),
+        ("float32", "bfloat16", True, torch.float32),
+    ],
+)
+def test_auto_is_the_checkpoints_dtype_where_the_processor_is_fast_in_it(
+    requested: str, stored: str, fast: bool, dtype: torch.dtype
+) -> None:
+    assert resolve_dtype(requested, stored, has_fast_16_bit=fast) == dtype
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(UserError, match="--dtype"):
+        resolve_dtype("int8", "float32", has_fast_16_bit=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "fast"),
+    [
+        ("processor: 0\nflags\t\t: fpu avx512_bf16 amx_tile\n", True),
+        ("flags\t: fpu avx2 avx512f\n", False),
+        ("Features\t: fp asimd bf16\n", True),
+        ("", False),
+        (None, False),
+    ],
+)
+def test_the_processor_says_whether_it_is_fast_in_16_bits(
+    tmp_path: Path, text: str | None, fast: bool
+) -> None:
+    path = tmp_path / "cpuinfo"
+    if text is not None:
+        path.write_text(text)
+    assert cpu_has_fast_16_bit(path) is fast

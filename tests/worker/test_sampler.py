@@ -1,0 +1,245 @@
+"""Drawing tokens: greedy, filters, masks, random numbers, log probabilities."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xpyd_core.errors import XpydError
+from xpyd_worker.engine.request import SamplingParams
+from xpyd_worker.runner.sampler import SampleRow, sample
+from xpyd_worker.runner.uniform import uniform
+
+BASE = SamplingParams(max_tokens=100, seed=1)
+REQUEST = "0123456789abcdef0123456789abcdef"
+
+
+def row(index: int = 0, *, position: int = 0, choice: int = 0, **changes: object) -> SampleRow:
+    """A row of logits row `index` with changed parameters."""
+    params = replace(BASE, **changes)  # type: ignore[arg-type]  # any field of the dataclass
+    return SampleRow(index, params, choice, position, log_id=REQUEST)
+
+
+def ids(logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:
+    """Tokens alone."""
+    return [token.token_id for token in sample(logits, rows)]
+
+
+def log_probabilities(*values: float) -> torch.Tensor:
+    """One row of logits with these probabilities."""
+    return torch.tensor([values]).log()
+
+
+def draws(logits: torch.Tensor, count: int, **changes: object) -> Counter[int]:
+    """Tokens of `count` positions."""
+    return Counter(ids(logits, [row(position=p, **changes) for p in range(count)]))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ((0, 0, 0), 0.13870941014555427),
+        ((1, 0, 0), 0.6935121390102292),
+        ((0, 1, 0), 0.2691303195904541),
+        ((0, 0, 1), 0.18436667429957676),
+        ((2**63, 5, 1000), 0.05285568538961394),
+        ((-1, 0, 0), 0.9844383619111032),
+    ],
+)
+def test_the_random_numbers_of_a_seed_never_change(key: tuple[int, int, int], value: float) -> None:
+    assert uniform(*key) == value
+
+
+def test_random_numbers_are_even_and_unrelated_between_neighbours() -> None:
+    numbers = [
+        uniform(seed, choice, position)
+        for seed in range(20)
+        for choice in range(10)
+        for position in range(50)
+    ]
+    assert all(0 <= number < 1 for number in numbers)
+    assert len(set(numbers)) == len(numbers)
+    counts = Counter(int(number * 20) for number in numbers)
+    assert chi_square([counts[i] for i in range(20)], [500.0] * 20) < 43.8  # 0.1 % at 19
+    pairs = list(pairwise(numbers))
+    correlation = sum((a - 0.5) * (b - 0.5) for a, b in pairs) / len(pairs) * 12
+    assert abs(correlation) < 0.04
+
+
+def chi_square(seen: list[int], expected: list[float]) -> float:
+    """The statistic."""
+    return sum((s - e) ** 2 / e for s, e in zip(seen, expected, strict=True))
+
+
+def test_greedy_takes_the_best_and_the_lowest_id_among_equals() -> None:
+    logits = torch.zeros(3, 500)
+    logits[0, [17, 40, 499]] = 2.0
+    logits[1, 499] = 1.0
+    assert ids(logits, [row(i, temperature=0.0) for i in range(3)]) == [17, 499, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        ({}, {0: 0.4, 1: 0.3, 2: 0.2, 3: 0.1}),
+        ({"temperature": 0.5}, {0: 16 / 30, 1: 9 / 30, 2: 4 / 30, 3: 1 / 30}),
+        ({"temperature": 2.0, "top_k": 2}, {0: 2 / (2 + 3**0.5), 1: 3**0.5 / (2 + 3**0.5)}),
+        ({"top_k": 1}, {0: 1.0}),
+        ({"top_k": 3}, {0: 4 / 9, 1: 3 / 9, 2: 2 / 9}),
+        ({"top_k": 50}, {0: 0.4, 1: 0.3, 2: 0.2, 3: 0.1}),
+        ({"top_p": 0.65}, {0: 4 / 7, 1: 3 / 7}),
+        ({"top_p": 0.39}, {0: 1.0}),
+        ({"top_p": 0.01}, {0: 1.0}),
+        # Of the three best, renormalised to 4/9, 3/9, 2/9, two reach 0.75; of all four they do not.
+        ({"top_k": 3, "top_p": 0.75}, {0: 4 / 7, 1: 3 / 7}),
+        ({"top_p": 0.75}, {0: 4 / 9, 1: 3 / 9, 2: 2 / 9}),
+        # Temperature first: at 0.5 the best alone has 0.533.
+        ({"temperature": 0.5, "top_p": 0.5}, {0: 1.0}),
+    ],
+)
+@pytest.mark.parametrize("padding", [0, 1000])
+def test_filters_keep_the_right_tokens_in_the_right_shares(
+    changes: dict[str, object], kept: dict[int, float], padding: int
+) -> None:
+    """`padding`: so many impossible tokens in front, more than the sampler sorts at first."""
+    logits = torch.cat(
+        (torch.full((1, padding), -80.0), log_probabilities(0.4, 0.3, 0.2, 0.1)), dim=1
+    )
+    count = 4000
+    seen = draws(logits, count, **changes)
+    assert {token - padding for token in seen} == set(kept)
+    tokens = sorted(kept)
+    statistic = chi_square([seen[t + padding] for t in tokens], [kept[t] * count for t in tokens])
+    assert statistic < 16.3  # 0.1 % at three degrees of freedom
+
+
+def test_top_k_keeps_all_that_equal_the_last_of_them() -> None:
+    logits = log_probabilities(0.2, 0.4, 0.2, 0.2)
+    assert set(draws(logits, 300, top_k=2)) == {0, 1, 2, 3}
+    assert set(draws(torch.zeros(1, 700), 3000, top_k=2)) > set(range(600, 650))
+
+
+def test_a_flat_distribution_over_a_large_vocabulary_is_drawn_evenly() -> None:
+    """All tokens are equals and the head sorted first never suffices."""
+    seen = draws(torch.zeros(1, 1000), 8000)
+    tens = Counter(token // 100 for token in seen.elements())
+    assert chi_square([tens[i] for i in range(10)], [800.0] * 10) < 27.9  # 0.1 % at 9
+
+
+def test_a_wide_top_p_over_a_large_vocabulary_cuts_where_it_should() -> None:
+    logits = torch.linspace(0, -2, 1500)[None]
+    probabilities = logits[0].softmax(0)
+    inside = int((probabilities.cumsum(0) < 0.8).sum()) + 1
+    seen = draws(logits, 8000, top_p=0.8)
+    assert max(seen) < inside
+    assert max(seen) > inside - 30
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_eos_and_stop_ids_wait_for_min_tokens(temperature: float) -> None:
+    logits = torch.tensor([[5.0, 4.0, 3.0, -3.0]])
+    wanted = row(temperature=temperature, min_tokens=3, stop_token_ids=(1, 99), top_k=1)
+    rows = [replace(wanted, position=p, eos_token_ids=(0,)) for p in range(5)]
+    assert ids(logits, rows) == [2, 2, 2, 0, 0]
+
+
+def test_a_tiny_temperature_is_greedy_and_a_huge_one_even() -> None:
+    logits = torch.tensor([[1000.0, -1000.0, 999.0, 0.0]])
+    assert set(draws(logits, 50, temperature=1e-9)) == {0}
+    assert set(draws(logits, 50, temperature=0.001)) == {0}
+    assert set(draws(logits, 200, temperature=1e6)) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_not_finite_are_an_error_naming_the_request(bad: float) -> None:
+    logits = torch.zeros(2, 8)
+    logits[1, 3] = bad
+    assert ids(logits, [row(0, temperature=0.0)]) == [0]
+    for temperature in (0.0, 1.0):
+        with pytest.raises(XpydError, match=REQUEST):
+            sample(logits, [row(1, temperature=temperature)])
+
+
+PARAMS = st.builds(
+    SamplingParams,
+    max_tokens=st.just(100),
+    seed=st.integers(0, 2**64 - 1),
+    min_tokens=st.integers(0, 3),
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 1.7]),
+    top_p=st.sampled_from([0.05, 0.5, 0.9, 1.0]),
+    top_k=st.sampled_from([0, 1, 5, 300, 5000]),
+    stop_token_ids=st.just((3, 4)),
+    logprobs=st.sampled_from([None, 0, 3]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    params=st.lists(PARAMS, min_size=2, max_size=6),
+    vocab=st.sampled_from([2, 7, 61, 257, 1031]),
+    seed=st.integers(0, 1000),
+    sharpness=st.sampled_from([0.0, 0.01, 1.0, 8.0]),
+)
+def test_a_row_draws_the_same_token_alone_and_in_any_batch(
+    params: list[SamplingParams], vocab: int, seed: int, sharpness: float
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(len(params), vocab, generator=generator) * sharpness
+    rows = [
+        SampleRow(index, value, index, position, (vocab - 1,))
+        for index, value in enumerate(params)
+        for position in (0, 7)
+    ]
+    if vocab == 2:
+        rows = [replace(r, sampling=replace(r.sampling, min_tokens=0)) for r in rows]
+    together = ids(logits, rows)
+    order = list(reversed(range(len(rows))))
+    assert ids(logits, [rows[i] for i in order]) == [together[i] for i in order]
+    for index, wanted in enumerate(rows):
+        own = logits[wanted.logits_row : wanted.logits_row + 1].clone()
+        assert ids(own, [replace(wanted, logits_row=0)]) == [together[index]]
+
+
+def test_choices_of_one_row_differ_and_repeat_with_their_seed() -> None:
+    logits = torch.zeros(1, 5000)
+    rows = [row(choice=choice) for choice in range(4)]
+    first = ids(logits, rows)
+    assert len(set(first)) == 4
+    assert ids(logits, rows) == first
+    assert ids(logits, [row(choice=choice, seed=2) for choice in range(4)]) != first
+
+
+def test_sampling_leaves_the_logits_alone() -> None:
+    logits = torch.randn(2, 50)
+    before = logits.clone()
+    sample(logits, [row(0, min_tokens=5, stop_token_ids=(1,)), row(1, top_k=3, logprobs=2)])
+    assert torch.equal(logits, before)
+
+
+def test_logprobs_are_those_of_the_raw_logits_best_first() -> None:
+    logits = log_probabilities(0.1, 0.4, 0.3, 0.1, 0.1)
+    wanted = row(temperature=0.0, min_tokens=1, stop_token_ids=(1,), logprobs=4, top_k=1)
+    (token,) = sample(logits, [wanted])
+    assert token.token_id == 2
+    assert token.logprob is not None
+    assert token.logprob.logprob == pytest.approx(math.log(0.3))
+    # Equal ones: lower ids first.
+    assert [i for i, _ in token.logprob.top] == [1, 2, 0, 3]
+    assert [v for _, v in token.logprob.top] == pytest.approx(
+        [math.log(p) for p in (0.4, 0.3, 0.1, 0.1)]
+    )
+
+
+def test_each_row_gets_as_many_alternatives_as_it_asked_for() -> None:
+    logits = torch.randn(1, 40)
+    rows = [row(logprobs=n) for n in (None, 0, 1, 20, 99)]
+    found = [token.logprob for token in sample(logits, rows)]
+    assert found[0] is None
+    assert [len(score.top) for score in found[1:] if score is not None] == [0, 1, 20, 40]
