@@ -175,6 +175,8 @@ class Stream:
             self._end_data(event.header)
         else:
             assert isinstance(event, Opened)
+            # Our LAYOUT may have been made by the same read: it goes before the session's frames.
+            self._queue_own()
             self._opened(self)
 
     def _begin_data(self, header: Data, length: int) -> None:
