@@ -398,6 +398,7 @@ class TcpEndpoint:
         if stream.closing is None:
             stream.closing = reason
             self._registry.remove(stream)
+            self._count_connections()
             self._to_close.append(stream)
 
     def _close_stream(self, stream: Stream) -> None:
@@ -405,7 +406,6 @@ class TcpEndpoint:
         self._selector.set(stream.sock, 0, partial(self._ready, stream))
         for done in stream.abandon():
             self._run_session(partial(done, False))
-        self._count_connections()
         reason = stream.closing or ""
         if stream.is_up:
             self._run_session(partial(self._handler.peer_down, stream, reason))

@@ -1,0 +1,97 @@
+"""The transport's small parts, without sockets."""
+
+from itertools import pairwise
+
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xpyd_kv.transport.checksum import checksum
+from xpyd_kv.transport.counters import Counters
+from xpyd_kv.transport.cursor import MAX_VIEWS_PER_CALL, Cursor
+from xpyd_kv.transport.rate_limit import RateLimit
+
+sizes = st.lists(st.integers(0, 40), max_size=30)
+
+
+def _views(lengths, fill=None):
+    buffers = [bytearray(length) for length in lengths]
+    if fill is not None:
+        at = 0
+        for buffer in buffers:
+            buffer[:] = fill[at : at + len(buffer)]
+            at += len(buffer)
+    return [memoryview(buffer) for buffer in buffers]
+
+
+@settings(deadline=None)
+@given(sizes, st.randoms(use_true_random=False), st.integers(1, 100))
+def test_a_cursor_gives_every_byte_once_in_order(lengths, random, window):
+    content = bytes(i % 251 for i in range(sum(lengths)))
+    cursor = Cursor(_views(lengths, content))
+    sent = b""
+    while cursor.left:
+        views = cursor.window(window)
+        offered = b"".join(views)
+        assert offered
+        taken = random.randint(1, len(offered))
+        sent += offered[:taken]
+        cursor.advance(taken)
+    assert sent == content
+
+
+@settings(deadline=None)
+@given(sizes, st.lists(st.integers(1, 50), min_size=60, max_size=60))
+def test_a_cursor_is_written_through_in_order(lengths, pieces):
+    content = bytes(i % 251 for i in range(sum(lengths)))
+    views = _views(lengths)
+    cursor = Cursor(views)
+    rest = memoryview(content)
+    for piece in pieces:
+        cursor.write(rest[:piece])
+        rest = rest[piece:]
+    cursor.write(rest)
+    assert cursor.left == 0
+    assert b"".join(views) == content
+
+
+def test_a_window_is_never_more_than_one_call_takes():
+    cursor = Cursor([memoryview(b"x")] * 3000)
+    assert len(cursor.window(10**9)) == MAX_VIEWS_PER_CALL
+
+
+def test_a_window_is_about_as_large_as_asked():
+    cursor = Cursor([memoryview(bytes(1000))] * 100)
+    assert len(cursor.window(10_000)) == 11
+    cursor.advance(500)
+    views = cursor.window(10_000)
+    assert len(views[0]) == 500
+    assert 10 <= len(views) <= 12
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=500), st.lists(st.integers(0, 500), max_size=5))
+def test_the_checksum_is_that_of_the_joined_bytes(content, places):
+    edges = [0, *sorted(min(p, len(content)) for p in places), len(content)]
+    views = [memoryview(content)[a:b] for a, b in pairwise(edges)]
+    assert checksum(views) == xxhash.xxh3_64(content).digest()
+
+
+def test_lines_caused_by_strangers_are_counted_and_left_out():
+    limit = RateLimit(interval_s=5.0)
+    assert [limit.take(now) for now in (0.0, 1.0, 4.9, 5.0, 6.0, 11.0)] == [
+        0,
+        None,
+        None,
+        2,
+        None,
+        1,
+    ]
+
+
+def test_refusals_have_a_bounded_number_of_names():
+    counters = Counters()
+    for number in range(1000):
+        counters.count_refused(f"factor{number}")
+    assert len(counters.refused) <= 65
+    assert sum(counters.refused.values()) == 1000

@@ -1,0 +1,264 @@
+"""What the transport's tests share: a session that records, endpoints of both roles, and a puppet
+that speaks the protocol over a plain blocking socket as far as a test wants."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from tests.kv.wire_samples import LAYOUT
+from xpyd_core.errors import ProtocolError
+from xpyd_core.request_id import Address
+from xpyd_kv.transport.checksum import checksum
+from xpyd_kv.transport.settings import Deadlines, Identity
+from xpyd_kv.transport.tcp import TcpEndpoint
+from xpyd_kv.wire.connection import Connection, Opened
+from xpyd_kv.wire.frames import encode
+from xpyd_kv.wire.handshake import Terms
+from xpyd_kv.wire.messages import Data, Hello
+
+KEY = b"the fleet's key, long enough"
+UUID = "0123456789abcdef" * 2
+BLOCK_BYTES = LAYOUT.block_bytes
+PATIENCE_S = 20.0
+QUICK = Deadlines(connect_s=0.2, auth_s=0.2, ping_s=30.0, failed_auth_s=30.0)
+_serial = itertools.count(1)
+
+
+class Recorder:
+    """A Handler that keeps what it was told, in order, and lets tests wait for it."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+        self.on: dict[str, Callable[..., Any]] = {}
+        """What a test wants to happen at an event, by its name."""
+        self._news = threading.Condition()
+
+    def tell(self, *event: Any) -> Any:
+        with self._news:
+            self.told.append(event)
+            self._news.notify_all()
+        react = self.on.get(event[0])
+        return react(*event[1:]) if react else None
+
+    def wait(self, name: str, count: int = 1) -> Any:
+        """The `count`-th event of this name, without its name."""
+        with self._news:
+            assert self._news.wait_for(lambda: len(self.all(name)) >= count, PATIENCE_S), (
+                name,
+                self.told,
+            )
+            return self.all(name)[count - 1]
+
+    def all(self, name: str) -> list[tuple[Any, ...]]:
+        return [event[1:] for event in self.told if event[0] == name]
+
+    def names(self) -> list[str]:
+        return [event[0] for event in self.told]
+
+    def peer_up(self, peer):
+        self.tell("up", peer)
+
+    def dial_failed(self, address, reason):
+        self.tell("failed", address, reason)
+
+    def peer_down(self, peer, reason):
+        self.tell("down", peer, reason)
+
+    def message(self, peer, message, body):
+        self.tell("message", peer, message, body)
+
+    def data_begin(self, peer, header, length):
+        return self.tell("begin", peer, header, length)
+
+    def data_end(self, peer, header, *, stored, intact):
+        self.tell("end", peer, header, stored, intact)
+
+    def tick(self, now):
+        react = self.on.get("tick")
+        return react(now) if react else None
+
+
+class Net:
+    """Endpoints of one test; closes them, and finds descriptors left open."""
+
+    def __init__(self) -> None:
+        self._ends: list[Any] = []
+
+    def endpoint(self, role: str, **options: Any) -> tuple[TcpEndpoint, Recorder]:
+        number = next(_serial)
+        recorder = options.pop("handler", None) or Recorder()
+        name = options.pop("engine_id", f"{role}{number}")
+        incarnation = options.pop("incarnation", f"i{number}")
+        options.setdefault("keys", (KEY,))
+        options.setdefault("layout", LAYOUT)
+        if role == "D":
+            options.setdefault("listen", Address("127.0.0.1", 0))
+        end = TcpEndpoint(recorder, identity=Identity(name, incarnation, role), **options)
+        end.start()
+        self._ends.append(end)
+        return end, recorder
+
+    def pair(self, **options: Any):
+        """A connected P and D: (p, p's recorder, p's peer), (d, d's recorder, d's peer)."""
+        d, d_told = self.endpoint("D", **options)
+        p, p_told = self.endpoint("P", **options)
+        peer = dial(p, p_told, d.listen_address)
+        return (p, p_told, peer), (d, d_told, d_told.wait("up")[0])
+
+    def socket(self, sock: socket.socket) -> socket.socket:
+        sock.settimeout(PATIENCE_S)
+        self._ends.append(sock)
+        return sock
+
+    def listener(self) -> socket.socket:
+        return self.socket(socket.create_server(("127.0.0.1", 0)))
+
+    def connect(self, address: Address) -> socket.socket:
+        return self.socket(socket.create_connection(address))
+
+    def close(self) -> None:
+        for end in reversed(self._ends):
+            if isinstance(end, TcpEndpoint):
+                end.close(5.0)
+            else:
+                end.close()
+
+
+def run(end: TcpEndpoint, function: Callable[[], Any]) -> Any:
+    """`function` on the I/O thread; what it returned or raised."""
+    done, result = threading.Event(), []
+
+    def call() -> None:
+        try:
+            result.append((function(), None))
+        except Exception as error:
+            result.append((None, error))
+        done.set()
+
+    end.call(call)
+    assert done.wait(PATIENCE_S)
+    value, error = result[0]
+    if error is not None:
+        raise error
+    return value
+
+
+def dial(end: TcpEndpoint, told: Recorder, address: Address | None) -> Any:
+    assert address is not None
+    before = len(told.all("up"))
+    run(end, lambda: end.connect(address))
+    return told.wait("up", before + 1)[0]
+
+
+def address_of(sock: socket.socket) -> Address:
+    return Address(*sock.getsockname()[:2])
+
+
+class Puppet:
+    """One side of a connection over a blocking socket, after whose handshake the test does what it
+    likes, good or bad."""
+
+    def __init__(self, sock: socket.socket, role: str, *, key: bytes = KEY, **hello: Any) -> None:
+        self.sock = sock
+        number = next(_serial)
+        identity = Identity(f"puppet{number}", f"i{number}", role)  # type: ignore[arg-type]
+        mine: Hello = msgspec.structs.replace(identity.hello(number.to_bytes(32)), **hello)
+        terms = Terms(mine, LAYOUT, (key,))
+        self.wire = Connection(terms, dialler=role == "P", deadline=1e9)
+
+    def open(self) -> Puppet:
+        events: list[Any] = []
+        while not any(isinstance(event, Opened) for event in events):
+            self.sock.sendall(self.wire.outgoing())
+            if (data := self.sock.recv(65536)) == b"":
+                raise ConnectionError("closed in the handshake")
+            events += self.wire.feed(data, 0.0)
+        self.sock.sendall(self.wire.outgoing())
+        return self
+
+    def read(self) -> list[Any]:
+        """Events of what comes next; [] at the end."""
+        while data := self.sock.recv(65536):
+            events = [*self.wire.feed(data, 0.0)]
+            if events:
+                return events
+        return []
+
+
+def is_closed(sock: socket.socket) -> bool:
+    """Wait until the other side has closed; whether it did in time. What it says is dropped."""
+    with contextlib.suppress(ConnectionError):
+        while sock.recv(65536):
+            pass
+    return True
+
+
+def data_header(views_or_bytes: Any, *, seq: int = 0, digest: bytes | None = None) -> Data:
+    views = [memoryview(views_or_bytes)] if isinstance(views_or_bytes, bytes) else views_or_bytes
+    length = sum(len(view) for view in views)
+    assert length % BLOCK_BYTES == 0
+    return Data(
+        uuid=UUID,
+        prompt_index=0,
+        epoch=0,
+        seq=seq,
+        first_layer=0,
+        end_layer=1,
+        first_block=0,
+        end_block=length // BLOCK_BYTES,
+        checksum=checksum(views) if digest is None else digest,
+    )
+
+
+def send_data(
+    end: TcpEndpoint, told: Recorder, peer: Any, views: list[memoryview], *, seq: int = 0
+) -> None:
+    """Queue one DATA frame; `told` gets ("done", seq, sent)."""
+
+    def make_header(digest: bytes) -> Data:
+        return data_header(views, seq=seq, digest=digest)
+
+    run(
+        end,
+        lambda: end.send_data(
+            peer, make_header, views, lambda sent: told.tell("done", seq, sent) or None
+        ),
+    )
+
+
+def raw_data(body: bytes, *, seq: int = 0) -> bytes:
+    return encode(data_header(body, seq=seq), len(body)) + body
+
+
+def cuts(buffer: memoryview, sizes: Iterator[int]) -> list[memoryview]:
+    """The buffer as views of these sizes, the last one shorter."""
+    views, start = [], 0
+    while start < len(buffer):
+        size = next(sizes)
+        views.append(buffer[start : start + size])
+        start += size
+    return views
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread does and reports to nobody."""
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def protocol_error(*_: Any) -> None:
+    raise ProtocolError("the session does not like it")
+
+
+def broken(*_: Any) -> None:
+    raise RuntimeError("a defect of the session")
