@@ -457,9 +457,9 @@ class Bench:
             self.core.turn()
 
     def run(self, limit: int = 3000) -> None:
-        """Until nothing can be done."""
+        """Until nothing can be done, and no sent block is held."""
         for _ in range(limit):
-            if not self.core.turn():
+            if not self.core.turn() and not (self.producer and self.producer.has_work()):
                 return
         raise AssertionError("the engine does not come to rest")
 

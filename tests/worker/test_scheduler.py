@@ -1,0 +1,379 @@
+"""The scheduler through the engine's loop, without a thread: order, budget, forks, stop rules."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.worker.engine_fakes import BLOCK, EOS, Bench, alone, kv_of, make_request, next_token
+from xpyd_worker.engine.request import SamplingParams
+from xpyd_worker.engine.scheduler import Limits
+from xpyd_worker.engine.stopping import End, StopRules
+
+
+def prompt_of(length: int, first: int = 1) -> list[int]:
+    return [(first + 3 * i) % 37 + 1 for i in range(length)]
+
+
+def counts(bench: Bench) -> list[list[int]]:
+    """Tokens of each sequence in each step."""
+    return [[len(s.token_ids) for s in step.sequences] for step in bench.executor.steps]
+
+
+def prompt_with_first_token(token: int, length: int = 6) -> list[int]:
+    """A prompt behind which the fake model draws `token` first."""
+    params = SamplingParams(max_tokens=8, seed=7)
+    for first in range(10_000):
+        prompt = [first // 37 + 1, *prompt_of(length - 1, first)]
+        if next_token(kv_of(prompt)[-1], 0, 0, params) == token:
+            return prompt
+    raise AssertionError("no such prompt")
+
+
+def test_oracle_19_running_sequences_come_first_then_the_queue_in_order():
+    bench = Bench(seqs=2, budget=8)
+    for name in ("a", "b", "c"):
+        bench.submit(make_request(name, prompt_of(3), max_tokens=6, ignore_eos=True))
+    bench.turns(3)
+    order = [[s.log_id for s in step.sequences] for step in bench.executor.steps]
+    assert order == [["a", "b"], ["a", "b"], ["a", "b"]]
+    bench.run()
+    assert bench.executor.steps[6].sequences[0].log_id == "c"
+    for name in ("a", "b", "c"):
+        bench.assert_as_alone(name)
+
+
+def test_oracle_20_a_prompt_of_18_in_chunks_of_8_takes_three_steps_and_samples_in_the_last():
+    bench = Bench(budget=8)
+    bench.submit(make_request("a", prompt_of(18), max_tokens=1))
+    bench.run()
+    assert counts(bench) == [[8], [8], [2]]
+    assert [bool(step.sequences[0].samples) for step in bench.executor.steps] == [
+        False,
+        False,
+        True,
+    ]
+    bench.assert_as_alone("a")
+
+
+def test_a_step_mixes_decodes_and_a_chunk_within_the_budget():
+    bench = Bench(budget=8)
+    bench.submit(make_request("a", prompt_of(4), max_tokens=9, ignore_eos=True))
+    bench.turns(1)
+    bench.submit(make_request("b", prompt_of(12, 5), max_tokens=3, ignore_eos=True))
+    bench.turns(3)
+    assert counts(bench) == [[4], [1, 7], [1, 5], [1, 1]]
+
+
+def test_oracle_24_a_batched_sequence_gets_the_tokens_it_gets_alone():
+    bench = Bench(budget=64)
+    for number in range(8):
+        bench.submit(make_request(f"r{number}", prompt_of(3 + 2 * number, number), max_tokens=12))
+    bench.run()
+    for number in range(8):
+        bench.assert_as_alone(f"r{number}")
+    assert len(bench.executor.steps[0].sequences) == 8
+
+
+def test_oracle_21_a_second_prompt_computes_only_what_the_first_did_not():
+    bench = Bench()
+    shared = prompt_of(3 * BLOCK + 2)
+    bench.submit(make_request("a", shared, max_tokens=1))
+    bench.run()
+    bench.submit(make_request("b", [*shared, 9, 8, 7], max_tokens=1))
+    bench.run()
+    assert bench.executor.steps[-1].sequences[0].start == 3 * BLOCK
+    assert bench.outputs["b"][-1].cached_tokens == 3 * BLOCK
+    assert bench.core.stats().prefix_hit_tokens == 3 * BLOCK
+
+
+def test_a_prompt_that_is_wholly_cached_computes_its_last_block_again():
+    bench = Bench()
+    for name in ("a", "b"):
+        bench.submit(make_request(name, prompt_of(2 * BLOCK), max_tokens=1))
+        bench.run()
+    assert bench.executor.steps[-1].sequences[0].start == BLOCK
+    bench.assert_as_alone("b")
+
+
+# --- blocks run out
+
+
+def test_the_last_come_is_preempted_recomputes_and_loses_nothing():
+    bench = Bench(blocks=6, budget=64)
+    bench.submit(make_request("old", prompt_of(8), max_tokens=12, ignore_eos=True))
+    bench.submit(make_request("new", prompt_of(7, 9), max_tokens=12, ignore_eos=True))
+    bench.run()
+    assert bench.core.stats().preemptions > 0
+    starts = [s.log_id for step in bench.executor.steps for s in step.sequences if s.start < 4]
+    assert starts[0] == "old"
+    assert starts.count("old") == 1
+    for name in ("old", "new"):
+        bench.assert_as_alone(name)
+    bench.assert_all_blocks_free()
+
+
+def test_a_preempted_sequence_goes_before_those_that_wait():
+    bench = Bench(blocks=6, budget=64, seqs=2)
+    for name, first in (("old", 1), ("new", 9), ("last", 17)):
+        bench.submit(make_request(name, prompt_of(7, first), max_tokens=12, ignore_eos=True))
+    bench.run()
+    last = [o.request_id for outs in bench.outputs.values() for o in outs if o.finished]
+    assert last == ["old", "new", "last"]
+    ends = {s.log_id: step.step for step in bench.executor.steps for s in step.sequences}
+    assert ends["old"] < ends["new"] < ends["last"]
+
+
+def test_a_request_that_can_never_fit_is_refused_at_once():
+    bench = Bench(blocks=4)
+    bench.submit(make_request("a", prompt_of(9), max_tokens=8))
+    bench.run()
+    (output,) = bench.outputs["a"]
+    assert (output.finished, output.error_kind) == (True, "too_long")
+    assert output.choices[0].finish_reason == "error"
+    assert "17 tokens" in output.error
+    assert bench.executor.steps == []
+
+
+def test_a_request_that_fills_the_whole_cache_runs():
+    bench = Bench(blocks=4)
+    bench.submit(make_request("a", prompt_of(9), max_tokens=7, ignore_eos=True))
+    bench.run()
+    bench.assert_as_alone("a")
+
+
+@pytest.mark.parametrize(("length", "kind"), [(20, "too_long"), (21, "too_long"), (19, "")])
+def test_a_prompt_needs_room_for_a_token_within_the_models_length(length: int, kind: str):
+    bench = Bench(model_len=20)
+    bench.submit(make_request("a", prompt_of(length), max_tokens=5))
+    bench.run()
+    assert bench.outputs["a"][-1].error_kind == kind
+
+
+def test_a_full_queue_refuses_and_says_so():
+    bench = Bench(max_waiting=1)
+    for name in ("a", "b"):
+        bench.submit(make_request(name, prompt_of(5)))
+    bench.run()
+    assert bench.outputs["b"][-1].error_kind == "busy"
+    bench.assert_as_alone("a")
+
+
+def test_a_budget_below_the_number_of_sequences_is_refused():
+    with pytest.raises(ValueError, match="max_num_batched_tokens"):
+        Limits(max_num_seqs=8, max_num_batched_tokens=7)
+
+
+# --- several choices
+
+
+def test_n_choices_compute_the_prompt_once_and_copy_the_partial_block():
+    bench = Bench(budget=64)
+    bench.submit(make_request("a", prompt_of(2 * BLOCK + 1), n=3, max_tokens=9, ignore_eos=True))
+    bench.run()
+    first, second = bench.executor.steps[:2]
+    assert [len(s.samples) for s in first.sequences] == [3]
+    assert [len(s.samples) for s in second.sequences] == [1, 1, 1]
+    assert len(second.block_copies) == 2
+    assert len({s.block_ids[:2] for s in second.sequences}) == 1
+    assert bench.core.stats().prompt_tokens_computed == 2 * BLOCK + 1
+    bench.assert_as_alone("a")
+    bench.assert_all_blocks_free()
+
+
+def test_choices_of_a_prompt_of_whole_blocks_copy_nothing():
+    bench = Bench(budget=64)
+    bench.submit(make_request("a", prompt_of(2 * BLOCK), n=3, max_tokens=9, ignore_eos=True))
+    bench.run()
+    assert not any(step.block_copies for step in bench.executor.steps)
+    bench.assert_as_alone("a")
+
+
+def test_a_child_without_a_block_waits_and_recomputes():
+    bench = Bench(blocks=3, budget=64)
+    bench.submit(make_request("a", prompt_of(2 * BLOCK + 1), n=2, max_tokens=3, ignore_eos=True))
+    bench.run()
+    assert not any(step.block_copies for step in bench.executor.steps)
+    bench.assert_as_alone("a")
+    bench.assert_all_blocks_free()
+
+
+def test_more_choices_than_sequences_may_run_take_turns():
+    bench = Bench(seqs=2, budget=8)
+    bench.submit(make_request("a", prompt_of(6), n=5, max_tokens=5, ignore_eos=True))
+    bench.run()
+    bench.assert_as_alone("a")
+
+
+def test_random_numbers_are_keyed_by_openais_index_and_the_position():
+    bench = Bench(budget=64)
+    bench.submit(make_request("a", prompt_of(5), n=2, first_choice=4, max_tokens=2, min_tokens=2))
+    bench.run()
+    keys = [
+        [(spec.choice_index, spec.position) for s in step.sequences for spec in s.samples]
+        for step in bench.executor.steps
+    ]
+    assert keys == [[(4, 0), (5, 0)], [(4, 1), (5, 1)]]
+
+
+def test_a_choice_is_aborted_and_the_others_go_on():
+    bench = Bench(budget=64)
+    bench.submit(make_request("a", prompt_of(5), n=3, max_tokens=6, ignore_eos=True))
+    bench.turns(2)
+    bench.core.abort("a", (1,))
+    bench.run()
+    expected = alone(bench.requests["a"], bench.model_len)
+    assert bench.tokens("a", 0) == expected[0][0]
+    assert bench.tokens("a", 1) == expected[1][0][:2]
+    assert bench.tokens("a", 2) == expected[2][0]
+    bench.assert_all_blocks_free()
+
+
+def test_when_the_last_choice_is_aborted_a_last_output_follows():
+    bench = Bench()
+    bench.submit(make_request("a", prompt_of(5), max_tokens=6, ignore_eos=True))
+    bench.turns(2)
+    bench.core.abort("a", (0,))
+    bench.run()
+    assert bench.outputs["a"][-1].finished
+    assert bench.outputs["a"][-1].choices == ()
+    assert bench.core.stats().finished == {"stop": 1}
+    bench.assert_all_blocks_free()
+
+
+@pytest.mark.parametrize("turns", [0, 1, 3])
+def test_an_aborted_request_gives_its_blocks_back_and_puts_out_nothing_more(turns: int):
+    bench = Bench(budget=4, seqs=4)
+    bench.submit(make_request("a", prompt_of(9), n=2, max_tokens=6, ignore_eos=True))
+    bench.turns(turns)
+    before = list(bench.outputs["a"])
+    bench.core.abort("a")
+    bench.core.abort("a")
+    bench.run()
+    assert bench.outputs["a"] == before
+    assert bench.core.is_idle()
+    assert bench.core.stats().finished == {"abort": 1}
+    bench.assert_all_blocks_free()
+
+
+# --- continuation
+
+
+def test_ids_to_continue_from_are_computed_in_one_step_and_not_put_out():
+    bench = Bench(budget=64)
+    request = make_request("a", prompt_of(5), continue_from=((4, 9, 2),), max_tokens=6)
+    bench.submit(request)
+    bench.run()
+    assert counts(bench)[0] == [8]
+    bench.assert_as_alone("a")
+
+
+def test_each_choice_continues_from_its_own_ids():
+    bench = Bench(budget=64)
+    known = ((4, 9), (), (7,), (3, 3, 3, 3, 3))
+    bench.submit(make_request("a", prompt_of(6), n=4, continue_from=known, max_tokens=9))
+    bench.run()
+    assert bench.core.stats().prompt_tokens_computed == 6
+    bench.assert_as_alone("a")
+    bench.assert_all_blocks_free()
+
+
+@pytest.mark.parametrize(
+    ("ids", "reason", "stop_id"),
+    [((4, EOS), "stop", EOS), ((4, 30), "stop", 30), ((1, 2, 3), "length", None)],
+)
+def test_a_choice_that_ended_in_its_ids_ends_without_computing(
+    ids: tuple[int, ...], reason: str, stop_id: int | None
+):
+    bench = Bench()
+    bench.submit(
+        make_request("a", prompt_of(5), continue_from=(ids,), max_tokens=3, stop_token_ids=(30,))
+    )
+    bench.run()
+    (output,) = bench.outputs["a"]
+    assert output.finished
+    assert (output.choices[0].finish_reason, output.choices[0].stop_token_id) == (reason, stop_id)
+    assert bench.executor.steps == []
+
+
+def test_choices_that_ended_are_told_at_once_and_the_living_one_goes_on():
+    bench = Bench()
+    bench.submit(make_request("a", prompt_of(5), n=2, continue_from=((EOS,), (4,)), max_tokens=4))
+    bench.turns(1)
+    assert bench.outputs["a"][0].choices[0].finish_reason == "stop"
+    bench.run()
+    bench.assert_as_alone("a")
+
+
+# --- stop rules
+
+
+@pytest.mark.parametrize(
+    ("token", "position", "params", "expected"),
+    [
+        (EOS, 0, {}, End("stop", EOS)),
+        (EOS, 0, {"ignore_eos": True}, None),
+        (EOS, 1, {"min_tokens": 2}, None),
+        (EOS, 2, {"min_tokens": 2}, End("stop", EOS)),
+        (6, 3, {"stop_token_ids": (5, 6)}, End("stop", 6)),
+        (6, 3, {"stop_token_ids": (5, 6), "min_tokens": 4}, None),
+        (7, 8, {}, None),
+        (7, 9, {}, End("length")),
+        (EOS, 9, {}, End("stop", EOS)),
+        (7, 4, {"max_tokens": 5}, End("length")),
+        (7, 7, {"max_tokens": 99}, None),
+        (7, 14, {"max_tokens": 99}, End("length")),
+    ],
+)
+def test_oracle_23_what_ends_a_choice(
+    token: int, position: int, params: dict[str, object], expected: End | None
+):
+    rules = StopRules((EOS,), max_model_len=20)
+    sampling = SamplingParams(**{"max_tokens": 10, "seed": 1, **params})  # pyright: ignore
+    assert rules.end_at(token, position=position, prompt_tokens=5, sampling=sampling) == expected
+
+
+def test_oracle_23_the_stop_token_stays_in_the_output():
+    bench = Bench()
+    bench.submit(make_request("a", prompt_with_first_token(21), stop_token_ids=(21,)))
+    bench.run()
+    assert bench.tokens("a") == [21]
+    assert bench.outputs["a"][-1].choices[0].stop_token_id == 21
+
+
+# --- prompt log probabilities
+
+
+def test_prompt_logprobs_come_once_whole_and_without_the_prefix_cache():
+    bench = Bench(budget=4, seqs=4)
+    for name in ("a", "b"):
+        bench.submit(make_request(name, prompt_of(11), max_tokens=3, prompt_logprobs=0))
+        bench.run()
+    for name in ("a", "b"):
+        first, *rest = bench.outputs[name]
+        scored = first.prompt_logprobs
+        assert scored is not None
+        assert scored[0] is None
+        assert [s and s.logprob for s in scored[1:]] == [-float(i) for i in range(1, 11)]
+        assert [s and s.token_id for s in scored[1:]] == prompt_of(11)[1:]
+        assert all(output.prompt_logprobs is None for output in rest)
+    assert bench.core.stats().prefix_hit_tokens == 0
+
+
+def test_a_prompt_is_scored_without_drawing_a_token():
+    bench = Bench(budget=4, seqs=4)
+    bench.submit(make_request("a", prompt_of(7), max_tokens=0, prompt_logprobs=1))
+    bench.run()
+    (output,) = bench.outputs["a"]
+    assert output.finished
+    assert len(output.prompt_logprobs or ()) == 7
+    assert [(c.tokens, c.finish_reason) for c in output.choices] == [((), "length")]
+    assert not any(s.samples for step in bench.executor.steps for s in step.sequences)
+    bench.assert_all_blocks_free()
+
+
+def test_no_tokens_and_no_scores_asked_means_no_forward():
+    bench = Bench()
+    bench.submit(make_request("a", prompt_of(7), max_tokens=0))
+    bench.run()
+    assert bench.reasons("a") == {0: "length"}
+    assert bench.executor.steps == []
