@@ -286,8 +286,8 @@ class World:
         self.handler("D").peer_down(link.at_d, reason)
 
     def step_control(self, to: str, *, twice: bool = False, overtake: bool = False) -> bool:
-        """Deliver one control frame to P or D; with `overtake` before DATA that was sent earlier, as
-        over several connections."""
+        """Deliver one control frame to P or D; with `overtake` before DATA that was sent
+        earlier, as over several connections."""
         link = self.link
         queue = link and (link.to_d if to == "D" else link.to_p)
         if link is None or not queue:

@@ -194,8 +194,8 @@ class SendSession:
 
     def _send_offer(self, transfer: Outgoing, peer: Peer) -> None:
         request = transfer.request
-        if peer in self._draining:
-            self._end(transfer, "draining")
+        if peer in self._draining or request.tokens > peer.layout.max_tokens:
+            self._end(transfer, "draining" if peer in self._draining else "too_long")
             return
         transfer.peer = peer
         self._move(transfer, SendState.OFFERED)

@@ -1,0 +1,57 @@
+"""The paged cache's tensors as bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from xpyd_core.errors import XpydError
+from xpyd_kv.device.paged import PagedMemory
+
+
+def cache(dtype: torch.dtype, layers: int = 2) -> list[torch.Tensor]:
+    return [torch.zeros(5, 3, 4, 8, dtype=dtype) for _ in range(layers)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2), (torch.float16, 2)]
+)
+def test_a_block_of_a_layer_is_one_writable_run_of_the_tensors_own_bytes(
+    dtype: torch.dtype, size: int
+) -> None:
+    tensors = cache(dtype)
+    memory = PagedMemory(tensors, layers=[4, 7])
+    layout = memory.layout
+    assert (layout.layers, layout.kv_heads, layout.head_dim, layout.block_size) == ((4, 7), 3, 4, 4)
+    assert layout.dtype == str(dtype).removeprefix("torch.")
+    assert layout.block_bytes == 3 * 4 * 8 * size
+    assert memory.num_blocks == 5
+    tensors[1][2] = torch.arange(96, dtype=dtype).reshape(3, 4, 8)
+    view = memory.block_view(1, 2)
+    assert (len(view), view.format, view.readonly) == (layout.block_bytes, "B", False)
+    memory.block_view(0, 4)[:] = view
+    assert torch.equal(tensors[0][4], tensors[1][2])
+    assert not tensors[0][:4].any()
+
+
+def test_a_cache_that_needs_no_gradient_is_not_asked_for_one() -> None:
+    tensors = [t.requires_grad_() for t in cache(torch.float32)]
+    PagedMemory(tensors, layers=[0, 1]).block_view(0, 0)[:4] = b"\0\0\x80?"
+    assert tensors[0][0, 0, 0, 0].item() == 1.0
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        [],
+        cache(torch.float32, 1),
+        [*cache(torch.float32, 1), *cache(torch.float16, 1)],
+        [torch.zeros(5, 3, 4, 8), torch.zeros(5, 3, 8, 8)],
+        [torch.zeros(5, 3, 4, 8).transpose(1, 2)] * 2,
+        [torch.zeros(5, 3, 8)] * 2,
+        [torch.zeros(5, 3, 4, 8, device="meta")] * 2,
+    ],
+)
+def test_tensors_of_another_shape_are_refused(tensors: list[torch.Tensor]) -> None:
+    with pytest.raises(XpydError):
+        PagedMemory(tensors, layers=[0, 1])
