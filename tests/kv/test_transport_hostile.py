@@ -6,6 +6,7 @@ pool ended the only thread, a dead peer stopped all others, closing never return
 
 import os
 import random
+import resource
 import socket
 import struct
 import threading
@@ -364,6 +365,22 @@ def test_close_ends_dials_and_strangers_too(net):
     d.close(2.0)
     assert p_told.told == [("failed", address_of(listener), "closed")]
     assert is_closed(stranger)
+
+
+def test_a_process_out_of_descriptors_accepts_again_later(net, caplog):
+    d, d_told = net.endpoint("D", deadlines=Deadlines(listen_pause_s=0.05))
+    client = net.socket(socket.socket())
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    next_free = os.dup(0)
+    os.close(next_free)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (next_free, hard))
+        client.connect(d.listen_address)
+        until(lambda: "not accepting" in caplog.text)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    Puppet(client, "P").open()
+    d_told.wait("up")
 
 
 def test_a_session_that_redials_for_ever_cannot_stop_close(net):

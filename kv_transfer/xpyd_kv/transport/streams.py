@@ -1,0 +1,225 @@
+"""All connections of one endpoint: their sockets' readiness, timers, failures and ends.
+
+Whatever goes wrong on one of them ends that one. An end is decided at once and carried out in
+`settle`, so that the session is never called inside another of its calls. Listening and dialling
+are the endpoint's.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from xpyd_core.request_id import Address
+from xpyd_kv.transport import sockets
+from xpyd_kv.transport.counters import Counters
+from xpyd_kv.transport.failure import count, is_auth_failure, reason_of
+from xpyd_kv.transport.rate_limit import RateLimit
+from xpyd_kv.transport.registry import Registry
+from xpyd_kv.transport.selector import READ, WRITE, WakeableSelector
+from xpyd_kv.transport.session_calls import SessionCalls
+from xpyd_kv.transport.settings import Bounds, Deadlines
+from xpyd_kv.transport.stream import ClosedByPeerError, Stream
+from xpyd_kv.wire import errors
+from xpyd_kv.wire.connection import Connection, Pulse
+from xpyd_kv.wire.handshake import Terms
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the parts of one endpoint share."""
+
+    terms: Callable[[], Terms]
+    """Our side of a new connection, with a nonce of its own."""
+    session: SessionCalls
+    selector: WakeableSelector
+    counters: Counters
+    deadlines: Deadlines
+    bounds: Bounds
+    clock: Callable[[], float]
+
+
+class Streams:
+    """The I/O thread's connections."""
+
+    def __init__(self, context: Context) -> None:
+        self.registry = Registry(context.deadlines.failed_auth_s)
+        self._context = context
+        self._scratch = memoryview(bytearray(context.bounds.scratch_bytes))
+        self._dirty: dict[Stream, None] = {}
+        self._to_close: deque[Stream] = deque()
+        self._timer_at = math.inf
+        self._junk_log = RateLimit()
+
+    @property
+    def due(self) -> float:
+        """When `run_timers` or `settle` has something to do; -inf = at once."""
+        return -math.inf if self._dirty or self._to_close else self._timer_at
+
+    def add(
+        self, sock: socket.socket, now: float, *, remote: str, address: Address | None = None
+    ) -> None:
+        """A new connection: accepted, or being dialled to `address`."""
+        context, times = self._context, self._context.deadlines
+        protocol = Connection(
+            context.terms(),
+            dialler=address is not None,
+            deadline=now + times.connect_s + times.auth_s,
+            pulse=Pulse(times.ping_s, times.missed_pings),
+        )
+        stream = Stream(
+            sock,
+            protocol,
+            handler=context.session.handler,
+            bounds=context.bounds,
+            counters=context.counters,
+            scratch=self._scratch,
+            opened=self._opened,
+            remote=remote,
+            address=address,
+            connect_by=None if address is None else now + times.connect_s,
+        )
+        if address is None and self.registry.strangers >= context.bounds.strangers:
+            crowd = errors.SilentPeerError("too many strangers")
+            self._fail(self.registry.oldest_stranger(), crowd)
+        self.registry.add(stream)
+        self._count()
+        self._timer_at = min(self._timer_at, stream.due)
+        self.guard(stream, partial(sockets.prepare, sock))
+        self._watch(stream, READ if address is None else WRITE)
+
+    def touch(self, stream: Stream) -> None:
+        """`stream` has something to write."""
+        self._dirty[stream] = None
+
+    def guard(self, stream: Stream, action: Callable[[], object]) -> None:
+        """Run what concerns `stream` only; an error ends it and nothing else."""
+        if stream.closing is not None:
+            return
+        try:
+            action()
+        except Exception as error:
+            self._fail(stream, error)
+        self._context.session.note(stream.session_ran)
+        stream.session_ran = False
+
+    def run_timers(self, now: float) -> None:
+        """PINGs and deadlines."""
+        if now < self._timer_at:
+            return
+        for stream in self.registry:
+            if now >= stream.due:
+                self.guard(stream, partial(stream.tick, now))
+                self.touch(stream)
+        # A lower bound from here on: what a peer says moves its own time later, never earlier.
+        self._timer_at = min((stream.due for stream in self.registry), default=math.inf)
+
+    def settle(self) -> None:
+        """Write what was queued, close what has ended."""
+        dirty, self._dirty = self._dirty, {}
+        for stream in dirty:
+            if not stream.wants_write and stream.connect_by is None:
+                self._write(stream)
+        for _ in range(len(self._to_close)):
+            self._close(self._to_close.popleft())
+
+    def end(self, stream: Stream, reason: str) -> None:
+        """From here on `stream` is nobody's peer; `settle` closes and reports it."""
+        if stream.closing is None:
+            stream.closing = reason
+            self.registry.remove(stream)
+            self._count()
+            self._to_close.append(stream)
+
+    # --- sockets
+
+    def _watch(self, stream: Stream, mask: int) -> None:
+        stream.wants_write = bool(mask & WRITE)
+        self._context.selector.set(stream.sock, mask, partial(self._ready, stream))
+
+    def _ready(self, stream: Stream, mask: int, now: float) -> None:
+        if stream.connect_by is not None:
+            self.guard(stream, partial(self._connected, stream))
+            return
+        if mask & READ:
+            self.guard(stream, partial(stream.read, now))
+            # What it read may have been answered at once: PONG, the handshake.
+            self.touch(stream)
+        if mask & WRITE:
+            self._write(stream)
+
+    def _connected(self, stream: Stream) -> None:
+        error = sockets.dial_error(stream.sock)
+        if error is not None:
+            raise error
+        stream.connected()
+        self._timer_at = min(self._timer_at, stream.due)
+        self._watch(stream, READ)
+        self.touch(stream)
+
+    def _write(self, stream: Stream) -> None:
+        def write() -> None:
+            if stream.write() != stream.wants_write:
+                self._watch(stream, READ if stream.wants_write else READ | WRITE)
+
+        self.guard(stream, write)
+
+    # --- peers come and go
+
+    def _opened(self, stream: Stream) -> None:
+        """The handshake has succeeded. Raises where we have no room."""
+        if self.registry.num_peers >= self._context.bounds.connections:
+            raise stream.protocol.refuse(errors.LIMIT)
+        self._timer_at = min(self._timer_at, stream.due)
+        older = self.registry.open(stream)
+        if older is not None:
+            self.end(older, "replaced")
+        self._count()
+        _log.info("KV peer %s at %s is up", stream.hello.engine_id, stream.remote)
+        stream.is_up = stream.session_ran = True
+        self._context.session.handler.peer_up(stream)
+
+    def _fail(self, stream: Stream, error: Exception) -> None:
+        """End `stream` because of `error`."""
+        count(self._context.counters, stream, error)
+        if is_auth_failure(error) and stream.address is not None:
+            self.registry.remember_failed_auth(stream.address, self._context.clock())
+        reason = reason_of(error, was_open=stream.is_up)
+        self._log_end(stream, error, reason)
+        self.end(stream, reason)
+
+    def _log_end(self, stream: Stream, error: Exception, reason: str) -> None:
+        if reason == "internal":
+            _log.error("the session has failed on a KV connection", exc_info=error)
+        elif stream.is_up or stream.address is not None:
+            level = logging.INFO if isinstance(error, ClosedByPeerError) else logging.WARNING
+            _log.log(level, "KV connection with %s ends: %s", stream.remote, error)
+        elif not isinstance(error, OSError):
+            # A stranger; one that only connects and leaves (a probe) is not worth a line.
+            left_out = self._junk_log.take(self._context.clock())
+            if left_out is not None:
+                text = "KV connection from %s refused: %s (%d more like it before)"
+                _log.warning(text, stream.remote, error, left_out)
+
+    def _close(self, stream: Stream) -> None:
+        session = self._context.session
+        stream.say_last_words()
+        self._watch(stream, 0)
+        for done in stream.abandon():
+            session.run(partial(done, False))
+        reason = stream.closing or ""
+        if stream.is_up:
+            session.run(partial(session.handler.peer_down, stream, reason))
+        elif stream.address is not None:
+            session.run(partial(session.handler.dial_failed, stream.address, reason))
+
+    def _count(self) -> None:
+        self._context.counters.connections = self.registry.num_peers
+        self._context.counters.strangers = self.registry.strangers
