@@ -117,6 +117,7 @@ def load(
         vocab_size=model_config.vocab_size,
         max_model_len=max_model_len,
         created=int(time.time()),
+        knows_developer=_template_has(folder, "developer"),
     )
     return Loaded(model, engine, runner, kv, compat_key(factors), dtype_name)
 
@@ -124,6 +125,12 @@ def load(
 def _own_name(model: str, folder: Path) -> str:
     """The checkpoint's name where none is given: `org/name` of the hub, else the folder's."""
     return model.removeprefix("hf://") if model.startswith("hf://") else folder.resolve().name
+
+
+def _template_has(folder: Path, role: str) -> bool:
+    """Whether the chat template, in either of its two places, speaks of `role`."""
+    files = (folder / "chat_template.jinja", folder / "tokenizer_config.json")
+    return any(path.exists() and role in path.read_text(errors="replace") for path in files)
 
 
 def _context(config: WorkerConfig, model: ModelConfig, num_blocks: int) -> int:

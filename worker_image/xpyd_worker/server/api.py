@@ -150,7 +150,7 @@ class Api:
                 first,
                 format_=format_,
                 head=head,
-                include_usage=options.include_usage,
+                options=options,
             )
             response = Response(body, content_type="text/event-stream; charset=utf-8")
             response.headers["Cache-Control"] = "no-cache"

@@ -37,12 +37,14 @@ Message = dict[str, str]
 class Options:
     """What both endpoints take. `max_tokens` None: none was given. `logprobs` None: none wanted.
 
-    `temperature` 0 is greedy, `top_k` 0 and `top_p` 1 are off.
+    `include_usage`: a last chunk with usage; `running_usage`: usage in every chunk (vLLM's
+    continuous_usage_stats). `temperature` 0 is greedy, `top_k` 0 and `top_p` 1 are off.
     """
 
     model: str | None
     stream: bool
     include_usage: bool
+    running_usage: bool
     n: int
     max_tokens: int | None
     min_tokens: int
@@ -109,6 +111,7 @@ def _options(
     fields: Fields, *, max_tokens: int | None, logprobs: int | None, prompts: int
 ) -> Options:
     stream = fields.boolean("stream")
+    include_usage, running_usage = _stream_usage(fields, stream=stream)
     n = fields.integer("n", 1, MAX_N) or 1
     if n * prompts > MAX_CHOICES:
         raise bad("n", f"at most {MAX_CHOICES} choices (prompts x n), got {n * prompts}")
@@ -121,7 +124,8 @@ def _options(
     return Options(
         model=fields.text("model", 1024),
         stream=stream,
-        include_usage=_include_usage(fields, stream=stream),
+        include_usage=include_usage,
+        running_usage=running_usage,
         n=n,
         max_tokens=max_tokens,
         min_tokens=min_tokens,
@@ -139,15 +143,15 @@ def _options(
     )
 
 
-def _include_usage(fields: Fields, *, stream: bool) -> bool:
+def _stream_usage(fields: Fields, *, stream: bool) -> tuple[bool, bool]:
+    """Whether usage is wanted at the end of the stream, and in every chunk of it."""
     options = fields.object("stream_options")
     if options is None:
-        return False
+        return False, False
     if not stream:
         raise bad("stream_options", "needs stream to be true")
-    if options.boolean("continuous_usage_stats"):
-        raise bad("stream_options.continuous_usage_stats", "this engine does not support it yet")
-    return options.boolean("include_usage")
+    include = options.boolean("include_usage")
+    return include, options.boolean("continuous_usage_stats") and include
 
 
 def _stop(fields: Fields) -> tuple[str, ...]:

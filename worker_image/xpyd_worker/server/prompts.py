@@ -36,6 +36,12 @@ async def completion_ids(model: ServedModel, prompt: Prompt) -> tuple[int, ...]:
 
 async def chat_ids(model: ServedModel, messages: Sequence[Message]) -> tuple[int, ...]:
     """Ids of a conversation, the beginning of the assistant's answer included."""
+    if not model.knows_developer:
+        # OpenAI's newer name for the same thing; templates of older models know one of them.
+        messages = [
+            {**message, "role": "system"} if message["role"] == "developer" else message
+            for message in messages
+        ]
     characters = sum(len(message["content"]) for message in messages)
     _refuse_hopeless(model, characters, "messages")
     try:

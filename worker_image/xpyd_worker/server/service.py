@@ -48,7 +48,7 @@ class ServedModel:
 
     `names`: it answers to each; the first stands in answers where the client named none.
     `vocab_size`: ids the model can embed. `max_model_len`: tokens of prompt and output together.
-    `created`: Unix time of the load.
+    `created`: Unix time of the load. `knows_developer`: the chat template has that role.
     """
 
     names: tuple[str, ...]
@@ -57,6 +57,7 @@ class ServedModel:
     vocab_size: int
     max_model_len: int
     created: int
+    knows_developer: bool = False
 
     def name_for(self, asked: str | None) -> str:
         """The name that the answer carries; 404 for a model that is not served here."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,8 +10,8 @@ import orjson
 from xpyd_core.errors import ApiError
 from xpyd_worker.server.answers import AnswerId, Format, usage_json
 from xpyd_worker.server.generation import ChoiceDelta, Generation
+from xpyd_worker.server.openai_types import Options
 
-_log = logging.getLogger(__name__)
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -28,13 +27,13 @@ async def events(
     *,
     format_: Format,
     head: AnswerId,
-    include_usage: bool,
+    options: Options,
 ) -> AsyncIterator[bytes]:
     """The events of a stream. `first` was taken from `steps` already.
 
     An engine's error becomes an error event and ends the stream without [DONE].
     """
-    chunks = _Chunks(format_, head, include_usage=include_usage)
+    chunks = _Chunks(generation, format_, head, options)
     try:
         yield b"".join([*map(chunks.make, format_.opening()), *chunks.of(first)])
         async for deltas in steps:
@@ -44,36 +43,45 @@ async def events(
     except ApiError as error:
         yield b"data: " + error.body() + b"\n\n"
         return
-    if include_usage:
-        yield chunks.usage(generation)
+    if options.include_usage:
+        yield chunks.usage()
     yield _DONE
 
 
 class _Chunks:
     """Chunks of one stream; the first carries the format's extras."""
 
-    def __init__(self, format_: Format, head: AnswerId, *, include_usage: bool) -> None:
+    def __init__(
+        self, generation: Generation, format_: Format, head: AnswerId, options: Options
+    ) -> None:
+        self._generation = generation
         self._format = format_
+        self._options = options
         self._head: dict[str, Any] = {
             "id": head.id,
             "object": format_.chunk_object,
             "created": head.created,
             "model": head.model,
         }
-        # OpenAI sends "usage": null in every chunk but the last when usage was asked for.
-        self._tail: dict[str, Any] = {"usage": None} if include_usage else {}
         self._extras = format_.extras()
 
     def make(self, choice: dict[str, Any]) -> bytes:
         """One chunk."""
         extras, self._extras = self._extras, {}
-        return event({**self._head, "choices": [choice], **extras, **self._tail})
+        return event({**self._head, "choices": [choice], **extras, **self._tail()})
+
+    def _tail(self) -> dict[str, Any]:
+        if not self._options.include_usage:
+            return {}
+        # OpenAI sends "usage": null in every chunk but the last when usage was asked for.
+        running = self._options.running_usage
+        return {"usage": usage_json(self._generation.usage) if running else None}
 
     def of(self, deltas: list[ChoiceDelta]) -> list[bytes]:
         """The chunks of one step."""
         choices = map(self._format.chunk, deltas)
         return [self.make(choice) for choice in choices if choice is not None]
 
-    def usage(self, generation: Generation) -> bytes:
+    def usage(self) -> bytes:
         """The chunk before [DONE]."""
-        return event({**self._head, "choices": [], "usage": usage_json(generation.usage)})
+        return event({**self._head, "choices": [], "usage": usage_json(self._generation.usage)})
