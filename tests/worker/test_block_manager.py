@@ -131,10 +131,25 @@ def test_without_prefix_caching_nothing_hits():
 
 def test_blocks_set_aside_are_for_the_scheduler_alone():
     pool = BlockManager(4)
-    pool.set_aside(3)
+    pool.set_aside(3, from_hits=False)
     assert pool.take(2) is None
     assert pool.take(1) is not None
     assert pool.allocate(3) is not None
+
+
+@pytest.mark.parametrize(("from_hits", "hits"), [(False, 3), (True, 1)])
+def test_blocks_set_aside_end_a_hit_where_it_would_take_them(from_hits: bool, hits: int):
+    pool = BlockManager(4)
+    pool.release(fill(pool, tokens(48)))
+    pool.set_aside(3, from_hits=from_hits)
+    assert len(pool.match_prefix(tokens(48), salt=b"", max_tokens=48)) == hits
+
+
+def test_a_hit_on_held_blocks_takes_nothing_that_was_set_aside():
+    pool = BlockManager(4)
+    fill(pool, tokens(48))
+    pool.set_aside(1, from_hits=True)
+    assert len(pool.match_prefix(tokens(48), salt=b"", max_tokens=48)) == 3
 
 
 def test_releasing_what_nobody_holds_is_refused():

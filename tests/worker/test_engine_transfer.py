@@ -358,6 +358,22 @@ def test_offers_do_not_starve_the_first_in_the_queue():
     assert bench.finished("big")
 
 
+def test_when_nobody_runs_what_landed_goes_before_a_request_it_keeps_blocks_from():
+    bench, consumer = receiving(blocks=6)
+    prefix = prompt_of(2 * BLOCK)
+    bench.submit(make_request("first", [*prefix, 3], max_tokens=1))
+    bench.run()
+    # It pins two cached blocks and takes the third only when it starts; "big" needs five.
+    consumer.arrive(KEY, [*prefix, 9, 8, 7], "buffer")
+    consumer.land(KEY)
+    bench.submit(make_request("big", prompt_of(17, 20), max_tokens=3))
+    bench.submit(to_receive("a", [*prefix, 9, 8, 7], max_tokens=3))
+    bench.run()
+    for name in ("big", "a"):
+        bench.assert_as_alone(name)
+    bench.assert_all_blocks_free()
+
+
 def test_kv_release_reaches_the_consumer():
     bench, consumer = receiving()
     consumer.arrive(KEY, prompt_of(9), "direct")

@@ -35,7 +35,9 @@ class BlockManager:
         self._block_of: dict[bytes, int] = {}
         # Oldest first. An OrderedDict because a hit takes a block out of the middle in O(1).
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._set_aside = 0
+        # Free blocks that `take` and `match_prefix` leave alone.
+        self._keep_from_take = 0
+        self._keep_from_hits = 0
 
     @property
     def block_size(self) -> int:
@@ -66,7 +68,7 @@ class BlockManager:
     def match_prefix(self, token_ids: Sequence[int], *, salt: bytes, max_tokens: int) -> list[int]:
         """The longest cached run of full blocks from the start, at most `max_tokens` long, one
         reference taken on each. It ends before it would take blocks that were set aside."""
-        spare = len(self._free) - self._set_aside
+        spare = len(self._free) - self._keep_from_hits
         found: list[int] = []
         parent = root_hash(salt)
         size = self._block_size
@@ -87,7 +89,7 @@ class BlockManager:
     def take(self, count: int) -> list[int] | None:
         """`count` blocks with one reference each, or None when fewer are free besides those that
         were set aside."""
-        if count > len(self._free) - self._set_aside:
+        if count > len(self._free) - self._keep_from_take:
             return None
         return self.allocate(count)
 
@@ -118,12 +120,14 @@ class BlockManager:
 
     # --- what only the scheduler uses
 
-    def set_aside(self, count: int) -> None:
-        """Blocks that `take` and `match_prefix` must leave free: a request waits for them.
+    def set_aside(self, count: int, *, from_hits: bool) -> None:
+        """Free blocks that `take` must leave, because a request waits for them; with `from_hits`
+        `match_prefix` leaves them too.
 
         Without it transfers that reserve blocks ahead of their requests could starve the queue.
         """
-        self._set_aside = count
+        self._keep_from_take = count
+        self._keep_from_hits = count if from_hits else 0
 
     def allocate(self, count: int) -> list[int] | None:
         """`count` blocks with one reference each, oldest free first, or None when fewer are free.

@@ -233,7 +233,7 @@ class Scheduler:
             return
         queue, self._waiting = self._waiting, deque[Sequence]()
         missing = 0
-        self._pool.set_aside(0)
+        self._pool.set_aside(0, from_hits=False)
         while queue and budget and len(self._running) < self._limits.max_num_seqs:
             sequence = queue.popleft()
             verdict = self._may_start(sequence, blocked=missing > 0, now=now)
@@ -243,8 +243,9 @@ class Scheduler:
                 self._waiting.append(sequence)
             if verdict is _Verdict.BLOCKED:
                 missing = self._tables.need(sequence)
-                self._pool.set_aside(missing if self._running else 0)
-        self._pool.set_aside(missing)
+                # What has landed may still pin the prefix it was sent without.
+                self._pool.set_aside(missing if self._running else 0, from_hits=False)
+        self._pool.set_aside(missing, from_hits=True)
         self._waiting.extend(queue)
 
     def _may_start(self, sequence: Sequence, *, blocked: bool, now: float) -> _Verdict:
