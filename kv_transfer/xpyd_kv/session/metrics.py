@@ -11,7 +11,7 @@ class KvMetrics:
     """Exported by the server as `xpyd_kv_<field>` (counters with `_total`, dicts with one label).
 
     Written on the I/O thread: sent/received bytes, transfers{outcome}, grant waits,
-    refused_data{reason}, checksum_mismatches, connections. On the engine's: landings{where},
+    refused_data{reason}, checksum_mismatches. On the engine's: landings{where},
     skipped_tokens, not_received{reason} (a request got no KV), pressure_cancels.
     """
 
@@ -22,7 +22,6 @@ class KvMetrics:
     grant_wait_s: float = 0.0
     refused_data: Counter[str] = field(default_factory=Counter[str])
     checksum_mismatches: int = 0
-    connections: int = 0
     landings: Counter[str] = field(default_factory=Counter[str])
     skipped_tokens: int = 0
     not_received: Counter[str] = field(default_factory=Counter[str])

@@ -143,15 +143,13 @@ class ReceiveSession:
     # --- Handler
 
     def peer_up(self, peer: Peer) -> None:
-        """A P has connected."""
-        self._metrics.connections += 1
+        """A P has connected: it will say what it has."""
 
     def dial_failed(self, address: Address, reason: str) -> None:
         """D dials nobody."""
 
     def peer_down(self, peer: Peer, reason: str) -> None:
         """Nothing of this P lands any more: what is not complete is lost."""
-        self._metrics.connections -= 1
         self._arrivals.peer_down(peer)
 
     def message(self, peer: Peer, message: wire.Message, body: bytes) -> None:

@@ -122,7 +122,6 @@ class SendSession:
 
     def peer_up(self, peer: Peer) -> None:
         """A connection stands: OFFER what waited for it."""
-        self._metrics.connections += 1
         self._peers.add(peer)
         for transfer in list(self._transfers.values()):
             if transfer.state is SendState.INIT and transfer.request.address == peer.address:
@@ -136,7 +135,6 @@ class SendSession:
 
     def peer_down(self, peer: Peer, reason: str) -> None:
         """Nothing of ours is read for this peer any more."""
-        self._metrics.connections -= 1
         self._peers.discard(peer)
         self._draining.discard(peer)
         for transfer in list(self._transfers.values()):

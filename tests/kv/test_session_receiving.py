@@ -1,0 +1,486 @@
+"""D's state machine, frame by frame: what it answers, refuses and frees."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.kv.kvfakes import LAYOUT, FakeMemory, FakePool
+from tests.kv.kvsim import WIRE_LAYOUT, Clock, SimPeer
+from xpyd_core.blocks import token_bytes
+from xpyd_core.errors import ProtocolError
+from xpyd_core.request_id import TransferKey
+from xpyd_kv.session.events import (
+    ReceiveEnded,
+    ReceiveEvent,
+    ReceiveLanded,
+    ReceiveOffered,
+    ReceiveQuiet,
+)
+from xpyd_kv.session.limits import KvLimits
+from xpyd_kv.session.metrics import KvMetrics
+from xpyd_kv.session.receiving import ReceiveSession
+from xpyd_kv.store.landing_store import LandingStore, StoreLimits
+from xpyd_kv.wire import messages as wire
+
+UUID = "a" * 32
+KEY = TransferKey(UUID, 0)
+REF: dict[str, Any] = {"uuid": UUID, "prompt_index": 0}
+TOKENS = 10
+BLOCKS = 3
+LAYERS = len(LAYOUT.layers)
+HELLO = wire.Hello(
+    major=1, minor=0, engine_id="p", incarnation="p1", role="P", nonce=bytes(32)
+)  # fmt: skip
+
+
+class Bench:
+    """The session with an endpoint that writes down what was sent, and a P written by hand."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.sent: list[wire.Message] = []
+        self.bodies: list[bytes] = []
+        self.disconnected: list[Any] = []
+        self.events: list[ReceiveEvent] = []
+        self.metrics = KvMetrics()
+        self.peer: Any = SimPeer(None, HELLO)
+        self.store = LandingStore(
+            StoreLimits(1.0, 100 * LAYOUT.bytes_per_block), memory=FakeMemory(8), pool=FakePool(8)
+        )
+        self.session = ReceiveSession(
+            self,  # type: ignore[arg-type]
+            layout=LAYOUT,
+            limits=KvLimits(),
+            clock=self.clock,
+            report=self.events.append,
+            metrics=self.metrics,
+        )
+
+    # What the session uses of an Endpoint.
+    def send(self, peer: Any, message: wire.Message, body: bytes = b"") -> None:
+        self.sent.append(message)
+        self.bodies.append(body)
+
+    def disconnect(self, peer: Any, reason: str) -> None:
+        self.disconnected.append(peer)
+
+    # What a P does.
+    def offer(self, epoch: int = 0, *, peer: Any = None, **changes: Any) -> None:
+        body = token_bytes(range(TOKENS))
+        offer = wire.Offer(
+            **REF,
+            epoch=epoch,
+            tokens=TOKENS,
+            prompt_tokens=TOKENS,
+            digest=sha256(body).digest(),
+            total_bytes=BLOCKS * LAYOUT.bytes_per_block,
+        )
+        self.session.message(peer or self.peer, msgspec.structs.replace(offer, **changes), body)
+
+    def granted(self, epoch: int = 0, skip_blocks: int = 0) -> Any:
+        self.offer(epoch)
+        landing = self.store.take(KEY, BLOCKS - skip_blocks)
+        assert landing is not None
+        self.session.grant(KEY, epoch, landing, skip_blocks * LAYOUT.block_size)
+        return landing
+
+    def data(
+        self,
+        seq: int,
+        layer: int | None = None,
+        *,
+        epoch: int = 0,
+        peer: Any = None,
+        intact: bool = True,
+        **changes: Any,
+    ) -> bool:
+        """One frame of one layer, begun and ended; whether it was stored."""
+        stored, header = self.begin(seq, layer, epoch=epoch, peer=peer, **changes)
+        self.session.data_end(peer or self.peer, header, stored=stored, intact=stored and intact)
+        return stored
+
+    def begin(
+        self,
+        seq: int,
+        layer: int | None = None,
+        *,
+        epoch: int = 0,
+        peer: Any = None,
+        **changes: Any,
+    ) -> tuple[bool, wire.Data]:
+        first = seq if layer is None else layer
+        header = wire.Data(
+            **REF,
+            epoch=epoch,
+            seq=seq,
+            first_layer=first,
+            end_layer=first + 1,
+            first_block=0,
+            end_block=BLOCKS,
+            checksum=seq.to_bytes(8, "little"),
+        )
+        length = changes.pop("length", None)
+        header = msgspec.structs.replace(header, **changes)
+        if length is None:
+            blocks = header.end_block - header.first_block
+            length = (header.end_layer - header.first_layer) * blocks * LAYOUT.block_bytes
+        views = self.session.data_begin(peer or self.peer, header, length)
+        assert views is None or sum(len(view) for view in views) == length
+        return views is not None, header
+
+    def commit(self, frames: int = LAYERS, epoch: int = 0, **changes: Any) -> None:
+        checksums = b"".join(seq.to_bytes(8, "little") for seq in range(frames))
+        commit = wire.Commit(
+            **REF,
+            epoch=epoch,
+            frames=frames,
+            total_bytes=BLOCKS * LAYOUT.bytes_per_block,
+            digest=sha256(checksums).digest(),
+        )
+        self.session.message(self.peer, msgspec.structs.replace(commit, **changes), b"")
+
+    def cancel(self, epoch: int = 0, peer: Any = None) -> None:
+        self.session.message(peer or self.peer, wire.Cancel(**REF, epoch=epoch), b"")
+
+    def cancelled(self, epoch: int = 0) -> None:
+        self.session.message(self.peer, wire.Cancelled(**REF, epoch=epoch), b"")
+
+    def said(self) -> list[str]:
+        """Names of what D sent since the last call, CANCELs with their reason."""
+        names = [
+            f"CANCEL {m.reason}" if isinstance(m, wire.Cancel) else type(m).__name__.upper()
+            for m in self.sent
+        ]
+        self.sent.clear()
+        return names
+
+    def told(self) -> list[ReceiveEvent]:
+        events = [e for e in self.events if not isinstance(e, ReceiveOffered)]
+        self.events.clear()
+        return events
+
+    def pass_time(self, seconds: float) -> None:
+        self.clock.now += seconds
+        self.session.tick(self.clock.now)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_offer_grant_data_commit_done(bench: Bench) -> None:
+    bench.granted()
+    assert isinstance(bench.events[0], ReceiveOffered)
+    assert bench.events[0].prompt.token_ids == tuple(range(TOKENS))
+    assert all(bench.data(seq) for seq in range(LAYERS))
+    bench.commit()
+    assert bench.said() == ["GRANT", "DONE"]
+    assert bench.told() == [ReceiveLanded(KEY, 0)]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [{"digest": bytes(32)}, {"tokens": 11}, {"prompt_tokens": 11}, {"prompt_tokens": 0},
+     {"total_bytes": 1}],
+)  # fmt: skip
+def test_an_offer_that_lies_closes_the_connection(bench: Bench, broken: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError, match="OFFER"):
+        bench.offer(**broken)
+    assert not bench.events
+    assert not bench.session.open_transfers
+
+
+@pytest.mark.parametrize(
+    "message",
+    [wire.Grant(**REF, epoch=0), wire.Done(**REF, epoch=0), wire.Lease(**REF, epoch=0, ttl_ms=1)],
+)
+def test_what_only_a_d_sends_closes_the_connection(bench: Bench, message: wire.Message) -> None:
+    with pytest.raises(ProtocolError):
+        bench.session.message(bench.peer, message, b"")
+
+
+def test_a_repeated_offer_gets_the_same_answer_again(bench: Bench) -> None:
+    bench.offer()
+    bench.offer()
+    assert bench.said() == []
+    bench.session.defer(KEY, 0)
+    bench.offer()
+    assert bench.said() == ["LEASE", "LEASE"]
+    landing = bench.store.take(KEY, BLOCKS)
+    assert landing is not None
+    bench.session.grant(KEY, 0, landing, 0)
+    bench.offer()
+    for seq in range(LAYERS):
+        bench.data(seq)
+    bench.commit()
+    bench.offer()
+    bench.commit()
+    assert bench.said() == ["GRANT", "GRANT", "DONE", "DONE", "DONE"]
+    assert len(bench.events) == 2
+
+
+def test_a_higher_epoch_replaces_the_older_one_which_is_freed_when_quiet(bench: Bench) -> None:
+    bench.granted()
+    began, header = bench.begin(0)
+    assert began
+    bench.offer(epoch=1)
+    assert bench.told() == [ReceiveEnded(KEY, 0, "replaced")]
+    assert bench.said() == ["GRANT", "CANCEL replaced"]
+    bench.cancelled(epoch=0)
+    assert bench.told() == []
+    bench.session.data_end(bench.peer, header, stored=True, intact=True)
+    assert bench.told() == [ReceiveQuiet(KEY, 0)]
+    bench.offer(epoch=0)
+    assert bench.said() == ["CANCEL duplicate"]
+
+
+def test_another_peer_can_neither_offer_nor_send_nor_cancel_a_running_transfer(
+    bench: Bench,
+) -> None:
+    bench.granted()
+    stranger: Any = SimPeer(None, HELLO)
+    bench.said()
+    bench.offer(peer=stranger)
+    bench.offer(epoch=1, peer=stranger)
+    assert not bench.data(0, peer=stranger)
+    bench.cancel(peer=stranger)
+    assert bench.said() == ["CANCEL duplicate", "CANCEL duplicate", "CANCELLED"]
+    assert bench.metrics.refused_data == {"foreign": 1}
+    assert bench.told() == []
+    bench.session.peer_down(stranger, "closed")
+    assert all(bench.data(seq) for seq in range(LAYERS))
+    bench.commit()
+    assert bench.told() == [ReceiveLanded(KEY, 0)]
+
+
+def test_a_p_with_another_cache_shape_is_refused(bench: Bench) -> None:
+    other = msgspec.structs.replace(WIRE_LAYOUT, block_size=8)
+    bench.offer(peer=SimPeer(None, HELLO, other))
+    assert bench.said() == ["CANCEL layout"]
+    assert not bench.events
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"end_layer": LAYERS + 1}, "range"),
+        ({"end_layer": 0}, "range"),
+        ({"end_block": BLOCKS + 1}, "range"),
+        ({"first_block": 0}, "range"),
+        ({"seq": 10**6}, "range"),
+        ({"length": 1}, "length"),
+        ({"seq": 1}, "duplicate"),
+        ({"first_layer": 1, "end_layer": 2}, "overlap"),
+        ({"epoch": 5}, "stale"),
+        ({"prompt_index": 3}, "unknown"),
+    ],
+)
+def test_a_frame_out_of_place_goes_nowhere(
+    bench: Bench, changes: dict[str, Any], reason: str
+) -> None:
+    bench.granted(skip_blocks=1)
+    assert bench.data(1, first_block=1)
+    asked = {"seq": 0, "first_block": 1, **changes}
+    assert not bench.data(asked.pop("seq"), 0, **asked)
+    assert bench.metrics.refused_data == {reason: 1}
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_data_before_the_grant_goes_nowhere(bench: Bench, deferred: bool) -> None:
+    bench.offer()
+    if deferred:
+        bench.session.defer(KEY, 0)
+    assert not bench.data(0)
+    assert bench.metrics.refused_data == {"not_granted": 1}
+
+
+@pytest.mark.parametrize("fault", ["gap", "corrupt"])
+def test_a_gap_or_a_broken_frame_is_asked_for_once_and_then_given_up(
+    bench: Bench, fault: str
+) -> None:
+    bench.granted()
+    for seq in range(LAYERS):
+        if fault == "corrupt" or seq != 1:
+            bench.data(seq, intact=seq != 1)
+    bench.commit()
+    assert bench.said() == ["GRANT", "NACK"]
+    assert bench.bodies[-1] == token_bytes([1])
+    bench.commit()
+    assert bench.said() == ["CANCEL corrupt"]
+    assert bench.told() == [ReceiveEnded(KEY, 0, "corrupt")]
+    bench.cancelled()
+    assert bench.told() == [ReceiveQuiet(KEY, 0)]
+    assert bench.metrics.checksum_mismatches == (fault == "corrupt")
+
+
+def test_a_frame_that_comes_intact_the_second_time_is_enough(bench: Bench) -> None:
+    bench.granted()
+    for seq in range(LAYERS):
+        bench.data(seq, intact=seq != 1)
+    bench.commit()
+    assert bench.data(1)
+    bench.commit()
+    assert bench.said() == ["GRANT", "NACK", "DONE"]
+
+
+@pytest.mark.parametrize("lie", [{"digest": bytes(32)}, {"total_bytes": 1}, {"frames": LAYERS - 1}])
+def test_a_commit_that_does_not_agree_with_what_came_is_no_done(
+    bench: Bench, lie: dict[str, Any]
+) -> None:
+    bench.granted()
+    for seq in range(LAYERS):
+        bench.data(seq)
+    bench.commit(**lie)
+    assert bench.said() == ["GRANT", "CANCEL corrupt"]
+    assert bench.told() == [ReceiveEnded(KEY, 0, "corrupt")]
+
+
+def test_a_commit_over_more_frames_than_blocks_closes_the_connection(bench: Bench) -> None:
+    bench.granted()
+    with pytest.raises(ProtocolError, match="COMMIT"):
+        bench.commit(frames=LAYERS * BLOCKS + 1)
+
+
+def test_cancel_during_a_frame_is_answered_when_its_last_byte_has_come(bench: Bench) -> None:
+    bench.granted()
+    _, header = bench.begin(0)
+    bench.said()
+    bench.cancel()
+    assert bench.said() == []
+    assert bench.told() == [ReceiveEnded(KEY, 0, "cancelled")]
+    bench.session.data_end(bench.peer, header, stored=True, intact=True)
+    assert bench.said() == ["CANCELLED"]
+    assert bench.told() == [ReceiveQuiet(KEY, 0)]
+
+
+@pytest.mark.parametrize("frames", [0, 1, LAYERS])
+def test_cancel_frees_what_landed_so_far(bench: Bench, frames: int) -> None:
+    bench.granted()
+    for seq in range(frames):
+        bench.data(seq)
+    if frames == LAYERS:
+        bench.commit()
+    bench.told()
+    bench.said()
+    bench.cancel()
+    bench.cancel()
+    assert bench.told() == [ReceiveEnded(KEY, 0, "cancelled"), ReceiveQuiet(KEY, 0)]
+    assert bench.said() == ["CANCELLED", "CANCELLED"]
+    bench.offer(epoch=0)
+    assert bench.said() == ["CANCEL stale"]
+    bench.offer(epoch=1)
+    assert bench.said() == []
+
+
+def test_a_cancel_that_overtakes_its_offer_refuses_it(bench: Bench) -> None:
+    bench.cancel()
+    bench.offer()
+    assert bench.said() == ["CANCELLED", "CANCEL stale"]
+    assert not bench.events
+
+
+def test_giving_up_waits_for_p_and_closes_the_connection_of_a_p_that_does_not_answer(
+    bench: Bench,
+) -> None:
+    bench.granted()
+    bench.data(0)
+    bench.session.finish(KEY, "timeout")
+    assert bench.said() == ["GRANT", "CANCEL timeout"]
+    assert bench.told() == [ReceiveEnded(KEY, 0, "timeout")]
+    assert not bench.data(1)
+    assert bench.metrics.refused_data == {"cancelled": 1}
+    bench.pass_time(4.9)
+    assert not bench.disconnected
+    bench.pass_time(0.2)
+    assert bench.disconnected == [bench.peer]
+    assert bench.told() == []
+    bench.session.peer_down(bench.peer, "CANCEL was not answered")
+    assert bench.told() == [ReceiveQuiet(KEY, 0)]
+    assert not bench.session.open_transfers
+
+
+def test_both_sides_cancelling_at_once_get_their_answers(bench: Bench) -> None:
+    bench.granted()
+    bench.session.finish(KEY, "timeout")
+    bench.said()
+    bench.cancel()
+    assert bench.said() == ["CANCELLED"]
+    assert ReceiveQuiet(KEY, 0) not in bench.told()
+    bench.cancelled()
+    assert bench.told() == [ReceiveQuiet(KEY, 0)]
+
+
+def test_a_finished_key_takes_no_offer_of_any_epoch_for_a_minute(bench: Bench) -> None:
+    bench.session.finish(KEY, "no_offer")
+    bench.offer(epoch=7)
+    assert bench.said() == ["CANCEL finished"]
+    bench.pass_time(61)
+    bench.offer(epoch=7)
+    assert bench.said() == []
+    assert len(bench.events) == 1
+
+
+def test_a_grant_for_a_transfer_that_ended_meanwhile_comes_back(bench: Bench) -> None:
+    bench.offer()
+    bench.cancel()
+    landing = bench.store.take(KEY, BLOCKS)
+    assert landing is not None
+    bench.said()
+    bench.session.grant(KEY, 0, landing, 0)
+    assert bench.told() == [ReceiveEnded(KEY, 0, "cancelled"), ReceiveQuiet(KEY, 0)]
+    assert bench.said() == []
+
+
+def test_an_engine_that_is_busy_gets_the_lease_time_and_no_more(bench: Bench) -> None:
+    bench.session.expect(KEY)
+    bench.offer()
+    bench.pass_time(2.5)
+    assert bench.said() == ["LEASE"]
+    for _ in range(28):
+        bench.pass_time(1)
+    assert bench.said() == ["LEASE", "LEASE", "CANCEL lease_expired"]
+    assert bench.told() == [ReceiveEnded(KEY, 0, "lease_expired")]
+
+
+def test_a_lease_runs_from_the_last_frame_not_while_it_moves(bench: Bench) -> None:
+    bench.granted()
+    for seq in range(LAYERS):
+        bench.pass_time(29)
+        assert bench.data(seq)
+    bench.commit()
+    assert bench.told() == [ReceiveLanded(KEY, 0)]
+    bench.pass_time(29)
+    assert bench.told() == []
+    bench.pass_time(2)
+    assert bench.told() == [ReceiveEnded(KEY, 0, "lease_expired"), ReceiveQuiet(KEY, 0)]
+
+
+def test_a_p_that_goes_quiet_after_the_grant_loses_it(bench: Bench) -> None:
+    bench.session.expect(KEY)
+    bench.granted()
+    bench.pass_time(31)
+    assert bench.said() == ["GRANT", "CANCEL lease_expired"]
+
+
+def test_the_death_of_p_is_the_end_of_what_is_not_complete(bench: Bench) -> None:
+    bench.granted()
+    bench.begin(0)
+    bench.session.peer_down(bench.peer, "closed")
+    assert bench.told() == [ReceiveEnded(KEY, 0, "peer_lost"), ReceiveQuiet(KEY, 0)]
+    assert bench.session.tick(bench.clock.now) is None
+
+
+def test_late_data_of_a_finished_transfer_is_refused_and_p_is_told(bench: Bench) -> None:
+    bench.granted()
+    bench.cancel()
+    bench.said()
+    assert not bench.data(0)
+    bench.pass_time(61)
+    assert not bench.data(0)
+    assert bench.said() == ["CANCEL stale", "CANCEL unknown"]
+    assert bench.metrics.refused_data == {"stale": 1, "unknown": 1}
