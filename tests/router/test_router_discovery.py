@@ -45,6 +45,7 @@ async def say(fleet_: Fleet, *parts: bytes) -> None:
         (msgspec.msgpack.encode({**BASE, "period_ms": -1}),),
         (b"", msgspec.msgpack.encode(BASE)),
     ],
+    ids=lambda frames: f"{len(frames[-1])}-bytes",  # as text they would be names of 240 kB
 )
 def test_what_is_no_heartbeat_is_counted_and_dropped(frames: tuple[bytes, ...]) -> None:
     async def work() -> None:
@@ -87,7 +88,7 @@ def test_strangers_on_the_port_harm_nobody() -> None:
             await fleet_.json()
             await fleet_.beat(p, running=1)
             await fleet_.json()
-            assert fleet_.metric("xpyd_router_heartbeats_total", result="malformed") == 0
+            assert len(known(fleet_)) == 2
             context.destroy(0)
             for writer in writers:
                 writer.transport.abort()
@@ -108,8 +109,8 @@ def test_a_second_socket_may_take_over_an_identity() -> None:
     async def work() -> None:
         async with fleet() as fleet_:
             context = zmq.asyncio.Context()
-            for number in (1, 2):
-                dealer = context.socket(zmq.DEALER)
+            dealers = [context.socket(zmq.DEALER) for _ in range(2)]  # both stay connected
+            for number, dealer in enumerate(dealers, 1):
                 dealer.setsockopt(zmq.IDENTITY, b"127.0.0.1:21001")
                 dealer.connect(f"tcp://127.0.0.1:{fleet_.router.discovery_port}")
                 address = f"127.0.0.1:2000{number}"

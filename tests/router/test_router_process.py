@@ -9,13 +9,14 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
-from tests.router.fakes import Fleet, begin_and_hang, fleet, pair, run, text_of, until
+from tests.router.fakes import Fleet, begin_and_hang, fleet, pair, run, serve_model, text_of, until
 from xpyd_core.errors import UserError
 from xpyd_core.request_id import parse_pair_id
 from xpyd_router.command import command, read_config
@@ -66,8 +67,6 @@ def test_a_taken_port_is_an_error_that_names_it(taken: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as busy:
             ports: dict[str, Any] = {"port": 0, "discovery_port": 0, taken: busy.getsockname()[1]}
             config = read_config(flags())
-            from dataclasses import replace
-
             with pytest.raises(UserError, match=str(ports[taken])):
                 async with open_router(replace(config, **ports)):
                     pass
@@ -99,8 +98,6 @@ def test_a_draining_router_is_not_ready_still_serves_and_finishes_its_streams() 
 
             async def gated(engine: Any, call: Any, request: Any) -> Any:
                 await gate.wait()
-                from tests.router.fakes import serve_model
-
                 return await serve_model(engine, call, request)
 
             d.script = gated
@@ -148,12 +145,14 @@ async def process(*argv: str) -> AsyncGenerator[tuple[asyncio.subprocess.Process
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains_the_process_and_it_exits_0(number: signal.Signals) -> None:
     async def work() -> None:
-        async with process("--drain-seconds", "0.2") as (child, url):
-            async with aiohttp.ClientSession() as http:
-                async with http.get(f"{url}/health") as response:
-                    assert response.status == 200
-                child.send_signal(number)
-                assert await child.wait() == 0
+        async with (
+            process("--drain-seconds", "0.2") as (child, url),
+            aiohttp.ClientSession() as http,
+        ):
+            async with http.get(f"{url}/health") as response:
+                assert response.status == 200
+            child.send_signal(number)
+            assert await child.wait() == 0
 
     run(work())
 
