@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import pty
+import signal
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -33,6 +38,12 @@ class Endpoint(BaseHTTPRequestHandler):
         if last == "refuse":
             error = {"error": {"message": "too long"}}
             self.answer(400, json.dumps(error).encode())
+            return
+        if last == "slow":
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'data: {"choices": [{"delta": {"content": "well..."}}]}\n\n')
+            self.rfile.read(1)  # until the client goes away
             return
         events = [{"choices": [{"delta": {"role": "assistant", "content": ""}}]}]
         events += [{"choices": [{"delta": {"content": word}}]} for word in ("you ", "said ", last)]
@@ -102,3 +113,48 @@ def test_nothing_to_say_and_nobody_there_are_user_errors(endpoint):
         list(Conversation("http://127.0.0.1:1").ask("hi"))
     with pytest.raises(UserError, match="expected http://HOST:PORT"):
         list(Conversation("ftp://x").ask("hi"))
+
+
+class Terminal:
+    """`xpyd chat` as the session leader of a terminal of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.master, slave = pty.openpty()
+        argv = [sys.executable, "-m", "xpyd_core", "chat", *arguments]
+        self.child = subprocess.Popen(
+            argv, stdin=slave, stdout=slave, stderr=slave, start_new_session=True
+        )
+        os.close(slave)
+        self.seen = ""
+
+    def expect(self, text: str) -> None:
+        while text not in self.seen:
+            self.seen += os.read(self.master, 4096).decode()
+        self.seen = self.seen.partition(text)[2]
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+
+def test_a_conversation_in_a_terminal_ctrl_c_stops_an_answer_ctrl_d_leaves(endpoint):
+    terminal = Terminal("--url", f"http://127.0.0.1:{endpoint.server_port}")
+    try:
+        terminal.expect("> ")
+        terminal.type("hello\n")
+        terminal.expect("you said hello")
+        terminal.expect("> ")
+        terminal.type("slow\n")
+        terminal.expect("well...")
+        terminal.child.send_signal(signal.SIGINT)
+        terminal.expect("> ")
+        terminal.type("refuse\n")
+        terminal.expect("too long")
+        terminal.expect("> ")
+        terminal.type("\x04")
+        assert terminal.child.wait(timeout=20) == 0
+    finally:
+        terminal.child.kill()
+        terminal.child.wait()
+        os.close(terminal.master)
+    said = [m["content"] for m in endpoint.bodies[-1]["messages"]]
+    assert said == ["hello", "you said hello", "slow", "well...", "refuse"]

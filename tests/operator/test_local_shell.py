@@ -14,7 +14,7 @@ import pytest
 from xpyd_core.errors import UserError
 from xpyd_operator.local import control
 from xpyd_operator.local.processes import ProcessId, identify
-from xpyd_operator.local.state import FleetRecord, PodRecord
+from xpyd_operator.local.state import FleetRecord, PodRecord, claim_addresses
 from xpyd_operator.local.tools import scale, show_logs, show_status, take_fleet_down
 from xpyd_operator.local.wait import FleetFailed
 
@@ -242,6 +242,11 @@ def test_orphans_of_a_dead_supervisor_are_shown_and_ended_by_down(running, capsy
     os.kill(running.view().supervisor_pid, signal.SIGKILL)
     until(lambda: not running.state.is_supervised())
     assert all(process.is_alive() for process in processes)
+    taken = int(running.state.read_record().pods[0].address.split(".")[2])
+    claim = claim_addresses(running.state.folder.parent)
+    for descriptor in claim.descriptors:
+        os.close(descriptor)
+    assert claim.index != taken  # the orphans hold on to their addresses
     assert show_status("t", as_json=False) == 1
     assert "Orphaned" in capsys.readouterr().out
     with pytest.raises(UserError, match="end them with `xpyd down t`"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from xpyd_core.errors import UserError
@@ -81,6 +81,7 @@ def test_cores_are_shared_and_nobody_gets_none(cores, replicas, threads):
     assert plan(64 * GIB, cores=cores, replicas=replicas).threads == threads
 
 
+@settings(max_examples=60, deadline=None)
 @given(
     available=st.integers(0, 200 * GIB),
     replicas=st.tuples(st.integers(0, 8), st.integers(0, 8)),

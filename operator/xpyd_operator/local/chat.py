@@ -8,8 +8,9 @@ from __future__ import annotations
 import http.client
 import json
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, TextIO, cast
 from urllib.parse import urlsplit
 
@@ -58,6 +59,8 @@ def run_chat(conversation: Conversation, message: str | None, *, stdin: TextIO, 
         if not message.strip():
             raise UserError("nothing to say: give a MESSAGE, or pipe one in")
         return 0 if _say(conversation, message, out) else 130
+    with suppress(ImportError):
+        import_module("readline")  # input() then has line editing and history
     out.write("Ctrl-C stops an answer, Ctrl-D leaves.\n")
     while True:
         try:

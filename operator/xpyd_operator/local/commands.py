@@ -125,10 +125,23 @@ def _run_down(args: argparse.Namespace) -> int:
     return take_fleet_down(args.fleet, args.timeout)
 
 
-def _reporting(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """A fleet that failed is no wrong input: its reason, status 1."""
+def check_platform(platform: str) -> None:
+    """Refuse where one machine has one loopback address only."""
+    if platform != "linux":
+        raise UserError(
+            "local fleets run on Linux, where each pod gets an address 127.1.f.n of its own; "
+            "elsewhere use a Linux container or virtual machine"
+        )
+
+
+def _reporting(
+    run: Callable[[argparse.Namespace], int], *, anywhere: bool = False
+) -> Callable[[argparse.Namespace], int]:
+    """A fleet that failed is no wrong input: its reason, status 1. Not `anywhere`: Linux only."""
 
     def reported(args: argparse.Namespace) -> int:
+        if not anywhere:
+            check_platform(sys.platform)
         try:
             return run(args)
         except UserError:
@@ -178,7 +191,7 @@ logs = Command(
 chat = Command(
     help="talk to a local fleet or to any OpenAI endpoint",
     configure=_configure_chat,
-    run=_reporting(_run_chat),
+    run=_reporting(_run_chat, anywhere=True),
     epilog="""examples:
   xpyd chat                         a conversation with the only running fleet
   xpyd chat demo "What does os.path.join do?"

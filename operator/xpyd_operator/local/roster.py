@@ -111,8 +111,7 @@ class Roster:
             seen = [pod.seen for pod in pods.values()]
             result = keep(workload, seen, now, drain_timeout_s=drain_timeout_s, taken=taken)
             for action in result.actions:
-                acted = True
-                self._apply(action, workload, pods, now)
+                acted = self._apply(action, workload, pods, now) or acted
             if result.recheck_after is not None:
                 waits.append(result.recheck_after)
         return acted, min(waits, default=None)
@@ -128,12 +127,13 @@ class Roster:
         workload: Workload,
         pods: dict[int, PodProcess],
         now: float,
-    ) -> None:
+    ) -> bool:
+        """Whether it could be done."""
         match action:
             case Start(ordinal, failures):
                 pod = pods.get(ordinal) or self._new_pod(workload, ordinal)
                 if pod is None:
-                    return
+                    return False
                 pods[ordinal] = pod
                 argv = [*self._program(pod.pod), *pod_arguments(pod.pod, self.site)]
                 environ = pod_environment(pod.pod, self.site, os.environ)
@@ -147,6 +147,7 @@ class Roster:
                 pods[ordinal].kill()
             case Forget(ordinal):
                 del pods[ordinal]
+        return True
 
     def _new_pod(self, workload: Workload, ordinal: int) -> PodProcess | None:
         number = self._free_number(workload.pool)

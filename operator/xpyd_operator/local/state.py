@@ -16,6 +16,7 @@ import fcntl
 import os
 import secrets
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ from xpyd_operator.local.processes import ProcessId
 MAX_RECORD_BYTES = 4 << 20
 DISCOVERY_PORT = 30001
 MAX_FLEETS = 254
+_LOCK_TRIES = 20
+_LOCK_RETRY_S = 0.02
 
 
 class PodRecord(msgspec.Struct, frozen=True):
@@ -123,14 +126,19 @@ class FleetState:
             (self.folder / name).unlink(missing_ok=True)
 
     def lock(self) -> int | None:
-        """The supervisor's lock as an open descriptor, None while another process has it."""
-        return _flock(self.folder / "lock")
+        """The supervisor's lock as an open descriptor, None while another supervisor has it."""
+        for _ in range(_LOCK_TRIES):  # somebody's is_supervised() holds it for an instant
+            descriptor = _flock(self.folder / "lock")
+            if descriptor is not None:
+                return descriptor
+            time.sleep(_LOCK_RETRY_S)
+        return None
 
     def is_supervised(self) -> bool:
         """Whether a supervisor lives."""
         if not self.folder.is_dir():
             return False
-        descriptor = self.lock()
+        descriptor = _flock(self.folder / "lock", shared=True)
         if descriptor is not None:
             os.close(descriptor)
         return descriptor is None
@@ -147,7 +155,7 @@ def find_fleets(root: Path) -> list[FleetState]:
     """Fleets that run, or of which processes are left, sorted by name."""
     if not root.is_dir():
         return []
-    found = (FleetState(folder) for folder in sorted(root.iterdir()) if folder.is_dir())
+    found = (FleetState(folder) for folder in sorted(root.glob("[!.]*/")))
     return [state for state in found if state.is_supervised() or state.orphans()]
 
 
@@ -227,10 +235,11 @@ def _bind(host: str, port: int, kind: socket.SocketKind) -> socket.socket | None
     return bound
 
 
-def _flock(path: Path) -> int | None:
+def _flock(path: Path, *, shared: bool = False) -> int | None:
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
         return None

@@ -68,11 +68,6 @@ def run_up(
     daemon: tuple[str, ...] = DAEMON,
 ) -> int:
     """The command; `program` and `daemon` are what tests replace by stand-ins."""
-    if sys.platform != "linux":
-        raise UserError(
-            "`xpyd up` runs on Linux: it gives each pod an address 127.1.f.n of its own; elsewhere"
-            " run it in a Linux container or virtual machine"
-        )
     fleet = load_fleet(Path(options.file))
     state = FleetState(state_root() / fleet.name)
     if state.is_supervised():

@@ -12,7 +12,7 @@ from xpyd_operator.local import control
 from xpyd_operator.local.console import Progress
 from xpyd_operator.local.podlogs import tail
 from xpyd_operator.local.state import FleetState
-from xpyd_operator.local.views import FleetView, PodView
+from xpyd_operator.local.views import FleetView
 
 _EVERY_S = 0.1
 _MAX_FAILURES = 3
@@ -71,13 +71,13 @@ def describe(view: FleetView | None) -> str:
     """What is being waited for, in one line."""
     if view is None:
         return "the supervisor starts"
-    busy = [_pod_text(pod) for pod in view.pods if pod.state != "Ready"]
-    return ", ".join(busy) or view.message or view.reason
-
-
-def _pod_text(pod: PodView) -> str:
-    reason = f" ({pod.reason})" if pod.reason else ""
-    return f"{pod.name} {pod.state.lower()}{reason}"
+    busy: dict[str, list[str]] = {}
+    for pod in view.pods:
+        if pod.state != "Ready":
+            what = f"{pod.state.lower()} ({pod.reason})" if pod.reason else pod.state.lower()
+            busy.setdefault(what, []).append(pod.name.removeprefix(f"{view.fleet}-"))
+    parts = [f"{what}: {', '.join(names)}" for what, names in busy.items()]
+    return "; ".join(parts) or view.message or view.reason
 
 
 def _with_tail(what: str, log: Path) -> str:
