@@ -1,0 +1,403 @@
+"""P's state machine, frame by frame: what it sends when, what it waits for, what ends it."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from hashlib import sha256
+from typing import Any
+
+import pytest
+
+from tests.kv.kvfakes import LAYOUT, FakeMemory
+from tests.kv.kvsim import Clock, SimPeer
+from xpyd_core.blocks import token_bytes
+from xpyd_core.errors import ProtocolError
+from xpyd_core.request_id import Address, TransferKey
+from xpyd_kv.plan.frames import Area
+from xpyd_kv.session.events import SendEnded, SendEvent, SendGranted
+from xpyd_kv.session.limits import MAX_LEASE_S, KvLimits
+from xpyd_kv.session.metrics import KvMetrics
+from xpyd_kv.session.outgoing import OfferRequest, ReadyArea
+from xpyd_kv.session.sending import SendSession
+from xpyd_kv.wire import messages as wire
+
+UUID = "b" * 32
+KEY = TransferKey(UUID, 2)
+REF: dict[str, Any] = {"uuid": UUID, "prompt_index": 2, "epoch": 0}
+ADDRESS = Address("127.0.0.9", 21001)
+TOKENS = 10
+BLOCKS = (5, 3, 7)
+LAYERS = len(LAYOUT.layers)
+HELLO = wire.Hello(
+    major=1, minor=0, engine_id="d", incarnation="d1", role="D", nonce=bytes(32)
+)  # fmt: skip
+
+
+class Bench:
+    """The session with an endpoint that keeps frames until the test lets them go."""
+
+    def __init__(self, *, connected: bool = True) -> None:
+        self.clock = Clock()
+        self.peer: Any = SimPeer(ADDRESS, HELLO)
+        self.connected = connected
+        self.dialled: list[Address] = []
+        self.sent: list[wire.Message] = []
+        self.queue: list[tuple[Any, list[memoryview], Callable[[bool], None]]] = []
+        self.headers: list[wire.Data] = []
+        self.disconnected: list[Any] = []
+        self.events: list[SendEvent] = []
+        self.metrics = KvMetrics()
+        self.memory = FakeMemory(8)
+        self.memory.fill(BLOCKS, 1)
+        self.session = SendSession(
+            self,  # type: ignore[arg-type]
+            memory=self.memory,
+            limits=KvLimits(),
+            max_frame_bytes=10**6,
+            clock=self.clock,
+            report=self.events.append,
+            metrics=self.metrics,
+        )
+        if connected:
+            self.session.peer_up(self.peer)
+
+    # What the session uses of an Endpoint.
+    def connect(self, address: Address) -> Any:
+        self.dialled.append(address)
+        return self.peer if self.connected else None
+
+    def send(self, peer: Any, message: wire.Message, body: bytes = b"") -> None:
+        self.sent.append(message)
+
+    def send_data(self, peer: Any, make_header: Any, views: Any, done: Any) -> None:
+        self.queue.append((make_header, list(views), done))
+
+    def disconnect(self, peer: Any, reason: str) -> None:
+        self.disconnected.append(peer)
+
+    # What the engine's side and D do.
+    def offer(self, key: TransferKey = KEY) -> None:
+        body = token_bytes(range(TOKENS))
+        self.session.offer(OfferRequest(key, 0, ADDRESS, TOKENS, TOKENS, b"", body))
+
+    def ready(self, first_layer: int = 0, end_layer: int = LAYERS) -> None:
+        areas = [
+            ReadyArea(Area(layer, layer + 1, 0, len(BLOCKS)), BLOCKS)
+            for layer in range(first_layer, end_layer)
+        ]
+        self.session.ready(KEY, 0, areas)
+
+    def answer(self, message: wire.Message, body: bytes = b"") -> None:
+        self.session.message(self.peer, message, body)
+
+    def grant(self, skip_tokens: int = 0) -> None:
+        self.answer(wire.Grant(**REF, skip_tokens=skip_tokens))
+
+    def send_one(self, checksum: bytes = b"01234567") -> bool:
+        make_header, _, done = self.queue.pop(0)
+        header = make_header(checksum)
+        if header is not None:
+            self.headers.append(header)
+        done(header is not None)
+        return header is not None
+
+    def committed(self) -> None:
+        self.offer()
+        self.grant()
+        self.ready()
+        self.session.complete(KEY, 0)
+        for _ in range(LAYERS):
+            assert self.send_one()
+
+    def said(self) -> list[str]:
+        names = [
+            f"CANCEL {m.reason}" if isinstance(m, wire.Cancel) else type(m).__name__.upper()
+            for m in self.sent
+        ]
+        self.sent.clear()
+        return names
+
+    def pass_time(self, seconds: float) -> None:
+        self.clock.now += seconds
+        self.session.tick(self.clock.now)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_offer_grant_data_commit_done(bench: Bench) -> None:
+    bench.committed()
+    assert bench.said() == ["OFFER", "COMMIT"]
+    bench.answer(wire.Done(**REF))
+    assert bench.events == [SendGranted(KEY, 0, "d1"), SendEnded(KEY, 0, "")]
+    assert [(h.seq, h.first_layer, h.end_layer, h.end_block) for h in bench.headers] == [
+        (0, 0, 1, 3), (1, 1, 2, 3), (2, 2, 3, 3)
+    ]  # fmt: skip
+    assert bench.session.tick(bench.clock.now) is None
+    assert bench.metrics.transfers == {"done": 1}
+
+
+def test_commit_names_what_was_sent(bench: Bench) -> None:
+    bench.committed()
+    commit = bench.sent[-1]
+    assert isinstance(commit, wire.Commit)
+    assert (commit.frames, commit.total_bytes) == (LAYERS, 3 * LAYOUT.bytes_per_block)
+    assert commit.digest == sha256(b"01234567" * LAYERS).digest()
+
+
+def test_views_are_the_blocks_own_bytes_layer_by_layer(bench: Bench) -> None:
+    bench.offer()
+    bench.grant(skip_tokens=4)
+    bench.session.ready(KEY, 0, [ReadyArea(Area(1, 3, 0, 3), BLOCKS)])
+    _, views, _ = bench.queue[0]
+    expected = [bench.memory.block_view(layer, block) for layer in (1, 2) for block in BLOCKS[1:]]
+    assert [bytes(view) for view in views] == [bytes(view) for view in expected]
+    assert all(view.obj is other.obj for view, other in zip(views, expected, strict=True))
+
+
+def test_commit_waits_for_the_last_byte_and_for_the_engine(bench: Bench) -> None:
+    bench.offer()
+    bench.ready(0, 2)
+    bench.grant()
+    bench.send_one()
+    bench.send_one()
+    bench.ready(2, 3)
+    bench.session.complete(KEY, 0)
+    assert bench.said() == ["OFFER"]
+    bench.send_one()
+    assert bench.said() == ["COMMIT"]
+
+
+def test_nothing_is_sent_before_the_grant(bench: Bench) -> None:
+    bench.offer()
+    bench.ready()
+    bench.session.complete(KEY, 0)
+    bench.answer(wire.Lease(**REF, ttl_ms=30_000))
+    assert not bench.queue
+    bench.grant()
+    assert len(bench.queue) == LAYERS
+
+
+@pytest.mark.parametrize("skip", [3, 12, 100])
+def test_a_grant_that_skips_what_cannot_be_skipped_closes_the_connection(
+    bench: Bench, skip: int
+) -> None:
+    bench.offer()
+    with pytest.raises(ProtocolError, match="skip"):
+        bench.grant(skip)
+
+
+def test_done_before_commit_closes_the_connection(bench: Bench) -> None:
+    bench.offer()
+    bench.grant()
+    with pytest.raises(ProtocolError, match="DONE"):
+        bench.answer(wire.Done(**REF))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [wire.Commit(**REF, frames=1, total_bytes=1, digest=bytes(32))],
+)
+def test_what_only_a_p_sends_closes_the_connection(bench: Bench, message: wire.Message) -> None:
+    with pytest.raises(ProtocolError):
+        bench.answer(message)
+
+
+def nack(*seqs: int) -> tuple[wire.Nack, bytes]:
+    return wire.Nack(**REF, frames=len(seqs)), struct.pack(f"<{len(seqs)}I", *seqs)
+
+
+def test_a_nack_brings_the_same_frames_once_more_and_no_second_time(bench: Bench) -> None:
+    bench.committed()
+    bench.said()
+    bench.answer(*nack(2, 0))
+    assert [bench.send_one() for _ in range(2)] == [True, True]
+    assert [h.seq for h in bench.headers[-2:]] == [0, 2]
+    assert bench.said() == ["COMMIT"]
+    bench.answer(*nack(2))
+    assert bench.said() == ["CANCEL nack"]
+    bench.answer(wire.Cancelled(**REF))
+    assert bench.events[-1] == SendEnded(KEY, 0, "nack")
+
+
+@pytest.mark.parametrize("seqs", [(), (LAYERS,)])
+def test_a_nack_for_frames_that_never_were_closes_the_connection(
+    bench: Bench, seqs: tuple[int, ...]
+) -> None:
+    bench.committed()
+    with pytest.raises(ProtocolError, match="NACK"):
+        bench.answer(*nack(*seqs))
+
+
+# State -> what brings a transfer there, seconds it may stay, what is said after that.
+DEADLINES: dict[str, tuple[Callable[[Bench], object], float, list[str]]] = {
+    "offered": (lambda b: b.offer(), 5, ["OFFER", "CANCEL offer_timeout"]),
+    "deferred": (
+        lambda b: (b.offer(), b.answer(wire.Lease(**REF, ttl_ms=7000))),
+        7,
+        ["OFFER", "CANCEL offer_timeout"],
+    ),
+    "granted": (lambda b: (b.offer(), b.grant()), 30, ["OFFER", "CANCEL stalled"]),
+    "streaming": (
+        lambda b: (b.offer(), b.grant(), b.ready(0, 1), b.send_one()),
+        30,
+        ["OFFER", "CANCEL stalled"],
+    ),
+    "committed": (lambda b: b.committed(), 10, ["OFFER", "COMMIT", "CANCEL done_timeout"]),
+}
+
+
+@pytest.mark.parametrize("state", DEADLINES)
+def test_every_wait_has_a_deadline_and_ends_when_cancel_is_answered(
+    bench: Bench, state: str
+) -> None:
+    bring, seconds, words = DEADLINES[state]
+    bring(bench)
+    bench.pass_time(seconds - 0.1)
+    assert bench.session.open_transfers == 1
+    bench.pass_time(0.2)
+    assert bench.said() == words
+    assert not any(isinstance(event, SendEnded) for event in bench.events)
+    bench.answer(wire.Cancelled(**REF))
+    assert isinstance(bench.events[-1], SendEnded)
+    assert bench.events[-1].reason == words[-1].removeprefix("CANCEL ")
+    assert not bench.session.open_transfers
+    assert bench.session.tick(bench.clock.now) is None
+
+
+def test_a_connection_that_never_stands_has_a_deadline_too() -> None:
+    bench = Bench(connected=False)
+    bench.offer()
+    bench.pass_time(5.1)
+    assert bench.events == [SendEnded(KEY, 0, "dial_timeout")]
+    bench.session.peer_up(bench.peer)
+    assert bench.said() == []
+
+
+def test_a_cancel_without_answer_closes_the_connection_and_only_then_frees(bench: Bench) -> None:
+    bench.offer()
+    bench.grant()
+    bench.ready()
+    bench.session.cancel(KEY, 0, "aborted")
+    bench.pass_time(5.1)
+    assert bench.disconnected == [bench.peer]
+    assert bench.events[1:] == []
+    bench.session.peer_down(bench.peer, "CANCEL was not answered")
+    assert bench.events[1:] == [SendEnded(KEY, 0, "aborted")]
+
+
+def test_progress_on_either_side_keeps_a_stream_alive(bench: Bench) -> None:
+    bench.offer()
+    bench.grant()
+    for layer in range(LAYERS):
+        bench.pass_time(29)
+        bench.ready(layer, layer + 1)
+        bench.pass_time(29)
+        bench.send_one()
+    assert bench.said() == ["OFFER"]
+
+
+def test_a_lease_is_renewed_from_its_receipt_but_not_without_end(bench: Bench) -> None:
+    bench.offer()
+    for _ in range(5):
+        bench.answer(wire.Lease(**REF, ttl_ms=30_000))
+        bench.pass_time(29)
+    assert bench.said() == ["OFFER"]
+    bench.answer(wire.Lease(**REF, ttl_ms=2**32 - 1))
+    bench.pass_time(MAX_LEASE_S + 1)
+    assert bench.said() == ["CANCEL offer_timeout"]
+
+
+@pytest.mark.parametrize("by", ["engine", "peer", "both"])
+def test_cancel_drops_what_is_queued_and_waits_for_what_is_under_way(bench: Bench, by: str) -> None:
+    bench.offer()
+    bench.grant()
+    bench.ready()
+    make_header, _, done = bench.queue.pop(0)
+    assert make_header(b"01234567") is not None
+    bench.said()
+    if by in ("engine", "both"):
+        bench.session.cancel(KEY, 0, "aborted")
+        assert bench.said() == ["CANCEL aborted"]
+    if by in ("peer", "both"):
+        bench.answer(wire.Cancel(**REF, reason="timeout"))
+    if by in ("engine", "both"):
+        bench.answer(wire.Cancelled(**REF))
+    bench.ready(0, 1)
+    assert [bench.send_one(), bench.send_one()] == [False, False]
+    assert not bench.queue
+    assert bench.said() == []
+    assert len(bench.events) == 1
+    done(True)
+    assert bench.said() == ([] if by == "engine" else ["CANCELLED"])
+    reason = "timeout" if by == "peer" else "aborted"
+    assert bench.events[1:] == [SendEnded(KEY, 0, reason)]
+
+
+def test_a_peers_reason_reaches_log_lines_only_as_a_word(bench: Bench) -> None:
+    bench.offer()
+    bench.answer(wire.Cancel(**REF, reason="x\nERROR all is lost"))
+    assert bench.events == [SendEnded(KEY, 0, "cancelled_by_peer")]
+
+
+def test_a_cancel_of_an_unknown_transfer_is_answered(bench: Bench) -> None:
+    bench.answer(wire.Cancel(**{**REF, "epoch": 9}))
+    assert bench.said() == ["CANCELLED"]
+
+
+def test_cancel_after_done_tells_d_once_while_it_is_remembered(bench: Bench) -> None:
+    bench.committed()
+    bench.answer(wire.Done(**REF))
+    bench.said()
+    bench.session.cancel(KEY, 0, "stopped")
+    bench.session.cancel(KEY, 0, "stopped")
+    assert bench.said() == ["CANCEL stopped"]
+    bench.answer(wire.Cancelled(**REF))
+    assert len(bench.events) == 2
+
+
+def test_another_peer_changes_nothing(bench: Bench) -> None:
+    bench.offer()
+    stranger: Any = SimPeer(ADDRESS, HELLO)
+    bench.session.message(stranger, wire.Grant(**REF), b"")
+    bench.session.message(stranger, wire.Cancel(**REF), b"")
+    assert bench.events == []
+    bench.session.peer_down(stranger, "closed")
+    assert bench.session.open_transfers == 1
+
+
+def test_a_d_that_drains_gets_no_new_offer_and_its_old_transfers_finish(bench: Bench) -> None:
+    bench.offer()
+    bench.answer(wire.Goaway())
+    bench.offer(TransferKey("c" * 32, 0))
+    assert bench.events == [SendEnded(TransferKey("c" * 32, 0), 0, "draining")]
+    bench.grant()
+    assert bench.said() == ["OFFER"]
+    assert bench.events[-1] == SendGranted(KEY, 0, "d1")
+
+
+def test_one_connection_serves_all_transfers_that_waited_for_it() -> None:
+    bench = Bench(connected=False)
+    keys = [TransferKey(f"{n:032x}", 0) for n in range(3)]
+    for key in keys:
+        bench.offer(key)
+    bench.session.dial_failed(Address("127.0.0.8", 21001), "unreachable")
+    assert bench.events == []
+    bench.session.peer_up(bench.peer)
+    assert bench.said() == ["OFFER"] * 3
+    bench.session.peer_down(bench.peer, "closed")
+    assert bench.events == [SendEnded(key, 0, "peer_lost") for key in keys]
+
+
+def test_frames_keep_within_what_d_takes(bench: Bench) -> None:
+    bench.peer.layout = wire.Layout(
+        factors={}, layers=(0, 1, 2), kv_heads=1, head_dim=2, block_size=4, dtype="float32",
+        block_bytes=64, max_tokens=100, max_data_bytes=128,
+    )  # fmt: skip
+    bench.offer()
+    bench.grant()
+    bench.session.ready(KEY, 0, [ReadyArea(Area(0, 3, 0, 3), BLOCKS)])
+    assert [sum(map(len, views)) for _, views, _ in bench.queue] == [128, 64] * 3
