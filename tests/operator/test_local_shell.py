@@ -242,6 +242,10 @@ def test_orphans_of_a_dead_supervisor_are_shown_and_ended_by_down(running, capsy
     os.kill(running.view().supervisor_pid, signal.SIGKILL)
     until(lambda: not running.state.is_supervised())
     assert all(process.is_alive() for process in processes)
+    # Without the router nothing listens on the discovery port: what is inherited must hold it.
+    router = next(pod.process for pod in running.state.read_record().pods if "router" in pod.name)
+    assert router.signal(signal.SIGKILL)
+    until(lambda: not router.is_alive())
     taken = int(running.state.read_record().pods[0].address.split(".")[2])
     claim = claim_addresses(running.state.folder.parent)
     for descriptor in claim.descriptors:
