@@ -123,75 +123,83 @@ def parse_prefill_answer(ask: Ask, body: bytes) -> PrefillAnswer:
     )
 
 
-def _chunk(ask: Ask, head: Head, model: str, choices: list[Json]) -> Json:
-    kind = "chat.completion.chunk" if ask.is_chat else "text_completion"
-    return {
-        "id": head.response_id,
-        "object": kind,
-        "created": head.created,
-        "model": model,
-        "choices": choices,
-    }
+class ChunkWriter:
+    """Writes the chunks of a stream that the router makes itself, out of one answer of P.
 
-
-def _piece(ask: Ask, choice: FirstChoice) -> Json | None:
-    """One choice of the first content chunk; None where it would say nothing."""
-    if not choice.text and choice.logprobs is None and not ask.wants_token_ids:
-        return None
-    piece: Json = {"index": choice.index, "logprobs": choice.logprobs, "finish_reason": None}
-    if ask.is_chat:
-        piece["delta"] = {"content": choice.text}
-    else:
-        piece["text"] = choice.text
-    if ask.wants_token_ids:
-        piece["token_ids"] = choice.token_ids
-        if "prompt_token_ids" in choice.extras:
-            piece["prompt_token_ids"] = choice.extras["prompt_token_ids"]
-    return piece
-
-
-def role_chunks(ask: Ask, head: Head, answer: PrefillAnswer) -> list[bytes]:
-    """What a chat stream begins with: one role delta per choice. Nothing for completions."""
-    if not ask.is_chat:
-        return []
-    events: list[bytes] = []
-    for choice in answer.choices:
-        delta = {"role": "assistant", "content": ""}
-        piece = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
-        chunk = _chunk(ask, head, answer.model, [piece])
-        if ask.wants_token_ids and "prompt_token_ids" in answer.document:
-            chunk["prompt_token_ids"] = answer.document["prompt_token_ids"]
-        events.append(encode_event(chunk))
-    return events
-
-
-def content_chunks(ask: Ask, head: Head, answer: PrefillAnswer) -> list[bytes]:
-    """P's tokens, one chunk per choice that has something to show."""
-    pieces = (_piece(ask, choice) for choice in answer.choices)
-    return [encode_event(_chunk(ask, head, answer.model, [p])) for p in pieces if p is not None]
-
-
-def finish_chunks(
-    ask: Ask, head: Head, answer: PrefillAnswer, usage: Json, generated: int
-) -> list[bytes]:
-    """The end of a stream whose choices all ended at P: finish reasons, usage if asked, [DONE].
-
-    `usage` counts the prompt; `generated` is the number of tokens of all choices together, those of
-    earlier tries included.
+    `usage` counts the prompt. As engines do, every chunk has `usage` when the client asked for it:
+    null, or with continuous_usage_stats the tokens of all choices so far.
     """
-    events: list[bytes] = []
-    for choice in answer.choices:
-        piece: Json = {"index": choice.index, "logprobs": None}
-        piece |= {"delta": {}} if ask.is_chat else {"text": ""}
-        piece["finish_reason"] = choice.finish_reason
-        if "stop_reason" in choice.extras:
-            piece["stop_reason"] = choice.extras["stop_reason"]
-        events.append(encode_event(_chunk(ask, head, answer.model, [piece])))
-    if ask.include_usage:
-        total = usage.get("prompt_tokens", 0) + generated
-        usage = {**usage, "completion_tokens": generated, "total_tokens": total}
-        events.append(encode_event({**_chunk(ask, head, answer.model, []), "usage": usage}))
-    return [*events, DONE]
+
+    def __init__(self, ask: Ask, head: Head, answer: PrefillAnswer, usage: Json) -> None:
+        self._ask = ask
+        self._answer = answer
+        self._usage = usage
+        self._base: Json = {
+            "id": head.response_id,
+            "object": "chat.completion.chunk" if ask.is_chat else "text_completion",
+            "created": head.created,
+            "model": answer.model,
+        }
+
+    def role(self) -> list[bytes]:
+        """What a chat stream begins with: one role delta per choice. Nothing for completions."""
+        if not self._ask.is_chat:
+            return []
+        events: list[bytes] = []
+        for choice in self._answer.choices:
+            delta = {"role": "assistant", "content": ""}
+            piece = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+            chunk = self._chunk([piece], 0)
+            if self._ask.wants_token_ids and "prompt_token_ids" in self._answer.document:
+                chunk["prompt_token_ids"] = self._answer.document["prompt_token_ids"]
+            events.append(encode_event(chunk))
+        return events
+
+    def content(self, generated: int) -> list[bytes]:
+        """P's tokens, one chunk per choice that has something to show. `generated`: the number of
+        tokens of all choices so far, those of earlier tries included.
+        """
+        pieces = (self._piece(choice) for choice in self._answer.choices)
+        return [encode_event(self._chunk([p], generated)) for p in pieces if p is not None]
+
+    def finish(self, generated: int) -> list[bytes]:
+        """The end where all choices ended at P: finish reasons, usage if asked, [DONE]."""
+        events: list[bytes] = []
+        for choice in self._answer.choices:
+            piece: Json = {"index": choice.index, "logprobs": None}
+            piece |= {"delta": {}} if self._ask.is_chat else {"text": ""}
+            piece["finish_reason"] = choice.finish_reason
+            if "stop_reason" in choice.extras:
+                piece["stop_reason"] = choice.extras["stop_reason"]
+            events.append(encode_event(self._chunk([piece], generated)))
+        if self._ask.include_usage:
+            events.append(encode_event({**self._base, "choices": [], **self._counted(generated)}))
+        return [*events, DONE]
+
+    def _chunk(self, choices: list[Json], generated: int) -> Json:
+        chunk = {**self._base, "choices": choices}
+        if self._ask.wants_running_usage:
+            return chunk | self._counted(generated)
+        return chunk | {"usage": None} if self._ask.include_usage else chunk
+
+    def _counted(self, generated: int) -> Json:
+        total = self._usage.get("prompt_tokens", 0) + generated
+        return {
+            "usage": {**self._usage, "completion_tokens": generated, "total_tokens": total},
+        }
+
+    def _piece(self, choice: FirstChoice) -> Json | None:
+        """One choice of the first content chunk; None where it would say nothing."""
+        ask = self._ask
+        if not choice.text and choice.logprobs is None and not ask.wants_token_ids:
+            return None
+        piece: Json = {"index": choice.index, "logprobs": choice.logprobs, "finish_reason": None}
+        piece |= {"delta": {"content": choice.text}} if ask.is_chat else {"text": choice.text}
+        if ask.wants_token_ids:
+            piece["token_ids"] = choice.token_ids
+            if "prompt_token_ids" in choice.extras:
+                piece["prompt_token_ids"] = choice.extras["prompt_token_ids"]
+        return piece
 
 
 def whole_answer(ask: Ask, head: Head, answer: PrefillAnswer) -> bytes:

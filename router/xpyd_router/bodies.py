@@ -78,7 +78,8 @@ def _stream_options(fields: Mapping[str, Any], stream: bool) -> tuple[bool, bool
     if not stream:
         raise _bad("stream_options", "only allowed when stream is true")
     options = cast("dict[str, Any]", options)
-    return _boolean(options, "include_usage"), _boolean(options, "continuous_usage_stats")
+    at_end = _boolean(options, "include_usage")
+    return at_end, _boolean(options, "continuous_usage_stats") and at_end  # as in vLLM
 
 
 def _load(raw: bytes) -> dict[str, Any]:

@@ -11,14 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from xpyd_core.errors import ApiError, ProtocolError
-from xpyd_router.answers import (
-    Head,
-    PrefillAnswer,
-    content_chunks,
-    finish_chunks,
-    parse_prefill_answer,
-    role_chunks,
-)
+from xpyd_router.answers import ChunkWriter, Head, PrefillAnswer, parse_prefill_answer
 from xpyd_router.bodies import Ask
 from xpyd_router.policy import Pair
 from xpyd_router.registry import InstanceKey
@@ -118,18 +111,14 @@ def first_events(course: Course, prefilled: Prefilled, pair: Pair) -> bytes:
     """What the client gets of P's answer, empty where that is nothing; from here on it is sent."""
     if not prefilled.is_news:
         return b""
-    ask, head, answer = course.ask, course.head, prefilled.answer
-    events: list[bytes] = []
-    usage = answer.usage
-    if course.sent is None:
-        events += role_chunks(ask, head, answer)
-    else:
-        usage = course.sent.usage
+    is_first = course.sent is None
+    usage = course.sent.usage if course.sent else prefilled.answer.usage
     course.sent = Sent(prefilled.token_ids, pair.decode.beat.compatibility, usage)
-    events += content_chunks(ask, head, answer)
+    writer = ChunkWriter(course.ask, course.head, prefilled.answer, usage)
+    generated = sum(len(ids) for ids in prefilled.token_ids)
+    events = [*(writer.role() if is_first else ()), *writer.content(generated)]
     if prefilled.is_over:
-        generated = sum(len(ids) for ids in prefilled.token_ids)
-        events += finish_chunks(ask, head, answer, usage, generated)
+        events += writer.finish(generated)
     return b"".join(events)
 
 

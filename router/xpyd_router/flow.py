@@ -192,9 +192,6 @@ class Flow:
     async def _prefill(self, course: Course, attempt: Attempt, pair: Pair) -> Prefilled | None:
         """P's answer, or None where the pair does not continue: then it is dropped."""
         ask = course.ask
-        if pair.is_continuing and ask.wants_running_usage:
-            name = "stream_options.continuous_usage_stats"
-            raise ApiError(400, f"{name}: not supported yet; leave it out", param=name)
         params = prefill_params(course) if pair.is_continuing else None
         attempt.owes_release = True
         started_s = self._clock()

@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 from tests.router.fakes import parse_events
 from xpyd_core.errors import ProtocolError
 from xpyd_router.answers import (
+    ChunkWriter,
     Head,
-    content_chunks,
-    finish_chunks,
     is_server_error,
     parse_prefill_answer,
-    role_chunks,
     scrub,
     strip_token_ids,
     whole_answer,
@@ -30,6 +28,10 @@ HEAD = Head("cmpl-abc", 7)
 
 def ask(endpoint: Any = "completions", **fields: Any) -> Any:
     return parse_ask(endpoint, orjson.dumps({"model": "m", **fields}))
+
+
+def writer(what: Any, answer: Any) -> ChunkWriter:
+    return ChunkWriter(what, HEAD, answer, answer.usage)
 
 
 def document(*choices: dict[str, Any], **fields: Any) -> dict[str, Any]:
@@ -77,9 +79,8 @@ def test_what_d_needs_of_ps_answer_is_kept_as_it_is() -> None:
 def test_a_chat_begins_with_a_role_then_the_text() -> None:
     what = ask("chat/completions")
     answer = parsed(what, {"message": {"role": "assistant", "content": "Hi"}})
-    events = parse_events(
-        b"".join([*role_chunks(what, HEAD, answer), *content_chunks(what, HEAD, answer)])
-    )
+    chunks = writer(what, answer)
+    events = parse_events(b"".join([*chunks.role(), *chunks.content(1)]))
     assert [e["choices"][0]["delta"] for e in events] == [
         {"role": "assistant", "content": ""},
         {"content": "Hi"},
@@ -89,29 +90,47 @@ def test_a_chat_begins_with_a_role_then_the_text() -> None:
 
 
 def test_a_held_back_text_makes_no_chunk_unless_something_else_is_asked_for() -> None:
-    assert content_chunks(ask(), HEAD, parsed(ask(), {"text": ""})) == []
+    assert writer(ask(), parsed(ask(), {"text": ""})).content(1) == []
     with_logprobs = parsed(ask(), {"text": "", "logprobs": {"tokens": ["h"]}})
-    [event] = parse_events(b"".join(content_chunks(ask(), HEAD, with_logprobs)))
+    [event] = parse_events(b"".join(writer(ask(), with_logprobs).content(1)))
     assert event["choices"][0]["logprobs"] == {"tokens": ["h"]}
     what = ask(return_token_ids=True)
-    [event] = parse_events(b"".join(content_chunks(what, HEAD, parsed(what, {"text": ""}))))
+    [event] = parse_events(b"".join(writer(what, parsed(what, {"text": ""})).content(1)))
     assert event["choices"][0]["token_ids"] == [5]
 
 
 def test_token_ids_are_not_shown_unless_asked_for() -> None:
-    assert b"token_ids" not in b"".join(content_chunks(ask(), HEAD, parsed(ask())))
+    assert b"token_ids" not in b"".join(writer(ask(), parsed(ask())).content(1))
 
 
 def test_the_end_by_the_router_has_reasons_usage_and_done() -> None:
     what = ask(stream=True, stream_options={"include_usage": True}, n=2)
     answer = parsed(what, {"finish_reason": "stop", "stop_reason": "x"}, {"finish_reason": "stop"})
     assert answer.is_over
-    events = parse_events(b"".join(finish_chunks(what, HEAD, answer, {"prompt_tokens": 3}, 2)))
+    events = parse_events(b"".join(writer(what, answer).finish(2)))
     assert [e["choices"][0]["finish_reason"] for e in events[:2]] == ["stop", "stop"]
     assert events[0]["choices"][0]["stop_reason"] == "x"
     assert events[2]["choices"] == []
     assert events[2]["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
     assert events[3] == "[DONE]"
+
+
+@pytest.mark.parametrize(
+    ("options", "usage"),
+    [
+        ({}, "absent"),
+        ({"include_usage": True}, None),
+        ({"continuous_usage_stats": True}, "absent"),
+        (
+            {"include_usage": True, "continuous_usage_stats": True},
+            {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4},
+        ),
+    ],
+)
+def test_usage_stands_in_every_chunk_as_engines_write_it(options: Any, usage: Any) -> None:
+    what = ask(stream=True, stream_options=options)
+    [event] = parse_events(b"".join(writer(what, parsed(what)).content(1)))
+    assert event.get("usage", "absent") == usage
 
 
 def test_a_whole_answer_of_p_loses_what_only_the_router_asked_for() -> None:
