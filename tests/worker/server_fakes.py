@@ -1,4 +1,4 @@
-"""A byte tokenizer, a scripted engine and a real HTTP server around them, for the server's tests."""
+"""A byte tokenizer, a scripted engine and a real HTTP server around them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from xpyd_worker.engine.request import (
     ChoiceOutput,
     EngineRequest,
     EngineStats,
+    ErrorKind,
     RequestOutput,
     SampledToken,
     TokenLogprob,
@@ -32,6 +33,8 @@ from xpyd_worker.server.service import Place, ServedModel, Service
 EOS = 256
 BOS = 257
 VOCAB = 258
+# A prompt that the fake engine does not survive.
+BUG = tuple(b"bug")
 KEY = b"0123456789abcdef0123456789abcdef"
 
 
@@ -70,8 +73,8 @@ def say(text: str, *, eos: bool = True) -> Script:
 
 @dataclass
 class FakeEngine:
-    """Puts out scripted tokens, one per choice and step, on the loop. Follows the engine's rules for
-    max_tokens, EOS, stop ids, continue_from and abort."""
+    """Puts out scripted tokens, one per choice and step, on the loop. Follows the engine's rules
+    for max_tokens, EOS, stop ids, continue_from and abort."""
 
     script: Script = field(default_factory=lambda: say("hello world"))
     deliver: Callable[[Sequence[RequestOutput]], None] = lambda _: None
@@ -79,20 +82,32 @@ class FakeEngine:
     step_s: float = 0.0
     silent: bool = False
     error: str = ""
-    report: TransferReport = TransferReport("granted", "d-inc")
+    error_kind: ErrorKind = "internal"
+    fail_after: int = 0
+    report: TransferReport = field(default_factory=lambda: TransferReport("granted", "d-inc"))
     offers: dict[TransferKey, OfferedPrompt] = field(default_factory=dict)
     requests: list[EngineRequest] = field(default_factory=list)
     aborted: list[tuple[str, tuple[int, ...] | None]] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     living: dict[str, set[int]] = field(default_factory=dict)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    came: asyncio.Event = field(default_factory=asyncio.Event)
 
     def start(self) -> None: ...
 
     def stop(self, deadline_s: float) -> None: ...
 
+    async def submitted(self, count: int) -> None:
+        """Wait until so many requests have come."""
+        while len(self.requests) < count:
+            self.came.clear()
+            await self.came.wait()
+
     def submit(self, request: EngineRequest) -> None:
+        if request.prompt == BUG:
+            raise ZeroDivisionError
         self.requests.append(request)
+        self.came.set()
         self.living[request.request_id] = set(range(request.n))
         if not self.silent:
             task = asyncio.get_running_loop().create_task(self._run(request))
@@ -102,11 +117,13 @@ class FakeEngine:
     async def _run(self, request: EngineRequest) -> None:
         await asyncio.sleep(0)
         if self.error:
-            self.living.pop(request.request_id, None)
-            self.deliver([RequestOutput(request.request_id, finished=True, error=self.error)])
+            self._fail(request)
             return
         position = [len(ids) for ids in request.continue_from] or [0] * request.n
-        outputs = [list(request.continue_from[c] if request.continue_from else ()) for c in range(request.n)]
+        outputs = [
+            list(request.continue_from[c] if request.continue_from else ())
+            for c in range(request.n)
+        ]
         first = True
         while self.living.get(request.request_id):
             choices: list[ChoiceOutput] = []
@@ -120,7 +137,9 @@ class FakeEngine:
                     outputs[c].append(token)
                     ended = self._end(request, outputs[c])
                 stop_id = outputs[c][-1] if ended == "stop" else None
-                tokens = () if token is None else (SampledToken(token, self._logprob(request, token)),)
+                tokens = (
+                    () if token is None else (SampledToken(token, self._logprob(request, token)),)
+                )
                 choices.append(ChoiceOutput(c, tokens, ended, stop_id))
                 if ended:
                     self.living[request.request_id].discard(c)
@@ -143,7 +162,17 @@ class FakeEngine:
                 ]
             )
             first = False
+            if len(outputs[0]) == self.fail_after:
+                self._fail(request)
             await asyncio.sleep(self.step_s)
+
+    def _fail(self, request: EngineRequest) -> None:
+        self.living.pop(request.request_id, None)
+        ended = tuple(ChoiceOutput(c, (), "error") for c in range(request.n))
+        last = RequestOutput(
+            request.request_id, ended, True, error=self.error or "x", error_kind=self.error_kind
+        )
+        self.deliver([last])
 
     def _logprob(self, request: EngineRequest, token: int) -> TokenLogprob | None:
         top = request.sampling.logprobs
@@ -209,11 +238,13 @@ async def serving(
     bridge = EngineBridge(metrics)
     engine.deliver = bridge.deliver
     bridge.bind(engine)
-    metrics.watch(engine.stats, lambda: [])
+    metrics.watch(engine.stats, list)
     lifecycle = Lifecycle()
     api = Api(lifecycle, metrics)
     if ready:
-        model = ServedModel(("fake", "alias"), ByteTokenizer(), frozenset({EOS}), VOCAB, max_model_len, 7)
+        model = ServedModel(
+            ("fake", "alias"), ByteTokenizer(), frozenset({EOS}), VOCAB, max_model_len, 7
+        )
         api.service = Service(model, Place(role, "my-inc", (KEY,), 1.5), bridge, max_requests)
         lifecycle.become("Ready")
     sock = listen("127.0.0.1", 0)
@@ -222,7 +253,7 @@ async def serving(
     address = sock.getsockname()
     url = f"http://127.0.0.1:{address[1]}"
     try:
-        async with httpx.AsyncClient(base_url=url, timeout=10) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=10, verify=False) as client:
             yield Running(engine, api, url, client, address, bridge)
     finally:
         server.should_exit = True

@@ -202,10 +202,17 @@ class Generation:
         if first:
             yield first
         while not self._all_finished():
-            touched = [self._take(output) for output in await self._mailbox.take()]
-            gained = self._gained(dict.fromkeys(touched))
+            touched: dict[_Prompt, None] = {}
+            failure: ApiError | None = None
+            for output in await self._mailbox.take():
+                touched[self._prompts[output.request_id]] = None
+                failure = failure or self._take(output)
+            # What came before a failure is the client's.
+            gained = self._gained(touched)
             if gained:
                 yield gained
+            if failure is not None:
+                raise failure
 
     def _all_finished(self) -> bool:
         return all(prompt.finished for prompt in self._prompts.values())
@@ -214,17 +221,18 @@ class Generation:
         deltas = [choice.gained() for prompt in prompts for choice in prompt.choices]
         return [delta for delta in deltas if delta is not None]
 
-    def _take(self, output: RequestOutput) -> _Prompt:
+    def _take(self, output: RequestOutput) -> ApiError | None:
+        """Take one output; the error it stands for, if any."""
         prompt = self._prompts[output.request_id]
         if output.error:
-            raise self._failure(prompt, output)
+            return self._failure(prompt, output)
         prompt.cached_tokens = max(prompt.cached_tokens, output.cached_tokens)
         prompt.report = output.transfer or prompt.report
         prompt.logprobs = output.prompt_logprobs or prompt.logprobs
         stopped: list[int] = []
         for one in output.choices:
             if one.finish_reason in ("abort", "error"):
-                raise self._failure(prompt, output)
+                return self._failure(prompt, output)
             if prompt.choices[one.choice].take(one):
                 stopped.append(one.choice)
         if output.finished:
@@ -233,7 +241,7 @@ class Generation:
                 self._bridge.abort_choices(output.request_id, tuple(stopped))
         else:
             self._end_choices(output.request_id, prompt, tuple(stopped))
-        return prompt
+        return None
 
     def _failure(self, prompt: _Prompt, output: RequestOutput) -> ApiError:
         request = prompt.job.request
