@@ -34,7 +34,7 @@ def byte_level(folder: Path, *, template: str | None = TEMPLATE) -> Wrapper:
     tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
     # Stored limits must not cut or pad what is served.
     tokenizer.enable_truncation(4)
-    tokenizer.enable_padding(length=50)
+    tokenizer.enable_padding(length=50, pad_id=257, pad_token="<s>")
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
     return save(folder, tokenizer, config, template)
 
@@ -167,7 +167,10 @@ def test_many_threads_may_encode_at_once(tokenizer: Wrapper) -> None:
     assert not failures
 
 
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", [None, "{", '{"version": "1.0"}'])
+def test_a_folder_without_a_readable_tokenizer_is_refused(tmp_path: Path, text: str | None) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(UserError, match="tokenizer"):
+    if text is not None:
+        (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(UserError, match=r"model: .*tokenizer"):
         Wrapper.load(tmp_path)
