@@ -316,3 +316,15 @@ def test_logs_of_all_pods_are_merged_and_chosen_by_pool(running_once, capsys):
     assert shown == {"t-decode-0", "t-decode-1", "t-router-0"}
     with pytest.raises(UserError, match="no pod 'nobody' in fleet t"):
         show_logs(["nobody"], fleet="t", follow=False, since=None)
+
+
+def test_a_reader_that_stops_early_is_no_error(running_once):
+    log = running_once.state.log_of("t-extra-0")
+    log.write_text("a line of a long log\n" * 20_000)
+    argv = [sys.executable, "-m", "xpyd_core", "logs", "extra", "--fleet", "t"]
+    child = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    child.stdout.readline()
+    child.stdout.close()
+    assert child.stderr.read() == b""
+    child.stderr.close()
+    assert child.wait(timeout=20) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -146,6 +147,9 @@ def _reporting(
             return run(args)
         except UserError:
             raise
+        except BrokenPipeError:  # `xpyd logs | head`: nobody reads on, also not at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
         except XpydError as error:
             sys.stderr.write(f"xpyd: {error}\n")
             return 1
