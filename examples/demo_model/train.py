@@ -10,6 +10,7 @@ import json
 import math
 import random
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,18 +18,32 @@ from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from examples.demo_model import corpus, tokens
-from examples.demo_model.small_talk import SMALL_TALK, SYSTEM_PROMPTS
-from examples.demo_model.weight_file import save_weights
+from examples.demo_model.small_talk import SENTENCES, SMALL_TALK, SYSTEM_PROMPTS
+from examples.demo_model.weight_file import load_weights, save_weights
 
 _SEQUENCE_TOKENS = 512
 _BATCH_TOKENS = 4096
 # Every eighth step has sequences as long as the context, so that far positions are known too.
 _LONG_EVERY_STEPS = 8
-_PEAK_LEARNING_RATE = 1e-2
+# Our own few sentences are read that many times more: everyone tries them first.
+_OWN_TEXT_REPEATS = 10
 _WARMUP_STEPS = 30
 _WEIGHT_DECAY = 0.02
 _REPORT_EVERY_STEPS = 20
 _SAVE_EVERY_STEPS = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How long to train, and from where."""
+
+    steps: int
+    minutes: float
+    """Where they end before the steps, the schedule ends with them."""
+    seed: int = 0
+    peak_rate: float = 1e-2
+    start_from: Path | None = None
+    """A folder whose weights to train further; None starts afresh."""
 
 
 def model_config() -> dict[str, object]:
@@ -103,7 +118,7 @@ class TokenStream:
     def _next_epoch(self) -> list[int]:
         chance = random.Random(self._seed * 1000 + self._epoch)
         self._epoch += 1
-        rest = self._dialogues + self._dialogues[: len(SMALL_TALK)] * 5
+        rest = self._dialogues + self._dialogues[: len(SMALL_TALK)] * _OWN_TEXT_REPEATS
         chance.shuffle(rest)
         chats: list[str] = []
         while rest:
@@ -113,15 +128,16 @@ class TokenStream:
             ]
             system = chance.choice(SYSTEM_PROMPTS) if chance.random() < 0.25 else None
             chats.append(chat_text(turns, system))
-        items = self._documents + [e.ids for e in self._tokenizer.encode_batch(chats)]
+        items = self._documents + self._documents[: len(SENTENCES)] * _OWN_TEXT_REPEATS
+        items += [e.ids for e in self._tokenizer.encode_batch(chats)]
         chance.shuffle(items)
         return [token for item in items for token in [*item, self._end]]
 
 
-def learning_rate(step: int, progress: float) -> float:
+def learning_rate(step: int, progress: float, peak: float) -> float:
     """Linear warm-up, then a cosine of `progress` (0 to 1) down to a hundredth of the peak."""
     warm = min(1.0, (step + 1) / _WARMUP_STEPS)
-    return _PEAK_LEARNING_RATE * warm * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
+    return peak * warm * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def build_model(seed: int) -> LlamaForCausalLM:
@@ -167,24 +183,31 @@ def build_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
     ]
 
 
-def train(texts: corpus.Corpus, out: Path, *, steps: int, minutes: float, seed: int) -> None:
-    """Train for `steps`, or fewer when `minutes` end first (the schedule then ends with them)."""
+def train(texts: corpus.Corpus, out: Path, plan: Plan) -> None:
+    """Train as `plan` says and write the folder `out`, also every hundred steps on the way."""
     tokenizer = tokens.train_tokenizer(texts.texts())
-    stream = TokenStream(texts, tokenizer, seed)
-    model = build_model(seed)
+    stream = TokenStream(texts, tokenizer, plan.seed)
+    model = build_model(plan.seed)
+    if plan.start_from is not None:
+        known = load_weights(plan.start_from / "model.safetensors")
+        model.load_state_dict({name: weight.float() for name, weight in known.items()})
     optimizers = build_optimizers(model)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     step, progress, mean_loss, started_s = 0, 0.0, 0.0, time.monotonic()
     while progress < 1.0:
         columns = tokens.CONTEXT_TOKENS if step % _LONG_EVERY_STEPS == 0 else _SEQUENCE_TOKENS
         ids = stream.next_batch(_BATCH_TOKENS // columns, columns)
-        mean_loss += take_step(model, optimizers, ids, learning_rate(step, progress))
+        mean_loss += take_step(
+            model, optimizers, ids, learning_rate(step, progress, plan.peak_rate)
+        )
         step += 1
         passed_s = time.monotonic() - started_s
-        progress = max(step / steps, passed_s / (minutes * 60))
+        progress = max(step / plan.steps, passed_s / (plan.minutes * 60))
         if step % _REPORT_EVERY_STEPS == 0:
             mean_loss /= _REPORT_EVERY_STEPS
-            print(f"step {step} of {steps}: loss {mean_loss:.3f}, {passed_s:.0f} s", flush=True)
+            print(
+                f"step {step} of {plan.steps}: loss {mean_loss:.3f}, {passed_s:.0f} s", flush=True
+            )
             mean_loss = 0.0
         if step % _SAVE_EVERY_STEPS == 0 or progress >= 1.0:
             save_folder(model, tokenizer, out)
@@ -209,15 +232,18 @@ def take_step(
 
 
 def main() -> None:
+    """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--steps", type=int, default=2600, help="updates (default: 2600)")
     parser.add_argument("--minutes", type=float, default=600.0, help="end earlier than that")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--peak-rate", type=float, default=1e-2, help="highest learning rate")
+    parser.add_argument("--start-from", type=Path, help="folder whose weights to train further")
     parser.add_argument("--threads", type=int, default=2, help="of torch (default: 2)")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    train(corpus.read_corpus(), args.out, steps=args.steps, minutes=args.minutes, seed=args.seed)
+    parsed = vars(parser.parse_args())
+    torch.set_num_threads(parsed.pop("threads"))
+    train(corpus.read_corpus(), parsed.pop("out"), Plan(**parsed))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ TEXTS = corpus.Corpus(
 def folder(tmp_path_factory):
     torch.set_num_threads(1)
     out = tmp_path_factory.mktemp("trained")
-    train.train(TEXTS, out, steps=2, minutes=10.0, seed=0)
+    train.train(TEXTS, out, train.Plan(steps=2, minutes=10.0))
     return out
 
 
@@ -31,6 +31,13 @@ def test_training_leaves_a_folder_that_loads(folder):
     model = load(folder)
     assert model.config.max_position_embeddings == tokens.CONTEXT_TOKENS
     assert AutoTokenizer.from_pretrained(folder).eos_token == tokens.END_OF_TURN
+
+
+def test_training_goes_on_from_a_folder(folder, tmp_path):
+    plan = train.Plan(steps=1, minutes=10.0, peak_rate=0.0, start_from=folder)
+    train.train(TEXTS, tmp_path, plan)
+    weights = (tmp_path / "model.safetensors").read_bytes()
+    assert weights == (folder / "model.safetensors").read_bytes()
 
 
 def test_a_training_chat_reads_as_the_chat_template_writes_it(folder):
@@ -61,7 +68,7 @@ def test_batches_follow_each_other_without_a_gap():
 
 
 def test_the_learning_rate_warms_up_and_then_only_falls():
-    rates = [train.learning_rate(step, step / 500) for step in range(501)]
+    rates = [train.learning_rate(step, step / 500, 1e-2) for step in range(501)]
     peak = rates.index(max(rates))
     assert all(a < b for a, b in itertools.pairwise(rates[: peak + 1]))
     assert all(a > b for a, b in itertools.pairwise(rates[peak:]))
