@@ -249,6 +249,16 @@ def test_a_peer_that_answers_no_ping_is_closed(net):
     assert p.counters.silent_peers == 1
 
 
+def test_the_first_ping_does_not_wait_for_the_handshakes_deadline(net):
+    now = [0.0]
+    d, d_told = net.endpoint("D", clock=lambda: now[0])
+    puppet = Puppet(net.connect(d.listen_address), "P").open()
+    d_told.wait("up")
+    now[0] = 2.0
+    d.call(lambda: None)
+    assert puppet.sock.recv(65536) == encode(Ping(token=1))
+
+
 def test_pings_keep_a_quiet_connection(net):
     times = Deadlines(ping_s=0.02, missed_pings=3)
     (p, p_told, _), (_, d_told, _) = net.pair(deadlines=times)
@@ -338,9 +348,10 @@ def test_a_session_that_raises_in_a_call_a_tick_or_a_done_does_not_end_the_threa
     d_told.wait("down")
 
 
-def test_room_of_the_wrong_size_is_the_sessions_defect(net):
+@pytest.mark.parametrize("excess", [-1, 1])
+def test_room_of_the_wrong_size_is_the_sessions_defect(net, excess):
     (p, p_told, d_at_p), (_, d_told, p_at_d) = net.pair()
-    d_told.on["begin"] = lambda *_: [memoryview(bytearray(BLOCK_BYTES - 1))]
+    d_told.on["begin"] = lambda *_: [memoryview(bytearray(BLOCK_BYTES + excess))]
     send_data(p, p_told, d_at_p, [memoryview(bytes(BLOCK_BYTES))])
     assert d_told.wait("down") == (p_at_d, "internal")
 

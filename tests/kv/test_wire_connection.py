@@ -9,8 +9,8 @@ from tests.kv.wire_samples import KEYS, LAYOUT, SAMPLES
 from xpyd_core.errors import ProtocolError
 from xpyd_kv.wire.connection import Connection, Opened, Pulse, Received
 from xpyd_kv.wire.errors import IllegalMoveError, RefusedError, SilentPeerError
-from xpyd_kv.wire.frames import DataBegin, Decoder, Limits, encode
-from xpyd_kv.wire.handshake import Terms
+from xpyd_kv.wire.frames import DataBegin, Decoder, Frame, Limits, encode
+from xpyd_kv.wire.handshake import Handshake, Terms
 from xpyd_kv.wire.messages import (
     Auth,
     Cancel,
@@ -242,6 +242,22 @@ def test_any_other_frame_in_the_handshake_ends_it(steps, kind):
     with pytest.raises(ProtocolError):
         list(d.feed(BY_TYPE[kind], 0.0))
     assert not d.is_open
+
+
+@pytest.mark.parametrize("steps", range(4))
+@pytest.mark.parametrize("sample", SAMPLES, ids=[s.name for s in SAMPLES])
+def test_the_handshake_itself_knows_the_order_too(steps, sample):
+    """Connection refuses these frames by their type before it has read them; this is behind it."""
+    p = Handshake(Terms(hello("P", b"p"), LAYOUT, (OLD,)), dialler=True)
+    d = Handshake(Terms(hello("D", b"d"), LAYOUT, (OLD,)), dialler=False)
+    to_d = p.begin()
+    for _ in range(steps):
+        to_p = b"".join(d.receive(frame) for frame in Decoder(Limits()).feed(to_d))
+        to_d = b"".join(p.receive(frame) for frame in Decoder(Limits()).feed(to_p))
+    if steps < 3 and type(sample.message) is HANDSHAKE[steps]:
+        return
+    with pytest.raises(ProtocolError):
+        d.receive(Frame(sample.message, sample.body, sample.raw))
 
 
 def test_before_auth_an_unknown_type_is_not_skipped():

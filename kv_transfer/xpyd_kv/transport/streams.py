@@ -160,7 +160,6 @@ class Streams:
         if error is not None:
             raise error
         stream.connected()
-        self._timer_at = min(self._timer_at, stream.due)
         self._watch(stream, READ)
         self.touch(stream)
 
