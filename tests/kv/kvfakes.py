@@ -33,8 +33,11 @@ class FakeMemory:
 
     def fill(self, block_ids: Sequence[int], seed: int) -> None:
         for layer in range(len(self.layout.layers)):
-            for index, block in enumerate(block_ids):
-                self.block_view(layer, block)[:] = expected_bytes(seed, layer, index, self.layout)
+            self.fill_layer(layer, block_ids, seed)
+
+    def fill_layer(self, layer: int, block_ids: Sequence[int], seed: int, first: int = 0) -> None:
+        for index, block in enumerate(block_ids, start=first):
+            self.block_view(layer, block)[:] = expected_bytes(seed, layer, index, self.layout)
 
     def holds(self, block_ids: Sequence[int], seed: int, first: int = 0) -> bool:
         return all(

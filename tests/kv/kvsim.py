@@ -406,13 +406,13 @@ class World:
         cached_tokens: int = 0,
         uuid: str | None = None,
     ) -> Sent:
-        """A prompt on P, its cache filled as the forward would; nothing is offered yet."""
+        """A prompt on P, its cached part in P's cache; nothing is offered yet."""
         self.seed += 1
         blocks = self.p_pool.take(-(-tokens // LAYOUT.block_size))
         assert blocks is not None, "the test gave P too few blocks"
         ids = tuple(random.Random(self.seed).randrange(5000) for _ in range(tokens))
         key = TransferKey(uuid or f"{self.seed:032x}", index)
-        self.p_memory.fill(blocks, self.seed)
+        self.p_memory.fill(blocks[: cached_tokens // LAYOUT.block_size], self.seed)
         steps = list(chunks or [tokens - cached_tokens])
         assert sum(steps) == tokens - cached_tokens
         return Sent(key, ids, self.seed, blocks, steps, cached_tokens, cached_tokens)
@@ -425,10 +425,15 @@ class World:
             self.producer.cached(sent.key, sent.blocks, sent.cached_tokens)
 
     def forward(self, sent: Sent, *, between: Callable[[int], None] = lambda layer: None) -> None:
-        """One step of P's engine: the next chunk, layer by layer."""
+        """One step of P's engine: the next chunk, layer by layer. A block holds its bytes once its
+        last token is computed, in this layer and not in later ones."""
+        first = sent.computed // LAYOUT.block_size
         sent.computed += sent.chunks.pop(0)
+        is_last = sent.computed == len(sent.ids)
+        end = len(sent.blocks) if is_last else sent.computed // LAYOUT.block_size
         self.producer.stage(sent.key, sent.blocks, sent.computed)
         for layer in range(len(LAYOUT.layers)):
+            self.p_memory.fill_layer(layer, sent.blocks[first:end], sent.seed, first)
             self.producer.layer_done(layer)
             between(layer)
         self.producer.step_done()

@@ -396,6 +396,8 @@ def test_release_frees_all_prompts_of_a_uuid_and_refuses_more_for_a_minute() -> 
     world.settle()
     assert world.d_pool.num_free == world.d_pool.num_blocks
     assert world.producer.status(prompts[1].key).state == "none"
+    world.expect(prompts[0])
+    assert world.admit(prompts[0]) == NoKv("released")
     world.send(prompts[2])
     world.settle()
     assert world.producer.status(prompts[2].key).state == "none"
@@ -538,6 +540,46 @@ def test_blocks_held_for_slow_transfers_are_at_most_half_of_all() -> None:
     world.assert_nothing_is_left()
 
 
+def test_a_prompt_in_prefill_may_be_longer_than_half_of_all_blocks() -> None:
+    world = World(p_blocks=20)
+    sent = world.prompt(16 * BLOCK_SIZE, chunks=[12 * BLOCK_SIZE, 4 * BLOCK_SIZE])
+    world.expect(sent)
+    world.offer(sent)
+    world.settle()
+    world.forward(sent)
+    world.producer.poll(world.clock.now)
+    assert world.p.metrics.pressure_cancels == 0
+    assert world.producer.status(sent.key).state == "granted"
+
+
+def test_an_executor_that_tells_no_layers_delays_the_kv_and_loses_none() -> None:
+    world = World(settings=ONE_LAYER)
+    sent = world.prompt(8)
+    world.expect(sent)
+    world.offer(sent)
+    world.p_memory.fill(sent.blocks, sent.seed)
+    world.producer.stage(sent.key, sent.blocks, 8)
+    world.producer.step_done()
+    world.settle()
+    world.take_over(sent, world.admit(sent))
+
+
+def test_a_deferred_request_without_room_pins_nothing_while_it_waits() -> None:
+    world = World(d_blocks=6, store=STORES["deferred"])
+    sent = world.prompt(5 * BLOCK_SIZE)
+    have = world.d_pool.take(3)
+    assert have is not None
+    world.d_pool.remember(sent.ids, have)
+    world.d_pool.release(have[:2])
+    running = world.d_pool.take(2)
+    assert running is not None
+    world.expect(sent)
+    world.send(sent)
+    world.settle()
+    assert world.admit(sent) == Wait()
+    assert world.d_pool.num_free == 6 - 2 - 1
+
+
 def test_a_failed_step_cancels_the_prompts_in_it_and_no_other() -> None:
     world = World()
     good, bad = world.prompt(8), world.prompt(8)
@@ -606,6 +648,7 @@ def test_an_offer_longer_than_ds_whole_cache_is_refused() -> None:
     world.settle()
     assert world.producer.status(sent.key).state == "none"
     world.expect(sent)
+    assert world.consumer.offered(sent.key) is None
     assert world.admit(sent) == NoKv("too_long")
     world.settle()
     world.assert_nothing_is_left()

@@ -340,6 +340,21 @@ def test_a_commit_that_does_not_agree_with_what_came_is_no_done(
     assert bench.told() == [ReceiveEnded(KEY, 0, "corrupt")]
 
 
+def test_a_commit_that_says_all_when_a_layer_is_missing_is_no_done(bench: Bench) -> None:
+    bench.granted()
+    for seq in range(LAYERS - 1):
+        bench.data(seq)
+    bench.commit(frames=LAYERS - 1)
+    assert bench.said() == ["GRANT", "CANCEL corrupt"]
+
+
+def test_a_number_is_not_used_by_two_frames_at_once(bench: Bench) -> None:
+    bench.granted()
+    assert bench.begin(0, 0)[0]
+    assert not bench.begin(0, 1)[0]
+    assert bench.metrics.refused_data == {"duplicate": 1}
+
+
 def test_a_commit_over_more_frames_than_blocks_closes_the_connection(bench: Bench) -> None:
     bench.granted()
     with pytest.raises(ProtocolError, match="COMMIT"):

@@ -337,6 +337,15 @@ def test_cancel_drops_what_is_queued_and_waits_for_what_is_under_way(bench: Benc
     assert bench.events[1:] == [SendEnded(KEY, 0, reason)]
 
 
+def test_both_sides_cancelling_at_once_answer_once_each(bench: Bench) -> None:
+    bench.offer()
+    bench.session.cancel(KEY, 0, "aborted")
+    bench.answer(wire.Cancel(**REF, reason="timeout"))
+    bench.answer(wire.Cancelled(**REF))
+    assert bench.said() == ["OFFER", "CANCEL aborted", "CANCELLED"]
+    assert bench.events == [SendEnded(KEY, 0, "aborted")]
+
+
 def test_a_peers_reason_reaches_log_lines_only_as_a_word(bench: Bench) -> None:
     bench.offer()
     bench.answer(wire.Cancel(**REF, reason="x\nERROR all is lost"))

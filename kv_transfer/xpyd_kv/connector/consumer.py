@@ -147,7 +147,6 @@ class KvConsumer:
     def _on_offered(self, event: ReceiveOffered, now: float) -> None:
         key = event.key
         self._drop_offer(key)
-        self._lost.drop(key)
         offer = Offer(key, event.epoch, event.prompt, event.salt)
         if self._blocks_of(offer) > self._pool.num_blocks:
             self._finish_at_session(key, "too_long")

@@ -237,7 +237,7 @@ class KvProducer:
         return ids
 
     def _hand_over(self, chunk: _Chunk, end_layer: int) -> None:
-        if chunk.next_layer >= end_layer or chunk.prompt.cancelled:
+        if chunk.next_layer >= end_layer:
             return
         area = Area(chunk.next_layer, end_layer, chunk.first_block, chunk.end_block)
         chunk.next_layer = end_layer
@@ -248,7 +248,7 @@ class KvProducer:
         while self._events:
             event = self._events.popleft()
             prompt = self._prompts.get(event.key)
-            if prompt is None or prompt.epoch != event.epoch:
+            if prompt is None:
                 continue
             match event:
                 case SendGranted():
@@ -259,8 +259,6 @@ class KvProducer:
     def _end(self, prompt: _Prompt, reason: str) -> None:
         del self._prompts[prompt.key]
         self._pool.release(prompt.held)
-        # A chunk of the running step may still name it.
-        prompt.cancelled = True
         self._settle(prompt.key, prompt.epoch, reason, prompt.incarnation)
 
     def _settle(self, key: TransferKey, epoch: int, reason: str, incarnation: str = "") -> None:

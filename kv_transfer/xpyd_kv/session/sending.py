@@ -269,7 +269,6 @@ class SendSession:
             # The peer's word, if it is one: it goes into log lines.
             is_word = message.reason.isidentifier()
             transfer.reason = message.reason if is_word else "cancelled_by_peer"
-            transfer.waiting.clear()
             self._move(transfer, SendState.CANCELLING)
             self._arm(transfer, self._limits.cancel_s)
         self._settle(transfer)
@@ -281,7 +280,6 @@ class SendSession:
             self._end(transfer, reason)
             return
         transfer.reason = reason
-        transfer.waiting.clear()
         self._move(transfer, SendState.CANCELLING)
         self._arm(transfer, self._limits.cancel_s)
         request = transfer.request
@@ -391,7 +389,6 @@ class SendSession:
             transfer.state is not SendState.STREAMING
             or not transfer.complete
             or transfer.in_flight
-            or transfer.waiting
             or peer is None
         ):
             return
