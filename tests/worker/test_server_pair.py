@@ -219,26 +219,26 @@ def test_streams_of_p_and_d_together_are_the_whole_text(text: str) -> None:
     """Wherever the hand-over falls, P's text and D's make what one instance gives."""
 
     async def test() -> None:
-        engine = FakeEngine(say(text))
         stop = ["stop!", "X"]
-        async with serving(engine) as whole:
-            expected = (await ask(whole, {"prompt": "hi", "stop": stop}))["choices"][0]["text"]
         ids = list(text.encode())
-        for k in range(1, len(ids)):
-            async with serving(FakeEngine(say(text)), role="Prefill") as server:
+        async with (
+            serving(FakeEngine(say(text))) as alone,
+            serving(FakeEngine(say(text)), role="Prefill") as p,
+            serving(FakeEngine(say(text)), role="Decode") as d,
+        ):
+            whole = (await ask(alone, {"prompt": "hi", "stop": stop}))["choices"][0]["text"]
+            for k in range(1, len(ids)):
                 body = to_p(stop=stop, max_tokens=k)
                 body["kv_transfer_params"]["continue_from"] = [ids[: k - 1]]
-                before = (await ask(server, body))["choices"][0]
-            if before["finish_reason"] == "stop":
-                continue
-            async with serving(FakeEngine(say(text)), role="Decode") as server:
-                body = to_d([ids[:k]], [k], stop=stop, stream=True)
-                chunks = await ask(server, body)
-                rest = "".join(c["choices"][0]["text"] for c in chunks)
-                assert expected.endswith(rest)
-                body = to_d([ids[:k]], [k - 1], stop=stop, stream=True)
-                chunks = await ask(server, body)
-                again = "".join(c["choices"][0]["text"] for c in chunks)
+                before = (await ask(p, body))["choices"][0]
+                if before["finish_reason"] == "stop":
+                    break
+                rest, again = "", ""
+                for chunk in await ask(d, to_d([ids[:k]], [k], stop=stop, stream=True)):
+                    rest += chunk["choices"][0]["text"]
+                for chunk in await ask(d, to_d([ids[:k]], [k - 1], stop=stop, stream=True)):
+                    again += chunk["choices"][0]["text"]
+                assert whole.endswith(rest)
                 assert again == before["text"] + rest
 
     run(test())

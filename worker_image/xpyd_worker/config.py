@@ -101,6 +101,10 @@ def check_config(config: WorkerConfig) -> None:
         )
 
 
+def _is_unset_or(value: int | None, low: int, high: int) -> bool:
+    return value is None or low <= value <= high
+
+
 def _checks(config: WorkerConfig) -> list[tuple[str, bool]]:
     names = config.served_model_names
     return [
@@ -110,14 +114,14 @@ def _checks(config: WorkerConfig) -> list[tuple[str, bool]]:
             len(names) <= 64 and all(0 < len(name) <= 512 for name in names),
         ),
         (f"--dtype: expected one of {', '.join(DTYPES)}", config.dtype in DTYPES),
-        ("--max-model-len: expected at least 2", (config.max_model_len or 2) >= 2),
+        ("--max-model-len: expected at least 2", _is_unset_or(config.max_model_len, 2, 2**40)),
         ("--max-num-seqs: expected at least 1", config.max_num_seqs >= 1),
         (
             "--max-num-batched-tokens: expected at least --max-num-seqs "
             f"({config.max_num_seqs}): each running sequence takes one token of a step",
             config.max_num_batched_tokens >= config.max_num_seqs,
         ),
-        ("--threads: expected 1 to 1024", 1 <= (config.threads or 1) <= 1024),
+        ("--threads: expected 1 to 1024", _is_unset_or(config.threads, 1, 1024)),
         ("--port: expected 0 to 65535", 0 <= config.port < 65536),
         # A request id is dialled only from 1024 on, so a lower KV port could never be reached.
         ("--kv-port: expected 1024 to 65535", 1024 <= config.kv_port < 65536),

@@ -1,8 +1,8 @@
 """Heartbeats to every router replica: ZMQ DEALER -> ROUTER, one msgpack map per beat.
 
 A name with several addresses means all routers behind it and is looked up again at each beat, so
-that a replica that moved is found. Nothing here waits for a router: each socket keeps the newest
-beat only, until its router can be reached.
+that a replica that moved is found. Nothing here waits for a router: each socket keeps a few beats,
+the newest among them, until its router can be reached.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ _MAX_RECONNECT_MS = 3000
 _LOOKUP_TIMEOUT_S = 2.0
 # A headless service never has so many replicas; a broken resolver may return anything.
 _MAX_ROUTERS = 64
+# Room for beats of quick changes of state. (ZMQ_CONFLATE would keep the newest only, but it loses
+# the last message of a socket that is closed, which is the goodbye.)
+_QUEUED_BEATS = 4
 
 
 class HeartbeatSender:
@@ -68,11 +71,19 @@ class HeartbeatSender:
         if not self._sockets:
             return
         frame = encode_heartbeat(self._make())
-        for address, sock in self._sockets.items():
-            try:
-                sock.send(frame, zmq.NOBLOCK)
-            except zmq.ZMQError as error:
-                _log.debug("no beat to %s: %s", address, error)
+        for address in self._sockets:
+            if not self._send(address, frame):
+                # The router has been away: a new socket forgets the old beats for the newest.
+                self._sockets[address].close(0)
+                self._sockets[address] = self._connect(address)
+                self._send(address, frame)
+
+    def _send(self, address: Address, frame: bytes) -> bool:
+        try:
+            self._sockets[address].send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
 
     async def close(self) -> None:
         """End; the last beat gets half a second to leave."""
@@ -120,8 +131,7 @@ class HeartbeatSender:
     def _connect(self, address: Address) -> zmq.Socket[bytes]:
         sock: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         sock.setsockopt(zmq.IDENTITY, self._identity)
-        # Keep one beat, the newest: a router that comes back must not read old states first.
-        sock.setsockopt(zmq.CONFLATE, 1)
+        sock.setsockopt(zmq.SNDHWM, _QUEUED_BEATS)
         sock.setsockopt(zmq.LINGER, _LINGER_MS)
         sock.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         sock.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)

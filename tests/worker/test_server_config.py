@@ -1,0 +1,99 @@
+"""Flags of `xpyd worker`: defaults from the pod's environment, mistakes named with the fix."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from xpyd_core.errors import UserError
+from xpyd_core.pod_env import PodEnv
+from xpyd_core.request_id import Address
+from xpyd_worker.command import configure, read_config
+from xpyd_worker.config import WorkerConfig
+
+POD = PodEnv(
+    role="Decode",
+    pod_ip="127.1.0.3",
+    http_port=20005,
+    kv_port=21005,
+    discovery=(Address("127.1.0.1", 30001),),
+    kv_key_file=Path("key"),
+    instance="demo-decode-0",
+)
+
+
+def config(*flags: str, env: PodEnv = POD) -> WorkerConfig:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    configure(parser)
+    return read_config(parser.parse_args(["--model", "m", *flags]), env)
+
+
+def test_the_pods_environment_gives_the_defaults() -> None:
+    found = config()
+    assert (found.role, found.host, found.port) == ("Decode", "127.1.0.3", 20005)
+    assert found.kv_address == Address("127.1.0.3", 21005)
+    assert (found.discovery, found.kv_key_file) == (POD.discovery, Path("key"))
+    assert found.instance == "demo-decode-0"
+
+
+def test_flags_go_before_the_environment() -> None:
+    found = config(
+        *("--role", "Prefill", "--host", "127.0.0.9", "--port", "1", "--kv-port", "2000"),
+        *("--kv-key-file", "other", "--discovery", "a:1,b:2", "--kv-advertise", "10.0.0.1:3000"),
+    )
+    assert (found.role, found.host, found.port, found.kv_port) == ("Prefill", "127.0.0.9", 1, 2000)
+    assert found.discovery == (Address("a", 1), Address("b", 2))
+    assert found.kv_address == Address("10.0.0.1", 3000)
+
+
+def test_sizes_are_written_as_people_do() -> None:
+    found = config("--kv-cache-memory", "200M", "--kv-group-bytes", "1", "--kv-host-pool-size", "0")
+    assert found.kv_cache_bytes == 200_000_000
+    assert found.kv_buffer_bytes == 20_000_000  # 10 % of it
+    assert (found.kv_group_bytes, found.kv_host_pool_bytes) == (1, 0)
+    assert config("--kv-buffer-size", "8e9").kv_buffer_bytes == 8_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--kv-cache-memory", "many"), "--kv-cache-memory"),
+        (("--kv-host-pool-size", "10%"), "--kv-host-pool-size"),
+        (("--host", "name"), "--host"),
+        (("--host", "0.0.0.0"), "--host"),
+        (("--port", "70000"), "--port"),
+        (("--kv-port", "80"), "--kv-port"),
+        (("--kv-advertise", "name:3000"), "--kv-advertise"),
+        (("--kv-advertise", "10.0.0.1"), "--kv-advertise"),
+        (("--discovery", "nowhere"), "--discovery"),
+        (("--max-num-seqs", "0"), "--max-num-seqs"),
+        (("--max-num-batched-tokens", "100"), "--max-num-batched-tokens"),
+        (("--max-model-len", "1"), "--max-model-len"),
+        (("--threads", "0"), "--threads"),
+        (("--kv-direct-free", "1.5"), "--kv-direct-free"),
+        (("--kv-wait-seconds", "-1"), "--kv-wait-seconds"),
+        (("--kv-lease-seconds", "0"), "--kv-lease-seconds"),
+        (("--heartbeat-period-ms", "10"), "--heartbeat-period-ms"),
+        (("--drain-timeout", "-1"), "--drain-timeout"),
+        (("--served-model-name", ""), "--served-model-name"),
+    ],
+)
+def test_a_wrong_flag_is_named(flags: tuple[str, ...], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        config(*flags)
+
+
+def test_p_and_d_need_the_fleets_key_and_an_aggregated_one_does_not() -> None:
+    with pytest.raises(UserError, match="openssl rand"):
+        config(env=replace(POD, kv_key_file=None))
+    assert not config("--role", "Aggregated", env=replace(POD, kv_key_file=None)).moves_kv
+
+
+def test_every_flag_says_what_it_is() -> None:
+    parser = argparse.ArgumentParser()
+    configure(parser)
+    silent = [action.option_strings for action in parser._actions if not action.help]
+    assert silent == []

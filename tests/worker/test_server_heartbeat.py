@@ -1,0 +1,113 @@
+"""Heartbeats reach every router, the newest first, and never wait for one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import zmq
+import zmq.asyncio
+
+from tests.worker.server_fakes import run
+from xpyd_core.messages import Heartbeat, InstanceState, decode_heartbeat
+from xpyd_core.request_id import Address
+from xpyd_worker.server.heartbeat import HeartbeatSender
+
+
+class States:
+    """A heartbeat whose state the test sets."""
+
+    state: InstanceState = "Ready"
+
+    def beat(self) -> Heartbeat:
+        return Heartbeat(
+            type="D", http_address="127.0.0.1:1", zmq_address="127.0.0.1:2", state=self.state
+        )
+
+
+@contextmanager
+def router(port: int = 0) -> Iterator[tuple[zmq.asyncio.Socket, int]]:
+    with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as sock:
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        sock.bind(f"tcp://127.0.0.1:{port or '*'}")
+        yield sock, int(sock.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+
+
+def sender(states: States, *ports: int, host: str = "127.0.0.1") -> HeartbeatSender:
+    return HeartbeatSender(
+        [Address(host, port) for port in ports],
+        identity="127.0.0.1:2/inc",
+        source_host="127.0.0.2",
+        period_s=60,
+        make=states.beat,
+    )
+
+
+async def next_state(sock: zmq.asyncio.Socket) -> str:
+    identity, frame = await sock.recv_multipart()
+    assert identity == b"127.0.0.1:2/inc"
+    return decode_heartbeat(frame).state
+
+
+def test_every_router_gets_beats_changes_and_the_goodbye() -> None:
+    async def test() -> None:
+        with router() as (one, port_one), router() as (two, port_two):
+            states = States()
+            beats = sender(states, port_one, port_two)
+            beats.start()
+            assert [await next_state(one), await next_state(two)] == ["Ready", "Ready"]
+            states.state = "Draining"
+            beats.beat_now()
+            assert [await next_state(one), await next_state(two)] == ["Draining", "Draining"]
+            states.state = "Gone"
+            beats.beat_now()
+            await beats.close()
+            assert [await next_state(one), await next_state(two)] == ["Gone", "Gone"]
+
+    run(test())
+
+
+def test_a_name_is_looked_up() -> None:
+    async def test() -> None:
+        with router() as (sock, port):
+            beats = sender(States(), port, host="localhost")
+            beats.start()
+            assert await next_state(sock) == "Ready"
+            await beats.close()
+
+    run(test())
+
+
+def test_a_router_that_was_away_long_ends_at_the_newest_state() -> None:
+    async def test() -> None:
+        with router() as (_, port):
+            pass
+        states = States()
+        beats = sender(states, port)
+        beats.start()
+        await asyncio.sleep(0.05)
+        for _ in range(20):
+            beats.beat_now()
+        states.state = "Draining"
+        beats.beat_now()
+        with router(port) as (sock, _):
+            read = [await next_state(sock)]
+            while read[-1] != "Draining":
+                read.append(await next_state(sock))
+            assert len(read) <= 4
+            assert not await sock.poll(50)
+            await beats.close()
+
+    run(test())
+
+
+def test_no_router_means_no_beat_and_a_quick_end() -> None:
+    async def test() -> None:
+        beats = sender(States())
+        beats.start()
+        beats.beat_now()
+        await beats.close()
+
+    run(test())
