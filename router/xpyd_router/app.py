@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import cast
@@ -22,6 +22,7 @@ from xpyd_router.fleet_view import FleetView
 from xpyd_router.flow import Course, Flow
 from xpyd_router.metrics import RouterMetrics, state_of
 from xpyd_router.registry import Instance
+from xpyd_router.resumed import Resumed
 from xpyd_router.trace import Trace
 
 logger = logging.getLogger(__name__)
@@ -44,23 +45,6 @@ class Surface:
     created: int
     """Unix time of the start: `created` of the models."""
     is_draining: bool = False
-
-
-class _Resumed(AsyncIterator[bytes]):
-    """An event that was waited for, then the rest. Closing it closes the rest."""
-
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes]) -> None:
-        self._first: bytes | None = first
-        self._rest = rest
-
-    async def __anext__(self) -> bytes:
-        if self._first is not None:
-            first, self._first = self._first, None
-            return first
-        return await anext(self._rest)
-
-    async def aclose(self) -> None:
-        await self._rest.aclose()
 
 
 def _json(payload: object, status: int = 200) -> Response:
@@ -143,7 +127,8 @@ class _Inference:
         except BaseException:
             await events.aclose()
             raise
-        response = Response(_Resumed(first, events), 200, dict(_STREAM_HEADERS))
+        stall_s = self._surface.config.request_timeout_s
+        response = Response(Resumed(first, events, stall_s), 200, dict(_STREAM_HEADERS))
         response.content_type = "text/event-stream; charset=utf-8"
         response.timeout = None
         return response

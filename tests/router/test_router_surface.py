@@ -255,36 +255,57 @@ def test_one_line_per_request_has_the_id_of_ps_and_ds_lines(
     run(work())
 
 
+class Flood:
+    """An engine that streams as fast as it is read, without end."""
+
+    def __init__(self) -> None:
+        self.written = 0
+
+    async def __call__(self, engine: FakeEngine, call: Call, request: Any) -> Any:
+        response = await start_stream(request)
+        event = sse({"choices": [{"index": 0, "text": "x" * 60_000}]})
+        while True:
+            await response.write(event)
+            self.written += len(event)
+
+
+async def stalled_client(fleet_: Fleet) -> asyncio.StreamWriter:
+    """A client that reads one line of its stream's head and then nothing."""
+    port = fleet_.router.http_port
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=4096)
+    body = b'{"model":"m","stream":true}'
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}"
+    writer.write(head.encode() + b"\r\n\r\n" + body)
+    await reader.readline()
+    return writer
+
+
 def test_a_slow_client_slows_its_engine_down() -> None:
     async def work() -> None:
         async with fleet() as fleet_:
             one = await fleet_.engine("A")
-            written = 0
-
-            async def flood(engine: FakeEngine, call: Call, request: Any) -> Any:
-                nonlocal written
-                response = await start_stream(request)
-                event = sse({"choices": [{"index": 0, "text": "x" * 60_000}]})
-                while True:
-                    await response.write(event)
-                    written += len(event)
-
-            one.script = flood
-            host, port = "127.0.0.1", fleet_.router.http_port
-            reader, writer = await asyncio.open_connection(host, port, limit=4096)
-            body = b'{"model":"m","stream":true}'
-            head = (
-                f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-            )
-            writer.write(head.encode() + body)
-            await reader.readline()
+            one.script = flood = Flood()
+            writer = await stalled_client(fleet_)
             before = -1
-            while written != before:  # until it stands still: the buffers between are full
-                before = written
+            while flood.written != before:  # until it stands still: the buffers between are full
+                before = flood.written
                 await asyncio.sleep(0.3)
-            assert written < 64 * 1024 * 1024
+            assert flood.written < 64 * 1024 * 1024
             writer.transport.abort()
             await until(lambda: one.calls[0].is_closed)
+
+    run(work())
+
+
+def test_a_client_that_stopped_reading_loses_its_place_on_the_engine() -> None:
+    async def work() -> None:
+        async with fleet(request_timeout_s=0.5) as fleet_:
+            one = await fleet_.engine("A")
+            one.script = Flood()
+            writer = await stalled_client(fleet_)
+            await until(lambda: one.calls[0].is_closed)
+            await until(lambda: fleet_.metric("xpyd_router_in_flight") == 0)
+            writer.transport.abort()
 
     run(work())
 
