@@ -229,6 +229,7 @@ class FakeProducer:
         self._staged.clear()
 
     def status(self, key: TransferKey) -> SendStatus:
+        assert key not in self._staged, "asked in the middle of a step"
         return SendStatus(self.offers[key].state, "d-1")
 
     def cancel(self, key: TransferKey, reason: str) -> None:
@@ -357,10 +358,7 @@ class FakeConsumer:
     def forget(self, key: TransferKey) -> None:
         self.calls.append(("forget", key))
         del self.expected[key]
-        arrival = self.arrivals.pop(key, None)
-        if arrival is not None:
-            # A write may land until the next poll.
-            self._dead.append(arrival)
+        self._end(self.arrivals.pop(key, None))
 
     def release(self, uuid: str, now: float) -> None:
         for key, arrival in self.arrivals.items():
@@ -402,10 +400,15 @@ class FakeConsumer:
 
     def _no_kv(self, key: TransferKey, reason: str) -> NoKv:
         del self.expected[key]
-        arrival = self.arrivals.pop(key, None)
-        if arrival is not None:
-            self._dead.append(arrival)
+        self._end(self.arrivals.pop(key, None))
         return NoKv(reason)
+
+    def _end(self, arrival: Arrival | None) -> None:
+        if arrival is not None and arrival.landed:
+            self._drop(arrival)
+        elif arrival is not None:
+            # A write may land until the next poll.
+            self._dead.append(arrival)
 
 
 class Bench:

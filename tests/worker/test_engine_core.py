@@ -136,7 +136,10 @@ def test_an_engine_with_a_request_is_not_idle_from_submit_on():
     bench = Bench()
     bench.submit(make_request("a", [1, 2, 3], max_tokens=2, ignore_eos=True))
     assert not bench.core.is_idle()
+    bench.executor.during = lambda step: idle.append(bench.core.is_idle())
+    idle: list[bool] = []
     bench.turns(1)
+    assert idle == [False]
     assert not bench.core.is_idle()
     assert bench.core.stats().running == 1
     bench.run()

@@ -199,6 +199,16 @@ def test_a_failed_step_fails_its_requests_and_their_transfers_and_no_others():
     bench.assert_all_blocks_free()
 
 
+def test_a_request_that_fails_while_its_kv_is_under_way_cancels_it():
+    bench, producer = sending(linger=9)
+    bench.submit(to_send("a", prompt_of(5), max_tokens=4, ignore_eos=True))
+    bench.turns(1)
+    bench.executor.fail_with = StepFailed("no luck")
+    bench.run()
+    assert producer.calls[-1] == ("cancel", KEY, "failed")
+    bench.assert_all_blocks_free()
+
+
 # --- D
 
 
@@ -372,6 +382,19 @@ def test_when_nobody_runs_what_landed_goes_before_a_request_it_keeps_blocks_from
     for name in ("big", "a"):
         bench.assert_as_alone(name)
     bench.assert_all_blocks_free()
+
+
+def test_blocks_freed_while_the_queue_is_gone_through_let_its_first_start():
+    bench, consumer = receiving(blocks=6)
+    consumer.arrive(KEY, prompt_of(9, 30), "direct")
+    consumer.land(KEY)
+    bench.submit(make_request("big", prompt_of(17, 20), max_tokens=3))
+    # Its KV is another prompt's; refusing it frees the blocks that "big" waits for.
+    bench.submit(to_receive("a", prompt_of(9), max_tokens=3))
+    bench.run()
+    assert bench.core.stats().kv_recomputed == {"other_prompt": 1}
+    for name in ("big", "a"):
+        bench.assert_as_alone(name)
 
 
 def test_kv_release_reaches_the_consumer():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from tests.worker.engine_fakes import BLOCK, EOS, Bench, alone, kv_of, make_request, next_token
@@ -117,10 +119,10 @@ def test_a_preempted_sequence_goes_before_those_that_wait():
     for name, first in (("old", 1), ("new", 9), ("last", 17)):
         bench.submit(make_request(name, prompt_of(7, first), max_tokens=12, ignore_eos=True))
     bench.run()
-    last = [o.request_id for outs in bench.outputs.values() for o in outs if o.finished]
-    assert last == ["old", "new", "last"]
-    ends = {s.log_id: step.step for step in bench.executor.steps for s in step.sequences}
-    assert ends["old"] < ends["new"] < ends["last"]
+    order = [(s.log_id, s.start) for step in bench.executor.steps for s in step.sequences]
+    new = [(index, start) for index, (name, start) in enumerate(order) if name == "new"]
+    restart = next(b for (_, a_start), (b, b_start) in pairwise(new) if b_start < a_start)
+    assert restart < order.index(("last", 0))
 
 
 def test_a_request_that_can_never_fit_is_refused_at_once():
@@ -195,6 +197,21 @@ def test_a_child_without_a_block_waits_and_recomputes():
     assert not any(step.block_copies for step in bench.executor.steps)
     bench.assert_as_alone("a")
     bench.assert_all_blocks_free()
+
+
+def test_children_without_a_block_go_before_those_that_wait():
+    bench = Bench(blocks=3, budget=64)
+    bench.submit(make_request("a", prompt_of(2 * BLOCK + 1), n=3, max_tokens=3, ignore_eos=True))
+    bench.submit(make_request("b", prompt_of(9, 5), first_choice=7, max_tokens=3))
+    bench.run()
+    drawn = [
+        spec.choice_index
+        for step in bench.executor.steps
+        for s in step.sequences
+        for spec in s.samples
+        if spec.position == 1 or spec.choice_index == 7
+    ]
+    assert drawn[:4] == [0, 1, 2, 7]
 
 
 def test_more_choices_than_sequences_may_run_take_turns():
@@ -357,6 +374,17 @@ def test_prompt_logprobs_come_once_whole_and_without_the_prefix_cache():
         assert [s and s.token_id for s in scored[1:]] == prompt_of(11)[1:]
         assert all(output.prompt_logprobs is None for output in rest)
     assert bench.core.stats().prefix_hit_tokens == 0
+
+
+def test_a_preempted_prompt_is_not_scored_twice():
+    bench = Bench(blocks=9, budget=4, seqs=4)
+    bench.submit(make_request("old", prompt_of(4), max_tokens=12, ignore_eos=True))
+    bench.turns(1)
+    bench.submit(make_request("a", prompt_of(27, 5), max_tokens=1, prompt_logprobs=0))
+    bench.run()
+    assert bench.core.stats().preemptions == 1
+    scored = bench.outputs["a"][-1].prompt_logprobs or ()
+    assert [s and s.token_id for s in scored] == [None, *prompt_of(27, 5)[1:]]
 
 
 def test_a_prompt_is_scored_without_drawing_a_token():
