@@ -1,7 +1,8 @@
 """What was wrong with the connector that this one replaces, flaw by flaw, as tests.
 
-The numbers are those of the study of that connector (docs/adr names it); R1 and R2 are with the
-buddy allocator, R9, R10 and R13 with the transport.
+Each was seen in the connector that vLLM shipped until 0.22. R1 and R2 (the pool's size and its
+waste) are with the buddy allocator, R7, R9, R10 and R13 (waits without end, junk, closing) with the
+sessions' deadlines and the transport.
 """
 
 from __future__ import annotations

@@ -1,0 +1,163 @@
+"""A ReceiveSession with a P and an endpoint that are written by hand."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from typing import Any
+
+import msgspec
+
+from tests.kv.kvfakes import LAYOUT, FakeMemory, FakePool
+from tests.kv.kvsim import Clock, SimPeer
+from xpyd_core.blocks import token_bytes
+from xpyd_core.request_id import TransferKey
+from xpyd_kv.session.events import (
+    ReceiveEvent,
+    ReceiveOffered,
+)
+from xpyd_kv.session.limits import KvLimits
+from xpyd_kv.session.metrics import KvMetrics
+from xpyd_kv.session.receiving import ReceiveSession
+from xpyd_kv.store.landing_store import LandingStore, StoreLimits
+from xpyd_kv.wire import messages as wire
+
+UUID = "a" * 32
+KEY = TransferKey(UUID, 0)
+REF: dict[str, Any] = {"uuid": UUID, "prompt_index": 0}
+TOKENS = 10
+BLOCKS = 3
+LAYERS = len(LAYOUT.layers)
+HELLO = wire.Hello(
+    major=1, minor=0, engine_id="p", incarnation="p1", role="P", nonce=bytes(32)
+)  # fmt: skip
+
+
+class Bench:
+    """The session with an endpoint that writes down what was sent, and a P written by hand."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.sent: list[wire.Message] = []
+        self.bodies: list[bytes] = []
+        self.disconnected: list[Any] = []
+        self.events: list[ReceiveEvent] = []
+        self.metrics = KvMetrics()
+        self.peer: Any = SimPeer(None, HELLO)
+        self.store = LandingStore(
+            StoreLimits(1.0, 100 * LAYOUT.bytes_per_block), memory=FakeMemory(8), pool=FakePool(8)
+        )
+        self.session = ReceiveSession(
+            self,  # type: ignore[arg-type]
+            layout=LAYOUT,
+            limits=KvLimits(),
+            clock=self.clock,
+            report=self.events.append,
+            metrics=self.metrics,
+        )
+
+    # What the session uses of an Endpoint.
+    def send(self, peer: Any, message: wire.Message, body: bytes = b"") -> None:
+        self.sent.append(message)
+        self.bodies.append(body)
+
+    def disconnect(self, peer: Any, reason: str) -> None:
+        self.disconnected.append(peer)
+
+    # What a P does.
+    def offer(self, epoch: int = 0, *, peer: Any = None, **changes: Any) -> None:
+        body = token_bytes(range(TOKENS))
+        offer = wire.Offer(
+            **REF,
+            epoch=epoch,
+            tokens=TOKENS,
+            prompt_tokens=TOKENS,
+            digest=sha256(body).digest(),
+            total_bytes=BLOCKS * LAYOUT.bytes_per_block,
+        )
+        self.session.message(peer or self.peer, msgspec.structs.replace(offer, **changes), body)
+
+    def granted(self, epoch: int = 0, skip_blocks: int = 0) -> Any:
+        self.offer(epoch)
+        landing = self.store.take(KEY, BLOCKS - skip_blocks)
+        assert landing is not None
+        self.session.grant(KEY, epoch, landing, skip_blocks * LAYOUT.block_size)
+        return landing
+
+    def data(
+        self,
+        seq: int,
+        layer: int | None = None,
+        *,
+        epoch: int = 0,
+        peer: Any = None,
+        intact: bool = True,
+        **changes: Any,
+    ) -> bool:
+        """One frame of one layer, begun and ended; whether it was stored."""
+        stored, header = self.begin(seq, layer, epoch=epoch, peer=peer, **changes)
+        self.session.data_end(peer or self.peer, header, stored=stored, intact=stored and intact)
+        return stored
+
+    def begin(
+        self,
+        seq: int,
+        layer: int | None = None,
+        *,
+        epoch: int = 0,
+        peer: Any = None,
+        **changes: Any,
+    ) -> tuple[bool, wire.Data]:
+        first = seq if layer is None else layer
+        header = wire.Data(
+            **REF,
+            epoch=epoch,
+            seq=seq,
+            first_layer=first,
+            end_layer=first + 1,
+            first_block=0,
+            end_block=BLOCKS,
+            checksum=seq.to_bytes(8, "little"),
+        )
+        length = changes.pop("length", None)
+        header = msgspec.structs.replace(header, **changes)
+        if length is None:
+            blocks = header.end_block - header.first_block
+            length = (header.end_layer - header.first_layer) * blocks * LAYOUT.block_bytes
+        views = self.session.data_begin(peer or self.peer, header, length)
+        assert views is None or sum(len(view) for view in views) == length
+        return views is not None, header
+
+    def commit(self, frames: int = LAYERS, epoch: int = 0, **changes: Any) -> None:
+        checksums = b"".join(seq.to_bytes(8, "little") for seq in range(frames))
+        commit = wire.Commit(
+            **REF,
+            epoch=epoch,
+            frames=frames,
+            total_bytes=BLOCKS * LAYOUT.bytes_per_block,
+            digest=sha256(checksums).digest(),
+        )
+        self.session.message(self.peer, msgspec.structs.replace(commit, **changes), b"")
+
+    def cancel(self, epoch: int = 0, peer: Any = None) -> None:
+        self.session.message(peer or self.peer, wire.Cancel(**REF, epoch=epoch), b"")
+
+    def cancelled(self, epoch: int = 0) -> None:
+        self.session.message(self.peer, wire.Cancelled(**REF, epoch=epoch), b"")
+
+    def said(self) -> list[str]:
+        """Names of what D sent since the last call, CANCELs with their reason."""
+        names = [
+            f"CANCEL {m.reason}" if isinstance(m, wire.Cancel) else type(m).__name__.upper()
+            for m in self.sent
+        ]
+        self.sent.clear()
+        return names
+
+    def told(self) -> list[ReceiveEvent]:
+        events = [e for e in self.events if not isinstance(e, ReceiveOffered)]
+        self.events.clear()
+        return events
+
+    def pass_time(self, seconds: float) -> None:
+        self.clock.now += seconds
+        self.session.tick(self.clock.now)
