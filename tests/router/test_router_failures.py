@@ -217,6 +217,33 @@ def test_when_all_fail_the_answer_names_no_instance() -> None:
     run(work())
 
 
+def test_a_failure_with_nobody_else_to_ask_is_the_answer() -> None:
+    async def work() -> None:
+        async with pair() as (fleet_, p, _):
+            p.script = answer(500, ERROR)
+            async with await fleet_.post() as response:
+                assert response.status == 502
+            assert p.served == 1
+
+    run(work())
+
+
+def test_refusals_of_draining_instances_cost_no_tries() -> None:
+    async def work() -> None:
+        async with fleet() as fleet_:
+            for kind in "PPPPPPD":
+                await fleet_.engine(kind)
+            for engine in fleet_.engines[:6]:
+                engine.script = answer(503, ERROR)
+            fleet_.engines[3].script = serve_model
+            for _ in range(6):
+                await fleet_.json()
+            refused = fleet_.metric("xpyd_router_errors_total", phase="prefill", cause="draining")
+            assert refused > 5  # one of six turns meets the good one at once
+
+    run(work())
+
+
 @pytest.mark.parametrize("is_ours", [True, False])
 @pytest.mark.parametrize("body", [{}, {"max_tokens": 1}, {"echo": True}])
 @pytest.mark.parametrize("stream", [False, True])

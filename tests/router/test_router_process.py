@@ -116,6 +116,17 @@ def test_a_draining_router_is_not_ready_still_serves_and_finishes_its_streams() 
     run(work())
 
 
+def test_new_connections_are_taken_for_as_long_as_the_drain_says() -> None:
+    async def work() -> None:
+        async with pair(drain_s=60.0) as (fleet_, _, __):
+            fleet_.router.stop()
+            await asyncio.sleep(0.3)  # three times as long as the server takes to close its port
+            assert not refuses(fleet_)
+            await fleet_.json()
+
+    run(work())
+
+
 def refuses(fleet_: Fleet) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", fleet_.router.http_port)) != 0
