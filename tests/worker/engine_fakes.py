@@ -10,22 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from xpyd_core.errors import XpydError
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.connector.api import Admission, Landed, NoKv, OfferedPrompt, SendStatus, Wait
 from xpyd_worker.engine.block_manager import BlockManager
-from xpyd_worker.engine.core import EngineCore
 from xpyd_worker.engine.executor import ScheduledSequence, StepInput, StepOutput
-from xpyd_worker.engine.inbox import Inbox
 from xpyd_worker.engine.request import (
     EngineRequest,
-    RequestOutput,
     SampledToken,
     SamplingParams,
     TokenLogprob,
 )
 from xpyd_worker.engine.scheduler import Limits
-from xpyd_worker.engine.stopping import StopRules
 
 BLOCK = 4
 EOS = 0
@@ -409,127 +404,3 @@ class FakeConsumer:
         elif arrival is not None:
             # A write may land until the next poll.
             self._dead.append(arrival)
-
-
-class Bench:
-    """An engine over the fakes, run by hand in virtual time, without its thread."""
-
-    def __init__(
-        self,
-        *,
-        blocks: int = 64,
-        seqs: int = 8,
-        budget: int = 32,
-        model_len: int = 200,
-        max_waiting: int = 1000,
-        recompute: bool = True,
-        caching: bool = True,
-        sends: bool = False,
-        receives: bool = False,
-        linger: int = 2,
-    ) -> None:
-        limits = Limits(seqs, budget, max_waiting, recompute)
-        self.now = 100.0
-        self.model_len = model_len
-        self.executor = FakeExecutor(blocks, limits)
-        self.pool = BlockManager(blocks, block_size=BLOCK, enable_prefix_caching=caching)
-        self.producer = FakeProducer(self.pool, self.executor, linger) if sends else None
-        self.consumer = FakeConsumer(self.pool, self.executor) if receives else None
-        self.outputs: dict[str, list[RequestOutput]] = {}
-        self.requests: dict[str, EngineRequest] = {}
-        self.core = EngineCore(
-            self.executor,
-            pool=self.pool,
-            inbox=Inbox(),
-            limits=limits,
-            rules=StopRules((EOS,), model_len),
-            deliver=self._deliver,
-            producer=self.producer,
-            consumer=self.consumer,
-            clock=lambda: self.now,
-        )
-
-    def submit(self, request: EngineRequest) -> EngineRequest:
-        self.requests[request.request_id] = request
-        self.outputs[request.request_id] = []
-        self.core.submit(request)
-        return request
-
-    def turns(self, count: int) -> None:
-        for _ in range(count):
-            self.core.turn()
-
-    def run(self, limit: int = 3000) -> None:
-        """Until nothing can be done, and no sent block is held."""
-        for _ in range(limit):
-            if not self.core.turn() and not (self.producer and self.producer.has_work()):
-                return
-        raise AssertionError("the engine does not come to rest")
-
-    def finished(self, request_id: str) -> bool:
-        return any(output.finished for output in self.outputs[request_id])
-
-    def tokens(self, request_id: str, choice: int = 0) -> list[int]:
-        return [
-            sampled.token_id
-            for output in self.outputs[request_id]
-            for part in output.choices
-            if part.choice == choice
-            for sampled in part.tokens
-        ]
-
-    def reasons(self, request_id: str) -> dict[int, str]:
-        """Why each choice ended; it fails when one ended twice."""
-        ends = [
-            (part.choice, part.finish_reason)
-            for output in self.outputs[request_id]
-            for part in output.choices
-            if part.finish_reason is not None
-        ]
-        assert len(dict(ends)) == len(ends), "a choice ended twice"
-        return dict(ends)
-
-    def assert_as_alone(self, request_id: str) -> None:
-        request = self.requests[request_id]
-        for choice, (tokens, reason) in enumerate(alone(request, self.model_len)):
-            assert self.tokens(request_id, choice) == tokens, (request_id, choice)
-            assert self.reasons(request_id)[choice] == reason
-        assert [o.finished for o in self.outputs[request_id]].count(True) == 1
-        assert self.outputs[request_id][-1].finished
-
-    def assert_all_blocks_free(self) -> None:
-        assert self.pool.num_free == self.pool.num_blocks
-
-    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
-        for output in outputs:
-            earlier = self.outputs[output.request_id]
-            assert not any(o.finished for o in earlier), "an output after the last one"
-            earlier.append(output)
-
-
-class StepFailed(XpydError):
-    """What the fake executor raises for a step that failed."""
-
-
-def make_request(
-    request_id: str,
-    prompt: Sequence[int],
-    *,
-    n: int = 1,
-    continue_from: tuple[tuple[int, ...], ...] = (),
-    transfer: object = None,
-    first_choice: int = 0,
-    max_tokens: int = 8,
-    **sampling: object,
-) -> EngineRequest:
-    """A request with the fields that a test cares about."""
-    return EngineRequest(
-        request_id,
-        log_id=request_id,
-        prompt=tuple(prompt),
-        sampling=SamplingParams(max_tokens=max_tokens, seed=7, **sampling),  # pyright: ignore
-        n=n,
-        first_choice=first_choice,
-        continue_from=continue_from,
-        transfer=transfer,  # pyright: ignore
-    )

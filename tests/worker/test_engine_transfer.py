@@ -4,35 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.worker.engine_fakes import (
-    BLOCK,
-    EOS,
-    Bench,
-    FakeConsumer,
-    FakeProducer,
-    StepFailed,
-    kv_of,
-    make_request,
-    next_token,
-)
+from tests.worker.engine_bench import Bench, StepFailed, make_request, prompt_of, prompt_that_draws
+from tests.worker.engine_fakes import BLOCK, EOS, FakeConsumer, FakeProducer
 from xpyd_core.request_id import Address, TransferKey
-from xpyd_worker.engine.request import EngineRequest, ReceiveFrom, SamplingParams, SendTo
+from xpyd_worker.engine.request import EngineRequest, ReceiveFrom, SendTo
 
 KEY = TransferKey("a" * 32, 0)
 PEER = Address("127.0.0.1", 21001)
-
-
-def prompt_of(length: int, first: int = 1) -> list[int]:
-    return [(first + 3 * i) % 37 + 1 for i in range(length)]
-
-
-def prompt_that_draws(token: int, length: int = 6) -> list[int]:
-    params = SamplingParams(max_tokens=8, seed=7)
-    for first in range(10_000):
-        prompt = [first // 37 + 1, *prompt_of(length - 1, first)]
-        if next_token(kv_of(prompt)[-1], 0, 0, params) == token:
-            return prompt
-    raise AssertionError("no such prompt")
 
 
 def sending(**bench: int) -> tuple[Bench, FakeProducer]:

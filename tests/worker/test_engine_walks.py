@@ -10,7 +10,8 @@ import random
 
 import pytest
 
-from tests.worker.engine_fakes import BLOCK, Bench, StepFailed, alone, make_request
+from tests.worker.engine_bench import Bench, StepFailed, make_request
+from tests.worker.engine_fakes import BLOCK, alone
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_worker.engine.request import EngineRequest, ReceiveFrom, SendTo
 

@@ -6,29 +6,16 @@ from itertools import pairwise
 
 import pytest
 
-from tests.worker.engine_fakes import BLOCK, EOS, Bench, alone, kv_of, make_request, next_token
+from tests.worker.engine_bench import Bench, make_request, prompt_of, prompt_that_draws
+from tests.worker.engine_fakes import BLOCK, EOS, alone
 from xpyd_worker.engine.request import SamplingParams
 from xpyd_worker.engine.scheduler import Limits
 from xpyd_worker.engine.stopping import End, StopRules
 
 
-def prompt_of(length: int, first: int = 1) -> list[int]:
-    return [(first + 3 * i) % 37 + 1 for i in range(length)]
-
-
 def counts(bench: Bench) -> list[list[int]]:
     """Tokens of each sequence in each step."""
     return [[len(s.token_ids) for s in step.sequences] for step in bench.executor.steps]
-
-
-def prompt_with_first_token(token: int, length: int = 6) -> list[int]:
-    """A prompt behind which the fake model draws `token` first."""
-    params = SamplingParams(max_tokens=8, seed=7)
-    for first in range(10_000):
-        prompt = [first // 37 + 1, *prompt_of(length - 1, first)]
-        if next_token(kv_of(prompt)[-1], 0, 0, params) == token:
-            return prompt
-    raise AssertionError("no such prompt")
 
 
 def test_oracle_19_running_sequences_come_first_then_the_queue_in_order():
@@ -351,7 +338,7 @@ def test_oracle_23_what_ends_a_choice(
 
 def test_oracle_23_the_stop_token_stays_in_the_output():
     bench = Bench()
-    bench.submit(make_request("a", prompt_with_first_token(21), stop_token_ids=(21,)))
+    bench.submit(make_request("a", prompt_that_draws(21), stop_token_ids=(21,)))
     bench.run()
     assert bench.tokens("a") == [21]
     assert bench.outputs["a"][-1].choices[0].stop_token_id == 21
