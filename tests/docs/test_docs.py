@@ -1,8 +1,8 @@
 """The code blocks of README and docs are run as written.
 
-`sh` and `python` blocks of a page run in order, in one shell, from the root of the clone, with .venv
-on the PATH and a state directory of their own. `yaml` and `json` blocks must parse, fleets must load.
-`console` blocks show what commands print. A block that cannot run in a test says why behind its
+`sh` and `python` blocks of a page run in order, in one shell, from the root of the clone, with
+.venv on the PATH and a state directory of their own. `yaml` and `json` blocks must parse, fleets must
+load. `console` blocks show what commands print. A block that cannot run in a test says why behind its
 language: ```` ```sh not-run: reason ````.
 """
 

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -50,3 +51,15 @@ def test_every_module_says_what_it_is_for() -> None:
     ]
     assert sources
     assert not silent
+
+
+def test_the_commands_help_loads_no_heavy_library() -> None:
+    # `xpyd status` must not wait for torch; import-linter cannot see that an import is lazy.
+    code = (
+        "import sys; from xpyd_core.cli import build_parser; build_parser();"
+        "print(sorted({'torch', 'transformers', 'quart', 'aiohttp'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"
