@@ -88,6 +88,10 @@ class _Worker:
         finally:
             server.should_exit = True
             await serving
+            for number in _SIGNALS:
+                # What still comes must not kill a process that is about to return its status.
+                loop.remove_signal_handler(number)
+                signal.signal(number, signal.SIG_IGN)
 
     def _on_signal(self, number: int) -> None:
         now = asyncio.get_running_loop().time()

@@ -254,12 +254,12 @@ def _close_with_this_task(generation: Generation, request_id: RequestId) -> None
     jobs = generation.jobs
     kind = type(jobs[0].request.transfer).__name__ if jobs[0].request.transfer else "alone"
 
-    def close(_: asyncio.Task[Any]) -> None:
-        left = not generation.is_finished
+    def close(task: asyncio.Task[Any]) -> None:
+        outcome = "request done" if generation.is_finished else "request failed"
         generation.close()
         usage = generation.usage
         _log.info(
-            "client left" if left else "request done",
+            "client left" if task.cancelled() else outcome,
             extra={
                 "request": request_id.log_id,
                 "transfer": kind,
