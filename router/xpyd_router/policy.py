@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import lcm
+from math import gcd, lcm
 from typing import Literal, NamedTuple, Protocol
 
 from xpyd_router.registry import Candidates, Group, Instance, InstanceKey, Snapshot
@@ -62,14 +62,13 @@ class Policy(Protocol):
 def nth_pair(group: Group, turn: int) -> Pair:
     """The pair of `group` at `turn`: Ps and Ds each rotate evenly, and all combinations come.
 
-    Going round both at once would meet only lcm(x, y) of the x * y pairs; so D is shifted by one
-    after each such round.
+    Going round both at once meets only lcm(x, y) of the x * y pairs; so D is shifted by one after
+    each such round, until gcd(x, y) rounds have met all. Where the first meets all, nothing shifts:
+    1P3D goes 0, 1, 2, 0, 1, 2.
     """
     ps, ds = len(group.prefill), len(group.decode)
-    return Pair(
-        group.prefill[turn % ps],
-        group.decode[(turn + turn // lcm(ps, ds)) % ds],
-    )
+    shift = turn // lcm(ps, ds) % gcd(ps, ds)
+    return Pair(group.prefill[turn % ps], group.decode[(turn + shift) % ds])
 
 
 def _pick_pair(groups: Sequence[Group], turn: int) -> Pair:
