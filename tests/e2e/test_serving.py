@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.harness import Fleet, http
+from tests.e2e.harness import Fleet, http, wait_for
 from tests.e2e.oracle import Case, load
 
 pytestmark = pytest.mark.slow
@@ -200,11 +200,10 @@ def test_curl_gets_the_stream_as_it_comes(fleet_1p3d: Fleet) -> None:
             *("-d", json.dumps(body)),
         ],
         capture_output=True,
-        text=True,
         timeout=60,
         check=True,
     )
-    head, _, events = done.stdout.partition("\r\n\r\n")
+    head, _, events = done.stdout.decode().partition("\r\n\r\n")
     assert "200" in head.splitlines()[0]
     assert "x-request-id: from-curl" in head.lower()
     assert "text/event-stream" in head
@@ -212,9 +211,11 @@ def test_curl_gets_the_stream_as_it_comes(fleet_1p3d: Fleet) -> None:
 
 
 def test_one_request_has_one_id_in_all_three_logs(fleet_1p3d: Fleet) -> None:
+    router = fleet_1p3d.router
+    start = len(router.log)
     fleet_1p3d.complete(prompt="Return a new one", max_tokens=4)
-    lines = [line for line in fleet_1p3d.router.log.splitlines() if "request=" in line]
-    uuid = lines[-1].split("request=")[1].split()[0]
+    line = wait_for("the access line", lambda: router.log[start:].partition("request=")[2])
+    uuid = line.split()[0]
     prefill = next(p for p in fleet_1p3d.processes if p.role == "Prefill")
     decodes = [p for p in fleet_1p3d.processes if p.role == "Decode"]
     assert f"request={uuid}" in prefill.log

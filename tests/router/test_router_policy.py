@@ -57,6 +57,17 @@ def test_at_every_moment_each_side_is_even(ps: int, ds: int) -> None:
             assert max(used.values()) - min([*used.values(), *[0] * (count - len(used))]) <= 1
 
 
+def test_one_p_meets_its_ds_in_strict_turn() -> None:
+    found = snapshot(*some("P", 1), *some("D", 3))
+    policy, order = RoundRobin(), []
+    for _ in range(9):
+        choice = policy.pick(found, Want("m"))
+        assert isinstance(choice, Pair)
+        order.append(choice.decode.key.http)
+    assert order == order[:3] * 3
+    assert len(set(order)) == 3
+
+
 def test_only_equal_compatibility_keys_pair() -> None:
     beats = [*some("P", 2, compatibility="a"), *some("D", 1, compatibility="a")]
     beats += [*some("P", 1, compatibility="b"), *some("D", 3, compatibility="b")]
