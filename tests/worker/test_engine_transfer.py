@@ -57,6 +57,17 @@ def test_p_offers_with_the_first_chunk_and_stages_each_before_its_forward():
     bench.assert_all_blocks_free()
 
 
+def test_a_second_request_of_the_same_id_runs_without_a_transfer():
+    bench, producer = sending(budget=8)
+    bench.submit(to_send("a", prompt_of(18), max_tokens=1))
+    bench.submit(to_send("again", prompt_of(18), max_tokens=1))
+    bench.run()
+    assert [call[0] for call in producer.calls].count("offer") == 1
+    reports = [bench.outputs[name][-1].transfer for name in ("a", "again")]
+    assert [report and report.state for report in reports] == ["granted", "none"]
+    bench.assert_all_blocks_free()
+
+
 def test_p_does_not_offer_while_the_request_queues():
     bench, producer = sending(seqs=1, budget=4)
     bench.submit(make_request("first", prompt_of(9), max_tokens=3, ignore_eos=True))

@@ -6,12 +6,15 @@ carries the offer; what it computes after the offered tokens is not sent.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.connector.api import Producer
 from xpyd_worker.engine.request import TransferReport, TransferState
 from xpyd_worker.engine.sequence import RequestState, Sequence
+
+logger = logging.getLogger(__name__)
 
 # Requests that ended by length, whose choices the server may still end at a stop string.
 _MAX_ENDED = 4096
@@ -36,6 +39,13 @@ class Sending:
         """The first chunk is scheduled; what stands in its table was in the prefix cache."""
         state, producer = sequence.state, self._producer
         if producer is None or state.send is None or state.offer_complete:
+            return
+        if not producer.is_settled(state.send.key):
+            # Another request came with the same id: the first one's transfer has the key.
+            logger.warning(
+                "not sent: a transfer of this id is under way",
+                extra={"request": state.request.log_id},
+            )
             return
         producer.offer(
             state.send.key,
