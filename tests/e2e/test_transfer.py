@@ -45,7 +45,7 @@ def _landings(process: Process) -> dict[str, float]:
 def one_p(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """A router and a P that sends each layer in a frame of its own; the tests bring their D."""
     with fleet(tmp_path_factory.mktemp("one-p")) as running:
-        flags = ("--kv-group-bytes", "1", "--max-num-batched-tokens", "64")
+        flags = ("--kv-group-bytes", "1", "--max-num-batched-tokens", "64", "--max-num-seqs", "32")
         debug = ("--log-level", "debug", "--log-format", "json")
         running.wait_ready(running.start_engine("Prefill", *flags, *debug))
         yield running

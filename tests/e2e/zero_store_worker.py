@@ -50,7 +50,7 @@ class ZeroStore:
     """The default store with every landing replaced."""
 
     def __init__(self, limits: StoreLimits, memory: KvMemory, pool: BlockPool) -> None:
-        self._inner = LandingStore(limits, memory, pool)
+        self._inner = LandingStore(limits, memory=memory, pool=pool)
         self._memory = memory
 
     def take(self, owner: TransferKey, num_blocks: int) -> Landing | None:
