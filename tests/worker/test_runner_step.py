@@ -11,7 +11,13 @@ import torch
 
 from tests.worker.runner_driver import Driver, make_runner, tiny_checkpoint, with_params
 from xpyd_core.errors import UserError, XpydError
-from xpyd_worker.engine.executor import Executor, ScheduledSequence, StepInput, StepOutput
+from xpyd_worker.engine.executor import (
+    Executor,
+    SampleSpec,
+    ScheduledSequence,
+    StepInput,
+    StepOutput,
+)
 from xpyd_worker.model.attention import KvShape, Span, plan_attention
 from xpyd_worker.runner.dtypes import cpu_has_fast_16_bit, resolve_dtype
 from xpyd_worker.runner.kv_cache import blocks_in_budget
@@ -55,6 +61,27 @@ def test_a_step_without_sequences_copies_blocks_and_runs_no_forward(runner: Mode
     assert output == StepOutput({}, {})
     assert runner.counters.forwards == 0
     assert bool((cache[5] == 7.0).all())
+
+
+def test_each_sequence_gets_the_samples_it_asked_for_in_its_order(runner: ModelRunner) -> None:
+    """Choices fork from one row: each draws with its own number, whatever the rows' order is."""
+    driver = Driver(runner)
+    params = with_params(temperature=1.0, seed=11)
+    forked = replace(
+        driver.schedule(driver.add(list(range(20)), params), 20),
+        samples=tuple(SampleSpec(choice, 0) for choice in (4, 2, 9)),
+    )
+    silent = replace(driver.schedule(driver.add([5, 6], params), 2), samples=())
+    single = driver.schedule(driver.add([7], params), 1)
+    tokens = execute(runner, forked, silent, single).samples
+    assert {seq_id: len(found) for seq_id, found in tokens.items()} == {
+        forked.seq_id: 3,
+        single.seq_id: 1,
+    }
+    for spec, token in zip(forked.samples, tokens[forked.seq_id], strict=True):
+        alone = execute(runner, replace(forked, samples=(spec,))).samples[forked.seq_id]
+        assert alone == (token,)
+    assert execute(runner, single).samples[single.seq_id] == tokens[single.seq_id]
 
 
 @pytest.mark.parametrize(
