@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterable
@@ -11,6 +12,7 @@ from typing import TextIO
 
 from xpyd_operator.local.podlogs import Follower
 
+_SAME_LINE_S = 10.0
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
 
@@ -63,12 +65,15 @@ class Streamer:
 
 
 class Progress:
-    """One line a second on standard error while something is waited for."""
+    """What is being waited for, on standard error: one line that is rewritten on a terminal;
+    elsewhere a line when the text changes, at most one a second, and every ten seconds."""
 
     def __init__(self, every_s: float = 1.0) -> None:
         self._started_s = time.monotonic()
-        self._next_s = self._started_s + every_s
         self._every_s = every_s
+        self._said_s = self._started_s
+        self._text: str = ""
+        self._width = 0
 
     @property
     def elapsed_s(self) -> float:
@@ -76,9 +81,26 @@ class Progress:
         return time.monotonic() - self._started_s
 
     def say(self, text: str) -> None:
-        """Print `text` if the last line is a second old."""
-        if time.monotonic() < self._next_s:
+        """Print `text` if it is time."""
+        waited_s = time.monotonic() - self._said_s
+        rewrites = sys.stderr.isatty()
+        due_s = self._every_s if rewrites or text != self._text else _SAME_LINE_S
+        if waited_s < due_s:
             return
-        self._next_s += self._every_s
-        sys.stderr.write(f"{self.elapsed_s:4.0f} s  {text}\n")
+        self._said_s, self._text = time.monotonic(), text
+        line = f"{self.elapsed_s:4.0f} s  {text}"
+        if rewrites:
+            # Cut to the terminal: a wrapped line cannot be rewritten.
+            line = line[: shutil.get_terminal_size().columns - 1]
+            sys.stderr.write(f"\r{line:<{self._width}}")
+            self._width = len(line)
+        else:
+            sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
+
+    def end(self) -> None:
+        """The wait is over: leave the terminal's line."""
+        if self._width:
+            sys.stderr.write(f"\r{'':<{self._width}}\r")
+            sys.stderr.flush()
+            self._width = 0

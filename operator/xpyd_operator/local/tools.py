@@ -103,6 +103,7 @@ def _end_orphans(orphans: Sequence[PodRecord], timeout_s: float) -> None:
                     pod.process.signal(signal.SIGKILL, group=True)
             progress.say(f"{', '.join(pod.name for pod in left)} draining")
             time.sleep(_FOLLOW_EVERY_S)
+        progress.end()
 
 
 def show_logs(

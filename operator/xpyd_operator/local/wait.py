@@ -39,6 +39,15 @@ def wait_settled(
     `has_ended`: whether the supervisor that was just started is gone again.
     """
     progress = Progress()
+    try:
+        return _wait_settled(state, progress, timeout_s=timeout_s, has_ended=has_ended)
+    finally:
+        progress.end()
+
+
+def _wait_settled(
+    state: FleetState, progress: Progress, *, timeout_s: float, has_ended: Callable[[], bool]
+) -> FleetView:
     while True:
         view = read_view(state)
         if view is not None and view.ready:
@@ -59,12 +68,15 @@ def wait_settled(
 def wait_gone(state: FleetState, *, timeout_s: float) -> bool:
     """Until no supervisor has the fleet's lock; False: not in time."""
     progress = Progress()
-    while state.is_supervised():
-        if progress.elapsed_s > timeout_s:
-            return False
-        progress.say(describe(read_view(state)))
-        time.sleep(_EVERY_S)
-    return True
+    try:
+        while state.is_supervised():
+            if progress.elapsed_s > timeout_s:
+                return False
+            progress.say(describe(read_view(state)))
+            time.sleep(_EVERY_S)
+        return True
+    finally:
+        progress.end()
 
 
 def describe(view: FleetView | None) -> str:
