@@ -142,6 +142,14 @@ def test_a_wide_top_p_over_a_large_vocabulary_cuts_where_it_should() -> None:
     assert max(seen) > inside - 30
 
 
+def test_top_p_is_a_share_of_what_top_k_keeps_however_large() -> None:
+    logits = torch.linspace(0, -0.5, 1000)[None]
+    kept = logits[0, :400].softmax(0)
+    inside = int((kept.cumsum(0) < 0.2).sum()) + 1
+    seen = draws(logits, 4000, top_k=400, top_p=0.2)
+    assert inside - 10 < max(seen) < inside
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_eos_and_stop_ids_wait_for_min_tokens(temperature: float) -> None:
     logits = torch.tensor([[5.0, 4.0, 3.0, -3.0]])
@@ -243,3 +251,12 @@ def test_each_row_gets_as_many_alternatives_as_it_asked_for() -> None:
     found = [token.logprob for token in sample(logits, rows)]
     assert found[0] is None
     assert [len(score.top) for score in found[1:] if score is not None] == [0, 1, 20, 40]
+
+
+def test_logprobs_belong_to_the_row_that_asked() -> None:
+    logits = torch.tensor([[0.0, 9.0], [0.0, 0.0]])
+    silent, asking = row(0, temperature=0.0), row(1, temperature=0.0, logprobs=1)
+    first, second = sample(logits, [silent, asking])
+    assert first.logprob is None
+    assert second.logprob is not None
+    assert second.logprob.logprob == pytest.approx(math.log(0.5))
