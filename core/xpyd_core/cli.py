@@ -50,6 +50,25 @@ def load_command(entry: EntryPoint) -> Command:
         return _missing_extra(entry, error)
 
 
+class _Parser(argparse.ArgumentParser):
+    """argparse takes `FLEET MESSAGE` or `--flag FLEET MESSAGE`, but gives up on `FLEET --flag
+    MESSAGE`, which people write: what is left over there goes to the positional of nargs "*"."""
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]  # stub's overloads
+        self,
+        args: Sequence[str] | None = None,
+        namespace: argparse.Namespace | None = None,
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As argparse's, with the words behind a flag added to the last positional."""
+        namespace = argparse.Namespace() if namespace is None else namespace
+        found, rest = super().parse_known_args(args, namespace)
+        lists = [a for a in self._get_positional_actions() if a.nargs == argparse.ZERO_OR_MORE]
+        if rest and lists and not any(word.startswith("-") for word in rest):
+            getattr(found, lists[-1].dest).extend(rest)
+            rest = []
+        return found, rest
+
+
 def _version_command() -> Command:
     def run(_: argparse.Namespace) -> int:
         sys.stdout.write(f"xpyd {__version__}\n")
@@ -64,7 +83,9 @@ def build_parser() -> argparse.ArgumentParser:
         prog="xpyd", description="LLM fleets with prefill and decode apart."
     )
     parser.add_argument("--version", action="version", version=f"xpyd {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, parser_class=_Parser
+    )
     found = {entry.name: load_command(entry) for entry in entry_points(group=GROUP)}
     for name, command in sorted({**found, "version": _version_command()}.items()):
         sub = commands.add_parser(

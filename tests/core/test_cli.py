@@ -25,3 +25,23 @@ def test_a_missing_extra_is_answered_with_the_pip_line() -> None:
     with pytest.raises(UserError, match=r"pip install 'xpyd\[thing\]'"):
         command.run(None)  # pyright: ignore[reportArgumentType]  # not looked at
     assert "xpyd[thing]" in command.help
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["demo", "--max-tokens", "8", "what", "now?"],
+        ["--max-tokens", "8", "demo", "what", "now?"],
+        ["demo", "what", "now?", "--max-tokens", "8"],
+    ],
+)
+def test_flags_may_stand_between_a_commands_words(words: list[str]) -> None:
+    args = cli.build_parser().parse_args(["chat", *words])
+    assert (args.fleet, args.message, args.max_tokens) == ("demo", ["what", "now?"], 8)
+
+
+def test_unknown_flags_are_still_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["chat", "demo", "--max-tokns", "8"])
+    assert exit_info.value.code == 2
+    assert "--max-tokns" in capsys.readouterr().err

@@ -66,7 +66,8 @@ def _run_scale(args: argparse.Namespace) -> int:
 
 def _configure_logs(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("pods", nargs="*", metavar="POD", help="a pod or a pool, such as demo-decode-0 or decode")
+    words = "a fleet, a pod or a pool, such as demo, demo-decode-0 or decode (default: all pods)"
+    add("pods", nargs="*", metavar="NAME", help=words)
     add("-f", "--follow", action="store_true", help="go on until Ctrl-C")
     add("--since", metavar="SPAN", help="only what is younger: 30s, 5m, 2h, 1d")
     add("--fleet", help=_FLEET_HELP)
@@ -74,10 +75,15 @@ def _configure_logs(parser: argparse.ArgumentParser) -> None:
 
 def _run_logs(args: argparse.Namespace) -> int:
     from xpyd_operator.local.podlogs import parse_span
+    from xpyd_operator.local.state import FleetState, state_root
     from xpyd_operator.local.tools import show_logs
 
     since = None if args.since is None else parse_span(args.since)
-    return show_logs(args.pods, fleet=args.fleet, follow=args.follow, since=since)
+    fleet: str | None = args.fleet
+    pods: list[str] = args.pods
+    if fleet is None and pods and FleetState(state_root() / pods[0]).logs.is_dir():
+        fleet, *pods = pods
+    return show_logs(pods, fleet=fleet, follow=args.follow, since=since)
 
 
 def _configure_chat(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,196 @@
+"""`xpyd up` and its sisters with real engines: scaling, crashes, Ctrl-C."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.harness import DEMO_MODEL, ROOT, http, wait_for
+from tests.e2e.oracle import Case, load
+
+pytestmark = pytest.mark.slow
+
+DOCUMENT = f"""
+apiVersion: xpyd.dev/v1alpha1
+kind: InferenceFleet
+metadata: {{name: NAME}}
+spec:
+  model: {{uri: "file://{DEMO_MODEL}", servedNames: [demo]}}
+  engine: {{args: [--dtype=float32, --kv-cache-memory=64Mi]}}
+  pools:
+  - {{name: prefill, role: Prefill, replicas: 2, resources: {{gpus: 0}}}}
+  - {{name: decode, role: Decode, replicas: 2, resources: {{gpus: 0}}}}
+  kvTransfer: {{bufferSize: 16Mi, hostPoolSize: 32Mi}}
+  heartbeat: {{intervalMilliseconds: 500, missedBeats: 4}}
+"""
+
+
+@dataclass
+class Local:
+    """A fleet that `xpyd` runs, seen through its command."""
+
+    name: str
+    state: Path
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "xpyd_core", *arguments],
+            env={**os.environ, "XDG_STATE_HOME": str(self.state)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+
+    def xpyd(self, *arguments: str, status: int = 0) -> str:
+        process = self.start(*arguments)
+        out, err = process.communicate(timeout=150)
+        assert process.returncode == status, f"{arguments}: {out}\n{err}"
+        return out + err
+
+    def status(self) -> dict[str, Any]:
+        return json.loads(self.xpyd("status", self.name, "--output", "json"))
+
+    def pods(self) -> dict[str, dict[str, Any]]:
+        return {pod["name"]: pod for pod in self.status()["pods"]}
+
+    def pids(self) -> dict[str, int]:
+        return {name: pod["pid"] for name, pod in self.pods().items()}
+
+    def wait_ready(self) -> None:
+        wait_for(f"{self.name} ready", lambda: self.status()["ready"], 90)
+
+
+@pytest.fixture(scope="module")
+def two_by_two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
+    folder = tmp_path_factory.mktemp("local")
+    file = folder / "fleet.yaml"
+    file.write_text(DOCUMENT.replace("NAME", "pair"))
+    local = Local("pair", folder / "state")
+    local.xpyd("up", "-f", str(file), "--detach")
+    try:
+        yield local
+    finally:
+        local.xpyd("down", "pair")
+
+
+def _ask(endpoint: str) -> str:
+    body = {"model": "demo", "prompt": "Return a", "max_tokens": 8, "temperature": 0}
+    status, raw = http(f"{endpoint}/v1/completions", body)
+    assert status == 200, raw
+    return json.loads(raw)["choices"][0]["text"]
+
+
+def test_each_pod_has_its_own_address_with_a_pods_ports(two_by_two: Local) -> None:
+    pods = two_by_two.pods()
+    engines = [pod for pod in pods.values() if pod["role"] in ("Prefill", "Decode")]
+    assert len({pod["address"] for pod in pods.values()}) == 5
+    assert all(pod["address"].startswith("127.1.") for pod in pods.values())
+    assert {pod["http"].rsplit(":")[-1] for pod in engines} == {"20001"}
+
+
+@pytest.mark.parametrize(("role", "pool"), [("P", "prefill"), ("D", "decode")])
+def test_kill_9_under_load_loses_no_request_and_the_process_returns(
+    two_by_two: Local, cases: list[Case], role: str, pool: str
+) -> None:
+    two_by_two.wait_ready()
+    endpoint = two_by_two.status()["endpoint"]
+    before = two_by_two.pids()
+    victim = f"pair-{pool}-0"
+    result = asyncio.run(
+        load(endpoint, cases, seconds=6, at_half=lambda: os.kill(before[victim], signal.SIGKILL))
+    )
+    assert not result.wrong
+    assert not result.errors
+    assert result.agreed > 0
+    if role == "P":
+        assert not result.broken_streams
+
+    two_by_two.wait_ready()
+    after = two_by_two.pids()
+    assert after.pop(victim) != before.pop(victim)
+    assert after == before
+    metrics = f"http://{two_by_two.pods()[victim]['http']}/metrics"
+
+    def served() -> bool:
+        _ask(endpoint)
+        return any(
+            line.startswith("xpyd_engine_requests_total") and not line.endswith(" 0.0")
+            for line in http(metrics)[1].decode().splitlines()
+        )
+
+    wait_for(f"{victim} takes part again", served)
+
+
+def test_scaling_a_pool_restarts_no_other_instance(two_by_two: Local) -> None:
+    two_by_two.wait_ready()
+    endpoint, before = two_by_two.status()["endpoint"], two_by_two.pids()
+    two_by_two.xpyd("scale", "pair-decode", "--replicas", "3")
+    wait_for("the third", lambda: "pair-decode-2" in two_by_two.pids(), 30)
+    two_by_two.wait_ready()
+    _ask(endpoint)
+    assert {k: v for k, v in two_by_two.pids().items() if k != "pair-decode-2"} == before
+    two_by_two.xpyd("scale", "pair-decode", "--replicas", "2")
+    wait_for("it leaves", lambda: two_by_two.pids() == before, 60)
+    _ask(endpoint)
+
+
+def test_logs_and_chat_work_on_the_running_fleet(two_by_two: Local) -> None:
+    two_by_two.wait_ready()
+    answer = two_by_two.xpyd("chat", "pair", "--max-tokens", "8", "What does str.split do?")
+    assert answer.strip()
+    logs = two_by_two.xpyd("logs", "pair", "--since", "10m")
+    assert "pair-router-0" in logs
+    assert "pair-decode-0" in logs
+
+
+def test_3p1d_serves_in_the_foreground_and_ctrl_c_drains_it(tmp_path: Path) -> None:
+    local = Local("three", tmp_path / "state")
+    document = DOCUMENT.replace("NAME", "three")
+    document = document.replace("Prefill, replicas: 2", "Prefill, replicas: 3")
+    document = document.replace("Decode, replicas: 2", "Decode, replicas: 1")
+    (tmp_path / "fleet.yaml").write_text(document)
+    process = local.start("up", "-f", str(tmp_path / "fleet.yaml"))
+    try:
+        socket = local.state / "xpyd" / "three"
+        wait_for("its state", socket.exists, 30)
+        wait_for("its supervisor", lambda: _runs(local), 30)
+        local.wait_ready()
+        endpoint, pids = local.status()["endpoint"], local.pids()
+        assert len({_ask(endpoint) for _ in range(6)}) == 1
+        roles = [pod["role"] for pod in local.pods().values()]
+        assert (roles.count("Prefill"), roles.count("Decode")) == (3, 1)
+    finally:
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "three-decode-0 |" in " ".join((out + err).split())
+    assert not [pid for pid in pids.values() if Path(f"/proc/{pid}").exists()]
+
+
+def _runs(local: Local) -> bool:
+    process = local.start("status", local.name, "--output", "json")
+    process.communicate(timeout=30)
+    return process.returncode == 0
+
+
+def test_a_bad_document_is_refused_with_all_its_mistakes_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    local = Local("bad", tmp_path / "state")
+    document = DOCUMENT.replace("NAME", "Bad_Name").replace("role: Decode", "role: Dekode")
+    document += "  router: {policy: Psychic}\n  surprise: 1\n"
+    (tmp_path / "fleet.yaml").write_text(document)
+    said = local.xpyd("up", "-f", str(tmp_path / "fleet.yaml"), "--detach", status=2)
+    for path in ("metadata.name", "spec.pools[1].role", "spec.router.policy", "spec.surprise"):
+        assert path in said
+    assert not (tmp_path / "state" / "xpyd" / "bad").exists()
