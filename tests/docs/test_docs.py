@@ -2,8 +2,9 @@
 
 `sh` and `python` blocks of a page run in order, in one shell, from the root of the clone, with
 .venv on the PATH and a state directory of their own. `yaml` and `json` blocks must parse, fleets must
-load. `console` blocks show what commands print. A block that cannot run in a test says why behind its
-language: ```` ```sh not-run: reason ````.
+load. `console` blocks show what those commands print: each of their lines must be among the lines
+that were printed, but for numbers and ids; `...` stands for what was left out. A block that cannot run
+in a test says why behind its language: ```` ```sh not-run: reason ````.
 """
 
 import json
@@ -17,6 +18,7 @@ import pytest
 import yaml
 
 from xpyd_operator.api import load_fleet
+from xpyd_operator.local.state import find_fleets, state_root
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -41,7 +43,9 @@ def _blocks(page: Path) -> list[Block]:
 
 
 def _script(blocks: list[Block]) -> str:
-    parts = ["set -euo pipefail"]
+    # What a page left in the background ends with its shell.
+    parts = ["set -euo pipefail", "trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT"]
+    preamble = len(parts)
     for block in blocks:
         if block.note.startswith("not-run: "):
             continue
@@ -49,7 +53,35 @@ def _script(blocks: list[Block]) -> str:
             parts.append(block.code)
         elif block.language == "python":
             parts.append(f"python - <<'END_OF_PYTHON'\n{block.code}END_OF_PYTHON")
-    return "\n".join(parts)
+    return "\n".join(parts) if len(parts) > preamble else ""
+
+
+def _normal(line: str) -> str:
+    """`line` without what differs from run to run: numbers, ids, the width of columns."""
+    line = re.sub(r"\b[0-9a-f]{8,}\b", "#", line)
+    line = re.sub(r"\d+(\.\d+)?", "#", line)
+    return " ".join(line.split())
+
+
+def _not_printed(blocks: list[Block], output: str) -> list[str]:
+    """The lines of the console blocks that `output` does not have."""
+    printed = {_normal(line) for line in output.splitlines()}
+    missing: list[str] = []
+    for block in blocks:
+        if block.language != "console" or block.note:
+            continue
+        for line in block.code.splitlines():
+            shown = _normal(line)
+            pattern = re.compile(".*".join(map(re.escape, shown.split("..."))))
+            if shown not in printed and not any(map(pattern.fullmatch, printed)):
+                missing.append(line)
+    return missing
+
+
+def test_a_console_line_that_was_not_printed_is_found() -> None:
+    block = Block("console", "", "fleet demo  Ready  http://127.0.0.1:10001\n> a ... d\ngone\n")
+    output = "fleet demo Ready http://127.0.0.1:10002\n> a b c d\n"
+    assert _not_printed([block], output) == ["gone"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])
@@ -65,6 +97,14 @@ def test_every_block_has_a_known_language_and_a_reason_not_to_run(page: Path) ->
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])
+def test_links_lead_to_files_that_exist(page: Path) -> None:
+    text = _FENCE.sub("", page.read_text())
+    for target in re.findall(r"\]\(([^)#\s]+)", text):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])
 def test_the_fleets_shown_are_accepted(page: Path, tmp_path: Path) -> None:
     for number, block in enumerate(_blocks(page)):
         if block.language == "yaml" and "kind: InferenceFleet" in block.code:
@@ -73,25 +113,47 @@ def test_the_fleets_shown_are_accepted(page: Path, tmp_path: Path) -> None:
             assert load_fleet(file).metadata.name
 
 
-RUNNABLE = [p for p in PAGES if len(_script(_blocks(p)).splitlines()) > 1]
+RUNNABLE = [p for p in PAGES if _script(_blocks(p))]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", RUNNABLE, ids=[str(p.relative_to(ROOT)) for p in RUNNABLE])
-def test_the_commands_shown_run(page: Path, tmp_path: Path) -> None:
+def test_the_commands_shown_run_and_print_what_the_page_shows(page: Path, tmp_path: Path) -> None:
     environment = {
         **os.environ,
         "PATH": f"{ROOT / '.venv/bin'}:{os.environ['PATH']}",
         "XDG_STATE_HOME": str(tmp_path / "state"),
+        "TMPDIR": str(tmp_path),
     }
-    done = subprocess.run(
-        ["bash", "-c", _script(_blocks(page))],
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=PAGE_TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    blocks = _blocks(page)
+    log = tmp_path / "output"
+    try:
+        with log.open("w") as output:
+            status = subprocess.run(
+                ["bash", "-c", _script(blocks)],
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=PAGE_TIMEOUT_S,
+                check=False,
+            ).returncode
+        text = log.read_text()
+        assert status == 0, text[-6000:]
+        assert not _not_printed(blocks, text), text[-6000:]
+        left = _fleets(environment)
+        assert not left, f"the page leaves a fleet running: {left}"
+    finally:
+        for fleet in _fleets(environment):
+            _down(fleet, environment)
+
+
+def _fleets(environment: dict[str, str]) -> list[str]:
+    """The fleets that run in this state directory."""
+    return [state.fleet for state in find_fleets(state_root(environment))]
+
+
+def _down(fleet: str, environment: dict[str, str]) -> None:
+    command = [str(ROOT / ".venv/bin/xpyd"), "down", fleet, "--timeout", "5"]
+    subprocess.run(command, env=environment, timeout=60, check=False)

@@ -1,0 +1,180 @@
+"""The reference tables of docs: every flag, field and metric is there, as the programs have it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.parser import text_string_to_metric_families
+
+from xpyd_core.cli import build_parser
+from xpyd_kv.session.metrics import KvMetrics
+from xpyd_kv.store.api import StoreFigures
+from xpyd_kv.transport.counters import Counters
+from xpyd_operator.api import InferenceFleet
+from xpyd_operator.api.later import FIELDS, VALUES
+from xpyd_router.metrics import RouterMetrics
+from xpyd_worker.engine.request import EngineStats
+from xpyd_worker.server.kv_metrics import kv_samples
+from xpyd_worker.server.metrics import ServerMetrics
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def rows(page: str, heading: str) -> list[list[str]]:
+    """The cells of the tables below `heading` (until the next of its level), without heads."""
+    text = (DOCS / page).read_text()
+    level = re.escape(heading.split(" ")[0])
+    section = re.search(rf"^{re.escape(heading)}\n(.*?)(?=^{level} |\Z)", text, re.M | re.S)
+    assert section is not None, f"{page} has no {heading!r}"
+    lines = [line for line in section[1].splitlines() if line.startswith("| `")]
+    return [
+        [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        for line in lines
+    ]
+
+
+def code(cell: str) -> list[str]:
+    return re.findall(r"`([^`]*)`", cell)
+
+
+def _actions(command: str) -> list[argparse.Action]:
+    parser = build_parser()
+    choices: dict[str, argparse.ArgumentParser] = {}
+    for action in parser._actions:  # argparse has no public way to its sub-parsers
+        if isinstance(action.choices, dict):
+            choices = action.choices
+    return [a for a in choices[command]._actions if a.dest != "help" and a.option_strings]
+
+
+def _flag(action: argparse.Action) -> str:
+    return next(name for name in action.option_strings if name.startswith("--"))
+
+
+@pytest.mark.parametrize(("command", "page"), [("worker", "engine.md"), ("router", "router.md")])
+def test_the_flags_of_a_program_are_those_of_its_page(command: str, page: str) -> None:
+    table = {code(row[0])[0]: row[1] for row in rows(page, "## Flags")}
+    actions = {_flag(action): action for action in _actions(command)}
+    assert list(table) == list(actions)
+    for flag, action in actions.items():
+        default = action.default
+        if default in (None, False, []):
+            assert not re.fullmatch(r"`[\d.]+`", table[flag]), flag
+        elif isinstance(default, int | float):
+            assert table[flag] == f"`{default:g}`" or table[flag] == f"`{default}`", flag
+        elif str(default).isdigit():
+            assert re.fullmatch(r"`\d+\wi`", table[flag]), flag
+        else:
+            assert table[flag] == f"`{default}`", flag
+
+
+@pytest.mark.parametrize("command", ["up", "status", "scale", "logs", "chat", "down"])
+def test_the_flags_of_the_local_commands_are_on_their_page(command: str) -> None:
+    table = {code(row[0])[0]: code(row[1]) for row in rows("local-fleets.md", "## Commands")}
+    flags = [_flag(action) for action in _actions(command)]
+    assert [name for name in table[command] if name.startswith("--")] == flags
+
+
+def _fields(model: dict[str, Any], path: str, root: dict[str, Any]) -> Iterator[list[str]]:
+    """path, type, default, bounds of every scalar below `model`."""
+    required = model.get("required", [])
+    for name, raw in model["properties"].items():
+        node, default = _resolve(raw, root), raw.get("default")
+        here = f"{path}.{name}".lstrip(".")
+        if "properties" in node:
+            yield from _fields(node, here, root)
+            continue
+        if node.get("type") == "array":
+            item = _resolve(node["items"], root)
+            if "properties" in item:
+                yield [f"{here}[]", "list", _default(name, required, default), _bounds(node)]
+                yield from _fields(item, f"{here}[]", root)
+                continue
+            kind = f"list of {item['type']}s"
+            yield [here, kind, _default(name, required, default), _bounds(node)]
+            continue
+        kind = node.get("type", "string")
+        kind = "map" if kind == "object" else kind
+        yield [here, kind, _default(name, required, default), _bounds(node)]
+
+
+def _resolve(node: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
+    for choice in node.get("anyOf", []):
+        if choice.get("type") != "null":
+            node = choice
+    if "$ref" in node:
+        return root["$defs"][node["$ref"].rpartition("/")[2]]
+    return node
+
+
+def _default(name: str, required: list[str], default: object) -> str:
+    if name in required:
+        return "required"
+    return "none" if default in (None, "", [], {}) else f"`{default}`"
+
+
+def _bounds(node: dict[str, Any]) -> str:
+    values = node.get("enum") or ([node["const"]] if "const" in node else [])
+    if values:
+        return ", ".join(f"`{value}`" for value in values)
+    if "maximum" in node:
+        low, high = node["minimum"], node["maximum"]
+        return f"{low}" if low == high else f"{low} to {high}"
+    if "maxItems" in node:
+        return f"{node.get('minItems', 0)} to {node['maxItems']} items"
+    if "maxProperties" in node:
+        return f"at most {node['maxProperties']} entries"
+    return f"at most {node['maxLength']} characters"
+
+
+def test_the_fields_of_the_fleet_document_are_those_of_its_page() -> None:
+    root = InferenceFleet.model_json_schema(by_alias=True)
+    table = [[code(row[0])[0], *row[1:4]] for row in rows("fleet-document.md", "## Fields")]
+    assert table == list(_fields(root, "", root))
+
+
+def test_the_fields_refused_for_now_are_those_of_their_page() -> None:
+    table = rows("fleet-document.md", "## Refused for now")
+    paths = {path for row in table for path in code(row[0])}
+    assert paths == {*FIELDS, *VALUES}
+    for row in table:
+        if (path := code(row[0])[0]) in VALUES:
+            assert tuple(code(row[1])) == VALUES[path]
+
+
+Metric = tuple[str, str, str]
+
+
+def _documented(heading: str) -> set[Metric]:
+    return {
+        (code(row[0])[0], row[1], ", ".join(code(row[2]))) for row in rows("metrics.md", heading)
+    }
+
+
+def test_the_metrics_of_the_router_are_those_of_the_page() -> None:
+    found: set[Metric] = set()
+    for metric in vars(RouterMetrics()).values():
+        if isinstance(metric, Counter | Gauge | Histogram):
+            family = metric.describe()[0]
+            name = f"{family.name}_total" if family.type == "counter" else family.name
+            # The names of the labels are nowhere public before a value was counted.
+            found.add((name, family.type, ", ".join(metric._labelnames)))
+    assert _documented("## Router") == found
+
+
+def test_the_metrics_of_the_engine_are_those_of_the_page() -> None:
+    metrics, stats = ServerMetrics(), EngineStats()
+    metrics.watch(lambda: stats, lambda: kv_samples(KvMetrics(), Counters(), StoreFigures(), stats))
+    found: set[Metric] = set()
+    for family in text_string_to_metric_families(metrics.render()[0].decode()):
+        if family.name.endswith("_created"):  # the client library's own, not ours
+            continue
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        labels = sorted({key for sample in family.samples for key in sample.labels} - {"le"})
+        found.add((name, family.type, ", ".join(labels)))
+    assert _documented("## Engine") | _documented("## KV transfer") == found
