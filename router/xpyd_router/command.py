@@ -14,49 +14,78 @@ from xpyd_core.sizes import parse_bytes
 from xpyd_router.config import RouterConfig
 
 
+_EPILOG = """examples:
+  xpyd router                                    on 127.0.0.1:10001, engines beat to port 30001
+  xpyd router --host 10.0.1.1 --kv-key-file /run/secrets/kv-key
+  curl http://127.0.0.1:10001/instances          what it knows of the engines"""
+
+
 def _configure(parser: argparse.ArgumentParser) -> None:
     default = RouterConfig()
     add = parser.add_argument
     add("--host", help="address of the HTTP port (default: XPYD_POD_IP, else 127.0.0.1)")
-    add("--port", type=int, default=ROUTER_HTTP_PORT, help="HTTP port; 0 = any free one")
+    add(
+        "--port",
+        type=int,
+        default=ROUTER_HTTP_PORT,
+        help="HTTP port; 0 = any free one (default: %(default)s)",
+    )
     add("--discovery-host", help="address that engines beat to (default: --host)")
-    add("--discovery-port", type=int, default=DISCOVERY_PORT, help="port that engines beat to")
+    add(
+        "--discovery-port",
+        type=int,
+        default=DISCOVERY_PORT,
+        help="port that engines beat to (default: %(default)s)",
+    )
     add("--kv-key-file", type=Path, help="the fleet's secret (default: XPYD_KV_KEY_FILE)")
     add(
         "--heartbeat-interval-ms",
         type=int,
         default=round(HEARTBEAT_PERIOD_S * 1000),
-        help="period of engines that do not say their own",
+        help="period of engines that do not say their own (default: %(default)s)",
     )
-    add("--missed-beats", type=int, default=MISSED_BEATS, help="beats missed before removal")
+    add(
+        "--missed-beats",
+        type=int,
+        default=MISSED_BEATS,
+        help="beats missed before removal (default: %(default)s)",
+    )
     add(
         "--request-timeout",
         type=float,
         default=default.request_timeout_s,
         metavar="SECONDS",
-        help="for a whole answer, for the first byte of a stream, and for each gap in it",
+        help="for a whole answer, for the first byte of a stream, and for each gap in it "
+        "(default: %(default)s)",
     )
     add(
         "--prefill-timeout",
         type=float,
         default=default.prefill_timeout_s,
         metavar="SECONDS",
-        help="for one call to a prefill instance",
+        help="for one call to a prefill instance (default: %(default)s)",
     )
-    add("--max-body-bytes", default=str(default.max_body_bytes), metavar="SIZE", help="e.g. 32Mi")
+    add(
+        "--max-body-bytes",
+        default=f"{default.max_body_bytes // 2**20}Mi",
+        metavar="SIZE",
+        help="longest request body (default: %(default)s)",
+    )
     add(
         "--pair-wait-seconds",
         type=float,
         default=default.pair_wait_s,
         metavar="SECONDS",
-        help="how long requests wait for a fleet that lost its last pair, before they get 503",
+        help="how long requests wait for a fleet that lost its last pair, before they get 503 "
+        "(default: %(default)s)",
     )
     add(
         "--drain-seconds",
         type=float,
         default=default.drain_s,
         metavar="SECONDS",
-        help="how long to go on accepting after SIGTERM, while load balancers take notice",
+        help="how long to go on accepting after SIGTERM, while load balancers take notice "
+        "(default: %(default)s)",
     )
     add_logging_arguments(parser)
 
@@ -108,4 +137,5 @@ command = Command(
     help="run the router: OpenAI HTTP in front, engines found by heartbeat",
     configure=_configure,
     run=_run,
+    epilog=_EPILOG,
 )
