@@ -50,6 +50,17 @@ def load_command(entry: EntryPoint) -> Command:
         return _missing_extra(entry, error)
 
 
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the epilog's lines, and says a flag's default where its help does not."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        is_plain = action.default not in (None, False, argparse.SUPPRESS, [])
+        if action.option_strings and is_plain and "default" not in text:
+            text += " (default: %(default)s)"
+        return text
+
+
 class _Parser(argparse.ArgumentParser):
     """argparse takes `FLEET MESSAGE` or `--flag FLEET MESSAGE`, but gives up on `FLEET --flag
     MESSAGE`, which people write: what is left over there goes to the positional of nargs "*"."""
@@ -93,7 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
             help=command.help,
             description=command.help,
             epilog=command.epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_HelpFormatter,
         )
         command.configure(sub)
         sub.set_defaults(run_command=command.run)

@@ -13,7 +13,6 @@ from xpyd_core.pod_env import DISCOVERY_PORT, ROUTER_HTTP_PORT, read_pod_env
 from xpyd_core.sizes import parse_bytes
 from xpyd_router.config import RouterConfig
 
-
 _EPILOG = """examples:
   xpyd router                                    on 127.0.0.1:10001, engines beat to port 30001
   xpyd router --host 10.0.1.1 --kv-key-file /run/secrets/kv-key

@@ -45,3 +45,13 @@ def test_unknown_flags_are_still_refused(capsys: pytest.CaptureFixture[str]) -> 
         cli.main(["chat", "demo", "--max-tokns", "8"])
     assert exit_info.value.code == 2
     assert "--max-tokns" in capsys.readouterr().err
+
+
+def test_help_names_every_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["router", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "removal (default: 3)" in text
+    assert "least level to print (default: info)" in text
+    assert "the fleet's secret (default: XPYD_KV_KEY_FILE)" in text
+    assert "None" not in text
