@@ -1,10 +1,11 @@
 """The code blocks of README and docs are run as written.
 
 `sh` and `python` blocks of a page run in order, in one shell, from the root of the clone, with
-.venv on the PATH and a state directory of their own. `yaml` and `json` blocks must parse, fleets must
-load. `console` blocks show what those commands print: each of their lines must be among the lines
-that were printed, but for numbers and ids; `...` stands for what was left out. A block that cannot run
-in a test says why behind its language: ```` ```sh not-run: reason ````.
+.venv on the PATH and a state directory of their own. Where a page starts a fleet, the router's
+usual address in its commands stands for the one that this fleet got. `yaml` and `json` blocks must
+parse, fleets must load. `console` blocks show what those commands print: each of their lines must
+be among the lines that were printed, but for numbers and ids; `...` stands for what was left out. A
+block that cannot run in a test says why behind its language: ```` ```sh not-run: reason ````.
 """
 
 import json
@@ -24,6 +25,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGE_TIMEOUT_S = 240
 _FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.M | re.S)
+USUAL_ENDPOINT = "http://127.0.0.1:10001"
+_ENDPOINT = """$(xpyd status --output json | sed -n 's/^  "endpoint": "\\(.*\\)",/\\1/p')"""
 KNOWN = {"sh", "python", "yaml", "json", "console", "text", "hex", ""}
 
 
@@ -44,13 +47,15 @@ def _blocks(page: Path) -> list[Block]:
 
 def _script(blocks: list[Block]) -> str:
     # What a page left in the background ends with its shell.
-    parts = ["set -euo pipefail", "trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT"]
+    parts = ["set -euo pipefail", "trap 'kill $(jobs -p) 2>/dev/null || true; wait || true' EXIT"]
     preamble = len(parts)
+    has_fleet = any("xpyd up" in block.code for block in blocks)
     for block in blocks:
         if block.note.startswith("not-run: "):
             continue
         if block.language == "sh":
-            parts.append(block.code)
+            code = block.code
+            parts.append(code.replace(USUAL_ENDPOINT, _ENDPOINT) if has_fleet else code)
         elif block.language == "python":
             parts.append(f"python - <<'END_OF_PYTHON'\n{block.code}END_OF_PYTHON")
     return "\n".join(parts) if len(parts) > preamble else ""
