@@ -124,7 +124,7 @@ def parse_ask(endpoint: Endpoint, raw: bytes) -> Ask:
         raise _bad("max_tokens", "expected at least 1 (0 only with echo or prompt_logprobs)")
     least = _integer(fields, "min_tokens", 0) or 0
     most = limit
-    if endpoint == "completions" and "max_tokens" not in fields:
+    if endpoint == "completions" and limit is None:
         most = _COMPLETIONS_MAX_TOKENS
     if most is not None and least > most:
         raise _bad("min_tokens", f"must not be more than max_tokens, {most}")

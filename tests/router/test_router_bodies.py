@@ -34,6 +34,7 @@ def ask(endpoint: Any = "completions", **fields: Any) -> Any:
         ({"min_tokens": -1}, "min_tokens"),
         ({"max_tokens": 4, "min_tokens": 5}, "min_tokens"),
         ({"min_tokens": 17}, "min_tokens"),
+        ({"max_tokens": None, "min_tokens": 17}, "min_tokens"),
         ({"seed": "x"}, "seed"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": 1}, "stream_options"),

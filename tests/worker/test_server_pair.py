@@ -346,3 +346,44 @@ def test_a_transfer_that_failed_is_reported() -> None:
             assert (params["transfer"], params["decode_incarnation"]) == (["none"], "")
 
     run(test())
+
+
+def test_ds_whole_chat_has_the_prompts_ids_and_its_stream_does_not_repeat_them() -> None:
+    async def test() -> None:
+        async with serving(role="Decode") as server:
+            body = to_d([[ord("a")]], return_token_ids=True)
+            del body["prompt"]
+            body["messages"] = [{"role": "user", "content": "x"}]
+            post, headers = server.client.post, {"X-Request-Id": PAIR}
+            whole = (await post("/v1/chat/completions", json=body, headers=headers)).json()
+            assert whole["prompt_token_ids"] == list(b"user:x\n")
+            body["stream"] = True
+            body["kv_transfer_params"]["emit_from"] = [1]
+            streamed = await post("/v1/chat/completions", json=body, headers=headers)
+            assert "prompt_token_ids" not in streamed.text
+
+    run(test())
+
+
+def test_min_tokens_beyond_the_context_end_with_it_once_the_first_token_is_out() -> None:
+    async def test() -> None:
+        async with serving(role="Decode") as server:
+            body = to_d([[ord("a")]], min_tokens=10**6)
+            del body["prompt"]
+            body["messages"] = [{"role": "user", "content": "x"}]
+            headers = {"X-Request-Id": PAIR}
+            answer = await server.client.post("/v1/chat/completions", json=body, headers=headers)
+            assert answer.status_code == 200
+            sampling = server.engine.requests[0].sampling
+            assert sampling.min_tokens == sampling.max_tokens
+
+    run(test())
+
+
+def test_an_answer_to_a_bare_uuid_carries_it_for_the_router_to_replace() -> None:
+    async def test() -> None:
+        async with serving(role="Decode") as server:
+            answer = await ask(server, {"prompt": "hi", "max_tokens": 2}, request_id=UUID)
+            assert answer["id"] == f"cmpl-{UUID}"
+
+    run(test())

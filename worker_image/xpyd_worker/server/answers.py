@@ -26,9 +26,12 @@ class AnswerId:
     model: str
 
 
-def answer_id(prefix: str, options: Options, model: str) -> AnswerId:
-    """The router's id and time where it gave them (a stream goes on under them), else our own."""
-    own = f"{prefix}-{os.urandom(16).hex()}"
+def answer_id(prefix: str, options: Options, model: str, *, alone: str | None) -> AnswerId:
+    """The router's id and time where it gave them (a stream goes on under them), else our own.
+
+    `alone`: a bare uuid that the request came with; the router puts its own in its place.
+    """
+    own = f"{prefix}-{alone or os.urandom(16).hex()}"
     created = options.kv.created
     return AnswerId(
         options.kv.response_id or own, int(time.time()) if created is None else created, model
@@ -60,8 +63,9 @@ class Format(Protocol):
         """The choice of a whole answer from all that it gained."""
         ...
 
-    def extras(self) -> dict[str, Any]:
-        """Members that stand beside `choices` in a whole answer or the first chunk."""
+    def extras(self, *, continued: bool) -> dict[str, Any]:
+        """Members that stand beside `choices` in a whole answer or the first chunk; `continued`:
+        of a stream whose beginning the client has."""
         ...
 
 

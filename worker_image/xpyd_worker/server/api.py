@@ -102,7 +102,7 @@ class Api:
             options,
             generation,
             CompletionFormat(service.model.tokenizer, options, generation),
-            answer_id("cmpl", options, model),
+            answer_id("cmpl", options, model, alone=request_id.alone),
         )
 
     async def chat(self) -> Response:
@@ -126,7 +126,7 @@ class Api:
             options,
             generation,
             ChatFormat(service.model.tokenizer, options, generation),
-            answer_id("chatcmpl", options, model),
+            answer_id("chatcmpl", options, model, alone=request_id.alone),
         )
 
     async def _answer(
@@ -165,7 +165,7 @@ class Api:
             "model": head.model,
             "choices": [format_.whole(gained[index]) for index in sorted(gained)],
             "usage": usage_json(generation.usage),
-            **format_.extras(),
+            **format_.extras(continued=False),
         }
         if service.place.role == "Prefill" and request_id.pair is not None:
             answer["kv_transfer_params"] = prefill_params(generation)

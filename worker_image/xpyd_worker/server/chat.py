@@ -35,9 +35,9 @@ class ChatFormat:
             for index in range(self._options.n)
         ]
 
-    def extras(self) -> dict[str, Any]:
+    def extras(self, *, continued: bool) -> dict[str, Any]:
         """The prompt's ids where the client asked for ids."""
-        if not self._options.return_token_ids or self._options.kv.continue_from:
+        if not self._options.return_token_ids or continued:
             return {}
         return {"prompt_token_ids": self._generation.jobs[0].request.prompt}
 

@@ -34,7 +34,7 @@ class CompletionFormat:
         """None: text begins at once."""
         return []
 
-    def extras(self) -> dict[str, Any]:
+    def extras(self, *, continued: bool) -> dict[str, Any]:
         """None."""
         return {}
 

@@ -25,10 +25,11 @@ _MASK_64 = 2**64 - 1
 @dataclass(frozen=True)
 class RequestId:
     """What X-Request-Id says. `pair` None: this instance serves the request alone. `log_id` is the
-    32 hex digits that log lines carry."""
+    32 hex digits that log lines carry; `alone` the same where they came bare."""
 
     log_id: str
     pair: PairId | None = None
+    alone: str | None = None
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,9 @@ def read_request_id(header: str | None) -> RequestId:
     pair = parse_pair_id(header) if header else None
     if pair is not None:
         return RequestId(pair.uuid, pair)
-    own = header if header and is_uuid(header) else os.urandom(16).hex()
-    return RequestId(own)
+    if header and is_uuid(header):
+        return RequestId(header, alone=header)
+    return RequestId(os.urandom(16).hex())
 
 
 def keys_of(request_id: RequestId, prompts: int) -> list[TransferKey]:
@@ -143,13 +145,16 @@ def _sampling(
     max_tokens = output_limit(
         model, prompt_tokens, asked=options.max_tokens, default=default, name=name
     )
-    if options.min_tokens > max_tokens:
-        raise bad("min_tokens", f"must not be above max_tokens, which is {max_tokens}")
+    least = options.min_tokens
+    if options.max_tokens is None and default is not None and least > default:
+        raise bad("min_tokens", f"must not be above max_tokens, which is {default} by default")
     return SamplingParams(
         # With max_tokens 0 (echo) one token is computed and thrown away.
         max_tokens=max(1, max_tokens),
         seed=seed,
-        min_tokens=options.min_tokens,
+        # Where the context ends before that, so does the answer. A 400 would come too late: P does
+        # not see the client's number, and its token is on the wire already.
+        min_tokens=min(least, max_tokens),
         temperature=options.temperature,
         top_p=options.top_p,
         top_k=options.top_k,
