@@ -13,6 +13,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from xpyd_core.cli import build_parser
+from xpyd_core.errors import ApiError
 from xpyd_kv.session.metrics import KvMetrics
 from xpyd_kv.store.api import StoreFigures
 from xpyd_kv.transport.counters import Counters
@@ -22,7 +23,9 @@ from xpyd_router.metrics import RouterMetrics
 from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.server.kv_metrics import kv_samples
 from xpyd_worker.server.metrics import ServerMetrics
+from xpyd_worker.server.not_built import refuse_not_built
 
+CHAT_ONLY = {"tools", "functions", "chat_template", "audio"}
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -145,6 +148,18 @@ def test_the_fields_refused_for_now_are_those_of_their_page() -> None:
     for row in table:
         if (path := code(row[0])[0]) in VALUES:
             assert tuple(code(row[1])) == VALUES[path]
+
+
+def test_the_api_fields_shown_as_refused_are_refused() -> None:
+    text = (DOCS / "engine.md").read_text()
+    found = re.search(r"^These are refused with 400(.*?)^Prompt and output", text, re.M | re.S)
+    assert found is not None
+    names = set(code(found[1])) - {"null"}
+    assert len(names) > 15
+    for name in names:
+        is_chat = name in CHAT_ONLY
+        with pytest.raises(ApiError, match=name):
+            refuse_not_built({name: "anything"}, chat=is_chat)
 
 
 Metric = tuple[str, str, str]
