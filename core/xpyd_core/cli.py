@@ -77,6 +77,8 @@ class _Parser(argparse.ArgumentParser):
         if rest and lists and not any(word.startswith("-") for word in rest):
             getattr(found, lists[-1].dest).extend(rest)
             rest = []
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
         return found, rest
 
 

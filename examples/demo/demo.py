@@ -200,13 +200,18 @@ class Oracle:
     def _load(self) -> None:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
         self._tokenizer = AutoTokenizer.from_pretrained(MODEL)
         self._model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
 
+    def wait(self) -> None:
+        """Until it is loaded: what it computes in this process would disturb the times taken."""
+        self._thread.join(COMMAND_TIMEOUT_S)
+
     def expected(self, request: Ask) -> list[int]:
         """The greedy token ids that transformers gives for `request`."""
-        self._thread.join(COMMAND_TIMEOUT_S)
         import torch
 
         if "prompt" in request.body:
@@ -259,6 +264,7 @@ def show(number: int, request: Ask, answer: Answer) -> list[str]:
 def serve(oracle: Oracle) -> list[str]:
     """Ask everything; the problems found."""
     fleet = Fleet()
+    oracle.wait()
     problems: list[str] = []
     for number, request in enumerate(ASKS, 1):
         before = fleet.figures()

@@ -3,8 +3,8 @@
     stand_in_pod.py ROLE FLAGS...     ROLE is `router` or an engine's
 
 An engine beats to the router's discovery address by HTTP; the router's /instances shows who beat in
-the last second. Flags that matter: --crash-while=FILE exits 3 at the start while FILE exists,
---drain=SECONDS is how long SIGTERM takes, --deaf ignores SIGTERM. The environment is printed.
+the last second. Flags that matter: --crash-while=FILE exits 3 (or --crash-status=N) at the start while
+FILE exists, --drain=SECONDS is how long SIGTERM takes, --deaf ignores SIGTERM. The environment is printed.
 """
 
 import json
@@ -93,7 +93,7 @@ environ = {name: value for name, value in os.environ.items() if name.startswith(
 log(json.dumps({"argv": sys.argv[1:], "environ": environ}))
 if crash and os.path.exists(crash) and role != "router":
     log("told to crash")
-    sys.exit(3)
+    sys.exit(int(flag("crash-status") or 3))
 threading.Thread(target=as_router if role == "router" else as_engine, daemon=True).start()
 while True:
     signal.pause()

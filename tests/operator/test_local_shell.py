@@ -194,6 +194,15 @@ def test_a_fleet_whose_pods_crash_is_refused_with_the_reason_and_leaves_nothing(
     assert not fleet.processes()
 
 
+def test_a_pod_that_refuses_its_input_is_not_tried_again(fleet, tmp_path):
+    (tmp_path / "crash").touch()
+    fleet.write([f"--crash-while={tmp_path / 'crash'}", "--crash-status=2"], decode=1)
+    with pytest.raises(FleetFailed, match=r"ended \(exit status 2\)") as caught:
+        fleet.up()
+    assert str(caught.value).count("told to crash") == 1
+    assert not fleet.processes()
+
+
 def test_a_fleet_that_is_not_ready_in_time_is_taken_down(fleet):
     fleet.write(["--drain=0"], decode=1)
     with pytest.raises(FleetFailed, match=r"not ready after 0 s"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.worker.engine_bench import Bench, StepFailed, make_request, prompt_of, prompt_that_draws
@@ -279,6 +281,23 @@ def test_d_may_be_told_to_fail_instead_of_recomputing():
     assert (last.finished, last.error_kind) == (True, "kv_failed")
     assert "died" in last.error
     bench.assert_all_blocks_free()
+
+
+def test_kv_that_was_never_sent_is_recomputed_at_once_and_counted():
+    bench, _ = receiving()
+    bench.submit(replace(make_request("a", prompt_of(9)), kv_missing="not_sent"))
+    bench.run()
+    assert bench.core.stats().kv_recomputed == {"not_sent": 1}
+    bench.assert_as_alone("a")
+
+
+def test_kv_that_was_never_sent_fails_the_request_where_recompute_is_off():
+    bench, _ = receiving(recompute=False)
+    bench.submit(replace(make_request("a", prompt_of(9)), kv_missing="not_sent"))
+    bench.run()
+    last = bench.outputs["a"][-1]
+    assert (last.finished, last.error_kind) == (True, "kv_failed")
+    assert bench.executor.steps == []
 
 
 def test_d_preempted_after_adoption_recomputes_and_never_asks_again():

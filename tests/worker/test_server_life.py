@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -165,3 +168,15 @@ def test_metrics_show_the_engines_counters_and_latencies() -> None:
                 assert f"\n{line}\n" in text
 
     run(test())
+
+
+def test_a_wrong_checkpoint_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    code = (
+        "import sys; from xpyd_core.cli import main;"
+        f"status = main(['worker', '--model', {str(tmp_path / 'none')!r}, '--host', '127.0.0.9',"
+        " '--port', '0']); print(status, 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.split() == ["2", "False"]
+    assert "is not a folder" in done.stderr

@@ -186,20 +186,24 @@ def test_d_waits_for_the_kv_and_answers_all_of_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "waits"),
+    ("params", "missing"),
     [
-        ({}, True),
-        ({"transfer": ["granted"], "decode_incarnation": "my-inc"}, True),
-        ({"transfer": ["pending"], "decode_incarnation": ""}, True),
-        ({"transfer": ["none"]}, False),
-        ({"transfer": ["granted"], "decode_incarnation": "another"}, False),
+        ({}, ""),
+        ({"transfer": ["granted"], "decode_incarnation": "my-inc"}, ""),
+        ({"transfer": ["pending"], "decode_incarnation": ""}, ""),
+        ({"transfer": ["none"]}, "not_sent"),
+        ({"transfer": ["granted"], "decode_incarnation": "another"}, "restarted"),
     ],
 )
-def test_d_waits_only_for_kv_that_can_come(params: Any, waits: bool) -> None:
+def test_d_waits_only_for_kv_that_can_come_and_says_what_is_missing(
+    params: Any, missing: str
+) -> None:
     async def test() -> None:
         async with serving(role="Decode") as server:
             await ask(server, to_d([[ord("h")]], params=params))
-            assert (server.engine.requests[0].transfer is not None) == waits
+            request = server.engine.requests[0]
+            assert (request.transfer is None) == bool(missing)
+            assert request.kv_missing == missing
 
     run(test())
 

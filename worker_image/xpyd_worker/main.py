@@ -25,6 +25,8 @@ from xpyd_core.sizes import format_bytes
 from xpyd_kv.connector.build import MakeStore
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.kv_setup import LETTER
+from xpyd_worker.model.config import load_config
+from xpyd_worker.model.source import resolve_checkpoint
 from xpyd_worker.server.api import Api, create_app
 from xpyd_worker.server.asgi import listen, make_server
 from xpyd_worker.server.bridge import EngineBridge
@@ -118,7 +120,12 @@ class _Worker:
 
         def work() -> None:
             try:
-                # Importing torch takes seconds, in which HTTP already answers.
+                # What is wrong with a checkpoint is said before torch is imported, which takes
+                # seconds; HTTP answers meanwhile.
+                load_config(resolve_checkpoint(self._config.model, self._config.revision))
+                # The engine shares its cores with HTTP and KV: threads that spin while they wait
+                # for each other make both ten times slower. Read when torch is imported.
+                os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
                 from xpyd_worker.loading import load
 
                 loaded = load(
@@ -143,6 +150,7 @@ class _Worker:
             else:
                 result.set_result(outcome)
 
+        _log.info("loading %s", self._config.model)
         # A daemon thread: a signal during the load of a large model must not wait for it.
         threading.Thread(target=work, name="load", daemon=True).start()
         signalled = asyncio.create_task(self._signalled.wait())

@@ -32,6 +32,8 @@ from xpyd_kv.transport.api import Endpoint
 
 _log = logging.getLogger(__name__)
 
+_USUAL = frozenset({"stopped", "aborted"})
+
 
 @dataclass
 class _Prompt:
@@ -263,7 +265,9 @@ class KvProducer:
 
     def _settle(self, key: TransferKey, epoch: int, reason: str, incarnation: str = "") -> None:
         if reason:
-            _log.info("KV of %s is not sent: %s", key, reason, extra={"request": key.uuid})
+            # What the request's own end brings is usual; everything else makes D compute again.
+            level = logging.INFO if reason in _USUAL else logging.WARNING
+            _log.log(level, "KV of %s is not sent: %s", key, reason, extra={"request": key.uuid})
         settled = _Settled(epoch, "none" if reason else "granted", incarnation)
         self._settled.set(key, settled, self._clock())
 

@@ -29,6 +29,7 @@ class Conversation:
     url: str
     model: str = ""
     max_tokens: int | None = None
+    temperature: float | None = None
     messages: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
 
     def ask(self, text: str) -> Iterator[str]:
@@ -39,6 +40,8 @@ class Conversation:
         body: dict[str, Any] = {"model": self.model, "messages": self.messages, "stream": True}
         if self.max_tokens is not None:
             body["max_tokens"] = self.max_tokens
+        if self.temperature is not None:
+            body["temperature"] = self.temperature
         said: list[str] = []
         try:
             for piece in _stream(self.url, body):

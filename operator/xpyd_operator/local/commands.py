@@ -93,6 +93,7 @@ def _configure_chat(parser: argparse.ArgumentParser) -> None:
     add("--url", help="an OpenAI endpoint instead of a fleet, such as http://127.0.0.1:10001")
     add("--model", default="", help="the model's name (default: the first that is served)")
     add("--max-tokens", type=int, metavar="N", help="longest answer")
+    add("--temperature", type=float, default=0.3, help="0 always takes the likeliest token")
     add("--system", help="what the model is told first")
 
 
@@ -107,7 +108,7 @@ def _run_chat(args: argparse.Namespace) -> int:
         names = {state.fleet for state in find_fleets(state_root())}
         named = words.pop(0) if words and words[0] in names else None
         url = current_view(find_fleet(state_root(), named)).endpoint
-    conversation = Conversation(url, args.model, args.max_tokens)
+    conversation = Conversation(url, args.model, args.max_tokens, args.temperature)
     if args.system:
         conversation.messages.append({"role": "system", "content": args.system})
     message = " ".join(words) if words else None

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from xpyd_core.cli import EXIT_USAGE
 from xpyd_core.errors import UserError, XpydError
 from xpyd_operator.local import control
 from xpyd_operator.local.console import Progress
@@ -16,6 +17,7 @@ from xpyd_operator.local.views import FleetView
 
 _EVERY_S = 0.1
 _MAX_FAILURES = 3
+_WRONG_INPUT = f"exit status {EXIT_USAGE}"
 _TAIL_LINES = 15
 
 
@@ -54,13 +56,17 @@ def _wait_settled(
             return view
         if has_ended():
             raise FleetFailed(_with_tail("the supervisor ended", state.supervisor_log))
-        for pod in view.pods if view else ():
-            if pod.failures >= _MAX_FAILURES:
-                what = f"pod {pod.name} keeps ending ({pod.reason})"
+        failed = [pod for pod in (view.pods if view else ()) if pod.failures]
+        for pod in failed:
+            # Wrong input stays wrong: another start would end in the same way.
+            if pod.reason == _WRONG_INPUT or pod.failures >= _MAX_FAILURES:
+                keeps = "ended" if pod.reason == _WRONG_INPUT else "keeps ending"
+                what = f"pod {pod.name} {keeps} ({pod.reason})"
                 raise FleetFailed(_with_tail(what, Path(pod.log)))
         text = describe(view)
         if progress.elapsed_s > timeout_s:
-            raise FleetFailed(f"not ready after {timeout_s:.0f} s: {text}")
+            what = f"not ready after {timeout_s:.0f} s: {text}"
+            raise FleetFailed(_with_tail(what, Path(failed[0].log)) if failed else what)
         progress.say(text)
         time.sleep(_EVERY_S)
 

@@ -78,6 +78,8 @@ class EngineRequest:
     first_choice: int = 0
     continue_from: tuple[tuple[int, ...], ...] = ()
     transfer: SendTo | ReceiveFrom | None = None
+    # On D: why KV of this prompt will not come although a P computed it ("not_sent", "restarted").
+    kv_missing: str = ""
     cache_salt: bytes = b""
 
 

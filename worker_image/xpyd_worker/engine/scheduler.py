@@ -34,6 +34,8 @@ from xpyd_worker.engine.tables import BlockTables
 
 logger = logging.getLogger(__name__)
 
+_NO_KV = "the prompt's KV did not come: {}"
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -129,6 +131,11 @@ class Scheduler:
         if state.expects_kv and state.scores_prompt:
             self._book.forget_kv(state)
             self._book.recomputes(state, "prompt_logprobs")
+        if request.kv_missing:
+            if not self._limits.recompute_without_kv:
+                self._book.fail(state, "kv_failed", _NO_KV.format(request.kv_missing))
+                return
+            self._book.recomputes(state, request.kv_missing)
         self._waiting.extend(state.sequences)
         if not state.sequences or (state.held and not state.scores_prompt):
             self._book.emit(state)
@@ -260,9 +267,7 @@ class Scheduler:
                 self._adopt(sequence, admission)
                 return _Verdict.GO
             if not self._limits.recompute_without_kv:
-                self._book.fail(
-                    state, "kv_failed", f"the prompt's KV did not come: {admission.reason}"
-                )
+                self._book.fail(state, "kv_failed", _NO_KV.format(admission.reason))
                 return _Verdict.OVER
             self._book.recomputes(state, admission.reason)
         if blocked or not self._sending.may_start(state):

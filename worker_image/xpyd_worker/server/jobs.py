@@ -105,6 +105,7 @@ def make_jobs(
             first_choice=first,
             continue_from=continued if any(continued) else (),
             transfer=_transfer(service, request_id, options, index, sampling, len(prompt)),
+            kv_missing=_kv_missing(service, request_id, options, index),
             cache_salt=options.cache_salt,
         )
         emit_from = _emit_from(service, options, continued, first)
@@ -185,8 +186,18 @@ def _transfer(
         if not is_dialable(pair.decode):
             return None
         return SendTo(key, pair.decode, prompt_tokens, cancel_when_done=kv.from_router)
-    came_to_nothing = bool(kv.transfer) and kv.transfer[index] == "none"
-    of_another_start = kv.decode_incarnation not in ("", place.incarnation)
-    if came_to_nothing or of_another_start or sampling.prompt_logprobs is not None:
+    if _kv_missing(service, request_id, options, index) or sampling.prompt_logprobs is not None:
         return None
     return ReceiveFrom(key, place.kv_wait_s)
+
+
+def _kv_missing(service: Service, request_id: RequestId, options: Options, index: int) -> str:
+    """On D: why nothing is to be waited for: P sent nothing, or to an earlier start of this D."""
+    if request_id.pair is None or service.place.role != "Decode":
+        return ""
+    kv = options.kv
+    if kv.transfer and kv.transfer[index] == "none":
+        return "not_sent"
+    if kv.decode_incarnation not in ("", service.place.incarnation):
+        return "restarted"
+    return ""

@@ -27,7 +27,8 @@ def _transfers(metrics: KvMetrics, stats: EngineStats) -> Iterable[KvSample]:
     yield _counter("received_bytes", "KV bytes received", metrics.received_bytes)
     yield _counter("received_tokens", "Tokens started from received KV", stats.received_tokens)
     yield _counter("skipped_tokens", "Offered tokens that D had cached", metrics.skipped_tokens)
-    yield _counter("grant_waits", "Frames that waited for a GRANT", metrics.grant_waits)
+    yield _counter("grant_waits", "GRANTs that P got", metrics.grant_waits)
+    yield _counter("grant_wait_seconds", "Time from OFFER to GRANT", metrics.grant_wait_s)
     yield _counter(
         "checksum_mismatches", "DATA frames with a wrong checksum", metrics.checksum_mismatches
     )
@@ -54,11 +55,15 @@ def _connections(counters: Counters) -> Iterable[KvSample]:
     yield _counter(
         "protocol_errors", "Peers closed for breaking the protocol", counters.protocol_errors
     )
+    yield _counter("silent_peers", "Peers closed for not answering", counters.silent_peers)
+    yield from _by("refused_handshakes", "Handshakes refused", "factor", counters.refused, ())
 
 
 def _store(figures: StoreFigures) -> Iterable[KvSample]:
     yield _gauge("leases", "Landings held now", figures.leases)
+    yield _gauge("buffer_bytes", "Size of the device buffer", figures.buffer_bytes)
     yield _gauge("buffer_used_bytes", "Device buffer in use", figures.buffer_used_bytes)
+    yield _gauge("pool_bytes", "Size of the host pool", figures.pool_bytes)
     yield _gauge("pool_used_bytes", "Host pool in use", figures.pool_used_bytes)
     yield _gauge(
         "pool_high_water_bytes", "Most of the host pool in use", figures.pool_high_water_bytes

@@ -72,7 +72,7 @@ class _EngineCollector(Collector):
 
 def _finished(finished: Mapping[str, int]) -> Metric:
     family = CounterMetricFamily(
-        "xpyd_engine_requests", "Choices that ended, by reason", labels=["finish_reason"]
+        "xpyd_engine_requests", "Requests that ended, by reason", labels=["finish_reason"]
     )
     for reason in sorted({"stop", "length", "abort", "error", *finished}):
         family.add_metric([reason], float(finished.get(reason, 0)))
