@@ -3,8 +3,9 @@
     stand_in_pod.py ROLE FLAGS...     ROLE is `router` or an engine's
 
 An engine beats to the router's discovery address by HTTP; the router's /instances shows who beat in
-the last second. Flags that matter: --crash-while=FILE exits 3 (or --crash-status=N) at the start while
-FILE exists, --drain=SECONDS is how long SIGTERM takes, --deaf ignores SIGTERM. The environment is printed.
+the last second. Flags that matter: --crash-while=FILE exits 3 (or --crash-status=N) at the start
+while FILE exists, --drain=SECONDS is how long SIGTERM takes, --deaf ignores SIGTERM. The
+environment is printed.
 """
 
 import json
