@@ -38,7 +38,12 @@ fi
 started=$(date +%s)
 say "installing xpyd and its dependencies into .venv (torch is about 5 GB on first use; then cached)"
 [ -x .venv/bin/python ] || "$uv" venv --quiet --python "$python" .venv
-"$uv" pip install --python .venv/bin/python --constraint constraints.txt \
-  --editable '.[dev,worker,router,local,operator]'
+install=("$uv" pip install --python .venv/bin/python --constraint constraints.txt
+  --editable '.[dev,worker,router,local,operator]')
+if [ -t 2 ]; then
+  "${install[@]}" # uv draws its progress
+else
+  "${install[@]}" 2> >(grep -v '^ [-+~] ' >&2) # no list of a hundred packages in a log
+fi
 printf '%s' "$want" > "$stamp"
 say "done in $(($(date +%s) - started)) s"

@@ -153,7 +153,6 @@ def ask(endpoint: str, request: Ask) -> Answer:
         "model": "demo",
         "temperature": 0,
         "return_token_ids": True,
-        "ignore_eos": True,
         **request.body,
     }
     http = urllib.request.Request(
@@ -228,7 +227,6 @@ class Oracle:
                 max_new_tokens=request.body["max_tokens"],
                 do_sample=False,
                 pad_token_id=0,
-                eos_token_id=None,
             )
         return out[0, len(prompt) :].tolist()
 
