@@ -17,6 +17,7 @@ from xpyd_router.metrics import RouterMetrics
 from xpyd_router.policy import Alone, Pair, Policy, Want
 
 _MAX_WAITING = 4096
+_ASK_AGAIN_S = 0.5
 _MAX_REMEMBERED = 256
 
 
@@ -53,14 +54,16 @@ class Picker:
                 self._remember(want.model)
                 return choice
             everyone = replace(want, exclude=frozenset())
-            if want.exclude and give_up and self._policy.pick(snapshot, everyone):
+            only_tried = bool(want.exclude) and bool(self._policy.pick(snapshot, everyone))
+            if only_tried and give_up:
                 raise give_up()
             now_s = self._clock()
             served_s = self._served_s.get(want.model, -math.inf)
             left_s = min(served_s + self._config.pair_wait_s, deadline_s) - now_s
             if left_s <= 0 or self._waiting >= _MAX_WAITING:
                 raise self._unavailable(want.model)
-            await self._wait(left_s)
+            # Who refused may be full, not leaving: no beat tells when it has room again.
+            await self._wait(min(left_s, _ASK_AGAIN_S) if only_tried else left_s)
             # Whoever is back has come back with a beat: it may be tried again.
             want = everyone
 

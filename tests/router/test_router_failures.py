@@ -374,3 +374,16 @@ def test_requests_wait_for_the_only_p_to_come_back() -> None:
                 assert body["choices"][0]["text"] == "t0.0 t0.1 t0.2 t0.3 "
 
     run(work())
+
+
+def test_an_only_p_that_was_full_is_asked_again_though_no_beat_says_so() -> None:
+    async def work() -> None:
+        async with fleet(pair_wait_s=15.0) as fleet_:
+            await fleet_.engine("D")
+            p = await fleet_.engine("P")
+            await fleet_.json()  # the model has been served: its requests wait
+            p.script = once(answer(503, ERROR))
+            await fleet_.json()
+            assert p.served == 3
+
+    run(work())
