@@ -27,6 +27,7 @@ from xpyd_router.config import RouterConfig
 from xpyd_router.discovery import Discovery
 from xpyd_router.fleet_view import FleetView
 from xpyd_router.flow import Flow
+from xpyd_router.http_protocol import HeadDeadlineProtocol
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.picker import Picker
 from xpyd_router.policy import RoundRobin
@@ -145,7 +146,7 @@ async def open_router(config: RouterConfig) -> AsyncGenerator[RunningRouter]:
         server = _Server(
             uvicorn.Config(
                 build_app(surface),
-                http="httptools",
+                http=HeadDeadlineProtocol,
                 ws="none",
                 lifespan="off",
                 backlog=_BACKLOG,

@@ -97,8 +97,9 @@ def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None =
     def make_endpoint(handler: Handler) -> TcpEndpoint:
         endpoint = TcpEndpoint(
             handler,
-            # The KV address is unique in the fleet, and a restart has the same one.
-            identity=Identity(str(config.kv_address), parts.incarnation, role),
+            # Unique in the fleet, and a restart has the same one. Not the KV address: P does not
+            # listen on it, so that two on one host may share it.
+            identity=Identity(f"{config.host}/{config.port}", parts.incarnation, role),
             layout=wire_layout(
                 parts.memory.layout, factors=parts.factors, max_tokens=parts.max_model_len
             ),

@@ -70,6 +70,7 @@ class _Worker:
         self._bridge = EngineBridge(self._metrics)
         self._lifecycle = Lifecycle()
         self._api = Api(self._lifecycle, self._metrics)
+        self._server = make_server(create_app(self._api))
         self._signals = 0
         self._last_signal_s = 0.0
         self._signalled = asyncio.Event()
@@ -80,7 +81,7 @@ class _Worker:
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
         sock = self._listen()
-        server = make_server(create_app(self._api))
+        server = self._server
         serving = asyncio.create_task(server.serve(sockets=[sock]))
         try:
             loaded = await self._load()
@@ -214,7 +215,9 @@ class _Worker:
         loop = asyncio.get_running_loop()
         end = loop.time() + self._config.drain_timeout_s
         _log.info("draining, at most %g s", self._config.drain_timeout_s)
-        while self._bridge.open_requests or not loaded.engine.is_idle():
+        # A client that reads slowly still gets what was generated for it.
+        answers = self._server.server_state.tasks
+        while self._bridge.open_requests or answers or not loaded.engine.is_idle():
             if loaded.engine.failure is not None:
                 return self._engine_failed(loaded)
             if self._signals > 1 or loop.time() >= end:

@@ -14,6 +14,8 @@ from typing import Any, cast
 
 import uvicorn
 
+from xpyd_worker.server.http_protocol import HeadDeadlineProtocol
+
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -55,7 +57,7 @@ def make_server(app: object) -> Server:
     """A server for `app` (a Quart app); run it by `await serve(sockets=[...])`."""
     config = uvicorn.Config(
         WriteDeadline(cast("AsgiApp", app)),
-        http="httptools",
+        http=HeadDeadlineProtocol,
         ws="none",
         lifespan="off",
         access_log=False,

@@ -1,0 +1,78 @@
+"""Connections that say nothing, or half a head, are closed in time; router and worker alike."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import uvicorn
+
+from xpyd_router.http_protocol import HeadDeadlineProtocol as RouterProtocol
+from xpyd_worker.server.http_protocol import HeadDeadlineProtocol as WorkerProtocol
+
+PROTOCOLS = [RouterProtocol, WorkerProtocol]
+
+
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+@contextlib.asynccontextmanager
+async def serving(protocol: type) -> AsyncIterator[tuple[str, int]]:
+    quick = type("Quick", (protocol,), {"head_deadline_s": 0.2})
+    config = uvicorn.Config(app, host="127.0.0.13", port=0, http=quick, lifespan="off")
+    config.log_config = None
+    server = uvicorn.Server(config)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_no_signals(server))
+        task = asyncio.create_task(server.serve())
+        while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
+            await asyncio.sleep(0.01)
+        yield server.servers[0].sockets[0].getsockname()
+        server.should_exit = True
+        await task
+
+
+@contextlib.contextmanager
+def _no_signals(server: uvicorn.Server) -> Any:
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
+    yield
+
+
+def _run(work: Any) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(20):
+            await work
+
+    asyncio.run(bounded())
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\nHost: x\r\nX-Half: "])
+def test_a_connection_without_a_whole_head_is_closed(protocol: type, said: bytes) -> None:
+    async def work() -> None:
+        async with serving(protocol) as address:
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(said)
+            assert await reader.read() == b""
+            writer.close()
+
+    _run(work())
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_second_half_head_on_a_used_connection_is_closed(protocol: type) -> None:
+    async def work() -> None:
+        async with serving(protocol) as address:
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            writer.write(b"GET / HTTP/1.1\r\nX-Half")
+            await reader.read()  # to the end: closed
+            writer.close()
+
+    _run(work())
