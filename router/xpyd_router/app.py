@@ -191,7 +191,8 @@ def _http_error(error: HTTPException) -> Response:
 def _client_id() -> str:
     """The client's own id: echoed, never parsed, never sent on."""
     value = request.headers.get("X-Request-Id", "")
-    return value if len(value) <= _MAX_CLIENT_ID else ""
+    # What is not ASCII has no one form in a header; it would come back as other bytes.
+    return value if len(value) <= _MAX_CLIENT_ID and value.isascii() else ""
 
 
 def build_app(surface: Surface) -> Quart:

@@ -109,7 +109,7 @@ class Attempt:
         error = _error_in(answer.body)
         if not 400 <= answer.status < 500:
             is_transfer = error is not None and error.get("code") == "kv_transfer_failed"
-            raise CallFailed("draining" if answer.status == 503 and not is_transfer else "status")
+            raise CallFailed("refused" if answer.status == 503 and not is_transfer else "status")
         body = self.scrubbed_error(answer.body)
         if error is None:
             body = ApiError(answer.status, "the engine refused the request").body()

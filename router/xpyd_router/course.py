@@ -63,33 +63,48 @@ class Course:
     refusals: int = 0
     last_cause: str = ""
     sent: Sent | None = None
+    extends: bool = True
+    """Whether P's next token is the client's; else P only makes the KV."""
     has_emitted: bool = False
     """Something is on the client's wire: errors are events from here on."""
     has_decode_begun: bool = False
     """Events of D (or of the instance alone) went out: it cannot be had again."""
 
 
-def _may_extend(ask: Ask, sent: Sent) -> bool:
-    """Whether P' may add a token to what was sent: one choice, and not the last one allowed.
+def _may_extend(ask: Ask, sent: Sent, context: int) -> bool:
+    """Whether P' may add a token to what was sent: one choice, and not the last token that the
+    client or the context allows.
 
-    At the client's last token P' cannot know whether to hold text back, so D' writes that one.
+    At the last token P' cannot know whether to hold text back, so D' writes that one.
     """
     if len(sent.token_ids) != 1:
         return False
-    return ask.max_tokens is None or len(sent.token_ids[0]) + 1 < ask.max_tokens
+    after = len(sent.token_ids[0]) + 1
+    if context and sent.usage.get("prompt_tokens", 0) + after >= context:
+        return False
+    return ask.max_tokens is None or after < ask.max_tokens
 
 
-def prefill_params(course: Course) -> dict[str, Any]:
+def _context(pair: Pair) -> int:
+    """Tokens that both of the pair hold; 0 where neither says."""
+    said = [i.beat.max_model_len for i in (pair.prefill, pair.decode) if i.beat.max_model_len]
+    return min(said, default=0)
+
+
+def prefill_params(course: Course, pair: Pair) -> dict[str, Any]:
     """kv_transfer_params for a P that continues.
 
-    Without client_max_tokens P only makes the KV of the prompts; its token is thrown away.
+    Without client_max_tokens P only makes the KV of the prompts; its token is thrown away. With
+    max_model_len P refuses what D has no room for, before anything is streamed.
     """
-    ask, sent = course.ask, course.sent
+    ask, sent, context = course.ask, course.sent, _context(pair)
+    course.extends = sent is None or _may_extend(ask, sent, context)
     params: dict[str, Any] = {"seed": course.seed}
-    if sent is None:
+    if context:
+        params["max_model_len"] = context
+    if course.extends:
         params["client_max_tokens"] = ask.max_tokens
-    elif _may_extend(ask, sent):
-        params["client_max_tokens"] = ask.max_tokens
+    if sent is not None and course.extends:
         params["continue_from"] = sent.token_ids
     return params
 
@@ -101,7 +116,7 @@ def take_prefill(course: Course, body: bytes) -> Prefilled:
     before = sent.token_ids if sent else ((),) * len(answer.choices)
     if len(before) != len(answer.choices):
         raise ProtocolError("prefill answer: another number of choices than before")
-    if sent is not None and not _may_extend(course.ask, sent):
+    if not course.extends:
         return Prefilled(answer, before, is_news=False)
     ids = tuple(old + new.token_ids for old, new in zip(before, answer.choices, strict=True))
     return Prefilled(answer, ids, is_news=True)
@@ -146,6 +161,6 @@ def gave_up(course: Course) -> ApiError:
     tries = f"after {course.trace.tries} tries"
     if course.last_cause == "timeout":
         return ApiError(504, f"the instances did not answer in time, {tries}", code="timeout")
-    if course.last_cause == "draining":
+    if course.last_cause == "refused":
         return ApiError(503, f"the instances take no requests, {tries}", retry_after_s=1)
     return ApiError(502, f"the instances failed, {tries}", code="upstream_failed")

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from xpyd_core.errors import XpydError
 
 FailureCause = Literal[
-    "connect", "reset", "incomplete", "timeout", "lost", "too_large", "draining", "status", "answer"
+    "connect", "reset", "incomplete", "timeout", "lost", "too_large", "refused", "status", "answer"
 ]
 
 

@@ -133,7 +133,7 @@ class Flow:
             exclude=frozenset(course.exclude),
             continue_at=course.sent.compatibility if course.sent else None,
         )
-        give_up = None if course.last_cause == "draining" else lambda: gave_up(course)
+        give_up = None if course.last_cause == "refused" else lambda: gave_up(course)
         choice = await self._picker.pick(want, course.deadline_s, give_up)
         attempt = Attempt(
             choice,
@@ -192,7 +192,7 @@ class Flow:
     async def _prefill(self, course: Course, attempt: Attempt, pair: Pair) -> Prefilled | None:
         """P's answer, or None where the pair does not continue: then it is dropped."""
         ask = course.ask
-        params = prefill_params(course) if pair.is_continuing else None
+        params = prefill_params(course, pair) if pair.is_continuing else None
         attempt.owes_release = True
         started_s = self._clock()
         try:
@@ -209,7 +209,7 @@ class Flow:
             raise CallFailed("answer") from error
         except (CallFailed, EngineRefused) as error:
             # P never began to send: there is nothing to release.
-            if isinstance(error, EngineRefused) or error.cause in ("connect", "draining"):
+            if isinstance(error, EngineRefused) or error.cause in ("connect", "refused"):
                 attempt.owes_release = False
             raise
         if prefilled is not None and prefilled.is_over:  # P itself cancels the transfer
@@ -267,7 +267,7 @@ class Flow:
         if course.has_decode_begun:
             raise ApiError(502, "the generating instance failed", code="decode_failed")
         course.exclude.add(instance.key)
-        if cause == "draining":
+        if cause == "refused":
             course.refusals += 1
         else:
             course.failures += 1

@@ -238,7 +238,7 @@ def test_refusals_of_draining_instances_cost_no_tries() -> None:
             fleet_.engines[3].script = serve_model
             for _ in range(6):
                 await fleet_.json()
-            refused = fleet_.metric("xpyd_router_errors_total", phase="prefill", cause="draining")
+            refused = fleet_.metric("xpyd_router_errors_total", phase="prefill", cause="refused")
             assert refused > 5  # one of six turns meets the good one at once
 
     run(work())

@@ -391,3 +391,26 @@ def test_an_answer_to_a_bare_uuid_carries_it_for_the_router_to_replace() -> None
             assert answer["id"] == f"cmpl-{UUID}"
 
     run(test())
+
+
+@pytest.mark.parametrize(("context", "status"), [(20, 200), (11, 400)])
+def test_p_refuses_what_its_d_has_no_room_for(context: int, status: int) -> None:
+    async def test() -> None:
+        async with serving(role="Prefill") as server:
+            body = to_p("hi", client_max_tokens=10)
+            body["kv_transfer_params"]["max_model_len"] = context
+            answer = await server.client.post(PATH, json=body, headers={"X-Request-Id": PAIR})
+            assert answer.status_code == status, answer.text
+
+    run(test())
+
+
+def test_text_offsets_of_a_p_that_continues_begin_behind_what_was_sent() -> None:
+    async def test() -> None:
+        async with serving(role="Prefill") as server:
+            body = to_p("hi", max_tokens=3, logprobs=0)
+            body["kv_transfer_params"]["continue_from"] = [[ord("a"), ord("b")]]
+            answer = await ask(server, body)
+            assert answer["choices"][0]["logprobs"]["text_offset"] == [2]
+
+    run(test())

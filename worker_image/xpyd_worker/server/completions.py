@@ -64,7 +64,8 @@ class CompletionFormat:
                 given[delta.index] if given else None,
             ]
             head = join_logprobs(parts)
-            own = self._own(delta.logprobs, end_of(head) if head else 0)
+            start = 0 if given else self._sent_characters(delta.index)
+            own = self._own(delta.logprobs, end_of(head) if head else start)
             logprobs = join_logprobs([head, own])
         choice = self._choice(delta, self._echo(delta.index) + delta.text, logprobs)
         if self._options.return_token_ids:

@@ -138,6 +138,8 @@ def _sampling(
     name: str,
 ) -> SamplingParams:
     model = service.model
+    if options.kv.max_model_len is not None:
+        model = replace(model, max_model_len=min(model.max_model_len, options.kv.max_model_len))
     if options.kv.client_max_tokens is not None:
         # The client's own number must fit before P computes anything.
         output_limit(

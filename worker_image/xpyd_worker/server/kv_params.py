@@ -23,12 +23,14 @@ class KvParams:
     `from_router`: the key client_max_tokens was there (its value may be null): our router asks P.
     `continue_from`: ids that each choice already put out; empty for none. `emit_from`: of how many
     of them the client has the text. `first_logprobs`: P's `logprobs` objects, per choice.
+    `max_model_len` is the smaller context of the pair: P refuses what D could not hold.
     `transfer`, `decode_incarnation` and `prompt_digest` are P's answer; empty where not given.
     """
 
     seed: int | None = None
     from_router: bool = False
     client_max_tokens: int | None = None
+    max_model_len: int | None = None
     continue_from: tuple[tuple[int, ...], ...] = ()
     emit_from: tuple[int, ...] = ()
     first_logprobs: tuple[dict[str, Any] | None, ...] = ()
@@ -49,6 +51,7 @@ def parse_kv_params(body: Fields, *, choices: int, prompts: int) -> KvParams:
         seed=fields.integer("seed", -_SEED, _SEED),
         from_router=fields.has("client_max_tokens"),
         client_max_tokens=fields.integer("client_max_tokens", 0, 2**62),
+        max_model_len=fields.integer("max_model_len", 1, 2**53),
         continue_from=continue_from,
         emit_from=_emit_from(fields, continue_from),
         first_logprobs=_first_logprobs(fields, choices),
