@@ -136,10 +136,12 @@ def test_the_first_frame_leaves_before_the_last_layer_of_the_last_chunk_ran(
 ) -> None:
     with_d()
     prefill = next(p for p in one_p.processes if p.role == "Prefill")
+    assert _greedy(one_p, cases[0]) == cases[0].ids  # the connection stands from here on
     start = len(prefill.log)
-    case = max(cases, key=lambda c: len(c.prompt))
-    assert len(case.prompt) > 3 * 64
-    assert _greedy(one_p, case) == case.ids
+    # 25 chunks: GRANT comes within the first few, whatever else the machine does.
+    prompt = list(range(300, 500)) * 8
+    answer = one_p.complete(prompt=prompt, max_tokens=2, ignore_eos=True)
+    assert answer["usage"]["completion_tokens"] == 2
     events = [json.loads(line) for line in prefill.log[start:].splitlines()]
     sent = [e["monotonic_ns"] for e in events if e["message"] == "data sent"]
     layers = [e for e in events if e["message"] == "layer done"]
