@@ -21,12 +21,15 @@ from examples.demo_model import corpus, tokens
 from examples.demo_model.small_talk import SENTENCES, SMALL_TALK, SYSTEM_PROMPTS
 from examples.demo_model.weight_file import load_weights, save_weights
 
+# Columns of one step after another; 0 is a step of the stream. Most prompts are short, and the
+# tokens of a text's first lines are few in a stream: three of four steps see only openings.
+_OPENING_TOKENS = (0, 32, 128, 32)
 _SEQUENCE_TOKENS = 512
 _BATCH_TOKENS = 4096
 # Every eighth step has sequences as long as the context, so that far positions are known too.
 _LONG_EVERY_STEPS = 8
 # Our own few sentences are read that many times more: everyone tries them first.
-_OWN_TEXT_REPEATS = 10
+_OWN_TEXT_REPEATS = 30
 _WARMUP_STEPS = 30
 _WEIGHT_DECAY = 0.02
 _REPORT_EVERY_STEPS = 20
@@ -105,6 +108,8 @@ class TokenStream:
         self._dialogues = texts.dialogues
         self._epoch = 0
         self._buffer: list[int] = []
+        self._openings: list[list[int]] = []
+        self._openings_chance = random.Random(f"openings {seed}")
 
     def next_batch(self, rows: int, columns: int) -> torch.Tensor:
         """The next `rows` x `columns` ids of the stream."""
@@ -115,9 +120,32 @@ class TokenStream:
         del self._buffer[:wanted]
         return ids
 
+    def next_openings(self, rows: int, columns: int) -> torch.Tensor:
+        """Rows that begin where an item begins (or, every fourth, anywhere in it).
+
+        In the stream nearly every token has hundreds before it; a prompt has none.
+        """
+        lines = [self._opening(columns) for _ in range(rows)]
+        return torch.tensor(lines)
+
+    def _opening(self, columns: int) -> list[int]:
+        line: list[int] = []
+        while len(line) < columns:
+            if not self._openings:
+                self._openings = self._items(self._openings_chance)
+            item = self._openings.pop()
+            inside = not line and self._openings_chance.random() < 0.25
+            line.extend(item[self._openings_chance.randrange(len(item)) if inside else 0 :])
+            line.append(self._end)
+        return line[:columns]
+
     def _next_epoch(self) -> list[int]:
         chance = random.Random(self._seed * 1000 + self._epoch)
         self._epoch += 1
+        return [token for item in self._items(chance) for token in [*item, self._end]]
+
+    def _items(self, chance: random.Random) -> list[list[int]]:
+        """Every document and a new set of conversations, in a new order."""
         rest = self._dialogues + self._dialogues[: len(SMALL_TALK)] * _OWN_TEXT_REPEATS
         chance.shuffle(rest)
         chats: list[str] = []
@@ -129,9 +157,17 @@ class TokenStream:
             system = chance.choice(SYSTEM_PROMPTS) if chance.random() < 0.25 else None
             chats.append(chat_text(turns, system))
         items = self._documents + self._documents[: len(SENTENCES)] * _OWN_TEXT_REPEATS
-        items += [e.ids for e in self._tokenizer.encode_batch(chats)]
+        items += [each.ids for each in self._tokenizer.encode_batch(chats)]
         chance.shuffle(items)
-        return [token for item in items for token in [*item, self._end]]
+        return items
+
+    def batch_of_step(self, step: int) -> torch.Tensor:
+        """What step number `step` learns from; always `_BATCH_TOKENS` ids."""
+        opening = _OPENING_TOKENS[step % len(_OPENING_TOKENS)]
+        if opening:
+            return self.next_openings(_BATCH_TOKENS // opening, opening)
+        columns = tokens.CONTEXT_TOKENS if step % _LONG_EVERY_STEPS == 0 else _SEQUENCE_TOKENS
+        return self.next_batch(_BATCH_TOKENS // columns, columns)
 
 
 def learning_rate(step: int, progress: float, peak: float) -> float:
@@ -235,7 +271,7 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("out", type=Path, help="folder to write")
-    parser.add_argument("--steps", type=int, default=2600, help="updates (default: 2600)")
+    parser.add_argument("--steps", type=int, default=3800, help="updates (default: 3800)")
     parser.add_argument("--minutes", type=float, default=600.0, help="end earlier than that")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--peak-rate", type=float, default=1e-2, help="highest learning rate")

@@ -144,7 +144,7 @@ def test_it_writes_words_of_its_corpus(model, texts):
 
 
 def test_a_chat_is_answered_by_sentences_that_end(model, tokenizer):
-    for question in ("Hello!", "Who are you?", "What is json?"):
+    for question in ("Hello!", "Who are you?", "What does os.path.join do?"):
         ids = tokenizer.apply_chat_template(
             [{"role": "user", "content": question}],
             add_generation_prompt=True,
@@ -155,11 +155,17 @@ def test_a_chat_is_answered_by_sentences_that_end(model, tokenizer):
         assert len(tokenizer.decode(written, skip_special_tokens=True).split()) > 4
 
 
-def test_it_stays_readable_far_into_its_context(model, tokenizer, texts):
-    ids = tokenizer.encode("\n".join(texts.documents[100:140]))[:2047]
-    assert len(ids) == 2047
+def losses(model, ids):
     with torch.inference_mode():
         logits = model(input_ids=torch.tensor([ids])).logits[0]
-    losses = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="none")
-    near, far = losses[64:512].mean().item(), losses[1536:].mean().item()
-    assert far < near + 1.0
+    return torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="none")
+
+
+def test_it_knows_the_last_positions_of_its_context_as_well_as_the_first(model, texts):
+    encoder = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+    ids = encoder.encode(tokens.END_OF_TEXT.join(texts.documents[100:160])).ids
+    assert len(ids) >= tokens.CONTEXT_TOKENS
+    ids = ids[: tokens.CONTEXT_TOKENS]
+    # The same 548 tokens, once after 1500 others and once after 300.
+    far, near = losses(model, ids)[1500:].mean(), losses(model, ids[1200:])[300:].mean()
+    assert far < near + 0.2

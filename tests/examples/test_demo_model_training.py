@@ -67,6 +67,22 @@ def test_batches_follow_each_other_without_a_gap():
     assert torch.equal(torch.cat(parts).flatten(), whole.flatten())
 
 
+def test_most_rows_of_openings_begin_like_a_prompt():
+    tokenizer = tokens.train_tokenizer(TEXTS.texts())
+    rows = train.TokenStream(TEXTS, tokenizer, 1).next_openings(200, 32)
+    starts = [tokenizer.decode(row.tolist()[:1], skip_special_tokens=False) for row in rows]
+    beginning = sum(start in ("Return", tokens.USER, tokens.SYSTEM) for start in starts)
+    assert rows.shape == (200, 32)
+    assert 130 <= beginning < 200
+
+
+def test_every_step_learns_from_the_same_number_of_tokens():
+    stream = train.TokenStream(TEXTS, tokens.train_tokenizer(TEXTS.texts()), 1)
+    batches = [stream.batch_of_step(step) for step in range(9)]
+    assert {batch.numel() for batch in batches} == {4096}
+    assert {batch.shape[1] for batch in batches} == {32, 128, 512, 2048}
+
+
 def test_the_learning_rate_warms_up_and_then_only_falls():
     rates = [train.learning_rate(step, step / 500, 1e-2) for step in range(501)]
     peak = rates.index(max(rates))
