@@ -52,8 +52,8 @@ def _chat(question: str, *, stream: bool) -> Ask:
 
 ASKS = (
     _chat("What does os.path.join do?", stream=True),
-    _chat("What does str.split do?", stream=False),
-    _completion("San Francisco is a", stream=False, max_tokens=10),
+    _chat("Who are you?", stream=False),
+    _completion("San Francisco is a", stream=False),
     _completion("Return a new string", stream=True),
     _completion("Open the file and return a file object. " * 12, stream=True),
     _completion("The following functions are defined by this module:", stream=False),
