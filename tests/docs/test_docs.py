@@ -1,17 +1,25 @@
 """The code blocks of README and docs are run as written.
 
-`sh` and `python` blocks of a page run in order, in one shell, from the root of the clone, with
-.venv on the PATH and a state directory of their own. Where a page starts a fleet, the router's
-usual address in its commands stands for the one that this fleet got. `yaml` and `json` blocks must
+`sh` and `python` blocks of a page run in order, in one shell, from the root of the clone, as a new
+user would: without .venv on the PATH, but with a state directory of their own. Where a page starts
+a fleet, the router's usual address in its commands stands for the one that this fleet got;
+addresses that a page chooses itself are replaced in each run, so that runs at the same time do not
+meet. `yaml` and `json` blocks must
 parse, fleets must load. `console` blocks show what those commands print: each of their lines must
 be among the lines that were printed, but for numbers and ids; `...` stands for what was left out. A
 block that cannot run in a test says why behind its language: ```` ```sh not-run: reason ````.
 """
 
+import contextlib
 import json
 import os
+import random
 import re
+import signal
+import socket
 import subprocess
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +35,8 @@ PAGE_TIMEOUT_S = 240
 _FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.M | re.S)
 USUAL_ENDPOINT = "http://127.0.0.1:10001"
 _ENDPOINT = """$(xpyd status --output json | sed -n 's/^  "endpoint": "\\(.*\\)",/\\1/p')"""
+OWN_PORT = re.compile(r"(127\.0\.0\.1:|--port )20001\b")
+OWN_NET = re.compile(r"\b127\.0\.3\.(?=\d)")
 KNOWN = {"sh", "python", "yaml", "json", "console", "text", "hex", ""}
 
 
@@ -47,7 +57,11 @@ def _blocks(page: Path) -> list[Block]:
 
 def _script(blocks: list[Block]) -> str:
     # What a page left in the background ends with its shell.
-    parts = ["set -euo pipefail", "trap 'kill $(jobs -p) 2>/dev/null || true; wait || true' EXIT"]
+    parts = [
+        "set -euo pipefail",
+        "trap 'kill $(jobs -p) 2>/dev/null || true; wait || true' EXIT",
+        'mktemp() { TMPDIR=$PAGE_FOLDER command mktemp "$@"; }',
+    ]
     preamble = len(parts)
     has_fleet = any("xpyd up" in block.code for block in blocks)
     for block in blocks:
@@ -59,6 +73,15 @@ def _script(blocks: list[Block]) -> str:
         elif block.language == "python":
             parts.append(f"python - <<'END_OF_PYTHON'\n{block.code}END_OF_PYTHON")
     return "\n".join(parts) if len(parts) > preamble else ""
+
+
+def _with_own_addresses(script: str) -> str:
+    """`script` with a free port and loopback network in place of those that pages choose."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    net = f"127.{random.randint(64, 254)}.{random.randint(0, 255)}."
+    return OWN_NET.sub(net, OWN_PORT.sub(rf"\g<1>{port}", script))
 
 
 def _normal(line: str) -> str:
@@ -87,6 +110,30 @@ def test_a_console_line_that_was_not_printed_is_found() -> None:
     block = Block("console", "", "fleet demo  Ready  http://127.0.0.1:10001\n> a ... d\ngone\n")
     output = "fleet demo Ready http://127.0.0.1:10002\n> a b c d\n"
     assert _not_printed([block], output) == ["gone"]
+
+
+def test_addresses_that_a_page_chooses_are_replaced() -> None:
+    script = "a --port 20001 --host 127.0.3.2\ncurl http://127.0.0.1:20001/ 127.0.3.1:10001"
+    replaced = _with_own_addresses(script)
+    port = re.findall(r"--port (\d+) ", replaced)[0]
+    assert f"http://127.0.0.1:{port}/" in replaced
+    assert "20001" not in replaced
+    assert "127.0.3." not in replaced
+    assert replaced.endswith(".1:10001")
+
+
+def test_a_page_that_takes_too_long_leaves_no_process(tmp_path: Path) -> None:
+    script = f"(trap '' TERM; echo $BASHPID > '{tmp_path}/pid'; while :; do sleep 0.1; done) & wait"
+    with pytest.raises(subprocess.TimeoutExpired):
+        _run_page(script, dict(os.environ), tmp_path / "output", timeout_s=2, grace_s=0.2)
+    pid = int((tmp_path / "pid").read_text())
+    assert _gone_within(lambda: _raise_if_dead(pid), 5)
+
+
+def _raise_if_dead(pid: int) -> None:
+    os.kill(pid, 0)
+    if "zombie" in Path(f"/proc/{pid}/status").read_text():  # nobody has collected it yet
+        raise ProcessLookupError
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])
@@ -124,26 +171,11 @@ RUNNABLE = [p for p in PAGES if _script(_blocks(p))]
 @pytest.mark.slow
 @pytest.mark.parametrize("page", RUNNABLE, ids=[str(p.relative_to(ROOT)) for p in RUNNABLE])
 def test_the_commands_shown_run_and_print_what_the_page_shows(page: Path, tmp_path: Path) -> None:
-    environment = {
-        **os.environ,
-        "PATH": f"{ROOT / '.venv/bin'}:{os.environ['PATH']}",
-        "XDG_STATE_HOME": str(tmp_path / "state"),
-        "TMPDIR": str(tmp_path),
-    }
+    environment = _new_users_environment(tmp_path)
     blocks = _blocks(page)
     log = tmp_path / "output"
     try:
-        with log.open("w") as output:
-            status = subprocess.run(
-                ["bash", "-c", _script(blocks)],
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=PAGE_TIMEOUT_S,
-                check=False,
-            ).returncode
+        status = _run_page(_with_own_addresses(_script(blocks)), environment, log)
         text = log.read_text()
         assert status == 0, text[-6000:]
         assert not _not_printed(blocks, text), text[-6000:]
@@ -152,6 +184,56 @@ def test_the_commands_shown_run_and_print_what_the_page_shows(page: Path, tmp_pa
     finally:
         for fleet in _fleets(environment):
             _down(fleet, environment)
+
+
+def _new_users_environment(folder: Path) -> dict[str, str]:
+    """This environment without .venv and TMPDIR, with state and temporary files in `folder`."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("TMPDIR", "VIRTUAL_ENV")}
+    folders = environment["PATH"].split(":")
+    environment["PATH"] = ":".join(f for f in folders if Path(f) != ROOT / ".venv/bin")
+    return environment | {"XDG_STATE_HOME": str(folder / "state"), "PAGE_FOLDER": str(folder)}
+
+
+def _run_page(
+    script: str,
+    environment: dict[str, str],
+    log: Path,
+    *,
+    timeout_s: float = PAGE_TIMEOUT_S,
+    grace_s: float = 10,
+) -> int:
+    """The script's exit status; when it is over, however that came, all its processes are."""
+    with log.open("w") as output:
+        shell = subprocess.Popen(
+            ["bash", "-c", script],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        return shell.wait(timeout_s)
+    finally:
+        # What was started with `xpyd up --detach` has a session of its own: `xpyd down` ends it.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(shell.pid, signal.SIGTERM)
+            _gone_within(lambda: (shell.poll(), os.killpg(shell.pid, 0)), grace_s)
+            os.killpg(shell.pid, signal.SIGKILL)
+        shell.wait()
+
+
+def _gone_within(probe: Callable[[], object], seconds: float) -> bool:
+    """Whether `probe` says within this time that there is no such process."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            probe()
+        except (ProcessLookupError, FileNotFoundError):
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def _fleets(environment: dict[str, str]) -> list[str]:
