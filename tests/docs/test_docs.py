@@ -34,7 +34,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGE_TIMEOUT_S = 240
 _FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.M | re.S)
 USUAL_ENDPOINT = "http://127.0.0.1:10001"
-_ENDPOINT = """$(xpyd status --output json | sed -n 's/^  "endpoint": "\\(.*\\)",/\\1/p')"""
+_ENDPOINT = (
+    """$(.venv/bin/xpyd status --output json | sed -n 's/^  "endpoint": "\\(.*\\)",/\\1/p')"""
+)
 OWN_PORT = re.compile(r"(127\.0\.0\.1:|--port )20001\b")
 OWN_NET = re.compile(r"\b127\.0\.3\.(?=\d)")
 KNOWN = {"sh", "python", "yaml", "json", "console", "text", "hex", ""}
