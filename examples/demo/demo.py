@@ -8,6 +8,7 @@ KV moved from P to D for each, and the greedy tokens equal those of transformers
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -24,7 +25,8 @@ HERE = Path(__file__).parent
 FLEET_FILE = HERE / "fleet.yaml"
 FLEET = "demo"
 MODEL = HERE.parent / "demo-model"
-COMMAND_TIMEOUT_S = 120
+START_TIMEOUT_S = 110
+COMMAND_TIMEOUT_S = 120  # above it: `xpyd up` itself says why a fleet did not come up
 MAX_TOKENS = 40
 
 
@@ -239,11 +241,13 @@ def show(number: int, request: Ask, answer: Answer) -> list[str]:
     say(f"   > {' '.join(answer.text.split())}")
     tokens = len(answer.ids)
     rest_s = answer.total_s - answer.ttft_s
-    speed = f"{(tokens - 1) / rest_s:.0f} tokens/s" if answer.ttft_s and tokens > 1 else ""
-    ttft = f"TTFT {answer.ttft_s * 1000:.0f} ms, {speed}" if speed else f"{answer.total_s:.2f} s"
+    if answer.ttft_s and tokens > 1:
+        speed = f"TTFT {answer.ttft_s * 1000:.0f} ms, {(tokens - 1) / rest_s:.0f} tokens/s"
+    else:  # not streamed: the whole answer's time
+        speed = f"{answer.total_s:.2f} s, {tokens / answer.total_s:.0f} tokens/s"
     say(
         f"   {answer.prefill} -> {answer.decode}: {format_bytes(answer.kv_bytes)} of KV moved,"
-        f" D computed {answer.computed_on_d} prompt tokens; {tokens} tokens, {ttft}"
+        f" D computed {answer.computed_on_d} prompt tokens; {tokens} tokens, {speed}"
     )
     equal = answer.ids == answer.expected
     say(f"   tokens equal transformers: {'yes' if equal else 'NO'}")
@@ -281,16 +285,19 @@ def main() -> int:
         return 2
     say("A fleet of 1 prefill and 3 decode engines, each a process with an address of its own.")
     oracle = Oracle()
-    up = ["up", "-f", str(FLEET_FILE), "--detach"]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        xpyd(*up)
+        xpyd("up", "-f", str(FLEET_FILE), "--detach", "--timeout", str(START_TIMEOUT_S))
+        problems = serve(oracle)
     except subprocess.CalledProcessError as error:
         return error.returncode
-    try:
-        problems = serve(oracle)
+    except KeyboardInterrupt:
+        say("\nstopped")
+        return 130
     finally:
-        say()
-        xpyd("down", FLEET)
+        if is_running():
+            say()
+            xpyd("down", FLEET)
     took_s = time.monotonic() - started
     for problem in problems:
         say(f"FAILED: {problem}")

@@ -76,8 +76,8 @@ def two_by_two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
     file = folder / "fleet.yaml"
     file.write_text(DOCUMENT.replace("NAME", "pair"))
     local = Local("pair", folder / "state")
-    local.xpyd("up", "-f", str(file), "--detach")
     try:
+        local.xpyd("up", "-f", str(file), "--detach")
         yield local
     finally:
         local.xpyd("down", "pair")
@@ -112,8 +112,8 @@ def test_kill_9_under_load_loses_no_request_and_the_process_returns(
     assert not result.wrong
     assert not result.errors
     assert result.agreed > 0
-    if role == "P":
-        assert not result.broken_streams
+    # Only streams that ran on the dead D may break: at most one for each client.
+    assert len(result.broken_streams) <= (0 if role == "P" else 32)
 
     two_by_two.wait_ready()
     after = two_by_two.pids()

@@ -33,7 +33,7 @@ def _figures(process: Process) -> dict[str, float]:
         "xpyd_kv_leases",
     )
     samples = process.metrics()
-    return {name: samples[name] for name in names if name in samples}
+    return {name: samples[name] for name in names}
 
 
 def _landings(process: Process) -> dict[str, float]:

@@ -20,6 +20,7 @@ from tests.worker.runner_driver import (
     tiny_checkpoint,
     with_params,
 )
+from xpyd_worker.model.llama import Llama
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -161,6 +162,26 @@ def test_a_step_is_one_forward_and_counts_the_prompt_tokens_in_it(llama: tuple[P
     counters = driver.runner.counters
     assert (counters.forwards, counters.prompt_tokens_computed) == (3, 21)
     assert counters.output_tokens_computed == 1
+
+
+def test_a_mixed_batch_is_one_flat_forward_of_the_model(
+    llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes: list[tuple[int, ...]] = []
+    forward = Llama.forward
+
+    def counted(model: Llama, token_ids: Any, *rest: Any) -> Any:
+        shapes.append(tuple(token_ids.shape))
+        return forward(model, token_ids, *rest)
+
+    # Counted at the model itself: the runner's own counter must not vouch for itself.
+    monkeypatch.setattr(Llama, "forward", counted)
+    driver = Driver(make_runner(llama[0]))
+    decoding, prefilling, chunked = (driver.add(p) for p in prompts(7, (9, 14, 30)))
+    driver.step([(decoding, 9)])
+    driver.step([(decoding, 1), (prefilling, 14), (chunked, 5)])
+    assert shapes == [(9,), (20,)]
+    assert driver.runner.counters.forwards == 2
 
 
 def test_each_layer_is_told_in_order_once_its_kv_is_stored(llama: tuple[Path, Any]) -> None:

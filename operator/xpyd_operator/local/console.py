@@ -12,7 +12,7 @@ from typing import TextIO
 
 from xpyd_operator.local.podlogs import Follower
 
-_SAME_LINE_S = 10.0
+_SAME_LINE_S = 3.0
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
 
@@ -66,7 +66,7 @@ class Streamer:
 
 class Progress:
     """What is being waited for, on standard error: one line that is rewritten on a terminal;
-    elsewhere a line when the text changes, at most one a second, and every ten seconds."""
+    elsewhere a line when the text changes, at most one a second, and every three seconds."""
 
     def __init__(self, every_s: float = 1.0) -> None:
         self._started_s = time.monotonic()

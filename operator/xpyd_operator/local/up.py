@@ -176,7 +176,8 @@ def _on_signal(supervisor: Supervisor) -> None:
 
 
 async def _stream(supervisor: Supervisor) -> None:
-    streamer = Streamer(PrefixWriter(sys.stdout))
+    width = max((len(pod.pod.name) for pod in supervisor.roster), default=0)
+    streamer = Streamer(PrefixWriter(sys.stdout, width))
     pods: dict[str, Path] = {}
 
     def poll() -> None:
