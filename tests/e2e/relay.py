@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import socket
 import threading
@@ -26,10 +27,6 @@ class Relay:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    @property
-    def is_stalled(self) -> bool:
-        return self._stalled.is_set()
-
     def stall_in_data(self) -> None:
         self._armed.set()
 
@@ -50,7 +47,9 @@ class Relay:
             except TimeoutError:
                 continue
             with client, socket.create_connection(self._target, timeout=5) as server:
-                self._relay(client, server)
+                with contextlib.suppress(OSError):  # one side hung up: the next may connect
+                    self._relay(client, server)
+                self.resume()
 
     def _relay(self, client: socket.socket, server: socket.socket) -> None:
         self._held.clear()
