@@ -20,6 +20,7 @@ class HeadDeadlineProtocol(HttpToolsProtocol):
     head_deadline_s = HEAD_DEADLINE_S
     _head_timer: asyncio.TimerHandle | None = None
 
+    # uvicorn narrows asyncio's BaseTransport in the same way.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._expect_head()
