@@ -106,6 +106,7 @@ def _pod_view(pod: PodProcess, site: Site, now: float) -> PodView:
         revision=pod.pod.revision,
         reason=reason,
         log=str(pod.log),
+        exit_status=pod.last_exit,
     )
 
 

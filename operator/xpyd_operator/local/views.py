@@ -12,7 +12,8 @@ class PodView(msgspec.Struct, frozen=True):
     """One pod. `state`: Starting, Ready, NotReady, Draining, Restarting or Orphaned.
 
     `http` and `kv` are its addresses (`kv` empty for the router), `reason` says why it is not
-    Ready, `failures` counts exits in a row, `restarts` all of them.
+    Ready, `failures` counts exits in a row, `restarts` all of them; `exit_status` is the last
+    process's (negative: the signal that killed it), null before a first exit.
     """
 
     name: str
@@ -29,6 +30,7 @@ class PodView(msgspec.Struct, frozen=True):
     revision: str
     reason: str = ""
     log: str = ""
+    exit_status: int | None = None
 
 
 class PoolView(msgspec.Struct, frozen=True):

@@ -17,7 +17,6 @@ from xpyd_operator.local.views import FleetView
 
 _EVERY_S = 0.1
 _MAX_FAILURES = 3
-_WRONG_INPUT = f"exit status {EXIT_USAGE}"
 _TAIL_LINES = 15
 
 
@@ -59,10 +58,13 @@ def _wait_settled(
         failed = [pod for pod in (view.pods if view else ()) if pod.failures]
         for pod in failed:
             # Wrong input stays wrong: another start would end in the same way.
-            if pod.reason == _WRONG_INPUT or pod.failures >= _MAX_FAILURES:
-                keeps = "ended" if pod.reason == _WRONG_INPUT else "keeps ending"
-                what = f"pod {pod.name} {keeps} ({pod.reason})"
-                raise FleetFailed(_with_tail(what, Path(pod.log)))
+            if pod.exit_status == EXIT_USAGE:
+                what = f"pod {pod.name} ended (exit status {EXIT_USAGE})"
+            elif pod.failures >= _MAX_FAILURES:
+                what = f"pod {pod.name} keeps ending ({pod.reason})"
+            else:
+                continue
+            raise FleetFailed(_with_tail(what, Path(pod.log)))
         text = describe(view)
         if progress.elapsed_s > timeout_s:
             what = f"not ready after {timeout_s:.0f} s: {text}"
