@@ -98,6 +98,7 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         port=args.port,
         discovery_host=args.discovery_host or host,
         discovery_port=args.discovery_port,
+        fleet=env.fleet,
         kv_key_file=args.kv_key_file or env.kv_key_file,
         heartbeat_interval_s=args.heartbeat_interval_ms / 1000,
         missed_beats=args.missed_beats,

@@ -21,6 +21,8 @@ class RouterConfig:
     """Literal address of the discovery port."""
     discovery_port: int = DISCOVERY_PORT
     """Port that engines send heartbeats to; 0 lets the system choose."""
+    fleet: str = ""
+    """The fleet's name; beats that name another are dropped. Empty: any fleet's are taken."""
     kv_key_file: Path | None = None
     """The fleet's secret; None: abandoned transfers end by their lease, nothing is released."""
     heartbeat_interval_s: float = HEARTBEAT_PERIOD_S

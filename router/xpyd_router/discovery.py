@@ -29,10 +29,16 @@ _HANDSHAKE_MS = 5_000
 
 
 class Discovery:
-    """Binds at once (UserError when it cannot); `run` serves until cancelled."""
+    """Binds at once (UserError when it cannot); `run` serves until cancelled.
 
-    def __init__(self, fleet: FleetView, metrics: RouterMetrics, *, host: str, port: int) -> None:
+    `name`: the fleet whose instances are taken; empty: any.
+    """
+
+    def __init__(
+        self, fleet: FleetView, metrics: RouterMetrics, *, host: str, port: int, name: str = ""
+    ) -> None:
         self._fleet = fleet
+        self._name = name
         self._metrics = metrics
         self._quiet_until_s = 0.0
         self._dropped = 0
@@ -94,7 +100,9 @@ class Discovery:
             if len(parts) < 2:
                 raise ProtocolError("heartbeat: no payload")
             beat = decode_heartbeat(parts[1])
-            outcome = self._fleet.apply(beat)
+            # vLLM names no fleet: who dials this port then means this one.
+            foreign = bool(self._name and beat.fleet and beat.fleet != self._name)
+            outcome = "foreign" if foreign else self._fleet.apply(beat)
         except ProtocolError as error:
             self._metrics.heartbeats.labels("malformed").inc()
             self._complain(str(error))
@@ -105,6 +113,8 @@ class Discovery:
             logger.info("instance %s: %s", name, outcome, extra={"type": beat.type})
         elif outcome == "full":
             self._complain("the registry is full")
+        elif outcome == "foreign":
+            self._complain(f"an instance of fleet {beat.fleet} beats here")
 
     def _complain(self, what: str) -> None:
         """At most one line per ten seconds: strangers must not fill the log."""

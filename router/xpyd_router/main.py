@@ -22,6 +22,7 @@ import uvloop
 
 from xpyd_core.errors import UserError
 from xpyd_core.keys import read_keys
+from xpyd_core.listen import listen
 from xpyd_router.app import Surface, build_app
 from xpyd_router.config import RouterConfig
 from xpyd_router.discovery import Discovery
@@ -50,10 +51,9 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _listen(config: RouterConfig) -> socket.socket:
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+def _listen(config: RouterConfig) -> list[socket.socket]:
     try:
-        return socket.create_server((config.host, config.port), family=family, backlog=_BACKLOG)
+        return listen(config.host, config.port, backlog=_BACKLOG)
     except OSError as error:
         where = f"{config.host}:{config.port}"
         raise UserError(f"HTTP on {where}: {error.strerror or error}") from error
@@ -77,7 +77,7 @@ class RunningRouter:
     http_port: int
     discovery_port: int
     _server: _Server
-    _listener: socket.socket
+    _listeners: list[socket.socket]
     _drain_s: float
     _stop: asyncio.Event
     _force: asyncio.Event
@@ -92,7 +92,7 @@ class RunningRouter:
 
     async def run(self) -> None:
         """Serve until `stop`, then drain."""
-        serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        serving = asyncio.create_task(self._server.serve(sockets=self._listeners))
         stopping = asyncio.create_task(self._drain())
         done, _ = await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if serving in done:
@@ -121,10 +121,14 @@ async def open_router(config: RouterConfig) -> AsyncGenerator[RunningRouter]:
     metrics = RouterMetrics()
     registry = Registry(period_s=config.heartbeat_interval_s, missed_beats=config.missed_beats)
     fleet = FleetView(registry, clock)
-    listener = _listen(config)
-    with contextlib.closing(listener):
+    with contextlib.ExitStack() as sockets:
+        listeners = [sockets.enter_context(listener) for listener in _listen(config)]
         discovery = Discovery(
-            fleet, metrics, host=config.discovery_host, port=config.discovery_port
+            fleet,
+            metrics,
+            host=config.discovery_host,
+            port=config.discovery_port,
+            name=config.fleet,
         )
         upstream = AiohttpUpstream(_source_host(config))
         releases = Releases(upstream, metrics, keys[0] if keys else None)
@@ -161,10 +165,10 @@ async def open_router(config: RouterConfig) -> AsyncGenerator[RunningRouter]:
         try:
             yield RunningRouter(
                 surface=surface,
-                http_port=listener.getsockname()[1],
+                http_port=listeners[0].getsockname()[1],
                 discovery_port=discovery.port,
                 _server=server,
-                _listener=listener,
+                _listeners=listeners,
                 _drain_s=config.drain_s,
                 _stop=asyncio.Event(),
                 _force=asyncio.Event(),

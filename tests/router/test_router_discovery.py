@@ -71,6 +71,23 @@ def test_the_base_beat_registers_with_fields_that_nobody_knows(more: dict[str, A
     run(work())
 
 
+@pytest.mark.parametrize(
+    ("beat", "result", "count"),
+    [({"fleet": "b/chat"}, "foreign", 0), ({"fleet": "a/chat"}, "new", 1), ({}, "new", 1)],
+    ids=["another-fleet", "own", "unnamed"],
+)
+def test_a_fleet_takes_only_its_own_instances(
+    beat: dict[str, Any], result: str, count: int
+) -> None:
+    async def work() -> None:
+        async with fleet(fleet="a/chat") as fleet_:
+            await say(fleet_, msgspec.msgpack.encode({**BASE, **beat}))
+            assert fleet_.metric("xpyd_router_heartbeats_total", result=result) == 1
+            assert len(known(fleet_)) == count
+
+    run(work())
+
+
 def test_strangers_on_the_port_harm_nobody() -> None:
     async def work() -> None:
         async with pair() as (fleet_, p, _):

@@ -247,10 +247,10 @@ async def serving(
         )
         api.service = Service(model, Place(role, "my-inc", (KEY,), 1.5), bridge, max_requests)
         lifecycle.become("Ready")
-    sock = listen("127.0.0.1", 0)
+    sockets = listen("127.0.0.1", 0)
     server: Server = make_server(create_app(api))
-    task = asyncio.create_task(server.serve(sockets=[sock]))
-    address = sock.getsockname()
+    task = asyncio.create_task(server.serve(sockets=sockets))
+    address = sockets[0].getsockname()
     url = f"http://127.0.0.1:{address[1]}"
     try:
         async with httpx.AsyncClient(base_url=url, timeout=10, verify=False) as client:

@@ -151,6 +151,18 @@ def test_when_the_engine_is_gone_nobody_waits(stream: bool) -> None:
     run(test())
 
 
+@pytest.mark.parametrize("ready", [False, True])
+def test_a_process_that_loads_or_serves_is_alive_and_a_failed_one_is_not(ready: bool) -> None:
+    async def test() -> None:
+        async with serving(ready=ready) as server:
+            assert (await server.client.get("/live")).status_code == 200
+            assert (await server.client.get("/health")).status_code == (200 if ready else 503)
+            server.api.lifecycle.fail()
+            assert (await server.client.get("/live")).status_code == 503
+
+    run(test())
+
+
 def test_metrics_show_the_engines_counters_and_latencies() -> None:
     async def test() -> None:
         async with serving() as server:

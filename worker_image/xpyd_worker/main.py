@@ -80,14 +80,14 @@ class _Worker:
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
-        sock = self._listen()
+        sockets = self._listen()
         server = self._server
-        serving = asyncio.create_task(server.serve(sockets=[sock]))
+        serving = asyncio.create_task(server.serve(sockets=sockets))
         try:
             loaded = await self._load()
             if loaded is None:
                 return 0
-            return await self._serve_loaded(loaded, sock.getsockname()[1])
+            return await self._serve_loaded(loaded, sockets[0].getsockname()[1])
         finally:
             server.should_exit = True
             await serving
@@ -105,7 +105,7 @@ class _Worker:
         _log.info("got %s", signal.Signals(number).name)
         self._signalled.set()
 
-    def _listen(self) -> socket.socket:
+    def _listen(self) -> list[socket.socket]:
         config = self._config
         try:
             return listen(config.host, config.port)

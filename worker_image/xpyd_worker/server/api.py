@@ -191,6 +191,12 @@ class Api:
             {"status": "failed" if self.lifecycle.failed else self.lifecycle.state}, status
         )
 
+    async def live(self) -> Response:
+        """GET /live: 200 while this process works, also while it loads or drains."""
+        return json_response(
+            {"status": self.lifecycle.state}, 503 if self.lifecycle.failed else 200
+        )
+
     async def show_metrics(self) -> Response:
         """GET /metrics, in Prometheus' text format."""
         body, content_type = self.metrics.render()
@@ -293,6 +299,7 @@ def create_app(api: Api) -> Quart:
     app.add_url_rule("/v1/models", view_func=api.models, methods=["GET"])
     app.add_url_rule("/v1/models/<path:name>", view_func=api.model, methods=["GET"])
     app.add_url_rule("/health", view_func=api.health, methods=["GET"])
+    app.add_url_rule("/live", view_func=api.live, methods=["GET"])
     app.add_url_rule("/metrics", "metrics", view_func=api.show_metrics, methods=["GET"])
     app.add_url_rule("/kv/release", view_func=api.release, methods=["POST"])
     return app

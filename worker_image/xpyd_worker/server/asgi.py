@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import uvicorn
 
+import xpyd_core.listen
 from xpyd_worker.server.http_protocol import HeadDeadlineProtocol
 
 Scope = MutableMapping[str, Any]
@@ -72,9 +73,6 @@ def make_server(app: object) -> Server:
     return Server(config)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; OSError when the address is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    sock.setblocking(False)
-    return sock
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Listening sockets, the one on `host` first; OSError when the address is taken."""
+    return xpyd_core.listen.listen(host, port, backlog=_BACKLOG)

@@ -1,0 +1,48 @@
+"""Listening sockets of the programs' HTTP ports.
+
+A pod listens on its own address, never on 0.0.0.0: the address that heartbeats name is the one that
+is served. `kubectl port-forward` and a person in the pod dial the loopback address, so a program on
+another address listens there too.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+
+_log = logging.getLogger(__name__)
+
+
+def loopback_beside(host: str) -> str | None:
+    """The loopback address to listen on beside `host`; None where `host` already covers it."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return None
+    if address.is_loopback or address.is_unspecified:
+        return None
+    return "127.0.0.1" if address.version == 4 else "::1"
+
+
+def listen(host: str, port: int, *, backlog: int) -> list[socket.socket]:
+    """Non-blocking listeners on `host` (first) and the loopback address beside it, on one port.
+
+    Raises OSError when `host` cannot be had; the loopback is done without where it is taken.
+    """
+    sockets = [_server(host, port, backlog)]
+    beside = loopback_beside(host)
+    if beside is not None:
+        real_port: int = sockets[0].getsockname()[1]
+        try:
+            sockets.append(_server(beside, real_port, backlog))
+        except OSError as error:
+            _log.warning("not listening on %s:%d too: %s", beside, real_port, error.strerror)
+    return sockets
+
+
+def _server(host: str, port: int, backlog: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.create_server((host, port), family=family, backlog=backlog)
+    sock.setblocking(False)
+    return sock
