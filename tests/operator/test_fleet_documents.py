@@ -68,7 +68,7 @@ def test_defaults_are_those_of_the_api():
         21001,
         "Recompute",
     )
-    assert (kv.buffer_size, kv.host_pool_size) == ("10%", "4Gi")
+    assert (kv.buffer_size, kv.host_pool_size) == ("10%", None)
     assert (kv.lease_seconds, kv.wait_seconds) == (30, 10)
     assert (spec.heartbeat.interval_milliseconds, spec.heartbeat.missed_beats) == (3000, 3)
     assert (spec.drain.timeout_seconds, spec.router.policy) == (300, "RoundRobin")

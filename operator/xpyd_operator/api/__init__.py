@@ -1,38 +1,58 @@
 """The InferenceFleet document as typed values, the same for the cluster and for local mode.
 
-`load_fleet` and `parse_fleet` are the only ways in: they report all mistakes at once. Nothing here
-knows how a fleet is run.
+`load_fleet`, `parse_fleet` and `parse_object` are the only ways in: they report all mistakes at
+once. Nothing here knows how a fleet is run.
 """
 
-from xpyd_operator.api.fleet import (
-    Drain,
+from xpyd_operator.api.fleet import InferenceFleet, Metadata, Spec
+from xpyd_operator.api.fleetpool import PoolSpec
+from xpyd_operator.api.load import load_fleet, parse_fleet, parse_object
+from xpyd_operator.api.model import (
     Engine,
+    EnvSource,
     EnvVar,
-    Heartbeat,
-    InferenceFleet,
-    KvTransfer,
-    Metadata,
+    FieldRef,
+    KeyRef,
     Model,
-    Pool,
-    Resources,
-    Router,
-    Spec,
+    ModelCache,
+    SecretRef,
 )
-from xpyd_operator.api.load import load_fleet, parse_fleet
+from xpyd_operator.api.pool import Parallelism, Pool, Resources, Scaling
+from xpyd_operator.api.router import (
+    Drain,
+    Heartbeat,
+    KvKeyRef,
+    KvTransfer,
+    NetworkPolicy,
+    Router,
+    Service,
+)
 
 __all__ = [
     "Drain",
     "Engine",
+    "EnvSource",
     "EnvVar",
+    "FieldRef",
     "Heartbeat",
     "InferenceFleet",
+    "KeyRef",
+    "KvKeyRef",
     "KvTransfer",
     "Metadata",
     "Model",
+    "ModelCache",
+    "NetworkPolicy",
+    "Parallelism",
     "Pool",
+    "PoolSpec",
     "Resources",
     "Router",
+    "Scaling",
+    "SecretRef",
+    "Service",
     "Spec",
     "load_fleet",
     "parse_fleet",
+    "parse_object",
 ]

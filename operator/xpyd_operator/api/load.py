@@ -7,7 +7,7 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -68,6 +68,21 @@ def parse_fleet(content: bytes, *, source: str) -> InferenceFleet:
             raise UserError(
                 f"{source}: {name}: given {fields[name]!r:.80}; supported values: {value}"
             )
+    return _validate(fields, source)
+
+
+def parse_object(obj: Mapping[str, Any]) -> InferenceFleet:
+    """The fleet in an object of the Kubernetes API, whose status and bookkeeping are left out.
+
+    UserError with all mistakes: the object was stored under the rules of another version.
+    """
+    metadata = cast("dict[str, Any]", obj.get("metadata") or {})
+    names = {key: metadata[key] for key in ("name", "namespace") if key in metadata}
+    fields = {key: obj[key] for key in ("apiVersion", "kind", "spec") if key in obj}
+    return _validate({**fields, "metadata": names}, metadata.get("name", "object"))
+
+
+def _validate(fields: Mapping[str, object], source: str) -> InferenceFleet:
     try:
         return InferenceFleet.model_validate(fields)
     except ValidationError as error:

@@ -10,9 +10,9 @@ from typing import Any, cast
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from xpyd_operator.api.base import RULE
 from xpyd_operator.api.fleet import InferenceFleet
 from xpyd_operator.api.later import FIELDS, VALUES
+from xpyd_operator.api.rules import DUPLICATE, RULE
 
 _MAX_GIVEN = 60
 _Loc = tuple[int | str, ...]
@@ -47,6 +47,8 @@ def _below(loc: _Loc, above: _Loc) -> bool:
 def _line(item: ErrorDetails, root: _Schema) -> str:
     loc, kind = item["loc"], item["type"]
     path = path_of(loc)
+    if kind == DUPLICATE:
+        return f"{path}: Duplicate value {item.get('ctx', {})['value']!r}"
     if kind == RULE:
         return f"{path}: {item['msg']}"
     general = path_of(tuple("[]" if isinstance(part, int) else part for part in loc))

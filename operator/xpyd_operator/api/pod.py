@@ -1,0 +1,82 @@
+"""The outer shape of a pod template; what its spec holds is Kubernetes' own and checked there."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import (
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidatorFunctionWrapHandler,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
+
+from xpyd_operator.api.base import ApiModel
+
+Labels = Annotated[
+    dict[
+        Annotated[str, Field(max_length=317)],
+        Annotated[str, Field(max_length=63)],
+    ],
+    Field(max_length=64),
+]
+Annotations = Annotated[
+    dict[
+        Annotated[str, Field(max_length=317)],
+        Annotated[str, Field(max_length=16384)],
+    ],
+    Field(max_length=64),
+]
+
+
+class PodMetadata(ApiModel):
+    """Metadata of the pods, beside what the operator sets."""
+
+    labels: Labels = Field(default_factory=dict[str, str])
+    """Labels of the pods; the operator's own cannot be set."""
+    annotations: Annotations = Field(default_factory=dict[str, str])
+    """Annotations of the pods."""
+
+
+class PodTemplate(ApiModel):
+    """Merged strategically into the pods: lists by name, maps key by key."""
+
+    metadata: PodMetadata = PodMetadata()
+    """Labels and annotations of the pods."""
+    spec: dict[str, Any] = Field(
+        default_factory=dict[str, Any],
+        json_schema_extra={"x-kubernetes-preserve-unknown-fields": True},
+    )
+    """A PodSpec: nodeSelector, tolerations, affinity, topologySpreadConstraints, volumes,
+    containers, ... Fields that the operator owns are refused by a condition."""
+
+
+class _ShapedLike:
+    """See shaped_like()."""
+
+    def __init__(self, model: type[ApiModel]) -> None:
+        self._model = model
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        model = handler.generate_schema(self._model)
+        checked = core_schema.no_info_wrap_validator_function(_keep, model)
+        return core_schema.nullable_schema(checked)
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return handler(schema)
+
+
+def _keep(value: object, handler: ValidatorFunctionWrapHandler) -> object:
+    handler(value)
+    return value
+
+
+def shaped_like(model: type[ApiModel]) -> _ShapedLike:
+    """The value is checked as `model` is, and kept as the map that it was."""
+    return _ShapedLike(model)

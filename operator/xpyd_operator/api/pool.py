@@ -1,0 +1,168 @@
+"""spec.pools[]: instances of one role, their devices, bounds and pods."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import BeforeValidator, Field
+
+from xpyd_operator.api.base import DNS_LABEL, ApiModel, DnsName, Size, no_null
+from xpyd_operator.api.pod import PodTemplate, shaped_like
+from xpyd_operator.api.rules import Check, ListCheck, matching, rule, transition
+
+Role = Literal["Prefill", "Decode", "Aggregated"]
+ROUTER = "router"
+"""The router's place in pod names; a pool of this name would take it."""
+POOL_NAME = matching(
+    DNS_LABEL, "must be a DNS label of at most 16 characters that begins with a letter"
+)
+
+
+def _roles_fit(raw: list[Any]) -> bool:
+    maps = [cast("dict[str, Any]", item) for item in raw if isinstance(item, dict)]
+    known = [m.get("role") for m in maps if m.get("role") in ("Prefill", "Decode", "Aggregated")]
+    if not known or len(known) < len(raw):
+        return True  # a role that is wrong itself says enough
+    return set(known) == {"Aggregated"} or {"Prefill", "Decode"} <= set(known)
+
+
+POOL_ROLES = ListCheck(
+    "self.all(p, p.role == 'Aggregated') || "
+    "(self.exists(p, p.role == 'Prefill') && self.exists(p, p.role == 'Decode'))",
+    "a fleet needs at least one Prefill and one Decode pool, or only Aggregated pools",
+    _roles_fit,
+)
+
+
+class Parallelism(ApiModel):
+    """How one instance splits the model. The pods of an instance follow from it."""
+
+    tensor: Annotated[int, Field(ge=1, le=64)] = 1
+    """Devices that share each layer."""
+    pipeline: Annotated[int, Field(ge=1, le=64)] = 1
+    """Groups of devices that share the layers among them."""
+
+
+class Resources(ApiModel):
+    """Devices and memory of one pod of an instance."""
+
+    gpus: Annotated[int, Field(ge=0, le=16)] = 1
+    """GPUs of a pod; 0: the instance is one pod on the CPU. Local mode runs only these."""
+    gpu_resource_name: Annotated[
+        str,
+        Field(max_length=253),
+        matching(
+            "[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?",
+            "must be a device plugin's resource such as nvidia.com/gpu",
+        ),
+    ] = ""
+    """Resource of the device plugin that gives the GPUs; none: nvidia.com/gpu."""
+    device_class_name: DnsName = ""
+    """DeviceClass (dynamic resource allocation) that gives the GPUs, instead of a plugin."""
+    shared_memory: Size = "8Gi"
+    """Most that /dev/shm of a pod may hold."""
+
+    @rule(
+        "!has(self.deviceClassName) || !has(self.gpuResourceName)",
+        "deviceClassName (DRA) and gpuResourceName (device plugin) exclude each other; "
+        "leave one out",
+        field="deviceClassName",
+    )
+    def _is_one(self) -> bool:
+        return not self.device_class_name or not self.gpu_resource_name
+
+
+class Scaling(ApiModel):
+    """Bounds that the pool's replicas keep, whoever scales it."""
+
+    min_replicas: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Fewest instances."""
+    max_replicas: Annotated[
+        Annotated[int, Field(ge=1, le=1024)] | None, BeforeValidator(no_null)
+    ] = None
+    """Most instances; none: 1024."""
+
+    @rule(
+        "!has(self.maxReplicas) || self.minReplicas <= self.maxReplicas",
+        "minReplicas must not exceed maxReplicas",
+        field="minReplicas",
+    )
+    def _are_in_order(self) -> bool:
+        return self.max_replicas is None or self.min_replicas <= self.max_replicas
+
+
+class Pool(ApiModel):
+    """Instances of one role."""
+
+    name: Annotated[
+        str,
+        Field(max_length=16),
+        POOL_NAME,
+        Check(
+            "self != 'router'",
+            "must not be 'router': that is the name of the fleet's router",
+            lambda name: name != ROUTER,
+        ),
+    ]
+    """A DNS label that begins with a letter; pod names hold it."""
+    role: Role
+    """What its instances do: prefill, decode, or both (Aggregated). Never changes."""
+    replicas: Annotated[Annotated[int, Field(ge=0, le=1024)] | None, BeforeValidator(no_null)] = (
+        None
+    )
+    """Instances. The last declared value wins once: to apply the same document again does not undo
+    a scale. None: what was scaled to, 1 at first."""
+    parallelism: Parallelism = Parallelism()
+    """How one instance splits the model."""
+    resources: Resources = Resources()
+    """Devices and memory of one pod of an instance."""
+    scaling: Scaling = Scaling()
+    """Bounds that the pool's replicas keep, whoever scales it."""
+    template: Annotated[
+        dict[str, Any] | None, shaped_like(PodTemplate), BeforeValidator(no_null)
+    ] = None
+    """Merged into the engines' pods in a cluster; the engine's container is `engine`."""
+
+    @rule(
+        "self.resources.gpus == 0 || "
+        "self.parallelism.tensor * self.parallelism.pipeline <= self.resources.gpus || "
+        "self.parallelism.tensor * self.parallelism.pipeline % self.resources.gpus == 0",
+        "parallelism.tensor * pipeline must fit in one pod or fill a whole number of pods of "
+        "resources.gpus each",
+        field="parallelism",
+    )
+    def _fills_pods(self) -> bool:
+        gpus, size = self.resources.gpus, self.parallelism.tensor * self.parallelism.pipeline
+        return gpus == 0 or size <= gpus or size % gpus == 0
+
+    @rule(
+        "self.resources.gpus == 0 || (self.parallelism.tensor <= self.resources.gpus && "
+        "self.resources.gpus % self.parallelism.tensor == 0)",
+        "parallelism.tensor must divide resources.gpus: a tensor group never leaves its pod",
+        field="parallelism.tensor",
+    )
+    def _tensor_stays_in_a_pod(self) -> bool:
+        gpus, tensor = self.resources.gpus, self.parallelism.tensor
+        return gpus == 0 or (tensor <= gpus and gpus % tensor == 0)
+
+    @rule(
+        "!has(self.replicas) || (self.replicas >= self.scaling.minReplicas && "
+        "(!has(self.scaling.maxReplicas) || self.replicas <= self.scaling.maxReplicas))",
+        "replicas must lie within scaling.minReplicas and scaling.maxReplicas",
+        field="replicas",
+    )
+    def _keeps_its_bounds(self) -> bool:
+        if self.replicas is None:
+            return True
+        most = self.scaling.max_replicas
+        return self.replicas >= self.scaling.min_replicas and (
+            most is None or self.replicas <= most
+        )
+
+    @transition(
+        "self.role == oldSelf.role",
+        "role is immutable; add a new pool and remove this one",
+        field="role",
+    )
+    def _keeps_its_role(self, before: Pool) -> bool:
+        return self.role == before.role

@@ -1,0 +1,218 @@
+"""A rule of the API: CEL for the API server, its Python twin for `xpyd up`, one message for both.
+
+A rule over several fields is a method of its model (`@rule`), one over a single value is a `Check`
+in the value's annotation. xpyd_operator.api.crd reads both out of the JSON schema, so that text
+and twin stand in one place. Only `Transition` rules, which compare with the object before, are
+asked for apart (xpyd_operator.api.changes). Knows no field of the document.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
+
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidatorFunctionWrapHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import (
+    CoreSchema,
+    InitErrorDetails,
+    PydanticCustomError,
+    ValidationError,
+    core_schema,
+)
+
+M = TypeVar("M")
+VALIDATIONS = "x-kubernetes-validations"
+RULE = "rule"
+"""pydantic's error type for the rules that are ours: their message says all."""
+DUPLICATE = "duplicate"
+"""pydantic's error type for the second of two equal items; `key` in its context is their key."""
+
+
+def broken(message: str) -> PydanticCustomError:
+    """One of our own rules is broken; raised by a field's validator."""
+    return PydanticCustomError(RULE, "{text}", {"text": message})
+
+
+def duplicate(key: str, value: str) -> PydanticCustomError:
+    """A second item of a list is equal to one before, or has an equal field `key`."""
+    return PydanticCustomError(DUPLICATE, "duplicate", {"key": key, "value": value})
+
+
+def mistake(error: PydanticCustomError, *loc: str | int) -> InitErrorDetails:
+    """One mistake at `loc`, relative to the value that is being checked."""
+    return InitErrorDetails(type=error, loc=loc, input=None)
+
+
+def raise_all(mistakes: Iterable[InitErrorDetails]) -> None:
+    """Report the mistakes together, if there is one."""
+    if found := list(mistakes):
+        raise ValidationError.from_exception_data("rules", found)
+
+
+@dataclass(frozen=True)
+class Rule(Generic[M]):
+    """A method of a model that must hold; `field` names the one at fault, camelCase."""
+
+    cel: str
+    message: str
+    field: str
+    holds: Callable[[M], bool]
+
+    def schema(self) -> dict[str, str]:
+        """The rule as an entry of x-kubernetes-validations."""
+        path = {"fieldPath": f".{self.field}"} if self.field else {}
+        return {"rule": self.cel, "message": self.message, **path}
+
+
+def rule(cel: str, message: str, *, field: str = "") -> Callable[[Callable[[M], bool]], Rule[M]]:
+    """Makes a method of an ApiModel the twin of `cel`: True where the rule holds."""
+    return lambda holds: Rule(cel, message, field, holds)
+
+
+@dataclass(frozen=True)
+class Transition(Generic[M]):
+    """A rule over a model and its value before; `field` names the one at fault, camelCase."""
+
+    cel: str
+    message: str
+    field: str
+    holds: Callable[[M, M], bool]
+
+    def schema(self) -> dict[str, str]:
+        """The rule as an entry of x-kubernetes-validations."""
+        return {"rule": self.cel, "message": self.message, "fieldPath": f".{self.field}"}
+
+
+def transition(
+    cel: str, message: str, *, field: str
+) -> Callable[[Callable[[M, M], bool]], Transition[M]]:
+    """As `rule`; the method gets the model and the one before."""
+    return lambda holds: Transition(cel, message, field, holds)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A rule over one value, for `Annotated`. Asked only where the value's type is right."""
+
+    cel: str
+    message: str
+    holds: Callable[[Any], bool]
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        found = handler(schema)
+        found.setdefault(VALIDATIONS, []).append({"rule": self.cel, "message": self.message})
+        return found
+
+    def _check(self, value: object) -> object:
+        if not self.holds(value):
+            raise broken(self.message)
+        return value
+
+
+@dataclass(frozen=True)
+class ListCheck:
+    """As Check, over a whole list, reported beside the mistakes of its items, not instead of them.
+
+    `holds` sees the raw list, whose items may be anything.
+    """
+
+    cel: str
+    message: str
+    holds: Callable[[list[Any]], bool]
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_wrap_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        found = handler(schema)
+        found.setdefault(VALIDATIONS, []).append({"rule": self.cel, "message": self.message})
+        return found
+
+    def _check(self, value: object, handler: ValidatorFunctionWrapHandler) -> object:
+        fine = self.holds(_items(value))
+        return _beside([] if fine else [mistake(broken(self.message))], value, handler)
+
+
+@dataclass(frozen=True)
+class Unique:
+    """Items of a list, or their field `key`, must differ; the second of two equal is at fault."""
+
+    key: str = ""
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_wrap_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        found = handler(schema)
+        found["x-kubernetes-list-type"] = "map" if self.key else "set"
+        if self.key:
+            found["x-kubernetes-list-map-keys"] = [self.key]
+        return found
+
+    def _check(self, value: object, handler: ValidatorFunctionWrapHandler) -> object:
+        return _beside(list(self._duplicates(_items(value))), value, handler)
+
+    def _duplicates(self, raw: list[Any]) -> Iterable[InitErrorDetails]:
+        seen: set[Hashable] = set()
+        for index, item in enumerate(raw):
+            value: object = item
+            if self.key and isinstance(item, dict):
+                value = cast("dict[str, object]", item).get(self.key)
+            if not isinstance(value, str):
+                continue
+            if value in seen:
+                yield mistake(duplicate(self.key, value), index)
+            seen.add(value)
+
+
+def _items(value: object) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else []
+
+
+def _beside(
+    mistakes: list[InitErrorDetails], value: object, handler: ValidatorFunctionWrapHandler
+) -> object:
+    """The validated value, or its own mistakes and then these."""
+    try:
+        result: object = handler(value)
+    except ValidationError as error:
+        raise_all([*_details(error), *mistakes])
+        raise
+    raise_all(mistakes)
+    return result
+
+
+def _details(error: ValidationError) -> Iterable[InitErrorDetails]:
+    for item in error.errors(include_url=False):
+        kind, context = item["type"], item.get("ctx", {})
+        error_type: str | PydanticCustomError = kind
+        if kind == RULE:
+            error_type, context = broken(item["msg"]), {}
+        elif kind == DUPLICATE:
+            error_type, context = duplicate(context["key"], context["value"]), {}
+        yield InitErrorDetails(type=error_type, loc=item["loc"], input=item["input"], ctx=context)
+
+
+def matching(pattern: str, message: str) -> Check:
+    """The whole text must match `pattern`, which Python and RE2 read alike."""
+    quoted = pattern.replace("\\", "\\\\").replace("'", "\\'")
+    found = re.compile(pattern, re.ASCII)
+    return Check(f"self.matches('^({quoted})$')", message, lambda v: bool(found.fullmatch(v)))
