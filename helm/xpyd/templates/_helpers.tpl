@@ -1,0 +1,125 @@
+{{/* The release's name, with the chart's in it: xpyd for `helm install xpyd`. */}}
+{{- define "xpyd.fullname" -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else if contains $name .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "xpyd.operatorName" -}}
+{{- include "xpyd.fullname" . }}-operator
+{{- end -}}
+
+{{/* Releases for some namespaces only may share a cluster, so theirs carries the namespace. */}}
+{{- define "xpyd.clusterName" -}}
+{{- include "xpyd.fullname" . -}}
+{{- if .Values.watchNamespaces -}}-{{ .Release.Namespace }}{{- end -}}
+{{- end -}}
+
+{{- define "xpyd.serviceAccountName" -}}
+{{- default (include "xpyd.operatorName" .) .Values.serviceAccount.name -}}
+{{- end -}}
+
+{{- define "xpyd.uninstallName" -}}
+{{- include "xpyd.fullname" . }}-uninstall
+{{- end -}}
+
+{{- define "xpyd.selector" -}}
+app.kubernetes.io/name: xpyd-operator
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{/* Labels of everything but the CRDs; no fleet's child has them. */}}
+{{- define "xpyd.labels" -}}
+{{ include "xpyd.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end -}}
+
+{{/* What cannot work is said before anything is installed. */}}
+{{- define "xpyd.validate" -}}
+{{- with .Values.images -}}
+{{- if and (not .registry) (not .local) -}}
+{{- fail "\n\nxpyd's images are not published anywhere yet. Either\n  build and push them:    make images push REGISTRY=registry.example.com/team\n  and install with:       --set images.registry=registry.example.com/team\nor load them on every node and install with --set images.local=true" -}}
+{{- end -}}
+{{- if and .registry .local -}}
+{{- fail "\n\nimages.registry and images.local exclude each other: images come from a registry or lie on the nodes" -}}
+{{- end -}}
+{{- end -}}
+{{- if and (not .Values.uninstall.deleteFleets) .Values.crds.install (not .Values.crds.keep) -}}
+{{- fail "\n\nuninstall.deleteFleets=false needs crds.keep=true: without its CRD no fleet can stay" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* image of "operator", "router" or "worker": include "xpyd.image" (list $ "worker") */}}
+{{- define "xpyd.image" -}}
+{{- $root := index . 0 -}}
+{{- $images := $root.Values.images -}}
+{{- $image := index $images (index . 1) -}}
+{{- with $images.registry }}{{ trimSuffix "/" . }}/{{ end -}}
+{{- $image.repository -}}
+{{- if $image.digest -}}@{{ $image.digest }}{{- else -}}:{{ default $root.Chart.AppVersion $image.tag }}{{- end -}}
+{{- end -}}
+
+{{- define "xpyd.pullSecrets" -}}
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Pod security "restricted", for every pod of the chart. */}}
+{{- define "xpyd.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
+
+{{- define "xpyd.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop:
+    - ALL
+{{- end -}}
+
+{{- define "xpyd.scheduling" -}}
+{{- with .Values.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* Annotations of an object that exists only while `helm uninstall` runs; the argument is its place. */}}
+{{- define "xpyd.uninstallHook" -}}
+helm.sh/hook: pre-delete
+helm.sh/hook-weight: {{ . | quote }}
+helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
+{{- end -}}
+
+{{/* Labels of a pod that is not the operator, so no Service leads to it: (list $ "uninstall") */}}
+{{- define "xpyd.jobLabels" -}}
+{{- $root := index . 0 -}}
+app.kubernetes.io/name: xpyd-{{ index . 1 }}
+app.kubernetes.io/instance: {{ $root.Release.Name }}
+app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ $root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" }}
+{{- end -}}

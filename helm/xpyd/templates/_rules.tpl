@@ -1,0 +1,63 @@
+{{/*
+What the operator may do where it serves fleets. It creates by server-side apply, which needs
+create and patch. It makes Secrets with KV keys and can read none.
+*/}}
+{{- define "xpyd.operatorRules" -}}
+- apiGroups: [xpyd.dev]
+  resources: [inferencefleets]
+  verbs: [get, list, watch, patch]
+- apiGroups: [xpyd.dev]
+  resources: [inferencefleetpools]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [xpyd.dev]
+  resources: [inferencefleets/status, inferencefleetpools/status]
+  verbs: [patch]
+# Owner references that block deletion need it where the API server enforces them.
+- apiGroups: [xpyd.dev]
+  resources: [inferencefleets/finalizers]
+  verbs: [update]
+- apiGroups: [apps]
+  resources: [deployments]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [leaderworkerset.x-k8s.io]
+  resources: [leaderworkersets]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [""]
+  resources: [services, serviceaccounts]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [resource.k8s.io]
+  resources: [resourceclaimtemplates]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [get, list, watch]
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [create]
+- apiGroups: [""]
+  resources: [events]
+  verbs: [create, patch]
+{{- end -}}
+
+{{/* What it needs of the whole cluster: which kinds exist. */}}
+{{- define "xpyd.clusterRules" -}}
+- apiGroups: [apiextensions.k8s.io]
+  resources: [customresourcedefinitions]
+  verbs: [get, list, watch]
+{{- end -}}
+
+{{/* The uninstall hook deletes fleets and sees whether their pods are gone. */}}
+{{- define "xpyd.uninstallRules" -}}
+- apiGroups: [xpyd.dev]
+  resources: [inferencefleets]
+  verbs: [list, delete]
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [list]
+{{- end -}}
