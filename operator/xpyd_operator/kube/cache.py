@@ -1,0 +1,188 @@
+"""What the API server was last heard to say about fleets and what belongs to them.
+
+Fed by the watches' lists and events and by the answers to our own writes, whichever is newer; read
+by the reconciler. Owned by one event loop. It holds no decision and makes no call.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from xpyd_operator.kube.kinds import FLEET, FLEET_LABEL, WATCHED, Kind, Obj
+
+_MAX_REMOVED = 4096
+"""Own deletions that are remembered until the watch has told of them too."""
+
+
+class FleetKey(NamedTuple):
+    """A fleet's namespace and name."""
+
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
+@dataclass
+class _FleetEntry:
+    document: Obj | None = None
+    children: dict[Kind, dict[str, Obj]] = field(default_factory=dict[Kind, dict[str, Obj]])
+
+
+class Cache:
+    """Objects by fleet. Methods that change it return the fleets that have something to look at.
+
+    Every object carries its resourceVersion: what is older than what is held is ignored, so that
+    an event that was sent before our own write does not undo its answer.
+    """
+
+    def __init__(self, kinds: Iterable[Kind] = WATCHED) -> None:
+        self._fleets: dict[FleetKey, _FleetEntry] = {}
+        self._where: dict[Kind, dict[tuple[str, str], FleetKey]] = {kind: {} for kind in kinds}
+        self._removed: OrderedDict[str, None] = OrderedDict()
+
+    def document(self, key: FleetKey) -> Obj | None:
+        """The fleet's object, None: there is none."""
+        entry = self._fleets.get(key)
+        return entry.document if entry else None
+
+    def documents(self) -> Iterator[FleetKey]:
+        """Every fleet that has an object."""
+        return (key for key, entry in self._fleets.items() if entry.document is not None)
+
+    def children(self, key: FleetKey) -> Mapping[Kind, Mapping[str, Obj]]:
+        """The fleet's objects by kind and name. Not to be changed, and only good until an await."""
+        entry = self._fleets.get(key)
+        return entry.children if entry else {}
+
+    def find(self, kind: Kind, namespace: str, name: str) -> Obj | None:
+        """One object, whatever its fleet."""
+        key = self._where[kind].get((namespace, name))
+        if key is None:
+            return None
+        return self._held(kind, key, name)
+
+    def put(self, kind: Kind, obj: Obj) -> set[FleetKey]:
+        """Take a trimmed object that is there; empty if it says nothing new."""
+        namespace, name = obj["metadata"]["namespace"], obj["metadata"]["name"]
+        before = self.find(kind, namespace, name)
+        if before is not None and not _is_newer(obj, before):
+            return set()
+        if obj["metadata"]["uid"] in self._removed and not _is_leaving(obj):
+            return set()
+        key = self._key(kind, obj)
+        touched: set[FleetKey] = set()
+        old = self._where[kind].get((namespace, name))
+        if old is not None and old != key:
+            touched |= self._take_out(kind, namespace, name)
+        if key is None:
+            return touched
+        self._hold(kind, key, name, obj)
+        self._where[kind][namespace, name] = key
+        if before is None or not _same(before, obj):
+            touched.add(key)
+        return touched
+
+    def remove(self, kind: Kind, obj: Obj) -> set[FleetKey]:
+        """Take note that `obj` is gone, as a watch says."""
+        metadata = obj["metadata"]
+        self._removed.pop(metadata["uid"], None)
+        before = self.find(kind, metadata["namespace"], metadata["name"])
+        if before is None or before["metadata"]["uid"] != metadata["uid"]:
+            return set()
+        return self._take_out(kind, metadata["namespace"], metadata["name"])
+
+    def removed_by_us(self, kind: Kind, namespace: str, name: str, uid: str) -> None:
+        """Forget an object whose deletion was accepted, before the watch tells of it."""
+        before = self.find(kind, namespace, name)
+        if before is not None and before["metadata"]["uid"] == uid:
+            self._take_out(kind, namespace, name)
+        self._removed[uid] = None
+        while len(self._removed) > _MAX_REMOVED:
+            self._removed.popitem(last=False)
+
+    def keep_only(
+        self, kind: Kind, namespace: str | None, uids: frozenset[str], version: int
+    ) -> set[FleetKey]:
+        """Drop what a list of `kind` did not have: it went while nobody watched.
+
+        `namespace`: where the list was made, None: everywhere. `version`: the list's own; what is
+        younger than it cannot have been in it.
+        """
+        touched: set[FleetKey] = set()
+        for place, name in list(self._where[kind]):
+            held = self.find(kind, place, name)
+            if held is None or namespace not in (None, place):
+                continue
+            if held["metadata"]["uid"] not in uids and (_version(held) or 0) <= version:
+                touched |= self._take_out(kind, place, name)
+        return touched
+
+    def count(self, kind: Kind) -> int:
+        """How many objects of `kind` are held."""
+        return len(self._where[kind])
+
+    def _key(self, kind: Kind, obj: Obj) -> FleetKey | None:
+        metadata = obj["metadata"]
+        if kind == FLEET:
+            return FleetKey(metadata["namespace"], metadata["name"])
+        fleet: str = metadata.get("labels", {}).get(FLEET_LABEL, "")
+        return FleetKey(metadata["namespace"], fleet) if fleet else None
+
+    def _held(self, kind: Kind, key: FleetKey, name: str) -> Obj | None:
+        entry = self._fleets[key]
+        return entry.document if kind == FLEET else entry.children.get(kind, {}).get(name)
+
+    def _hold(self, kind: Kind, key: FleetKey, name: str, obj: Obj) -> None:
+        entry = self._fleets.setdefault(key, _FleetEntry())
+        if kind == FLEET:
+            entry.document = obj
+        else:
+            entry.children.setdefault(kind, {})[name] = obj
+
+    def _take_out(self, kind: Kind, namespace: str, name: str) -> set[FleetKey]:
+        key = self._where[kind].pop((namespace, name))
+        entry = self._fleets[key]
+        if kind == FLEET:
+            entry.document = None
+        else:
+            del entry.children[kind][name]
+            if not entry.children[kind]:
+                del entry.children[kind]
+        if entry.document is None and not entry.children:
+            del self._fleets[key]
+        return {key}
+
+
+def _version(obj: Obj) -> int | None:
+    """The resourceVersion as a number: Kubernetes says since 1.35 that they compare so, and has
+    always made them ascend. None: a server that does otherwise.
+    """
+    text: str = obj["metadata"].get("resourceVersion", "")
+    return int(text) if text.isdecimal() else None
+
+
+def _is_newer(obj: Obj, before: Obj) -> bool:
+    new, old = _version(obj), _version(before)
+    return new is None or old is None or new > old
+
+
+def _is_leaving(obj: Obj) -> bool:
+    return "deletionTimestamp" in obj["metadata"]
+
+
+def _same(before: Obj, after: Obj) -> bool:
+    """Whether they differ in their resourceVersion at most."""
+    if before.keys() != after.keys():
+        return False
+    for name in before:
+        if name == "metadata":
+            continue
+        if before[name] != after[name]:
+            return False
+    old, new = before["metadata"], after["metadata"]
+    return {**old, "resourceVersion": ""} == {**new, "resourceVersion": ""}

@@ -1,0 +1,233 @@
+"""The one place that calls the Kubernetes API: JSON in, JSON out, errors of our own tree.
+
+It knows paths and verbs, deadlines and retries, and nothing of fleets. Objects stay plain dicts:
+models would cost memory and lose fields that they do not know. Watches are kopf's, not ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import aiohttp
+
+from xpyd_operator.kube.errors import (
+    Conflict,
+    KubeError,
+    NotFound,
+    Throttled,
+    Unavailable,
+    error_of,
+)
+from xpyd_operator.kube.kinds import EVENT, Kind, Obj, kind_of
+from xpyd_operator.kube.login import Login, open_session
+
+logger = logging.getLogger(__name__)
+
+FIELD_MANAGER = "xpyd-operator"
+APPLY = "application/apply-patch+yaml"
+MERGE = "application/merge-patch+json"
+NEVER_CURRENT = "1"
+"""A resourceVersion that no object has: an apply that carries it creates, or is a Conflict."""
+
+_ATTEMPT_TIMEOUT_S = 10.0
+_CONNECTIONS = 32
+_BACKOFFS_S = (0.2, 0.5, 1.0, 2.0)
+"""Waits between attempts. What still fails then goes to the fleet's own, longer back-off."""
+_MAX_RETRY_AFTER_S = 5.0
+"""A server that wants more quiet than this gets it from the fleet's back-off."""
+
+Verb = Literal["get", "list", "create", "apply", "patch", "delete"]
+Count = Callable[[str, str, str], None]
+"""Told of each attempt: verb, resource, HTTP status or "error"."""
+
+
+@dataclass(frozen=True)
+class _Request:
+    verb: Verb
+    resource: str
+    method: str
+    path: str
+    body: Mapping[str, Any] | None = None
+    content_type: str = "application/json"
+    query: Mapping[str, str] | None = None
+
+
+class Api:
+    """Calls as one identity. Made inside the loop that uses it; `close` it there.
+
+    `find_login` is asked at the first call and again after a 401. Every call ends within about
+    five attempts of 10 s each, and raises KubeError where it does not succeed.
+    """
+
+    def __init__(
+        self,
+        find_login: Callable[[], Awaitable[Login]],
+        *,
+        count: Count | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._find_login = find_login
+        self._count: Count = count or _count_nothing
+        self._sleep = sleep
+        self._session: aiohttp.ClientSession | None = None
+        self._server = ""
+        self._signing_in = asyncio.Lock()
+
+    async def close(self) -> None:
+        """Close the connections; calls under way fail."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Obj:
+        """The object as it is now; NotFound."""
+        path = kind.path(namespace, name)
+        return await self._call(_Request("get", kind.plural, "GET", path))
+
+    async def list(self, kind: Kind, namespace: str | None, *, selector: str = "") -> Obj:
+        """The whole list, with its metadata.resourceVersion."""
+        query = {"labelSelector": selector} if selector else None
+        path = kind.path(namespace)
+        return await self._call(_Request("list", kind.plural, "GET", path, query=query))
+
+    async def resources(self, api_version: str) -> frozenset[str]:
+        """Plural names that the server has under `api_version`; empty: it is not installed."""
+        base = f"/apis/{api_version}" if "/" in api_version else f"/api/{api_version}"
+        try:
+            found = await self._call(_Request("get", "apis", "GET", base))
+        except NotFound:
+            return frozenset()
+        return frozenset(str(item["name"]) for item in found.get("resources") or ())
+
+    async def apply(self, obj: Obj) -> Obj:
+        """Server-side apply, by force, as our field manager.
+
+        With metadata.resourceVersion it is a Conflict where the object is another one by now. With
+        NEVER_CURRENT there it creates the object or is a Conflict: what exists is not touched.
+        """
+        kind, name = kind_of(obj), str(obj["metadata"]["name"])
+        path = kind.path(obj["metadata"]["namespace"], name)
+        query = {"fieldManager": FIELD_MANAGER, "force": "true"}
+        return await self._call(_Request("apply", kind.plural, "PATCH", path, obj, APPLY, query))
+
+    async def create(self, obj: Obj) -> Obj:
+        """POST; Conflict where it exists."""
+        kind = kind_of(obj)
+        path = kind.path(obj["metadata"]["namespace"])
+        query = {"fieldManager": FIELD_MANAGER}
+        request = _Request("create", kind.plural, "POST", path, obj, query=query)
+        return await self._call(request, attempts=1 if kind == EVENT else None)
+
+    async def patch(
+        self, kind: Kind, namespace: str, name: str, body: Mapping[str, Any], *, sub: str = ""
+    ) -> Obj:
+        """Merge patch of the object or of its subresource `sub`."""
+        path = kind.path(namespace, name, sub)
+        query = {"fieldManager": FIELD_MANAGER}
+        resource = f"{kind.plural}/{sub}" if sub else kind.plural
+        return await self._call(_Request("patch", resource, "PATCH", path, body, MERGE, query))
+
+    async def delete(
+        self, kind: Kind, namespace: str, name: str, *, uid: str, resource_version: str = ""
+    ) -> None:
+        """Delete exactly that object; what it owns follows. Gone already: success.
+
+        Conflict where the name is another object's by now, or, with `resource_version`, where it
+        changed.
+        """
+        conditions = {"uid": uid}
+        if resource_version:
+            conditions["resourceVersion"] = resource_version
+        body = {"propagationPolicy": "Background", "preconditions": conditions}
+        path = kind.path(namespace, name)
+        try:
+            await self._call(_Request("delete", kind.plural, "DELETE", path, body))
+        except NotFound:
+            return
+
+    async def _call(self, request: _Request, attempts: int | None = None) -> Obj:
+        waits = _BACKOFFS_S if attempts is None else _BACKOFFS_S[: attempts - 1]
+        for wait_s in (*waits, None):
+            try:
+                return await self._attempt(request)
+            except Unavailable as error:
+                delay = _delay(error, wait_s)
+                if delay is None:
+                    raise
+                logger.debug("%s %s: %s; again", request.method, request.path, error)
+                await self._sleep(delay)
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _attempt(self, request: _Request) -> Obj:
+        for signed_in_before in (True, False):
+            session = self._session or await self._sign_in(None)
+            status, headers, body = await self._send(session, request)
+            self._count(request.verb, request.resource, str(status))
+            if status == 401 and signed_in_before:
+                await self._sign_in(session)
+                continue
+            if status >= 400:
+                raise error_of(status, body, headers.get("Retry-After"))
+            return _read(body)
+        raise AssertionError("unreachable: the second round returns or raises")
+
+    async def _send(
+        self, session: aiohttp.ClientSession, request: _Request
+    ) -> tuple[int, Mapping[str, str], bytes]:
+        data = None if request.body is None else json.dumps(request.body).encode()
+        try:
+            async with session.request(
+                request.method,
+                self._server + request.path,
+                params=request.query,
+                data=data,
+                headers={"Content-Type": request.content_type} if data is not None else None,
+                timeout=aiohttp.ClientTimeout(total=_ATTEMPT_TIMEOUT_S),
+            ) as answer:
+                return answer.status, answer.headers, await answer.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            self._count(request.verb, request.resource, "error")
+            text = str(error) or type(error).__name__
+            raise Unavailable(f"no answer from the API server: {text}") from error
+
+    async def _sign_in(self, refused: aiohttp.ClientSession | None) -> aiohttp.ClientSession:
+        async with self._signing_in:
+            if self._session is not None and self._session is not refused:
+                return self._session
+            login = await self._find_login()
+            if self._session is not None:
+                await self._session.close()
+            self._server = login.server
+            self._session = open_session(login, connections=_CONNECTIONS)
+            return self._session
+
+
+def _delay(error: Unavailable, wait_s: float | None) -> float | None:
+    """Seconds until the next attempt, None: no more."""
+    if wait_s is None:
+        return None
+    if isinstance(error, Throttled):
+        longest = max(wait_s, error.retry_after_s)
+        return longest if longest <= _MAX_RETRY_AFTER_S else None
+    return wait_s
+
+
+def _read(body: bytes) -> Obj:
+    try:
+        parsed: object = json.loads(body) if body else {}
+    except ValueError as error:
+        raise Unavailable("the API server's answer is not JSON") from error
+    if not isinstance(parsed, dict):
+        raise Unavailable("the API server's answer is not an object")
+    return parsed  # pyright: ignore[reportUnknownVariableType]  # JSON: keys are strings
+
+
+def _count_nothing(verb: str, resource: str, code: str) -> None:
+    """No counters."""
+
+
+__all__ = ["APPLY", "FIELD_MANAGER", "MERGE", "NEVER_CURRENT", "Api", "Conflict", "KubeError"]

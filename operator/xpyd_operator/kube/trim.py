@@ -1,0 +1,76 @@
+"""What the cache keeps of an object: a thousand pods must stay small. Pure.
+
+Label keys, values and condition types repeat in every pod: they are interned, so that each exists
+once. Fields that nothing reads are dropped; `xpyd_operator.observe` is the reader.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, cast
+
+from xpyd_operator.kube.kinds import POD, Kind, Obj
+
+_LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
+_POD_METADATA = (
+    "name",
+    "namespace",
+    "uid",
+    "resourceVersion",
+    "labels",
+    "annotations",
+    "creationTimestamp",
+    "deletionTimestamp",
+    "ownerReferences",
+)
+_POD_STATUS = ("phase", "reason", "message", "conditions")
+_CONDITION = ("type", "status", "reason", "message", "lastTransitionTime")
+_CONTAINER = ("name", "ready", "restartCount", "state", "lastState")
+
+
+def trim(kind: Kind, obj: Obj) -> Obj:
+    """`obj` with what is kept of it; parts are shared with it, and it is not to be used again."""
+    if kind == POD:
+        return _trim_pod(obj)
+    metadata = cast("dict[str, Any]", obj.get("metadata") or {})
+    metadata.pop("managedFields", None)
+    annotations = metadata.get("annotations")
+    if annotations:
+        annotations.pop(_LAST_APPLIED, None)
+    # Items of a list come without these two; who reads the cache relies on them.
+    return {**obj, "apiVersion": kind.api_version, "kind": kind.name}
+
+
+def _trim_pod(pod: Obj) -> Obj:
+    metadata = _pick(pod.get("metadata"), _POD_METADATA)
+    for name in ("labels", "annotations"):
+        if name in metadata:
+            metadata[name] = _interned(metadata[name])
+    status = _pick(pod.get("status"), _POD_STATUS)
+    if "conditions" in status:
+        status["conditions"] = [_interned(_pick(c, _CONDITION)) for c in status["conditions"]]
+    whole = cast("dict[str, Any]", pod.get("status") or {})
+    for name in ("initContainerStatuses", "containerStatuses"):
+        if whole.get(name):
+            status[name] = [_pick(container, _CONTAINER) for container in whole[name]]
+    return {
+        "apiVersion": POD.api_version,
+        "kind": POD.name,
+        "metadata": metadata,
+        "spec": _pick(pod.get("spec"), ("nodeName",)),
+        "status": status,
+    }
+
+
+def _pick(value: object, names: tuple[str, ...]) -> dict[str, Any]:
+    """The members `names` of a JSON object that are there and not empty."""
+    fields = cast("dict[str, Any]", value or {})
+    return {name: fields[name] for name in names if fields.get(name) not in (None, "", [], {})}
+
+
+def _interned(value: object) -> dict[str, Any]:
+    fields = cast("dict[str, Any]", value)
+    return {
+        sys.intern(name): sys.intern(item) if type(item) is str else item
+        for name, item in fields.items()
+    }

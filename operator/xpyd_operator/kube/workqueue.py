@@ -1,0 +1,173 @@
+"""Which fleet is looked at next, and when. Level-triggered: a wake says "look", not "what".
+
+`Schedule` is pure: times are arguments, in seconds of any steady clock. `FleetQueue` is its shell:
+workers wait in `take()`. A fleet is in at most one worker's hands; wakes meanwhile are remembered
+as one. Both are bounded by the number of fleets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from xpyd_operator.kube.cache import FleetKey
+
+GATHER_S = 0.02
+"""A wake waits this long for its companions: a Deployment's event comes with its pods'."""
+SPACING_S = 0.1
+"""Between two turns of one fleet, at least. A fleet of a thousand pods has hundreds of events a
+second; each turn reads all of its pods."""
+SPACING_PER_TURN = 4.0
+"""A turn of d seconds is followed by 4 d of quiet: one fleet takes at most a fifth of a worker."""
+MAX_SPACING_S = 2.0
+BACKOFF_FIRST_S = 1.0
+BACKOFF_MOST_S = 60.0
+
+
+@dataclass
+class _Entry:
+    due: float | None = None
+    active: bool = False
+    not_before: float = 0.0
+    failures: int = 0
+
+
+class Schedule:
+    """Due times of fleets. A fleet that nothing is planned for has no entry but its failures."""
+
+    def __init__(self) -> None:
+        self._entries: dict[FleetKey, _Entry] = {}
+        self._heap: list[tuple[float, FleetKey]] = []
+
+    def wake(
+        self, key: FleetKey, now: float, *, after: float = GATHER_S, urgent: bool = False
+    ) -> None:
+        """Look at the fleet in `after` seconds, or sooner if that is planned already.
+
+        While it backs off, only an `urgent` wake (its document changed) comes before that is over.
+        """
+        entry = self._entries.setdefault(key, _Entry())
+        if urgent:
+            entry.not_before = min(entry.not_before, now)
+        due = max(now + after, entry.not_before)
+        if entry.due is None or due < entry.due:
+            entry.due = due
+            if not entry.active:
+                heapq.heappush(self._heap, (due, key))
+
+    def take(self, now: float) -> FleetKey | None:
+        """The fleet that is due longest, which is then in the caller's hands; None: none is."""
+        self._drop_stale()
+        if not self._heap or self._heap[0][0] > now:
+            return None
+        _, key = heapq.heappop(self._heap)
+        entry = self._entries[key]
+        entry.due, entry.active = None, True
+        return key
+
+    def done(
+        self, key: FleetKey, now: float, *, took_s: float, recheck_after: float | None
+    ) -> None:
+        """The turn went well. Look again in `recheck_after` seconds; None: not before a wake."""
+        entry = self._entries[key]
+        entry.failures = 0
+        spacing = min(MAX_SPACING_S, max(SPACING_S, took_s * SPACING_PER_TURN))
+        self._let_go(key, entry, now + spacing)
+        if recheck_after is not None:
+            self.wake(key, now, after=recheck_after)
+
+    def failed(self, key: FleetKey, now: float, *, at_least: float = 0.0) -> float:
+        """The turn failed: look again after 1, 2, 4 ... 60 s, `at_least` that; returns the wait."""
+        entry = self._entries[key]
+        wait_s = min(BACKOFF_MOST_S, BACKOFF_FIRST_S * 2.0 ** min(entry.failures, 16))
+        wait_s = max(wait_s, at_least)
+        entry.failures += 1
+        self._let_go(key, entry, now + wait_s)
+        self.wake(key, now, after=wait_s)
+        return wait_s
+
+    def forget(self, key: FleetKey) -> None:
+        """The fleet is gone; wakes that wait for it are dropped. Not while it is taken."""
+        entry = self._entries.get(key)
+        if entry is not None and not entry.active:
+            del self._entries[key]
+
+    def wait_s(self, now: float) -> float | None:
+        """Seconds until a fleet is due, 0: one is, None: none is planned."""
+        self._drop_stale()
+        return max(0.0, self._heap[0][0] - now) if self._heap else None
+
+    def depth(self, now: float) -> int:
+        """Fleets that are due and wait for a worker."""
+        return sum(
+            1 for e in self._entries.values() if not e.active and e.due is not None and e.due <= now
+        )
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def _let_go(self, key: FleetKey, entry: _Entry, not_before: float) -> None:
+        entry.active = False
+        entry.not_before = not_before
+        if entry.due is not None:
+            # Woken meanwhile.
+            entry.due = max(entry.due, not_before)
+            heapq.heappush(self._heap, (entry.due, key))
+
+    def _drop_stale(self) -> None:
+        """Entries of the heap that were overtaken by an earlier wake, or whose fleet is gone."""
+        while self._heap:
+            due, key = self._heap[0]
+            entry = self._entries.get(key)
+            if entry is not None and not entry.active and entry.due == due:
+                return
+            heapq.heappop(self._heap)
+
+
+class FleetQueue:
+    """A Schedule that workers wait on. Owned by one event loop."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._schedule = Schedule()
+        self._changed = asyncio.Event()
+
+    def wake(self, key: FleetKey, *, after: float = GATHER_S, urgent: bool = False) -> None:
+        """As Schedule.wake."""
+        self._schedule.wake(key, self._clock(), after=after, urgent=urgent)
+        self._changed.set()
+
+    async def take(self) -> FleetKey:
+        """Wait for a fleet that is due; `done` or `failed` must follow."""
+        while True:
+            now = self._clock()
+            key = self._schedule.take(now)
+            if key is not None:
+                return key
+            self._changed.clear()
+            try:
+                # Every worker wakes for every change; there are a handful of them.
+                await asyncio.wait_for(self._changed.wait(), self._schedule.wait_s(now))
+            except TimeoutError:
+                continue
+
+    def done(self, key: FleetKey, *, took_s: float, recheck_after: float | None) -> None:
+        """As Schedule.done."""
+        self._schedule.done(key, self._clock(), took_s=took_s, recheck_after=recheck_after)
+        self._changed.set()
+
+    def failed(self, key: FleetKey, *, at_least: float = 0.0) -> float:
+        """As Schedule.failed."""
+        wait_s = self._schedule.failed(key, self._clock(), at_least=at_least)
+        self._changed.set()
+        return wait_s
+
+    def forget(self, key: FleetKey) -> None:
+        """As Schedule.forget."""
+        self._schedule.forget(key)
+
+    def depth(self) -> int:
+        """As Schedule.depth."""
+        return self._schedule.depth(self._clock())
