@@ -21,9 +21,9 @@ from xpyd_operator.plan import (
     Template,
     WorkloadSeen,
     plan,
+    pool_replicas,
     revision_of,
 )
-from xpyd_operator.plan.fleet import pool_replicas
 
 
 def pool(name: str, replicas: int | None = 1, version: str = "1") -> PoolWant:
@@ -165,7 +165,7 @@ def test_a_status_names_what_it_waits_for_and_when_readiness_changed():
     ],
 )
 def test_the_last_declared_replicas_win_once(declared, seen, replicas):
-    assert pool_replicas(declared, seen) == replicas
+    assert pool_replicas(pool("d", declared), seen) == replicas
 
 
 def test_scaling_one_pool_puts_only_that_pools_workload():

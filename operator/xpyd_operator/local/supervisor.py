@@ -39,8 +39,8 @@ from xpyd_operator.plan import (
     SetStatus,
     fleet_want,
     plan,
+    pools_wanted,
 )
-from xpyd_operator.plan.fleet import pool_replicas
 from xpyd_operator.plan.keep import KILL_GRACE_S
 
 _log = logging.getLogger("xpyd.up")
@@ -155,11 +155,8 @@ class Supervisor:
 
     def _plan_memory(self, fleet: InferenceFleet, want: FleetWant, model: str) -> MemoryPlan:
         """The plan of a changed document, as if what runs now gave its memory back first."""
-        sizes = [
-            pool_replicas(pool.replicas, self._pools.get(pool.name))
-            for pool in want.pools
-            if pool.name != ROUTER
-        ]
+        pools = pools_wanted(want, self._pools.values())
+        sizes = [pool.replicas for pool in pools if pool.name != ROUTER]
         check_addresses(sum(sizes))
         machine = read_machine()
         running = sum(

@@ -7,10 +7,11 @@ A shell observes, calls these, applies the actions and calls again. No I/O, no c
 time comes in as an argument. Applying a plan twice changes nothing the second time.
 """
 
-from xpyd_operator.plan.fleet import plan
+from xpyd_operator.plan.fleet import plan, pool_replicas, pools_wanted
 from xpyd_operator.plan.keep import keep
 from xpyd_operator.plan.template import fleet_want, revision_of
 from xpyd_operator.plan.values import (
+    MOST_REPLICAS,
     ROUTER,
     DeleteWorkload,
     Drain,
@@ -36,6 +37,7 @@ from xpyd_operator.plan.values import (
 )
 
 __all__ = [
+    "MOST_REPLICAS",
     "ROUTER",
     "DeleteWorkload",
     "Drain",
@@ -61,5 +63,7 @@ __all__ = [
     "fleet_want",
     "keep",
     "plan",
+    "pool_replicas",
+    "pools_wanted",
     "revision_of",
 ]

@@ -1,35 +1,64 @@
 """From the document to what is wanted: one template for each pool and one for the router. Pure.
 
-A template holds what the document says and nothing of the machine: addresses, threads and sizes
-that the document leaves open are the shell's, so that another place is no new revision.
+A template holds what the document says and nothing of the place: addresses, names, threads and
+sizes that the document leaves open are the shell's, so that another place is no new revision. What
+the document leaves at its default is left out of `pod`, so that a later version with more fields
+makes no new revision either.
 """
 
 from __future__ import annotations
 
 import json
 from hashlib import sha256
+from typing import Any
 
-from xpyd_operator.api.fleet import InferenceFleet, KvTransfer, Pool
-from xpyd_operator.plan.values import ROUTER, FleetWant, PoolWant, Template
+from pydantic import BaseModel
+
+from xpyd_operator.api import InferenceFleet, KvTransfer, Pool
+from xpyd_operator.plan.values import MOST_REPLICAS, ROUTER, FleetWant, PoolWant, Template
 
 
-def fleet_want(fleet: InferenceFleet, *, model: str, stopping: bool = False) -> FleetWant:
-    """What the document wants. `model`: what its URI means where the fleet runs."""
-    router = router_template(fleet)
-    pools = [PoolWant(ROUTER, router, revision_of(router), replicas=1, surge=0)]
+def fleet_want(
+    fleet: InferenceFleet,
+    *,
+    model: str,
+    routers: int = 1,
+    router_surge: int = 0,
+    image: str = "",
+    router_image: str = "",
+    stopping: bool = False,
+) -> FleetWant:
+    """What the document wants.
+
+    `model`: what its URI means where the fleet runs. `routers` and `router_surge`: local mode has
+    one address for the router and so one router, whose successor waits for its end. `image` and
+    `router_image`: where the document names none; "" where pods have no image.
+    """
+    router = router_template(fleet, image=router_image)
+    pools = [PoolWant(ROUTER, router, revision_of(router), routers, router_surge)]
     for pool in fleet.spec.pools:
-        template = engine_template(fleet, pool, model=model)
-        pools.append(PoolWant(pool.name, template, revision_of(template), pool.replicas))
+        template = engine_template(fleet, pool, model=model, image=image)
+        bounds = pool.scaling
+        pools.append(
+            PoolWant(
+                pool.name,
+                template,
+                revision_of(template),
+                pool.replicas,
+                least=bounds.min_replicas,
+                most=MOST_REPLICAS if bounds.max_replicas is None else bounds.max_replicas,
+            )
+        )
     return FleetWant(fleet.name, tuple(pools), stopping)
 
 
 def revision_of(template: Template) -> str:
-    """8 hex digits over what defines the pods."""
-    text = json.dumps([template.role, template.args, template.env])
-    return sha256(text.encode()).hexdigest()[:8]
+    """8 hex digits over all that defines the pods."""
+    parts = (template.role, template.args, template.env, template.image, template.pod)
+    return sha256(json.dumps(parts).encode()).hexdigest()[:8]
 
 
-def engine_template(fleet: InferenceFleet, pool: Pool, *, model: str) -> Template:
+def engine_template(fleet: InferenceFleet, pool: Pool, *, model: str, image: str = "") -> Template:
     """The worker's flags and environment; the document's own args come last and so win."""
     spec = fleet.spec
     args = [f"--model={model}"]
@@ -44,9 +73,15 @@ def engine_template(fleet: InferenceFleet, pool: Pool, *, model: str) -> Templat
         f"--heartbeat-period-ms={spec.heartbeat.interval_milliseconds}",
         f"--drain-timeout={spec.drain.timeout_seconds}",
     ]
-    env = [(variable.name, variable.value) for variable in spec.engine.env]
+    env = [(item.name, item.value) for item in spec.engine.env if item.value_from is None]
     env.append(("XPYD_KV_PORT", str(spec.kv_transfer.port)))
-    return Template(pool.role, (*args, *spec.engine.args), tuple(env))
+    return Template(
+        pool.role,
+        (*args, *spec.engine.args),
+        tuple(env),
+        spec.engine.image or image,
+        _engine_pod(fleet, pool),
+    )
 
 
 def _kv_args(kv: KvTransfer, *, receives: bool) -> list[str]:
@@ -57,18 +92,58 @@ def _kv_args(kv: KvTransfer, *, receives: bool) -> list[str]:
     ]
     if receives:
         args.append(f"--kv-buffer-size={kv.buffer_size}")
-        if "host_pool_size" in kv.model_fields_set:
+        if kv.host_pool_size is not None:
             args.append(f"--kv-host-pool-size={kv.host_pool_size}")
     return args
 
 
-def router_template(fleet: InferenceFleet) -> Template:
+def router_template(fleet: InferenceFleet, *, image: str = "") -> Template:
     """The router's flags."""
-    heartbeat = fleet.spec.heartbeat
-    return Template(
-        ROUTER,
-        (
-            f"--heartbeat-interval-ms={heartbeat.interval_milliseconds}",
-            f"--missed-beats={heartbeat.missed_beats}",
-        ),
+    spec = fleet.spec
+    args = (
+        f"--heartbeat-interval-ms={spec.heartbeat.interval_milliseconds}",
+        f"--missed-beats={spec.heartbeat.missed_beats}",
     )
+    pod = _canonical(
+        {**_shared(fleet), "drain": _said(spec.drain), "template": spec.router.template}
+    )
+    return Template(ROUTER, args, image=image, pod=pod)
+
+
+def _engine_pod(fleet: InferenceFleet, pool: Pool) -> str:
+    """What shapes an engine's pod and is no flag and no plain variable."""
+    model, env = fleet.spec.model, fleet.spec.engine.env
+    # The order matters: a variable's value may refer to those before it.
+    sources = [_said(item) for item in env] if any(item.value_from for item in env) else []
+    return _canonical(
+        {
+            **_shared(fleet),
+            "resources": _said(pool.resources),
+            "parallelism": _said(pool.parallelism),
+            "cache": _said(model.cache),
+            "secretRef": _said(model.secret_ref),
+            "env": sources,
+            "template": pool.template,
+        }
+    )
+
+
+def _shared(fleet: InferenceFleet) -> dict[str, Any]:
+    """What the router and the engines must have alike to find and to trust each other."""
+    return {
+        "discoveryPort": _said(fleet.spec.router).get("discoveryPort"),
+        "keySecretRef": _said(fleet.spec.kv_transfer.key_secret_ref),
+    }
+
+
+def _said(part: BaseModel | None) -> dict[str, Any]:
+    """What the document says differently from the defaults."""
+    if part is None:
+        return {}
+    return part.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+
+
+def _canonical(parts: dict[str, Any]) -> str:
+    """One text for one meaning; "" where nothing is said."""
+    said = {name: part for name, part in parts.items() if part}
+    return json.dumps(said, sort_keys=True, separators=(",", ":")) if said else ""

@@ -7,22 +7,34 @@ from typing import Literal
 
 ROUTER = "router"
 """Pool name and role of the router's workload."""
+MOST_REPLICAS = 1024
+"""Of a pool whose document names no bound; the API's own."""
 
 PoolRole = Literal["Prefill", "Decode", "Aggregated", "router"]
 
 
 @dataclass(frozen=True)
 class Template:
-    """What one instance is, whatever its number or place: another template is another revision."""
+    """What one instance is, whatever its number or place: another template is another revision.
+
+    `image`: of its container, "" where there is none. `pod`: canonical JSON of what else the
+    document says about the pod; only its equality matters here, xpyd_operator.objects renders it.
+    """
 
     role: PoolRole
     args: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
+    image: str = ""
+    pod: str = ""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Equal instances of one pool and one revision."""
+    """Equal instances of one pool and one revision.
+
+    Of a revision that is not the newest, only the template's role is known for sure: a shell that
+    observes workloads may know no more of it, and it never has to render one.
+    """
 
     pool: str
     revision: str
@@ -35,10 +47,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class PoolWant:
-    """One pool of the document. `replicas` None: not declared.
+    """One pool of the document. `replicas` None: not declared. `least`, `most`: its bounds.
 
     `surge`: instances above `replicas` that a rollout may run. 0 means that the old instance goes
-    first, as the router's must: there is one address for it.
+    first, as the local router's must: there is one address for it.
     """
 
     name: str
@@ -46,6 +58,8 @@ class PoolWant:
     revision: str
     replicas: int | None = None
     surge: int = 1
+    least: int = 0
+    most: int = MOST_REPLICAS
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,34 @@
+"""A fleet's Kubernetes objects, from values. Pure: no client, no clock, no random numbers.
+
+    InferenceFleet + Workload (of the plan) + Site --> workload_objects
+    InferenceFleet + Site                          --> support_objects, pool_object, kv_secret
+
+Objects are plain JSON-able maps with apiVersion and kind, made fresh by each call: whoever gets one
+may change it. What is applied, and when, is the shell's (xpyd_operator.kube); `desired_hash`,
+`stamped` and `contains` help it to find out.
+"""
+
+from xpyd_operator.objects.compare import contains, desired_hash, quantity_value, stamped
+from xpyd_operator.objects.overrides import template_problems
+from xpyd_operator.objects.pods import model_in_pod, pods_per_instance, uses_host_path
+from xpyd_operator.objects.support import kv_secret, pool_object, support_objects
+from xpyd_operator.objects.values import JsonObject, Settings, Site
+from xpyd_operator.objects.workloads import workload_objects
+
+__all__ = [
+    "JsonObject",
+    "Settings",
+    "Site",
+    "contains",
+    "desired_hash",
+    "kv_secret",
+    "model_in_pod",
+    "pods_per_instance",
+    "pool_object",
+    "quantity_value",
+    "stamped",
+    "support_objects",
+    "template_problems",
+    "uses_host_path",
+    "workload_objects",
+]

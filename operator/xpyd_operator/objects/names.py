@@ -1,0 +1,144 @@
+"""Names and labels of a fleet's objects: the one place where they are spelled. Pure.
+
+Everything that belongs to a fleet is found again by these labels alone; no name is ever parsed.
+A fleet's name has at most 30 characters, a pool's 16 and a revision 8, so all names fit 63.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+
+from xpyd_operator.plan import ROUTER
+
+MANAGER = "xpyd-operator"
+"""Field manager of every server-side apply."""
+FINALIZER = "xpyd.dev/fleet"
+
+LABEL_FLEET = "xpyd.dev/fleet"
+LABEL_POOL = "xpyd.dev/pool"
+LABEL_ROLE = "xpyd.dev/role"
+LABEL_REVISION = "xpyd.dev/revision"
+LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
+LABEL_INSTANCE = "app.kubernetes.io/instance"
+LABEL_NAME = "app.kubernetes.io/name"
+LABEL_SCRAPE = "xpyd.dev/scrape"
+"""On a namespace, "true": its pods may read the metrics of engines (NetworkPolicy)."""
+ANNOTATION_APPLIED = "xpyd.dev/applied"
+"""Hash of the object as the operator last applied it."""
+
+ENGINE_APP = "xpyd-engine"
+ROUTER_APP = "xpyd-router"
+ENGINE_CONTAINER = "engine"
+ROUTER_CONTAINER = "router"
+
+KV_KEY = "key"
+"""The fleet's key in its Secret."""
+
+_LONGEST_GROUP = 47
+"""A LeaderWorkerSet's StatefulSets are called NAME and NAME-<group>, and Kubernetes puts
+`<StatefulSet>-<10 characters>` into a label of 63: 47 leave room for groups up to 1023."""
+
+
+def fleet_labels(fleet: str, app: str) -> dict[str, str]:
+    """Labels of every object of the fleet."""
+    return {
+        LABEL_MANAGED_BY: "xpyd",
+        LABEL_INSTANCE: fleet,
+        LABEL_NAME: app,
+        LABEL_FLEET: fleet,
+    }
+
+
+def pool_labels(fleet: str, pool: str, role: str) -> dict[str, str]:
+    """Labels of an object of one pool, or of the router."""
+    app = ROUTER_APP if pool == ROUTER else ENGINE_APP
+    return {**fleet_labels(fleet, app), LABEL_POOL: pool, LABEL_ROLE: role}
+
+
+def workload_labels(fleet: str, pool: str, role: str, revision: str) -> dict[str, str]:
+    """Labels of a workload and of its pods."""
+    return {**pool_labels(fleet, pool, role), LABEL_REVISION: revision}
+
+
+def workload_selector(fleet: str, pool: str, revision: str) -> dict[str, str]:
+    """What selects the pods of one workload and no other."""
+    return {**pool_selector(fleet, pool), LABEL_REVISION: revision}
+
+
+def pool_selector(fleet: str, pool: str) -> dict[str, str]:
+    """What selects the pods of a pool in all its revisions."""
+    return {LABEL_FLEET: fleet, LABEL_POOL: pool}
+
+
+def app_selector(fleet: str, app: str) -> dict[str, str]:
+    """What selects all engines, or all routers, of a fleet."""
+    return {LABEL_FLEET: fleet, LABEL_NAME: app}
+
+
+def selector_text(labels: dict[str, str]) -> str:
+    """Labels as a selector in text, as status.selector of a pool and list calls have it."""
+    return ",".join(f"{key}={value}" for key, value in labels.items())
+
+
+def workload_name(fleet: str, pool: str, revision: str) -> str:
+    """Name of a Deployment and of a ResourceClaimTemplate."""
+    return f"{fleet}-{pool}-{revision}"
+
+
+def group_workload_name(fleet: str, pool: str, revision: str) -> str:
+    """Name of a LeaderWorkerSet: as workload_name, cut where its pods' labels would be too long."""
+    name = workload_name(fleet, pool, revision)
+    if len(name) <= _LONGEST_GROUP:
+        return name
+    rest = f"-{sha256(f'{fleet}/{pool}'.encode()).hexdigest()[:6]}-{revision}"
+    return name[: _LONGEST_GROUP - len(rest)].rstrip("-") + rest
+
+
+def pool_object_name(fleet: str, pool: str) -> str:
+    """Name of an InferenceFleetPool."""
+    return f"{fleet}-{pool}"
+
+
+def disruption_budget_name(fleet: str, pool: str) -> str:
+    """Name of a pool's or the router's PodDisruptionBudget."""
+    return f"{fleet}-{pool}"
+
+
+def client_service_name(fleet: str) -> str:
+    """Name of the Service that clients use."""
+    return f"{fleet}-router"
+
+
+def discovery_service_name(fleet: str) -> str:
+    """Name of the headless Service by which engines find every router."""
+    return f"{fleet}-discovery"
+
+
+def kv_secret_name(fleet: str) -> str:
+    """Name of the Secret with the fleet's own KV key."""
+    return f"{fleet}-kv"
+
+
+def service_account_name(fleet: str) -> str:
+    """Name of the ServiceAccount of all the fleet's pods."""
+    return fleet
+
+
+def engine_policy_name(fleet: str) -> str:
+    """Name of the engines' NetworkPolicy."""
+    return f"{fleet}-engines"
+
+
+def router_policy_name(fleet: str) -> str:
+    """Name of the routers' NetworkPolicy."""
+    return f"{fleet}-router"
+
+
+def discovery_host(fleet: str, namespace: str) -> str:
+    """What engines resolve; every A record is a router."""
+    return f"{discovery_service_name(fleet)}.{namespace}.svc"
+
+
+def endpoint(fleet: str, namespace: str, port: int) -> str:
+    """The fleet's URL for clients in the cluster."""
+    return f"http://{client_service_name(fleet)}.{namespace}.svc:{port}"

@@ -1,0 +1,305 @@
+"""Pod templates of engines and routers, as the "restricted" pod security standard wants them. Pure.
+
+    InferenceFleet + Workload + Site --engine_pod / router_pod--> PodTemplateSpec
+
+What the document says about a pod and what is read here must also be part of the plan's Template
+(its args, env, image or pod), or a change of it would alter pods without a new revision. Names,
+the namespace and the discovery address are added here and are in no revision.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from typing import cast
+
+from xpyd_core.pod_env import HTTP_PORT, ROUTER_HTTP_PORT
+from xpyd_operator.api import InferenceFleet, Pool
+from xpyd_operator.objects import names
+from xpyd_operator.objects.overrides import merged
+from xpyd_operator.objects.values import JsonObject, Site
+from xpyd_operator.plan import ROUTER, Workload
+
+USER_ID = 10001
+"""Of the images' user; also the group that may read mounted secrets."""
+MODELS_FOLDER = "/models"
+KV_FOLDER = "/run/xpyd/kv"
+GRACE_EXTRA_S = 30
+"""Beyond the drain timeout, which the program itself honours: KV leases end, sockets close."""
+DEFAULT_GPU_RESOURCE = "nvidia.com/gpu"
+GPU_CLAIM = "xpyd-gpus"
+_OWNER_READS = 0o440
+_START_S = 600
+"""An engine answers /live before it loads its model; this is for a slow image and slow imports."""
+_ROUTER_START_S = 120
+
+
+def model_in_pod(fleet: InferenceFleet) -> str:
+    """What the worker's --model gets in a pod.
+
+    An absolute file:// path is taken as it is, a relative one lies below /models: there, a folder
+    above the document's means nothing, so leading `..` are dropped.
+    """
+    uri = fleet.spec.model.uri
+    scheme, _, path = uri.partition("://")
+    if scheme != "file":
+        return uri
+    # From "/", normpath drops leading `..`; a double leading slash it would keep.
+    inside = posixpath.normpath("/" + path.lstrip("/"))
+    if path.startswith("/"):
+        return inside
+    return MODELS_FOLDER if inside == "/" else MODELS_FOLDER + inside
+
+
+def pods_per_instance(pool: Pool) -> int:
+    """Pods that make up one instance: as many as its ranks need with `gpus` each."""
+    ranks = pool.parallelism.tensor * pool.parallelism.pipeline
+    return max(1, ranks // pool.resources.gpus) if pool.resources.gpus else 1
+
+
+def engine_pod(
+    fleet: InferenceFleet, pool: Pool, workload: Workload, site: Site, *, leads: bool = True
+) -> JsonObject:
+    """The pod template of an engine. `leads` False: another pod of the instance, not its first.
+
+    Only the first pod of an instance serves HTTP, so only it has probes.
+    """
+    container: JsonObject = {
+        "name": names.ENGINE_CONTAINER,
+        "args": ["worker", *workload.template.args],
+        "env": _engine_env(fleet, workload, site),
+        "resources": _devices(pool),
+        "volumeMounts": [
+            *_common_mounts(),
+            {"name": "xpyd-shm", "mountPath": "/dev/shm"},
+            *_model_mounts(fleet),
+        ],
+    }
+    kv_port = _port("kv", fleet.spec.kv_transfer.port)
+    if leads:
+        container |= {
+            "ports": [_port("http", HTTP_PORT), kv_port],
+            "startupProbe": _probe("/live", period_s=1, failures=_START_S, timeout_s=2),
+            "livenessProbe": _probe("/live", period_s=10, failures=6, timeout_s=5),
+            "readinessProbe": _probe("/health", period_s=1, failures=3, timeout_s=2),
+        }
+    else:
+        container["ports"] = [kv_port]
+    shared_memory = {"medium": "Memory", "sizeLimit": pool.resources.shared_memory}
+    volumes = [
+        *_common_volumes(fleet),
+        {"name": "xpyd-shm", "emptyDir": shared_memory},
+        *_model_volumes(fleet),
+    ]
+    pod = _pod(fleet, workload, site, container, volumes)
+    if pool.resources.gpus and pool.resources.device_class_name:
+        claim = names.workload_name(fleet.name, workload.pool, workload.revision)
+        pod["spec"]["resourceClaims"] = [{"name": GPU_CLAIM, "resourceClaimTemplateName": claim}]
+    return merged(pod, pool.template or {}, names.ENGINE_CONTAINER)
+
+
+def router_pod(fleet: InferenceFleet, workload: Workload, site: Site) -> JsonObject:
+    """The pod template of a router; replicas prefer different nodes."""
+    discovery_port = fleet.spec.router.discovery_port
+    container: JsonObject = {
+        "name": names.ROUTER_CONTAINER,
+        "args": [
+            "router",
+            f"--port={ROUTER_HTTP_PORT}",
+            f"--discovery-port={discovery_port}",
+            *workload.template.args,
+        ],
+        "env": _env(_place_env(fleet, workload, site)),
+        "ports": [_port("http", ROUTER_HTTP_PORT), _port("discovery", discovery_port)],
+        "startupProbe": _probe("/health", period_s=1, failures=_ROUTER_START_S, timeout_s=2),
+        "livenessProbe": _probe("/health", period_s=10, failures=3, timeout_s=5),
+        "readinessProbe": _probe("/readiness", period_s=1, failures=2, timeout_s=2),
+        "volumeMounts": _common_mounts(),
+    }
+    pod = _pod(fleet, workload, site, container, _common_volumes(fleet))
+    pod["spec"]["topologySpreadConstraints"] = [
+        {
+            "maxSkew": 1,
+            "topologyKey": "kubernetes.io/hostname",
+            "whenUnsatisfiable": "ScheduleAnyway",
+            "labelSelector": {
+                "matchLabels": names.workload_selector(fleet.name, ROUTER, workload.revision)
+            },
+        }
+    ]
+    return merged(pod, fleet.spec.router.template or {}, names.ROUTER_CONTAINER)
+
+
+def uses_host_path(fleet: InferenceFleet) -> bool:
+    """Whether a pod of the fleet mounts a folder of its node, which "restricted" forbids."""
+    if fleet.spec.model.cache.type == "HostPath":
+        return True
+    templates = [fleet.spec.router.template, *(pool.template for pool in fleet.spec.pools)]
+    return any(_has_host_path(template or {}) for template in templates)
+
+
+def _has_host_path(template: JsonObject) -> bool:
+    volumes: object = template.get("spec", {}).get("volumes")
+    items = cast("list[object]", volumes) if isinstance(volumes, list) else []
+    return any(isinstance(item, dict) and "hostPath" in item for item in items)
+
+
+def _pod(
+    fleet: InferenceFleet,
+    workload: Workload,
+    site: Site,
+    container: JsonObject,
+    volumes: list[JsonObject],
+) -> JsonObject:
+    """What engines and routers have in common."""
+    role = workload.template.role
+    name = container["name"]
+    container = {
+        "name": name,
+        "image": workload.template.image,
+        "imagePullPolicy": site.settings.image_pull_policy,
+        **container,
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+    }
+    spec: JsonObject = {
+        "serviceAccountName": names.service_account_name(fleet.name),
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": fleet.spec.drain.timeout_seconds + GRACE_EXTRA_S,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER_ID,
+            "runAsGroup": USER_ID,
+            "fsGroup": USER_ID,
+            # A large volume is not walked at each start.
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [container],
+        "volumes": volumes,
+    }
+    if site.settings.image_pull_secrets:
+        spec["imagePullSecrets"] = [{"name": name} for name in site.settings.image_pull_secrets]
+    return {
+        "metadata": {
+            "labels": names.workload_labels(fleet.name, workload.pool, role, workload.revision),
+            "annotations": {"kubectl.kubernetes.io/default-container": name},
+        },
+        "spec": spec,
+    }
+
+
+def _place_env(fleet: InferenceFleet, workload: Workload, site: Site) -> dict[str, JsonObject]:
+    """Variables that say which pod this is and where it lies: name -> the rest of the entry."""
+    return {
+        "XPYD_POD_IP": _field("status.podIP"),
+        "XPYD_KV_KEY_FILE": {"value": f"{KV_FOLDER}/{names.KV_KEY}"},
+        "XPYD_FLEET": {"value": f"{site.namespace}/{fleet.name}"},
+        "XPYD_POOL": {"value": workload.pool},
+        "XPYD_INSTANCE": _field("metadata.name"),
+        "XPYD_REVISION": {"value": workload.revision},
+        # The root file system is read-only.
+        "HOME": {"value": "/tmp"},
+    }
+
+
+def _engine_env(fleet: InferenceFleet, workload: Workload, site: Site) -> list[JsonObject]:
+    model = fleet.spec.model
+    discovery = names.discovery_host(fleet.name, site.namespace)
+    env = {
+        **_place_env(fleet, workload, site),
+        "XPYD_ROLE": {"value": workload.template.role},
+        "XPYD_HTTP_PORT": {"value": str(HTTP_PORT)},
+        "XPYD_KV_PORT": {"value": str(fleet.spec.kv_transfer.port)},
+        "XPYD_DISCOVERY": {"value": f"{discovery}:{fleet.spec.router.discovery_port}"},
+    }
+    if model.uri.startswith("hf://"):
+        env["HF_HOME"] = {"value": MODELS_FOLDER}
+    if model.secret_ref is not None:
+        ref = {"name": model.secret_ref.name, "key": model.secret_ref.key}
+        env["HF_TOKEN"] = {"valueFrom": {"secretKeyRef": ref}}
+    # The document's come last, in its order: they may refer to ours, and a name given twice would
+    # be refused by the API server.
+    for variable in fleet.spec.engine.env:
+        env.pop(variable.name, None)
+        if variable.value_from is None:
+            env[variable.name] = {"value": variable.value}
+        else:
+            source = variable.value_from.model_dump(by_alias=True, exclude_none=True)
+            env[variable.name] = {"valueFrom": source}
+    return _env(env)
+
+
+def _env(variables: dict[str, JsonObject]) -> list[JsonObject]:
+    return [{"name": name, **rest} for name, rest in variables.items()]
+
+
+def _field(path: str) -> JsonObject:
+    return {"valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def _port(name: str, number: int) -> JsonObject:
+    return {"name": name, "containerPort": number, "protocol": "TCP"}
+
+
+def _probe(path: str, *, period_s: int, failures: int, timeout_s: int) -> JsonObject:
+    return {
+        "httpGet": {"path": path, "port": "http"},
+        "periodSeconds": period_s,
+        "timeoutSeconds": timeout_s,
+        "failureThreshold": failures,
+    }
+
+
+def _devices(pool: Pool) -> JsonObject:
+    resources = pool.resources
+    if not resources.gpus:
+        return {}
+    if resources.device_class_name:
+        return {"claims": [{"name": GPU_CLAIM}]}
+    # A device's limit is its request too.
+    return {"limits": {resources.gpu_resource_name or DEFAULT_GPU_RESOURCE: str(resources.gpus)}}
+
+
+def _common_volumes(fleet: InferenceFleet) -> list[JsonObject]:
+    ref = fleet.spec.kv_transfer.key_secret_ref
+    name = names.kv_secret_name(fleet.name) if ref is None else ref.name
+    key = names.KV_KEY if ref is None else ref.key
+    secret = {
+        "secretName": name,
+        "defaultMode": _OWNER_READS,
+        "items": [{"key": key, "path": names.KV_KEY}],
+    }
+    return [{"name": "xpyd-tmp", "emptyDir": {}}, {"name": "xpyd-kv", "secret": secret}]
+
+
+def _common_mounts() -> list[JsonObject]:
+    return [
+        {"name": "xpyd-tmp", "mountPath": "/tmp"},
+        {"name": "xpyd-kv", "mountPath": KV_FOLDER, "readOnly": True},
+    ]
+
+
+def _model_volumes(fleet: InferenceFleet) -> list[JsonObject]:
+    model, cache = fleet.spec.model, fleet.spec.model.cache
+    if cache.type == "PersistentVolumeClaim":
+        claim = {"claimName": cache.claim_name, "readOnly": cache.read_only}
+        return [{"name": "xpyd-models", "persistentVolumeClaim": claim}]
+    if cache.type == "HostPath":
+        # No DirectoryOrCreate: an empty folder that root made would hide a wrong path.
+        folder = {"path": cache.path, "type": "Directory"}
+        return [{"name": "xpyd-models", "hostPath": folder}]
+    if model.uri.startswith("hf://"):
+        return [{"name": "xpyd-models", "emptyDir": {}}]
+    return []  # a path in the image, or one that the pool's template mounts
+
+
+def _model_mounts(fleet: InferenceFleet) -> list[JsonObject]:
+    cache = fleet.spec.model.cache
+    if not _model_volumes(fleet):
+        return []
+    read_only = cache.type != "None" and cache.read_only
+    return [{"name": "xpyd-models", "mountPath": MODELS_FOLDER, "readOnly": read_only}]
