@@ -9,10 +9,11 @@ may change it. What is applied, and when, is the shell's (xpyd_operator.kube); `
 """
 
 from xpyd_operator.objects.compare import contains, desired_hash, quantity_value, stamped
-from xpyd_operator.objects.overrides import template_problems
-from xpyd_operator.objects.pods import model_in_pod, pods_per_instance, uses_host_path
+from xpyd_operator.objects.pods import pods_per_instance
+from xpyd_operator.objects.refusals import template_problems
 from xpyd_operator.objects.support import kv_secret, pool_object, support_objects
 from xpyd_operator.objects.values import JsonObject, Settings, Site
+from xpyd_operator.objects.volumes import model_in_pod, uses_host_path
 from xpyd_operator.objects.workloads import workload_objects
 
 __all__ = [

@@ -32,7 +32,9 @@ ENGINE_CONTAINER = "engine"
 ROUTER_CONTAINER = "router"
 
 KV_KEY = "key"
-"""The fleet's key in its Secret."""
+"""The fleet's key in its Secret, and the file's name in KV_FOLDER."""
+KV_FOLDER = "/run/xpyd/kv"
+DEFAULT_GPU_RESOURCE = "nvidia.com/gpu"
 
 _LONGEST_GROUP = 47
 """A LeaderWorkerSet's StatefulSets are called NAME and NAME-<group>, and Kubernetes puts

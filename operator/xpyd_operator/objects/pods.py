@@ -9,45 +9,28 @@ the namespace and the discovery address are added here and are in no revision.
 
 from __future__ import annotations
 
-import posixpath
-from typing import cast
-
 from xpyd_core.pod_env import HTTP_PORT, ROUTER_HTTP_PORT
 from xpyd_operator.api import InferenceFleet, Pool
 from xpyd_operator.objects import names
 from xpyd_operator.objects.overrides import merged
 from xpyd_operator.objects.values import JsonObject, Site
+from xpyd_operator.objects.volumes import (
+    MODELS_FOLDER,
+    common_mounts,
+    common_volumes,
+    model_mounts,
+    model_volumes,
+)
 from xpyd_operator.plan import ROUTER, Workload
 
 USER_ID = 10001
 """Of the images' user; also the group that may read mounted secrets."""
-MODELS_FOLDER = "/models"
-KV_FOLDER = "/run/xpyd/kv"
 GRACE_EXTRA_S = 30
 """Beyond the drain timeout, which the program itself honours: KV leases end, sockets close."""
-DEFAULT_GPU_RESOURCE = "nvidia.com/gpu"
 GPU_CLAIM = "xpyd-gpus"
-_OWNER_READS = 0o440
 _START_S = 600
 """An engine answers /live before it loads its model; this is for a slow image and slow imports."""
 _ROUTER_START_S = 120
-
-
-def model_in_pod(fleet: InferenceFleet) -> str:
-    """What the worker's --model gets in a pod.
-
-    An absolute file:// path is taken as it is, a relative one lies below /models: there, a folder
-    above the document's means nothing, so leading `..` are dropped.
-    """
-    uri = fleet.spec.model.uri
-    scheme, _, path = uri.partition("://")
-    if scheme != "file":
-        return uri
-    # From "/", normpath drops leading `..`; a double leading slash it would keep.
-    inside = posixpath.normpath("/" + path.lstrip("/"))
-    if path.startswith("/"):
-        return inside
-    return MODELS_FOLDER if inside == "/" else MODELS_FOLDER + inside
 
 
 def pods_per_instance(pool: Pool) -> int:
@@ -69,9 +52,9 @@ def engine_pod(
         "env": _engine_env(fleet, workload, site),
         "resources": _devices(pool),
         "volumeMounts": [
-            *_common_mounts(),
+            *common_mounts(),
             {"name": "xpyd-shm", "mountPath": "/dev/shm"},
-            *_model_mounts(fleet),
+            *model_mounts(fleet),
         ],
     }
     kv_port = _port("kv", fleet.spec.kv_transfer.port)
@@ -86,15 +69,15 @@ def engine_pod(
         container["ports"] = [kv_port]
     shared_memory = {"medium": "Memory", "sizeLimit": pool.resources.shared_memory}
     volumes = [
-        *_common_volumes(fleet),
+        *common_volumes(fleet),
         {"name": "xpyd-shm", "emptyDir": shared_memory},
-        *_model_volumes(fleet),
+        *model_volumes(fleet),
     ]
     pod = _pod(fleet, workload, site, container, volumes)
     if pool.resources.gpus and pool.resources.device_class_name:
         claim = names.workload_name(fleet.name, workload.pool, workload.revision)
         pod["spec"]["resourceClaims"] = [{"name": GPU_CLAIM, "resourceClaimTemplateName": claim}]
-    return merged(pod, pool.template or {}, names.ENGINE_CONTAINER)
+    return merged(pod, pool.template or {})
 
 
 def router_pod(fleet: InferenceFleet, workload: Workload, site: Site) -> JsonObject:
@@ -113,9 +96,9 @@ def router_pod(fleet: InferenceFleet, workload: Workload, site: Site) -> JsonObj
         "startupProbe": _probe("/health", period_s=1, failures=_ROUTER_START_S, timeout_s=2),
         "livenessProbe": _probe("/health", period_s=10, failures=3, timeout_s=5),
         "readinessProbe": _probe("/readiness", period_s=1, failures=2, timeout_s=2),
-        "volumeMounts": _common_mounts(),
+        "volumeMounts": common_mounts(),
     }
-    pod = _pod(fleet, workload, site, container, _common_volumes(fleet))
+    pod = _pod(fleet, workload, site, container, common_volumes(fleet))
     pod["spec"]["topologySpreadConstraints"] = [
         {
             "maxSkew": 1,
@@ -126,21 +109,7 @@ def router_pod(fleet: InferenceFleet, workload: Workload, site: Site) -> JsonObj
             },
         }
     ]
-    return merged(pod, fleet.spec.router.template or {}, names.ROUTER_CONTAINER)
-
-
-def uses_host_path(fleet: InferenceFleet) -> bool:
-    """Whether a pod of the fleet mounts a folder of its node, which "restricted" forbids."""
-    if fleet.spec.model.cache.type == "HostPath":
-        return True
-    templates = [fleet.spec.router.template, *(pool.template for pool in fleet.spec.pools)]
-    return any(_has_host_path(template or {}) for template in templates)
-
-
-def _has_host_path(template: JsonObject) -> bool:
-    volumes: object = template.get("spec", {}).get("volumes")
-    items = cast("list[object]", volumes) if isinstance(volumes, list) else []
-    return any(isinstance(item, dict) and "hostPath" in item for item in items)
+    return merged(pod, fleet.spec.router.template or {})
 
 
 def _pod(
@@ -158,6 +127,8 @@ def _pod(
         "image": workload.template.image,
         "imagePullPolicy": site.settings.image_pull_policy,
         **container,
+        # A crash is told with the last line of the log: xpyd_operator.observe.crashes reads it.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,
@@ -196,7 +167,7 @@ def _place_env(fleet: InferenceFleet, workload: Workload, site: Site) -> dict[st
     """Variables that say which pod this is and where it lies: name -> the rest of the entry."""
     return {
         "XPYD_POD_IP": _field("status.podIP"),
-        "XPYD_KV_KEY_FILE": {"value": f"{KV_FOLDER}/{names.KV_KEY}"},
+        "XPYD_KV_KEY_FILE": {"value": f"{names.KV_FOLDER}/{names.KV_KEY}"},
         "XPYD_FLEET": {"value": f"{site.namespace}/{fleet.name}"},
         "XPYD_POOL": {"value": workload.pool},
         "XPYD_INSTANCE": _field("metadata.name"),
@@ -261,45 +232,6 @@ def _devices(pool: Pool) -> JsonObject:
     if resources.device_class_name:
         return {"claims": [{"name": GPU_CLAIM}]}
     # A device's limit is its request too.
-    return {"limits": {resources.gpu_resource_name or DEFAULT_GPU_RESOURCE: str(resources.gpus)}}
-
-
-def _common_volumes(fleet: InferenceFleet) -> list[JsonObject]:
-    ref = fleet.spec.kv_transfer.key_secret_ref
-    name = names.kv_secret_name(fleet.name) if ref is None else ref.name
-    key = names.KV_KEY if ref is None else ref.key
-    secret = {
-        "secretName": name,
-        "defaultMode": _OWNER_READS,
-        "items": [{"key": key, "path": names.KV_KEY}],
+    return {
+        "limits": {resources.gpu_resource_name or names.DEFAULT_GPU_RESOURCE: str(resources.gpus)}
     }
-    return [{"name": "xpyd-tmp", "emptyDir": {}}, {"name": "xpyd-kv", "secret": secret}]
-
-
-def _common_mounts() -> list[JsonObject]:
-    return [
-        {"name": "xpyd-tmp", "mountPath": "/tmp"},
-        {"name": "xpyd-kv", "mountPath": KV_FOLDER, "readOnly": True},
-    ]
-
-
-def _model_volumes(fleet: InferenceFleet) -> list[JsonObject]:
-    model, cache = fleet.spec.model, fleet.spec.model.cache
-    if cache.type == "PersistentVolumeClaim":
-        claim = {"claimName": cache.claim_name, "readOnly": cache.read_only}
-        return [{"name": "xpyd-models", "persistentVolumeClaim": claim}]
-    if cache.type == "HostPath":
-        # No DirectoryOrCreate: an empty folder that root made would hide a wrong path.
-        folder = {"path": cache.path, "type": "Directory"}
-        return [{"name": "xpyd-models", "hostPath": folder}]
-    if model.uri.startswith("hf://"):
-        return [{"name": "xpyd-models", "emptyDir": {}}]
-    return []  # a path in the image, or one that the pool's template mounts
-
-
-def _model_mounts(fleet: InferenceFleet) -> list[JsonObject]:
-    cache = fleet.spec.model.cache
-    if not _model_volumes(fleet):
-        return []
-    read_only = cache.type != "None" and cache.read_only
-    return [{"name": "xpyd-models", "mountPath": MODELS_FOLDER, "readOnly": read_only}]

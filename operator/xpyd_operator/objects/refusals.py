@@ -1,0 +1,133 @@
+"""What pool.template and router.template may not say, because it is xpyd's to say. Pure.
+
+The API server keeps a template as it is, so this is asked apart: the operator shows the answer as
+a condition, `xpyd up` refuses the document with it. Each line names the place and the way out.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from xpyd_core.pod_env import HTTP_PORT, ROUTER_HTTP_PORT
+from xpyd_operator.api import InferenceFleet
+from xpyd_operator.objects import names
+from xpyd_operator.objects.overrides import APPENDED, MERGE_KEYS
+from xpyd_operator.objects.values import JsonObject
+
+_OURS_IN_POD = ("restartPolicy", "terminationGracePeriodSeconds", "activeDeadlineSeconds")
+_HANDLERS = ("httpGet", "exec", "tcpSocket", "grpc")
+_PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
+_OUR_PREFIX = "xpyd.dev/"
+_OUR_LABELS = (names.LABEL_MANAGED_BY, names.LABEL_INSTANCE, names.LABEL_NAME)
+_RESERVED = "xpyd-"
+"""Names of volumes and resource claims that begin so are ours."""
+_LEAVE_OUT = "set by xpyd; leave it out"
+
+
+@dataclass(frozen=True)
+class _Ours:
+    """What is xpyd's in a template of this kind: the container's name, its ports and devices."""
+
+    container: str
+    ports: Mapping[str, int]
+    args: str = _LEAVE_OUT
+    devices: tuple[str, ...] = ()
+
+
+def template_problems(fleet: InferenceFleet) -> tuple[str, ...]:
+    """One line for each thing that the document's templates may not say; none: they are fine."""
+    spec = fleet.spec
+    router = _Ours(
+        names.ROUTER_CONTAINER,
+        {"http": ROUTER_HTTP_PORT, "discovery": spec.router.discovery_port},
+    )
+    found = list(_problems("spec.router.template", spec.router.template or {}, router))
+    for index, pool in enumerate(spec.pools):
+        engine = _Ours(
+            names.ENGINE_CONTAINER,
+            {"http": HTTP_PORT, "kv": spec.kv_transfer.port},
+            "set by xpyd; use spec.engine.args",
+            (pool.resources.gpu_resource_name or names.DEFAULT_GPU_RESOURCE,),
+        )
+        found += _problems(f"spec.pools[{index}].template", pool.template or {}, engine)
+    return tuple(found)
+
+
+def _problems(path: str, template: JsonObject, ours: _Ours) -> Iterator[str]:
+    metadata, spec = _map(template, "metadata"), _map(template, "spec")
+    for kind in ("labels", "annotations"):
+        for key in _map(metadata, kind):
+            if key.startswith(_OUR_PREFIX) or key in _OUR_LABELS:
+                yield f"{path}.metadata.{kind}[{key}]: {_LEAVE_OUT}"
+    path = f"{path}.spec"
+    yield from (f"{path}.{key}: {_LEAVE_OUT}" for key in _OURS_IN_POD if spec.get(key) is not None)
+    for key in ("volumes", "resourceClaims"):
+        for item, at in _items(spec, key, path):
+            if str(item.get("name", "")).startswith(_RESERVED):
+                yield f"{at}.name: names that begin with {_RESERVED} are xpyd's; take another"
+    for item, at in _items(spec, "containers", path):
+        if item.get("name") == ours.container:
+            yield from _container_problems(at, item, ours)
+            yield from _item_problems(at, item, ours)
+    yield from _shape_problems(path, spec)
+
+
+def _container_problems(path: str, container: JsonObject, ours: _Ours) -> Iterator[str]:
+    if container.get("command") is not None:
+        yield f"{path}.command: {_LEAVE_OUT}"
+    if container.get("args") is not None:
+        yield f"{path}.args: {ours.args}"
+    for probe in _PROBES:
+        for handler in _HANDLERS:
+            if _map(container, probe).get(handler) is not None:
+                yield f"{path}.{probe}.{handler}: {_LEAVE_OUT}"
+    for kind in ("limits", "requests"):
+        for device in _map(_map(container, "resources"), kind):
+            if device in ours.devices:
+                yield f"{path}.resources.{kind}[{device}]: set by xpyd; use resources.gpus"
+
+
+def _item_problems(path: str, container: JsonObject, ours: _Ours) -> Iterator[str]:
+    for item, at in _items(container, "env", path):
+        if str(item.get("name", "")).startswith("XPYD_"):
+            yield f"{at}.name: XPYD_* is set by xpyd; leave it out"
+    for item, at in _items(container, "ports", path):
+        if item.get("name") in ours.ports or item.get("containerPort") in ours.ports.values():
+            yield f"{at}: {_LEAVE_OUT}"
+    for item, at in _items(container, "volumeMounts", path):
+        if posixpath.normpath(str(item.get("mountPath", ""))) == names.KV_FOLDER:
+            yield f"{at}.mountPath: {names.KV_FOLDER} holds the fleet's key; take another"
+
+
+def _shape_problems(path: str, spec: JsonObject) -> Iterator[str]:
+    """Lists that are merged must be lists of maps, and containers need names to be merged by."""
+    places = [(spec, path)]
+    for key in ("containers", "initContainers"):
+        for item, at in _items(spec, key, path):
+            places += [(item, at), (_map(item, "resources"), f"{at}.resources")]
+            if not isinstance(item.get("name"), str):
+                yield f"{at}.name: missing; a container is merged by its name"
+    for place, at in places:
+        for key in (*MERGE_KEYS, *APPENDED):
+            value: object = place.get(key)
+            items = cast("list[object]", value) if isinstance(value, list) else []
+            if value is not None and not isinstance(value, list):
+                yield f"{at}.{key}: expected a list"
+            if not all(isinstance(item, dict) for item in items):
+                yield f"{at}.{key}: expected a list of maps"
+
+
+def _map(above: JsonObject, key: str) -> JsonObject:
+    value: object = above.get(key)
+    return cast("JsonObject", value) if isinstance(value, dict) else {}
+
+
+def _items(above: JsonObject, key: str, path: str) -> Iterator[tuple[JsonObject, str]]:
+    """The maps of the list `key`, each with its path."""
+    value: object = above.get(key)
+    for index, item in enumerate(cast("list[object]", value) if isinstance(value, list) else []):
+        if isinstance(item, dict):
+            yield cast("JsonObject", item), f"{path}.{key}[{index}]"
