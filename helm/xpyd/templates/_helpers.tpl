@@ -50,6 +50,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- if and .registry .local -}}
 {{- fail "\n\nimages.registry and images.local exclude each other: images come from a registry or lie on the nodes" -}}
 {{- end -}}
+{{- if and .local (eq $.Values.imagePullPolicy "Always") -}}
+{{- fail "\n\nimagePullPolicy=Always would ask a registry for images that images.local says are on the nodes" -}}
+{{- end -}}
 {{- end -}}
 {{- if and (not .Values.uninstall.deleteFleets) .Values.crds.install (not .Values.crds.keep) -}}
 {{- fail "\n\nuninstall.deleteFleets=false needs crds.keep=true: without its CRD no fleet can stay" -}}
@@ -61,7 +64,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- $root := index . 0 -}}
 {{- $images := $root.Values.images -}}
 {{- $image := index $images (index . 1) -}}
-{{- with $images.registry }}{{ trimSuffix "/" . }}/{{ end -}}
+{{- with $images.registry }}{{ . }}/{{ end -}}
 {{- $image.repository -}}
 {{- if $image.digest -}}@{{ $image.digest }}{{- else -}}:{{ default $root.Chart.AppVersion $image.tag }}{{- end -}}
 {{- end -}}

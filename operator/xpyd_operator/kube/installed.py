@@ -1,0 +1,165 @@
+"""`helm test` runs this in a pod: is xpyd installed so that it works?
+
+Three questions, each asked again until it is answered or the time is over: is the operator ready,
+does the API server have xpyd's kinds, and does the router of a given fleet list its models? It
+needs no right but that of every account to see which kinds there are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import aiohttp
+
+from xpyd_core.cli import EXIT_USAGE
+from xpyd_core.errors import UserError, XpydError
+from xpyd_operator.kube.client import Api
+from xpyd_operator.kube.errors import KubeError
+from xpyd_operator.kube.kinds import FLEET, POOL
+from xpyd_operator.kube.login import find_login
+
+_POLL_S = 1.0
+_CALL_TIMEOUT_S = 5.0
+_BODY_SHOWN = 200
+
+Resources = Callable[[str], Awaitable[frozenset[str]]]
+"""Plural names that the API server has under a version; Api.resources. Raises KubeError."""
+
+
+class NotInstalled(XpydError):
+    """A question had no good answer in time; the text says which and what was answered."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """`problem()` asks once; empty: the answer is good. It raises nothing."""
+
+    text: str
+    problem: Callable[[], Awaitable[str]]
+
+
+async def ask_all(
+    questions: Sequence[Question],
+    *,
+    timeout_s: float,
+    say: Callable[[str], None],
+    now: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> None:
+    """Return when every question has its good answer; NotInstalled after `timeout_s` for all."""
+    deadline = now() + timeout_s
+    for question in questions:
+        while problem := await question.problem():
+            if now() >= deadline:
+                raise NotInstalled(f"not so: {question.text}: {problem}")
+            await sleep(_POLL_S)
+        say(f"ok: {question.text}")
+
+
+class Site:
+    """The questions, asked over HTTP. Owns its connections; `close` it in the loop of its use."""
+
+    def __init__(self, resources: Resources) -> None:
+        self._resources = resources
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_CALL_TIMEOUT_S))
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._session.close()
+
+    def questions(self, operator: str, fleet: str) -> list[Question]:
+        """About the operator at that URL, the API, and the fleet whose router has the URL."""
+        asked = [
+            Question("the operator is ready", lambda: self._get_problem(f"{operator}/readyz")),
+            Question("the API server has xpyd's kinds", self._kinds_problem),
+        ]
+        if fleet:
+            asked.append(Question(f"{fleet} lists its models", lambda: self._models_problem(fleet)))
+        return asked
+
+    async def _get_problem(self, url: str) -> str:
+        status, body = await self._get(url)
+        return "" if status == 200 else _shown(url, status, body)
+
+    async def _kinds_problem(self) -> str:
+        try:
+            served = await self._resources(FLEET.api_version)
+        except KubeError as error:
+            return str(error)
+        if not served:
+            return f"{FLEET.api_version} is not served: are the CRDs installed (crds.install)?"
+        missing = {FLEET.plural, POOL.plural, f"{POOL.plural}/scale"} - served
+        return f"{FLEET.api_version} has no {', '.join(sorted(missing))}" if missing else ""
+
+    async def _models_problem(self, fleet: str) -> str:
+        url = f"{fleet}/v1/models"
+        status, body = await self._get(url)
+        return "" if status == 200 and _lists_a_model(body) else _shown(url, status, body)
+
+    async def _get(self, url: str) -> tuple[int, str]:
+        """Status and body; status 0: no answer, and the body says why."""
+        try:
+            async with self._session.get(url) as answer:
+                return answer.status, await answer.text(errors="replace")
+        except (aiohttp.ClientError, TimeoutError) as error:
+            return 0, str(error) or f"no answer within {_CALL_TIMEOUT_S:g} s"
+
+
+def _shown(url: str, status: int, body: str) -> str:
+    said = " ".join(body[:_BODY_SHOWN].split())
+    return f"GET {url}: HTTP {status}: {said}" if status else f"GET {url}: {said}"
+
+
+def _lists_a_model(body: str) -> bool:
+    try:
+        parsed: object = json.loads(body)
+    except ValueError:
+        return False
+    return isinstance(parsed, dict) and bool(cast("dict[str, object]", parsed).get("data"))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command of the chart's test pod. Status 1: a question had no good answer."""
+    parser = argparse.ArgumentParser(
+        prog="python -m xpyd_operator.kube.installed",
+        description="Check that the operator, its API and, if given, a fleet answer.",
+    )
+    parser.add_argument("--operator", required=True, help="URL of the operator's Service")
+    parser.add_argument("--fleet", default="", help="URL of a fleet's router")
+    parser.add_argument("--timeout-seconds", type=float, default=60.0)
+    args = parser.parse_args(argv)
+    try:
+        asyncio.run(_run(args.operator, args.fleet, args.timeout_seconds))
+    except UserError as error:
+        sys.stderr.write(f"xpyd: {error}\n")
+        return EXIT_USAGE
+    except NotInstalled as error:
+        sys.stderr.write(f"xpyd: {error}\n")
+        return 1
+    return 0
+
+
+async def _run(operator: str, fleet: str, timeout_s: float) -> None:
+    api = Api(find_login)
+    site = Site(api.resources)
+    try:
+        await ask_all(site.questions(operator, fleet), timeout_s=timeout_s, say=_say)
+    finally:
+        await site.close()
+        await api.close()
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

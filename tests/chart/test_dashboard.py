@@ -1,0 +1,102 @@
+"""The dashboard asks for metrics that exist, by labels that the PodMonitor gives."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from tests.chart.render import CHART, ROOT, Helm, one
+
+FILE = CHART / "files" / "dashboards" / "xpyd.json"
+ON = {"grafana": {"dashboard": {"enabled": True}}, "metrics": {"podMonitor": {"enabled": True}}}
+SCRAPE_LABELS = {"namespace", "pod", "le"}
+
+
+def _dashboard() -> dict[str, Any]:
+    return json.loads(FILE.read_text())
+
+
+def _panels() -> list[dict[str, Any]]:
+    return [panel for panel in _dashboard()["panels"] if panel["type"] != "row"]
+
+
+def _queries() -> Iterator[str]:
+    for panel in _panels():
+        for target in panel["targets"]:
+            yield target["expr"]
+    for variable in _dashboard()["templating"]["list"]:
+        if variable["type"] == "query":
+            yield variable["definition"]
+
+
+def _documented() -> dict[str, set[str]]:
+    """The metrics of docs/metrics.md and their labels."""
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    rows = re.findall(r"^\| `(xpyd_\w+)` \| (\w+) \| ([^|]*)\|", page, re.M)
+    found: dict[str, set[str]] = {}
+    for name, kind, labels in rows:
+        names = (
+            [f"{name}_bucket", f"{name}_sum", f"{name}_count"] if kind == "histogram" else [name]
+        )
+        found.update({key: set(re.findall(r"`(\w+)`", labels)) for key in names})
+    return found
+
+
+def test_every_metric_of_the_dashboard_is_documented() -> None:
+    asked = {name for query in _queries() for name in re.findall(r"\bxpyd_\w+", query)}
+    assert len(asked) > 20
+    assert not asked - set(_documented())
+
+
+def test_the_dashboard_shows_every_program() -> None:
+    text = " ".join(_queries())
+    for prefix in ("xpyd_router_", "xpyd_engine_", "xpyd_kv_", "xpyd_operator_"):
+        assert prefix in text
+
+
+def test_the_dashboard_groups_by_labels_that_exist(helm: Helm) -> None:
+    monitor = one(helm.render(ON), "PodMonitor", "xpyd-fleets")
+    endpoint = monitor["spec"]["podMetricsEndpoints"][0]
+    given = SCRAPE_LABELS | {rule["targetLabel"] for rule in endpoint["relabelings"]}
+    documented = _documented()
+    for query in _queries():
+        own = {
+            label
+            for name in re.findall(r"\bxpyd_\w+", query)
+            for label in documented.get(name, set())
+        }
+        groups = re.findall(r"\bby \(([^)]*)\)", query)
+        used = {label.strip() for group in groups for label in group.split(",")}
+        used |= set(re.findall(r"(\w+)=~?\"", query))
+        assert used <= given | own, query
+
+
+def test_rates_are_of_counters_only() -> None:
+    for query in _queries():
+        for name in re.findall(r"\brate\((\w+)", query):
+            assert name.endswith(("_total", "_bucket", "_sum", "_count")), query
+
+
+def test_every_panel_has_a_title_a_unit_and_its_own_place() -> None:
+    places: list[tuple[int, int, int, int]] = []
+    ids = [panel["id"] for panel in _dashboard()["panels"]]
+    assert len(set(ids)) == len(ids)
+    for panel in _panels():
+        assert panel["title"]
+        assert panel["description"]
+        assert panel["fieldConfig"]["defaults"]["unit"]
+        box = panel["gridPos"]
+        places.append((box["x"], box["y"], box["x"] + box["w"], box["y"] + box["h"]))
+    for n, (left, top, right, bottom) in enumerate(places):
+        assert right <= 24
+        for other_left, other_top, other_right, other_bottom in places[:n]:
+            apart = right <= other_left or other_right <= left
+            assert apart or bottom <= other_top or other_bottom <= top
+
+
+def test_the_configmap_holds_the_dashboard_as_it_is(helm: Helm) -> None:
+    config = one(helm.render(ON), "ConfigMap", "xpyd-dashboard")
+    assert config["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert json.loads(config["data"]["xpyd.json"]) == _dashboard()

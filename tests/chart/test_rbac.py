@@ -1,0 +1,135 @@
+"""Least privilege: what the operator may do is what it does, and nothing with a star."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+from tests.chart.render import Helm, Obj, of_kind, one
+from xpyd_operator.kube.kinds import EVENT, FLEET, POD, POOL, SECRET, WATCHED
+
+Right = tuple[str, str, str]
+"""group, resource, verb"""
+
+ROLES = ("Role", "ClusterRole")
+READ = {"get", "list", "watch"}
+OWN = READ | {"create", "patch", "delete"}
+NAMESPACED = {"watchNamespaces": ["serving", "lab"]}
+MODES: list[dict[str, Any]] = [{}, NAMESPACED]
+
+
+def _rights(role: Obj) -> set[Right]:
+    return {
+        right
+        for rule in role["rules"]
+        for right in product(rule["apiGroups"], rule["resources"], rule["verbs"])
+    }
+
+
+def _verbs(rights: set[Right], group: str, resource: str) -> set[str]:
+    return {verb for g, r, verb in rights if (g, r) == (group, resource)}
+
+
+@pytest.mark.parametrize("values", MODES)
+def test_no_role_has_a_wildcard(helm: Helm, values: dict[str, Any]) -> None:
+    roles = of_kind(helm.render(values), *ROLES)
+    assert roles
+    for role in roles:
+        for rule in role["rules"]:
+            assert set(rule) == {"apiGroups", "resources", "verbs"}
+            assert not any("*" in text for key in rule for text in rule[key])
+
+
+def test_the_operator_may_do_what_its_kinds_need_and_no_more(helm: Helm) -> None:
+    rights = _rights(one(helm.render({"watchNamespaces": ["serving"]}), "Role", "xpyd-operator"))
+    expected = {(kind.group, kind.plural): OWN for kind in WATCHED}
+    expected[FLEET.group, FLEET.plural] = READ | {"patch"}
+    expected[FLEET.group, f"{FLEET.plural}/status"] = {"patch"}
+    expected[FLEET.group, f"{FLEET.plural}/finalizers"] = {"update"}
+    expected[POOL.group, f"{POOL.plural}/status"] = {"patch"}
+    expected[POD.group, POD.plural] = READ
+    expected[SECRET.group, SECRET.plural] = {"create"}
+    expected[EVENT.group, EVENT.plural] = {"create", "patch"}
+    given = {(group, resource): _verbs(rights, group, resource) for group, resource, _ in rights}
+    assert given == expected
+
+
+@pytest.mark.parametrize("values", MODES)
+def test_nobody_reads_a_secret(helm: Helm, values: dict[str, Any]) -> None:
+    for role in of_kind(helm.render(values), *ROLES):
+        assert _verbs(_rights(role), "", "secrets") <= {"create"}
+
+
+def test_named_namespaces_leave_no_right_to_fleets_elsewhere(helm: Helm) -> None:
+    objects = helm.render({**NAMESPACED, "rbac": {"userRoles": False}})
+    cluster = of_kind(objects, "ClusterRole")
+    names = [role["metadata"]["name"] for role in cluster]
+    assert names == ["xpyd-xpyd-system-operator"]
+    assert {resource for role in cluster for _, resource, _ in _rights(role)} == {
+        "customresourcedefinitions"
+    }
+    for role in of_kind(objects, "Role"):
+        assert role["metadata"]["namespace"] in NAMESPACED["watchNamespaces"]
+
+
+def test_cluster_wide_and_named_namespaces_give_the_same_rights(helm: Helm) -> None:
+    wide = helm.render()
+    assert not of_kind(wide, "Role", "RoleBinding")
+    everywhere = _rights(one(wide, "ClusterRole", "xpyd-operator"))
+    named = helm.render(NAMESPACED)
+    small = _rights(one(named, "ClusterRole", "xpyd-xpyd-system-operator"))
+    for role in of_kind(named, "Role"):
+        if role["metadata"]["name"] == "xpyd-operator":
+            assert _rights(role) | small == everywhere
+
+
+@pytest.mark.parametrize("values", MODES)
+def test_every_role_of_the_chart_is_bound_to_an_account_of_the_chart(
+    helm: Helm, values: dict[str, Any]
+) -> None:
+    objects = helm.render({**values, "rbac": {"userRoles": False}})
+    accounts = {a["metadata"]["name"] for a in of_kind(objects, "ServiceAccount")}
+    roles = {_place(role) for role in of_kind(objects, *ROLES)}
+    bound: set[tuple[str, str, str]] = set()
+    for binding in of_kind(objects, "RoleBinding", "ClusterRoleBinding"):
+        reference = binding["roleRef"]
+        bound.add((reference["kind"], binding["metadata"].get("namespace", ""), reference["name"]))
+        assert [s["namespace"] for s in binding["subjects"]] == ["xpyd-system"]
+        assert {s["name"] for s in binding["subjects"]} <= accounts
+    assert bound == roles
+
+
+def _place(role: Obj) -> tuple[str, str, str]:
+    meta = role["metadata"]
+    return role["kind"], meta.get("namespace", ""), meta["name"]
+
+
+def test_the_uninstall_hook_may_only_delete_fleets_and_see_pods(helm: Helm) -> None:
+    wanted = {
+        (FLEET.group, FLEET.plural, "list"),
+        (FLEET.group, FLEET.plural, "delete"),
+        ("", "pods", "list"),
+    }
+    assert _rights(one(helm.render(), "ClusterRole", "xpyd-uninstall")) == wanted
+    named = of_kind(helm.render(NAMESPACED), "Role")
+    hooks = [role for role in named if role["metadata"]["name"] == "xpyd-uninstall"]
+    assert len(hooks) == 2
+    assert all(_rights(role) == wanted for role in hooks)
+
+
+def test_users_get_fleets_with_the_built_in_roles(helm: Helm) -> None:
+    objects = helm.render()
+    view = one(objects, "ClusterRole", "xpyd-fleets-view")
+    edit = one(objects, "ClusterRole", "xpyd-fleets-edit")
+    aggregated = "rbac.authorization.k8s.io/aggregate-to-{}".format
+    assert view["metadata"]["labels"][aggregated("view")] == "true"
+    assert aggregated("view") not in edit["metadata"]["labels"]
+    for name in ("edit", "admin"):
+        assert edit["metadata"]["labels"][aggregated(name)] == "true"
+    assert {verb for _, _, verb in _rights(view)} == READ
+    assert {"create", "delete"} <= _verbs(_rights(edit), FLEET.group, FLEET.plural)
+    # The operator makes pools; users scale them.
+    assert _verbs(_rights(edit), POOL.group, POOL.plural) == {"update", "patch"}
+    assert _verbs(_rights(edit), POOL.group, f"{POOL.plural}/scale") == {"update", "patch"}
