@@ -131,16 +131,16 @@ def _engine_pod(fleet: InferenceFleet, pool: Pool) -> str:
 def _shared(fleet: InferenceFleet) -> dict[str, Any]:
     """What the router and the engines must have alike to find and to trust each other."""
     return {
-        "discoveryPort": _said(fleet.spec.router).get("discoveryPort"),
+        "router": _said(fleet.spec.router, only={"discovery_port"}),
         "keySecretRef": _said(fleet.spec.kv_transfer.key_secret_ref),
     }
 
 
-def _said(part: BaseModel | None) -> dict[str, Any]:
-    """What the document says differently from the defaults."""
+def _said(part: BaseModel | None, *, only: set[str] | None = None) -> dict[str, Any]:
+    """What the document says differently from the defaults, of the fields in `only` if given."""
     if part is None:
         return {}
-    return part.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    return part.model_dump(mode="json", by_alias=True, exclude_defaults=True, include=only)
 
 
 def _canonical(parts: dict[str, Any]) -> str:

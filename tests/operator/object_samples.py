@@ -1,0 +1,95 @@
+"""Fleets and the objects that they become: the golden files in testdata/objects.
+
+`python -m tests.operator.object_samples` writes the objects as they are rendered today; `git diff`
+then shows what a change does to the pods of every fleet.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from xpyd_operator.api import InferenceFleet, load_fleet
+from xpyd_operator.objects import (
+    Settings,
+    Site,
+    model_in_pod,
+    pool_object,
+    support_objects,
+    workload_objects,
+)
+from xpyd_operator.plan import ROUTER, Workload, fleet_want, pools_wanted
+
+FOLDER = Path(__file__).parent / "testdata" / "objects"
+NAMES = tuple(sorted(file.name.removesuffix(".fleet.yaml") for file in FOLDER.glob("*.fleet.yaml")))
+WHOLE = ("cpu", "full", "minimal")
+"""Samples of which the golden file has all objects; the others show their engines' alone."""
+SETTINGS = Settings("xpyd-worker:1", "xpyd-router:1", image_pull_secrets=("pull",))
+UID = "5bd2bd5e-0000-4000-8000-000000000001"
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes out what is repeated: an alias hides what an object really says."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+def sample_fleet(name: str) -> InferenceFleet:
+    """The fleet of that name."""
+    return load_fleet(FOLDER / f"{name}.fleet.yaml")
+
+
+def site_of(fleet: InferenceFleet) -> Site:
+    """Where the samples' objects go."""
+    return Site(fleet.namespace, UID, SETTINGS)
+
+
+def workloads_of(fleet: InferenceFleet) -> list[Workload]:
+    """The workloads that the plan makes of a new fleet in a cluster."""
+    want = fleet_want(
+        fleet,
+        model=model_in_pod(fleet),
+        routers=fleet.spec.router.replicas,
+        router_surge=1,
+        image=SETTINGS.worker_image,
+        router_image=SETTINGS.router_image,
+    )
+    sizes = {pool.name: pool.replicas for pool in pools_wanted(want, ())}
+    return [Workload(p.name, p.revision, sizes[p.name], p.template) for p in want.pools]
+
+
+def objects_of(fleet: InferenceFleet) -> list[dict[str, Any]]:
+    """All objects of a new fleet but its key."""
+    site = site_of(fleet)
+    workloads = workloads_of(fleet)
+    replicas = {w.pool: w.replicas for w in workloads if w.pool != ROUTER}
+    return [
+        *support_objects(fleet, site),
+        *(
+            pool_object(fleet, pool, replicas[pool.name], pool.replicas, site)
+            for pool in fleet.spec.pools
+        ),
+        *(obj for workload in workloads for obj in workload_objects(fleet, workload, site)),
+    ]
+
+
+def golden_file(name: str) -> Path:
+    """Where the objects of that sample are written down."""
+    return FOLDER / f"{name}.objects.yaml"
+
+
+def golden_text(name: str) -> str:
+    """What the golden file should hold."""
+    found = objects_of(sample_fleet(name))
+    if name not in WHOLE:
+        kinds = ("Deployment", "LeaderWorkerSet", "ResourceClaimTemplate")
+        found = [o for o in found if o["kind"] in kinds and "router" not in o["metadata"]["name"]]
+    return yaml.dump_all(found, Dumper=_Dumper, sort_keys=False, width=100)
+
+
+if __name__ == "__main__":
+    for one in NAMES:
+        golden_file(one).write_text(golden_text(one))
