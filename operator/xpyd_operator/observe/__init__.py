@@ -1,0 +1,25 @@
+"""What a fleet's Kubernetes objects say, for plan() and for people. Pure.
+
+    Children --fleet_seen--> FleetSeen (what plan() looks at)
+    Children --find_problems--> Problem, ... --fleet_status--> the fleet's status --events--> Events
+
+Objects come raw, as the API server has them, and nothing in them makes this fail. Time comes in as
+RFC 3339 text. What is done about anything is plan()'s business.
+"""
+
+from xpyd_operator.observe.children import Children, fleet_seen
+from xpyd_operator.observe.events import EventText, events
+from xpyd_operator.observe.problems import Problem, find_problems
+from xpyd_operator.observe.status import fleet_status, invalid_status, pool_statuses
+
+__all__ = [
+    "Children",
+    "EventText",
+    "Problem",
+    "events",
+    "find_problems",
+    "fleet_seen",
+    "fleet_status",
+    "invalid_status",
+    "pool_statuses",
+]

@@ -1,0 +1,227 @@
+"""A fleet's objects as the API server has them, and what plan() needs to know of them. Pure.
+
+An instance is a pod, or the pods of one group of a LeaderWorkerSet. Which pool and revision an
+object belongs to is read from its labels, never from its name. Objects are taken as they come: who
+calls sees to it that they are the fleet's own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import cast, get_args
+
+from xpyd_operator.objects.names import LABEL_POOL, LABEL_REVISION, LABEL_ROLE
+from xpyd_operator.observe.raw import Raw, at, count, fields, is_true, rows, text
+from xpyd_operator.plan import FleetSeen, PoolSeen, Template, Workload, WorkloadSeen
+from xpyd_operator.plan.values import PoolRole
+
+GROUP_SET = "leaderworkerset.sigs.k8s.io/name"
+GROUP_INDEX = "leaderworkerset.sigs.k8s.io/group-index"
+GROUP_SIZE = "leaderworkerset.sigs.k8s.io/size"
+WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
+_POD_OWNERS = frozenset({"ReplicaSet", "StatefulSet", "LeaderWorkerSet"})
+Key = tuple[str, str]
+"""Pool and revision."""
+
+
+@dataclass(frozen=True)
+class Children:
+    """The objects that belong to one fleet, raw. `others`: Services, Secrets and so on."""
+
+    deployments: tuple[Raw, ...] = ()
+    leader_worker_sets: tuple[Raw, ...] = ()
+    pods: tuple[Raw, ...] = ()
+    pools: tuple[Raw, ...] = ()
+    others: tuple[Raw, ...] = ()
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Instances of one workload.
+
+    `alive`: those that hold a place, `draining` included. `ready`: those that serve and stay.
+    """
+
+    alive: int = 0
+    ready: int = 0
+    draining: int = 0
+
+    @property
+    def staying(self) -> int:
+        """Those that nobody asked to leave."""
+        return self.alive - self.draining
+
+
+NOTHING = Counts()
+
+
+@dataclass
+class _Instance:
+    """What the pods of one instance add up to."""
+
+    ready: int = 0
+    size: int = 1
+    draining: bool = False
+
+
+def key_of(obj: Raw) -> Key | None:
+    """Pool and revision by the object's labels."""
+    labels = fields(obj, "metadata", "labels")
+    pool, revision = text(labels, LABEL_POOL), text(labels, LABEL_REVISION)
+    return (pool, revision) if pool and revision else None
+
+
+def role_of(obj: Raw) -> PoolRole | None:
+    """The role by the object's labels."""
+    role = text(obj, "metadata", "labels", LABEL_ROLE)
+    return cast("PoolRole", role) if role in get_args(PoolRole) else None
+
+
+def name_of(obj: Raw) -> str:
+    """The object's name."""
+    return text(obj, "metadata", "name")
+
+
+def is_finished(pod: Raw) -> bool:
+    """Whether no container of the pod will ever run again: it holds no place."""
+    return text(pod, "status", "phase") in ("Succeeded", "Failed")
+
+
+def is_leaving(obj: Raw) -> bool:
+    """Whether the API server was asked to delete it."""
+    return bool(text(obj, "metadata", "deletionTimestamp"))
+
+
+def workloads(children: Children) -> list[Raw]:
+    """Deployments and LeaderWorkerSets that name their pool and revision, in a stable order."""
+    found = [*children.deployments, *children.leader_worker_sets]
+    return sorted(
+        (w for w in found if key_of(w)), key=lambda w: (key_of(w) or ("", ""), name_of(w))
+    )
+
+
+def replicas_of(workload: Raw) -> int:
+    """Instances that the workload asks for; Kubernetes' default is 1."""
+    value = at(workload, "spec", "replicas")
+    return 1 if value is None else count(workload, "spec", "replicas")
+
+
+def pod_specs(children: Children) -> dict[Key, tuple[Raw, Raw]]:
+    """What the pods of each workload are made from: the first pod of an instance, and the others.
+
+    A cache of a thousand pods need not keep what all of them share.
+    """
+    found: dict[Key, tuple[Raw, Raw]] = {}
+    for workload in workloads(children):
+        single = fields(workload, "spec", "template", "spec")
+        worker = fields(workload, "spec", "leaderWorkerTemplate", "workerTemplate", "spec")
+        leader = fields(workload, "spec", "leaderWorkerTemplate", "leaderTemplate", "spec")
+        key = key_of(workload)
+        if key:
+            found[key] = (single or leader or worker, single or worker)
+    return found
+
+
+def spec_of(pod: Raw, specs: Mapping[Key, tuple[Raw, Raw]]) -> Raw:
+    """The pod's own spec where it was kept, else its workload's."""
+    if rows(pod, "spec", "containers"):
+        return fields(pod, "spec")
+    first, others = specs.get(key_of(pod) or ("", ""), ({}, {}))
+    return others if text(pod, "metadata", "labels", WORKER_INDEX) not in ("", "0") else first
+
+
+def count_instances(children: Children) -> dict[Key, Counts]:
+    """Instances by pool and revision, as the pods are."""
+    sizes = {
+        name_of(s): max(1, count(s, "spec", "leaderWorkerTemplate", "size"))
+        for s in children.leader_worker_sets
+    }
+    found = _instances(children.pods, sizes)
+    return {key: _sum(instances.values()) for key, instances in found.items()}
+
+
+def fleet_seen(children: Children) -> FleetSeen:
+    """What plan() looks at. `status` stays None: the cluster's status is fleet_status()'s."""
+    counts = count_instances(children)
+    found: dict[Key, WorkloadSeen] = {}
+    for workload in workloads(children):
+        key, role = key_of(workload), role_of(workload)
+        if key is None or role is None or key in found:
+            continue
+        have = counts.get(key, NOTHING)
+        # The pods may be seen later than the workload's own count of them.
+        alive = max(have.alive, count(workload, "status", "replicas"))
+        put = Workload(*key, replicas_of(workload), Template(role))
+        found[key] = WorkloadSeen(put, alive, min(have.ready, alive))
+    for key, role in sorted(_orphans(children)):
+        if key not in found:
+            have = counts.get(key, NOTHING)
+            found[key] = WorkloadSeen(Workload(*key, 0, Template(role)), have.alive, have.ready)
+    return FleetSeen(_pools(children.pools), tuple(found[key] for key in sorted(found)))
+
+
+def _instances(
+    pods: Iterable[Raw], sizes: Mapping[str, int]
+) -> dict[Key, dict[tuple[str, str], _Instance]]:
+    found: dict[Key, dict[tuple[str, str], _Instance]] = {}
+    for pod in pods:
+        key = key_of(pod)
+        if key is None or is_finished(pod):
+            continue
+        labels = fields(pod, "metadata", "labels")
+        group = text(labels, GROUP_SET), text(labels, GROUP_INDEX)
+        name = group if all(group) else ("", name_of(pod))
+        instance = found.setdefault(key, {}).setdefault(name, _Instance())
+        instance.size = sizes.get(group[0]) or _size_of(pod)
+        leaves = is_leaving(pod)
+        instance.draining = instance.draining or leaves
+        instance.ready += is_true(pod, "Ready") and not leaves
+    return found
+
+
+def _size_of(pod: Raw) -> int:
+    """Pods of its group by the pod itself, for when its LeaderWorkerSet is gone already."""
+    size = text(pod, "metadata", "annotations", GROUP_SIZE)
+    return int(size) if re.fullmatch("[1-9][0-9]{0,3}", size, re.ASCII) else 1
+
+
+def _sum(instances: Iterable[_Instance]) -> Counts:
+    alive = ready = draining = 0
+    for instance in instances:
+        alive += 1
+        draining += instance.draining
+        ready += not instance.draining and instance.ready >= instance.size
+    return Counts(alive, ready, draining)
+
+
+def _orphans(children: Children) -> set[tuple[Key, PoolRole]]:
+    """Workloads that are gone while pods of theirs still end.
+
+    Only pods that something made count: one that a person made with our labels would keep a deleted
+    fleet from ending for ever.
+    """
+    found: set[tuple[Key, PoolRole]] = set()
+    for pod in children.pods:
+        key, role = key_of(pod), role_of(pod)
+        if key and role and not is_finished(pod) and _is_made(pod):
+            found.add((key, role))
+    return found
+
+
+def _is_made(pod: Raw) -> bool:
+    owners = rows(pod, "metadata", "ownerReferences")
+    return any(text(o, "kind") in _POD_OWNERS and at(o, "controller") is True for o in owners)
+
+
+def _pools(pools: Iterable[Raw]) -> tuple[PoolSeen, ...]:
+    found: dict[str, PoolSeen] = {}
+    for pool in sorted(pools, key=name_of):
+        name = text(pool, "spec", "poolName")
+        if not name:
+            continue
+        has = at(pool, "spec", "declaredReplicas")
+        declared = None if has is None else count(pool, "spec", "declaredReplicas")
+        found.setdefault(name, PoolSeen(name, replicas_of(pool), declared))
+    return tuple(found.values())

@@ -1,0 +1,247 @@
+"""The six conditions of a fleet. Pure.
+
+All are always there, and all but Degraded are good when they are True.
+
+Ready: every pool has its instances of the newest revision ready, and the router its own.
+Available: a request can be answered now. Progressing: something still moves; its reason says why
+since the fleet was last settled, which is all that this remembers from status to status.
+Degraded: something is wrong that waiting does not mend. RouterReady, CapacityAvailable: what
+Ready waits for, each alone. A reason is one of Kubernetes' own words where it has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from xpyd_operator.observe.pools import ROLES, PoolRow, by_role, serves
+from xpyd_operator.observe.problems import Problem
+from xpyd_operator.observe.raw import Raw, condition, moment, rows, short, text
+from xpyd_operator.plan import ROUTER
+
+INVALID = "InvalidSpec"
+_MOST_PROBLEMS = 4
+_MOST_MISTAKES = 10
+_MOST_MISTAKE = 400
+_DRAINING = "Draining"
+
+
+@dataclass(frozen=True)
+class _Fleet:
+    """What all the conditions are made from."""
+
+    pools: Sequence[PoolRow]
+    problems: Sequence[Problem]
+    stopping: bool
+    before: Raw
+
+    @property
+    def missing(self) -> list[PoolRow]:
+        return [row for row in self.pools if row.missing]
+
+    def of_pools(self, names: Iterable[str]) -> list[Problem]:
+        """What keeps these pools from being ready."""
+        known = {*names, ""}
+        return [p for p in self.problems if p.pool in known and p.reason != _DRAINING]
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    status: bool | None
+    reason: str
+    message: str
+
+
+def conditions(
+    pools: Sequence[PoolRow],
+    problems: Sequence[Problem],
+    *,
+    stopping: bool,
+    before: Raw,
+    now: str,
+    generation: int,
+) -> list[dict[str, Any]]:
+    """`before`: the whole status before; a condition keeps its time while its status stays."""
+    fleet = _Fleet(pools, problems, stopping, before)
+    verdicts = {
+        "Ready": _ready(fleet),
+        "Available": _available(fleet),
+        "Progressing": _progressing(fleet),
+        "Degraded": _degraded(fleet),
+        "RouterReady": _router_ready(fleet),
+        "CapacityAvailable": _capacity(fleet),
+    }
+    return _written(verdicts, before, now, generation)
+
+
+def conditions_of_invalid(
+    messages: Sequence[str], *, before: Raw, now: str, generation: int
+) -> list[dict[str, Any]]:
+    """Of a fleet whose document cannot be obeyed: what was seen of the pods last stays."""
+    told = [short(line, _MOST_MISTAKE) for line in messages[:_MOST_MISTAKES]]
+    message = "; ".join(told) + _and_more(len(messages) - len(told))
+    unknown = _Verdict(None, INVALID, "never looked at: the document is invalid")
+    verdicts = {
+        "Ready": _Verdict(False, INVALID, message),
+        "Available": _seen(before, "Available") or unknown,
+        "Progressing": _Verdict(False, INVALID, "waits for a valid document"),
+        "Degraded": _Verdict(True, INVALID, message),
+        "RouterReady": _seen(before, "RouterReady") or unknown,
+        "CapacityAvailable": _seen(before, "CapacityAvailable") or unknown,
+    }
+    return _written(verdicts, before, now, generation)
+
+
+def condition_of(status: Raw, kind: str) -> Raw:
+    """One condition of a status; empty where it has none."""
+    return condition({"status": status}, kind)
+
+
+def _written(
+    verdicts: dict[str, _Verdict], before: Raw, now: str, generation: int
+) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for kind, verdict in verdicts.items():
+        status = "Unknown" if verdict.status is None else str(verdict.status)
+        old = condition_of(before, kind)
+        since = text(old, "lastTransitionTime")
+        same = text(old, "status") == status and moment(since) is not None
+        found.append(
+            {
+                "type": kind,
+                "status": status,
+                "reason": verdict.reason,
+                "message": verdict.message,
+                "lastTransitionTime": since if same else now,
+                "observedGeneration": generation,
+            }
+        )
+    return found
+
+
+def _seen(before: Raw, kind: str) -> _Verdict | None:
+    old = condition_of(before, kind)
+    status = {"True": True, "False": False}.get(text(old, "status"))
+    reason = text(old, "reason")
+    return None if status is None or not reason else _Verdict(status, reason, text(old, "message"))
+
+
+def _ready(fleet: _Fleet) -> _Verdict:
+    if fleet.stopping:
+        left = _alive(fleet.pools)
+        told = f"{left} to leave" if left else "no instance is left"
+        return _Verdict(False, _DRAINING, f"the fleet is being deleted: {told}")
+    missing = [row.name for row in fleet.missing]
+    causes = fleet.of_pools(missing)
+    if missing and causes and causes[0].kind != "Waiting":
+        return _Verdict(False, causes[0].reason, _told(_waits(fleet), causes))
+    wanted, _ = by_role(fleet.pools)
+    if not serves(wanted):
+        none = [r.name for r in fleet.pools if r.revision and r.name != ROUTER and not r.replicas]
+        what = f"no request can be answered with 0 replicas of {', '.join(none)}"
+        return _Verdict(False, "ScaledToZero", what)
+    if not missing:
+        return _Verdict(True, "Ready", f"{_counts(fleet.pools)} ready")
+    if causes:
+        return _Verdict(False, causes[0].reason, _told(_waits(fleet), causes))
+    reason = "Rollout" if any(row.older for row in fleet.pools) else "PodsMissing"
+    return _Verdict(False, reason, _waits(fleet))
+
+
+def _available(fleet: _Fleet) -> _Verdict:
+    _, ready = by_role(fleet.pools)
+    if not ready[ROUTER]:
+        router = next((row.progress for row in fleet.pools if row.name == ROUTER), ROUTER)
+        return _Verdict(False, "NoRouter", f"no router is ready ({router})")
+    if serves(ready):
+        parts = [f"{ready[role]} {role}" for role in ROLES if ready[role]]
+        return _Verdict(True, "Serving", f"{', '.join(parts)} and {ready[ROUTER]} router ready")
+    roles = {row.role for row in fleet.pools}
+    none = [role for role in ROLES if role in roles and not ready[role]]
+    rows_of = ", ".join(row.progress for row in fleet.pools if row.role in none)
+    return _Verdict(False, "NoEngines", f"no {' and no '.join(none)} instance is ready ({rows_of})")
+
+
+def _progressing(fleet: _Fleet) -> _Verdict:
+    leaving = [row for row in fleet.pools if row.draining or (not row.revision and row.alive)]
+    drains = f"{_alive(leaving, draining=not fleet.stopping)} to leave" if leaving else ""
+    if fleet.stopping:
+        return _Verdict(True, _DRAINING, drains or "no instance is left")
+    if not fleet.missing and not any(row.older for row in fleet.pools):
+        if leaving:
+            return _Verdict(True, _DRAINING, drains)
+        return _Verdict(False, "Settled", "every pool is as wanted")
+    message = "; ".join(filter(None, [_waits(fleet) if fleet.missing else "", drains]))
+    return _Verdict(True, _movement(fleet), message or "instances of older revisions leave")
+
+
+def _movement(fleet: _Fleet) -> str:
+    """Why the fleet moves. What began it counts until it is settled, or something else begins."""
+    earlier = text(condition_of(fleet.before, "Progressing"), "reason")
+    known = {text(p, "name"): p.get("replicas") for p in rows(fleet.before, "pools")}
+    if earlier in ("", "Creating") or not known:
+        return "Creating"
+    if any(row.older for row in fleet.pools):
+        return "Rollout"
+    if any(known.get(row.name, row.replicas) != row.replicas for row in fleet.pools):
+        return "Scaling"
+    troubled = any(p.kind != "Waiting" for p in fleet.of_pools(r.name for r in fleet.missing))
+    return earlier if earlier in ("Rollout", "Scaling") and not troubled else "Recovering"
+
+
+def _degraded(fleet: _Fleet) -> _Verdict:
+    found = [p for p in fleet.problems if p.kind == "Degraded"]
+    if not found:
+        return _Verdict(False, "AsExpected", "nothing that waiting does not mend")
+    return _Verdict(True, found[0].reason, _told("", found))
+
+
+def _router_ready(fleet: _Fleet) -> _Verdict:
+    router = next((row for row in fleet.pools if row.name == ROUTER), None)
+    if router is None or fleet.stopping:
+        ready = router.ready if router else 0
+        return _Verdict(ready > 0, _DRAINING, f"router {ready} ready, the fleet is being deleted")
+    if not router.missing:
+        return _Verdict(True, "RouterReady", f"{router.progress} ready")
+    causes = fleet.of_pools([ROUTER])
+    reason = causes[0].reason if causes else "Rollout" if router.older else "PodsMissing"
+    return _Verdict(False, reason, _told(f"waits for {router.progress} ready", causes))
+
+
+def _capacity(fleet: _Fleet) -> _Verdict:
+    # A quota is room, too, but one that only a person can make.
+    found = [p for p in fleet.problems if p.kind == "Capacity" or p.reason == "QuotaExceeded"]
+    if not found:
+        return _Verdict(True, "Sufficient", "no pod lacks a place")
+    return _Verdict(False, found[0].reason, _told("", found))
+
+
+def _counts(pools: Iterable[PoolRow]) -> str:
+    """Router last: the engines come first in a reader's mind."""
+    wanted = sorted((row for row in pools if row.revision), key=lambda row: row.name == ROUTER)
+    return ", ".join(row.progress for row in wanted)
+
+
+def _waits(fleet: _Fleet) -> str:
+    return f"waits for {_counts(fleet.missing)} ready"
+
+
+def _alive(pools: Iterable[PoolRow], *, draining: bool = False) -> str:
+    """Instances that are there, or of pools that stay only those that drain."""
+    parts: list[str] = []
+    for row in pools:
+        number = row.draining if draining and row.revision else row.alive
+        if number:
+            parts.append(f"{row.name} {number}")
+    return ", ".join(parts)
+
+
+def _told(start: str, problems: Sequence[Problem]) -> str:
+    said = [start] if start else []
+    said += [problem.message for problem in problems[:_MOST_PROBLEMS]]
+    return "; ".join(said) + _and_more(len(problems) - _MOST_PROBLEMS)
+
+
+def _and_more(number: int) -> str:
+    return f"; and {number} more" if number > 0 else ""

@@ -1,0 +1,132 @@
+"""The status of a fleet and of its pools, from what is wanted and what is there. Pure.
+
+The same inputs give the same status, so that it is written only when something changed. A status
+can always be made again: `before` gives nothing but the times of transitions, and whether the fleet
+has ever been ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from xpyd_operator.api import InferenceFleet
+from xpyd_operator.api.status import MAX_POOLS
+from xpyd_operator.objects.names import endpoint, pool_selector, selector_text
+from xpyd_operator.objects.pods import pods_per_instance
+from xpyd_operator.observe.children import WORKER_INDEX, Children
+from xpyd_operator.observe.conditions import conditions, conditions_of_invalid
+from xpyd_operator.observe.pools import ROLES, PoolRow, by_role, pool_rows
+from xpyd_operator.observe.problems import Problem, in_order
+from xpyd_operator.observe.raw import Raw, count, text
+from xpyd_operator.plan import FleetSeen, FleetWant
+
+
+def fleet_status(
+    fleet: InferenceFleet,
+    *,
+    want: FleetWant,
+    seen: FleetSeen,
+    children: Children,
+    problems: Sequence[Problem],
+    before: Raw | None,
+    now: str,
+    generation: int,
+    key_secret: str,
+    namespace: str,
+) -> dict[str, Any]:
+    """The fleet's whole status; to be put in place of the one before, not merged into it.
+
+    `problems`: find_problems() and those that only the caller knows (a name that somebody else
+    has, a missing API). `before`: the status that the fleet has. `now`: RFC 3339. `generation`: of
+    the document. `key_secret`: "" while there is none.
+    """
+    rows = pool_rows(want, seen, children)
+    port = fleet.spec.router.service.port
+    status: dict[str, Any] = {
+        "observedGeneration": generation,
+        "endpoint": endpoint(fleet.name, namespace, port),
+        "conditions": conditions(
+            rows,
+            in_order(problems),
+            stopping=want.stopping,
+            before=before or {},
+            now=now,
+            generation=generation,
+        ),
+        "pools": [_pool(row) for row in rows[:MAX_POOLS]],
+        "summary": _summary(fleet, rows),
+    }
+    if key_secret:
+        status["kvKeySecret"] = key_secret
+    return status
+
+
+def pool_statuses(
+    fleet: InferenceFleet, *, want: FleetWant, seen: FleetSeen, children: Children
+) -> dict[str, dict[str, Any]]:
+    """The status of each pool's own object that is there, by the pool's name."""
+    generations = {
+        text(p, "spec", "poolName"): count(p, "metadata", "generation") for p in children.pools
+    }
+    grouped = {pool.name for pool in fleet.spec.pools if pods_per_instance(pool) > 1}
+    found: dict[str, dict[str, Any]] = {}
+    for row in pool_rows(want, seen, children):
+        if row.name not in generations:
+            continue
+        selector = pool_selector(fleet.name, row.name)
+        if row.name in grouped:
+            # One pod for each instance, or an HPA would take the pods for instances.
+            selector[WORKER_INDEX] = "0"
+        found[row.name] = {
+            "observedGeneration": generations[row.name],
+            "replicas": row.staying,
+            "readyReplicas": row.ready,
+            "updatedReplicas": row.updated,
+            "drainingReplicas": row.draining,
+            "selector": selector_text(selector),
+        }
+    return found
+
+
+def invalid_status(
+    before: Raw | None, messages: Iterable[str], *, now: str, generation: int
+) -> dict[str, Any]:
+    """The status of a fleet whose document cannot be obeyed: what runs goes on, as it was.
+
+    `messages`: the mistakes, one per line.
+    """
+    kept = {name: value for name, value in (before or {}).items() if name != "conditions"}
+    found = conditions_of_invalid(
+        list(messages), before=before or {}, now=now, generation=generation
+    )
+    return {**kept, "observedGeneration": generation, "conditions": found}
+
+
+def _pool(row: PoolRow) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "name": row.name,
+        "role": row.role,
+        "replicas": row.replicas,
+        "readyReplicas": row.ready,
+        "updatedReplicas": row.updated,
+        "drainingReplicas": row.draining,
+    }
+    if row.declared is not None:
+        found["declaredReplicas"] = row.declared
+    if row.revision:
+        found["revision"] = row.revision
+    return found
+
+
+def _summary(fleet: InferenceFleet, pools: Iterable[PoolRow]) -> dict[str, Any]:
+    """Ready and wanted instances of each role that the fleet has, and the GPUs that it wants."""
+    by_name = {pool.name: pool for pool in fleet.spec.pools}
+    wanted, ready = by_role(pools)
+    roles = {pool.role for pool in fleet.spec.pools}
+    found: dict[str, Any] = {
+        role.lower(): f"{ready[role]}/{wanted[role]}" for role in ROLES if role in roles
+    }
+    sizes = [(row.replicas, by_name[row.name]) for row in pools if row.name in by_name]
+    found["gpus"] = sum(n * pods_per_instance(pool) * pool.resources.gpus for n, pool in sizes)
+    return found
