@@ -45,13 +45,6 @@ create and patch. It makes Secrets with KV keys and can read none.
   verbs: [create, patch]
 {{- end -}}
 
-{{/* What it needs of the whole cluster: which kinds exist. */}}
-{{- define "xpyd.clusterRules" -}}
-- apiGroups: [apiextensions.k8s.io]
-  resources: [customresourcedefinitions]
-  verbs: [get, list, watch]
-{{- end -}}
-
 {{/* The uninstall hook deletes fleets and sees whether their pods are gone. */}}
 {{- define "xpyd.uninstallRules" -}}
 - apiGroups: [xpyd.dev]
