@@ -51,7 +51,7 @@ def test_the_operator_may_do_what_its_kinds_need_and_no_more(helm: Helm) -> None
     expected[POOL.group, f"{POOL.plural}/status"] = {"patch"}
     expected[POD.group, POD.plural] = READ
     expected[SECRET.group, SECRET.plural] = {"create"}
-    expected[EVENT.group, EVENT.plural] = {"create", "patch"}
+    expected[EVENT.group, EVENT.plural] = {"create"}
     given = {(group, resource): _verbs(rights, group, resource) for group, resource, _ in rights}
     assert given == expected
 

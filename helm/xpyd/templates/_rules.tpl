@@ -38,11 +38,8 @@ create and patch. It makes Secrets with KV keys and can read none.
   resources: [pods]
   verbs: [get, list, watch]
 - apiGroups: [""]
-  resources: [secrets]
+  resources: [secrets, events]
   verbs: [create]
-- apiGroups: [""]
-  resources: [events]
-  verbs: [create, patch]
 {{- end -}}
 
 {{/* The uninstall hook deletes fleets and sees whether their pods are gone. */}}
