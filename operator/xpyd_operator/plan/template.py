@@ -66,7 +66,7 @@ def engine_template(fleet: InferenceFleet, pool: Pool, *, model: str, image: str
         args.append(f"--revision={spec.model.revision}")
     if spec.model.served_names:
         args += ["--served-model-name", *spec.model.served_names]
-    args.append(f"--role={pool.role}")
+    args += [f"--role={pool.role}", *_parallel_args(pool)]
     if pool.role != "Aggregated":
         args += _kv_args(spec.kv_transfer, receives=pool.role == "Decode")
     args += [
@@ -82,6 +82,12 @@ def engine_template(fleet: InferenceFleet, pool: Pool, *, model: str, image: str
         spec.engine.image or image,
         _engine_pod(fleet, pool),
     )
+
+
+def _parallel_args(pool: Pool) -> list[str]:
+    """vLLM's names for them. Left out at 1, the only value that our engines know so far."""
+    sizes = {"tensor": pool.parallelism.tensor, "pipeline": pool.parallelism.pipeline}
+    return [f"--{name}-parallel-size={size}" for name, size in sizes.items() if size > 1]
 
 
 def _kv_args(kv: KvTransfer, *, receives: bool) -> list[str]:
@@ -119,7 +125,6 @@ def _engine_pod(fleet: InferenceFleet, pool: Pool) -> str:
         {
             **_shared(fleet),
             "resources": _said(pool.resources),
-            "parallelism": _said(pool.parallelism),
             "cache": _said(model.cache),
             "secretRef": _said(model.secret_ref),
             "env": sources,

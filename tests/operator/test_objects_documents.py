@@ -1,0 +1,313 @@
+"""From fields of the document to objects: names, folders, devices, network rules, revisions."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.operator.object_samples import FOLDER, SETTINGS, objects_of, site_of, workloads_of
+from xpyd_operator.api import InferenceFleet, parse_fleet
+from xpyd_operator.objects import (
+    kv_secret,
+    model_in_pod,
+    names,
+    pods_per_instance,
+    pool_object,
+    uses_host_path,
+    workload_objects,
+)
+from xpyd_operator.plan import fleet_want
+
+DOCUMENT = yaml.safe_load((FOLDER / "full.fleet.yaml").read_text())
+
+
+def changed(*changes: tuple[str, Any]) -> InferenceFleet:
+    """The full sample with values put at dotted paths."""
+    document = copy.deepcopy(DOCUMENT)
+    for path, value in changes:
+        *above, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+        below = document
+        for key in above:
+            below = below[key] if isinstance(key, int) else below.setdefault(key, {})
+        below[last] = value
+    return parse_fleet(json.dumps(document).encode(), source="f")
+
+
+def of_kind(fleet: InferenceFleet, kind: str) -> list[dict[str, Any]]:
+    return [obj for obj in objects_of(fleet) if obj["kind"] == kind]
+
+
+def pod_templates(fleet: InferenceFleet) -> dict[str, list[Any]]:
+    """Pool -> what its workload's spec says of pods, all with one revision."""
+    found: dict[str, list[Any]] = {}
+    for workload in workloads_of(fleet):
+        same = replace(workload, revision="00000000", replicas=1)
+        found[workload.pool] = [
+            obj["spec"] for obj in workload_objects(fleet, same, site_of(fleet))
+        ]
+    return found
+
+
+EDITS = [
+    ("model.uri", "hf://other/model"), ("model.uri", "file:///models/x"),
+    ("model.revision", "main"),
+    ("model.servedNames", ["a"]), ("model.secretRef", {"name": "other"}),
+    ("model.secretRef", {"name": "hf-token", "key": "other"}), ("model.cache", {"type": "None"}),
+    ("model.cache.claimName", "other"), ("model.cache.readOnly", True),
+    ("model.cache", {"type": "HostPath", "path": "/a"}),
+    ("engine.image", "other:1"), ("engine.args", []), ("engine.env", []),
+    ("engine.env.0.valueFrom", {"fieldRef": {"fieldPath": "spec.hostIP"}}),
+    ("engine.env", [{"name": "A", "value": "1"}]),
+    ("engine.env", list(reversed(DOCUMENT["spec"]["engine"]["env"]))),
+    ("pools.0.parallelism", {"tensor": 1}), ("pools.0.resources.gpus", 4),
+    ("pools.0.resources.gpuResourceName", "amd.com/gpu"),
+    ("pools.0.resources", {"gpus": 2, "deviceClassName": "gpu.example"}),
+    ("pools.0.resources.sharedMemory", "1Gi"), ("pools.0.template", {"spec": {"hostPID": True}}),
+    ("pools.1.parallelism.pipeline", 4), ("pools.1.parallelism.pipeline", 1),
+    ("kvTransfer.port", 22001), ("kvTransfer.bufferSize", "1Gi"),
+    ("kvTransfer.hostPoolSize", "1Gi"), ("kvTransfer.leaseSeconds", 60),
+    ("kvTransfer.waitSeconds", 60), ("kvTransfer.onFailure", "Fail"),
+    ("kvTransfer.keySecretRef", {"name": "other"}), ("kvTransfer.keySecretRef.key", "next"),
+    ("router.discoveryPort", 30002), ("router.template", {"spec": {"hostPID": True}}),
+    ("heartbeat.intervalMilliseconds", 1000), ("heartbeat.missedBeats", 5),
+    ("drain.timeoutSeconds", 60),
+    ("pools.0.replicas", 3), ("pools.0.scaling", {"maxReplicas": 3}), ("router.replicas", 1),
+    ("router.service", {"type": "NodePort", "port": 8080}), ("networkPolicy", {"enabled": False}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "value"), EDITS, ids=[f"{p}={v}"[:60] for p, v in EDITS])
+def test_a_pool_has_a_new_revision_just_when_its_pods_are_others(path, value):
+    """Otherwise pods would change in place, pool by pool as it comes, or for nothing."""
+    before, after = changed(), changed((f"spec.{path}", value))
+    pods, new_pods = pod_templates(before), pod_templates(after)
+    revisions = {w.pool: w.revision for w in workloads_of(before)}
+    new_revisions = {w.pool: w.revision for w in workloads_of(after)}
+    others = {pool for pool in pods if pods[pool] != new_pods[pool]}
+    assert others == {pool for pool in revisions if revisions[pool] != new_revisions[pool]}
+
+
+def test_what_a_document_says_by_default_makes_no_other_revision():
+    defaults = changed(
+        ("spec.model.secretRef.key", "token"),
+        ("spec.router.discoveryPort", 30001),
+        ("spec.pools.0.parallelism.pipeline", 1),
+        ("spec.pools.0.resources.sharedMemory", "8Gi"),
+        ("spec.kvTransfer.transport", "TCP"),
+    )
+    assert workloads_of(defaults) == workloads_of(changed())
+
+
+def test_another_default_image_is_a_new_revision_where_the_document_names_none():
+    fleet = changed()
+
+    def revisions(image: str, router_image: str) -> dict[str, str]:
+        want = fleet_want(fleet, model="/m", image=image, router_image=router_image)
+        return {pool.name: pool.revision for pool in want.pools}
+
+    assert revisions("a", "b") == revisions("other", "b")
+    old, new = revisions("a", "b"), revisions("a", "c")
+    assert {pool for pool in old if old[pool] != new[pool]} == {"router"}
+
+
+@pytest.mark.parametrize(
+    ("uri", "folder"),
+    [
+        ("hf://org/name", "hf://org/name"),
+        ("file:///models/a", "/models/a"),
+        ("file:///a/../b", "/b"),
+        ("file:////a", "/a"),
+        ("file:///", "/"),
+        ("file://./demo-model", "/models/demo-model"),
+        ("file://demo-model", "/models/demo-model"),
+        ("file://a/b/", "/models/a/b"),
+        ("file://../../up/x", "/models/up/x"),
+        ("file://../a/../b", "/models/b"),
+        ("file://.", "/models"),
+        ("file://..", "/models"),
+    ],
+)
+def test_a_models_uri_is_a_folder_of_the_pod(uri, folder):
+    assert model_in_pod(changed(("spec.model.uri", uri))) == folder
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "gpus", "pods"),
+    [
+        (1, 1, 1, 1),
+        (1, 1, 8, 1),
+        (2, 1, 2, 1),
+        (4, 2, 4, 2),
+        (4, 2, 8, 1),
+        (8, 4, 8, 4),
+        (2, 3, 0, 1),
+    ],
+)
+def test_an_instance_has_as_many_pods_as_its_ranks_need(tensor, pipeline, gpus, pods):
+    pool = changed(
+        ("spec.pools.1.parallelism", {"tensor": tensor, "pipeline": pipeline}),
+        ("spec.pools.1.resources", {"gpus": gpus}),
+    ).spec.pools[1]
+    assert pods_per_instance(pool) == pods
+
+
+def test_instances_of_several_pods_that_claim_devices_have_both_objects():
+    fleet = changed(("spec.pools.1.resources", {"gpus": 4, "deviceClassName": "gpu.example"}))
+    claim, group = workload_objects(fleet, workloads_of(fleet)[2], site_of(fleet))
+    assert (claim["kind"], group["kind"]) == ("ResourceClaimTemplate", "LeaderWorkerSet")
+    for part in ("leaderTemplate", "workerTemplate"):
+        pod = group["spec"]["leaderWorkerTemplate"][part]["spec"]
+        assert pod["resourceClaims"] == [
+            {"name": "xpyd-gpus", "resourceClaimTemplateName": claim["metadata"]["name"]}
+        ]
+        assert pod["containers"][0]["resources"] == {"claims": [{"name": "xpyd-gpus"}]}
+
+
+def test_a_cpu_instance_asks_for_no_device_even_where_one_is_named():
+    fleet = changed(("spec.pools.0.resources", {"gpus": 0, "deviceClassName": "gpu.example"}),
+                    ("spec.pools.0.parallelism", {}))  # fmt: skip
+    (deployment,) = workload_objects(fleet, workloads_of(fleet)[1], site_of(fleet))
+    pod = deployment["spec"]["template"]["spec"]
+    assert "resourceClaims" not in pod
+    assert "limits" not in pod["containers"][0]["resources"]
+
+
+def test_the_operators_settings_reach_the_pods():
+    fleet = changed(("spec.engine.image", "own:1"))
+    settings = replace(SETTINGS, image_pull_policy="Always", image_pull_secrets=())
+    site = replace(site_of(fleet), settings=settings)
+    for workload in workloads_of(fleet):
+        text = json.dumps(workload_objects(fleet, workload, site))
+        assert '"imagePullPolicy": "Always"' in text
+        assert "imagePullSecrets" not in text
+        assert f'"image": "{"xpyd-router:1" if workload.pool == "router" else "own:1"}"' in text
+
+
+LONG = ("f" * 30, "p" * 16, "0123abcd")
+
+
+def test_the_longest_names_fit():
+    fleet, pool, revision = LONG
+    assert len(names.workload_name(*LONG)) == 56
+    assert len(names.pool_object_name(fleet, pool)) <= 63
+    group = names.group_workload_name(*LONG)
+    # A StatefulSet of a group, and the hash that Kubernetes appends to its name in a label.
+    assert len(f"{group}-1023-0123456789") <= 63
+    assert group.endswith(f"-{revision}")
+
+
+def test_a_short_name_of_a_group_is_not_cut_and_cut_ones_differ():
+    assert names.group_workload_name("chat", "decode", "0123abcd") == "chat-decode-0123abcd"
+    found = {names.group_workload_name("f" * 29 + c, "p" * 16, "0123abcd") for c in "abc"}
+    assert len(found) == 3
+
+
+def test_names_and_the_endpoint_are_what_the_pages_say():
+    assert names.endpoint("chat", "ns", 10001) == "http://chat-router.ns.svc:10001"
+    assert names.discovery_host("chat", "ns") == "chat-discovery.ns.svc"
+    assert names.selector_text(names.pool_selector("chat", "decode")) == (
+        "xpyd.dev/fleet=chat,xpyd.dev/pool=decode"
+    )
+
+
+def test_a_pool_object_says_its_bounds_and_what_was_declared():
+    fleet = changed()
+    prefill, decode = fleet.spec.pools
+    spec = pool_object(fleet, prefill, 5, 2, site_of(fleet))["spec"]
+    assert spec == {
+        "fleetName": "llama70b", "poolName": "prefill", "role": "Prefill", "replicas": 5,
+        "minReplicas": 1, "maxReplicas": 12, "declaredReplicas": 2,
+    }  # fmt: skip
+    spec = pool_object(fleet, decode, 0, None, site_of(fleet))["spec"]
+    assert spec == {
+        "fleetName": "llama70b", "poolName": "decode", "role": "Decode", "replicas": 0,
+        "maxReplicas": 6,
+    }  # fmt: skip
+    assert pool_object(fleet, decode, 0, 0, site_of(fleet))["spec"]["declaredReplicas"] == 0
+
+
+def test_a_fleet_with_a_key_of_its_own_mounts_that_and_no_other():
+    mounted = json.dumps(objects_of(changed()))
+    assert "llama70b-kv" not in mounted
+    assert '"secretName": "kv-key"' in mounted
+    fleet = changed(("spec.kvTransfer", {}))
+    assert '"secretName": "llama70b-kv"' in json.dumps(objects_of(fleet))
+    assert kv_secret(fleet, site_of(fleet), "k")["metadata"]["name"] == "llama70b-kv"
+
+
+def ingress(fleet: InferenceFleet, name: str) -> list[dict[str, Any]]:
+    policies = {obj["metadata"]["name"]: obj for obj in of_kind(fleet, "NetworkPolicy")}
+    return policies[f"{fleet.name}-{name}"]["spec"]["ingress"]
+
+
+def admits(rules: list[dict[str, Any]], labels: dict[str, str], port: int) -> bool:
+    """Whether a pod of the fleet's namespace with these labels may reach the port."""
+    for rule in rules:
+        ports = rule.get("ports", [{"port": 0, "endPort": 65535}])
+        if not any(p["port"] <= port <= p.get("endPort", p["port"]) for p in ports):
+            continue
+        peers = rule.get("from")
+        if peers is None:
+            return True
+        selectors = [p["podSelector"]["matchLabels"] for p in peers if "podSelector" in p]
+        if any(selector.items() <= labels.items() for selector in selectors):
+            return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("policy", "who", "port", "allowed"),
+    [
+        ("engines", "prefill", 21001, True),
+        ("engines", "router", 21001, False),
+        ("engines", "stranger", 21001, False),
+        ("engines", "other fleet", 21001, False),
+        ("engines", "router", 20001, True),
+        ("engines", "prefill", 20001, False),
+        ("engines", "stranger", 20001, False),
+        ("engines", "decode", 29500, True),  # its instances have several pods
+        ("engines", "prefill", 29500, False),
+        ("router", "stranger", 10001, True),
+        ("router", "prefill", 30001, True),
+        ("router", "stranger", 30001, False),
+        ("router", "other fleet", 30001, False),
+    ],
+)
+def test_who_may_reach_a_port(policy, who, port, allowed):
+    labels = {
+        "stranger": {"app": "x"},
+        "other fleet": names.pool_labels("other", "prefill", "Prefill"),
+        "router": names.pool_labels("llama70b", "router", "router"),
+    }.get(who, names.pool_labels("llama70b", who, "Prefill"))
+    assert admits(ingress(changed(), policy), labels, port) is allowed
+
+
+def test_every_ranks_kv_port_is_open_to_the_fleets_engines():
+    engine = names.pool_labels("llama70b", "prefill", "Prefill")
+    rules = ingress(changed(), "engines")
+    assert [port for port in range(21000, 21012) if admits(rules, engine, port)] == list(
+        range(21001, 21010)
+    )
+    near_the_end = changed(("spec.kvTransfer.port", 65535))
+    assert admits(ingress(near_the_end, "engines"), engine, 65535)
+
+
+def test_scrapers_need_a_namespace_that_an_administrator_labelled():
+    peers = [peer for rule in ingress(changed(), "engines") for peer in rule.get("from", [])]
+    outside = [peer for peer in peers if "namespaceSelector" in peer]
+    assert outside == [{"namespaceSelector": {"matchLabels": {"xpyd.dev/scrape": "true"}}}]
+
+
+def test_policies_can_be_left_to_others():
+    assert of_kind(changed(("spec.networkPolicy", {"enabled": False})), "NetworkPolicy") == []
+
+
+def test_a_cache_on_the_node_is_noticed():
+    cache = {"type": "HostPath", "path": "/mnt"}
+    assert uses_host_path(changed(("spec.model.cache", cache)))
+    assert not uses_host_path(changed())
