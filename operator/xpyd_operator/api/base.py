@@ -18,7 +18,7 @@ from pydantic import (
 )
 from pydantic.alias_generators import to_camel
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from xpyd_operator.api.rules import (
     VALIDATIONS,
@@ -36,6 +36,7 @@ _SIZE = r"[0-9]+(\.[0-9]+)?([eE][0-9]{1,2}|[kMGTPE]|[KMGTPE]i)?"
 _PERCENT = "[1-9][0-9]?%"
 _DNS_NAME = r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?"
 INT_OR_STRING = "x-kubernetes-int-or-string"
+"""A schema's extension, and pydantic's error type for a value that is neither."""
 
 
 class ApiModel(BaseModel):
@@ -73,47 +74,40 @@ class ApiModel(BaseModel):
     @model_validator(mode="after")
     def _keeps_its_rules(self) -> Self:
         raise_all(
-            mistake(broken(rule.message), *rule.field.split(".") if rule.field else ())
+            mistake(broken(rule.text), *rule.field.split(".") if rule.field else ())
             for rule in self.rules
             if not rule.holds(self)
         )
         return self
 
 
-def no_null(value: object) -> object:
-    """Refuse an explicit null where a field may be left out: the API server does so too."""
-    if value is None:
-        raise broken("given null; leave the field out instead")
-    return value
-
-
 def _size_text(value: object) -> object:
-    """YAML reads 8.0e+9 as a float and 8e9 as text: all spellings of a size become text."""
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
-        return str(int(value))
+    """A size may be an integer; all spellings become text."""
+    if isinstance(value, str):
+        return value
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    return value
+    raise PydanticCustomError(INT_OR_STRING, "neither an integer nor text")
 
 
 def _size(pattern: str, message: str) -> Check:
     quoted = pattern.replace("\\", "\\\\")
     twin = matching(pattern, message)
     cel = f"type(self) == int ? int(self) >= 0 : string(self).matches('^({quoted})$')"
-    return Check(cel, twin.message, twin.holds)
+    return Check(cel, twin.message, twin.holds, kind="")
 
 
 _A_SIZE = "a size in bytes such as 1073741824, 8e9, 4Gi or 500M"
 Size = Annotated[
     str,
-    BeforeValidator(_size_text),
     Field(max_length=64, json_schema_extra={INT_OR_STRING: True}),
+    BeforeValidator(_size_text),
     _size(_SIZE, f"must be {_A_SIZE}"),
 ]
 SizeOrPercent = Annotated[
     str,
-    BeforeValidator(_size_text),
     Field(max_length=64, json_schema_extra={INT_OR_STRING: True}),
+    BeforeValidator(_size_text),
     _size(f"{_SIZE}|{_PERCENT}", f"must be {_A_SIZE}, or 1% to 99%"),
 ]
 Plain = Check("!self.contains('\\x00')", "must not contain NUL characters", lambda v: "\0" not in v)
@@ -123,8 +117,7 @@ DnsName = Annotated[
     Field(max_length=253),
     matching(
         _DNS_NAME,
-        "must be the name of a Kubernetes object: lower-case letters, digits, '-' and '.', at most "
-        "253 characters",
+        "must be the name of a Kubernetes object: lower-case letters, digits, '-' and '.'",
     ),
 ]
 KeyName = Annotated[

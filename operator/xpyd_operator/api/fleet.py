@@ -31,9 +31,10 @@ class Metadata(ApiModel):
         Field(max_length=253),
         Check(
             f"size(self.metadata.name) <= 30 && self.metadata.name.matches('^({DNS_LABEL})$')",
-            "metadata.name must be a DNS label of at most 30 characters that begins with a letter "
+            "must be a DNS label of at most 30 characters that begins with a letter "
             "(pod, Service and pool names are derived from it)",
             lambda name: len(name) <= 30 and bool(FLEET_NAME.fullmatch(name)),
+            kind="object",
         ),
     ]
     """A DNS label of at most 30 characters that begins with a letter; pod names begin with it."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from xpyd_operator.api.base import ApiModel, no_null
+from xpyd_operator.api.base import ApiModel
 from xpyd_operator.api.pool import Role
 from xpyd_operator.api.rules import rule, transition
 
@@ -24,17 +24,11 @@ class PoolSpec(ApiModel):
     """What its instances do."""
     replicas: Annotated[int, Field(ge=0, le=1024)] = 1
     """Instances wanted; the truth for the operator, written by `kubectl scale` and HPA."""
-    min_replicas: Annotated[
-        Annotated[int, Field(ge=0, le=1024)] | None, BeforeValidator(no_null)
-    ] = None
+    min_replicas: Annotated[int, Field(ge=0, le=1024)] | None = None
     """Fewest instances, from the fleet's scaling.minReplicas."""
-    max_replicas: Annotated[
-        Annotated[int, Field(ge=1, le=1024)] | None, BeforeValidator(no_null)
-    ] = None
+    max_replicas: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Most instances, from the fleet's scaling.maxReplicas."""
-    declared_replicas: Annotated[
-        Annotated[int, Field(ge=0, le=1024)] | None, BeforeValidator(no_null)
-    ] = None
+    declared_replicas: Annotated[int, Field(ge=0, le=1024)] | None = None
     """What the fleet declared when the operator last took it over into replicas."""
 
     @rule(

@@ -7,9 +7,11 @@ refused.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import yaml
 from pydantic import ValidationError
@@ -19,11 +21,25 @@ from xpyd_operator.api.fleet import API_VERSION, KIND, InferenceFleet
 from xpyd_operator.api.problems import problems
 
 MAX_DOCUMENT_BYTES = 1 << 20
+_INT64 = 1 << 63
+_BOOKKEEPING = frozenset(
+    {
+        "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp",
+        "deletionGracePeriodSeconds", "finalizers", "ownerReferences", "managedFields", "selfLink",
+        "generateName",
+    }
+)  # fmt: skip
+"""Fields of an object's metadata that are the API server's; `kubectl get -o yaml` shows them."""
 _SEPARATOR = "one file holds one InferenceFleet"
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses repeated keys and merge keys."""
+    """SafeLoader that refuses repeated keys and merge keys, and leaves dates the text they are."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [entry for entry in entries if entry[0] != "tag:yaml.org,2002:timestamp"]
+        for first, entries in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
@@ -72,23 +88,59 @@ def parse_fleet(content: bytes, *, source: str) -> InferenceFleet:
 
 
 def parse_object(obj: Mapping[str, Any]) -> InferenceFleet:
-    """The fleet in an object of the Kubernetes API, whose status and bookkeeping are left out.
+    """The fleet in an object of the Kubernetes API, whatever else the server keeps in it.
 
+    Its labels and annotations are left out: they have the API server's bounds and not ours.
     UserError with all mistakes: the object was stored under the rules of another version.
     """
-    metadata = cast("dict[str, Any]", obj.get("metadata") or {})
+    metadata: Mapping[str, Any] = obj.get("metadata") or {}
     names = {key: metadata[key] for key in ("name", "namespace") if key in metadata}
-    fields = {key: obj[key] for key in ("apiVersion", "kind", "spec") if key in obj}
-    return _validate({**fields, "metadata": names}, metadata.get("name", "object"))
+    return _validate({**obj, "metadata": names}, metadata.get("name", "object"))
 
 
 def _validate(fields: Mapping[str, object], source: str) -> InferenceFleet:
+    document = as_sent(fields)
+    document.pop("status", None)  # what a user writes there is dropped by the API server too
+    if isinstance(metadata := document.get("metadata"), dict):
+        known = cast("dict[str, Any]", metadata)
+        document["metadata"] = {k: v for k, v in known.items() if k not in _BOOKKEEPING}
     try:
-        return InferenceFleet.model_validate(fields)
+        return InferenceFleet.model_validate(document)
     except ValidationError as error:
-        lines = problems(error)
+        lines = problems(error, InferenceFleet)
         count = f"{len(lines)} mistakes" if len(lines) > 1 else "1 mistake"
         raise UserError("\n  ".join([f"{source}: {count}", *lines])) from error
+
+
+def as_sent(fields: Mapping[Any, object]) -> dict[str, Any]:
+    """The map as the API server's validation sees it after kubectl has sent it.
+
+    null is no value, whole floats are integers, integers have 64 bits, and keys are text. What a
+    pod template holds is left alone: it is not ours.
+    """
+    return {
+        _key_text(key): value if key == "template" else _as_sent(value)
+        for key, value in fields.items()
+        if value is not None
+    }
+
+
+def _as_sent(value: object) -> object:
+    match value:
+        case dict():
+            return as_sent(cast("dict[Any, object]", value))
+        case list():
+            return [_as_sent(item) for item in cast("list[object]", value)]
+        case float() if value.is_integer() and abs(value) < _INT64:
+            return int(value)
+        case int() if not -_INT64 <= value < _INT64:
+            return float(value) if abs(value) < 1 << 1000 else math.inf
+        case _:
+            return value
+
+
+def _key_text(key: object) -> str:
+    return key if isinstance(key, str) else json.dumps(key)
 
 
 def _read_yaml(content: bytes, source: str) -> object:

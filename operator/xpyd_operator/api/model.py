@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from xpyd_operator.api.base import ApiModel, DnsName, KeyName, Plain, no_null
+from xpyd_operator.api.base import ApiModel, DnsName, KeyName, Plain
 from xpyd_operator.api.rules import Check, Unique, matching, rule
 
 
@@ -28,11 +28,11 @@ class ModelCache(ApiModel):
 
     type: Literal["None", "HostPath", "PersistentVolumeClaim"] = "None"
     """None: nothing is kept; a pod with an hf:// model downloads it into an emptyDir."""
-    claim_name: Annotated[DnsName, Field(min_length=1)] = ""
+    claim_name: DnsName = ""
     """Name of a PersistentVolumeClaim in the fleet's namespace."""
     path: Annotated[
         str,
-        Field(min_length=1, max_length=1024),
+        Field(max_length=1024),
         Plain,
         Check(
             "self.startsWith('/') && !self.split('/').exists(part, part == '..')",
@@ -45,17 +45,19 @@ class ModelCache(ApiModel):
     """Engines may not write to it; an hf:// model must then be in it already."""
 
     @rule(
-        "self.type != 'PersistentVolumeClaim' || has(self.claimName)",
-        "claimName is required for type PersistentVolumeClaim",
+        "!has(self.type) || self.type != 'PersistentVolumeClaim' || has(self.claimName)",
+        "type PersistentVolumeClaim needs the claim's name",
         field="claimName",
+        missing=True,
     )
     def _has_claim(self) -> bool:
         return self.type != "PersistentVolumeClaim" or bool(self.claim_name)
 
     @rule(
-        "self.type != 'HostPath' || has(self.path)",
-        "path is required for type HostPath",
+        "!has(self.type) || self.type != 'HostPath' || has(self.path)",
+        "type HostPath needs the folder's path",
         field="path",
+        missing=True,
     )
     def _has_path(self) -> bool:
         return self.type != "HostPath" or bool(self.path)
@@ -80,7 +82,7 @@ class Model(ApiModel):
         Unique(),
     ] = ()
     """Names that requests may use; none: the checkpoint's own name."""
-    secret_ref: Annotated[SecretRef | None, BeforeValidator(no_null)] = None
+    secret_ref: SecretRef | None = None
     """Secret with the token of an hf:// model that is not public."""
     cache: ModelCache = ModelCache()
     """Where engines in a cluster find or keep checkpoints."""
@@ -109,11 +111,11 @@ class KeyRef(ApiModel):
 class EnvSource(ApiModel):
     """Where a variable's value comes from; exactly one of the fields."""
 
-    field_ref: Annotated[FieldRef | None, BeforeValidator(no_null)] = None
+    field_ref: FieldRef | None = None
     """A field of the pod."""
-    secret_key_ref: Annotated[KeyRef | None, BeforeValidator(no_null)] = None
+    secret_key_ref: KeyRef | None = None
     """A key of a Secret."""
-    config_map_key_ref: Annotated[KeyRef | None, BeforeValidator(no_null)] = None
+    config_map_key_ref: KeyRef | None = None
     """A key of a ConfigMap."""
 
     @rule(
@@ -142,12 +144,12 @@ class EnvVar(ApiModel):
     """Name of the variable; XPYD_* is reserved."""
     value: Annotated[str, Field(max_length=32768), Plain] = ""
     """Its value; Kubernetes expands $(NAME) of a variable before it."""
-    value_from: Annotated[EnvSource | None, BeforeValidator(no_null)] = None
+    value_from: EnvSource | None = None
     """Where its value comes from, instead of value."""
 
     @rule(
         "!has(self.value) || self.value == '' || !has(self.valueFrom)",
-        "value and valueFrom exclude each other; leave one out",
+        "value and valueFrom exclude each other: leave one out",
         field="valueFrom",
     )
     def _is_one(self) -> bool:

@@ -16,17 +16,11 @@ from pydantic_core import CoreSchema, core_schema
 from xpyd_operator.api.base import ApiModel
 
 Labels = Annotated[
-    dict[
-        Annotated[str, Field(max_length=317)],
-        Annotated[str, Field(max_length=63)],
-    ],
+    dict[str, Annotated[str, Field(max_length=63)]],
     Field(max_length=64),
 ]
 Annotations = Annotated[
-    dict[
-        Annotated[str, Field(max_length=317)],
-        Annotated[str, Field(max_length=16384)],
-    ],
+    dict[str, Annotated[str, Field(max_length=16384)]],
     Field(max_length=64),
 ]
 
@@ -43,7 +37,7 @@ class PodMetadata(ApiModel):
 class PodTemplate(ApiModel):
     """Merged strategically into the pods: lists by name, maps key by key."""
 
-    metadata: PodMetadata = PodMetadata()
+    metadata: PodMetadata | None = None
     """Labels and annotations of the pods."""
     spec: dict[str, Any] = Field(
         default_factory=dict[str, Any],

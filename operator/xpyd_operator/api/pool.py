@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from xpyd_operator.api.base import DNS_LABEL, ApiModel, DnsName, Size, no_null
+from xpyd_operator.api.base import DNS_LABEL, ApiModel, DnsName, Size
 from xpyd_operator.api.pod import PodTemplate, shaped_like
 from xpyd_operator.api.rules import Check, ListCheck, matching, rule, transition
 
@@ -64,7 +64,7 @@ class Resources(ApiModel):
 
     @rule(
         "!has(self.deviceClassName) || !has(self.gpuResourceName)",
-        "deviceClassName (DRA) and gpuResourceName (device plugin) exclude each other; "
+        "deviceClassName (DRA) and gpuResourceName (device plugin) exclude each other: "
         "leave one out",
         field="deviceClassName",
     )
@@ -77,9 +77,7 @@ class Scaling(ApiModel):
 
     min_replicas: Annotated[int, Field(ge=0, le=1024)] = 0
     """Fewest instances."""
-    max_replicas: Annotated[
-        Annotated[int, Field(ge=1, le=1024)] | None, BeforeValidator(no_null)
-    ] = None
+    max_replicas: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Most instances; none: 1024."""
 
     @rule(
@@ -107,9 +105,7 @@ class Pool(ApiModel):
     """A DNS label that begins with a letter; pod names hold it."""
     role: Role
     """What its instances do: prefill, decode, or both (Aggregated). Never changes."""
-    replicas: Annotated[Annotated[int, Field(ge=0, le=1024)] | None, BeforeValidator(no_null)] = (
-        None
-    )
+    replicas: Annotated[int, Field(ge=0, le=1024)] | None = None
     """Instances. The last declared value wins once: to apply the same document again does not undo
     a scale. None: what was scaled to, 1 at first."""
     parallelism: Parallelism = Parallelism()
@@ -118,9 +114,7 @@ class Pool(ApiModel):
     """Devices and memory of one pod of an instance."""
     scaling: Scaling = Scaling()
     """Bounds that the pool's replicas keep, whoever scales it."""
-    template: Annotated[
-        dict[str, Any] | None, shaped_like(PodTemplate), BeforeValidator(no_null)
-    ] = None
+    template: Annotated[dict[str, Any] | None, shaped_like(PodTemplate)] = None
     """Merged into the engines' pods in a cluster; the engine's container is `engine`."""
 
     @rule(
@@ -161,7 +155,7 @@ class Pool(ApiModel):
 
     @transition(
         "self.role == oldSelf.role",
-        "role is immutable; add a new pool and remove this one",
+        "a pool's role is immutable: add a new pool and remove this one",
         field="role",
     )
     def _keeps_its_role(self, before: Pool) -> bool:

@@ -1,31 +1,45 @@
-"""Turns what pydantic found into lines for a person: path, what was given, what is allowed. Pure.
+"""Turns what pydantic found into the words in which the API server refuses the same document. Pure.
 
-What is allowed is read from the models' JSON schema, so that a bound is written down once.
+A field that is out of bounds, missing, doubled or unknown thus reads alike in `xpyd up` and in
+`kubectl apply`; rules bring their own text (xpyd_operator.api.rules). Where a person needs more
+than the server says, it comes after the server's words.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from typing import Any, cast
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from xpyd_operator.api.fleet import InferenceFleet
+from xpyd_operator.api.base import INT_OR_STRING
 from xpyd_operator.api.later import FIELDS, VALUES
 from xpyd_operator.api.rules import DUPLICATE, RULE
 
 _MAX_GIVEN = 60
 _Loc = tuple[int | str, ...]
 _Schema = dict[str, Any]
+_TYPES = {
+    "int_type": "integer",
+    "string_type": "string",
+    "bool_type": "boolean",
+    "list_type": "array",
+    "tuple_type": "array",
+    "dict_type": "object",
+    "model_type": "object",
+    INT_OR_STRING: "integer,string",
+}
+"""pydantic's error type -> the schema's type that was expected."""
 
 
-def problems(error: ValidationError) -> list[str]:
-    """One line for each mistake, in the order of the document's fields."""
+def problems(error: ValidationError, model: type[BaseModel]) -> list[str]:
+    """One line for each mistake in a document of `model`, in the order of the fields."""
     details = error.errors(include_url=False)
-    root: _Schema = InferenceFleet.model_json_schema(by_alias=True)
     locs = [item["loc"] for item in details]
     return [
-        _line(item, root)
+        _line(item, model)
         for item in details
         # pydantic counts only valid items, so a list with wrong ones also looks too short.
         if not (item["type"] == "too_short" and any(_below(loc, item["loc"]) for loc in locs))
@@ -44,97 +58,124 @@ def _below(loc: _Loc, above: _Loc) -> bool:
     return len(loc) > len(above) and loc[: len(above)] == above
 
 
-def _line(item: ErrorDetails, root: _Schema) -> str:
-    loc, kind = item["loc"], item["type"]
-    path = path_of(loc)
-    if kind == DUPLICATE:
-        return f"{path}: Duplicate value {item.get('ctx', {})['value']!r}"
+def _line(item: ErrorDetails, model: type[BaseModel]) -> str:
+    loc, path = item["loc"], path_of(item["loc"])
+    if item["type"] == "extra_forbidden":
+        return f'unknown field "{path}"; {_about_unknown(loc, model)}'
+    return f"{path}: {_words(item, path)}"
+
+
+def _words(item: ErrorDetails, path: str) -> str:
+    kind, given, context = item["type"], item["input"], item.get("ctx", {})
     if kind == RULE:
-        return f"{path}: {item['msg']}"
-    general = path_of(tuple("[]" if isinstance(part, int) else part for part in loc))
-    general = general.replace(".[]", "[]")
-    if kind in ("extra_forbidden", "invalid_key"):
-        return f"{path}: {_unknown(loc, general, root)}"
+        return item["msg"]
     if kind == "missing":
-        return f"{path}: missing; {_allowed_at(loc, root)}"
-    if item["input"] in VALUES.get(general, ()):
-        what = f"{item['input']!r} is not supported by this version"
-        return f"{path}: {what}; {_allowed_at(loc, root)}"
-    return (
-        f"{path}: given {_given(item['input'], secret='.env[' in path)}; {_allowed_at(loc, root)}"
-    )
+        return "Required value"
+    if kind in _TYPES:
+        return _wrong_type(given, path, _TYPES[kind])
+    if kind == "literal_error":
+        return _unsupported(given, path, item["loc"], context["expected"])
+    return _BOUNDS[kind](given, path, context)
 
 
-def _unknown(loc: _Loc, general: str, root: _Schema) -> str:
-    if general in FIELDS:
-        return "not supported by this version"
-    above = loc[:-1]
-    return f"unknown field; {path_of(above)} has {', '.join(_schema_at(above, root)['properties'])}"
+def _wrong_type(given: object, path: str, expected: str) -> str:
+    found = _type_of(given)
+    return f'Invalid value: "{found}": {path} in body must be of type {expected}: "{found}"'
 
 
-def _given(value: object, *, secret: bool) -> str:
-    """The value for a message: bounded, and never an environment variable's."""
+def _unsupported(given: object, path: str, loc: _Loc, expected: str) -> str:
+    if not isinstance(given, str):
+        return _wrong_type(given, path, "string")
+    values = expected.replace(" or ", ", ").replace("'", '"')
+    text = f"Unsupported value: {_quoted(given)}: supported values: {values}"
+    later = given in VALUES.get(_general(loc), ())
+    return f"{text}; {given} is not supported by this version" if later else text
+
+
+def _out_of_bounds(given: object, path: str, words: str) -> str:
+    shown = _quoted(given) if isinstance(given, str) else given
+    return f"Invalid value: {shown}: {path} in body should {words}"
+
+
+def _too_many(given: object, most: int) -> str:
+    count = len(cast("list[Any]", given))
+    return f"Too many: {count}: must have at most {most} items"
+
+
+_BOUNDS: dict[str, Callable[[Any, str, dict[str, Any]], str]] = {
+    "greater_than_equal": lambda given, path, c: _out_of_bounds(
+        given, path, f"be greater than or equal to {c['ge']}"
+    ),
+    "less_than_equal": lambda given, path, c: _out_of_bounds(
+        given, path, f"be less than or equal to {c['le']}"
+    ),
+    "string_too_long": lambda _given, _path, c: (
+        f"Too long: may not be more than {c['max_length']} bytes"
+    ),
+    "string_too_short": lambda given, path, c: _out_of_bounds(
+        given, path, f"be at least {c['min_length']} chars long"
+    ),
+    "too_long": lambda given, _path, c: _too_many(given, c["max_length"]),
+    "too_short": lambda given, path, c: _out_of_bounds(
+        len(given), path, f"have at least {c['min_length']} items"
+    ),
+    DUPLICATE: lambda _given, _path, c: f"Duplicate value: {_key(c['key'], c['value'])}",
+}
+
+
+def _key(key: str, value: str) -> str:
+    return json.dumps({key: value} if key else value, separators=(",", ":"), ensure_ascii=False)
+
+
+def _quoted(text: str) -> str:
+    shown = text if len(text) <= _MAX_GIVEN else f"{text[:_MAX_GIVEN]}..."
+    return json.dumps(shown, ensure_ascii=False)
+
+
+def _type_of(value: object) -> str:
+    """The JSON type, as the API server names it."""
     match value:
         case None:
             return "null"
-        case dict():
-            return "a map"
-        case list():
-            return f"a list of {len(cast('list[object]', value))}"
-        case _ if secret:
-            return f"a value of type {type(value).__name__}"
         case bool():
-            return str(value).lower()
+            return "boolean"
+        case int():
+            return "integer"
+        case float():
+            return "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
         case _:
-            text = repr(value)
-            return text if len(text) <= _MAX_GIVEN else f"{text[:_MAX_GIVEN]}..."
+            return "object"
 
 
-def _allowed_at(loc: _Loc, root: _Schema) -> str:
-    """What may stand at `loc`, in words."""
-    schema = _schema_at(loc, root)
-    if "allowed" in schema:
-        return f"expected {schema['allowed']}"
-    if "enum" in schema or "const" in schema:
-        return f"supported values: {', '.join(schema.get('enum') or [schema['const']])}"
-    match schema.get("type"):
-        case "integer":
-            low, high = schema["minimum"], schema["maximum"]
-            bounds = f"greater than or equal to {low} and less than or equal to {high}"
-            return f"expected an integer {bounds}"
-        case "string":
-            size = _range(schema.get("minLength", 0), schema["maxLength"])
-            return f"expected text of {size} characters"
-        case "array":
-            size = _range(schema.get("minItems", 0), schema["maxItems"])
-            return f"expected a list of {size} items"
-        case _ if "properties" in schema:
-            return f"expected a map with {', '.join(schema['properties'])}"
-        case _:
-            return f"expected a map of at most {schema.get('maxProperties')} text values"
+def _general(loc: _Loc) -> str:
+    """The path without list indexes: spec.pools[].role"""
+    text = path_of(tuple("[]" if isinstance(part, int) else part for part in loc))
+    return text.replace(".[]", "[]")
 
 
-def _range(least: int, most: int) -> str:
-    return f"{least} to {most}" if least else f"at most {most}"
+def _about_unknown(loc: _Loc, model: type[BaseModel]) -> str:
+    if _general(loc) in FIELDS:
+        return "not supported by this version"
+    above = loc[:-1]
+    root: _Schema = model.model_json_schema(by_alias=True)
+    return f"{path_of(above)} has {', '.join(_schema_at(above, root)['properties'])}"
 
 
 def _schema_at(loc: _Loc, root: _Schema) -> _Schema:
-    """The JSON schema of the field at `loc`; of the field above where `loc` is a free key."""
+    """The JSON schema of the field at `loc`."""
     node = root
     for part in loc:
-        if isinstance(part, int):
-            node = _resolve(node.get("items", {}), root)
-        elif part in node.get("properties", {}):
-            node = _resolve(node["properties"][part], root)
+        below = node["items"] if isinstance(part, int) else node["properties"][part]
+        node = _resolve(below, root)
     return node
 
 
 def _resolve(node: _Schema, root: _Schema) -> _Schema:
-    """Follow a reference and the not-null side of an optional field; a field's own words win."""
     for choice in node.get("anyOf", []):
         if choice.get("type") != "null":
-            node = {**choice, **{key: node[key] for key in ("allowed",) if key in node}}
-    if "$ref" in node:
-        target: _Schema = root["$defs"][node["$ref"].rpartition("/")[2]]
-        node = {**target, **{key: value for key, value in node.items() if key != "$ref"}}
-    return node
+            node = choice
+    return root["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node

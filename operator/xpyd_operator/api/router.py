@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from xpyd_core.pod_env import DISCOVERY_PORT, HTTP_PORT, KV_PORT, ROUTER_HTTP_PORT
-from xpyd_operator.api.base import ApiModel, DnsName, KeyName, Size, SizeOrPercent, no_null
+from xpyd_operator.api.base import ApiModel, DnsName, KeyName, Size, SizeOrPercent
 from xpyd_operator.api.pod import PodTemplate, shaped_like
 from xpyd_operator.api.rules import Check
 
@@ -35,12 +35,13 @@ class KvTransfer(ApiModel):
             f"self != {HTTP_PORT}",
             f"must not be {HTTP_PORT}: engines serve HTTP there",
             lambda port: port != HTTP_PORT,
+            kind="integer",
         ),
     ] = KV_PORT
     """The KV port of each engine."""
     buffer_size: SizeOrPercent = "10%"
     """D's device buffer: a size, or a percentage of the instance's KV cache."""
-    host_pool_size: Annotated[Size | None, BeforeValidator(no_null)] = None
+    host_pool_size: Size | None = None
     """D's host pool; none: 4Gi in a cluster, a size that fits in local mode."""
     lease_seconds: Annotated[int, Field(ge=5, le=3600)] = 30
     """How long KV stays that no request asks for."""
@@ -48,7 +49,7 @@ class KvTransfer(ApiModel):
     """How long a request on D waits for its KV."""
     on_failure: Literal["Recompute", "Fail"] = "Recompute"
     """What a request does whose KV does not come."""
-    key_secret_ref: Annotated[KvKeyRef | None, BeforeValidator(no_null)] = None
+    key_secret_ref: KvKeyRef | None = None
     """Secret with the key by which engines know each other; none: the operator makes one."""
 
 
@@ -75,14 +76,13 @@ class Router(ApiModel):
             f"self != {ROUTER_HTTP_PORT}",
             f"must not be {ROUTER_HTTP_PORT}: the router serves HTTP there",
             lambda port: port != ROUTER_HTTP_PORT,
+            kind="integer",
         ),
     ] = DISCOVERY_PORT
     """Port on which a router hears the engines' heartbeats."""
     service: Service = Service()
     """The Service in front of the routers."""
-    template: Annotated[
-        dict[str, Any] | None, shaped_like(PodTemplate), BeforeValidator(no_null)
-    ] = None
+    template: Annotated[dict[str, Any] | None, shaped_like(PodTemplate)] = None
     """Merged into the routers' pods in a cluster; the router's container is `router`."""
 
 

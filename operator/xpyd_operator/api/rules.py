@@ -26,14 +26,14 @@ from pydantic_core import (
 M = TypeVar("M")
 VALIDATIONS = "x-kubernetes-validations"
 RULE = "rule"
-"""pydantic's error type for the rules that are ours: their message says all."""
+"""pydantic's error type for the rules that are ours: the message is what follows the path."""
 DUPLICATE = "duplicate"
 """pydantic's error type for the second of two equal items; `key` in its context is their key."""
 
 
-def broken(message: str) -> PydanticCustomError:
-    """One of our own rules is broken; raised by a field's validator."""
-    return PydanticCustomError(RULE, "{text}", {"text": message})
+def broken(text: str) -> PydanticCustomError:
+    """One of our own rules is broken: `text` is what the API server says of it, after the path."""
+    return PydanticCustomError(RULE, "{text}", {"text": text})
 
 
 def duplicate(key: str, value: str) -> PydanticCustomError:
@@ -53,53 +53,69 @@ def raise_all(mistakes: Iterable[InitErrorDetails]) -> None:
 
 
 @dataclass(frozen=True)
-class Rule(Generic[M]):
-    """A method of a model that must hold; `field` names the one at fault, camelCase."""
+class _Fields:
+    """A rule over fields of a model; `field` names the one at fault, camelCase."""
 
     cel: str
     message: str
     field: str
-    holds: Callable[[M], bool]
+    missing: bool
 
     def schema(self) -> dict[str, str]:
         """The rule as an entry of x-kubernetes-validations."""
         path = {"fieldPath": f".{self.field}"} if self.field else {}
-        return {"rule": self.cel, "message": self.message, **path}
+        # Not the default, FieldValueInvalid: the server would show the type of the whole object.
+        reason = "FieldValueRequired" if self.missing else "FieldValueForbidden"
+        return {"rule": self.cel, "message": self.message, "reason": reason, **path}
 
-
-def rule(cel: str, message: str, *, field: str = "") -> Callable[[Callable[[M], bool]], Rule[M]]:
-    """Makes a method of an ApiModel the twin of `cel`: True where the rule holds."""
-    return lambda holds: Rule(cel, message, field, holds)
+    @property
+    def text(self) -> str:
+        """What the API server says after the path."""
+        return f"{'Required value' if self.missing else 'Forbidden'}: {self.message}"
 
 
 @dataclass(frozen=True)
-class Transition(Generic[M]):
-    """A rule over a model and its value before; `field` names the one at fault, camelCase."""
+class Rule(_Fields, Generic[M]):
+    """A method of a model that must hold."""
 
-    cel: str
-    message: str
-    field: str
+    holds: Callable[[M], bool]
+
+
+@dataclass(frozen=True)
+class Transition(_Fields, Generic[M]):
+    """A rule over a model and its value before."""
+
     holds: Callable[[M, M], bool]
 
-    def schema(self) -> dict[str, str]:
-        """The rule as an entry of x-kubernetes-validations."""
-        return {"rule": self.cel, "message": self.message, "fieldPath": f".{self.field}"}
+
+def rule(
+    cel: str, message: str, *, field: str = "", missing: bool = False
+) -> Callable[[Callable[[M], bool]], Rule[M]]:
+    """Makes a method of an ApiModel the twin of `cel`: True where the rule holds.
+
+    `missing`: what breaks the rule is that `field` is not there.
+    """
+    return lambda holds: Rule(cel, message, field, missing, holds)
 
 
 def transition(
     cel: str, message: str, *, field: str
 ) -> Callable[[Callable[[M, M], bool]], Transition[M]]:
     """As `rule`; the method gets the model and the one before."""
-    return lambda holds: Transition(cel, message, field, holds)
+    return lambda holds: Transition(cel, message, field, missing=False, holds=holds)
 
 
 @dataclass(frozen=True)
 class Check:
-    """A rule over one value, for `Annotated`. Asked only where the value's type is right."""
+    """A rule over one value, for `Annotated`. Asked only where the value's type is right.
+
+    `kind`: the value's type in the schema, which the API server shows.
+    """
 
     cel: str
     message: str
     holds: Callable[[Any], bool]
+    kind: str = "string"
 
     def __get_pydantic_core_schema__(
         self, source: object, handler: GetCoreSchemaHandler
@@ -115,7 +131,7 @@ class Check:
 
     def _check(self, value: object) -> object:
         if not self.holds(value):
-            raise broken(self.message)
+            raise broken(_invalid(self.kind, self.message))
         return value
 
 
@@ -144,7 +160,8 @@ class ListCheck:
 
     def _check(self, value: object, handler: ValidatorFunctionWrapHandler) -> object:
         fine = self.holds(_items(value))
-        return _beside([] if fine else [mistake(broken(self.message))], value, handler)
+        text = _invalid("array", self.message)
+        return _beside([] if fine else [mistake(broken(text))], value, handler)
 
 
 @dataclass(frozen=True)
@@ -181,6 +198,10 @@ class Unique:
             if value in seen:
                 yield mistake(duplicate(self.key, value), index)
             seen.add(value)
+
+
+def _invalid(kind: str, message: str) -> str:
+    return f'Invalid value: "{kind}": {message}'
 
 
 def _items(value: object) -> list[Any]:

@@ -1,0 +1,112 @@
+"""The status of both kinds, for the CRDs' schema: what the operator writes and people read.
+
+Everything in it can be rebuilt by looking at the cluster. Lists and texts are bounded: whoever
+writes a status cuts it to these bounds.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from xpyd_operator.api.base import ApiModel
+from xpyd_operator.api.pool import Role
+from xpyd_operator.api.rules import Unique
+
+Count = Annotated[int, Field(ge=0, le=2147483647)]
+Generation = Annotated[int, Field(ge=0, json_schema_extra={"format": "int64"})]
+MAX_MESSAGE = 32768
+"""Characters of a condition's message."""
+MAX_POOLS = 32
+"""Pools in a status: those of the document and those that still leave."""
+
+
+class Condition(ApiModel):
+    """A condition as Kubernetes' own kinds have it (metav1.Condition)."""
+
+    type: Annotated[str, Field(max_length=316)]
+    """Ready, Available, Progressing, Degraded, RouterReady or CapacityAvailable."""
+    status: Literal["True", "False", "Unknown"]
+    """Whether it holds."""
+    reason: Annotated[str, Field(min_length=1, max_length=1024)]
+    """One CamelCase word: why."""
+    message: Annotated[str, Field(max_length=MAX_MESSAGE)]
+    """What is waited for or wrong, for people."""
+    last_transition_time: datetime
+    """When status last changed."""
+    observed_generation: Generation | None = None
+    """The metadata.generation that it is about."""
+
+
+class FleetPoolStatus(ApiModel):
+    """One pool of the fleet."""
+
+    name: Annotated[str, Field(max_length=16)]
+    """Name of the pool."""
+    role: Role | Literal["router"] | None = None
+    """What its instances do."""
+    replicas: Count | None = None
+    """Instances wanted now."""
+    declared_replicas: Count | None = None
+    """Instances that the document declares."""
+    ready_replicas: Count | None = None
+    """Instances that serve."""
+    updated_replicas: Count | None = None
+    """Instances of the newest revision that serve."""
+    draining_replicas: Count | None = None
+    """Instances that leave and finish their requests."""
+    revision: Annotated[str, Field(max_length=16)] | None = None
+    """The newest revision of the pool's pods."""
+
+
+class Summary(ApiModel):
+    """Ready and wanted instances of each role, for `kubectl get`."""
+
+    prefill: Annotated[str, Field(max_length=32)] | None = None
+    """Prefill instances, such as 1/1."""
+    decode: Annotated[str, Field(max_length=32)] | None = None
+    """Decode instances."""
+    aggregated: Annotated[str, Field(max_length=32)] | None = None
+    """Aggregated instances."""
+    gpus: Count | None = None
+    """GPUs of all instances wanted."""
+
+
+class FleetStatus(ApiModel):
+    """What the operator saw last."""
+
+    observed_generation: Generation | None = None
+    """The metadata.generation that this status is about."""
+    endpoint: Annotated[str, Field(max_length=512)] | None = None
+    """URL of the fleet's OpenAI API inside the cluster."""
+    conditions: Annotated[
+        tuple[Condition, ...], Field(strict=False, max_length=16), Unique("type")
+    ] = ()
+    """Ready, Available, Progressing, Degraded, RouterReady, CapacityAvailable."""
+    pools: Annotated[
+        tuple[FleetPoolStatus, ...], Field(strict=False, max_length=MAX_POOLS), Unique("name")
+    ] = ()
+    """Instances of each pool."""
+    summary: Summary | None = None
+    """Ready and wanted instances of each role."""
+    kv_key_secret: Annotated[str, Field(max_length=253)] | None = None
+    """Secret with the key by which engines know each other."""
+
+
+class PoolStatus(ApiModel):
+    """What the operator saw last of a pool."""
+
+    observed_generation: Generation | None = None
+    """The metadata.generation that this status is about."""
+    replicas: Count | None = None
+    """Instances there are."""
+    ready_replicas: Count | None = None
+    """Instances that serve."""
+    updated_replicas: Count | None = None
+    """Instances of the newest revision that serve."""
+    draining_replicas: Count | None = None
+    """Instances that leave and finish their requests."""
+    selector: Annotated[str, Field(max_length=1024)] | None = None
+    """Label selector of the pool's pods, for HPA."""
