@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 FIELD_MANAGER = "xpyd-operator"
 APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
+PAGE = 500
+"""Objects per answer to a list: bounds the memory that thousands of pods take for a moment."""
 NEVER_CURRENT = "1"
 """A resourceVersion that no object has: an apply that carries it creates, or is a Conflict."""
 
@@ -89,10 +91,26 @@ class Api:
         return await self._call(_Request("get", kind.plural, "GET", path))
 
     async def list(self, kind: Kind, namespace: str | None, *, selector: str = "") -> Obj:
-        """The whole list, with its metadata.resourceVersion."""
+        """The whole list in one answer."""
         query = {"labelSelector": selector} if selector else None
         path = kind.path(namespace)
         return await self._call(_Request("list", kind.plural, "GET", path, query=query))
+
+    async def pages(
+        self, kind: Kind, namespace: str | None, *, selector: str = ""
+    ) -> AsyncIterator[Obj]:
+        """A list in parts of at most PAGE objects, each with the list's own metadata."""
+        query = {"limit": str(PAGE)}
+        if selector:
+            query["labelSelector"] = selector
+        while True:
+            request = _Request("list", kind.plural, "GET", kind.path(namespace), query=query)
+            page = await self._call(request)
+            yield page
+            rest: str = page["metadata"].get("continue", "")
+            if not rest:
+                return
+            query["continue"] = rest
 
     async def resources(self, api_version: str) -> frozenset[str]:
         """Plural names that the server has under `api_version`; empty: it is not installed."""

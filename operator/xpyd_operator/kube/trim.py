@@ -1,7 +1,8 @@
 """What the cache keeps of an object: a thousand pods must stay small. Pure.
 
 Label keys, values and condition types repeat in every pod: they are interned, so that each exists
-once. Fields that nothing reads are dropped; `xpyd_operator.observe` is the reader.
+once. Fields that nothing reads are dropped; `xpyd_operator.observe` is the reader. Of a pod that is
+ready it asks only that; what a pod that is not ready waits for may be anywhere in its spec.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ _POD_METADATA = (
     "annotations",
     "creationTimestamp",
     "deletionTimestamp",
+    "finalizers",
     "ownerReferences",
 )
+_POD_SPEC = ("nodeName", "volumes", "resourceClaims", "readinessGates")
+_CONTAINER_SPEC = ("name", "image")
 _POD_STATUS = ("phase", "reason", "message", "conditions")
 _CONDITION = ("type", "status", "reason", "message", "lastTransitionTime")
-_CONTAINER = ("name", "ready", "restartCount", "state", "lastState")
+_CONTAINER_STATUS = ("name", "image", "ready", "restartCount", "state", "lastState")
 
 
 def trim(kind: Kind, obj: Obj) -> Obj:
@@ -46,20 +50,47 @@ def _trim_pod(pod: Obj) -> Obj:
     for name in ("labels", "annotations"):
         if name in metadata:
             metadata[name] = _interned(metadata[name])
-    status = _pick(pod.get("status"), _POD_STATUS)
+    whole = cast("dict[str, Any]", pod.get("status") or {})
+    status = _pick(whole, _POD_STATUS)
     if "conditions" in status:
         status["conditions"] = [_interned(_pick(c, _CONDITION)) for c in status["conditions"]]
-    whole = cast("dict[str, Any]", pod.get("status") or {})
-    for name in ("initContainerStatuses", "containerStatuses"):
-        if whole.get(name):
-            status[name] = [_pick(container, _CONTAINER) for container in whole[name]]
+    if _is_serving(metadata, status):
+        spec = _pick(pod.get("spec"), ("nodeName",))
+    else:
+        spec = _spec(cast("dict[str, Any]", pod.get("spec") or {}))
+        for name in ("initContainerStatuses", "containerStatuses"):
+            if whole.get(name):
+                status[name] = [_pick(container, _CONTAINER_STATUS) for container in whole[name]]
     return {
         "apiVersion": POD.api_version,
         "kind": POD.name,
         "metadata": metadata,
-        "spec": _pick(pod.get("spec"), ("nodeName",)),
+        "spec": spec,
         "status": status,
     }
+
+
+def _is_serving(metadata: dict[str, Any], status: dict[str, Any]) -> bool:
+    if "deletionTimestamp" in metadata:
+        return False
+    conditions = cast("list[dict[str, Any]]", status.get("conditions") or [])
+    return any(c.get("type") == "Ready" and c.get("status") == "True" for c in conditions)
+
+
+def _spec(spec: dict[str, Any]) -> dict[str, Any]:
+    kept = _pick(spec, _POD_SPEC)
+    for name in ("initContainers", "containers"):
+        if spec.get(name):
+            kept[name] = [_container(container) for container in spec[name]]
+    return kept
+
+
+def _container(container: dict[str, Any]) -> dict[str, Any]:
+    kept = _pick(container, _CONTAINER_SPEC)
+    resources = _pick(container.get("resources"), ("limits",))
+    if resources:
+        kept["resources"] = resources
+    return kept
 
 
 def _pick(value: object, names: tuple[str, ...]) -> dict[str, Any]:

@@ -19,13 +19,13 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import cast
 
 import aiohttp
 import kopf
 from aiohttp.client_middlewares import ClientHandlerType
 
-from xpyd_operator.kube.client import Count
+from xpyd_operator.kube.client import PAGE, Count
 from xpyd_operator.kube.inbox import Gone, Listed, Message, Present
 from xpyd_operator.kube.kinds import FLEET_LABEL, Address, Kind, Obj, address_of
 from xpyd_operator.kube.login import Login, open_session
@@ -33,8 +33,6 @@ from xpyd_operator.kube.trim import trim
 
 logger = logging.getLogger(__name__)
 
-LIST_CHUNK = 500
-"""Objects per answer to a list: bounds the memory that thousands of pods take for a moment."""
 RESTART_FIRST_S = 1.0
 RESTART_MOST_S = 30.0
 STREAM_GRACE_S = 120.0
@@ -171,7 +169,7 @@ class Watcher:
         # a watcher of its own.
         settings.scanning.disabled = True
         settings.networking.error_backoffs = _Backoffs()
-        settings.watching.chunk_size = LIST_CHUNK
+        settings.watching.chunk_size = PAGE
         settings.persistence.diffbase_storage = _NoDiffBase()
         # Otherwise kopf kills the whole process when it takes longer than this to end.
         settings.process.ultimate_exiting_timeout = None
@@ -231,14 +229,19 @@ class _Tap:
 
 
 def _listed(address: Address, body: bytes, *, first: bool) -> Listed:
-    answer = cast("dict[str, Any]", json.loads(body))
+    answer = cast("Obj", json.loads(body))
+    return listed(address.kind, address.namespace, answer, first=first)
+
+
+def listed(kind: Kind, namespace: str | None, answer: Obj, *, first: bool) -> Listed:
+    """The message that an answer to a list amounts to. `first`: it begins the list."""
     metadata = cast("dict[str, str]", answer.get("metadata") or {})
     version = metadata.get("resourceVersion", "")
     items = cast("list[Obj]", answer.get("items") or [])
     return Listed(
-        address.kind,
-        address.namespace,
-        [trim(address.kind, item) for item in items],
+        kind,
+        namespace,
+        [trim(kind, item) for item in items],
         # A version that is no number drops nothing.
         int(version) if version.isdecimal() else -1,
         first=first,

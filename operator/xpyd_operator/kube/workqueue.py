@@ -133,15 +133,21 @@ class FleetQueue:
         self._clock = clock
         self._schedule = Schedule()
         self._changed = asyncio.Event()
+        self._closed = False
+
+    def close(self) -> None:
+        """No more fleets: `take` returns None from now on."""
+        self._closed = True
+        self._changed.set()
 
     def wake(self, key: FleetKey, *, after: float = GATHER_S, urgent: bool = False) -> None:
         """As Schedule.wake."""
         self._schedule.wake(key, self._clock(), after=after, urgent=urgent)
         self._changed.set()
 
-    async def take(self) -> FleetKey:
-        """Wait for a fleet that is due; `done` or `failed` must follow."""
-        while True:
+    async def take(self) -> FleetKey | None:
+        """Wait for a fleet that is due; `done` or `failed` must follow. None: closed."""
+        while not self._closed:
             now = self._clock()
             key = self._schedule.take(now)
             if key is not None:
@@ -152,6 +158,7 @@ class FleetQueue:
                 await asyncio.wait_for(self._changed.wait(), self._schedule.wait_s(now))
             except TimeoutError:
                 continue
+        return None
 
     def done(self, key: FleetKey, *, took_s: float, recheck_after: float | None) -> None:
         """As Schedule.done."""

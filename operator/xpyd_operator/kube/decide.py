@@ -1,0 +1,468 @@
+"""What one turn of one fleet has to write: document and children in, writes out. Pure.
+
+    Look --decide--> Turn(stages of writes, events, problems)
+
+plan() decides about workloads; here its actions become writes on objects, what stands beside the
+workloads is compared with what should stand there, and names that others hold are found. The writes
+of a stage do not depend on each other; a later stage may depend on an earlier one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from xpyd_core.errors import UserError
+from xpyd_operator.api import InferenceFleet, parse_object
+from xpyd_operator.kube.kinds import (
+    BUDGET,
+    CLAIM_TEMPLATE,
+    DEPLOYMENT,
+    LEADER_WORKER_SET,
+    NETWORK_POLICY,
+    POD,
+    POOL,
+    SERVICE,
+    SERVICE_ACCOUNT,
+    Kind,
+    Obj,
+    kind_of,
+)
+from xpyd_operator.kube.writes import Apply, MakeKey, Remove, Scale, SetFinalizers, Write
+from xpyd_operator.objects import (
+    Settings,
+    Site,
+    contains,
+    desired_hash,
+    model_in_pod,
+    pool_object,
+    support_objects,
+    template_problems,
+    workload_objects,
+)
+from xpyd_operator.objects.names import ANNOTATION_APPLIED, FINALIZER
+from xpyd_operator.observe import Children, Problem, fleet_seen
+from xpyd_operator.observe.children import key_of
+from xpyd_operator.plan import (
+    ROUTER,
+    DeleteWorkload,
+    DrainPool,
+    FleetSeen,
+    FleetWant,
+    Plan,
+    PoolWant,
+    PutWorkload,
+    Workload,
+    fleet_want,
+    plan,
+    pools_wanted,
+)
+
+Place = tuple[Kind, str]
+"""An object of the fleet's namespace."""
+
+_SUPPORT = (SERVICE, SERVICE_ACCOUNT, BUDGET, NETWORK_POLICY)
+_WORKLOADS = (DEPLOYMENT, LEADER_WORKER_SET)
+_UNSETTLED_RECHECK_S = 10.0
+"""Events wake a fleet; this is for findings that time alone brings, such as volumes that do not
+come for half a minute."""
+_TAKEN_RECHECK_S = 30.0
+_MISSING_APIS = {
+    LEADER_WORKER_SET: (
+        "LeaderWorkerSetMissing",
+        "an instance of several pods needs the LeaderWorkerSet API, which is not installed "
+        "(https://lws.sigs.k8s.io)",
+    ),
+    CLAIM_TEMPLATE: (
+        "ResourceClaimsMissing",
+        "resources.deviceClassName needs the API resource.k8s.io/v1 (Kubernetes 1.34)",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A document as it was understood. It changes with the object's generation only.
+
+    `complaints`: why it cannot be acted on; then `fleet` may be None.
+    """
+
+    fleet: InferenceFleet | None
+    want: FleetWant
+    complaints: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Mark:
+    """An object that was compared with what hashes to `digest`, or that this was applied to.
+
+    `contained`: the comparison found all of it. False after an apply, until one was made.
+    """
+
+    uid: str
+    version: str
+    generation: int
+    digest: str
+    contained: bool = False
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a turn sees.
+
+    `taken`: names that another's object was found under. `settled`: what was applied or compared
+    before, so that neither is done again in vain. `contested`: places that someone changes back as
+    often as they are applied; they rest for a while.
+    """
+
+    document: Obj
+    reading: Reading
+    children: Mapping[Kind, Mapping[str, Obj]]
+    settings: Settings
+    served: frozenset[Kind]
+    now: str
+    taken: Mapping[Place, str] = field(default_factory=dict[Place, str])
+    settled: Mapping[Place, Mark] = field(default_factory=dict[Place, Mark])
+    contested: frozenset[Place] = frozenset()
+    wants_key: bool = False
+
+    @property
+    def uid(self) -> str:
+        """The document's."""
+        return str(self.document["metadata"]["uid"])
+
+    @property
+    def site(self) -> Site:
+        """For rendering."""
+        return Site(self.document["metadata"]["namespace"], self.uid, self.settings)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What is to be done. `again`: nothing else can be said before the writes were done.
+
+    `problems`: those that only the decision knows. `compared`: places that are as they should be.
+    """
+
+    stages: tuple[tuple[Write, ...], ...] = ()
+    problems: tuple[Problem, ...] = ()
+    compared: Mapping[Place, Mark] = field(default_factory=dict[Place, Mark])
+    recheck_after: float | None = None
+    again: bool = False
+
+
+def read(document: Obj, settings: Settings) -> Reading:
+    """Parse the document. Never raises: what cannot be used becomes complaints."""
+    name = str(document["metadata"]["name"])
+    try:
+        fleet = parse_object(document)
+    except UserError as error:
+        return Reading(None, FleetWant(name, ()), tuple(str(error).splitlines()))
+    want = fleet_want(
+        fleet,
+        model=model_in_pod(fleet),
+        routers=fleet.spec.router.replicas,
+        router_surge=1,
+        image=settings.worker_image,
+        router_image=settings.router_image,
+    )
+    return Reading(fleet, want, template_problems(fleet))
+
+
+def is_leaving(obj: Obj) -> bool:
+    """Whether its deletion has begun."""
+    return "deletionTimestamp" in obj["metadata"]
+
+
+def own_children(look: Look) -> Children:
+    """The children without those that another owner controls, such as a deleted fleet's."""
+
+    def own(kind: Kind) -> tuple[Obj, ...]:
+        found = look.children.get(kind, {}).values()
+        return tuple(obj for obj in found if controller_of(obj) in (None, look.uid))
+
+    return Children(
+        deployments=own(DEPLOYMENT),
+        leader_worker_sets=own(LEADER_WORKER_SET),
+        pods=tuple(look.children.get(POD, {}).values()),
+        pools=own(POOL),
+        others=tuple(obj for kind in _SUPPORT for obj in own(kind)),
+    )
+
+
+def controller_of(obj: Obj) -> str | None:
+    """The uid of the owner that controls the object."""
+    owners = cast("list[dict[str, Any]]", obj["metadata"].get("ownerReferences") or [])
+    return next((owner["uid"] for owner in owners if owner.get("controller")), None)
+
+
+def mark_of(obj: Obj, digest: str, *, contained: bool = False) -> Mark:
+    """The mark of an object as it is."""
+    metadata = obj["metadata"]
+    return Mark(
+        str(metadata["uid"]),
+        str(metadata.get("resourceVersion", "")),
+        int(metadata.get("generation") or 0),
+        digest,
+        contained,
+    )
+
+
+def decide(look: Look) -> Turn:
+    """The writes that bring the fleet nearer to its document; none when it is there."""
+    metadata = look.document["metadata"]
+    finalizers = tuple(cast("list[str]", metadata.get("finalizers") or []))
+    if is_leaving(look.document):
+        return _stop(look, finalizers)
+    if FINALIZER not in finalizers:
+        add = SetFinalizers((*finalizers, FINALIZER), metadata["resourceVersion"])
+        return Turn(stages=((add,),), again=True)
+    if look.reading.complaints or look.reading.fleet is None:
+        return Turn()
+    return _Decision(look, look.reading.fleet).turn()
+
+
+def _stop(look: Look, finalizers: tuple[str, ...]) -> Turn:
+    if FINALIZER not in finalizers:
+        return Turn()
+    want = replace(look.reading.want, stopping=True)
+    children = own_children(look)
+    seen = fleet_seen(children)
+    if not seen.workloads:
+        left = tuple(name for name in finalizers if name != FINALIZER)
+        return Turn(((SetFinalizers(left, look.document["metadata"]["resourceVersion"]),),))
+    made = plan(want, seen, 0.0)
+    scales, removals = _from_plan(made, want, _Workloads(children))
+    return Turn((tuple(scales), tuple(removals)), recheck_after=_UNSETTLED_RECHECK_S)
+
+
+class _Workloads:
+    """The fleet's Deployments and LeaderWorkerSets by pool and revision."""
+
+    def __init__(self, children: Children) -> None:
+        self._found: dict[tuple[str, str], Obj] = {}
+        for obj in (*children.deployments, *children.leader_worker_sets):
+            key = key_of(obj)
+            if key is not None:
+                self._found.setdefault(key, cast("Obj", obj))
+
+    def get(self, pool: str, revision: str) -> Obj | None:
+        return self._found.get((pool, revision))
+
+    def of_pool(self, pool: str) -> list[Obj]:
+        return [obj for (name, _), obj in sorted(self._found.items()) if name == pool]
+
+    def keys(self) -> Iterable[tuple[str, str]]:
+        return self._found.keys()
+
+
+def _from_plan(
+    made: Plan, want: FleetWant, workloads: _Workloads
+) -> tuple[list[Scale], list[Remove]]:
+    """The plan's actions on workloads that are not to be rendered: old ones, and those that go."""
+    pools = () if want.stopping else want.pools
+    newest = {(pool.name, pool.revision) for pool in pools}
+    scales: list[Scale] = []
+    removals: list[Remove] = []
+    for action in made.actions:
+        match action:
+            case PutWorkload(workload) if (workload.pool, workload.revision) not in newest:
+                found = workloads.get(workload.pool, workload.revision)
+                scales += [_scale(found, workload.replicas)] if found else []
+            case DrainPool(pool):
+                scales += [_scale(obj, 0) for obj in workloads.of_pool(pool) if _replicas(obj)]
+            case DeleteWorkload(pool, revision):
+                found = workloads.get(pool, revision)
+                # With the version: the workload was seen empty, and must be so when it goes.
+                removals += [_remove(found, exact=True)] if found else []
+            case _:
+                pass
+    return scales, removals
+
+
+def _scale(obj: Obj, replicas: int) -> Scale:
+    metadata = obj["metadata"]
+    return Scale(kind_of(obj), metadata["name"], replicas, metadata["resourceVersion"])
+
+
+def _remove(obj: Obj, *, exact: bool = False) -> Remove:
+    metadata = obj["metadata"]
+    version = metadata["resourceVersion"] if exact else ""
+    return Remove(kind_of(obj), metadata["name"], metadata["uid"], version)
+
+
+def _replicas(obj: Obj) -> int:
+    found = obj["spec"].get("replicas")
+    return 1 if found is None else int(found)
+
+
+class _Decision:
+    """One turn's decision for a fleet whose document is good. Used once."""
+
+    def __init__(self, look: Look, fleet: InferenceFleet) -> None:
+        self._look = look
+        self._fleet = fleet
+        self._want = look.reading.want
+        self._children = own_children(look)
+        self._seen: FleetSeen = fleet_seen(self._children)
+        self._workloads = _Workloads(self._children)
+        self._problems: list[Problem] = []
+        self._compared: dict[Place, Mark] = {}
+
+    def turn(self) -> Turn:
+        """The whole of it."""
+        look = self._look
+        made = plan(self._want, self._seen, 0.0)
+        support = support_objects(self._fleet, look.site)
+        first: list[Write] = [MakeKey()] if look.wants_key else []
+        first += self._applied(support)
+        first += self._pools()
+        second: list[Write] = list(self._newest(made))
+        scales, removals = _from_plan(made, self._want, self._workloads)
+        last: list[Write] = [*removals, *self._leftovers(support)]
+        stages = (tuple(first), (*second, *scales), tuple(last))
+        recheck = None if made.recheck_after is None else _UNSETTLED_RECHECK_S
+        if look.taken:
+            recheck = min(recheck or _TAKEN_RECHECK_S, _TAKEN_RECHECK_S)
+        return Turn(
+            tuple(stage for stage in stages if stage),
+            tuple(self._problems),
+            self._compared,
+            recheck_after=recheck,
+        )
+
+    def _applied(self, objects: Iterable[Obj], pool: str = "") -> Iterator[Apply]:
+        for obj in objects:
+            write = self._apply(obj, pool)
+            if write is not None:
+                yield write
+
+    def _apply(
+        self, obj: Obj, pool: str, *, hashed: Obj | None = None, guarded: bool = False
+    ) -> Apply | None:
+        """The write that makes `obj` so, None: it is so, or cannot be.
+
+        `hashed`: the part that the hash is over. `guarded`: refuse to overwrite another version
+        than the one that was looked at.
+        """
+        kind, name = kind_of(obj), str(obj["metadata"]["name"])
+        if kind.optional and kind not in self._look.served:
+            reason, text = _MISSING_APIS[kind]
+            self._problems.append(Problem("Degraded", reason, pool, f"pool {pool}: {text}"))
+            return None
+        observed = self._look.children.get(kind, {}).get(name)
+        holder = self._look.taken.get((kind, name), "") if observed is None else ""
+        if observed is not None and controller_of(observed) not in (None, self._look.uid):
+            holder = holder_of(observed)
+        if holder:
+            text = f"{kind.name} {name} is needed and belongs to {holder}; it is left alone"
+            self._problems.append(Problem("Degraded", "NameConflict", pool, text))
+            return None
+        digest = desired_hash(obj if hashed is None else hashed)
+        stamped = _stamped(obj, digest)
+        if observed is None:
+            return Apply(stamped, digest, create=True)
+        if is_leaving(observed):
+            # Its name is free in a moment; the watch tells.
+            return None
+        before = self._look.settled.get((kind, name))
+        if before is not None and (before.uid, before.digest) != (
+            observed["metadata"]["uid"],
+            digest,
+        ):
+            before = None
+        now = mark_of(observed, digest, contained=True)
+        if before is not None and before.version == now.version:
+            return None
+        if contains(observed, stamped):
+            self._compared[kind, name] = now
+            return None
+        if before is not None and not before.contained and before.generation == now.generation > 0:
+            # Applied, and the server has made something else of it: so it would again.
+            return None
+        if (kind, name) in self._look.contested:
+            return None
+        version = observed["metadata"]["resourceVersion"] if guarded else ""
+        return Apply(stamped, digest, resource_version=version)
+
+    def _pools(self) -> Iterator[Write]:
+        by_name = {pool.name: pool for pool in self._fleet.spec.pools}
+        for pool in pools_wanted(self._want, self._seen.pools):
+            if pool.name == ROUTER:
+                continue
+            obj = pool_object(
+                self._fleet, by_name[pool.name], pool.replicas, pool.declared, self._look.site
+            )
+            before = self._look.children.get(POOL, {}).get(obj["metadata"]["name"])
+            if before is not None and _is_of_another_role(before, obj, self._look.uid):
+                # The role cannot be changed; the next turn makes a new one.
+                yield _remove(before)
+                continue
+            # Replicas are others' to write: a scale alone is no reason to apply.
+            fixed = {key: value for key, value in obj["spec"].items() if key != "replicas"}
+            write = self._apply(obj, pool.name, hashed={**obj, "spec": fixed}, guarded=True)
+            if write is not None:
+                yield write
+
+    def _newest(self, made: Plan) -> Iterator[Apply]:
+        """Workloads of the newest revisions, with the plan's replicas or those that they have."""
+        puts = {
+            (action.workload.pool, action.workload.revision): action.workload
+            for action in made.actions
+            if isinstance(action, PutWorkload)
+        }
+        for pool in self._want.pools:
+            workload = puts.get((pool.name, pool.revision)) or self._as_it_is(pool)
+            if workload is not None:
+                objects = workload_objects(self._fleet, workload, self._look.site)
+                yield from self._applied(objects, pool.name)
+
+    def _as_it_is(self, pool: PoolWant) -> Workload | None:
+        found = self._workloads.get(pool.name, pool.revision)
+        if found is None:
+            return None
+        return Workload(pool.name, pool.revision, _replicas(found), pool.template)
+
+    def _leftovers(self, support: Iterable[Obj]) -> Iterator[Remove]:
+        """What was made for a pool or a setting that is no more."""
+        wanted = {(kind_of(obj), obj["metadata"]["name"]) for obj in support}
+        for kind in _SUPPORT:
+            for name, obj in self._look.children.get(kind, {}).items():
+                if (kind, name) not in wanted and self._is_ours(obj):
+                    yield _remove(obj)
+        pools = {pool.name for pool in self._want.pools}
+        busy = pools | {seen.workload.pool for seen in self._seen.workloads}
+        for obj in self._look.children.get(POOL, {}).values():
+            if obj["spec"].get("poolName") not in busy and self._is_ours(obj):
+                yield _remove(obj)
+        revisions = {(pool.name, pool.revision) for pool in self._want.pools}
+        revisions.update(self._workloads.keys())
+        for obj in self._look.children.get(CLAIM_TEMPLATE, {}).values():
+            if key_of(obj) not in revisions and self._is_ours(obj):
+                yield _remove(obj)
+
+    def _is_ours(self, obj: Obj) -> bool:
+        """Whether we made it for this fleet, and it is not on its way already."""
+        return controller_of(obj) == self._look.uid and not is_leaving(obj)
+
+
+def holder_of(obj: Obj) -> str:
+    """Whose an object is, for a message."""
+    owners = cast("list[dict[str, Any]]", obj["metadata"].get("ownerReferences") or [])
+    for owner in owners:
+        if owner.get("controller"):
+            return f"{owner.get('kind')} {owner.get('name')} (uid {owner.get('uid')})"
+    return "someone else (it has no owner)"
+
+
+def _is_of_another_role(before: Obj, obj: Obj, uid: str) -> bool:
+    if controller_of(before) != uid or is_leaving(before):
+        return False
+    return before["spec"].get("role") != obj["spec"]["role"]
+
+
+def _stamped(obj: Obj, digest: str) -> Obj:
+    metadata = obj["metadata"]
+    annotations = {**metadata.get("annotations", {}), ANNOTATION_APPLIED: digest}
+    return {**obj, "metadata": {**metadata, "annotations": annotations}}

@@ -1,0 +1,84 @@
+"""Posts core/v1 Events about fleets, beside the turns that cause them: none waits for it.
+
+An event is worth one attempt. What cannot be posted is logged and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from datetime import UTC, datetime
+from secrets import token_hex
+
+from xpyd_operator.kube.client import FIELD_MANAGER, Api
+from xpyd_operator.kube.errors import KubeError
+from xpyd_operator.kube.kinds import Obj
+from xpyd_operator.observe import EventText
+
+logger = logging.getLogger(__name__)
+
+_MOST_WAITING = 1000
+
+
+class EventPoster:
+    """A bounded queue in front of the API. `run` is its one task."""
+
+    def __init__(
+        self,
+        api: Api,
+        *,
+        dropped: Callable[[], None],
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._api = api
+        self._dropped = dropped
+        self._now = now
+        self._waiting: asyncio.Queue[Obj] = asyncio.Queue(_MOST_WAITING)
+        self._instance = socket.gethostname()
+
+    def tell(self, about: Obj, text: EventText) -> None:
+        """Queue an event about an object."""
+        metadata = about["metadata"]
+        time = self._now().strftime("%Y-%m-%dT%H:%M:%SZ")
+        event: Obj = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {
+                "name": f"{metadata['name']}.{token_hex(8)}",
+                "namespace": metadata["namespace"],
+            },
+            "involvedObject": {
+                "apiVersion": about["apiVersion"],
+                "kind": about["kind"],
+                "name": metadata["name"],
+                "namespace": metadata["namespace"],
+                "uid": metadata["uid"],
+                "resourceVersion": metadata["resourceVersion"],
+            },
+            "reason": text.reason,
+            "message": text.message,
+            "type": text.type,
+            "source": {"component": FIELD_MANAGER},
+            "reportingComponent": FIELD_MANAGER,
+            "reportingInstance": self._instance,
+            "firstTimestamp": time,
+            "lastTimestamp": time,
+            "count": 1,
+        }
+        try:
+            self._waiting.put_nowait(event)
+        except asyncio.QueueFull:
+            self._dropped()
+
+    async def run(self) -> None:
+        """Post what is queued, until cancelled."""
+        while True:
+            event = await self._waiting.get()
+            try:
+                await self._api.create(event)
+            except KubeError as error:
+                self._dropped()
+                name, reason = event["involvedObject"]["name"], event["reason"]
+                logger.warning("the event %s of fleet %s was not posted: %s", reason, name, error)

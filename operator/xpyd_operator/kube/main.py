@@ -1,0 +1,336 @@
+"""The operator as a program: makes the parts, starts and stops them, owns their tasks.
+
+start: HTTP -> wait for the CRDs -> watches -> first lists in -> workers -> /readyz
+stop:  no new turns, those under way end, watches and connections close; a few seconds in all
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from xpyd_operator.kube.cache import Cache, FleetKey
+from xpyd_operator.kube.client import Api
+from xpyd_operator.kube.errors import KubeError
+from xpyd_operator.kube.events import EventPoster
+from xpyd_operator.kube.inbox import Gone, Inbox, Listed, Message, Present
+from xpyd_operator.kube.kinds import ALWAYS, FLEET, FLEET_LABEL, OPTIONAL, POOL, Kind, Obj
+from xpyd_operator.kube.login import Login, find_login
+from xpyd_operator.kube.metrics import OperatorMetrics
+from xpyd_operator.kube.probes import ProbeServer
+from xpyd_operator.kube.reconcile import Reconciler, TurnFailed
+from xpyd_operator.kube.watch import Watcher, listed
+from xpyd_operator.kube.workqueue import FleetQueue
+from xpyd_operator.objects import Settings
+
+logger = logging.getLogger(__name__)
+
+_CRD_POLL_S = 3.0
+_OPTIONAL_POLL_S = 30.0
+"""How soon a kind that is installed later is noticed; a call each for two small answers."""
+_RESYNC_SPREAD_S = 0.02
+"""Between two fleets of a resync: five hundred of them take ten seconds, not all the workers."""
+_TURN_TIMEOUT_S = 300.0
+"""Far more than a turn's calls take with all their attempts; a turn that hangs ends."""
+_STOP_TIMEOUT_S = 5.0
+_POST_TIMEOUT_S = 1.0
+
+
+@dataclass(frozen=True)
+class OperatorConfig:
+    """The flags of `xpyd operator`, complete. `namespaces` empty: all of them."""
+
+    settings: Settings
+    namespaces: tuple[str, ...] = ()
+    workers: int = 8
+    http_host: str = "0.0.0.0"
+    http_port: int = 8080
+    resync_s: float = 600.0
+
+
+def run_operator(config: OperatorConfig) -> int:
+    """Run until SIGTERM or SIGINT; the exit status. UserError: no way to the API server."""
+    logging.getLogger("kopf").setLevel(max(logging.WARNING, logging.getLogger().level))
+    asyncio.run(_until_signalled(config))
+    return 0
+
+
+async def _until_signalled(config: OperatorConfig) -> None:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    # A wrong kubeconfig ends the program here, before anything waits for it.
+    await find_login()
+    await Operator(config).run(stop)
+
+
+@dataclass
+class _Lists:
+    """Which first lists are in. A list has been when its last part came, for every namespace."""
+
+    missing: set[tuple[Kind, str | None]] = field(default_factory=set[tuple[Kind, str | None]])
+    seen: dict[tuple[Kind, str | None], set[str]] = field(
+        default_factory=dict[tuple[Kind, str | None], set[str]]
+    )
+
+
+class Operator:
+    """One operator. `run` once, in the loop that it is made in."""
+
+    def __init__(
+        self,
+        config: OperatorConfig,
+        *,
+        find_login: Callable[[], Awaitable[Login]] = find_login,
+    ) -> None:
+        self._config = config
+        self._find_login = find_login
+        self.metrics = OperatorMetrics()
+        self._api = Api(find_login, count=self.metrics.count_call)
+        self._cache = Cache()
+        self._queue = FleetQueue(time.monotonic)
+        self._poster = EventPoster(self._api, dropped=self.metrics.count_dropped_event)
+        self._reconciler = Reconciler(
+            self._api,
+            self._cache,
+            self._poster,
+            settings=config.settings,
+            clock=time.monotonic,
+        )
+        self._inbox = Inbox(self._heard)
+        self._lists = _Lists()
+        self._watchers: list[Watcher] = []
+        self._watched: set[Kind] = set()
+        self._waits_for = "the API server"
+        self._stopping = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self.port = 0
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Work until `stop` is set."""
+        probes = ProbeServer(
+            unhealthy=self._unhealthy, unready=self._unready, metrics=self._metrics_text
+        )
+        self.port = await probes.start(self._config.http_host, self._config.http_port)
+        logger.info("HTTP on port %d", self.port)
+        starting = self._spawn(self._start(), "start")
+        try:
+            await stop.wait()
+        finally:
+            logger.info("stopping")
+            starting.cancel()
+            await self._stop()
+            await probes.stop()
+
+    async def _start(self) -> None:
+        optional = await self._wait_for_kinds()
+        self._watch((*ALWAYS, *optional))
+        for _ in range(self._config.workers):
+            self._spawn(self._work(), "worker")
+        self._spawn(self._poster.run(), "events")
+        self._spawn(self._resync(), "resync")
+        self._spawn(self._watch_for_kinds(), "kinds")
+
+    async def _stop(self) -> None:
+        self._stopping = True
+        workers = [task for task in self._tasks if task.get_name() == "worker" and not task.done()]
+        # A worker that waits for a fleet has nothing to finish.
+        for task in self._tasks:
+            if task not in workers:
+                task.cancel()
+        watchers = [watcher.stop() for watcher in self._watchers]
+        self._queue.close()
+        if workers:
+            await asyncio.wait(workers, timeout=_STOP_TIMEOUT_S)
+        for task in workers:
+            task.cancel()
+        await asyncio.gather(*watchers)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._api.close()
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.append(task)
+        return task
+
+    # Kinds
+
+    async def _wait_for_kinds(self) -> list[Kind]:
+        """Wait until our CRDs are there; the optional kinds that are."""
+        while True:
+            try:
+                served = await self._api.resources(FLEET.api_version)
+                if {FLEET.plural, POOL.plural} <= served:
+                    return [kind for kind in OPTIONAL if await self._is_served(kind)]
+                waits_for = f"the CRDs of {FLEET.api_version}: kubectl apply -f crds/"
+            except KubeError as error:
+                waits_for = f"the API server: {error}"
+            if waits_for != self._waits_for:
+                logger.warning("waiting for %s", waits_for)
+            self._waits_for = waits_for
+            await asyncio.sleep(_CRD_POLL_S)
+
+    async def _is_served(self, kind: Kind) -> bool:
+        return kind.plural in await self._api.resources(kind.api_version)
+
+    async def _watch_for_kinds(self) -> None:
+        """Notice optional kinds that are installed later."""
+        while missing := [kind for kind in OPTIONAL if kind not in self._watched]:
+            await asyncio.sleep(_OPTIONAL_POLL_S)
+            for kind in missing:
+                try:
+                    if await self._is_served(kind):
+                        logger.info("%s is installed now", kind.name)
+                        self._watch([kind])
+                except KubeError as error:
+                    logger.debug("is %s installed? %s", kind.name, error)
+
+    def _watch(self, kinds: Sequence[Kind]) -> None:
+        for kind in kinds:
+            self._watched.add(kind)
+            self._lists.missing.update((kind, place) for place in self._places())
+        watcher = Watcher(
+            kinds,
+            self._config.namespaces,
+            find_login=self._find_login,
+            send=self._inbox.send,
+            count=self.metrics.count_call,
+            count_event=self.metrics.count_watch_event,
+        )
+        self._watchers.append(watcher)
+        watcher.start()
+
+    def _places(self) -> Sequence[str | None]:
+        return self._config.namespaces or (None,)
+
+    # What is heard
+
+    def _heard(self, message: Message) -> None:
+        match message:
+            case Listed():
+                self._take_list(message)
+            case Present(kind, obj):
+                self._wake(kind, obj, self._cache.put(kind, obj))
+            case Gone(kind, obj):
+                self._wake(kind, obj, self._cache.remove(kind, obj))
+
+    def _take_list(self, part: Listed) -> None:
+        place = (part.kind, part.namespace)
+        if part.first:
+            self._lists.seen[place] = set()
+        uids = self._lists.seen.setdefault(place, set())
+        for obj in part.objects:
+            uids.add(obj["metadata"]["uid"])
+            self._wake(part.kind, obj, self._cache.put(part.kind, obj))
+        if not part.last:
+            return
+        del self._lists.seen[place]
+        gone = self._cache.keep_only(part.kind, part.namespace, frozenset(uids), part.version)
+        self._wake_all(gone)
+        if place in self._lists.missing:
+            self._lists.missing.remove(place)
+            self._first_list(part.kind)
+
+    def _first_list(self, kind: Kind) -> None:
+        if any(other == kind for other, _ in self._lists.missing):
+            return
+        if kind.optional:
+            # Not before: what is there of it would be created again.
+            self._reconciler.served |= {kind}
+        if not self._lists.missing:
+            self._waits_for = ""
+            logger.info("watching; %d fleets", self._cache.count(FLEET))
+            self._wake_all(self._cache.documents())
+
+    def _wake(self, kind: Kind, obj: Obj, touched: Iterable[FleetKey]) -> None:
+        for key in touched:
+            if self._is_synced():
+                self._queue.wake(key, urgent=kind == FLEET)
+
+    def _wake_all(self, keys: Iterable[FleetKey]) -> None:
+        if self._is_synced():
+            for key in list(keys):
+                self._queue.wake(key)
+
+    def _is_synced(self) -> bool:
+        """Whether all first lists are in: before, what is there would be created again."""
+        return bool(self._watched) and not self._lists.missing
+
+    # Work
+
+    async def _work(self) -> None:
+        while (key := await self._queue.take()) is not None:
+            begun = time.monotonic()
+            result = "error"
+            try:
+                async with asyncio.timeout(_TURN_TIMEOUT_S):
+                    recheck_after = await self._reconciler.turn(key)
+                result = "done"
+                took_s = time.monotonic() - begun
+                self._queue.done(key, took_s=took_s, recheck_after=recheck_after)
+            except TurnFailed as error:
+                result = "failed"
+                wait_s = self._queue.failed(key, at_least=error.retry_after_s)
+                logger.warning("%s: %s; again in %g s", key, error, wait_s)
+            except Exception:
+                # A worker outlives a fault in one fleet's turn.
+                wait_s = self._queue.failed(key)
+                logger.exception("%s: the turn broke; again in %g s", key, wait_s)
+            if self._cache.document(key) is None:
+                self._queue.forget(key)
+            self.metrics.reconciles.labels(result).inc()
+            self.metrics.reconcile_seconds.observe(time.monotonic() - begun)
+
+    async def _resync(self) -> None:
+        """Now and then list everything and look at every fleet: what a watch missed is found."""
+        while True:
+            await asyncio.sleep(self._config.resync_s)
+            for kind in sorted(self._watched, key=lambda kind: kind.name):
+                for place in self._places():
+                    try:
+                        await self._list(kind, place)
+                    except KubeError as error:
+                        logger.warning("resync: %s were not listed: %s", kind.plural, error)
+            if self._is_synced():
+                for number, key in enumerate(list(self._cache.documents())):
+                    self._queue.wake(key, after=number * _RESYNC_SPREAD_S)
+
+    async def _list(self, kind: Kind, place: str | None) -> None:
+        first = True
+        selector = FLEET_LABEL if kind.labelled else ""
+        parts: list[Listed] = []
+        async for page in self._api.pages(kind, place, selector=selector):
+            parts.append(listed(kind, place, page, first=first))
+            first = False
+        # Together: a list of the watch's own must not come in between.
+        for part in parts:
+            self._take_list(part)
+
+    # For HTTP
+
+    def _unready(self) -> list[str]:
+        if not self._watched:
+            return [f"waiting for {self._waits_for}"]
+        kinds = sorted({kind.plural for kind, _ in self._lists.missing if not kind.optional})
+        return [f"not yet listed: {', '.join(kinds)}"] if kinds else []
+
+    def _unhealthy(self) -> list[str]:
+        now = time.monotonic()
+        silent = sorted({name for watcher in self._watchers for name in watcher.silent(now)})
+        complaints = [f"watches that do nothing: {', '.join(silent)}"] if silent else []
+        ended = sorted({t.get_name() for t in self._tasks if _broke(t)})
+        return [*complaints, *([f"tasks that ended: {', '.join(ended)}"] if ended else [])]
+
+    def _metrics_text(self) -> bytes:
+        return self.metrics.render(
+            queue_depth=self._queue.depth(), fleets=sum(1 for _ in self._cache.documents())
+        )
+
+
+def _broke(task: asyncio.Task[None]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is not None

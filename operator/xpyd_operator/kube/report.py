@@ -1,0 +1,110 @@
+"""What a turn reports: the statuses of a fleet and of its pools, as patches. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from xpyd_operator.kube.decide import Look, is_leaving, own_children
+from xpyd_operator.kube.errors import Forbidden, Refused
+from xpyd_operator.kube.kinds import Obj, kind_of
+from xpyd_operator.kube.writes import Apply, Remove, Scale, Write, describe
+from xpyd_operator.objects.names import LABEL_POOL, kv_secret_name
+from xpyd_operator.observe import (
+    Problem,
+    find_problems,
+    fleet_seen,
+    fleet_status,
+    invalid_status,
+    pool_statuses,
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The fleet's status as it is and as it should be, and merge patches of its pools' statuses,
+    by object name, where those differ.
+    """
+
+    before: dict[str, Any]
+    after: dict[str, Any]
+    pools: Mapping[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+
+    @property
+    def is_news(self) -> bool:
+        """Whether there is anything to write."""
+        return self.after != self.before or bool(self.pools)
+
+
+def status_of(obj: Obj) -> dict[str, Any]:
+    """The object's status, empty where it has none."""
+    return cast("dict[str, Any]", obj.get("status") or {})
+
+
+def report(look: Look, problems: Sequence[Problem], *, has_key: bool) -> Report:
+    """The statuses after a turn. `problems`: what the objects do not say themselves."""
+    metadata, reading = look.document["metadata"], look.reading
+    before, generation = status_of(look.document), int(metadata.get("generation") or 0)
+    if reading.fleet is None or reading.complaints:
+        invalid = invalid_status(before, reading.complaints, now=look.now, generation=generation)
+        return Report(before, invalid)
+    children = own_children(look)
+    seen = fleet_seen(children)
+    want = replace(reading.want, stopping=is_leaving(look.document))
+    ref = reading.fleet.spec.kv_transfer.key_secret_ref
+    own_secret = kv_secret_name(reading.fleet.name) if has_key else ""
+    after = fleet_status(
+        reading.fleet,
+        want=want,
+        seen=seen,
+        children=children,
+        problems=(*problems, *find_problems(children, look.now)),
+        before=before,
+        now=look.now,
+        generation=generation,
+        key_secret=ref.name if ref else own_secret,
+        namespace=metadata["namespace"],
+    )
+    pools = pool_statuses(reading.fleet, want=want, seen=seen, children=children)
+    patches: dict[str, dict[str, Any]] = {}
+    for obj in cast("tuple[Obj, ...]", children.pools):
+        wanted = pools.get(str(obj["spec"].get("poolName")))
+        if wanted is not None and wanted != status_of(obj):
+            patches[obj["metadata"]["name"]] = merge_patch(status_of(obj), wanted)
+    return Report(before, after, patches)
+
+
+def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON merge patch (RFC 7386) that makes `after` of `before`."""
+    patch: dict[str, Any] = {name: None for name in before if name not in after}
+    for name, value in after.items():
+        old: object = before.get(name)
+        if old == value:
+            continue
+        if isinstance(value, dict) and isinstance(old, dict):
+            below = cast("dict[str, Any]", old), cast("dict[str, Any]", value)
+            patch[name] = merge_patch(*below)
+        else:
+            patch[name] = value
+    return patch
+
+
+def problem_of(write: Write, error: Refused) -> Problem:
+    """A write that the API server refused, as a condition tells it."""
+    pool = ""
+    match write:
+        case Apply(obj):
+            labels = cast("dict[str, str]", obj["metadata"]["labels"])
+            pool, name = (
+                labels.get(LABEL_POOL, ""),
+                f"{kind_of(obj).name} {obj['metadata']['name']}",
+            )
+        case Scale(kind, name) | Remove(kind, name):
+            name = f"{kind.name} {name}"
+        case _:
+            name = describe(write)
+    reason = "Refused"
+    if isinstance(error, Forbidden):
+        reason = "QuotaExceeded" if "exceeded quota" in str(error) else "Forbidden"
+    return Problem("Degraded", reason, pool, f"{name}: {error}")
