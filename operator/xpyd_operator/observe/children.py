@@ -125,11 +125,11 @@ def pod_specs(children: Children) -> dict[Key, tuple[Raw, Raw]]:
 
 
 def spec_of(pod: Raw, specs: Mapping[Key, tuple[Raw, Raw]]) -> Raw:
-    """The pod's own spec where it was kept, else its workload's."""
-    if rows(pod, "spec", "containers"):
+    """What its workload makes the pod from; the pod's own spec where the workload is gone."""
+    found = specs.get(key_of(pod) or ("", ""))
+    if found is None:
         return fields(pod, "spec")
-    first, others = specs.get(key_of(pod) or ("", ""), ({}, {}))
-    return others if text(pod, "metadata", "labels", WORKER_INDEX) not in ("", "0") else first
+    return found[text(pod, "metadata", "labels", WORKER_INDEX) not in ("", "0")]
 
 
 def count_instances(children: Children) -> dict[Key, Counts]:

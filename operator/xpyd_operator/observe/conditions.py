@@ -193,7 +193,7 @@ def _movement(fleet: _Fleet) -> str:
 def _degraded(fleet: _Fleet) -> _Verdict:
     found = [p for p in fleet.problems if p.kind == "Degraded"]
     if not found:
-        return _Verdict(False, "AsExpected", "nothing that waiting does not mend")
+        return _Verdict(False, "AsExpected", "nothing needs to be done")
     return _Verdict(True, found[0].reason, _told("", found))
 
 

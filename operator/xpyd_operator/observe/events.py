@@ -6,12 +6,12 @@ operator repeats none, and what happened within one write is told once, with bot
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from xpyd_operator.observe.conditions import condition_of
 from xpyd_operator.observe.raw import Raw, count, rows, seconds_between, short, text
+from xpyd_operator.plan import ROUTER
 
 MOST_MESSAGE = 1000
 """Kubernetes allows 1024 bytes of a message; a few of our characters may be longer."""
@@ -70,11 +70,11 @@ def _pools(before: Raw, after: Raw) -> list[EventText]:
             sizes = f"{count(earlier, 'replicas')} -> {_instances(replicas)}"
             told["Scaled"].append(f"pool {name}: {sizes}")
     leaving = {text(p, "name"): p for p in rows(after, "pools")}
-    for name in old.keys() - new.keys():
+    for name in (name for name in old if name not in new):
         pool = leaving.get(name, {})
         left = count(pool, "readyReplicas") + count(pool, "drainingReplicas")
         told["Draining"].append(f"pool {name} left the document: {_instances(left)} to leave")
-    return [_event(reason, sorted(texts)) for reason, texts in told.items() if texts]
+    return [EventText("Normal", reason, "; ".join(said)) for reason, said in told.items() if said]
 
 
 def _states(before: Raw, after: Raw) -> list[EventText]:
@@ -109,12 +109,10 @@ def _became_ready(before: Raw, after: Raw) -> list[EventText]:
 
 def _wanted(status: Raw) -> dict[str, Raw]:
     """The pools that the document has, by name; those that only leave have no revision."""
-    return {text(p, "name"): p for p in rows(status, "pools") if text(p, "revision")}
+    found = [p for p in rows(status, "pools") if text(p, "revision")]
+    found.sort(key=lambda pool: text(pool, "role") == ROUTER)
+    return {text(pool, "name"): pool for pool in found}
 
 
 def _instances(number: int) -> str:
     return "1 instance" if number == 1 else f"{number} instances"
-
-
-def _event(reason: str, texts: Iterable[str]) -> EventText:
-    return EventText("Normal", reason, "; ".join(texts))

@@ -52,8 +52,10 @@ _CANNOT_START = {
 }
 _LAYERS = re.compile(
     r'Back-off pulling image "[^"]*": |ErrImagePull: |rpc error: code = \w+ desc = '
-    r'|failed to pull and unpack image "[^"]*": '
+    r'|failed to pull and unpack image "[^"]*": |failed to resolve reference "[^"]*": '
 )
+_PREEMPTION = re.compile(r" (still not schedulable, )?preemption: .*", re.DOTALL)
+"""What preemption would do is the scheduler's second sentence, and never news."""
 _REASON = re.compile(r"[A-Za-z]([A-Za-z0-9]{0,61}[A-Za-z0-9])?", re.ASCII)
 _CREATING = ("", "ContainerCreating", "PodInitializing")
 
@@ -66,11 +68,6 @@ class Finding:
     reason: str
     what: str
     detail: str = ""
-
-    @property
-    def text(self) -> str:
-        """The finding in words."""
-        return f"{self.what}: {self.detail}" if self.detail else self.what
 
 
 def camel(reason: str, otherwise: str) -> str:
@@ -108,10 +105,10 @@ def unready(pod: Raw, spec: Raw, now: str) -> Finding | None:
     broken = [found for status in statuses if (found := _broken(spec, status))]
     if broken:
         return min(broken, key=lambda f: f.kind != "Degraded")
-    if not statuses or any(
-        _waits(status) in _CREATING for status in statuses if _is_waiting(status)
-    ):
-        return _creating(pod, spec, statuses, now)
+    waiting = [status for status in statuses if _is_waiting(status)]
+    first = _initializing(pod, waiting)
+    if first or waiting or not statuses:
+        return first or _creating(pod, spec, waiting, now)
     return _starting(pod, spec, statuses)
 
 
@@ -128,8 +125,7 @@ def clock(value: str) -> str:
 def _unscheduled(scheduled: Raw) -> Finding:
     if text(scheduled, "reason") == "SchedulingGated":
         return Finding("Waiting", "SchedulingGated", "held back by scheduling gates")
-    # What preemption would do is the scheduler's second sentence, and never news.
-    words = text(scheduled, "message").partition(" preemption: ")[0].strip().removesuffix(".")
+    words = _PREEMPTION.sub("", text(scheduled, "message")).strip().removesuffix(".")
     what, detail = "no node fits", short(words)
     if "persistentvolumeclaim" not in words.lower():
         return Finding("Capacity", "Unschedulable", what, detail)
@@ -171,10 +167,22 @@ def _image(spec: Raw, container: str) -> str:
     return next((text(c, "image") for c in everyone if text(c, "name") == container), "")
 
 
-def _creating(pod: Raw, spec: Raw, statuses: Iterable[Raw], now: str) -> Finding:
+def _initializing(pod: Raw, waiting: Iterable[Raw]) -> Finding | None:
+    """An init container that the others wait for."""
+    if not any(_waits(status) == "PodInitializing" for status in waiting):
+        return None
+    for status in rows(pod, "status", "initContainerStatuses"):
+        running = fields(status, "state", "running")
+        if running and at(status, "started") is not True:
+            name = short(text(status, "name"), 63)
+            what = f"init container {name} runs since {clock(text(running, 'startedAt'))}"
+            return Finding("Waiting", "PodInitializing", what)
+    return None
+
+
+def _creating(pod: Raw, spec: Raw, waiting: Iterable[Raw], now: str) -> Finding:
     ready_to_start = condition(pod, "PodReadyToStartContainers")
     if text(ready_to_start, "status") == "True":
-        waiting = [s for s in statuses if _is_waiting(s)]
         images = sorted({text(s, "image") or _image(spec, text(s, "name")) for s in waiting})
         what = "the image is being pulled or the container is starting"
         return Finding("Waiting", "ContainerCreating", what, short(", ".join(filter(None, images))))
@@ -183,8 +191,9 @@ def _creating(pod: Raw, spec: Raw, statuses: Iterable[Raw], now: str) -> Finding
     if waited_s <= SLOW_VOLUMES_S:
         return Finding("Waiting", "ContainerCreating", "being created")
     kind: Kind = "Degraded" if waited_s > LOST_VOLUMES_S else "Waiting"
-    what = f"not created since {clock(since)}: node {_node(pod)} must have at hand"
-    return Finding(kind, "VolumesNotMounted", what, short(", ".join(_needs(spec))))
+    what = f"not created since {clock(since)}"
+    detail = f"node {_node(pod)} may lack {' or '.join(_needs(spec))}"
+    return Finding(kind, "VolumesNotMounted", what, short(detail))
 
 
 def _needs(spec: Raw) -> list[str]:
@@ -212,6 +221,9 @@ def _starting(pod: Raw, spec: Raw, statuses: Iterable[Raw]) -> Finding:
         unmet = [gate for gate in gates if not is_true(pod, gate)]
         if unmet:
             return Finding("Waiting", "ReadinessGates", "readiness gates", short(", ".join(unmet)))
+        if not is_true(pod, "ContainersReady"):
+            return Finding("Waiting", "NotReady", "not ready yet")
+        # Kubelet sets both at once; the node controller takes Ready away alone.
         return Finding("Waiting", "NodeNotReady", "was ready, its node does not answer", _node(pod))
     name = text(lagging[0], "name")
     since = f"since {clock(text(lagging[0], 'state', 'running', 'startedAt'))}"
@@ -219,5 +231,5 @@ def _starting(pod: Raw, spec: Raw, statuses: Iterable[Raw]) -> Finding:
         what = "runs and waits for engines to route to"
         return Finding("Waiting", "WaitingForEngines", what)
     if name == ENGINE_CONTAINER:
-        return Finding("Waiting", "ModelLoading", "the model is loading", since)
-    return Finding("Waiting", "NotReady", f"container {short(name, 63)} is not ready", since)
+        return Finding("Waiting", "ModelLoading", f"the model is loading {since}")
+    return Finding("Waiting", "NotReady", f"container {short(name, 63)} is not ready {since}")

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from xpyd_operator.observe.children import NOTHING, Children, Counts, count_instances
-from xpyd_operator.plan import ROUTER, FleetSeen, FleetWant
-from xpyd_operator.plan.fleet import pools_wanted
+from xpyd_operator.plan import ROUTER, FleetSeen, FleetWant, pools_wanted
 from xpyd_operator.plan.values import PoolRole
 
 ROLES = ("Prefill", "Decode", "Aggregated")

@@ -111,13 +111,15 @@ def _of_pods(
             groups.setdefault((finding.kind, finding.reason), []).append((name_of(pod), finding))
     problems: list[Problem] = []
     for (kind, reason), found in groups.items():
-        name, finding = min(found, key=lambda item: (item[0], item[1].text))
+        name, finding = min(found, key=lambda item: item[0])
         if reason == "Draining":
             # The last of them to end is the one to wait for.
             name, finding = max(found, key=lambda item: (item[1].what, item[0]))
-        of_pods = "" if reason in ("Draining", "StuckTerminating") else f" of {stay}"
-        some = f"{len(found)}{of_pods} {'pod' if len(found) == 1 and not of_pods else 'pods'}"
-        message = f"{pool}: {some}: {finding.text} (pod {short(name, 80)})"
+        # Of those that leave, none is missed.
+        among = "" if reason in ("Draining", "StuckTerminating") else f" of {stay}"
+        some = f"{len(found)}{among} {'pod' if f'{len(found)}{among}' == '1' else 'pods'}"
+        detail = f": {finding.detail}" if finding.detail else ""
+        message = f"{pool}: {finding.what} ({some}, {short(name, 80)}){detail}"
         problems.append(Problem(kind, reason, pool, message))
     return problems
 
@@ -130,10 +132,10 @@ def _of_failed(pool: str, pods: Sequence[Raw], children: Children, now: str) -> 
     pod = min(failed, key=name_of)
     reason = camel(text(pod, "status", "reason"), "PodFailed")
     kind: Kind = "Degraded" if len(failed) >= MANY_FAILED else "Waiting"
-    what = f"{len(failed)} pods failed" if len(failed) > 1 else "1 pod failed"
+    some = f"{len(failed)} pods" if len(failed) > 1 else "1 pod"
     said = short(text(pod, "status", "message"))
-    words = f"{what} ({reason}): {said}" if said else f"{what} ({reason})"
-    return [Problem(kind, reason, pool, f"{pool}: {words} (pod {short(name_of(pod), 80)})")]
+    message = f"{pool}: failed for good ({some}, {short(name_of(pod), 80)}): {said or reason}"
+    return [Problem(kind, reason, pool, message)]
 
 
 def _is_new(pod: Raw, now: str) -> bool:
