@@ -197,7 +197,10 @@ def test_the_uninstall_hook_ends_before_helm_gives_up(helm: Helm) -> None:
     assert job["spec"]["backoffLimit"] == 0
     container = _container(job["spec"]["template"]["spec"])
     assert container["command"] == ["python", "-m", "xpyd_operator.kube.uninstall"]
-    assert container["args"] == ["--namespace=serving", "--timeout-seconds=270"]
+    assert container["args"] == ["--namespace=serving", "--crds-go", "--timeout-seconds=270"]
+    for values in ({}, {"watchNamespaces": ["a"], "crds": {"keep": True}}):
+        job = one(helm.render(values), "Job", "xpyd-uninstall")
+        assert "--crds-go" not in _container(job["spec"]["template"]["spec"])["args"]
 
 
 def test_what_the_uninstall_hook_needs_comes_before_it_and_goes_after_it(helm: Helm) -> None:

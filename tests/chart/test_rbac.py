@@ -17,6 +17,7 @@ ROLES = ("Role", "ClusterRole")
 READ = {"get", "list", "watch"}
 OWN = READ | {"create", "patch", "delete"}
 NAMESPACED = {"watchNamespaces": ["serving", "lab"]}
+HOOK_EVERYWHERE = "xpyd-xpyd-system-uninstall"
 MODES: list[dict[str, Any]] = [{}, NAMESPACED]
 
 
@@ -63,10 +64,14 @@ def test_nobody_reads_a_secret(helm: Helm, values: dict[str, Any]) -> None:
 
 
 def test_named_namespaces_leave_no_right_to_anything_elsewhere(helm: Helm) -> None:
-    objects = helm.render({**NAMESPACED, "rbac": {"userRoles": False}})
+    values = {**NAMESPACED, "rbac": {"userRoles": False}}
+    objects = helm.render({**values, "crds": {"keep": True}})
     assert not of_kind(objects, "ClusterRole", "ClusterRoleBinding")
     places = [role["metadata"]["namespace"] for role in of_kind(objects, "Role", "RoleBinding")]
     assert set(places) == set(NAMESPACED["watchNamespaces"])
+    # CRDs that go are everybody's: the hook sees, before, whether there are other fleets.
+    hook = one(of_kind(helm.render(values), *ROLES[1:]), "ClusterRole", HOOK_EVERYWHERE)
+    assert _rights(hook) == {(FLEET.group, FLEET.plural, "list")}
 
 
 def test_cluster_wide_and_named_namespaces_give_the_same_rights(helm: Helm) -> None:

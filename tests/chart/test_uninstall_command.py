@@ -10,7 +10,14 @@ import pytest
 
 from xpyd_operator.kube.errors import Conflict, Forbidden, KubeError, NotFound, Unavailable
 from xpyd_operator.kube.kinds import FLEET, FLEET_LABEL, Kind, Obj
-from xpyd_operator.kube.uninstall import Clock, Leftovers, delete_fleets, main
+from xpyd_operator.kube.uninstall import (
+    Clock,
+    FleetsElsewhere,
+    Leftovers,
+    delete_fleets,
+    main,
+    refuse_fleets_elsewhere,
+)
 
 Step = Callable[["Cluster"], None]
 
@@ -179,6 +186,16 @@ def test_what_no_retry_mends_ends_it_at_once() -> None:
     with pytest.raises(Forbidden):
         cluster.uninstall()
     assert cluster.time_s == 0
+
+
+def test_crds_do_not_go_while_others_have_fleets() -> None:
+    cluster = Cluster()
+    cluster.add("a/chat")
+    asyncio.run(refuse_fleets_elsewhere(cluster, ["a"]))
+    cluster.add("b/code")
+    with pytest.raises(FleetsElsewhere, match=r"^1 fleets \(b/code\) are not in"):
+        asyncio.run(refuse_fleets_elsewhere(cluster, ["a"]))
+    assert not cluster.deleted
 
 
 def test_outside_a_cluster_the_command_says_so(

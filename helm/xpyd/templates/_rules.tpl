@@ -51,3 +51,8 @@ create and patch. It makes Secrets with KV keys and can read none.
   resources: [pods]
   verbs: [list]
 {{- end -}}
+
+{{/* Named namespaces, and CRDs that go with the release: those are every namespace's. */}}
+{{- define "xpyd.uninstallAsksEverywhere" -}}
+{{- if and .Values.watchNamespaces .Values.crds.install (not .Values.crds.keep) -}}yes{{- end -}}
+{{- end -}}

@@ -36,6 +36,10 @@ class Leftovers(XpydError):
     """The time is over and something is still there; the text says what and what to do."""
 
 
+class FleetsElsewhere(XpydError):
+    """The CRDs would go, and with them fleets that this release does not serve."""
+
+
 class Caller(Protocol):
     """What is needed of kube.client.Api. Both may raise KubeError."""
 
@@ -95,6 +99,18 @@ async def delete_fleets(
             said_at = passed
             say(f"waiting: {_summary(left)}")
         await clock.sleep(min(_POLL_S, timeout_s - passed))
+
+
+async def refuse_fleets_elsewhere(api: Caller, namespaces: Sequence[str]) -> None:
+    """FleetsElsewhere if there is a fleet outside `namespaces`; may raise KubeError."""
+    fleets = await _list(api, FLEET, [None], "")
+    others = [fleet for fleet in fleets if fleet["metadata"]["namespace"] not in namespaces]
+    if others:
+        raise FleetsElsewhere(
+            f"{len(others)} fleets ({_names(others)}) are not in the namespaces that this release "
+            "serves, and would lose their CRD: delete them, or keep the CRDs "
+            "(helm upgrade --reuse-values --set crds.keep=true)"
+        )
 
 
 async def _look_and_delete(
@@ -181,10 +197,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--namespace", action="append", default=[], help="only fleets of this one; repeatable"
     )
+    parser.add_argument(
+        "--crds-go",
+        action="store_true",
+        help="the CRDs are deleted next: delete nothing while there are fleets elsewhere",
+    )
     parser.add_argument("--timeout-seconds", type=float, default=270.0)
     args = parser.parse_args(argv)
     try:
-        asyncio.run(_run(args.namespace, args.timeout_seconds))
+        asyncio.run(_run(args.namespace, args.crds_go, args.timeout_seconds))
     except UserError as error:
         sys.stderr.write(f"xpyd: {error}\n")
         return EXIT_USAGE
@@ -194,9 +215,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-async def _run(namespaces: Sequence[str], timeout_s: float) -> None:
+async def _run(namespaces: Sequence[str], crds_go: bool, timeout_s: float) -> None:
     api = Api(find_login)
     try:
+        if crds_go and namespaces:
+            await refuse_fleets_elsewhere(api, namespaces)
         await delete_fleets(api, namespaces, timeout_s=timeout_s, say=_say, clock=Clock())
     finally:
         await api.close()
