@@ -1,0 +1,97 @@
+"""The clusters that the tests share, one of each size, and a namespace for each test.
+
+Every test that takes one of them is marked `cluster`; a machine that cannot have a cluster
+skips them, with the reason. When such a test fails, its report tells what the cluster says
+about its namespace.
+"""
+
+import json
+import os
+import secrets
+from collections.abc import Callable, Generator, Iterator
+
+import pytest
+
+from tests.cluster.harness import Cluster, availability, up, wait_for
+
+_FIXTURES = {"control_plane", "node_cluster"}
+_NAMESPACE_GONE_S = 90.0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what needs a cluster."""
+    for item in items:
+        if isinstance(item, pytest.Function) and _FIXTURES & set(item.fixturenames):
+            item.add_marker(pytest.mark.cluster)
+
+
+@pytest.fixture(scope="session")
+def control_plane() -> Iterator[Cluster]:
+    """A cluster without a node that runs anything: API, controllers, scheduler; fake nodes."""
+    reason = availability.why_no_control_plane()
+    if reason is not None:
+        pytest.skip(reason)
+    cluster = up(f"plane-{os.getpid()}")
+    try:
+        yield cluster
+    finally:
+        cluster.down()
+
+
+@pytest.fixture
+def new_namespace() -> Iterator[Callable[[Cluster], str]]:
+    """Makes namespaces; each is deleted, with all that is in it, when the test ends."""
+    made: list[tuple[Cluster, str]] = []
+
+    def create(cluster: Cluster) -> str:
+        name = f"test-{secrets.token_hex(4)}"
+        cluster.kubectl("create", "namespace", name)
+        made.append((cluster, name))
+        # Pods are refused before the namespace has its service account.
+        wait_for(
+            lambda: "default" in cluster.kubectl("-n", name, "get", "serviceaccounts"),
+            30,
+            f"the namespace {name} has a service account",
+        )
+        return name
+
+    yield create
+    for cluster, name in made:
+        cluster.kubectl("delete", "namespace", name, "--wait=false")
+    for cluster, name in made:
+        _wait_until_gone(cluster, name)
+
+
+@pytest.fixture
+def namespace(request: pytest.FixtureRequest, new_namespace: Callable[[Cluster], str]) -> str:
+    """A fresh namespace in the cluster that the test uses."""
+    used = sorted(_FIXTURES & set(request.fixturenames))
+    assert len(used) == 1, "the fixture `namespace` needs control_plane or node_cluster beside it"
+    return new_namespace(request.getfixturevalue(used[0]))
+
+
+def _wait_until_gone(cluster: Cluster, name: str) -> None:
+    def gone() -> bool:
+        return "NotFound" in cluster.kubectl("get", "namespace", name, check=False)
+
+    def conditions() -> str:
+        # The namespace's own conditions name what is left and the finalizers that hold it.
+        answer = cluster.kubectl("get", "namespace", name, "-o", "json", check=False)
+        return json.dumps(json.loads(answer)["status"], indent=1)
+
+    wait_for(gone, _NAMESPACE_GONE_S, f"the namespace {name} is gone", explain=conditions)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failed test's report says what its namespace looks like."""
+    report = yield
+    if report.failed and call.when == "call" and isinstance(item, pytest.Function):
+        for fixture in sorted(_FIXTURES & set(item.funcargs)):
+            cluster = item.funcargs[fixture]
+            name = item.funcargs.get("namespace")
+            if isinstance(cluster, Cluster) and isinstance(name, str):
+                report.sections.append((f"namespace {name}", cluster.explain(name)))
+    return report

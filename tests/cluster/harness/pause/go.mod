@@ -1,0 +1,3 @@
+module xpyd.dev/testcluster/pause
+
+go 1.24
