@@ -26,8 +26,8 @@ CONTESTED_S = 60.0
 class Memory:
     """One fleet's. Owned by the turn that runs."""
 
-    def __init__(self) -> None:
-        self.pace = StatusPace()
+    def __init__(self, now: float) -> None:
+        self.pace = StatusPace(now)
         self.told = RecentEvents()
         self.settled: dict[Place, Mark] = {}
         self._reading: tuple[str, int, Reading] | None = None

@@ -16,7 +16,7 @@ from xpyd_operator.kube.errors import KubeError, NotFound
 from xpyd_operator.kube.events import EventPoster
 from xpyd_operator.kube.kinds import ALWAYS, FLEET, POOL, Kind, Obj
 from xpyd_operator.kube.memory import Memory
-from xpyd_operator.kube.pacing import is_urgent
+from xpyd_operator.kube.pacing import is_ready, is_urgent
 from xpyd_operator.kube.perform import Outcome, Performer
 from xpyd_operator.kube.report import Report, merge_patch, problem_of, report, status_of
 from xpyd_operator.kube.trim import trim
@@ -76,7 +76,7 @@ class Reconciler:
             if document is None:
                 self._memories.pop(key, None)
                 return None
-            memory = self._memories.setdefault(key, Memory())
+            memory = self._memories.setdefault(key, Memory(self._clock()))
             look = self._look(key, document, memory)
             turn = decide(look)
             outcome = await self._performer.perform(key, look, turn.stages)
@@ -132,32 +132,45 @@ class Reconciler:
         present = {(kind, name) for kind, names in look.children.items() for name in names}
         memory.forget_places(frozenset(present))
         found = report(look, problems, has_key=memory.has_key(status_of(document)))
-        if not found.is_news:
+        try:
+            waits = (
+                await self._report_fleet(key, memory, found),
+                await self._report_pools(key, memory, found),
+            )
+        except NotFound:
+            # It went meanwhile; the watch will say so.
+            return None
+        except KubeError as error:
+            raise TurnFailed(f"the status was not written: {error}") from error
+        return min((wait for wait in waits if wait is not None), default=None)
+
+    async def _report_fleet(self, key: FleetKey, memory: Memory, found: Report) -> float | None:
+        if found.after == found.before:
             return None
         time = self._clock()
         wait_s = memory.pace.wait_s(time, urgent=is_urgent(found.before, found.after))
         if wait_s > 0:
             return wait_s
         memory.pace.wrote(time)
-        try:
-            await self._write(key, memory, found)
-        except NotFound:
-            # It went meanwhile; the watch will say so.
-            return None
-        except KubeError as error:
-            raise TurnFailed(f"the status was not written: {error}") from error
+        patch = {"status": merge_patch(found.before, found.after)}
+        after = await self._api.patch(FLEET, key.namespace, key.name, patch, sub="status")
+        after = trim(FLEET, after)
+        self._cache.put(FLEET, after)
+        for event in events(found.before, found.after):
+            if memory.told.is_new(event, time):
+                self._poster.tell(after, event)
         return None
 
-    async def _write(self, key: FleetKey, memory: Memory, found: Report) -> None:
-        if found.after != found.before:
-            patch = {"status": merge_patch(found.before, found.after)}
-            after = await self._api.patch(FLEET, key.namespace, key.name, patch, sub="status")
-            after = trim(FLEET, after)
-            self._cache.put(FLEET, after)
-            for event in events(found.before, found.after):
-                if memory.told.is_new(event, self._clock()):
-                    self._poster.tell(after, event)
+    async def _report_pools(self, key: FleetKey, memory: Memory, found: Report) -> float | None:
+        if not found.pools:
+            return None
+        time = self._clock()
+        wait_s = memory.pace.wait_of_pools_s(time, ready=is_ready(found.after))
+        if wait_s > 0:
+            return wait_s
+        memory.pace.wrote_pools(time)
         for name, changes in found.pools.items():
             patch = {"status": changes}
             after = await self._api.patch(POOL, key.namespace, name, patch, sub="status")
             self._cache.put(POOL, trim(POOL, after))
+        return None

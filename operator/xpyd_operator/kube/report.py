@@ -31,11 +31,6 @@ class Report:
     after: dict[str, Any]
     pools: Mapping[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
 
-    @property
-    def is_news(self) -> bool:
-        """Whether there is anything to write."""
-        return self.after != self.before or bool(self.pools)
-
 
 def status_of(obj: Obj) -> dict[str, Any]:
     """The object's status, empty where it has none."""
