@@ -22,6 +22,8 @@ GROUP_INDEX = "leaderworkerset.sigs.k8s.io/group-index"
 GROUP_SIZE = "leaderworkerset.sigs.k8s.io/size"
 WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
 _POD_OWNERS = frozenset({"ReplicaSet", "StatefulSet", "LeaderWorkerSet"})
+_OURS = re.compile(r"[a-z0-9]([-a-z0-9]{0,14}[a-z0-9])?", re.ASCII)
+"""Names of pools and revisions, as the API bounds them: a status could not tell of others."""
 Key = tuple[str, str]
 """Pool and revision."""
 
@@ -67,10 +69,10 @@ class _Instance:
 
 
 def key_of(obj: Raw) -> Key | None:
-    """Pool and revision by the object's labels."""
+    """Pool and revision by the object's labels; None: they are none of ours."""
     labels = fields(obj, "metadata", "labels")
     pool, revision = text(labels, LABEL_POOL), text(labels, LABEL_REVISION)
-    return (pool, revision) if pool and revision else None
+    return (pool, revision) if _OURS.fullmatch(pool) and _OURS.fullmatch(revision) else None
 
 
 def role_of(obj: Raw) -> PoolRole | None:

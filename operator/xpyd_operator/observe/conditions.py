@@ -179,12 +179,13 @@ def _progressing(fleet: _Fleet) -> _Verdict:
 def _movement(fleet: _Fleet) -> str:
     """Why the fleet moves. What began it counts until it is settled, or something else begins."""
     earlier = text(condition_of(fleet.before, "Progressing"), "reason")
+    pools = [row for row in fleet.pools if row.revision]
     known = {text(p, "name"): p.get("replicas") for p in rows(fleet.before, "pools")}
-    if earlier in ("", "Creating") or not known:
+    if earlier in ("", "Creating") or any(row.name not in known for row in pools):
         return "Creating"
-    if any(row.older for row in fleet.pools):
+    if any(row.older for row in pools):
         return "Rollout"
-    if any(known.get(row.name, row.replicas) != row.replicas for row in fleet.pools):
+    if any(known[row.name] != row.replicas for row in pools):
         return "Scaling"
     troubled = any(p.kind != "Waiting" for p in fleet.of_pools(r.name for r in fleet.missing))
     return earlier if earlier in ("Rollout", "Scaling") and not troubled else "Recovering"

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from xpyd_operator.objects.names import LABEL_POOL
 from xpyd_operator.observe.children import (
     NOTHING,
     Children,
@@ -88,8 +87,8 @@ def _is_cause(problem: Problem) -> bool:
 def _by_pool(pods: Iterable[Raw]) -> dict[str, list[Raw]]:
     found: dict[str, list[Raw]] = {}
     for pod in pods:
-        if pool := text(pod, "metadata", "labels", LABEL_POOL):
-            found.setdefault(pool, []).append(pod)
+        if key := key_of(pod):
+            found.setdefault(key[0], []).append(pod)
     return found
 
 

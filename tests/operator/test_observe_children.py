@@ -1,0 +1,189 @@
+"""fleet_seen(): instances are counted from pods, groups as one, whatever order things come in."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.operator.observed_cluster import Cluster, settled
+from xpyd_operator.api import load_fleet
+from xpyd_operator.objects.names import workload_labels
+from xpyd_operator.observe import Children, fleet_seen
+from xpyd_operator.plan import ROUTER, PoolSeen, Template, Workload, WorkloadSeen
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "fleet.yaml"
+GROUP = "leaderworkerset.sigs.k8s.io/"
+Obj = dict[str, Any]
+
+
+def ready_fleet() -> Cluster:
+    return settled(load_fleet(EXAMPLE))
+
+
+def of_pool(children: Children, pool: str) -> WorkloadSeen:
+    (found,) = [w for w in fleet_seen(children).workloads if w.workload.pool == pool]
+    return found
+
+
+def counts(children: Children, pool: str = "decode") -> tuple[int, int, int]:
+    """Replicas, alive and ready."""
+    found = of_pool(children, pool)
+    return found.workload.replicas, found.alive, found.ready
+
+
+def test_nothing_is_there_before_anything_was_made() -> None:
+    seen = fleet_seen(Children())
+    assert (seen.workloads, seen.pools, seen.status) == ((), (), None)
+
+
+def test_workloads_are_known_by_their_labels_with_no_more_than_the_role() -> None:
+    cluster = ready_fleet()
+    seen = fleet_seen(cluster.children)
+    roles = {w.workload.pool: w.workload.template for w in seen.workloads}
+    assert roles == {
+        ROUTER: Template(ROUTER),
+        "prefill": Template("Prefill"),
+        "decode": Template("Decode"),
+    }
+    wanted = {p.name: p.revision for p in cluster.want.pools}
+    assert {w.workload.pool: w.workload.revision for w in seen.workloads} == wanted
+    assert [counts(cluster.children, p) for p in ("router", "prefill", "decode")] == [
+        (2, 2, 2),
+        (1, 1, 1),
+        (2, 2, 2),
+    ]
+
+
+def test_a_pod_that_leaves_is_alive_and_not_ready() -> None:
+    cluster = ready_fleet()
+    cluster.delete(cluster.living("decode")[0])
+    assert counts(cluster.children) == (2, 2, 1)
+
+
+@pytest.mark.parametrize("phase", ["Failed", "Succeeded"])
+def test_a_pod_that_ended_holds_no_place(phase: str) -> None:
+    cluster = ready_fleet()
+    cluster.living("decode")[0]["status"]["phase"] = phase
+    for workload in cluster.workloads.values():
+        workload["status"]["replicas"] = 1
+    assert counts(cluster.children) == (2, 1, 1)
+
+
+def test_pods_that_are_not_seen_yet_count_where_their_deployment_has_counted_them() -> None:
+    cluster = ready_fleet()
+    cluster.pods = {}
+    assert counts(cluster.children) == (2, 2, 0)
+
+
+def test_replicas_that_are_not_written_are_one() -> None:
+    cluster = ready_fleet()
+    for workload in cluster.workloads.values():
+        del workload["spec"]["replicas"]
+    assert of_pool(cluster.children, "decode").workload.replicas == 1
+
+
+def test_pods_whose_workload_is_gone_are_a_workload_of_none_until_they_end() -> None:
+    cluster = ready_fleet()
+    revision = of_pool(cluster.children, "decode").workload.revision
+    del cluster.workloads["decode", revision]
+    assert of_pool(cluster.children, "decode") == WorkloadSeen(
+        Workload("decode", revision, 0, Template("Decode")), alive=2, ready=2
+    )
+    for pod in cluster.pods_of("decode"):
+        del pod["metadata"]["ownerReferences"]  # somebody made these by hand
+    assert "decode" not in {w.workload.pool for w in fleet_seen(cluster.children).workloads}
+
+
+def test_a_workload_that_says_no_pool_revision_or_role_is_none_of_ours() -> None:
+    cluster = ready_fleet()
+    for workload, label in zip(
+        cluster.workloads.values(), ("pool", "revision", "role"), strict=True
+    ):
+        del workload["metadata"]["labels"][f"xpyd.dev/{label}"]
+        workload["spec"]["replicas"] = 0
+    seen = fleet_seen(Children(deployments=cluster.children.deployments))
+    assert seen.workloads == ()
+
+
+def test_the_order_of_objects_does_not_matter() -> None:
+    cluster = ready_fleet()
+    c = cluster.children
+    turned = Children(c.deployments[::-1], (), c.pods[::-1], c.pools[::-1], c.others)
+    assert fleet_seen(turned) == fleet_seen(c)
+
+
+@pytest.mark.parametrize(
+    ("spec", "seen"),
+    [
+        ({"replicas": 3, "declaredReplicas": 2}, PoolSeen("decode", 3, 2)),
+        ({"replicas": 0}, PoolSeen("decode", 0, None)),
+        ({"declaredReplicas": 0}, PoolSeen("decode", 1, 0)),
+    ],
+)
+def test_a_pools_replicas_are_its_own_objects(spec: Obj, seen: PoolSeen) -> None:
+    pool = {"metadata": {"name": "chat-decode"}, "spec": {"poolName": "decode", **spec}}
+    junk = {"metadata": {"name": "chat-x"}, "spec": {"replicas": 4}}
+    assert fleet_seen(Children(pools=(pool, junk))).pools == (seen,)
+
+
+def group_set(replicas: int, size: int = 2) -> Obj:
+    labels = workload_labels("chat", "decode", "Decode", "0123abcd")
+    return {
+        "kind": "LeaderWorkerSet",
+        "metadata": {"name": "chat-decode-0123abcd", "labels": labels},
+        "spec": {"replicas": replicas, "leaderWorkerTemplate": {"size": size}},
+        "status": {"replicas": replicas},
+    }
+
+
+def group_pod(group: int, worker: int, *, ready: bool = True, leaves: bool = False) -> Obj:
+    name = f"chat-decode-0123abcd-{group}" + (f"-{worker}" if worker else "")
+    labels = {
+        **workload_labels("chat", "decode", "Decode", "0123abcd"),
+        f"{GROUP}name": "chat-decode-0123abcd",
+        f"{GROUP}group-index": str(group),
+        f"{GROUP}worker-index": str(worker),
+    }
+    metadata: Obj = {
+        "name": name,
+        "labels": labels,
+        "annotations": {f"{GROUP}size": "2"},
+        "ownerReferences": [{"kind": "StatefulSet", "controller": True}],
+    }
+    if leaves:
+        metadata["deletionTimestamp"] = "2026-11-21T10:01:00Z"
+    condition = {"type": "Ready", "status": str(ready)}
+    return {"metadata": metadata, "status": {"phase": "Running", "conditions": [condition]}}
+
+
+@pytest.mark.parametrize(
+    ("pods", "expected"),
+    [
+        ([group_pod(0, 0), group_pod(0, 1), group_pod(1, 0), group_pod(1, 1)], (2, 2, 2)),
+        ([group_pod(0, 0), group_pod(0, 1), group_pod(1, 0)], (2, 2, 1)),
+        ([group_pod(0, 0), group_pod(0, 1, ready=False)], (2, 2, 0)),
+        ([group_pod(0, 0), group_pod(0, 1, leaves=True)], (2, 2, 0)),
+        ([], (2, 2, 0)),
+        ([group_pod(n, w) for n in range(3) for w in range(2)], (2, 3, 3)),
+    ],
+)
+def test_an_instance_of_several_pods_counts_once_and_serves_when_all_are_ready(
+    pods: list[Obj], expected: tuple[int, int, int]
+) -> None:
+    children = Children(leader_worker_sets=(group_set(2),), pods=tuple(pods))
+    assert counts(children) == expected
+
+
+def test_groups_whose_set_is_gone_know_their_size_themselves() -> None:
+    pods = (group_pod(0, 0), group_pod(0, 1), group_pod(1, 0))
+    assert counts(Children(pods=pods)) == (0, 2, 1)
+
+
+def test_what_is_seen_does_not_change_what_it_was_seen_in() -> None:
+    cluster = ready_fleet()
+    before = copy.deepcopy(cluster.children)
+    fleet_seen(cluster.children)
+    assert cluster.children == before

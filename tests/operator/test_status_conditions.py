@@ -1,0 +1,383 @@
+"""fleet_status(), pool_statuses(), invalid_status() and events(), each rule by itself."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.operator.observed_cluster import Cluster, settled
+from tests.operator.test_observe_children import group_pod, group_set
+from xpyd_operator.api import InferenceFleet, load_fleet, parse_fleet
+from xpyd_operator.api.status import FleetStatus, PoolStatus
+from xpyd_operator.observe import (
+    Children,
+    Problem,
+    events,
+    fleet_seen,
+    fleet_status,
+    invalid_status,
+    pool_statuses,
+)
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "fleet.yaml"
+TYPES = ["Ready", "Available", "Progressing", "Degraded", "RouterReady", "CapacityAvailable"]
+Obj = dict[str, Any]
+
+
+def fleet_of(change: Callable[[Obj], object] | None = None) -> InferenceFleet:
+    """The example fleet, changed."""
+    document = load_fleet(EXAMPLE).model_dump(mode="json", by_alias=True, exclude_unset=True)
+    if change:
+        change(document["spec"])
+    return parse_fleet(json.dumps(document).encode(), source="changed")
+
+
+def status_of(cluster: Cluster) -> Obj:
+    assert cluster.status is not None
+    return cluster.status
+
+
+def found(cluster: Cluster, kind: str) -> tuple[str, str]:
+    """Status and reason of a condition."""
+    (one,) = [c for c in status_of(cluster)["conditions"] if c["type"] == kind]
+    return one["status"], one["reason"]
+
+
+def times(cluster: Cluster) -> dict[str, str]:
+    return {c["type"]: c["lastTransitionTime"] for c in status_of(cluster)["conditions"]}
+
+
+def pools(count: int, replicas: int) -> list[Obj]:
+    """Aggregated pools."""
+    return [
+        {"name": f"a{n}", "role": "Aggregated", "replicas": replicas, "resources": {"gpus": 0}}
+        for n in range(count)
+    ]
+
+
+def test_all_conditions_are_there_from_the_first_moment() -> None:
+    cluster = Cluster(fleet_of())
+    cluster.turn()
+    assert [c["type"] for c in status_of(cluster)["conditions"]] == TYPES
+    assert found(cluster, "Degraded") == ("False", "AsExpected")
+    assert found(cluster, "CapacityAvailable") == ("True", "Sufficient")
+    assert found(cluster, "Progressing") == ("True", "Creating")
+
+
+def test_a_status_says_where_the_fleet_is_and_what_it_has() -> None:
+    cluster = settled(fleet_of())
+    cluster.generation = 7
+    cluster.turn()
+    status = status_of(cluster)
+    assert status["endpoint"] == "http://chat-router.team.svc:10001"
+    assert status["kvKeySecret"] == "chat-kv"
+    assert status["summary"] == {"prefill": "1/1", "decode": "2/2", "gpus": 0}
+    assert status["observedGeneration"] == 7
+    assert {c["observedGeneration"] for c in status["conditions"]} == {7}
+    assert [p["name"] for p in status["pools"]] == ["router", "prefill", "decode"]
+    assert status["pools"][2] == {
+        "name": "decode",
+        "role": "Decode",
+        "replicas": 2,
+        "declaredReplicas": 2,
+        "readyReplicas": 2,
+        "updatedReplicas": 2,
+        "drainingReplicas": 0,
+        "revision": cluster.want.pools[2].revision,
+    }
+
+
+def test_gpus_are_counted_with_all_pods_of_an_instance() -> None:
+    def change(spec: Obj) -> None:
+        spec["pools"][0]["resources"] = {"gpus": 1}
+        spec["pools"][1]["resources"] = {"gpus": 4}
+        spec["pools"][1]["parallelism"] = {"tensor": 4, "pipeline": 2}
+
+    cluster = Cluster(fleet_of(change))
+    children = Children(leader_worker_sets=(group_set(2),))
+    assert _status(cluster, children)["summary"]["gpus"] == 1 + 2 * 2 * 4
+
+
+def _status(cluster: Cluster, children: Children, **changes: Any) -> Obj:
+    """The status of these objects for the cluster's fleet."""
+    arguments: Obj = {
+        "want": cluster.want,
+        "seen": fleet_seen(children),
+        "children": children,
+        "problems": (),
+        "before": None,
+        "now": cluster.time,
+        "generation": 1,
+        "key_secret": "",
+        "namespace": "team",
+    }
+    return fleet_status(cluster.fleet, **(arguments | changes))
+
+
+def test_the_same_inputs_give_the_same_status() -> None:
+    cluster = settled(fleet_of())
+    before = copy.deepcopy(status_of(cluster))
+    cluster.wait(100)
+    assert cluster.turn() == ()
+    assert json.dumps(cluster.status) == json.dumps(before)
+    c = cluster.children
+    turned = Children(c.deployments[::-1], (), c.pods[::-1], c.pools[::-1])
+    assert json.dumps(_status(cluster, turned, before=before, key_secret="chat-kv")) == json.dumps(
+        before
+    )
+
+
+def test_a_conditions_time_changes_with_its_status_and_not_with_its_message() -> None:
+    cluster = settled(fleet_of())
+    before = times(cluster)
+    cluster.wait(60)
+    cluster.running(cluster.pods_of("decode")[:1], ready=False)
+    cluster.turn()
+    after = times(cluster)
+    changed = {kind for kind in TYPES if after[kind] != before[kind]}
+    assert changed == {"Ready", "Progressing"}
+    assert after["Ready"] == cluster.time
+
+
+@pytest.mark.parametrize("since", ["", "junk", None, 5])
+def test_a_time_that_is_none_is_made_anew(since: object) -> None:
+    cluster = settled(fleet_of())
+    for condition in status_of(cluster)["conditions"]:
+        condition["lastTransitionTime"] = since
+    cluster.turn()
+    assert set(times(cluster).values()) == {cluster.time}
+
+
+@pytest.mark.parametrize(
+    ("lost", "reason"),
+    [("prefill", "NoEngines"), ("decode", "NoEngines"), ("router", "NoRouter")],
+)
+def test_a_fleet_is_available_while_a_pair_and_a_router_are_ready(lost: str, reason: str) -> None:
+    cluster = settled(fleet_of())
+    cluster.running(cluster.pods_of(lost)[1:], ready=False)
+    cluster.turn()
+    assert found(cluster, "Available") == ("True", "Serving")
+    cluster.running(cluster.pods_of(lost), ready=False)
+    (event,) = [e for e in cluster.turn() if e.reason == "Unavailable"]
+    assert event.type == "Warning"
+    assert found(cluster, "Available") == ("False", reason)
+    assert found(cluster, "RouterReady")[0] == ("False" if lost == "router" else "True")
+
+
+def test_aggregated_instances_alone_make_a_fleet_available() -> None:
+    cluster = Cluster(fleet_of(lambda spec: spec.update(pools=pools(2, 1))))
+    cluster.turn()
+    cluster.running([*cluster.pods_of("router"), *cluster.pods_of("a1")], ready=True)
+    cluster.turn()
+    assert found(cluster, "Available") == ("True", "Serving")
+    assert found(cluster, "Ready")[0] == "False"
+    assert status_of(cluster)["summary"] == {"aggregated": "1/2", "gpus": 0}
+
+
+def test_a_fleet_scaled_to_zero_says_so_and_is_not_ready() -> None:
+    cluster = settled(fleet_of())
+    cluster.scale("decode", 0)
+    cluster.turn()
+    cluster.running(cluster.pods_of("router"), ready=False)
+    cluster.turn()
+    assert found(cluster, "Ready") == ("False", "ScaledToZero")
+    (ready, *_) = status_of(cluster)["conditions"]
+    assert ready["message"] == "no request can be answered with 0 replicas of decode"
+
+
+def test_a_pool_of_zero_beside_others_does_not_keep_a_fleet_from_being_ready() -> None:
+    def change(spec: Obj) -> None:
+        spec["pools"].append({**spec["pools"][1], "name": "spare", "replicas": 0})
+
+    cluster = settled(fleet_of(change))
+    assert found(cluster, "Ready") == ("True", "Ready")
+
+
+def test_a_deleted_pod_that_was_replaced_is_told_as_recovery() -> None:
+    cluster = settled(fleet_of())
+    cluster.delete(cluster.pods_of("decode")[0])
+    cluster.turn()
+    assert found(cluster, "Progressing") == ("True", "Recovering")
+    cluster.wait(30)
+    cluster.running(cluster.living("decode"), ready=True)
+    (event,) = cluster.turn()
+    assert (event.type, event.reason) == ("Normal", "Ready")
+    assert event.message == "prefill 1/1, decode 2/2, router 2/2 ready after 30 s"
+    assert found(cluster, "Progressing") == ("True", "Draining")
+
+
+def test_a_scale_is_one_event_and_creation_and_readiness_are_two() -> None:
+    cluster = Cluster(fleet_of())
+    told = [*cluster.turn()]
+    for pool in ("prefill", "decode", "router"):
+        for pod in cluster.pods_of(pool):
+            cluster.wait(1)
+            cluster.running([pod], ready=True)
+            told += cluster.turn()
+    assert [e.reason for e in told] == ["Created", "Ready"]
+    cluster.scale("decode", 4)
+    told = [*cluster.turn()]
+    for pod in cluster.pods_of("decode"):
+        cluster.running([pod], ready=True)
+        told += cluster.turn()
+    assert [(e.reason, e.message) for e in told] == [("Scaled", "pool decode: 2 -> 4 instances")]
+
+
+def test_pools_that_come_and_go_are_told_and_counted_until_they_are_gone() -> None:
+    def change(spec: Obj) -> None:
+        spec["pools"][1]["name"] = "decode2"
+
+    cluster = settled(fleet_of())
+    cluster.edit(fleet_of(change))
+    told = {e.reason: e.message for e in cluster.turn()}
+    assert told["Created"] == "pool decode2: 2 instances"
+    assert told["Draining"] == "pool decode left the document: 2 instances to leave"
+    assert found(cluster, "Available") == ("True", "Serving")
+    row = next(p for p in status_of(cluster)["pools"] if p["name"] == "decode")
+    assert row["replicas"] == 0
+    assert "revision" not in row
+    cluster.running(cluster.pods_of("decode2"), ready=True)
+    (event,) = cluster.turn()
+    assert event.reason == "Ready"
+    row = next(p for p in status_of(cluster)["pools"] if p["name"] == "decode")
+    assert row["drainingReplicas"] == 2
+    cluster.end_leaving()
+    assert cluster.turn() == ()
+    assert "decode" not in [p["name"] for p in status_of(cluster)["pools"]]
+
+
+def test_what_only_the_caller_knows_is_told_with_the_rest() -> None:
+    cluster = settled(fleet_of())
+    missing = Problem("Degraded", "LeaderWorkerSetMissing", "decode", "decode: no such API")
+    cluster.others = (missing, missing)
+    (event,) = cluster.turn()
+    assert (event.type, event.reason) == ("Warning", "Degraded")
+    assert event.message == "LeaderWorkerSetMissing: decode: no such API"
+    assert found(cluster, "Degraded") == ("True", "LeaderWorkerSetMissing")
+    assert found(cluster, "Ready") == ("True", "Ready")
+    assert cluster.turn() == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason", "degraded", "capacity"),
+    [
+        ("Degraded", "QuotaExceeded", "True", "False"),
+        ("Degraded", "ImagePullBackOff", "True", "True"),
+        ("Capacity", "Unschedulable", "False", "False"),
+        ("Waiting", "ModelLoading", "False", "True"),
+    ],
+)
+def test_a_problems_kind_decides_which_conditions_tell_it(
+    kind: Any, reason: str, degraded: str, capacity: str
+) -> None:
+    cluster = settled(fleet_of())
+    cluster.others = (Problem(kind, reason, "decode", "decode: so it is"),)
+    told = cluster.turn()
+    assert found(cluster, "Degraded")[0] == degraded
+    assert found(cluster, "CapacityAvailable")[0] == capacity
+    assert len(told) == (kind != "Waiting")
+
+
+def test_many_problems_are_cut_and_counted() -> None:
+    cluster = settled(fleet_of())
+    cluster.others = tuple(
+        Problem("Degraded", "X", f"p{n}", f"p{n}: " + "x" * 500) for n in range(9)
+    )
+    told = cluster.turn()
+    (one,) = [c for c in status_of(cluster)["conditions"] if c["type"] == "Degraded"]
+    assert one["message"].endswith("; and 5 more")
+    assert all(len(e.message) <= 1000 for e in told)
+
+
+def test_an_invalid_document_keeps_what_was_seen_and_names_the_mistakes() -> None:
+    cluster = settled(fleet_of())
+    before = copy.deepcopy(status_of(cluster))
+    after = invalid_status(before, ["a: bad", "b: worse"], now=cluster.time, generation=9)
+    assert after["pools"] == before["pools"]
+    assert after["observedGeneration"] == 9
+    told = {c["type"]: (c["status"], c["reason"], c["message"]) for c in after["conditions"]}
+    assert told["Ready"] == ("False", "InvalidSpec", "a: bad; b: worse")
+    assert told["Degraded"] == ("True", "InvalidSpec", "a: bad; b: worse")
+    assert told["Available"][:2] == ("True", "Serving")
+    assert [(e.type, e.reason) for e in events(before, after)] == [("Warning", "Degraded")]
+    again = invalid_status(after, ["a: bad", "b: worse"], now="2027-01-01T00:00:00Z", generation=9)
+    assert again == after
+    cluster.status = after
+    told_after = cluster.turn()
+    assert [e.reason for e in told_after] == ["Ready"]
+    assert found(cluster, "Progressing") == ("False", "Settled")
+
+
+def test_a_fleet_that_was_never_valid_has_unknown_conditions_and_is_created_later() -> None:
+    after = invalid_status(None, ["x" * 1000] * 50, now="2026-11-21T10:00:00Z", generation=1)
+    assert FleetStatus.model_validate(after, strict=False)
+    told = {c["type"]: c["status"] for c in after["conditions"]}
+    assert told == {
+        "Ready": "False",
+        "Available": "Unknown",
+        "Progressing": "False",
+        "Degraded": "True",
+        "RouterReady": "Unknown",
+        "CapacityAvailable": "Unknown",
+    }
+    assert after["conditions"][0]["message"].endswith("; and 40 more")
+    cluster = Cluster(fleet_of())
+    cluster.status = after
+    assert [e.reason for e in cluster.turn()] == ["Created"]
+    assert found(cluster, "Progressing") == ("True", "Creating")
+
+
+def test_pool_objects_get_their_counts_generation_and_selector() -> None:
+    cluster = settled(fleet_of())
+    cluster.delete(cluster.pods_of("decode")[0])
+    children = cluster.children
+    statuses = pool_statuses(
+        cluster.fleet, want=cluster.want, seen=fleet_seen(children), children=children
+    )
+    assert statuses.keys() == {"prefill", "decode"}
+    assert statuses["decode"] == {
+        "observedGeneration": 3,
+        "replicas": 1,
+        "readyReplicas": 1,
+        "updatedReplicas": 1,
+        "drainingReplicas": 1,
+        "selector": "xpyd.dev/fleet=chat,xpyd.dev/pool=decode",
+    }
+    assert PoolStatus.model_validate(statuses["decode"])
+
+
+def test_an_autoscaler_counts_one_pod_of_each_instance() -> None:
+    def change(spec: Obj) -> None:
+        spec["pools"][1]["resources"] = {"gpus": 1}
+        spec["pools"][1]["parallelism"] = {"tensor": 1, "pipeline": 2}
+
+    fleet = fleet_of(change)
+    cluster = Cluster(fleet)
+    pool = {"metadata": {"name": "chat-decode"}, "spec": {"poolName": "decode", "replicas": 2}}
+    children = Children(
+        leader_worker_sets=(group_set(2),),
+        pods=tuple(group_pod(n, w) for n in range(2) for w in range(2)),
+        pools=(pool,),
+    )
+    statuses = pool_statuses(fleet, want=cluster.want, seen=fleet_seen(children), children=children)
+    assert statuses["decode"]["replicas"] == 2
+    assert statuses["decode"]["selector"].endswith(",leaderworkerset.sigs.k8s.io/worker-index=0")
+
+
+def test_a_pool_that_left_the_document_has_a_status_while_its_object_is_there() -> None:
+    def change(spec: Obj) -> None:
+        spec["pools"][1]["name"] = "decode2"
+
+    cluster = settled(fleet_of())
+    cluster.edit(fleet_of(change))
+    cluster.turn()
+    children = cluster.children
+    seen = fleet_seen(children)
+    statuses = pool_statuses(cluster.fleet, want=cluster.want, seen=seen, children=children)
+    assert statuses["decode"]["readyReplicas"] == 2
+    assert statuses["decode"]["updatedReplicas"] == 0
