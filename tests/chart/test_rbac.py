@@ -108,12 +108,9 @@ def _place(role: Obj) -> tuple[str, str, str]:
     return role["kind"], meta.get("namespace", ""), meta["name"]
 
 
-def test_the_uninstall_hook_may_only_delete_fleets_and_see_pods(helm: Helm) -> None:
-    wanted = {
-        (FLEET.group, FLEET.plural, "list"),
-        (FLEET.group, FLEET.plural, "delete"),
-        ("", "pods", "list"),
-    }
+def test_the_uninstall_hook_may_only_delete_fleets_and_see_what_they_own(helm: Helm) -> None:
+    wanted = {(kind.group, kind.plural, "list") for kind in WATCHED}
+    wanted |= {(FLEET.group, FLEET.plural, "delete"), (SECRET.group, SECRET.plural, "create")}
     assert _rights(one(helm.render(), "ClusterRole", "xpyd-uninstall")) == wanted
     named = of_kind(helm.render(NAMESPACED), "Role")
     hooks = [role for role in named if role["metadata"]["name"] == "xpyd-uninstall"]

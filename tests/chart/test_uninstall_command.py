@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 import pytest
 
 from xpyd_operator.kube.errors import Conflict, Forbidden, KubeError, NotFound, Unavailable
-from xpyd_operator.kube.kinds import FLEET, FLEET_LABEL, Kind, Obj
+from xpyd_operator.kube.kinds import FLEET, FLEET_LABEL, POD, SECRET, SERVICE, Kind, Obj
 from xpyd_operator.kube.uninstall import (
+    OWNED,
     Clock,
     FleetsElsewhere,
     Leftovers,
-    delete_fleets,
+    Uninstall,
     main,
-    refuse_fleets_elsewhere,
 )
 
 Step = Callable[["Cluster"], None]
@@ -24,10 +24,10 @@ Step = Callable[["Cluster"], None]
 
 @dataclass
 class Cluster:
-    """Fleets and pods, and an operator that does `steps[t]` at t seconds."""
+    """Fleets and what they own, and an operator that does `steps[t]` at t seconds."""
 
     fleets: dict[tuple[str, str], Obj] = field(default_factory=dict)
-    pods: dict[tuple[str, str], Obj] = field(default_factory=dict)
+    owned: dict[tuple[Kind, str, str], Obj] = field(default_factory=dict)
     steps: dict[int, Step] = field(default_factory=dict)
     error: KubeError | None = None
     deleted: list[str] = field(default_factory=list)
@@ -39,14 +39,29 @@ class Cluster:
         meta = {"namespace": namespace, "name": name, "uid": f"uid-{fleet}"}
         self.fleets[namespace, name] = {"metadata": meta}
         for pod in pods:
-            self.pods[namespace, pod] = {"metadata": {"namespace": namespace, "name": pod}}
+            self.own(fleet, POD, pod)
+
+    def own(self, fleet: str, kind: Kind, name: str) -> None:
+        namespace, owner = fleet.split("/")
+        meta = {"namespace": namespace, "name": name, "labels": {FLEET_LABEL: owner}}
+        self.owned[kind, namespace, name] = {"metadata": meta}
 
     async def list(self, kind: Kind, namespace: str | None, *, selector: str = "") -> Obj:
         if self.error is not None:
             raise self.error
+        assert kind != SECRET
         assert selector == ("" if kind is FLEET else FLEET_LABEL)
-        objects = self.fleets if kind is FLEET else self.pods
-        return {"items": [o for (ns, _), o in objects.items() if namespace in (None, ns)]}
+        found = [(ns, o) for (ns, _), o in self.fleets.items()]
+        if kind is not FLEET:
+            found = [(ns, o) for (k, ns, _), o in self.owned.items() if k is kind]
+        return {"items": [o for ns, o in found if namespace in (None, ns)]}
+
+    async def create(self, obj: Obj, *, dry_run: bool = False) -> Obj:
+        assert dry_run
+        meta = obj["metadata"]
+        if (SECRET, meta["namespace"], meta["name"]) in self.owned:
+            raise Conflict("it exists", status=409)
+        return obj
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
         assert kind is FLEET
@@ -62,11 +77,11 @@ class Cluster:
             self.steps[at](self)
 
     def uninstall(self, *namespaces: str, timeout_s: float = 60.0) -> None:
+        asyncio.run(self.command(*namespaces).run(timeout_s))
+
+    def command(self, *namespaces: str) -> Uninstall:
         clock = Clock(now=lambda: self.time_s, sleep=self.sleep)
-        coroutine = delete_fleets(
-            self, namespaces, timeout_s=timeout_s, say=self.said.append, clock=clock
-        )
-        asyncio.run(coroutine)
+        return Uninstall(self, namespaces, say=self.said.append, clock=clock)
 
 
 def _gone(*fleets: str) -> Step:
@@ -78,8 +93,14 @@ def _gone(*fleets: str) -> Step:
     return step
 
 
-def _no_pods(cluster: Cluster) -> None:
-    cluster.pods.clear()
+def _collect(*kinds: Kind) -> Step:
+    """Kubernetes deletes what was owned."""
+
+    def step(cluster: Cluster) -> None:
+        for key in [key for key in cluster.owned if key[0] in kinds]:
+            del cluster.owned[key]
+
+    return step
 
 
 def test_without_fleets_there_is_nothing_to_wait_for() -> None:
@@ -100,11 +121,40 @@ def test_every_fleet_is_deleted_once_and_waited_for() -> None:
 
 
 def test_pods_that_finish_their_requests_are_waited_for() -> None:
-    cluster = Cluster(steps={3: _gone("a/chat"), 20: _no_pods})
+    cluster = Cluster(steps={3: _gone("a/chat"), 20: _collect(POD)})
     cluster.add("a/chat", "chat-decode-1")
     cluster.uninstall()
     assert cluster.time_s == 20
+    assert "waiting: 1 fleets (a/chat)" in cluster.said
     assert "waiting: 1 pods (a/chat-decode-1)" in cluster.said
+
+
+@pytest.mark.parametrize("kind", [*OWNED, SECRET], ids=lambda kind: kind.plural)
+def test_whatever_a_fleet_owned_is_waited_for(kind: Kind) -> None:
+    cluster = Cluster(steps={3: _gone("a/chat"), 9: _collect(kind)})
+    cluster.add("a/chat")
+    cluster.own("a/chat", kind, "chat-kv")
+    cluster.uninstall()
+    assert cluster.time_s == 9
+
+
+def test_the_key_of_a_fleet_that_was_deleted_before_is_waited_for() -> None:
+    cluster = Cluster(steps={4: _collect(SERVICE), 6: _collect(SECRET)})
+    cluster.own("a/chat", SERVICE, "chat-router")
+    cluster.own("a/chat", SECRET, "chat-kv")
+    cluster.uninstall()
+    assert cluster.time_s == 6
+
+
+def test_a_namespace_in_which_nothing_can_be_made_holds_no_key() -> None:
+    class Terminating(Cluster):
+        async def create(self, obj: Obj, *, dry_run: bool = False) -> Obj:
+            raise Forbidden("the namespace is being terminated", status=403)
+
+    cluster = Terminating(steps={2: _gone("a/chat")})
+    cluster.add("a/chat")
+    cluster.uninstall()
+    assert cluster.said[-1] == "no fleet is left"
 
 
 def test_only_the_served_namespaces_are_emptied() -> None:
@@ -136,7 +186,7 @@ def test_a_fleet_that_was_replaced_under_its_name_is_looked_at_again() -> None:
 
 def test_the_end_of_time_says_what_is_left_and_what_to_do() -> None:
     cluster = Cluster()
-    cluster.add("a/chat", *(f"chat-decode-{n}" for n in range(7)))
+    cluster.add("a/chat")
     conditions = [
         {"type": "Progressing", "status": "True", "message": "2 of 3 decode pods drain"},
         {"type": "Ready", "status": "False", "message": "not this"},
@@ -146,11 +196,22 @@ def test_the_end_of_time_says_what_is_left_and_what_to_do() -> None:
         cluster.uninstall(timeout_s=30)
     assert cluster.time_s == 30
     text = str(left.value)
-    assert text.startswith("after 30 s there are still 1 fleets (a/chat); 7 pods (a/chat-decode-0,")
-    assert "and 2 more" in text
+    assert text.startswith("after 30 s there are still 1 fleets (a/chat)\n")
     assert "fleet a/chat: 2 of 3 decode pods drain\n" in text
     assert "not this" not in text
     assert "run `helm uninstall` again" in text
+
+
+def test_the_end_of_time_names_what_was_owned_but_not_all_of_it() -> None:
+    cluster = Cluster(steps={1: _gone("a/chat")})
+    cluster.add("a/chat", *(f"chat-decode-{n}" for n in range(7)))
+    cluster.own("a/chat", SERVICE, "chat-router")
+    with pytest.raises(Leftovers) as left:
+        cluster.uninstall(timeout_s=30)
+    text = str(left.value)
+    assert text.startswith("after 30 s there are still 7 pods (a/chat-decode-0, ")
+    assert "a/chat-decode-4 and 2 more); 1 services (a/chat-router)\n" in text
+    assert "the operator takes a fleet down" not in text
 
 
 def test_progress_is_told_without_a_line_for_each_look() -> None:
@@ -191,10 +252,10 @@ def test_what_no_retry_mends_ends_it_at_once() -> None:
 def test_crds_do_not_go_while_others_have_fleets() -> None:
     cluster = Cluster()
     cluster.add("a/chat")
-    asyncio.run(refuse_fleets_elsewhere(cluster, ["a"]))
+    asyncio.run(cluster.command("a").refuse_fleets_elsewhere())
     cluster.add("b/code")
     with pytest.raises(FleetsElsewhere, match=r"^1 fleets \(b/code\) are not in"):
-        asyncio.run(refuse_fleets_elsewhere(cluster, ["a"]))
+        asyncio.run(cluster.command("a").refuse_fleets_elsewhere())
     assert not cluster.deleted
 
 

@@ -35,7 +35,7 @@ REFUSED = [
     ("nameOverride", "a_b", "does not match"),
     ("fullnameOverride", "-a", "does not match"),
     ("operator.workers", 0, "minimum"),
-    ("operator.workers", 129, "maximum"),
+    ("operator.workers", 65, "maximum"),
     ("operator.workers", "8", "want integer"),
     ("operator.resyncSeconds", 9, "minimum"),
     ("operator.resyncSeconds", "10m", "want integer"),

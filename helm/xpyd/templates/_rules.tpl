@@ -42,14 +42,38 @@ create and patch. It makes Secrets with KV keys and can read none.
   verbs: [create]
 {{- end -}}
 
-{{/* The uninstall hook deletes fleets and sees whether their pods are gone. */}}
+{{/*
+The uninstall hook deletes fleets and sees whether what they owned is gone. Secrets it cannot see:
+it tries to create one of that name, as a dry run.
+*/}}
 {{- define "xpyd.uninstallRules" -}}
 - apiGroups: [xpyd.dev]
   resources: [inferencefleets]
   verbs: [list, delete]
-- apiGroups: [""]
-  resources: [pods]
+- apiGroups: [xpyd.dev]
+  resources: [inferencefleetpools]
   verbs: [list]
+- apiGroups: [apps]
+  resources: [deployments]
+  verbs: [list]
+- apiGroups: [leaderworkerset.x-k8s.io]
+  resources: [leaderworkersets]
+  verbs: [list]
+- apiGroups: [""]
+  resources: [pods, services, serviceaccounts]
+  verbs: [list]
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [list]
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
+  verbs: [list]
+- apiGroups: [resource.k8s.io]
+  resources: [resourceclaimtemplates]
+  verbs: [list]
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [create]
 {{- end -}}
 
 {{/* Named namespaces, and CRDs that go with the release: those are every namespace's. */}}

@@ -132,11 +132,11 @@ class Api:
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
         return await self._call(_Request("apply", kind.plural, "PATCH", path, obj, APPLY, query))
 
-    async def create(self, obj: Obj) -> Obj:
-        """POST; Conflict where it exists."""
+    async def create(self, obj: Obj, *, dry_run: bool = False) -> Obj:
+        """POST; Conflict where it exists. With `dry_run` nothing is stored."""
         kind = kind_of(obj)
         path = kind.path(obj["metadata"]["namespace"])
-        query = {"fieldManager": FIELD_MANAGER}
+        query = {"fieldManager": FIELD_MANAGER, **({"dryRun": "All"} if dry_run else {})}
         request = _Request("create", kind.plural, "POST", path, obj, query=query)
         return await self._call(request, attempts=1 if kind == EVENT else None)
 

@@ -1,12 +1,14 @@
-"""`helm uninstall` runs this before the operator goes: fleets are deleted, their pods waited for.
+"""`helm uninstall` runs this before the operator goes: fleets are deleted, and what they own.
 
     chart's pre-delete hook -> python -m xpyd_operator.kube.uninstall -> DELETE of every fleet
                                        ^                                       |
                                        +-- the operator drains, lets go of it -+
+                                       +-- Kubernetes deletes what it owned ---+
 
-Without it fleets would wait for ever: each has a finalizer that only the operator takes away, and
-the CRDs cannot go before their fleets. This knows nothing of how a fleet is taken down; it never
-touches a finalizer.
+Without it fleets would wait for ever: each has a finalizer that only the operator takes away. And
+what a fleet owned would stay for ever: Kubernetes collects it only while the owner's CRD is there,
+and looks for new CRDs every half minute. This never touches a finalizer, and knows nothing of how
+a fleet is taken down.
 """
 
 from __future__ import annotations
@@ -22,14 +24,21 @@ from typing import Any, Protocol, cast
 from xpyd_core.cli import EXIT_USAGE
 from xpyd_core.errors import UserError, XpydError
 from xpyd_operator.kube.client import Api
-from xpyd_operator.kube.errors import Conflict, NotFound, Unavailable
-from xpyd_operator.kube.kinds import FLEET, FLEET_LABEL, POD, Kind, Obj
+from xpyd_operator.kube.errors import Conflict, NotFound, Refused, Unavailable
+from xpyd_operator.kube.kinds import FLEET, FLEET_LABEL, SECRET, WATCHED, Kind, Obj
 from xpyd_operator.kube.login import find_login
+from xpyd_operator.objects.names import kv_secret_name
+
+OWNED = tuple(kind for kind in WATCHED if kind.labelled)
+"""What a fleet owns, but for its Secret: nobody here may read those."""
 
 _POLL_S = 1.0
 _SAY_EVERY_S = 15.0
 _NAMED = 5
 """How many of what is left a message names."""
+
+FleetName = tuple[str, str]
+"""Namespace and name."""
 
 
 class Leftovers(XpydError):
@@ -41,10 +50,14 @@ class FleetsElsewhere(XpydError):
 
 
 class Caller(Protocol):
-    """What is needed of kube.client.Api. Both may raise KubeError."""
+    """What is needed of kube.client.Api. All may raise KubeError."""
 
     async def list(self, kind: Kind, namespace: str | None, *, selector: str = "") -> Obj:
         """The whole list."""
+        ...
+
+    async def create(self, obj: Obj, *, dry_run: bool = False) -> Obj:
+        """Conflict where it exists."""
         ...
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
@@ -62,84 +75,123 @@ class Clock:
 
 @dataclass(frozen=True)
 class _Left:
-    """What the last look found."""
+    """What the last look found. `owned`: by plural, only looked for when no fleet is left."""
 
-    fleets: Sequence[Obj] = ()
-    pods: Sequence[Obj] = ()
+    fleets: tuple[Obj, ...] = ()
+    owned: tuple[tuple[str, tuple[Obj, ...]], ...] = ()
     trouble: str = "nothing was answered yet"
     """Why that look failed; empty: it did not."""
 
     def nothing(self) -> bool:
-        return not (self.trouble or self.fleets or self.pods)
+        return not (self.trouble or self.fleets or self.owned)
 
 
-async def delete_fleets(
-    api: Caller,
-    namespaces: Sequence[str],
-    *,
-    timeout_s: float,
-    say: Callable[[str], None],
-    clock: Clock,
-) -> None:
-    """Delete every fleet in `namespaces` (none: in all) and wait for them and their pods.
+class Uninstall:
+    """Deletes every fleet in `namespaces` (none: in all), once."""
 
-    Raises Leftovers after `timeout_s`, and at once what no retry mends (Forbidden).
-    """
-    started = clock.now()
-    said_at, left = float("-inf"), _Left()
-    while True:
-        left = await _look_and_delete(api, namespaces or [None], left, say)
-        if left.nothing():
-            say("no fleet is left")
-            return
-        passed = clock.now() - started
-        if passed >= timeout_s:
-            raise Leftovers(_explain(left, timeout_s))
-        if passed - said_at >= _SAY_EVERY_S:
-            said_at = passed
-            say(f"waiting: {_summary(left)}")
-        await clock.sleep(min(_POLL_S, timeout_s - passed))
+    def __init__(
+        self,
+        api: Caller,
+        namespaces: Sequence[str],
+        *,
+        say: Callable[[str], None],
+        clock: Clock | None = None,
+    ) -> None:
+        self._api = api
+        self._namespaces = tuple(namespaces)
+        self._say = say
+        self._clock = clock or Clock()
+        self._seen: set[FleetName] = set()
 
+    async def refuse_fleets_elsewhere(self) -> None:
+        """FleetsElsewhere if there is a fleet outside the namespaces; may raise KubeError."""
+        fleets = await self._list(FLEET, [None], "")
+        others = [f for f in fleets if f["metadata"]["namespace"] not in self._namespaces]
+        if others:
+            raise FleetsElsewhere(
+                f"{len(others)} fleets ({_names(others)}) are not in the namespaces that this "
+                "release serves, and would lose their CRD: delete them, or keep the CRDs "
+                "(helm upgrade --reuse-values --set crds.keep=true)"
+            )
 
-async def refuse_fleets_elsewhere(api: Caller, namespaces: Sequence[str]) -> None:
-    """FleetsElsewhere if there is a fleet outside `namespaces`; may raise KubeError."""
-    fleets = await _list(api, FLEET, [None], "")
-    others = [fleet for fleet in fleets if fleet["metadata"]["namespace"] not in namespaces]
-    if others:
-        raise FleetsElsewhere(
-            f"{len(others)} fleets ({_names(others)}) are not in the namespaces that this release "
-            "serves, and would lose their CRD: delete them, or keep the CRDs "
-            "(helm upgrade --reuse-values --set crds.keep=true)"
-        )
+    async def run(self, timeout_s: float) -> None:
+        """Delete the fleets and wait until they are gone, and all that they owned.
 
+        Raises Leftovers after `timeout_s`, and at once what no retry mends (Forbidden).
+        """
+        started = self._clock.now()
+        said_at, left = float("-inf"), _Left()
+        while True:
+            left = await self._look(left)
+            if left.nothing():
+                self._say("no fleet is left")
+                return
+            passed = self._clock.now() - started
+            if passed >= timeout_s:
+                raise Leftovers(_explain(left, timeout_s))
+            if passed - said_at >= _SAY_EVERY_S:
+                said_at = passed
+                self._say(f"waiting: {_summary(left)}")
+            await self._clock.sleep(min(_POLL_S, timeout_s - passed))
 
-async def _look_and_delete(
-    api: Caller, namespaces: Sequence[str | None], before: _Left, say: Callable[[str], None]
-) -> _Left:
-    try:
-        fleets = await _list(api, FLEET, namespaces, "")
+    async def _look(self, before: _Left) -> _Left:
+        places = self._namespaces or (None,)
+        try:
+            fleets = await self._list(FLEET, places, "")
+            await self._delete(fleets)
+            if fleets:
+                return _Left(fleets, (), "")
+            owned = [(kind, await self._list(kind, places, FLEET_LABEL)) for kind in OWNED]
+            for _, objects in owned:
+                self._seen.update(map(_fleet_of, objects))
+            secrets = [_secret(name) for name in sorted(self._seen) if await self._has_key(name)]
+            found = [*((kind.plural, objects) for kind, objects in owned)]
+            found.append((SECRET.plural, tuple(secrets)))
+            return _Left((), tuple((plural, objects) for plural, objects in found if objects), "")
+        except (Unavailable, Conflict) as error:
+            return _Left(before.fleets, before.owned, str(error))
+
+    async def _delete(self, fleets: Sequence[Obj]) -> None:
         # One that was made after the first look goes as well.
         for meta in (fleet["metadata"] for fleet in fleets):
+            self._seen.add((meta["namespace"], meta["name"]))
             if "deletionTimestamp" not in meta:
-                say(f"deleting fleet {meta['namespace']}/{meta['name']}")
-                await api.delete(FLEET, meta["namespace"], meta["name"], uid=meta["uid"])
-        return _Left(fleets, await _list(api, POD, namespaces, FLEET_LABEL), "")
-    except (Unavailable, Conflict) as error:
-        return _Left(before.fleets, before.pods, str(error))
+                self._say(f"deleting fleet {meta['namespace']}/{meta['name']}")
+                await self._api.delete(FLEET, meta["namespace"], meta["name"], uid=meta["uid"])
 
-
-async def _list(
-    api: Caller, kind: Kind, namespaces: Sequence[str | None], selector: str
-) -> list[Obj]:
-    found: list[Obj] = []
-    for namespace in namespaces:
+    async def _has_key(self, fleet: FleetName) -> bool:
+        """Whether the fleet's own Secret is there, learned without the right to read it."""
         try:
-            answer = await api.list(kind, namespace, selector=selector)
-        except NotFound:
-            # The CRD is not there, so no fleet is.
-            continue
-        found += cast("list[Obj]", answer["items"])
-    return found
+            await self._api.create(_secret(fleet), dry_run=True)
+        except Conflict:
+            return True
+        except (Refused, NotFound):
+            # Nothing can be made there, so none is left: the namespace is being deleted.
+            return False
+        return False
+
+    async def _list(
+        self, kind: Kind, namespaces: Sequence[str | None], selector: str
+    ) -> tuple[Obj, ...]:
+        found: list[Obj] = []
+        for namespace in namespaces:
+            try:
+                answer = await self._api.list(kind, namespace, selector=selector)
+            except NotFound:
+                # The kind's API is not installed.
+                continue
+            found += cast("list[Obj]", answer["items"])
+        return tuple(found)
+
+
+def _fleet_of(owned: Obj) -> FleetName:
+    meta = owned["metadata"]
+    return meta["namespace"], meta["labels"][FLEET_LABEL]
+
+
+def _secret(fleet: FleetName) -> Obj:
+    meta = {"namespace": fleet[0], "name": kv_secret_name(fleet[1])}
+    return {"apiVersion": SECRET.api_version, "kind": SECRET.name, "metadata": meta}
 
 
 def _name(obj: Obj) -> str:
@@ -155,8 +207,7 @@ def _summary(left: _Left) -> str:
     parts: list[str] = []
     if left.fleets:
         parts.append(f"{len(left.fleets)} fleets ({_names(left.fleets)})")
-    if left.pods:
-        parts.append(f"{len(left.pods)} pods ({_names(left.pods)})")
+    parts += [f"{len(objects)} {plural} ({_names(objects)})" for plural, objects in left.owned]
     if left.trouble:
         parts.append(left.trouble)
     return "; ".join(parts)
@@ -192,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command of the hook's Job. Status 1: fleets are left, or the API refused."""
     parser = argparse.ArgumentParser(
         prog="python -m xpyd_operator.kube.uninstall",
-        description="Delete all fleets and wait until their pods are gone.",
+        description="Delete all fleets and wait until they and what they own are gone.",
     )
     parser.add_argument(
         "--namespace", action="append", default=[], help="only fleets of this one; repeatable"
@@ -218,9 +269,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def _run(namespaces: Sequence[str], crds_go: bool, timeout_s: float) -> None:
     api = Api(find_login)
     try:
+        uninstall = Uninstall(api, namespaces, say=_say)
         if crds_go and namespaces:
-            await refuse_fleets_elsewhere(api, namespaces)
-        await delete_fleets(api, namespaces, timeout_s=timeout_s, say=_say, clock=Clock())
+            await uninstall.refuse_fleets_elsewhere()
+        await uninstall.run(timeout_s)
     finally:
         await api.close()
 
