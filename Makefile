@@ -7,10 +7,11 @@ PY_PATHS := $(PACKAGES) tests examples scripts
 PYTEST := $(BIN)/python -m pytest
 PYTEST_ARGS ?=
 
-.PHONY: help setup fmt lint type imports verify test soak demo clean constraints
+.PHONY: help setup fmt lint type imports generate verify test test-cluster soak demo clean constraints \
+	cluster-build cluster-up cluster-down cluster-status images push
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## Virtual environment and dependencies (the other targets call it)
 	@scripts/setup.sh
@@ -29,11 +30,38 @@ type: setup ## pyright, strict
 imports: setup ## import-linter: who may import whom
 	$(BIN)/lint-imports
 
+generate: setup ## Write the CRDs and the API reference from the models
+	@$(BIN)/python scripts/generate.py
+
 verify: lint type imports ## All checks and the tests that need no running fleet
 	$(PYTEST) -q -m "not gpu and not cluster and not soak and not slow" $(PYTEST_ARGS)
 
 test: setup ## Every test that needs no root, Go or GPU
 	$(PYTEST) -m "not gpu and not cluster and not soak" --durations=10 $(PYTEST_ARGS)
+
+test-cluster: setup ## The tests on a real Kubernetes; needs root, Go and Debian's packages
+	$(PYTEST) -m "cluster and not soak" --durations=10 $(PYTEST_ARGS)
+
+cluster-build: setup ## Build the test cluster's programs into the cache (minutes, once)
+	@$(BIN)/python -m tests.cluster.harness build
+
+cluster-up: setup ## Start a Kubernetes on this machine; NODE=1: with a node that runs pods
+	@$(BIN)/python -m tests.cluster.harness up $(if $(NODE),--node)
+
+cluster-down: setup ## End it
+	@$(BIN)/python -m tests.cluster.harness down
+
+cluster-status: setup ## What runs, and how to use it
+	@$(BIN)/python -m tests.cluster.harness status
+
+images: ## Build the images; `make images push REGISTRY=...` also pushes; see scripts/images.sh --help
+	@scripts/images.sh build $(MAKEOVERRIDES)
+ifneq (,$(filter push,$(MAKECMDGOALS)))
+	@scripts/images.sh push $(MAKEOVERRIDES)
+endif
+
+push:
+	@: # A word behind `images`; alone it has nothing to push.
 
 soak: setup ## The long forms of the load tests
 	$(PYTEST) -m soak --durations=10 $(PYTEST_ARGS)
