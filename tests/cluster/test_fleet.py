@@ -1,0 +1,268 @@
+"""A whole fleet on a real node, from `helm install` to `helm uninstall`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.cluster.fleetkit import (
+    SYSTEM,
+    FleetOnNode,
+    Timeline,
+    finish_load,
+    fleet_document,
+    install_chart,
+    load_images,
+    small_cases,
+    start_client,
+)
+from tests.cluster.harness import Cluster, wait_for
+
+pytestmark = pytest.mark.cluster
+
+NAMESPACE = "serving"
+KINDS = (
+    "inferencefleets,inferencefleetpools,deployments,replicasets,pods,services,serviceaccounts,"
+    "poddisruptionbudgets,networkpolicies,secrets"
+)
+
+
+@pytest.fixture(scope="module")
+def timeline() -> Timeline:
+    return Timeline()
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[Any]:
+    return small_cases()
+
+
+@pytest.fixture(scope="module")
+def fleet(node_cluster: Cluster, timeline: Timeline) -> Iterator[FleetOnNode]:
+    """The chart, and examples/fleet.yaml applied and ready."""
+    load_images(node_cluster)
+    node_cluster.kubectl("create", "namespace", NAMESPACE)
+    start_client(node_cluster, NAMESPACE)
+    fleet = FleetOnNode(node_cluster, NAMESPACE, "chat")
+    fleet.kubectl("wait", "--for=condition=Ready", "pod/client", "--timeout=30s")
+    timeline.started, timeline.rows = Timeline().started, []
+    install_chart(node_cluster)
+    timeline.mark("helm install --wait")
+    fleet.apply(fleet_document())
+    fleet.wait_ready()
+    timeline.mark("fleet/chat is Ready (1P2D)")
+    yield fleet
+    node_cluster.kubectl("delete", "namespace", NAMESPACE, "--wait=false", check=False)
+
+
+def uids(fleet: FleetOnNode) -> dict[str, tuple[str, str]]:
+    """uid and generation of every object of the fleet, by kind and name."""
+    items = fleet.get(KINDS, "-l", f"xpyd.dev/fleet={fleet.name}")["items"]
+    return {
+        f"{item['kind']}/{item['metadata']['name']}": (
+            item["metadata"]["uid"],
+            str(item["metadata"].get("generation")),
+        )
+        for item in items
+    }
+
+
+def test_the_first_answers_are_right_and_decode_computes_no_prompt(
+    fleet: FleetOnNode, cases: list[Any], timeline: Timeline
+) -> None:
+    report = fleet.load(cases[:1], requests=1, concurrency=1)
+    assert report["failed"] == 0, report
+    first_s = timeline.mark("first answer through the Service, with transformers' tokens")
+    assert first_s > 0
+    before = fleet.prompt_tokens_computed("decode")
+    report = fleet.load(cases, requests=24, concurrency=4)
+    assert report["failed"] == 0, report
+    after = fleet.prompt_tokens_computed("decode")
+    assert sum(after.values()) - sum(before.values()) <= 24, (before, after)
+    prompts = sum(len(case.prompt) for case in cases)
+    assert sum(fleet.prompt_tokens_computed("prefill").values()) > prompts / 2
+
+
+def test_the_table_that_people_see_says_what_runs(fleet: FleetOnNode) -> None:
+    table = fleet.kubectl("get", "fleets")
+    header, row = (line.split() for line in table.splitlines()[:2])
+    shown = dict(zip(header, row, strict=False))
+    assert shown["PREFILL"] == "1/1", table
+    assert shown["DECODE"] == "2/2", table
+    assert shown["READY"] == "True", table
+
+
+def test_port_forward_reaches_the_router(fleet: FleetOnNode) -> None:
+    with_port = ("port-forward", "service/chat-router", "18080:10001")
+    from tests.cluster.harness.tools import kubectl_binary
+
+    argv = [kubectl_binary(), "-n", fleet.namespace, *with_port]
+    process = fleet.cluster.popen(argv, stdout=-1, stderr=-1, text=True)
+    try:
+
+        def answers() -> bool:
+            code = (
+                "import json, urllib.request as u;"
+                "print(json.load(u.urlopen('http://127.0.0.1:18080/v1/models', timeout=5)))"
+            )
+            done = fleet.cluster.run(["python3", "-c", code], capture_output=True, text=True)
+            return "'id': 'demo'" in done.stdout
+
+        wait_for(answers, 20, "the router answers through port-forward", interval_s=0.5)
+    finally:
+        process.terminate()
+        process.communicate(timeout=10)
+
+
+def test_both_pools_scale_up_and_down(
+    fleet: FleetOnNode, cases: list[Any], timeline: Timeline
+) -> None:
+    fleet.scale("decode", 3)
+    fleet.scale("prefill", 2)
+    fleet.wait_pool("decode", 3)
+    fleet.wait_pool("prefill", 2)
+    timeline.mark("scaled to 2P3D")
+    assert fleet.load(cases, requests=12, concurrency=4)["failed"] == 0
+    # Applying the same document again is no scale.
+    fleet.apply(fleet_document())
+    fleet.scale("decode", 1)
+    fleet.scale("prefill", 1)
+    fleet.wait_pool("decode", 1)
+    fleet.wait_pool("prefill", 1)
+    timeline.mark("scaled to 1P1D")
+    assert fleet.load(cases, requests=12, concurrency=4)["failed"] == 0
+    assert len(fleet.pods("decode")) == 1
+    assert len(fleet.pods("prefill")) == 1
+
+
+def test_a_scale_over_the_pools_bounds_is_refused(fleet: FleetOnNode) -> None:
+    said = fleet.kubectl("scale", "fleetpool/chat-decode", "--replicas=9", check=False)
+    assert "maxReplicas" in said
+
+
+def test_a_deleted_pod_comes_back_and_serves(
+    fleet: FleetOnNode, cases: list[Any], timeline: Timeline
+) -> None:
+    (pod,) = fleet.pods("decode")
+    fleet.kubectl("delete", "pod", pod["metadata"]["name"], "--wait=false")
+
+    def replaced() -> bool:
+        return pod["metadata"]["uid"] not in {p["metadata"]["uid"] for p in fleet.pods("decode")}
+
+    wait_for(replaced, 30, "the deleted pod is on its way", explain=fleet.explain)
+    fleet.wait_pool("decode", 1)
+    fleet.wait_ready()
+    timeline.mark("a deleted decode pod is back")
+    assert fleet.load(cases, requests=12, concurrency=4)["failed"] == 0
+
+
+def test_an_operator_that_dies_and_comes_back_changes_nothing(
+    fleet: FleetOnNode, timeline: Timeline
+) -> None:
+    before = uids(fleet)
+    cluster = fleet.cluster
+    selector = "app.kubernetes.io/component=operator"
+    argv = ("-n", SYSTEM, "delete", "pod", "-l", selector, "--grace-period=0", "--force")
+    assert "deleted" in cluster.kubectl(*argv)
+    rollout = ("rollout", "status", "deployment", "-l", selector, "--timeout=60s")
+    cluster.kubectl("-n", SYSTEM, *rollout, timeout_s=70)
+    timeline.mark("the killed operator is back")
+    fleet.scale("decode", 2)
+    fleet.wait_pool("decode", 2)
+    fleet.scale("decode", 1)
+    fleet.wait_pool("decode", 1)
+    after = uids(fleet)
+    lasting = {key for key in before if not key.startswith(("Pod/", "ReplicaSet/"))}
+    assert {key: after[key][0] for key in lasting} == {key: before[key][0] for key in lasting}
+    scaled = {key for key in lasting if "decode" in key}
+    assert {key: after[key] for key in lasting - scaled} == {
+        key: before[key] for key in lasting - scaled
+    }
+
+
+def test_a_fleet_elsewhere_is_another_fleet(
+    fleet: FleetOnNode, node_cluster: Cluster, cases: list[Any]
+) -> None:
+    """Of the same name, in another namespace, with one aggregated engine."""
+    namespace = "elsewhere"
+    node_cluster.kubectl("create", "namespace", namespace)
+    other = FleetOnNode(node_cluster, namespace, "chat")
+    document = fleet_document()
+    pool = document["spec"]["pools"][0]
+    document["spec"]["pools"] = [{**pool, "name": "all", "role": "Aggregated", "replicas": 1}]
+    document["spec"]["router"] = {"replicas": 1}
+    other.apply(document)
+    other.wait_ready()
+
+    def instances(one: FleetOnNode) -> set[str]:
+        labels = "xpyd.dev/fleet=chat,xpyd.dev/pool=router"
+        router = one.get("pods", "-l", labels)["items"][0]
+        url = f"http://{router['status']['podIP']}:10001/instances"
+        code = f"import urllib.request as u; print(u.urlopen({url!r}, timeout=10).read().decode())"
+        text = fleet.kubectl("exec", "client", "--", "python3", "-c", code)
+        return {instance["instance"] for instance in json.loads(text)["instances"]}
+
+    assert instances(other) == {pod["metadata"]["name"] for pod in other.pods("all")}
+    engines = {pod["metadata"]["name"] for p in ("prefill", "decode") for pod in fleet.pods(p)}
+    assert instances(fleet) == engines
+    node_cluster.kubectl("delete", "namespace", namespace, "--timeout=90s", timeout_s=100)
+
+
+@pytest.mark.parametrize("requests", [2000])
+def test_no_request_fails_while_both_pools_scale(
+    fleet: FleetOnNode, cases: list[Any], timeline: Timeline, requests: int
+) -> None:
+    fleet.scale("decode", 3)
+    fleet.scale("prefill", 2)
+    fleet.wait_pool("decode", 3)
+    fleet.wait_pool("prefill", 2)
+    timeline.mark("2P3D for the load")
+    load = fleet.start_load(cases, requests=requests, concurrency=8)
+    fleet.scale("decode", 1)
+    fleet.wait_pool("decode", 1)
+    fleet.scale("decode", 3)
+    fleet.wait_pool("decode", 3)
+    fleet.scale("prefill", 1)
+    fleet.wait_pool("prefill", 1)
+    fleet.scale("prefill", 2)
+    fleet.wait_pool("prefill", 2)
+    assert load.poll() is None, "the load ended before the pools had scaled"
+    report = finish_load(load, timeout_s=400)
+    timeline.mark(f"{requests} requests while both pools scaled: {report}")
+    assert report["failed"] == 0, report
+
+
+def test_a_deleted_fleet_leaves_nothing(fleet: FleetOnNode, timeline: Timeline) -> None:
+    fleet.kubectl("delete", "fleet", fleet.name, "--timeout=120s", timeout_s=130)
+    timeline.mark("kubectl delete fleet")
+
+    def gone() -> bool:
+        return not fleet.get(KINDS, "-l", f"xpyd.dev/fleet={fleet.name}")["items"]
+
+    wait_for(gone, 60, "nothing of the fleet is left", explain=fleet.explain)
+    timeline.mark("nothing of it is left")
+
+
+def test_uninstall_with_a_live_fleet_leaves_nothing(fleet: FleetOnNode, timeline: Timeline) -> None:
+    cluster = fleet.cluster
+    fleet.apply(fleet_document(decode=1))
+    fleet.wait_ready()
+    timeline.mark("a new fleet is Ready")
+    cluster.helm("uninstall", "xpyd", "-n", SYSTEM, "--wait", "--timeout=4m", timeout_s=250)
+    timeline.mark("helm uninstall")
+    labelled = ("get", KINDS.partition(",")[2].partition(",")[2], "-A", "-o", "name", "-l")
+
+    def gone() -> bool:
+        left = cluster.kubectl(*labelled, "app.kubernetes.io/managed-by=xpyd")
+        left += cluster.kubectl("get", "crds", "-o", "name")
+        left += cluster.kubectl("-n", SYSTEM, "get", "all,secrets,configmaps", "-o", "name")
+        left += cluster.kubectl("get", "clusterroles,clusterrolebindings", "-o", "name")
+        mine = [line for line in left.splitlines() if "xpyd" in line]
+        assert not mine, mine
+        return True
+
+    wait_for(gone, 30, "nothing of xpyd is left", explain=fleet.explain)
+    timeline.mark("nothing of xpyd is left")
