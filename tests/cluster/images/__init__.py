@@ -1,0 +1,1 @@
+"""Images for the test cluster: build.py."""

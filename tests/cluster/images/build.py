@@ -1,0 +1,174 @@
+"""The images that the test cluster runs, built from the tree's Dockerfiles by scripts/images.sh.
+
+`ensure_images` gives an archive for each, for `Cluster.load_image`. Operator and router are built
+as a user builds them, on another base (store.py). The worker's image is built so too, but for its
+dependencies, which are 5 GB: in their place it looks for the libraries of the machine's virtual
+environment, and `worker_test_template` is what a pool needs to mount them. Everything is cached
+by content; a change of the code costs the seconds of a wheel and three archives.
+
+    python -m tests.cluster.images.build         # build them and say where they are
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import sys
+import sysconfig
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.images.store import (
+    BASE_IMAGE,
+    PYTHON,
+    ImagesUnavailable,
+    Store,
+    base_key,
+    ca_bundle,
+    open_store,
+    run_logged,
+    say,
+)
+
+ROOT = Path(__file__).parents[3]
+REGISTRY = "localhost"
+TAG = "test"
+IMAGES = {
+    "operator": f"{REGISTRY}/xpyd-operator:{TAG}",
+    "router": f"{REGISTRY}/xpyd-router:{TAG}",
+    "worker": f"{REGISTRY}/xpyd-worker:{TAG}",
+    # For pods that play a client: it has Python, aiohttp and `xpyd chat`.
+    "client": f"{REGISTRY}/xpyd-operator:{TAG}",
+}
+"""What a pod asks for, by the names of `ensure_images`."""
+
+ENVIRONMENT_PATH = "/opt/xpyd-env"
+"""Where the worker's test image looks for its libraries."""
+
+_ENVIRONMENT = Path(__file__).with_name("environment.Dockerfile")
+_ENVIRONMENT_IMAGE = f"{REGISTRY}/xpyd-test-environment:{TAG}"
+_DOCKERFILES = {
+    "operator": Path("operator/Dockerfile"),
+    "router": Path("router/Dockerfile"),
+    "worker": Path("worker_image/Dockerfile"),
+}
+_FOLDERS = ("core", "kv_transfer", "operator", "router", "worker_image", "examples/demo-model")
+_FILES = (".dockerignore", "LICENSE", "README.md", "constraints.txt", "pyproject.toml")
+_BUILD_TIMEOUT_S = 600.0
+
+
+def ensure_images(cache: Path) -> dict[str, Path]:
+    """Archives (docker-archive) of the images in IMAGES, by name, built now where sources changed.
+
+    Raises ImagesUnavailable where this machine cannot, ImagesFailed with the builder's words.
+    """
+    _check_python()
+    cache.mkdir(parents=True, exist_ok=True)
+    with _locked(cache / "lock"):
+        archives = {name: cache / f"{name}-{_key(name)}.tar" for name in _DOCKERFILES}
+        missing = [name for name, archive in archives.items() if not archive.is_file()]
+        if missing:
+            store = open_store(cache)
+            for name in missing:
+                _build(store, name, archives[name])
+    return {**archives, "client": archives["operator"]}
+
+
+def default_cache() -> Path:
+    """Where the images are kept between runs, outside the tree."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "xpyd" / "images"
+
+
+def worker_test_template() -> dict[str, Any]:
+    """A pool's `template` for the worker's test image: mounts this environment's libraries.
+
+    Its hostPath volume is refused in namespaces of pod security "restricted" and "baseline".
+    """
+    volume = "machine-environment"
+    mount = {"name": volume, "mountPath": ENVIRONMENT_PATH, "readOnly": True}
+    path = {"path": sysconfig.get_path("purelib"), "type": "Directory"}
+    return {
+        "spec": {
+            "containers": [{"name": "engine", "volumeMounts": [mount]}],
+            "volumes": [{"name": volume, "hostPath": path}],
+        }
+    }
+
+
+def _check_python() -> None:
+    """Libraries with C parts fit one minor version of Python only."""
+    if sys.version_info[:2] != PYTHON:
+        have, base = (".".join(map(str, version)) for version in (sys.version_info[:2], PYTHON))
+        raise ImagesUnavailable(
+            f"this environment has Python {have}, the test images' base {base}: pods cannot use "
+            f"its libraries; PYTHON=/path/to/python{base} make setup"
+        )
+
+
+def _key(name: str) -> str:
+    """Names everything that goes into the image, but for the labels with version and revision."""
+    digest = hashlib.sha256(base_key().encode())
+    for path in _sources(name):
+        digest.update(f"\0{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _sources(name: str) -> list[Path]:
+    found = [ROOT / _DOCKERFILES[name], ROOT / "scripts/images.sh", *(ROOT / f for f in _FILES)]
+    if name == "worker":
+        found.append(_ENVIRONMENT)
+    for folder in _FOLDERS:
+        found += [
+            path
+            for path in sorted((ROOT / folder).rglob("*"))
+            if path.suffix != ".pyc" and path.name != "Dockerfile" and path.is_file()
+        ]
+    return found
+
+
+def _build(store: Store, name: str, archive: Path) -> None:
+    started = time.monotonic()
+    say(f"building {IMAGES[name]}")
+    settings = {
+        "BUILDER": "buildah",
+        "ONLY": name,
+        "TAG": TAG,
+        "REGISTRY": REGISTRY,
+        "BASE": BASE_IMAGE,
+        "CA_BUNDLE": ca_bundle() or "",
+        "BUILD_OPTIONS": _use_machines_libraries(store) if name == "worker" else "",
+    }
+    words = [f"{key}={value}" for key, value in settings.items()]
+    log = archive.parent / f"{name}.log"
+    script = [ROOT / "scripts/images.sh", "build", *words]
+    run_logged(script, log, store.environment(), _BUILD_TIMEOUT_S)
+    made = archive.with_suffix(".new")
+    store.run(["buildah", "push", "--quiet", IMAGES[name], f"docker-archive:{made}:{IMAGES[name]}"])
+    for old in archive.parent.glob(f"{name}-*.tar"):
+        old.unlink()
+    made.rename(archive)
+    say(f"{name}: {archive.stat().st_size / 1e6:.0f} MB in {time.monotonic() - started:.0f} s")
+
+
+def _use_machines_libraries(store: Store) -> str:
+    """Build options that put the environment without libraries in the dependencies' place."""
+    command = ["buildah", "build", "--layers", "--build-arg", f"BASE={BASE_IMAGE}"]
+    store.run([*command, "--file", _ENVIRONMENT, "--tag", _ENVIRONMENT_IMAGE, _ENVIRONMENT.parent])
+    return f"--build-context dependencies=container-image://{_ENVIRONMENT_IMAGE}"
+
+
+@contextmanager
+def _locked(path: Path) -> Generator[None]:
+    """One run builds, others wait for it; the lock goes with its process."""
+    with path.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+if __name__ == "__main__":
+    for image, file in ensure_images(default_cache()).items():
+        sys.stdout.write(f"{image:<10} {IMAGES[image]:<32} {file}\n")
