@@ -19,9 +19,11 @@ from xpyd_operator.plan import (
     PutWorkload,
     SetStatus,
     Template,
+    Workload,
     WorkloadSeen,
     plan,
     pool_replicas,
+    pools_wanted,
     revision_of,
 )
 
@@ -166,6 +168,116 @@ def test_a_status_names_what_it_waits_for_and_when_readiness_changed():
 )
 def test_the_last_declared_replicas_win_once(declared, seen, replicas):
     assert pool_replicas(pool("d", declared), seen) == replicas
+
+
+@pytest.mark.parametrize(
+    ("declared", "seen", "replicas"),
+    [
+        (None, None, 2),
+        (None, PoolSeen("d", 1, None), 2),
+        (None, PoolSeen("d", 9, 3), 4),
+        (3, PoolSeen("d", 9, 3), 4),
+        (3, PoolSeen("d", 9, 2), 3),
+    ],
+)
+def test_replicas_stay_within_the_pools_bounds(declared, seen, replicas):
+    bounded = replace(pool("d", declared), least=2, most=4)
+    assert pool_replicas(bounded, seen) == replicas
+    found = pools_wanted(FleetWant("f", (bounded,)), [seen] if seen else [])
+    assert found == (PoolSeen("d", replicas, declared),)
+
+
+def put_replicas(want: FleetWant, *workloads: WorkloadSeen) -> dict[tuple[str, str], int]:
+    """(pool, revision) -> replicas that the plan puts, by what is there."""
+    sizes = tuple(PoolSeen(p.name, p.replicas or 0, p.replicas) for p in want.pools)
+    actions = plan(want, FleetSeen(sizes, workloads), 0.0).actions
+    found = [a.workload for a in actions if isinstance(a, PutWorkload)]
+    return {(w.pool, w.revision): w.replicas for w in found}
+
+
+def there(of: PoolWant, replicas: int, alive: int, ready: int) -> WorkloadSeen:
+    return WorkloadSeen(Workload(of.name, of.revision, replicas, of.template), alive, ready)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "put"),
+    [
+        # (replicas, alive, ready) of the old and the new revision; what they are given. Another
+        # pool's new revision is not ready, so this one gives up nothing that is ready, but for
+        # more than its 2 replicas and 1 surge.
+        ((3, 3, 3), (2, 2, 2), (2, 1)),
+        ((3, 3, 0), (2, 2, 2), (1, None)),
+        ((3, 3, 1), (2, 2, 1), (1, None)),
+        ((5, 5, 5), (0, 0, 0), (2, None)),
+        ((2, 2, 2), (0, 0, 0), (None, 1)),
+        ((2, 4, 2), (1, 1, 0), (None, None)),
+    ],
+)
+def test_after_a_scale_down_in_a_rollout_both_revisions_fit_and_what_is_ready_stays(old, new, put):
+    before, after = pool("d", 2, "1"), pool("d", 2, "2")
+    other = (there(pool("p", 1, "1"), 1, 1, 1), there(pool("p", 1, "2"), 1, 1, 0))
+    wanted = FleetWant("f", (after, pool("p", 1, "2")))
+    found = put_replicas(wanted, there(before, *old), there(after, *new), *other)
+    assert (found.get(("d", before.revision)), found.get(("d", after.revision))) == put
+
+
+def test_ready_instances_of_an_older_revision_stay_before_idle_ones_of_a_newer():
+    first, second, third = (pool("d", 3, version) for version in "123")
+    found = put_replicas(
+        FleetWant("f", (third,)),
+        there(first, 1, 1, 1), there(second, 2, 2, 1), there(third, 1, 1, 1),
+    )  # fmt: skip
+    assert found == {("d", second.revision): 1}
+
+
+def of_role(name: str, role: str, replicas: int = 1) -> PoolWant:
+    template = Template(role, ("1",))  # type: ignore[arg-type]
+    return PoolWant(name, template, revision_of(template), replicas)
+
+
+P, D, A = (of_role(*each) for each in (("p", "Prefill"), ("d", "Decode"), ("a", "Aggregated")))
+D2 = replace(D, name="d2")
+
+
+@pytest.mark.parametrize(
+    ("pools", "gone", "drained"),
+    [
+        # (pool, ready) of the document's pools and of those that left it; whether they go now.
+        ([(P, 1), (D2, 0)], [(D, 1)], False),  # nothing else decodes, and D2 is on its way
+        ([(P, 1), (D2, 1)], [(D, 1)], True),
+        ([(P, 1), (D2, 0)], [(D, 0)], True),  # it serves nothing itself
+        ([(P, 0), (D2, 0)], [(D, 1)], True),  # nor does it here
+        ([(A, 0)], [(P, 1), (D, 1)], False),
+        ([(A, 1)], [(P, 1), (D, 1)], True),
+        ([(P, 1), (D, 0)], [(A, 2)], False),
+        ([(P, 1), (replace(D2, replicas=0), 0)], [(D, 1)], True),  # nobody wants it to serve
+    ],
+)
+def test_a_pool_that_left_the_document_stays_while_its_successor_is_not_ready(pools, gone, drained):
+    wanted = FleetWant("f", tuple(p for p, _ in pools))
+    found = [there(p, p.replicas or 0, ready, ready) for p, ready in (*pools, *gone)]
+    sizes = tuple(PoolSeen(p.name, p.replicas or 0, p.replicas) for p, _ in pools)
+    actions = plan(wanted, FleetSeen(sizes, tuple(found)), 0.0).actions
+    assert {a.pool for a in actions if isinstance(a, DrainPool)} == (
+        {p.name for p, _ in gone} if drained else set()
+    )
+    stopping = plan(replace(wanted, stopping=True), FleetSeen(sizes, tuple(found)), 0.0).actions
+    assert {p.name for p, _ in gone} <= {a.pool for a in stopping if isinstance(a, DrainPool)}
+
+
+def test_routers_with_a_surge_are_replaced_one_after_the_other():
+    def routers(version: str) -> PoolWant:
+        return replace(pool(ROUTER, 2, version), surge=1)
+
+    cluster, rng = Cluster(), random.Random(5)
+    cluster.settle(FleetWant("f", (routers("1"), pool("d"))), rng)
+
+    def check():
+        assert ready(cluster, ROUTER) >= 2
+        assert alive(cluster, ROUTER) <= 3
+
+    cluster.settle(FleetWant("f", (routers("2"), pool("d"))), rng, check)
+    assert list(cluster.of(ROUTER)) == [routers("2").revision]
 
 
 def test_scaling_one_pool_puts_only_that_pools_workload():

@@ -14,8 +14,8 @@ while it is all that makes the fleet serve and its successors are on their way.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from xpyd_operator.plan.values import (
@@ -43,19 +43,17 @@ RECHECK_S = 1.0
 def plan(want: FleetWant, seen: FleetSeen, now: float) -> Plan:
     """Actions that move the fleet from `seen` towards `want`; none when it is there."""
     actions: list[Action] = []
-    wanted = () if want.stopping else want.pools
-    sizes = {pool.name: pool.replicas for pool in pools_wanted(want, seen.pools)}
-    pools = [(pool, sizes[pool.name]) for pool in wanted]
-    by_pool = {pool.name: _of_pool(pool.name, seen) for pool, _ in pools}
-    share = _rollout_share(pools, by_pool)
-    for pool, replicas in pools:
-        actions += _pool_actions(pool, replicas, by_pool[pool.name], share)
-    leaving = [w for w in seen.workloads if w.workload.pool not in by_pool]
+    pools = [] if want.stopping else _pools(want, seen)
+    share = _rollout_share(pools)
+    for pool in pools:
+        actions += _pool_actions(pool, share)
+    names = {pool.want.name for pool in pools}
+    leaving = [w for w in seen.workloads if w.workload.pool not in names]
     if want.stopping:
         actions += _stop(leaving)
-    elif not _is_needed(leaving, pools, by_pool):
+    elif leaving and not _is_needed(leaving, pools):
         actions += _leave(leaving)
-    status = _status(want, pools, by_pool, seen, now)
+    status = _status(want, pools, leaving, seen.status, now)
     if status != seen.status:
         actions.append(SetStatus(status))
     settled = status.ready or (want.stopping and not seen.workloads)
@@ -80,86 +78,93 @@ def pool_replicas(pool: PoolWant, seen: PoolSeen | None) -> int:
     return max(pool.least, min(found, pool.most))
 
 
-def _of_pool(name: str, seen: FleetSeen) -> list[WorkloadSeen]:
-    return [w for w in seen.workloads if w.workload.pool == name]
+@dataclass(frozen=True)
+class _Pool:
+    """A pool that is wanted: its replicas, its newest revision's workload, and the others, those
+    with most ready instances first."""
+
+    want: PoolWant
+    replicas: int
+    new: WorkloadSeen | None
+    old: tuple[WorkloadSeen, ...]
 
 
-def _split(
-    pool: PoolWant, workloads: Sequence[WorkloadSeen]
-) -> tuple[WorkloadSeen | None, list[WorkloadSeen]]:
-    """The newest revision's workload, and the others, those with most ready instances first."""
-    new = next((w for w in workloads if w.workload.revision == pool.revision), None)
-    old = [w for w in workloads if w.workload.revision != pool.revision]
-    return new, sorted(old, key=lambda w: (-w.ready, w.workload.revision))
+def _pools(want: FleetWant, seen: FleetSeen) -> list[_Pool]:
+    found: list[_Pool] = []
+    for pool, size in zip(want.pools, pools_wanted(want, seen.pools), strict=True):
+        all_ = [w for w in seen.workloads if w.workload.pool == pool.name]
+        new = next((w for w in all_ if w.workload.revision == pool.revision), None)
+        old = [w for w in all_ if w is not new]
+        old.sort(key=lambda w: (-w.ready, w.workload.revision))
+        found.append(_Pool(pool, size.replicas, new, tuple(old)))
+    return found
 
 
-def _rollout_share(
-    pools: Sequence[tuple[PoolWant, int]], by_pool: Mapping[str, Sequence[WorkloadSeen]]
-) -> Fraction:
+def _rollout_share(pools: Sequence[_Pool]) -> Fraction:
     """What part of every pool in rollout is ready in its new revision: the least of them."""
     share = Fraction(1)
-    for pool, replicas in pools:
-        new, old = _split(pool, by_pool[pool.name])
-        if old and pool.surge and replicas:
-            ready = min(new.ready, replicas) if new else 0
-            share = min(share, Fraction(ready, replicas))
+    for pool in pools:
+        if pool.want.surge and pool.replicas and any(w.alive for w in pool.old):
+            ready = min(pool.new.ready, pool.replicas) if pool.new else 0
+            share = min(share, Fraction(ready, pool.replicas))
     return share
 
 
-def _old_targets(
-    pool: PoolWant, replicas: int, old: Sequence[WorkloadSeen], new_replicas: int, share: Fraction
-) -> list[int]:
+def _old_targets(pool: _Pool, share: Fraction) -> list[int]:
     """How much of each old revision stays, by what is ready of the new one; ready ones first."""
-    kept = 0 if pool.surge == 0 else replicas - int(replicas * share)
+    kept = 0 if pool.want.surge == 0 else pool.replicas - int(pool.replicas * share)
     # After a scale-down in the middle of a rollout both revisions are too large: then only what is
     # ready stays of the old ones.
-    idle = min(kept, max(0, replicas + pool.surge - new_replicas))
+    declared = min(pool.new.workload.replicas, pool.replicas) if pool.new else 0
+    idle = min(kept, pool.replicas + pool.want.surge - declared)
     targets: list[int] = []
-    for workload in old:
+    for workload in pool.old:
         targets.append(min(workload.workload.replicas, workload.ready, kept))
         kept -= targets[-1]
         idle -= targets[-1]
-    for index, workload in enumerate(old):
+    for index, workload in enumerate(pool.old):
         more = max(0, min(workload.workload.replicas - targets[index], idle))
         targets[index] += more
         idle -= more
     return targets
 
 
-def _pool_actions(
-    pool: PoolWant, replicas: int, workloads: Sequence[WorkloadSeen], share: Fraction
-) -> list[Action]:
+def _new_target(pool: _Pool, targets: Sequence[int]) -> int:
+    """How many instances the newest revision gets beside so many of the old ones."""
+    if not pool.old:
+        return pool.replicas
+    before = pool.new.workload.replicas if pool.new else 0
+    most = pool.replicas + pool.want.surge
+    occupied = sum(max(w.alive, t) for w, t in zip(pool.old, targets, strict=True))
+    # Grown only into what is really free; held where it is while old instances end.
+    room = max(min(before, most - sum(targets)), most - occupied)
+    return max(0, min(pool.replicas, room))
+
+
+def _pool_actions(pool: _Pool, share: Fraction) -> list[Action]:
     actions: list[Action] = []
-    new, old = _split(pool, workloads)
-    before = new.workload.replicas if new else 0
-    targets = _old_targets(pool, replicas, old, min(before, replicas), share)
-    target = replicas
-    if old:
-        most = replicas + pool.surge
-        occupied = sum(max(w.alive, t) for w, t in zip(old, targets, strict=True))
-        # Grown only into what is really free; held where it is while old instances end.
-        room = max(min(before, most - sum(targets)), most - occupied)
-        target = max(0, min(replicas, room))
-    for workload, left in zip(old, targets, strict=True):
-        if left != workload.workload.replicas:
-            actions.append(PutWorkload(replace(workload.workload, replicas=left)))
-        elif left == 0 and workload.alive == 0:
-            actions.append(DeleteWorkload(pool.name, workload.workload.revision))
-    put = PutWorkload(Workload(pool.name, pool.revision, target, pool.template))
-    if new is None:
-        came_from = f" in place of {old[0].workload.revision}" if old else ""
-        text = f"pool {pool.name}: {target} of {replicas} instances of revision {pool.revision}"
-        actions += [put, Event("Rollout" if old else "Created", text + came_from)]
-    elif target != before:
-        actions += [put, Event("Scaled", f"pool {pool.name}: {before} -> {target} instances")]
+    name, revision = pool.want.name, pool.want.revision
+    targets = _old_targets(pool, share)
+    for old, left in zip(pool.old, targets, strict=True):
+        if left != old.workload.replicas:
+            actions.append(PutWorkload(replace(old.workload, replicas=left)))
+        elif left == 0 and old.alive == 0:
+            actions.append(DeleteWorkload(name, old.workload.revision))
+    target = _new_target(pool, targets)
+    put = PutWorkload(Workload(name, revision, target, pool.want.template))
+    if pool.new is None:
+        came_from = f" in place of {pool.old[0].workload.revision}" if pool.old else ""
+        text = f"pool {name}: {target} of {pool.replicas} instances of revision {revision}"
+        actions += [put, Event("Rollout" if pool.old else "Created", text + came_from)]
+    elif target != (before := pool.new.workload.replicas):
+        actions += [put, Event("Scaled", f"pool {name}: {before} -> {target} instances")]
     return actions
 
 
 def _stop(leaving: Sequence[WorkloadSeen]) -> list[Action]:
     """Everything goes, the router last: it still carries the engines' answers."""
     engines = [w for w in leaving if w.workload.pool != ROUTER]
-    busy = any(w.alive or w.workload.replicas for w in engines)
-    return _leave(engines if busy else leaving)
+    return _leave(engines if any(w.alive for w in engines) else leaving)
 
 
 def _leave(leaving: Sequence[WorkloadSeen]) -> list[Action]:
@@ -175,20 +180,20 @@ def _leave(leaving: Sequence[WorkloadSeen]) -> list[Action]:
     return actions
 
 
-def _is_needed(
-    leaving: Sequence[WorkloadSeen],
-    pools: Sequence[tuple[PoolWant, int]],
-    by_pool: Mapping[str, Sequence[WorkloadSeen]],
-) -> bool:
+def _is_needed(leaving: Sequence[WorkloadSeen], pools: Sequence[_Pool]) -> bool:
     """Whether the fleet serves with the pools that leave, not yet without, and will do so."""
     wanted, ready = Counter[str](), Counter[str]()
-    for pool, replicas in pools:
-        wanted[pool.template.role] += replicas
-        ready[pool.template.role] += sum(w.ready for w in by_pool[pool.name])
+    for pool in pools:
+        wanted[pool.want.template.role] += pool.replicas
+        ready[pool.want.template.role] += sum(w.ready for w in _workloads(pool))
     with_leaving = Counter(ready)
     for workload in leaving:
         with_leaving[workload.workload.template.role] += workload.ready
     return _serves(wanted) and _serves(with_leaving) and not _serves(ready)
+
+
+def _workloads(pool: _Pool) -> tuple[WorkloadSeen, ...]:
+    return (*pool.old, pool.new) if pool.new else pool.old
 
 
 def _serves(instances: Counter[str]) -> bool:
@@ -198,43 +203,37 @@ def _serves(instances: Counter[str]) -> bool:
 
 def _status(
     want: FleetWant,
-    pools: Sequence[tuple[PoolWant, int]],
-    by_pool: Mapping[str, Sequence[WorkloadSeen]],
-    seen: FleetSeen,
+    pools: Sequence[_Pool],
+    leaving: Sequence[WorkloadSeen],
+    before: FleetStatus | None,
     now: float,
 ) -> FleetStatus:
     rows: list[PoolStatus] = []
     waits: list[str] = []
-    for pool, replicas in pools:
-        new, old = _split(pool, by_pool[pool.name])
+    for pool in pools:
+        name, replicas, new = pool.want.name, pool.replicas, pool.new
         updated = new.ready if new else 0
-        ready = updated + sum(w.ready for w in old)
         rows.append(
             PoolStatus(
-                name=pool.name,
-                role=pool.template.role,
+                name=name,
+                role=pool.want.template.role,
                 replicas=replicas,
-                declared=pool.replicas,
-                ready=ready,
-                revision=pool.revision,
+                declared=pool.want.replicas,
+                ready=sum(w.ready for w in _workloads(pool)),
+                revision=pool.want.revision,
                 updated=updated,
             )
         )
         if updated < replicas:
-            waits.append(f"{pool.name} {updated}/{replicas} ready")
-        leaving = sum(w.alive for w in old) + max(0, (new.alive if new else 0) - replicas)
-        if leaving:
-            waits.append(f"{pool.name} {leaving} leaving")
-    waits += [
-        f"{w.workload.pool} {w.alive} leaving"
-        for w in seen.workloads
-        if w.workload.pool not in by_pool and w.alive
-    ]
+            waits.append(f"{name} {updated}/{replicas} ready")
+        going = sum(w.alive for w in pool.old) + max(0, (new.alive if new else 0) - replicas)
+        if going:
+            waits.append(f"{name} {going} leaving")
+    waits += [f"{w.workload.pool} {w.alive} leaving" for w in leaving if w.alive]
     if want.stopping:
         reason = "Draining" if waits else "Stopped"
     else:
         reason = "Progressing" if waits else "Ready"
     ready = reason == "Ready"
-    before = seen.status
     since = before.since if before and before.ready == ready else now
     return FleetStatus(ready, reason, ", ".join(waits), since, tuple(rows))
