@@ -108,6 +108,25 @@ def test_a_workload_that_says_no_pool_revision_or_role_is_none_of_ours() -> None
     assert seen.workloads == ()
 
 
+@pytest.mark.parametrize("value", ["", "p" * 17, "-p", "P", "p\n", 5, None])
+@pytest.mark.parametrize("label", ["pool", "revision"])
+def test_labels_that_no_fleet_can_have_are_none_of_ours(label: str, value: object) -> None:
+    cluster = ready_fleet()
+    for obj in (*cluster.workloads.values(), *cluster.pods.values()):
+        obj["metadata"]["labels"][f"xpyd.dev/{label}"] = value
+    assert fleet_seen(cluster.children).workloads == ()
+
+
+def test_of_two_workloads_of_a_revision_the_first_by_name_counts() -> None:
+    cluster = ready_fleet()
+    (one,) = [w for (pool, _), w in cluster.workloads.items() if pool == "decode"]
+    other = copy.deepcopy(one)
+    other["metadata"]["name"] += "-2"
+    other["spec"]["replicas"] = 7
+    for both in ((one, other), (other, one)):
+        assert of_pool(Children(deployments=both), "decode").workload.replicas == 2
+
+
 def test_the_order_of_objects_does_not_matter() -> None:
     cluster = ready_fleet()
     c = cluster.children

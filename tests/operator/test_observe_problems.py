@@ -322,6 +322,72 @@ def test_a_sidecar_that_fails_is_told_by_its_name() -> None:
     assert told(cluster) == [("Degraded", "CrashLoopBackOff", message)]
 
 
+def test_the_container_that_fails_is_told_and_not_one_that_failed_before() -> None:
+    cluster = new_cluster()
+    cluster.crashed(decodes(cluster)[:1], log="boom")
+    (pod, other) = decodes(cluster)
+    good = {**copy.deepcopy(first(pod)), "ready": True, "state": {"running": {}}}
+    cluster.running([pod], ready=False)
+    first(pod)["lastState"], first(pod)["restartCount"] = {}, 0
+    pod["status"]["containerStatuses"].append({**good, "name": "sidecar"})
+    cluster.running([other], ready=True)
+    assert [reason for _, reason, _ in told(cluster)] == ["ModelLoading"]
+
+
+def test_of_two_containers_the_one_that_needs_somebody_is_told() -> None:
+    cluster = new_cluster()
+    cluster.waiting(decodes(cluster), "SomethingNew", "of a later Kubernetes")
+    broken = {"name": "sidecar", "image": "x", "state": {"waiting": {"reason": "ErrImagePull"}}}
+    message = "decode: SomethingNew (2 of 2 pods, POD1): of a later Kubernetes"
+    assert told(cluster) == [("Waiting", "SomethingNew", message)]
+    for pod in decodes(cluster):
+        pod["status"]["containerStatuses"].append(broken)
+    assert [t[:2] for t in told(cluster)] == [("Degraded", "ImagePullBackOff")]
+
+
+@pytest.mark.parametrize("strange", ["some reason", "x" * 100, "Grün", "9Lives", "A\n"])
+def test_reasons_that_are_no_words_are_given_a_name(strange: str) -> None:
+    cluster = new_cluster()
+    cluster.waiting(decodes(cluster), strange)
+    assert [reason for _, reason, _ in told(cluster)] == ["ContainerWaiting"]
+    cluster.failed(decodes(cluster)[:1], strange, "")
+    assert "PodFailed" in [reason for _, reason, _ in told(cluster)]
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, "ContainerCreating"), (1, "ContainerExited")])
+def test_an_init_container_may_end_but_not_fail(code: int, expected: str) -> None:
+    cluster = new_cluster()
+    for workload in cluster.workloads.values():
+        workload["spec"]["template"]["spec"]["initContainers"] = [{"name": "warm"}]
+    cluster.bind(decodes(cluster), sandbox=True)
+    for pod in decodes(cluster):
+        ended = {"terminated": {"exitCode": code, "reason": "Error" if code else "Completed"}}
+        pod["status"]["initContainerStatuses"] = [
+            {"name": "warm", "state": ended, "ready": not code}
+        ]
+    assert [reason for _, reason, _ in told(cluster)] == [expected]
+
+
+def test_a_pod_whose_containers_are_ready_but_that_kubelet_does_not_call_so_is_waited_for() -> None:
+    cluster = settled(load_fleet(EXAMPLE))
+    for condition in decodes(cluster)[0]["status"]["conditions"]:
+        if condition["type"] in ("Ready", "ContainersReady"):
+            condition["status"] = "False"
+    message = "decode: not ready yet (1 of 2 pods, POD1)"
+    assert told(cluster) == [("Waiting", "NotReady", message)]
+
+
+def test_readiness_gates_that_nobody_set_are_named() -> None:
+    cluster = settled(load_fleet(EXAMPLE))
+    for workload in cluster.workloads.values():
+        gates = [{"conditionType": "example.com/seen"}]
+        workload["spec"]["template"]["spec"]["readinessGates"] = gates
+    for condition in decodes(cluster)[0]["status"]["conditions"]:
+        condition["status"] = "False" if condition["type"] == "Ready" else condition["status"]
+    message = "decode: readiness gates (1 of 2 pods, POD1): example.com/seen"
+    assert told(cluster) == [("Waiting", "ReadinessGates", message)]
+
+
 def test_a_container_that_runs_between_two_crashes_is_still_one_that_crashes() -> None:
     cluster = new_cluster()
     cluster.crashed(decodes(cluster), log="boom", restarts=2)
@@ -441,7 +507,9 @@ def test_pods_that_leave_are_told_with_the_time_of_the_last() -> None:
 def test_a_pod_that_outlives_its_grace_period_is_a_problem() -> None:
     cluster = settled(load_fleet(EXAMPLE))
     cluster.delete(decodes(cluster)[0])
-    cluster.wait(90 + 61)
+    cluster.wait(90 + 59)
+    assert [reason for _, reason, _ in told(cluster)] == ["Draining"]
+    cluster.wait(2)
     message = (
         "decode: should have been gone by 10:01:35Z (1 pod, POD1): its node node-1 does not "
         "answer, or a finalizer holds it"

@@ -12,6 +12,8 @@ from xpyd_operator.kube.kinds import Obj, kind_of
 from xpyd_operator.kube.writes import Apply, Remove, Scale, Write, describe
 from xpyd_operator.objects.names import LABEL_POOL, kv_secret_name
 from xpyd_operator.observe import (
+    INVALID,
+    INVALID_TEMPLATE,
     Problem,
     find_problems,
     fleet_seen,
@@ -42,7 +44,13 @@ def report(look: Look, problems: Sequence[Problem], *, has_key: bool) -> Report:
     metadata, reading = look.document["metadata"], look.reading
     before, generation = status_of(look.document), int(metadata.get("generation") or 0)
     if reading.fleet is None or reading.complaints:
-        invalid = invalid_status(before, reading.complaints, now=look.now, generation=generation)
+        invalid = invalid_status(
+            before,
+            reading.complaints,
+            now=look.now,
+            generation=generation,
+            reason=INVALID if reading.fleet is None else INVALID_TEMPLATE,
+        )
         return Report(before, invalid)
     children = own_children(look)
     seen = fleet_seen(children)

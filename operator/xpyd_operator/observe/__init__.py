@@ -8,11 +8,14 @@ RFC 3339 text. What is done about anything is plan()'s business.
 """
 
 from xpyd_operator.observe.children import Children, fleet_seen
+from xpyd_operator.observe.conditions import INVALID, INVALID_TEMPLATE
 from xpyd_operator.observe.events import EventText, events
 from xpyd_operator.observe.problems import Problem, find_problems
 from xpyd_operator.observe.status import fleet_status, invalid_status, pool_statuses
 
 __all__ = [
+    "INVALID",
+    "INVALID_TEMPLATE",
     "Children",
     "EventText",
     "Problem",

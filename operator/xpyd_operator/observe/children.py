@@ -177,9 +177,8 @@ def _instances(
         name = group if all(group) else ("", name_of(pod))
         instance = found.setdefault(key, {}).setdefault(name, _Instance())
         instance.size = sizes.get(group[0]) or _size_of(pod)
-        leaves = is_leaving(pod)
-        instance.draining = instance.draining or leaves
-        instance.ready += is_true(pod, "Ready") and not leaves
+        instance.draining = instance.draining or is_leaving(pod)
+        instance.ready += is_true(pod, "Ready")
     return found
 
 

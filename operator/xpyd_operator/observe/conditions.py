@@ -21,6 +21,8 @@ from xpyd_operator.observe.raw import Raw, condition, moment, rows, short, text
 from xpyd_operator.plan import ROUTER
 
 INVALID = "InvalidSpec"
+INVALID_TEMPLATE = "InvalidTemplate"
+"""A pod template of the document names what is xpyd's."""
 _MOST_PROBLEMS = 4
 _MOST_MISTAKES = 10
 _MOST_MISTAKE = 400
@@ -76,17 +78,22 @@ def conditions(
 
 
 def conditions_of_invalid(
-    messages: Sequence[str], *, before: Raw, now: str, generation: int
+    messages: Sequence[str],
+    *,
+    before: Raw,
+    now: str,
+    generation: int,
+    reason: str,
 ) -> list[dict[str, Any]]:
     """Of a fleet whose document cannot be obeyed: what was seen of the pods last stays."""
     told = [short(line, _MOST_MISTAKE) for line in messages[:_MOST_MISTAKES]]
     message = "; ".join(told) + _and_more(len(messages) - len(told))
-    unknown = _Verdict(None, INVALID, "never looked at: the document is invalid")
+    unknown = _Verdict(None, reason, "never looked at: the document is invalid")
     verdicts = {
-        "Ready": _Verdict(False, INVALID, message),
+        "Ready": _Verdict(False, reason, message),
         "Available": _seen(before, "Available") or unknown,
-        "Progressing": _Verdict(False, INVALID, "waits for a valid document"),
-        "Degraded": _Verdict(True, INVALID, message),
+        "Progressing": _Verdict(False, reason, "waits for a valid document"),
+        "Degraded": _Verdict(True, reason, message),
         "RouterReady": _seen(before, "RouterReady") or unknown,
         "CapacityAvailable": _seen(before, "CapacityAvailable") or unknown,
     }

@@ -15,7 +15,7 @@ from xpyd_operator.api.status import MAX_POOLS
 from xpyd_operator.objects.names import endpoint, pool_selector, selector_text
 from xpyd_operator.objects.pods import pods_per_instance
 from xpyd_operator.observe.children import WORKER_INDEX, Children
-from xpyd_operator.observe.conditions import conditions, conditions_of_invalid
+from xpyd_operator.observe.conditions import INVALID, conditions, conditions_of_invalid
 from xpyd_operator.observe.pools import ROLES, PoolRow, by_role, pool_rows
 from xpyd_operator.observe.problems import Problem, in_order
 from xpyd_operator.observe.raw import Raw, count, text
@@ -90,15 +90,20 @@ def pool_statuses(
 
 
 def invalid_status(
-    before: Raw | None, messages: Iterable[str], *, now: str, generation: int
+    before: Raw | None,
+    messages: Iterable[str],
+    *,
+    now: str,
+    generation: int,
+    reason: str = INVALID,
 ) -> dict[str, Any]:
     """The status of a fleet whose document cannot be obeyed: what runs goes on, as it was.
 
-    `messages`: the mistakes, one per line.
+    `messages`: the mistakes, one per line. `reason`: what kind of mistakes they are.
     """
     kept = {name: value for name, value in (before or {}).items() if name != "conditions"}
     found = conditions_of_invalid(
-        list(messages), before=before or {}, now=now, generation=generation
+        list(messages), before=before or {}, now=now, generation=generation, reason=reason
     )
     return {**kept, "observedGeneration": generation, "conditions": found}
 
