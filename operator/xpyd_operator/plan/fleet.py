@@ -49,6 +49,8 @@ def plan(want: FleetWant, seen: FleetSeen, now: float) -> Plan:
         actions += _pool_actions(pool, share)
     names = {pool.want.name for pool in pools}
     leaving = [w for w in seen.workloads if w.workload.pool not in names]
+    # In an order of their own: shells see workloads in different ones.
+    leaving.sort(key=lambda w: (w.workload.pool, w.workload.revision))
     if want.stopping:
         actions += _stop(leaving)
     elif leaving and not _is_needed(leaving, pools):
