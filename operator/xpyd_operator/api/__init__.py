@@ -5,7 +5,7 @@ once. Nothing here knows how a fleet is run.
 """
 
 from xpyd_operator.api.fleet import InferenceFleet, Metadata, Spec
-from xpyd_operator.api.fleetpool import PoolSpec
+from xpyd_operator.api.fleetpool import InferenceFleetPool, PoolSpec
 from xpyd_operator.api.load import load_fleet, parse_fleet, parse_object
 from xpyd_operator.api.model import (
     Engine,
@@ -36,6 +36,7 @@ __all__ = [
     "FieldRef",
     "Heartbeat",
     "InferenceFleet",
+    "InferenceFleetPool",
     "KeyRef",
     "KvKeyRef",
     "KvTransfer",

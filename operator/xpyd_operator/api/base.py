@@ -18,9 +18,10 @@ from pydantic import (
 )
 from pydantic.alias_generators import to_camel
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core import CoreSchema
 
 from xpyd_operator.api.rules import (
+    INT_OR_STRING,
     VALIDATIONS,
     Check,
     Rule,
@@ -28,6 +29,7 @@ from xpyd_operator.api.rules import (
     broken,
     matching,
     mistake,
+    neither,
     raise_all,
 )
 
@@ -35,8 +37,6 @@ DNS_LABEL = r"[a-z]([-a-z0-9]*[a-z0-9])?"
 _SIZE = r"[0-9]+(\.[0-9]+)?([eE][0-9]{1,2}|[kMGTPE]|[KMGTPE]i)?"
 _PERCENT = "[1-9][0-9]?%"
 _DNS_NAME = r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?"
-INT_OR_STRING = "x-kubernetes-int-or-string"
-"""A schema's extension, and pydantic's error type for a value that is neither."""
 
 
 class ApiModel(BaseModel):
@@ -87,7 +87,7 @@ def _size_text(value: object) -> object:
         return value
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    raise PydanticCustomError(INT_OR_STRING, "neither an integer nor text")
+    raise neither()
 
 
 def _size(pattern: str, message: str) -> Check:

@@ -10,10 +10,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from xpyd_operator.api.base import INT_OR_STRING
 from xpyd_operator.api.fleet import InferenceFleet
-from xpyd_operator.api.fleetpool import PoolSpec
-from xpyd_operator.api.rules import VALIDATIONS
+from xpyd_operator.api.fleetpool import InferenceFleetPool
+from xpyd_operator.api.rules import INT_OR_STRING, VALIDATIONS
 from xpyd_operator.api.status import FleetStatus, PoolStatus
 
 GROUP = "xpyd.dev"
@@ -64,12 +63,13 @@ def fleet_crd() -> Schema:
 
 def pool_crd() -> Schema:
     """The CRD of InferenceFleetPool, which has /scale."""
+    pool = structural(InferenceFleetPool)
     crd = _crd(
         kind="InferenceFleetPool",
         short="fleetpool",
-        spec=structural(PoolSpec),
+        spec=pool["properties"]["spec"],
         status=structural(PoolStatus),
-        extra={"description": "A pool of a fleet, made by the operator; `kubectl scale` it."},
+        extra={"description": pool["description"]},
         columns=(
             _column("Fleet", ".spec.fleetName", "fleet that the pool belongs to"),
             _column("Role", ".spec.role", "what its instances do"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -60,3 +60,25 @@ class PoolSpec(ApiModel):
     @transition("self.role == oldSelf.role", f"role {_BY_OPERATOR}", field="role")
     def _keeps_its_role(self, before: PoolSpec) -> bool:
         return self.role == before.role
+
+
+class PoolMetadata(ApiModel):
+    """Kubernetes object metadata."""
+
+    name: Annotated[str, Field(max_length=253)]
+    """FLEET-POOL."""
+    namespace: Annotated[str, Field(max_length=63)] = "default"
+    """The fleet's namespace."""
+
+
+class InferenceFleetPool(ApiModel):
+    """A pool of a fleet, made by the operator; `kubectl scale` it."""
+
+    api_version: Literal["xpyd.dev/v1alpha1"]
+    """Version of the API."""
+    kind: Literal["InferenceFleetPool"]
+    """Kind of the object."""
+    metadata: PoolMetadata
+    """Name and namespace."""
+    spec: PoolSpec
+    """A pool of a fleet; only replicas is for others than the operator."""

@@ -58,7 +58,9 @@ class _ShapedLike:
     ) -> CoreSchema:
         model = handler.generate_schema(self._model)
         checked = core_schema.no_info_wrap_validator_function(_keep, model)
-        return core_schema.nullable_schema(checked)
+        return core_schema.nullable_schema(
+            checked, serialization=core_schema.simple_ser_schema("any")
+        )
 
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler

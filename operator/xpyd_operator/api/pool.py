@@ -118,7 +118,7 @@ class Pool(ApiModel):
     """Merged into the engines' pods in a cluster; the engine's container is `engine`."""
 
     @rule(
-        "self.resources.gpus == 0 || "
+        "self.resources.gpus <= 0 || "
         "self.parallelism.tensor * self.parallelism.pipeline <= self.resources.gpus || "
         "self.parallelism.tensor * self.parallelism.pipeline % self.resources.gpus == 0",
         "parallelism.tensor * pipeline must fit in one pod or fill a whole number of pods of "
@@ -130,7 +130,8 @@ class Pool(ApiModel):
         return gpus == 0 or size <= gpus or size % gpus == 0
 
     @rule(
-        "self.resources.gpus == 0 || (self.parallelism.tensor <= self.resources.gpus && "
+        "self.resources.gpus <= 0 || self.parallelism.tensor < 1 || "
+        "(self.parallelism.tensor <= self.resources.gpus && "
         "self.resources.gpus % self.parallelism.tensor == 0)",
         "parallelism.tensor must divide resources.gpus: a tensor group never leaves its pod",
         field="parallelism.tensor",

@@ -14,9 +14,8 @@ from typing import Any, cast
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from xpyd_operator.api.base import INT_OR_STRING
 from xpyd_operator.api.later import FIELDS, VALUES
-from xpyd_operator.api.rules import DUPLICATE, RULE
+from xpyd_operator.api.rules import DUPLICATE, INT_OR_STRING, RULE
 
 _MAX_GIVEN = 60
 _Loc = tuple[int | str, ...]

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from xpyd_operator.api.base import INT_OR_STRING
 from xpyd_operator.api.crd import Schema
-from xpyd_operator.api.rules import VALIDATIONS
+from xpyd_operator.api.rules import INT_OR_STRING, VALIDATIONS
 
 _HEAD = """# API reference
 

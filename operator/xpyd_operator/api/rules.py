@@ -27,6 +27,8 @@ M = TypeVar("M")
 VALIDATIONS = "x-kubernetes-validations"
 RULE = "rule"
 """pydantic's error type for the rules that are ours: the message is what follows the path."""
+INT_OR_STRING = "x-kubernetes-int-or-string"
+"""A schema's extension, and pydantic's error type for a value that is neither."""
 DUPLICATE = "duplicate"
 """pydantic's error type for the second of two equal items; `key` in its context is their key."""
 
@@ -39,6 +41,11 @@ def broken(text: str) -> PydanticCustomError:
 def duplicate(key: str, value: str) -> PydanticCustomError:
     """A second item of a list is equal to one before, or has an equal field `key`."""
     return PydanticCustomError(DUPLICATE, "duplicate", {"key": key, "value": value})
+
+
+def neither() -> PydanticCustomError:
+    """A value that must be an integer or text is neither."""
+    return PydanticCustomError(INT_OR_STRING, "neither an integer nor text")
 
 
 def mistake(error: PydanticCustomError, *loc: str | int) -> InitErrorDetails:
@@ -224,12 +231,14 @@ def _beside(
 def _details(error: ValidationError) -> Iterable[InitErrorDetails]:
     for item in error.errors(include_url=False):
         kind, context = item["type"], item.get("ctx", {})
-        error_type: str | PydanticCustomError = kind
+        error: str | PydanticCustomError = kind
         if kind == RULE:
-            error_type, context = broken(item["msg"]), {}
+            error, context = broken(item["msg"]), {}
         elif kind == DUPLICATE:
-            error_type, context = duplicate(context["key"], context["value"]), {}
-        yield InitErrorDetails(type=error_type, loc=item["loc"], input=item["input"], ctx=context)
+            error, context = duplicate(context["key"], context["value"]), {}
+        elif kind == INT_OR_STRING:
+            error, context = neither(), {}
+        yield InitErrorDetails(type=error, loc=item["loc"], input=item["input"], ctx=context)
 
 
 def matching(pattern: str, message: str) -> Check:
