@@ -13,7 +13,7 @@ import pytest
 from tests.cluster.harness import Cluster, ClusterError, NotInTime, attach, up, wait_for
 from tests.cluster.harness.kwok import NODE_SELECTOR, TOLERATIONS
 from tests.cluster.harness.runs import Run, base_folder, sweep
-from tests.cluster.harness.survey import namespace_of, processes_in, survey
+from tests.cluster.harness.survey import processes_of, survey
 
 ROOT = Path(__file__).parents[2]
 
@@ -126,12 +126,12 @@ def test_a_cluster_goes_when_what_holds_it_is_killed(victim: str) -> None:
         assert owner.stdout.readline() == b"up\n"
         state = Run(base_folder() / name).state()
         assert state is not None
-        inside = namespace_of(state.init.pid)
-        assert len(processes_in(inside)) >= 6
+        inside = processes_of(state.init)
+        assert len(inside) >= 6
         if victim == "keeper":
             state.keeper.kill()
         owner.kill()
-    wait_for(lambda: not processes_in(inside), 20, "all processes are gone")
+    wait_for(lambda: not any(one.alive for one in inside), 20, "all processes are gone")
     if victim == "keeper":
         # What a killed keeper could not remove, the next start removes.
         assert sweep() == [name]

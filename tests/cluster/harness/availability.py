@@ -27,7 +27,7 @@ def why_no_node() -> str | None:
     return (
         why_no_control_plane()
         or packages.install(packages.NODE)
-        or _no_programs(build.PAUSE, build.COREDNS)
+        or _no_programs(build.TESTPOD, build.COREDNS)
     )
 
 

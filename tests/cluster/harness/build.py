@@ -61,7 +61,7 @@ def _release(version: str) -> str:
 
 
 KUBE = Program("kube", "v1.34.3", "kube", ldflags=_release("v1.34.3"))
-PAUSE = Program("pause", "v1", "pause")
+TESTPOD = Program("testpod", "v1", "testpod")
 COREDNS = Program("coredns", "v1.12.4", "coredns")
 KWOK = Program("kwok", "v0.7.0", "kwok", package="sigs.k8s.io/kwok/cmd/kwok")
 LWS = Program("lws", "v0.8.0", "lws", package="sigs.k8s.io/lws/cmd")
@@ -71,7 +71,7 @@ METRICS_SERVER = Program(
     "metrics_server",
     package="sigs.k8s.io/metrics-server/cmd/metrics-server",
 )
-PROGRAMS = (KUBE, PAUSE, COREDNS, KWOK, LWS, METRICS_SERVER)
+PROGRAMS = (KUBE, TESTPOD, COREDNS, KWOK, LWS, METRICS_SERVER)
 
 
 class BuildFailed(RuntimeError):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster.harness import audit, control_plane, explain, kwok
+from tests.cluster.harness import node as real_node
 from tests.cluster.harness.components import ClusterError, Components
 from tests.cluster.harness.control_plane import ControlPlane
 from tests.cluster.harness.pki import Pki
@@ -62,6 +63,11 @@ class Cluster:
     def api_url(self) -> str:
         """Where the API server answers, in the cluster's network and outside of it."""
         return self.plane.api_url
+
+    @property
+    def cgroup(self) -> str:
+        """Below which the node's pods have their cgroups."""
+        return self._run.cgroup
 
     # Clients
 
@@ -150,6 +156,18 @@ class Cluster:
         """
         kwok.ensure(self, count)
 
+    def load_image(self, archive: Path) -> None:
+        """Put the images of a docker-archive or oci-archive on the node. Raises ClusterError."""
+        real_node.load_image(self, archive)
+
+    def images(self) -> list[str]:
+        """The references of the images that the node has."""
+        return real_node.images(self)
+
+    def set_node_capacity(self, capacity: dict[str, str | int | None]) -> None:
+        """Let the real node offer extended resources ("example.com/gpu"); None takes one away."""
+        real_node.set_capacity(self, capacity)
+
     def audit_mark(self) -> int:
         """A place in the log of API calls, for audit_calls()."""
         return audit.mark(self.plane.audit_log)
@@ -206,9 +224,10 @@ def up(name: str, *, node: bool = False, stay: bool = False) -> Cluster:
             plane = control_plane.prepare(run.folder, listening.getsockname()[1])
             (run.folder / "api-port").write_text(str(plane.api_port))
             control_plane.start(plane, components, listening)
+        cluster = Cluster(run, plane, components, init, keeper)
         if node:
-            raise ClusterError("not yet")
-        return Cluster(run, plane, components, init, keeper)
+            real_node.start(cluster)
+        return cluster
     except BaseException:
         take_down(run)
         raise

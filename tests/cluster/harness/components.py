@@ -46,6 +46,11 @@ class Components:
             found[path.name] = Process(int(pid), int(started))
         return found
 
+    def inside_argv(self, argv: Sequence[str | Path]) -> list[str]:
+        """The command line that runs `argv` in all of the cluster's namespaces."""
+        target = f"--target={self._init.pid}"
+        return ["nsenter", target, "--net", "--mount", "--pid", "--", *map(str, argv)]
+
     def start(
         self,
         name: str,
@@ -57,10 +62,9 @@ class Components:
         """Start a program; its output goes to its log file."""
         if self.running(name):
             raise ClusterError(f"{name} was started before")
-        target = f"--target={self._init.pid}"
         with self.log(name).open("ab") as out:
             child = subprocess.Popen(
-                ["nsenter", target, "--net", "--mount", "--pid", "--", *map(str, argv)],
+                self.inside_argv(argv),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,

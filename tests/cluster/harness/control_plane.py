@@ -25,7 +25,6 @@ API_SERVICE_ADDRESS = "10.96.0.1"
 DNS_ADDRESS = "10.96.0.10"
 POD_NETWORK = "10.244.0.0/16"
 ETCD_URL = "http://127.0.0.1:2379"
-NODE_NAME = "node-1"
 
 _READY_DEADLINE_S = 90.0
 """Three seconds are usual; two cores may be busy with a build."""

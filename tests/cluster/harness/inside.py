@@ -44,8 +44,18 @@ def main(folder: Path, keeper: int) -> int:
 
 def _mounts(folder: Path) -> None:
     """Private places for what the components write at fixed paths."""
+    private = folder / "private"
+    private.mkdir()
+    _call("mount", "-t", "tmpfs", "-o", "mode=755", "tmpfs", str(private))
+    # What is written there is this cluster's own; what was there before is seen.
+    for name in ("etc", "opt", "var/lib"):
+        _overlay(Path("/") / name, private / name.replace("/", "-"))
     # Sockets of containerd's shims, the pods' network namespaces, locks.
     _call("mount", "-t", "tmpfs", "-o", "mode=755", "tmpfs", "/run")
+    # The machine's name servers are out of reach; a name is unknown at once, not after a minute.
+    names = Path("/etc/resolv.conf")
+    names.unlink(missing_ok=True)
+    names.write_text(f"nameserver {NODE_ADDRESS}\n")
     # Pods' logs, and kubelet's links to them.
     logs = folder / "var-log"
     logs.mkdir()
@@ -60,6 +70,14 @@ def _mounts(folder: Path) -> None:
             _call("mount", "--bind", str(shield), str(target))
 
 
+def _overlay(target: Path, store: Path) -> None:
+    upper, work = store / "upper", store / "work"
+    upper.mkdir(parents=True)
+    work.mkdir()
+    options = f"lowerdir={target},upperdir={upper},workdir={work}"
+    _call("mount", "-t", "overlay", "-o", options, "overlay", str(target))
+
+
 def _network() -> None:
     """The node's network: one bridge with its address, and forwarding between pods."""
     _call("ip", "link", "set", "lo", "up")
@@ -68,10 +86,13 @@ def _network() -> None:
     _call("ip", "link", "set", "node0", "up")
     _call("ip", "route", "add", "default", "via", GATEWAY)
     # These belong to the network namespace.
-    for name in ("ipv4/ip_forward", "bridge/bridge-nf-call-iptables"):
-        setting = Path("/proc/sys/net") / name
-        if setting.exists():
-            setting.write_text("1")
+    Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
+    bridge = Path("/proc/sys/net/bridge/bridge-nf-call-iptables")
+    if not bridge.exists():
+        # Without it a pod's call to a Service whose pod is on the same bridge gets no answer.
+        subprocess.run(["modprobe", "br_netfilter"], check=False, timeout=20)
+    if bridge.exists():
+        bridge.write_text("1")
 
 
 def _reap_until_gone(keeper: int) -> None:

@@ -163,10 +163,10 @@ def sweep() -> list[str]:
 
 
 def cgroup_controllers() -> list[Path]:
-    """The roots of the cgroup hierarchies that hold pods: one per controller, or the one of v2."""
+    """The roots of the cgroup hierarchies: one per controller, or the one of v2, or both."""
     if (CGROUPS / "cgroup.controllers").exists():
         return [CGROUPS]
-    return [entry for entry in sorted(CGROUPS.iterdir()) if (entry / "tasks").exists()]
+    return [entry for entry in sorted(CGROUPS.iterdir()) if (entry / "cgroup.procs").exists()]
 
 
 def remove_cgroups(name: str) -> None:
@@ -201,7 +201,13 @@ def _until_gone(process: Process) -> None:
 def children(parent: int) -> list[int]:
     """The processes whose parent is `parent`."""
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    return [pid for pid in pids if (fields := _stat(pid)) and int(fields[1]) == parent]
+    return [pid for pid in pids if parent_of(pid) == parent]
+
+
+def parent_of(pid: int) -> int:
+    """The process's parent; 0 when it has none here or is gone."""
+    fields = _stat(pid)
+    return 0 if fields is None else int(fields[1])
 
 
 def rss_mib(pid: int) -> int:

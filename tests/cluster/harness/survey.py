@@ -6,12 +6,13 @@ filter rules, settings and fixed folders are the machine's own, which no cluster
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.cluster.harness.runs import Run, base_folder, cgroup_controllers
+from tests.cluster.harness.runs import Process, Run, base_folder, cgroup_controllers, parent_of
 
 _SETTINGS = (
     "net/ipv4/ip_forward",
@@ -40,21 +41,21 @@ def survey(name: str) -> frozenset[str]:
     return frozenset([*_cluster(run), *_machine()])
 
 
-def namespace_of(pid: int) -> str:
-    """The process-number namespace of a process, for processes_in()."""
-    return os.readlink(f"/proc/{pid}/ns/pid")
-
-
-def processes_in(namespace: str) -> list[int]:
-    """The processes of a namespace."""
-    found: list[int] = []
-    for pid in _pids():
-        try:
-            if namespace_of(pid) == namespace:
-                found.append(pid)
-        except OSError:
-            # It ended meanwhile.
-            continue
+def processes_of(init: Process) -> list[Process]:
+    """All processes of the cluster whose first process is `init`: all that descend from it, and
+    all that were sent into its mounts. Those of pods have mounts of their own, but ancestors here.
+    """
+    mounts = _link(init.pid)
+    parents = {pid: parent_of(pid) for pid in _pids()}
+    found: list[Process] = []
+    for pid in parents:
+        line = [pid]
+        while (parent := parents.get(line[-1])) and len(line) < 100:
+            line.append(parent)
+        if any(one == init.pid or _link(one) == mounts for one in line):
+            # It may have ended meanwhile.
+            with contextlib.suppress(ProcessLookupError):
+                found.append(Process.of(pid))
     return found
 
 
@@ -87,6 +88,14 @@ def _machine() -> Iterator[str]:
 
 def _pids() -> list[int]:
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def _link(pid: int) -> str:
+    """The mounts that a process sees; "" when it is gone."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/mnt")
+    except OSError:
+        return ""
 
 
 def _read(path: Path) -> str:

@@ -1,3 +1,0 @@
-module xpyd.dev/testcluster/pause
-
-go 1.24

@@ -1,0 +1,3 @@
+module xpyd.dev/testcluster/testpod
+
+go 1.24
