@@ -51,7 +51,7 @@ ENVIRONMENT_PATH = "/opt/xpyd-env"
 
 _ENVIRONMENT = Path(__file__).with_name("environment.Dockerfile")
 _ENVIRONMENT_IMAGE = f"{REGISTRY}/xpyd-test-environment:{TAG}"
-_DOCKERFILES = {
+DOCKERFILES = {
     "operator": Path("operator/Dockerfile"),
     "router": Path("router/Dockerfile"),
     "worker": Path("worker_image/Dockerfile"),
@@ -69,7 +69,7 @@ def ensure_images(cache: Path) -> dict[str, Path]:
     _check_python()
     cache.mkdir(parents=True, exist_ok=True)
     with _locked(cache / "lock"):
-        archives = {name: cache / f"{name}-{_key(name)}.tar" for name in _DOCKERFILES}
+        archives = {name: cache / f"{name}-{image_key(name)}.tar" for name in DOCKERFILES}
         missing = [name for name, archive in archives.items() if not archive.is_file()]
         if missing:
             store = open_store(cache)
@@ -99,6 +99,14 @@ def worker_test_template() -> dict[str, Any]:
     }
 
 
+def image_key(name: str, root: Path = ROOT) -> str:
+    """Names all that goes into the image, but for the labels with version and revision."""
+    digest = hashlib.sha256(base_key().encode())
+    for path in _sources(name, root):
+        digest.update(f"\0{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
 def _check_python() -> None:
     """Libraries with C parts fit one minor version of Python only."""
     if sys.version_info[:2] != PYTHON:
@@ -109,22 +117,14 @@ def _check_python() -> None:
         )
 
 
-def _key(name: str) -> str:
-    """Names everything that goes into the image, but for the labels with version and revision."""
-    digest = hashlib.sha256(base_key().encode())
-    for path in _sources(name):
-        digest.update(f"\0{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
-
-
-def _sources(name: str) -> list[Path]:
-    found = [ROOT / _DOCKERFILES[name], ROOT / "scripts/images.sh", *(ROOT / f for f in _FILES)]
+def _sources(name: str, root: Path) -> list[Path]:
+    found = [root / DOCKERFILES[name], root / "scripts/images.sh", *(root / f for f in _FILES)]
     if name == "worker":
-        found.append(_ENVIRONMENT)
+        found.append(root / _ENVIRONMENT.relative_to(ROOT))
     for folder in _FOLDERS:
         found += [
             path
-            for path in sorted((ROOT / folder).rglob("*"))
+            for path in sorted((root / folder).rglob("*"))
             if path.suffix != ".pyc" and path.name != "Dockerfile" and path.is_file()
         ]
     return found
@@ -147,9 +147,12 @@ def _build(store: Store, name: str, archive: Path) -> None:
     script = [ROOT / "scripts/images.sh", "build", *words]
     run_logged(script, log, store.environment(), _BUILD_TIMEOUT_S)
     made = archive.with_suffix(".new")
+    made.unlink(missing_ok=True)  # of a run that was killed
     store.run(["buildah", "push", "--quiet", IMAGES[name], f"docker-archive:{made}:{IMAGES[name]}"])
-    for old in archive.parent.glob(f"{name}-*.tar"):
-        old.unlink()
+    # The newest of the old ones stays: another run may be loading it.
+    old = sorted(archive.parent.glob(f"{name}-*.tar"), key=lambda path: path.stat().st_mtime)
+    for path in old[:-1]:
+        path.unlink()
     made.rename(archive)
     say(f"{name}: {archive.stat().st_size / 1e6:.0f} MB in {time.monotonic() - started:.0f} s")
 

@@ -1,0 +1,116 @@
+"""The Dockerfiles keep to the rules of dockerfiles.py, and the rules find what breaks them."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.images.build import DOCKERFILES, image_key
+from tests.images.dockerfiles import problems, read
+
+ROOT = Path(__file__).parents[2]
+TEXTS = {name: (ROOT / path).read_text() for name, path in DOCKERFILES.items()}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_dockerfile_keeps_to_the_rules(name: str) -> None:
+    assert problems(TEXTS[name]) == []
+
+
+BREAKS = {
+    "a base of any version": (":3.11.14-slim-bookworm", ":3.11-slim", "exact version"),
+    "a base without a tag": (":3.11.14-slim-bookworm", "", "exact version"),
+    "a stage from elsewhere": ("FROM ${BASE}\n", "FROM debian:12.1.0\n", "FROM debian"),
+    "root": ("USER 10001:10001", "USER 0:0", "USER"),
+    "a user by name": ("USER 10001:10001", "USER xpyd", "USER"),
+    "no user": ("USER 10001:10001\n", "", "USER"),
+    "an ADD": ("EXPOSE", "ADD https://example.com/x /x\nEXPOSE", "ADD"),
+    "a fetch in the last stage": ("USER", "RUN apt-get update && true\nUSER", "itself"),
+    "an open version": ("uv==${UV_VERSION}", "uv", "left open"),
+    "no constraints": ("--constraints constraints.txt", "", "left open"),
+    "an editable wheel": ("/wheel/*.whl", "--editable .", "editable"),
+    "code before dependencies": ("constraints.txt ./", "constraints.txt core ./", "more than"),
+    "an entrypoint in a shell": ('["/opt/xpyd/bin/xpyd"]', "xpyd", "entrypoint"),
+    "a label less": ("image.revision", "image.nothing", "revision"),
+    "a secret argument": ("ARG VERSION=0", "ARG HF_TOKEN=", "history"),
+}
+
+
+@pytest.mark.parametrize("case", BREAKS)
+def test_what_breaks_a_rule_is_found(case: str) -> None:
+    good, bad, message = BREAKS[case]
+    text = TEXTS["router"].replace(good, bad)
+    assert text != TEXTS["router"]
+    assert any(message in problem for problem in problems(text)), problems(text)
+
+
+def test_the_images_share_the_stages_that_are_not_their_own() -> None:
+    # Equal steps are built once for the three images.
+    stages = {name: {s.name: s for s in read(text)[1]} for name, text in TEXTS.items()}
+    for shared in ("tools", "code"):
+        assert stages["operator"][shared] == stages["router"][shared] == stages["worker"][shared]
+    assert read(TEXTS["operator"])[0] == read(TEXTS["router"])[0] == read(TEXTS["worker"])[0]
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_an_image_installs_its_own_extra(name: str) -> None:
+    assert f"--requirements pyproject.toml --extra {name}\n" in TEXTS[name]
+    assert name in PROJECT["project"]["optional-dependencies"]
+
+
+def test_every_package_is_copied_for_the_wheel() -> None:
+    packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    code = next(stage for stage in read(TEXTS["router"])[1] if stage.name == "code")
+    copied = {words.split()[0] for words in code.of("COPY")}
+    assert {package.split("/")[0] for package in packages} <= copied
+
+
+def test_the_build_sees_the_files_it_copies_and_no_others() -> None:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    assert lines[1] == "*"  # behind the comment: nothing that is not named
+    allowed = {line[1:].rstrip("/") for line in lines if line.startswith("!")} - {"examples"}
+    copied: set[str] = set()
+    for text in TEXTS.values():
+        for stage in read(text)[1]:
+            for words in stage.of("COPY"):
+                if not words.startswith("--from="):
+                    copied |= set(words.split()[:-1])
+    assert copied == allowed
+    assert all((ROOT / path).exists() for path in copied)
+
+
+def _tree(folder: Path) -> Path:
+    """A small tree with what the images' keys read."""
+    for path in (".dockerignore", "LICENSE", "README.md", "constraints.txt", "pyproject.toml"):
+        (folder / path).write_text(path)
+    for path in (*DOCKERFILES.values(), Path("scripts/images.sh"), Path("core/x/y.py")):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(str(path))
+    test_image = folder / "tests/cluster/images/environment.Dockerfile"
+    test_image.parent.mkdir(parents=True)
+    test_image.write_text("")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changed", "rebuilt"),
+    [
+        ("core/x/y.py", {"operator", "router", "worker"}),
+        ("core/x/new.py", {"operator", "router", "worker"}),
+        ("constraints.txt", {"operator", "router", "worker"}),
+        ("router/Dockerfile", {"router"}),
+        ("tests/cluster/images/environment.Dockerfile", {"worker"}),
+        ("core/x/y.pyc", set[str]()),
+        ("tests/test_x.py", set[str]()),
+        ("docs.md", set[str]()),
+    ],
+)
+def test_a_change_rebuilds_the_test_images_that_hold_it(
+    tmp_path: Path, changed: str, rebuilt: set[str]
+) -> None:
+    tree = _tree(tmp_path)
+    before = {name: image_key(name, tree) for name in DOCKERFILES}
+    (tree / changed).write_text("changed")
+    after = {name: image_key(name, tree) for name in DOCKERFILES}
+    assert {name for name in DOCKERFILES if before[name] != after[name]} == rebuilt
