@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.operator.object_samples import objects_of, sample_fleet
-from xpyd_operator.objects import contains, desired_hash, quantity_value, stamped
-from xpyd_operator.objects.names import ANNOTATION_APPLIED
+from xpyd_operator.objects import contains, desired_hash
+from xpyd_operator.objects.compare import quantity_value
 
 
 @pytest.mark.parametrize(
@@ -201,12 +201,3 @@ def test_a_hash_is_of_the_whole_object_and_of_nothing_else():
     assert desired_hash(obj) == desired_hash(turned)
     assert desired_hash(obj) != desired_hash({**obj, "spec": {"b": 1, "a": 3}})
     assert len(desired_hash(obj)) == 16
-
-
-def test_a_stamped_object_says_its_hash_and_is_otherwise_the_same():
-    obj = {"kind": "X", "metadata": {"name": "a", "annotations": {"x": "y"}}}
-    found = stamped(obj)
-    assert found["metadata"]["annotations"] == {"x": "y", ANNOTATION_APPLIED: desired_hash(obj)}
-    assert obj == {"kind": "X", "metadata": {"name": "a", "annotations": {"x": "y"}}}
-    assert contains(found, obj)
-    assert stamped({"metadata": {}})["metadata"]["annotations"]

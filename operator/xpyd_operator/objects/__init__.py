@@ -4,11 +4,11 @@
     InferenceFleet + Site                          --> support_objects, pool_object, kv_secret
 
 Objects are plain JSON-able maps with apiVersion and kind, made fresh by each call: whoever gets one
-may change it. What is applied, and when, is the shell's (xpyd_operator.kube); `desired_hash`,
-`stamped` and `contains` help it to find out.
+may change it. What is applied, and when, is the shell's (xpyd_operator.kube); `desired_hash` and
+`contains` help it to find out.
 """
 
-from xpyd_operator.objects.compare import contains, desired_hash, quantity_value, stamped
+from xpyd_operator.objects.compare import contains, desired_hash
 from xpyd_operator.objects.pods import pods_per_instance
 from xpyd_operator.objects.refusals import template_problems
 from xpyd_operator.objects.support import kv_secret, pool_object, support_objects
@@ -26,8 +26,6 @@ __all__ = [
     "model_in_pod",
     "pods_per_instance",
     "pool_object",
-    "quantity_value",
-    "stamped",
     "support_objects",
     "template_problems",
     "uses_host_path",

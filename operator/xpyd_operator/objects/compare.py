@@ -14,7 +14,6 @@ from fractions import Fraction
 from hashlib import sha256
 from typing import cast
 
-from xpyd_operator.objects.names import ANNOTATION_APPLIED
 from xpyd_operator.objects.values import JsonObject
 
 _ITEM_KEYS = ("uid", "mountPath", "name")
@@ -32,13 +31,6 @@ def desired_hash(obj: JsonObject) -> str:
     """16 hex digits over the whole object, the same for equal objects."""
     text = json.dumps(obj, sort_keys=True, separators=(",", ":"))
     return sha256(text.encode()).hexdigest()[:16]
-
-
-def stamped(obj: JsonObject) -> JsonObject:
-    """The object with its hash as an annotation: what is to be applied."""
-    metadata = cast("JsonObject", obj["metadata"])
-    annotations = {**metadata.get("annotations", {}), ANNOTATION_APPLIED: desired_hash(obj)}
-    return {**obj, "metadata": {**metadata, "annotations": annotations}}
 
 
 def contains(observed: object, desired: object) -> bool:
