@@ -110,8 +110,9 @@ class Uninstall:
         if others:
             raise FleetsElsewhere(
                 f"{len(others)} fleets ({_names(others)}) are not in the namespaces that this "
-                "release serves, and would lose their CRD: delete them, or keep the CRDs "
-                "(helm upgrade --reuse-values --set crds.keep=true)"
+                "release serves, and would lose their CRD: delete them, or keep the CRDs (helm "
+                "rollback to the last revision, then helm upgrade --reuse-values --set "
+                "crds.keep=true)"
             )
 
     async def run(self, timeout_s: float) -> None:
