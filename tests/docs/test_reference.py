@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from prometheus_client import Counter, Gauge, Histogram
@@ -17,8 +15,8 @@ from xpyd_core.errors import ApiError
 from xpyd_kv.session.metrics import KvMetrics
 from xpyd_kv.store.api import StoreFigures
 from xpyd_kv.transport.counters import Counters
-from xpyd_operator.api import InferenceFleet
 from xpyd_operator.api.later import FIELDS, VALUES
+from xpyd_operator.local.cluster_only import CLUSTER_ONLY
 from xpyd_router.metrics import RouterMetrics
 from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.server.kv_metrics import kv_samples
@@ -83,62 +81,9 @@ def test_the_flags_of_the_local_commands_are_on_their_page(command: str) -> None
     assert [name for name in table[command] if name.startswith("--")] == flags
 
 
-def _fields(model: dict[str, Any], path: str, root: dict[str, Any]) -> Iterator[list[str]]:
-    """path, type, default, bounds of every scalar below `model`."""
-    required = model.get("required", [])
-    for name, raw in model["properties"].items():
-        node, default = _resolve(raw, root), raw.get("default")
-        here = f"{path}.{name}".lstrip(".")
-        if "properties" in node:
-            yield from _fields(node, here, root)
-            continue
-        if node.get("type") == "array":
-            item = _resolve(node["items"], root)
-            if "properties" in item:
-                yield [f"{here}[]", "list", _default(name, required, default), _bounds(node)]
-                yield from _fields(item, f"{here}[]", root)
-                continue
-            kind = f"list of {item['type']}s"
-            yield [here, kind, _default(name, required, default), _bounds(node)]
-            continue
-        kind = node.get("type", "string")
-        kind = "map" if kind == "object" else kind
-        yield [here, kind, _default(name, required, default), _bounds(node)]
-
-
-def _resolve(node: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
-    for choice in node.get("anyOf", []):
-        if choice.get("type") != "null":
-            node = choice
-    if "$ref" in node:
-        return root["$defs"][node["$ref"].rpartition("/")[2]]
-    return node
-
-
-def _default(name: str, required: list[str], default: object) -> str:
-    if name in required:
-        return "required"
-    return "none" if default in (None, "", [], {}) else f"`{default}`"
-
-
-def _bounds(node: dict[str, Any]) -> str:
-    values = node.get("enum") or ([node["const"]] if "const" in node else [])
-    if values:
-        return ", ".join(f"`{value}`" for value in values)
-    if "maximum" in node:
-        low, high = node["minimum"], node["maximum"]
-        return f"{low}" if low == high else f"{low} to {high}"
-    if "maxItems" in node:
-        return f"{node.get('minItems', 0)} to {node['maxItems']} items"
-    if "maxProperties" in node:
-        return f"at most {node['maxProperties']} entries"
-    return f"at most {node['maxLength']} characters"
-
-
-def test_the_fields_of_the_fleet_document_are_those_of_its_page() -> None:
-    root = InferenceFleet.model_json_schema(by_alias=True)
-    table = [[code(row[0])[0], *row[1:4]] for row in rows("fleet-document.md", "## Fields")]
-    assert table == list(_fields(root, "", root))
+def test_the_fields_without_effect_in_local_mode_are_those_of_their_page() -> None:
+    table = rows("fleet-document.md", "## In local mode")
+    assert {path for row in table for path in code(row[0])} == CLUSTER_ONLY
 
 
 def test_the_fields_refused_for_now_are_those_of_their_page() -> None:

@@ -179,7 +179,7 @@ def test_a_role_cannot_be_changed_under_a_running_fleet(running):
     )
     document = document.replace('"decode", "role": "Decode"', '"prefill", "role": "Decode"')
     running.file.write_text(document)
-    with pytest.raises(UserError, match=r"spec\.pools\[1\]\.role: role is immutable"):
+    with pytest.raises(UserError, match=r"spec\.pools\[1\]\.role: Forbidden: .* is immutable"):
         running.up()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from xpyd_core.errors import UserError
 from xpyd_core.pod_env import HTTP_PORT
 from xpyd_operator.api import parse_fleet
+from xpyd_operator.local.cluster_only import check_local
 from xpyd_operator.local.control import Answer, Ask, AskApply, AskDown, AskScale, AskStatus
 from xpyd_operator.local.pod_process import PodProcess
 from xpyd_operator.local.pods import ROUTER_HOST, Site
@@ -27,6 +28,7 @@ def handle(supervisor: Supervisor, ask: Ask, now: float) -> Answer:
             return Answer(lines=(supervisor.scale(pool, replicas),))
         case AskApply(document, source, folder):
             fleet = parse_fleet(document.encode(), source=source)
+            check_local(fleet, source=source)
             if fleet.name != supervisor.fleet.name:
                 raise UserError(f"{source}: metadata.name is not {supervisor.fleet.name!r}")
             return Answer(lines=tuple(supervisor.apply(fleet, Path(folder))))

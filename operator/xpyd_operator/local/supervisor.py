@@ -16,6 +16,7 @@ from pathlib import Path
 from xpyd_core.errors import UserError
 from xpyd_core.pod_env import HTTP_PORT
 from xpyd_operator.api import InferenceFleet
+from xpyd_operator.api.changes import refused_changes, refused_scale
 from xpyd_operator.local import probe
 from xpyd_operator.local.checkpoint import locate_model, weights_bytes
 from xpyd_operator.local.machine import read_machine
@@ -27,6 +28,7 @@ from xpyd_operator.local.processes import identify
 from xpyd_operator.local.roster import Roster, check_addresses
 from xpyd_operator.local.state import AddressClaim, FleetRecord, FleetState
 from xpyd_operator.plan import (
+    MOST_REPLICAS,
     ROUTER,
     DeleteWorkload,
     DrainPool,
@@ -119,8 +121,10 @@ class Supervisor:
         if before is None:
             names = ", ".join(name for name in self._pools if name != ROUTER)
             raise UserError(f"fleet {self.fleet.name} has no pool {pool!r}; it has {names}")
-        if not 0 <= replicas <= 1024:
-            raise UserError(f"--replicas {replicas}: expected 0 to 1024")
+        if not 0 <= replicas <= MOST_REPLICAS:
+            raise UserError(f"--replicas {replicas}: expected 0 to {MOST_REPLICAS}")
+        if refusal := refused_scale(self.fleet, pool, replicas):
+            raise UserError(refusal)
         sizes = {p.name: p.replicas for p in self._pools.values() if p.name != ROUTER}
         check_addresses(sum((sizes | {pool: replicas}).values()))
         if replicas > before.replicas:
@@ -132,7 +136,8 @@ class Supervisor:
     def apply(self, fleet: InferenceFleet, folder: Path) -> list[str]:
         """Take a changed document; lines for people say which pools change."""
         self._refuse_if_stopping()
-        _refuse_change(self.fleet, fleet)
+        if wrong := refused_changes(self.fleet, fleet):
+            raise UserError("\n".join(wrong))
         model = locate_model(fleet.spec.model.uri, folder)
         want = fleet_want(fleet, model=model)
         memory = self._plan_memory(fleet, want, model)
@@ -288,14 +293,3 @@ class Supervisor:
         pod.was_ready = pod.was_ready or ready
         _log.info("pod %s is %s", pod.pod.name, "ready" if ready else "not ready")
         self.wake()
-
-
-def _refuse_change(old: InferenceFleet, new: InferenceFleet) -> None:
-    roles = {pool.name: pool.role for pool in old.spec.pools}
-    wrong = [
-        f"spec.pools[{index}].role: role is immutable; add a new pool and remove this one"
-        for index, pool in enumerate(new.spec.pools)
-        if roles.get(pool.name, pool.role) != pool.role
-    ]
-    if wrong:
-        raise UserError("\n".join(wrong))

@@ -24,6 +24,7 @@ from xpyd_core.pod_env import ROUTER_HTTP_PORT
 from xpyd_operator.api import InferenceFleet, load_fleet
 from xpyd_operator.local import control, service
 from xpyd_operator.local.checkpoint import locate_model, weights_bytes
+from xpyd_operator.local.cluster_only import check_local, cluster_only
 from xpyd_operator.local.console import PrefixWriter, Streamer
 from xpyd_operator.local.machine import read_machine
 from xpyd_operator.local.memory import MemoryPlan, plan_memory
@@ -38,6 +39,7 @@ from xpyd_operator.local.state import (
 )
 from xpyd_operator.local.supervisor import Supervisor
 from xpyd_operator.local.wait import FleetFailed, wait_settled
+from xpyd_operator.plan import ROUTER, fleet_want, pools_wanted
 
 _log = logging.getLogger("xpyd.up")
 _STREAM_EVERY_S = 0.1
@@ -68,7 +70,9 @@ def run_up(
     daemon: tuple[str, ...] = DAEMON,
 ) -> int:
     """The command; `program` and `daemon` are what tests replace by stand-ins."""
-    fleet = load_fleet(Path(options.file))
+    fleet = _load(options)
+    if line := cluster_only(fleet):
+        sys.stdout.write(line + "\n")
     state = FleetState(state_root() / fleet.name)
     if state.is_supervised():
         return _apply_to_running(options, state)
@@ -86,10 +90,17 @@ def run_up(
     return supervise(options, program=program, stream=True)
 
 
+def _load(options: UpOptions) -> InferenceFleet:
+    fleet = load_fleet(Path(options.file))
+    check_local(fleet, source=options.file)
+    return fleet
+
+
 def plan_fleet_memory(fleet: InferenceFleet, folder: Path) -> MemoryPlan:
     """The memory plan on this machine now; UserError when model or memory are missing."""
     model = locate_model(fleet.spec.model.uri, folder)
-    replicas = [1 if pool.replicas is None else pool.replicas for pool in fleet.spec.pools]
+    pools = pools_wanted(fleet_want(fleet, model=model), ())
+    replicas = [pool.replicas for pool in pools if pool.name != ROUTER]
     check_addresses(sum(replicas))
     weights = weights_bytes(model, fleet.spec.engine.args)
     return plan_memory(fleet, replicas, read_machine(), weights_bytes=weights)
@@ -98,7 +109,7 @@ def plan_fleet_memory(fleet: InferenceFleet, folder: Path) -> MemoryPlan:
 def supervise(options: UpOptions, *, program: Program = xpyd_program, stream: bool) -> int:
     """Be the supervisor until the fleet is down. `stream`: pods' lines go to standard output."""
     set_up_logging(options.log_level, options.log_format)
-    fleet = load_fleet(Path(options.file))
+    fleet = _load(options)
     state = FleetState(state_root() / fleet.name)
     state.make()
     with _held(state) as claim:
