@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from tests.chart.render import ROOT, Helm, Obj, of_kind, one, pods
+from xpyd_core.cli import build_parser
 
 EVERYTHING: dict[str, Any] = {
     "imagePullSecrets": ["registry-login"],
@@ -155,6 +156,16 @@ def test_the_operator_is_told_images_namespaces_and_settings(helm: Helm) -> None
         assert container["image"] == "registry.example.com/team/xpyd-operator:0.1.0", name
         assert container["imagePullPolicy"] == "Always", name
         assert spec["imagePullSecrets"] == [{"name": "one"}, {"name": "two"}], name
+
+
+@pytest.mark.parametrize("values", VARIANTS)
+def test_the_operator_takes_the_arguments_that_the_chart_gives(
+    helm: Helm, values: dict[str, Any]
+) -> None:
+    args = build_parser().parse_args(_args(helm.render(values)))
+    assert args.namespace == values.get("watchNamespaces", [])
+    assert args.image_pull_secret == values.get("imagePullSecrets", [])
+    assert (args.workers, args.resync_seconds) == (8, 600)
 
 
 def test_local_images_go_by_their_plain_names(helm: Helm) -> None:
