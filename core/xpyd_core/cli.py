@@ -37,6 +37,8 @@ def _missing_extra(entry: EntryPoint, error: ImportError) -> Command:
         raise UserError(f"`xpyd {entry.name}` {hint} ({error})")
 
     def accept_anything(parser: argparse.ArgumentParser) -> None:
+        # No word is a flag: which flags there are, only the missing extra knows.
+        parser.prefix_chars = "\0"
         parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
     return Command(f"({hint})", accept_anything, fail)

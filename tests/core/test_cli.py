@@ -1,5 +1,6 @@
 """The `xpyd` command: sub-commands, version, exit statuses, missing extras."""
 
+import argparse
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -25,6 +26,15 @@ def test_a_missing_extra_is_answered_with_the_pip_line() -> None:
     with pytest.raises(UserError, match=r"pip install 'xpyd\[thing\]'"):
         command.run(None)  # pyright: ignore[reportArgumentType]  # not looked at
     assert "xpyd[thing]" in command.help
+
+
+@pytest.mark.parametrize("words", [[], ["word", "--flag"], ["--flag", "value"], ["--help"]])
+def test_without_its_extra_a_command_takes_any_words(words: list[str]) -> None:
+    # Its flags are not known: refusing them would hide what is missing.
+    entry = EntryPoint("thing", "no_such_module_here:command [thing]", cli.GROUP)
+    parser = argparse.ArgumentParser()
+    cli.load_command(entry).configure(parser)
+    assert parser.parse_args(words).rest == words
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ class Stage:
 
     base: str
     name: str
-    instructions: list[Instruction] = field(default_factory=list)
+    instructions: list[Instruction] = field(default_factory=list[Instruction])
 
     def of(self, keyword: str) -> list[str]:
         """The words of its instructions of this keyword."""
