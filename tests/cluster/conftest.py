@@ -64,7 +64,7 @@ def new_namespace() -> Iterator[Callable[[Cluster], str]]:
         made.append((cluster, name))
         # Pods are refused before the namespace has its service account.
         wait_for(
-            lambda: "default" in cluster.kubectl("-n", name, "get", "serviceaccounts"),
+            lambda: cluster.get(f"/api/v1/namespaces/{name}/serviceaccounts/default"),
             30,
             f"the namespace {name} has a service account",
         )
@@ -92,8 +92,8 @@ def _wait_until_gone(cluster: Cluster) -> None:
     """Wait for the end of all namespaces that tests have left to be deleted."""
 
     def left() -> list[Any]:
-        found = json.loads(cluster.kubectl("get", "namespaces", "-o", "json"))["items"]
-        return [one for one in found if "deletionTimestamp" in one["metadata"]]
+        found = cluster.get("/api/v1/namespaces") or {"items": []}
+        return [one for one in found["items"] if "deletionTimestamp" in one["metadata"]]
 
     def conditions() -> str:
         # Their conditions name what is left in them, and the finalizers that hold it.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -93,8 +94,7 @@ def binary(program: Program) -> Path:
 
 def module_folder(program: Program, path: str) -> Path:
     """The sources of module `path` as the program uses them: its manifests lie there."""
-    done = _go(program, "list", "-m", "-f", "{{.Dir}}", path)
-    return Path(done)
+    return Path(json.loads(_go(program, "mod", "download", "-json", path))["Dir"])
 
 
 def is_built(program: Program) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.harness import audit, control_plane, explain, kwok
+from tests.cluster.harness import addons, audit, control_plane, explain, kwok
 from tests.cluster.harness import node as real_node
 from tests.cluster.harness.components import ClusterError, Components
 from tests.cluster.harness.control_plane import ControlPlane
@@ -45,6 +45,7 @@ class Cluster:
         self.plane = plane
         self.components = components
         self._run = run
+        self._reader = plane.reader()
         self._init = init
         self._keeper = keeper
         self._clients: list[subprocess.Popen[Any]] = []
@@ -88,6 +89,13 @@ class Cluster:
     def helm(self, *argv: str, check: bool = True, timeout_s: float = 120.0) -> str:
         """What helm prints; otherwise as kubectl()."""
         return self._tool(helm_binary(), argv, input=None, check=check, timeout_s=timeout_s)
+
+    def get(self, path: str) -> dict[str, Any] | None:
+        """The object or list at a path of the API ("/api/v1/nodes"); None when there is none.
+
+        Far cheaper than kubectl: what a wait should ask. Raises OSError.
+        """
+        return self._reader.object(path)
 
     def popen(self, argv: Sequence[str | Path], **options: Any) -> subprocess.Popen[Any]:
         """Start a program in the cluster's network, with KUBECONFIG set.
@@ -155,6 +163,18 @@ class Cluster:
         A pod gets there only with `kwok.NODE_SELECTOR` and `kwok.TOLERATIONS`.
         """
         kwok.ensure(self, count)
+
+    def install_metrics_server(self) -> None:
+        """Have the metrics API, with numbers of the real node's pods; it stays."""
+        addons.install_metrics_server(self)
+
+    def install_lws(self) -> None:
+        """Have LeaderWorkerSets; they stay until uninstall_lws()."""
+        addons.install_lws(self)
+
+    def uninstall_lws(self) -> None:
+        """Have no LeaderWorkerSets any more."""
+        addons.uninstall_lws(self)
 
     def load_image(self, archive: Path) -> None:
         """Put the images of a docker-archive or oci-archive on the node. Raises ClusterError."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.cluster.harness.runs import Process, children, rss_mib
 
-_POLL_S = 0.05
+_POLL_S = 0.1
 _TAIL_LINES = 25
 
 

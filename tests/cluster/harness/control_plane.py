@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
 import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from tests.cluster.harness import build
+from tests.cluster.harness.api_reader import ApiReader
 from tests.cluster.harness.components import Components
 from tests.cluster.harness.inside import NODE_ADDRESS
 from tests.cluster.harness.pki import Pki
-from tests.cluster.harness.tools import kubectl_binary
 
 SERVICE_NETWORK = "10.96.0.0/16"
 API_SERVICE_ADDRESS = "10.96.0.1"
@@ -67,6 +66,16 @@ class ControlPlane:
         """Where the API server answers, inside and outside of the cluster's network."""
         return f"https://127.0.0.1:{self.api_port}"
 
+    def reader(self) -> ApiReader:
+        """Reads the API as the administrator."""
+        folder = self.pki.folder
+        return ApiReader(
+            self.api_port,
+            ca=self.pki.ca.certificate,
+            certificate=folder / "admin.crt",
+            key=folder / "admin.key",
+        )
+
     @property
     def audit_log(self) -> Path:
         """One JSON object per call (see AUDIT_POLICY)."""
@@ -105,24 +114,16 @@ def start(plane: ControlPlane, components: Components, listening: socket.socket)
         [sys.executable, "-I", forward, str(listening.fileno()), "127.0.0.1", str(plane.api_port)],
         pass_fds=(listening.fileno(),),
     )
-    ready = partial(_answers, plane, "get", "--raw", "/readyz")
+    reader = plane.reader()
+    ready = partial(reader.ok, "/readyz")
     components.wait(["etcd", "kube-apiserver"], ready, _READY_DEADLINE_S)
     components.start(
         "kube-controller-manager", [kube, "kube-controller-manager", *_manager_flags(plane)]
     )
     components.start("kube-scheduler", [kube, "kube-scheduler", *_scheduler_flags(plane)])
     # Pods are refused before their namespace has a service account.
-    account = partial(_answers, plane, "get", "serviceaccount", "default")
+    account = partial(reader.ok, "/api/v1/namespaces/default/serviceaccounts/default")
     components.wait(["kube-controller-manager", "kube-apiserver"], account, _READY_DEADLINE_S)
-
-
-def _answers(plane: ControlPlane, *argv: str) -> bool:
-    done = subprocess.run(
-        [str(kubectl_binary()), f"--kubeconfig={plane.kubeconfig}", "--request-timeout=5s", *argv],
-        capture_output=True,
-        timeout=20,
-    )
-    return done.returncode == 0
 
 
 def _apiserver_flags(plane: ControlPlane) -> list[str]:

@@ -277,10 +277,8 @@ def _start_dns(cluster: Cluster) -> None:
 
 
 def _ready(cluster: Cluster) -> bool:
-    answer = cluster.kubectl("get", "node", NODE_NAME, "-o", "json", check=False)
-    if not answer.startswith("{"):
-        return False
-    conditions = json.loads(answer).get("status", {}).get("conditions", [])
+    node = cluster.get(f"/api/v1/nodes/{NODE_NAME}") or {}
+    conditions = node.get("status", {}).get("conditions", [])
     ready = any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
     return ready and _dns_ready(cluster)
 

@@ -18,7 +18,7 @@ def wait_for(
     deadline_s: float,
     what: str,
     *,
-    interval_s: float = 0.1,
+    interval_s: float = 0.2,
     explain: Callable[[], str] | None = None,
 ) -> T:
     """Ask until the answer is true, and return it.
