@@ -187,9 +187,9 @@ def test_scheduling_reaches_the_pods(helm: Helm) -> None:
 
 
 def test_a_label_of_the_user_cannot_replace_one_of_the_chart(helm: Helm) -> None:
-    name = "app.kubernetes.io/name"
+    name = "app.kubernetes.io/component"
     objects = helm.render({"podLabels": {name: "other"}})
-    assert _operator(objects)["metadata"]["labels"][name] == "xpyd-operator"
+    assert _operator(objects)["metadata"]["labels"][name] == "operator"
 
 
 def test_another_account_is_used_when_named(helm: Helm) -> None:

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 SYSTEM = "xpyd-system"
 DEMO_MODEL = ROOT / "examples/demo-model"
 _LOAD_CLIENT = Path(__file__).with_name("load_client.py").read_text()
-_IMAGE_VALUES = (
+IMAGE_VALUES = (
     "images.registry=localhost",
     "images.operator.tag=test",
     "images.router.tag=test",
@@ -58,7 +58,7 @@ def load_images(cluster: Cluster) -> None:
 
 def install_chart(cluster: Cluster, *values: str) -> None:
     """`helm install xpyd helm/xpyd`, with the test images."""
-    settings = [part for value in (*_IMAGE_VALUES, *values) for part in ("--set", value)]
+    settings = [part for value in (*IMAGE_VALUES, *values) for part in ("--set", value)]
     chart = str(ROOT / "helm/xpyd")
     place = ("-n", SYSTEM, "--create-namespace")
     cluster.helm("install", "xpyd", chart, *place, *settings, "--wait", "--timeout=90s")

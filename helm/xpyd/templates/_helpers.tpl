@@ -28,17 +28,26 @@
 {{- include "xpyd.fullname" . }}-uninstall
 {{- end -}}
 
+{{/* What selects the operator's pod: no hook's pod and no child of a fleet has these labels. */}}
 {{- define "xpyd.selector" -}}
-app.kubernetes.io/name: xpyd-operator
+app.kubernetes.io/name: {{ .Chart.Name }}
 app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: operator
 {{- end -}}
 
-{{/* Labels of everything but the CRDs; no fleet's child has them. */}}
 {{- define "xpyd.labels" -}}
-{{ include "xpyd.selector" . }}
-app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ .Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{ include "xpyd.componentLabels" (list . "operator") }}
+{{- end -}}
+
+{{/* Labels of what belongs to a part of the chart: (list $ "uninstall") */}}
+{{- define "xpyd.componentLabels" -}}
+{{- $root := index . 0 -}}
+app.kubernetes.io/name: {{ $root.Chart.Name }}
+app.kubernetes.io/instance: {{ $root.Release.Name }}
+app.kubernetes.io/component: {{ index . 1 }}
+app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ $root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" }}
 {{- end -}}
 
 {{/* What cannot work is said before anything is installed. */}}
@@ -115,14 +124,4 @@ affinity:
 helm.sh/hook: pre-delete
 helm.sh/hook-weight: {{ . | quote }}
 helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
-{{- end -}}
-
-{{/* Labels of a pod that is not the operator, so no Service leads to it: (list $ "uninstall") */}}
-{{- define "xpyd.jobLabels" -}}
-{{- $root := index . 0 -}}
-app.kubernetes.io/name: xpyd-{{ index . 1 }}
-app.kubernetes.io/instance: {{ $root.Release.Name }}
-app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ $root.Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" }}
 {{- end -}}
