@@ -100,7 +100,7 @@ def open_store(cache: Path) -> Store:
         if old != store.folder or _age_s(old / "storage.conf") > STORE_LIFETIME_S:
             _remove(old)
     if not (store.folder / "storage.conf").is_file():
-        _make_store(store.folder)
+        make_store(store.folder)
     if not store.has_image(BASE_IMAGE):
         _make_base(cache, store)
     return store
@@ -146,11 +146,13 @@ def say(line: str) -> None:
     sys.stderr.flush()
 
 
-def _make_store(folder: Path) -> None:
+def make_store(folder: Path) -> Store:
+    """A new, empty storage there."""
     (folder / "tmp").mkdir(parents=True)
     (folder / "storage.conf").write_text(
         f'[storage]\ndriver = "overlay"\nrunroot = "{folder}/run"\ngraphroot = "{folder}/root"\n'
     )
+    return Store(folder)
 
 
 def _make_base(cache: Path, store: Store) -> None:
