@@ -15,7 +15,7 @@ from tests.operator.observed_cluster import NODE, Cluster, first, rfc3339, settl
 from xpyd_operator.api import load_fleet, parse_fleet
 from xpyd_operator.observe import Children, Problem, find_problems
 from xpyd_operator.observe.crashes import last_line
-from xpyd_operator.observe.raw import MOST_TEXT, short, tail
+from xpyd_operator.observe.raw import MOST_TEXT, count, moment, short, tail
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fleet.yaml"
 
@@ -160,8 +160,8 @@ def test_what_keeps_a_container_from_running_is_degraded_and_said(name: str) -> 
 NODES = "0/1 nodes are available: "
 NO_ROOM: dict[str, tuple[str, str, str, str]] = {
     "no GPU": (
-        NODES + "1 Insufficient nvidia.com/gpu. preemption: 0/1 nodes are available: 1 Preemption "
-        "is not helpful for scheduling.",
+        NODES + "1 Insufficient nvidia.com/gpu. no new claims to deallocate, preemption: 0/1 nodes "
+        "are available: 1 Preemption is not helpful for scheduling.",
         "Capacity",
         "Unschedulable",
         NODES + "1 Insufficient nvidia.com/gpu",
@@ -622,3 +622,24 @@ def test_long_texts_are_cut_at_the_end_or_at_the_beginning() -> None:
 
 def test_times_are_those_of_the_api_server() -> None:
     assert rfc3339(Cluster(load_fleet(EXAMPLE)).now) == "2026-11-21T10:00:00Z"
+
+
+@pytest.mark.parametrize(
+    ("text", "time"),
+    [
+        ("2026-11-21T10:00:00Z", "2026-11-21T10:00:00Z"),
+        ("2026-11-21T11:30:00.123456+01:30", "2026-11-21T10:00:00Z"),
+        ("2026-11-21T10:00:00", None),
+        ("0001-01-01T00:00:00+14:00", None),
+        ("soon", None),
+        ("", None),
+    ],
+)
+def test_only_a_time_with_its_zone_is_one(text: str, time: str | None) -> None:
+    found = moment(text)
+    assert (rfc3339(found) if found else None) == time
+
+
+@pytest.mark.parametrize(("value", "number"), [(3, 3), (-3, 0), (True, 0), ("3", 0), (3.5, 0)])
+def test_only_a_whole_number_that_is_not_negative_is_a_count(value: object, number: int) -> None:
+    assert count({"spec": {"replicas": value}}, "spec", "replicas") == number

@@ -80,6 +80,7 @@ def test_a_status_says_where_the_fleet_is_and_what_it_has() -> None:
     assert status["observedGeneration"] == 7
     assert {c["observedGeneration"] for c in status["conditions"]} == {7}
     assert [p["name"] for p in status["pools"]] == ["router", "prefill", "decode"]
+    assert "declaredReplicas" not in status["pools"][0]
     assert status["pools"][2] == {
         "name": "decode",
         "role": "Decode",

@@ -184,7 +184,7 @@ def _progressing(fleet: _Fleet) -> _Verdict:
 
 
 def _movement(fleet: _Fleet) -> str:
-    """Why the fleet moves. What began it counts until it is settled, or something else begins."""
+    """Why the fleet moves. What began counts until all is there, or something else happens."""
     earlier = text(condition_of(fleet.before, "Progressing"), "reason")
     pools = [row for row in fleet.pools if row.revision]
     known = {text(p, "name"): p.get("replicas") for p in rows(fleet.before, "pools")}
@@ -195,7 +195,7 @@ def _movement(fleet: _Fleet) -> str:
     if any(known[row.name] != row.replicas for row in pools):
         return "Scaling"
     troubled = any(p.kind != "Waiting" for p in fleet.of_pools(r.name for r in fleet.missing))
-    return earlier if earlier in ("Rollout", "Scaling") and not troubled else "Recovering"
+    return "Scaling" if earlier == "Scaling" and not troubled else "Recovering"
 
 
 def _degraded(fleet: _Fleet) -> _Verdict:

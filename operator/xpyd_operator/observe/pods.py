@@ -54,8 +54,8 @@ _LAYERS = re.compile(
     r'Back-off pulling image "[^"]*": |ErrImagePull: |rpc error: code = \w+ desc = '
     r'|failed to pull and unpack image "[^"]*": |failed to resolve reference "[^"]*": '
 )
-_PREEMPTION = re.compile(r" (still not schedulable, )?preemption: .*", re.DOTALL)
-"""What preemption would do is the scheduler's second sentence, and never news."""
+_PREEMPTION = re.compile(r"\.? [^.]*\bpreemption: .*", re.DOTALL)
+"""What preemption would do is the scheduler's last sentence, and never news."""
 _REASON = re.compile(r"[A-Za-z]([A-Za-z0-9]{0,61}[A-Za-z0-9])?", re.ASCII)
 _CREATING = ("", "ContainerCreating", "PodInitializing")
 
