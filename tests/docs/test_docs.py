@@ -49,7 +49,7 @@ class Block:
     code: str
 
 
-def _blocks(page: Path) -> list[Block]:
+def blocks_of(page: Path) -> list[Block]:
     found: list[Block] = []
     for info, code in _FENCE.findall(page.read_text()):
         language, _, note = info.strip().partition(" ")
@@ -93,7 +93,7 @@ def _normal(line: str) -> str:
     return " ".join(line.split())
 
 
-def _not_printed(blocks: list[Block], output: str) -> list[str]:
+def not_printed(blocks: list[Block], output: str) -> list[str]:
     """The lines of the console blocks that no line of `output` has in it."""
     printed = [_normal(line) for line in output.splitlines()]
     missing: list[str] = []
@@ -111,7 +111,7 @@ def _not_printed(blocks: list[Block], output: str) -> list[str]:
 def test_a_console_line_that_was_not_printed_is_found() -> None:
     block = Block("console", "", "fleet demo  Ready  http://127.0.0.1:10001\n> a ... d\ngone\n")
     output = "fleet demo Ready http://127.0.0.1:10002\n> a b c d\n"
-    assert _not_printed([block], output) == ["gone"]
+    assert not_printed([block], output) == ["gone"]
 
 
 def test_addresses_that_a_page_chooses_are_replaced() -> None:
@@ -140,7 +140,7 @@ def _raise_if_dead(pid: int) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])
 def test_every_block_has_a_known_language_and_a_reason_not_to_run(page: Path) -> None:
-    for block in _blocks(page):
+    for block in blocks_of(page):
         assert block.language in KNOWN, block
         assert not block.note or re.fullmatch(r"not-run: .{5,}", block.note), block
         if block.language == "json":
@@ -160,27 +160,27 @@ def test_links_lead_to_files_that_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])
 def test_the_fleets_shown_are_accepted(page: Path, tmp_path: Path) -> None:
-    for number, block in enumerate(_blocks(page)):
-        if block.language == "yaml" and "kind: InferenceFleet" in block.code:
+    for number, block in enumerate(blocks_of(page)):
+        if block.language == "yaml" and re.search(r"^kind: InferenceFleet$", block.code, re.M):
             file = tmp_path / f"{number}.yaml"
             file.write_text(block.code)
             assert load_fleet(file).metadata.name
 
 
-RUNNABLE = [p for p in PAGES if _script(_blocks(p))]
+RUNNABLE = [p for p in PAGES if _script(blocks_of(p))]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", RUNNABLE, ids=[str(p.relative_to(ROOT)) for p in RUNNABLE])
 def test_the_commands_shown_run_and_print_what_the_page_shows(page: Path, tmp_path: Path) -> None:
     environment = _new_users_environment(tmp_path)
-    blocks = _blocks(page)
+    blocks = blocks_of(page)
     log = tmp_path / "output"
     try:
         status = _run_page(_with_own_addresses(_script(blocks)), environment, log)
         text = log.read_text()
         assert status == 0, text[-6000:]
-        assert not _not_printed(blocks, text), text[-6000:]
+        assert not not_printed(blocks, text), text[-6000:]
         left = _fleets(environment)
         assert not left, f"the page leaves a fleet running: {left}"
     finally:
