@@ -5,10 +5,10 @@ cd "$(dirname "$0")/.."
 
 usage() {
   cat <<'USAGE'
-usage: scripts/images.sh [build|push] [NAME=VALUE ...]
+usage: scripts/images.sh [build] [push] [NAME=VALUE ...]
        make images [push] [NAME=VALUE ...]
 
-build (the default) makes the images; push pushes those that build made with the same values.
+build (the default) makes the images; push pushes those that were made with the same values.
 
   BUILDER=docker|buildah  default: docker where its daemon answers, else buildah
   ONLY=operator,router    which images; default: operator,router,worker
@@ -30,18 +30,21 @@ fail() { say "$*"; exit 2; }
 has() { command -v "$1" > /dev/null; }
 
 read_arguments() {
-  action=build
+  actions=()
   local word
   for word in "$@"; do
     case $word in
       -h | --help | help) usage; exit 0 ;;
-      build | push) action=$word ;;
+      build | push) actions+=("$word") ;;
       BUILDER=* | ONLY=* | TAG=* | REGISTRY=* | VARIANT=* | BASE=* | TORCH_INDEX=* | \
         CA_BUNDLE=* | BUILD_OPTIONS=* | PUSH_OPTIONS=*) declare -g "$word" ;;
       *) fail "'$word' is not understood; scripts/images.sh --help" ;;
     esac
   done
+  [ ${#actions[@]} -gt 0 ] || actions=(build)
 }
+
+asked_to() { [[ " ${actions[*]} " == *" $1 "* ]]; }
 
 check_settings() {
   version=$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)
@@ -56,7 +59,7 @@ check_settings() {
   done
   [[ $VARIANT =~ ^(cuda|cpu)$ ]] || fail "VARIANT=$VARIANT is neither cuda nor cpu"
   [[ $TAG =~ ^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$ ]] || fail "TAG=$TAG is no image tag"
-  [ "$action" = build ] || [ -n "$REGISTRY" ] \
+  [ -n "$REGISTRY" ] || ! asked_to push \
     || fail "push needs REGISTRY, e.g. make images push REGISTRY=registry.example.com/llm"
   [[ $REGISTRY != *://* ]] || fail "REGISTRY=$REGISTRY: without the scheme, e.g. ${REGISTRY#*://}"
   [ -z "$CA_BUNDLE" ] || [ -f "$CA_BUNDLE" ] || fail "CA_BUNDLE=$CA_BUNDLE is no file"
@@ -149,17 +152,20 @@ chart_settings() {
 read_arguments "$@"
 check_settings
 find_builder
-if [ "$action" = build ]; then fetch_base; else check_built; fi
+if asked_to build; then fetch_base; else check_built; fi
 revision=$(git rev-parse --short=12 HEAD 2> /dev/null || echo unknown)
-table=$(printf '%-48s %10s %9s' image size "$action, s")
+table=$(printf '%-48s %10s %8s' image size seconds)
 number=0
 for name in "${names[@]}"; do
   number=$((number + 1))
   started=$SECONDS
-  say "[$number/${#names[@]}] $action $(image_name "$name") with $BUILDER"
-  "${action}_one" "$name"
+  for action in build push; do
+    asked_to "$action" || continue
+    say "[$number/${#names[@]}] $action $(image_name "$name") with $BUILDER"
+    "${action}_one" "$name"
+  done
   size=$("$BUILDER" images --format '{{.Size}}' "$(image_name "$name")")
-  table+=$'\n'$(printf '%-48s %10s %9d' "$(image_name "$name")" "$size" $((SECONDS - started)))
+  table+=$'\n'$(printf '%-48s %10s %8d' "$(image_name "$name")" "$size" $((SECONDS - started)))
 done
 printf '%s\n' "$table"
-if [ "$action" = push ]; then say "the chart finds them with: $(chart_settings)"; fi
+if asked_to push; then say "the chart finds them with: $(chart_settings)"; fi

@@ -68,7 +68,7 @@ def test_it_builds_the_three_images_with_the_projects_version(machine: Machine) 
         assert build.endswith(" .")
     assert [call.split()[-1] for call in machine.calls("pull")] == [BASE]
     table = done.stdout.splitlines()
-    assert table[0].split() == ["image", "size", "build,", "s"]
+    assert table[0].split() == ["image", "size", "seconds"]
     assert [row.split()[:3] for row in table[1:]] == [[tag, "12", "MB"] for tag in _tags(builds)]
 
 
@@ -198,6 +198,38 @@ def test_push_pushes_what_was_built_and_says_how_the_chart_finds_it(machine: Mac
     assert machine.calls("push") == [f"docker push --tls-verify=false {i}" for i in images]
     settings = f"--set images.registry=r.io/llm --set images.worker.tag={VERSION}-cpu"
     assert done.stderr.splitlines()[-1].endswith(settings)
+
+
+def test_build_and_push_in_one_go_ask_for_the_registry_first(machine: Machine) -> None:
+    machine.has("docker")
+    assert machine.run("build", "push").returncode == 2
+    assert not machine.calls("build")
+    done = machine.run("build", "push", "REGISTRY=r.io", "ONLY=router,operator")
+    assert done.returncode == 0, done.stderr
+    order = [line.split()[1] for line in (machine.folder / "calls").read_text().splitlines()]
+    assert [word for word in order if word in ("build", "push")] == ["build", "push"] * 2
+
+
+def test_make_images_push_does_both_with_the_variables_of_its_command_line(
+    machine: Machine,
+) -> None:
+    machine.has("docker")
+    values = ["REGISTRY=r.io", "ONLY=router", "TAG=7", "BUILD_OPTIONS=-v /a:/b"]
+    make = shutil.which("make")
+    assert make is not None
+    done = subprocess.run(
+        [make, "-C", str(ROOT), "images", "push", *values],
+        env={"PATH": str(machine.folder / "bin"), "FAKE": str(machine.folder)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (build,), (push,) = machine.calls("build"), machine.calls("push")
+    assert "--tag r.io/xpyd-router:7" in build
+    assert build.endswith(" -v /a:/b .")
+    assert push == "docker push r.io/xpyd-router:7"
 
 
 def test_help_names_every_variable_that_is_read() -> None:
