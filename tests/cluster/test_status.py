@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ CRDS = ROOT / "crds"
 PAGE = ROOT / "docs" / "troubleshooting.md"
 TOLD_S = 60.0
 GONE_S = 90.0
+TEST_IMAGE = "localhost/testpod:1"
+"""On the real node; it ends at once when it is started as an engine."""
 _FAKE_NODES = {"spec": {"nodeSelector": NODE_SELECTOR, "tolerations": TOLERATIONS}}
 Obj = dict[str, Any]
 
@@ -37,12 +40,32 @@ def plane(control_plane: Cluster) -> Iterator[Cluster]:
     control_plane.kubectl("delete", "-f", str(CRDS), "--timeout=60s")
 
 
-@pytest.fixture
-def operator(plane: Cluster, namespace: str) -> Iterator[OperatorProcess]:
-    with running_operator(plane, namespace) as found:
+@pytest.fixture(scope="module")
+def node(node_cluster: Cluster) -> Iterator[Cluster]:
+    node_cluster.kubectl("apply", "-f", str(CRDS))
+    node_cluster.kubectl("wait", "--for=condition=Established", "-f", str(CRDS))
+    yield node_cluster
+    node_cluster.kubectl("delete", "-f", str(CRDS), "--timeout=60s")
+
+
+@contextmanager
+def _operator_of(cluster: Cluster, namespace: str) -> Iterator[OperatorProcess]:
+    with running_operator(cluster, namespace) as found:
         yield found
         where = ("-n", namespace, "delete", "inferencefleets", "--all", f"--timeout={GONE_S}s")
-        plane.kubectl(*where, timeout_s=GONE_S + 10)
+        cluster.kubectl(*where, timeout_s=GONE_S + 10)
+
+
+@pytest.fixture
+def operator(plane: Cluster, namespace: str) -> Iterator[OperatorProcess]:
+    with _operator_of(plane, namespace) as found:
+        yield found
+
+
+@pytest.fixture
+def node_operator(node: Cluster, namespace: str) -> Iterator[OperatorProcess]:
+    with _operator_of(node, namespace) as found:
+        yield found
 
 
 def fleet(change: Callable[[Obj], object] | None = None) -> Obj:
@@ -71,6 +94,19 @@ def fleet(change: Callable[[Obj], object] | None = None) -> Obj:
         "metadata": {"name": "chat"},
         "spec": spec,
     }
+
+
+def real_fleet(image: str, *, env: list[Obj] | None = None) -> Obj:
+    """The same on the real node, with that image of engines and routers."""
+    document = fleet()
+    spec = document["spec"]
+    spec["engine"] = {"image": image, "env": env or []}
+    for pool in spec["pools"]:
+        pool["resources"]["sharedMemory"] = "1Mi"
+        del pool["template"]
+    container = {"name": "router", "image": image}
+    spec["router"] = {"replicas": 1, "template": {"spec": {"containers": [container]}}}
+    return document
 
 
 def apply(cluster: Cluster, namespace: str, document: Obj) -> None:
@@ -186,3 +222,63 @@ def test_the_commands_of_the_page_run_and_tell_of_the_trouble(
     assert re.search(shown, done.stdout, re.M)
     assert re.search(r"Warning +NoCapacity +InferenceFleet/chat ", done.stdout)
     assert re.search(r"^fleetpool|^NAME +FLEET +ROLE", done.stdout, re.M)
+
+
+def test_an_image_in_no_registry_is_told_with_what_the_registry_says(
+    node: Cluster, namespace: str, node_operator: OperatorProcess
+) -> None:
+    apply(node, namespace, real_fleet("registry.invalid/xpyd-worker:1"))
+    message = wait_told(node, namespace, node_operator, "Degraded", "ImagePullBackOff")
+    assert re.match(
+        r"decode: the image cannot be pulled \(1 of 1 pods, chat-decode-\S+\): "
+        r"registry.invalid/xpyd-worker:1: .+",
+        message,
+    ), message
+    assert "rpc error" not in message
+
+
+def test_a_crash_is_told_with_the_last_line_of_the_log(
+    node: Cluster, namespace: str, node_operator: OperatorProcess
+) -> None:
+    apply(node, namespace, real_fleet(TEST_IMAGE))
+    message = wait_told(node, namespace, node_operator, "Degraded", "CrashLoopBackOff")
+    assert re.match(
+        r"decode: the container crashes \(1 of 1 pods, chat-decode-\S+\): "
+        r"exit code 1, \d+ restarts?: testpod: no command \"worker\";",
+        message,
+    ), message
+    (block,) = re.findall(
+        r"^```sh not-run: needs a crashed container; [^\n]*\n(.*?)^```$",
+        PAGE.read_text(),
+        re.M | re.S,
+    )
+    script = f'set -eu\nkubectl() {{ command kubectl --namespace={namespace} "$@"; }}\n{block}'
+    done = subprocess.run(
+        ["bash", "-c", script],
+        env=node.client_environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (0, 'testpod: no command "worker"\n'), done.stderr
+
+
+def test_a_key_that_is_missing_is_named(
+    node: Cluster, namespace: str, node_operator: OperatorProcess
+) -> None:
+    reference = {"secretKeyRef": {"name": "hub", "key": "token"}}
+    env: list[Obj] = [{"name": "HUB_TOKEN", "valueFrom": reference}]
+    apply(node, namespace, real_fleet(TEST_IMAGE, env=env))
+    message = wait_told(node, namespace, node_operator, "Degraded", "CreateContainerConfigError")
+    assert message.startswith("decode: the container cannot be configured (1 of 1 pods, ")
+    assert 'secret "hub" not found' in message
+
+
+def test_a_volume_that_does_not_come_is_named_after_half_a_minute(
+    node: Cluster, namespace: str, node_operator: OperatorProcess
+) -> None:
+    document = real_fleet(TEST_IMAGE)
+    document["spec"]["kvTransfer"] = {"keySecretRef": {"name": "own-key"}}
+    apply(node, namespace, document)
+    message = wait_told(node, namespace, node_operator, "Ready", "VolumesNotMounted")
+    assert "may lack Secret own-key or the pod's network" in message
