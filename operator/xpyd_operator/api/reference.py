@@ -119,4 +119,4 @@ def _rules(node: Schema, path: str) -> Iterator[str]:
 
 def _rule(path: str, rule: Schema) -> str:
     when = " (on a change)" if _UPDATE in rule["rule"] else ""
-    return f"| `{path}` | {rule['message']}{when} |\n".replace("'router'", "`router`")
+    return f"| `{path}` | {rule['message']}{when} |\n"

@@ -231,14 +231,14 @@ def _beside(
 def _details(error: ValidationError) -> Iterable[InitErrorDetails]:
     for item in error.errors(include_url=False):
         kind, context = item["type"], item.get("ctx", {})
-        error: str | PydanticCustomError = kind
+        found: str | PydanticCustomError = kind
         if kind == RULE:
-            error, context = broken(item["msg"]), {}
+            found, context = broken(item["msg"]), {}
         elif kind == DUPLICATE:
-            error, context = duplicate(context["key"], context["value"]), {}
+            found, context = duplicate(context["key"], context["value"]), {}
         elif kind == INT_OR_STRING:
-            error, context = neither(), {}
-        yield InitErrorDetails(type=error, loc=item["loc"], input=item["input"], ctx=context)
+            found, context = neither(), {}
+        yield InitErrorDetails(type=found, loc=item["loc"], input=item["input"], ctx=context)
 
 
 def matching(pattern: str, message: str) -> Check:
