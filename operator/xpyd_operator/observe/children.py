@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import cast, get_args
 
 from xpyd_operator.objects.names import LABEL_POOL, LABEL_REVISION, LABEL_ROLE
@@ -30,13 +31,18 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class Children:
-    """The objects that belong to one fleet, raw. `others`: Services, Secrets and so on."""
+    """The objects that belong to one fleet, raw: dicts and lists. `others`: Services and so on."""
 
     deployments: tuple[Raw, ...] = ()
     leader_worker_sets: tuple[Raw, ...] = ()
     pods: tuple[Raw, ...] = ()
     pools: tuple[Raw, ...] = ()
     others: tuple[Raw, ...] = ()
+
+    @cached_property
+    def counts(self) -> Mapping[Key, Counts]:
+        """Instances by pool and revision, as the pods are."""
+        return _count_instances(self)
 
 
 @dataclass(frozen=True)
@@ -134,19 +140,9 @@ def spec_of(pod: Raw, specs: Mapping[Key, tuple[Raw, Raw]]) -> Raw:
     return found[text(pod, "metadata", "labels", WORKER_INDEX) not in ("", "0")]
 
 
-def count_instances(children: Children) -> dict[Key, Counts]:
-    """Instances by pool and revision, as the pods are."""
-    sizes = {
-        name_of(s): max(1, count(s, "spec", "leaderWorkerTemplate", "size"))
-        for s in children.leader_worker_sets
-    }
-    found = _instances(children.pods, sizes)
-    return {key: _sum(instances.values()) for key, instances in found.items()}
-
-
 def fleet_seen(children: Children) -> FleetSeen:
     """What plan() looks at. `status` stays None: the cluster's status is fleet_status()'s."""
-    counts = count_instances(children)
+    counts = children.counts
     found: dict[Key, WorkloadSeen] = {}
     for workload in workloads(children):
         key, role = key_of(workload), role_of(workload)
@@ -162,6 +158,15 @@ def fleet_seen(children: Children) -> FleetSeen:
             have = counts.get(key, NOTHING)
             found[key] = WorkloadSeen(Workload(*key, 0, Template(role)), have.alive, have.ready)
     return FleetSeen(_pools(children.pools), tuple(found[key] for key in sorted(found)))
+
+
+def _count_instances(children: Children) -> dict[Key, Counts]:
+    sizes = {
+        name_of(s): max(1, count(s, "spec", "leaderWorkerTemplate", "size"))
+        for s in children.leader_worker_sets
+    }
+    found = _instances(children.pods, sizes)
+    return {key: _sum(instances.values()) for key, instances in found.items()}
 
 
 def _instances(

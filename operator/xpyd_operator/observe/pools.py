@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from xpyd_operator.observe.children import NOTHING, Children, Counts, count_instances
+from xpyd_operator.observe.children import NOTHING, Children, Counts
 from xpyd_operator.plan import ROUTER, FleetSeen, FleetWant, pools_wanted
 from xpyd_operator.plan.values import PoolRole
 
@@ -52,7 +52,7 @@ class PoolRow:
 def pool_rows(want: FleetWant, seen: FleetSeen, children: Children) -> tuple[PoolRow, ...]:
     """The router, the pools of the document in its order, then those that still leave."""
     counts: dict[str, dict[str, Counts]] = {}
-    for (pool, revision), have in count_instances(children).items():
+    for (pool, revision), have in children.counts.items():
         counts.setdefault(pool, {})[revision] = have
     revisions: dict[str, set[str]] = {}
     for workload in seen.workloads:

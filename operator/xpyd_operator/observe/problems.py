@@ -13,7 +13,6 @@ from xpyd_operator.observe.children import (
     NOTHING,
     Children,
     Key,
-    count_instances,
     is_leaving,
     key_of,
     name_of,
@@ -145,7 +144,7 @@ def _is_new(pod: Raw, now: str) -> bool:
 
 
 def _is_short(pool: str, children: Children) -> bool:
-    counts = count_instances(children)
+    counts = children.counts
     mine = [(key, w) for w in workloads(children) if (key := key_of(w)) and key[0] == pool]
     return any(counts.get(key, NOTHING).ready < replicas_of(w) for key, w in mine)
 

@@ -20,24 +20,24 @@ _ELLIPSIS = "..."
 def at(obj: object, *path: str) -> object:
     """The field at `path`, None where there is none."""
     for key in path:
-        if not isinstance(obj, Mapping):
+        if not isinstance(obj, dict):
             return None
-        obj = cast("Mapping[object, object]", obj).get(key)
+        obj = cast("dict[object, object]", obj).get(key)
     return obj
 
 
 def fields(obj: object, *path: str) -> Raw:
     """The map at `path`."""
     value = at(obj, *path)
-    return cast("Raw", value) if isinstance(value, Mapping) else {}
+    return cast("Raw", value) if isinstance(value, dict) else {}
 
 
 def rows(obj: object, *path: str) -> list[Raw]:
     """The maps of the list at `path`."""
     value = at(obj, *path)
-    if not isinstance(value, list | tuple):
+    if not isinstance(value, list):
         return []
-    return [cast("Raw", v) for v in cast("list[object]", value) if isinstance(v, Mapping)]
+    return [cast("Raw", v) for v in cast("list[object]", value) if isinstance(v, dict)]
 
 
 def text(obj: object, *path: str) -> str:
