@@ -16,6 +16,7 @@ build (the default) makes the images; push pushes those that were made with the 
   REGISTRY=host/path      in front of the names, e.g. registry.example.com/llm; needed by push
   VARIANT=cuda|cpu        of the worker's torch; default: cuda. cpu tags the worker TAG-cpu
   BASE=image              with Python 3.11 and its venv module; default: as in the Dockerfiles
+  INDEX=URL               where packages come from; default: https://pypi.org/simple
   TORCH_INDEX=URL         where VARIANT=cpu finds torch;
                           default: https://download.pytorch.org/whl/cpu
   CA_BUNDLE=file          certificates for the build's downloads, e.g. of a company's proxy;
@@ -36,7 +37,7 @@ read_arguments() {
     case $word in
       -h | --help | help) usage; exit 0 ;;
       build | push) actions+=("$word") ;;
-      BUILDER=* | ONLY=* | TAG=* | REGISTRY=* | VARIANT=* | BASE=* | TORCH_INDEX=* | \
+      BUILDER=* | ONLY=* | TAG=* | REGISTRY=* | VARIANT=* | BASE=* | INDEX=* | TORCH_INDEX=* | \
         CA_BUNDLE=* | BUILD_OPTIONS=* | PUSH_OPTIONS=*) declare -g "$word" ;;
       *) fail "'$word' is not understood; scripts/images.sh --help" ;;
     esac
@@ -49,7 +50,8 @@ asked_to() { [[ " ${actions[*]} " == *" $1 "* ]]; }
 check_settings() {
   version=$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)
   : "${BUILDER:=}" "${ONLY:=operator,router,worker}" "${TAG:=$version}" "${REGISTRY:=}"
-  : "${VARIANT:=cuda}" "${BASE:=}" "${CA_BUNDLE:=}" "${BUILD_OPTIONS:=}" "${PUSH_OPTIONS:=}"
+  : "${VARIANT:=cuda}" "${BASE:=}" "${INDEX:=}" "${CA_BUNDLE:=}"
+  : "${BUILD_OPTIONS:=}" "${PUSH_OPTIONS:=}"
   : "${TORCH_INDEX:=https://download.pytorch.org/whl/cpu}"
   IFS=, read -r -a names <<< "$ONLY"
   local name
@@ -115,6 +117,7 @@ build_one() {
   options+=(--file "$(dockerfile "$name")" --tag "$(image_name "$name")")
   options+=(--build-arg "VERSION=$version" --build-arg "REVISION=$revision")
   if [ -n "$BASE" ]; then options+=(--build-arg "BASE=$BASE"); fi
+  if [ -n "$INDEX" ]; then options+=(--build-arg "INDEX=$INDEX"); fi
   if [ -n "$CA_BUNDLE" ]; then options+=(--secret "id=ca,src=$CA_BUNDLE"); fi
   if [ "$name" = worker ] && [ "$VARIANT" = cpu ]; then
     options+=(--build-arg "TORCH_INDEX=$TORCH_INDEX")

@@ -78,6 +78,7 @@ def test_it_builds_the_three_images_with_the_projects_version(machine: Machine) 
         (("ONLY=router", "TAG=1.2"), ("--tag xpyd-router:1.2",)),
         (("ONLY=router", "REGISTRY=r.io/a/", "TAG=1"), ("--tag r.io/a/xpyd-router:1",)),
         (("ONLY=router", "BASE=my/python:3.11"), ("--build-arg BASE=my/python:3.11",)),
+        (("ONLY=router", "INDEX=https://m/simple"), ("--build-arg INDEX=https://m/simple",)),
         (("ONLY=router", "CA_BUNDLE=LICENSE"), ("--secret id=ca\\,src=LICENSE",)),
         (("ONLY=router", "BUILD_OPTIONS=-v /a:/b --pull"), ("-v /a:/b --pull",)),
         (
@@ -237,7 +238,7 @@ def test_help_names_every_variable_that_is_read() -> None:
     shown = subprocess.run(
         [str(script), "--help"], capture_output=True, text=True, timeout=60, check=True
     ).stdout
-    names = ("BUILDER", "ONLY", "TAG", "REGISTRY", "VARIANT", "BASE", "TORCH_INDEX", "CA_BUNDLE")
-    for name in (*names, "BUILD_OPTIONS", "PUSH_OPTIONS"):
+    names = ("BUILDER", "ONLY", "TAG", "REGISTRY", "VARIANT", "BASE", "INDEX", "CA_BUNDLE")
+    for name in (*names, "TORCH_INDEX", "BUILD_OPTIONS", "PUSH_OPTIONS"):
         assert f"  {name}=" in shown
         assert f"{name}=*" in script.read_text()
