@@ -61,9 +61,9 @@ def workloads_of(fleet: InferenceFleet) -> list[Workload]:
     return [Workload(p.name, p.revision, sizes[p.name], p.template) for p in want.pools]
 
 
-def objects_of(fleet: InferenceFleet) -> list[dict[str, Any]]:
+def objects_of(fleet: InferenceFleet, site: Site | None = None) -> list[dict[str, Any]]:
     """All objects of a new fleet but its key."""
-    site = site_of(fleet)
+    site = site_of(fleet) if site is None else site
     workloads = workloads_of(fleet)
     replicas = {w.pool: w.replicas for w in workloads if w.pool != ROUTER}
     return [

@@ -293,8 +293,9 @@ def test_every_ranks_kv_port_is_open_to_the_fleets_engines():
     assert [port for port in range(21000, 21012) if admits(rules, engine, port)] == list(
         range(21001, 21010)
     )
-    near_the_end = changed(("spec.kvTransfer.port", 65535))
-    assert admits(ingress(near_the_end, "engines"), engine, 65535)
+    rules = ingress(changed(("spec.kvTransfer.port", 65535)), "engines")
+    assert admits(rules, engine, 65535)
+    assert not admits(rules, engine, 65536)
 
 
 def test_scrapers_need_a_namespace_that_an_administrator_labelled():

@@ -81,7 +81,13 @@ def install_lws(cluster: Cluster) -> None:
     kubeconfig = pki.kubeconfig("lws", "lws", server=cluster.api_url, group="system:masters")
     crd = sources / "config" / "crd" / "bases" / "leaderworkerset.x-k8s.io_leaderworkersets.yaml"
     cluster.kubectl("apply", "--server-side", "-f", str(crd))
-    cluster.kubectl("wait", "--for=condition=Established", f"crd/{_LWS_CRD}", "--timeout=30s")
+    # kubectl's wait gives up at once on an object without conditions, as a new one is.
+    established = ("wait", "--for=condition=Established", f"crd/{_LWS_CRD}", "--timeout=30s")
+    wait_for(
+        lambda: "condition met" in cluster.kubectl(*established, check=False),
+        _READY_DEADLINE_S,
+        "the API server has LeaderWorkerSets",
+    )
     cluster.components.start("lws", [program, f"--kubeconfig={kubeconfig}", f"--config={config}"])
     _apply(cluster, *_lws_webhooks(sources, pki.ca.certificate))
     wait_for(

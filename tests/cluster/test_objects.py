@@ -1,0 +1,109 @@
+"""Rendered objects on a real API server: it takes them, keeps what they say, and makes their pods.
+
+No operator runs: what xpyd_operator.objects makes of the sample fleets is applied as it is, in a
+namespace that enforces the pod security standard "restricted".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cluster.harness import Cluster, wait_for
+from tests.cluster.harness.addons import install_lws, uninstall_lws
+from tests.operator.object_samples import FOLDER, NAMES, SETTINGS, objects_of
+from xpyd_operator.api import InferenceFleet, parse_fleet, parse_object
+from xpyd_operator.objects import contains, kv_secret, names
+from xpyd_operator.objects.values import Site
+
+CRDS = Path(__file__).parents[2] / "crds"
+RESTRICTED = "pod-security.kubernetes.io/enforce=restricted"
+
+
+@pytest.fixture(scope="module")
+def cluster(control_plane: Cluster) -> Iterator[Cluster]:
+    """The cluster with our CRDs and with LeaderWorkerSets, and no operator."""
+    control_plane.kubectl("apply", "-f", str(CRDS))
+    wait_for(
+        lambda: control_plane.kubectl("get", "fleet,fleetpool", "-o", "name", check=False) == "",
+        30,
+        "the API server serves the CRDs",
+    )
+    install_lws(control_plane)
+    yield control_plane
+    control_plane.kubectl("delete", "-f", str(CRDS), "--timeout=60s")
+    uninstall_lws(control_plane)
+
+
+def made(cluster: Cluster, namespace: str, name: str) -> tuple[InferenceFleet, Site]:
+    """The sample fleet as an object of the namespace."""
+    document = yaml.safe_load((FOLDER / f"{name}.fleet.yaml").read_text())
+    document["metadata"]["namespace"] = namespace
+    cluster.kubectl("apply", "-f", "-", input=json.dumps(document))
+    stored = json.loads(cluster.kubectl("-n", namespace, "get", "fleet", "-o", "json"))["items"][0]
+    fleet = parse_object(stored)
+    assert objects_of(fleet) == objects_of(parse_fleet(json.dumps(document).encode(), source="f"))
+    return fleet, Site(namespace, stored["metadata"]["uid"], SETTINGS)
+
+
+def apply(cluster: Cluster, objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Server-side apply; what the API server makes of the objects, in their order."""
+    found = cluster.kubectl(
+        "apply", "--server-side", f"--field-manager={names.MANAGER}", "-f", "-", "-o", "json",
+        input=json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}),
+    )  # fmt: skip
+    return json.loads(found)["items"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_object_is_taken_kept_and_the_same_when_it_is_applied_again(
+    cluster: Cluster, new_namespace: Callable[[Cluster], str], name: str
+) -> None:
+    namespace = new_namespace(cluster)
+    cluster.kubectl("label", "namespace", namespace, RESTRICTED)
+    fleet, site = made(cluster, namespace, name)
+    objects = [*objects_of(fleet, site), kv_secret(fleet, site, "5e" * 32)]
+
+    first = apply(cluster, objects)
+    assert [obj["kind"] for obj in first] == [obj["kind"] for obj in objects]
+    for stored, obj in zip(first, objects, strict=True):
+        assert contains(stored, obj), obj["metadata"]["name"]
+
+    check_pods(cluster, namespace, name)
+    again = apply(cluster, objects)
+    for before, after in zip(first, again, strict=True):
+        kept = ("uid", "generation", "ownerReferences", "labels")
+        assert {k: before["metadata"].get(k) for k in kept} == {
+            k: after["metadata"].get(k) for k in kept
+        }
+
+
+EXPECTED = {
+    # Pool -> pods. LeaderWorkerSet makes the others of a group when its leader is there.
+    "minimal": {"router": 2, "prefill": 1, "decode": 1},
+    "full": {"router": 3, "prefill": 2, "decode": 4},
+    "cpu": {"router": 2, "all": 1},
+    "pvc": {"router": 2, "all": 1},
+    # A folder of the node is against "restricted".
+    "dra": {"router": 2},
+}
+
+
+def check_pods(cluster: Cluster, namespace: str, name: str) -> None:
+    def pods() -> dict[str, int]:
+        found = cluster.get(f"/api/v1/namespaces/{namespace}/pods") or {"items": []}
+        counts: dict[str, int] = {}
+        for pod in found["items"]:
+            pool = pod["metadata"]["labels"][names.LABEL_POOL]
+            counts[pool] = counts.get(pool, 0) + 1
+        return counts
+
+    wait_for(lambda: pods() == EXPECTED[name], 30, f"the pods are {EXPECTED[name]}")
+    if name == "dra":
+        events = cluster.kubectl("-n", namespace, "get", "events", "-o", "json")
+        assert 'restricted volume types (volume \\"xpyd-models\\" uses restricted' in events
