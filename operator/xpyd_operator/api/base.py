@@ -71,6 +71,16 @@ class ApiModel(BaseModel):
             found[VALIDATIONS] = entries
         return found
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, value: object) -> object:
+        """null is no value, as for the API server; an unknown field stays unknown with it."""
+        if not isinstance(value, dict):
+            return value
+        known = {field.alias for field in cls.model_fields.values()}
+        fields = cast("dict[str, object]", value)
+        return {k: v for k, v in fields.items() if v is not None or k not in known}
+
     @model_validator(mode="after")
     def _keeps_its_rules(self) -> Self:
         raise_all(

@@ -113,24 +113,8 @@ def _validate(fields: Mapping[str, object], source: str) -> InferenceFleet:
 
 
 def as_sent(fields: Mapping[Any, object]) -> dict[str, Any]:
-    """The map as the API server's validation sees it after kubectl has sent it.
-
-    null is no value, whole floats are integers, integers have 64 bits, and keys are text. A pod
-    template's spec is left alone: it is not ours.
-    """
-    return {
-        _key_text(key): _template(value) if key == "template" else _as_sent(value)
-        for key, value in fields.items()
-        if value is not None
-    }
-
-
-def _template(value: object) -> object:
-    if not isinstance(value, dict):
-        return value
-    fields = cast("dict[Any, object]", value)
-    sent = as_sent({key: child for key, child in fields.items() if key != "spec"})
-    return sent if fields.get("spec") is None else {**sent, "spec": fields["spec"]}
+    """The map as kubectl sends it: whole floats are integers, integers have 64 bits."""
+    return {_key_text(key): _as_sent(value) for key, value in fields.items()}
 
 
 def _as_sent(value: object) -> object:

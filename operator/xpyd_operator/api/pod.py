@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from pydantic import (
+    BeforeValidator,
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
@@ -15,13 +16,22 @@ from pydantic_core import CoreSchema, core_schema
 
 from xpyd_operator.api.base import ApiModel
 
+
+def _drop_nulls(value: object) -> object:
+    if not isinstance(value, dict):
+        return value
+    return {k: v for k, v in cast("dict[str, object]", value).items() if v is not None}
+
+
 Labels = Annotated[
     dict[str, Annotated[str, Field(max_length=63)]],
     Field(max_length=64),
+    BeforeValidator(_drop_nulls),
 ]
 Annotations = Annotated[
     dict[str, Annotated[str, Field(max_length=16384)]],
     Field(max_length=64),
+    BeforeValidator(_drop_nulls),
 ]
 
 
@@ -57,7 +67,7 @@ class _ShapedLike:
         self, source: object, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
         model = handler.generate_schema(self._model)
-        checked = core_schema.no_info_wrap_validator_function(_keep, model)
+        checked = core_schema.no_info_wrap_validator_function(_as_map, model)
         return core_schema.nullable_schema(
             checked, serialization=core_schema.simple_ser_schema("any")
         )
@@ -68,11 +78,11 @@ class _ShapedLike:
         return handler(schema)
 
 
-def _keep(value: object, handler: ValidatorFunctionWrapHandler) -> object:
-    handler(value)
-    return value
+def _as_map(value: object, handler: ValidatorFunctionWrapHandler) -> object:
+    checked: ApiModel = handler(value)
+    return checked.model_dump(by_alias=True, exclude_unset=True)
 
 
 def shaped_like(model: type[ApiModel]) -> _ShapedLike:
-    """The value is checked as `model` is, and kept as the map that it was."""
+    """The value is checked as `model` is, and kept as a map of what it has."""
     return _ShapedLike(model)
