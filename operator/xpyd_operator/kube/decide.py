@@ -11,34 +11,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import cast
 
-from xpyd_core.errors import UserError
-from xpyd_operator.api import InferenceFleet, parse_object
+from xpyd_operator.api import InferenceFleet
 from xpyd_operator.kube.kinds import (
-    BUDGET,
     CLAIM_TEMPLATE,
-    DEPLOYMENT,
     LEADER_WORKER_SET,
-    NETWORK_POLICY,
-    POD,
     POOL,
-    SERVICE,
-    SERVICE_ACCOUNT,
-    Kind,
     Obj,
     kind_of,
 )
+from xpyd_operator.kube.look import (
+    SUPPORT,
+    Look,
+    Mark,
+    Place,
+    controller_of,
+    holder_of,
+    is_leaving,
+    mark_of,
+    own_children,
+)
 from xpyd_operator.kube.writes import Apply, MakeKey, Remove, Scale, SetFinalizers, Write
 from xpyd_operator.objects import (
-    Settings,
-    Site,
     contains,
     desired_hash,
-    model_in_pod,
     pool_object,
     support_objects,
-    template_problems,
     workload_objects,
 )
 from xpyd_operator.objects.names import ANNOTATION_APPLIED, FINALIZER
@@ -54,20 +53,14 @@ from xpyd_operator.plan import (
     PoolWant,
     PutWorkload,
     Workload,
-    fleet_want,
     plan,
     pools_wanted,
 )
 
-Place = tuple[Kind, str]
-"""An object of the fleet's namespace."""
-
-_SUPPORT = (SERVICE, SERVICE_ACCOUNT, BUDGET, NETWORK_POLICY)
-_WORKLOADS = (DEPLOYMENT, LEADER_WORKER_SET)
 _UNSETTLED_RECHECK_S = 10.0
 """Events wake a fleet; this is for findings that time alone brings, such as volumes that do not
 come for half a minute."""
-_TAKEN_RECHECK_S = 30.0
+_TAKEN_RECHECK_S = 15.0
 _MISSING_APIS = {
     LEADER_WORKER_SET: (
         "LeaderWorkerSetMissing",
@@ -82,63 +75,6 @@ _MISSING_APIS = {
 
 
 @dataclass(frozen=True)
-class Reading:
-    """A document as it was understood. It changes with the object's generation only.
-
-    `complaints`: why it cannot be acted on; then `fleet` may be None.
-    """
-
-    fleet: InferenceFleet | None
-    want: FleetWant
-    complaints: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Mark:
-    """An object that was compared with what hashes to `digest`, or that this was applied to.
-
-    `contained`: the comparison found all of it. False after an apply, until one was made.
-    """
-
-    uid: str
-    version: str
-    generation: int
-    digest: str
-    contained: bool = False
-
-
-@dataclass(frozen=True)
-class Look:
-    """What a turn sees.
-
-    `taken`: names that another's object was found under. `settled`: what was applied or compared
-    before, so that neither is done again in vain. `contested`: places that someone changes back as
-    often as they are applied; they rest for a while.
-    """
-
-    document: Obj
-    reading: Reading
-    children: Mapping[Kind, Mapping[str, Obj]]
-    settings: Settings
-    served: frozenset[Kind]
-    now: str
-    taken: Mapping[Place, str] = field(default_factory=dict[Place, str])
-    settled: Mapping[Place, Mark] = field(default_factory=dict[Place, Mark])
-    contested: frozenset[Place] = frozenset()
-    wants_key: bool = False
-
-    @property
-    def uid(self) -> str:
-        """The document's."""
-        return str(self.document["metadata"]["uid"])
-
-    @property
-    def site(self) -> Site:
-        """For rendering."""
-        return Site(self.document["metadata"]["namespace"], self.uid, self.settings)
-
-
-@dataclass(frozen=True)
 class Turn:
     """What is to be done. `again`: nothing else can be said before the writes were done.
 
@@ -150,63 +86,6 @@ class Turn:
     compared: Mapping[Place, Mark] = field(default_factory=dict[Place, Mark])
     recheck_after: float | None = None
     again: bool = False
-
-
-def read(document: Obj, settings: Settings) -> Reading:
-    """Parse the document. Never raises: what cannot be used becomes complaints."""
-    name = str(document["metadata"]["name"])
-    try:
-        fleet = parse_object(document)
-    except UserError as error:
-        return Reading(None, FleetWant(name, ()), tuple(str(error).splitlines()))
-    want = fleet_want(
-        fleet,
-        model=model_in_pod(fleet),
-        routers=fleet.spec.router.replicas,
-        router_surge=1,
-        image=settings.worker_image,
-        router_image=settings.router_image,
-    )
-    return Reading(fleet, want, template_problems(fleet))
-
-
-def is_leaving(obj: Obj) -> bool:
-    """Whether its deletion has begun."""
-    return "deletionTimestamp" in obj["metadata"]
-
-
-def own_children(look: Look) -> Children:
-    """The children without those that another owner controls, such as a deleted fleet's."""
-
-    def own(kind: Kind) -> tuple[Obj, ...]:
-        found = look.children.get(kind, {}).values()
-        return tuple(obj for obj in found if controller_of(obj) in (None, look.uid))
-
-    return Children(
-        deployments=own(DEPLOYMENT),
-        leader_worker_sets=own(LEADER_WORKER_SET),
-        pods=tuple(look.children.get(POD, {}).values()),
-        pools=own(POOL),
-        others=tuple(obj for kind in _SUPPORT for obj in own(kind)),
-    )
-
-
-def controller_of(obj: Obj) -> str | None:
-    """The uid of the owner that controls the object."""
-    owners = cast("list[dict[str, Any]]", obj["metadata"].get("ownerReferences") or [])
-    return next((owner["uid"] for owner in owners if owner.get("controller")), None)
-
-
-def mark_of(obj: Obj, digest: str, *, contained: bool = False) -> Mark:
-    """The mark of an object as it is."""
-    metadata = obj["metadata"]
-    return Mark(
-        str(metadata["uid"]),
-        str(metadata.get("resourceVersion", "")),
-        int(metadata.get("generation") or 0),
-        digest,
-        contained,
-    )
 
 
 def decide(look: Look) -> Turn:
@@ -427,7 +306,7 @@ class _Decision:
     def _leftovers(self, support: Iterable[Obj]) -> Iterator[Remove]:
         """What was made for a pool or a setting that is no more."""
         wanted = {(kind_of(obj), obj["metadata"]["name"]) for obj in support}
-        for kind in _SUPPORT:
+        for kind in SUPPORT:
             for name, obj in self._look.children.get(kind, {}).items():
                 if (kind, name) not in wanted and self._is_ours(obj):
                     yield _remove(obj)
@@ -445,15 +324,6 @@ class _Decision:
     def _is_ours(self, obj: Obj) -> bool:
         """Whether we made it for this fleet, and it is not on its way already."""
         return controller_of(obj) == self._look.uid and not is_leaving(obj)
-
-
-def holder_of(obj: Obj) -> str:
-    """Whose an object is, for a message."""
-    owners = cast("list[dict[str, Any]]", obj["metadata"].get("ownerReferences") or [])
-    for owner in owners:
-        if owner.get("controller"):
-            return f"{owner.get('kind')} {owner.get('name')} (uid {owner.get('uid')})"
-    return "someone else (it has no owner)"
 
 
 def _is_of_another_role(before: Obj, obj: Obj, uid: str) -> bool:

@@ -45,7 +45,14 @@ class Gone:
     obj: Obj
 
 
-Message = Listed | Present | Gone
+@dataclass(frozen=True)
+class Missing:
+    """The API server has no such kind any more."""
+
+    kind: Kind
+
+
+Message = Listed | Present | Gone | Missing
 
 
 class Inbox:

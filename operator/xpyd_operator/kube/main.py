@@ -10,16 +10,17 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from xpyd_operator.kube.cache import Cache, FleetKey
 from xpyd_operator.kube.client import Api
 from xpyd_operator.kube.errors import KubeError
 from xpyd_operator.kube.events import EventPoster
-from xpyd_operator.kube.inbox import Gone, Inbox, Listed, Message, Present
-from xpyd_operator.kube.kinds import ALWAYS, FLEET, FLEET_LABEL, OPTIONAL, POOL, Kind, Obj
+from xpyd_operator.kube.feed import Feed
+from xpyd_operator.kube.inbox import Inbox, Listed, Message, Missing
+from xpyd_operator.kube.kinds import ALWAYS, FLEET, FLEET_LABEL, OPTIONAL, POOL, Kind
 from xpyd_operator.kube.login import Login, find_login
 from xpyd_operator.kube.metrics import OperatorMetrics
 from xpyd_operator.kube.probes import ProbeServer
@@ -55,7 +56,11 @@ class OperatorConfig:
 
 def run_operator(config: OperatorConfig) -> int:
     """Run until SIGTERM or SIGINT; the exit status. UserError: no way to the API server."""
-    logging.getLogger("kopf").setLevel(max(logging.WARNING, logging.getLogger().level))
+    level = logging.getLogger().level
+    if level > logging.DEBUG:
+        logging.getLogger("kopf").setLevel(max(logging.WARNING, level))
+        # It warns that it leaves the signals alone, as it should.
+        logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)
     asyncio.run(_until_signalled(config))
     return 0
 
@@ -67,16 +72,6 @@ async def _until_signalled(config: OperatorConfig) -> None:
     # A wrong kubeconfig ends the program here, before anything waits for it.
     await find_login()
     await Operator(config).run(stop)
-
-
-@dataclass
-class _Lists:
-    """Which first lists are in. A list has been when its last part came, for every namespace."""
-
-    missing: set[tuple[Kind, str | None]] = field(default_factory=set[tuple[Kind, str | None]])
-    seen: dict[tuple[Kind, str | None], set[str]] = field(
-        default_factory=dict[tuple[Kind, str | None], set[str]]
-    )
 
 
 class Operator:
@@ -102,9 +97,9 @@ class Operator:
             settings=config.settings,
             clock=time.monotonic,
         )
+        self._feed = Feed(self._cache, self._wake)
         self._inbox = Inbox(self._heard)
-        self._lists = _Lists()
-        self._watchers: list[Watcher] = []
+        self._watchers: dict[tuple[Kind, ...], Watcher] = {}
         self._watched: set[Kind] = set()
         self._waits_for = "the API server"
         self._stopping = False
@@ -129,7 +124,9 @@ class Operator:
 
     async def _start(self) -> None:
         optional = await self._wait_for_kinds()
-        self._watch((*ALWAYS, *optional))
+        self._watch(ALWAYS)
+        for kind in optional:
+            self._watch([kind])
         for _ in range(self._config.workers):
             self._spawn(self._work(), "worker")
         self._spawn(self._poster.run(), "events")
@@ -143,7 +140,7 @@ class Operator:
         for task in self._tasks:
             if task not in workers:
                 task.cancel()
-        watchers = [watcher.stop() for watcher in self._watchers]
+        watchers = [watcher.stop() for watcher in self._watchers.values()]
         self._queue.close()
         if workers:
             await asyncio.wait(workers, timeout=_STOP_TIMEOUT_S)
@@ -179,10 +176,14 @@ class Operator:
         return kind.plural in await self._api.resources(kind.api_version)
 
     async def _watch_for_kinds(self) -> None:
-        """Notice optional kinds that are installed later."""
-        while missing := [kind for kind in OPTIONAL if kind not in self._watched]:
+        """Notice optional kinds that are installed later. Each has a watcher of its own: kopf
+        ends all streams when one kind is removed.
+        """
+        while True:
             await asyncio.sleep(_OPTIONAL_POLL_S)
-            for kind in missing:
+            for kind in OPTIONAL:
+                if kind in self._watched:
+                    continue
                 try:
                     if await self._is_served(kind):
                         logger.info("%s is installed now", kind.name)
@@ -191,9 +192,8 @@ class Operator:
                     logger.debug("is %s installed? %s", kind.name, error)
 
     def _watch(self, kinds: Sequence[Kind]) -> None:
-        for kind in kinds:
-            self._watched.add(kind)
-            self._lists.missing.update((kind, place) for place in self._places())
+        self._watched.update(kinds)
+        self._feed.expect(kinds, self._places())
         watcher = Watcher(
             kinds,
             self._config.namespaces,
@@ -202,64 +202,30 @@ class Operator:
             count=self.metrics.count_call,
             count_event=self.metrics.count_watch_event,
         )
-        self._watchers.append(watcher)
+        self._watchers[tuple(kinds)] = watcher
         watcher.start()
+
+    def _unwatch(self, kind: Kind) -> None:
+        """An optional kind was removed from the server."""
+        watcher = self._watchers.pop((kind,), None)
+        if watcher is None:
+            return
+        logger.warning("%s is not installed any more", kind.name)
+        self._watched.discard(kind)
+        self._feed.forget(kind)
+        self._spawn(watcher.stop(), "watches")
 
     def _places(self) -> Sequence[str | None]:
         return self._config.namespaces or (None,)
 
-    # What is heard
-
     def _heard(self, message: Message) -> None:
-        match message:
-            case Listed():
-                self._take_list(message)
-            case Present(kind, obj):
-                self._wake(kind, obj, self._cache.put(kind, obj))
-            case Gone(kind, obj):
-                self._wake(kind, obj, self._cache.remove(kind, obj))
+        if isinstance(message, Missing):
+            self._unwatch(message.kind)
+        else:
+            self._feed.hear(message)
 
-    def _take_list(self, part: Listed) -> None:
-        place = (part.kind, part.namespace)
-        if part.first:
-            self._lists.seen[place] = set()
-        uids = self._lists.seen.setdefault(place, set())
-        for obj in part.objects:
-            uids.add(obj["metadata"]["uid"])
-            self._wake(part.kind, obj, self._cache.put(part.kind, obj))
-        if not part.last:
-            return
-        del self._lists.seen[place]
-        gone = self._cache.keep_only(part.kind, part.namespace, frozenset(uids), part.version)
-        self._wake_all(gone)
-        if place in self._lists.missing:
-            self._lists.missing.remove(place)
-            self._first_list(part.kind)
-
-    def _first_list(self, kind: Kind) -> None:
-        if any(other == kind for other, _ in self._lists.missing):
-            return
-        if kind.optional:
-            # Not before: what is there of it would be created again.
-            self._reconciler.served |= {kind}
-        if not self._lists.missing:
-            self._waits_for = ""
-            logger.info("watching; %d fleets", self._cache.count(FLEET))
-            self._wake_all(self._cache.documents())
-
-    def _wake(self, kind: Kind, obj: Obj, touched: Iterable[FleetKey]) -> None:
-        for key in touched:
-            if self._is_synced():
-                self._queue.wake(key, urgent=kind == FLEET)
-
-    def _wake_all(self, keys: Iterable[FleetKey]) -> None:
-        if self._is_synced():
-            for key in list(keys):
-                self._queue.wake(key)
-
-    def _is_synced(self) -> bool:
-        """Whether all first lists are in: before, what is there would be created again."""
-        return bool(self._watched) and not self._lists.missing
+    def _wake(self, key: FleetKey, urgent: bool) -> None:
+        self._queue.wake(key, urgent=urgent)
 
     # Work
 
@@ -269,7 +235,7 @@ class Operator:
             result = "error"
             try:
                 async with asyncio.timeout(_TURN_TIMEOUT_S):
-                    recheck_after = await self._reconciler.turn(key)
+                    recheck_after = await self._reconciler.turn(key, self._feed.listed)
                 result = "done"
                 took_s = time.monotonic() - begun
                 self._queue.done(key, took_s=took_s, recheck_after=recheck_after)
@@ -296,7 +262,7 @@ class Operator:
                         await self._list(kind, place)
                     except KubeError as error:
                         logger.warning("resync: %s were not listed: %s", kind.plural, error)
-            if self._is_synced():
+            if self._feed.is_synced:
                 for number, key in enumerate(list(self._cache.documents())):
                     self._queue.wake(key, after=number * _RESYNC_SPREAD_S)
 
@@ -309,19 +275,21 @@ class Operator:
             first = False
         # Together: a list of the watch's own must not come in between.
         for part in parts:
-            self._take_list(part)
+            self._feed.hear(part)
 
     # For HTTP
 
     def _unready(self) -> list[str]:
         if not self._watched:
             return [f"waiting for {self._waits_for}"]
-        kinds = sorted({kind.plural for kind, _ in self._lists.missing if not kind.optional})
+        kinds = self._feed.missing()
         return [f"not yet listed: {', '.join(kinds)}"] if kinds else []
 
     def _unhealthy(self) -> list[str]:
         now = time.monotonic()
-        silent = sorted({name for watcher in self._watchers for name in watcher.silent(now)})
+        silent = sorted(
+            {name for watcher in self._watchers.values() for name in watcher.silent(now)}
+        )
         complaints = [f"watches that do nothing: {', '.join(silent)}"] if silent else []
         ended = sorted({t.get_name() for t in self._tasks if _broke(t)})
         return [*complaints, *([f"tasks that ended: {', '.join(ended)}"] if ended else [])]

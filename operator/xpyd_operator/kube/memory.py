@@ -10,12 +10,12 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, cast
 
-from xpyd_operator.kube.decide import Mark, Place, Reading, read
 from xpyd_operator.kube.kinds import Obj
+from xpyd_operator.kube.look import Mark, Place, Reading, read
 from xpyd_operator.kube.pacing import RecentEvents, StatusPace
 from xpyd_operator.objects import Settings
 
-TAKEN_S = 30.0
+TAKEN_S = 15.0
 """How long a name that another holds is not tried again."""
 KEY_RETRY_S = 60.0
 CONTESTED_APPLIES = 3

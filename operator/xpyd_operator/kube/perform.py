@@ -15,9 +15,9 @@ from typing import cast
 
 from xpyd_operator.kube.cache import Cache, FleetKey
 from xpyd_operator.kube.client import NEVER_CURRENT, Api
-from xpyd_operator.kube.decide import Look, Mark, Place, controller_of, holder_of, mark_of
 from xpyd_operator.kube.errors import Conflict, KubeError, NotFound, Refused
 from xpyd_operator.kube.kinds import FLEET, FLEET_LABEL, Kind, Obj, kind_of
+from xpyd_operator.kube.look import Look, Mark, Place, controller_of, holder_of, mark_of
 from xpyd_operator.kube.trim import trim
 from xpyd_operator.kube.writes import (
     Apply,

@@ -11,10 +11,11 @@ from datetime import UTC, datetime
 
 from xpyd_operator.kube.cache import Cache, FleetKey
 from xpyd_operator.kube.client import Api
-from xpyd_operator.kube.decide import Look, Turn, decide
+from xpyd_operator.kube.decide import Turn, decide
 from xpyd_operator.kube.errors import KubeError, NotFound
 from xpyd_operator.kube.events import EventPoster
-from xpyd_operator.kube.kinds import ALWAYS, FLEET, POOL, Kind, Obj
+from xpyd_operator.kube.kinds import FLEET, POOL, Kind, Obj
+from xpyd_operator.kube.look import Look
 from xpyd_operator.kube.memory import Memory
 from xpyd_operator.kube.pacing import is_ready, is_urgent
 from xpyd_operator.kube.perform import Outcome, Performer
@@ -42,7 +43,7 @@ class TurnFailed(Exception):
 class Reconciler:
     """Turns of all fleets. At most one turn of a fleet runs at a time: the queue sees to it.
 
-    `served`: kinds that the API server has. `clock`: steady seconds; `now`: the time of day.
+    `clock`: steady seconds; `now`: the time of day.
     """
 
     def __init__(
@@ -63,12 +64,11 @@ class Reconciler:
         self._clock = clock
         self._now = now
         self._memories: dict[FleetKey, Memory] = {}
-        self.served: frozenset[Kind] = frozenset(ALWAYS)
 
-    async def turn(self, key: FleetKey) -> float | None:
+    async def turn(self, key: FleetKey, served: frozenset[Kind]) -> float | None:
         """Look at a fleet once; seconds until it is to be looked at again, None: at a change.
 
-        Raises TurnFailed.
+        `served`: kinds that the API server has. Raises TurnFailed.
         """
         rounds = _ROUNDS
         while True:
@@ -77,7 +77,7 @@ class Reconciler:
                 self._memories.pop(key, None)
                 return None
             memory = self._memories.setdefault(key, Memory(self._clock()))
-            look = self._look(key, document, memory)
+            look = self._look(key, document, memory, served)
             turn = decide(look)
             outcome = await self._performer.perform(key, look, turn.stages)
             self._remember(memory, turn, outcome)
@@ -85,7 +85,7 @@ class Reconciler:
             if not turn.again or outcome.moved or outcome.refused or not rounds:
                 break
         problems = [*turn.problems, *(problem_of(write, error) for write, error in outcome.refused)]
-        status_wait = await self._report(key, memory, problems)
+        status_wait = await self._report(key, memory, problems, served)
         if outcome.refused:
             raise TurnFailed(f"{len(outcome.refused)} writes were refused")
         soon = _AGAIN_S if outcome.moved or turn.again else None
@@ -95,14 +95,14 @@ class Reconciler:
         waits = (turn.recheck_after, status_wait, soon)
         return min((wait for wait in waits if wait is not None), default=None)
 
-    def _look(self, key: FleetKey, document: Obj, memory: Memory) -> Look:
+    def _look(self, key: FleetKey, document: Obj, memory: Memory, served: frozenset[Kind]) -> Look:
         reading, time = memory.read(document, self._settings), self._clock()
         return Look(
             document,
             reading,
             self._cache.children(key),
             self._settings,
-            self.served,
+            served,
             self._now().strftime("%Y-%m-%dT%H:%M:%SZ"),
             taken=memory.taken(time),
             settled=memory.settled,
@@ -123,12 +123,14 @@ class Reconciler:
             quiet_s = float(getattr(outcome.failed, "retry_after_s", 0.0))
             raise TurnFailed(str(outcome.failed), retry_after_s=quiet_s)
 
-    async def _report(self, key: FleetKey, memory: Memory, problems: list[Problem]) -> float | None:
+    async def _report(
+        self, key: FleetKey, memory: Memory, problems: list[Problem], served: frozenset[Kind]
+    ) -> float | None:
         """Write what changed of the statuses; seconds until a write that has to wait."""
         document = self._cache.document(key)
         if document is None:
             return None
-        look = self._look(key, document, memory)
+        look = self._look(key, document, memory, served)
         present = {(kind, name) for kind, names in look.children.items() for name in names}
         memory.forget_places(frozenset(present))
         found = report(look, problems, has_key=memory.has_key(status_of(document)))

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from xpyd_operator.kube.decide import Look, is_leaving, own_children
 from xpyd_operator.kube.errors import Forbidden, Refused
 from xpyd_operator.kube.kinds import Obj, kind_of
+from xpyd_operator.kube.look import Look, is_leaving, own_children
 from xpyd_operator.kube.writes import Apply, Remove, Scale, Write, describe
 from xpyd_operator.objects.names import LABEL_POOL, kv_secret_name
 from xpyd_operator.observe import (

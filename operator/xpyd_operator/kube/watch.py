@@ -26,7 +26,7 @@ import kopf
 from aiohttp.client_middlewares import ClientHandlerType
 
 from xpyd_operator.kube.client import PAGE, Count
-from xpyd_operator.kube.inbox import Gone, Listed, Message, Present
+from xpyd_operator.kube.inbox import Gone, Listed, Message, Missing, Present
 from xpyd_operator.kube.kinds import FLEET_LABEL, Address, Kind, Obj, address_of
 from xpyd_operator.kube.login import Login, open_session
 from xpyd_operator.kube.trim import trim
@@ -39,6 +39,9 @@ STREAM_GRACE_S = 120.0
 """A stream that is not open is unhealthy when nothing was tried for so long. kopf's own retries
 are at most 20 s apart, and it reopens a silent stream after 70 s."""
 _STOP_TIMEOUT_S = 3.0
+_ALL_TRIED_S = 15.0
+"""By when kopf must have asked for every kind. It asks the server only once which kinds there are,
+and that list may lag behind a CRD that was installed a moment ago."""
 
 
 class _Backoffs(Iterable[float]):
@@ -116,8 +119,10 @@ class Watcher:
             started = time.monotonic()
             try:
                 asyncio.run(self._run())
-            except Exception:
-                logger.exception("the watches ended; they start again in %g s", wait_s)
+            except Exception as error:
+                names = ", ".join(kind.plural for kind in self._kinds)
+                logger.error("watches of %s: %r; again in %g s", names, error, wait_s)
+                logger.debug("where it failed", exc_info=True)
             if time.monotonic() - started > RESTART_MOST_S:
                 wait_s = RESTART_FIRST_S
             self._stopping.wait(wait_s)
@@ -127,14 +132,24 @@ class Watcher:
         self._loop, self._stop_flag = asyncio.get_running_loop(), asyncio.Event()
         if self._stopping.is_set():
             return
-        await kopf.operator(
-            registry=self._registry(),
-            settings=self._settings(),
-            standalone=True,
-            clusterwide=not self._namespaces,
-            namespaces=self._namespaces,
-            stop_flag=self._stop_flag,
-        )
+        check = self._loop.call_later(_ALL_TRIED_S, self._check_all_tried, self._stop_flag)
+        try:
+            await kopf.operator(
+                registry=self._registry(),
+                settings=self._settings(),
+                standalone=True,
+                clusterwide=not self._namespaces,
+                namespaces=self._namespaces,
+                stop_flag=self._stop_flag,
+            )
+        finally:
+            check.cancel()
+
+    def _check_all_tried(self, stop_flag: asyncio.Event) -> None:
+        untried = self._tap.untried()
+        if untried:
+            logger.warning("kopf does not watch %s; its watches start again", ", ".join(untried))
+            stop_flag.set()
 
     def _registry(self) -> kopf.OperatorRegistry:
         registry = kopf.OperatorRegistry()
@@ -209,6 +224,8 @@ class _Tap:
             self._count(verb, address.kind.plural, "error")
             raise
         self._count(verb, address.kind.plural, str(answer.status))
+        if answer.status == 404:
+            self._send(Missing(address.kind))
         if answer.status == 200:
             if watch:
                 self._streams[address] = answer
@@ -217,6 +234,11 @@ class _Tap:
                 first = "continue" not in request.url.query
                 self._send(_listed(address, await answer.read(), first=first))
         return answer
+
+    def untried(self) -> list[str]:
+        """Kinds that were never asked for."""
+        tried = {address.kind for address in self._tried_at}
+        return sorted(kind.plural for kind in self._kinds - tried)
 
     def silent(self, now: float) -> list[str]:
         """As Watcher.silent."""

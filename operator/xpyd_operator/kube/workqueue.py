@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -127,48 +128,61 @@ class Schedule:
 
 
 class FleetQueue:
-    """A Schedule that workers wait on. Owned by one event loop."""
+    """A Schedule that workers wait on. Owned by one event loop; `clock` must be steady.
+
+    One timer stands for the next due fleet and wakes one worker for each: a thousand wakes of a
+    fleet that is due already cost a look into a map each.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._schedule = Schedule()
-        self._changed = asyncio.Event()
+        self._idle: deque[asyncio.Future[None]] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_due = 0.0
         self._closed = False
 
     def close(self) -> None:
         """No more fleets: `take` returns None from now on."""
         self._closed = True
-        self._changed.set()
+        if self._timer is not None:
+            self._timer.cancel()
+        while self._idle:
+            self._call_one()
 
     def wake(self, key: FleetKey, *, after: float = GATHER_S, urgent: bool = False) -> None:
         """As Schedule.wake."""
         self._schedule.wake(key, self._clock(), after=after, urgent=urgent)
-        self._changed.set()
+        self._arm()
 
     async def take(self) -> FleetKey | None:
         """Wait for a fleet that is due; `done` or `failed` must follow. None: closed."""
         while not self._closed:
-            now = self._clock()
-            key = self._schedule.take(now)
+            key = self._schedule.take(self._clock())
             if key is not None:
+                # There may be more for others.
+                self._arm()
                 return key
-            self._changed.clear()
+            waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._idle.append(waiting)
+            self._arm()
             try:
-                # Every worker wakes for every change; there are a handful of them.
-                await asyncio.wait_for(self._changed.wait(), self._schedule.wait_s(now))
-            except TimeoutError:
-                continue
+                await waiting
+            except asyncio.CancelledError:
+                if waiting in self._idle:
+                    self._idle.remove(waiting)
+                raise
         return None
 
     def done(self, key: FleetKey, *, took_s: float, recheck_after: float | None) -> None:
         """As Schedule.done."""
         self._schedule.done(key, self._clock(), took_s=took_s, recheck_after=recheck_after)
-        self._changed.set()
+        self._arm()
 
     def failed(self, key: FleetKey, *, at_least: float = 0.0) -> float:
         """As Schedule.failed."""
         wait_s = self._schedule.failed(key, self._clock(), at_least=at_least)
-        self._changed.set()
+        self._arm()
         return wait_s
 
     def forget(self, key: FleetKey) -> None:
@@ -178,3 +192,31 @@ class FleetQueue:
     def depth(self) -> int:
         """As Schedule.depth."""
         return self._schedule.depth(self._clock())
+
+    def _arm(self) -> None:
+        """Have the timer go off when the next fleet is due, if anybody waits for one."""
+        if not self._idle or self._closed:
+            return
+        now = self._clock()
+        wait_s = self._schedule.wait_s(now)
+        if wait_s is None:
+            return
+        due = now + wait_s
+        if self._timer is not None:
+            if self._timer_due <= due:
+                return
+            self._timer.cancel()
+        self._timer_due = due
+        self._timer = asyncio.get_running_loop().call_later(wait_s, self._go_off)
+
+    def _go_off(self) -> None:
+        self._timer = None
+        # It takes the fleet and arms the timer for the next.
+        self._call_one()
+
+    def _call_one(self) -> None:
+        while self._idle:
+            waiting = self._idle.popleft()
+            if not waiting.done():
+                waiting.set_result(None)
+                return
