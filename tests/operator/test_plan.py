@@ -261,6 +261,8 @@ def test_a_pool_that_left_the_document_stays_while_its_successor_is_not_ready(po
     assert {a.pool for a in actions if isinstance(a, DrainPool)} == (
         {p.name for p, _ in gone} if drained else set()
     )
+    (status,) = [a.status for a in actions if isinstance(a, SetStatus)]
+    assert ("leave when others serve" in status.message) is not drained
     stopping = plan(replace(wanted, stopping=True), FleetSeen(sizes, tuple(found)), 0.0).actions
     assert {p.name for p, _ in gone} <= {a.pool for a in stopping if isinstance(a, DrainPool)}
 

@@ -51,6 +51,53 @@ def test_every_field_reaches_a_flag():
     assert (found["decode"].replicas, found[ROUTER].replicas, found[ROUTER].surge) == (3, 1, 0)
 
 
+def test_what_only_a_cluster_uses_is_in_the_revision_and_in_no_flag():
+    plain = want()["decode"].template
+    document = fleet(
+        engine={
+            "image": "worker:1",
+            "env": [
+                {"name": "A", "value": "1"},
+                {"name": "B", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+            ],
+        },
+        model={"uri": "hf://org/name", "secretRef": {"name": "token"}},
+    )
+    pools = {pool.name: pool for pool in fleet_want(document, model="/m", image="x:1").pools}
+    found = pools["decode"].template
+    assert found.args == plain.args
+    assert found.env == (("A", "1"), *plain.env)
+    assert found.image == "worker:1"
+    assert json.loads(found.pod)["secretRef"] == {"name": "token"}
+    assert json.loads(found.pod)["env"][1]["name"] == "B"
+    assert plain.pod == '{"resources":{"gpus":0}}'
+    assert pools[ROUTER].template.pod == want()[ROUTER].template.pod == ""
+
+
+def test_ranks_of_an_instance_reach_the_engines_flags_by_the_names_that_vllm_has():
+    pools = [
+        {"name": "all", "role": "Aggregated", "parallelism": {"tensor": 2, "pipeline": 4},
+         "resources": {"gpus": 8}},
+    ]  # fmt: skip
+    assert want(pools=pools)["all"].template.args[2:4] == (
+        "--tensor-parallel-size=2",
+        "--pipeline-parallel-size=4",
+    )
+
+
+def test_routers_and_bounds_of_a_cluster_reach_the_wants():
+    pools = [
+        {"name": "all", "role": "Aggregated", "scaling": {"minReplicas": 2, "maxReplicas": 5}},
+        {"name": "more", "role": "Aggregated"},
+    ]
+    found = fleet_want(fleet(pools=pools), model="/m", routers=3, router_surge=1).pools
+    assert [(p.replicas, p.surge, p.least, p.most) for p in found] == [
+        (3, 1, 0, 1024),
+        (None, 1, 2, 5),
+        (None, 1, 0, 1024),
+    ]
+
+
 def test_a_revision_is_of_what_defines_the_pods_and_of_nothing_else():
     base = {name: pool.revision for name, pool in want().items()}
     assert all(len(revision) == 8 for revision in base.values())

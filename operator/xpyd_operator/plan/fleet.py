@@ -51,11 +51,14 @@ def plan(want: FleetWant, seen: FleetSeen, now: float) -> Plan:
     leaving = [w for w in seen.workloads if w.workload.pool not in names]
     # In an order of their own: shells see workloads in different ones.
     leaving.sort(key=lambda w: (w.workload.pool, w.workload.revision))
+    needed = not want.stopping and bool(leaving) and _is_needed(leaving, pools)
     if want.stopping:
         actions += _stop(leaving)
-    elif leaving and not _is_needed(leaving, pools):
+    elif not needed:
         actions += _leave(leaving)
-    status = _status(want, pools, leaving, seen.status, now)
+    going = "leave when others serve" if needed else "leaving"
+    waits = [f"{w.workload.pool} {w.alive} {going}" for w in leaving if w.alive]
+    status = _status(want, pools, waits, seen.status, now)
     if status != seen.status:
         actions.append(SetStatus(status))
     settled = status.ready or (want.stopping and not seen.workloads)
@@ -206,10 +209,11 @@ def _serves(instances: Counter[str]) -> bool:
 def _status(
     want: FleetWant,
     pools: Sequence[_Pool],
-    leaving: Sequence[WorkloadSeen],
+    leaving: Sequence[str],
     before: FleetStatus | None,
     now: float,
 ) -> FleetStatus:
+    """`leaving`: what is said of the pools that are wanted no more."""
     rows: list[PoolStatus] = []
     waits: list[str] = []
     for pool in pools:
@@ -231,7 +235,7 @@ def _status(
         going = sum(w.alive for w in pool.old) + max(0, (new.alive if new else 0) - replicas)
         if going:
             waits.append(f"{name} {going} leaving")
-    waits += [f"{w.workload.pool} {w.alive} leaving" for w in leaving if w.alive]
+    waits += leaving
     if want.stopping:
         reason = "Draining" if waits else "Stopped"
     else:
