@@ -18,7 +18,8 @@ from tests.cluster.harness.components import ClusterError
 from tests.cluster.harness.runs import Run, base_folder, runs, sweep
 from tests.cluster.harness.tools import cache_folder
 
-DEFAULT_NAME = "person"
+_NAME_VARIABLE = "XPYD_CLUSTER"
+"""Names the cluster for a person who has several at once."""
 
 
 def main(argv: list[str]) -> int:
@@ -49,7 +50,9 @@ def _parser() -> argparse.ArgumentParser:
     five = commands.add_parser("build", help="build all programs into the cache")
     five.set_defaults(command=_build)
     for command in (one, two, three, four):
-        command.add_argument("--name", default=DEFAULT_NAME, help="the cluster's name")
+        command.add_argument(
+            "--name", default=os.environ.get(_NAME_VARIABLE, "person"), help="the cluster's name"
+        )
     return parser
 
 
