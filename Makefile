@@ -7,11 +7,10 @@ PY_PATHS := $(PACKAGES) tests examples scripts
 PYTEST := $(BIN)/python -m pytest
 PYTEST_ARGS ?=
 
-.PHONY: help setup fmt lint type imports generate verify test test-cluster soak demo clean constraints \
-	cluster-build cluster-up cluster-down cluster-status images push
+.PHONY: help setup fmt lint type imports generate verify test test-cluster soak demo bench-operator cluster-build cluster-up cluster-down cluster-status images push constraints clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## Virtual environment and dependencies (the other targets call it)
 	@scripts/setup.sh
@@ -54,20 +53,23 @@ cluster-down: setup ## End it
 cluster-status: setup ## What runs, and how to use it
 	@$(BIN)/python -m tests.cluster.harness status
 
-images: ## Build the images; `make images push REGISTRY=...` also pushes; see scripts/images.sh --help
+images: ## Build the images of operator, router and worker; scripts/images.sh --help
 	@scripts/images.sh build $(MAKEOVERRIDES)
 ifneq (,$(filter push,$(MAKECMDGOALS)))
 	@scripts/images.sh push $(MAKEOVERRIDES)
 endif
 
-push:
-	@: # A word behind `images`; alone it has nothing to push.
+push: ## Behind `images`: also push them
+	@$(if $(filter images,$(MAKECMDGOALS)),:,echo "say: make images push REGISTRY=..." >&2; exit 2)
 
 soak: setup ## The long forms of the load tests
 	$(PYTEST) -m soak --durations=10 $(PYTEST_ARGS)
 
 demo: setup ## Bring up 1 prefill + 3 decode engines, ask them things, check the answers
 	@$(BIN)/python -m examples.demo.demo
+
+bench-operator: setup ## A thousand pods, a hundred fleets, five hundred at rest; beside plain objects
+	@$(BIN)/python -m tests.cluster.bench
 
 constraints: setup ## Write the installed versions to constraints.txt
 	@scripts/constraints.sh

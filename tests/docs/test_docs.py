@@ -90,6 +90,8 @@ def _normal(line: str) -> str:
     """`line` without what differs from run to run: numbers, ids, the width of columns."""
     line = re.sub(r"\b[0-9a-f]{8,}\b", "#", line)
     line = re.sub(r"\d+(\.\d+)?", "#", line)
+    # Ages: 14s on one machine, 1m12s on a slower one.
+    line = re.sub(r"(?<![\w#])(#[smhd])+(?!\w)", "#s", line)
     return " ".join(line.split())
 
 
