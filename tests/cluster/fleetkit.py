@@ -64,6 +64,19 @@ def install_chart(cluster: Cluster, *values: str) -> None:
     cluster.helm("install", "xpyd", chart, *place, *settings, "--wait", "--timeout=90s")
 
 
+def apply_crds(cluster: Cluster) -> None:
+    """The CRDs without the chart; served when this returns."""
+    folder = str(ROOT / "crds")
+    cluster.kubectl("apply", "-f", folder)
+
+    def established() -> bool:
+        # kubectl wait ends at once while a new CRD has no conditions at all.
+        argv = ("wait", "--for=condition=Established", "-f", folder, "--timeout=20s")
+        return cluster.kubectl(*argv, check=False).count("condition met") == 2
+
+    wait_for(established, 40, "the CRDs are served")
+
+
 def fleet_document(file: str = "examples/fleet.yaml", **changes: Any) -> dict[str, Any]:
     """The fleet in `file` with the test node's template; `changes`: replicas of pools by name."""
     document: dict[str, Any] = yaml.safe_load((ROOT / file).read_text())

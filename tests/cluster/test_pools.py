@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.fleetkit import ROOT, FleetOnNode
+from tests.cluster.fleetkit import ROOT, FleetOnNode, apply_crds
 from tests.cluster.harness import Cluster, wait_for
 from tests.cluster.harness.node import TEST_IMAGE
 from tests.cluster.operator_process import running_operator
@@ -26,8 +26,7 @@ Obj = dict[str, Any]
 @pytest.fixture
 def fleet(node_cluster: Cluster, namespace: str) -> Iterator[FleetOnNode]:
     """A fleet to be applied, with an operator whose images are stand-ins."""
-    node_cluster.kubectl("apply", "-f", str(CRDS))
-    node_cluster.kubectl("wait", "--for=condition=Established", "-f", str(CRDS))
+    apply_crds(node_cluster)
     flags = [f"--worker-image={TEST_IMAGE}", f"--router-image={TEST_IMAGE}"]
     with running_operator(node_cluster, namespace, flags=[*flags, "--image-pull-policy=Never"]):
         fleet = FleetOnNode(node_cluster, namespace, "chat")
