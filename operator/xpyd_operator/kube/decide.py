@@ -30,7 +30,6 @@ from xpyd_operator.kube.look import (
     holder_of,
     is_leaving,
     mark_of,
-    own_children,
 )
 from xpyd_operator.kube.writes import Apply, MakeKey, Remove, Scale, SetFinalizers, Write
 from xpyd_operator.objects import (
@@ -41,13 +40,12 @@ from xpyd_operator.objects import (
     workload_objects,
 )
 from xpyd_operator.objects.names import ANNOTATION_APPLIED, FINALIZER
-from xpyd_operator.observe import Children, Problem, fleet_seen
+from xpyd_operator.observe import Children, Problem
 from xpyd_operator.observe.children import key_of
 from xpyd_operator.plan import (
     ROUTER,
     DeleteWorkload,
     DrainPool,
-    FleetSeen,
     FleetWant,
     Plan,
     PoolWant,
@@ -106,13 +104,11 @@ def _stop(look: Look, finalizers: tuple[str, ...]) -> Turn:
     if FINALIZER not in finalizers:
         return Turn()
     want = replace(look.reading.want, stopping=True)
-    children = own_children(look)
-    seen = fleet_seen(children)
-    if not seen.workloads:
+    if not look.seen.workloads:
         left = tuple(name for name in finalizers if name != FINALIZER)
         return Turn(((SetFinalizers(left, look.document["metadata"]["resourceVersion"]),),))
-    made = plan(want, seen, 0.0)
-    scales, removals = _from_plan(made, want, _Workloads(children))
+    made = plan(want, look.seen, 0.0)
+    scales, removals = _from_plan(made, want, _Workloads(look.own))
     return Turn((tuple(scales), tuple(removals)), recheck_after=_UNSETTLED_RECHECK_S)
 
 
@@ -183,9 +179,8 @@ class _Decision:
         self._look = look
         self._fleet = fleet
         self._want = look.reading.want
-        self._children = own_children(look)
-        self._seen: FleetSeen = fleet_seen(self._children)
-        self._workloads = _Workloads(self._children)
+        self._seen = look.seen
+        self._workloads = _Workloads(look.own)
         self._problems: list[Problem] = []
         self._compared: dict[Place, Mark] = {}
 

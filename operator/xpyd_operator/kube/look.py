@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, cast
 
 from xpyd_core.errors import UserError
@@ -24,8 +25,8 @@ from xpyd_operator.kube.kinds import (
     Obj,
 )
 from xpyd_operator.objects import Settings, Site, model_in_pod, template_problems
-from xpyd_operator.observe import Children
-from xpyd_operator.plan import FleetWant, fleet_want
+from xpyd_operator.observe import Children, fleet_seen
+from xpyd_operator.plan import FleetSeen, FleetWant, fleet_want
 
 Place = tuple[Kind, str]
 """An object of the fleet's namespace."""
@@ -67,6 +68,8 @@ class Look:
     `taken`: names that another's object was found under. `settled`: what was applied or compared
     before, so that neither is done again in vain. `contested`: places that someone changes back as
     often as they are applied; they rest for a while.
+
+    `children` is the cache's own: a Look is good until the next await.
     """
 
     document: Obj
@@ -90,6 +93,26 @@ class Look:
         """For rendering."""
         return Site(self.document["metadata"]["namespace"], self.uid, self.settings)
 
+    @cached_property
+    def own(self) -> Children:
+        """The children without those that another owner controls, such as a deleted fleet's."""
+        return Children(
+            deployments=self._own(DEPLOYMENT),
+            leader_worker_sets=self._own(LEADER_WORKER_SET),
+            pods=tuple(self.children.get(POD, {}).values()),
+            pools=self._own(POOL),
+            others=tuple(obj for kind in SUPPORT for obj in self._own(kind)),
+        )
+
+    @cached_property
+    def seen(self) -> FleetSeen:
+        """What plan() looks at."""
+        return fleet_seen(self.own)
+
+    def _own(self, kind: Kind) -> tuple[Obj, ...]:
+        found = self.children.get(kind, {}).values()
+        return tuple(obj for obj in found if controller_of(obj) in (None, self.uid))
+
 
 def read(document: Obj, settings: Settings) -> Reading:
     """Parse the document. Never raises: what cannot be used becomes complaints."""
@@ -112,22 +135,6 @@ def read(document: Obj, settings: Settings) -> Reading:
 def is_leaving(obj: Obj) -> bool:
     """Whether its deletion has begun."""
     return "deletionTimestamp" in obj["metadata"]
-
-
-def own_children(look: Look) -> Children:
-    """The children without those that another owner controls, such as a deleted fleet's."""
-
-    def own(kind: Kind) -> tuple[Obj, ...]:
-        found = look.children.get(kind, {}).values()
-        return tuple(obj for obj in found if controller_of(obj) in (None, look.uid))
-
-    return Children(
-        deployments=own(DEPLOYMENT),
-        leader_worker_sets=own(LEADER_WORKER_SET),
-        pods=tuple(look.children.get(POD, {}).values()),
-        pools=own(POOL),
-        others=tuple(obj for kind in SUPPORT for obj in own(kind)),
-    )
 
 
 def controller_of(obj: Obj) -> str | None:

@@ -85,7 +85,13 @@ class Reconciler:
             if not turn.again or outcome.moved or outcome.refused or not rounds:
                 break
         problems = [*turn.problems, *(problem_of(write, error) for write, error in outcome.refused)]
-        status_wait = await self._report(key, memory, problems, served)
+        if turn.stages:
+            # The writes took time, and their answers changed what there is to see.
+            document = self._cache.document(key)
+            if document is None:
+                return _AGAIN_S
+            look = self._look(key, document, memory, served)
+        status_wait = await self._report(key, look, memory, problems)
         if outcome.refused:
             raise TurnFailed(f"{len(outcome.refused)} writes were refused")
         soon = _AGAIN_S if outcome.moved or turn.again else None
@@ -124,16 +130,12 @@ class Reconciler:
             raise TurnFailed(str(outcome.failed), retry_after_s=quiet_s)
 
     async def _report(
-        self, key: FleetKey, memory: Memory, problems: list[Problem], served: frozenset[Kind]
+        self, key: FleetKey, look: Look, memory: Memory, problems: list[Problem]
     ) -> float | None:
         """Write what changed of the statuses; seconds until a write that has to wait."""
-        document = self._cache.document(key)
-        if document is None:
-            return None
-        look = self._look(key, document, memory, served)
         present = {(kind, name) for kind, names in look.children.items() for name in names}
         memory.forget_places(frozenset(present))
-        found = report(look, problems, has_key=memory.has_key(status_of(document)))
+        found = report(look, problems, has_key=memory.has_key(status_of(look.document)))
         try:
             waits = (
                 await self._report_fleet(key, memory, found),

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from xpyd_operator.kube.errors import Forbidden, Refused
 from xpyd_operator.kube.kinds import Obj, kind_of
-from xpyd_operator.kube.look import Look, is_leaving, own_children
+from xpyd_operator.kube.look import Look, is_leaving
 from xpyd_operator.kube.writes import Apply, Remove, Scale, Write, describe
 from xpyd_operator.objects.names import LABEL_POOL, kv_secret_name
 from xpyd_operator.observe import (
@@ -16,7 +16,6 @@ from xpyd_operator.observe import (
     INVALID_TEMPLATE,
     Problem,
     find_problems,
-    fleet_seen,
     fleet_status,
     invalid_status,
     pool_statuses,
@@ -52,8 +51,7 @@ def report(look: Look, problems: Sequence[Problem], *, has_key: bool) -> Report:
             reason=INVALID if reading.fleet is None else INVALID_TEMPLATE,
         )
         return Report(before, invalid)
-    children = own_children(look)
-    seen = fleet_seen(children)
+    children, seen = look.own, look.seen
     want = replace(reading.want, stopping=is_leaving(look.document))
     ref = reading.fleet.spec.kv_transfer.key_secret_ref
     own_secret = kv_secret_name(reading.fleet.name) if has_key else ""

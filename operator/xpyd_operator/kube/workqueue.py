@@ -20,8 +20,8 @@ GATHER_S = 0.02
 SPACING_S = 0.1
 """Between two turns of one fleet, at least. A fleet of a thousand pods has hundreds of events a
 second; each turn reads all of its pods."""
-SPACING_PER_TURN = 4.0
-"""A turn of d seconds is followed by 4 d of quiet: one fleet takes at most a fifth of a worker."""
+SPACING_PER_TURN = 9.0
+"""A turn of d seconds is followed by 9 d of quiet: one fleet takes at most a tenth of the loop."""
 MAX_SPACING_S = 2.0
 BACKOFF_FIRST_S = 1.0
 BACKOFF_MOST_S = 60.0
