@@ -53,14 +53,10 @@ cluster-down: setup ## End it
 cluster-status: setup ## What runs, and how to use it
 	@$(BIN)/python -m tests.cluster.harness status
 
-images: ## Build the images of operator, router and worker; scripts/images.sh --help
-	@scripts/images.sh build $(MAKEOVERRIDES)
-ifneq (,$(filter push,$(MAKECMDGOALS)))
-	@scripts/images.sh push $(MAKEOVERRIDES)
-endif
+images: ## Build the images; make images push REGISTRY=... also pushes (scripts/images.sh --help)
+	@scripts/images.sh build $(filter push,$(MAKECMDGOALS))
 
-push: ## Behind `images`: also push them
-	@$(if $(filter images,$(MAKECMDGOALS)),:,echo "say: make images push REGISTRY=..." >&2; exit 2)
+push: images ## With `images`: push them too, to REGISTRY=...
 
 soak: setup ## The long forms of the load tests
 	$(PYTEST) -m soak --durations=10 $(PYTEST_ARGS)
