@@ -7,12 +7,14 @@ functions below. Texts in them are those of Kubernetes 1.34.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 from tests.operator.object_samples import SETTINGS, site_of
-from xpyd_operator.api import InferenceFleet
+from xpyd_operator.api import InferenceFleet, load_fleet
 from xpyd_operator.objects import model_in_pod, pool_object, workload_objects
 from xpyd_operator.objects.names import LABEL_POOL, LABEL_REVISION
 from xpyd_operator.observe import (
@@ -24,6 +26,7 @@ from xpyd_operator.observe import (
     fleet_seen,
     fleet_status,
 )
+from xpyd_operator.observe.raw import MOST_TEXT
 from xpyd_operator.plan import (
     DeleteWorkload,
     DrainPool,
@@ -37,6 +40,7 @@ from xpyd_operator.plan import (
 
 Obj = dict[str, Any]
 BEGIN = datetime(2026, 11, 21, 10, 0, 0, tzinfo=UTC)
+EXAMPLE = Path(__file__).parents[2] / "examples" / "fleet.yaml"
 NODE = "node-1"
 GRACE_S = 90
 
@@ -358,3 +362,26 @@ def settled(fleet: InferenceFleet) -> Cluster:
     cluster.running(cluster.pods.values(), ready=True)
     cluster.turn()
     return cluster
+
+
+def new_cluster() -> Cluster:
+    cluster = Cluster(load_fleet(EXAMPLE))
+    cluster.turn()
+    return cluster
+
+
+def told(cluster: Cluster, pool: str = "decode") -> list[tuple[str, str, str]]:
+    """The pool's problems, without the hash in its pods' names."""
+    found = find_problems(cluster.children, cluster.time)
+    for problem in found:
+        assert len(problem.message) < 4 * MOST_TEXT
+        assert problem.message.isprintable()
+    return [(p.kind, p.reason, _plain(p)) for p in found if p.pool == pool]
+
+
+def _plain(problem: Problem) -> str:
+    return re.sub(r"chat-decode-[0-9a-f]{8}-5d9c7b8f4d-decode(\d+)", r"POD\1", problem.message)
+
+
+def decodes(cluster: Cluster) -> list[dict[str, Any]]:
+    return cluster.living("decode")
