@@ -419,10 +419,12 @@ def pod_of(deployment: Obj, name: str) -> Obj:
 
 async def until(condition: Callable[[], object], *, what: str, timeout_s: float = 20.0) -> None:
     """Wait for something that another task or thread makes true."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.01)
-    assert condition(), what
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not condition():  # noqa: ASYNC110 - what changes it knows no event
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        raise AssertionError(f"not within {timeout_s:g} s: {what}") from None
 
 
 def _type(obj: Obj) -> tuple[str, str]:

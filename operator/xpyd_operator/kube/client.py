@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 FIELD_MANAGER = "xpyd-operator"
 APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
-PAGE = 500
+PAGE = 250
 """Objects per answer to a list: bounds the memory that thousands of pods take for a moment."""
 NEVER_CURRENT = "1"
 """A resourceVersion that no object has: an apply that carries it creates, or is a Conflict."""

@@ -26,6 +26,7 @@ from xpyd_core import __version__
 from xpyd_core.errors import UserError
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+_KUBECONFIG = Path("~/.kube/config")
 _TOKEN_MAX_AGE_S = 60.0
 """The kubelet replaces the token's file at 80 % of its life, which is an hour or so."""
 _LOGIN_TIMEOUT_S = 30.0
@@ -64,8 +65,10 @@ async def _from_kubeconfig() -> Login:
 
     found: Any = Configuration()
     load: Any = cast("Any", config).load_kube_config
+    # Said here: the library reads KUBECONFIG when it is imported.
+    file = os.environ.get("KUBECONFIG") or str(_KUBECONFIG)
     try:
-        await load(client_configuration=found)
+        await load(config_file=file, client_configuration=found)
     except config.ConfigException as error:
         raise UserError(f"no access to Kubernetes: not in a pod, and {error}") from error
     header: str | None = await found.get_api_key_with_prefix("BearerToken")
