@@ -61,7 +61,7 @@ def test_every_field_is_explained(kind: str) -> None:
 
 def test_people_find_both_kinds_by_short_names_and_in_one_category() -> None:
     names = [crd["spec"]["names"] for crd in crds()]
-    assert [name["shortNames"] for name in names] == [["fleet"], ["fleetpool"]]
+    assert [name["shortNames"] for name in names] == [["fleet", "fleets"], ["fleetpool", "fleetpools"]]
     assert {tuple(name["categories"]) for name in names} == {("xpyd",)}
 
 

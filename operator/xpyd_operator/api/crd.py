@@ -138,7 +138,7 @@ def _crd(
                 "singular": singular,
                 "kind": kind,
                 "listKind": f"{kind}List",
-                "shortNames": [short],
+                "shortNames": [short, f"{short}s"],
                 "categories": ["xpyd"],
             },
             "versions": [version],

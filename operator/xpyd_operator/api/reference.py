@@ -43,7 +43,7 @@ def _kind(crd: Schema) -> Iterator[str]:
     schema = version["schema"]["openAPIV3Schema"]
     yield f"## {names['kind']}\n\n{schema['description']}\n\n"
     yield f"`apiVersion: {crd['spec']['group']}/{version['name']}`, `kind: {names['kind']}`; "
-    yield f"namespaced; short name `{names['shortNames'][0]}`.\n\n"
+    yield f"namespaced; short names `{'`, `'.join(names['shortNames'])}`.\n\n"
     spec, status = schema["properties"]["spec"], schema["properties"]["status"]
     yield f"### Spec of {names['kind']}\n\n{_TABLE}"
     yield from _rows(spec, "spec")
