@@ -22,7 +22,9 @@ from tests.cluster.harness import Cluster, kwok, wait_for
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "helm" / "xpyd"
 SYSTEM = "xpyd-system"
+HOOK = "xpyd-uninstall"
 ACCOUNT = f"system:serviceaccount:{SYSTEM}:xpyd-operator"
+HOOK_ACCOUNT = f"system:serviceaccount:{SYSTEM}:{HOOK}"
 OBJECTS = (
     "all,serviceaccounts,roles,rolebindings,configmaps,secrets,poddisruptionbudgets,networkpolicies"
 )
@@ -122,12 +124,12 @@ def running_operator(cluster: Cluster, folder: Path) -> Iterator[Path]:
             child.wait()
 
 
-def run_hook(cluster: Cluster, job: str, folder: Path) -> str:
-    """Stand in for the node of a hook's Job: run its pod's command here; what it printed.
+def run_hook(cluster: Cluster, folder: Path) -> str:
+    """Stand in for the node of the hook's Job: run its pod's command here; what it printed.
 
     The pod is marked as succeeded or failed, so that the Job, and helm, go on.
     """
-    pod = wait_for(lambda: _pod_of(cluster, job), 30, f"the Job {job} has a pod")
+    pod = wait_for(lambda: _pod_of(cluster, HOOK), 30, "the hook has a pod")
     spec = pod["spec"]
     kubeconfig = kubeconfig_of(cluster, SYSTEM, spec["serviceAccountName"], folder)
     container = spec["containers"][0]
