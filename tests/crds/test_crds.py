@@ -61,7 +61,8 @@ def test_every_field_is_explained(kind: str) -> None:
 
 def test_people_find_both_kinds_by_short_names_and_in_one_category() -> None:
     names = [crd["spec"]["names"] for crd in crds()]
-    assert [name["shortNames"] for name in names] == [["fleet", "fleets"], ["fleetpool", "fleetpools"]]
+    short = [["fleet", "fleets"], ["fleetpool", "fleetpools"]]
+    assert [name["shortNames"] for name in names] == short
     assert {tuple(name["categories"]) for name in names} == {("xpyd",)}
 
 
