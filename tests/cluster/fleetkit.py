@@ -7,7 +7,6 @@ the test node needs: the pools' template that mounts the machine's Python librar
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -35,7 +34,7 @@ IMAGE_VALUES = (
 
 @dataclass
 class Timeline:
-    """What took how long; printed as it happens."""
+    """What took how long."""
 
     started: float = field(default_factory=time.monotonic)
     rows: list[tuple[str, float]] = field(default_factory=list)
@@ -43,11 +42,16 @@ class Timeline:
     def mark(self, what: str) -> float:
         """Note that `what` is done now; seconds since the start."""
         at_s = time.monotonic() - self.started
-        before = self.rows[-1][1] if self.rows else 0.0
         self.rows.append((what, at_s))
-        sys.__stderr__.write(f"\n  {at_s:6.1f} s  (+{at_s - before:.1f})  {what}")
-        sys.__stderr__.flush()
         return at_s
+
+    def lines(self) -> list[str]:
+        """For people: when, how long after the line above, what."""
+        times = [0.0, *(at_s for _, at_s in self.rows)]
+        return [
+            f"{at_s:7.1f} s  (+{at_s - before:.1f})  {what}"
+            for before, (what, at_s) in zip(times, self.rows, strict=False)
+        ]
 
 
 def load_images(cluster: Cluster) -> None:

@@ -31,8 +31,14 @@ KINDS = (
 
 
 @pytest.fixture(scope="module")
-def timeline() -> Timeline:
-    return Timeline()
+def timeline(request: pytest.FixtureRequest) -> Iterator[Timeline]:
+    """Printed when all is over, whatever pytest captures."""
+    timeline = Timeline()
+    yield timeline
+    plugins = request.config.pluginmanager
+    with plugins.getplugin("capturemanager").global_and_fixture_disabled():
+        for line in ["", "A fleet's life on one node:", *timeline.lines()]:
+            plugins.getplugin("terminalreporter").write_line(line)
 
 
 @pytest.fixture(scope="module")
