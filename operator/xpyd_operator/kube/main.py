@@ -25,7 +25,8 @@ from xpyd_operator.kube.login import Login, find_login
 from xpyd_operator.kube.metrics import OperatorMetrics
 from xpyd_operator.kube.probes import ProbeServer
 from xpyd_operator.kube.reconcile import Reconciler, TurnFailed
-from xpyd_operator.kube.watch import Watcher, listed
+from xpyd_operator.kube.tap import listed
+from xpyd_operator.kube.watch import Watcher
 from xpyd_operator.kube.workqueue import FleetQueue
 from xpyd_operator.objects import Settings
 
@@ -104,12 +105,13 @@ class Operator:
         self._waits_for = "the API server"
         self._stopping = False
         self._tasks: list[asyncio.Task[None]] = []
+        self._turns = 0
         self.port = 0
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until `stop` is set."""
         probes = ProbeServer(
-            unhealthy=self._unhealthy, unready=self._unready, metrics=self._metrics_text
+            unhealthy=self.unhealthy, unready=self.complaints, metrics=self._metrics_text
         )
         self.port = await probes.start(self._config.http_host, self._config.http_port)
         logger.info("HTTP on port %d", self.port)
@@ -249,6 +251,7 @@ class Operator:
                 logger.exception("%s: the turn broke; again in %g s", key, wait_s)
             if self._cache.document(key) is None:
                 self._queue.forget(key)
+            self._turns += 1
             self.metrics.reconciles.labels(result).inc()
             self.metrics.reconcile_seconds.observe(time.monotonic() - begun)
 
@@ -279,13 +282,19 @@ class Operator:
 
     # For HTTP
 
-    def _unready(self) -> list[str]:
+    def turns(self) -> int:
+        """Turns that ended so far."""
+        return self._turns
+
+    def complaints(self) -> list[str]:
+        """What it still waits for before it works; empty: nothing."""
         if not self._watched:
             return [f"waiting for {self._waits_for}"]
         kinds = self._feed.missing()
         return [f"not yet listed: {', '.join(kinds)}"] if kinds else []
 
-    def _unhealthy(self) -> list[str]:
+    def unhealthy(self) -> list[str]:
+        """What should never be so and a restart may mend; empty: nothing."""
         now = time.monotonic()
         silent = sorted(
             {name for watcher in self._watchers.values() for name in watcher.silent(now)}

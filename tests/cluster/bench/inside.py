@@ -1,7 +1,7 @@
 """The measurements, one after the other, in the cluster's network.
 
-`__main__` starts it as a program of its own, because a network namespace is entered by a new process. Progress goes to
-stderr, the results to stdout as one JSON object.
+`__main__` starts it as a program of its own, because a network namespace is entered by a new
+process. Progress goes to stderr, the results to stdout as one JSON object.
 """
 
 from __future__ import annotations

@@ -1,0 +1,109 @@
+"""The seam in kopf's HTTP: what is heard of a watch, and what kopf is told instead."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, cast
+
+import aiohttp
+import pytest
+
+from xpyd_operator.kube.kinds import POD
+from xpyd_operator.kube.tap import Relay, listed
+
+GONE = {"type": "ERROR", "object": {"kind": "Status", "code": 410}}
+
+
+class Content:
+    """A body that comes in given pieces."""
+
+    total_bytes = 7
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self._pieces = pieces
+
+    async def iter_chunked(self, size: int) -> AsyncIterator[bytes]:
+        assert size == 1024
+        for piece in self._pieces:
+            yield piece
+
+
+def event(change: str, version: int) -> dict[str, Any]:
+    metadata = {"name": "a", "resourceVersion": str(version)}
+    return {"type": change, "object": {"kind": "Pod", "metadata": metadata}}
+
+
+def line(told: dict[str, Any]) -> bytes:
+    return json.dumps(told).encode() + b"\n"
+
+
+def relay(*pieces: bytes) -> tuple[list[tuple[str, str]], list[list[dict[str, Any]]]]:
+    """What was heard (change, version), and what kopf got, piece by piece."""
+    heard: list[tuple[str, str]] = []
+
+    def hear(change: str, obj: dict[str, Any]) -> None:
+        heard.append((change, obj["metadata"]["resourceVersion"]))
+
+    async def run() -> list[list[dict[str, Any]]]:
+        stream = Relay(cast("aiohttp.StreamReader", Content(pieces)), hear)
+        got = [piece async for piece in stream.iter_chunked(1024)]
+        return [[json.loads(one) for one in piece.splitlines()] for piece in got]
+
+    return heard, asyncio.run(run())
+
+
+def bookmark(version: int) -> dict[str, Any]:
+    return {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": str(version)}}}
+
+
+def test_events_are_heard_in_order_and_kopf_gets_one_bookmark_for_what_came_at_once() -> None:
+    changes = [("ADDED", 5), ("MODIFIED", 6), ("DELETED", 9)]
+    heard, told = relay(b"".join(line(event(*change)) for change in changes))
+    assert heard == [("ADDED", "5"), ("MODIFIED", "6"), ("DELETED", "9")]
+    assert told == [[bookmark(9)]]
+
+
+@pytest.mark.parametrize("at", [1, 17, 40, -1])
+def test_a_line_may_come_in_pieces(at: int) -> None:
+    whole = line(event("ADDED", 5)) + line(event("MODIFIED", 6))
+    heard, told = relay(whole[:at], whole[at:])
+    assert heard == [("ADDED", "5"), ("MODIFIED", "6")]
+    assert told[-1] == [bookmark(6)]
+
+
+def test_a_line_that_was_cut_off_is_neither_heard_nor_passed() -> None:
+    heard, told = relay(line(event("ADDED", 5)) + line(event("MODIFIED", 6))[:30])
+    assert heard == [("ADDED", "5")]
+    assert told == [[bookmark(5)]]
+
+
+def test_a_bookmark_moves_kopf_on_and_is_no_event() -> None:
+    heard, told = relay(line(event("BOOKMARK", 8)))
+    assert heard == []
+    assert told == [[bookmark(8)]]
+
+
+def test_kopf_gets_an_error_as_it_is_after_what_came_before_it() -> None:
+    heard, told = relay(line(event("ADDED", 5)) + line(GONE))
+    assert heard == [("ADDED", "5")]
+    assert told == [[bookmark(5), GONE]]
+
+
+def test_nothing_is_passed_for_a_piece_without_a_whole_line() -> None:
+    assert relay(b"", b"\n", line(event("ADDED", 5))[:10]) == ([], [])
+
+
+def test_all_else_of_a_body_is_the_streams_own() -> None:
+    stream = Relay(cast("aiohttp.StreamReader", Content(())), lambda change, obj: None)
+    assert cast("Any", stream).total_bytes == 7
+
+
+def test_a_list_says_where_it_is_from_and_whether_more_follows() -> None:
+    pods = [{"metadata": {"name": "a", "namespace": "ns", "uid": "u"}}]
+    answer = {"metadata": {"resourceVersion": "12", "continue": "more"}, "items": pods}
+    part = listed(POD, "ns", answer, first=True)
+    assert (part.version, part.first, part.last) == (12, True, False)
+    assert [pod["kind"] for pod in part.objects] == ["Pod"]
+    assert listed(POD, None, {"metadata": {"resourceVersion": "x"}}, first=False).version == -1
