@@ -1,5 +1,5 @@
 // Command coredns is the test cluster's DNS: CoreDNS with the few plugins that it needs, which
-// spares the build the clouds' libraries.
+// spares the build the clouds' libraries. It lies in Kubernetes' module to share its builds.
 package main
 
 import (
