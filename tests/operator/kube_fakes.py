@@ -82,6 +82,8 @@ class FakeApi:
         self.faults: list[Fault] = []
         self.version = 100
         self.oldest_version = 0
+        self.hidden_groups: set[str] = set()
+        """Left out of the list of groups, as those of a CRD that was installed just now."""
         self._uids = 0
         self._watches: list[_Watch] = []
         self._history: list[tuple[int, str, Kind, Obj]] = []
@@ -109,6 +111,11 @@ class FakeApi:
         return Login(self.url, None)
 
     # What a test reads and does
+
+    @property
+    def watching(self) -> list[str]:
+        """Kinds that have an open watch."""
+        return [watch.kind.plural for watch in self._watches]
 
     @property
     def writes(self) -> list[Call]:
@@ -197,7 +204,9 @@ class FakeApi:
             self._log(request, query, fault.status, body)
             headers = {"Retry-After": fault.retry_after} if fault.retry_after else None
             return _status(fault.status, fault.message, headers=headers)
-        if request.query.get("watch") == "true":
+        address = address_of(request.path)
+        known = address is not None and address.kind in self.kinds
+        if request.query.get("watch") == "true" and known:
             self._log(request, query, 200, body)
             return await self._stream(request)
         try:
@@ -290,7 +299,8 @@ class FakeApi:
         return {"kind": "Status", "status": "Success"}
 
     def _discover(self, path: str) -> Any:
-        groups = sorted({(kind.group, kind.version) for kind in self.kinds if kind.group})
+        shown = [kind for kind in self.kinds if kind.group not in {"", *self.hidden_groups}]
+        groups = sorted({(kind.group, kind.version) for kind in shown})
         groups.append(("apiextensions.k8s.io", "v1"))
         if path == "/api":
             return {"kind": "APIVersions", "versions": ["v1"]}

@@ -120,7 +120,9 @@ def read(document: Obj, settings: Settings) -> Reading:
     try:
         fleet = parse_object(document)
     except UserError as error:
-        return Reading(None, FleetWant(name, ()), tuple(str(error).splitlines()))
+        # The first line counts them.
+        mistakes = tuple(line.strip() for line in str(error).splitlines()[1:])
+        return Reading(None, FleetWant(name, ()), mistakes or (str(error),))
     want = fleet_want(
         fleet,
         model=model_in_pod(fleet),
