@@ -1,0 +1,515 @@
+"""One turn as pure functions: what is written, at what pace it is told, what is remembered."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from xpyd_operator.kube.decide import Turn, decide
+from xpyd_operator.kube.errors import Forbidden, Invalid
+from xpyd_operator.kube.kinds import (
+    ALWAYS,
+    BUDGET,
+    DEPLOYMENT,
+    FLEET,
+    POD,
+    POOL,
+    SERVICE,
+    Kind,
+    Obj,
+    kind_of,
+)
+from xpyd_operator.kube.look import Look, Mark, Place, mark_of, read
+from xpyd_operator.kube.memory import CONTESTED_APPLIES, CONTESTED_S, TAKEN_S, Memory
+from xpyd_operator.kube.pacing import RecentEvents, StatusPace, is_urgent
+from xpyd_operator.kube.report import merge_patch, problem_of, report
+from xpyd_operator.kube.writes import Apply, MakeKey, Remove, Scale, SetFinalizers, Write
+from xpyd_operator.objects import Settings
+from xpyd_operator.observe import EventText
+
+SETTINGS = Settings("xpyd-worker:1", "xpyd-router:1")
+NOW = "2026-01-01T00:00:00Z"
+Children = dict[Kind, dict[str, Obj]]
+
+
+def document(*, decode: int = 1, **metadata: Any) -> Obj:
+    pools = [
+        {"name": "prefill", "role": "Prefill", "replicas": 1, "resources": {"gpus": 0}},
+        {"name": "decode", "role": "Decode", "replicas": decode, "resources": {"gpus": 0}},
+    ]
+    return {
+        "apiVersion": FLEET.api_version,
+        "kind": FLEET.name,
+        "metadata": {
+            "name": "chat",
+            "namespace": "ns",
+            "uid": "fleet",
+            "resourceVersion": "5",
+            "generation": 1,
+            "finalizers": ["xpyd.dev/fleet"],
+            **metadata,
+        },
+        "spec": {"model": {"uri": "file://./m"}, "pools": pools},
+    }
+
+
+def look(children: Children | None = None, found: Obj | None = None, **more: Any) -> Look:
+    found = found or document()
+    served = more.pop("served", frozenset(ALWAYS))
+    return Look(found, read(found, SETTINGS), children or {}, SETTINGS, served, NOW, **more)
+
+
+def writes(turn: Turn) -> list[Write]:
+    return [write for stage in turn.stages for write in stage]
+
+
+def stored(obj: Obj, *, version: int = 10, generation: int = 1) -> Obj:
+    """The object as an API server gives it back."""
+    found = deepcopy(obj)
+    found["metadata"] |= {
+        "uid": f"uid-{found['metadata']['name']}",
+        "resourceVersion": str(version),
+    }
+    if found["kind"] not in ("Service", "ServiceAccount"):
+        found["metadata"]["generation"] = generation
+    return found
+
+
+def settled() -> Children:
+    """All objects of the fleet as they are after the first turn."""
+    children: Children = {}
+    for write in writes(decide(look())):
+        if isinstance(write, Apply):
+            obj = stored(write.obj)
+            children.setdefault(kind_of(obj), {})[obj["metadata"]["name"]] = obj
+    return children
+
+
+def test_first_comes_the_finalizer_and_nothing_beside_it() -> None:
+    turn = decide(look(found=document(finalizers=["other"])))
+    assert writes(turn) == [SetFinalizers(("other", "xpyd.dev/fleet"), "5")]
+    assert turn.again
+
+
+def test_a_new_fleet_is_created_in_stages_and_workloads_come_last() -> None:
+    turn = decide(look(wants_key=True))
+    first, second = turn.stages
+    assert first[0] == MakeKey()
+    assert {w.obj["kind"] for w in first if isinstance(w, Apply)} == {
+        "ServiceAccount",
+        "Service",
+        "PodDisruptionBudget",
+        "NetworkPolicy",
+        "InferenceFleetPool",
+    }
+    assert [w.obj["kind"] for w in second if isinstance(w, Apply)] == ["Deployment"] * 3
+    assert all(w.create for w in writes(turn) if isinstance(w, Apply))
+
+
+def test_a_fleet_that_is_there_needs_nothing() -> None:
+    turn = decide(look(settled()))
+    assert writes(turn) == []
+    # Each was compared, and need not be again.
+    assert len(turn.compared) == 13
+
+
+def test_what_was_compared_is_not_compared_again_until_it_changes() -> None:
+    children = settled()
+    first = decide(look(children))
+    again = decide(look(children, settled=first.compared))
+    assert again.compared == {}
+    children[SERVICE]["chat-router"] = stored(children[SERVICE]["chat-router"], version=11)
+    assert list(decide(look(children, settled=first.compared)).compared) == [
+        (SERVICE, "chat-router")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "change"),
+    [
+        (SERVICE, "chat-router", {"spec": {"type": "NodePort"}}),
+        (BUDGET, "chat-decode", {"spec": {"maxUnavailable": 2}}),
+        (SERVICE, "chat-discovery", {"metadata": {"annotations": {"xpyd.dev/applied": "old"}}}),
+        (POOL, "chat-decode", {"spec": {"role": "Decode", "maxReplicas": 3, "fleetName": "x"}}),
+    ],
+)
+def test_what_differs_is_applied(kind: Kind, name: str, change: dict[str, Any]) -> None:
+    children = settled()
+    for part, fields in change.items():
+        children[kind][name][part] |= fields
+    (write,) = writes(decide(look(children)))
+    assert isinstance(write, Apply)
+    assert (write.obj["metadata"]["name"], write.create) == (name, False)
+    # A pool is never written over a version that was not looked at: a scale may be in it.
+    assert write.resource_version == ("10" if kind == POOL else "")
+
+
+def test_fields_that_are_nobodys_of_ours_are_no_difference() -> None:
+    children = settled()
+    children[SERVICE]["chat-router"]["metadata"]["labels"]["a"] = "b"
+    children[SERVICE]["chat-router"]["spec"]["clusterIP"] = "10.0.0.1"
+    assert writes(decide(look(children))) == []
+
+
+def test_a_scale_of_a_pool_changes_its_deployment_and_not_the_pool() -> None:
+    children = settled()
+    children[POOL]["chat-decode"]["spec"]["replicas"] = 3
+    (write,) = writes(decide(look(children)))
+    assert isinstance(write, Apply)
+    assert write.obj["kind"] == "Deployment"
+    assert write.obj["spec"]["replicas"] == 3
+
+
+def test_a_new_declaration_is_written_with_the_replicas_in_one_apply() -> None:
+    turn = decide(look(settled(), document(decode=4)))
+    pool = next(w for w in writes(turn) if isinstance(w, Apply) and w.obj["kind"] == POOL.name)
+    assert pool.obj["spec"]["replicas"] == pool.obj["spec"]["declaredReplicas"] == 4
+
+
+def test_what_the_server_makes_of_an_apply_is_not_applied_for_ever() -> None:
+    children = settled()
+    (name,) = [n for n in children[DEPLOYMENT] if "decode" in n]
+    children[DEPLOYMENT][name]["spec"]["minReadySeconds"] = 7
+    (write,) = writes(decide(look(children)))
+    assert isinstance(write, Apply)
+    place = (DEPLOYMENT, name)
+    applied = {place: mark_of(children[DEPLOYMENT][name], write.hash)}
+    # It stays as it was although it was applied; its status goes on changing.
+    children[DEPLOYMENT][name] = stored(children[DEPLOYMENT][name], version=99)
+    assert writes(decide(look(children, settled=applied))) == []
+    # A change of its spec by someone is another matter.
+    children[DEPLOYMENT][name] = stored(children[DEPLOYMENT][name], version=100, generation=2)
+    assert len(writes(decide(look(children, settled=applied)))) == 1
+
+
+def test_a_label_that_someone_changed_is_put_right_though_the_generation_stays() -> None:
+    children = settled()
+    compared = decide(look(children)).compared
+    (name,) = [n for n in children[DEPLOYMENT] if "decode" in n]
+    changed = stored(children[DEPLOYMENT][name], version=11)
+    changed["metadata"]["labels"]["xpyd.dev/pool"] = "decode"
+    changed["metadata"]["labels"]["app.kubernetes.io/managed-by"] = "someone"
+    children[DEPLOYMENT][name] = changed
+    (write,) = writes(decide(look(children, settled=compared)))
+    assert isinstance(write, Apply)
+
+
+def test_contested_objects_rest() -> None:
+    children = settled()
+    children[SERVICE]["chat-router"]["spec"]["type"] = "NodePort"
+    contested = frozenset({(SERVICE, "chat-router")})
+    assert writes(decide(look(children, contested=contested))) == []
+
+
+def test_an_object_on_its_way_out_is_waited_for() -> None:
+    children = settled()
+    children[SERVICE]["chat-router"]["metadata"]["deletionTimestamp"] = NOW
+    children[SERVICE]["chat-router"]["spec"]["type"] = "NodePort"
+    assert writes(decide(look(children))) == []
+
+
+def test_objects_of_another_owner_are_neither_counted_nor_touched() -> None:
+    children = settled()
+    for objects in children.values():
+        for obj in objects.values():
+            obj["metadata"]["ownerReferences"][0] |= {"uid": "before", "name": "old"}
+    turn = decide(look(children))
+    assert writes(turn) == []
+    assert len(turn.problems) == 13
+    assert {p.reason for p in turn.problems} == {"NameConflict"}
+    assert "InferenceFleet old" in turn.problems[0].message
+
+
+def test_orphans_with_our_label_are_taken_in() -> None:
+    children = settled()
+    del children[SERVICE]["chat-router"]["metadata"]["ownerReferences"]
+    (write,) = writes(decide(look(children)))
+    assert isinstance(write, Apply)
+    assert write.obj["metadata"]["ownerReferences"][0]["uid"] == "fleet"
+
+
+def test_a_taken_name_is_told_and_tried_again_soon() -> None:
+    turn = decide(look(taken={(SERVICE, "chat-router"): "Ingress x"}))
+    assert (SERVICE, "chat-router") not in {
+        (kind_of(w.obj), w.obj["metadata"]["name"]) for w in writes(turn) if isinstance(w, Apply)
+    }
+    (problem,) = turn.problems
+    assert "Ingress x" in problem.message
+    assert turn.recheck_after is not None
+
+
+def test_old_revisions_are_scaled_with_the_version_that_was_seen_and_then_deleted() -> None:
+    children = settled()
+    new = document()
+    new["spec"]["engine"] = {"args": ["--x=1"]}
+    (old,) = [n for n in children[DEPLOYMENT] if "decode" in n]
+    other = next(n for n in children[DEPLOYMENT] if "prefill" in n)
+    for name in (old, other):
+        add_pods(children, children[DEPLOYMENT][name])
+    turn = decide(look(children, new))
+    assert [w for w in writes(turn) if isinstance(w, Scale | Remove)] == []
+    for w in writes(turn):
+        if isinstance(w, Apply):
+            obj = stored(w.obj)
+            children[kind_of(obj)][obj["metadata"]["name"]] = obj
+    for name, obj in children[DEPLOYMENT].items():
+        if name not in (old, other):
+            add_pods(children, obj)
+    scaled = [w for w in writes(decide(look(children, new))) if isinstance(w, Scale)]
+    assert Scale(DEPLOYMENT, old, 0, "10") in scaled
+    children[POD] = {}
+    for name in (old, other):
+        children[DEPLOYMENT][name]["spec"]["replicas"] = 0
+    removed = [w for w in writes(decide(look(children, new))) if isinstance(w, Remove)]
+    assert Remove(DEPLOYMENT, old, f"uid-{old}", "10") in removed
+
+
+def add_pods(children: Children, deployment: Obj) -> None:
+    for number in range(deployment["spec"]["replicas"]):
+        name = f"{deployment['metadata']['name']}-{number}"
+        children.setdefault(POD, {})[name] = {
+            "metadata": {"name": name, "labels": deployment["metadata"]["labels"]},
+            "status": {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]},
+        }
+
+
+def test_a_pool_object_of_another_role_is_made_anew() -> None:
+    children = settled()
+    children[POOL]["chat-decode"]["spec"]["role"] = "Prefill"
+    assert writes(decide(look(children))) == [Remove(POOL, "chat-decode", "uid-chat-decode")]
+
+
+def test_deletion_takes_workloads_down_and_lets_go_when_all_are_gone() -> None:
+    children = settled()
+    for deployment in children[DEPLOYMENT].values():
+        add_pods(children, deployment)
+    going = document(deletionTimestamp=NOW, finalizers=["xpyd.dev/fleet", "other"])
+    scaled = writes(decide(look(children, going)))
+    assert {(w.name.split("-")[1], w.replicas) for w in scaled if isinstance(w, Scale)} == {
+        ("decode", 0),
+        ("prefill", 0),
+    }
+    del children[DEPLOYMENT], children[POD]
+    assert writes(decide(look(children, going))) == [SetFinalizers(("other",), "5")]
+    going["metadata"]["finalizers"] = ["other"]
+    assert writes(decide(look(children, going))) == []
+
+
+def test_deletion_needs_no_valid_document() -> None:
+    going = document(deletionTimestamp=NOW)
+    going["spec"] = {"nonsense": True}
+    assert any(isinstance(w, Scale) for w in writes(decide(look(settled(), going))))
+    assert writes(decide(look({}, going))) == [SetFinalizers((), "5")]
+
+
+def test_an_invalid_document_writes_nothing_and_each_mistake_is_a_complaint() -> None:
+    wrong = document()
+    wrong["spec"] |= {"nonsense": True, "model": {"uri": "x"}}
+    found = look(settled(), wrong)
+    assert writes(decide(found)) == []
+    uri, field = found.reading.complaints
+    assert uri.startswith("spec.model.uri: ")
+    assert '"spec.nonsense"' in field
+
+
+def test_the_report_keeps_what_runs_when_a_document_is_invalid() -> None:
+    wrong = document()
+    wrong["spec"] = {}
+    wrong["status"] = {"endpoint": "http://x", "conditions": []}
+    found = report(look({}, wrong), [], has_key=True)
+    assert found.after["endpoint"] == "http://x"
+    assert found.pools == {}
+
+
+def test_statuses_are_patches_of_what_differs() -> None:
+    children = settled()
+    found = report(look(children), [], has_key=True)
+    assert found.after["kvKeySecret"] == "chat-kv"
+    assert sorted(found.pools) == ["chat-decode", "chat-prefill"]
+    same = document()
+    same["status"] = found.after
+    for name, patch in found.pools.items():
+        children[POOL][name]["status"] = patch
+    again = report(look(children, same), [], has_key=True)
+    assert again.after == again.before
+    assert again.pools == {}
+
+
+def test_a_key_of_the_users_own_is_named_in_the_status() -> None:
+    own = document()
+    own["spec"]["kvTransfer"] = {"keySecretRef": {"name": "mine", "key": "k"}}
+    assert report(look({}, own), [], has_key=False).after["kvKeySecret"] == "mine"
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_merge_patch_makes_the_one_of_the_other(seed: int) -> None:
+    chance = random.Random(seed)
+
+    def value(depth: int) -> Any:
+        kinds = ["text", "list", "number"] + (["map"] * 3 if depth else [])
+        match chance.choice(kinds):
+            case "map":
+                return {k: value(depth - 1) for k in "abcd" if chance.random() < 0.6}
+            case "list":
+                return [chance.randrange(3) for _ in range(chance.randrange(3))]
+            case "number":
+                return chance.randrange(3)
+            case _:
+                return chance.choice("xyz")
+
+    before, after = ({k: value(3) for k in "abc"} for _ in range(2))
+    assert merged(before, merge_patch(before, after)) == after
+    assert merge_patch(after, after) == {}
+
+
+def merged(target: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
+    """RFC 7386."""
+    result = dict(target)
+    for key, value in patch.items():
+        if value is None:
+            result.pop(key, None)
+        elif isinstance(value, dict):
+            below = result.get(key)
+            result[key] = merged(below if isinstance(below, dict) else {}, cast("Any", value))
+        else:
+            result[key] = value
+    return result
+
+
+def test_refusals_are_told_by_their_kind() -> None:
+    write = next(w for w in writes(decide(look())) if isinstance(w, Apply))
+    quota = Forbidden("exceeded quota: q, requested: services=1", status=403)
+    assert problem_of(write, quota).reason == "QuotaExceeded"
+    assert problem_of(write, Forbidden("no", status=403)).reason == "Forbidden"
+    found = problem_of(write, Invalid("spec.x: wrong", status=422))
+    assert (found.kind, found.reason) == ("Degraded", "Refused")
+    assert "ServiceAccount chat" in found.message
+    scale = Scale(DEPLOYMENT, "chat-decode-1", 0, "1")
+    assert "Deployment chat-decode-1" in problem_of(scale, Forbidden("no")).message
+    assert "KV key" in problem_of(MakeKey(), Forbidden("no")).message
+
+
+def test_the_first_status_is_written_at_once_and_the_others_at_growing_distances() -> None:
+    pace, now, gaps = StatusPace(0.0), 0.0, []
+    for _ in range(6):
+        gaps.append(pace.wait_s(now, urgent=False))
+        now += gaps[-1]
+        pace.wrote(now)
+    assert gaps == [0.0, 2.0, 6.0, 12.0, 12.0, 12.0]
+
+
+def test_news_that_somebody_waits_for_comes_soon() -> None:
+    pace = StatusPace(0.0)
+    pace.wrote(10.0)
+    assert pace.wait_s(10.0, urgent=True) == 0.25
+    assert pace.wait_s(10.5, urgent=True) == 0.0
+
+
+def test_after_a_calm_time_the_distances_are_small_again() -> None:
+    pace = StatusPace(0.0)
+    for moment in (0.0, 2.0, 8.0, 20.0):
+        pace.wrote(moment)
+    pace.wrote(100.0)
+    assert pace.wait_s(100.0, urgent=False) == 2.0
+
+
+def test_pools_of_a_new_fleet_are_told_of_when_it_is_ready_or_after_half_a_minute() -> None:
+    pace = StatusPace(100.0)
+    assert pace.wait_of_pools_s(110.0, ready=False) == 20.0
+    assert pace.wait_of_pools_s(110.0, ready=True) == 0.0
+    pace.wrote_pools(110.0)
+    assert pace.wait_of_pools_s(110.0, ready=False) == 5.0
+    assert pace.wait_of_pools_s(110.0, ready=True) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "urgent"),
+    [
+        (None, {}, True),
+        ({"observedGeneration": 1}, {"observedGeneration": 2}, True),
+        ({"a": 1}, {"a": 2}, False),
+        (("Ready", "False"), ("Ready", "True"), True),
+        (("Degraded", "False"), ("Degraded", "True"), True),
+        (("Progressing", "False"), ("Progressing", "True"), False),
+    ],
+)
+def test_what_is_urgent(before: Any, after: Any, urgent: bool) -> None:
+    def status(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return {"conditions": [{"type": value[0], "status": value[1]}]}
+        return value
+
+    assert is_urgent(status(before), status(after)) is urgent
+
+
+def test_an_event_is_told_once_a_minute_and_a_flood_is_cut() -> None:
+    recent, text = RecentEvents(), EventText("Normal", "Scaled", "1 -> 2")
+    assert recent.is_new(text, 0.0)
+    assert not recent.is_new(text, 59.0)
+    assert recent.is_new(text, 61.0)
+    told = [recent.is_new(EventText("Normal", "X", str(n)), 62.0) for n in range(50)]
+    assert sum(told) == 19
+
+
+def test_what_is_remembered_ends_with_the_objects_and_with_the_fleet() -> None:
+    memory, place = Memory(0.0), cast("Place", (SERVICE, "chat-router"))
+    memory.read(document(), SETTINGS)
+    mark = Mark("u", "1", 0, "digest")
+    memory.applied(place, mark, 0.0)
+    memory.tried_key(0.0)
+    memory.read(document(generation=2), SETTINGS)
+    assert memory.settled == {place: mark}
+    memory.read(document(uid="another"), SETTINGS)
+    assert memory.settled == {}
+    assert not memory.has_key({})
+    memory.applied(place, mark, 0.0)
+    memory.forget_places(frozenset())
+    assert memory.settled == {}
+
+
+def test_a_document_is_read_once_for_each_generation() -> None:
+    memory = Memory(0.0)
+    first = memory.read(document(), SETTINGS)
+    assert memory.read(document(), SETTINGS) is first
+    assert memory.read(document(generation=2), SETTINGS) is not first
+
+
+def test_an_object_is_contested_when_the_same_was_applied_too_often() -> None:
+    memory, place = Memory(0.0), cast("Place", (SERVICE, "chat-router"))
+    mark = Mark("u", "1", 0, "digest")
+    for number in range(CONTESTED_APPLIES):
+        assert memory.contested(0.0) == frozenset()
+        memory.applied(place, replace(mark, version=str(number)), 0.0)
+    assert memory.contested(0.0) == {place}
+    assert memory.contested(CONTESTED_S) == frozenset()
+    memory.applied(place, replace(mark, digest="new document"), 1.0)
+    assert memory.contested(1.0) == frozenset()
+
+
+def test_a_taken_name_is_tried_again_after_a_while() -> None:
+    memory, place = Memory(0.0), cast("Place", (SERVICE, "chat-router"))
+    memory.found_taken(place, "someone", 0.0)
+    assert memory.taken(TAKEN_S - 1) == {place: "someone"}
+    assert memory.taken(TAKEN_S) == {}
+
+
+def test_the_key_is_wanted_once_and_again_when_pods_cannot_mount_it() -> None:
+    memory, reading = Memory(0.0), read(document(), SETTINGS)
+    stuck = {
+        "kvKeySecret": "chat-kv",
+        "conditions": [{"type": "Degraded", "reason": "VolumesNotMounted"}],
+    }
+    assert memory.wants_key(reading, {}, 0.0)
+    assert not memory.wants_key(reading, {"kvKeySecret": "chat-kv"}, 0.0)
+    assert memory.wants_key(reading, stuck, 0.0)
+    memory.tried_key(0.0)
+    assert not memory.wants_key(reading, stuck, 59.0)
+    assert memory.wants_key(reading, stuck, 61.0)
+    own = document()
+    own["spec"]["kvTransfer"] = {"keySecretRef": {"name": "mine", "key": "k"}}
+    assert not memory.wants_key(read(own, SETTINGS), {}, 0.0)
