@@ -223,6 +223,8 @@ def test_objects_of_another_owner_are_neither_counted_nor_touched() -> None:
     assert len(turn.problems) == 13
     assert {p.reason for p in turn.problems} == {"NameConflict"}
     assert "InferenceFleet old" in turn.problems[0].message
+    assert look(children).seen.workloads == ()
+    assert look(children).seen.pools == ()
 
 
 def test_orphans_with_our_label_are_taken_in() -> None:
