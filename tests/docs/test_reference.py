@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from xpyd_kv.session.metrics import KvMetrics
 from xpyd_kv.store.api import StoreFigures
 from xpyd_kv.transport.counters import Counters
 from xpyd_operator.api.later import FIELDS, VALUES
+from xpyd_operator.kube.metrics import OperatorMetrics
 from xpyd_operator.local.cluster_only import CLUSTER_ONLY
 from xpyd_router.metrics import RouterMetrics
 from xpyd_worker.engine.request import EngineStats
@@ -57,7 +59,10 @@ def _flag(action: argparse.Action) -> str:
     return next(name for name in action.option_strings if name.startswith("--"))
 
 
-@pytest.mark.parametrize(("command", "page"), [("worker", "engine.md"), ("router", "router.md")])
+@pytest.mark.parametrize(
+    ("command", "page"),
+    [("worker", "engine.md"), ("router", "router.md"), ("operator", "operator.md")],
+)
 def test_the_flags_of_a_program_are_those_of_its_page(command: str, page: str) -> None:
     table = {code(row[0])[0]: row[1] for row in rows(page, "## Flags")}
     actions = {_flag(action): action for action in _actions(command)}
@@ -116,15 +121,20 @@ def _documented(heading: str) -> set[Metric]:
     }
 
 
-def test_the_metrics_of_the_router_are_those_of_the_page() -> None:
+@pytest.mark.parametrize(
+    ("metrics", "heading"), [(RouterMetrics, "## Router"), (OperatorMetrics, "## Operator")]
+)
+def test_the_metrics_of_router_and_operator_are_those_of_the_page(
+    metrics: Callable[[], object], heading: str
+) -> None:
     found: set[Metric] = set()
-    for metric in vars(RouterMetrics()).values():
+    for metric in vars(metrics()).values():
         if isinstance(metric, Counter | Gauge | Histogram):
             family = metric.describe()[0]
             name = f"{family.name}_total" if family.type == "counter" else family.name
             # The names of the labels are nowhere public before a value was counted.
             found.add((name, family.type, ", ".join(metric._labelnames)))
-    assert _documented("## Router") == found
+    assert _documented(heading) == found
 
 
 def test_the_metrics_of_the_engine_are_those_of_the_page() -> None:
