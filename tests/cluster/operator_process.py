@@ -9,7 +9,7 @@ import sys
 import tempfile
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,11 +24,13 @@ STOP_S = 15.0
 class OperatorProcess:
     """A running operator. `namespaces` empty: it serves all."""
 
-    def __init__(self, cluster: Cluster, namespaces: tuple[str, ...], log: Path) -> None:
+    def __init__(
+        self, cluster: Cluster, namespaces: tuple[str, ...], log: Path, flags: Sequence[str] = ()
+    ) -> None:
         self._log = log
         argv = [str(Path(sys.executable).with_name("xpyd")), "operator"]
         argv += ["--http-host=127.0.0.1", "--http-port=0"]
-        argv += [f"--namespace={name}" for name in namespaces]
+        argv += [*flags, *(f"--namespace={name}" for name in namespaces)]
         with log.open("ab") as out:
             self.process = subprocess.Popen(
                 argv, env=cluster.client_environment(), stdout=out, stderr=out
@@ -108,10 +110,12 @@ class OperatorProcess:
 
 
 @contextmanager
-def running_operator(cluster: Cluster, *namespaces: str) -> Iterator[OperatorProcess]:
+def running_operator(
+    cluster: Cluster, *namespaces: str, flags: Sequence[str] = ()
+) -> Iterator[OperatorProcess]:
     """An operator that is ready, and is gone afterwards."""
     with tempfile.TemporaryDirectory() as folder:
-        operator = OperatorProcess(cluster, namespaces, Path(folder) / "operator.log")
+        operator = OperatorProcess(cluster, namespaces, Path(folder) / "operator.log", flags)
         try:
             operator.wait_until_ready()
             yield operator

@@ -6,6 +6,10 @@
 //	testpod get URL [TIMEOUT]   prints the answer's body; status 1 unless it is a 2xx
 //	testpod burn                uses one CPU until it is stopped
 //	testpod fail [TEXT]         prints the text and ends with status 1
+//	testpod worker ...          stands in for an engine: prints its environment, ends with an error
+//	                            when something is missing in it, else answers probes;
+//	                            STAND_IN_BURNS=1: and uses CPU
+//	testpod router ...          stands in for a router: answers probes
 package main
 
 import (
@@ -35,6 +39,10 @@ func main() {
 		err = get(argv[1], or(argv[2], "5s"))
 	case "burn":
 		burn(time.Duration(1<<63 - 1))
+	case "worker":
+		err = worker()
+	case "router":
+		err = serve("10001")
 	case "fail":
 		err = errors.New(or(argv[1], "told to fail"))
 	default:
@@ -44,6 +52,36 @@ func main() {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}
+}
+
+// worker checks what an engine reads from its pod.
+func worker() error {
+	variables := os.Environ()
+	slices.Sort(variables)
+	fmt.Println(strings.Join(variables, "\n"))
+	needed := []string{
+		"XPYD_ROLE", "XPYD_POD_IP", "XPYD_HTTP_PORT", "XPYD_KV_PORT", "XPYD_DISCOVERY",
+		"XPYD_KV_KEY_FILE", "XPYD_FLEET", "XPYD_POOL", "XPYD_INSTANCE", "XPYD_REVISION",
+	}
+	for _, name := range needed {
+		if os.Getenv(name) == "" {
+			return fmt.Errorf("testpod: %s is not set", name)
+		}
+	}
+	if key, err := os.ReadFile(os.Getenv("XPYD_KV_KEY_FILE")); err != nil {
+		return err
+	} else if len(strings.TrimSpace(string(key))) != 64 {
+		return fmt.Errorf("testpod: the KV key has %d characters", len(key))
+	}
+	for _, folder := range []string{"/tmp", "/dev/shm"} {
+		if err := os.WriteFile(folder+"/written", nil, 0o600); err != nil {
+			return err
+		}
+	}
+	if os.Getenv("STAND_IN_BURNS") == "1" {
+		go burn(time.Duration(1<<63 - 1))
+	}
+	return serve(os.Getenv("XPYD_HTTP_PORT"))
 }
 
 // pause waits to be stopped and reaps what dies meanwhile.
