@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from tests.cluster.harness import build
+from tests.cluster.harness.components import ClusterError
 from tests.cluster.harness.inside import NODE_ADDRESS
 from tests.cluster.harness.pki import Pair
 from tests.cluster.harness.waiting import wait_for
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 _READY_DEADLINE_S = 90.0
 _METRICS_PORT = 4443
+_METRICS_API = "v1beta1.metrics.k8s.io"
+_METRICS_OF_NODES = "/apis/metrics.k8s.io/v1beta1/nodes"
 _WEBHOOK_PORT = 9443
 _LWS_CRD = "leaderworkersets.leaderworkerset.x-k8s.io"
 
@@ -54,15 +57,22 @@ def install_metrics_server(cluster: Cluster) -> None:
             f"--cert-dir={cluster.run_folder / 'metrics-server'}",
             f"--secure-port={_METRICS_PORT}",
             "--metric-resolution=10s",
+            "--kubelet-request-timeout=5s",
+            # It must be shorter than the resolution.
+            "--kubelet-request-timeout=5s",
         ],
     )
     _apply(cluster, _metrics_service())
-    wait_for(
-        lambda: "cpu" in cluster.kubectl("get", "--raw", "/apis/metrics.k8s.io/v1beta1/nodes"),
-        _READY_DEADLINE_S,
-        "the metrics API answers",
-        explain=lambda: cluster.components.tail("metrics-server"),
-    )
+    try:
+        cluster.components.wait(
+            ["metrics-server"],
+            lambda: '"cpu"' in cluster.kubectl("get", "--raw", _METRICS_OF_NODES, check=False),
+            _READY_DEADLINE_S,
+        )
+    except ClusterError:
+        # While a registered API does not answer, no namespace can be deleted.
+        cluster.kubectl("delete", "apiservice", _METRICS_API, "--ignore-not-found")
+        raise
 
 
 def install_lws(cluster: Cluster) -> None:
@@ -90,11 +100,8 @@ def install_lws(cluster: Cluster) -> None:
     )
     cluster.components.start("lws", [program, f"--kubeconfig={kubeconfig}", f"--config={config}"])
     _apply(cluster, *_lws_webhooks(sources, pki.ca.certificate))
-    wait_for(
-        lambda: "created" in _try_leader_worker_set(cluster),
-        _READY_DEADLINE_S,
-        "the LeaderWorkerSet manager answers",
-        explain=lambda: cluster.components.tail("lws"),
+    cluster.components.wait(
+        ["lws"], lambda: "created" in _try_leader_worker_set(cluster), _READY_DEADLINE_S
     )
 
 
@@ -125,7 +132,7 @@ def _metrics_service() -> dict[str, Any]:
         {
             "apiVersion": "apiregistration.k8s.io/v1",
             "kind": "APIService",
-            "metadata": {"name": "v1beta1.metrics.k8s.io"},
+            "metadata": {"name": _METRICS_API},
             "spec": {
                 "service": metadata,
                 "group": "metrics.k8s.io",
