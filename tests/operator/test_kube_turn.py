@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -25,10 +24,10 @@ from xpyd_operator.kube.kinds import (
     kind_of,
 )
 from xpyd_operator.kube.look import Look, Mark, Place, mark_of, read
-from xpyd_operator.kube.memory import CONTESTED_APPLIES, CONTESTED_S, TAKEN_S, Memory
+from xpyd_operator.kube.memory import CONTESTED_S, CONTESTED_WRITES, TAKEN_S, Memory
 from xpyd_operator.kube.pacing import RecentEvents, StatusPace, is_urgent
 from xpyd_operator.kube.report import merge_patch, problem_of, report
-from xpyd_operator.kube.writes import Apply, MakeKey, Remove, Scale, SetFinalizers, Write
+from xpyd_operator.kube.writes import Apply, MakeKey, Remove, Scale, SetFinalizers, Write, effect_of
 from xpyd_operator.objects import Settings
 from xpyd_operator.observe import EventText
 
@@ -202,8 +201,27 @@ def test_a_label_that_someone_changed_is_put_right_though_the_generation_stays()
 def test_contested_objects_rest() -> None:
     children = settled()
     children[SERVICE]["chat-router"]["spec"]["type"] = "NodePort"
-    contested = frozenset({(SERVICE, "chat-router")})
-    assert writes(decide(look(children, contested=contested))) == []
+    (write,) = writes(decide(look(children)))
+    effect = effect_of(write)
+    assert effect is not None
+    assert writes(decide(look(children, contested=frozenset({effect})))) == []
+    # Another document, another apply.
+    new = document()
+    new["spec"]["router"] = {"service": {"port": 80}}
+    again = writes(decide(look(children, new, contested=frozenset({effect}))))
+    assert "chat-router" in {w.obj["metadata"]["name"] for w in again if isinstance(w, Apply)}
+
+
+@pytest.mark.parametrize("kind", [DEPLOYMENT, POOL])
+def test_a_workload_on_its_way_out_is_not_deleted_again(kind: Kind) -> None:
+    children = settled()
+    going = document(deletionTimestamp=NOW)
+    for obj in children[kind].values():
+        obj["metadata"]["deletionTimestamp"] = NOW
+    for obj in children[DEPLOYMENT].values():
+        obj["spec"]["replicas"] = 0
+    removed = [w for w in writes(decide(look(children, going))) if isinstance(w, Remove)]
+    assert len(removed) == (0 if kind == DEPLOYMENT else 3)
 
 
 def test_an_object_on_its_way_out_is_waited_for() -> None:
@@ -462,15 +480,15 @@ def test_what_is_remembered_ends_with_the_objects_and_with_the_fleet() -> None:
     memory, place = Memory(0.0), cast("Place", (SERVICE, "chat-router"))
     memory.read(document(), SETTINGS)
     mark = Mark("u", "1", 0, "digest")
-    memory.applied(place, mark, 0.0)
+    memory.settled[place] = mark
     memory.tried_key(0.0)
     memory.read(document(generation=2), SETTINGS)
     assert memory.settled == {place: mark}
     memory.read(document(uid="another"), SETTINGS)
     assert memory.settled == {}
     assert not memory.has_key({})
-    memory.applied(place, mark, 0.0)
-    memory.forget_places(frozenset())
+    memory.settled[place] = mark
+    memory.forget_old(frozenset(), 0.0)
     assert memory.settled == {}
 
 
@@ -481,16 +499,23 @@ def test_a_document_is_read_once_for_each_generation() -> None:
     assert memory.read(document(generation=2), SETTINGS) is not first
 
 
-def test_an_object_is_contested_when_the_same_was_applied_too_often() -> None:
-    memory, place = Memory(0.0), cast("Place", (SERVICE, "chat-router"))
-    mark = Mark("u", "1", 0, "digest")
-    for number in range(CONTESTED_APPLIES):
+@pytest.mark.parametrize(
+    "write",
+    [
+        Apply(stored(document()), "digest"),
+        Scale(DEPLOYMENT, "chat-decode-1", 0, "1"),
+        Remove(SERVICE, "chat-router", "uid"),
+    ],
+)
+def test_what_was_done_too_often_is_contested_for_a_while(write: Write) -> None:
+    memory = Memory(0.0)
+    for _ in range(CONTESTED_WRITES):
         assert memory.contested(0.0) == frozenset()
-        memory.applied(place, replace(mark, version=str(number)), 0.0)
-    assert memory.contested(0.0) == {place}
+        memory.wrote(write, 0.0)
+    assert memory.contested(0.0) == {effect_of(write)}
+    memory.forget_old(frozenset(), CONTESTED_S - 1)
+    assert memory.contested(CONTESTED_S - 1) == {effect_of(write)}
     assert memory.contested(CONTESTED_S) == frozenset()
-    memory.applied(place, replace(mark, digest="new document"), 1.0)
-    assert memory.contested(1.0) == frozenset()
 
 
 def test_a_taken_name_is_tried_again_after_a_while() -> None:

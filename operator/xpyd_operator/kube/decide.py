@@ -31,7 +31,7 @@ from xpyd_operator.kube.look import (
     is_leaving,
     mark_of,
 )
-from xpyd_operator.kube.writes import Apply, MakeKey, Remove, Scale, SetFinalizers, Write
+from xpyd_operator.kube.writes import Apply, MakeKey, Remove, Scale, SetFinalizers, Write, effect_of
 from xpyd_operator.objects import (
     contains,
     desired_hash,
@@ -109,7 +109,12 @@ def _stop(look: Look, finalizers: tuple[str, ...]) -> Turn:
         return Turn(((SetFinalizers(left, look.document["metadata"]["resourceVersion"]),),))
     made = plan(want, look.seen, 0.0)
     scales, removals = _from_plan(made, want, _Workloads(look.own))
-    return Turn((tuple(scales), tuple(removals)), recheck_after=_UNSETTLED_RECHECK_S)
+    stages = _uncontested(look, scales), _uncontested(look, removals)
+    return Turn(stages, recheck_after=_UNSETTLED_RECHECK_S)
+
+
+def _uncontested(look: Look, writes: Iterable[Write]) -> tuple[Write, ...]:
+    return tuple(write for write in writes if effect_of(write) not in look.contested)
 
 
 class _Workloads:
@@ -149,8 +154,9 @@ def _from_plan(
                 scales += [_scale(obj, 0) for obj in workloads.of_pool(pool) if _replicas(obj)]
             case DeleteWorkload(pool, revision):
                 found = workloads.get(pool, revision)
-                # With the version: the workload was seen empty, and must be so when it goes.
-                removals += [_remove(found, exact=True)] if found else []
+                if found is not None and not is_leaving(found):
+                    # With the version: it was seen empty, and must be so when it goes.
+                    removals.append(_remove(found, exact=True))
             case _:
                 pass
     return scales, removals
@@ -195,7 +201,7 @@ class _Decision:
         second: list[Write] = list(self._newest(made))
         scales, removals = _from_plan(made, self._want, self._workloads)
         last: list[Write] = [*removals, *self._leftovers(support)]
-        stages = (tuple(first), (*second, *scales), tuple(last))
+        stages = [_uncontested(look, stage) for stage in (first, (*second, *scales), last)]
         recheck = None if made.recheck_after is None else _UNSETTLED_RECHECK_S
         if look.taken:
             recheck = min(recheck or _TAKEN_RECHECK_S, _TAKEN_RECHECK_S)
@@ -254,8 +260,6 @@ class _Decision:
             return None
         if before is not None and not before.contained and before.generation == now.generation > 0:
             # Applied, and the server has made something else of it: so it would again.
-            return None
-        if (kind, name) in self._look.contested:
             return None
         version = observed["metadata"]["resourceVersion"] if guarded else ""
         return Apply(stamped, digest, resource_version=version)

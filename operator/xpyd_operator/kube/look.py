@@ -24,6 +24,7 @@ from xpyd_operator.kube.kinds import (
     Kind,
     Obj,
 )
+from xpyd_operator.kube.writes import Effect
 from xpyd_operator.objects import Settings, Site, model_in_pod, template_problems
 from xpyd_operator.observe import Children, fleet_seen
 from xpyd_operator.plan import FleetSeen, FleetWant, fleet_want
@@ -66,8 +67,8 @@ class Look:
     """What a turn sees.
 
     `taken`: names that another's object was found under. `settled`: what was applied or compared
-    before, so that neither is done again in vain. `contested`: places that someone changes back as
-    often as they are applied; they rest for a while.
+    before, so that neither is done again in vain. `contested`: what somebody undoes as often as it
+    is done; it rests for a while.
 
     `children` is the cache's own: a Look is good until the next await.
     """
@@ -80,7 +81,7 @@ class Look:
     now: str
     taken: Mapping[Place, str] = field(default_factory=dict[Place, str])
     settled: Mapping[Place, Mark] = field(default_factory=dict[Place, Mark])
-    contested: frozenset[Place] = frozenset()
+    contested: frozenset[Effect] = frozenset()
     wants_key: bool = False
 
     @property

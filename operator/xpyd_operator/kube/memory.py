@@ -13,14 +13,16 @@ from typing import Any, cast
 from xpyd_operator.kube.kinds import Obj
 from xpyd_operator.kube.look import Mark, Place, Reading, read
 from xpyd_operator.kube.pacing import RecentEvents, StatusPace
+from xpyd_operator.kube.writes import Effect, Write, effect_of
 from xpyd_operator.objects import Settings
 
 TAKEN_S = 15.0
 """How long a name that another holds is not tried again."""
 KEY_RETRY_S = 60.0
-CONTESTED_APPLIES = 3
+CONTESTED_WRITES = 10
 CONTESTED_S = 60.0
-"""So many applies to one object within this time, and it rests until they are so long ago."""
+"""The same done to one object so often within this time, and it rests until that is so long ago.
+A pool that is scaled up and down by turns comes nowhere near."""
 
 
 class Memory:
@@ -32,7 +34,7 @@ class Memory:
         self.settled: dict[Place, Mark] = {}
         self._reading: tuple[str, int, Reading] | None = None
         self._taken: dict[Place, tuple[float, str]] = {}
-        self._applies: dict[Place, deque[float]] = {}
+        self._done: dict[Effect, deque[float]] = {}
         self._key_tried_at: float | None = None
 
     def read(self, document: Obj, settings: Settings) -> Reading:
@@ -56,26 +58,24 @@ class Memory:
         """A name is in other hands."""
         self._taken[place] = (now, holder)
 
-    def contested(self, now: float) -> frozenset[Place]:
-        """Places that are applied again and again, because someone changes them back."""
+    def contested(self, now: float) -> frozenset[Effect]:
+        """What is done again and again, because somebody undoes it."""
         return frozenset(
-            place
-            for place, times in self._applies.items()
-            if len(times) == CONTESTED_APPLIES and now - times[0] < CONTESTED_S
+            effect
+            for effect, times in self._done.items()
+            if len(times) == CONTESTED_WRITES and now - times[0] < CONTESTED_S
         )
 
-    def applied(self, place: Place, mark: Mark, now: float) -> None:
-        """An object was applied. An apply of something else begins the count anew."""
-        before = self.settled.get(place)
-        if before is None or before.digest != mark.digest:
-            self._applies[place] = deque(maxlen=CONTESTED_APPLIES)
-        self._applies.setdefault(place, deque(maxlen=CONTESTED_APPLIES)).append(now)
-        self.settled[place] = mark
+    def wrote(self, write: Write, now: float) -> None:
+        """A write was done."""
+        effect = effect_of(write)
+        if effect is not None:
+            self._done.setdefault(effect, deque(maxlen=CONTESTED_WRITES)).append(now)
 
-    def forget_places(self, present: frozenset[Place]) -> None:
-        """Keep only what concerns objects that are there."""
+    def forget_old(self, present: frozenset[Place], now: float) -> None:
+        """Keep only what concerns objects that are there, and writes of late."""
         self.settled = {p: mark for p, mark in self.settled.items() if p in present}
-        self._applies = {p: times for p, times in self._applies.items() if p in present}
+        self._done = {e: times for e, times in self._done.items() if now - times[-1] < CONTESTED_S}
 
     def tried_key(self, now: float) -> None:
         """The KV key's Secret was made, or was there."""

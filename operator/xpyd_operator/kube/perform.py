@@ -48,8 +48,7 @@ class Outcome:
     """Something was not as it was seen: look again."""
     taken: dict[Place, str] = field(default_factory=dict[Place, str])
     applied: dict[Place, Mark] = field(default_factory=dict[Place, Mark])
-    made_key: bool = False
-    written: int = 0
+    done: list[Write] = field(default_factory=list[Write])
 
 
 class Performer:
@@ -80,7 +79,7 @@ class Performer:
             write = waiting.pop()
             try:
                 await self._one(key, look, write, outcome)
-                outcome.written += 1
+                outcome.done.append(write)
                 logger.info("%s: %s", key, describe(write))
             except (Conflict, NotFound) as error:
                 logger.debug("%s: %s: %s", key, describe(write), error)
@@ -103,7 +102,6 @@ class Performer:
                 self._cache.removed_by_us(kind, key.namespace, name, uid)
             case MakeKey():
                 await self._make_key(look)
-                outcome.made_key = True
             case SetFinalizers(finalizers, version):
                 body = {"metadata": {"finalizers": [*finalizers], "resourceVersion": version}}
                 after = await self._api.patch(FLEET, key.namespace, key.name, body)

@@ -21,6 +21,7 @@ from xpyd_operator.kube.pacing import is_ready, is_urgent
 from xpyd_operator.kube.perform import Outcome, Performer
 from xpyd_operator.kube.report import Report, merge_patch, problem_of, report, status_of
 from xpyd_operator.kube.trim import trim
+from xpyd_operator.kube.writes import MakeKey
 from xpyd_operator.objects import Settings
 from xpyd_operator.observe import Problem, events
 
@@ -95,7 +96,7 @@ class Reconciler:
         if outcome.refused:
             raise TurnFailed(f"{len(outcome.refused)} writes were refused")
         soon = _AGAIN_S if outcome.moved or turn.again else None
-        if outcome.written and soon is None:
+        if outcome.done and soon is None:
             # The watch tells nothing new of our own writes: look whether that was all.
             soon = 0.0
         waits = (turn.recheck_after, status_wait, soon)
@@ -119,12 +120,13 @@ class Reconciler:
     def _remember(self, memory: Memory, turn: Turn, outcome: Outcome) -> None:
         time = self._clock()
         memory.settled.update(turn.compared)
-        for place, mark in outcome.applied.items():
-            memory.applied(place, mark, time)
+        memory.settled.update(outcome.applied)
+        for write in outcome.done:
+            memory.wrote(write, time)
+            if isinstance(write, MakeKey):
+                memory.tried_key(time)
         for place, holder in outcome.taken.items():
             memory.found_taken(place, holder, time)
-        if outcome.made_key:
-            memory.tried_key(time)
         if outcome.failed is not None:
             quiet_s = float(getattr(outcome.failed, "retry_after_s", 0.0))
             raise TurnFailed(str(outcome.failed), retry_after_s=quiet_s)
@@ -134,7 +136,7 @@ class Reconciler:
     ) -> float | None:
         """Write what changed of the statuses; seconds until a write that has to wait."""
         present = {(kind, name) for kind, names in look.children.items() for name in names}
-        memory.forget_places(frozenset(present))
+        memory.forget_old(frozenset(present), self._clock())
         found = report(look, problems, has_key=memory.has_key(status_of(look.document)))
         try:
             waits = (

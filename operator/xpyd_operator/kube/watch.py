@@ -93,7 +93,7 @@ class Watcher:
             started = time.monotonic()
             try:
                 asyncio.run(self._run())
-            except Exception as error:
+            except (Exception, asyncio.CancelledError) as error:
                 names = ", ".join(kind.plural for kind in self._kinds)
                 logger.error("watches of %s: %r; again in %g s", names, error, wait_s)
                 logger.debug("where it failed", exc_info=True)

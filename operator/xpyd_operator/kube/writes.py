@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from xpyd_operator.kube.kinds import Kind, Obj
+from xpyd_operator.kube.kinds import Kind, Obj, kind_of
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,22 @@ class SetFinalizers:
 
 
 Write = Apply | Scale | Remove | MakeKey | SetFinalizers
+
+Effect = tuple[Kind, str, str]
+"""Kind and name of an object, and what became of it."""
+
+
+def effect_of(write: Write) -> Effect | None:
+    """What the write makes of which object: the same again means that somebody undid it."""
+    match write:
+        case Apply(obj, digest):
+            return kind_of(obj), str(obj["metadata"]["name"]), digest
+        case Scale(kind, name, replicas):
+            return kind, name, f"{replicas} replicas"
+        case Remove(kind, name, uid):
+            return kind, name, f"no {uid}"
+        case _:
+            return None
 
 
 def describe(write: Write) -> str:
