@@ -1,8 +1,9 @@
 """What the cache keeps of an object: a thousand pods must stay small. Pure.
 
-Label keys, values and condition types repeat in every pod: they are interned, so that each exists
-once. Fields that nothing reads are dropped; `xpyd_operator.observe` is the reader. Of a pod that is
-ready it asks only that; what a pod that is not ready waits for may be anywhere in its spec.
+Keys and short texts repeat in every object: they are interned, so that each exists once. That
+halves a cache of many fleets. Fields of pods that nothing reads are dropped; `observe` is the
+reader. Of a pod that is ready it asks only that; what a pod that is not ready waits for may be
+anywhere in its spec.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any, cast
 
 from xpyd_operator.kube.kinds import POD, Kind, Obj
 
+_SHORT = 64
+"""Longer texts are messages, hardly ever the same."""
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 _POD_METADATA = (
     "name",
@@ -42,18 +45,15 @@ def trim(kind: Kind, obj: Obj) -> Obj:
     if annotations:
         annotations.pop(_LAST_APPLIED, None)
     # Items of a list come without these two; who reads the cache relies on them.
-    return {**obj, "apiVersion": kind.api_version, "kind": kind.name}
+    return _shared({**obj, "apiVersion": kind.api_version, "kind": kind.name})
 
 
 def _trim_pod(pod: Obj) -> Obj:
     metadata = _pick(pod.get("metadata"), _POD_METADATA)
-    for name in ("labels", "annotations"):
-        if name in metadata:
-            metadata[name] = _interned(metadata[name])
     whole = cast("dict[str, Any]", pod.get("status") or {})
     status = _pick(whole, _POD_STATUS)
     if "conditions" in status:
-        status["conditions"] = [_interned(_pick(c, _CONDITION)) for c in status["conditions"]]
+        status["conditions"] = [_pick(c, _CONDITION) for c in status["conditions"]]
     if _is_serving(metadata, status):
         spec = _pick(pod.get("spec"), ("nodeName",))
     else:
@@ -61,13 +61,8 @@ def _trim_pod(pod: Obj) -> Obj:
         for name in ("initContainerStatuses", "containerStatuses"):
             if whole.get(name):
                 status[name] = [_pick(container, _CONTAINER_STATUS) for container in whole[name]]
-    return {
-        "apiVersion": POD.api_version,
-        "kind": POD.name,
-        "metadata": metadata,
-        "spec": spec,
-        "status": status,
-    }
+    kept = {"metadata": metadata, "spec": spec, "status": status}
+    return _shared({"apiVersion": POD.api_version, "kind": POD.name, **kept})
 
 
 def _is_serving(metadata: dict[str, Any], status: dict[str, Any]) -> bool:
@@ -99,9 +94,18 @@ def _pick(value: object, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: fields[name] for name in names if fields.get(name) not in (None, "", [], {})}
 
 
-def _interned(value: object) -> dict[str, Any]:
-    fields = cast("dict[str, Any]", value)
-    return {
-        sys.intern(name): sys.intern(item) if type(item) is str else item
-        for name, item in fields.items()
-    }
+def _shared(obj: Obj) -> Obj:
+    """A copy in which equal keys and equal short texts are one, with those of other objects."""
+    return {sys.intern(key): _shared_value(value) for key, value in obj.items()}
+
+
+def _shared_value(value: object) -> object:
+    match value:
+        case dict():
+            return _shared(cast("Obj", value))
+        case list():
+            return [_shared_value(item) for item in cast("list[object]", value)]
+        case str() if len(value) <= _SHORT:
+            return sys.intern(value)
+        case _:
+            return value
