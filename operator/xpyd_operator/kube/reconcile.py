@@ -21,8 +21,9 @@ from xpyd_operator.kube.pacing import is_ready, is_urgent
 from xpyd_operator.kube.perform import Outcome, Performer
 from xpyd_operator.kube.report import Report, merge_patch, problem_of, report, status_of
 from xpyd_operator.kube.trim import trim
-from xpyd_operator.kube.writes import MakeKey
+from xpyd_operator.kube.writes import MakeKey, SetFinalizers
 from xpyd_operator.objects import Settings
+from xpyd_operator.objects.names import FINALIZER
 from xpyd_operator.observe import Problem, events
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,8 @@ class Reconciler:
             rounds -= 1
             if not turn.again or outcome.moved or outcome.refused or not rounds:
                 break
+        if _has_let_go(outcome):
+            return None
         problems = [*turn.problems, *(problem_of(write, error) for write, error in outcome.refused)]
         if turn.stages:
             # The writes took time, and their answers changed what there is to see.
@@ -180,3 +183,11 @@ class Reconciler:
             after = await self._api.patch(POOL, key.namespace, name, patch, sub="status")
             self._cache.put(POOL, trim(POOL, after))
         return None
+
+
+def _has_let_go(outcome: Outcome) -> bool:
+    """Whether the fleet's finalizer was taken away: there is nothing to report on any more."""
+    return any(
+        isinstance(write, SetFinalizers) and FINALIZER not in write.finalizers
+        for write in outcome.done
+    )

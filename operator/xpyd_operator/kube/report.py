@@ -67,6 +67,9 @@ def report(look: Look, problems: Sequence[Problem], *, has_key: bool) -> Report:
         key_secret=ref.name if ref else own_secret,
         namespace=metadata["namespace"],
     )
+    if want.stopping:
+        # The pools' objects go with the fleet.
+        return Report(before, after)
     pools = pool_statuses(reading.fleet, want=want, seen=seen, children=children)
     patches: dict[str, dict[str, Any]] = {}
     for obj in cast("tuple[Obj, ...]", children.pools):

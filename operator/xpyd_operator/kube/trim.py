@@ -100,12 +100,11 @@ def _shared(obj: Obj) -> Obj:
 
 
 def _shared_value(value: object) -> object:
-    match value:
-        case dict():
-            return _shared(cast("Obj", value))
-        case list():
-            return [_shared_value(item) for item in cast("list[object]", value)]
-        case str() if len(value) <= _SHORT:
-            return sys.intern(value)
-        case _:
-            return value
+    # Runs for every field of every event; a match statement takes twice as long.
+    if type(value) is str:
+        return sys.intern(value) if len(value) <= _SHORT else value
+    if type(value) is dict:
+        return _shared(cast("Obj", value))
+    if type(value) is list:
+        return [_shared_value(item) for item in cast("list[object]", value)]
+    return value
