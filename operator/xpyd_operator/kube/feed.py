@@ -26,32 +26,41 @@ class Feed:
     def __init__(self, cache: Cache, wake: Callable[[FleetKey, bool], None]) -> None:
         self._cache = cache
         self._wake_one = wake
-        self._expected = False
-        self._missing: set[_Place] = set()
+        self._outstanding: dict[Kind, set[str | None]] = {}
+        self._waived: set[Kind] = set()
         self._parts: dict[_Place, set[str]] = {}
         self.listed: frozenset[Kind] = frozenset()
         """Kinds whose first lists are in."""
 
     def expect(self, kinds: Iterable[Kind], places: Sequence[str | None]) -> None:
         """Watches of `kinds` begin; each will bring a list for every place."""
-        self._expected = True
-        self._missing.update((kind, place) for kind in kinds for place in places)
+        for kind in kinds:
+            self._outstanding[kind] = set(places)
+
+    def waive(self, kind: Kind) -> None:
+        """Do not wait for an optional kind: the API server does not let us list it."""
+        if kind.optional and kind not in self._waived and kind not in self.listed:
+            logger.warning("no right to list %s; fleets that need them wait", kind.plural)
+            self._waived.add(kind)
+            self._wake(self._cache.documents())
 
     def forget(self, kind: Kind) -> None:
         """The server has the kind no more, and none of its objects."""
-        self._missing = {place for place in self._missing if place[0] != kind}
+        self._outstanding.pop(kind, None)
+        self._waived.discard(kind)
         self._parts = {place: uids for place, uids in self._parts.items() if place[0] != kind}
         self.listed -= {kind}
         self._wake(self._cache.keep_only(kind, None, frozenset(), sys.maxsize))
 
     def missing(self) -> list[str]:
-        """Kinds that every cluster has and that are not listed yet."""
-        return sorted({kind.plural for kind, _ in self._missing if not kind.optional})
+        """Kinds that are not listed yet and have to be."""
+        waits = self._outstanding.items()
+        return sorted(k.plural for k, places in waits if places and k not in self._waived)
 
     @property
     def is_synced(self) -> bool:
         """Whether all first lists are in."""
-        return self._expected and not self._missing
+        return bool(self._outstanding) and not self.missing()
 
     def hear(self, message: Listed | Present | Gone) -> None:
         """Take one message."""
@@ -64,26 +73,32 @@ class Feed:
                 self._wake(self._cache.remove(kind, obj), urgent=kind == FLEET)
 
     def _take_list(self, part: Listed) -> None:
-        place = (part.kind, part.namespace)
-        if part.first:
-            self._parts[place] = set()
-        uids = self._parts.setdefault(place, set())
         for obj in part.objects:
-            uids.add(obj["metadata"]["uid"])
             self._wake(self._cache.put(part.kind, obj), urgent=part.kind == FLEET)
-        if not part.last:
-            return
-        del self._parts[place]
+        uids = {str(obj["metadata"]["uid"]) for obj in part.objects}
+        if not (part.first and part.last):
+            # One that comes whole stands beside one that comes in parts.
+            place = (part.kind, part.namespace)
+            if not part.first:
+                uids |= self._parts.get(place, set())
+            self._parts[place] = uids
+            if not part.last:
+                return
+            del self._parts[place]
         gone = self._cache.keep_only(part.kind, part.namespace, frozenset(uids), part.version)
         self._wake(gone)
-        if place in self._missing:
-            self._missing.remove(place)
-            self._first_list(part.kind)
+        self._note_list(part.kind, part.namespace)
 
-    def _first_list(self, kind: Kind) -> None:
-        if all(other != kind for other, _ in self._missing):
-            self.listed |= {kind}
-        if not self._missing:
+    def _note_list(self, kind: Kind, namespace: str | None) -> None:
+        places = self._outstanding.get(kind)
+        if places is None or namespace not in places:
+            return
+        places.discard(namespace)
+        if places:
+            return
+        self.listed |= {kind}
+        self._waived.discard(kind)
+        if self.is_synced:
             logger.info("all lists are in: %d fleets", self._cache.count(FLEET))
             self._wake(self._cache.documents())
 

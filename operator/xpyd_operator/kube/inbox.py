@@ -52,7 +52,14 @@ class Missing:
     kind: Kind
 
 
-Message = Listed | Present | Gone | Missing
+@dataclass(frozen=True)
+class NoRight:
+    """The API server does not let us list the kind."""
+
+    kind: Kind
+
+
+Message = Listed | Present | Gone | Missing | NoRight
 
 
 class Inbox:

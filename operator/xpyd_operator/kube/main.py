@@ -11,7 +11,7 @@ import logging
 import signal
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from xpyd_operator.kube.cache import Cache, FleetKey
@@ -19,7 +19,7 @@ from xpyd_operator.kube.client import Api
 from xpyd_operator.kube.errors import KubeError
 from xpyd_operator.kube.events import EventPoster
 from xpyd_operator.kube.feed import Feed
-from xpyd_operator.kube.inbox import Inbox, Listed, Message, Missing
+from xpyd_operator.kube.inbox import Inbox, Message, Missing, NoRight
 from xpyd_operator.kube.kinds import ALWAYS, FLEET, FLEET_LABEL, OPTIONAL, POOL, Kind
 from xpyd_operator.kube.login import Login, find_login
 from xpyd_operator.kube.metrics import OperatorMetrics
@@ -221,10 +221,13 @@ class Operator:
         return self._config.namespaces or (None,)
 
     def _heard(self, message: Message) -> None:
-        if isinstance(message, Missing):
-            self._unwatch(message.kind)
-        else:
-            self._feed.hear(message)
+        match message:
+            case Missing(kind):
+                self._unwatch(kind)
+            case NoRight(kind):
+                self._feed.waive(kind)
+            case _:
+                self._feed.hear(message)
 
     def _wake(self, key: FleetKey, urgent: bool) -> None:
         self._queue.wake(key, urgent=urgent)
@@ -270,15 +273,14 @@ class Operator:
                     self._queue.wake(key, after=number * _RESYNC_SPREAD_S)
 
     async def _list(self, kind: Kind, place: str | None) -> None:
-        first = True
         selector = FLEET_LABEL if kind.labelled else ""
-        parts: list[Listed] = []
-        async for page in self._api.pages(kind, place, selector=selector):
-            parts.append(listed(kind, place, page, first=first))
-            first = False
-        # Together: a list of the watch's own must not come in between.
-        for part in parts:
-            self._feed.hear(part)
+        parts = [
+            listed(kind, place, page, first=True)
+            async for page in self._api.pages(kind, place, selector=selector)
+        ]
+        # In one piece: it is not to be mixed with a list that the watch makes at the time.
+        objects = [obj for part in parts for obj in part.objects]
+        self._feed.hear(replace(parts[0], objects=objects, last=True))
 
     # For HTTP
 

@@ -18,7 +18,7 @@ import aiohttp
 from aiohttp.client_middlewares import ClientHandlerType
 
 from xpyd_operator.kube.client import Count
-from xpyd_operator.kube.inbox import Gone, Listed, Message, Missing, Present
+from xpyd_operator.kube.inbox import Gone, Listed, Message, Missing, NoRight, Present
 from xpyd_operator.kube.kinds import Address, Kind, Obj, address_of
 from xpyd_operator.kube.trim import trim
 
@@ -63,6 +63,8 @@ class Tap:
         self._count(verb, address.kind.plural, str(answer.status))
         if answer.status == 404:
             self._send(Missing(address.kind))
+        if answer.status == 403:
+            self._send(NoRight(address.kind))
         if answer.status == 200 and watch:
             self._streams[address] = answer
             self._relay(address.kind, answer)
