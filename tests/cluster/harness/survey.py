@@ -76,7 +76,7 @@ def _cluster(run: Run) -> Iterator[str]:
 
 
 def _machine() -> Iterator[str]:
-    for argv in (("ip", "-o", "address"), ("ip", "-o", "route"), ("nft", "list", "ruleset")):
+    for argv in (("ip", "-brief", "address"), ("ip", "-o", "route"), ("nft", "list", "ruleset")):
         for line in _output(*argv).splitlines():
             yield f"{' '.join(argv)}: {line.strip()}"
     for name in _SETTINGS:
