@@ -23,6 +23,8 @@ PLAIN_KINDS = {
     "Deployment": ("apps/v1", DEPLOYMENTS),
 }
 """What a fleet consists of that anyone could have applied; in the order in which one would."""
+PLAIN_LABEL = "peer.example/fleet"
+"""Every copy has it."""
 _FAKE_NODES = {"spec": {"nodeSelector": NODE_SELECTOR, "tolerations": TOLERATIONS}}
 _GIVEN_BY_THE_SERVER = ("clusterIP", "clusterIPs", "ipFamilies", "ipFamilyPolicy")
 

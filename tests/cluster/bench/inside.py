@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ _RESYNC_EVERY_S = 30.0
 def add_size_arguments(parser: argparse.ArgumentParser) -> None:
     """How much of everything."""
     parser.add_argument("--pods", type=int, default=1000, help="of one fleet and of its peer")
-    parser.add_argument("--pairs", type=int, default=3, help="rounds of peer and fleet")
+    parser.add_argument("--pairs", type=int, default=3, help="rounds of a fleet and its peers")
     parser.add_argument("--fleets", type=int, default=100, help="small fleets at once")
     parser.add_argument("--most-fleets", type=int, default=500, help="fleets of the no-op resync")
 
@@ -59,34 +60,34 @@ def run_all(cluster: Cluster, sizes: argparse.Namespace, log: Path) -> dict[str,
 
 
 def _big(bench: Bench, template: list[dict[str, Any]], sizes: argparse.Namespace) -> dict[str, Any]:
-    decode = next(
-        obj
-        for obj in template
-        if obj["kind"] == "Deployment" and "-decode-" in obj["metadata"]["name"]
-    )
+    big.plain_round(bench, template, max(10, sizes.pods // 4))
+    _say("warm")
     rounds: list[dict[str, Any]] = []
     for number in range(sizes.pairs):
-        load = round(os.getloadavg()[0], 1)
-        peer = big.plain_round(bench, decode, sizes.pods)
-        _say(f"pair {number + 1}: Deployment of {sizes.pods} pods: {peer['seconds']}")
-        fleet = big.fleet_round(bench, sizes.pods)
-        _say(f"pair {number + 1}: fleet of {sizes.pods} pods: {fleet['seconds']}")
-        rounds.append({"load": load, "peer": peer, "fleet": fleet})
+        made: dict[str, Any] = {"load": round(os.getloadavg()[0], 1)}
+        for name, measure in (
+            ("peer", partial(big.plain_round, bench, template)),
+            ("fleet", partial(big.fleet_round, bench)),
+            ("byHand", partial(big.by_hand_round, bench, template)),
+        ):
+            made[name] = measure(sizes.pods)
+            _say(f"round {number + 1} of {sizes.pods} pods: {name}: {made[name]['seconds']}")
+        rounds.append(made)
     return {"big": rounds}
 
 
 def _many(
     bench: Bench, template: list[dict[str, Any]], sizes: argparse.Namespace, log: Path
 ) -> dict[str, Any]:
-    peer = many.plain_round(bench, template, sizes.fleets)
-    _say(f"the objects of {sizes.fleets} fleets by hand: {peer['seconds']}")
+    by_hand = many.by_hand_round(bench, template, sizes.fleets)
+    _say(f"the objects of {sizes.fleets} fleets by hand: {by_hand['seconds']}")
     mark = bench.cluster.audit_mark()
     fleets = many.fleet_round(bench, 0, sizes.fleets)
     _say(f"{sizes.fleets} fleets: {fleets['seconds']}")
     resync.wait_until_quiet(bench, 3.0)
     first = many.calls_summary(many.calls_by_fleet(bench, mark))
     _say(f"calls of each fleet: {first['min']} to {first['max']}")
-    found: dict[str, Any] = {"many": {"peer": peer, "fleet": fleets, "calls": first}}
+    found: dict[str, Any] = {"many": {"byHand": by_hand, "fleet": fleets, "calls": first}}
     if sizes.most_fleets > sizes.fleets:
         more = many.fleet_round(bench, sizes.fleets, sizes.most_fleets, routers=1)
         _say(f"{sizes.most_fleets} fleets: {more['seconds']}")

@@ -18,7 +18,7 @@ PODS_EACH = 4
 _READS = ("get", "list", "watch")
 
 
-def plain_round(bench: Bench, template: list[dict[str, Any]], count: int) -> dict[str, Any]:
+def by_hand_round(bench: Bench, template: list[dict[str, Any]], count: int) -> dict[str, Any]:
     """The objects of `count` fleets, without pools and Secrets, created by a client; then gone."""
     paths = {kind: path.format(bench.theirs.name) for kind, (_, path) in PLAIN_KINDS.items()}
     copies = [
@@ -30,9 +30,7 @@ def plain_round(bench: Bench, template: list[dict[str, Any]], count: int) -> dic
         lambda: bench.post_all(copies),
         {"ready": exactly(bench.theirs.pods_ready, PODS_EACH * count)},
     )
-    for path, document in copies:
-        bench.client.delete(f"{path}/{document['metadata']['name']}")
-    bench.wait_until_empty(bench.theirs)
+    bench.delete_plain()
     return {**up, "objects": len(copies)}
 
 

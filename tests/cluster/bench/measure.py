@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.cluster.bench.client import Client
-from tests.cluster.bench.documents import FLEETS, PLAIN_KINDS, fleet
+from tests.cluster.bench.documents import FLEETS, PLAIN_KINDS, PLAIN_LABEL, fleet
 from tests.cluster.bench.processes import Operator, cluster_cpu_s, since
 from tests.cluster.bench.watching import Namespace, exactly, wait_for_all
 from tests.cluster.harness import Cluster
@@ -71,6 +71,12 @@ class Bench:
         self.client.delete(f"{self.fleets}/{TEMPLATE}")
         self.wait_until_empty(self.ours)
         return found
+
+    def delete_plain(self) -> None:
+        """Delete all copies of a fleet's objects and wait until their pods are gone."""
+        for _, path in PLAIN_KINDS.values():
+            self.client.delete(f"{path.format(self.theirs.name)}?labelSelector={PLAIN_LABEL}")
+        self.wait_until_empty(self.theirs)
 
     def wait_until_empty(self, namespace: Namespace) -> None:
         """Until neither fleets nor pods are there, and a moment more."""

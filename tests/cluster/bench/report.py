@@ -38,27 +38,38 @@ def report(found: dict[str, Any], kubernetes: str) -> dict[str, Any]:
 
 
 def ratios(found: dict[str, Any]) -> dict[str, Any]:
-    """Ours by the peer's, each pair of rounds for itself. `cpu...`: of all programs together."""
-    pairs = [(pair["fleet"], pair["peer"]) for pair in found["big"]]
+    """Ours by the peers', each round for itself. `cpu...`: of all programs together."""
+    many, by_hand = found["many"]["fleet"], found["many"]["byHand"]
+    return {
+        "toDeployment": _ratios(found["big"], "peer"),
+        "toSameObjects": _ratios(found["big"], "byHand"),
+        "manyFleetsToSameObjects": {
+            "podsReady": round(many["seconds"]["ready"] / by_hand["seconds"]["ready"], 2),
+            "cpuUp": round(_sum(many["cpuSeconds"]) / _sum(by_hand["cpuSeconds"]), 2),
+        },
+    }
 
+
+def _ratios(rounds: list[dict[str, Any]], peer: str) -> dict[str, Any]:
     def seconds(name: str) -> dict[str, float]:
-        return _spread(ours["seconds"][name] / peer["seconds"][name] for ours, peer in pairs)
+        return _spread(r["fleet"]["seconds"][name] / r[peer]["seconds"][name] for r in rounds)
 
     def cpu(name: str) -> dict[str, float]:
         return _spread(
-            sum(ours["cpuSeconds"][name].values()) / sum(peer["cpuSeconds"][name].values())
-            for ours, peer in pairs
+            _sum(r["fleet"]["cpuSeconds"][name]) / _sum(r[peer]["cpuSeconds"][name]) for r in rounds
         )
 
-    many, by_hand = found["many"]["fleet"], found["many"]["peer"]
     return {
         "podsCreated": seconds("created"),
         "podsReady": seconds("ready"),
         "podsGone": seconds("down"),
         "cpuUp": cpu("up"),
         "cpuDown": cpu("down"),
-        "manyFleetsReady": round(many["seconds"]["ready"] / by_hand["seconds"]["ready"], 2),
     }
+
+
+def _sum(cpu_seconds: dict[str, float]) -> float:
+    return sum(cpu_seconds.values())
 
 
 def operator(found: dict[str, Any]) -> dict[str, Any]:
