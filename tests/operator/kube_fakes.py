@@ -88,20 +88,29 @@ class FakeApi:
         self._watches: list[_Watch] = []
         self._history: list[tuple[int, str, Kind, Obj]] = []
         self._runner: web.AppRunner | None = None
+        self._port = 0
         self.url = ""
 
     async def __aenter__(self) -> FakeApi:
+        await self.come_back()
+        return self
+
+    async def come_back(self) -> None:
+        """Listen, after an absence at the same address."""
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._handle)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        site = web.TCPSite(self._runner, "127.0.0.1", self._port, reuse_address=True)
         await site.start()
-        host, port = self._runner.addresses[0][:2]
-        self.url = f"http://{host}:{port}"
-        return self
+        host, self._port = self._runner.addresses[0][:2]
+        self.url = f"http://{host}:{self._port}"
 
     async def __aexit__(self, *_: object) -> None:
+        await self.go_away()
+
+    async def go_away(self) -> None:
+        """Close the port and every connection; what is stored stays."""
         self.drop_watches()
         assert self._runner is not None
         await self._runner.cleanup()

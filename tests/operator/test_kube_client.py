@@ -193,11 +193,11 @@ def test_retry_after_is_waited_for_and_a_long_one_is_the_callers() -> None:
 
 def test_nobody_there_is_unavailable_and_counted() -> None:
     async def test(rig: Rig) -> None:
-        await rig.server.__aexit__()
+        await rig.server.go_away()
         with pytest.raises(Unavailable, match="no answer"):
             await rig.api.get(SERVICE, "ns", "s")
         assert rig.counted["get", "services", "error"] == 5
-        await rig.server.__aenter__()
+        await rig.server.come_back()
 
     run(test)
 

@@ -579,6 +579,23 @@ def test_after_a_compaction_what_was_deleted_unseen_is_noticed() -> None:
     run(test)
 
 
+def test_an_api_server_that_was_away_is_caught_up_with() -> None:
+    async def test(api: FakeApi) -> None:
+        api.add(fleet())
+        async with fleet_ready(api) as operator:
+            await api.go_away()
+            api.change(POOL, "ns", "chat-decode", {"spec": {"replicas": 3}})
+            api.drop(SERVICE, "ns", "chat-router")
+            api.forget_history()
+            assert operator.unhealthy() == []
+            await api.come_back()
+            await until(lambda: replicas(api, "decode") == [3], what="the scale was seen")
+            await until(lambda: api.get(SERVICE, "ns", "chat-router"), what="the Service is back")
+            await ready(api)
+
+    run(test)
+
+
 def test_nothing_is_created_before_all_lists_are_in() -> None:
     async def test(api: FakeApi) -> None:
         api.add(fleet())
