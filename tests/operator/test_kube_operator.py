@@ -112,7 +112,7 @@ async def still(api: FakeApi) -> None:
         nonlocal seen
         if len(api.writes) != seen[0]:
             seen = (len(api.writes), time.monotonic())
-        return time.monotonic() - seen[1] > 0.4
+        return time.monotonic() - seen[1] > 0.25
 
     await until(is_still, what="no more writes")
 
