@@ -357,6 +357,11 @@ class FakeApi:
         obj.setdefault("kind", kind.name)
         self.objects.setdefault(kind, {})[meta["namespace"], meta["name"]] = obj
         self._tell("ADDED" if before is None else "MODIFIED", kind, obj)
+        for watch in self._watches:
+            # What leaves a watch's selection is gone for who watches.
+            was = before is not None and _concerns(watch, kind, before)
+            if was and not _concerns(watch, kind, obj):
+                watch.queue.put_nowait(("DELETED", deepcopy(obj)))
         return obj
 
     def _delete(self, kind: Kind, place: Place) -> None:

@@ -53,6 +53,20 @@ def test_an_object_belongs_to_the_fleet_of_its_label() -> None:
     assert list(cache.documents()) == [CHAT]
 
 
+def test_what_a_watch_said_is_gone_does_not_come_back_from_an_older_list() -> None:
+    cache = Cache()
+    cache.put(POD, pod(version=5))
+    assert cache.remove(POD, pod(version=9)) == {CHAT}
+    leaving = {"deletionTimestamp": "2026-01-01T00:00:00Z"}
+    assert cache.put(POD, pod(version=5)) == set()
+    assert cache.put(POD, pod(version=6, metadata=leaving)) == set()
+    assert not cache.children(CHAT).get(POD)
+    assert cache.put(POD, pod(version=10, uid="another")) == {CHAT}
+    # What lost its label and has it again is the same object.
+    assert cache.remove(POD, pod(version=11, uid="another")) == {CHAT}
+    assert cache.put(POD, pod(version=12, uid="another")) == {CHAT}
+
+
 def test_an_older_version_does_not_undo_the_answer_of_an_own_write() -> None:
     cache = Cache()
     cache.put(POD, pod(version=7, status={"phase": "Running"}))

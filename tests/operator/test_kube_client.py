@@ -240,6 +240,16 @@ def test_a_refused_identity_is_renewed_once() -> None:
     run(test)
 
 
+def test_a_field_that_does_not_exist_is_the_documents_fault() -> None:
+    text = (
+        "failed to create typed patch object (ns/chat; apps/v1, Kind=Deployment): "
+        ".spec.template.spec.nodeSelectr: field not declared in schema"
+    )
+    error = error_of(500, json.dumps({"kind": "Status", "message": text}).encode(), None)
+    assert isinstance(error, Invalid)
+    assert "nodeSelectr" in str(error)
+
+
 @pytest.mark.parametrize(
     ("status", "kind"),
     [

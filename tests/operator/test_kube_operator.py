@@ -229,8 +229,12 @@ def test_a_scale_reaches_the_deployment_and_the_same_document_does_not_undo_it()
         async with fleet_ready(api):
             api.change(POOL, "ns", "chat-decode", {"spec": {"replicas": 4}})
             await until(lambda: replicas(api, "decode") == [4], what="scaled")
-            await ready(api)
-            assert condition(api, "Ready")["message"].count("decode 4/4") == 1
+
+            def says_four() -> bool:
+                api.settle()
+                return "decode 4/4" in condition(api, "Ready")["message"]
+
+            await until(says_four, what="four are ready")
             api.change(FLEET, "ns", "chat", {"metadata": {"labels": {"a": "b"}}})
             await still(api)
             assert replicas(api, "decode") == [4]
@@ -342,6 +346,8 @@ def test_deleted_and_changed_children_are_as_they_should_be_again() -> None:
             api.drop(SERVICE_ACCOUNT, "ns", "chat")
             api.drop(DEPLOYMENT, "ns", of_pool(api, DEPLOYMENT, "decode")[0]["metadata"]["name"])
             api.change(NETWORK_POLICY, "ns", "chat-engines", {"spec": {"policyTypes": ["Egress"]}})
+            unlabelled = {"metadata": {"labels": {"xpyd.dev/fleet": None}}}
+            api.change(SERVICE, "ns", "chat-discovery", unlabelled)
 
             def all_back() -> bool:
                 api.settle()
@@ -352,6 +358,9 @@ def test_deleted_and_changed_children_are_as_they_should_be_again() -> None:
             policy = api.get(NETWORK_POLICY, "ns", "chat-engines")
             assert policy is not None
             assert policy["spec"]["policyTypes"] == ["Ingress"]
+            service = api.get(SERVICE, "ns", "chat-discovery")
+            assert service is not None
+            assert service["metadata"]["labels"]["xpyd.dev/fleet"] == "chat"
 
     run(test)
 

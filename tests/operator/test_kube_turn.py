@@ -531,7 +531,14 @@ def test_the_key_is_wanted_once_and_again_when_pods_cannot_mount_it() -> None:
         "kvKeySecret": "chat-kv",
         "conditions": [{"type": "Degraded", "reason": "VolumesNotMounted"}],
     }
+    hidden = {
+        "kvKeySecret": "chat-kv",
+        "conditions": [
+            {"reason": "ImagePullBackOff", "message": "...; node n may lack Secret chat-kv or"}
+        ],
+    }
     assert memory.wants_key(reading, {}, 0.0)
+    assert memory.wants_key(reading, hidden, 0.0)
     assert not memory.wants_key(reading, {"kvKeySecret": "chat-kv"}, 0.0)
     assert memory.wants_key(reading, stuck, 0.0)
     memory.tried_key(0.0)

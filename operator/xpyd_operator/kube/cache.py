@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from xpyd_operator.kube.kinds import FLEET, FLEET_LABEL, WATCHED, Kind, Obj
 
+T = TypeVar("T")
+
 _MAX_REMOVED = 4096
-"""Own deletions that are remembered until the watch has told of them too."""
+"""Deletions that are remembered: own ones until the watch has told of them too, and those that it
+told of, which an older list may still hold."""
 
 
 class FleetKey(NamedTuple):
@@ -44,6 +47,7 @@ class Cache:
         self._fleets: dict[FleetKey, _FleetEntry] = {}
         self._where: dict[Kind, dict[tuple[str, str], FleetKey]] = {kind: {} for kind in kinds}
         self._removed: OrderedDict[str, None] = OrderedDict()
+        self._gone: OrderedDict[str, int] = OrderedDict()
 
     def document(self, key: FleetKey) -> Obj | None:
         """The fleet's object, None: there is none."""
@@ -72,6 +76,9 @@ class Cache:
         before = self.find(kind, namespace, name)
         if before is not None and not _is_newer(obj, before):
             return set()
+        if (_version(obj) or 0) <= self._gone.get(obj["metadata"]["uid"], -1):
+            # From a list or an answer that is older than the end of it.
+            return set()
         if obj["metadata"]["uid"] in self._removed and not _is_leaving(obj):
             return set()
         key = self._key(kind, obj)
@@ -91,6 +98,8 @@ class Cache:
         """Take note that `obj` is gone, as a watch says."""
         metadata = obj["metadata"]
         self._removed.pop(metadata["uid"], None)
+        # Not for ever: a watch with a selector also says so of what lost its label.
+        _note(self._gone, metadata["uid"], _version(obj) or 0)
         before = self.find(kind, metadata["namespace"], metadata["name"])
         if before is None or before["metadata"]["uid"] != metadata["uid"]:
             return set()
@@ -101,9 +110,7 @@ class Cache:
         before = self.find(kind, namespace, name)
         if before is not None and before["metadata"]["uid"] == uid:
             self._take_out(kind, namespace, name)
-        self._removed[uid] = None
-        while len(self._removed) > _MAX_REMOVED:
-            self._removed.popitem(last=False)
+        _note(self._removed, uid, None)
 
     def keep_only(
         self, kind: Kind, namespace: str | None, uids: frozenset[str], version: int
@@ -186,3 +193,9 @@ def _same(before: Obj, after: Obj) -> bool:
             return False
     old, new = before["metadata"], after["metadata"]
     return {**old, "resourceVersion": ""} == {**new, "resourceVersion": ""}
+
+
+def _note(uids: OrderedDict[str, T], uid: str, what: T) -> None:
+    uids[uid] = what
+    while len(uids) > _MAX_REMOVED:
+        uids.popitem(last=False)

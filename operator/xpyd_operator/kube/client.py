@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import aiohttp
 
+from xpyd_operator.kube.decode import measured, parse
 from xpyd_operator.kube.errors import (
     Conflict,
     KubeError,
@@ -236,7 +237,7 @@ def _delay(error: Unavailable, wait_s: float | None) -> float | None:
 
 def _read(body: bytes) -> Obj:
     try:
-        parsed: object = json.loads(body) if body else {}
+        parsed: object = parse(body, measured) if body else {}
     except ValueError as error:
         raise Unavailable("the API server's answer is not JSON") from error
     if not isinstance(parsed, dict):

@@ -20,6 +20,7 @@ from typing import Any, cast
 from xpyd_core.errors import XpydError
 
 _MAX_MESSAGE = 512
+_NO_SUCH_FIELD = "failed to create typed patch object"
 
 
 class KubeError(XpydError):
@@ -69,6 +70,10 @@ def error_of(status: int, body: bytes, retry_after: str | None) -> KubeError:
     message = message or f"HTTP {status}"
     if status == 429:
         return Throttled(message, retry_after_s=_seconds(retry_after))
+    if status == 500 and _NO_SUCH_FIELD in message:
+        # A field that the kind does not have, or of another type: server-side apply's own check
+        # does not know how to say 422.
+        return Invalid(message, status=status, reason=reason)
     if status >= 500:
         return Unavailable(message, status=status, reason=reason)
     tree: dict[int, type[KubeError]] = {

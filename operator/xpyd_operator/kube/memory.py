@@ -15,6 +15,7 @@ from xpyd_operator.kube.look import Mark, Place, Reading, read
 from xpyd_operator.kube.pacing import RecentEvents, StatusPace
 from xpyd_operator.kube.writes import Effect, Write, effect_of
 from xpyd_operator.objects import Settings
+from xpyd_operator.objects.names import kv_secret_name
 
 TAKEN_S = 15.0
 """How long a name that another holds is not tried again."""
@@ -93,5 +94,11 @@ class Memory:
             return True
         if self._key_tried_at is not None and now - self._key_tried_at < KEY_RETRY_S:
             return False
+        # Another trouble may be the reason that a condition names; its message has them all.
+        waits = f"Secret {kv_secret_name(reading.fleet.name)}"
         conditions = cast("list[dict[str, Any]]", status.get("conditions") or [])
-        return any(condition.get("reason") == "VolumesNotMounted" for condition in conditions)
+        return any(
+            condition.get("reason") == "VolumesNotMounted"
+            or waits in str(condition.get("message") or "")
+            for condition in conditions
+        )

@@ -120,22 +120,33 @@ class Performer:
         except Conflict:
             if not write.create:
                 raise
-            await self._look_closer(look, kind, metadata["name"], outcome)
-            raise
+            unlabelled = await self._look_closer(look, kind, metadata["name"], outcome)
+            if not unlabelled:
+                raise
+            # Without its label nobody tells us of it; this gives it back.
+            after = await self._api.apply(
+                {**obj, "metadata": {**metadata, "resourceVersion": unlabelled}}
+            )
         outcome.applied[kind, metadata["name"]] = mark_of(after, write.hash)
         self._keep(kind, after)
 
-    async def _look_closer(self, look: Look, kind: Kind, name: str, outcome: Outcome) -> None:
-        """The name exists, and was not seen among the fleet's own: whose is it?"""
+    async def _look_closer(self, look: Look, kind: Kind, name: str, outcome: Outcome) -> str:
+        """The name exists, and was not seen among the fleet's own: whose is it?
+
+        Its version, where it is the fleet's and has lost its label; else empty.
+        """
         namespace = look.document["metadata"]["namespace"]
         found = await self._api.get(kind, namespace, name)
         labels = cast("dict[str, str]", found["metadata"].get("labels") or {})
         labelled = labels.get(FLEET_LABEL) == look.document["metadata"]["name"]
+        if controller_of(found) == look.uid and not labelled:
+            return str(found["metadata"]["resourceVersion"])
         if controller_of(found) == look.uid or (controller_of(found) is None and labelled):
             # Ours: the watch was late.
             self._keep(kind, found)
         else:
             outcome.taken[kind, name] = holder_of(found)
+        return ""
 
     async def _make_key(self, look: Look) -> None:
         if look.reading.fleet is None:

@@ -18,6 +18,7 @@ import aiohttp
 from aiohttp.client_middlewares import ClientHandlerType
 
 from xpyd_operator.kube.client import Count
+from xpyd_operator.kube.decode import parse
 from xpyd_operator.kube.inbox import Gone, Listed, Message, Missing, NoRight, Present
 from xpyd_operator.kube.kinds import Address, Kind, Obj, address_of
 from xpyd_operator.kube.trim import trim
@@ -89,9 +90,11 @@ class Tap:
     async def _take_list(
         self, address: Address, answer: aiohttp.ClientResponse, *, first: bool
     ) -> None:
-        found = cast("Obj", json.loads(await answer.read()))
-        self._send(listed(address.kind, address.namespace, found, first=first))
-        emptied: Obj = {**found, "items": ()}
+        def take(found: Obj) -> Obj:
+            self._send(listed(address.kind, address.namespace, found, first=first))
+            return {**found, "items": ()}
+
+        emptied = parse(await answer.read(), take)
 
         async def without_items(**_: object) -> Obj:
             return emptied
@@ -136,16 +139,20 @@ class Relay:
         told: list[bytes] = []
         version = ""
         for line in filter(None, lines):
-            event = cast("Obj", json.loads(line))
-            change, obj = event["type"], cast("Obj", event["object"])
-            if change in _CHANGES or change == "BOOKMARK":
-                version = obj["metadata"]["resourceVersion"]
-            else:
+            reached = parse(line, self._hear_one)
+            if not reached:
                 told += [_bookmark(version), line + b"\n"]
-                version = ""
-            if change in _CHANGES:
-                self._hear(change, obj)
+            version = reached
         return b"".join((*told, _bookmark(version)))
+
+    def _hear_one(self, event: Obj) -> str:
+        """The version that the stream has come to; empty: what came is kopf's to read."""
+        change, obj = event["type"], cast("Obj", event["object"])
+        if change in _CHANGES:
+            version = str(obj["metadata"]["resourceVersion"])
+            self._hear(change, obj)
+            return version
+        return str(obj["metadata"]["resourceVersion"]) if change == "BOOKMARK" else ""
 
 
 def _bookmark(version: str) -> bytes:

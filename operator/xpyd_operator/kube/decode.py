@@ -1,0 +1,63 @@
+"""JSON of the API server, however deep. Pure.
+
+A fleet's templates keep unknown fields, and the API server takes documents of ten thousand levels,
+far beyond what Python's recursion can read. No real object is so deep, but anybody who may make a
+fleet could stop the operator for all others: what lies below MAX_DEPTH is read as null.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+T = TypeVar("T")
+
+MAX_DEPTH = 100
+"""A pod template's deepest field lies at about 20."""
+_TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\]]', re.DOTALL)
+
+
+def parse(body: bytes, use: Callable[[Any], T]) -> T:
+    """What `use` makes of the parsed body; of a shallow form where that is too deep for either.
+
+    `use` may change what it gets, and may be called twice. Raises ValueError for what is no JSON.
+    """
+    try:
+        return use(json.loads(body))
+    except RecursionError:
+        return use(json.loads(shallow(body)))
+
+
+def shallow(body: bytes) -> bytes:
+    """The JSON text with null in place of maps and lists below MAX_DEPTH."""
+    kept: list[bytes] = []
+    depth = start = 0
+    for token in _TOKEN.finditer(body):
+        mark = token[0]
+        if mark in (b"{", b"["):
+            depth += 1
+            if depth == MAX_DEPTH + 1:
+                kept += [body[start : token.start()], b"null"]
+        elif mark in (b"}", b"]"):
+            if depth == MAX_DEPTH + 1:
+                start = token.end()
+            depth -= 1
+    return b"".join((*kept, body[start:]))
+
+
+def measured(parsed: object) -> object:
+    """`parsed` as it is. Raises RecursionError where it is deeper than MAX_DEPTH."""
+    level = [parsed]
+    for _ in range(MAX_DEPTH + 1):
+        below: list[object] = []
+        for value in level:
+            if isinstance(value, dict):
+                below += cast("dict[str, object]", value).values()
+            elif isinstance(value, list):
+                below += cast("list[object]", value)
+        if not below:
+            return parsed
+        level = below
+    raise RecursionError("deeper than MAX_DEPTH")
