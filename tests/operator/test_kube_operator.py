@@ -351,7 +351,8 @@ def test_deleted_and_changed_children_are_as_they_should_be_again() -> None:
 
             def all_back() -> bool:
                 api.settle()
-                return left(api) == before
+                services = [s["metadata"]["labels"] for s in api.all(SERVICE)]
+                return left(api) == before and all("xpyd.dev/fleet" in s for s in services)
 
             await until(all_back, what="all are back")
             await still(api)
