@@ -70,6 +70,8 @@ def fleet(name: str = "chat", *, namespace: str = "ns", decode: int = 1, **spec:
 async def operating(
     api: FakeApi, *, namespaces: tuple[str, ...] = (), resync_s: float = 600.0
 ) -> AsyncIterator[Operator]:
+
+pytestmark = pytest.mark.slow
     """An operator at work, synced; it ends within seconds."""
     config = OperatorConfig(
         SETTINGS, namespaces, http_host="127.0.0.1", http_port=0, resync_s=resync_s
