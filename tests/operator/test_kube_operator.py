@@ -38,6 +38,8 @@ from xpyd_operator.kube.kinds import (
 from xpyd_operator.kube.main import Operator, OperatorConfig
 from xpyd_operator.objects import Settings
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = Settings("xpyd-worker:1", "xpyd-router:1")
 ALL = 15
 """Writes that a new 1P1D fleet's objects and its finalizer take."""
@@ -70,8 +72,6 @@ def fleet(name: str = "chat", *, namespace: str = "ns", decode: int = 1, **spec:
 async def operating(
     api: FakeApi, *, namespaces: tuple[str, ...] = (), resync_s: float = 600.0
 ) -> AsyncIterator[Operator]:
-
-pytestmark = pytest.mark.slow
     """An operator at work, synced; it ends within seconds."""
     config = OperatorConfig(
         SETTINGS, namespaces, http_host="127.0.0.1", http_port=0, resync_s=resync_s
