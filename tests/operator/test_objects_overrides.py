@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.operator.object_samples import site_of, workloads_of
 from xpyd_operator.api import InferenceFleet, parse_fleet
@@ -288,6 +290,37 @@ def test_junk_is_refused_or_harmless_but_never_an_exception(junk):
         check(fleet_with({"spec": {key: junk}}, {"spec": {key: junk}}))
     for key in inner:
         check(container("engine", {key: junk}))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"containers": [{"name": "engine", "ports": [{"name": ["x"]}]}]},
+        {"volumes": [{"name": "v", "ports": [1, 2]}]},
+        {"affinity": {"claims": [1, 2]}},
+        {"affinity": {"claims": [1, {"name": "a"}]}},
+        {"ephemeralContainers": [{"name": "e", "env": [1, 2]}]},
+    ],
+)
+def test_a_merged_lists_name_in_an_odd_place_is_no_exception(spec):
+    check(fleet_with({"spec": spec}))
+
+
+_KEYS = st.sampled_from(
+    ["name", "containers", "volumes", "env", "ports", "claims", "affinity", "tolerations"]
+)
+_JUNK = st.recursive(
+    st.none() | st.integers(0, 9) | st.sampled_from(["engine", "http", "x"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_KEYS, inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(_KEYS, _JUNK, max_size=3), st.dictionaries(_KEYS, _JUNK, max_size=3))
+def test_any_template_is_answered_and_what_is_not_refused_can_be_rendered(spec, container_fields):
+    containers = [{**container_fields, "name": "engine"}]
+    check(fleet_with({"spec": spec}))
+    check(fleet_with({"spec": {**spec, "containers": containers}}))
 
 
 def check(fleet: InferenceFleet) -> None:

@@ -58,8 +58,7 @@ def _merge_lists(name: str, ours: list[Any], theirs: list[Any]) -> list[Any]:
         return theirs
     result = list(ours)
     for item in theirs:
-        # Without its key (an unnamed port) it is one of its own.
-        same = [i for i, own in enumerate(result) if key in item and own.get(key) == item[key]]
+        same = [i for i, own in enumerate(result) if _is_same(own, item, key)]
         if not same:
             result.append(item)
         elif name in _WHOLE_ITEMS:
@@ -67,6 +66,14 @@ def _merge_lists(name: str, ours: list[Any], theirs: list[Any]) -> list[Any]:
         else:
             result[same[0]] = _merge_maps(result[same[0]], item)
     return result
+
+
+def _is_same(own: object, item: object, key: str) -> bool:
+    """Without its key (an unnamed port), or as no map at all, an item is one of its own."""
+    if not isinstance(own, dict) or not isinstance(item, dict):
+        return False
+    mine, other = cast("JsonObject", own), cast("JsonObject", item)
+    return key in other and mine.get(key) == other[key]
 
 
 def _without_nulls(value: object) -> object:

@@ -95,7 +95,9 @@ def _item_problems(path: str, container: JsonObject, ours: _Ours) -> Iterator[st
         if str(item.get("name", "")).startswith("XPYD_"):
             yield f"{at}.name: XPYD_* is set by xpyd; leave it out"
     for item, at in _items(container, "ports", path):
-        if item.get("name") in ours.ports or item.get("containerPort") in ours.ports.values():
+        # Compared, not looked up: a name may be anything, a list too.
+        named = item.get("name") in tuple(ours.ports)
+        if named or item.get("containerPort") in ours.ports.values():
             yield f"{at}: {_LEAVE_OUT}"
     for item, at in _items(container, "volumeMounts", path):
         if posixpath.normpath(str(item.get("mountPath", ""))) == names.KV_FOLDER:
