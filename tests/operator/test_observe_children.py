@@ -143,9 +143,24 @@ def test_the_order_of_objects_does_not_matter() -> None:
     ],
 )
 def test_a_pools_replicas_are_its_own_objects(spec: Obj, seen: PoolSeen) -> None:
-    pool = {"metadata": {"name": "chat-decode"}, "spec": {"poolName": "decode", **spec}}
-    junk = {"metadata": {"name": "chat-x"}, "spec": {"replicas": 4}}
+    labels = {"xpyd.dev/fleet": "chat"}
+    named = {"name": "chat-decode", "labels": labels}
+    pool = {"metadata": named, "spec": {"poolName": "decode", **spec}}
+    junk = {"metadata": {"name": "chat-x", "labels": labels}, "spec": {"replicas": 4}}
     assert fleet_seen(Children(pools=(pool, junk))).pools == (seen,)
+
+
+def test_an_object_of_another_name_does_not_stand_for_a_pool() -> None:
+    labels = {"xpyd.dev/fleet": "chat"}
+    ours, other = (
+        {
+            "metadata": {"name": name, "labels": labels},
+            "spec": {"poolName": "decode", "replicas": replicas},
+        }
+        for name, replicas in (("chat-decode", 2), ("aaa", 900))
+    )
+    assert fleet_seen(Children(pools=(other, ours))).pools == (PoolSeen("decode", 2, None),)
+    assert fleet_seen(Children(pools=(other,))).pools == ()
 
 
 def group_set(replicas: int, size: int = 2) -> Obj:

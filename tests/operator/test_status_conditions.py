@@ -359,7 +359,8 @@ def test_an_autoscaler_counts_one_pod_of_each_instance() -> None:
 
     fleet = fleet_of(change)
     cluster = Cluster(fleet)
-    pool = {"metadata": {"name": "chat-decode"}, "spec": {"poolName": "decode", "replicas": 2}}
+    named = {"name": "chat-decode", "labels": {"xpyd.dev/fleet": "chat"}}
+    pool = {"metadata": named, "spec": {"poolName": "decode", "replicas": 2}}
     children = Children(
         leader_worker_sets=(group_set(2),),
         pods=tuple(group_pod(n, w) for n in range(2) for w in range(2)),

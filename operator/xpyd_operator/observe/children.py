@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import cast, get_args
 
-from xpyd_operator.objects.names import LABEL_POOL, LABEL_REVISION, LABEL_ROLE
+from xpyd_operator.objects.names import (
+    LABEL_FLEET,
+    LABEL_POOL,
+    LABEL_REVISION,
+    LABEL_ROLE,
+    pool_object_name,
+)
 from xpyd_operator.observe.raw import Raw, at, count, fields, is_true, rows, text
 from xpyd_operator.plan import FleetSeen, PoolSeen, Template, Workload, WorkloadSeen
 from xpyd_operator.plan.values import PoolRole
@@ -221,11 +227,17 @@ def _is_made(pod: Raw) -> bool:
     return any(text(o, "kind") in _POD_OWNERS and at(o, "controller") is True for o in owners)
 
 
+def is_pool_object(pool: Raw) -> bool:
+    """Whether it is the object of the pool that it names: anybody can put up another beside it."""
+    fleet, name = text(pool, "metadata", "labels", LABEL_FLEET), text(pool, "spec", "poolName")
+    return bool(name) and name_of(pool) == pool_object_name(fleet, name)
+
+
 def _pools(pools: Iterable[Raw]) -> tuple[PoolSeen, ...]:
     found: dict[str, PoolSeen] = {}
     for pool in sorted(pools, key=name_of):
         name = text(pool, "spec", "poolName")
-        if not name:
+        if not is_pool_object(pool):
             continue
         has = at(pool, "spec", "declaredReplicas")
         declared = None if has is None else count(pool, "spec", "declaredReplicas")

@@ -14,7 +14,7 @@ from xpyd_operator.api import InferenceFleet
 from xpyd_operator.api.status import MAX_POOLS
 from xpyd_operator.objects.names import endpoint, pool_selector, selector_text
 from xpyd_operator.objects.pods import pods_per_instance
-from xpyd_operator.observe.children import WORKER_INDEX, Children
+from xpyd_operator.observe.children import WORKER_INDEX, Children, is_pool_object
 from xpyd_operator.observe.conditions import INVALID, conditions, conditions_of_invalid
 from xpyd_operator.observe.pools import ROLES, PoolRow, by_role, pool_rows
 from xpyd_operator.observe.problems import Problem, in_order
@@ -67,7 +67,9 @@ def pool_statuses(
 ) -> dict[str, dict[str, Any]]:
     """The status of each pool's own object that is there, by the pool's name."""
     generations = {
-        text(p, "spec", "poolName"): count(p, "metadata", "generation") for p in children.pools
+        text(p, "spec", "poolName"): count(p, "metadata", "generation")
+        for p in children.pools
+        if is_pool_object(p)
     }
     grouped = {pool.name for pool in fleet.spec.pools if pods_per_instance(pool) > 1}
     found: dict[str, dict[str, Any]] = {}
