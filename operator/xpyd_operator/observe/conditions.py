@@ -85,17 +85,17 @@ def conditions_of_invalid(
     generation: int,
     reason: str,
 ) -> list[dict[str, Any]]:
-    """Of a fleet whose document cannot be obeyed: what was seen of the pods last stays."""
+    """Of a fleet whose document cannot be obeyed: nothing is said of pods that nobody looks at."""
     told = [short(line, _MOST_MISTAKE) for line in messages[:_MOST_MISTAKES]]
     message = "; ".join(told) + _and_more(len(messages) - len(told))
-    unknown = _Verdict(None, reason, "never looked at: the document is invalid")
+    unknown = _Verdict(None, reason, "not looked at until the document is mended")
     verdicts = {
         "Ready": _Verdict(False, reason, message),
-        "Available": _seen(before, "Available") or unknown,
+        "Available": unknown,
         "Progressing": _Verdict(False, reason, "waits for a valid document"),
         "Degraded": _Verdict(True, reason, message),
-        "RouterReady": _seen(before, "RouterReady") or unknown,
-        "CapacityAvailable": _seen(before, "CapacityAvailable") or unknown,
+        "RouterReady": unknown,
+        "CapacityAvailable": unknown,
     }
     return _written(verdicts, before, now, generation)
 
@@ -125,13 +125,6 @@ def _written(
             }
         )
     return found
-
-
-def _seen(before: Raw, kind: str) -> _Verdict | None:
-    old = condition_of(before, kind)
-    status = {"True": True, "False": False}.get(text(old, "status"))
-    reason = text(old, "reason")
-    return None if status is None or not reason else _Verdict(status, reason, text(old, "message"))
 
 
 def _ready(fleet: _Fleet) -> _Verdict:
