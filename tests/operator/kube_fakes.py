@@ -17,6 +17,7 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.operator.kube_fake_json import merge, same, without_type
 from xpyd_operator.kube.kinds import (
     CLAIM_TEMPLATE,
     DEPLOYMENT,
@@ -144,7 +145,7 @@ class FakeApi:
     def change(self, kind: Kind, namespace: str, name: str, patch: dict[str, Any]) -> Obj:
         """Merge `patch` into an object as another client would."""
         before = self.objects[kind][namespace, name]
-        return self._store(kind, _merge(deepcopy(before), patch), before=before)
+        return self._store(kind, merge(deepcopy(before), patch), before=before)
 
     def drop(self, kind: Kind, namespace: str, name: str) -> None:
         """Delete as another client would: finalizers hold."""
@@ -274,7 +275,7 @@ class FakeApi:
                 "resourceVersion": str(self.version),
                 "continue": str(end) if end < len(found) else "",
             },
-            "items": [_without_type(obj) for obj in found[start:end]],
+            "items": [without_type(obj) for obj in found[start:end]],
         }
 
     def _must(self, address: Address) -> Obj:
@@ -296,7 +297,7 @@ class FakeApi:
             body = {"status": body.get("status")}
         elif before is not None:
             body.pop("status", None)
-        return self._store(address.kind, _merge(after, body), before=before)
+        return self._store(address.kind, merge(after, body), before=before)
 
     def _delete_checked(self, address: Address, body: dict[str, Any]) -> Any:
         found = self._must(address)["metadata"]
@@ -344,7 +345,7 @@ class FakeApi:
             meta.setdefault("uid", f"uid-{self._uids}")
             meta.setdefault("creationTimestamp", NOW)
             meta["generation"] = 1
-        elif _same(before, obj):
+        elif same(before, obj):
             return before
         elif before.get("spec") != obj.get("spec"):
             meta["generation"] = before["metadata"]["generation"] + 1
@@ -369,7 +370,7 @@ class FakeApi:
         if obj["metadata"].get("finalizers"):
             if "deletionTimestamp" not in obj["metadata"]:
                 marked = {"metadata": {"deletionTimestamp": NOW}}
-                self._store(kind, _merge(deepcopy(obj), marked), before=obj)
+                self._store(kind, merge(deepcopy(obj), marked), before=obj)
             return
         self._gone(kind, obj)
 
@@ -453,25 +454,6 @@ async def until(condition: Callable[[], object], *, what: str, timeout_s: float 
 
 def _type(obj: Obj) -> tuple[str, str]:
     return obj["apiVersion"], obj["kind"]
-
-
-def _same(before: Obj, after: Obj) -> bool:
-    return json.dumps(before, sort_keys=True) == json.dumps(after, sort_keys=True)
-
-
-def _merge(target: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
-    for key, value in patch.items():
-        if value is None:
-            target.pop(key, None)
-        elif isinstance(value, dict) and isinstance(target.get(key), dict):
-            _merge(target[key], value)
-        else:
-            target[key] = deepcopy(value)
-    return target
-
-
-def _without_type(obj: Obj) -> Obj:
-    return {key: value for key, value in obj.items() if key not in ("apiVersion", "kind")}
 
 
 def _resource(kind: Kind) -> dict[str, Any]:

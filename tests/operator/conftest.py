@@ -1,0 +1,17 @@
+"""Fixtures of the operator's tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from xpyd_operator.kube import client, decide, reconcile, workqueue
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits that a person would not notice become waits that a test does not notice."""
+    monkeypatch.setattr(client, "_BACKOFFS_S", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(workqueue, "BACKOFF_FIRST_S", 0.05)
+    monkeypatch.setattr(decide, "_UNSETTLED_RECHECK_S", 0.3)
+    monkeypatch.setattr(decide, "_TAKEN_RECHECK_S", 0.3)
+    monkeypatch.setattr(reconcile, "_AGAIN_S", 0.05)

@@ -1,0 +1,153 @@
+"""What the operator remembers of a fleet, and its pace."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from tests.operator.test_kube_turn import SETTINGS, document, stored
+from xpyd_operator.kube.kinds import (
+    DEPLOYMENT,
+    SERVICE,
+)
+from xpyd_operator.kube.look import Mark, Place, read
+from xpyd_operator.kube.memory import CONTESTED_S, CONTESTED_WRITES, TAKEN_S, Memory
+from xpyd_operator.kube.pacing import RecentEvents, StatusPace, is_urgent
+from xpyd_operator.kube.writes import Apply, Remove, Scale, Write, effect_of
+from xpyd_operator.observe import EventText
+
+
+def test_the_first_status_is_written_at_once_and_the_others_at_growing_distances() -> None:
+    pace, now, gaps = StatusPace(0.0), 0.0, []
+    for _ in range(6):
+        gaps.append(pace.wait_s(now, urgent=False))
+        now += gaps[-1]
+        pace.wrote(now)
+    assert gaps == [0.0, 2.0, 6.0, 12.0, 12.0, 12.0]
+
+
+def test_news_that_somebody_waits_for_comes_soon() -> None:
+    pace = StatusPace(0.0)
+    pace.wrote(10.0)
+    assert pace.wait_s(10.0, urgent=True) == 0.25
+    assert pace.wait_s(10.5, urgent=True) == 0.0
+
+
+def test_after_a_calm_time_the_distances_are_small_again() -> None:
+    pace = StatusPace(0.0)
+    for moment in (0.0, 2.0, 8.0, 20.0):
+        pace.wrote(moment)
+    pace.wrote(100.0)
+    assert pace.wait_s(100.0, urgent=False) == 2.0
+
+
+def test_pools_of_a_new_fleet_are_told_of_when_it_is_ready_or_after_half_a_minute() -> None:
+    pace = StatusPace(100.0)
+    assert pace.wait_of_pools_s(110.0, ready=False) == 20.0
+    assert pace.wait_of_pools_s(110.0, ready=True) == 0.0
+    pace.wrote_pools(110.0)
+    assert pace.wait_of_pools_s(110.0, ready=False) == 5.0
+    assert pace.wait_of_pools_s(110.0, ready=True) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "urgent"),
+    [
+        (None, {}, True),
+        ({"observedGeneration": 1}, {"observedGeneration": 2}, True),
+        ({"a": 1}, {"a": 2}, False),
+        (("Ready", "False"), ("Ready", "True"), True),
+        (("Degraded", "False"), ("Degraded", "True"), True),
+        (("Progressing", "False"), ("Progressing", "True"), False),
+    ],
+)
+def test_what_is_urgent(before: Any, after: Any, urgent: bool) -> None:
+    def status(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return {"conditions": [{"type": value[0], "status": value[1]}]}
+        return value
+
+    assert is_urgent(status(before), status(after)) is urgent
+
+
+def test_an_event_is_told_once_a_minute_and_a_flood_is_cut() -> None:
+    recent, text = RecentEvents(), EventText("Normal", "Scaled", "1 -> 2")
+    assert recent.is_new(text, 0.0)
+    assert not recent.is_new(text, 59.0)
+    assert recent.is_new(text, 61.0)
+    told = [recent.is_new(EventText("Normal", "X", str(n)), 62.0) for n in range(50)]
+    assert sum(told) == 19
+
+
+def test_what_is_remembered_ends_with_the_objects_and_with_the_fleet() -> None:
+    memory, place = Memory(0.0), cast("Place", (SERVICE, "chat-router"))
+    memory.read(document(), SETTINGS)
+    mark = Mark("u", "1", 0, "digest")
+    memory.settled[place] = mark
+    memory.tried_key(0.0)
+    memory.read(document(generation=2), SETTINGS)
+    assert memory.settled == {place: mark}
+    memory.read(document(uid="another"), SETTINGS)
+    assert memory.settled == {}
+    assert not memory.has_key({})
+    memory.settled[place] = mark
+    memory.forget_old(frozenset(), 0.0)
+    assert memory.settled == {}
+
+
+def test_a_document_is_read_once_for_each_generation() -> None:
+    memory = Memory(0.0)
+    first = memory.read(document(), SETTINGS)
+    assert memory.read(document(), SETTINGS) is first
+    assert memory.read(document(generation=2), SETTINGS) is not first
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        Apply(stored(document()), "digest"),
+        Scale(DEPLOYMENT, "chat-decode-1", 0, "1"),
+        Remove(SERVICE, "chat-router", "uid"),
+    ],
+)
+def test_what_was_done_too_often_is_contested_for_a_while(write: Write) -> None:
+    memory = Memory(0.0)
+    for _ in range(CONTESTED_WRITES):
+        assert memory.contested(0.0) == frozenset()
+        memory.wrote(write, 0.0)
+    assert memory.contested(0.0) == {effect_of(write)}
+    memory.forget_old(frozenset(), CONTESTED_S - 1)
+    assert memory.contested(CONTESTED_S - 1) == {effect_of(write)}
+    assert memory.contested(CONTESTED_S) == frozenset()
+
+
+def test_a_taken_name_is_tried_again_after_a_while() -> None:
+    memory, place = Memory(0.0), cast("Place", (SERVICE, "chat-router"))
+    memory.found_taken(place, "someone", 0.0)
+    assert memory.taken(TAKEN_S - 1) == {place: "someone"}
+    assert memory.taken(TAKEN_S) == {}
+
+
+def test_the_key_is_wanted_once_and_again_when_pods_cannot_mount_it() -> None:
+    memory, reading = Memory(0.0), read(document(), SETTINGS)
+    stuck = {
+        "kvKeySecret": "chat-kv",
+        "conditions": [{"type": "Degraded", "reason": "VolumesNotMounted"}],
+    }
+    hidden = {
+        "kvKeySecret": "chat-kv",
+        "conditions": [
+            {"reason": "ImagePullBackOff", "message": "...; node n may lack Secret chat-kv or"}
+        ],
+    }
+    assert memory.wants_key(reading, {}, 0.0)
+    assert memory.wants_key(reading, hidden, 0.0)
+    assert not memory.wants_key(reading, {"kvKeySecret": "chat-kv"}, 0.0)
+    assert memory.wants_key(reading, stuck, 0.0)
+    memory.tried_key(0.0)
+    assert not memory.wants_key(reading, stuck, 59.0)
+    assert memory.wants_key(reading, stuck, 61.0)
+    own = document()
+    own["spec"]["kvTransfer"] = {"keySecretRef": {"name": "mine", "key": "k"}}
+    assert not memory.wants_key(read(own, SETTINGS), {}, 0.0)
