@@ -240,11 +240,12 @@ def test_an_image_in_no_registry_is_told_with_what_the_registry_says(
 def test_a_crash_is_told_with_the_last_line_of_the_log(
     node: Cluster, namespace: str, node_operator: OperatorProcess
 ) -> None:
-    apply(node, namespace, real_fleet(TEST_IMAGE))
+    env: list[Obj] = [{"name": "STAND_IN_FAILS", "value": "told to fail"}]
+    apply(node, namespace, real_fleet(TEST_IMAGE, env=env))
     message = wait_told(node, namespace, node_operator, "Degraded", "CrashLoopBackOff")
     assert re.match(
         r"decode: the container crashes \(1 of 1 pods, chat-decode-\S+\): "
-        r"exit code 1, \d+ restarts?: testpod: no command \"worker\";",
+        r"exit code 1, \d+ restarts?: told to fail",
         message,
     ), message
     (block,) = re.findall(
@@ -260,7 +261,7 @@ def test_a_crash_is_told_with_the_last_line_of_the_log(
         text=True,
         timeout=60,
     )
-    assert (done.returncode, done.stdout) == (0, 'testpod: no command "worker"\n'), done.stderr
+    assert (done.returncode, done.stdout) == (0, "told to fail\n"), done.stderr
 
 
 def test_a_key_that_is_missing_is_named(

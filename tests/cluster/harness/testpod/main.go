@@ -8,7 +8,7 @@
 //	testpod fail [TEXT]         prints the text and ends with status 1
 //	testpod worker ...          stands in for an engine: prints its environment, ends with an error
 //	                            when something is missing in it, else answers probes;
-//	                            STAND_IN_BURNS=1: and uses CPU
+//	                            STAND_IN_BURNS=1: and uses CPU; STAND_IN_FAILS=TEXT: ends with it
 //	testpod router ...          stands in for a router: answers probes
 package main
 
@@ -56,6 +56,9 @@ func main() {
 
 // worker checks what an engine reads from its pod.
 func worker() error {
+	if text := os.Getenv("STAND_IN_FAILS"); text != "" {
+		return errors.New(text)
+	}
 	variables := os.Environ()
 	slices.Sort(variables)
 	fmt.Println(strings.Join(variables, "\n"))
