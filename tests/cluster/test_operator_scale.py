@@ -70,7 +70,7 @@ def test_fleets_at_once_take_25_calls_each_and_none_when_nothing_changed(
     bench: Bench, log: Path
 ) -> None:
     mark = bench.cluster.audit_mark()
-    many.fleet_round(bench, 0, FLEETS)
+    many.fleet_round(bench, [bench.ours], 0, FLEETS)
     assert bench.ours.pods() == FLEETS * many.PODS_EACH
     resync.wait_until_quiet(bench, resync.QUIET_S)
     calls = many.calls_by_fleet(bench, mark)

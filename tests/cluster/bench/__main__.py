@@ -1,4 +1,4 @@
-"""make bench-operator: a cluster, the measurements, a line of JSON, and the same in a file.
+"""make bench-operator: a cluster, the measurements, a line of JSON, and more of it in two files.
 
 Exit status: 0 measured, 1 it failed or something that must always hold does not, 2 the machine
 cannot have a cluster. How fast anything was is no failure.
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster.bench.inside import add_size_arguments, size_arguments
+from tests.cluster.bench.page import with_measured
 from tests.cluster.bench.report import broken, report
 from tests.cluster.harness import Cluster, availability, up
 
@@ -46,9 +47,12 @@ def main(argv: list[str]) -> int:
     finally:
         cluster.down()
     made = report(found, version["gitVersion"])
-    whole = {**made, "sizes": vars(size_arguments(options)), "measured": found}
-    options.output.parent.mkdir(parents=True, exist_ok=True)
+    sizes = vars(size_arguments(options))
+    whole = {**made, "sizes": sizes, "measured": found}
     options.output.write_text(json.dumps(whole, indent=1) + "\n")
+    page = options.output.with_suffix(".md")
+    if page.exists():
+        page.write_text(with_measured(page.read_text(), made, sizes))
     complaints = broken(made)
     for complaint in complaints:
         sys.stderr.write(f"wrong: {complaint}\n")

@@ -121,4 +121,5 @@ def _joined(up: dict[str, Any], down: dict[str, Any]) -> dict[str, Any]:
     return {
         "seconds": {**up["seconds"], **down["seconds"]},
         "cpuSeconds": {"up": up["cpuSeconds"], "down": down["cpuSeconds"]},
+        "others": {"up": up["others"], "down": down["others"]},
     }

@@ -8,6 +8,7 @@ from typing import Any
 from tests.cluster.harness.kwok import NODE_SELECTOR, TOLERATIONS
 
 FLEETS = "/apis/xpyd.dev/v1alpha1/namespaces/{}/inferencefleets"
+ALL_FLEETS = "/apis/xpyd.dev/v1alpha1/inferencefleets"
 POOLS = "/apis/xpyd.dev/v1alpha1/namespaces/{}/inferencefleetpools"
 DEPLOYMENTS = "/apis/apps/v1/namespaces/{}/deployments"
 PODS = "/api/v1/namespaces/{}/pods"

@@ -23,6 +23,8 @@ from tests.cluster.bench.watching import Namespace
 from tests.cluster.harness import Cluster, attach
 
 _RESYNC_EVERY_S = 30.0
+_TEAMS = 20
+"""Namespaces that the fleets of the no-op resync are in, but for the first hundred."""
 
 
 def add_size_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,14 +84,17 @@ def _many(
     by_hand = many.by_hand_round(bench, template, sizes.fleets)
     _say(f"the objects of {sizes.fleets} fleets by hand: {by_hand['seconds']}")
     mark = bench.cluster.audit_mark()
-    fleets = many.fleet_round(bench, 0, sizes.fleets)
+    fleets = many.fleet_round(bench, [bench.ours], 0, sizes.fleets)
     _say(f"{sizes.fleets} fleets: {fleets['seconds']}")
     resync.wait_until_quiet(bench, 3.0)
     first = many.calls_summary(many.calls_by_fleet(bench, mark))
     _say(f"calls of each fleet: {first['min']} to {first['max']}")
     found: dict[str, Any] = {"many": {"byHand": by_hand, "fleet": fleets, "calls": first}}
     if sizes.most_fleets > sizes.fleets:
-        more = many.fleet_round(bench, sizes.fleets, sizes.most_fleets, routers=1)
+        spaces = [Namespace(bench.client, f"team-{number}") for number in range(_TEAMS)]
+        for space in spaces:
+            space.create()
+        more = many.fleet_round(bench, spaces, sizes.fleets, sizes.most_fleets, routers=1)
         _say(f"{sizes.most_fleets} fleets: {more['seconds']}")
         found["more"] = more
     resync.wait_until_quiet(bench, resync.QUIET_S)

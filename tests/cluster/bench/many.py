@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
-from tests.cluster.bench.documents import PLAIN_KINDS, fleet, plain_copy
+from tests.cluster.bench.documents import ALL_FLEETS, FLEETS, PLAIN_KINDS, fleet, plain_copy
 from tests.cluster.bench.measure import TEMPLATE, Bench
 from tests.cluster.bench.processes import Operator
-from tests.cluster.bench.watching import exactly
+from tests.cluster.bench.watching import Namespace, exactly
 from tests.cluster.harness.audit import Call
 
 PODS_EACH = 4
@@ -34,16 +34,26 @@ def by_hand_round(bench: Bench, template: list[dict[str, Any]], count: int) -> d
     return {**up, "objects": len(copies)}
 
 
-def fleet_round(bench: Bench, first: int, end: int, *, routers: int = 2) -> dict[str, Any]:
-    """Fleets first to end - 1, until all that there are then are Ready; they stay."""
+def fleet_round(
+    bench: Bench, spaces: Sequence[Namespace], first: int, end: int, *, routers: int = 2
+) -> dict[str, Any]:
+    """Fleets first to end - 1, until all that there are in the cluster are Ready; they stay.
+
+    They are dealt out to `spaces`: what Kubernetes does for one pod grows with its namespace.
+    """
     documents = [
-        (bench.fleets, fleet(name_of(number), prefill=1, decode=1, routers=routers))
+        (
+            FLEETS.format(spaces[number % len(spaces)].name),
+            fleet(name_of(number), prefill=1, decode=1, routers=routers),
+        )
         for number in range(first, end)
     ]
+
+    def ready() -> int:
+        return sum(row["Ready"] == "True" for row in bench.client.rows(ALL_FLEETS))
+
     heard, turns = bench.operator.heard(), bench.operator.turns()
-    up = bench.measured(
-        lambda: bench.post_all(documents), {"ready": exactly(bench.ours.fleets_ready, end)}
-    )
+    up = bench.measured(lambda: bench.post_all(documents), {"ready": exactly(ready, end)})
     return {
         **up,
         "watchEvents": dict(bench.operator.heard() - heard),
@@ -61,7 +71,7 @@ def calls_by_fleet(bench: Bench, after: int) -> dict[str, list[Call]]:
     """The operator's calls since a mark of the audit log, without lists and watches, by fleet."""
     found: dict[str, list[Call]] = {}
     for call in bench.cluster.audit_calls(user=Operator.USER, after=after):
-        if call.namespace == bench.ours.name and call.verb not in ("list", "watch"):
+        if call.namespace and call.verb not in ("list", "watch"):
             found.setdefault(call.name[: len(name_of(0))], []).append(call)
     return found
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.cluster.bench.client import Client
 from tests.cluster.bench.documents import FLEETS, PLAIN_KINDS, PLAIN_LABEL, fleet
-from tests.cluster.bench.processes import Operator, cluster_cpu_s, since
+from tests.cluster.bench.processes import Operator, cluster_cpu_s, machine_s, since
 from tests.cluster.bench.watching import Namespace, exactly, wait_for_all
 from tests.cluster.harness import Cluster
 
@@ -35,13 +35,22 @@ class Bench:
     def measured(
         self, act: Callable[[], object], checks: Mapping[str, Callable[[], Any]]
     ) -> dict[str, Any]:
-        """Do it, wait for the checks: seconds to each of them, and processor time of all."""
-        cpu, begun = self._cpu_s(), time.monotonic()
+        """Do it, wait for the checks: seconds to each of them, and processor time of all.
+
+        `others`: the part of the machine that programs used which belong to nothing here.
+        """
+        cpu, own, machine = self._cpu_s(), time.process_time(), machine_s()
+        begun = time.monotonic()
         act()
         acted = time.monotonic() - begun
         times = wait_for_all(dict(checks))
-        seconds = {name: round(acted + at, 2) for name, at in times.items()}
-        return {"seconds": seconds, "cpuSeconds": since(cpu, self._cpu_s())}
+        used, (total, busy) = since(cpu, self._cpu_s()), machine_s()
+        measured = sum(used.values()) + time.process_time() - own
+        return {
+            "seconds": {name: round(acted + at, 2) for name, at in times.items()},
+            "cpuSeconds": used,
+            "others": round(max(0.0, busy - machine[1] - measured) / (total - machine[0]), 2),
+        }
 
     def post_all(self, objects: Iterable[tuple[str, dict[str, Any]]]) -> None:
         """Create objects at their paths, several at once, in about this order."""

@@ -47,6 +47,13 @@ def cluster_cpu_s(cluster: Cluster) -> dict[str, float]:
     }
 
 
+def machine_s() -> tuple[float, float]:
+    """Processor time of the whole machine so far: all of it, and what was used of it."""
+    ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+    idle = ticks[3] + ticks[4]
+    return sum(ticks) * _TICK_S, (sum(ticks) - idle) * _TICK_S
+
+
 def since(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
     """What each used in between, in seconds."""
     return {name: round(after[name] - before.get(name, 0.0), 2) for name in sorted(after)}

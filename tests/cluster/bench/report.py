@@ -34,6 +34,12 @@ def report(found: dict[str, Any], kubernetes: str) -> dict[str, Any]:
             "aiohttp": version("aiohttp"),
         },
         "machine": machine(),
+        "othersCpu": _spread(
+            used
+            for one in found["big"]
+            for name in ("peer", "fleet", "byHand")
+            for used in one[name]["others"].values()
+        ),
     }
 
 
