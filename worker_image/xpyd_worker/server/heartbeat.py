@@ -42,9 +42,10 @@ class HeartbeatSender:
         period_s: float,
         make: Callable[[], Heartbeat],
     ) -> None:
-        """`identity` is unique per process start: a ROUTER drops the second of one identity."""
+        """`identity` is unique per process start; each socket adds its number (see `_connect`)."""
         self._routers = tuple(routers)
-        self._identity = identity.encode()
+        self._identity = identity
+        self._opened = 0
         self._source_host = source_host
         self._period_s = period_s
         self._make = make
@@ -130,7 +131,10 @@ class HeartbeatSender:
 
     def _connect(self, address: Address) -> zmq.Socket[bytes]:
         sock: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        sock.setsockopt(zmq.IDENTITY, self._identity)
+        # Of two connections with one identity a ROUTER drops one, or hands the name over and forgets
+        # what the other had sent. A closed socket can still be connecting: never reuse its name.
+        self._opened += 1
+        sock.setsockopt(zmq.IDENTITY, f"{self._identity}/{self._opened}".encode())
         sock.setsockopt(zmq.SNDHWM, _QUEUED_BEATS)
         sock.setsockopt(zmq.LINGER, _LINGER_MS)
         sock.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
