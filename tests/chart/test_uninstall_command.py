@@ -18,7 +18,9 @@ from xpyd_operator.kube.uninstall import (
     Uninstall,
     main,
 )
+from xpyd_operator.objects.names import kv_secret_name
 
+KEY = kv_secret_name("chat", "uid-a/chat")
 Step = Callable[["Cluster"], None]
 
 
@@ -43,7 +45,13 @@ class Cluster:
 
     def own(self, fleet: str, kind: Kind, name: str) -> None:
         namespace, owner = fleet.split("/")
-        meta = {"namespace": namespace, "name": name, "labels": {FLEET_LABEL: owner}}
+        of_fleet = {"kind": FLEET.name, "apiVersion": FLEET.api_version, "name": owner}
+        meta = {
+            "namespace": namespace,
+            "name": name,
+            "labels": {FLEET_LABEL: owner},
+            "ownerReferences": [{**of_fleet, "uid": f"uid-{fleet}"}] if kind != POD else [],
+        }
         self.owned[kind, namespace, name] = {"metadata": meta}
 
     async def list(self, kind: Kind, namespace: str | None, *, selector: str = "") -> Obj:
@@ -133,7 +141,7 @@ def test_pods_that_finish_their_requests_are_waited_for() -> None:
 def test_whatever_a_fleet_owned_is_waited_for(kind: Kind) -> None:
     cluster = Cluster(steps={3: _gone("a/chat"), 9: _collect(kind)})
     cluster.add("a/chat")
-    cluster.own("a/chat", kind, "chat-kv")
+    cluster.own("a/chat", kind, KEY)
     cluster.uninstall()
     assert cluster.time_s == 9
 
@@ -141,7 +149,7 @@ def test_whatever_a_fleet_owned_is_waited_for(kind: Kind) -> None:
 def test_the_key_of_a_fleet_that_was_deleted_before_is_waited_for() -> None:
     cluster = Cluster(steps={4: _collect(SERVICE), 6: _collect(SECRET)})
     cluster.own("a/chat", SERVICE, "chat-router")
-    cluster.own("a/chat", SECRET, "chat-kv")
+    cluster.own("a/chat", SECRET, KEY)
     cluster.uninstall()
     assert cluster.time_s == 6
 

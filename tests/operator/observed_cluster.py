@@ -130,7 +130,7 @@ class Cluster:
             before=before,
             now=self.time,
             generation=self.generation,
-            key_secret="chat-kv",
+            key_secret="chat-kv-5bd2bd5e",
             namespace="team",
         )
         return events(before, self.status)

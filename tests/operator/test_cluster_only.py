@@ -60,8 +60,7 @@ def test_a_template_that_the_operator_refuses_is_refused_here() -> None:
 def test_fields_for_a_cluster_are_named_in_one_line() -> None:
     assert cluster_only(load_fleet(good_fleets()["gpus"])) == (
         "only in a cluster: spec.model.secretRef, spec.model.cache, spec.engine.image, "
-        "spec.engine.env[0].valueFrom, spec.pools[0].resources.gpuResourceName, "
-        "spec.pools[0].template, spec.pools[1].resources.deviceClassName, "
+        "spec.engine.env[0].valueFrom, spec.pools[0].template, "
         "spec.pools[1].resources.sharedMemory, spec.kvTransfer.keySecretRef, spec.router.replicas, "
         "spec.router.service"
     )

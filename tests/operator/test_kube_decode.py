@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_operator.kube.decode import MAX_DEPTH, measured, parse, shallow
+from xpyd_operator.kube.decode import MAX_DEPTH, measured, parse, parse_event, shallow
+from xpyd_operator.kube.kinds import FLEET, POD, Kind
+from xpyd_operator.kube.trim import trim
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
@@ -50,3 +52,44 @@ def test_what_is_not_deep_stays_as_it_is(value: Any) -> None:
     body = json.dumps({"a": value}).encode()
     assert shallow(body) == body
     assert parse(body, measured) == {"a": value}
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_what_is_kept_of_a_pod_is_all_there_though_its_event_is_read_in_part(ready: bool) -> None:
+    container = {"name": "engine", "image": "i", "args": ["x"], "resources": {"limits": {"a": "1"}}}
+    pod = {
+        "metadata": {
+            **{name: name for name in ("name", "namespace", "uid", "resourceVersion")},
+            **{name: {"a": "b"} for name in ("labels", "annotations")},
+            "creationTimestamp": "2026-01-01T00:00:00Z",
+            "deletionTimestamp": None if ready else "2026-01-01T00:00:00Z",
+            "finalizers": ["f"],
+            "ownerReferences": [{"uid": "u"}],
+            "managedFields": [{"manager": "m"}],
+        },
+        "spec": {
+            "nodeName": "n",
+            "volumes": [{"name": "v"}],
+            "resourceClaims": [{"name": "c"}],
+            "readinessGates": [{"conditionType": "g"}],
+            "initContainers": [container],
+            "containers": [container],
+            "tolerations": [{"key": "t"}],
+        },
+        "status": {
+            "phase": "Running",
+            "conditions": [{"type": "Ready", "status": str(ready)}],
+            "containerStatuses": [{"name": "engine", "ready": ready, "state": {}}],
+        },
+    }
+    line = json.dumps({"type": "MODIFIED", "object": pod}).encode()
+    event = parse_event(POD, line, lambda found: found)
+    assert "managedFields" not in event["object"]["metadata"]
+    assert trim(POD, event["object"]) == trim(POD, json.loads(line)["object"])
+
+
+@pytest.mark.parametrize("kind", [POD, FLEET])
+def test_an_error_in_a_watch_is_no_object_and_can_be_read(kind: Kind) -> None:
+    gone = {"kind": "Status", "metadata": {}, "code": 410, "message": "too old"}
+    line = json.dumps({"type": "ERROR", "object": gone}).encode()
+    assert parse_event(kind, line, lambda found: found["type"]) == "ERROR"

@@ -244,7 +244,8 @@ def test_a_key_that_was_deleted_is_made_again_when_pods_wait_for_it() -> None:
         api.add(fleet())
         async with fleet_ready(api):
             pass
-        api.drop(SECRET, "ns", "chat-kv")
+        (key,) = [secret["metadata"]["name"] for secret in api.all(SECRET)]
+        api.drop(SECRET, "ns", key)
         deployment = of_pool(api, DEPLOYMENT, "decode")[0]
         pod = pod_of(deployment, "stuck")
         scheduled = {
@@ -257,7 +258,7 @@ def test_a_key_that_was_deleted_is_made_again_when_pods_wait_for_it() -> None:
             api.drop(POD, "ns", old["metadata"]["name"])
         api.add(pod)
         async with operating(api):
-            await until(lambda: api.get(SECRET, "ns", "chat-kv"), what="there is a key again")
+            await until(lambda: api.get(SECRET, "ns", key), what="there is a key again")
 
     run(test)
 

@@ -132,22 +132,22 @@ def test_a_taken_name_is_tried_again_after_a_while() -> None:
 def test_the_key_is_wanted_once_and_again_when_pods_cannot_mount_it() -> None:
     memory, reading = Memory(0.0), read(document(), SETTINGS)
     stuck = {
-        "kvKeySecret": "chat-kv",
+        "kvKeySecret": "chat-kv-u",
         "conditions": [{"type": "Degraded", "reason": "VolumesNotMounted"}],
     }
     hidden = {
-        "kvKeySecret": "chat-kv",
+        "kvKeySecret": "chat-kv-u",
         "conditions": [
-            {"reason": "ImagePullBackOff", "message": "...; node n may lack Secret chat-kv or"}
+            {"reason": "ImagePullBackOff", "message": "...; node n may lack Secret chat-kv-u or"}
         ],
     }
-    assert memory.wants_key(reading, {}, 0.0)
-    assert memory.wants_key(reading, hidden, 0.0)
-    assert not memory.wants_key(reading, {"kvKeySecret": "chat-kv"}, 0.0)
-    assert memory.wants_key(reading, stuck, 0.0)
+    assert memory.wants_key(reading, "u", {}, 0.0)
+    assert memory.wants_key(reading, "u", hidden, 0.0)
+    assert not memory.wants_key(reading, "u", {"kvKeySecret": "chat-kv-u"}, 0.0)
+    assert memory.wants_key(reading, "u", stuck, 0.0)
     memory.tried_key(0.0)
-    assert not memory.wants_key(reading, stuck, 59.0)
-    assert memory.wants_key(reading, stuck, 61.0)
+    assert not memory.wants_key(reading, "u", stuck, 59.0)
+    assert memory.wants_key(reading, "u", stuck, 61.0)
     own = document()
     own["spec"]["kvTransfer"] = {"keySecretRef": {"name": "mine", "key": "k"}}
-    assert not memory.wants_key(read(own, SETTINGS), {}, 0.0)
+    assert not memory.wants_key(read(own, SETTINGS), "u", {}, 0.0)

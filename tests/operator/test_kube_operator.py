@@ -35,6 +35,7 @@ from xpyd_operator.kube.kinds import (
     SERVICE,
     SERVICE_ACCOUNT,
 )
+from xpyd_operator.objects.names import kv_secret_name
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick")]
 
@@ -58,7 +59,9 @@ def test_a_new_fleet_gets_its_objects_in_few_calls() -> None:
             document = api.get(FLEET, "ns", "chat")
             assert document is not None
             assert document["metadata"]["finalizers"] == ["xpyd.dev/fleet"]
-            assert document["status"]["kvKeySecret"] == "chat-kv"
+            assert document["status"]["kvKeySecret"] == kv_secret_name(
+                "chat", document["metadata"]["uid"]
+            )
             for kind, objects in api.objects.items():
                 for obj in objects.values():
                     if kind not in (FLEET, EVENT, POD):

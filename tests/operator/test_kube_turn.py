@@ -201,7 +201,12 @@ def test_contested_objects_rest() -> None:
     (write,) = writes(decide(look(children)))
     effect = effect_of(write)
     assert effect is not None
-    assert writes(decide(look(children, contested=frozenset({effect})))) == []
+    turn = decide(look(children, contested=frozenset({effect})))
+    assert writes(turn) == []
+    assert turn.recheck_after is not None
+    (problem,) = turn.problems
+    assert (problem.kind, problem.reason) == ("Degraded", "Contested")
+    assert problem.message.startswith("apply Service chat-router: somebody undoes it")
     # Another document, another apply.
     new = document()
     new["spec"]["router"] = {"service": {"port": 80}}
@@ -343,10 +348,33 @@ def test_the_report_keeps_what_runs_when_a_document_is_invalid() -> None:
     assert found.pools == {}
 
 
+def test_a_fleet_that_leaves_says_so_though_its_document_is_invalid() -> None:
+    going = document(deletionTimestamp=NOW)
+    going["spec"] = {"nonsense": True}
+    going["status"] = {"endpoint": "http://x"}
+    found = report(look(settled(), going), [], has_key=True)
+    assert found.after["endpoint"] == "http://x"
+    told = {c["type"]: c["reason"] for c in found.after["conditions"]}
+    assert told["Ready"] == told["Progressing"] == "Draining"
+    assert "InvalidSpec" not in told.values()
+    assert found.pools == {}
+
+
+def test_a_pool_is_counted_though_the_document_is_invalid() -> None:
+    children = settled()
+    wrong = document()
+    wrong["spec"] = {}
+    pool = children[POOL]["chat-decode"]
+    pool["status"] = {"replicas": 7, "readyReplicas": 7, "updatedReplicas": 7, "selector": "a=b"}
+    found = report(look(children, wrong), [], has_key=True)
+    none = {"replicas": 0, "readyReplicas": 0, "updatedReplicas": 0, "drainingReplicas": 0}
+    assert found.pools == {"chat-decode": {**none, "observedGeneration": 1}}
+
+
 def test_statuses_are_patches_of_what_differs() -> None:
     children = settled()
     found = report(look(children), [], has_key=True)
-    assert found.after["kvKeySecret"] == "chat-kv"
+    assert found.after["kvKeySecret"] == "chat-kv-fleet"
     assert sorted(found.pools) == ["chat-decode", "chat-prefill"]
     same = document()
     same["status"] = found.after

@@ -168,9 +168,8 @@ def test_instances_of_several_pods_that_claim_devices_have_both_objects():
         assert pod["containers"][0]["resources"] == {"claims": [{"name": "xpyd-gpus"}]}
 
 
-def test_a_cpu_instance_asks_for_no_device_even_where_one_is_named():
-    fleet = changed(("spec.pools.0.resources", {"gpus": 0, "deviceClassName": "gpu.example"}),
-                    ("spec.pools.0.parallelism", {}))  # fmt: skip
+def test_a_cpu_instance_asks_for_no_device():
+    fleet = changed(("spec.pools.0.resources", {"gpus": 0}), ("spec.pools.0.parallelism", {}))
     (deployment,) = workload_objects(fleet, workloads_of(fleet)[1], site_of(fleet))
     pod = deployment["spec"]["template"]["spec"]
     assert "resourceClaims" not in pod
@@ -236,8 +235,17 @@ def test_a_fleet_with_a_key_of_its_own_mounts_that_and_no_other():
     assert "llama70b-kv" not in mounted
     assert '"secretName": "kv-key"' in mounted
     fleet = changed(("spec.kvTransfer", {}))
-    assert '"secretName": "llama70b-kv"' in json.dumps(objects_of(fleet))
-    assert kv_secret(fleet, site_of(fleet), "k")["metadata"]["name"] == "llama70b-kv"
+    secret = kv_secret(fleet, site_of(fleet), "k")["metadata"]["name"]
+    assert f'"secretName": "{secret}"' in json.dumps(objects_of(fleet))
+
+
+def test_each_fleet_of_a_name_has_a_key_of_its_own():
+    """The Secret of a fleet that was deleted a moment ago is on its way."""
+    fleet, site = changed(("spec.kvTransfer", {})), site_of(changed())
+    later = replace(site, uid="6f1c2a3b-0000-4000-8000-000000000000")
+    found = [kv_secret(fleet, s, "k")["metadata"]["name"] for s in (site, later)]
+    assert found[0] != found[1]
+    assert found[1] == "llama70b-kv-6f1c2a3b"
 
 
 def ingress(fleet: InferenceFleet, name: str) -> list[dict[str, Any]]:

@@ -20,7 +20,9 @@ from xpyd_operator.observe import (
     find_problems,
     fleet_seen,
     fleet_status,
+    invalid_pool_statuses,
     invalid_status,
+    leaving_status,
     pool_statuses,
 )
 from xpyd_operator.plan import plan
@@ -127,7 +129,18 @@ def everything(children: Children, before: Any, now: str) -> None:
         assert len(event.message) <= 1000
     for one in pool_statuses(TROUBLE.fleet, want=want, seen=seen, children=children).values():
         PoolStatus.model_validate(one)
-    invalid = invalid_status(before, [m.message for m in problems], now=now, generation=2)
+    invalid = invalid_status(
+        before,
+        [m.message for m in problems],
+        seen=seen,
+        children=children,
+        now=now,
+        generation=2,
+    )
+    leaving = leaving_status(before, problems, seen=seen, children=children, now=now, generation=2)
+    json.dumps(leaving)
+    for one in invalid_pool_statuses(children).values():
+        PoolStatus.model_validate(one)
     events(before, invalid)
     for w in seen.workloads:
         assert w.ready <= w.alive

@@ -75,7 +75,7 @@ def test_a_status_says_where_the_fleet_is_and_what_it_has() -> None:
     cluster.turn()
     status = status_of(cluster)
     assert status["endpoint"] == "http://chat-router.team.svc:10001"
-    assert status["kvKeySecret"] == "chat-kv"
+    assert status["kvKeySecret"] == "chat-kv-5bd2bd5e"
     assert status["summary"] == {"prefill": "1/1", "decode": "2/2", "gpus": 0}
     assert status["observedGeneration"] == 7
     assert {c["observedGeneration"] for c in status["conditions"]} == {7}
@@ -128,9 +128,9 @@ def test_the_same_inputs_give_the_same_status() -> None:
     assert json.dumps(cluster.status) == json.dumps(before)
     c = cluster.children
     turned = Children(c.deployments[::-1], (), c.pods[::-1], c.pools[::-1])
-    assert json.dumps(_status(cluster, turned, before=before, key_secret="chat-kv")) == json.dumps(
-        before
-    )
+    assert json.dumps(
+        _status(cluster, turned, before=before, key_secret="chat-kv-5bd2bd5e")
+    ) == json.dumps(before)
 
 
 def test_a_conditions_time_changes_with_its_status_and_not_with_its_message() -> None:
@@ -295,20 +295,28 @@ def test_many_problems_are_cut_and_counted() -> None:
     assert all(len(e.message) <= 1000 for e in told)
 
 
+def _invalid(cluster: Cluster, before: Obj | None, *messages: str, now: str) -> dict[str, Any]:
+    children = cluster.children
+    seen = fleet_seen(children)
+    return invalid_status(before, messages, seen=seen, children=children, now=now, generation=9)
+
+
 def test_an_invalid_document_keeps_the_pools_and_says_nothing_of_what_nobody_looks_at() -> None:
     cluster = settled(fleet_of())
     before = copy.deepcopy(status_of(cluster))
-    after = invalid_status(before, ["a: bad", "b: worse"], now=cluster.time, generation=9)
+    after = _invalid(cluster, before, "a: bad", "b: worse", now=cluster.time)
     assert after["pools"] == before["pools"]
+    assert after["summary"] == before["summary"]
     assert after["observedGeneration"] == 9
     told = {c["type"]: (c["status"], c["reason"], c["message"]) for c in after["conditions"]}
     assert told["Ready"] == ("False", "InvalidSpec", "a: bad; b: worse")
     assert told["Degraded"] == ("True", "InvalidSpec", "a: bad; b: worse")
     unseen = ("Unknown", "InvalidSpec", "not looked at until the document is mended")
-    for kind in ("Available", "RouterReady", "CapacityAvailable"):
+    for kind in ("RouterReady", "CapacityAvailable"):
         assert told[kind] == unseen
+    assert told["Available"][:2] == ("True", "Serving")
     assert [(e.type, e.reason) for e in events(before, after)] == [("Warning", "Degraded")]
-    again = invalid_status(after, ["a: bad", "b: worse"], now="2027-01-01T00:00:00Z", generation=9)
+    again = _invalid(cluster, after, "a: bad", "b: worse", now="2027-01-01T00:00:00Z")
     assert again == after
     cluster.status = after
     told_after = cluster.turn()
@@ -316,13 +324,45 @@ def test_an_invalid_document_keeps_the_pools_and_says_nothing_of_what_nobody_loo
     assert found(cluster, "Progressing") == ("False", "Settled")
 
 
+def test_instances_are_counted_while_the_document_is_invalid() -> None:
+    cluster = settled(fleet_of())
+    before = copy.deepcopy(status_of(cluster))
+    ((name, _),) = [item for item in cluster.pods.items() if "prefill" in item[0]]
+    del cluster.pods[name]
+    after = _invalid(cluster, before, "a: bad", now=cluster.time)
+    pools = {pool["name"]: pool for pool in after["pools"]}
+    assert (pools["prefill"]["replicas"], pools["prefill"]["readyReplicas"]) == (1, 0)
+    assert pools["prefill"]["updatedReplicas"] == 0
+    assert pools["decode"]["readyReplicas"] == 2
+    assert (after["summary"]["prefill"], after["summary"]["decode"]) == ("0/1", "2/2")
+    told = {c["type"]: (c["status"], c["reason"]) for c in after["conditions"]}
+    assert told["Available"] == ("False", "NoEngines")
+
+
+def test_a_fleet_with_host_paths_says_what_it_asks_of_its_namespace() -> None:
+    def with_host_path(spec: Obj) -> None:
+        spec["model"]["cache"] = {"type": "HostPath", "path": "/var/models"}
+
+    cluster = settled(fleet_of(with_host_path))
+    (one,) = [c for c in status_of(cluster)["conditions"] if c["type"] == "Degraded"]
+    assert (one["status"], one["reason"]) == ("False", "AsExpected")
+    assert "hostPath" in one["message"]
+    cluster.others = (Problem("Degraded", "X", "decode", "decode: broken"),)
+    cluster.turn()
+    (one,) = [c for c in status_of(cluster)["conditions"] if c["type"] == "Degraded"]
+    assert one["message"].startswith("decode: broken; pods mount folders of their nodes")
+    plain = settled(fleet_of())
+    assert "hostPath" not in json.dumps(status_of(plain))
+
+
 def test_a_fleet_that_was_never_valid_has_unknown_conditions_and_is_created_later() -> None:
-    after = invalid_status(None, ["x" * 1000] * 50, now="2026-11-21T10:00:00Z", generation=1)
+    nothing = Cluster(fleet_of())
+    after = _invalid(nothing, None, *["x" * 1000] * 50, now="2026-11-21T10:00:00Z")
     assert FleetStatus.model_validate(after, strict=False)
     told = {c["type"]: c["status"] for c in after["conditions"]}
     assert told == {
         "Ready": "False",
-        "Available": "Unknown",
+        "Available": "False",
         "Progressing": "False",
         "Degraded": "True",
         "RouterReady": "Unknown",

@@ -71,6 +71,14 @@ class Resources(ApiModel):
     def _is_one(self) -> bool:
         return not self.device_class_name or not self.gpu_resource_name
 
+    @rule(
+        "self.gpus > 0 || (!has(self.deviceClassName) && !has(self.gpuResourceName))",
+        "0 GPUs come from nowhere: leave deviceClassName and gpuResourceName out, or set gpus",
+        field="gpus",
+    )
+    def _comes_from_somewhere(self) -> bool:
+        return self.gpus > 0 or not (self.device_class_name or self.gpu_resource_name)
+
 
 class Scaling(ApiModel):
     """Bounds that the pool's replicas keep, whoever scales it."""

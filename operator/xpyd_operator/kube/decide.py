@@ -31,7 +31,17 @@ from xpyd_operator.kube.look import (
     is_leaving,
     mark_of,
 )
-from xpyd_operator.kube.writes import Apply, MakeKey, Remove, Scale, SetFinalizers, Write, effect_of
+from xpyd_operator.kube.writes import (
+    Apply,
+    MakeKey,
+    Remove,
+    Scale,
+    SetFinalizers,
+    Write,
+    describe,
+    effect_of,
+    pool_of,
+)
 from xpyd_operator.objects import (
     contains,
     desired_hash,
@@ -109,12 +119,26 @@ def _stop(look: Look, finalizers: tuple[str, ...]) -> Turn:
         return Turn(((SetFinalizers(left, look.document["metadata"]["resourceVersion"]),),))
     made = plan(want, look.seen, 0.0)
     scales, removals = _from_plan(made, want, _Workloads(look.own))
-    stages = _uncontested(look, scales), _uncontested(look, removals)
-    return Turn(stages, recheck_after=_UNSETTLED_RECHECK_S)
+    stages, problems = _uncontested(look, (scales, removals))
+    return Turn(stages, problems, recheck_after=_UNSETTLED_RECHECK_S)
 
 
-def _uncontested(look: Look, writes: Iterable[Write]) -> tuple[Write, ...]:
-    return tuple(write for write in writes if effect_of(write) not in look.contested)
+def _uncontested(
+    look: Look, stages: Iterable[Iterable[Write]]
+) -> tuple[tuple[tuple[Write, ...], ...], tuple[Problem, ...]]:
+    """The writes that nobody keeps undoing, and a problem for each of the others."""
+    left: list[tuple[Write, ...]] = []
+    problems: list[Problem] = []
+    for stage in stages:
+        writes = tuple(stage)
+        left.append(tuple(w for w in writes if effect_of(w) not in look.contested))
+        for write in writes:
+            if effect_of(write) in look.contested:
+                text = (
+                    f"{describe(write)}: somebody undoes it again and again; it rests for a minute"
+                )
+                problems.append(Problem("Degraded", "Contested", pool_of(write), text))
+    return tuple(stage for stage in left if stage), tuple(problems)
 
 
 class _Workloads:
@@ -201,13 +225,13 @@ class _Decision:
         second: list[Write] = list(self._newest(made))
         scales, removals = _from_plan(made, self._want, self._workloads)
         last: list[Write] = [*removals, *self._leftovers(support)]
-        stages = [_uncontested(look, stage) for stage in (first, (*second, *scales), last)]
+        stages, contested = _uncontested(look, (first, (*second, *scales), last))
         recheck = None if made.recheck_after is None else _UNSETTLED_RECHECK_S
-        if look.taken:
+        if look.taken or contested:
             recheck = min(recheck or _TAKEN_RECHECK_S, _TAKEN_RECHECK_S)
         return Turn(
-            tuple(stage for stage in stages if stage),
-            tuple(self._problems),
+            stages,
+            (*self._problems, *contested),
             self._compared,
             recheck_after=recheck,
         )

@@ -7,10 +7,13 @@ fleet could stop the operator for all others: what lies below MAX_DEPTH is read 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypedDict, TypeVar, cast
+
+from msgspec.json import Decoder
+
+from xpyd_operator.kube.kinds import POD, Kind
 
 T = TypeVar("T")
 
@@ -19,15 +22,59 @@ MAX_DEPTH = 100
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\]]', re.DOTALL)
 
 
-def parse(body: bytes, use: Callable[[Any], T]) -> T:
+class _PodMetadata(TypedDict, total=False):
+    name: Any
+    namespace: Any
+    uid: Any
+    resourceVersion: Any
+    labels: Any
+    annotations: Any
+    creationTimestamp: Any
+    deletionTimestamp: Any
+    finalizers: Any
+    ownerReferences: Any
+
+
+class _PodSpec(TypedDict, total=False):
+    nodeName: Any
+    volumes: Any
+    resourceClaims: Any
+    readinessGates: Any
+    initContainers: Any
+    containers: Any
+
+
+class _Pod(TypedDict, total=False):
+    """What `trim` looks at: the rest, above all managedFields, is half of each event."""
+
+    metadata: _PodMetadata | None
+    spec: _PodSpec | None
+    status: Any
+
+
+class _PodEvent(TypedDict):
+    type: str
+    object: _Pod
+
+
+_ANYTHING: Decoder[Any] = Decoder()
+_POD_EVENT: Decoder[Any] = Decoder(_PodEvent)
+
+
+def parse(body: bytes, use: Callable[[Any], T], decoder: Decoder[Any] = _ANYTHING) -> T:
     """What `use` makes of the parsed body; of a shallow form where that is too deep for either.
 
     `use` may change what it gets, and may be called twice. Raises ValueError for what is no JSON.
     """
     try:
-        return use(json.loads(body))
+        return use(decoder.decode(body))
     except RecursionError:
-        return use(json.loads(shallow(body)))
+        return use(decoder.decode(shallow(body)))
+
+
+def parse_event(kind: Kind, line: bytes, use: Callable[[Any], T]) -> T:
+    """As parse, of one line of a watch of `kind`; fields of pods that nobody reads are skipped."""
+    return parse(line, use, _POD_EVENT if kind == POD else _ANYTHING)
 
 
 def shallow(body: bytes) -> bytes:

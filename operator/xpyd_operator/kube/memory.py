@@ -86,7 +86,7 @@ class Memory:
         """Whether the KV key's Secret was made once."""
         return self._key_tried_at is not None or bool(status.get("kvKeySecret"))
 
-    def wants_key(self, reading: Reading, status: Mapping[str, Any], now: float) -> bool:
+    def wants_key(self, reading: Reading, uid: str, status: Mapping[str, Any], now: float) -> bool:
         """Whether to try to create it: at first, and when pods cannot mount their volumes."""
         if reading.fleet is None or reading.fleet.spec.kv_transfer.key_secret_ref is not None:
             return False
@@ -95,7 +95,7 @@ class Memory:
         if self._key_tried_at is not None and now - self._key_tried_at < KEY_RETRY_S:
             return False
         # Another trouble may be the reason that a condition names; its message has them all.
-        waits = f"Secret {kv_secret_name(reading.fleet.name)}"
+        waits = f"Secret {kv_secret_name(reading.fleet.name, uid)}"
         conditions = cast("list[dict[str, Any]]", status.get("conditions") or [])
         return any(
             condition.get("reason") == "VolumesNotMounted"

@@ -117,7 +117,9 @@ class Reconciler:
             taken=memory.taken(time),
             settled=memory.settled,
             contested=memory.contested(time),
-            wants_key=memory.wants_key(reading, status_of(document), time),
+            wants_key=memory.wants_key(
+                reading, document["metadata"]["uid"], status_of(document), time
+            ),
         )
 
     def _remember(self, memory: Memory, turn: Turn, outcome: Outcome) -> None:

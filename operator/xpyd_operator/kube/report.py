@@ -9,15 +9,17 @@ from typing import Any, cast
 from xpyd_operator.kube.errors import Forbidden, Refused
 from xpyd_operator.kube.kinds import Obj, kind_of
 from xpyd_operator.kube.look import Look, is_leaving
-from xpyd_operator.kube.writes import Apply, Remove, Scale, Write, describe
-from xpyd_operator.objects.names import LABEL_POOL, kv_secret_name
+from xpyd_operator.kube.writes import Apply, Remove, Scale, Write, describe, pool_of
+from xpyd_operator.objects.names import kv_secret_name
 from xpyd_operator.observe import (
     INVALID,
     INVALID_TEMPLATE,
     Problem,
     find_problems,
     fleet_status,
+    invalid_pool_statuses,
     invalid_status,
+    leaving_status,
     pool_statuses,
 )
 
@@ -40,43 +42,69 @@ def status_of(obj: Obj) -> dict[str, Any]:
 
 def report(look: Look, problems: Sequence[Problem], *, has_key: bool) -> Report:
     """The statuses after a turn. `problems`: what the objects do not say themselves."""
-    metadata, reading = look.document["metadata"], look.reading
-    before, generation = status_of(look.document), int(metadata.get("generation") or 0)
-    if reading.fleet is None or reading.complaints:
-        invalid = invalid_status(
+    leaving, reading = is_leaving(look.document), look.reading
+    if not leaving and (reading.fleet is None or reading.complaints):
+        after, pools = _invalid(look), invalid_pool_statuses(look.own)
+    else:
+        after, pools = _obeyed(look, problems, has_key=has_key)
+    patches: dict[str, dict[str, Any]] = {}
+    # The pools' objects go with the fleet.
+    for obj in () if leaving else cast("tuple[Obj, ...]", look.own.pools):
+        wanted = pools.get(str(obj["spec"].get("poolName")))
+        if wanted is not None and wanted != status_of(obj):
+            patches[obj["metadata"]["name"]] = merge_patch(status_of(obj), wanted)
+    return Report(status_of(look.document), after, patches)
+
+
+def _invalid(look: Look) -> dict[str, Any]:
+    return invalid_status(
+        status_of(look.document),
+        look.reading.complaints,
+        seen=look.seen,
+        children=look.own,
+        now=look.now,
+        generation=_generation(look),
+        reason=INVALID if look.reading.fleet is None else INVALID_TEMPLATE,
+    )
+
+
+def _obeyed(
+    look: Look, problems: Sequence[Problem], *, has_key: bool
+) -> tuple[dict[str, Any], Mapping[str, dict[str, Any]]]:
+    """The fleet's status and its pools'."""
+    reading, children, seen = look.reading, look.own, look.seen
+    before = status_of(look.document)
+    problems = (*problems, *find_problems(children, look.now))
+    if reading.fleet is None:
+        status = leaving_status(
             before,
-            reading.complaints,
+            problems,
+            seen=seen,
+            children=children,
             now=look.now,
-            generation=generation,
-            reason=INVALID if reading.fleet is None else INVALID_TEMPLATE,
+            generation=_generation(look),
         )
-        return Report(before, invalid)
-    children, seen = look.own, look.seen
+        return status, {}
     want = replace(reading.want, stopping=is_leaving(look.document))
     ref = reading.fleet.spec.kv_transfer.key_secret_ref
-    own_secret = kv_secret_name(reading.fleet.name) if has_key else ""
-    after = fleet_status(
+    own_secret = kv_secret_name(reading.fleet.name, look.uid) if has_key else ""
+    status = fleet_status(
         reading.fleet,
         want=want,
         seen=seen,
         children=children,
-        problems=(*problems, *find_problems(children, look.now)),
+        problems=problems,
         before=before,
         now=look.now,
-        generation=generation,
+        generation=_generation(look),
         key_secret=ref.name if ref else own_secret,
-        namespace=metadata["namespace"],
+        namespace=look.document["metadata"]["namespace"],
     )
-    if want.stopping:
-        # The pools' objects go with the fleet.
-        return Report(before, after)
-    pools = pool_statuses(reading.fleet, want=want, seen=seen, children=children)
-    patches: dict[str, dict[str, Any]] = {}
-    for obj in cast("tuple[Obj, ...]", children.pools):
-        wanted = pools.get(str(obj["spec"].get("poolName")))
-        if wanted is not None and wanted != status_of(obj):
-            patches[obj["metadata"]["name"]] = merge_patch(status_of(obj), wanted)
-    return Report(before, after, patches)
+    return status, pool_statuses(reading.fleet, want=want, seen=seen, children=children)
+
+
+def _generation(look: Look) -> int:
+    return int(look.document["metadata"].get("generation") or 0)
 
 
 def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,14 +124,9 @@ def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str
 
 def problem_of(write: Write, error: Refused) -> Problem:
     """A write that the API server refused, as a condition tells it."""
-    pool = ""
     match write:
         case Apply(obj):
-            labels = cast("dict[str, str]", obj["metadata"]["labels"])
-            pool, name = (
-                labels.get(LABEL_POOL, ""),
-                f"{kind_of(obj).name} {obj['metadata']['name']}",
-            )
+            name = f"{kind_of(obj).name} {obj['metadata']['name']}"
         case Scale(kind, name) | Remove(kind, name):
             name = f"{kind.name} {name}"
         case _:
@@ -111,4 +134,4 @@ def problem_of(write: Write, error: Refused) -> Problem:
     reason = "Refused"
     if isinstance(error, Forbidden):
         reason = "QuotaExceeded" if "exceeded quota" in str(error) else "Forbidden"
-    return Problem("Degraded", reason, pool, f"{name}: {error}")
+    return Problem("Degraded", reason, pool_of(write), f"{name}: {error}")

@@ -17,7 +17,7 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -37,8 +37,8 @@ _SAY_EVERY_S = 15.0
 _NAMED = 5
 """How many of what is left a message names."""
 
-FleetName = tuple[str, str]
-"""Namespace and name."""
+FleetId = tuple[str, str, str]
+"""Namespace, name and uid."""
 
 
 class Leftovers(XpydError):
@@ -101,7 +101,7 @@ class Uninstall:
         self._namespaces = tuple(namespaces)
         self._say = say
         self._clock = clock or Clock()
-        self._seen: set[FleetName] = set()
+        self._seen: set[FleetId] = set()
 
     async def refuse_fleets_elsewhere(self) -> None:
         """FleetsElsewhere if there is a fleet outside the namespaces; may raise KubeError."""
@@ -144,7 +144,7 @@ class Uninstall:
                 return _Left(fleets, (), "")
             owned = [(kind, await self._list(kind, places, FLEET_LABEL)) for kind in OWNED]
             for _, objects in owned:
-                self._seen.update(map(_fleet_of, objects))
+                self._seen.update(owner for obj in objects for owner in _fleets_of(obj))
             secrets = [_secret(name) for name in sorted(self._seen) if await self._has_key(name)]
             found = [*((kind.plural, objects) for kind, objects in owned)]
             found.append((SECRET.plural, tuple(secrets)))
@@ -155,12 +155,12 @@ class Uninstall:
     async def _delete(self, fleets: Sequence[Obj]) -> None:
         # One that was made after the first look goes as well.
         for meta in (fleet["metadata"] for fleet in fleets):
-            self._seen.add((meta["namespace"], meta["name"]))
+            self._seen.add((meta["namespace"], meta["name"], meta["uid"]))
             if "deletionTimestamp" not in meta:
                 self._say(f"deleting fleet {meta['namespace']}/{meta['name']}")
                 await self._api.delete(FLEET, meta["namespace"], meta["name"], uid=meta["uid"])
 
-    async def _has_key(self, fleet: FleetName) -> bool:
+    async def _has_key(self, fleet: FleetId) -> bool:
         """Whether the fleet's own Secret is there, learned without the right to read it."""
         try:
             await self._api.create(_secret(fleet), dry_run=True)
@@ -185,13 +185,15 @@ class Uninstall:
         return tuple(found)
 
 
-def _fleet_of(owned: Obj) -> FleetName:
-    meta = owned["metadata"]
-    return meta["namespace"], meta["labels"][FLEET_LABEL]
+def _fleets_of(owned: Obj) -> Iterator[FleetId]:
+    """The fleet that owns the object itself: a pod has another owner."""
+    for owner in owned["metadata"].get("ownerReferences") or ():
+        if owner["kind"] == FLEET.name and owner["apiVersion"] == FLEET.api_version:
+            yield owned["metadata"]["namespace"], owner["name"], owner["uid"]
 
 
-def _secret(fleet: FleetName) -> Obj:
-    meta = {"namespace": fleet[0], "name": kv_secret_name(fleet[1])}
+def _secret(fleet: FleetId) -> Obj:
+    meta = {"namespace": fleet[0], "name": kv_secret_name(*fleet[1:])}
     return {"apiVersion": SECRET.api_version, "kind": SECRET.name, "metadata": meta}
 
 

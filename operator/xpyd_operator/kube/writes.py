@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 from xpyd_operator.kube.kinds import Kind, Obj, kind_of
+from xpyd_operator.objects.names import LABEL_POOL
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,14 @@ def effect_of(write: Write) -> Effect | None:
             return kind, name, f"no {uid}"
         case _:
             return None
+
+
+def pool_of(write: Write) -> str:
+    """The pool whose object it is; empty: the whole fleet's, or not said."""
+    if isinstance(write, Apply):
+        labels = cast("dict[str, str]", write.obj["metadata"].get("labels") or {})
+        return labels.get(LABEL_POOL, "")
+    return ""
 
 
 def describe(write: Write) -> str:

@@ -21,8 +21,6 @@ CLUSTER_ONLY = frozenset(
         "spec.model.cache",
         "spec.engine.image",
         "spec.engine.env[].valueFrom",
-        "spec.pools[].resources.gpuResourceName",
-        "spec.pools[].resources.deviceClassName",
         "spec.pools[].resources.sharedMemory",
         "spec.pools[].template",
         "spec.kvTransfer.keySecretRef",

@@ -116,9 +116,13 @@ def discovery_service_name(fleet: str) -> str:
     return f"{fleet}-discovery"
 
 
-def kv_secret_name(fleet: str) -> str:
-    """Name of the Secret with the fleet's own KV key."""
-    return f"{fleet}-kv"
+def kv_secret_name(fleet: str, uid: str) -> str:
+    """Name of the Secret with the fleet's own KV key; `uid`: the InferenceFleet's.
+
+    A fleet that is deleted and made again under its name must not take the old one's Secret for its
+    own: nobody reads Secrets, and Kubernetes deletes that one in a moment.
+    """
+    return f"{fleet}-kv-{uid[:8]}"
 
 
 def service_account_name(fleet: str) -> str:

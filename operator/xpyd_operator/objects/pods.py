@@ -69,7 +69,7 @@ def engine_pod(
         container["ports"] = [kv_port]
     shared_memory = {"medium": "Memory", "sizeLimit": pool.resources.shared_memory}
     volumes = [
-        *common_volumes(fleet),
+        *common_volumes(fleet, site.uid),
         {"name": "xpyd-shm", "emptyDir": shared_memory},
         *model_volumes(fleet),
     ]
@@ -98,7 +98,7 @@ def router_pod(fleet: InferenceFleet, workload: Workload, site: Site) -> JsonObj
         "readinessProbe": _probe("/readiness", period_s=1, failures=2, timeout_s=2),
         "volumeMounts": common_mounts(),
     }
-    pod = _pod(fleet, workload, site, container, common_volumes(fleet))
+    pod = _pod(fleet, workload, site, container, common_volumes(fleet, site.uid))
     pod["spec"]["topologySpreadConstraints"] = [
         {
             "maxSkew": 1,

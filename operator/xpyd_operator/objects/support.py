@@ -67,7 +67,7 @@ def kv_secret(fleet: InferenceFleet, site: Site, key: str) -> JsonObject:
     return {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": metadata(names.kv_secret_name(fleet.name), fleet, site, labels),
+        "metadata": metadata(names.kv_secret_name(fleet.name, site.uid), fleet, site, labels),
         "type": "Opaque",
         "data": {names.KV_KEY: b64encode(key.encode()).decode()},
     }

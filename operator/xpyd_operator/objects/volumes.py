@@ -31,7 +31,7 @@ def model_in_pod(fleet: InferenceFleet) -> str:
 
 
 def uses_host_path(fleet: InferenceFleet) -> bool:
-    """Whether a pod of the fleet mounts a folder of its node, which "restricted" forbids."""
+    """Whether a pod mounts a folder of its node, which "restricted" and "baseline" forbid."""
     if fleet.spec.model.cache.type == "HostPath":
         return True
     templates = [fleet.spec.router.template, *(pool.template for pool in fleet.spec.pools)]
@@ -44,10 +44,10 @@ def _has_host_path(template: JsonObject) -> bool:
     return any(isinstance(item, dict) and "hostPath" in item for item in items)
 
 
-def common_volumes(fleet: InferenceFleet) -> list[JsonObject]:
-    """Of engines and routers: a place to write and the KV key."""
+def common_volumes(fleet: InferenceFleet, uid: str) -> list[JsonObject]:
+    """Of engines and routers: a place to write and the KV key. `uid`: the InferenceFleet's."""
     ref = fleet.spec.kv_transfer.key_secret_ref
-    name = names.kv_secret_name(fleet.name) if ref is None else ref.name
+    name = names.kv_secret_name(fleet.name, uid) if ref is None else ref.name
     key = names.KV_KEY if ref is None else ref.key
     secret = {
         "secretName": name,

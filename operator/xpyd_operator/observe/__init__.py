@@ -10,8 +10,13 @@ RFC 3339 text. What is done about anything is plan()'s business.
 from xpyd_operator.observe.children import Children, fleet_seen
 from xpyd_operator.observe.conditions import INVALID, INVALID_TEMPLATE
 from xpyd_operator.observe.events import EventText, events
+from xpyd_operator.observe.invalid import (
+    invalid_pool_statuses,
+    invalid_status,
+    leaving_status,
+)
 from xpyd_operator.observe.problems import Problem, find_problems
-from xpyd_operator.observe.status import fleet_status, invalid_status, pool_statuses
+from xpyd_operator.observe.status import fleet_status, pool_statuses
 
 __all__ = [
     "INVALID",
@@ -23,6 +28,8 @@ __all__ = [
     "find_problems",
     "fleet_seen",
     "fleet_status",
+    "invalid_pool_statuses",
     "invalid_status",
+    "leaving_status",
     "pool_statuses",
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import cast, get_args
 
 from xpyd_operator.objects.names import (
@@ -84,7 +84,12 @@ def key_of(obj: Raw) -> Key | None:
     """Pool and revision by the object's labels; None: they are none of ours."""
     labels = fields(obj, "metadata", "labels")
     pool, revision = text(labels, LABEL_POOL), text(labels, LABEL_REVISION)
-    return (pool, revision) if _OURS.fullmatch(pool) and _OURS.fullmatch(revision) else None
+    return (pool, revision) if _is_ours(pool) and _is_ours(revision) else None
+
+
+@lru_cache(maxsize=4096)
+def _is_ours(label: str) -> bool:
+    return bool(_OURS.fullmatch(label))
 
 
 def role_of(obj: Raw) -> PoolRole | None:

@@ -27,6 +27,10 @@ _MOST_PROBLEMS = 4
 _MOST_MISTAKES = 10
 _MOST_MISTAKE = 400
 _DRAINING = "Draining"
+_HOST_PATH = (
+    "pods mount folders of their nodes (hostPath), which a namespace of pod security "
+    '"restricted" or "baseline" refuses'
+)
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class _Fleet:
     problems: Sequence[Problem]
     stopping: bool
     before: Raw
+    is_on_host_path: bool = False
 
     @property
     def missing(self) -> list[PoolRow]:
@@ -63,9 +68,14 @@ def conditions(
     before: Raw,
     now: str,
     generation: int,
+    is_on_host_path: bool = False,
 ) -> list[dict[str, Any]]:
-    """`before`: the whole status before; a condition keeps its time while its status stays."""
-    fleet = _Fleet(pools, problems, stopping, before)
+    """`before`: the whole status before; a condition keeps its time while its status stays.
+
+    `is_on_host_path`: pods mount folders of their nodes, which Degraded's message says even where
+    nothing is wrong: it asks more of the namespace than a fleet does else.
+    """
+    fleet = _Fleet(pools, problems, stopping, before, is_on_host_path)
     verdicts = {
         "Ready": _ready(fleet),
         "Available": _available(fleet),
@@ -79,19 +89,20 @@ def conditions(
 
 def conditions_of_invalid(
     messages: Sequence[str],
+    pools: Sequence[PoolRow],
     *,
     before: Raw,
     now: str,
     generation: int,
     reason: str,
 ) -> list[dict[str, Any]]:
-    """Of a fleet whose document cannot be obeyed: nothing is said of pods that nobody looks at."""
+    """Of a fleet whose document cannot be obeyed: `pools` may serve, as the last good one said."""
     told = [short(line, _MOST_MISTAKE) for line in messages[:_MOST_MISTAKES]]
     message = "; ".join(told) + _and_more(len(messages) - len(told))
     unknown = _Verdict(None, reason, "not looked at until the document is mended")
     verdicts = {
         "Ready": _Verdict(False, reason, message),
-        "Available": unknown,
+        "Available": _available(_Fleet(pools, (), stopping=False, before=before)),
         "Progressing": _Verdict(False, reason, "waits for a valid document"),
         "Degraded": _Verdict(True, reason, message),
         "RouterReady": unknown,
@@ -193,9 +204,10 @@ def _movement(fleet: _Fleet) -> str:
 
 def _degraded(fleet: _Fleet) -> _Verdict:
     found = [p for p in fleet.problems if p.kind == "Degraded"]
+    notice = [_HOST_PATH] if fleet.is_on_host_path else []
     if not found:
-        return _Verdict(False, "AsExpected", "nothing needs to be done")
-    return _Verdict(True, found[0].reason, _told("", found))
+        return _Verdict(False, "AsExpected", "; ".join(["nothing needs to be done", *notice]))
+    return _Verdict(True, found[0].reason, "; ".join([_told("", found), *notice]))
 
 
 def _router_ready(fleet: _Fleet) -> _Verdict:

@@ -19,11 +19,13 @@ _ELLIPSIS = "..."
 
 def at(obj: object, *path: str) -> object:
     """The field at `path`, None where there is none."""
+    found: Any = obj
     for key in path:
-        if not isinstance(obj, dict):
+        # Hot: a cast is a call, and as dear as all else here.
+        if not isinstance(found, dict):
             return None
-        obj = cast("dict[object, object]", obj).get(key)
-    return obj
+        found = found.get(key)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return cast("object", found)
 
 
 def fields(obj: object, *path: str) -> Raw:
@@ -54,9 +56,11 @@ def count(obj: object, *path: str) -> int:
 
 def condition(obj: object, kind: str) -> Raw:
     """The object's status condition of that type."""
-    for row in rows(obj, "status", "conditions"):
-        if text(row, "type") == kind:
-            return row
+    listed = at(obj, "status", "conditions")
+    if isinstance(listed, list):
+        for row in cast("list[object]", listed):
+            if isinstance(row, dict) and cast("Raw", row).get("type") == kind:
+                return cast("Raw", row)
     return {}
 
 

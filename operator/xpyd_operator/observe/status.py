@@ -14,8 +14,9 @@ from xpyd_operator.api import InferenceFleet
 from xpyd_operator.api.status import MAX_POOLS
 from xpyd_operator.objects.names import endpoint, pool_selector, selector_text
 from xpyd_operator.objects.pods import pods_per_instance
+from xpyd_operator.objects.volumes import uses_host_path
 from xpyd_operator.observe.children import WORKER_INDEX, Children, is_pool_object
-from xpyd_operator.observe.conditions import INVALID, conditions, conditions_of_invalid
+from xpyd_operator.observe.conditions import conditions
 from xpyd_operator.observe.pools import ROLES, PoolRow, by_role, pool_rows
 from xpyd_operator.observe.problems import Problem, in_order
 from xpyd_operator.observe.raw import Raw, count, text
@@ -50,6 +51,7 @@ def fleet_status(
             rows,
             in_order(problems),
             stopping=want.stopping,
+            is_on_host_path=uses_host_path(fleet),
             before=before or {},
             now=now,
             generation=generation,
@@ -89,25 +91,6 @@ def pool_statuses(
             "selector": selector_text(selector),
         }
     return found
-
-
-def invalid_status(
-    before: Raw | None,
-    messages: Iterable[str],
-    *,
-    now: str,
-    generation: int,
-    reason: str = INVALID,
-) -> dict[str, Any]:
-    """The status of a fleet whose document cannot be obeyed: what runs goes on, as it was.
-
-    `messages`: the mistakes, one per line. `reason`: what kind of mistakes they are.
-    """
-    kept = {name: value for name, value in (before or {}).items() if name != "conditions"}
-    found = conditions_of_invalid(
-        list(messages), before=before or {}, now=now, generation=generation, reason=reason
-    )
-    return {**kept, "observedGeneration": generation, "conditions": found}
 
 
 def _pool(row: PoolRow) -> dict[str, Any]:
