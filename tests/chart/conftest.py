@@ -6,6 +6,7 @@ import pytest
 
 from tests.chart.render import Helm
 from tests.cluster.harness.tools import ToolMissing, helm_binary
+from tests.cluster.needs import skip_for
 
 
 @pytest.fixture(scope="session")
@@ -14,5 +15,6 @@ def helm(tmp_path_factory: pytest.TempPathFactory) -> Helm:
     try:
         binary: Path = helm_binary()
     except ToolMissing as missing:
-        pytest.skip(str(missing))
+        skip_for(str(missing))
+        raise
     return Helm(binary, tmp_path_factory.mktemp("helm"))

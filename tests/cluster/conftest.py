@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.harness import Cluster, availability, up, wait_for
+from tests.cluster.needs import skip_for
 
 _FIXTURES = {"control_plane", "node_cluster"}
 _NAMESPACE_GONE_S = 90.0
@@ -29,9 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def control_plane() -> Iterator[Cluster]:
     """A cluster without a node that runs anything: API, controllers, scheduler; fake nodes."""
-    reason = availability.why_no_control_plane()
-    if reason is not None:
-        pytest.skip(reason)
+    skip_for(availability.why_no_control_plane())
     cluster = up(f"plane-{os.getpid()}")
     try:
         yield cluster
@@ -43,9 +42,7 @@ def control_plane() -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def node_cluster() -> Iterator[Cluster]:
     """A cluster with a real node, where pods run; fake nodes besides on demand."""
-    reason = availability.why_no_node()
-    if reason is not None:
-        pytest.skip(reason)
+    skip_for(availability.why_no_node())
     cluster = up(f"node-{os.getpid()}", node=True)
     try:
         yield cluster

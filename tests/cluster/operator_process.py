@@ -9,7 +9,7 @@ import sys
 import tempfile
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,19 +22,15 @@ STOP_S = 15.0
 
 
 class OperatorProcess:
-    """A running operator. `namespaces` empty: it serves all."""
+    """A running operator. `args`: of `xpyd`; the last of one flag counts. `log`: a new file."""
 
-    def __init__(
-        self, cluster: Cluster, namespaces: tuple[str, ...], log: Path, flags: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, args: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self._log = log
-        argv = [str(Path(sys.executable).with_name("xpyd")), "operator"]
-        argv += ["--http-host=127.0.0.1", "--http-port=0"]
-        argv += [*flags, *(f"--namespace={name}" for name in namespaces)]
-        with log.open("ab") as out:
-            self.process = subprocess.Popen(
-                argv, env=cluster.client_environment(), stdout=out, stderr=out
-            )
+        # Any free port: several operators may run on this machine.
+        argv = [str(Path(sys.executable).with_name("xpyd")), *args]
+        argv += ["--http-host=127.0.0.1", "--http-port=0", "--log-format=text"]
+        with log.open("xb") as out:
+            self.process = subprocess.Popen(argv, env=dict(environment), stdout=out, stderr=out)
         self.port = 0
 
     def wait_until_ready(self) -> None:
@@ -113,9 +109,19 @@ class OperatorProcess:
 def running_operator(
     cluster: Cluster, *namespaces: str, flags: Sequence[str] = ()
 ) -> Iterator[OperatorProcess]:
-    """An operator that is ready, and is gone afterwards."""
+    """An operator of these namespaces, none: of all; it is ready, and is gone afterwards."""
+    places = (f"--namespace={name}" for name in namespaces)
+    with ready_operator(["operator", *flags, *places], cluster.client_environment()) as operator:
+        yield operator
+
+
+@contextmanager
+def ready_operator(
+    args: Sequence[str], environment: Mapping[str, str]
+) -> Iterator[OperatorProcess]:
+    """An operator with these arguments and this environment."""
     with tempfile.TemporaryDirectory() as folder:
-        operator = OperatorProcess(cluster, namespaces, Path(folder) / "operator.log", flags)
+        operator = OperatorProcess(args, environment, Path(folder) / "operator.log")
         try:
             operator.wait_until_ready()
             yield operator

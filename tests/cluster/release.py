@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from tests.cluster.harness import Cluster, kwok, wait_for
+from tests.cluster.operator_process import OperatorProcess, ready_operator
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "helm" / "xpyd"
@@ -29,7 +30,6 @@ OBJECTS = (
     "all,serviceaccounts,roles,rolebindings,configmaps,secrets,poddisruptionbudgets,networkpolicies"
 )
 GLOBALS = "customresourcedefinitions,clusterroles,clusterrolebindings"
-_STOP_TIMEOUT_S = 15.0
 
 
 def install(cluster: Cluster, *values: str, chart: Path = CHART) -> str:
@@ -100,28 +100,17 @@ def _environment(kubeconfig: Path) -> dict[str, str]:
 
 
 @contextmanager
-def running_operator(cluster: Cluster, folder: Path) -> Iterator[Path]:
-    """The operator as its Deployment starts it, with its account's rights; its log."""
+def running_operator(cluster: Cluster, folder: Path) -> Iterator[OperatorProcess]:
+    """The operator as its Deployment starts it, with its account's rights."""
     deployment = json.loads(
         cluster.kubectl("-n", SYSTEM, "get", "deployment", "xpyd-operator", "-o", "json")
     )
     spec = deployment["spec"]["template"]["spec"]
     kubeconfig = kubeconfig_of(cluster, SYSTEM, spec["serviceAccountName"], folder)
-    xpyd = Path(sys.executable).with_name("xpyd")
-    # Any free port: several operators may run on this machine.
-    argv = [str(xpyd), *spec["containers"][0]["args"], "--http-port=0", "--log-format=text"]
-    log = folder / "operator.log"
-    with log.open("w") as out:
-        child = subprocess.Popen(argv, stdout=out, stderr=out, env=_environment(kubeconfig))
-    try:
-        yield log
-    finally:
-        child.terminate()
-        try:
-            child.wait(_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+    args: list[str] = spec["containers"][0]["args"]
+    with ready_operator(args, _environment(kubeconfig)) as operator:
+        yield operator
+        operator.stop()
 
 
 def run_hook(cluster: Cluster, folder: Path) -> str:

@@ -17,6 +17,8 @@ import pytest
 import yaml
 
 from tests.cluster.harness import Cluster, ClusterError, availability, up, wait_for
+from tests.cluster.needs import skip_for
+from tests.cluster.operator_process import OperatorProcess
 from tests.cluster.release import (
     ACCOUNT,
     CHART,
@@ -30,6 +32,7 @@ from tests.cluster.release import (
     running_operator,
     upgrade,
 )
+from tests.docs.test_docs import blocks_of
 
 pytestmark = pytest.mark.cluster
 KEEP = "crds.keep=true"
@@ -38,9 +41,7 @@ KEEP = "crds.keep=true"
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """One of its own: the chart's CRDs come and go, which other tests would notice."""
-    reason = availability.why_no_control_plane()
-    if reason is not None:
-        pytest.skip(reason)
+    skip_for(availability.why_no_control_plane())
     made = up("chart")
     try:
         made.add_kwok_nodes(1)
@@ -71,10 +72,10 @@ def apply(cluster: Cluster, document: dict[str, Any]) -> None:
     cluster.kubectl("apply", "-f", "-", input=json.dumps(document))
 
 
-def wait_ready(cluster: Cluster, log: Path, namespace: str = "default") -> None:
+def wait_ready(cluster: Cluster, operator: OperatorProcess, namespace: str = "default") -> None:
     argv = ("-n", namespace, "wait", "--for=condition=Ready", "fleet/chat", "--timeout=60s")
     said = cluster.kubectl(*argv, check=False, timeout_s=70)
-    assert "condition met" in said, f"{said}\n{cluster.explain(namespace)}\n{log.read_text()}"
+    assert "condition met" in said, f"{said}\n{cluster.explain(namespace)}\n{operator.log()}"
 
 
 def uninstall(cluster: Cluster, folder: Path) -> tuple[str, str]:
@@ -160,30 +161,44 @@ def test_a_second_release_does_not_take_the_crds_of_the_first(empty: Cluster) ->
 
 def test_fleets_outlive_a_release_that_keeps_them(empty: Cluster, tmp_path: Path) -> None:
     install(empty, KEEP, "uninstall.deleteFleets=false")
-    with running_operator(empty, tmp_path) as log:
+    with running_operator(empty, tmp_path) as operator:
         apply(empty, fake_fleet())
-        wait_ready(empty, log)
+        wait_ready(empty, operator)
     pods = ("get", "pods", "-l", "xpyd.dev/fleet=chat", "-o", "name")
     before = empty.kubectl(*pods)
     empty.helm("uninstall", "xpyd", "-n", SYSTEM)
     assert empty.kubectl(*pods) == before
     # The same release finds its CRDs again.
     install(empty, KEEP)
-    with running_operator(empty, tmp_path) as log:
-        wait_ready(empty, log)
+    with running_operator(empty, tmp_path) as operator:
+        wait_ready(empty, operator)
         assert empty.kubectl(*pods) == before
         said, hook = uninstall(empty, tmp_path)
     assert "These resources were kept due to the resource policy" in said
     assert hook.endswith("no fleet is left\n")
 
 
+def _install_as_the_page_says(cluster: Cluster) -> None:
+    """The command of docs/install.md, with namespaces and images that there are here."""
+    mark = "tests/cluster/test_chart.py"
+    (command,) = [b.code for b in blocks_of(CHART.parents[1] / "docs/install.md") if mark in b.note]
+    given = ("--set images.registry=registry.example.com/llm", "watchNamespaces={serving,lab}")
+    for part in given:
+        assert part in command
+    script = command.replace(given[0], "--set images.local=true")
+    script = script.replace(given[1], "watchNamespaces={inside}")
+    argv = ["bash", "-euo", "pipefail", "-c", script]
+    done = cluster.run(argv, cwd=CHART.parents[1], capture_output=True, text=True, timeout=60)
+    assert not done.returncode, done.stdout + done.stderr
+
+
 def test_an_operator_of_named_namespaces_serves_them_alone(empty: Cluster, tmp_path: Path) -> None:
-    install(empty, "watchNamespaces={inside}")
+    _install_as_the_page_says(empty)
     mark = empty.audit_mark()
-    with running_operator(empty, tmp_path) as log:
+    with running_operator(empty, tmp_path) as operator:
         for name in ("inside", "outside"):
             apply(empty, fake_fleet(namespace=name))
-        wait_ready(empty, log, namespace="inside")
+        wait_ready(empty, operator, namespace="inside")
         seen = empty.audit_calls(user=ACCOUNT, after=mark)
         assert {call.namespace for call in seen if call.resource} == {"inside"}
         assert not [call for call in seen if call.code == 403]
@@ -209,16 +224,16 @@ def test_a_fleet_lives_and_ends_with_the_rights_of_the_chart(
     empty.kubectl("delete", "crd", "-l", "app.kubernetes.io/instance=xpyd")
     install(empty, "uninstall.timeoutSeconds=10")
     mark = empty.audit_mark()
-    with running_operator(empty, tmp_path) as log:
+    with running_operator(empty, tmp_path) as operator:
         apply(empty, fake_fleet())
-        wait_ready(empty, log)
+        wait_ready(empty, operator)
         empty.kubectl("scale", "fleetpool/chat-decode", "--replicas=3")
         ready = "jsonpath={.status.pools[?(@.name=='decode')].readyReplicas}"
         wait_for(
             lambda: empty.kubectl("get", "fleet/chat", "-o", ready) == "3",
             30,
             "the scaled pool is ready",
-            explain=log.read_text,
+            explain=operator.log,
         )
     # Nobody is there to let go of the fleet.
     said, hook = uninstall(empty, tmp_path)

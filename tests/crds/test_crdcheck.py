@@ -10,22 +10,25 @@ from typing import Any, cast
 import pytest
 import yaml
 
+from tests.cluster.needs import skip_for
 from tests.crds.crdcheck_program import Report, crdcheck, why_no_crdcheck
 from tests.crds.fleets import FLEET, BadFleet, Document, bad_fleets, changed, good_fleets
 from xpyd_core.errors import UserError
 from xpyd_operator.api import load_fleet, parse_fleet, parse_object
 from xpyd_operator.api.load import as_sent
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.skipif(why_no_crdcheck() is not None, reason=str(why_no_crdcheck())),
-]
+pytestmark = pytest.mark.cluster
 NOT_ALL_CHECKED = (
     "<nil>: Invalid value: null: some validation rules were not checked because the object was "
     "invalid; correct the existing errors to complete validation"
 )
 CASES = bad_fleets()
 GOOD = good_fleets()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _crdcheck_can_run() -> None:
+    skip_for(why_no_crdcheck())
 
 
 @pytest.fixture(scope="module")

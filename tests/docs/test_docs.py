@@ -153,6 +153,13 @@ def test_every_block_has_a_known_language_and_a_reason_not_to_run(page: Path) ->
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])
+def test_a_module_that_is_said_to_run_a_block_reads_its_page(page: Path) -> None:
+    for block in blocks_of(page):
+        if said := re.search(r"(tests/\S+\.py) runs it", block.note):
+            assert page.name in (ROOT / said[1]).read_text(), block.note
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])
 def test_links_lead_to_files_that_exist(page: Path) -> None:
     text = _FENCE.sub("", page.read_text())
     for target in re.findall(r"\]\(([^)#\s]+)", text):

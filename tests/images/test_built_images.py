@@ -22,6 +22,7 @@ from tests.cluster.images.build import (
     worker_test_template,
 )
 from tests.cluster.images.store import ImagesUnavailable
+from tests.cluster.needs import skip_for
 from tests.images.rootfs import Image, unpack
 
 pytestmark = pytest.mark.cluster
@@ -37,7 +38,8 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Generator[dict[str, Imag
     try:
         archives = ensure_images(default_cache())
     except ImagesUnavailable as error:
-        pytest.skip(str(error))
+        skip_for(str(error))
+        raise
     folder = tmp_path_factory.mktemp("images")
     yield {name: unpack(archives[name], folder / name) for name in DOCKERFILES}
     shutil.rmtree(folder)  # 700 MB, which pytest would keep for three runs

@@ -14,6 +14,7 @@ from tests.cluster.harness.images import write_image
 from tests.cluster.harness.packages import install
 from tests.cluster.images.build import default_cache
 from tests.cluster.images.store import NEEDS, Store, make_store
+from tests.cluster.needs import skip_for
 from tests.images.dockerfiles import read
 from tests.images.registry import serve
 
@@ -25,9 +26,7 @@ CONSTRAINTS = (ROOT / "constraints.txt").read_text()
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    problem = install(NEEDS)
-    if problem:
-        pytest.skip(problem)
+    skip_for(install(NEEDS))
     return make_store(tmp_path / "store")
 
 
