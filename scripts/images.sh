@@ -147,7 +147,7 @@ chart_settings() {
   for name in "${names[@]}"; do
     tag=$(image_name "$name")
     tag=${tag##*:}
-    if [ "$tag" != "$version" ]; then words+=" --set images.$name.tag=$tag"; fi
+    if [ "$tag" != "$version" ]; then words+=" --set-string images.$name.tag=$tag"; fi
   done
   echo "$words"
 }

@@ -316,3 +316,23 @@ def test_the_notes_name_the_next_command(helm: Helm) -> None:
 def test_the_fleet_of_the_notes_exists(helm: Helm) -> None:
     fleet = yaml.safe_load((ROOT / "examples" / "fleet.yaml").read_text())
     assert f"fleet/{fleet['metadata']['name']} " in helm.notes()
+
+
+def test_names_that_look_like_numbers_stay_text(helm: Helm) -> None:
+    """YAML would make integers of them, which the API server refuses."""
+    values = {
+        "imagePullSecrets": ["123"],
+        "watchNamespaces": ["456"],
+        "priorityClassName": "7",
+        "serviceAccount": {"create": False, "name": "8"},
+    }
+    objects = helm.render(values, release="123", namespace="9")
+    assert {type(o["metadata"].get("namespace", "")) for o in objects} == {str}
+    labels = [label for o in objects for label in o["metadata"].get("labels", {}).values()]
+    assert {type(label) for label in labels} == {str}
+    (spec,) = [spec for _, spec in pods(objects) if "terminationGracePeriodSeconds" in spec]
+    assert spec["imagePullSecrets"] == [{"name": "123"}]
+    assert (spec["priorityClassName"], spec["serviceAccountName"]) == ("7", "8")
+    bound = [s for o in objects for s in o.get("subjects", [])]
+    assert bound
+    assert {type(s["namespace"]) for s in bound} | {type(s["name"]) for s in bound} == {str}

@@ -25,6 +25,9 @@ REFUSED = [
     ("images.worker.tag", "a b", "does not match"),
     ("images.worker.digest", "sha256:12", "does not match"),
     ("images.worker.name", "x", "'name' not allowed"),
+    ("images.worker", None, "missing property 'worker'"),
+    ("images.router.repository", None, "missing property 'repository'"),
+    ("operator", None, "missing property 'operator'"),
     ("imagePullPolicy", "IfAbsent", "must be one of"),
     ("imagePullSecrets", [{"name": "x"}], "want string"),
     ("imagePullSecrets", ["x", "x"], "items at 0 and 1 are equal"),
@@ -105,7 +108,8 @@ def test_a_wrong_value_is_refused_by_name(
 ) -> None:
     parent, _, _ = path.rpartition(".")
     named = "/".join(("", *parent.split("."))) if parent else ""
-    named = named if "not allowed" in said else "/" + path.replace(".", "/")
+    of_parent = "not allowed" in said or "missing property" in said
+    named = named if of_parent else "/" + path.replace(".", "/")
     matching = [line for line in complaints if line.startswith(f"- at '{named}") and said in line]
     assert matching, (value, [line for line in complaints if named in line])
 

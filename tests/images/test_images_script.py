@@ -197,7 +197,7 @@ def test_push_pushes_what_was_built_and_says_how_the_chart_finds_it(machine: Mac
     images = [f"r.io/llm/xpyd-operator:{VERSION}", f"r.io/llm/xpyd-router:{VERSION}"]
     images.append(f"r.io/llm/xpyd-worker:{VERSION}-cpu")
     assert machine.calls("push") == [f"docker push --tls-verify=false {i}" for i in images]
-    settings = f"--set images.registry=r.io/llm --set images.worker.tag={VERSION}-cpu"
+    settings = f"--set images.registry=r.io/llm --set-string images.worker.tag={VERSION}-cpu"
     assert done.stderr.splitlines()[-1].endswith(settings)
 
 

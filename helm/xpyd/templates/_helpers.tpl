@@ -31,7 +31,7 @@
 {{/* What selects the operator's pod: no hook's pod and no child of a fleet has these labels. */}}
 {{- define "xpyd.selector" -}}
 app.kubernetes.io/name: {{ .Chart.Name }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/component: operator
 {{- end -}}
 
@@ -43,7 +43,7 @@ app.kubernetes.io/component: operator
 {{- define "xpyd.componentLabels" -}}
 {{- $root := index . 0 -}}
 app.kubernetes.io/name: {{ $root.Chart.Name }}
-app.kubernetes.io/instance: {{ $root.Release.Name }}
+app.kubernetes.io/instance: {{ $root.Release.Name | quote }}
 app.kubernetes.io/component: {{ index . 1 }}
 app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ $root.Release.Service }}
@@ -66,6 +66,15 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{- if and (not .Values.uninstall.deleteFleets) .Values.crds.install (not .Values.crds.keep) -}}
 {{- fail "\n\nuninstall.deleteFleets=false needs crds.keep=true: without its CRD no fleet can stay" -}}
 {{- end -}}
+{{- if and .Release.IsUpgrade (not .Values.crds.install) -}}
+{{- $crd := lookup "apiextensions.k8s.io/v1" "CustomResourceDefinition" "" "inferencefleets.xpyd.dev" -}}
+{{- $notes := dict -}}
+{{- with $crd -}}{{- $notes = default dict .metadata.annotations -}}{{- end -}}
+{{- $owner := printf "%s/%s" (get $notes "meta.helm.sh/release-namespace") (get $notes "meta.helm.sh/release-name") -}}
+{{- if and (eq $owner (printf "%s/%s" .Release.Namespace .Release.Name)) (ne (get $notes "helm.sh/resource-policy") "keep") -}}
+{{- fail "\n\ncrds.install=false would delete this release's CRDs, and with them every fleet of the cluster: first helm upgrade with crds.keep=true, then with crds.install=false" -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{/* image of "operator", "router" or "worker": include "xpyd.image" (list $ "worker") */}}
@@ -82,7 +91,7 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{- with .Values.imagePullSecrets }}
 imagePullSecrets:
   {{- range . }}
-  - name: {{ . }}
+  - name: {{ . | quote }}
   {{- end }}
 {{- end }}
 {{- end -}}
