@@ -54,6 +54,19 @@ class Timeline:
         ]
 
 
+def values_text() -> str:
+    """IMAGE_VALUES as a values file."""
+    values: dict[str, Any] = {}
+    for setting in IMAGE_VALUES:
+        path, _, value = setting.partition("=")
+        *above, last = path.split(".")
+        place = values
+        for key in above:
+            place = place.setdefault(key, {})
+        place[last] = value
+    return yaml.safe_dump(values)
+
+
 def load_images(cluster: Cluster) -> None:
     """Put the tests' images on the node."""
     for archive in sorted(set(ensure_images(default_cache()).values())):

@@ -31,7 +31,7 @@ def test_the_pages_commands_bring_up_a_cluster_use_it_and_end_it() -> None:
             env={**os.environ, "XPYD_CLUSTER": name},
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=420,
         )
         assert done.returncode == 0, done.stdout + done.stderr
     finally:
@@ -41,4 +41,7 @@ def test_the_pages_commands_bring_up_a_cluster_use_it_and_end_it() -> None:
     status = json.loads(done.stdout[done.stdout.index("\n{\n") :].partition("\n}\n")[0] + "\n}")
     assert status["name"] == name
     assert {"kubelet", "containerd", "coredns", "kube-apiserver"} <= set(status["processes"])
+    assert "fleet.xpyd.dev/chat condition met" in done.stdout
+    assert re.search(r'"object": ?"text_completion"', done.stdout), done.stdout
+    assert "inferencefleetpool.xpyd.dev/chat-decode scaled" in done.stdout
     assert re.search(r"^web-\w+-\w+$", done.stdout, re.M), done.stdout

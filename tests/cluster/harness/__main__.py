@@ -1,4 +1,4 @@
-"""The test cluster for a person: python -m tests.cluster.harness up|down|status|build|shell.
+"""The test cluster for a person: python -m tests.cluster.harness up|down|status|load|build|shell.
 
 `make cluster-up` and its like call this. Exit status: 0 done, 1 it failed or the cluster is not
 as asked, 2 the machine cannot have one.
@@ -10,7 +10,10 @@ import argparse
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from tests.cluster.harness import availability, build
 from tests.cluster.harness.cluster import Cluster, attach, take_down, up
@@ -49,7 +52,10 @@ def _parser() -> argparse.ArgumentParser:
     four.set_defaults(command=_shell)
     five = commands.add_parser("build", help="build all programs into the cache")
     five.set_defaults(command=_build)
-    for command in (one, two, three, four):
+    six = commands.add_parser("load", help="xpyd's images onto the node; values and a fleet to try")
+    six.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="for the two files")
+    six.set_defaults(command=_load)
+    for command in (one, two, three, four, six):
         command.add_argument(
             "--name", default=os.environ.get(_NAME_VARIABLE, "person"), help="the cluster's name"
         )
@@ -98,6 +104,32 @@ def _shell(options: argparse.Namespace) -> int:
     argv = options.argv or [os.environ.get("SHELL", "/bin/bash")]
     command = cluster.client_argv(argv)
     os.execvpe(command[0], command, cluster.client_environment())
+
+
+def _load(options: argparse.Namespace) -> int:
+    cluster = attach(options.name)
+    if not cluster.has_node:
+        _say(f"{cluster.name} has no node to load images onto: `cluster-up NODE=1`")
+        return 1
+    # Only this command needs what builds images.
+    from tests.cluster import fleetkit
+    from tests.cluster.images.store import ImagesUnavailable
+
+    _say("building what is not in the cache: minutes at first")
+    try:
+        fleetkit.load_images(cluster)
+    except ImagesUnavailable as error:
+        _say(str(error))
+        return 2
+    folder: Path = options.to
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "values.yaml").write_text(fleetkit.values_text())
+    (folder / "fleet.yaml").write_text(yaml.safe_dump(fleetkit.fleet_document(), sort_keys=False))
+    sys.stdout.write(
+        f"helm install xpyd helm/xpyd --namespace {fleetkit.SYSTEM} --create-namespace "
+        f"--values {folder / 'values.yaml'}\nkubectl apply -f {folder / 'fleet.yaml'}\n"
+    )
+    return 0
 
 
 def _build(options: argparse.Namespace) -> int:
