@@ -45,7 +45,7 @@ def cluster() -> Iterator[Cluster]:
     made = up("chart")
     try:
         made.add_kwok_nodes(1)
-        for name in (SYSTEM, "inside", "outside"):
+        for name in (SYSTEM, "inside", "lab", "outside"):
             made.kubectl("create", "namespace", name)
         yield made
     finally:
@@ -146,6 +146,16 @@ def _answer(cluster: Cluster, role: str, verb: str, resource: str) -> str:
     return cluster.kubectl(*ask, f"--as=user-with-{role}", check=False).strip()
 
 
+def test_an_upgrade_that_would_take_the_crds_away_is_refused(empty: Cluster) -> None:
+    install(empty)
+    with pytest.raises(ClusterError, match="would delete this release's CRDs"):
+        upgrade(empty, "crds.install=false")
+    upgrade(empty, KEEP)
+    upgrade(empty, "crds.install=false")
+    assert empty.kubectl("get", "crd", "-o", "name").count("xpyd.dev") == 2
+    empty.helm("uninstall", "xpyd", "-n", SYSTEM, "--no-hooks")
+
+
 def test_a_second_release_does_not_take_the_crds_of_the_first(empty: Cluster) -> None:
     install(empty, KEEP)
     chart = str(CHART)
@@ -182,11 +192,11 @@ def _install_as_the_page_says(cluster: Cluster) -> None:
     """The command of docs/install.md, with namespaces and images that there are here."""
     mark = "tests/cluster/test_chart.py"
     (command,) = [b.code for b in blocks_of(CHART.parents[1] / "docs/install.md") if mark in b.note]
-    given = ("--set images.registry=registry.example.com/llm", "watchNamespaces={serving,lab}")
+    given = ("--set images.registry=registry.example.com/llm", "'watchNamespaces={serving,lab}'")
     for part in given:
         assert part in command
     script = command.replace(given[0], "--set images.local=true")
-    script = script.replace(given[1], "watchNamespaces={inside}")
+    script = script.replace("{serving,", "{inside,")
     argv = ["bash", "-euo", "pipefail", "-c", script]
     done = cluster.run(argv, cwd=CHART.parents[1], capture_output=True, text=True, timeout=60)
     assert not done.returncode, done.stdout + done.stderr
@@ -200,7 +210,7 @@ def test_an_operator_of_named_namespaces_serves_them_alone(empty: Cluster, tmp_p
             apply(empty, fake_fleet(namespace=name))
         wait_ready(empty, operator, namespace="inside")
         seen = empty.audit_calls(user=ACCOUNT, after=mark)
-        assert {call.namespace for call in seen if call.resource} == {"inside"}
+        assert {call.namespace for call in seen if call.resource} == {"inside", "lab"}
         assert not [call for call in seen if call.code == 403]
         assert not empty.kubectl("-n", "outside", "get", "pods")
         said, hook = uninstall(empty, tmp_path)
@@ -211,7 +221,7 @@ def test_an_operator_of_named_namespaces_serves_them_alone(empty: Cluster, tmp_p
         )
         # What that message recommends, both of it.
         empty.helm("rollback", "xpyd", "1", "-n", SYSTEM)
-        upgrade(empty, "watchNamespaces={inside}", KEEP)
+        upgrade(empty, "watchNamespaces={inside,lab}", KEEP)
         empty.kubectl("-n", "outside", "delete", "fleet/chat")
         said, hook = uninstall(empty, tmp_path)
     assert "deleting fleet inside/chat" in hook

@@ -198,7 +198,7 @@ def test_a_fleet_gets_all_its_objects_owned_by_it_within_25_calls(
         ("PodDisruptionBudget", "chat"),
         ("PodDisruptionBudget", "chat"),
         ("PodDisruptionBudget", "chat"),
-        ("Secret", "chat"),
+        ("Secret", "chat-kv"),
         ("Service", "chat"),
         ("Service", "chat"),
         ("ServiceAccount", "chat"),

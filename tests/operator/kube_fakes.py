@@ -426,7 +426,7 @@ class _HttpError(Exception):
 
 
 def pod_of(deployment: Obj, name: str) -> Obj:
-    """A pod as a Deployment's ReplicaSet would make it, with the Deployment as its owner."""
+    """A pod as a Deployment's ReplicaSet would make it; the owner's uid is the Deployment's."""
     meta, template = deployment["metadata"], deployment["spec"]["template"]
     return {
         "apiVersion": "v1",
@@ -435,7 +435,15 @@ def pod_of(deployment: Obj, name: str) -> Obj:
             "name": name,
             "namespace": meta["namespace"],
             "labels": dict(template["metadata"]["labels"]),
-            "ownerReferences": [{"uid": meta["uid"], "kind": "Deployment", "name": meta["name"]}],
+            "ownerReferences": [
+                {
+                    "apiVersion": "apps/v1",
+                    "kind": "ReplicaSet",
+                    "name": f"{meta['name']}-5d9c7b8f4d",
+                    "uid": meta["uid"],
+                    "controller": True,
+                }
+            ],
         },
         "spec": {"nodeName": "node", "containers": []},
         "status": {"phase": "Pending"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,12 @@ BASE: dict[str, Any] = {
         ],
     },
 }
+
+_TEN = [b"x0: &x0 [1]"] + [
+    b"x%d: &x%d [%s]" % (n, n, b", ".join([b"*x%d" % (n - 1)] * 10)) for n in range(1, 9)
+]
+BOMB = b"\n".join(_TEN)
+"""Each list is ten times the one before."""
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
@@ -181,12 +188,27 @@ def test_an_object_of_other_rules_is_refused_with_all_mistakes():
         (b"a: !!timestamp 2020-99-99", "f: month must be in 1..12"),
         (b"a: \x01", "f: unacceptable character #x0001: special characters are not allowed"),
         (b"x" * (1 << 21), "f: more than 1048576 bytes"),
+        (b"a: &x {b: *x}", "f: deeper than 100 levels"),
+        (BOMB, "f: more than 200000 values; has it many aliases?"),
     ],
 )
 def test_a_file_that_is_no_document_is_refused_with_the_place(content, complaint):
     with pytest.raises(UserError) as caught:
         parse_fleet(content, source="f")
     assert str(caught.value).startswith(complaint)
+
+
+def test_text_that_is_no_unicode_is_a_mistake_like_others():
+    content = json.dumps({**BASE, "spec": {**BASE["spec"], "engine": {"args": ["@"]}}})
+    with pytest.raises(
+        UserError, match=r"spec\.engine\.args\[0\]: Invalid value: not Unicode text"
+    ):
+        parse_fleet(content.replace("@", "\\uD800").encode(), source="f")
+
+
+def test_aliases_are_taken_as_kubectl_takes_them():
+    content = json.dumps(BASE).encode()[:-1] + b', "status": [&a {x: 1}, *a, *a]}'
+    assert parse_fleet(content, source="f").metadata.name == BASE["metadata"]["name"]
 
 
 def test_a_missing_file_is_named():

@@ -90,7 +90,7 @@ def test_what_is_remembered_ends_with_the_objects_and_with_the_fleet() -> None:
     assert memory.settled == {place: mark}
     memory.read(document(uid="another"), SETTINGS)
     assert memory.settled == {}
-    assert not memory.has_key({})
+    assert not memory.has_key({}, "own")
     memory.settled[place] = mark
     memory.forget_old(frozenset(), 0.0)
     assert memory.settled == {}

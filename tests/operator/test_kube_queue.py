@@ -62,6 +62,29 @@ def test_a_long_turn_is_followed_by_a_long_quiet(took_s: float, quiet_s: float) 
     assert schedule.wait_s(0.0) == pytest.approx(quiet_s)
 
 
+def test_a_document_that_changes_while_its_turn_fails_is_looked_at_at_once() -> None:
+    schedule = Schedule()
+    schedule.wake(A, 0.0, after=0.0)
+    for now in range(7):
+        assert schedule.take(now * 100.0) == A
+        schedule.failed(A, now * 100.0)
+    assert schedule.take(700.0) == A
+    schedule.wake(A, 700.0, urgent=True)
+    assert schedule.failed(A, 701.0) == BACKOFF_MOST_S
+    assert schedule.take(701.0 + GATHER_S) == A
+    # Not so what was no change of its document.
+    schedule.wake(A, 702.0)
+    schedule.failed(A, 703.0)
+    assert schedule.take(710.0) is None
+
+
+def test_nobody_else_makes_a_fleet_wait_longer_than_the_longest_back_off() -> None:
+    schedule = Schedule()
+    schedule.wake(A, 0.0, after=0.0)
+    assert schedule.take(0.0) == A
+    assert schedule.failed(A, 0.0, at_least=86400.0) == BACKOFF_MOST_S
+
+
 def test_a_recheck_comes_by_itself_and_an_event_comes_before_it() -> None:
     schedule = Schedule()
     schedule.wake(A, 0.0, after=0.0)

@@ -294,8 +294,13 @@ def test_old_revisions_are_scaled_with_the_version_that_was_seen_and_then_delete
 def add_pods(children: Children, deployment: Obj) -> None:
     for number in range(deployment["spec"]["replicas"]):
         name = f"{deployment['metadata']['name']}-{number}"
+        owner = {"kind": "ReplicaSet", "name": f"{deployment['metadata']['name']}-5d9c7b8f4d"}
         children.setdefault(POD, {})[name] = {
-            "metadata": {"name": name, "labels": deployment["metadata"]["labels"]},
+            "metadata": {
+                "name": name,
+                "labels": deployment["metadata"]["labels"],
+                "ownerReferences": [{**owner, "controller": True}],
+            },
             "status": {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]},
         }
 

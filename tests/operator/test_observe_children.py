@@ -185,7 +185,9 @@ def group_pod(group: int, worker: int, *, ready: bool = True, leaves: bool = Fal
         "name": name,
         "labels": labels,
         "annotations": {f"{GROUP}size": "2"},
-        "ownerReferences": [{"kind": "StatefulSet", "controller": True}],
+        "ownerReferences": [
+            {"kind": "StatefulSet", "name": "chat-decode-0123abcd", "controller": True}
+        ],
     }
     if leaves:
         metadata["deletionTimestamp"] = "2026-11-21T10:01:00Z"

@@ -190,7 +190,9 @@ class Twice:
 
 def pod_of(template: Obj, name: str, kind: str) -> Obj:
     """A pod as the API server has it, in one of the three states of an instance."""
-    owner = {"kind": "ReplicaSet", "name": "r", "uid": "r", "controller": True}
+    labels = template["metadata"]["labels"]
+    names = [labels[f"xpyd.dev/{key}"] for key in ("fleet", "pool", "revision")]
+    owner = {"kind": "ReplicaSet", "name": "-".join([*names, "x"]), "uid": "r", "controller": True}
     metadata: Obj = {**template["metadata"], "name": name, "ownerReferences": [owner]}
     if kind == "draining":
         metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"

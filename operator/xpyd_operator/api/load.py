@@ -21,6 +21,9 @@ from xpyd_operator.api.fleet import API_VERSION, KIND, InferenceFleet
 from xpyd_operator.api.problems import problems
 
 MAX_DOCUMENT_BYTES = 1 << 20
+_MAX_VALUES = 200_000
+_MAX_DEPTH = 100
+"""Of a document with its aliases written out: they grow without bound, and may go in a circle."""
 _INT64 = 1 << 63
 _BOOKKEEPING = frozenset(
     {
@@ -75,6 +78,7 @@ def parse_fleet(content: bytes, *, source: str) -> InferenceFleet:
     if len(content) > MAX_DOCUMENT_BYTES:
         raise UserError(f"{source}: more than {MAX_DOCUMENT_BYTES} bytes")
     document = _read_yaml(content, source)
+    _refuse_huge(document, source)
     if not isinstance(document, dict):
         raise UserError(f"{source}: expected a map with apiVersion, kind, metadata and spec")
     fields = cast("dict[str, object]", document)
@@ -96,6 +100,24 @@ def parse_object(obj: Mapping[str, Any]) -> InferenceFleet:
     metadata: Mapping[str, Any] = obj.get("metadata") or {}
     names = {key: metadata[key] for key in ("name", "namespace") if key in metadata}
     return _validate({**obj, "metadata": names}, metadata.get("name", "object"))
+
+
+def _refuse_huge(document: object, source: str) -> None:
+    level, count = [document], 0
+    for _ in range(_MAX_DEPTH):
+        below: list[object] = []
+        for value in level:
+            if isinstance(value, dict):
+                below += cast("dict[object, object]", value).values()
+            elif isinstance(value, list):
+                below += cast("list[object]", value)
+            if count + len(below) > _MAX_VALUES:
+                raise UserError(f"{source}: more than {_MAX_VALUES} values; has it many aliases?")
+        count += len(below)
+        if not below:
+            return
+        level = below
+    raise UserError(f"{source}: deeper than {_MAX_DEPTH} levels")
 
 
 def _validate(fields: Mapping[str, object], source: str) -> InferenceFleet:

@@ -108,6 +108,7 @@ _BOUNDS: dict[str, Callable[[Any, str, dict[str, Any]], str]] = {
     "less_than_equal": lambda given, path, c: _out_of_bounds(
         given, path, f"be less than or equal to {c['le']}"
     ),
+    "string_unicode": lambda _given, _path, _c: "Invalid value: not Unicode text",
     "string_too_long": lambda _given, _path, c: (
         f"Too long: may not be more than {c['max_length']} bytes"
     ),

@@ -38,9 +38,9 @@ class Feed:
             self._outstanding[kind] = set(places)
 
     def waive(self, kind: Kind) -> None:
-        """Do not wait for an optional kind: the API server does not let us list it."""
+        """Do not wait for an optional kind that the API server does not list."""
         if kind.optional and kind not in self._waived and kind not in self.listed:
-            logger.warning("no right to list %s; fleets that need them wait", kind.plural)
+            logger.warning("%s cannot be listed; fleets that need them wait", kind.plural)
             self._waived.add(kind)
             self._wake(self._cache.documents())
 
@@ -50,7 +50,9 @@ class Feed:
         self._waived.discard(kind)
         self._parts = {place: uids for place, uids in self._parts.items() if place[0] != kind}
         self.listed -= {kind}
-        self._wake(self._cache.keep_only(kind, None, frozenset(), sys.maxsize))
+        self._cache.keep_only(kind, None, frozenset(), sys.maxsize)
+        # It may have been the last that was waited for: wakes meanwhile were dropped.
+        self._wake(self._cache.documents())
 
     def missing(self) -> list[str]:
         """Kinds that are not listed yet and have to be."""

@@ -53,13 +53,13 @@ class Missing:
 
 
 @dataclass(frozen=True)
-class NoRight:
-    """The API server does not let us list the kind."""
+class Unlisted:
+    """The API server did not list the kind: no right to it, or a fault."""
 
     kind: Kind
 
 
-Message = Listed | Present | Gone | Missing | NoRight
+Message = Listed | Present | Gone | Missing | Unlisted
 
 
 class Inbox:

@@ -19,7 +19,7 @@ from xpyd_operator.kube.client import Api
 from xpyd_operator.kube.errors import KubeError
 from xpyd_operator.kube.events import EventPoster
 from xpyd_operator.kube.feed import Feed
-from xpyd_operator.kube.inbox import Inbox, Message, Missing, NoRight
+from xpyd_operator.kube.inbox import Inbox, Message, Missing, Unlisted
 from xpyd_operator.kube.kinds import ALWAYS, FLEET, FLEET_LABEL, OPTIONAL, POOL, Kind
 from xpyd_operator.kube.login import Login, find_login
 from xpyd_operator.kube.metrics import OperatorMetrics
@@ -224,7 +224,7 @@ class Operator:
         match message:
             case Missing(kind):
                 self._unwatch(kind)
-            case NoRight(kind):
+            case Unlisted(kind):
                 self._feed.waive(kind)
             case _:
                 self._feed.hear(message)

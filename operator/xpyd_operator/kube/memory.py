@@ -20,6 +20,7 @@ from xpyd_operator.objects.names import kv_secret_name
 TAKEN_S = 15.0
 """How long a name that another holds is not tried again."""
 KEY_RETRY_S = 60.0
+MOST_MOVED = 5
 CONTESTED_WRITES = 10
 CONTESTED_S = 60.0
 """The same done to one object so often within this time, and it rests until that is so long ago.
@@ -37,6 +38,7 @@ class Memory:
         self._taken: dict[Place, tuple[float, str]] = {}
         self._done: dict[Effect, deque[float]] = {}
         self._key_tried_at: float | None = None
+        self._turns_moved = 0
 
     def read(self, document: Obj, settings: Settings) -> Reading:
         """The document's reading, made once for each generation."""
@@ -73,6 +75,15 @@ class Memory:
         if effect is not None:
             self._done.setdefault(effect, deque(maxlen=CONTESTED_WRITES)).append(now)
 
+    def is_stuck(self, *, moved: bool) -> bool:
+        """Whether turn after turn meets something else than it saw. `moved`: this one did.
+
+        Once or twice somebody else wrote meanwhile; so often it is an admission webhook that says
+        409 or 404, or a watch that brings nothing new.
+        """
+        self._turns_moved = self._turns_moved + 1 if moved else 0
+        return self._turns_moved > MOST_MOVED
+
     def forget_old(self, present: frozenset[Place], now: float) -> None:
         """Keep only what concerns objects that are there, and writes of late."""
         self.settled = {p: mark for p, mark in self.settled.items() if p in present}
@@ -82,20 +93,21 @@ class Memory:
         """The KV key's Secret was made, or was there."""
         self._key_tried_at = now
 
-    def has_key(self, status: Mapping[str, Any]) -> bool:
-        """Whether the KV key's Secret was made once."""
-        return self._key_tried_at is not None or bool(status.get("kvKeySecret"))
+    def has_key(self, status: Mapping[str, Any], own: str) -> bool:
+        """Whether the KV key's Secret, `own`, was made once."""
+        return self._key_tried_at is not None or status.get("kvKeySecret") == own
 
     def wants_key(self, reading: Reading, uid: str, status: Mapping[str, Any], now: float) -> bool:
         """Whether to try to create it: at first, and when pods cannot mount their volumes."""
         if reading.fleet is None or reading.fleet.spec.kv_transfer.key_secret_ref is not None:
             return False
-        if not self.has_key(status):
+        own = kv_secret_name(reading.fleet.name, uid)
+        if not self.has_key(status, own):
             return True
         if self._key_tried_at is not None and now - self._key_tried_at < KEY_RETRY_S:
             return False
         # Another trouble may be the reason that a condition names; its message has them all.
-        waits = f"Secret {kv_secret_name(reading.fleet.name, uid)}"
+        waits = f"Secret {own}"
         conditions = cast("list[dict[str, Any]]", status.get("conditions") or [])
         return any(
             condition.get("reason") == "VolumesNotMounted"

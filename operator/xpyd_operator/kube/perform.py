@@ -16,7 +16,7 @@ from typing import cast
 from xpyd_operator.kube.cache import Cache, FleetKey
 from xpyd_operator.kube.client import NEVER_CURRENT, Api
 from xpyd_operator.kube.errors import Conflict, KubeError, NotFound, Refused
-from xpyd_operator.kube.kinds import FLEET, FLEET_LABEL, Kind, Obj, kind_of
+from xpyd_operator.kube.kinds import FLEET, FLEET_LABEL, POOL, Kind, Obj, kind_of
 from xpyd_operator.kube.look import Look, Mark, Place, controller_of, holder_of, mark_of
 from xpyd_operator.kube.trim import trim
 from xpyd_operator.kube.writes import (
@@ -44,8 +44,11 @@ class Outcome:
     refused: list[tuple[Write, Refused]] = field(default_factory=list[tuple[Write, Refused]])
     failed: KubeError | None = None
     """A failure that has nothing to do with the write itself; the turn was given up."""
-    moved: bool = False
-    """Something was not as it was seen: look again."""
+    unsure: bool = False
+    """A pool's object was not as it was seen, so its replicas are not known: this was the last
+    stage."""
+    moved: list[tuple[Write, KubeError]] = field(default_factory=list[tuple[Write, KubeError]])
+    """What met something else than was seen: look again."""
     taken: dict[Place, str] = field(default_factory=dict[Place, str])
     applied: dict[Place, Mark] = field(default_factory=dict[Place, Mark])
     done: list[Write] = field(default_factory=list[Write])
@@ -68,7 +71,7 @@ class Performer:
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(AT_ONCE, len(waiting))):
                     group.create_task(self._some(key, look, waiting, outcome))
-            if outcome.failed is not None:
+            if outcome.failed is not None or outcome.unsure:
                 break
         return outcome
 
@@ -83,7 +86,8 @@ class Performer:
                 logger.info("%s: %s", key, describe(write))
             except (Conflict, NotFound) as error:
                 logger.debug("%s: %s: %s", key, describe(write), error)
-                outcome.moved = True
+                outcome.moved.append((write, error))
+                outcome.unsure |= isinstance(write, Apply) and kind_of(write.obj) == POOL
             except Refused as error:
                 logger.warning("%s: %s: %s", key, describe(write), error)
                 outcome.refused.append((write, error))
@@ -117,16 +121,22 @@ class Performer:
             obj = {**obj, "metadata": {**metadata, "resourceVersion": version}}
         try:
             after = await self._api.apply(obj)
-        except Conflict:
+        except Conflict as conflict:
             if not write.create:
                 raise
-            unlabelled = await self._look_closer(look, kind, metadata["name"], outcome)
+            try:
+                unlabelled = await self._look_closer(look, kind, metadata["name"], outcome)
+            except NotFound:
+                # What was refused is no name that exists: the first answer has the reason.
+                raise conflict from None
             if not unlabelled:
                 raise
-            # Without its label nobody tells us of it; this gives it back.
-            after = await self._api.apply(
-                {**obj, "metadata": {**metadata, "resourceVersion": unlabelled}}
-            )
+            # Without its label nobody tells us of it; this gives it back, and the next look tells
+            # what else it is: a pool's replicas are others' to write.
+            body = {"metadata": {"labels": metadata["labels"], "resourceVersion": unlabelled}}
+            place = (metadata["namespace"], metadata["name"])
+            self._keep(kind, await self._api.patch(kind, *place, body))
+            raise
         outcome.applied[kind, metadata["name"]] = mark_of(after, write.hash)
         self._keep(kind, after)
 

@@ -23,7 +23,7 @@ from xpyd_operator.kube.report import Report, merge_patch, problem_of, report, s
 from xpyd_operator.kube.trim import trim
 from xpyd_operator.kube.writes import MakeKey, SetFinalizers
 from xpyd_operator.objects import Settings
-from xpyd_operator.objects.names import FINALIZER
+from xpyd_operator.objects.names import FINALIZER, kv_secret_name
 from xpyd_operator.observe import Problem, events
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,10 @@ class Reconciler:
                 break
         if _has_let_go(outcome):
             return None
-        problems = [*turn.problems, *(problem_of(write, error) for write, error in outcome.refused)]
+        refused = [*outcome.refused]
+        if memory.is_stuck(moved=bool(outcome.moved)):
+            refused += outcome.moved
+        problems = [*turn.problems, *(problem_of(write, error) for write, error in refused)]
         if turn.stages:
             # The writes took time, and their answers changed what there is to see.
             document = self._cache.document(key)
@@ -96,8 +99,8 @@ class Reconciler:
                 return _AGAIN_S
             look = self._look(key, document, memory, served)
         status_wait = await self._report(key, look, memory, problems)
-        if outcome.refused:
-            raise TurnFailed(f"{len(outcome.refused)} writes were refused")
+        if refused:
+            raise TurnFailed(f"{len(refused)} writes were refused")
         soon = _AGAIN_S if outcome.moved or turn.again else None
         if outcome.done and soon is None:
             # The watch tells nothing new of our own writes: look whether that was all.
@@ -142,10 +145,12 @@ class Reconciler:
         """Write what changed of the statuses; seconds until a write that has to wait."""
         present = {(kind, name) for kind, names in look.children.items() for name in names}
         memory.forget_old(frozenset(present), self._clock())
-        found = report(look, problems, has_key=memory.has_key(status_of(look.document)))
+        own = kv_secret_name(key.name, look.uid)
+        has_key = memory.has_key(status_of(look.document), own)
+        found = report(look, problems, has_key=has_key)
         try:
             waits = (
-                await self._report_fleet(key, memory, found),
+                await self._report_fleet(key, look, memory, found),
                 await self._report_pools(key, memory, found),
             )
         except NotFound:
@@ -155,7 +160,9 @@ class Reconciler:
             raise TurnFailed(f"the status was not written: {error}") from error
         return min((wait for wait in waits if wait is not None), default=None)
 
-    async def _report_fleet(self, key: FleetKey, memory: Memory, found: Report) -> float | None:
+    async def _report_fleet(
+        self, key: FleetKey, look: Look, memory: Memory, found: Report
+    ) -> float | None:
         if found.after == found.before:
             return None
         time = self._clock()
@@ -163,7 +170,9 @@ class Reconciler:
         if wait_s > 0:
             return wait_s
         memory.pace.wrote(time)
-        patch = {"status": merge_patch(found.before, found.after)}
+        # With the uid: another fleet may have the name by now.
+        uid = {"metadata": {"uid": look.uid}}
+        patch = {**uid, "status": merge_patch(found.before, found.after)}
         after = await self._api.patch(FLEET, key.namespace, key.name, patch, sub="status")
         after = trim(FLEET, after)
         self._cache.put(FLEET, after)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from xpyd_operator.kube.errors import Forbidden, Refused
+from xpyd_operator.kube.errors import Forbidden, KubeError
 from xpyd_operator.kube.kinds import Obj, kind_of
 from xpyd_operator.kube.look import Look, is_leaving
 from xpyd_operator.kube.writes import Apply, Remove, Scale, Write, describe, pool_of
@@ -122,7 +122,7 @@ def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str
     return patch
 
 
-def problem_of(write: Write, error: Refused) -> Problem:
+def problem_of(write: Write, error: KubeError) -> Problem:
     """A write that the API server refused, as a condition tells it."""
     match write:
         case Apply(obj):

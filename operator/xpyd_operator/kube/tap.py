@@ -20,7 +20,7 @@ from aiohttp.client_middlewares import ClientHandlerType
 
 from xpyd_operator.kube.client import Count
 from xpyd_operator.kube.decode import parse, parse_event
-from xpyd_operator.kube.inbox import Gone, Listed, Message, Missing, NoRight, Present
+from xpyd_operator.kube.inbox import Gone, Listed, Message, Missing, Present, Unlisted
 from xpyd_operator.kube.kinds import Address, Kind, Obj, address_of
 from xpyd_operator.kube.trim import trim
 
@@ -65,12 +65,14 @@ class Tap:
             answer = await handler(request)
         except (aiohttp.ClientError, TimeoutError, OSError):
             self._count(verb, address.kind.plural, "error")
+            if not watch:
+                self._send(Unlisted(address.kind))
             raise
         self._count(verb, address.kind.plural, str(answer.status))
         if answer.status == 404:
             self._send(Missing(address.kind))
-        if answer.status == 403:
-            self._send(NoRight(address.kind))
+        if answer.status == 403 or (not watch and _is_fault(answer.status)):
+            self._send(Unlisted(address.kind))
         if answer.status == 200 and watch:
             self._streams[address] = answer
             self._relay(address.kind, answer)
@@ -163,6 +165,10 @@ class Relay:
             self._hear(change, obj)
             return version
         return str(obj["metadata"]["resourceVersion"]) if change == "BOOKMARK" else ""
+
+
+def _is_fault(status: int) -> bool:
+    return status == 429 or status >= 500
 
 
 def _bookmark(version: str) -> bytes:

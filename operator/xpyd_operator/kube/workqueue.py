@@ -33,6 +33,8 @@ class _Entry:
     active: bool = False
     not_before: float = 0.0
     failures: int = 0
+    urgent: bool = False
+    """Woken urgently while a worker has it: no back-off comes before the next turn."""
 
 
 class Schedule:
@@ -52,6 +54,7 @@ class Schedule:
         entry = self._entries.setdefault(key, _Entry())
         if urgent:
             entry.not_before = min(entry.not_before, now)
+            entry.urgent = entry.active
         due = max(now + after, entry.not_before)
         if entry.due is None or due < entry.due:
             entry.due = due
@@ -65,7 +68,7 @@ class Schedule:
             return None
         _, key = heapq.heappop(self._heap)
         entry = self._entries[key]
-        entry.due, entry.active = None, True
+        entry.due, entry.active, entry.urgent = None, True, False
         return key
 
     def done(
@@ -83,9 +86,10 @@ class Schedule:
         """The turn failed: look again after 1, 2, 4 ... 60 s, `at_least` that; returns the wait."""
         entry = self._entries[key]
         wait_s = min(BACKOFF_MOST_S, BACKOFF_FIRST_S * 2.0 ** min(entry.failures, 16))
-        wait_s = max(wait_s, at_least)
+        # A proxy may ask for a day.
+        wait_s = max(wait_s, min(at_least, BACKOFF_MOST_S))
         entry.failures += 1
-        self._let_go(key, entry, now + wait_s)
+        self._let_go(key, entry, now if entry.urgent else now + wait_s)
         self.wake(key, now, after=wait_s)
         return wait_s
 

@@ -18,7 +18,9 @@ from xpyd_operator.objects.names import (
     LABEL_POOL,
     LABEL_REVISION,
     LABEL_ROLE,
+    group_workload_name,
     pool_object_name,
+    workload_name,
 )
 from xpyd_operator.observe.raw import Raw, at, count, fields, is_true, rows, text
 from xpyd_operator.plan import FleetSeen, PoolSeen, Template, Workload, WorkloadSeen
@@ -186,7 +188,7 @@ def _instances(
     found: dict[Key, dict[tuple[str, str], _Instance]] = {}
     for pod in pods:
         key = key_of(pod)
-        if key is None or is_finished(pod):
+        if key is None or is_finished(pod) or not _is_of(pod, key):
             continue
         labels = fields(pod, "metadata", "labels")
         group = text(labels, GROUP_SET), text(labels, GROUP_INDEX)
@@ -214,22 +216,37 @@ def _sum(instances: Iterable[_Instance]) -> Counts:
 
 
 def _orphans(children: Children) -> set[tuple[Key, PoolRole]]:
-    """Workloads that are gone while pods of theirs still end.
-
-    Only pods that something made count: one that a person made with our labels would keep a deleted
-    fleet from ending for ever.
-    """
+    """Workloads that are gone while pods of theirs still end."""
     found: set[tuple[Key, PoolRole]] = set()
     for pod in children.pods:
         key, role = key_of(pod), role_of(pod)
-        if key and role and not is_finished(pod) and _is_made(pod):
+        if key and role and not is_finished(pod) and _is_of(pod, key):
             found.add((key, role))
     return found
 
 
-def _is_made(pod: Raw) -> bool:
-    owners = rows(pod, "metadata", "ownerReferences")
-    return any(text(o, "kind") in _POD_OWNERS and at(o, "controller") is True for o in owners)
+def _is_of(pod: Raw, key: Key) -> bool:
+    """Whether the workload made the pod: its owner's name is the workload's, or begins with it.
+
+    Others have our labels too, of a person's hand or of a copy of a Deployment: they serve nobody,
+    and would keep a deleted fleet from ending for ever.
+    """
+    begins = _workload_names(text(pod, "metadata", "labels", LABEL_FLEET), *key)
+    return any(
+        text(owner, "kind") in _POD_OWNERS
+        and at(owner, "controller") is True
+        and f"{text(owner, 'name')}-".startswith(begins)
+        for owner in rows(pod, "metadata", "ownerReferences")
+    )
+
+
+@lru_cache(maxsize=4096)
+def _workload_names(fleet: str, pool: str, revision: str) -> tuple[str, str]:
+    """What owners of a workload's pods begin with; of one with an empty name nothing is."""
+    if not fleet:
+        return "\0", "\0"
+    names = workload_name(fleet, pool, revision), group_workload_name(fleet, pool, revision)
+    return f"{names[0]}-", f"{names[1]}-"
 
 
 def is_pool_object(pool: Raw) -> bool:

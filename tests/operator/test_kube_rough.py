@@ -1,0 +1,161 @@
+"""The operator when others meddle with its objects, or the API server says odd things for long."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+
+from tests.operator.kube_fakes import FakeApi, Fault, until
+from tests.operator.kube_operating import (
+    condition,
+    fleet,
+    fleet_ready,
+    of_pool,
+    operating,
+    replicas,
+    run,
+    still,
+)
+from xpyd_operator.kube import main
+from xpyd_operator.kube.kinds import (
+    CLAIM_TEMPLATE,
+    DEPLOYMENT,
+    FLEET,
+    LEADER_WORKER_SET,
+    POD,
+    POOL,
+    SECRET,
+)
+from xpyd_operator.objects.names import kv_secret_name
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick")]
+
+
+@pytest.mark.parametrize("label", [None, "another"])
+def test_a_pool_that_loses_its_label_keeps_its_replicas(label: str | None) -> None:
+    async def test(api: FakeApi) -> None:
+        api.add(fleet())
+        async with fleet_ready(api):
+            api.change(POOL, "ns", "chat-decode", {"spec": {"replicas": 8}})
+
+            def is_scaled() -> bool:
+                api.settle()
+                return "decode 8/8" in condition(api, "Ready").get("message", "")
+
+            await until(is_scaled, what="the pool is scaled")
+            labels = {"xpyd.dev/fleet": label}
+            api.change(POOL, "ns", "chat-decode", {"metadata": {"labels": labels}})
+
+            def has_label() -> bool:
+                pool = api.get(POOL, "ns", "chat-decode")
+                return (
+                    pool is not None and pool["metadata"]["labels"].get("xpyd.dev/fleet") == "chat"
+                )
+
+            await until(has_label, what="the label is back")
+            await still(api)
+            assert replicas(api, "decode") == [8]
+            pool = api.get(POOL, "ns", "chat-decode")
+            assert pool is not None
+            assert pool["spec"]["replicas"] == 8
+
+    run(test)
+
+
+def test_a_fleet_that_gives_up_its_own_key_gets_one() -> None:
+    async def test(api: FakeApi) -> None:
+        api.add(fleet(kvTransfer={"keySecretRef": {"name": "mine"}}))
+        async with fleet_ready(api):
+            assert not api.all(SECRET)
+            api.change(FLEET, "ns", "chat", {"spec": {"kvTransfer": {"keySecretRef": None}}})
+            await until(lambda: api.all(SECRET), what="there is a Secret")
+            document = api.get(FLEET, "ns", "chat")
+            assert document is not None
+            name = kv_secret_name("chat", document["metadata"]["uid"])
+            assert [secret["metadata"]["name"] for secret in api.all(SECRET)] == [name]
+
+    run(test)
+
+
+def test_a_kind_that_is_said_to_be_there_and_is_not_stops_no_fleet() -> None:
+    """Its list says 404, perhaps after all others came in."""
+
+    async def test(api: FakeApi) -> None:
+        api.add(fleet())
+        api.faults.append(Fault("GET", "leaderworkersets", 404, times=1))
+        async with operating(api):
+            await until(lambda: api.writes, what="the fleet is looked at")
+
+    run(test, missing=(CLAIM_TEMPLATE,))
+
+
+@pytest.mark.parametrize("status", [403, 429, 500, 503])
+def test_a_kind_that_cannot_be_listed_stops_no_fleet_that_does_not_need_it(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "_OPTIONAL_POLL_S", 0.3)
+
+    async def test(api: FakeApi) -> None:
+        api.add(fleet("one"))
+        async with fleet_ready(api, "one"):
+            api.faults.append(Fault("GET", "/leaderworkersets", status, times=10**6))
+            api.kinds = (*api.kinds, LEADER_WORKER_SET)
+
+            def is_asked() -> bool:
+                return any(c.status == status for c in api.calls if "leaderworker" in c.path)
+
+            await until(is_asked, what="the kind is asked for")
+            api.add(fleet("two"))
+            api.change(POOL, "ns", "one-decode", {"spec": {"replicas": 5}})
+            await until(lambda: 5 in replicas(api, "decode"), what="the pool is scaled")
+            await until(lambda: condition(api, "Ready", "two"), what="the new fleet has a status")
+
+    run(test, missing=(LEADER_WORKER_SET, CLAIM_TEMPLATE))
+
+
+@pytest.mark.parametrize("status", [404, 409, 410])
+def test_a_webhook_that_says_conflict_for_ever_is_told_and_not_asked_in_a_loop(status: int) -> None:
+    async def test(api: FakeApi) -> None:
+        words = "the webhook says no"
+        fault = Fault("PATCH", "/services/chat-router", status, times=10**6, message=words)
+        api.faults.append(fault)
+        api.add(fleet())
+        async with operating(api):
+            degraded = "Degraded"
+            await until(
+                lambda: words in condition(api, degraded).get("message", ""), what="it is told"
+            )
+            assert condition(api, degraded)["reason"] == "Refused"
+            assert len([c for c in api.calls if "services/chat-router" in c.path]) < 40
+
+    run(test)
+
+
+def test_a_copy_of_a_deployment_does_not_keep_a_deleted_fleet() -> None:
+    """Its pods have the fleet's labels: somebody took the template with them."""
+
+    async def test(api: FakeApi) -> None:
+        api.add(fleet())
+        async with fleet_ready(api):
+            pod = deepcopy(of_pool(api, POD, "decode")[0])
+            owner = {"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "mine-1", "uid": "x"}
+            pod["metadata"] = {
+                "name": "mine-1-1",
+                "namespace": "ns",
+                "labels": pod["metadata"]["labels"],
+                "ownerReferences": [{**owner, "controller": True}],
+            }
+            api.add(pod)
+            await still(api)
+            api.drop(FLEET, "ns", "chat")
+
+            def is_gone() -> bool:
+                api.settle()
+                return api.get(FLEET, "ns", "chat") is None
+
+            await until(is_gone, what="the fleet is gone")
+            assert api.get(POD, "ns", "mine-1-1") is not None
+            assert not api.all(DEPLOYMENT)
+
+    run(test)
