@@ -1,1 +1,1 @@
-"""Which bytes of which blocks travel in which frame. Pure."""
+"""Which part of a prompt's KV goes from which rank to which, and in which frame. Pure."""

@@ -1,0 +1,221 @@
+"""Which rank of P sends which layers and heads to which rank of D: any TP x PP to any. Pure.
+
+Both sides compute the plan from the two layouts of the handshake and the transfer's id, and get
+the same one: a segment is named by its place in `segments`, and nothing of the plan travels. So the
+rule and the order of the segments are part of the protocol. A transfer is complete on a rank when
+exactly its planned segments are.
+
+For each head of a destination rank one source rank that holds it is chosen:
+
+1. Where P has no replicas there is no choice.
+2. Where D has as many replicas of a head as P, or a multiple: D's replica j takes P's j mod count.
+   No salt: every source rank sends equally much in every transfer, and a pair of ranks that never
+   talks needs no connection. (A NCCL communicator holds 50 to 100 MB on both devices.)
+3. Where P has more, and a multiple: D's replica j has as many of P's for itself, and the salt
+   chooses one of them for each transfer. So they share the load over time, and each rank of P still
+   talks to one replica only.
+4. Else (3 replicas to 2): the salt rotates through all of P's.
+
+Layers go where the two stages' sets meet; nothing is assumed of how either side cut them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from xpyd_core.request_id import TransferKey
+from xpyd_kv.plan import pieces
+from xpyd_kv.plan.engine_layout import EngineLayout, LayoutError
+from xpyd_kv.plan.pieces import Run, Unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """`heads` adjacent heads of some layers, for all tokens that are sent.
+
+    `source` and `destination` are ranks, numbered as in EngineLayout; the heads count within the
+    cache of the rank; `layers` are absolute indices, ascending, held by both ranks.
+    """
+
+    source: int
+    destination: int
+    layers: tuple[int, ...]
+    source_head: int
+    destination_head: int
+    heads: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferPlan:
+    """What moves between two engines for one transfer, but for its tokens.
+
+    `leaving[r]` are the indices in `segments` of what rank r of P sends, `arriving[r]` of what rank
+    r of D waits for. `leaving` may be empty, where other replicas send: such a rank is finished at
+    once. `arriving` never is.
+    """
+
+    source: EngineLayout
+    destination: EngineLayout
+    segments: tuple[Segment, ...]
+    leaving: tuple[frozenset[int], ...]
+    arriving: tuple[frozenset[int], ...]
+
+    def between(self, source: int, destination: int) -> frozenset[int]:
+        """Indices of the segments of a pair of ranks. Empty: 0 expected, and no connection."""
+        return self.leaving[source] & self.arriving[destination]
+
+    def units(self, tokens: int, *, skip_tokens: int = 0) -> list[Unit]:
+        """What each segment is sent in for the tokens [skip_tokens, tokens): see `pieces.units`."""
+        return pieces.units(
+            tokens,
+            skip_tokens=skip_tokens,
+            source_block_size=self.source.block_size,
+            destination_block_size=self.destination.block_size,
+        )
+
+    def source_runs(self, segment: Segment, unit: Unit) -> list[Run]:
+        """Where the segment lies in the unit's block of each of its layers on P. What they hold,
+        joined, is what D's runs take."""
+        return pieces.runs(
+            self.source,
+            first_head=segment.source_head,
+            heads=segment.heads,
+            first_token=unit.source_token,
+            tokens=unit.tokens,
+        )
+
+    def destination_runs(self, segment: Segment, unit: Unit) -> list[Run]:
+        """The same on D."""
+        return pieces.runs(
+            self.destination,
+            first_head=segment.destination_head,
+            heads=segment.heads,
+            first_token=unit.destination_token,
+            tokens=unit.tokens,
+        )
+
+    def unit_bytes(self, indices: Iterable[int]) -> int:
+        """Bytes of these segments in one unit."""
+        cells = sum(len(self.segments[i].layers) * self.segments[i].heads for i in indices)
+        tokens = min(self.source.block_size, self.destination.block_size)
+        return cells * tokens * self.source.row_bytes
+
+
+def transfer_salt(key: TransferKey) -> int:
+    """What spreads transfers over replicas. Both sides know it; the prompts of one request differ
+    in it."""
+    return int(key.uuid, 16) + key.prompt_index
+
+
+def plan_transfers(
+    source: EngineLayout, destination: EngineLayout, *, salt: int = 0
+) -> TransferPlan:
+    """The plan from P's layout to D's. It is the same for salts that are equal modulo the source's
+    `replicas`, so a pair of engines needs as many plans and no more. LayoutError names the factor
+    by which the two do not fit."""
+    _check(source, destination)
+    segments = tuple(
+        segment
+        for source_stage, destination_stage, layers in _common_layers(source, destination)
+        for place in range(destination.tp)
+        for segment in _segments_of(
+            source,
+            destination,
+            source_base=source_stage * source.tp,
+            rank=destination_stage * destination.tp + place,
+            layers=layers,
+            salt=salt,
+        )
+    )
+    leaving: list[set[int]] = [set() for _ in range(source.num_ranks)]
+    arriving: list[set[int]] = [set() for _ in range(destination.num_ranks)]
+    for index, segment in enumerate(segments):
+        leaving[segment.source].add(index)
+        arriving[segment.destination].add(index)
+    return TransferPlan(
+        source=source,
+        destination=destination,
+        segments=segments,
+        leaving=tuple(map(frozenset, leaving)),
+        arriving=tuple(map(frozenset, arriving)),
+    )
+
+
+def _check(source: EngineLayout, destination: EngineLayout) -> None:
+    if source.is_mla != destination.is_mla:
+        raise LayoutError("is_mla", f"{source.is_mla} on P, {destination.is_mla} on D")
+    if source.heads != destination.heads:
+        raise LayoutError("kv_heads", f"P has {source.heads}, D has {destination.heads}")
+    if source.row_bytes != destination.row_bytes:
+        raise LayoutError(
+            "row_bytes", f"P has {source.row_bytes} bytes per token, D has {destination.row_bytes}"
+        )
+    sizes = sorted((source.block_size, destination.block_size))
+    if sizes[1] % sizes[0]:
+        raise LayoutError(
+            "block_size",
+            f"P has {source.block_size} tokens, D has {destination.block_size}; "
+            "one must be a multiple of the other",
+        )
+    ours, theirs = ({layer for s in side.stages for layer in s} for side in (source, destination))
+    if ours != theirs:
+        raise LayoutError(
+            "layers", f"P has {len(ours)}, D has {len(theirs)}; {min(ours ^ theirs)} is on one side"
+        )
+
+
+def _common_layers(
+    source: EngineLayout, destination: EngineLayout
+) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """(source stage, destination stage, layers of both) where there are any."""
+    stage_of = {layer: number for number, stage in enumerate(source.stages) for layer in stage}
+    for number, stage in enumerate(destination.stages):
+        groups: dict[int, list[int]] = {}
+        for layer in stage:
+            groups.setdefault(stage_of[layer], []).append(layer)
+        for source_stage, layers in groups.items():
+            yield source_stage, number, tuple(layers)
+
+
+def _segments_of(
+    source: EngineLayout,
+    destination: EngineLayout,
+    *,
+    source_base: int,
+    rank: int,
+    layers: tuple[int, ...],
+    salt: int,
+) -> Iterator[Segment]:
+    """What one destination rank gets of these layers from the source stage whose first rank is
+    `source_base`: its heads in ascending order, adjacent ones of one source rank together."""
+    wanted = destination.heads_of(rank)
+    replica = _source_replica(
+        rank % destination.replicas, ours=source.replicas, theirs=destination.replicas, salt=salt
+    )
+    head = wanted.start
+    while head < wanted.stop:
+        from_rank = source_base + head * source.tp // source.heads + replica
+        held = source.heads_of(from_rank)
+        end = min(wanted.stop, held.stop)
+        yield Segment(
+            source=from_rank,
+            destination=rank,
+            layers=layers,
+            source_head=head - held.start,
+            destination_head=head - wanted.start,
+            heads=end - head,
+        )
+        head = end
+
+
+def _source_replica(wanted_by: int, *, ours: int, theirs: int, salt: int) -> int:
+    """Which of P's `ours` replicas of a head sends it to replica `wanted_by` of D's `theirs`. The
+    module's docstring has the rule and its reasons."""
+    if theirs % ours == 0:
+        return wanted_by % ours
+    if ours % theirs == 0:
+        share = ours // theirs
+        return wanted_by * share + salt % share
+    base = wanted_by * ours // theirs if ours > theirs else wanted_by
+    return (base + salt) % ours
