@@ -18,6 +18,7 @@ from typing import Any
 from aiohttp import web
 
 from tests.operator.kube_fake_json import merge, same, without_type
+from tests.operator.kube_pods import pod_of
 from xpyd_operator.kube.kinds import (
     CLAIM_TEMPLATE,
     DEPLOYMENT,
@@ -423,31 +424,6 @@ class _HttpError(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
-
-
-def pod_of(deployment: Obj, name: str) -> Obj:
-    """A pod as a Deployment's ReplicaSet would make it; the owner's uid is the Deployment's."""
-    meta, template = deployment["metadata"], deployment["spec"]["template"]
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {
-            "name": name,
-            "namespace": meta["namespace"],
-            "labels": dict(template["metadata"]["labels"]),
-            "ownerReferences": [
-                {
-                    "apiVersion": "apps/v1",
-                    "kind": "ReplicaSet",
-                    "name": f"{meta['name']}-5d9c7b8f4d",
-                    "uid": meta["uid"],
-                    "controller": True,
-                }
-            ],
-        },
-        "spec": {"nodeName": "node", "containers": []},
-        "status": {"phase": "Pending"},
-    }
 
 
 async def until(condition: Callable[[], object], *, what: str, timeout_s: float = 20.0) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.operator.kube_fakes import FakeApi, Fault, pod_of, until
+from tests.operator.kube_fakes import FakeApi, Fault, until
 from tests.operator.kube_operating import (
     SETTINGS,
     condition,
@@ -23,6 +23,7 @@ from tests.operator.kube_operating import (
     run,
     still,
 )
+from tests.operator.kube_pods import pod_of
 from xpyd_operator.kube import feed, main, tap, watch
 from xpyd_operator.kube.cache import Cache
 from xpyd_operator.kube.inbox import Listed, Present

@@ -131,8 +131,8 @@ class HeartbeatSender:
 
     def _connect(self, address: Address) -> zmq.Socket[bytes]:
         sock: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        # Of two connections with one identity a ROUTER drops one, or hands the name over and forgets
-        # what the other had sent. A closed socket can still be connecting: never reuse its name.
+        # Of two connections with one identity a ROUTER drops one, or hands the name over and
+        # forgets what the other sent. A closed socket can still be connecting: no name twice.
         self._opened += 1
         sock.setsockopt(zmq.IDENTITY, f"{self._identity}/{self._opened}".encode())
         sock.setsockopt(zmq.SNDHWM, _QUEUED_BEATS)
