@@ -70,6 +70,11 @@ def test_the_page_installs_upgrades_and_uninstalls(cluster: Cluster, tmp_path: P
     out = run(install)
     assert re.search(r"^Phase: +Succeeded$", out, re.M), out
     assert "fleet.xpyd.dev/chat" in run(use)
+    asks = ("--set", "test.fleet=chat", "--set", "test.namespace=default")
+    chart = str(ROOT / "helm/xpyd")
+    cluster.helm("upgrade", "xpyd", chart, "-n", SYSTEM, "--reset-then-reuse-values", *asks)
+    tested = cluster.helm("test", "xpyd", "-n", SYSTEM, "--timeout=90s")
+    assert re.search(r"^Phase: +Succeeded$", tested, re.M), tested
     pods = ("get", "pods", "-l", "xpyd.dev/fleet=chat", "-o", "name")
     before = cluster.kubectl(*pods)
     run(upgrade)

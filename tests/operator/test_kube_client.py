@@ -37,10 +37,13 @@ class Rig:
         self.slept: list[float] = []
         self.counted: Counter[tuple[str, str, str]] = Counter()
         self.logins = 0
+        self.login_error: Exception | None = None
         self.api = Api(self._login, count=self._count, sleep=self._sleep)
 
     async def _login(self) -> Login:
         self.logins += 1
+        if self.login_error is not None:
+            raise self.login_error
         return await self.server.login()
 
     async def _sleep(self, seconds: float) -> None:
@@ -236,6 +239,23 @@ def test_a_refused_identity_is_renewed_once() -> None:
         with pytest.raises(Refused):
             await rig.api.get(FLEET, "ns", "s")
         assert rig.logins == 3
+
+    run(test)
+
+
+@pytest.mark.parametrize("error", [UserError("no token"), FileNotFoundError("token")])
+def test_an_identity_that_cannot_be_had_for_a_moment_is_as_no_answer(error: Exception) -> None:
+    async def test(rig: Rig) -> None:
+        with pytest.raises(NotFound):
+            await rig.api.get(FLEET, "ns", "s")
+        rig.login_error = error
+        rig.server.faults.append(Fault("GET", "/", 401, times=99))
+        with pytest.raises(Unavailable, match=r"cannot sign in: .*token"):
+            await rig.api.get(FLEET, "ns", "s")
+        rig.login_error = None
+        rig.server.faults.clear()
+        with pytest.raises(NotFound):
+            await rig.api.get(FLEET, "ns", "s")
 
     run(test)
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import aiohttp
 
+from xpyd_core.errors import UserError
 from xpyd_operator.kube.decode import measured, parse
 from xpyd_operator.kube.errors import (
     Conflict,
@@ -217,11 +218,15 @@ class Api:
         async with self._signing_in:
             if self._session is not None and self._session is not refused:
                 return self._session
-            login = await self._find_login()
-            if self._session is not None:
-                await self._session.close()
-            self._server = login.server
+            try:
+                login = await self._find_login()
+            except (UserError, OSError) as error:
+                # At the start this ends the program; later the token's file may be in the making.
+                raise Unavailable(f"cannot sign in: {error}") from error
+            before, self._server = self._session, login.server
             self._session = open_session(login, connections=_CONNECTIONS)
+            if before is not None:
+                await before.close()
             return self._session
 
 
