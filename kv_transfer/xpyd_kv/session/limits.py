@@ -16,8 +16,9 @@ class KvLimits:
     answered by GRANT or LEASE. `lease_s`: how long P keeps blocks for a silent D, and D keeps KV
     that no request expects. `done_s`: COMMIT answered. `cancel_s`: CANCEL answered by CANCELLED,
     else the connection is closed. `tombstone_s`: how long an ended key is remembered.
-    `max_transfers`: open at once at one D. Blocks held by computed but unfinished transfers are
-    at most `max_held_share` of P's.
+    `max_transfers`: open at once at one D. `ahead_bytes`: DATA given to the endpoint ahead of its
+    turn, for each peer; so much a cancelled transfer may have to wait for. Blocks held by computed
+    but unfinished transfers are at most `max_held_share` of P's.
     """
 
     dial_s: float = 5.0
@@ -27,4 +28,6 @@ class KvLimits:
     cancel_s: float = 5.0
     tombstone_s: float = 60.0
     max_transfers: int = 4096
+    # A few frames: the endpoint asks for the next in the same turn, so more gives no speed.
+    ahead_bytes: int = 16 * 1024 * 1024
     max_held_share: float = 0.5

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from xpyd_core.errors import ProtocolError, XpydError
 from xpyd_core.request_id import Address, TransferKey
@@ -21,6 +22,7 @@ from xpyd_kv.session.deadlines import Deadlines, Remembered
 from xpyd_kv.session.events import SendEnded, SendEvent, SendGranted
 from xpyd_kv.session.limits import MAX_LEASE_S, KvLimits
 from xpyd_kv.session.metrics import KvMetrics
+from xpyd_kv.session.outbox import Outbox
 from xpyd_kv.session.outgoing import (
     SEND_MOVES,
     OfferRequest,
@@ -72,7 +74,8 @@ class SendSession:
         self._deadlines: Deadlines[TransferKey] = Deadlines()
         # DONE transfers whose KV may still be withdrawn: epoch and peer.
         self._done: Remembered[TransferKey, tuple[int, Peer]] = Remembered(limits.tombstone_s)
-        self._peers: set[Peer] = set()
+        # Those that are up.
+        self._peers: dict[Peer, Outbox] = {}
         self._draining: set[Peer] = set()
 
     @property
@@ -122,7 +125,7 @@ class SendSession:
 
     def peer_up(self, peer: Peer) -> None:
         """A connection stands: OFFER what waited for it."""
-        self._peers.add(peer)
+        self._peers[peer] = Outbox(self._limits.ahead_bytes)
         for transfer in list(self._transfers.values()):
             if transfer.state is SendState.INIT and transfer.request.address == peer.address:
                 self._send_offer(transfer, peer)
@@ -135,7 +138,7 @@ class SendSession:
 
     def peer_down(self, peer: Peer, reason: str) -> None:
         """Nothing of ours is read for this peer any more."""
-        self._peers.discard(peer)
+        self._peers.pop(peer, None)
         self._draining.discard(peer)
         for transfer in list(self._transfers.values()):
             if transfer.peer is peer:
@@ -269,8 +272,7 @@ class SendSession:
             # The peer's word, if it is one: it goes into log lines.
             is_word = message.reason.isidentifier()
             transfer.reason = message.reason if is_word else "cancelled_by_peer"
-            self._move(transfer, SendState.CANCELLING)
-            self._arm(transfer, self._limits.cancel_s)
+            self._begin_cancelling(transfer)
         self._settle(transfer)
 
     def _give_up(self, transfer: Outgoing, reason: str) -> None:
@@ -280,10 +282,16 @@ class SendSession:
             self._end(transfer, reason)
             return
         transfer.reason = reason
-        self._move(transfer, SendState.CANCELLING)
-        self._arm(transfer, self._limits.cancel_s)
+        self._begin_cancelling(transfer)
         request = transfer.request
         self._endpoint.send(transfer.peer, cancel_of(request.key, request.epoch, reason))
+
+    def _begin_cancelling(self, transfer: Outgoing) -> None:
+        """Only what the endpoint has is still in flight."""
+        self._move(transfer, SendState.CANCELLING)
+        self._arm(transfer, self._limits.cancel_s)
+        if transfer.peer in self._peers:
+            transfer.in_flight -= self._peers[transfer.peer].drop(transfer)
 
     def _settle(self, transfer: Outgoing) -> None:
         if transfer.in_flight:
@@ -341,16 +349,16 @@ class SendSession:
             self._arm(transfer, self._limits.lease_s)
 
     def _send_frames(self, transfer: Outgoing, seqs: Sequence[int]) -> None:
+        assert transfer.peer is not None
+        outbox = self._peers[transfer.peer]
         # All of them count before the first is sent: `done` may be called at once.
         transfer.in_flight += len(seqs)
         for seq in seqs:
-            self._send_frame(transfer, seq)
+            send = partial(self._send_frame, transfer, transfer.peer, seq)
+            outbox.put(transfer, transfer.frames[seq].length, send)
 
-    def _send_frame(self, transfer: Outgoing, seq: int) -> None:
-        peer = transfer.peer
+    def _send_frame(self, transfer: Outgoing, peer: Peer, seq: int) -> None:
         frame = transfer.frames[seq]
-        if peer is None or transfer.state is SendState.ENDED:
-            return
         area = frame.ready.area
 
         def make_header(checksum: bytes) -> wire.Data | None:
@@ -359,15 +367,18 @@ class SendSession:
             frame.checksum = checksum
             return data_of(transfer.request, seq, area, checksum)
 
+        def done(sent: bool) -> None:
+            self._frame_done(transfer, frame, sent)
+            if peer in self._peers:
+                self._peers[peer].done(frame.length)
+
         block_view = self._memory.block_view
         views = [
             block_view(layer, block)
             for layer in range(area.first_layer, area.end_layer)
             for block in frame.ready.block_ids
         ]
-        self._endpoint.send_data(
-            peer, make_header, views, lambda sent: self._frame_done(transfer, frame, sent)
-        )
+        self._endpoint.send_data(peer, make_header, views, done)
 
     def _frame_done(self, transfer: Outgoing, frame: SentFrame, sent: bool) -> None:
         transfer.in_flight -= 1
