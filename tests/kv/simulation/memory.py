@@ -1,0 +1,138 @@
+"""Memory that knows who may touch it: P's cache as a source, D's landings as targets.
+
+A read of a block that P's pool has taken back, and a write into a landing that D has given back,
+end the run. So does giving a landing back while a frame is being written into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tests.kv.kvfakes import FakeMemory, FakePool, expected_bytes
+from xpyd_core.request_id import TransferKey
+from xpyd_kv.connector.api import BlockPool, KvMemory
+from xpyd_kv.store.api import Landing
+from xpyd_kv.store.landing_store import LandingStore, StoreLimits
+
+
+class SourceView:
+    """One block of one layer of P's cache, as the endpoint reads it."""
+
+    def __init__(self, view: memoryview, block: int, pool: FakePool) -> None:
+        self._view, self._block, self._pool = view, block, pool
+
+    def __len__(self) -> int:
+        return len(self._view)
+
+    def read(self) -> memoryview:
+        assert self._pool.references[self._block], f"P reads block {self._block}, which is free"
+        return self._view
+
+
+class SourceMemory:
+    """KvMemory of a P; what it hands out checks each read."""
+
+    def __init__(self, num_blocks: int, pool: FakePool) -> None:
+        self.bytes = FakeMemory(num_blocks)
+        self.layout = self.bytes.layout
+        self._pool = pool
+
+    def block_view(self, layer: int, block_id: int) -> SourceView:
+        return SourceView(self.bytes.block_view(layer, block_id), block_id, self._pool)
+
+
+class TargetView:
+    """Part of a landing, as the endpoint writes it."""
+
+    def __init__(self, view: memoryview, landing: WatchedLanding) -> None:
+        self.view, self.landing = view, landing
+
+    def __len__(self) -> int:
+        return len(self.view)
+
+
+class WatchedLanding:
+    """A landing, and what has become of it. `tag` names the KV that was granted to land here."""
+
+    def __init__(self, inner: Landing, owner: TransferKey, on_over: Callable[[], None]) -> None:
+        self.inner = inner
+        self.owner = owner
+        self.kind = inner.kind
+        self.num_blocks = inner.num_blocks
+        self.size_bytes = inner.size_bytes
+        self.is_over = False
+        self.is_adopted = False
+        self.writers = 0
+        self.epoch = -1
+        self.tag: int | None = None
+        self.first_block = 0
+        self._on_over = on_over
+
+    def views(self, *area: int) -> list[TargetView]:
+        return [TargetView(view, self) for view in self.inner.views(*area)]
+
+    def holds(self, tag: int, layers: int) -> bool:
+        """Whether every byte is of the KV named `tag`."""
+        blocks = range(self.first_block, self.first_block + self.num_blocks)
+        landed = b"".join(self.inner.views(0, layers, 0, self.num_blocks))
+        return landed == b"".join(expected_bytes(tag, a, b) for a in range(layers) for b in blocks)
+
+    def adopt(self) -> list[int] | None:
+        self._check()
+        blocks = self.inner.adopt()
+        if blocks is not None:
+            self.is_adopted = True
+            self._over()
+        return blocks
+
+    def free(self) -> None:
+        self._check()
+        self.inner.free()
+        self._over()
+
+    def _check(self) -> None:
+        assert not self.writers, f"the landing of {self.owner} is given back during a write"
+
+    def _over(self) -> None:
+        self.is_over = True
+        self._on_over()
+
+
+class WatchedStore(LandingStore):
+    """The real store; remembers the landings that are out."""
+
+    def __init__(self, limits: StoreLimits, memory: KvMemory, pool: BlockPool) -> None:
+        super().__init__(limits, memory=memory, pool=pool)
+        self.out: dict[WatchedLanding, None] = {}
+        self.last_adopted: WatchedLanding | None = None
+        self.on_given_back: Callable[[WatchedLanding], None] = lambda landing: None
+
+    def take(self, owner: TransferKey, num_blocks: int) -> Landing | None:
+        return self._watch(super().take(owner, num_blocks), owner)
+
+    def take_direct(self, owner: TransferKey, num_blocks: int) -> Landing | None:
+        return self._watch(super().take_direct(owner, num_blocks), owner)
+
+    def youngest(self, owner: TransferKey) -> WatchedLanding | None:
+        """The landing that was taken last for `owner` and is still out."""
+        return next((one for one in reversed(self.out) if one.owner == owner), None)
+
+    def _watch(self, landing: Landing | None, owner: TransferKey) -> Landing | None:
+        # take() calls take_direct(): watched once.
+        if landing is None or isinstance(landing, WatchedLanding):
+            return landing
+
+        def on_over() -> None:
+            del self.out[watched]
+            self.on_given_back(watched)
+            if watched.is_adopted:
+                self.last_adopted = watched
+
+        watched = WatchedLanding(landing, owner, on_over)
+        self.out[watched] = None
+        return watched  # type: ignore[return-value]
+
+
+def joined(views: Sequence[SourceView]) -> bytes:
+    """The bytes of a DATA body, read now."""
+    return b"".join(view.read() for view in views)

@@ -1,0 +1,80 @@
+"""One side of a simulated connection: what it has queued, and the frame that is under way."""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from tests.kv.kvsim import WIRE_LAYOUT
+from tests.kv.simulation.link import Control, Link, Pipe
+from tests.kv.simulation.memory import SourceView, TargetView
+from xpyd_core.request_id import Address
+from xpyd_kv.wire import messages as wire
+
+if TYPE_CHECKING:
+    from tests.kv.simulation.endpoint import SimEndpoint
+
+Queued = tuple[Callable[[bytes], wire.Data | None], Sequence[SourceView], Callable[[bool], None]]
+
+
+def checksum(body: bytes) -> bytes:
+    """Stands in for xxh3: eight bytes."""
+    return zlib.crc32(body).to_bytes(8, "big")
+
+
+class SimStream:
+    """One side of a link: a Peer."""
+
+    def __init__(
+        self,
+        endpoint: SimEndpoint,
+        link: Link,
+        *,
+        address: Address | None,
+        pipes: tuple[Pipe, Pipe],
+    ) -> None:
+        self.endpoint = endpoint
+        self.link = link
+        self.address = address
+        self.pipe_in, self.pipe_out = pipes
+        self.pipe_in.reader = self.pipe_out.writer = self
+        self.hello: wire.Hello | None = None
+        self.layout = WIRE_LAYOUT
+        self.is_up = False
+        self.closing: str | None = None
+        self.control: deque[Control] = deque()
+        self.data: deque[Queued] = deque()
+        # The frame under way to the peer, its parts that are left, and when the next may go.
+        self.sending: Queued | None = None
+        self.parts: deque[Sequence[SourceView]] = deque()
+        self.next_part_at = 0.0
+        self.part_s = 0.0
+        # The frame under way from the peer.
+        self.header: wire.Data | None = None
+        self.views: Sequence[TargetView] | None = None
+        self.written = 0
+        self.heard_at = endpoint.process.world.schedule.now
+
+    @property
+    def has_output(self) -> bool:
+        return bool(self.sending or self.control or self.data)
+
+    def count_writer(self, change: int) -> None:
+        if self.views:
+            self.views[0].landing.writers += change
+
+
+def write_into(views: Sequence[TargetView], offset: int, data: bytes) -> None:
+    """Put `data` at `offset` of the views; their landing must still be out."""
+    for view in views:
+        if not data:
+            return
+        if offset < len(view):
+            assert not view.landing.is_over, f"a write into {view.landing.owner}'s old landing"
+            room = len(view) - offset
+            view.view[offset : offset + len(data[:room])] = data[:room]
+            data, offset = data[room:], 0
+        else:
+            offset -= len(view)

@@ -1,0 +1,85 @@
+"""Thousands of fleets out of seeds: tests/kv/simulation. A failing seed is named and replays."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from tests.kv.simulation.faults import FAULTS, TRICKS
+from tests.kv.simulation.plan import Plan, Strike, plan_of, prompt
+from tests.kv.simulation.run import SimulationError, lines, run
+from xpyd_kv.connector.build import KvSettings
+from xpyd_kv.plan.frames import FrameLimits
+from xpyd_kv.session.limits import KvLimits
+
+BATCH = 100
+
+
+@pytest.mark.parametrize("first", range(0, 2000, BATCH))
+def test_nothing_that_befalls_a_fleet_breaks_an_invariant(first: int) -> None:
+    for seed in range(first, first + BATCH):
+        run(plan_of(seed))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("first", range(2000, 42_000, 2000))
+def test_nothing_that_befalls_many_more_fleets_breaks_an_invariant(first: int) -> None:
+    for seed in range(first, first + 2000):
+        run(plan_of(seed))
+
+
+def test_the_seeds_strike_with_every_fault_and_land_kv_all_the_same() -> None:
+    outcomes: Counter[str] = Counter()
+    for seed in range(300):
+        outcomes += run(plan_of(seed)).outcomes
+    struck = {name.removeprefix("strike:") for name in outcomes if name.startswith("strike:")}
+    assert struck == {*FAULTS, *TRICKS}
+    assert outcomes["landed"] > 150
+    assert {"peer_lost", "cancelled", "timeout", "released", "lease_expired"} <= set(outcomes)
+
+
+def test_a_seed_plays_the_same_run_again_in_another_process() -> None:
+    here = lines(run(plan_of(7), keep_all=True).trace)
+    assert len(here) > 20
+    command = [sys.executable, "-m", "tests.kv.simulation", "7"]
+    # Another order of sets and dicts by hash, were there one.
+    env = {**os.environ, "PYTHONHASHSEED": "12345"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.splitlines()[: len(here)] == here
+
+
+def test_a_run_that_fails_names_its_seed_its_strikes_and_its_last_steps() -> None:
+    # The transport calls a broken frame intact: the bytes that land are wrong.
+    sound = Plan(42, (prompt(0, tuple(range(10))),), (Strike("corrupt", boundary=1),))
+    run(sound)
+    with pytest.raises(SimulationError) as caught:
+        run(replace(sound, vouches=True))
+    text = str(caught.value)
+    assert "seed 42: AssertionError: DONE over wrong bytes" in text
+    assert "replay: .venv/bin/python -m tests.kv.simulation 42" in text
+    assert "Strike(fault='corrupt'" in text
+    assert "D0.1   reads P0-D0#1 COMMIT" in text
+
+
+def test_a_cancel_behind_much_queued_data_costs_no_other_transfer() -> None:
+    """What the first run of the seeds found: P answered CANCEL when all that had been queued
+    before it was sent; by then D had closed the connection, and all other transfers with it."""
+    slow = Plan(
+        0,
+        (
+            prompt(0, tuple(range(100)), at_s=0.0, wait_s=60.0, chunk_tokens=100),
+            prompt(1, tuple(range(9)), at_s=0.1, wait_s=0.5, chunk_tokens=100),
+        ),
+        settings=KvSettings(
+            KvLimits(ahead_bytes=256, max_held_share=1.0), FrameLimits(1, max_frame_bytes=64)
+        ),
+        # 75 frames of the first prompt take 7.5 s; CANCEL is answered within 5.
+        part_s=0.1,
+    )
+    outcomes = run(slow).outcomes
+    assert outcomes == {"landed": 1, "timeout": 1}

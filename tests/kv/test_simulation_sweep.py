@@ -1,0 +1,89 @@
+"""One transfer, and every fault before and after each single thing that its connection delivers."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from tests.kv.simulation.faults import FAULTS, TRICKS
+from tests.kv.simulation.plan import STORES, Plan, Strike, prompt
+from tests.kv.simulation.run import Outcome, lines, run
+from xpyd_kv.connector.build import KvSettings
+from xpyd_kv.plan.frames import FrameLimits
+from xpyd_kv.store.landing_store import StoreLimits
+
+PLACES = {"direct": STORES[0], "buffer": STORES[1], "deferred": STORES[3]}
+# What passes: the transfer takes longer, or again, and lands.
+PASSING = {
+    *("hold_to_d", "p_freezes", "d_freezes", "corrupt", "d_fills"),
+    *(name for name in TRICKS if not name.startswith("lose")),
+}
+
+
+def transfer(store: StoreLimits, *strikes: Strike, d_after_s: float = 0.004) -> Plan:
+    """Ten tokens in two chunks, a frame for each layer; the request comes while P computes."""
+    return Plan(
+        seed=1,
+        prompts=(prompt(0, tuple(range(10)), d_after_s=d_after_s, wait_s=10.0),),
+        strikes=strikes,
+        settings=KvSettings(frames=FrameLimits(group_bytes=1), store=store),
+        frame_parts=1,
+        is_ordered=not any(strike.fault in TRICKS for strike in strikes),
+    )
+
+
+@cache
+def undisturbed(place: str) -> Outcome:
+    return run(transfer(PLACES[place]))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_undisturbed_transfer_lands(place: str) -> None:
+    outcome = undisturbed(place)
+    assert outcome.outcomes == {"landed": 1}
+    # The handshake, OFFER, GRANT, six frames in two pieces, COMMIT, DONE at least.
+    assert outcome.boundaries >= 17
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("fault", [*FAULTS, *TRICKS])
+def test_a_fault_before_or_after_any_delivery_ends_the_transfer_cleanly(
+    fault: str, place: str
+) -> None:
+    store = PLACES[place]
+    for boundary in range(1, undisturbed(place).boundaries + 1):
+        for when in ("before", "after"):
+            outcome = run(transfer(store, Strike(fault, boundary=boundary, when=when)))
+            if fault in PASSING:
+                assert outcome.outcomes["landed"] == 1, (boundary, when, outcome.outcomes)
+
+
+def test_a_frame_that_outlives_its_epoch_costs_the_next_one_nothing() -> None:
+    again = 0
+    for at in range(2, undisturbed("direct").boundaries):
+        for later in range(at, at + 6):
+            strikes = (
+                Strike("linger_to_d", boundary=at),
+                Strike("p_preempts", boundary=later, when="after"),
+            )
+            # The request comes when all is over: until then P may offer anew.
+            plan = transfer(PLACES["direct"], *strikes, d_after_s=3.0)
+            outcome = run(plan, keep_all=True)
+            again += any("epoch=1 frames" in line for line in lines(outcome.trace))
+            assert outcome.outcomes["landed"] == 1, (at, later, outcome.outcomes)
+    assert again > 5
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("first", [*FAULTS, *TRICKS])
+def test_two_faults_at_any_two_deliveries_end_the_transfer_cleanly(first: str) -> None:
+    boundaries = undisturbed("buffer").boundaries
+    for second in [*FAULTS, *TRICKS]:
+        for one in range(1, boundaries + 1, 2):
+            for other in range(one, boundaries + 1, 2):
+                strikes = (
+                    Strike(first, boundary=one),
+                    Strike(second, boundary=other, when="after"),
+                )
+                run(transfer(PLACES["buffer"], *strikes))
