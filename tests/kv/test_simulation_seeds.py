@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -20,6 +21,12 @@ from xpyd_kv.session.limits import KvLimits
 BATCH = 100
 
 
+@pytest.fixture(autouse=True)
+def no_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Lost transfers are the subject here: keeping their log lines would take most of the time."""
+    caplog.set_level(logging.ERROR, logger="xpyd_kv")
+
+
 @pytest.mark.parametrize("first", range(0, 2000, BATCH))
 def test_nothing_that_befalls_a_fleet_breaks_an_invariant(first: int) -> None:
     for seed in range(first, first + BATCH):
@@ -35,11 +42,11 @@ def test_nothing_that_befalls_many_more_fleets_breaks_an_invariant(first: int) -
 
 def test_the_seeds_strike_with_every_fault_and_land_kv_all_the_same() -> None:
     outcomes: Counter[str] = Counter()
-    for seed in range(300):
+    for seed in range(500):
         outcomes += run(plan_of(seed)).outcomes
     struck = {name.removeprefix("strike:") for name in outcomes if name.startswith("strike:")}
     assert struck == {*FAULTS, *TRICKS}
-    assert outcomes["landed"] > 150
+    assert outcomes["landed"] > 400
     assert {"peer_lost", "cancelled", "timeout", "released", "lease_expired"} <= set(outcomes)
 
 

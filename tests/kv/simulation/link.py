@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 ROOM_PARTS = 4
 _LEAST_S = 1e-6
 # A frame that is delayed comes behind the next one, or after so long; one that lingers then.
-_LATE_S = 0.5
+_LATE_S = 0.01
 
 
 class Open(NamedTuple):

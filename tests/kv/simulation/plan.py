@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tests.kv.kvfakes import LAYOUT
 from tests.kv.simulation.faults import FAULTS, TRICKS
@@ -41,6 +41,7 @@ class Plan:
 
     `turn_items`, `turn_parts`: what one turn of an I/O loop reads from and writes to one
     connection. `frame_parts`: pieces in which a DATA body travels; `part_s`: how long each takes.
+    `is_ample`: nothing befalls anybody and there is room for all, so every request gets its KV.
     `is_ordered`: no frame overtakes another, so that none is on its way once its landing is given
     back. `vouches`: a transport that calls every frame intact, to see the run fail.
     """
@@ -63,6 +64,7 @@ class Plan:
     step_fails: float = 0.0
     restart_s: float = 0.5
     caches: bool = True
+    is_ample: bool = False
     is_ordered: bool = True
     vouches: bool = False
 
@@ -116,7 +118,7 @@ def plan_of(seed: int) -> Plan:
         max_held_share=rng.choice([0.2, 0.5, 1.0, 1.0]),
     )
     frames = FrameLimits(rng.choice([1, 200, 10**6]), rng.choice([64, 200, 10**6]))
-    return Plan(
+    plan = Plan(
         seed=seed,
         prompts=tuple(prompts),
         strikes=strikes,
@@ -136,6 +138,25 @@ def plan_of(seed: int) -> Plan:
         restart_s=rng.choice([0.01, 0.5, 4.0]),
         caches=rng.random() < 0.7,
         is_ordered=is_ordered,
+    )
+    return _ample(plan) if rng.random() < 0.15 else plan
+
+
+def _ample(plan: Plan) -> Plan:
+    """The same fleet without faults, haste and want."""
+    limits = replace(plan.settings.limits, lease_s=30.0, max_transfers=4096, max_held_share=1.0)
+    return replace(
+        plan,
+        prompts=tuple(replace(p, wait_s=10.0, aborted_after_s=None) for p in plan.prompts),
+        strikes=(),
+        settings=replace(plan.settings, limits=limits),
+        p_blocks=64,
+        d_blocks=64,
+        jitter_s=min(plan.jitter_s, 0.002),
+        part_s=min(plan.part_s, 0.003),
+        step_fails=0.0,
+        is_ample=True,
+        is_ordered=True,
     )
 
 

@@ -25,6 +25,8 @@ _DIAL_S = 4.0
 # After that much virtual time a run that still moves is one that never ends.
 _LONGEST_S = 600.0
 _TRACE_LINES = 80
+# More than all that a transfer may take without a sign.
+_LONGEST_DEADLINES_S = 100.0
 # Virtual time between two looks at what stands still.
 _LOOK_S = 0.05
 
@@ -63,6 +65,12 @@ class World:
     def run(self) -> None:
         """To the end, and past all deadlines."""
         self._play()
+        # Nothing is to come. What is still open now will be for ever.
+        self.schedule.now += _LONGEST_DEADLINES_S
+        self.watch.look()
+        if self.plan.is_ample:
+            asked = sum(prompt.d_after_s is not None for prompt in self.plan.prompts)
+            assert self.outcomes == Counter(landed=asked), f"KV was lost: {dict(self.outcomes)}"
         for process in self.alive():
             for stream in list(process.endpoint.streams):
                 process.endpoint.end(stream, "closed")
