@@ -15,14 +15,15 @@ import pytest
 
 from tests.kv.transport_kit import (
     BLOCK_BYTES,
+    KINDS,
     PATIENCE_S,
     QUICK,
-    Net,
     Puppet,
     address_of,
     broken,
     dial,
     is_closed,
+    network,
     protocol_error,
     raw_data,
     run,
@@ -37,15 +38,10 @@ from xpyd_kv.wire.messages import Cancel, Done, Ping, Refuse
 SAMPLE = {sample.name: sample for sample in SAMPLES}
 
 
-@pytest.fixture
-def net():
-    before = len(os.listdir("/proc/self/fd"))
-    threads = threading.active_count()
-    net = Net()
-    yield net
-    net.close()
-    assert len(os.listdir("/proc/self/fd")) == before
-    assert threading.active_count() == threads
+@pytest.fixture(params=KINDS)
+def net(request):
+    with network(request.param) as net:
+        yield net
 
 
 def huge(number):
@@ -60,20 +56,23 @@ JUNK = {
     "a huge HELLO": huge(1),
     "a huge DATA": huge(7),
     "a header that is none": struct.pack("<4sBBHII", b"XKV1", 1, 1, 3, 0, 0) + b"\xff\xff\xff",
-    "DATA before HELLO": SAMPLE["data"].raw,
-    "OFFER before HELLO": SAMPLE["offer"].raw,
-    "AUTH before HELLO": SAMPLE["auth_dialler"].raw,
-    "HELLO twice": SAMPLE["hello_dialler"].raw * 2,
-    "HELLO, then OFFER": SAMPLE["hello_dialler"].raw + SAMPLE["offer"].raw,
-    "a recorded HELLO and AUTH": SAMPLE["hello_dialler"].raw + SAMPLE["auth_dialler"].raw,
+}
+# By names of the wire's samples.
+MISPLACED = {
+    "DATA before HELLO": ("data",),
+    "OFFER before HELLO": ("offer",),
+    "AUTH before HELLO": ("auth_dialler",),
+    "HELLO twice": ("hello_dialler", "hello_dialler"),
+    "HELLO, then OFFER": ("hello_dialler", "offer"),
+    "a recorded HELLO and AUTH": ("hello_dialler", "auth_dialler"),
 }
 
 
-@pytest.mark.parametrize("junk", JUNK.values(), ids=JUNK.keys())
+@pytest.mark.parametrize("junk", [*JUNK.values(), *MISPLACED.values()], ids=[*JUNK, *MISPLACED])
 def test_junk_costs_its_connection_only(net, junk):
     (p, p_told, d_at_p), (d, d_told, _) = net.pair()
     stranger = net.connect(d.listen_address)
-    stranger.sendall(junk)
+    stranger.sendall(junk if isinstance(junk, bytes) else b"".join(map(net.raw, junk)))
     assert is_closed(stranger)
     until(lambda: d.counters.junk_connections + d.counters.auth_failed == 1)
     run(p, lambda: p.send(d_at_p, SAMPLE["offer"].message, SAMPLE["offer"].body))
@@ -84,7 +83,8 @@ def test_junk_costs_its_connection_only(net, junk):
 
 def test_half_a_message_and_silence_is_closed_at_the_deadline(net):
     d, d_told = net.endpoint("D", deadlines=QUICK)
-    for beginning in (b"", b"XKV", SAMPLE["hello_dialler"].raw[:40], SAMPLE["hello_dialler"].raw):
+    hello = net.raw("hello_dialler")
+    for beginning in (b"", b"XKV", hello[:40], hello):
         stranger = net.connect(d.listen_address)
         stranger.sendall(beginning)
         assert is_closed(stranger)
@@ -98,7 +98,7 @@ def test_a_stranger_who_drips_bytes_is_closed_at_the_deadline(net):
     d, _ = net.endpoint("D", clock=lambda: now[0])
     stranger = net.connect(d.listen_address)
     until(lambda: d.counters.strangers == 1)
-    for byte in SAMPLE["hello_dialler"].raw[:8]:
+    for byte in net.raw("hello_dialler")[:8]:
         stranger.sendall(bytes([byte]))
         now[0] += 0.5
         d.call(lambda: None)
@@ -124,7 +124,8 @@ def test_a_good_transfer_is_not_disturbed_by_a_crowd(net):
     def pester(seed):
         pick = random.Random(seed)
         for _ in range(25):
-            with socket.create_connection(d.listen_address) as stranger:
+            with socket.socket(net.family) as stranger:
+                stranger.connect(net.target(d.listen_address))
                 try:
                     stranger.sendall(pick.choice([*JUNK.values(), b"", b"XKV1"]))
                 except ConnectionError:
@@ -284,10 +285,10 @@ def test_an_acceptor_that_says_nothing_is_a_timeout(net):
     [
         (b"HTTP/1.1 400 Bad Request\r\n", "protocol"),
         (encode(Refuse(reason="auth")), "protocol"),
-        (SAMPLE["hello_acceptor"].raw + encode(Refuse(reason="auth")), "auth"),
-        (SAMPLE["hello_acceptor"].raw + SAMPLE["auth_acceptor"].raw, "auth"),
-        (SAMPLE["hello_acceptor"].raw + encode(Refuse(reason="limit")), "refused:limit"),
-        (SAMPLE["hello_acceptor"].raw + encode(Refuse(reason="\n")), "refused:other"),
+        (("hello_acceptor", encode(Refuse(reason="auth"))), "auth"),
+        (("hello_acceptor", SAMPLE["auth_acceptor"].raw), "auth"),
+        (("hello_acceptor", encode(Refuse(reason="limit"))), "refused:limit"),
+        (("hello_acceptor", encode(Refuse(reason="\n"))), "refused:other"),
         (b"", "unreachable"),
     ],
 )
@@ -297,7 +298,8 @@ def test_what_a_wrong_acceptor_answers_has_a_name(net, answer, reason):
     run(p, lambda: p.connect(address_of(listener)))
     sock = listener.accept()[0]
     assert sock.recv(65536).startswith(b"XKV1\x01")
-    sock.sendall(answer)
+    hello, rest = ("", answer) if isinstance(answer, bytes) else answer
+    sock.sendall((net.raw(hello) if hello else b"") + rest)
     sock.shutdown(socket.SHUT_WR)
     net.socket(sock)
     assert p_told.wait("failed") == (address_of(listener), reason)
@@ -385,13 +387,13 @@ def test_close_ends_dials_and_strangers_too(net):
 
 def test_a_process_out_of_descriptors_accepts_again_later(net, caplog):
     d, d_told = net.endpoint("D", deadlines=Deadlines(listen_pause_s=0.05))
-    client = net.socket(socket.socket())
+    client = net.unconnected()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     next_free = os.dup(0)
     os.close(next_free)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (next_free, hard))
-        client.connect(d.listen_address)
+        client.connect(net.target(d.listen_address))
         until(lambda: "not accepting" in caplog.text)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from tests.kv.wire_samples import LAYOUT
+from tests.kv.wire_samples import LAYOUT, SAMPLES
 from xpyd_core.errors import ProtocolError
 from xpyd_core.request_id import Address
 from xpyd_kv.transport.checksum import checksum
@@ -21,7 +24,7 @@ from xpyd_kv.transport.settings import Deadlines, Identity
 from xpyd_kv.transport.tcp import TcpEndpoint
 from xpyd_kv.wire.connection import Connection, Opened
 from xpyd_kv.wire.frames import encode
-from xpyd_kv.wire.handshake import Terms
+from xpyd_kv.wire.handshake import OVER_TCP, OVER_UNIX, Terms
 from xpyd_kv.wire.messages import Data, Hello
 
 KEY = b"the fleet's key, long enough"
@@ -29,7 +32,11 @@ UUID = "0123456789abcdef" * 2
 BLOCK_BYTES = LAYOUT.block_bytes
 PATIENCE_S = 20.0
 QUICK = Deadlines(connect_s=0.2, auth_s=0.2, ping_s=30.0, failed_auth_s=30.0)
+KINDS = ("tcp", "uds")
+"""Transports that pass the same tests."""
+_SAMPLES = {sample.name: sample for sample in SAMPLES}
 _serial = itertools.count(1)
+_ports = itertools.count(20_000)
 
 
 class Recorder:
@@ -87,10 +94,13 @@ class Recorder:
 
 
 class Net:
-    """Endpoints of one test; closes them, and finds descriptors left open."""
+    """Endpoints of one test, which use one transport only, and the sockets to play with them."""
 
-    def __init__(self) -> None:
+    def __init__(self, transport: str, folder: Path) -> None:
+        self.transport = transport
+        self.folder = folder
         self._ends: list[Any] = []
+        self._own_files: set[str] = set()
 
     def endpoint(self, role: str, **options: Any) -> tuple[TcpEndpoint, Recorder]:
         number = next(_serial)
@@ -99,6 +109,8 @@ class Net:
         incarnation = options.pop("incarnation", f"i{number}")
         options.setdefault("keys", (KEY,))
         options.setdefault("layout", LAYOUT)
+        options.setdefault("transports", (self.transport,))
+        options.setdefault("socket_dir", None if self.transport == "tcp" else self.folder)
         if role == "D":
             options.setdefault("listen", Address("127.0.0.1", 0))
         end = TcpEndpoint(recorder, identity=Identity(name, incarnation, role), **options)
@@ -119,10 +131,45 @@ class Net:
         return sock
 
     def listener(self) -> socket.socket:
-        return self.socket(socket.create_server(("127.0.0.1", 0)))
+        """Where a P that dials `address_of` it arrives."""
+        sock = self.unconnected()
+        if self.transport == "tcp":
+            sock.bind(("127.0.0.1", 0))
+        else:
+            path = self.target(Address("127.0.0.1", next(_ports)))
+            sock.bind(path)
+            self._own_files.add(Path(path).name)
+        sock.listen()
+        return sock
+
+    @property
+    def family(self) -> int:
+        return socket.AF_INET if self.transport == "tcp" else socket.AF_UNIX
+
+    def unconnected(self) -> socket.socket:
+        return self.socket(socket.socket(self.family))
+
+    def target(self, address: Address) -> Any:
+        """What a socket connects to in order to reach the D of `address`."""
+        path = self.folder / f"{address.host}-{address.port}"
+        return tuple(address) if self.transport == "tcp" else str(path)
 
     def connect(self, address: Address) -> socket.socket:
-        return self.socket(socket.create_connection(address))
+        sock = self.unconnected()
+        sock.connect(self.target(address))
+        return sock
+
+    def raw(self, name: str) -> bytes:
+        """A frame of the wire's samples; HELLOs name this net's transport."""
+        sample = _SAMPLES[name]
+        if not isinstance(sample.message, Hello):
+            return sample.raw
+        return encode(msgspec.structs.replace(sample.message, transports=(self.transport,)))
+
+    def files_of_endpoints(self) -> list[str]:
+        """Socket files in the folder, but for those that the test made itself."""
+        found = {path.name for path in self.folder.iterdir()}
+        return sorted(found - self._own_files)
 
     def close(self) -> None:
         for end in reversed(self._ends):
@@ -130,6 +177,19 @@ class Net:
                 end.close(5.0)
             else:
                 end.close()
+
+
+@contextlib.contextmanager
+def network(transport: str) -> Iterator[Net]:
+    """A Net that must leave no descriptor, thread or socket file behind."""
+    with tempfile.TemporaryDirectory() as folder:
+        descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+        net = Net(transport, Path(folder))
+        yield net
+        net.close()
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+        assert threading.active_count() == threads
+        assert net.files_of_endpoints() == []
 
 
 def run(end: TcpEndpoint, function: Callable[[], Any]) -> Any:
@@ -159,7 +219,11 @@ def dial(end: TcpEndpoint, told: Recorder, address: Address | None) -> Any:
 
 
 def address_of(sock: socket.socket) -> Address:
-    return Address(*sock.getsockname()[:2])
+    name = sock.getsockname()
+    if isinstance(name, str):
+        host, _, port = Path(name).name.rpartition("-")
+        return Address(host, int(port))
+    return Address(*name[:2])
 
 
 class Puppet:
@@ -171,7 +235,9 @@ class Puppet:
         number = next(_serial)
         identity = Identity(f"puppet{number}", f"i{number}", role)  # type: ignore[arg-type]
         mine: Hello = msgspec.structs.replace(identity.hello(number.to_bytes(32)), **hello)
-        terms = Terms(mine, LAYOUT, (key,))
+        usable = OVER_UNIX if sock.family == socket.AF_UNIX else OVER_TCP
+        mine = msgspec.structs.replace(mine, transports=usable)
+        terms = Terms(mine, LAYOUT, (key,), usable)
         self.wire = Connection(terms, dialler=role == "P", deadline=1e9)
 
     def open(self) -> Puppet:

@@ -16,6 +16,7 @@ from xpyd_core.logs import add_logging_arguments, set_up_logging
 from xpyd_core.pod_env import ROLES, PodEnv, parse_discovery, read_pod_env
 from xpyd_core.request_id import Address, parse_address
 from xpyd_core.sizes import parse_bytes
+from xpyd_kv.transport.settings import TRANSPORTS
 from xpyd_worker.config import DTYPES, Role, WorkerConfig, check_config
 
 _EPILOG = """examples:
@@ -86,6 +87,18 @@ def _add_kv(parser: argparse.ArgumentParser) -> None:
     )
     add("--kv-key-file", type=Path, metavar="FILE", help="the fleet's secret, e.g. /run/kv.key")
     add(
+        "--kv-transport",
+        choices=("auto", *TRANSPORTS),
+        default="auto",
+        help="what moves KV; auto: the best that both sides of a pair have",
+    )
+    add(
+        "--kv-socket-dir",
+        type=Path,
+        metavar="DIR",
+        help="folder that this machine's instances share, for all but tcp, e.g. /run/xpyd/chat",
+    )
+    add(
         "--kv-direct-free",
         type=float,
         default=0.1,
@@ -131,6 +144,8 @@ def read_config(args: argparse.Namespace, env: PodEnv | None = None) -> WorkerCo
         kv_port=env.kv_port if args.kv_port is None else args.kv_port,
         kv_advertise=_advertised(args.kv_advertise),
         kv_key_file=args.kv_key_file or env.kv_key_file,
+        kv_transports=TRANSPORTS if args.kv_transport == "auto" else (args.kv_transport,),
+        kv_socket_dir=args.kv_socket_dir,
         kv_direct_free=args.kv_direct_free,
         kv_buffer_bytes=_size("--kv-buffer-size", args.kv_buffer_size, of=cache_bytes),
         kv_host_pool_bytes=_size("--kv-host-pool-size", args.kv_host_pool_size),

@@ -10,6 +10,7 @@ from xpyd_core.errors import UserError
 from xpyd_core.messages import HEARTBEAT_PERIOD_S
 from xpyd_core.pod_env import HTTP_PORT, KV_PORT
 from xpyd_core.request_id import Address, is_dialable
+from xpyd_kv.transport.settings import TRANSPORTS
 
 Role = Literal["Prefill", "Decode", "Aggregated"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -49,6 +50,10 @@ class WorkerConfig:
     kv_advertise: Address | None = None
     """KV address that others dial; None: host and kv_port."""
     kv_key_file: Path | None = None
+    kv_transports: tuple[str, ...] = TRANSPORTS
+    """What may move KV, the best common one of each pair does."""
+    kv_socket_dir: Path | None = None
+    """Folder of Unix sockets shared by the instances of this machine; None: TCP only."""
     kv_direct_free: float = 0.1
     """Received KV lands in the own blocks while more than this share of them stays free; 1: never.
     """
@@ -125,6 +130,11 @@ def _checks(config: WorkerConfig) -> list[tuple[str, bool]]:
         ("--port: expected 0 to 65535", 0 <= config.port < 65536),
         # A request id is dialled only from 1024 on, so a lower KV port could never be reached.
         ("--kv-port: expected 1024 to 65535", 1024 <= config.kv_port < 65536),
+        (
+            f"--kv-transport {config.kv_transports[0]}: needs --kv-socket-dir, a folder that the "
+            "instances of this machine share",
+            "tcp" in config.kv_transports or config.kv_socket_dir is not None,
+        ),
         ("--kv-direct-free: expected 0 to 1", 0 <= config.kv_direct_free <= 1),
         ("--kv-group-bytes: expected at least 1", config.kv_group_bytes >= 1),
         ("--kv-wait-seconds: expected 0 to 600", 0 <= config.kv_wait_s <= 600),

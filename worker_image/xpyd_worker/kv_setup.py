@@ -106,6 +106,8 @@ def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None =
             keys=parts.keys,
             listen=Address(config.host, config.kv_port) if role == "D" else None,
             source_host=config.host,
+            transports=config.kv_transports,
+            socket_dir=config.kv_socket_dir,
         )
         endpoints.append(endpoint)
         return endpoint

@@ -28,6 +28,11 @@ class Peer(Protocol):
         ...
 
     @property
+    def transport(self) -> str:
+        """What moves DATA between the two: `shm`, `uds` or `tcp`."""
+        ...
+
+    @property
     def hello(self) -> Hello: ...
 
     @property

@@ -13,6 +13,8 @@ class Counters:
 
     connections: int = 0
     """Open peers now."""
+    opened: dict[str, int] = field(default_factory=dict[str, int])
+    """Peers that came up, by the transport agreed on."""
     strangers: int = 0
     """Accepted connections now that have not proved themselves."""
     sent_bytes: int = 0

@@ -5,11 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from xpyd_core.errors import UserError
 from xpyd_kv.wire.connection import MISSED_PINGS, PING_S
+from xpyd_kv.wire.handshake import OVER_TCP, OVER_UNIX
 from xpyd_kv.wire.messages import MAJOR, MINOR, Hello
 
+TRANSPORTS = (*OVER_UNIX, *OVER_TCP)
+"""All that can move DATA, best first."""
 KIB = 1024
 MIB = 1024 * KIB
+
+
+def offered(transports: tuple[str, ...], *, has_folder: bool) -> tuple[str, ...]:
+    """What of `transports` this side can use at all, best first. UserError for an unknown one, and
+    when none is left."""
+    unknown = sorted(set(transports) - set(TRANSPORTS))
+    if unknown:
+        raise UserError(f"KV transport {unknown[0]}: expected one of {', '.join(TRANSPORTS)}")
+    usable = TRANSPORTS if has_folder else OVER_TCP
+    names = tuple(name for name in usable if name in transports)
+    if not names:
+        raise UserError(f"KV transport {', '.join(transports)}: give --kv-socket-dir")
+    return names
 
 
 @dataclass(frozen=True)
@@ -25,8 +42,9 @@ class Identity:
     role: Literal["P", "D", "A"]
     rank: int = 0
 
-    def hello(self, nonce: bytes) -> Hello:
-        """The HELLO of one connection; `nonce` is 32 random bytes, never used twice."""
+    def hello(self, nonce: bytes, transports: tuple[str, ...] = OVER_TCP) -> Hello:
+        """The HELLO of one connection; `nonce` is 32 random bytes, never used twice.
+        `transports`: what this side can move DATA with."""
         return Hello(
             major=MAJOR,
             minor=MINOR,
@@ -35,6 +53,7 @@ class Identity:
             role=self.role,
             nonce=nonce,
             rank=self.rank,
+            transports=transports,
         )
 
 

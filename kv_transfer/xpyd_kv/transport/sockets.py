@@ -1,4 +1,4 @@
-"""Making sockets: listening, dialling from a given source address, telling who is there."""
+"""TCP sockets: listening, dialling from a given source address; and what holds for every socket."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from xpyd_core.errors import UserError
 from xpyd_core.request_id import Address
+from xpyd_kv.wire.handshake import OVER_TCP, OVER_UNIX
 
 _BACKLOG = 256
 # Linux: choose the source port at connect, so that ports are unique per destination only.
@@ -61,7 +62,13 @@ def dial(address: Address, source_host: str) -> socket.socket:
 def prepare(sock: socket.socket) -> None:
     """Non-blocking, and small frames leave at once."""
     sock.setblocking(False)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def usable(sock: socket.socket) -> tuple[str, ...]:
+    """The transports that this kind of socket can carry, best first."""
+    return OVER_UNIX if sock.family == socket.AF_UNIX else OVER_TCP
 
 
 def dial_error(sock: socket.socket) -> OSError | None:

@@ -93,6 +93,10 @@ class Stream:
         return self._address
 
     @property
+    def transport(self) -> str:
+        return self.protocol.transport
+
+    @property
     def hello(self) -> Hello:
         return self.protocol.peer.hello
 

@@ -36,8 +36,8 @@ _log = logging.getLogger(__name__)
 class Context:
     """What the parts of one endpoint share."""
 
-    terms: Callable[[], Terms]
-    """Our side of a new connection, with a nonce of its own."""
+    terms: Callable[[tuple[str, ...]], Terms]
+    """Our side of a new connection, with a nonce of its own; given what its socket can carry."""
     session: SessionCalls
     selector: WakeableSelector
     counters: Counters
@@ -69,7 +69,7 @@ class Streams:
         """A new connection: accepted, or being dialled to `address`."""
         context, times = self._context, self._context.deadlines
         protocol = Connection(
-            context.terms(),
+            context.terms(sockets.usable(sock)),
             dialler=address is not None,
             deadline=now + times.connect_s + times.auth_s,
             pulse=Pulse(times.ping_s, times.missed_pings),
@@ -174,16 +174,19 @@ class Streams:
 
     def _opened(self, stream: Stream) -> None:
         """The handshake has succeeded. Raises where we have no room."""
-        if self.registry.num_peers >= self._context.bounds.connections:
+        context = self._context
+        if self.registry.num_peers >= context.bounds.connections:
             raise stream.protocol.refuse(errors.LIMIT)
         self._timer_at = min(self._timer_at, stream.due)
         older = self.registry.open(stream)
         if older is not None:
             self.end(older, "replaced")
         self._count()
-        _log.info("KV peer %s at %s is up", stream.hello.engine_id, stream.remote)
+        opened, name = context.counters.opened, stream.transport
+        opened[name] = opened.get(name, 0) + 1
+        _log.info("KV peer %s at %s is up over %s", stream.hello.engine_id, stream.remote, name)
         stream.is_up = stream.session_ran = True
-        self._context.session.handler.peer_up(stream)
+        context.session.handler.peer_up(stream)
 
     def _fail(self, stream: Stream, error: Exception) -> None:
         """End `stream` because of `error`."""

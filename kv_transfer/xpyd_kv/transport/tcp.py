@@ -1,4 +1,4 @@
-"""The Endpoint over TCP: one I/O thread that listens, dials and moves frames for all peers.
+"""The Endpoint over sockets: one I/O thread that listens, dials and moves frames for all peers.
 
 A turn of its loop: wait, sockets, calls of other threads, timers, the session's tick, output and
 closings. The thread ends by `close` only. The handshake and the frames are xpyd_kv.wire's,
@@ -10,24 +10,26 @@ from __future__ import annotations
 import logging
 import math
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 from xpyd_core.errors import UserError
 from xpyd_core.request_id import Address
 from xpyd_kv.transport import sockets
 from xpyd_kv.transport.api import Handler, Peer
 from xpyd_kv.transport.counters import Counters
-from xpyd_kv.transport.selector import READ, WakeableSelector
+from xpyd_kv.transport.listeners import Listeners
+from xpyd_kv.transport.selector import WakeableSelector
 from xpyd_kv.transport.session_calls import SessionCalls
-from xpyd_kv.transport.settings import Bounds, Deadlines, Identity
+from xpyd_kv.transport.settings import TRANSPORTS, Bounds, Deadlines, Identity, offered
 from xpyd_kv.transport.stream import DataFrame, Stream
 from xpyd_kv.transport.streams import Context, Streams
+from xpyd_kv.transport.unix import SocketFolder
 from xpyd_kv.wire.errors import IllegalMoveError
-from xpyd_kv.wire.handshake import Terms
+from xpyd_kv.wire.handshake import OVER_TCP, OVER_UNIX, Terms
 from xpyd_kv.wire.messages import Data, Goaway, Layout, Message
 
 _log = logging.getLogger(__name__)
@@ -46,7 +48,9 @@ class TcpEndpoint:
 
     `listen` None: dials only. Port 0 takes a free one (`listen_address`). `source_host` is the
     literal ip that dialled connections come from ('' = the system's choice). `keys` are the fleet's
-    (UserError when there is none). `clock` and `nonce` (32 random bytes) are replaced in tests.
+    (UserError when there is none). `transports` may be used, where they can be: all but `tcp` need
+    `socket_dir`, the folder of Unix sockets that the instances of this machine share. `clock` and
+    `nonce` (32 random bytes) are replaced in tests.
     """
 
     def __init__(
@@ -58,6 +62,8 @@ class TcpEndpoint:
         keys: tuple[bytes, ...],
         listen: Address | None = None,
         source_host: str = "",
+        transports: tuple[str, ...] = TRANSPORTS,
+        socket_dir: Path | None = None,
         deadlines: Deadlines | None = None,
         bounds: Bounds | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -69,12 +75,17 @@ class TcpEndpoint:
         self._clock = clock
         self._listen = listen
         self._source_host = source_host
+        self._transports = offered(transports, has_folder=socket_dir is not None)
+        self._socket_dir = socket_dir if set(OVER_UNIX) & set(self._transports) else None
+        self._folder: SocketFolder | None = None
         self._deadlines = deadlines or Deadlines()
         self._bounds = bounds or Bounds()
         self._session = SessionCalls(handler)
         self._selector = WakeableSelector()
         context = Context(
-            terms=lambda: Terms(identity.hello(nonce()), layout, keys),
+            terms=lambda usable: Terms(
+                identity.hello(nonce(), self._transports), layout, keys, usable
+            ),
             session=self._session,
             selector=self._selector,
             counters=self.counters,
@@ -83,8 +94,12 @@ class TcpEndpoint:
             clock=clock,
         )
         self._streams = Streams(context)
-        self._listener: socket.socket | None = None
-        self._listen_again_at = math.inf
+        self._listeners = Listeners(
+            self._selector,
+            lambda sock, now, remote: self._streams.add(sock, now, remote=remote),
+            per_turn=self._bounds.accepts_per_turn,
+            pause_s=self._deadlines.listen_pause_s,
+        )
         self._thread: threading.Thread | None = None
         self._flush_by: float | None = None
         self._has_ended = False
@@ -99,10 +114,10 @@ class TcpEndpoint:
     def start(self) -> None:
         if self._thread is not None or self._has_ended:
             raise RuntimeError("an endpoint is started once")
+        if self._socket_dir is not None:
+            self._folder = SocketFolder(self._socket_dir)
         if self._listen is not None:
-            self._listener = sockets.listen(self._listen)
-            self._listen = sockets.bound_address(self._listener)
-            self._selector.set(self._listener, READ, self._accept)
+            self._listen = self._listeners.open(self._listen, self._folder)
         self._thread = threading.Thread(target=self._run, name="xpyd-kv-io", daemon=True)
         self._thread.start()
 
@@ -110,8 +125,7 @@ class TcpEndpoint:
         if self._has_ended:
             return
         if self._thread is None:
-            self._has_ended = True
-            self._selector.close()
+            self._release()
             return
         if self._thread is threading.current_thread():
             raise RuntimeError("close() waits for the thread that it was called on")
@@ -198,43 +212,24 @@ class TcpEndpoint:
             self._session.run(function)
         now = self._clock()
         self._streams.run_timers(now)
-        self._listen_again(now)
+        self._listeners.run_timers(now)
         self._session.run_later()
         self._session.tick(now)
         self._streams.settle()
 
     def _timeout_s(self) -> float | None:
-        times = (self._streams.due, self._session.due, self._listen_again_at)
+        times = (self._streams.due, self._session.due, self._listeners.due)
         until = min(*times, math.inf if self._flush_by is None else self._flush_by)
         return None if until == math.inf else max(0.0, until - self._clock())
 
-    # --- sockets
-
-    def _accept(self, _mask: int, now: float) -> None:
-        assert self._listener is not None
-        for _ in range(self._bounds.accepts_per_turn):
-            try:
-                sock, name = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                if error.errno not in sockets.OUT_OF_RESOURCES:
-                    continue  # That connection is gone; the next may be good.
-                _log.warning("accept: %s; not accepting for a moment", error.strerror)
-                self._selector.set(self._listener, 0, self._accept)
-                self._listen_again_at = now + self._deadlines.listen_pause_s
-                return
-            self._streams.add(sock, now, remote=str(name[0]))
-
-    def _listen_again(self, now: float) -> None:
-        if now >= self._listen_again_at:
-            self._listen_again_at = math.inf
-            if self._listener is not None:
-                self._selector.set(self._listener, READ, self._accept)
+    # --- dialling
 
     def _dial(self, address: Address, now: float) -> None:
+        sock = self._folder.dial(address) if self._folder is not None else None
         try:
-            sock = sockets.dial(address, self._source_host)
+            if sock is None and not set(OVER_TCP) & set(self._transports):
+                raise FileNotFoundError(f"no socket of {address}")
+            sock = sock or sockets.dial(address, self._source_host)
         except ValueError:
             self._report_dial(address, "refused:address")
         except OSError:
@@ -249,7 +244,7 @@ class TcpEndpoint:
 
     def _begin_close(self, flush_by: float) -> None:
         self._flush_by = flush_by
-        self._close_listener()
+        self._listeners.close()
         for stream in self._streams.registry:
             if stream.is_up:
                 self.send(stream, Goaway(reason="closing"))
@@ -260,19 +255,18 @@ class TcpEndpoint:
         streams = self._streams.registry
         return self._clock() >= flush_by or not any(stream.has_output for stream in streams)
 
-    def _close_listener(self) -> None:
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            self._selector.set(listener, 0, self._accept)
-            listener.close()
-
     def _end(self) -> None:
         self._flush_by = self._clock()
-        self._close_listener()
+        self._listeners.close()
         for stream in self._streams.registry:
             self._streams.end(stream, "closed")
         for _ in range(_END_ROUNDS):
             self._session.run_later()
             self._streams.settle()
+        self._release()
+
+    def _release(self) -> None:
         self._has_ended = True
         self._selector.close()
+        if self._folder is not None:
+            self._folder.close()

@@ -109,6 +109,11 @@ class Connection:
         return self._handshake.is_proved
 
     @property
+    def transport(self) -> str:
+        """What moves DATA on this connection; '' before both HELLOs."""
+        return self._handshake.transport
+
+    @property
     def peer(self) -> Opened:
         """Who the peer is. Only once the connection is open."""
         if self._opened is None:

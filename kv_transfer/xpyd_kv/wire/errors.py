@@ -20,8 +20,9 @@ ROLE = "role"
 SELF = "self"
 INCOMPATIBLE = "incompatible"
 LIMIT = "limit"
+TRANSPORT = "transport"
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_REASONS = frozenset((AUTH, VERSION, ROLE, SELF, INCOMPATIBLE, LIMIT))
+_REASONS = frozenset((AUTH, VERSION, ROLE, SELF, INCOMPATIBLE, LIMIT, TRANSPORT))
 
 
 class IllegalMoveError(XpydError):

@@ -10,11 +10,13 @@
 
 Nothing but HELLO and AUTH leaves a side that has not seen the other's proof, but for one word: the
 acceptor says that AUTH failed. What both can see in the two HELLOs (version, roles, a connection to
-oneself) is refused without a word. Knows frames, no time and no sockets; `connection` drives it.
+oneself, no transport in common) is refused without a word. Knows frames, no time and no sockets;
+`connection` drives it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from xpyd_core.compat import differing_factors
@@ -28,17 +30,27 @@ from xpyd_kv.wire.messages import MAJOR, Auth, Hello, Layout, Message, Refuse
 # P dials D in every mode.
 DIALLER_ROLE = "P"
 ACCEPTOR_ROLE = "D"
+# What moves DATA, by the kind of socket; the first that both sides name is taken.
+OVER_TCP = ("tcp",)
+OVER_UNIX = ("uds",)
 _SHAPE = ("layers", "kv_heads", "head_dim", "block_size", "dtype", "block_bytes")
 
 
 @dataclass(frozen=True)
 class Terms:
     """What one side brings: its HELLO (with this connection's nonce), its LAYOUT, the fleet's keys
-    (the first signs, each is accepted)."""
+    (the first signs, each is accepted), and what can move DATA on this socket, best first."""
 
     hello: Hello
     layout: Layout
     keys: tuple[bytes, ...]
+    usable: tuple[str, ...] = OVER_TCP
+
+
+def common_transport(usable: Iterable[str], ours: Hello, theirs: Hello) -> str:
+    """The first of `usable` that both sides name, or ''."""
+    both = {*ours.transports} & {*theirs.transports}
+    return next((name for name in usable if name in both), "")
 
 
 def differing_factor(ours: Layout, theirs: Layout) -> str:
@@ -62,6 +74,7 @@ class Handshake:
         self._our_hello = encode(ours.hello)
         self._their_hello = b""
         self.hello: Hello | None = None
+        self.transport = ""
         self.layout: Layout | None = None
         self.refusal: RefusedError | None = None
         self.expected: type[Message] = Hello
@@ -113,7 +126,8 @@ class Handshake:
         dialling, accepting = (ours, theirs) if self._dialler else (theirs, ours)
         if (dialling.role, accepting.role) != (DIALLER_ROLE, ACCEPTOR_ROLE):
             return errors.ROLE
-        return ""
+        self.transport = common_transport(self._ours.usable, ours, theirs)
+        return "" if self.transport else errors.TRANSPORT
 
     def _receive_auth(self, auth: Auth) -> bytes:
         dialler_hello, acceptor_hello = self._hellos()

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from xpyd_kv.session.metrics import KvMetrics
 from xpyd_kv.store.api import StoreFigures
 from xpyd_kv.transport.counters import Counters
+from xpyd_kv.transport.settings import TRANSPORTS
 from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.server.metrics import KvSample
 
@@ -50,6 +51,7 @@ def _transfers(metrics: KvMetrics, stats: EngineStats) -> Iterable[KvSample]:
 
 def _connections(counters: Counters) -> Iterable[KvSample]:
     yield _gauge("connections", "Open connections to peers", counters.connections)
+    yield from _by("peers", "Peers that came up", "transport", counters.opened, TRANSPORTS)
     yield _counter("auth_failed", "Handshakes without a key of the fleet", counters.auth_failed)
     yield _counter("junk_connections", "Strangers closed before AUTH", counters.junk_connections)
     yield _counter(
