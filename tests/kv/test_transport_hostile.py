@@ -135,7 +135,7 @@ def test_a_good_transfer_is_not_disturbed_by_a_crowd(net):
     for thread in crowd:
         thread.start()
     for seq in range(10):
-        send_data(p, p_told, d_at_p, [memoryview(body)], seq=seq)
+        send_data(p, p_told, d_at_p, [net.share(body)], seq=seq)
     d_told.wait("end", 10)
     for thread in crowd:
         thread.join(PATIENCE_S)
@@ -193,7 +193,7 @@ def test_a_d_killed_in_mid_data_gives_the_frames_back(net):
     peer = p_told.wait("up")[0]
     body = bytes(100_000 * BLOCK_BYTES)
     for seq in range(3):
-        send_data(p, p_told, peer, [memoryview(body)], seq=seq)
+        send_data(p, p_told, peer, [net.share(body)], seq=seq)
     assert puppet.sock.recv(1000)
     puppet.sock.close()
     p_told.wait("down")
@@ -345,7 +345,7 @@ def test_a_session_that_raises_in_a_call_a_tick_or_a_done_does_not_end_the_threa
     p_told.on["tick"] = broken
     p.call(broken)
     p_told.on["down"] = broken
-    view = [memoryview(bytes(BLOCK_BYTES))]
+    view = [net.share(bytes(BLOCK_BYTES))]
     run(p, lambda: p.send_data(d_at_p, lambda _: None, view, broken))
     assert p_told.wait("down") == (d_at_p, "internal")
     p_told.on.clear()
@@ -358,14 +358,14 @@ def test_a_session_that_raises_in_a_call_a_tick_or_a_done_does_not_end_the_threa
 def test_room_of_the_wrong_size_is_the_sessions_defect(net, excess):
     (p, p_told, d_at_p), (_, d_told, p_at_d) = net.pair()
     d_told.on["begin"] = lambda *_: [memoryview(bytearray(BLOCK_BYTES + excess))]
-    send_data(p, p_told, d_at_p, [memoryview(bytes(BLOCK_BYTES))])
+    send_data(p, p_told, d_at_p, [net.share(bytes(BLOCK_BYTES))])
     assert d_told.wait("down") == (p_at_d, "internal")
 
 
 def test_close_returns_in_time_whatever_a_peer_does(net):
     p, p_told, peer, _ = stalled_d(net)
     body = bytes(100_000 * BLOCK_BYTES)
-    send_data(p, p_told, peer, [memoryview(body)])
+    send_data(p, p_told, peer, [net.share(body)])
     p.close(1.0)
     p_told.wait("down")
     assert p_told.names() == ["up", "done", "down"]

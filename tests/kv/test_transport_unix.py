@@ -7,7 +7,7 @@ import stat
 
 import pytest
 
-from tests.kv.transport_kit import Puppet, address_of, dial, network, run
+from tests.kv.transport_kit import SHARED, Puppet, address_of, dial, network, run
 from xpyd_core.errors import UserError
 from xpyd_core.request_id import Address
 from xpyd_kv.transport.settings import TRANSPORTS, offered
@@ -42,6 +42,8 @@ def met(net, p_options, d_options):
 
 def test_a_pair_on_one_machine_takes_the_best_that_both_have(net):
     assert met(net, ALL, ALL) == "uds"
+    assert met(net, {**ALL, "shared": SHARED}, ALL) == "shm"
+    assert met(net, {**ALL, "shared": SHARED}, {"transports": ("uds", "tcp")}) == "uds"
 
 
 @pytest.mark.parametrize("other", [{"socket_dir": None, **ALL}, {"transports": ("tcp",)}])
@@ -176,9 +178,13 @@ def test_all_spellings_of_an_address_mean_one_socket(folder):
 
 
 def test_what_cannot_be_used_is_not_offered():
-    assert offered(("tcp", "uds"), has_folder=True) == ("uds", "tcp")
-    assert offered(("tcp", "uds"), has_folder=False) == ("tcp",)
+    both = {"has_folder": True, "can_share": True}
+    assert offered(("tcp", "shm", "uds"), **both) == TRANSPORTS
+    assert offered(TRANSPORTS, has_folder=True, can_share=False) == ("uds", "tcp")
+    assert offered(TRANSPORTS, has_folder=False, can_share=True) == ("tcp",)
+    with pytest.raises(UserError, match="memory"):
+        offered(("shm",), has_folder=True, can_share=False)
     with pytest.raises(UserError, match="--kv-socket-dir"):
-        offered(("uds",), has_folder=False)
+        offered(("uds",), has_folder=False, can_share=True)
     with pytest.raises(UserError, match="pigeon"):
-        offered(("pigeon",), has_folder=True)
+        offered(("pigeon",), **both)

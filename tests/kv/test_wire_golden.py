@@ -23,7 +23,8 @@ from xpyd_kv.wire.frames import DataBegin, DataChunk, DataEnd, Decoder, Frame, L
 from xpyd_kv.wire.handshake import Terms
 from xpyd_kv.wire.messages import TYPE_NUMBERS, Data
 
-DOC = Path(__file__).parents[2] / "docs" / "wire.md"
+_DOCS = Path(__file__).parents[2] / "docs"
+PAGES = "".join((_DOCS / name).read_text() for name in ("wire.md", "wire-shm.md"))
 names = pytest.mark.parametrize("sample", SAMPLES, ids=[sample.name for sample in SAMPLES])
 
 
@@ -54,15 +55,14 @@ def test_every_type_has_a_golden_file_and_every_file_a_sample():
     assert files == {f"{sample.name}.hex" for sample in SAMPLES}
 
 
-def test_the_page_shows_exactly_the_golden_files():
-    shown = re.findall(r"^```hex\n(.*?)^```$", DOC.read_text(), re.M | re.S)
+def test_the_pages_show_exactly_the_golden_files():
+    shown = re.findall(r"^```hex\n(.*?)^```$", PAGES, re.M | re.S)
     assert shown == [(FOLDER / f"{sample.name}.hex").read_text() for sample in SAMPLES]
 
 
-def test_the_page_names_every_type_with_its_number():
-    page = DOC.read_text()
+def test_the_pages_name_every_type_with_its_number():
     for kind, number in TYPE_NUMBERS.items():
-        heading = re.search(rf"^### .*\b{number} {kind.__name__.upper()}\b", page, re.M)
+        heading = re.search(rf"^##+ .*\b{number} {kind.__name__.upper()}\b", PAGES, re.M)
         assert heading, kind
 
 

@@ -21,6 +21,7 @@ from xpyd_core.errors import ProtocolError
 from xpyd_core.request_id import Address
 from xpyd_kv.transport.checksum import checksum
 from xpyd_kv.transport.settings import Deadlines, Identity
+from xpyd_kv.transport.shared_memory import SharedMemory
 from xpyd_kv.transport.tcp import TcpEndpoint
 from xpyd_kv.wire.connection import Connection, Opened
 from xpyd_kv.wire.frames import encode
@@ -32,10 +33,12 @@ UUID = "0123456789abcdef" * 2
 BLOCK_BYTES = LAYOUT.block_bytes
 PATIENCE_S = 20.0
 QUICK = Deadlines(connect_s=0.2, auth_s=0.2, ping_s=30.0, failed_auth_s=30.0)
-KINDS = ("tcp", "uds")
+KINDS = ("tcp", "uds", "shm")
 """Transports that pass the same tests."""
 _SAMPLES = {sample.name: sample for sample in SAMPLES}
 _serial = itertools.count(1)
+# One for all tests: its descriptors are nobody's leak.
+SHARED = SharedMemory(256 * 2**20)
 _ports = itertools.count(20_000)
 
 
@@ -101,6 +104,7 @@ class Net:
         self.folder = folder
         self._ends: list[Any] = []
         self._own_files: set[str] = set()
+        self._shared_bytes = 0
 
     def endpoint(self, role: str, **options: Any) -> tuple[TcpEndpoint, Recorder]:
         number = next(_serial)
@@ -111,6 +115,8 @@ class Net:
         options.setdefault("layout", LAYOUT)
         options.setdefault("transports", (self.transport,))
         options.setdefault("socket_dir", None if self.transport == "tcp" else self.folder)
+        if role == "P" and self.transport == "shm":
+            options.setdefault("shared", SHARED)
         if role == "D":
             options.setdefault("listen", Address("127.0.0.1", 0))
         end = TcpEndpoint(recorder, identity=Identity(name, incarnation, role), **options)
@@ -158,6 +164,16 @@ class Net:
         sock = self.unconnected()
         sock.connect(self.target(address))
         return sock
+
+    def share(self, body: bytes) -> memoryview:
+        """These bytes where a P of this net can send them from: over shm, where D can read."""
+        if self.transport != "shm":
+            return memoryview(bytearray(body))
+        start, self._shared_bytes = self._shared_bytes, self._shared_bytes + len(body)
+        assert self._shared_bytes <= SHARED.size_bytes
+        view = memoryview(SHARED.buffer)[start : self._shared_bytes]
+        view[:] = body
+        return view
 
     def raw(self, name: str) -> bytes:
         """A frame of the wire's samples; HELLOs name this net's transport."""

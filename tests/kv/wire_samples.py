@@ -4,6 +4,7 @@ files are only ever added to, since they are what peers of this major version se
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -17,6 +18,7 @@ from xpyd_kv.wire.messages import (
     Cancel,
     Cancelled,
     Commit,
+    Copied,
     Data,
     Done,
     Goaway,
@@ -30,6 +32,8 @@ from xpyd_kv.wire.messages import (
     Ping,
     Pong,
     Refuse,
+    Region,
+    Shared,
 )
 
 FOLDER = Path(__file__).parent.parent / "testdata" / "wire"
@@ -76,6 +80,9 @@ def _mac(*, by_dialler: bool) -> bytes:
 _TOKENS = token_bytes([5, 6, 70_000])
 _BLOCK = bytes(range(128))
 _SUM = bytes.fromhex("85c6174c7ff4c46b")  # xxh3-64 of _BLOCK
+
+# Blocks 3 and 4 of layer 0, which are neighbours, and 7 and 5 of layer 1, 1,024 blocks further on.
+_RUNS = struct.pack("<QIQIQI", 384, 256, 131_968, 128, 131_712, 128)
 
 
 class Sample(NamedTuple):
@@ -127,6 +134,13 @@ SAMPLES = (
     Sample("ping", Ping(token=7)),
     Sample("pong", Pong(token=7)),
     Sample("goaway", Goaway(reason="closing")),
+    Sample("region", Region(size_bytes=2**20)),
+    Sample(
+        "shared",
+        Shared(**KEYS, seq=0, first_layer=0, end_layer=2, first_block=0, end_block=2),
+        _RUNS,
+    ),
+    Sample("copied", Copied(frames=1)),
 )
 
 

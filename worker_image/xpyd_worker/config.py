@@ -89,6 +89,12 @@ class WorkerConfig:
         """Whether this instance sends or receives KV."""
         return self.role != "Aggregated"
 
+    @property
+    def shares_kv(self) -> bool:
+        """Whether D's on this machine may read the KV cache where it stands."""
+        is_possible = "shm" in self.kv_transports and self.kv_socket_dir is not None
+        return self.role == "Prefill" and is_possible
+
 
 def check_config(config: WorkerConfig) -> None:
     """Raise UserError for the first value that cannot work; it names the flag and the fix."""

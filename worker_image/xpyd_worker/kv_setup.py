@@ -24,6 +24,7 @@ from xpyd_kv.store.landing_store import StoreLimits
 from xpyd_kv.transport.api import Handler
 from xpyd_kv.transport.counters import Counters
 from xpyd_kv.transport.settings import Identity
+from xpyd_kv.transport.shared_memory import SharedMemory
 from xpyd_kv.transport.tcp import TcpEndpoint
 from xpyd_worker.config import Role, WorkerConfig
 from xpyd_worker.engine.request import EngineStats
@@ -43,6 +44,7 @@ class Kv:
 
     connector: Connector | None = None
     counters: Counters | None = None
+    shared: SharedMemory | None = None
 
     def start(self) -> None:
         """Open the port and start the I/O thread. UserError when the address is taken."""
@@ -55,9 +57,11 @@ class Kv:
             self.connector.drain()
 
     def close(self, deadline_s: float) -> None:
-        """Close all connections and end the I/O thread."""
+        """Close all connections, end the I/O thread, lend nothing any more."""
         if self.connector is not None:
             self.connector.endpoint.close(deadline_s)
+        if self.shared is not None:
+            self.shared.close()
 
     def samples(self, stats: EngineStats) -> Iterable[KvSample]:
         """The figures for `/metrics`."""
@@ -82,6 +86,8 @@ class KvParts:
     keys: tuple[bytes, ...]
     incarnation: str
     max_model_len: int
+    shared: SharedMemory | None = None
+    """What `memory` stands in, where peers may read it; the worker closes it."""
 
 
 def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None = None) -> Kv:
@@ -108,6 +114,7 @@ def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None =
             source_host=config.host,
             transports=config.kv_transports,
             socket_dir=config.kv_socket_dir,
+            shared=parts.shared,
         )
         endpoints.append(endpoint)
         return endpoint
@@ -129,4 +136,4 @@ def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None =
         ),
         make_store=make_store or default_store,
     )
-    return Kv(connector, endpoints[0].counters)
+    return Kv(connector, endpoints[0].counters, parts.shared)

@@ -18,6 +18,7 @@ from xpyd_core.errors import UserError
 from xpyd_core.sizes import format_bytes
 from xpyd_kv.connector.build import MakeStore
 from xpyd_kv.device.paged import PagedMemory
+from xpyd_kv.transport.shared_memory import SharedMemory
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.engine.api import Deliver
 from xpyd_worker.engine.block_manager import BlockManager
@@ -74,8 +75,13 @@ def load(
     model_config = load_config(folder)
     dtype = resolve_dtype(config.dtype, model_config.dtype, has_fast_16_bit=cpu_has_fast_16_bit())
     tokenizer = Tokenizer.load(folder)
+    shared = SharedMemory(config.kv_cache_bytes) if config.shares_kv else None
     runner = ModelRunner.load(
-        folder, model_config, dtype=dtype, kv_cache_bytes=config.kv_cache_bytes
+        folder,
+        model_config,
+        dtype=dtype,
+        kv_cache_bytes=config.kv_cache_bytes,
+        kv_memory=shared.buffer if shared is not None else None,
     )
     max_model_len = _context(config, model_config, runner.num_blocks)
     names = config.served_model_names or (_own_name(config.model, folder),)
@@ -94,6 +100,7 @@ def load(
         keys=keys,
         incarnation=incarnation,
         max_model_len=max_model_len,
+        shared=shared,
     )
     kv = make_kv(config, parts, make_store)
     engine = EngineCore(

@@ -16,16 +16,17 @@ KIB = 1024
 MIB = 1024 * KIB
 
 
-def offered(transports: tuple[str, ...], *, has_folder: bool) -> tuple[str, ...]:
+def offered(transports: tuple[str, ...], *, has_folder: bool, can_share: bool) -> tuple[str, ...]:
     """What of `transports` this side can use at all, best first. UserError for an unknown one, and
-    when none is left."""
+    when none is left. `can_share`: it has memory to lend, or is one that borrows."""
     unknown = sorted(set(transports) - set(TRANSPORTS))
     if unknown:
         raise UserError(f"KV transport {unknown[0]}: expected one of {', '.join(TRANSPORTS)}")
-    usable = TRANSPORTS if has_folder else OVER_TCP
-    names = tuple(name for name in usable if name in transports)
+    possible = {"tcp": True, "uds": has_folder, "shm": has_folder and can_share}
+    names = tuple(name for name in TRANSPORTS if name in transports and possible[name])
     if not names:
-        raise UserError(f"KV transport {', '.join(transports)}: give --kv-socket-dir")
+        lack = "memory that can be shared" if has_folder else "--kv-socket-dir"
+        raise UserError(f"KV transport {', '.join(transports)}: needs {lack}")
     return names
 
 

@@ -21,9 +21,11 @@ from xpyd_kv.transport.checksum import checksum
 from xpyd_kv.transport.counters import Counters
 from xpyd_kv.transport.cursor import Cursor
 from xpyd_kv.transport.settings import Bounds
+from xpyd_kv.transport.shared_memory import SharedMemory, pack
+from xpyd_kv.transport.sharing import NO_CHECKSUM, Borrower, Lender, Rights, data_of, shared_of
 from xpyd_kv.wire.connection import Connection, Event, Opened, Received
 from xpyd_kv.wire.frames import DataBegin, DataChunk, DataEnd
-from xpyd_kv.wire.messages import Data, Hello, Layout
+from xpyd_kv.wire.messages import Copied, Data, Hello, Layout, Region, Shared
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +60,7 @@ class Stream:
         scratch: memoryview,
         opened: Callable[[Stream], None],
         remote: str,
+        shared: SharedMemory | None = None,
         address: Address | None = None,
         connect_by: float | None = None,
     ) -> None:
@@ -79,14 +82,22 @@ class Stream:
         self._counters = counters
         self._scratch = scratch
         self._opened = opened
+        self._shared = shared
+        self._lender: Lender | None = None
+        self._borrower: Borrower | None = None
         self._control: deque[bytes] = deque()
         self._control_bytes = 0
         self._data: deque[DataFrame] = deque()
         self._sending: Cursor | None = None
         self._sending_data: DataFrame | None = None
+        # Ancillary data that goes with the first byte of what is sent next; REGION, to be sent.
+        self._rights: Rights = ()
+        self._region = b""
+        self._is_shared = False
         self._unlogged: Data | None = None
         self._views: Sequence[memoryview] | None = None
         self._landing: Cursor | None = None
+        self._copied_bytes = self._copied_frames = 0
 
     @property
     def address(self) -> Address | None:
@@ -111,7 +122,15 @@ class Stream:
 
     @property
     def has_output(self) -> bool:
-        return self._sending is not None or bool(self._control) or bool(self._data)
+        """Whether something is not through yet, written or to be copied by the peer."""
+        lends = self._lender is not None and self._lender.is_lending
+        return self._can_write or lends or bool(self._data)
+
+    @property
+    def _can_write(self) -> bool:
+        if self._sending is not None or self._control:
+            return True
+        return bool(self._data) and (self._lender is None or self._lender.has_room)
 
     # --- reading
 
@@ -124,12 +143,13 @@ class Stream:
                 count, room = self._read_once(now, budget)
             except BlockingIOError:
                 return
-            budget -= count
+            budget -= max(count, self._copied_bytes)
             if count < room:
                 return
 
     def _read_once(self, now: float, budget: int) -> tuple[int, int]:
         """Bytes read, and bytes that there was room for."""
+        self._copied_bytes = 0
         landing = self._landing
         if landing is not None:
             window = landing.window(budget)
@@ -145,15 +165,30 @@ class Stream:
             count = self._came(self.sock.recv_into(self._scratch, room))
             self._body_read(count, now)
             return count, room
-        count = self._came(self.sock.recv_into(self._scratch))
+        count = self._came(self._receive())
         try:
             for event in self.protocol.feed(self._scratch[:count], now):
                 self._handle(event)
                 if self.closing is not None:
                     break
         finally:
+            self._queue_copied()
             self._queue_own()
         return count, room
+
+    def _queue_copied(self) -> None:
+        frames, self._copied_frames = self._copied_frames, 0
+        if frames:
+            self.queue_control(self.protocol.encode(Copied(frames=frames)))
+
+    def _receive(self) -> int:
+        """Read control frames. From the peer's AUTH on D takes the descriptor that REGION has."""
+        is_shm = self.transport == "shm" and self._address is None
+        if self._borrower is None and is_shm and self.protocol.is_proved:
+            self._borrower = Borrower()
+        if self._borrower is None:
+            return self.sock.recv_into(self._scratch)
+        return self._borrower.receive(self.sock, self._scratch)
 
     def _came(self, count: int) -> int:
         if not count:
@@ -168,6 +203,9 @@ class Stream:
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, Received):
+            if isinstance(event.message, Region | Shared | Copied):
+                self._handle_shared(event.message, event.body)
+                return
             self.session_ran = True
             self._handler.message(self, event.message, event.body)
         elif isinstance(event, DataBegin):
@@ -181,7 +219,36 @@ class Stream:
             assert isinstance(event, Opened)
             # Our LAYOUT may have been made by the same read: it goes before the session's frames.
             self._queue_own()
+            if self.transport == "shm" and self._address is not None:
+                assert self._shared is not None
+                self._lender = Lender(self._shared)
+                self._region = self.protocol.encode(Region(size_bytes=self._shared.size_bytes))
             self._opened(self)
+
+    def _handle_shared(self, message: Region | Shared | Copied, body: bytes) -> None:
+        """What stands in for DATA bodies where they are in shared memory."""
+        if isinstance(message, Copied):
+            assert self._lender is not None
+            for done in self._lender.copied(message.frames):
+                self.session_ran = True
+                done(True)
+            return
+        assert self._borrower is not None
+        if isinstance(message, Region):
+            self._borrower.open(message.size_bytes)
+            return
+        length = self.protocol.data_bytes(message)
+        runs = self._borrower.runs(body, length)
+        self._begin_data(data_of(message), length)
+        views, self._views, self._landing = self._views, None, None
+        if views is not None:
+            self._borrower.copy(runs, views)
+            self._copied_bytes += length
+            self._counters.shared_bytes += length
+        self._copied_frames += 1
+        self.session_ran = True
+        is_stored = views is not None
+        self._handler.data_end(self, data_of(message), stored=is_stored, intact=is_stored)
 
     def _begin_data(self, header: Data, length: int) -> None:
         self.session_ran = True
@@ -243,9 +310,10 @@ class Stream:
             if cursor is None:
                 return False
             try:
-                count = self.sock.sendmsg(cursor.window(budget))
+                count = self.sock.sendmsg(cursor.window(budget), self._rights)
             except BlockingIOError:
                 return True
+            self._rights = ()
             cursor.advance(count)
             budget -= count
             self._counters.sent_bytes += count
@@ -253,37 +321,60 @@ class Stream:
                 self._log_sent(self._unlogged)
             if not cursor.left:
                 self._finish_frame()
-        return self.has_output
+        return self._can_write
 
     def _next_frame(self) -> Cursor | None:
-        """Begin with the next thing to send: all control frames, else one DATA frame."""
+        """Begin with the next thing to send: all control frames, else one DATA frame (which waits
+        while too much is lent)."""
         if self._control:
             frames = [memoryview(frame) for frame in self._control]
             self._control.clear()
             self._control_bytes = 0
             self._sending = Cursor(frames)
             return self._sending
-        while self._data:
+        lender = self._lender
+        if lender is not None and self._region and self._data:
+            self._sending, self._region = Cursor([memoryview(self._region)]), b""
+            self._rights = lender.rights()
+            return self._sending
+        while self._data and (lender is None or lender.has_room):
             # Stays reachable for `abandon` until its header is made, which may raise.
             frame = self._sending_data = self._data.popleft()
             self.session_ran = True
-            header = frame.make_header(checksum(frame.views))
+            length = sum(map(len, frame.views))
+            runs = None
+            if lender is not None:
+                most = length // self.layout.block_bytes
+                runs = lender.memory.runs_of(frame.views, at_most=most)
+            self._is_shared = runs is not None
+            digest = checksum(frame.views) if runs is None else NO_CHECKSUM
+            header = frame.make_header(digest)
             if header is None:
                 self._sending_data = None
                 frame.done(False)
                 continue
-            length = sum(map(len, frame.views))
-            prefix = self.protocol.encode(header, length)
-            self._sending = Cursor([memoryview(prefix), *frame.views])
+            if runs is None:
+                prefix = self.protocol.encode(header, length)
+                self._sending = Cursor([memoryview(prefix), *frame.views])
+            else:
+                places = pack(runs)
+                prefix = self.protocol.encode(shared_of(header), len(places))
+                self._sending = Cursor([memoryview(prefix + places)])
             self._unlogged = header if _log.isEnabledFor(logging.DEBUG) else None
             return self._sending
         return None
 
     def _finish_frame(self) -> None:
         frame, self._sending, self._sending_data = self._sending_data, None, None
-        if frame is not None:
-            self.session_ran = True
-            frame.done(True)
+        if frame is None:
+            return
+        if self._is_shared and self._lender is not None:
+            length = sum(map(len, frame.views))
+            self._counters.shared_bytes += length
+            self._lender.lend(length, frame.done)
+            return
+        self.session_ran = True
+        frame.done(True)
 
     def _log_sent(self, header: Data) -> None:
         self._unlogged = None
@@ -310,12 +401,15 @@ class Stream:
                 self._counters.sent_bytes += self.sock.send(frames)
 
     def abandon(self) -> list[Callable[[bool], None]]:
-        """Close the socket, let go of all views; the `done` of every frame not wholly sent."""
+        """Close the socket, let go of all views; the `done` of every frame not through."""
         self.sock.close()
+        lent = self._lender.abandon() if self._lender is not None else []
+        if self._borrower is not None:
+            self._borrower.close()
         frames = [self._sending_data] if self._sending_data is not None else []
         frames += self._data
         self._data.clear()
         self._control.clear()
         self._sending = self._sending_data = self._unlogged = None
         self._views = self._landing = None
-        return [frame.done for frame in frames]
+        return lent + [frame.done for frame in frames]

@@ -24,6 +24,7 @@ from xpyd_kv.transport.registry import Registry
 from xpyd_kv.transport.selector import READ, WRITE, WakeableSelector
 from xpyd_kv.transport.session_calls import SessionCalls
 from xpyd_kv.transport.settings import Bounds, Deadlines
+from xpyd_kv.transport.shared_memory import SharedMemory
 from xpyd_kv.transport.stream import ClosedByPeerError, Stream
 from xpyd_kv.wire import errors
 from xpyd_kv.wire.connection import Connection, Pulse
@@ -44,6 +45,8 @@ class Context:
     deadlines: Deadlines
     bounds: Bounds
     clock: Callable[[], float]
+    shared: SharedMemory | None
+    """What we may lend."""
 
 
 class Streams:
@@ -83,6 +86,7 @@ class Streams:
             scratch=self._scratch,
             opened=self._opened,
             remote=remote,
+            shared=context.shared,
             address=address,
             connect_by=None if address is None else now + times.connect_s,
         )

@@ -25,11 +25,12 @@ from xpyd_kv.transport.listeners import Listeners
 from xpyd_kv.transport.selector import WakeableSelector
 from xpyd_kv.transport.session_calls import SessionCalls
 from xpyd_kv.transport.settings import TRANSPORTS, Bounds, Deadlines, Identity, offered
+from xpyd_kv.transport.shared_memory import SharedMemory
 from xpyd_kv.transport.stream import DataFrame, Stream
 from xpyd_kv.transport.streams import Context, Streams
 from xpyd_kv.transport.unix import SocketFolder
 from xpyd_kv.wire.errors import IllegalMoveError
-from xpyd_kv.wire.handshake import OVER_TCP, OVER_UNIX, Terms
+from xpyd_kv.wire.handshake import DIALLER_ROLE, OVER_TCP, OVER_UNIX, Terms
 from xpyd_kv.wire.messages import Data, Goaway, Layout, Message
 
 _log = logging.getLogger(__name__)
@@ -49,8 +50,9 @@ class TcpEndpoint:
     `listen` None: dials only. Port 0 takes a free one (`listen_address`). `source_host` is the
     literal ip that dialled connections come from ('' = the system's choice). `keys` are the fleet's
     (UserError when there is none). `transports` may be used, where they can be: all but `tcp` need
-    `socket_dir`, the folder of Unix sockets that the instances of this machine share. `clock` and
-    `nonce` (32 random bytes) are replaced in tests.
+    `socket_dir`, the folder of Unix sockets that the instances of this machine share, and `shm`
+    needs `shared` on P: the memory that its DATA stands in; other DATA goes through the socket.
+    `clock` and `nonce` (32 random bytes) are replaced in tests.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class TcpEndpoint:
         source_host: str = "",
         transports: tuple[str, ...] = TRANSPORTS,
         socket_dir: Path | None = None,
+        shared: SharedMemory | None = None,
         deadlines: Deadlines | None = None,
         bounds: Bounds | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -75,7 +78,11 @@ class TcpEndpoint:
         self._clock = clock
         self._listen = listen
         self._source_host = source_host
-        self._transports = offered(transports, has_folder=socket_dir is not None)
+        self._transports = offered(
+            transports,
+            has_folder=socket_dir is not None,
+            can_share=identity.role != DIALLER_ROLE or shared is not None,
+        )
         self._socket_dir = socket_dir if set(OVER_UNIX) & set(self._transports) else None
         self._folder: SocketFolder | None = None
         self._deadlines = deadlines or Deadlines()
@@ -92,6 +99,7 @@ class TcpEndpoint:
             deadlines=self._deadlines,
             bounds=self._bounds,
             clock=clock,
+            shared=shared,
         )
         self._streams = Streams(context)
         self._listeners = Listeners(

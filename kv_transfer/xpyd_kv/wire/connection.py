@@ -26,6 +26,7 @@ from xpyd_kv.wire.messages import (
     Cancel,
     Cancelled,
     Commit,
+    Copied,
     Data,
     Done,
     Goaway,
@@ -39,6 +40,8 @@ from xpyd_kv.wire.messages import (
     Ping,
     Pong,
     Refuse,
+    Region,
+    Shared,
 )
 
 PING_S = 2.0
@@ -52,6 +55,11 @@ _FROM_EITHER: frozenset[type[Message]] = frozenset(
 _FROM: dict[str, frozenset[type[Message]]] = {
     DIALLER_ROLE: _FROM_EITHER | {Offer, Data, Commit},
     ACCEPTOR_ROLE: _FROM_EITHER | {Grant, Done, Nack, Lease},
+}
+# More of it where DATA goes through shared memory.
+_FROM_SHM: dict[str, frozenset[type[Message]]] = {
+    DIALLER_ROLE: frozenset((Region, Shared)),
+    ACCEPTOR_ROLE: frozenset((Copied,)),
 }
 _OWN_FRAMES: frozenset[type[Message]] = frozenset((Ping, Pong, Refuse))
 
@@ -161,12 +169,16 @@ class Connection:
     def encode(self, message: Message, body_bytes: int = 0) -> bytes:
         """Prefix and header of a frame of the session. IllegalMoveError: we may not send it."""
         kind = type(message)
-        if not self.is_open or kind not in _FROM[self._role] or kind in _OWN_FRAMES:
+        if not self.is_open or kind not in self._legal(self._role) or kind in _OWN_FRAMES:
             raise IllegalMoveError(f"{self._role} may not send {kind.__name__.upper()} now")
         fault = self._peer_limits.fault(message, body_bytes)
         if fault:
             raise IllegalMoveError(fault)
         return encode(message, body_bytes)
+
+    def data_bytes(self, header: Shared) -> int:
+        """KV bytes that a SHARED frame from the peer stands for."""
+        return self._decoder.limits.data_bytes(header)
 
     @property
     def max_data_bytes(self) -> int:
@@ -193,6 +205,9 @@ class Connection:
         self._outgoing += encode(Ping(token=self._pings))
         self._due = now + self._pulse.ping_s
 
+    def _legal(self, role: str) -> frozenset[type[Message]]:
+        return _FROM[role] | _FROM_SHM[role] if self.transport == "shm" else _FROM[role]
+
     def _heard(self, now: float) -> None:
         if self._opened is not None:
             self._unanswered = 0
@@ -211,7 +226,7 @@ class Connection:
         self._opened = Opened(shake.hello, shake.layout)
         self._peer_limits = Limits.of(shake.layout)
         # None: what a later minor version adds is skipped where it says that it may be.
-        self._decoder.allowed = _FROM[shake.hello.role] | {None}
+        self._decoder.allowed = self._legal(shake.hello.role) | {None}
         self._heard(now)
         return self._opened
 

@@ -25,6 +25,7 @@ from xpyd_kv.wire.messages import (
     Message,
     Nack,
     Offer,
+    Shared,
 )
 
 MAGIC = b"XKV1"
@@ -35,6 +36,7 @@ _PREFIX = struct.Struct("<4sBBHII")
 PREFIX_BYTES = _PREFIX.size  # 16
 MAX_HEADER_BYTES = 0xFFFF
 TOKEN_BYTES = 4
+RUN_BYTES = 12
 MAX_NACK_FRAMES = 16_384
 # Room for what a later minor version may add; read and dropped, never kept.
 MAX_SKIPPED_BODY_BYTES = 64 * 1024
@@ -106,6 +108,8 @@ class Limits:
             return TOKEN_BYTES * self.max_tokens
         if kind is Nack:
             return TOKEN_BYTES * MAX_NACK_FRAMES
+        if kind is Shared:
+            return RUN_BYTES * (self.max_data_bytes // max(1, self.block_bytes))
         return 0
 
     def fault(self, message: Message, body_bytes: int) -> str:
@@ -115,6 +119,8 @@ class Limits:
             return f"{name} with a body of {body_bytes} bytes, over its limit"
         if isinstance(message, Data):
             return self._data_fault(message, body_bytes)
+        if isinstance(message, Shared):
+            return self._shared_fault(message, body_bytes)
         if isinstance(message, Offer):
             if message.prompt_tokens > message.tokens:
                 return "OFFER with more prompt tokens than tokens"
@@ -125,13 +131,29 @@ class Limits:
             agrees = True
         return "" if agrees else f"{name} whose body's length disagrees with its header"
 
-    def _data_fault(self, header: Data, body_bytes: int) -> str:
+    def data_bytes(self, header: Data | Shared) -> int:
+        """KV bytes that the header's ranges mean; 0 when they are empty or impossible."""
         layers = header.end_layer - header.first_layer
         blocks = header.end_block - header.first_block
         if layers <= 0 or blocks <= 0 or header.end_layer > self.layers:
+            return 0
+        return layers * blocks * self.block_bytes
+
+    def _data_fault(self, header: Data, body_bytes: int) -> str:
+        length = self.data_bytes(header)
+        if not length:
             return "DATA with an empty or impossible range of layers or blocks"
-        if body_bytes != layers * blocks * self.block_bytes:
+        if body_bytes != length:
             return "DATA whose body's length disagrees with its header"
+        return ""
+
+    def _shared_fault(self, header: Shared, body_bytes: int) -> str:
+        length = self.data_bytes(header)
+        if not 0 < length <= self.max_data_bytes:
+            return "SHARED with an empty, impossible or too large range of layers or blocks"
+        runs, rest = divmod(body_bytes, RUN_BYTES)
+        if rest or not 0 < runs <= length // self.block_bytes:
+            return "SHARED with half a run, or no run, or more runs than blocks"
         return ""
 
 

@@ -32,7 +32,7 @@ DIALLER_ROLE = "P"
 ACCEPTOR_ROLE = "D"
 # What moves DATA, by the kind of socket; the first that both sides name is taken.
 OVER_TCP = ("tcp",)
-OVER_UNIX = ("uds",)
+OVER_UNIX = ("shm", "uds")
 _SHAPE = ("layers", "kv_heads", "head_dim", "block_size", "dtype", "block_bytes")
 
 

@@ -26,6 +26,7 @@ _U16 = Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)]
 _U32 = Annotated[int, msgspec.Meta(ge=0, le=0xFFFF_FFFF)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=0xFFFF_FFFF)]
 _U63 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Size = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 _Mac = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 _Nonce = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
@@ -195,9 +196,36 @@ class Goaway(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: _Text = ""
 
 
+class Region(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """P -> D, once, before its first SHARED: the memory whose descriptor comes with this frame's
+    first byte, sealed. Only where the transport is `shm`, like the next two."""
+
+    size_bytes: _Size
+
+
+class Shared(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """P -> D: what DATA is, but the bytes stand in P's memory. Body: where, in DATA's order, as
+    runs (offset u64, length u32)."""
+
+    uuid: _Uuid
+    prompt_index: _U16
+    epoch: _U32
+    seq: _U32
+    first_layer: _U16
+    end_layer: _U16
+    first_block: _U32
+    end_block: _U32
+
+
+class Copied(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """D -> P: the oldest `frames` SHARED frames that no COPIED named yet are no longer read."""
+
+    frames: _Count
+
+
 Message = (
     Hello | Auth | Layout | Refuse | Offer | Grant | Data | Commit | Done | Nack
-    | Cancel | Cancelled | Lease | Ping | Pong | Goaway
+    | Cancel | Cancelled | Lease | Ping | Pong | Goaway | Region | Shared | Copied
 )  # fmt: skip
 
 # Wire type numbers; never reused. 10 is PULL, reserved for GET.
@@ -218,4 +246,7 @@ TYPE_NUMBERS: dict[type[Message], int] = {
     Ping: 15,
     Pong: 16,
     Goaway: 17,
+    Region: 18,
+    Shared: 19,
+    Copied: 20,
 }

@@ -5,7 +5,9 @@ Who owns which block is the block manager's matter; here are only tensors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from mmap import mmap
 
 import torch
 from torch import Tensor
@@ -30,16 +32,31 @@ class KvCache:
     """Keys and values of all tokens that have a block.
 
     `layers` are contiguous tensors [num_blocks, kv_heads, block_size, 2 * head_dim], K then V per
-    token. They start as zeros: pages that were never written take no memory.
+    token. They start as zeros: pages that were never written take no memory. They stand one after
+    another in `memory` (zeros, at least as large) where it is given: other processes may read it.
     """
 
-    def __init__(self, shape: KvShape, *, num_layers: int, num_blocks: int) -> None:
+    def __init__(
+        self,
+        shape: KvShape,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        memory: mmap | None = None,
+    ) -> None:
         self.shape = shape
         self.num_blocks = num_blocks
         size = (num_blocks, shape.kv_heads, shape.block_size, 2 * shape.head_dim)
-        self.layers: tuple[Tensor, ...] = tuple(
-            torch.zeros(size, dtype=shape.dtype) for _ in range(num_layers)
-        )
+        count = math.prod(size)
+
+        def layer(index: int) -> Tensor:
+            if memory is None:
+                return torch.zeros(size, dtype=shape.dtype)
+            start = index * count * shape.dtype.itemsize
+            flat = torch.frombuffer(memory, dtype=shape.dtype, count=count, offset=start)
+            return flat.view(size)
+
+        self.layers: tuple[Tensor, ...] = tuple(map(layer, range(num_layers)))
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy block source -> destination in every layer, all sources read before any write."""

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from mmap import mmap
 from pathlib import Path
 
 import torch
@@ -60,9 +61,11 @@ class ModelRunner:
         *,
         dtype: torch.dtype,
         kv_cache_bytes: int,
+        kv_memory: mmap | None = None,
         block_size_tokens: int = DEFAULT_BLOCK_SIZE,
     ) -> ModelRunner:
-        """Read the checkpoint in `folder` and allocate a KV cache of at most `kv_cache_bytes`.
+        """Read the checkpoint in `folder` and allocate a KV cache of at most `kv_cache_bytes`, in
+        `kv_memory` (so many bytes) where it is given.
 
         Raises UserError for a checkpoint that does not fit `config` or a budget below one block.
         """
@@ -70,7 +73,9 @@ class ModelRunner:
         num_blocks = blocks_in_budget(shape, config.num_layers, kv_cache_bytes)
         model = build_model(config, dtype)
         load_weights(folder, model.checkpoint_tensors(), is_tied=config.tie_word_embeddings)
-        cache = KvCache(shape, num_layers=config.num_layers, num_blocks=num_blocks)
+        cache = KvCache(
+            shape, num_layers=config.num_layers, num_blocks=num_blocks, memory=kv_memory
+        )
         return cls(model, config, cache)
 
     @property

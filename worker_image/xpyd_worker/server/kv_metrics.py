@@ -52,6 +52,7 @@ def _transfers(metrics: KvMetrics, stats: EngineStats) -> Iterable[KvSample]:
 def _connections(counters: Counters) -> Iterable[KvSample]:
     yield _gauge("connections", "Open connections to peers", counters.connections)
     yield from _by("peers", "Peers that came up", "transport", counters.opened, TRANSPORTS)
+    yield _counter("shared_bytes", "KV bytes through shared memory", counters.shared_bytes)
     yield _counter("auth_failed", "Handshakes without a key of the fleet", counters.auth_failed)
     yield _counter("junk_connections", "Strangers closed before AUTH", counters.junk_connections)
     yield _counter(

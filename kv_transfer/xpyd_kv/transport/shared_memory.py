@@ -1,0 +1,162 @@
+"""Memory that another process of this machine may read and nobody else may write.
+
+Both sides of one unnamed file (memfd): P's, which its paged cache lives in, and D's read-only view
+of it. Knows no frames; `sharing` decides who gets what.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import struct
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from xpyd_core.errors import ProtocolError, UserError
+
+MAX_BYTES = 2**40
+"""Larger than any cache in ordinary memory; so many of them fit in a process's addresses."""
+# Linux 5.1; the fcntl module has no name for it before Python 3.13. Maps that exist stay writable,
+# no other can be made, and write() fails: also through /proc/self/fd.
+_F_SEAL_FUTURE_WRITE = 0x10
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
+# Without these a peer could take bytes away under D's map, which ends D by a signal.
+_NEEDED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+_RUN = struct.Struct("<QI")
+
+
+class Run(NamedTuple):
+    """Bytes [offset, offset + length) of the memory."""
+
+    offset: int
+    length: int
+
+
+class SharedMemory:
+    """Ours to write. Starts as zeros; pages never touched take no memory. Close it when no peer is
+    left; the memory itself lives as long as `buffer` is used."""
+
+    def __init__(self, size_bytes: int) -> None:
+        """UserError when the system does not give it."""
+        if not 0 < size_bytes <= MAX_BYTES:
+            raise UserError(f"{size_bytes} bytes cannot be shared; --kv-transport uds needs no shm")
+        try:
+            self.fd = os.memfd_create("xpyd-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            try:
+                os.ftruncate(self.fd, size_bytes)
+                self.buffer = mmap.mmap(self.fd, size_bytes)
+                fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+            except BaseException:
+                os.close(self.fd)
+                raise
+        except OSError as error:
+            raise UserError(
+                f"memory that other processes may read: {error.strerror}; --kv-transport uds needs "
+                "none"
+            ) from error
+        self.size_bytes = size_bytes
+        self._start = _address_of(self.buffer)
+
+    def runs_of(self, views: Iterable[memoryview], *, at_most: int) -> list[Run] | None:
+        """Where these bytes stand, neighbours joined; None when some stand elsewhere, or in more
+        than `at_most` places."""
+        runs: list[Run] = []
+        end = -1
+        for view in views:
+            length = len(view)
+            if not length:
+                continue
+            try:
+                offset = _address_of(view) - self._start
+            except TypeError:
+                return None  # Read-only, so not ours.
+            if not 0 <= offset <= self.size_bytes - length:
+                return None
+            if offset == end:
+                runs[-1] = Run(runs[-1].offset, runs[-1].length + length)
+            else:
+                runs.append(Run(offset, length))
+            end = offset + length
+        return runs if len(runs) <= at_most else None
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        os.close(self.fd)
+
+
+class PeerMemory:
+    """A peer's memory, to be read. Owns a map; `fd` stays the caller's."""
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        """ProtocolError when it is not what a peer may share; OSError when it cannot be mapped."""
+        if not 0 < size_bytes <= MAX_BYTES:
+            raise ProtocolError(f"shared memory of {size_bytes} bytes")
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        except OSError as error:
+            raise ProtocolError("a descriptor that is no shared memory") from error
+        if seals & _NEEDED != _NEEDED:
+            raise ProtocolError("shared memory that may still shrink")
+        if os.fstat(fd).st_size != size_bytes:
+            raise ProtocolError("shared memory of another size than announced")
+        self._size_bytes = size_bytes
+        self._map = mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ)
+        self._bytes = memoryview(self._map)
+
+    def check(self, runs: Iterable[Run], length: int) -> None:
+        """ProtocolError unless all runs lie inside and have `length` bytes together."""
+        total = 0
+        for run in runs:
+            if not run.length or run.offset > self._size_bytes - run.length:
+                raise ProtocolError("a run outside of the shared memory")
+            total += run.length
+        if total != length:
+            raise ProtocolError(f"runs of {total} bytes for {length}")
+
+    def copy(self, runs: Iterable[Run], views: Sequence[memoryview]) -> None:
+        """The runs' bytes, checked before, into `views`, which have room for exactly them. Hot
+        path: one Python step for each run or view."""
+        source = self._bytes
+        following = iter(runs)
+        offset = left = 0
+        for view in views:
+            while length := len(view):
+                if not left:
+                    offset, left = next(following)
+                if length <= left:
+                    view[:] = source[offset : offset + length]
+                    offset += length
+                    left -= length
+                    break
+                view[:left] = source[offset : offset + left]
+                view, left = view[left:], 0
+
+    def close(self) -> None:
+        """Unmap it."""
+        self._bytes.release()
+        self._map.close()
+
+
+def pack(runs: Iterable[Run]) -> bytes:
+    """Runs as they stand on the wire: u64 offset, u32 length, little-endian."""
+    return b"".join(_RUN.pack(*run) for run in runs)
+
+
+def unpack(body: bytes) -> list[Run]:
+    """Their opposite; the length is a multiple of 12."""
+    return [Run(*fields) for fields in _RUN.iter_unpack(body)]
+
+
+def close_all(descriptors: Iterable[int]) -> None:
+    """Close descriptors that came and are not wanted."""
+    for fd in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+def _address_of(buffer: mmap.mmap | memoryview) -> int:
+    # Exported for this moment only.
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))

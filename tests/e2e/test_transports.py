@@ -1,0 +1,44 @@
+"""Fleets whose pairs move KV by Unix socket, by shared memory, or as they agree."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import fleet
+from tests.e2e.oracle import Case
+
+pytestmark = pytest.mark.slow
+CASES = 12
+
+
+@pytest.mark.parametrize(
+    ("asked", "taken"), [("uds", "uds"), ("shm", "shm"), ("auto", "shm"), ("tcp", "tcp")]
+)
+def test_greedy_tokens_are_those_of_one_process(
+    tmp_path: Path, cases: list[Case], asked: str, taken: str
+) -> None:
+    flags = ("--kv-socket-dir", str(tmp_path / "kv"), "--kv-transport", asked)
+    with fleet(tmp_path) as running:
+        p = running.start_engine("Prefill", *flags, "--kv-group-bytes", "1")
+        d = running.start_engine("Decode", *flags, "--kv-on-failure", "fail")
+        for engine in (p, d):
+            running.wait_ready(engine)
+        for case in cases[:CASES]:
+            answer = running.complete(
+                prompt=list(case.prompt),
+                max_tokens=len(case.ids),
+                ignore_eos=True,
+                return_token_ids=True,
+            )
+            assert tuple(answer["choices"][0]["token_ids"]) == case.ids
+        for engine in (p, d):
+            samples = engine.metrics()
+            assert samples[f"xpyd_kv_peers_total{{transport={taken}}}"] == 1
+            assert (samples["xpyd_kv_shared_bytes_total"] > 0) == (taken == "shm")
+        assert d.metric("xpyd_kv_received_bytes_total") == p.metric("xpyd_kv_sent_bytes_total") > 0
+        assert d.metric("xpyd_kv_recomputed_requests_total") == 0
+        if taken == "shm":
+            assert d.metric("xpyd_kv_shared_bytes_total") == d.metric(
+                "xpyd_kv_received_bytes_total"
+            )
+    assert list((tmp_path / "kv").glob("*")) == []

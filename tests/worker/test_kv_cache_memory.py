@@ -1,0 +1,46 @@
+"""The paged cache in memory that other processes may read."""
+
+import pytest
+import torch
+
+from xpyd_kv.device.paged import PagedMemory
+from xpyd_kv.transport.shared_memory import Run, SharedMemory
+from xpyd_worker.model.attention import KvShape
+from xpyd_worker.runner.kv_cache import KvCache
+
+SHAPE = KvShape(2, 4, 16, torch.bfloat16)
+BLOCKS = 5
+
+
+@pytest.fixture
+def memory():
+    memory = SharedMemory(SHAPE.block_bytes * BLOCKS * 3 + 100)
+    yield memory
+    memory.close()
+
+
+def test_blocks_stand_in_the_given_memory_one_layer_behind_the_other(memory):
+    cache = KvCache(SHAPE, num_layers=3, num_blocks=BLOCKS, memory=memory.buffer)
+    paged = PagedMemory(cache.layers, layers=(0, 1, 2))
+    size = SHAPE.block_bytes
+    for layer in range(3):
+        for block in range(BLOCKS):
+            (run,) = memory.runs_of([paged.block_view(layer, block)], at_most=1) or [None]
+            assert run == Run((layer * BLOCKS + block) * size, size)
+
+
+def test_what_the_model_writes_is_what_a_peer_reads(memory):
+    cache = KvCache(SHAPE, num_layers=3, num_blocks=BLOCKS, memory=memory.buffer)
+    cache.layers[1][2] = 1.0
+    cache.copy_blocks([(2, 4)])
+    start = (BLOCKS + 4) * SHAPE.block_bytes
+    assert memory.buffer[start : start + SHAPE.block_bytes] == b"\x80\x3f" * (
+        SHAPE.block_bytes // 2
+    )
+    assert not any(memory.buffer[:start][: BLOCKS * SHAPE.block_bytes])
+
+
+def test_without_it_nothing_is_shared(memory):
+    cache = KvCache(SHAPE, num_layers=1, num_blocks=BLOCKS)
+    paged = PagedMemory(cache.layers, layers=(0,))
+    assert memory.runs_of([paged.block_view(0, 0)], at_most=1) is None
