@@ -5,6 +5,7 @@ import os
 import random
 import socket
 import struct
+import threading
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ from xpyd_core.errors import UserError
 from xpyd_kv.transport.shared_memory import PeerMemory, Run, SharedMemory, pack, unpack
 from xpyd_kv.transport.sharing import WINDOW_BYTES, shared_of
 from xpyd_kv.wire.frames import encode
-from xpyd_kv.wire.messages import Copied, Region
+from xpyd_kv.wire.messages import Copied, Goaway, Region
 
 FRAME = 4 * 2**20
 
@@ -153,7 +154,19 @@ def test_no_more_is_lent_than_the_window(net):
     assert puppet.count_shared(1) == 1
 
 
-def test_close_waits_for_what_is_lent_and_not_for_ever(net):
+def test_close_waits_until_d_has_copied(net):
+    p, p_told, peer, puppet = opened_d(net)
+    send_data(p, p_told, peer, [net.share(bytes(BLOCK_BYTES))])
+    closing = threading.Thread(target=p.close, args=(10.0,))
+    closing.start()
+    while not any(isinstance(event.message, Goaway) for event in puppet.read()):
+        pass
+    puppet.sock.sendall(encode(Copied(frames=1)))
+    closing.join()
+    assert p_told.wait("done") == (0, True)
+
+
+def test_close_does_not_wait_for_ever_for_a_d_that_copies_nothing(net):
     p, p_told, peer, puppet = opened_d(net)
     send_data(p, p_told, peer, [net.share(bytes(BLOCK_BYTES))])
     puppet.read()
