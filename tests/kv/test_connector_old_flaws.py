@@ -1,7 +1,7 @@
 """What was wrong with the connector that this one replaces, flaw by flaw, as tests.
 
-Each was seen in the connector that vLLM shipped until 0.22. R1 and R2 (the pool's size and its
-waste) are with the buddy allocator, R7, R9, R10 and R13 (waits without end, junk, closing) with the
+Each was seen in the connector that vLLM shipped until 0.22. R1 to R6 are in
+test_old_flaws_memory.py; R7, R9, R10 and R13 (waits without end, junk, closing) are with the
 sessions' deadlines and the transport.
 """
 
@@ -16,90 +16,6 @@ from xpyd_kv.store.landing_store import StoreLimits
 
 UNIT = LAYOUT.bytes_per_block
 BUFFER = StoreLimits(1.0, 6 * UNIT, 0)
-
-
-def used(world: World) -> int:
-    assert world.d.store is not None
-    return world.d.store.figures().buffer_used_bytes
-
-
-def test_r3_the_buffer_is_charged_until_its_bytes_are_gone_and_not_until_decoding_ends() -> None:
-    world = World(store=BUFFER)
-    sent = world.prompt(3 * BLOCK_SIZE)
-    world.expect(sent)
-    world.send(sent)
-    world.settle()
-    assert used(world) == 3 * UNIT
-    answer = world.admit(sent)
-    # The request decodes from here on; its landing is free for the next.
-    assert used(world) == 0
-    world.take_over(sent, answer)
-
-
-def test_r3b_asking_twice_does_not_make_the_budget_negative() -> None:
-    world = World(store=BUFFER)
-    sent = world.prompt(3 * BLOCK_SIZE)
-    world.expect(sent)
-    world.send(sent)
-    world.settle()
-    world.take_over(sent, world.admit(sent))
-    # Preempted, it comes again: it computes, and the accounts do not change.
-    assert isinstance(world.admit(sent), NoKv)
-    world.expect(sent)
-    world.pass_time(11)
-    assert isinstance(world.admit(sent), NoKv)
-    assert used(world) == 0
-
-
-def test_r4_an_aborted_request_gives_its_budget_back() -> None:
-    world = World(store=BUFFER)
-    for _ in range(5):
-        sent = world.prompt(6 * BLOCK_SIZE)
-        world.expect(sent)
-        world.send(sent)
-        world.settle()
-        assert used(world) == 6 * UNIT
-        world.consumer.forget(sent.key)
-        assert used(world) == 0
-
-
-def test_r5_kv_that_comes_after_the_end_of_its_request_does_not_stay() -> None:
-    world = World(store=BUFFER)
-    sent = world.prompt(6 * BLOCK_SIZE)
-    world.expect(sent)
-    world.consumer.forget(sent.key)
-    world.settle()
-    world.send(sent)
-    world.settle()
-    assert used(world) == 0
-    world.assert_nothing_is_left()
-
-
-def test_r6_nothing_grows_with_the_number_of_transfers() -> None:
-    world = World(settings=KvSettings(store=BUFFER))
-    for _ in range(100):
-        sent = world.prompt(5)
-        world.expect(sent)
-        world.send(sent)
-        world.settle()
-        world.take_over(sent, world.admit(sent))
-    world.settle()
-    world.pass_time(61)
-    parts = [
-        world.producer,
-        world.consumer,
-        *(e.handler.session for e in world.endpoints.values()),  # type: ignore[attr-defined]
-        world.endpoints["D"].handler.session._over,  # type: ignore[attr-defined]
-        world.endpoints["D"].handler.session._arrivals,  # type: ignore[attr-defined]
-    ]
-    sizes = {
-        f"{type(part).__name__}.{name}": len(value)
-        for part in parts
-        for name, value in vars(part).items()
-        if hasattr(value, "__len__") and name not in ("_peers", "_metrics")
-    }
-    assert not any(sizes.values()), sizes
-    world.assert_nothing_is_left()
 
 
 def test_r8_a_full_buffer_defers_and_nothing_dies() -> None:

@@ -3,101 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
 from tests.kv.kvfakes import LAYOUT, FakeMemory, FakePool
-from xpyd_core.request_id import Address, TransferKey
-from xpyd_kv.connector.api import Landed, NoKv, Wait
-from xpyd_kv.connector.build import Connector, KvSettings, build, wire_layout
+from tests.kv.pods import PATIENCE_S, admitted, pods, send, until
+from xpyd_core.request_id import TransferKey
+from xpyd_kv.connector.api import Landed, NoKv
+from xpyd_kv.connector.build import KvSettings
 from xpyd_kv.plan.frames import FrameLimits
 from xpyd_kv.session.limits import KvLimits
 from xpyd_kv.store.landing_store import StoreLimits
-from xpyd_kv.transport.settings import Identity
 from xpyd_kv.transport.tcp import TcpEndpoint
 
 UNIT = LAYOUT.bytes_per_block
-PATIENCE_S = 10.0
-KEY = b"the fleet's key, long enough"
-
-
-class Pod:
-    """One process's worth: connector, pool and memory; the test is its engine."""
-
-    def __init__(self, role: Any, settings: KvSettings, blocks: int = 64) -> None:
-        self.memory, self.pool = FakeMemory(blocks), FakePool(blocks)
-
-        def make(handler: Any) -> TcpEndpoint:
-            return TcpEndpoint(
-                handler,
-                identity=Identity(f"pod-{role}", f"incarnation-{role}", role),
-                layout=wire_layout(LAYOUT, factors={"model": "m"}, max_tokens=1000),
-                keys=(KEY,),
-                listen=Address("127.0.0.1", 0) if role == "D" else None,
-            )
-
-        self.kv: Connector = build(
-            role,
-            make_endpoint=make,
-            memory=self.memory,
-            pool=self.pool,
-            wake=lambda: None,
-            settings=settings,
-        )
-        self.kv.endpoint.start()
-
-    @property
-    def address(self) -> Address:
-        endpoint = self.kv.endpoint
-        assert isinstance(endpoint, TcpEndpoint)
-        assert endpoint.listen_address is not None
-        return endpoint.listen_address
-
-
-@contextmanager
-def pods(settings: KvSettings | None = None) -> Iterator[tuple[Pod, Pod]]:
-    started = [Pod("P", settings or KvSettings()), Pod("D", settings or KvSettings())]
-    try:
-        yield started[0], started[1]
-    finally:
-        for pod in started:
-            pod.kv.endpoint.close(2.0)
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + PATIENCE_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.001)
-    return value
-
-
-def send(p: Pod, address: Address, ids: tuple[int, ...], seed: int, chunk: int) -> TransferKey:
-    assert p.kv.producer is not None
-    producer = p.kv.producer
-    key = TransferKey(f"{seed:032x}", 0)
-    blocks = p.pool.take(-(-len(ids) // LAYOUT.block_size))
-    assert blocks is not None
-    p.memory.fill(blocks, seed)
-    producer.offer(key, address, ids, prompt_tokens=len(ids), salt=b"", now=time.monotonic())
-    for end in [*range(chunk, len(ids), chunk), len(ids)]:
-        producer.stage(key, blocks, end)
-        for layer in range(len(LAYOUT.layers)):
-            producer.layer_done(layer)
-        producer.step_done()
-    p.pool.release(blocks)
-    return key
-
-
-def admitted(d: Pod, key: TransferKey, ids: tuple[int, ...]) -> Landed | NoKv:
-    assert d.kv.consumer is not None
-    consumer = d.kv.consumer
-    return until(
-        lambda: None if isinstance(a := consumer.admit(key, ids, time.monotonic()), Wait) else (a,)
-    )[0]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,189 @@
+"""A P or a D in a process of its own, with a line of JSON each way: `with pod_process("D") as d`.
+
+Run as `python -m tests.kv.pod_process ROLE SETTINGS` it is the child, whose engine is a loop over
+commands: `expect` a prompt, `answers` so far, `state`, `close`. It imports xpyd_kv only, so it
+starts at once and what its memory holds is the transfer's.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tests.kv.pods import PATIENCE_S, Pod, ids_of, key_of
+from xpyd_core.request_id import Address
+from xpyd_kv.connector.api import Landed, Wait
+from xpyd_kv.connector.build import KvSettings
+from xpyd_kv.plan.frames import FrameLimits
+from xpyd_kv.session.limits import KvLimits
+from xpyd_kv.store.landing_store import StoreLimits
+
+_POLL_S = 0.01
+
+
+class PodProcess:
+    """The parent's end. Every answer has a deadline."""
+
+    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
+        self.popen = popen
+        self.pid = popen.pid
+        host, port = self._read()["address"] or ("", 0)
+        self.address = Address(host, port)
+
+    def ask(self, command: str, **more: Any) -> Any:
+        assert self.popen.stdin is not None
+        self.popen.stdin.write(json.dumps({"do": command, **more}).encode() + b"\n")
+        self.popen.stdin.flush()
+        return self._read()
+
+    def expect(self, seed: int, tokens: int, wait_s: float = PATIENCE_S) -> None:
+        """A request for the prompt `seed` of so many tokens is in D's queue."""
+        self.ask("expect", seed=seed, tokens=tokens, wait_s=wait_s)
+
+    def answer(self, seed: int) -> str:
+        """What came of it: `right` or `wrong` bytes landed, or why no KV came."""
+        deadline = time.monotonic() + 2 * PATIENCE_S
+        while (answers := self.ask("answers")).get(str(seed)) is None:
+            assert time.monotonic() < deadline, (seed, answers)
+            time.sleep(_POLL_S)
+        return answers[str(seed)]
+
+    def state(self) -> dict[str, Any]:
+        """`threads` by name, `held` bytes and leases, counters, objects and free blocks."""
+        return self.ask("state")
+
+    def files(self) -> int:
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+    def memory(self, field: str) -> int:
+        """Bytes of one field of /proc/PID/status."""
+        with open(f"/proc/{self.pid}/status") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        return int(lines[field].split()[0]) * 1024
+
+    def mapped_pool_bytes(self) -> int:
+        """Bytes of shared anonymous memory, which only a host pool is."""
+        with open(f"/proc/{self.pid}/maps") as file:
+            runs = [line.split()[0].split("-") for line in file if "/dev/zero" in line]
+        return sum(int(end, 16) - int(start, 16) for start, end in runs)
+
+    def _read(self) -> Any:
+        assert self.popen.stdout is not None
+        ready, _, _ = select.select([self.popen.stdout], [], [], 3 * PATIENCE_S)
+        assert ready, "the process does not answer"
+        line = self.popen.stdout.readline()
+        assert line, f"the process has ended: {self.popen.poll()}"
+        return json.loads(line)
+
+
+@contextmanager
+def pod_process(role: str, **settings: Any) -> Iterator[PodProcess]:
+    """`settings`: `store`, `limits`, `frames` as dicts of their fields; `blocks`."""
+    popen = subprocess.Popen(
+        [sys.executable, "-m", "tests.kv.pod_process", role, json.dumps(settings)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        yield PodProcess(popen)
+    finally:
+        popen.kill()
+        popen.communicate()
+
+
+class _Child:
+    def __init__(self, role: str, settings: dict[str, Any]) -> None:
+        kv = KvSettings(
+            limits=KvLimits(**settings.get("limits", {})),
+            frames=FrameLimits(**settings.get("frames", {})),
+            store=StoreLimits(**settings.get("store", {})),
+        )
+        self.pod = Pod(role, kv, settings.get("blocks", 64))
+        self.waiting: dict[int, int] = {}
+        self.answers: dict[int, str] = {}
+        self.commands: dict[str, Callable[..., Any]] = {
+            "expect": self.expect,
+            "answers": lambda: self.answers,
+            "state": self.state,
+            "close": self.close,
+        }
+
+    def run(self) -> None:
+        self.say({"address": self.pod.endpoint.listen_address})
+        while True:
+            ready, _, _ = select.select([sys.stdin], [], [], _POLL_S)
+            self.step()
+            if ready:
+                # Unbuffered, or select() would not see a second line that was read with the first.
+                line = sys.stdin.buffer.raw.readline()  # type: ignore[attr-defined]
+                if not line:
+                    return
+                command = json.loads(line)
+                self.say(self.commands[command.pop("do")](**command))
+
+    def say(self, answer: Any) -> None:
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+    def step(self) -> None:
+        now = time.monotonic()
+        for half in (self.pod.kv.producer, self.pod.kv.consumer):
+            if half is not None:
+                half.poll(now)
+        for seed, tokens in list(self.waiting.items()):
+            self.admit(seed, tokens, now)
+
+    def admit(self, seed: int, tokens: int, now: float) -> None:
+        assert self.pod.kv.consumer is not None
+        answer = self.pod.kv.consumer.admit(key_of(seed), ids_of(seed, tokens), now)
+        if isinstance(answer, Wait):
+            return
+        del self.waiting[seed]
+        if isinstance(answer, Landed):
+            is_right = self.pod.memory.holds(answer.block_ids, seed)
+            self.answers[seed] = "right" if is_right else "wrong"
+            self.pod.pool.release(answer.block_ids)
+        else:
+            self.answers[seed] = answer.reason
+
+    # --- commands
+
+    def expect(self, seed: int, tokens: int, wait_s: float) -> None:
+        assert self.pod.kv.consumer is not None
+        self.pod.kv.consumer.expect(key_of(seed), wait_s=wait_s, now=time.monotonic())
+        self.waiting[seed] = tokens
+
+    def state(self) -> dict[str, Any]:
+        gc.collect()
+        figures = None if self.pod.kv.store is None else self.pod.kv.store.figures()
+        counters = self.pod.endpoint.counters
+        return {
+            "threads": sorted(thread.name for thread in threading.enumerate()),
+            "free_blocks": self.pod.pool.num_free,
+            "leases": 0 if figures is None else figures.leases,
+            "buffer": 0 if figures is None else figures.buffer_used_bytes,
+            "pool": 0 if figures is None else figures.pool_used_bytes,
+            "connections": counters.connections,
+            "strangers": counters.strangers,
+            "lost": len(self.pod.lost),
+            "junk": counters.junk_connections + counters.auth_failed,
+            "faults": counters.protocol_errors,
+            "objects": sys.getallocatedblocks(),
+        }
+
+    def close(self, deadline_s: float) -> list[str]:
+        self.pod.kv.endpoint.close(deadline_s)
+        return sorted(thread.name for thread in threading.enumerate())
+
+
+if __name__ == "__main__":
+    _Child(sys.argv[1], json.loads(sys.argv[2])).run()
