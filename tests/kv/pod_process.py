@@ -1,8 +1,8 @@
 """A P or a D in a process of its own, with a line of JSON each way: `with pod_process("D") as d`.
 
 Run as `python -m tests.kv.pod_process ROLE SETTINGS` it is the child, whose engine is a loop over
-commands: `expect` a prompt, `answers` so far, `state`, `close`. It imports xpyd_kv only, so it
-starts at once and what its memory holds is the transfer's.
+commands: `expect` a prompt, `answers` so far, `send` one, `state`, `close`. It imports xpyd_kv
+only, so it starts at once and what its memory holds is the transfer's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tests.kv.pods import PATIENCE_S, Pod, ids_of, key_of
+from tests.kv.pods import PATIENCE_S, Pod, ids_of, key_of, send
 from xpyd_core.request_id import Address
 from xpyd_kv.connector.api import Landed, Wait
 from xpyd_kv.connector.build import KvSettings
@@ -113,6 +113,7 @@ class _Child:
         self.commands: dict[str, Callable[..., Any]] = {
             "expect": self.expect,
             "answers": lambda: self.answers,
+            "send": self.send,
             "state": self.state,
             "close": self.close,
         }
@@ -161,6 +162,9 @@ class _Child:
         assert self.pod.kv.consumer is not None
         self.pod.kv.consumer.expect(key_of(seed), wait_s=wait_s, now=time.monotonic())
         self.waiting[seed] = tokens
+
+    def send(self, seed: int, tokens: int, address: list[Any]) -> None:
+        send(self.pod, Address(*address), ids_of(seed, tokens), seed, chunk=tokens)
 
     def state(self) -> dict[str, Any]:
         gc.collect()

@@ -1,7 +1,8 @@
 """What strangers, dying peers and a defective session cost: one connection, nothing else.
 
-The flaws R7 to R13 of the connector this one replaces were of this kind: a byte of junk or a full
-pool ended the only thread, a dead peer stopped all others, closing never returned.
+The flaws R7 to R13 of the connector this one replaces (test_old_flaws_liveness.py) were of this
+kind: a byte of junk or a full pool ended the only thread, a dead peer stopped all others, closing
+never returned.
 """
 
 import os

@@ -26,7 +26,7 @@ from xpyd_kv.transport.tcp import TcpEndpoint
 from xpyd_kv.wire.connection import Connection, Opened
 from xpyd_kv.wire.frames import encode
 from xpyd_kv.wire.handshake import OVER_TCP, OVER_UNIX, Terms
-from xpyd_kv.wire.messages import Data, Hello
+from xpyd_kv.wire.messages import Data, Hello, Layout
 
 KEY = b"the fleet's key, long enough"
 UUID = "0123456789abcdef" * 2
@@ -246,14 +246,22 @@ class Puppet:
     """One side of a connection over a blocking socket, after whose handshake the test does what it
     likes, good or bad."""
 
-    def __init__(self, sock: socket.socket, role: str, *, key: bytes = KEY, **hello: Any) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        role: str,
+        *,
+        key: bytes = KEY,
+        layout: Layout = LAYOUT,
+        **hello: Any,
+    ) -> None:
         self.sock = sock
         number = next(_serial)
         identity = Identity(f"puppet{number}", f"i{number}", role)  # type: ignore[arg-type]
         mine: Hello = msgspec.structs.replace(identity.hello(number.to_bytes(32)), **hello)
         usable = OVER_UNIX if sock.family == socket.AF_UNIX else OVER_TCP
         mine = msgspec.structs.replace(mine, transports=usable)
-        terms = Terms(mine, LAYOUT, (key,), usable)
+        terms = Terms(mine, layout, (key,), usable)
         self.wire = Connection(terms, dialler=role == "P", deadline=1e9)
 
     def open(self) -> Puppet:
