@@ -38,6 +38,7 @@ class PodProcess:
         self.pid = popen.pid
         host, port = self._read()["address"] or ("", 0)
         self.address = Address(host, port)
+        self._answers: dict[str, str] = {}
 
     def ask(self, command: str, **more: Any) -> Any:
         assert self.popen.stdin is not None
@@ -52,14 +53,20 @@ class PodProcess:
     def answer(self, seed: int) -> str:
         """What came of it: `right` or `wrong` bytes landed, or why no KV came."""
         deadline = time.monotonic() + 2 * PATIENCE_S
-        while (answers := self.ask("answers")).get(str(seed)) is None:
-            assert time.monotonic() < deadline, (seed, answers)
+        while str(seed) not in self._answers:
+            assert time.monotonic() < deadline, f"prompt {seed} has no answer"
+            self._answers |= self.ask("answers")
             time.sleep(_POLL_S)
-        return answers[str(seed)]
+        return self._answers.pop(str(seed))
 
     def state(self) -> dict[str, Any]:
-        """`threads` by name, `held` bytes and leases, counters, objects and free blocks."""
+        """`threads` by name, what is held, `objects` of the interpreter, and `peers`."""
         return self.ask("state")
+
+    def peers(self) -> dict[str, int]:
+        """Open `connections`, `strangers`, and since the start `lost` peers, `junk` connections and
+        `faults` of peers."""
+        return self.ask("peers")
 
     def files(self) -> int:
         return len(os.listdir(f"/proc/{self.pid}/fd"))
@@ -112,7 +119,8 @@ class _Child:
         self.answers: dict[int, str] = {}
         self.commands: dict[str, Callable[..., Any]] = {
             "expect": self.expect,
-            "answers": lambda: self.answers,
+            "answers": self.take_answers,
+            "peers": self.peers,
             "send": self.send,
             "state": self.state,
             "close": self.close,
@@ -166,22 +174,31 @@ class _Child:
     def send(self, seed: int, tokens: int, address: list[Any]) -> None:
         send(self.pod, Address(*address), ids_of(seed, tokens), seed, chunk=tokens)
 
+    def take_answers(self) -> dict[int, str]:
+        answers, self.answers = self.answers, {}
+        return answers
+
+    def peers(self) -> dict[str, int]:
+        counters = self.pod.endpoint.counters
+        return {
+            "connections": counters.connections,
+            "strangers": counters.strangers,
+            "lost": len(self.pod.lost),
+            "junk": counters.junk_connections + counters.auth_failed,
+            "faults": counters.protocol_errors,
+        }
+
     def state(self) -> dict[str, Any]:
         gc.collect()
         figures = None if self.pod.kv.store is None else self.pod.kv.store.figures()
-        counters = self.pod.endpoint.counters
         return {
             "threads": sorted(thread.name for thread in threading.enumerate()),
             "free_blocks": self.pod.pool.num_free,
             "leases": 0 if figures is None else figures.leases,
             "buffer": 0 if figures is None else figures.buffer_used_bytes,
             "pool": 0 if figures is None else figures.pool_used_bytes,
-            "connections": counters.connections,
-            "strangers": counters.strangers,
-            "lost": len(self.pod.lost),
-            "junk": counters.junk_connections + counters.auth_failed,
-            "faults": counters.protocol_errors,
             "objects": sys.getallocatedblocks(),
+            **self.peers(),
         }
 
     def close(self, deadline_s: float) -> list[str]:
