@@ -39,6 +39,7 @@ class Tap:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
+        self.family = sock.family
         self.sent = b""
 
     def sendall(self, data: bytes) -> None:
