@@ -137,6 +137,7 @@ def _fuzz(seed: int, seconds: float) -> None:
         assert after["memory"] - before["memory"] < 4 * MIB
 
 
+@pytest.mark.slow
 def test_three_seconds_of_fuzzing_cost_each_attack_its_connection_and_nothing_else() -> None:
     _fuzz(SEED, 3)
 
