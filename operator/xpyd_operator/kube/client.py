@@ -221,7 +221,9 @@ class Api:
             try:
                 login = await self._find_login()
             except (UserError, OSError) as error:
-                # At the start this ends the program; later the token's file may be in the making.
+                if self._session is None:
+                    raise  # There is no way to any cluster: a person has to be told.
+                # It worked before: the token's file may be in the making.
                 raise Unavailable(f"cannot sign in: {error}") from error
             before, self._server = self._session, login.server
             self._session = open_session(login, connections=_CONNECTIONS)
