@@ -22,10 +22,11 @@ from xpyd_core.request_id import Address
 from xpyd_kv.transport.checksum import checksum
 from xpyd_kv.transport.settings import Deadlines, Identity
 from xpyd_kv.transport.shared_memory import SharedMemory
+from xpyd_kv.transport.sockets import usable
 from xpyd_kv.transport.tcp import TcpEndpoint
 from xpyd_kv.wire.connection import Connection, Opened
 from xpyd_kv.wire.frames import encode
-from xpyd_kv.wire.handshake import OVER_TCP, OVER_UNIX, Terms
+from xpyd_kv.wire.handshake import Terms
 from xpyd_kv.wire.messages import Data, Hello, Layout
 
 KEY = b"the fleet's key, long enough"
@@ -259,9 +260,9 @@ class Puppet:
         number = next(_serial)
         identity = Identity(f"puppet{number}", f"i{number}", role)  # type: ignore[arg-type]
         mine: Hello = msgspec.structs.replace(identity.hello(number.to_bytes(32)), **hello)
-        usable = OVER_UNIX if sock.family == socket.AF_UNIX else OVER_TCP
-        mine = msgspec.structs.replace(mine, transports=usable)
-        terms = Terms(mine, layout, (key,), usable)
+        over = usable(sock)
+        mine = msgspec.structs.replace(mine, transports=over)
+        terms = Terms(mine, layout, (key,), over)
         self.wire = Connection(terms, dialler=role == "P", deadline=1e9)
 
     def open(self) -> Puppet:

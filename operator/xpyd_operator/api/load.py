@@ -17,6 +17,7 @@ import yaml
 from pydantic import ValidationError
 
 from xpyd_core.errors import UserError
+from xpyd_operator.api.extent import excess
 from xpyd_operator.api.fleet import API_VERSION, KIND, InferenceFleet
 from xpyd_operator.api.problems import problems
 
@@ -103,21 +104,13 @@ def parse_object(obj: Mapping[str, Any]) -> InferenceFleet:
 
 
 def _refuse_huge(document: object, source: str) -> None:
-    level, count = [document], 0
-    for _ in range(_MAX_DEPTH):
-        below: list[object] = []
-        for value in level:
-            if isinstance(value, dict):
-                below += cast("dict[object, object]", value).values()
-            elif isinstance(value, list):
-                below += cast("list[object]", value)
-            if count + len(below) > _MAX_VALUES:
-                raise UserError(f"{source}: more than {_MAX_VALUES} values; has it many aliases?")
-        count += len(below)
-        if not below:
-            return
-        level = below
-    raise UserError(f"{source}: deeper than {_MAX_DEPTH} levels")
+    match excess(document, most_levels=_MAX_DEPTH, most_values=_MAX_VALUES):
+        case "many":
+            raise UserError(f"{source}: more than {_MAX_VALUES} values; has it many aliases?")
+        case "deep":
+            raise UserError(f"{source}: deeper than {_MAX_DEPTH} levels")
+        case None:
+            pass
 
 
 def _validate(fields: Mapping[str, object], source: str) -> InferenceFleet:

@@ -130,15 +130,16 @@ def _uncontested(
     left: list[tuple[Write, ...]] = []
     problems: list[Problem] = []
     for stage in stages:
-        writes = tuple(stage)
-        left.append(tuple(w for w in writes if effect_of(w) not in look.contested))
-        for write in writes:
-            if effect_of(write) in look.contested:
-                text = (
-                    f"{describe(write)}: somebody undoes it again and again; it rests for a minute"
-                )
-                problems.append(Problem("Degraded", "Contested", pool_of(write), text))
-    return tuple(stage for stage in left if stage), tuple(problems)
+        writes: list[Write] = []
+        for write in stage:
+            if effect_of(write) not in look.contested:
+                writes.append(write)
+                continue
+            text = f"{describe(write)}: somebody undoes it again and again; it rests for a minute"
+            problems.append(Problem("Degraded", "Contested", pool_of(write), text))
+        if writes:
+            left.append(tuple(writes))
+    return tuple(left), tuple(problems)
 
 
 class _Workloads:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, TypedDict, TypeVar, cast
+from typing import Any, TypedDict, TypeVar
 
 from msgspec.json import Decoder
 
+from xpyd_operator.api.extent import excess
 from xpyd_operator.kube.kinds import POD, Kind
 
 T = TypeVar("T")
@@ -96,15 +97,6 @@ def shallow(body: bytes) -> bytes:
 
 def measured(parsed: object) -> object:
     """`parsed` as it is. Raises RecursionError where it is deeper than MAX_DEPTH."""
-    level = [parsed]
-    for _ in range(MAX_DEPTH + 1):
-        below: list[object] = []
-        for value in level:
-            if isinstance(value, dict):
-                below += cast("dict[str, object]", value).values()
-            elif isinstance(value, list):
-                below += cast("list[object]", value)
-        if not below:
-            return parsed
-        level = below
-    raise RecursionError("deeper than MAX_DEPTH")
+    if excess(parsed, most_levels=MAX_DEPTH + 1):
+        raise RecursionError("deeper than MAX_DEPTH")
+    return parsed
