@@ -11,6 +11,7 @@ from tests.kv.transport_kit import SHARED, Puppet, address_of, dial, network, ru
 from xpyd_core.errors import UserError
 from xpyd_core.request_id import Address
 from xpyd_kv.transport.settings import TRANSPORTS, offered
+from xpyd_kv.transport.shared_memory import SharedMemoryPath
 from xpyd_kv.transport.unix import SocketFolder
 
 ALL = {"transports": TRANSPORTS}
@@ -42,8 +43,11 @@ def met(net, p_options, d_options):
 
 def test_a_pair_on_one_machine_takes_the_best_that_both_have(net):
     assert met(net, ALL, ALL) == "uds"
-    assert met(net, {**ALL, "shared": SHARED}, ALL) == "shm"
-    assert met(net, {**ALL, "shared": SHARED}, {"transports": ("uds", "tcp")}) == "uds"
+    assert met(net, {**ALL, "paths": [SharedMemoryPath(SHARED)]}, ALL) == "shm"
+    assert (
+        met(net, {**ALL, "paths": [SharedMemoryPath(SHARED)]}, {"transports": ("uds", "tcp")})
+        == "uds"
+    )
 
 
 @pytest.mark.parametrize("other", [{"socket_dir": None, **ALL}, {"transports": ("tcp",)}])
@@ -178,13 +182,13 @@ def test_all_spellings_of_an_address_mean_one_socket(folder):
 
 
 def test_what_cannot_be_used_is_not_offered():
-    both = {"has_folder": True, "can_share": True}
+    both = {"has_folder": True, "lent": ["shm"]}
     assert offered(("tcp", "shm", "uds"), **both) == TRANSPORTS
-    assert offered(TRANSPORTS, has_folder=True, can_share=False) == ("uds", "tcp")
-    assert offered(TRANSPORTS, has_folder=False, can_share=True) == ("tcp",)
+    assert offered(TRANSPORTS, has_folder=True, lent=[]) == ("uds", "tcp")
+    assert offered(TRANSPORTS, has_folder=False, lent=["shm"]) == ("tcp",)
     with pytest.raises(UserError, match="memory"):
-        offered(("shm",), has_folder=True, can_share=False)
+        offered(("shm",), has_folder=True, lent=[])
     with pytest.raises(UserError, match="--kv-socket-dir"):
-        offered(("uds",), has_folder=False, can_share=True)
+        offered(("uds",), has_folder=False, lent=["shm"])
     with pytest.raises(UserError, match="pigeon"):
         offered(("pigeon",), **both)

@@ -21,7 +21,7 @@ from xpyd_core.errors import ProtocolError
 from xpyd_core.request_id import Address
 from xpyd_kv.transport.checksum import checksum
 from xpyd_kv.transport.settings import Deadlines, Identity
-from xpyd_kv.transport.shared_memory import SharedMemory
+from xpyd_kv.transport.shared_memory import SharedMemory, SharedMemoryPath
 from xpyd_kv.transport.sockets import usable
 from xpyd_kv.transport.tcp import TcpEndpoint
 from xpyd_kv.wire.connection import Connection, Opened
@@ -116,8 +116,8 @@ class Net:
         options.setdefault("layout", LAYOUT)
         options.setdefault("transports", (self.transport,))
         options.setdefault("socket_dir", None if self.transport == "tcp" else self.folder)
-        if role == "P" and self.transport == "shm":
-            options.setdefault("shared", SHARED)
+        lends = role == "P" and self.transport == "shm"
+        options.setdefault("paths", [SharedMemoryPath(SHARED if lends else None)])
         if role == "D":
             options.setdefault("listen", Address("127.0.0.1", 0))
         end = TcpEndpoint(recorder, identity=Identity(name, incarnation, role), **options)

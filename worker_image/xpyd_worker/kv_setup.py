@@ -24,7 +24,7 @@ from xpyd_kv.store.landing_store import StoreLimits
 from xpyd_kv.transport.api import Handler
 from xpyd_kv.transport.counters import Counters
 from xpyd_kv.transport.settings import Identity
-from xpyd_kv.transport.shared_memory import SharedMemory
+from xpyd_kv.transport.shared_memory import SharedMemory, SharedMemoryPath
 from xpyd_kv.transport.tcp import TcpEndpoint
 from xpyd_worker.config import Role, WorkerConfig
 from xpyd_worker.engine.request import EngineStats
@@ -114,7 +114,7 @@ def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None =
             source_host=config.host,
             transports=config.kv_transports,
             socket_dir=config.kv_socket_dir,
-            shared=parts.shared,
+            paths=[SharedMemoryPath(parts.shared)],
         )
         endpoints.append(endpoint)
         return endpoint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,20 +11,23 @@ from xpyd_kv.wire.connection import MISSED_PINGS, PING_S
 from xpyd_kv.wire.handshake import OVER_TCP, OVER_UNIX
 from xpyd_kv.wire.messages import MAJOR, MINOR, Hello
 
-TRANSPORTS = (*OVER_UNIX, *OVER_TCP)
+TRANSPORTS = tuple(dict.fromkeys((*OVER_UNIX, *OVER_TCP)))
 """All that can move DATA, best first."""
 KIB = 1024
 MIB = 1024 * KIB
 
 
-def offered(transports: tuple[str, ...], *, has_folder: bool, can_share: bool) -> tuple[str, ...]:
+def offered(
+    transports: tuple[str, ...], *, has_folder: bool, lent: Collection[str]
+) -> tuple[str, ...]:
     """What of `transports` this side can use at all, best first. UserError for an unknown one, and
-    when none is left. `can_share`: it has memory to lend, or is one that borrows."""
+    when none is left. `lent`: what beside the sockets it has what it needs for."""
     unknown = sorted(set(transports) - set(TRANSPORTS))
     if unknown:
         raise UserError(f"KV transport {unknown[0]}: expected one of {', '.join(TRANSPORTS)}")
-    possible = {"tcp": True, "uds": has_folder, "shm": has_folder and can_share}
-    names = tuple(name for name in TRANSPORTS if name in transports and possible[name])
+    moved = {"tcp", "uds", *lent}
+    reached = {*OVER_TCP, *(OVER_UNIX if has_folder else ())}
+    names = tuple(name for name in TRANSPORTS if name in {*transports} & moved & reached)
     if not names:
         lack = "memory that can be shared" if has_folder else "--kv-socket-dir"
         raise UserError(f"KV transport {', '.join(transports)}: needs {lack}")
@@ -69,6 +73,8 @@ class Deadlines:
     missed_pings: int = MISSED_PINGS
     failed_auth_s: float = 30.0
     """So long an address that failed AUTH is not dialled again."""
+    fetch_s: float = 10.0
+    """So long D may take for a frame that P lends; then the connection ends."""
     listen_pause_s: float = 0.5
     """So long nothing is accepted after the process ran out of file descriptors."""
 

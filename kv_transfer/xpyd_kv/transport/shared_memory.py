@@ -1,21 +1,23 @@
-"""Memory that another process of this machine may read and nobody else may write.
+"""The data path `shm`: memory that another process of this machine may read and nobody else may
+write.
 
 Both sides of one unnamed file (memfd): P's, which its paged cache lives in, and D's read-only view
-of it. Knows no frames; `sharing` decides who gets what.
+of it. Fills the seam of `data_path`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import fcntl
 import mmap
 import os
+import socket
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from xpyd_core.errors import ProtocolError, UserError
+from xpyd_kv.transport.data_path import Lent
 
 MAX_BYTES = 2**40
 """Larger than any cache in ordinary memory; so many of them fit in a process's addresses."""
@@ -150,11 +152,82 @@ def unpack(body: bytes) -> list[Run]:
     return [Run(*fields) for fields in _RUN.iter_unpack(body)]
 
 
-def close_all(descriptors: Iterable[int]) -> None:
-    """Close descriptors that came and are not wanted."""
-    for fd in descriptors:
-        with contextlib.suppress(OSError):
-            os.close(fd)
+class SharedMemoryPath:
+    """See DataPath. `memory` is what a P lends; the caller closes it when no peer is left."""
+
+    name = "shm"
+
+    def __init__(self, memory: SharedMemory | None = None) -> None:
+        self._memory = memory
+
+    @property
+    def lends(self) -> bool:
+        return self._memory is not None
+
+    def lender(self) -> SharedMemoryLender:
+        assert self._memory is not None
+        return SharedMemoryLender(self._memory)
+
+    def borrower(self) -> SharedMemoryBorrower:
+        return SharedMemoryBorrower()
+
+
+class SharedMemoryLender:
+    """See Lender."""
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._memory = memory
+
+    def lent(self) -> Lent:
+        descriptor = struct.pack("@i", self._memory.fd)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptor)]
+        return Lent(self._memory.size_bytes, rights=rights)
+
+    def places(self, views: Sequence[memoryview], *, at_most: int) -> bytes | None:
+        runs = self._memory.runs_of(views, at_most=at_most)
+        return None if runs is None else pack(runs)
+
+    def close(self) -> None:
+        """The memory is not this connection's."""
+
+
+class SharedMemoryBorrower:
+    """See Borrower: copies at once, so that every Fetch is through when it is begun."""
+
+    takes_descriptors = True
+
+    def __init__(self) -> None:
+        self._memory: PeerMemory | None = None
+
+    def open(self, size_bytes: int, body: bytes, descriptors: Sequence[int]) -> None:
+        if body or not descriptors:
+            raise ProtocolError("REGION without its descriptor, or with a body")
+        self._memory = PeerMemory(descriptors[0], size_bytes)
+
+    def prepare(
+        self, body: bytes, length: int
+    ) -> Callable[[Sequence[memoryview] | None], _Through]:
+        memory = self._memory
+        assert memory is not None
+        runs = unpack(body)
+        memory.check(runs, length)
+
+        def start(views: Sequence[memoryview] | None) -> _Through:
+            if views is not None:
+                memory.copy(runs, views)
+            return _Through()
+
+        return start
+
+    def close(self) -> None:
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.close()
+
+
+class _Through:
+    def poll(self) -> bool:
+        return True
 
 
 def _address_of(buffer: mmap.mmap | memoryview) -> int:

@@ -1,89 +1,109 @@
-"""DATA through shared memory: what one connection lends (P) and what it borrows (D).
+"""The books of DATA that moves beside the socket: what one connection lends (P) or borrows (D).
 
-P passes its memory once, behind its LAYOUT; a SHARED frame then says where the bytes stand, D
-copies them from there and says COPIED. Until then P's views are lent: nobody may write there.
+Between the Stream, which has the frames, and a data path, which has the memory (`data_path`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from xpyd_core.errors import ProtocolError
-from xpyd_kv.transport.shared_memory import (
-    PeerMemory,
-    Run,
-    SharedMemory,
-    close_all,
-    unpack,
-)
-from xpyd_kv.wire.messages import Data, Shared
+from xpyd_kv.transport.data_path import Borrower, Fetch, Lender
+from xpyd_kv.wire.messages import Data, Region, Shared
 
 NO_CHECKSUM = bytes(8)
-"""Of bytes that went through nothing but memory."""
+"""Of bytes that did not go through the socket."""
 WINDOW_BYTES = 16 * 2**20
 """P lends the next frame while less than this is lent: four frames of the usual size, so that D
 has the next one when it is through with one, and CANCEL waits for a millisecond at most."""
-Rights = Sequence[tuple[int, int, bytes]]
-"""Ancillary data of one sendmsg."""
 _INT_BYTES = struct.calcsize("@i")
 
 
-class Lender:
+class FetchTimeoutError(TimeoutError):
+    """Bytes that P lends have not come in time."""
+
+
+class Lending:
     """P's side of one connection."""
 
-    def __init__(self, memory: SharedMemory) -> None:
-        self.memory = memory
-        self._lent: deque[tuple[int, Callable[[bool], None]]] = deque()
-        self._lent_bytes = 0
+    def __init__(self, lender: Lender) -> None:
+        self.lender = lender
+        self._frames: deque[tuple[int, Callable[[bool], None]]] = deque()
+        self._bytes = 0
 
     @property
     def is_lending(self) -> bool:
-        return bool(self._lent)
+        return bool(self._frames)
 
     @property
     def has_room(self) -> bool:
         """Whether another frame may be lent."""
-        return self._lent_bytes < WINDOW_BYTES
-
-    def rights(self) -> Rights:
-        """What goes with REGION's first byte."""
-        return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("@i", self.memory.fd))]
+        return self._bytes < WINDOW_BYTES
 
     def lend(self, length: int, done: Callable[[bool], None]) -> None:
         """A SHARED frame has left."""
-        self._lent.append((length, done))
-        self._lent_bytes += length
+        self._frames.append((length, done))
+        self._bytes += length
 
     def copied(self, frames: int) -> list[Callable[[bool], None]]:
         """D is through with the oldest `frames`: their `done`. ProtocolError when it has fewer."""
-        if frames > len(self._lent):
+        if frames > len(self._frames):
             raise ProtocolError("COPIED for frames that were not sent")
-        ended = [self._lent.popleft() for _ in range(frames)]
-        self._lent_bytes -= sum(length for length, _ in ended)
+        ended = [self._frames.popleft() for _ in range(frames)]
+        self._bytes -= sum(length for length, _ in ended)
         return [done for _, done in ended]
 
-    def abandon(self) -> list[Callable[[bool], None]]:
+    def close(self) -> list[Callable[[bool], None]]:
         """The connection is closed: what D makes of these bytes now will never be committed."""
-        return self.copied(len(self._lent))
+        self.lender.close()
+        return self.copied(len(self._frames))
 
 
-class Borrower:
-    """D's side of one connection, from the peer's AUTH on."""
+class Fetched(NamedTuple):
+    """A SHARED frame that is through. `stored`: the session had given views."""
 
-    def __init__(self) -> None:
+    header: Data
+    length: int
+    stored: bool
+
+
+class _Fetching(NamedTuple):
+    header: Data
+    length: int
+    views: Sequence[memoryview] | None
+    fetch: Fetch
+    since_s: float
+
+
+class Borrowing:
+    """D's side of one connection, from the peer's AUTH on. A frame must be through `fetch_s` after
+    it was begun; frames end in the order in which they came."""
+
+    def __init__(self, borrower: Borrower, *, fetch_s: float) -> None:
+        self._borrower = borrower
+        self._fetch_s = fetch_s
         self._descriptors: list[int] = []
-        self._memory: PeerMemory | None = None
-        self._window_bytes = 0
+        self._is_open = False
+        self._fetching: deque[_Fetching] = deque()
+        # Of frames that no COPIED has named; and of those, what is through.
+        self._bytes = self._through_bytes = self._through_frames = 0
+
+    @property
+    def fetching_since(self) -> float | None:
+        """When the oldest frame that is not through was begun."""
+        return self._fetching[0].since_s if self._fetching else None
 
     def receive(self, sock: socket.socket, room: memoryview) -> int:
         """Read into `room`, and take the descriptor that may come with the bytes."""
-        self._window_bytes = 0
-        if self._memory is not None:
+        if self._is_open or not self._borrower.takes_descriptors:
             return sock.recv_into(room)  # The kernel drops what nobody asks for.
         space = socket.CMSG_SPACE(_INT_BYTES)
         count, came, flags, _ = sock.recvmsg_into([room], space, socket.MSG_CMSG_CLOEXEC)
@@ -95,39 +115,65 @@ class Borrower:
             raise ProtocolError("more than one descriptor")
         return count
 
-    def open(self, size_bytes: int) -> None:
-        """REGION: map what came with it. ProtocolError when nothing did, or it is not right."""
-        if self._memory is not None or not self._descriptors:
-            raise ProtocolError("REGION again, or without its descriptor")
-        self._memory = PeerMemory(self._descriptors[0], size_bytes)
+    def open(self, region: Region, body: bytes) -> None:
+        """REGION: open what it lends. ProtocolError when it comes again, or is not right."""
+        if self._is_open:
+            raise ProtocolError("REGION again")
+        self._borrower.open(region.size_bytes, body, self._descriptors)
+        self._is_open = True
         self._forget_descriptors()
 
-    def runs(self, body: bytes, length: int) -> list[Run]:
-        """A SHARED frame's, for `length` bytes of DATA. ProtocolError for those that lie."""
-        if self._memory is None:
+    def prepare(self, body: bytes, length: int) -> Callable[[Sequence[memoryview] | None], Fetch]:
+        """A SHARED frame's places, for `length` bytes of DATA. ProtocolError for those that lie."""
+        if not self._is_open:
             raise ProtocolError("SHARED before REGION")
-        if self._window_bytes >= WINDOW_BYTES:
+        if self._bytes >= WINDOW_BYTES:
             raise ProtocolError("SHARED frames over the window")
-        self._window_bytes += length
-        runs = unpack(body)
-        self._memory.check(runs, length)
-        return runs
+        return self._borrower.prepare(body, length)
 
-    def copy(self, runs: Sequence[Run], views: Sequence[memoryview]) -> None:
-        """The bytes of checked runs."""
-        assert self._memory is not None
-        self._memory.copy(runs, views)
+    def begin(
+        self,
+        header: Data,
+        length: int,
+        views: Sequence[memoryview] | None,
+        start: Callable[[Sequence[memoryview] | None], Fetch],
+        now: float,
+    ) -> None:
+        """Fetch a prepared frame's bytes."""
+        self._fetching.append(_Fetching(header, length, views, start(views), now))
+        self._bytes += length
+
+    def ended(self, now: float) -> Iterator[Fetched]:
+        """Frames that are through. FetchTimeoutError, and what a Fetch raises."""
+        while self._fetching:
+            oldest = self._fetching[0]
+            if not oldest.fetch.poll():
+                if now >= oldest.since_s + self._fetch_s:
+                    raise FetchTimeoutError("bytes that the peer lends did not come in time")
+                return
+            self._fetching.popleft()
+            self._through_frames += 1
+            self._through_bytes += oldest.length
+            yield Fetched(oldest.header, oldest.length, oldest.views is not None)
+
+    def take_copied(self) -> int:
+        """How many frames the next COPIED names."""
+        frames = self._through_frames
+        self._bytes -= self._through_bytes
+        self._through_frames = self._through_bytes = 0
+        return frames
 
     def close(self) -> None:
-        """Unmap and close."""
+        """Let go of the peer's memory."""
         self._forget_descriptors()
-        memory, self._memory = self._memory, None
-        if memory is not None:
-            memory.close()
+        self._borrower.close()
+        self._fetching.clear()
 
     def _forget_descriptors(self) -> None:
         descriptors, self._descriptors = self._descriptors, []
-        close_all(descriptors)
+        for fd in descriptors:
+            with contextlib.suppress(OSError):
+                os.close(fd)
 
 
 def shared_of(header: Data) -> Shared:

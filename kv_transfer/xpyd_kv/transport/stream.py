@@ -12,7 +12,7 @@ import logging
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from xpyd_core.request_id import Address
@@ -20,9 +20,9 @@ from xpyd_kv.transport.api import Handler
 from xpyd_kv.transport.checksum import checksum
 from xpyd_kv.transport.counters import Counters
 from xpyd_kv.transport.cursor import Cursor
+from xpyd_kv.transport.data_path import DataPath, Lender, Rights
 from xpyd_kv.transport.settings import Bounds
-from xpyd_kv.transport.shared_memory import SharedMemory, pack
-from xpyd_kv.transport.sharing import NO_CHECKSUM, Borrower, Lender, Rights, data_of, shared_of
+from xpyd_kv.transport.sharing import NO_CHECKSUM, Borrowing, Lending, data_of, shared_of
 from xpyd_kv.wire.connection import Connection, Event, Opened, Received
 from xpyd_kv.wire.frames import DataBegin, DataChunk, DataEnd
 from xpyd_kv.wire.messages import Copied, Data, Hello, Layout, Region, Shared
@@ -60,7 +60,8 @@ class Stream:
         scratch: memoryview,
         opened: Callable[[Stream], None],
         remote: str,
-        shared: SharedMemory | None = None,
+        paths: Mapping[str, DataPath],
+        fetch_s: float,
         address: Address | None = None,
         connect_by: float | None = None,
     ) -> None:
@@ -82,22 +83,24 @@ class Stream:
         self._counters = counters
         self._scratch = scratch
         self._opened = opened
-        self._shared = shared
-        self._lender: Lender | None = None
-        self._borrower: Borrower | None = None
+        self._paths = paths
+        self._fetch_s = fetch_s
+        # Where DATA moves beside the socket: at P or at D.
+        self._lending: Lending | None = None
+        self._borrowing: Borrowing | None = None
         self._control: deque[bytes] = deque()
         self._control_bytes = 0
         self._data: deque[DataFrame] = deque()
         self._sending: Cursor | None = None
         self._sending_data: DataFrame | None = None
-        # Ancillary data that goes with the first byte of what is sent next; REGION, to be sent.
+        # Ancillary data that goes with the first byte of what is sent next.
         self._rights: Rights = ()
-        self._region = b""
+        self._has_lent = False
         self._is_shared = False
         self._unlogged: Data | None = None
         self._views: Sequence[memoryview] | None = None
         self._landing: Cursor | None = None
-        self._copied_bytes = self._copied_frames = 0
+        self._copied_bytes = 0
 
     @property
     def address(self) -> Address | None:
@@ -123,14 +126,19 @@ class Stream:
     @property
     def has_output(self) -> bool:
         """Whether something is not through yet, written or to be copied by the peer."""
-        lends = self._lender is not None and self._lender.is_lending
+        lends = self._lending is not None and self._lending.is_lending
         return self._can_write or lends or bool(self._data)
 
     @property
     def _can_write(self) -> bool:
         if self._sending is not None or self._control:
             return True
-        return bool(self._data) and (self._lender is None or self._lender.has_room)
+        return bool(self._data) and (self._lending is None or self._lending.has_room)
+
+    @property
+    def fetching_since(self) -> float | None:
+        """When the oldest frame was begun that another thread or device is still fetching."""
+        return None if self._borrowing is None else self._borrowing.fetching_since
 
     # --- reading
 
@@ -168,7 +176,7 @@ class Stream:
         count = self._came(self._receive())
         try:
             for event in self.protocol.feed(self._scratch[:count], now):
-                self._handle(event)
+                self._handle(event, now)
                 if self.closing is not None:
                     break
         finally:
@@ -176,19 +184,28 @@ class Stream:
             self._queue_own()
         return count, room
 
+    def poll(self, now: float) -> None:
+        """See what has been fetched meanwhile. Errors end the connection."""
+        try:
+            self._end_fetches(now)
+        finally:
+            self._queue_copied()
+
     def _queue_copied(self) -> None:
-        frames, self._copied_frames = self._copied_frames, 0
+        frames = self._borrowing.take_copied() if self._borrowing is not None else 0
         if frames:
             self.queue_control(self.protocol.encode(Copied(frames=frames)))
 
     def _receive(self) -> int:
-        """Read control frames. From the peer's AUTH on D takes the descriptor that REGION has."""
-        is_shm = self.transport == "shm" and self._address is None
-        if self._borrower is None and is_shm and self.protocol.is_proved:
-            self._borrower = Borrower()
-        if self._borrower is None:
+        """Read control frames. From the peer's AUTH on D takes the descriptor that REGION may
+        have."""
+        if self._borrowing is None and self._address is None and self.protocol.is_proved:
+            path = self._paths.get(self.transport)
+            if path is not None:
+                self._borrowing = Borrowing(path.borrower(), fetch_s=self._fetch_s)
+        if self._borrowing is None:
             return self.sock.recv_into(self._scratch)
-        return self._borrower.receive(self.sock, self._scratch)
+        return self._borrowing.receive(self.sock, self._scratch)
 
     def _came(self, count: int) -> int:
         if not count:
@@ -201,10 +218,10 @@ class Stream:
         if end is not None:
             self._end_data(end.header)
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: Event, now: float) -> None:
         if isinstance(event, Received):
             if isinstance(event.message, Region | Shared | Copied):
-                self._handle_shared(event.message, event.body)
+                self._handle_shared(event.message, event.body, now)
                 return
             self.session_ran = True
             self._handler.message(self, event.message, event.body)
@@ -219,46 +236,53 @@ class Stream:
             assert isinstance(event, Opened)
             # Our LAYOUT may have been made by the same read: it goes before the session's frames.
             self._queue_own()
-            if self.transport == "shm" and self._address is not None:
-                assert self._shared is not None
-                self._lender = Lender(self._shared)
-                self._region = self.protocol.encode(Region(size_bytes=self._shared.size_bytes))
+            path = self._paths.get(self.transport)
+            if path is not None and self._address is not None:
+                self._lending = Lending(path.lender())
             self._opened(self)
 
-    def _handle_shared(self, message: Region | Shared | Copied, body: bytes) -> None:
-        """What stands in for DATA bodies where they are in shared memory."""
+    def _handle_shared(self, message: Region | Shared | Copied, body: bytes, now: float) -> None:
+        """What stands in for DATA bodies that move beside the socket."""
         if isinstance(message, Copied):
-            assert self._lender is not None
-            for done in self._lender.copied(message.frames):
+            assert self._lending is not None
+            for done in self._lending.copied(message.frames):
                 self.session_ran = True
                 done(True)
             return
-        assert self._borrower is not None
+        borrowing = self._borrowing
+        assert borrowing is not None
         if isinstance(message, Region):
-            self._borrower.open(message.size_bytes)
+            borrowing.open(message, body)
             return
         length = self.protocol.data_bytes(message)
-        runs = self._borrower.runs(body, length)
-        self._begin_data(data_of(message), length)
-        views, self._views, self._landing = self._views, None, None
-        if views is not None:
-            self._borrower.copy(runs, views)
-            self._copied_bytes += length
-            self._counters.shared_bytes += length
-        self._copied_frames += 1
-        self.session_ran = True
-        is_stored = views is not None
-        self._handler.data_end(self, data_of(message), stored=is_stored, intact=is_stored)
+        start = borrowing.prepare(body, length)
+        header = data_of(message)
+        views = self._room_for(header, length)
+        borrowing.begin(header, length, views, start, now)
+        self._end_fetches(now)
 
-    def _begin_data(self, header: Data, length: int) -> None:
+    def _end_fetches(self, now: float) -> None:
+        if self._borrowing is None:
+            return
+        for header, length, stored in self._borrowing.ended(now):
+            if stored:
+                self._copied_bytes += length
+                self._counters.shared_bytes += length
+            self.session_ran = True
+            self._handler.data_end(self, header, stored=stored, intact=stored)
+
+    def _room_for(self, header: Data, length: int) -> Sequence[memoryview] | None:
         self.session_ran = True
         views = self._handler.data_begin(self, header, length)
-        if views is None:
-            return
-        landing = Cursor(views)
-        if landing.left != length:
-            raise ValueError(f"the session gave {landing.left} bytes of room for {length}")
-        self._views, self._landing = views, landing
+        room = length if views is None else sum(map(len, views))
+        if room != length:
+            raise ValueError(f"the session gave {room} bytes of room for {length}")
+        return views
+
+    def _begin_data(self, header: Data, length: int) -> None:
+        views = self._room_for(header, length)
+        if views is not None:
+            self._views, self._landing = views, Cursor(views)
 
     def _end_data(self, header: Data) -> None:
         views, self._views, self._landing = self._views, None, None
@@ -332,46 +356,50 @@ class Stream:
             self._control_bytes = 0
             self._sending = Cursor(frames)
             return self._sending
-        lender = self._lender
-        if lender is not None and self._region and self._data:
-            self._sending, self._region = Cursor([memoryview(self._region)]), b""
-            self._rights = lender.rights()
-            return self._sending
-        while self._data and (lender is None or lender.has_room):
+        lending = self._lending
+        if lending is not None and not self._has_lent and self._data:
+            return self._next_region(lending.lender)
+        while self._data and (lending is None or lending.has_room):
             # Stays reachable for `abandon` until its header is made, which may raise.
             frame = self._sending_data = self._data.popleft()
             self.session_ran = True
             length = sum(map(len, frame.views))
-            runs = None
-            if lender is not None:
+            places = None
+            if lending is not None:
                 most = length // self.layout.block_bytes
-                runs = lender.memory.runs_of(frame.views, at_most=most)
-            self._is_shared = runs is not None
-            digest = checksum(frame.views) if runs is None else NO_CHECKSUM
+                places = lending.lender.places(frame.views, at_most=most)
+            self._is_shared = places is not None
+            digest = checksum(frame.views) if places is None else NO_CHECKSUM
             header = frame.make_header(digest)
             if header is None:
                 self._sending_data = None
                 frame.done(False)
                 continue
-            if runs is None:
+            if places is None:
                 prefix = self.protocol.encode(header, length)
                 self._sending = Cursor([memoryview(prefix), *frame.views])
             else:
-                places = pack(runs)
                 prefix = self.protocol.encode(shared_of(header), len(places))
                 self._sending = Cursor([memoryview(prefix + places)])
             self._unlogged = header if _log.isEnabledFor(logging.DEBUG) else None
             return self._sending
         return None
 
+    def _next_region(self, lender: Lender) -> Cursor:
+        self._has_lent = True
+        lent = lender.lent()
+        prefix = self.protocol.encode(Region(size_bytes=lent.size_bytes), len(lent.body))
+        self._sending, self._rights = Cursor([memoryview(prefix + lent.body)]), lent.rights
+        return self._sending
+
     def _finish_frame(self) -> None:
         frame, self._sending, self._sending_data = self._sending_data, None, None
         if frame is None:
             return
-        if self._is_shared and self._lender is not None:
+        if self._is_shared and self._lending is not None:
             length = sum(map(len, frame.views))
             self._counters.shared_bytes += length
-            self._lender.lend(length, frame.done)
+            self._lending.lend(length, frame.done)
             return
         self.session_ran = True
         frame.done(True)
@@ -403,9 +431,9 @@ class Stream:
     def abandon(self) -> list[Callable[[bool], None]]:
         """Close the socket, let go of all views; the `done` of every frame not through."""
         self.sock.close()
-        lent = self._lender.abandon() if self._lender is not None else []
-        if self._borrower is not None:
-            self._borrower.close()
+        lent = self._lending.close() if self._lending is not None else []
+        if self._borrowing is not None:
+            self._borrowing.close()
         frames = [self._sending_data] if self._sending_data is not None else []
         frames += self._data
         self._data.clear()

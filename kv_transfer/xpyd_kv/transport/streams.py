@@ -11,26 +11,30 @@ import logging
 import math
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from xpyd_core.request_id import Address
 from xpyd_kv.transport import sockets
 from xpyd_kv.transport.counters import Counters
+from xpyd_kv.transport.data_path import DataPath
 from xpyd_kv.transport.failure import count, is_auth_failure, reason_of
 from xpyd_kv.transport.rate_limit import RateLimit
 from xpyd_kv.transport.registry import Registry
 from xpyd_kv.transport.selector import READ, WRITE, WakeableSelector
 from xpyd_kv.transport.session_calls import SessionCalls
 from xpyd_kv.transport.settings import Bounds, Deadlines
-from xpyd_kv.transport.shared_memory import SharedMemory
 from xpyd_kv.transport.stream import ClosedByPeerError, Stream
 from xpyd_kv.wire import errors
 from xpyd_kv.wire.connection import Connection, Pulse
 from xpyd_kv.wire.handshake import Terms
 
 _log = logging.getLogger(__name__)
+# Fetches that another thread or device carries out are looked at without a pause while they are
+# this young, then at each waking of the selector, which is a millisecond at least.
+_EAGER_S = 0.001
+_POLL_S = 0.001
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,8 @@ class Context:
     deadlines: Deadlines
     bounds: Bounds
     clock: Callable[[], float]
-    shared: SharedMemory | None
-    """What we may lend."""
+    paths: Mapping[str, DataPath]
+    """What can move DATA beside the socket, by name."""
 
 
 class Streams:
@@ -59,12 +63,17 @@ class Streams:
         self._dirty: dict[Stream, None] = {}
         self._to_close: deque[Stream] = deque()
         self._timer_at = math.inf
+        # Those with fetches under way, and when to look at them.
+        self._fetching: dict[Stream, None] = {}
+        self._poll_at = math.inf
         self._junk_log = RateLimit()
 
     @property
     def due(self) -> float:
         """When `run_timers` or `settle` has something to do; -inf = at once."""
-        return -math.inf if self._dirty or self._to_close else self._timer_at
+        if self._dirty or self._to_close:
+            return -math.inf
+        return min(self._timer_at, self._poll_at)
 
     def add(
         self, sock: socket.socket, now: float, *, remote: str, address: Address | None = None
@@ -86,7 +95,8 @@ class Streams:
             scratch=self._scratch,
             opened=self._opened,
             remote=remote,
-            shared=context.shared,
+            paths=context.paths,
+            fetch_s=times.fetch_s,
             address=address,
             connect_by=None if address is None else now + times.connect_s,
         )
@@ -115,7 +125,8 @@ class Streams:
         stream.session_ran = False
 
     def run_timers(self, now: float) -> None:
-        """PINGs and deadlines."""
+        """PINGs, deadlines, and what was fetched meanwhile."""
+        self._poll_fetches(now)
         if now < self._timer_at:
             return
         for stream in self.registry:
@@ -124,6 +135,21 @@ class Streams:
                 self.touch(stream)
         # A lower bound from here on: what a peer says moves its own time later, never earlier.
         self._timer_at = min((stream.due for stream in self.registry), default=math.inf)
+
+    def _poll_fetches(self, now: float) -> None:
+        fetching, self._fetching, self._poll_at = self._fetching, {}, math.inf
+        for stream in fetching:
+            self.guard(stream, partial(stream.poll, now))
+            self.touch(stream)
+            self._note_fetches(stream, now)
+
+    def _note_fetches(self, stream: Stream, now: float) -> None:
+        since_s = stream.fetching_since
+        if since_s is None or stream.closing is not None:
+            return
+        self._fetching[stream] = None
+        is_young = now < since_s + _EAGER_S
+        self._poll_at = min(self._poll_at, now if is_young else now + _POLL_S)
 
     def settle(self) -> None:
         """Write what was queued, close what has ended."""
@@ -156,6 +182,7 @@ class Streams:
             self.guard(stream, partial(stream.read, now))
             # What it read may have been answered at once: PONG, the handshake.
             self.touch(stream)
+            self._note_fetches(stream, now)
         if mask & WRITE:
             self._write(stream)
 

@@ -21,11 +21,11 @@ from xpyd_core.request_id import Address
 from xpyd_kv.transport import sockets
 from xpyd_kv.transport.api import Handler, Peer
 from xpyd_kv.transport.counters import Counters
+from xpyd_kv.transport.data_path import DataPath
 from xpyd_kv.transport.listeners import Listeners
 from xpyd_kv.transport.selector import WakeableSelector
 from xpyd_kv.transport.session_calls import SessionCalls
 from xpyd_kv.transport.settings import TRANSPORTS, Bounds, Deadlines, Identity, offered
-from xpyd_kv.transport.shared_memory import SharedMemory
 from xpyd_kv.transport.stream import DataFrame, Stream
 from xpyd_kv.transport.streams import Context, Streams
 from xpyd_kv.transport.unix import SocketFolder
@@ -49,9 +49,9 @@ class TcpEndpoint:
 
     `listen` None: dials only. Port 0 takes a free one (`listen_address`). `source_host` is the
     literal ip that dialled connections come from ('' = the system's choice). `keys` are the fleet's
-    (UserError when there is none). `transports` may be used, where they can be: all but `tcp` need
-    `socket_dir`, the folder of Unix sockets that the instances of this machine share, and `shm`
-    needs `shared` on P: the memory that its DATA stands in; other DATA goes through the socket.
+    (UserError when there is none). `transports` may be used, where they can be: `uds` and `shm`
+    need `socket_dir`, the folder of Unix sockets that the instances of this machine share; all but
+    `uds` and `tcp` need their data path in `paths`, which on P must have memory to lend.
     `clock` and `nonce` (32 random bytes) are replaced in tests.
     """
 
@@ -66,7 +66,7 @@ class TcpEndpoint:
         source_host: str = "",
         transports: tuple[str, ...] = TRANSPORTS,
         socket_dir: Path | None = None,
-        shared: SharedMemory | None = None,
+        paths: Sequence[DataPath] = (),
         deadlines: Deadlines | None = None,
         bounds: Bounds | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -81,7 +81,7 @@ class TcpEndpoint:
         self._transports = offered(
             transports,
             has_folder=socket_dir is not None,
-            can_share=identity.role != DIALLER_ROLE or shared is not None,
+            lent=[path.name for path in paths if path.lends or identity.role != DIALLER_ROLE],
         )
         self._socket_dir = socket_dir if set(OVER_UNIX) & set(self._transports) else None
         self._folder: SocketFolder | None = None
@@ -99,7 +99,7 @@ class TcpEndpoint:
             deadlines=self._deadlines,
             bounds=self._bounds,
             clock=clock,
-            shared=shared,
+            paths={path.name: path for path in paths},
         )
         self._streams = Streams(context)
         self._listeners = Listeners(

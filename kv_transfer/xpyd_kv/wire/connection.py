@@ -21,7 +21,7 @@ from xpyd_kv.wire.frames import (
     Limits,
     encode,
 )
-from xpyd_kv.wire.handshake import ACCEPTOR_ROLE, DIALLER_ROLE, Handshake, Terms
+from xpyd_kv.wire.handshake import ACCEPTOR_ROLE, DIALLER_ROLE, LENT, Handshake, Terms
 from xpyd_kv.wire.messages import (
     Cancel,
     Cancelled,
@@ -56,8 +56,8 @@ _FROM: dict[str, frozenset[type[Message]]] = {
     DIALLER_ROLE: _FROM_EITHER | {Offer, Data, Commit},
     ACCEPTOR_ROLE: _FROM_EITHER | {Grant, Done, Nack, Lease},
 }
-# More of it where DATA goes through shared memory.
-_FROM_SHM: dict[str, frozenset[type[Message]]] = {
+# More of it where DATA moves beside the socket.
+_FROM_LENT: dict[str, frozenset[type[Message]]] = {
     DIALLER_ROLE: frozenset((Region, Shared)),
     ACCEPTOR_ROLE: frozenset((Copied,)),
 }
@@ -206,7 +206,7 @@ class Connection:
         self._due = now + self._pulse.ping_s
 
     def _legal(self, role: str) -> frozenset[type[Message]]:
-        return _FROM[role] | _FROM_SHM[role] if self.transport == "shm" else _FROM[role]
+        return _FROM[role] | _FROM_LENT[role] if self.transport in LENT else _FROM[role]
 
     def _heard(self, now: float) -> None:
         if self._opened is not None:

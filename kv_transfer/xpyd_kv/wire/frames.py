@@ -25,6 +25,7 @@ from xpyd_kv.wire.messages import (
     Message,
     Nack,
     Offer,
+    Region,
     Shared,
 )
 
@@ -38,6 +39,7 @@ MAX_HEADER_BYTES = 0xFFFF
 TOKEN_BYTES = 4
 RUN_BYTES = 12
 MAX_NACK_FRAMES = 16_384
+MAX_REGION_BODY_BYTES = 64 * 1024
 # Room for what a later minor version may add; read and dropped, never kept.
 MAX_SKIPPED_BODY_BYTES = 64 * 1024
 
@@ -108,6 +110,8 @@ class Limits:
             return TOKEN_BYTES * self.max_tokens
         if kind is Nack:
             return TOKEN_BYTES * MAX_NACK_FRAMES
+        if kind is Region:
+            return MAX_REGION_BODY_BYTES
         if kind is Shared:
             return RUN_BYTES * (self.max_data_bytes // max(1, self.block_bytes))
         return 0

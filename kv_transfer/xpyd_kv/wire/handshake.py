@@ -33,6 +33,8 @@ ACCEPTOR_ROLE = "D"
 # What moves DATA, by the kind of socket; the first that both sides name is taken.
 OVER_TCP = ("tcp",)
 OVER_UNIX = ("shm", "uds")
+# Those of them that move DATA beside the socket, by REGION, SHARED and COPIED.
+LENT = frozenset(("shm",))
 _SHAPE = ("layers", "kv_heads", "head_dim", "block_size", "dtype", "block_bytes")
 
 

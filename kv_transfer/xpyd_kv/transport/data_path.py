@@ -1,0 +1,93 @@
+"""The seam between a connection and what moves DATA beside its socket. Documented here and only
+here.
+
+P says once, in REGION, what it lends. A SHARED frame then says where a DATA frame's bytes stand; D
+fetches them from there and says COPIED. Until then P's views are lent: nobody may write there.
+`sharing` keeps the books of that for each connection; a data path knows no frames, only its
+memory. Everything here runs on the I/O thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+Rights = Sequence[tuple[int, int, bytes]]
+"""Ancillary data of one sendmsg."""
+
+
+class Lent(NamedTuple):
+    """What REGION says: how much memory, bytes by which D finds it, and what travels beside them.
+
+    `body` has at most MAX_REGION_BODY_BYTES of xpyd_kv.wire.frames; `rights` go over Unix sockets
+    only.
+    """
+
+    size_bytes: int
+    body: bytes = b""
+    rights: Rights = ()
+
+
+class Lender(Protocol):
+    """P's side of one connection."""
+
+    def lent(self) -> Lent:
+        """Asked for once, before the first SHARED."""
+        ...
+
+    def places(self, views: Sequence[memoryview], *, at_most: int) -> bytes | None:
+        """SHARED's body for these views, as at most `at_most` runs; None for views that stand
+        elsewhere: then they go through the socket."""
+        ...
+
+    def close(self) -> None:
+        """The connection is closed."""
+        ...
+
+
+class Fetch(Protocol):
+    """The bytes of one SHARED frame on their way."""
+
+    def poll(self) -> bool:
+        """Whether they are where they belong and nothing of them is read any more. OSError or
+        ProtocolError when they will not come."""
+        ...
+
+
+class Borrower(Protocol):
+    """D's side of one connection, from the peer's AUTH on."""
+
+    takes_descriptors: bool
+    """Whether REGION brings one descriptor, over a Unix socket."""
+
+    def open(self, size_bytes: int, body: bytes, descriptors: Sequence[int]) -> None:
+        """REGION has come. ProtocolError when it is not right, OSError when the system does not
+        give it. The descriptors stay the caller's."""
+        ...
+
+    def prepare(self, body: bytes, length: int) -> Callable[[Sequence[memoryview] | None], Fetch]:
+        """SHARED has come, for `length` bytes: the function that begins to fetch them into views of
+        that length (None: nobody wants them). ProtocolError for a body that lies; nothing is
+        fetched before it is checked."""
+        ...
+
+    def close(self) -> None:
+        """The connection is closed. When this returns nothing lands in any view any more, also of
+        fetches that were not through."""
+        ...
+
+
+class DataPath(Protocol):
+    """One way to move DATA, for all connections of an endpoint."""
+
+    name: str
+    """As in HELLO's `transports`."""
+
+    @property
+    def lends(self) -> bool:
+        """Whether we have memory to lend: without that a P does not offer this path."""
+        ...
+
+    def lender(self) -> Lender: ...
+
+    def borrower(self) -> Borrower: ...
