@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.kv.device_fake import DeviceFault, Machine
+from tests.kv.kvfakes import LAYOUT
 from xpyd_core.errors import XpydError
-from xpyd_kv.device.paged import PagedMemory
+from xpyd_kv.device.paged import DevicePagedMemory, PagedMemory
 
 
 def cache(dtype: torch.dtype, layers: int = 2) -> list[torch.Tensor]:
@@ -55,3 +57,35 @@ def test_a_cache_that_needs_no_gradient_is_not_asked_for_one() -> None:
 def test_tensors_of_another_shape_are_refused(tensors: list[torch.Tensor]) -> None:
     with pytest.raises(XpydError):
         PagedMemory(tensors, layers=[0, 1])
+
+
+def test_a_cache_on_a_device_is_places_and_an_event_says_when_the_model_wrote_them() -> None:
+    machine = Machine()
+    gpu = machine.device("p")
+    region = gpu.allocate(2 * 5 * LAYOUT.block_bytes * 3)
+    size = 5 * LAYOUT.block_bytes
+    layers = [region[layer * size : (layer + 1) * size] for layer in range(3)]
+    memory = DevicePagedMemory(gpu, layers, layout=LAYOUT, region=region)
+    assert (memory.layout, memory.num_blocks) == (LAYOUT, 5)
+    block = memory.block_view(1, 4)
+    assert (block.address, len(block)) == (
+        region.address + size + 4 * LAYOUT.block_bytes,
+        LAYOUT.block_bytes,
+    )
+    gpu.compute(block, b"k" * len(block))
+    event = memory.written()
+    with pytest.raises(DeviceFault):
+        gpu.read(block)
+    assert event.wait(1.0)
+    assert gpu.read(block) == b"k" * len(block)
+
+
+def test_device_memory_that_is_no_cache_is_refused() -> None:
+    gpu = Machine().device("p")
+    region = gpu.allocate(3 * LAYOUT.block_bytes)
+    size = LAYOUT.block_bytes
+    good = [region[i * size : (i + 1) * size] for i in range(3)]
+    outside = gpu.allocate(size)
+    for bad in (good[:2], [*good[:2], outside], [good[0], good[1], good[2][:-8]]):
+        with pytest.raises(XpydError):
+            DevicePagedMemory(gpu, bad, layout=LAYOUT, region=region)

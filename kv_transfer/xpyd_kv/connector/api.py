@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from xpyd_core.request_id import Address, TransferKey
+from xpyd_kv.device.api import Event, View
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,14 @@ class KvMemory(Protocol):
     @property
     def layout(self) -> KvLayout: ...
 
-    def block_view(self, layer: int, block_id: int) -> memoryview:
+    def block_view(self, layer: int, block_id: int) -> View:
         """Writable bytes of one block of one layer (index into `layout.layers`), `block_bytes`
         long."""
+        ...
+
+    def written(self) -> Event | None:
+        """Engine thread: when all that the model has enqueued by now stands in the cache. None: it
+        does."""
         ...
 
 

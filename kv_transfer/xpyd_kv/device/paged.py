@@ -1,7 +1,7 @@
-"""The paged cache's tensors as bytes: the KvMemory of a worker on CPU.
+"""The paged cache's tensors as bytes: the KvMemory of a worker, on the CPU or on a GPU.
 
-It sits between the runner, which owns the tensors, and the transfer, which sees memoryviews only.
-torch stays inside this file.
+It sits between the runner, which owns the tensors, and the transfer, which sees views only. torch
+stays inside this file.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 from xpyd_core.errors import XpydError
 from xpyd_kv.connector.api import KvLayout
+from xpyd_kv.device.api import Device, DeviceView, Event
 
 if TYPE_CHECKING:
     import torch
@@ -27,22 +28,10 @@ class PagedMemory:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, layers: Sequence[int]) -> None:
-        _check(tensors, layers)
-        first = tensors[0]
-        num_blocks, kv_heads, block_size, width = first.shape
-        block_bytes = kv_heads * block_size * width * first.element_size()
+        self._layout = layout_of(tensors, layers=layers, device_type="cpu")
         self._tensors = tuple(tensors)
         self._views = [_bytes_of(tensor) for tensor in tensors]
-        self._block_bytes = block_bytes
-        self._num_blocks = num_blocks
-        self._layout = KvLayout(
-            layers=tuple(layers),
-            kv_heads=kv_heads,
-            head_dim=width // 2,
-            block_size=block_size,
-            dtype=str(first.dtype).removeprefix("torch."),
-            block_bytes=block_bytes,
-        )
+        self._num_blocks = len(tensors[0])
 
     @property
     def layout(self) -> KvLayout:
@@ -56,11 +45,59 @@ class PagedMemory:
 
     def block_view(self, layer: int, block_id: int) -> memoryview:
         """Writable bytes of one block of one layer (index into `layout.layers`)."""
-        start = block_id * self._block_bytes
-        return self._views[layer][start : start + self._block_bytes]
+        size = self._layout.block_bytes
+        return self._views[layer][block_id * size : (block_id + 1) * size]
+
+    def written(self) -> None:
+        """What the model wrote stands: its calls have returned."""
 
 
-def _check(tensors: Sequence[torch.Tensor], layers: Sequence[int]) -> None:
+class DevicePagedMemory:
+    """KvMemory over the device memory of each layer's tensor, `layout.block_bytes` for each block.
+
+    `region` is the allocation of `device` that all of them lie in: what a peer on this machine may
+    open. The memory stays its owner's.
+    """
+
+    def __init__(
+        self, device: Device, layers: Sequence[DeviceView], *, layout: KvLayout, region: DeviceView
+    ) -> None:
+        first, end = region.address, region.address + region.length
+        for view in layers:
+            if not first <= view.address <= end - view.length or view.length != len(layers[0]):
+                raise XpydError("cache memory must be alike and in one allocation")
+        if len(layers) != len(layout.layers) or len(layers[0]) % layout.block_bytes:
+            raise XpydError(f"{len(layers)} pieces of memory for {len(layout.layers)} layers")
+        self.device = device
+        self.region = region
+        self._layers = tuple(layers)
+        self._layout = layout
+
+    @property
+    def layout(self) -> KvLayout:
+        """Shape of the cache."""
+        return self._layout
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the cache."""
+        return len(self._layers[0]) // self._layout.block_bytes
+
+    def block_view(self, layer: int, block_id: int) -> DeviceView:
+        """Where one block of one layer (index into `layout.layers`) lies."""
+        size = self._layout.block_bytes
+        return self._layers[layer][block_id * size : (block_id + 1) * size]
+
+    def written(self) -> Event:
+        """Engine thread: when all that the model has enqueued by now stands in the cache."""
+        return self.device.compute_stream().record()
+
+
+def layout_of(
+    tensors: Sequence[torch.Tensor], *, layers: Sequence[int], device_type: str
+) -> KvLayout:
+    """The shape of a cache of one tensor for each layer, as in PagedMemory. XpydError when they are
+    not alike, contiguous and on a device of this type."""
     if not tensors or len(tensors) != len(layers):
         raise XpydError(f"{len(tensors)} cache tensors for {len(layers)} layers")
     first = tensors[0]
@@ -69,13 +106,22 @@ def _check(tensors: Sequence[torch.Tensor], layers: Sequence[int]) -> None:
             tensor.ndim != _DIMENSIONS
             or tensor.shape != first.shape
             or tensor.dtype != first.dtype
-            or tensor.device.type != "cpu"
+            or tensor.device.type != device_type
             or not tensor.is_contiguous()
         ):
             raise XpydError(
-                "cache tensors must be alike: contiguous on the CPU, "
+                f"cache tensors must be alike: contiguous on {device_type}, "
                 "[blocks, kv heads, block size, 2 * head dim]"
             )
+    _, kv_heads, block_size, width = first.shape
+    return KvLayout(
+        layers=tuple(layers),
+        kv_heads=kv_heads,
+        head_dim=width // 2,
+        block_size=block_size,
+        dtype=str(first.dtype).removeprefix("torch."),
+        block_bytes=kv_heads * block_size * width * first.element_size(),
+    )
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
