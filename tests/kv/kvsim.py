@@ -40,6 +40,7 @@ class SimPeer:
     address: Address | None
     hello: wire.Hello
     layout: wire.Layout = WIRE_LAYOUT
+    transport: str = "tcp"
 
 
 @dataclass

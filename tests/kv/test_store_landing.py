@@ -50,6 +50,32 @@ def test_own_blocks_then_buffer_then_pool_then_nothing() -> None:
     assert store.take_direct(KEY, 1) is None
 
 
+@pytest.mark.parametrize("direct_free", [0.0, 0.1, 0.25, 1.0])
+def test_what_is_said_to_be_free_can_be_taken_directly_and_no_block_more(
+    direct_free: float,
+) -> None:
+    store, _, _ = make(10, direct_free=direct_free, buffer=20)
+    while free := store.figures().direct_free_bytes // UNIT:
+        too_much, enough = store.take(KEY, free + 1), store.take(KEY, min(free, 3))
+        assert too_much is not None
+        assert enough is not None
+        assert (too_much.kind, enough.kind) == ("buffer", "direct")
+        too_much.free()
+    landing = store.take(KEY, 1)
+    assert landing is not None
+    assert landing.kind == "buffer"
+
+
+def test_fragmentation_is_a_figure() -> None:
+    store, _, _ = make(direct_free=1.0, pool=8)
+    taken = [store.take(KEY, 1) for _ in range(8)]
+    assert store.figures().pool_fragmentation == 0.0
+    for landing in taken[::2]:
+        assert landing is not None
+        landing.free()
+    assert store.figures().pool_fragmentation == 0.75
+
+
 def test_direct_free_of_one_means_never_and_of_zero_means_all_but_the_last() -> None:
     store, _, _ = make(10, direct_free=1.0, pool=2)
     landing = store.take(KEY, 1)

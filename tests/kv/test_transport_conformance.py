@@ -207,6 +207,20 @@ def test_incompatible_sides_both_name_the_factor(net, changes, factor):
     assert d_told.told == []
 
 
+def test_a_refusal_is_logged_once_on_each_side_however_often_it_is_dialled(net, caplog):
+    d, _ = net.endpoint("D")
+    changed = {**LAYOUT.factors, "model": "x"}
+    p, p_told = net.endpoint("P", layout=msgspec.structs.replace(LAYOUT, factors=changed))
+    with caplog.at_level(logging.WARNING):
+        for n in range(1, 6):
+            run(p, lambda: p.connect(d.listen_address))
+            p_told.wait("failed", n)
+        until(lambda: d.counters.refused == {"model": 5})
+    lines = [line for line in caplog.messages if "incompatible (model)" in line]
+    assert len(lines) == 2
+    assert {line.split()[2] for line in lines} == {"to", "from"}
+
+
 def test_a_wrong_key_is_refused_counted_and_not_tried_again(net):
     d, d_told = net.endpoint("D")
     p, p_told = net.endpoint("P", keys=(b"another fleet's key",))
@@ -215,6 +229,7 @@ def test_a_wrong_key_is_refused_counted_and_not_tried_again(net):
         assert p_told.wait("failed", n) == (d.listen_address, "auth")
     assert p.counters.auth_failed == 1
     assert d.counters.auth_failed == 1
+    assert p.counters.refused == d.counters.refused == {"auth": 1}
     assert d_told.told == []
 
 

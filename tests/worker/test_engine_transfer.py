@@ -267,6 +267,7 @@ def test_d_computes_the_prompt_itself_when_the_kv_is_late():
     bench.now += 5.0
     bench.run()
     assert bench.core.stats().kv_recomputed == {"late": 1}
+    assert bench.core.stats().kv_recomputed_tokens == {"late": 9}
     bench.assert_as_alone("a")
     assert not consumer.expected
 

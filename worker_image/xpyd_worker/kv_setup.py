@@ -29,7 +29,7 @@ from xpyd_kv.transport.tcp import TcpEndpoint
 from xpyd_worker.config import Role, WorkerConfig
 from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.server.kv_metrics import kv_samples
-from xpyd_worker.server.metrics import KvSample
+from xpyd_worker.server.metrics import KvHistogram, KvSample
 
 LETTER: dict[Role, Literal["P", "D", "A"]] = {
     "Prefill": "P",
@@ -63,7 +63,7 @@ class Kv:
         if self.shared is not None:
             self.shared.close()
 
-    def samples(self, stats: EngineStats) -> Iterable[KvSample]:
+    def samples(self, stats: EngineStats) -> Iterable[KvSample | KvHistogram]:
         """The figures for `/metrics`."""
         connector = self.connector
         store = connector.store if connector is not None else None

@@ -22,6 +22,7 @@ from xpyd_core.errors import XpydError
 from xpyd_core.request_id import Address, TransferKey, is_dialable
 from xpyd_kv.connector.api import BlockPool, KvLayout, SendStatus
 from xpyd_kv.plan.frames import Area, FrameLimits, frames, layer_groups
+from xpyd_kv.rate_limit import RateLimits
 from xpyd_kv.session.deadlines import Remembered
 from xpyd_kv.session.events import SendEnded, SendEvent, SendGranted
 from xpyd_kv.session.limits import KvLimits
@@ -96,6 +97,7 @@ class KvProducer:
         self._clock = clock
         self._prompts: dict[TransferKey, _Prompt] = {}
         self._settled: Remembered[TransferKey, _Settled] = Remembered(limits.tombstone_s)
+        self._warnings = RateLimits()
         # Of the running step: its chunks, and those whose group of layers ends with a layer.
         self._chunks: list[_Chunk] = []
         self._group_ends: dict[int, list[_Chunk]] = {}
@@ -265,11 +267,19 @@ class KvProducer:
 
     def _settle(self, key: TransferKey, epoch: int, reason: str, incarnation: str = "") -> None:
         if reason:
-            # What the request's own end brings is usual; everything else makes D compute again.
-            level = logging.INFO if reason in _USUAL else logging.WARNING
-            _log.log(level, "KV of %s is not sent: %s", key, reason, extra={"request": key.uuid})
+            self._log_failure(key, reason)
         settled = _Settled(epoch, "none" if reason else "granted", incarnation)
         self._settled.set(key, settled, self._clock())
+
+    def _log_failure(self, key: TransferKey, reason: str) -> None:
+        # What the request's own end brings is usual; everything else makes D compute again. While
+        # a D is away each request fails alike: one warning in a while for each reason.
+        is_usual = reason in _USUAL
+        left_out = None if is_usual else self._warnings.take(reason, self._clock())
+        level = logging.INFO if left_out is None else logging.WARNING
+        more = f" ({left_out} more like it before)" if left_out else ""
+        text = "KV of %s is not sent: %s%s"
+        _log.log(level, text, key, reason, more, extra={"request": key.uuid})
 
     def _relieve_pressure(self) -> None:
         """Cancel the oldest computed prompts while D's slowness costs P too much of its cache."""

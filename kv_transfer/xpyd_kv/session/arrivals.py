@@ -64,6 +64,7 @@ class Arrivals:
     def add(self, transfer: Incoming) -> None:
         """A new transfer; its key has no live one."""
         self._live[transfer.key] = transfer
+        self._metrics.open_transfers += 1
         self.arm(transfer)
 
     # --- moves
@@ -82,6 +83,7 @@ class Arrivals:
     def drop(self, transfer: Incoming) -> None:
         """Over, without a word to anybody."""
         del self._live[transfer.key]
+        self._metrics.open_transfers -= 1
         self._deadlines.clear((transfer.key, transfer.epoch))
         self._over.end(transfer.key, transfer.epoch, self._clock())
 
@@ -135,7 +137,7 @@ class Arrivals:
     def _end(self, transfer: Incoming, reason: str) -> None:
         self.drop(transfer)
         if transfer.state is not ReceiveState.LANDED:
-            self._metrics.transfers["failed"] += 1
+            self._metrics.ended(reason)
         self._report(ReceiveEnded(transfer.key, transfer.epoch, reason))
 
     def _quiet(self, transfer: Incoming) -> None:
@@ -179,6 +181,7 @@ class Arrivals:
             if waits and (_is_kept(transfer) or now < self._expiry(transfer)):
                 self.renew(transfer)
             else:
+                self._metrics.leases_expired += 1
                 self.end(transfer, "lease_expired")
         return self._deadlines.next()
 

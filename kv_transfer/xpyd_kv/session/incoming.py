@@ -126,6 +126,7 @@ class Incoming:
     peer: Peer
     tokens: int
     activity_s: float
+    granted_s: float = 0.0
     state: ReceiveState = ReceiveState.OFFERED
     expected: bool = False
     skip_tokens: int = 0

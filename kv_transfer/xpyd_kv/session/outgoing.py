@@ -74,6 +74,9 @@ class Outgoing:
 
     request: OfferRequest
     since_s: float
+    granted_s: float = 0.0
+    # When the prefill had ended.
+    completed_s: float = 0.0
     state: SendState = SendState.INIT
     peer: Peer | None = None
     skip_blocks: int = 0

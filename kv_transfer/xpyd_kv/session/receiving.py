@@ -97,7 +97,7 @@ class ReceiveSession:
             block_bytes=self._layout.block_bytes,
         )
         self._arrivals.move(transfer, ReceiveState.GRANTED)
-        transfer.activity_s = self._clock()
+        transfer.granted_s = transfer.activity_s = self._clock()
         self._arrivals.arm(transfer)
         self._endpoint.send(transfer.peer, grant_of(transfer))
 
@@ -205,6 +205,7 @@ class ReceiveSession:
             self._arrivals.settle(transfer)
             return
         if intact:
+            self._metrics.received_frames += 1
             self._metrics.received_bytes += area_of(header).cells * self._layout.block_bytes
         else:
             self._metrics.checksum_mismatches += 1
@@ -301,7 +302,8 @@ class ReceiveSession:
         if not missing and transfer.ledger.agrees(commit):
             self._arrivals.move(transfer, ReceiveState.LANDED)
             self._arrivals.arm(transfer)
-            self._metrics.transfers["done"] += 1
+            self._metrics.ended("")
+            self._metrics.transferred(peer.transport, self._clock() - transfer.granted_s)
             self._endpoint.send(peer, done_of(transfer))
             self._report(ReceiveLanded(key, commit.epoch))
         elif 0 < len(missing) <= MAX_NACK_FRAMES and not transfer.nacked:

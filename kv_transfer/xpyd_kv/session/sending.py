@@ -89,6 +89,7 @@ class SendSession:
         """Begin a transfer: dial if needed, then OFFER."""
         transfer = Outgoing(request, since_s=self._clock())
         self._transfers[request.key] = transfer
+        self._metrics.open_transfers += 1
         self._arm(transfer, self._limits.dial_s)
         peer = self._endpoint.connect(request.address)
         if peer is not None and transfer.state is SendState.INIT:
@@ -107,6 +108,7 @@ class SendSession:
         transfer = self._find(key, epoch)
         if transfer is not None and transfer.state is not SendState.CANCELLING:
             transfer.complete = True
+            transfer.completed_s = self._clock()
             self._pump(transfer)
 
     def cancel(self, key: TransferKey, epoch: int, reason: str) -> None:
@@ -176,6 +178,7 @@ class SendSession:
                 self._arm(transfer, self._limits.cancel_s)
                 self._endpoint.disconnect(transfer.peer, "CANCEL was not answered")
             else:
+                self._metrics.leases_expired += transfer.state in _SENDING
                 self._give_up(transfer, _TIMEOUTS[transfer.state])
         return self._deadlines.next()
 
@@ -218,9 +221,10 @@ class SendSession:
                 self._arm(transfer, min(message.ttl_ms / 1000, MAX_LEASE_S))
             case wire.Done() if state is SendState.COMMITTED:
                 assert transfer.peer is not None
-                self._done.set(
-                    transfer.request.key, (transfer.request.epoch, transfer.peer), self._clock()
-                )
+                now = self._clock()
+                self._done.set(transfer.request.key, (transfer.request.epoch, transfer.peer), now)
+                self._metrics.transferred(transfer.peer.transport, now - transfer.granted_s)
+                self._metrics.after_prefill_s.observe(now - transfer.completed_s)
                 self._end(transfer, "")
             case wire.Done():
                 raise ProtocolError("DONE before COMMIT")
@@ -238,8 +242,8 @@ class SendSession:
         transfer.skip_blocks = message.skip_tokens // block_size
         self._move(transfer, SendState.GRANTED)
         self._arm(transfer, self._limits.lease_s)
-        self._metrics.grant_waits += 1
-        self._metrics.grant_wait_s += self._clock() - transfer.since_s
+        transfer.granted_s = self._clock()
+        self._metrics.grant_wait.observe(transfer.granted_s - transfer.since_s)
         request = transfer.request
         self._report(
             SendGranted(request.key, request.epoch, transfer.peer.hello.incarnation),
@@ -313,7 +317,8 @@ class SendSession:
         request = transfer.request
         del self._transfers[request.key]
         self._deadlines.clear(request.key)
-        self._metrics.transfers["failed" if reason else "done"] += 1
+        self._metrics.open_transfers -= 1
+        self._metrics.ended(reason)
         self._report(SendEnded(request.key, request.epoch, reason))
 
     # --- frames
@@ -383,7 +388,10 @@ class SendSession:
     def _frame_done(self, transfer: Outgoing, frame: SentFrame, sent: bool) -> None:
         transfer.in_flight -= 1
         if sent:
+            self._metrics.sent_frames += 1
             self._metrics.sent_bytes += frame.length
+            if not transfer.complete:
+                self._metrics.overlapped_bytes += frame.length
         if transfer.state is SendState.CANCELLING:
             self._settle(transfer)
         elif transfer.state in _SENDING:

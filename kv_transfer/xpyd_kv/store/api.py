@@ -16,9 +16,12 @@ LandingKind = Literal["direct", "buffer", "pool"]
 
 @dataclass(frozen=True)
 class StoreFigures:
-    """Gauges of a store, in bytes; `leases` counts landings that are held now."""
+    """Gauges of a store, in bytes; `leases` counts landings that are held now, `direct_free_bytes`
+    what may still land in own blocks, `pool_fragmentation` is the share of the pool's free memory
+    that is not in its largest free piece."""
 
     leases: int = 0
+    direct_free_bytes: int = 0
     buffer_used_bytes: int = 0
     buffer_bytes: int = 0
     pool_used_bytes: int = 0

@@ -70,7 +70,8 @@ class Buddy:
     @property
     def fragmentation(self) -> float:
         """1 - largest free run / free units; 0 when nothing is free."""
-        return 1 - self.largest_free_units / self._free_units if self._free_units else 0.0
+        free = self._free_units  # Once: metrics read it from another thread.
+        return 1 - self.largest_free_units / free if free else 0.0
 
     def take(self, units: int) -> tuple[Extent, ...] | None:
         """Extents of `units` units in all, largest first; None when fewer are free."""

@@ -6,6 +6,7 @@ allocation at start, whose pages the system brings when they are first touched.
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,8 +68,12 @@ class LandingStore:
 
     def figures(self) -> StoreFigures:
         """See Store."""
+        # `take` leaves more than this free.
+        kept = self._limits.direct_free * self._pool.num_blocks
+        direct = max(0, math.ceil(self._pool.num_free - kept) - 1)
         return StoreFigures(
             leases=self._leases,
+            direct_free_bytes=direct * self._unit_bytes,
             buffer_used_bytes=self._buffer_used_bytes,
             buffer_bytes=self._limits.buffer_bytes,
             pool_used_bytes=self._buddy.used_units * self._unit_bytes,

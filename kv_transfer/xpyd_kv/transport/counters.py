@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-_MAX_NAMES = 64
+from xpyd_kv.figures import Names
 
 
 @dataclass
 class Counters:
-    """Since the start, but for `connections`, which is now."""
+    """Since the start, but for `connections` and `strangers`, which are now."""
 
     connections: int = 0
     """Open peers now."""
+    connections_by: dict[str, int] = field(default_factory=dict[str, int])
+    """The same, by the transport agreed on."""
     opened: dict[str, int] = field(default_factory=dict[str, int])
     """Peers that came up, by the transport agreed on."""
     strangers: int = 0
@@ -32,11 +34,5 @@ class Counters:
     """Peers closed for not answering PINGs or not reading their control frames."""
     corrupt_frames: int = 0
     """DATA frames whose checksum was wrong."""
-    refused: dict[str, int] = field(default_factory=dict[str, int])
-    """Handshakes refused, by factor (`incompatible`) or by reason (`version`, `role`, ...)."""
-
-    def count_refused(self, name: str) -> None:
-        """One more under `name`, which a peer may have chosen: the number of names is bounded."""
-        if name not in self.refused and len(self.refused) >= _MAX_NAMES:
-            name = "other"
-        self.refused[name] = self.refused.get(name, 0) + 1
+    refused: Names = field(default_factory=Names)
+    """Handshakes refused, by factor (`incompatible`) or by reason (`auth`, `version`, ...)."""

@@ -37,10 +37,8 @@ def reason_of(error: Exception, *, was_open: bool) -> str:
 def count(counters: Counters, stream: Stream, error: Exception) -> None:
     """Enter the end of `stream` by `error` where it belongs."""
     if isinstance(error, RefusedError):
-        if error.reason == errors.AUTH:
-            counters.auth_failed += 1
-        else:
-            counters.count_refused(error.factor or error.reason)
+        counters.auth_failed += error.reason == errors.AUTH
+        counters.refused.add(error.factor or error.reason)
     elif isinstance(error, SlowReaderError):
         counters.silent_peers += 1
     elif isinstance(error, ProtocolError):

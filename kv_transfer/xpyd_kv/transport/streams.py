@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from xpyd_core.request_id import Address
+from xpyd_kv.rate_limit import RateLimit, RateLimits
 from xpyd_kv.transport import sockets
 from xpyd_kv.transport.counters import Counters
 from xpyd_kv.transport.data_path import DataPath
 from xpyd_kv.transport.failure import count, is_auth_failure, reason_of
-from xpyd_kv.transport.rate_limit import RateLimit
 from xpyd_kv.transport.registry import Registry
 from xpyd_kv.transport.selector import READ, WRITE, WakeableSelector
 from xpyd_kv.transport.session_calls import SessionCalls
@@ -28,6 +28,7 @@ from xpyd_kv.transport.settings import Bounds, Deadlines
 from xpyd_kv.transport.stream import ClosedByPeerError, Stream
 from xpyd_kv.wire import errors
 from xpyd_kv.wire.connection import Connection, Pulse
+from xpyd_kv.wire.errors import RefusedError
 from xpyd_kv.wire.handshake import Terms
 
 _log = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ class Streams:
         self._fetching: dict[Stream, None] = {}
         self._poll_at = math.inf
         self._junk_log = RateLimit()
+        self._refusal_log = RateLimits()
 
     @property
     def due(self) -> float:
@@ -165,6 +167,8 @@ class Streams:
         if stream.closing is None:
             stream.closing = reason
             self.registry.remove(stream)
+            if stream.is_up:
+                self._context.counters.connections_by[stream.transport] -= 1
             self._count()
             self._to_close.append(stream)
 
@@ -213,8 +217,9 @@ class Streams:
         if older is not None:
             self.end(older, "replaced")
         self._count()
-        opened, name = context.counters.opened, stream.transport
-        opened[name] = opened.get(name, 0) + 1
+        name = stream.transport
+        for figures in (context.counters.opened, context.counters.connections_by):
+            figures[name] = figures.get(name, 0) + 1
         _log.info("KV peer %s at %s is up over %s", stream.hello.engine_id, stream.remote, name)
         stream.is_up = stream.session_ran = True
         context.session.handler.peer_up(stream)
@@ -229,14 +234,21 @@ class Streams:
         self.end(stream, reason)
 
     def _log_end(self, stream: Stream, error: Exception, reason: str) -> None:
+        now, refused = self._context.clock(), isinstance(error, RefusedError)
         if reason == "internal":
             _log.error("the session has failed on a KV connection", exc_info=error)
-        elif stream.is_up or stream.address is not None:
+        elif stream.is_up:
             level = logging.INFO if isinstance(error, ClosedByPeerError) else logging.WARNING
             _log.log(level, "KV connection with %s ends: %s", stream.remote, error)
+        elif stream.address is not None:
+            # Every request would dial again, and fail alike.
+            left_out = self._refusal_log.take((stream.address, reason), now)
+            if left_out is not None:
+                text = "KV connection to %s failed: %s (%d more like it before)"
+                _log.warning(text, stream.remote, error, left_out)
         elif not isinstance(error, OSError):
             # A stranger; one that only connects and leaves (a probe) is not worth a line.
-            left_out = self._junk_log.take(self._context.clock())
+            left_out = self._refusal_log.take(reason, now) if refused else self._junk_log.take(now)
             if left_out is not None:
                 text = "KV connection from %s refused: %s (%d more like it before)"
                 _log.warning(text, stream.remote, error, left_out)

@@ -129,11 +129,16 @@ class RequestBook:
         prompt = sequence.state.prompt_tokens - sequence.num_computed
         in_prompt = min(count, max(0, prompt))
         self._stats.prompt_tokens_computed += in_prompt
+        reason = sequence.state.recomputed
+        if reason and in_prompt:
+            tokens = self._stats.kv_recomputed_tokens
+            tokens[reason] = tokens.get(reason, 0) + in_prompt
         self._stats.output_tokens_computed += count - in_prompt
 
     def recomputes(self, state: RequestState, reason: str) -> None:
-        """A prompt is computed here although its KV was to come: not silently."""
-        logger.warning(
+        """A prompt is computed here although its KV was to come: see recompute_log."""
+        state.recomputed = reason
+        logger.info(
             "computing a prompt whose KV was to come: %s",
             reason,
             extra={"request": state.request.log_id},

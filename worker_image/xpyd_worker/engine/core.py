@@ -23,6 +23,7 @@ from xpyd_worker.engine.api import Deliver
 from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.executor import Executor
 from xpyd_worker.engine.inbox import Abort, Inbox, Item, ReleaseKv, Submit
+from xpyd_worker.engine.recompute_log import RecomputeLog
 from xpyd_worker.engine.request import ChoiceOutput, EngineRequest, EngineStats, RequestOutput
 from xpyd_worker.engine.scheduler import Limits, ScheduledStep, Scheduler
 from xpyd_worker.engine.stopping import StopRules
@@ -73,6 +74,7 @@ class EngineCore:
         )
         self._layer_done = producer.layer_done if producer else _no_layer_done
         self._stats = copy(self._scheduler.observe())
+        self._recompute_log = RecomputeLog()
         self._is_quiet = True
         self._stopping = False
         self._failure: BaseException | None = None
@@ -206,7 +208,9 @@ class EngineCore:
         stats = copy(self._scheduler.observe())
         stats.finished = dict(stats.finished)
         stats.kv_recomputed = dict(stats.kv_recomputed)
+        stats.kv_recomputed_tokens = dict(stats.kv_recomputed_tokens)
         self._stats = stats
+        self._recompute_log.look(stats.kv_recomputed, stats.kv_recomputed_tokens, self._clock())
         self._is_quiet = not (self._scheduler.has_requests or self._transfers_are_open())
 
     def _transfers_are_open(self) -> bool:

@@ -166,4 +166,6 @@ class EngineStats:
     finished: dict[str, int] = field(default_factory=dict[str, int])
     # Requests that computed a prompt here although its KV was to come, by reason.
     kv_recomputed: dict[str, int] = field(default_factory=dict[str, int])
+    # The tokens of those prompts that entered a forward.
+    kv_recomputed_tokens: dict[str, int] = field(default_factory=dict[str, int])
     received_tokens: int = 0

@@ -38,6 +38,8 @@ class RequestState:
     # D: the KV is still expected; then it was adopted.
     expects_kv: bool = False
     adopted: bool = False
+    # D: why its prompt is computed here although KV was to come.
+    recomputed: str = ""
     # P: tokens under OFFER (0: none), whether all of them are computed, and whether an OFFER was
     # cancelled whose writes may not have ended.
     offered_tokens: int = 0

@@ -1,44 +1,76 @@
-"""The KV transfer's figures as samples for `/metrics`. An Aggregated instance shows zeros."""
+"""The KV transfer's figures as samples for `/metrics`. An Aggregated instance shows zeros.
+
+No label names a peer: a fleet has any number of them, and they come and go. Who is whose peer, and
+over what, stands in the log.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from xpyd_kv.figures import Distribution
 from xpyd_kv.session.metrics import KvMetrics
 from xpyd_kv.store.api import StoreFigures
 from xpyd_kv.transport.counters import Counters
 from xpyd_kv.transport.settings import TRANSPORTS
 from xpyd_worker.engine.request import EngineStats
-from xpyd_worker.server.metrics import KvSample
+from xpyd_worker.server.metrics import KvHistogram, KvSample
 
 _WHERE = ("direct", "buffer", "pool", "deferred")
+_OUTCOMES = ("done", "failed")
 
 
 def kv_samples(
     metrics: KvMetrics, counters: Counters, figures: StoreFigures, stats: EngineStats
-) -> Iterable[KvSample]:
+) -> Iterable[KvSample | KvHistogram]:
     """All `xpyd_kv_*` figures."""
-    yield from _transfers(metrics, stats)
+    yield from _moved(metrics, stats)
+    yield from _transfers(metrics)
+    yield from _without_kv(metrics, stats)
     yield from _connections(counters)
     yield from _store(figures)
 
 
-def _transfers(metrics: KvMetrics, stats: EngineStats) -> Iterable[KvSample]:
+def _moved(metrics: KvMetrics, stats: EngineStats) -> Iterable[KvSample]:
     yield _counter("sent_bytes", "KV bytes sent", metrics.sent_bytes)
+    yield _counter("sent_frames", "DATA frames sent", metrics.sent_frames)
+    yield _counter(
+        "overlapped_bytes", "KV bytes sent before the prefill's end", metrics.overlapped_bytes
+    )
+    overlap = metrics.overlapped_bytes / metrics.sent_bytes if metrics.sent_bytes else 0.0
+    yield _gauge("overlap_ratio", "Share of KV bytes sent before the prefill's end", overlap)
     yield _counter("received_bytes", "KV bytes received", metrics.received_bytes)
+    yield _counter("received_frames", "DATA frames received", metrics.received_frames)
     yield _counter("received_tokens", "Tokens started from received KV", stats.received_tokens)
     yield _counter("skipped_tokens", "Offered tokens that D had cached", metrics.skipped_tokens)
-    yield _counter("grant_waits", "GRANTs that P got", metrics.grant_waits)
-    yield _counter("grant_wait_seconds", "Time from OFFER to GRANT", metrics.grant_wait_s)
+
+
+def _transfers(metrics: KvMetrics) -> Iterable[KvSample | KvHistogram]:
+    yield from _by("transfers", "Transfers that ended", "outcome", metrics.transfers, _OUTCOMES)
+    yield from _by("failed", "Transfers that failed", "reason", metrics.failed, ())
+    yield _gauge("open_transfers", "Transfers that are not over", metrics.open_transfers)
+    yield _counter("leases_expired", "Leases that ran out", metrics.leases_expired)
+    yield KvHistogram("xpyd_kv_grant_wait_seconds", "OFFER to GRANT", metrics.grant_wait)
+    found = dict(metrics.transfer_s) or {"none": Distribution()}
+    for transport in sorted(found):
+        labels = (("transport", transport),)
+        yield KvHistogram(
+            "xpyd_kv_transfer_seconds", "GRANT until all is there", found[transport], labels
+        )
+    yield KvHistogram(
+        "xpyd_kv_after_prefill_seconds", "End of the prefill to DONE", metrics.after_prefill_s
+    )
     yield _counter(
         "checksum_mismatches", "DATA frames with a wrong checksum", metrics.checksum_mismatches
     )
     yield _counter(
         "pressure_cancels", "Transfers cancelled to free P's blocks", metrics.pressure_cancels
     )
-    yield from _by("transfers", "Transfers that ended", "outcome", metrics.transfers, ())
     yield from _by("landings", "Where received KV landed", "where", metrics.landings, _WHERE)
     yield from _by("refused_data", "DATA frames refused", "reason", metrics.refused_data, ())
+
+
+def _without_kv(metrics: KvMetrics, stats: EngineStats) -> Iterable[KvSample]:
     yield from _by("not_received", "Requests without KV", "reason", metrics.not_received, ())
     yield from _by(
         "recomputed_requests",
@@ -47,10 +79,24 @@ def _transfers(metrics: KvMetrics, stats: EngineStats) -> Iterable[KvSample]:
         stats.kv_recomputed,
         (),
     )
+    yield from _by(
+        "recomputed_tokens",
+        "Prompt tokens computed because their KV did not come",
+        "reason",
+        stats.kv_recomputed_tokens,
+        (),
+    )
 
 
 def _connections(counters: Counters) -> Iterable[KvSample]:
-    yield _gauge("connections", "Open connections to peers", counters.connections)
+    yield from _by(
+        "connections",
+        "Open connections to peers",
+        "transport",
+        counters.connections_by,
+        TRANSPORTS,
+        kind="gauge",
+    )
     yield from _by("peers", "Peers that came up", "transport", counters.opened, TRANSPORTS)
     yield _counter("shared_bytes", "KV bytes through shared memory", counters.shared_bytes)
     yield _counter("auth_failed", "Handshakes without a key of the fleet", counters.auth_failed)
@@ -59,17 +105,28 @@ def _connections(counters: Counters) -> Iterable[KvSample]:
         "protocol_errors", "Peers closed for breaking the protocol", counters.protocol_errors
     )
     yield _counter("silent_peers", "Peers closed for not answering", counters.silent_peers)
-    yield from _by("refused_handshakes", "Handshakes refused", "factor", counters.refused, ())
+    yield from _by("handshake_refused", "Handshakes refused", "factor", counters.refused, ())
 
 
 def _store(figures: StoreFigures) -> Iterable[KvSample]:
     yield _gauge("leases", "Landings held now", figures.leases)
+    free = {
+        "direct": figures.direct_free_bytes,
+        "buffer": figures.buffer_bytes - figures.buffer_used_bytes,
+        "pool": figures.pool_bytes - figures.pool_used_bytes,
+    }
+    yield from _by("credits_free_bytes", "Room for KV", "where", free, (), kind="gauge")
     yield _gauge("buffer_bytes", "Size of the device buffer", figures.buffer_bytes)
     yield _gauge("buffer_used_bytes", "Device buffer in use", figures.buffer_used_bytes)
     yield _gauge("pool_bytes", "Size of the host pool", figures.pool_bytes)
     yield _gauge("pool_used_bytes", "Host pool in use", figures.pool_used_bytes)
     yield _gauge(
         "pool_high_water_bytes", "Most of the host pool in use", figures.pool_high_water_bytes
+    )
+    yield _gauge(
+        "pool_fragmentation",
+        "Share of the pool's free memory outside of its largest free piece",
+        figures.pool_fragmentation,
     )
 
 
@@ -82,11 +139,17 @@ def _gauge(name: str, text: str, value: float) -> KvSample:
 
 
 def _by(
-    name: str, text: str, label: str, values: Mapping[str, int], always: tuple[str, ...]
+    name: str,
+    text: str,
+    label: str,
+    values: Mapping[str, int],
+    always: tuple[str, ...],
+    *,
+    kind: str = "counter",
 ) -> Iterable[KvSample]:
     """One sample per label value; without any, one of 0, so that the metric is known."""
     # One step of the interpreter: another thread may add a value meanwhile.
     found = dict(values)
     for key in sorted({*found, *(always or (() if found else ("none",)))}):
         value = float(found.get(key, 0))
-        yield KvSample(f"xpyd_kv_{name}", "counter", text, value, ((label, key),))
+        yield KvSample(f"xpyd_kv_{name}", kind, text, value, ((label, key),))

@@ -9,10 +9,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from xpyd_kv.figures import Distribution
 from xpyd_worker.engine.request import EngineStats
 
 _TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -46,7 +52,17 @@ class KvSample:
     labels: tuple[tuple[str, str], ...] = ()
 
 
-KvSamples = Callable[[], Iterable[KvSample]]
+@dataclass(frozen=True)
+class KvHistogram:
+    """One distribution of the KV transfer. `labels` name one child of the metric."""
+
+    name: str
+    help: str
+    values: Distribution
+    labels: tuple[tuple[str, str], ...] = ()
+
+
+KvSamples = Callable[[], Iterable[KvSample | KvHistogram]]
 
 
 class _EngineCollector(Collector):
@@ -79,16 +95,34 @@ def _finished(finished: Mapping[str, int]) -> Metric:
     return family
 
 
-def _families(samples: Iterable[KvSample]) -> Iterable[Metric]:
-    families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+def _families(samples: Iterable[KvSample | KvHistogram]) -> Iterable[Metric]:
+    families: dict[str, CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily] = {}
     for sample in samples:
         family = families.get(sample.name)
         if family is None:
-            kind = CounterMetricFamily if sample.kind == "counter" else GaugeMetricFamily
-            family = kind(sample.name, sample.help, labels=[key for key, _ in sample.labels])
+            family = _kind_of(sample)(
+                sample.name, sample.help, labels=[key for key, _ in sample.labels]
+            )
             families[sample.name] = family
-        family.add_metric([value for _, value in sample.labels], sample.value)
+        labels = [value for _, value in sample.labels]
+        if isinstance(sample, KvSample):
+            assert not isinstance(family, HistogramMetricFamily)
+            family.add_metric(labels, sample.value)
+        else:
+            assert isinstance(family, HistogramMetricFamily)
+            bounds = [*map(str, sample.values.bounds), "+Inf"]
+            counts = map(float, sample.values.cumulative())
+            buckets = list(zip(bounds, counts, strict=True))
+            family.add_metric(labels, buckets, sample.values.sum)
     return families.values()
+
+
+def _kind_of(
+    sample: KvSample | KvHistogram,
+) -> type[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
+    if isinstance(sample, KvHistogram):
+        return HistogramMetricFamily
+    return CounterMetricFamily if sample.kind == "counter" else GaugeMetricFamily
 
 
 class ServerMetrics:
