@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -56,6 +57,15 @@ def http(
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.read()
+
+
+def listens(ip: str, port: int) -> bool:
+    """Whether somebody accepts TCP connections there."""
+    try:
+        socket.create_connection((ip, port), timeout=1).close()
+    except OSError:
+        return False
+    return True
 
 
 @dataclass

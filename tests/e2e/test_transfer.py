@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import Fleet, Process, fleet, wait_for
+from tests.e2e.harness import Fleet, Process, fleet, listens, wait_for
 from tests.e2e.oracle import Case, load
 from tests.e2e.relay import Relay
 
@@ -171,7 +171,7 @@ def test_a_stalled_transfer_is_recomputed_and_its_late_kv_refused(
     decode = one_p.start_engine("Decode", *flags, ip=d_ip)
     relay: Relay | None = None
     try:
-        wait_for("the KV port", lambda: _listens(d_ip), 90)
+        wait_for("the KV port", lambda: listens(d_ip, 21001), 90)
         relay = Relay(relay_ip, 21001, (d_ip, 21001))
         one_p.wait_ready(decode)
         assert _greedy(one_p, case) == case.ids
@@ -194,16 +194,6 @@ def test_a_stalled_transfer_is_recomputed_and_its_late_kv_refused(
             relay.close()
         decode.stop()
         wait_for("the router forgot it", lambda: decode.name not in one_p.states())
-
-
-def _listens(ip: str) -> bool:
-    import socket
-
-    try:
-        socket.create_connection((ip, 21001), timeout=1).close()
-    except OSError:
-        return False
-    return True
 
 
 def _other(cases: list[Case], first: Case) -> Case:
