@@ -138,6 +138,11 @@ class Fleet:
         return next(p for p in self.processes if p.name == "router-0")
 
     @property
+    def engines(self) -> list[Process]:
+        """Those that run."""
+        return [p for p in self.processes if p.role and p.popen.poll() is None]
+
+    @property
     def key_file(self) -> Path:
         path = self.folder / "key"
         if not path.exists():
