@@ -77,6 +77,8 @@ class Process:
     popen: subprocess.Popen[bytes]
     log_path: Path
     http_port: int
+    start: Callable[[], subprocess.Popen[bytes]]
+    """The same once more: name, address, flags and log."""
     role: str = ""
 
     @property
@@ -107,6 +109,9 @@ class Process:
     def open_files(self) -> int:
         return len(os.listdir(f"/proc/{self.popen.pid}/fd"))
 
+    def threads(self) -> int:
+        return len(os.listdir(f"/proc/{self.popen.pid}/task"))
+
     def stop(self, timeout_s: float = 30.0) -> int:
         """SIGTERM and wait; the exit status. SIGKILL at the deadline."""
         if self.popen.poll() is None:
@@ -121,6 +126,11 @@ class Process:
     def kill(self) -> None:
         self.popen.kill()
         self.popen.wait(10)
+
+    def restart(self) -> None:
+        """Kill -9, and start it again at once, as whatever watches over it does."""
+        self.kill()
+        self.popen = self.start()
 
 
 @dataclass
@@ -152,16 +162,19 @@ class Fleet:
 
     def _spawn(self, name: str, ip: str, argv: Sequence[str], env: dict[str, str]) -> Process:
         log_path = self.folder / f"{name}.log"
-        with log_path.open("ab") as log:
-            popen = subprocess.Popen(
-                [sys.executable, "-m", *argv],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=ROOT,
-                env={**os.environ, **env},
-                start_new_session=True,
-            )
-        process = Process(name, ip, popen, log_path, int(env["XPYD_HTTP_PORT"]))
+
+        def start() -> subprocess.Popen[bytes]:
+            with log_path.open("ab") as log:
+                return subprocess.Popen(
+                    [sys.executable, "-m", *argv],
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    cwd=ROOT,
+                    env={**os.environ, **env},
+                    start_new_session=True,
+                )
+
+        process = Process(name, ip, start(), log_path, int(env["XPYD_HTTP_PORT"]), start)
         self.processes.append(process)
         return process
 

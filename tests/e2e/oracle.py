@@ -27,6 +27,7 @@ TEXTS = (
 )
 
 
+RETRY_S = 0.3
 CUT_SHORT = "stream ended without [DONE] and without an error event"
 
 
@@ -81,6 +82,7 @@ class LoadResult:
     errors: list[str] = field(default_factory=list[str])
     # Streams that ended in an SSE error event after at least one token.
     broken_streams: list[str] = field(default_factory=list[str])
+    retried: list[str] = field(default_factory=list[str])
 
 
 async def _read_stream(response: aiohttp.ClientResponse, ids: list[int]) -> str | None:
@@ -134,27 +136,38 @@ async def load(
     seconds: float,
     clients: int = 32,
     at_half: Any = None,
+    at_least: int = 0,
+    tries: int = 1,
     timeout_s: float = 60,
 ) -> LoadResult:
-    """`clients` concurrent clients for `seconds`, half of the requests streamed.
+    """`clients` concurrent clients for `seconds` and `at_least` so many requests, half of them
+    streamed.
 
     `at_half` is called (in a thread) when half of the time is over. A request that takes longer
-    than `timeout_s` counts as an error: nothing may hang.
+    than `timeout_s` counts as an error: nothing may hang. One that was told of an error is tried
+    again, up to `tries` times in all.
     """
     result, numbers = LoadResult(), itertools.count()
     deadline = time.monotonic() + seconds
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     connector = aiohttp.TCPConnector(limit=0)
 
-    async def client(session: aiohttp.ClientSession) -> None:
-        while time.monotonic() < deadline:
-            number = next(numbers)
+    async def ask(session: aiohttp.ClientSession, number: int) -> tuple[str, str] | None:
+        for left in reversed(range(tries)):
+            case = cases[number % len(cases)]
             try:
-                outcome = await _one(
-                    session, url, cases[number % len(cases)], stream=number % 2 == 0
-                )
+                outcome = await _one(session, url, case, stream=number % 2 == 0)
             except (aiohttp.ClientError, TimeoutError) as error:
-                outcome = ("error", f"{type(error).__name__}: {error}")
+                return ("error", f"{type(error).__name__}: {error}")
+            if outcome is None or outcome[0] == "wrong" or outcome[1] == CUT_SHORT or not left:
+                return outcome
+            result.retried.append(outcome[1])
+            await asyncio.sleep(RETRY_S)
+        return None
+
+    async def client(session: aiohttp.ClientSession) -> None:
+        while (number := next(numbers)) < at_least or time.monotonic() < deadline:
+            outcome = await ask(session, number)
             if outcome is None:
                 result.agreed += 1
                 continue
