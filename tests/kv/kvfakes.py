@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from mmap import mmap
 
 from xpyd_core.blocks import block_hashes
 from xpyd_kv.connector.api import KvLayout
@@ -19,13 +20,15 @@ LAYOUT = KvLayout(
 
 
 class FakeMemory:
-    """KvMemory over one bytearray per layer."""
+    """KvMemory over one piece of memory, layer after layer: a bytearray, or what `memory` is."""
 
-    def __init__(self, num_blocks: int, layout: KvLayout = LAYOUT) -> None:
+    def __init__(
+        self, num_blocks: int, layout: KvLayout = LAYOUT, memory: mmap | None = None
+    ) -> None:
         self.layout = layout
-        self._layers = [
-            memoryview(bytearray(num_blocks * layout.block_bytes)) for _ in layout.layers
-        ]
+        size = num_blocks * layout.block_bytes
+        whole = memoryview(bytearray(size * len(layout.layers)) if memory is None else memory)
+        self._layers = [whole[at * size : (at + 1) * size] for at in range(len(layout.layers))]
 
     def block_view(self, layer: int, block_id: int) -> memoryview:
         size = self.layout.block_bytes

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from tests.kv.pods import PATIENCE_S, Pod, ids_of, key_of, send
@@ -26,6 +27,8 @@ from xpyd_kv.connector.build import KvSettings
 from xpyd_kv.plan.frames import FrameLimits
 from xpyd_kv.session.limits import KvLimits
 from xpyd_kv.store.landing_store import StoreLimits
+from xpyd_kv.transport.settings import Deadlines
+from xpyd_kv.transport.shared_memory import SharedMemory
 
 _POLL_S = 0.01
 
@@ -77,6 +80,11 @@ class PodProcess:
             lines = dict(line.split(":", 1) for line in file)
         return int(lines[field].split()[0]) * 1024
 
+    def borrowed_maps(self) -> int:
+        """Memories of peers that are mapped."""
+        with open(f"/proc/{self.pid}/maps") as file:
+            return sum("memfd:" in line and " r--s " in line for line in file)
+
     def mapped_pool_bytes(self) -> int:
         """Bytes of shared anonymous memory, which only a host pool is."""
         with open(f"/proc/{self.pid}/maps") as file:
@@ -94,7 +102,8 @@ class PodProcess:
 
 @contextmanager
 def pod_process(role: str, **settings: Any) -> Iterator[PodProcess]:
-    """`settings`: `store`, `limits`, `frames` as dicts of their fields; `blocks`."""
+    """`settings`: `store`, `limits`, `frames`, `deadlines` as dicts of their fields; `blocks`;
+    `sockets`, a folder for Unix sockets; `shared_bytes`, a P's memory that others may read."""
     popen = subprocess.Popen(
         [sys.executable, "-m", "tests.kv.pod_process", role, json.dumps(settings)],
         stdin=subprocess.PIPE,
@@ -114,7 +123,12 @@ class _Child:
             frames=FrameLimits(**settings.get("frames", {})),
             store=StoreLimits(**settings.get("store", {})),
         )
-        self.pod = Pod(role, kv, settings.get("blocks", 64))
+        sockets = settings.get("sockets")
+        options: dict[str, Any] = {} if sockets is None else {"socket_dir": Path(sockets)}
+        options["deadlines"] = Deadlines(**settings.get("deadlines", {}))
+        if "shared_bytes" in settings:
+            options["shared"] = SharedMemory(settings["shared_bytes"])
+        self.pod = Pod(role, kv, settings.get("blocks", 64), **options)
         self.waiting: dict[int, int] = {}
         self.answers: dict[int, str] = {}
         self.commands: dict[str, Callable[..., Any]] = {

@@ -16,6 +16,7 @@ from xpyd_kv.connector.api import Landed, NoKv, Wait
 from xpyd_kv.connector.build import Connector, KvSettings, build, wire_layout
 from xpyd_kv.transport.api import Handler, Peer
 from xpyd_kv.transport.settings import Identity
+from xpyd_kv.transport.shared_memory import SharedMemory, SharedMemoryPath
 from xpyd_kv.transport.tcp import TcpEndpoint
 
 PATIENCE_S = 10.0
@@ -28,9 +29,17 @@ class Pod:
     """One process's worth: connector, pool and memory. `lost` keeps why peers went."""
 
     def __init__(
-        self, role: Any, settings: KvSettings | None = None, blocks: int = 64, name: str = ""
+        self,
+        role: Any,
+        settings: KvSettings | None = None,
+        blocks: int = 64,
+        name: str = "",
+        *,
+        shared: SharedMemory | None = None,
+        **options: Any,
     ) -> None:
-        self.memory, self.pool = FakeMemory(blocks), FakePool(blocks)
+        self.memory = FakeMemory(blocks, memory=shared.buffer if shared is not None else None)
+        self.pool = FakePool(blocks)
         self.lost: list[str] = []
         name = name or f"pod-{role}"
 
@@ -42,6 +51,8 @@ class Pod:
                 layout=WIRE_LAYOUT,
                 keys=(KEY,),
                 listen=Address("127.0.0.1", 0) if role == "D" else None,
+                paths=(SharedMemoryPath(shared),),
+                **options,
             )
 
         self.kv: Connector = build(

@@ -1,4 +1,5 @@
-"""Fuzzing the KV port of a D in a process of its own, for 3 s, and for 60 s by `make soak`.
+"""Fuzzing a D in a process of its own, at its KV port and at its Unix socket, for a second each,
+and for 60 s by `make soak`. What a D may do to a P: test_wire_fuzz_dialler.py.
 
 Each attack costs its own connection and nothing else: two good Ps stay connected and land KV all
 the while, D's thread lives, and neither its memory nor its files grow.
@@ -6,8 +7,11 @@ the while, D's thread lives, and neither its memory nor its files grow.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +19,10 @@ import pytest
 from tests.kv.kvfakes import LAYOUT
 from tests.kv.pod_process import PodProcess, pod_process
 from tests.kv.pods import Pod, ids_of, key_of, pod, send, settled, until
-from tests.kv.wire_fuzz import Fuzzer, record
+from tests.kv.transport_kit import KINDS
+from tests.kv.wire_fuzz import Door, Fuzzer, record
+from tests.kv.wire_fuzz_shm import UnixFuzzer
+from xpyd_kv.transport.shared_memory import SharedMemory
 
 SEED = 20_260_301
 ATTACKS_PER_ROUND = 20
@@ -34,12 +41,13 @@ SETTINGS: dict[str, Any] = {
 class Run:
     """One D, two good Ps, one fuzzer."""
 
-    def __init__(self, d: PodProcess, peers: list[Pod], seed: int) -> None:
+    def __init__(self, d: PodProcess, peers: list[Pod], door: Door, seed: int) -> None:
         self.d, self.peers, self.seed = d, peers, seed
         self.prompts = 0
         self.attacks = 0
         recorded = "f" * 32
-        self.fuzzer = Fuzzer(d.address, random.Random(seed), record(d.address, recorded))
+        kind = Fuzzer if door.transport == "tcp" else UnixFuzzer
+        self.fuzzer = kind(random.Random(seed), door, record(door, recorded))
         self.past = [recorded]
         until(lambda: d.peers()["lost"] == 1)
 
@@ -110,18 +118,38 @@ class Run:
         assert (state["buffer"], state["pool"], state["free_blocks"]) == (0, 0, 64)
         return {
             "files": self.d.files(),
+            "maps": self.d.borrowed_maps(),
             "objects": state["objects"],
             "memory": self.d.memory("VmRSS"),
         }
 
 
-def _fuzz(seed: int, seconds: float) -> None:
-    with (
-        pod_process("D", **SETTINGS) as d,
-        pod("P", name="one") as one,
-        pod("P", name="two") as two,
-    ):
-        run = Run(d, [one, two], seed)
+@contextlib.contextmanager
+def _scene(transport: str, folder: Path, seed: int) -> Iterator[Run]:
+    """A D, and two good Ps over `transport`."""
+    with contextlib.ExitStack() as stack:
+        options: dict[str, Any] = {"transports": (transport,)}
+        if transport != "tcp":
+            options["socket_dir"] = folder
+        if transport == "shm":
+            shared = [SharedMemory(64 * UNIT) for _ in range(2)]
+            for memory in shared:
+                stack.callback(memory.close)
+        else:
+            shared = [None, None]
+        d = stack.enter_context(pod_process("D", sockets=str(folder), **SETTINGS))
+        peers = [
+            stack.enter_context(pod("P", name=name, shared=memory, **options))
+            for name, memory in zip(("one", "two"), shared, strict=True)
+        ]
+        run = Run(d, peers, Door(d.address, transport, folder), seed)
+        if isinstance(run.fuzzer, UnixFuzzer):
+            stack.callback(run.fuzzer.close)
+        yield run
+
+
+def _fuzz(transport: str, folder: Path, seed: int, seconds: float) -> None:
+    with _scene(transport, folder, seed) as run:
         run.land()
         every_kind = list(range(len(run.fuzzer.kinds)))
         run.round(every_kind * 2)
@@ -133,15 +161,22 @@ def _fuzz(seed: int, seconds: float) -> None:
         after = run.at_rest()
         print(f"{run.attacks} attacks: {before} became {after}")  # noqa: T201
         assert after["files"] == before["files"]
+        assert after["maps"] == before["maps"] == (2 if transport == "shm" else 0)
         assert after["objects"] - before["objects"] < 1000
         assert after["memory"] - before["memory"] < 4 * MIB
 
 
 @pytest.mark.slow
-def test_three_seconds_of_fuzzing_cost_each_attack_its_connection_and_nothing_else() -> None:
-    _fuzz(SEED, 3)
+@pytest.mark.parametrize("transport", KINDS)
+def test_a_second_of_fuzzing_costs_each_attack_its_connection_and_nothing_else(
+    transport: str, tmp_path: Path
+) -> None:
+    _fuzz(transport, tmp_path, SEED, 1)
 
 
 @pytest.mark.soak
-def test_a_minute_of_fuzzing_costs_each_attack_its_connection_and_nothing_else() -> None:
-    _fuzz(random.SystemRandom().randrange(2**32), 60)
+@pytest.mark.parametrize("transport", KINDS)
+def test_a_minute_of_fuzzing_costs_each_attack_its_connection_and_nothing_else(
+    transport: str, tmp_path: Path
+) -> None:
+    _fuzz(transport, tmp_path, random.SystemRandom().randrange(2**32), 60)

@@ -259,11 +259,11 @@ class Puppet:
         self.sock = sock
         number = next(_serial)
         identity = Identity(f"puppet{number}", f"i{number}", role)  # type: ignore[arg-type]
+        over = hello.setdefault("transports", usable(sock))
         mine: Hello = msgspec.structs.replace(identity.hello(number.to_bytes(32)), **hello)
-        over = usable(sock)
-        mine = msgspec.structs.replace(mine, transports=over)
         terms = Terms(mine, layout, (key,), over)
         self.wire = Connection(terms, dialler=role == "P", deadline=1e9)
+        self._early: list[Any] = []
 
     def open(self) -> Puppet:
         events: list[Any] = []
@@ -273,10 +273,14 @@ class Puppet:
                 raise ConnectionError("closed in the handshake")
             events += self.wire.feed(data, 0.0)
         self.sock.sendall(self.wire.outgoing())
+        self._early = [event for event in events if not isinstance(event, Opened)]
         return self
 
     def read(self) -> list[Any]:
-        """Events of what comes next; [] at the end."""
+        """Events of what comes next, or came with the handshake's last bytes; [] at the end."""
+        if self._early:
+            early, self._early = self._early, []
+            return early
         while data := self.sock.recv(65536):
             events = [*self.wire.feed(data, 0.0)]
             if events:

@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 from tests.kv.kvfakes import BLOCK_SIZE, LAYOUT
@@ -32,6 +33,28 @@ from xpyd_kv.wire.frames import encode
 PATIENCE_S = 10.0
 _PREFIX = struct.Struct("<4sBBHII")
 _ALL = {"first_layer": 0, "end_layer": len(LAYOUT.layers)}
+
+
+@dataclass(frozen=True)
+class Door:
+    """How to reach a D: over TCP, or by its socket in `folder`; what moves DATA there."""
+
+    target: Address
+    transport: str = "tcp"
+    folder: Path = Path()
+
+    def open(self) -> socket.socket:
+        if self.transport == "tcp":
+            return socket.create_connection(self.target, timeout=PATIENCE_S)
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(PATIENCE_S)
+        sock.connect(str(self.folder / f"{self.target.host}-{self.target.port}"))
+        return sock
+
+    def puppet(self, sock: Any, key: bytes = KEY) -> Puppet:
+        """A P that has shaken hands."""
+        over = (self.transport,)
+        return Puppet(sock, "P", key=key, layout=WIRE_LAYOUT, transports=over).open()
 
 
 class Tap:
@@ -51,12 +74,48 @@ class Tap:
 
 
 @dataclass
-class Fuzzer:
-    """Attacks on `target`. `recorded` is all that a good P has once said, `known` are uuids that D
+class Fuzzed:
+    """Bytes that nobody should send."""
+
+    rng: random.Random
+
+    def cuts(self, data: bytes) -> list[tuple[int, int]]:
+        """The beginning of `data`, in a few pieces."""
+        ends = sorted(self.rng.randrange(1, len(data)) for _ in range(3))
+        return list(zip([0, *ends[:-1]], ends, strict=True))
+
+    def flip(self, data: bytes) -> bytes:
+        flipped = bytearray(data)
+        for _ in range(self.rng.randrange(1, 8)):
+            flipped[self.rng.randrange(len(flipped))] ^= 1 << self.rng.randrange(8)
+        return bytes(flipped)
+
+    def flip_inside(self, frame: bytes) -> bytes:
+        """Behind the prefix: the header's CRC agrees, so what is broken reaches the schema."""
+        flipped = bytearray(self.flip(frame))
+        header_bytes = int.from_bytes(flipped[6:8], "little")
+        flipped[:4] = b"XKV1"
+        flipped[12:16] = zlib.crc32(flipped[16 : 16 + header_bytes]).to_bytes(4, "little")
+        return bytes(flipped)
+
+    def wild_prefix(self) -> bytes:
+        rng = self.rng
+        size = rng.choice([0, 1, 2**16, 2**24, 2**31, 2**32 - 1])
+        header = rng.choice([0, 1, 1000, 65_535])
+        return _PREFIX.pack(
+            b"XKV1", rng.randrange(256), rng.randrange(256), header, size, rng.randrange(2**32)
+        )
+
+    def number(self) -> int:
+        return self.rng.choice([0, 0, 1, 2, 3, 7, 255, 65_535, 2**31, 2**32 - 1])
+
+
+@dataclass
+class Fuzzer(Fuzzed):
+    """Attacks at `door`. `recorded` is all that a good P has once said, `known` are uuids that D
     knows, of transfers under way or over."""
 
-    target: Address
-    rng: random.Random
+    door: Door
     recorded: bytes = b""
     known: list[str] = field(default_factory=list[str])
     opened: int = 0
@@ -84,12 +143,12 @@ class Fuzzer:
     def attack(self, kind: Callable[[socket.socket], bool]) -> None:
         """One attack; AssertionError when D does not close its connection."""
         with (
-            socket.create_connection(self.target, timeout=PATIENCE_S) as sock,
+            self.door.open() as sock,
             # D may close before all is sent, which is its right.
             contextlib.suppress(ConnectionError),
         ):
             if not kind(sock):
-                _half_close(sock)
+                half_close(sock)
             while sock.recv(65536):
                 pass
 
@@ -105,26 +164,26 @@ class Fuzzer:
         return False
 
     def cut(self, sock: socket.socket) -> bool:
-        for start, end in self._cuts(self.recorded):
+        for start, end in self.cuts(self.recorded):
             sock.sendall(self.recorded[start:end])
         return False
 
     def cut_hard(self, sock: socket.socket) -> bool:
         self.cut(sock)
-        _reset(sock)
+        reset(sock)
         return True
 
     def flipped(self, sock: socket.socket) -> bool:
-        sock.sendall(self._flip(self.recorded))
+        sock.sendall(self.flip(self.recorded))
         return False
 
     def sizes(self, sock: socket.socket) -> bool:
-        sock.sendall(self._wild_prefix() + self.rng.randbytes(self.rng.randrange(40)))
+        sock.sendall(self.wild_prefix() + self.rng.randbytes(self.rng.randrange(40)))
         return False
 
     def wrong_key(self, sock: socket.socket) -> bool:
         with contextlib.suppress(ProtocolError):
-            Puppet(sock, "P", key=self.rng.randbytes(32), layout=WIRE_LAYOUT).open()
+            self.door.puppet(sock, self.rng.randbytes(32))
         return True
 
     def replayed(self, sock: socket.socket) -> bool:
@@ -134,7 +193,7 @@ class Fuzzer:
     # --- with the key
 
     def peer(self, sock: socket.socket) -> Puppet:
-        puppet = Puppet(sock, "P", key=KEY, layout=WIRE_LAYOUT).open()
+        puppet = self.door.puppet(sock)
         self.opened += 1
         return puppet
 
@@ -149,13 +208,8 @@ class Fuzzer:
         return False
 
     def peer_flipped_frames(self, sock: socket.socket) -> bool:
-        """The header's CRC agrees: what is broken inside reaches the schema."""
         self.peer(sock)
-        frame = bytearray(self._flip(self._frame()))
-        header_bytes = int.from_bytes(frame[6:8], "little")
-        frame[:4] = b"XKV1"
-        frame[12:16] = zlib.crc32(frame[16 : 16 + header_bytes]).to_bytes(4, "little")
-        sock.sendall(frame)
+        sock.sendall(self.flip_inside(self._frame()))
         return False
 
     def peer_cut(self, sock: socket.socket) -> bool:
@@ -169,7 +223,7 @@ class Fuzzer:
         rest = b"".join(transfer[1:])
         sock.sendall(rest[: self.rng.randrange(len(rest))])
         if self.rng.random() < 0.5:
-            _reset(sock)
+            reset(sock)
             return True
         return False
 
@@ -185,32 +239,10 @@ class Fuzzer:
 
     def peer_sizes(self, sock: socket.socket) -> bool:
         self.peer(sock)
-        sock.sendall(self._wild_prefix() + self.rng.randbytes(self.rng.randrange(40)))
+        sock.sendall(self.wild_prefix() + self.rng.randbytes(self.rng.randrange(40)))
         return False
 
     # --- bytes
-
-    def _cuts(self, data: bytes) -> list[tuple[int, int]]:
-        """The beginning of `data`, in a few pieces."""
-        ends = sorted(self.rng.randrange(1, len(data)) for _ in range(3))
-        return list(zip([0, *ends[:-1]], ends, strict=True))
-
-    def _flip(self, data: bytes) -> bytes:
-        flipped = bytearray(data)
-        for _ in range(self.rng.randrange(1, 8)):
-            flipped[self.rng.randrange(len(flipped))] ^= 1 << self.rng.randrange(8)
-        return bytes(flipped)
-
-    def _wild_prefix(self) -> bytes:
-        rng = self.rng
-        size = rng.choice([0, 1, 2**16, 2**24, 2**31, 2**32 - 1])
-        header = rng.choice([0, 1, 1000, 65_535])
-        return _PREFIX.pack(
-            b"XKV1", rng.randrange(256), rng.randrange(256), header, size, rng.randrange(2**32)
-        )
-
-    def _number(self) -> int:
-        return self.rng.choice([0, 0, 1, 2, 3, 7, 255, 65_535, 2**31, 2**32 - 1])
 
     def _frame(self) -> bytes:
         """A well-formed frame that nobody has asked for."""
@@ -221,7 +253,7 @@ class Fuzzer:
                 return encode(message, len(body)) + body
 
     def _message(self) -> tuple[wire.Message, bytes]:
-        rng, number = self.rng, self._number
+        rng, number = self.rng, self.number
         uuid = rng.choice([*self.known, rng.randbytes(16).hex()])
         of: dict[str, Any] = {"uuid": uuid, "prompt_index": rng.randrange(3), "epoch": number()}
         body = rng.randbytes(rng.choice([0, 4, 64, LAYOUT.bytes_per_block]))
@@ -260,7 +292,7 @@ class Fuzzer:
         return rng.choice(others), b""
 
 
-def _half_close(sock: socket.socket) -> None:
+def half_close(sock: socket.socket) -> None:
     try:
         sock.shutdown(socket.SHUT_WR)
     except OSError as error:
@@ -268,9 +300,10 @@ def _half_close(sock: socket.socket) -> None:
             raise
 
 
-def _reset(sock: socket.socket) -> None:
-    """Close with RST instead of FIN."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+def reset(sock: socket.socket) -> None:
+    """Close, over TCP with RST instead of FIN."""
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     sock.close()
     raise ConnectionError("reset by the attacker")
 
@@ -298,11 +331,11 @@ def good_transfer(uuid: str, tokens: int, rng: random.Random) -> list[bytes]:
     ]
 
 
-def record(target: Address, uuid: str) -> bytes:
+def record(door: Door, uuid: str) -> bytes:
     """All bytes that a good P sends, from HELLO to COMMIT, D having taken its KV."""
-    with socket.create_connection(target, timeout=PATIENCE_S) as sock:
+    with door.open() as sock:
         tap = Tap(sock)
-        puppet = Puppet(tap, "P", key=KEY, layout=WIRE_LAYOUT).open()  # type: ignore[arg-type]
+        puppet = door.puppet(tap)
         frames = good_transfer(uuid, 20, random.Random(uuid))
         tap.sendall(frames[0])
         answers = puppet.read()
