@@ -1,6 +1,6 @@
 """A burst of prompts for a D that is busy: KV that has to wait goes to the device buffer, what does
 not fit there to the host pool, and what fits nowhere waits at P or is computed again. No answer
-changes, and nothing stays held."""
+changes, and nothing stays held. The articles' number 10."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _landings(decode: Process) -> dict[str, float]:
     return {k[len(prefix) : -1]: v for k, v in decode.metrics().items() if k.startswith(prefix)}
 
 
-def test_a_burst_over_the_buffer_goes_on_into_the_pool(one_p: Fleet, burst: list[Case]) -> None:
+def test_10_a_burst_over_the_buffer_goes_on_into_the_pool(one_p: Fleet, burst: list[Case]) -> None:
     buffer = max(map(_kv_bytes, burst)) * 3
     assert sum(map(_kv_bytes, burst)) > 2 * buffer
     flags = ("--kv-buffer-size", str(buffer), "--kv-host-pool-size", "64Mi")
@@ -109,7 +109,7 @@ def test_a_burst_over_the_buffer_goes_on_into_the_pool(one_p: Fleet, burst: list
         _nothing_is_held(one_p)
 
 
-def test_a_burst_over_buffer_and_pool_waits_at_p(one_p: Fleet, burst: list[Case]) -> None:
+def test_10_a_burst_over_buffer_and_pool_waits_at_p(one_p: Fleet, burst: list[Case]) -> None:
     most = max(map(_kv_bytes, burst))
     flags = ("--kv-buffer-size", str(2 * most), "--kv-host-pool-size", str(2 * most))
     with _d(one_p, *flags) as decode:
@@ -121,7 +121,7 @@ def test_a_burst_over_buffer_and_pool_waits_at_p(one_p: Fleet, burst: list[Case]
         _nothing_is_held(one_p)
 
 
-def test_what_waits_longer_than_p_can_hold_it_is_computed_again(
+def test_10_what_waits_longer_than_p_can_hold_it_is_computed_again(
     one_p: Fleet, burst: list[Case]
 ) -> None:
     """P may keep half of its blocks for KV that waits: here they are too few for the burst."""

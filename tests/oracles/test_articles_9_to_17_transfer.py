@@ -1,0 +1,138 @@
+"""The articles' numbers 10, 11 and 17: where KV waits, how large the buffer is, and the order of an
+engine's calls.
+
+10 buffer, then host pool, and lost KV is computed again (the same among real processes, with their
+tokens: tests/e2e/test_burst.py); 11 the buffer is a tenth of the memory; 17 what happens between a
+request's start and its first token, on P and on D.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from tests.kv.kvfakes import BLOCK_SIZE, LAYOUT
+from tests.kv.kvsim import Sent, World
+from tests.worker.engine_bench import Bench, make_request, prompt_of
+from tests.worker.engine_fakes import BLOCK
+from xpyd_core.pod_env import PodEnv
+from xpyd_core.request_id import Address, TransferKey
+from xpyd_kv.connector.api import NoKv, Wait
+from xpyd_kv.store.landing_store import StoreLimits
+from xpyd_worker.command import configure, read_config
+from xpyd_worker.engine.request import ReceiveFrom, SendTo
+
+UNIT = LAYOUT.bytes_per_block
+KEY = TransferKey("a" * 32, 0)
+PEER = Address("127.0.0.1", 21001)
+
+
+def _sent(world: World, blocks: int) -> Sent:
+    sent = world.prompt(blocks * BLOCK_SIZE)
+    world.expect(sent)
+    world.send(sent)
+    world.settle()
+    return sent
+
+
+def test_10_kv_goes_to_the_buffer_first_and_to_the_host_pool_when_that_is_full() -> None:
+    world = World(store=StoreLimits(direct_free=1.0, buffer_bytes=6 * UNIT, pool_bytes=4 * UNIT))
+    assert world.d.store is not None
+    used: list[tuple[int, int]] = []
+    prompts: list[Sent] = []
+    for _ in range(5):
+        prompts.append(_sent(world, 2))
+        figures = world.d.store.figures()
+        used.append((figures.buffer_used_bytes // UNIT, figures.pool_used_bytes // UNIT))
+    assert used == [(2, 0), (4, 0), (6, 0), (6, 2), (6, 4)]
+    over = _sent(world, 2)
+    assert world.d.metrics.landings == {"buffer": 3, "pool": 2}
+    # None of it changes a byte, also of what had to wait at P.
+    for sent in prompts:
+        world.take_over(sent, world.admit(sent))
+    assert world.admit(over) == Wait()
+    world.settle()
+    world.take_over(over, world.admit(over))
+    world.settle()
+    world.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("buffered", [True, False], ids=["overflowed", "direct"])
+def test_10_kv_that_is_lost_is_computed_again_by_d(buffered: bool) -> None:
+    store = StoreLimits(1.0, 0, 100 * UNIT) if buffered else StoreLimits()
+    world = World(store=store)
+    sent = world.prompt(2 * BLOCK_SIZE)
+    world.expect(sent)
+    world.offer(sent)
+    world.settle()
+    world.forward(sent, between=lambda layer: world.hang_up("lost") if layer == 0 else None)
+    world.finish_request(sent)
+    world.settle()
+    assert world.admit(sent) == NoKv("peer_lost")
+    world.settle()
+    world.assert_nothing_is_left()
+
+
+def test_11_the_buffer_is_a_tenth_of_the_memory_and_8e9_of_80_gb() -> None:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    configure(parser)
+    flags = ["--model", "m", "--kv-cache-memory", "80e9"]
+    assert read_config(parser.parse_args(flags), PodEnv()).kv_buffer_bytes == 8_000_000_000
+    five = [*flags, "--kv-buffer-size", "5%"]
+    assert read_config(parser.parse_args(five), PodEnv()).kv_buffer_bytes == 4_000_000_000
+
+
+# --- 17
+
+
+def test_17_p_looks_into_its_own_cache_then_offers_then_computes_and_waits_for_nothing() -> None:
+    """Local prefix cache, OFFER (P never asks for remote KV), blocks, layers, end of the step."""
+    bench = Bench(sends=True)
+    assert bench.producer is not None
+    bench.submit(make_request("warm", prompt_of(2 * BLOCK + 1), max_tokens=1))
+    bench.run()
+    forwards: list[tuple[int, int]] = []
+    producer, layers = bench.producer, len(bench.producer.layers)
+    bench.executor.during = lambda step: forwards.append(
+        (step.sequences[0].start, len(producer.layers) - layers)
+    )
+    prompt = prompt_of(2 * BLOCK + 3)
+    transfer = SendTo(KEY, PEER, len(prompt), True)
+    bench.submit(make_request("a", prompt, transfer=transfer, max_tokens=1))
+    bench.run()
+    assert [call[0] for call in producer.calls] == ["offer", "cached", "stage"]
+    # The step began behind the local hit, and no layer was reported before it.
+    assert forwards == [(2 * BLOCK, 0)]
+    assert producer.layers[layers:] == [0, 1]
+    assert bench.consumer is None
+
+
+def test_17_d_asks_until_the_kv_stands_and_loads_only_in_the_first_step() -> None:
+    """What is cached here is not asked for; the rest is adopted once, before the first forward."""
+    bench = Bench(receives=True)
+    assert bench.consumer is not None
+    bench.submit(make_request("warm", prompt_of(BLOCK + 1), max_tokens=1))
+    bench.run()
+    prompt = prompt_of(3 * BLOCK + 2)
+    bench.consumer.arrive(KEY, prompt, "direct")
+    assert bench.consumer.arrivals[KEY].skipped == BLOCK
+    transfer = ReceiveFrom(KEY, 5.0)
+    bench.submit(make_request("a", prompt, transfer=transfer, max_tokens=4, ignore_eos=True))
+    before = len(bench.executor.steps)
+    bench.turns(3)
+    assert len(bench.executor.steps) == before, "computed before its KV stood"
+    bench.consumer.land(KEY)
+    bench.run()
+    starts = [step.sequences[0].start for step in bench.executor.steps[before:]]
+    assert starts == list(range(len(prompt) - 1, len(prompt) + 3))
+    # Adopted once: afterwards the transfer is not known any more, and nobody asks for it.
+    assert bench.consumer.calls == [("expect", KEY)]
+    assert bench.consumer.arrivals == {}
+    bench.assert_as_alone("a")
+
+
+@pytest.mark.parametrize("role", ["p", "d"])
+def test_17_each_role_has_its_own_half_of_the_connector_and_only_that(role: str) -> None:
+    half = getattr(World(), role)
+    assert (half.producer is None, half.consumer is None) == (role == "d", role == "p")
