@@ -7,7 +7,7 @@ PY_PATHS := $(PACKAGES) tests examples scripts
 PYTEST := $(BIN)/python -m pytest
 PYTEST_ARGS ?=
 
-.PHONY: help setup fmt lint type imports generate verify test test-cluster soak demo bench-operator cluster-build cluster-up cluster-down cluster-status images push constraints clean
+.PHONY: help setup fmt lint type imports generate verify test test-cluster soak demo bench-operator bench-kv cluster-build cluster-up cluster-down cluster-status images push constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +66,9 @@ demo: setup ## Bring up 1 prefill + 3 decode engines, ask them things, check the
 
 bench-operator: setup ## A thousand pods, a hundred fleets, five hundred at rest; beside plain objects
 	@$(BIN)/python -m tests.cluster.bench
+
+bench-kv: setup ## How fast KV moves from process to process; beside plain TCP, gloo, nixl, mooncake
+	@$(BIN)/python -m tests.kv.bench
 
 constraints: setup ## Write the installed versions to constraints.txt
 	@scripts/constraints.sh
