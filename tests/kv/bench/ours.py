@@ -26,7 +26,7 @@ from xpyd_kv.device.paged import PagedMemory
 from xpyd_kv.store.landing_store import StoreLimits
 from xpyd_kv.transport.api import Handler
 from xpyd_kv.transport.settings import Identity
-from xpyd_kv.transport.shared_memory import SharedMemory
+from xpyd_kv.transport.shared_memory import SharedMemory, SharedMemoryPath
 from xpyd_kv.transport.tcp import TcpEndpoint
 
 _KEYS = (b"the key of a benchmark",)
@@ -77,7 +77,7 @@ class _End:
                 listen=Address("127.0.0.1", 0) if role == "D" else None,
                 transports=(transport,),
                 socket_dir=None if transport == "tcp" else folder / "sockets",
-                shared=shared if transport == "shm" else None,
+                paths=(SharedMemoryPath(shared),) if transport == "shm" else (),
             )
 
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
