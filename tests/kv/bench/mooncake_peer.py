@@ -10,7 +10,6 @@ from mooncake.engine import TransferEngine
 from tests.kv.bench.contender import Place
 from tests.kv.bench.shape import Case
 
-
 _MOST = 1024
 """Descriptors of one request: of 16,384 some are refused, and the request fails."""
 
