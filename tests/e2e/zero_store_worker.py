@@ -27,6 +27,7 @@ class ZeroLanding:
         self.kind = inner.kind
         self.num_blocks = inner.num_blocks
         self.size_bytes = inner.size_bytes
+        self.is_copying = False
 
     def views(
         self, first_layer: int, end_layer: int, first_block: int, end_block: int
@@ -58,6 +59,9 @@ class ZeroStore:
 
     def take_direct(self, owner: TransferKey, num_blocks: int) -> Landing | None:
         return self._wrap(self._inner.take_direct(owner, num_blocks))
+
+    def poll(self) -> None:
+        self._inner.poll()
 
     def figures(self) -> StoreFigures:
         return self._inner.figures()

@@ -26,6 +26,7 @@ class FakeMemory:
         self, num_blocks: int, layout: KvLayout = LAYOUT, memory: mmap | None = None
     ) -> None:
         self.layout = layout
+        self.device = None
         size = num_blocks * layout.block_bytes
         whole = memoryview(bytearray(size * len(layout.layers)) if memory is None else memory)
         self._layers = [whole[at * size : (at + 1) * size] for at in range(len(layout.layers))]
@@ -33,6 +34,9 @@ class FakeMemory:
     def block_view(self, layer: int, block_id: int) -> memoryview:
         size = self.layout.block_bytes
         return self._layers[layer][block_id * size : (block_id + 1) * size]
+
+    def written(self) -> None:
+        """Always."""
 
     def fill(self, block_ids: Sequence[int], seed: int) -> None:
         for layer in range(len(self.layout.layers)):

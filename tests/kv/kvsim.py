@@ -149,6 +149,7 @@ class Watched:
     def __init__(self, landing: Landing) -> None:
         self.inner = landing
         self.kind = landing.kind
+        self.is_copying = False
         self.num_blocks = landing.num_blocks
         self.size_bytes = landing.size_bytes
         self.is_over = False

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from xpyd_core.request_id import Address, TransferKey
-from xpyd_kv.device.api import Event, View
+from xpyd_kv.device.api import Device, Event, View
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,11 @@ class KvMemory(Protocol):
 
     @property
     def layout(self) -> KvLayout: ...
+
+    @property
+    def device(self) -> Device | None:
+        """The GPU whose memory it is; None: the host's."""
+        ...
 
     def block_view(self, layer: int, block_id: int) -> View:
         """Writable bytes of one block of one layer (index into `layout.layers`), `block_bytes`

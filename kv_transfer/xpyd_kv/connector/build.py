@@ -13,8 +13,10 @@ from typing import Literal, TypeVar
 
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.connector.api import BlockPool, KvLayout, KvMemory, OfferedPrompt
+from xpyd_kv.connector.compute_gate import ComputeGate
 from xpyd_kv.connector.consumer import KvConsumer
 from xpyd_kv.connector.producer import KvProducer
+from xpyd_kv.device.api import View
 from xpyd_kv.plan.frames import FrameLimits
 from xpyd_kv.session.events import ReceiveEvent, ReceiveOffered, SendEvent
 from xpyd_kv.session.limits import KvLimits
@@ -108,7 +110,8 @@ def _build_producer(
 ) -> Connector:
     events: deque[SendEvent] = deque()
     metrics = KvMetrics()
-    handler = _LateHandler()
+    gate = ComputeGate(clock)
+    handler = _LateHandler(gate)
     endpoint = make_endpoint(handler)
     session = SendSession(
         endpoint,
@@ -124,7 +127,8 @@ def _build_producer(
         endpoint=endpoint,
         session=session,
         events=events,
-        layout=memory.layout,
+        memory=memory,
+        gate=gate,
         pool=pool,
         limits=settings.limits,
         frame_limits=settings.frames,
@@ -146,7 +150,8 @@ def _build_consumer(
     events: deque[ReceiveEvent] = deque()
     prompts: dict[TransferKey, OfferedPrompt] = {}
     metrics = KvMetrics()
-    handler = _LateHandler()
+    gate = ComputeGate(clock)
+    handler = _LateHandler(gate)
     endpoint = make_endpoint(handler)
     post = _reporter(events, wake)
 
@@ -172,6 +177,8 @@ def _build_consumer(
         prompts=prompts,
         store=store,
         pool=pool,
+        memory=memory,
+        gate=gate,
         limits=settings.limits,
         metrics=metrics,
     )
@@ -191,6 +198,9 @@ class _LateHandler:
 
     session: SendSession | ReceiveSession
 
+    def __init__(self, gate: ComputeGate) -> None:
+        self._gate = gate
+
     def peer_up(self, peer: Peer) -> None:
         self.session.peer_up(peer)
 
@@ -203,11 +213,13 @@ class _LateHandler:
     def message(self, peer: Peer, message: wire.Message, body: bytes) -> None:
         self.session.message(peer, message, body)
 
-    def data_begin(self, peer: Peer, header: wire.Data, length: int) -> Sequence[memoryview] | None:
+    def data_begin(self, peer: Peer, header: wire.Data, length: int) -> Sequence[View] | None:
         return self.session.data_begin(peer, header, length)
 
     def data_end(self, peer: Peer, header: wire.Data, *, stored: bool, intact: bool) -> None:
         self.session.data_end(peer, header, stored=stored, intact=intact)
 
     def tick(self, now: float) -> float | None:
-        return self.session.tick(now)
+        polls_at = self._gate.poll()
+        ticks_at = self.session.tick(now)
+        return min((t for t in (polls_at, ticks_at) if t is not None), default=None)

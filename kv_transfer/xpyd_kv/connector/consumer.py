@@ -10,12 +10,21 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from xpyd_core.blocks import blocks_for
 from xpyd_core.request_id import TransferKey
-from xpyd_kv.connector.api import Admission, BlockPool, Landed, NoKv, OfferedPrompt, Wait
+from xpyd_kv.connector.api import (
+    Admission,
+    BlockPool,
+    KvMemory,
+    Landed,
+    NoKv,
+    OfferedPrompt,
+    Wait,
+)
+from xpyd_kv.connector.compute_gate import ComputeGate
 from xpyd_kv.connector.reservation import Expectation, Held, Offer, OfferState
 from xpyd_kv.session.deadlines import Remembered
 from xpyd_kv.session.events import (
@@ -34,6 +43,8 @@ from xpyd_kv.transport.api import Endpoint
 _log = logging.getLogger(__name__)
 _Ref = tuple[TransferKey, int]
 _WAIT = Wait()
+# So often a landing that is being copied into the cache is looked at.
+_COPY_POLL_S = 0.001
 
 
 class KvConsumer:
@@ -48,6 +59,8 @@ class KvConsumer:
         prompts: dict[TransferKey, OfferedPrompt],
         store: Store,
         pool: BlockPool,
+        memory: KvMemory,
+        gate: ComputeGate,
         limits: KvLimits,
         metrics: KvMetrics,
     ) -> None:
@@ -58,6 +71,8 @@ class KvConsumer:
         self._prompts = prompts
         self._store = store
         self._pool = pool
+        self._memory = memory
+        self._gate = gate
         self._metrics = metrics
         self._expected: dict[TransferKey, Expectation] = {}
         self._offers: dict[TransferKey, Offer] = {}
@@ -65,6 +80,7 @@ class KvConsumer:
         self._held: dict[_Ref, Held] = {}
         # Why offered KV is gone, for a request that comes later.
         self._lost: Remembered[TransferKey, str] = Remembered(limits.tombstone_s)
+        self._polled_s = 0.0
 
     # --- the engine's calls
 
@@ -80,6 +96,8 @@ class KvConsumer:
                     self._on_ended(event, now)
                 case ReceiveQuiet():
                     self._free_held(event.key, event.epoch)
+        self._polled_s = now
+        self._store.poll()
         self._lost.purge(now)
 
     def offered(self, key: TransferKey) -> OfferedPrompt | None:
@@ -133,6 +151,8 @@ class KvConsumer:
                 times.append(expectation.since_s + expectation.wait_s)
             elif offer.state is OfferState.GRANTED:
                 times.append(max(expectation.since_s, offer.granted_at_s) + expectation.wait_s)
+        if any(held.landing.is_copying for held in self._held.values()):
+            times.append(self._polled_s + _COPY_POLL_S)
         return min(times, default=None)
 
     def has_work(self) -> bool:
@@ -199,7 +219,17 @@ class KvConsumer:
         offer.state = OfferState.GRANTED
         offer.granted_at_s = now
         self._held[offer.key, offer.epoch] = Held(landing, prefix, skip)
-        self._call(partial(self._session.grant, offer.key, offer.epoch, landing, skip))
+        grant = partial(self._session.grant, offer.key, offer.epoch, landing, skip)
+        # On a GPU the model may still read what these blocks held before.
+        event = self._memory.written()
+        if event is not None:
+            grant = partial(self._gate.add, event, grant, partial(self._refuse, offer.key, grant))
+        self._call(grant)
+
+    def _refuse(self, key: TransferKey, grant: Callable[[], None]) -> None:
+        """I/O thread: its blocks cannot be had. Granted after its end, the landing comes back."""
+        self._session.finish(key, "device_failed")
+        grant()
 
     def _grant_deferred(self, offer: Offer, now: float) -> Admission:
         prefix = self._match(offer, len(offer.token_ids) - 1)
@@ -222,7 +252,7 @@ class KvConsumer:
                 return self._no_kv(offer.key, "prefix_evicted")
             held.prefix = prefix
         block_ids = held.landing.adopt()
-        while block_ids is None and self._reclaim_prefix(offer):
+        while block_ids is None and not held.landing.is_copying and self._reclaim_prefix(offer):
             block_ids = held.landing.adopt()
         if block_ids is None:
             return _WAIT

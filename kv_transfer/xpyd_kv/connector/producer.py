@@ -20,7 +20,8 @@ from functools import partial
 from xpyd_core.blocks import blocks_for, token_bytes
 from xpyd_core.errors import XpydError
 from xpyd_core.request_id import Address, TransferKey, is_dialable
-from xpyd_kv.connector.api import BlockPool, KvLayout, SendStatus
+from xpyd_kv.connector.api import BlockPool, KvMemory, SendStatus
+from xpyd_kv.connector.compute_gate import ComputeGate
 from xpyd_kv.plan.frames import Area, FrameLimits, frames, layer_groups
 from xpyd_kv.rate_limit import RateLimits
 from xpyd_kv.session.deadlines import Remembered
@@ -79,7 +80,8 @@ class KvProducer:
         endpoint: Endpoint,
         session: SendSession,
         events: deque[SendEvent],
-        layout: KvLayout,
+        memory: KvMemory,
+        gate: ComputeGate,
         pool: BlockPool,
         limits: KvLimits,
         frame_limits: FrameLimits,
@@ -89,7 +91,9 @@ class KvProducer:
         self._call = endpoint.call
         self._session = session
         self._events = events
-        self._layout = layout
+        self._memory = memory
+        self._gate = gate
+        self._layout = memory.layout
         self._pool = pool
         self._limits = limits
         self._frame_limits = frame_limits
@@ -151,7 +155,7 @@ class KvProducer:
             limits=self._frame_limits,
         )
         ready = [ReadyArea(area, _ids_of(area, first, ids)) for area in areas]
-        self._call(partial(self._session.ready, key, prompt.epoch, ready))
+        self._when_written(prompt, partial(self._session.ready, key, prompt.epoch, ready))
 
     def stage(self, key: TransferKey, block_ids: Sequence[int], tokens: int) -> None:
         prompt = self._sendable(key)
@@ -188,7 +192,8 @@ class KvProducer:
             self._hand_over(chunk, len(self._layout.layers))
             if chunk.end_block == prompt.num_blocks:
                 prompt.computed = True
-                self._call(partial(self._session.complete, prompt.key, prompt.epoch))
+                complete = partial(self._session.complete, prompt.key, prompt.epoch)
+                self._when_written(prompt, complete)
 
     def cancel(self, key: TransferKey, reason: str) -> None:
         prompt = self._prompts.get(key)
@@ -245,8 +250,16 @@ class KvProducer:
             return
         area = Area(chunk.next_layer, end_layer, chunk.first_block, chunk.end_block)
         chunk.next_layer = end_layer
-        ready = [ReadyArea(area, chunk.block_ids)]
-        self._call(partial(self._session.ready, chunk.prompt.key, chunk.prompt.epoch, ready))
+        prompt, ready = chunk.prompt, [ReadyArea(area, chunk.block_ids)]
+        self._when_written(prompt, partial(self._session.ready, prompt.key, prompt.epoch, ready))
+
+    def _when_written(self, prompt: _Prompt, call: Callable[[], None]) -> None:
+        """To the session, when the blocks that the model was told to write are written."""
+        event = self._memory.written()
+        if event is not None:
+            fail = partial(self._session.cancel, prompt.key, prompt.epoch, "device_failed")
+            call = partial(self._gate.add, event, call, fail)
+        self._call(call)
 
     def _take_events(self) -> None:
         while self._events:

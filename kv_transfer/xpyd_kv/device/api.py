@@ -9,9 +9,9 @@ call may raise DeviceError.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 from xpyd_core.errors import XpydError
 
@@ -42,6 +42,18 @@ class DeviceView:
 
 View = memoryview | DeviceView
 """Flat bytes: on a device, or on the host and then pinned (`Device.allocate_pinned`)."""
+
+
+def is_on_host(views: Iterable[View]) -> bool:
+    """Whether the CPU sees all these bytes. Hot path: no Python step for each view."""
+    return DeviceView not in set(map(type, views))
+
+
+def on_host(views: Sequence[View]) -> Sequence[memoryview]:
+    """These views, all of the host's memory. DeviceError when one is not."""
+    if not is_on_host(views):
+        raise DeviceError("device memory where the CPU has to see the bytes")
+    return cast("Sequence[memoryview]", views)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ class PagedMemory:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, layers: Sequence[int]) -> None:
+        self.device = None
         self._layout = layout_of(tensors, layers=layers, device_type="cpu")
         self._tensors = tuple(tensors)
         self._views = [_bytes_of(tensor) for tensor in tensors]

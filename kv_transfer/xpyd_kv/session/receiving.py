@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from xpyd_core.errors import ProtocolError
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.connector.api import KvLayout, OfferedPrompt
+from xpyd_kv.device.api import View
 from xpyd_kv.session.arrivals import Arrivals
 from xpyd_kv.session.events import ReceiveEvent, ReceiveLanded, ReceiveOffered, ReceiveQuiet
 from xpyd_kv.session.incoming import (
@@ -169,7 +170,7 @@ class ReceiveSession:
             case _:
                 raise ProtocolError(f"{type(message).__name__} to an instance that only takes KV")
 
-    def data_begin(self, peer: Peer, header: wire.Data, length: int) -> Sequence[memoryview] | None:
+    def data_begin(self, peer: Peer, header: wire.Data, length: int) -> Sequence[View] | None:
         """Where the frame's bytes go. A late or wrong one goes nowhere, and P is told."""
         key = TransferKey(header.uuid, header.prompt_index)
         transfer = self._arrivals.live(key)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from xpyd_core.request_id import TransferKey
+from xpyd_kv.device.api import View
 
 LandingKind = Literal["direct", "buffer", "pool"]
 
@@ -43,20 +44,27 @@ class Landing(Protocol):
     @property
     def size_bytes(self) -> int: ...
 
+    @property
+    def is_copying(self) -> bool:
+        """Whether `adopt` has taken blocks, into which a device still copies."""
+        ...
+
     def views(
         self, first_layer: int, end_layer: int, first_block: int, end_block: int
-    ) -> list[memoryview]:
+    ) -> list[View]:
         """Writable bytes of the area in the order of a DATA body: for each layer, for each block.
         Blocks count from the landing's first. Any thread, while the landing is held."""
         ...
 
     def adopt(self) -> list[int] | None:
         """The blocks of the paged cache that hold the bytes now, one reference on each the
-        caller's. None (and nothing changed) when the pool has no blocks to copy into."""
+        caller's. None (and nothing changed) when the pool has no blocks to copy into; None also
+        while `is_copying`: then ask again. DeviceError when the device fails."""
         ...
 
     def free(self) -> None:
-        """Give the memory back, bytes and all."""
+        """Give the memory back, bytes and all; what a device still copies from or to, when that
+        has ended (`Store.poll`)."""
         ...
 
 
@@ -70,6 +78,10 @@ class Store(Protocol):
 
     def take_direct(self, owner: TransferKey, num_blocks: int) -> Landing | None:
         """Own blocks, whatever stays free: the request is about to run. None: not enough."""
+        ...
+
+    def poll(self) -> None:
+        """Once per engine step: take back what a device copied from when it was freed."""
         ...
 
     def figures(self) -> StoreFigures: ...

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from xpyd_core.errors import XpydError
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.connector.api import BlockPool, KvMemory
+from xpyd_kv.device.api import Event, View
 from xpyd_kv.store.api import LandingKind
+from xpyd_kv.store.copier import Copier
 
 
 class LeaseError(XpydError):
@@ -22,6 +24,7 @@ class DirectLanding:
     """Blocks of the paged cache, reserved for one transfer."""
 
     kind: LandingKind = "direct"
+    is_copying = False
 
     def __init__(
         self,
@@ -43,7 +46,7 @@ class DirectLanding:
 
     def views(
         self, first_layer: int, end_layer: int, first_block: int, end_block: int
-    ) -> list[memoryview]:
+    ) -> list[View]:
         """One view for each block of each layer."""
         self._check()
         view = self._memory.block_view
@@ -74,7 +77,7 @@ class DirectLanding:
 class Piece:
     """Memory of `num_blocks` blocks of all layers: layer after layer, its blocks side by side."""
 
-    memory: memoryview
+    memory: View
     num_blocks: int
 
 
@@ -90,6 +93,7 @@ class PieceLanding:
         kind: LandingKind,
         memory: KvMemory,
         pool: BlockPool,
+        copier: Copier,
         on_end: Callable[[], None],
     ) -> None:
         self.owner = owner
@@ -99,12 +103,15 @@ class PieceLanding:
         self._pieces: list[Piece] = list(pieces)
         self._memory = memory
         self._pool = pool
+        self._copier = copier
         self._on_end = on_end
         self._held = True
+        # Blocks taken by `adopt`, and when the device has filled them.
+        self._copying: tuple[Event, list[int]] | None = None
 
     def views(
         self, first_layer: int, end_layer: int, first_block: int, end_block: int
-    ) -> list[memoryview]:
+    ) -> list[View]:
         """One view for each layer and piece that the area touches."""
         self._check()
         return [
@@ -113,9 +120,9 @@ class PieceLanding:
             for view in self._layer_views(layer, first_block, end_block)
         ]
 
-    def _layer_views(self, layer: int, first_block: int, end_block: int) -> list[memoryview]:
+    def _layer_views(self, layer: int, first_block: int, end_block: int) -> list[View]:
         size = self._memory.layout.block_bytes
-        views: list[memoryview] = []
+        views: list[View] = []
         start = 0
         for piece in self._pieces:
             low = max(first_block - start, 0)
@@ -126,28 +133,52 @@ class PieceLanding:
             start += piece.num_blocks
         return views
 
+    @property
+    def is_copying(self) -> bool:
+        return self._copying is not None
+
     def adopt(self) -> list[int] | None:
         """Blocks from the pool with the bytes copied into them."""
         self._check()
-        block_ids = self._pool.take(self.num_blocks)
-        if block_ids is None:
-            return None
-        size = self._memory.layout.block_bytes
-        for layer in range(len(self._memory.layout.layers)):
-            targets = iter(block_ids)
-            for run in self._layer_views(layer, 0, self.num_blocks):
-                for offset in range(0, len(run), size):
-                    target = self._memory.block_view(layer, next(targets))
-                    target[:] = run[offset : offset + size]
+        if self._copying is None:
+            block_ids = self._pool.take(self.num_blocks)
+            if block_ids is None:
+                return None
+            event = self._copy_into(block_ids)
+            self._copying = None if event is None else (event, block_ids)
+        else:
+            event, block_ids = self._copying
+        if event is not None:
+            if not event.is_done():
+                return None
+            self._copying = None
         self.free()
         return block_ids
+
+    def _copy_into(self, block_ids: Sequence[int]) -> Event | None:
+        targets: list[View] = []
+        sources: list[View] = []
+        for layer in range(len(self._memory.layout.layers)):
+            targets += [self._memory.block_view(layer, block) for block in block_ids]
+            sources += self._layer_views(layer, 0, self.num_blocks)
+        return self._copier.copy(targets, sources)
 
     def free(self) -> None:
         """Give the memory back to the buffer or the host pool."""
         self._check()
         self._held = False
         self._pieces.clear()
-        self._on_end()
+        copying, self._copying = self._copying, None
+        if copying is None:
+            self._on_end()
+            return
+        event, block_ids = copying
+
+        def give_back() -> None:
+            self._pool.release(block_ids)
+            self._on_end()
+
+        self._copier.give_back_after(event, give_back)
 
     def _check(self) -> None:
         if not self._held:

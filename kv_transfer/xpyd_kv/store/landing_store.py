@@ -1,7 +1,9 @@
 """The store of one D: own blocks first, then the device buffer, then the host pool.
 
 Engine thread only. It accounts for what it gave out; the landings give back. The host pool is one
-allocation at start, whose pages the system brings when they are first touched.
+allocation at start: on a CPU the system brings its pages when they are first touched, with a GPU
+it is pinned. There the device buffer is one allocation of device memory; on a CPU, where nothing is
+gained by that, it is a budget.
 """
 
 from __future__ import annotations
@@ -10,11 +12,15 @@ import math
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.connector.api import BlockPool, KvMemory
-from xpyd_kv.store.api import Landing, StoreFigures
-from xpyd_kv.store.buddy import Buddy, Extent
+from xpyd_kv.device.api import Device, DeviceView, View
+from xpyd_kv.store.api import Landing, LandingKind, StoreFigures
+from xpyd_kv.store.arena import Arena
+from xpyd_kv.store.buddy import Extent
+from xpyd_kv.store.copier import Copier
 from xpyd_kv.store.landing import DirectLanding, Piece, PieceLanding
 
 
@@ -41,9 +47,16 @@ class LandingStore:
         self._pool = pool
         # The unit is one block of all layers, so a landing is a whole number of units: no waste.
         self._unit_bytes = memory.layout.bytes_per_block
-        self._buddy = Buddy(limits.pool_bytes // self._unit_bytes)
-        size = self._buddy.total_units * self._unit_bytes
-        self._host = memoryview(mmap.mmap(-1, size)) if size else memoryview(b"")
+        device = memory.device
+        self._device = device
+        self._copier = Copier(device)
+        size = limits.pool_bytes // self._unit_bytes * self._unit_bytes
+        self._host = Arena(_host_memory(size, device), self._unit_bytes)
+        self._buffer: Arena | None = None
+        size = limits.buffer_bytes // self._unit_bytes * self._unit_bytes
+        if device is not None and size:
+            self._buffer = Arena(device.allocate(size), self._unit_bytes)
+        self._buffer_bytes = limits.buffer_bytes if device is None else 0
         self._buffer_used_bytes = 0
         self._leases = 0
 
@@ -54,7 +67,9 @@ class LandingStore:
             landing = self.take_direct(owner, num_blocks)
             if landing is not None:
                 return landing
-        return self._take_buffer(owner, num_blocks) or self._take_pool(owner, num_blocks)
+        return self._take_buffer(owner, num_blocks) or self._take_arena(
+            owner, num_blocks, self._host, "pool"
+        )
 
     def take_direct(self, owner: TransferKey, num_blocks: int) -> Landing | None:
         """See Store."""
@@ -66,25 +81,42 @@ class LandingStore:
             owner, block_ids, memory=self._memory, pool=self._pool, on_end=self._end_direct
         )
 
+    def poll(self) -> None:
+        """See Store."""
+        self._copier.poll()
+
+    def close(self, deadline_s: float) -> None:
+        """Give the memory back; nobody may hold a landing. What a device still copies from after
+        `deadline_s` is left to the end of the process."""
+        if not self._copier.close(deadline_s) or self._device is None:
+            return
+        if self._buffer is not None:
+            self._device.free(cast("DeviceView", self._buffer.memory))
+        if self._host.size_bytes:
+            self._device.free_pinned(cast("memoryview", self._host.memory))
+
     def figures(self) -> StoreFigures:
         """See Store."""
         # `take` leaves more than this free.
         kept = self._limits.direct_free * self._pool.num_blocks
         direct = max(0, math.ceil(self._pool.num_free - kept) - 1)
+        buffer, pool = self._buffer, self._host
         return StoreFigures(
             leases=self._leases,
             direct_free_bytes=direct * self._unit_bytes,
-            buffer_used_bytes=self._buffer_used_bytes,
-            buffer_bytes=self._limits.buffer_bytes,
-            pool_used_bytes=self._buddy.used_units * self._unit_bytes,
-            pool_bytes=self._buddy.total_units * self._unit_bytes,
-            pool_high_water_bytes=self._buddy.high_water_units * self._unit_bytes,
-            pool_fragmentation=self._buddy.fragmentation,
+            buffer_used_bytes=self._buffer_used_bytes if buffer is None else buffer.used_bytes,
+            buffer_bytes=self._buffer_bytes if buffer is None else buffer.size_bytes,
+            pool_used_bytes=pool.used_bytes,
+            pool_bytes=pool.size_bytes,
+            pool_high_water_bytes=pool.high_water_bytes,
+            pool_fragmentation=pool.buddy.fragmentation,
         )
 
     def _take_buffer(self, owner: TransferKey, num_blocks: int) -> Landing | None:
+        if self._buffer is not None:
+            return self._take_arena(owner, num_blocks, self._buffer, "buffer")
         size = num_blocks * self._unit_bytes
-        if self._buffer_used_bytes + size > self._limits.buffer_bytes:
+        if self._buffer_used_bytes + size > self._buffer_bytes:
             return None
         self._buffer_used_bytes += size
 
@@ -94,28 +126,21 @@ class LandingStore:
         piece = Piece(memoryview(bytearray(size)), num_blocks)
         return self._piece_landing(owner, [piece], "buffer", give_back)
 
-    def _take_pool(self, owner: TransferKey, num_blocks: int) -> Landing | None:
-        extents = self._buddy.take(num_blocks)
+    def _take_arena(
+        self, owner: TransferKey, num_blocks: int, arena: Arena, kind: LandingKind
+    ) -> Landing | None:
+        extents = arena.take(num_blocks)
         if extents is None:
             return None
         taken: tuple[Extent, ...] = extents
-        pieces = [
-            Piece(
-                self._host[
-                    extent.offset * self._unit_bytes : (extent.offset + extent.units)
-                    * self._unit_bytes
-                ],
-                extent.units,
-            )
-            for extent in taken
-        ]
-        return self._piece_landing(owner, pieces, "pool", lambda: self._buddy.free(taken))
+        pieces = [Piece(arena.view(extent), extent.units) for extent in taken]
+        return self._piece_landing(owner, pieces, kind, lambda: arena.free(taken))
 
     def _piece_landing(
         self,
         owner: TransferKey,
         pieces: list[Piece],
-        kind: str,
+        kind: LandingKind,
         give_back: Callable[[], None],
     ) -> Landing:
         self._leases += 1
@@ -127,11 +152,20 @@ class LandingStore:
         return PieceLanding(
             owner,
             pieces,
-            kind="buffer" if kind == "buffer" else "pool",
+            kind=kind,
             memory=self._memory,
             pool=self._pool,
+            copier=self._copier,
             on_end=end,
         )
 
     def _end_direct(self) -> None:
         self._leases -= 1
+
+
+def _host_memory(size_bytes: int, device: Device | None) -> View:
+    if not size_bytes:
+        return memoryview(b"")
+    if device is not None:
+        return device.allocate_pinned(size_bytes)
+    return memoryview(mmap.mmap(-1, size_bytes))

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from xpyd_core.request_id import Address
+from xpyd_kv.device.api import View
 from xpyd_kv.wire.messages import Data, Hello, Layout, Message
 
 
@@ -62,7 +63,7 @@ class Handler(Protocol):
         closes the connection."""
         ...
 
-    def data_begin(self, peer: Peer, header: Data, length: int) -> Sequence[memoryview] | None:
+    def data_begin(self, peer: Peer, header: Data, length: int) -> Sequence[View] | None:
         """A DATA frame with a body of `length` bytes begins; `length` agrees with the header's
         ranges and the layout. Where do its bytes go: writable flat byte views, `length` bytes in
         all, theirs until `data_end` or `peer_down`; None reads them to nowhere."""
@@ -117,7 +118,7 @@ class Endpoint(Protocol):
         self,
         peer: Peer,
         make_header: Callable[[bytes], Data | None],
-        views: Sequence[memoryview],
+        views: Sequence[View],
         done: Callable[[bool], None],
     ) -> None:
         """Queue one DATA frame. When its turn comes the checksum of `views` (flat byte views) is

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from xpyd_kv.device.api import View
+
 Rights = Sequence[tuple[int, int, bytes]]
 """Ancillary data of one sendmsg."""
 
@@ -35,7 +37,7 @@ class Lender(Protocol):
         """Asked for once, before the first SHARED."""
         ...
 
-    def places(self, views: Sequence[memoryview], *, at_most: int) -> bytes | None:
+    def places(self, views: Sequence[View], *, at_most: int) -> bytes | None:
         """SHARED's body for these views, as at most `at_most` runs; None for views that stand
         elsewhere: then they go through the socket."""
         ...
@@ -65,7 +67,7 @@ class Borrower(Protocol):
         give it. The descriptors stay the caller's."""
         ...
 
-    def prepare(self, body: bytes, length: int) -> Callable[[Sequence[memoryview] | None], Fetch]:
+    def prepare(self, body: bytes, length: int) -> Callable[[Sequence[View] | None], Fetch]:
         """SHARED has come, for `length` bytes: the function that begins to fetch them into views of
         that length (None: nobody wants them). ProtocolError for a body that lies; nothing is
         fetched before it is checked."""

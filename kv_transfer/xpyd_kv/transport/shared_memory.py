@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from xpyd_core.errors import ProtocolError, UserError
+from xpyd_kv.device.api import DeviceView, View, on_host
 from xpyd_kv.transport.data_path import Lent
 
 MAX_BYTES = 2**40
@@ -62,7 +63,7 @@ class SharedMemory:
         self.size_bytes = size_bytes
         self._start = _address_of(self.buffer)
 
-    def runs_of(self, views: Iterable[memoryview], *, at_most: int) -> list[Run] | None:
+    def runs_of(self, views: Iterable[View], *, at_most: int) -> list[Run] | None:
         """Where these bytes stand, neighbours joined; None when some stand elsewhere, or in more
         than `at_most` places."""
         runs: list[Run] = []
@@ -71,6 +72,8 @@ class SharedMemory:
             length = len(view)
             if not length:
                 continue
+            if isinstance(view, DeviceView):
+                return None
             try:
                 offset = _address_of(view) - self._start
             except TypeError:
@@ -183,7 +186,7 @@ class SharedMemoryLender:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptor)]
         return Lent(self._memory.size_bytes, rights=rights)
 
-    def places(self, views: Sequence[memoryview], *, at_most: int) -> bytes | None:
+    def places(self, views: Sequence[View], *, at_most: int) -> bytes | None:
         runs = self._memory.runs_of(views, at_most=at_most)
         return None if runs is None else pack(runs)
 
@@ -204,17 +207,15 @@ class SharedMemoryBorrower:
             raise ProtocolError("REGION without its descriptor, or with a body")
         self._memory = PeerMemory(descriptors[0], size_bytes)
 
-    def prepare(
-        self, body: bytes, length: int
-    ) -> Callable[[Sequence[memoryview] | None], _Through]:
+    def prepare(self, body: bytes, length: int) -> Callable[[Sequence[View] | None], _Through]:
         memory = self._memory
         assert memory is not None
         runs = unpack(body)
         memory.check(runs, length)
 
-        def start(views: Sequence[memoryview] | None) -> _Through:
+        def start(views: Sequence[View] | None) -> _Through:
             if views is not None:
-                memory.copy(runs, views)
+                memory.copy(runs, on_host(views))
             return _Through()
 
         return start

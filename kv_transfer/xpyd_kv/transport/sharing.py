@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from xpyd_core.errors import ProtocolError
+from xpyd_kv.device.api import View
 from xpyd_kv.transport.data_path import Borrower, Fetch, Lender
 from xpyd_kv.wire.messages import Data, Region, Shared
 
@@ -78,7 +79,7 @@ class Fetched(NamedTuple):
 class _Fetching(NamedTuple):
     header: Data
     length: int
-    views: Sequence[memoryview] | None
+    views: Sequence[View] | None
     fetch: Fetch
     since_s: float
 
@@ -123,7 +124,7 @@ class Borrowing:
         self._is_open = True
         self._forget_descriptors()
 
-    def prepare(self, body: bytes, length: int) -> Callable[[Sequence[memoryview] | None], Fetch]:
+    def prepare(self, body: bytes, length: int) -> Callable[[Sequence[View] | None], Fetch]:
         """A SHARED frame's places, for `length` bytes of DATA. ProtocolError for those that lie."""
         if not self._is_open:
             raise ProtocolError("SHARED before REGION")
@@ -135,8 +136,8 @@ class Borrowing:
         self,
         header: Data,
         length: int,
-        views: Sequence[memoryview] | None,
-        start: Callable[[Sequence[memoryview] | None], Fetch],
+        views: Sequence[View] | None,
+        start: Callable[[Sequence[View] | None], Fetch],
         now: float,
     ) -> None:
         """Fetch a prepared frame's bytes."""

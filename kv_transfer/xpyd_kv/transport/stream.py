@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from xpyd_core.request_id import Address
+from xpyd_kv.device.api import View, on_host
 from xpyd_kv.transport.api import Handler
 from xpyd_kv.transport.checksum import checksum
 from xpyd_kv.transport.counters import Counters
@@ -42,7 +43,7 @@ class DataFrame(NamedTuple):
     """A DATA frame in the queue: see Endpoint.send_data."""
 
     make_header: Callable[[bytes], Data | None]
-    views: Sequence[memoryview]
+    views: Sequence[View]
     done: Callable[[bool], None]
 
 
@@ -271,7 +272,7 @@ class Stream:
             self.session_ran = True
             self._handler.data_end(self, header, stored=stored, intact=stored)
 
-    def _room_for(self, header: Data, length: int) -> Sequence[memoryview] | None:
+    def _room_for(self, header: Data, length: int) -> Sequence[View] | None:
         self.session_ran = True
         views = self._handler.data_begin(self, header, length)
         room = length if views is None else sum(map(len, views))
@@ -282,7 +283,8 @@ class Stream:
     def _begin_data(self, header: Data, length: int) -> None:
         views = self._room_for(header, length)
         if views is not None:
-            self._views, self._landing = views, Cursor(views)
+            self._views = on_host(views)
+            self._landing = Cursor(self._views)
 
     def _end_data(self, header: Data) -> None:
         views, self._views, self._landing = self._views, None, None
@@ -369,7 +371,7 @@ class Stream:
                 most = length // self.layout.block_bytes
                 places = lending.lender.places(frame.views, at_most=most)
             self._is_shared = places is not None
-            digest = checksum(frame.views) if places is None else NO_CHECKSUM
+            digest = checksum(on_host(frame.views)) if places is None else NO_CHECKSUM
             header = frame.make_header(digest)
             if header is None:
                 self._sending_data = None
@@ -377,7 +379,7 @@ class Stream:
                 continue
             if places is None:
                 prefix = self.protocol.encode(header, length)
-                self._sending = Cursor([memoryview(prefix), *frame.views])
+                self._sending = Cursor([memoryview(prefix), *on_host(frame.views)])
             else:
                 prefix = self.protocol.encode(shared_of(header), len(places))
                 self._sending = Cursor([memoryview(prefix + places)])

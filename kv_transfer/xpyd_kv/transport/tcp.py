@@ -18,6 +18,7 @@ from pathlib import Path
 
 from xpyd_core.errors import UserError
 from xpyd_core.request_id import Address
+from xpyd_kv.device.api import View
 from xpyd_kv.transport import sockets
 from xpyd_kv.transport.api import Handler, Peer
 from xpyd_kv.transport.counters import Counters
@@ -179,7 +180,7 @@ class TcpEndpoint:
         self,
         peer: Peer,
         make_header: Callable[[bytes], Data | None],
-        views: Sequence[memoryview],
+        views: Sequence[View],
         done: Callable[[bool], None],
     ) -> None:
         stream = self._stream(peer)

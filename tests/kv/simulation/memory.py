@@ -35,10 +35,14 @@ class SourceMemory:
     def __init__(self, num_blocks: int, pool: FakePool) -> None:
         self.bytes = FakeMemory(num_blocks)
         self.layout = self.bytes.layout
+        self.device = None
         self._pool = pool
 
     def block_view(self, layer: int, block_id: int) -> SourceView:
         return SourceView(self.bytes.block_view(layer, block_id), block_id, self._pool)
+
+    def written(self) -> None:
+        """Always."""
 
 
 class TargetView:
@@ -60,6 +64,7 @@ class WatchedLanding:
         self.kind = inner.kind
         self.num_blocks = inner.num_blocks
         self.size_bytes = inner.size_bytes
+        self.is_copying = False
         self.is_over = False
         self.is_adopted = False
         self.writers = 0

@@ -1,0 +1,73 @@
+"""How the bytes of landings beside the cache come into its blocks: at once on a CPU, by a stream of
+its own on a GPU.
+
+Owned by the store; engine thread only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from xpyd_kv.device.api import Device, DeviceError, Event, View, on_host
+
+
+class _Late(NamedTuple):
+    event: Event
+    give_back: Callable[[], None]
+
+
+class Copier:
+    """Copies within the memory of `device`, and between it and pinned memory; None: the host's."""
+
+    def __init__(self, device: Device | None) -> None:
+        self._device = device
+        self._stream = device.stream() if device is not None else None
+        self._late: deque[_Late] = deque()
+
+    def copy(self, targets: Sequence[View], sources: Sequence[View]) -> Event | None:
+        """Begin to copy the bytes of all sources, in order, to all targets, each source as long as
+        some targets together; when that is through (None: it is). DeviceError."""
+        if self._device is None or self._stream is None:
+            _copy_now(on_host(targets), on_host(sources))
+            return None
+        # The blocks' last readers may still be under way on the model's stream.
+        self._stream.wait(self._device.compute_stream().record())
+        self._stream.copy(targets, sources)
+        return self._stream.record()
+
+    def give_back_after(self, event: Event, give_back: Callable[[], None]) -> None:
+        """`give_back`, in a `poll` after `event`."""
+        self._late.append(_Late(event, give_back))
+
+    def poll(self) -> None:
+        """Give back what is no longer copied. What stands behind an event that fails stays taken:
+        that device is lost."""
+        while self._late:
+            try:
+                if not self._late[0].event.is_done():
+                    return
+            except DeviceError:
+                self._late.popleft()
+                continue
+            self._late.popleft().give_back()
+
+    def close(self, deadline_s: float) -> bool:
+        """Wait for what is under way and give the stream back; whether it ended in time."""
+        if self._stream is None:
+            return True
+        has_ended = self._stream.record().wait(deadline_s)
+        self.poll()
+        self._stream.close()
+        return has_ended
+
+
+def _copy_now(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> None:
+    following = iter(targets)
+    for source in sources:
+        offset = 0
+        while offset < len(source):
+            target = next(following)
+            target[:] = source[offset : offset + len(target)]
+            offset += len(target)
