@@ -261,7 +261,7 @@ def test_what_a_rank_announces_in_layout_makes_its_engine() -> None:
     [
         ({"block_size": 24}, "block_size"),
         ({"kv_heads": 4}, "kv_heads"),
-        ({"row_bytes": 256}, "row_bytes"),
+        ({"row_bytes": 256}, "block_bytes"),
         ({"is_mla": True}, "is_mla"),
         ({"stages": ((0, 1, 2),)}, "layers"),
         ({"stages": ((0, 1, 2, 3, 4),)}, "layers"),

@@ -106,8 +106,10 @@ def test_another_peer_can_neither_offer_nor_send_nor_cancel_a_running_transfer(
 
 
 def test_a_p_with_another_cache_shape_is_refused(bench: Bench) -> None:
+    # As many bytes in a block of twice as many tokens.
     other = msgspec.structs.replace(WIRE_LAYOUT, block_size=8)
-    bench.offer(peer=SimPeer(None, HELLO, other))
+    blocks = 2 * len(other.layers)
+    bench.offer(peer=SimPeer(None, HELLO, other), total_bytes=blocks * other.block_bytes)
     assert bench.said() == ["CANCEL layout"]
     assert not bench.events
 

@@ -195,7 +195,10 @@ def test_two_peers_are_served_side_by_side(net):
 
 @pytest.mark.parametrize(
     ("changes", "factor"),
-    [({"factors": {**LAYOUT.factors, "model": "x"}}, "model"), ({"block_size": 8}, "block_size")],
+    [
+        ({"factors": {**LAYOUT.factors, "model": "x"}}, "model"),
+        ({"block_size": 24, "block_bytes": 192}, "block_size"),
+    ],
 )
 def test_incompatible_sides_both_name_the_factor(net, changes, factor):
     d, d_told = net.endpoint("D")

@@ -201,9 +201,19 @@ def test_what_both_see_in_the_hellos_is_refused_without_a_word(p_changes, d_chan
         ({"layers": (0, 2)}, "layers"),
         ({"kv_heads": 2}, "kv_heads"),
         ({"head_dim": 2}, "head_dim"),
-        ({"block_size": 32}, "block_size"),
+        ({"block_size": 24, "block_bytes": 192}, "block_size"),
+        ({"block_size": 0}, "block_size"),
         ({"dtype": "bfloat16"}, "dtype"),
+        ({"block_size": 32}, "block_bytes"),
         ({"block_bytes": 256}, "block_bytes"),
+        ({"block_bytes": 130}, "block_bytes"),
+        ({"layers": (1, 0)}, "layers"),
+        ({"stages": ((0, 2),)}, "layers"),
+        ({"stages": ((0,), (1,)), "layers": (0,)}, "stages"),
+        ({"tp": 2}, "tp"),
+        ({"total_kv_heads": 4}, "kv_heads"),
+        ({"total_kv_heads": 3, "tp": 2}, "tp"),
+        ({"is_mla": True}, "is_mla"),
     ],
 )
 def test_both_sides_name_the_factor_that_differs(changes, factor):
@@ -222,6 +232,34 @@ def test_limits_may_differ():
     assert d.is_open
     # One block always fits.
     assert d.max_data_bytes == LAYOUT.block_bytes
+
+
+SMALL, LARGE = LAYOUT, msgspec.structs.replace(LAYOUT, block_size=64, block_bytes=512)
+
+
+@pytest.mark.parametrize(("of_p", "of_d"), [(SMALL, LARGE), (LARGE, SMALL)], ids=["to_4", "of_4"])
+def test_block_sizes_may_differ_and_data_holds_blocks_of_p(of_p, of_d):
+    of_d = msgspec.structs.replace(of_d, max_data_bytes=1)
+    p, d = dialler(layout=of_p), acceptor(layout=of_d)
+    Talk(p, d)
+    assert (p.block_bytes, d.block_bytes) == (of_p.block_bytes, of_p.block_bytes)
+    # One of P's blocks always fits, and no more was allowed.
+    message = next(s.message for s in SAMPLES if s.name == "data")
+    frame = p.encode(message, of_p.block_bytes)
+    assert [*d.feed(frame, 0.0)] == [DataBegin(message, of_p.block_bytes)]
+    two = msgspec.structs.replace(message, end_block=2)
+    with pytest.raises(IllegalMoveError):
+        p.encode(two, 2 * of_p.block_bytes)
+    with pytest.raises(IllegalMoveError):
+        p.encode(message, of_d.block_bytes)
+
+
+def test_the_side_that_refuses_says_in_its_own_log_what_does_not_fit():
+    theirs = msgspec.structs.replace(LAYOUT, block_size=24, block_bytes=192)
+    talk = Talk(dialler(layout=theirs), acceptor())
+    text = "block_size): P has 24 tokens, D has 16; one must be a multiple of the other"
+    for error in talk.errors.values():
+        assert text in str(error)
 
 
 HANDSHAKE = [Hello, Auth, Layout]

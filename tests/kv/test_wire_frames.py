@@ -25,7 +25,7 @@ from xpyd_kv.wire.frames import (
 )
 from xpyd_kv.wire.messages import Cancel, Data, Done, Grant, Nack, Offer, Ping
 
-LIMITS = Limits.of(LAYOUT)
+LIMITS = Limits.of(LAYOUT, LAYOUT)
 STREAM = b"".join(sample.raw for sample in SAMPLES)
 # What a decoder may hold: one control frame; here the longest is 16 + 65,535 + 4 x max_tokens.
 MOST_KEPT_BYTES = 16 + 65_535 + 4 * MAX_NACK_FRAMES

@@ -10,6 +10,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from xpyd_core.blocks import token_bytes
 from xpyd_kv.wire.auth import auth_mac
 from xpyd_kv.wire.frames import PREFIX_BYTES, encode
@@ -49,6 +51,10 @@ LAYOUT = Layout(
     dtype="float32",
     block_bytes=128,
     max_tokens=4096,
+)
+# The second stage of two, the first rank of two in it.
+LAYOUT_OF_A_RANK = msgspec.structs.replace(
+    LAYOUT, layers=(2, 3), total_kv_heads=2, tp=2, stages=((0, 1), (2, 3))
 )
 DIALLER_HELLO = Hello(
     major=1,
@@ -103,6 +109,7 @@ SAMPLES = (
     Sample("auth_dialler", Auth(mac=_mac(by_dialler=True))),
     Sample("auth_acceptor", Auth(mac=_mac(by_dialler=False))),
     Sample("layout", LAYOUT),
+    Sample("layout_of_a_rank", LAYOUT_OF_A_RANK),
     Sample("refuse", Refuse(reason="incompatible", factor="kv_dtype")),
     Sample(
         "offer",

@@ -167,7 +167,7 @@ class KvConsumer:
     def _on_offered(self, event: ReceiveOffered, now: float) -> None:
         key = event.key
         self._drop_offer(key)
-        offer = Offer(key, event.epoch, event.prompt, event.salt)
+        offer = Offer(key, event.epoch, event.prompt, event.salt, event.alignment_tokens)
         if self._blocks_of(offer) > self._pool.num_blocks:
             self._finish_at_session(key, "too_long")
             self._forget_prompt(offer)
@@ -206,9 +206,15 @@ class KvConsumer:
         return blocks_for(len(offer.token_ids), self._pool.block_size)
 
     def _match(self, offer: Offer, max_tokens: int) -> list[int]:
-        size = self._pool.block_size
-        whole = max_tokens // size * size
-        return self._pool.match_prefix(offer.token_ids, salt=offer.salt, max_tokens=whole)
+        """Blocks of the prefix cache, up to where blocks of both sides begin."""
+        step = offer.alignment_tokens
+        whole = max_tokens // step * step
+        found = self._pool.match_prefix(offer.token_ids, salt=offer.salt, max_tokens=whole)
+        surplus = len(found) % (step // self._pool.block_size)
+        if surplus:
+            self._pool.release(found[-surplus:])
+            del found[-surplus:]
+        return found
 
     def _grant(
         self, offer: Offer, landing: Landing, prefix: list[int], now: float, *, where: str

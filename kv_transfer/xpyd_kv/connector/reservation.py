@@ -36,6 +36,8 @@ class Offer:
     epoch: int
     prompt: OfferedPrompt
     salt: bytes
+    # D's own prefix is used up to a multiple of this.
+    alignment_tokens: int
     state: OfferState = OfferState.DEFERRED
     granted_at_s: float = 0.0
 

@@ -19,10 +19,12 @@ MAX_RANKS = 1024
 
 
 class LayoutError(XpydError):
-    """Between these engines no KV can move. `factor` is what REFUSE names: the field at fault."""
+    """Between these engines no KV can move. `factor` is what REFUSE names: the field at fault;
+    `detail` says what is wrong with it."""
 
     def __init__(self, factor: str, message: str) -> None:
         self.factor = factor
+        self.detail = message
         super().__init__(f"{factor}: {message}")
 
 

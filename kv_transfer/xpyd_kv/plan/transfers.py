@@ -149,7 +149,8 @@ def _check(source: EngineLayout, destination: EngineLayout) -> None:
         raise LayoutError("kv_heads", f"P has {source.heads}, D has {destination.heads}")
     if source.row_bytes != destination.row_bytes:
         raise LayoutError(
-            "row_bytes", f"P has {source.row_bytes} bytes per token, D has {destination.row_bytes}"
+            "block_bytes",
+            f"P has {source.row_bytes} per token of a head, D has {destination.row_bytes}",
         )
     sizes = sorted((source.block_size, destination.block_size))
     if sizes[1] % sizes[0]:

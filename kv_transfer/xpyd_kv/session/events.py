@@ -37,12 +37,14 @@ SendEvent = SendGranted | SendEnded
 
 @dataclass(frozen=True)
 class ReceiveOffered:
-    """P announced a prompt: grant, defer or finish it."""
+    """P announced a prompt: grant, defer or finish it. What a grant skips is a multiple of
+    `alignment_tokens`."""
 
     key: TransferKey
     epoch: int
     prompt: OfferedPrompt
     salt: bytes
+    alignment_tokens: int
 
 
 @dataclass(frozen=True)

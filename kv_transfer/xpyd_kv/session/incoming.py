@@ -9,6 +9,7 @@ from hashlib import sha256
 
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.plan.frames import Area
+from xpyd_kv.session.placing import Placing
 from xpyd_kv.store.api import Landing
 from xpyd_kv.transport.api import Peer
 from xpyd_kv.wire import messages as wire
@@ -41,7 +42,7 @@ RECEIVING = frozenset({_R.GRANTED, _R.STREAMING})
 
 class Ledger:
     """Which frames stand in the landing of one transfer: every block of every layer exactly
-    once."""
+    once. The blocks are P's."""
 
     def __init__(
         self, *, num_layers: int, first_block: int, end_block: int, block_bytes: int
@@ -125,6 +126,7 @@ class Incoming:
     epoch: int
     peer: Peer
     tokens: int
+    placing: Placing
     activity_s: float
     granted_s: float = 0.0
     state: ReceiveState = ReceiveState.OFFERED

@@ -17,6 +17,7 @@ from xpyd_core.errors import ProtocolError
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.connector.api import KvLayout, OfferedPrompt
 from xpyd_kv.device.api import View
+from xpyd_kv.plan.engine_layout import LayoutError
 from xpyd_kv.session.arrivals import Arrivals
 from xpyd_kv.session.events import ReceiveEvent, ReceiveLanded, ReceiveOffered, ReceiveQuiet
 from xpyd_kv.session.incoming import (
@@ -31,8 +32,9 @@ from xpyd_kv.session.incoming import (
 )
 from xpyd_kv.session.limits import KvLimits
 from xpyd_kv.session.metrics import KvMetrics
-from xpyd_kv.session.offers import check_offer, same_shape, token_ids_of
+from xpyd_kv.session.offers import check_offer, token_ids_of
 from xpyd_kv.session.outgoing import cancel_of, cancelled_of
+from xpyd_kv.session.placing import Placing, placing_of
 from xpyd_kv.session.tombstones import Tombstones
 from xpyd_kv.store.api import Landing
 from xpyd_kv.transport.api import Endpoint, Peer
@@ -71,6 +73,8 @@ class ReceiveSession:
             metrics=metrics,
             tombstones=self._over,
         )
+        # Of the connected peers that have offered something; None: their cache does not fit.
+        self._placings: dict[Peer, Placing | None] = {}
         self._expected: set[TransferKey] = set()
         self._draining = False
 
@@ -88,14 +92,14 @@ class ReceiveSession:
             # It ended meanwhile: nothing was written, nothing will be.
             self._report(ReceiveQuiet(key, epoch))
             return
-        block_size = self._layout.block_size
+        placing = transfer.placing
         transfer.landing = landing
         transfer.skip_tokens = skip_tokens
         transfer.ledger = Ledger(
             num_layers=len(self._layout.layers),
-            first_block=skip_tokens // block_size,
-            end_block=-(-transfer.tokens // block_size),
-            block_bytes=self._layout.block_bytes,
+            first_block=skip_tokens // placing.source_size,
+            end_block=-(-transfer.tokens // placing.source_size),
+            block_bytes=placing.source_bytes,
         )
         self._arrivals.move(transfer, ReceiveState.GRANTED)
         transfer.granted_s = transfer.activity_s = self._clock()
@@ -151,6 +155,7 @@ class ReceiveSession:
 
     def peer_down(self, peer: Peer, reason: str) -> None:
         """Nothing of this P lands any more: what is not complete is lost."""
+        self._placings.pop(peer, None)
         self._arrivals.peer_down(peer)
 
     def message(self, peer: Peer, message: wire.Message, body: bytes) -> None:
@@ -188,10 +193,11 @@ class ReceiveSession:
         transfer.ledger.begin(header)
         transfer.writing += 1
         self._arrivals.touch(transfer)
-        skip = transfer.skip_tokens // self._layout.block_size
-        area = area_of(header)
-        return transfer.landing.views(
-            area.first_layer, area.end_layer, area.first_block - skip, area.end_block - skip
+        return transfer.placing.views(
+            transfer.landing,
+            area_of(header),
+            skip_tokens=transfer.skip_tokens,
+            tokens=transfer.tokens,
         )
 
     def data_end(self, peer: Peer, header: wire.Data, *, stored: bool, intact: bool) -> None:
@@ -207,7 +213,7 @@ class ReceiveSession:
             return
         if intact:
             self._metrics.received_frames += 1
-            self._metrics.received_bytes += area_of(header).cells * self._layout.block_bytes
+            self._metrics.received_bytes += area_of(header).cells * transfer.placing.source_bytes
         else:
             self._metrics.checksum_mismatches += 1
         assert transfer.ledger is not None
@@ -222,15 +228,16 @@ class ReceiveSession:
     # --- frames from P
 
     def _on_offer(self, peer: Peer, offer: wire.Offer, body: bytes) -> None:
-        check_offer(offer, body, self._layout)
+        check_offer(offer, body, peer.layout)
         key = TransferKey(offer.uuid, offer.prompt_index)
         live = self._arrivals.live(key)
         if live is not None and live.epoch == offer.epoch and live.peer is peer:
             self._answer_again(live)
             return
-        refusal = self._offer_refusal(peer, key, offer)
-        if refusal is not None:
-            self._endpoint.send(peer, cancel_of(key, offer.epoch, refusal))
+        placing = self._placing(peer)
+        refusal = self._offer_refusal(peer, key, offer) if placing is not None else "layout"
+        if placing is None or refusal is not None:
+            self._endpoint.send(peer, cancel_of(key, offer.epoch, refusal or ""))
             return
         if live is not None:
             # P counts up when it offers anew; the old landing is freed when it is quiet.
@@ -241,6 +248,7 @@ class ReceiveSession:
             offer.epoch,
             peer,
             offer.tokens,
+            placing,
             activity_s=now,
             expected=key in self._expected,
             # P waits `offer_s`: an engine in a long step must not cost the transfer.
@@ -248,14 +256,20 @@ class ReceiveSession:
         )
         self._arrivals.add(transfer)
         prompt = OfferedPrompt(token_ids_of(body), offer.prompt_tokens)
-        self._report(ReceiveOffered(key, offer.epoch, prompt, offer.salt))
+        self._report(ReceiveOffered(key, offer.epoch, prompt, offer.salt, placing.alignment_tokens))
+
+    def _placing(self, peer: Peer) -> Placing | None:
+        if peer not in self._placings:
+            try:
+                self._placings[peer] = placing_of(peer.layout, self._layout)
+            except LayoutError:
+                self._placings[peer] = None
+        return self._placings[peer]
 
     def _offer_refusal(self, peer: Peer, key: TransferKey, offer: wire.Offer) -> str | None:
         live = self._arrivals.live(key)
         if self._draining:
             return "draining"
-        if not same_shape(peer.layout, self._layout):
-            return "layout"
         if live is not None and (live.peer is not peer or live.epoch >= offer.epoch):
             return "duplicate"
         if len(self._arrivals) >= self._limits.max_transfers:

@@ -39,7 +39,7 @@ class Peer(Protocol):
     @property
     def layout(self) -> Layout:
         """What the peer announced. OFFER must not exceed its `max_tokens`, a DATA body not its
-        `max_data_bytes`; the rest of the shape equals ours."""
+        `max_data_bytes`. Its cache fits ours; the block size may differ."""
         ...
 
 
@@ -65,7 +65,7 @@ class Handler(Protocol):
 
     def data_begin(self, peer: Peer, header: Data, length: int) -> Sequence[View] | None:
         """A DATA frame with a body of `length` bytes begins; `length` agrees with the header's
-        ranges and the layout. Where do its bytes go: writable flat byte views, `length` bytes in
+        ranges and P's layout. Where do its bytes go: writable flat byte views, `length` bytes in
         all, theirs until `data_end` or `peer_down`; None reads them to nowhere."""
         ...
 

@@ -368,7 +368,7 @@ class Stream:
             length = sum(map(len, frame.views))
             places = None
             if lending is not None:
-                most = length // self.layout.block_bytes
+                most = length // self.protocol.block_bytes
                 places = lending.lender.places(frame.views, at_most=most)
             self._is_shared = places is not None
             digest = checksum(on_host(frame.views)) if places is None else NO_CHECKSUM

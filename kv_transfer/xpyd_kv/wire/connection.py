@@ -99,7 +99,9 @@ class Connection:
         self._pulse = pulse or Pulse()
         self._handshake = Handshake(ours, dialler=dialler)
         self._role = ours.hello.role
-        self._decoder = Decoder(Limits.of(ours.layout), frozenset((Hello,)))
+        self._layout = ours.layout
+        # Nothing of the handshake has a body: no limit is needed before the peer's LAYOUT.
+        self._decoder = Decoder(Limits(), frozenset((Hello,)))
         self._peer_limits = Limits()
         self._outgoing = bytearray(self._handshake.begin())
         self._opened: Opened | None = None
@@ -181,6 +183,11 @@ class Connection:
         return self._decoder.limits.data_bytes(header)
 
     @property
+    def block_bytes(self) -> int:
+        """One block of one layer in DATA: P's."""
+        return self._peer_limits.block_bytes
+
+    @property
     def max_data_bytes(self) -> int:
         """The longest DATA body that the peer takes."""
         return self._peer_limits.max_data_bytes
@@ -224,7 +231,9 @@ class Connection:
         assert shake.hello is not None
         assert shake.layout is not None
         self._opened = Opened(shake.hello, shake.layout)
-        self._peer_limits = Limits.of(shake.layout)
+        source = self._layout if self._role == DIALLER_ROLE else shake.layout
+        self._decoder.limits = Limits.of(self._layout, source)
+        self._peer_limits = Limits.of(shake.layout, source)
         # None: what a later minor version adds is skipped where it says that it may be.
         self._decoder.allowed = self._legal(shake.hello.role) | {None}
         self._heard(now)

@@ -30,19 +30,22 @@ class IllegalMoveError(XpydError):
 
 
 class RefusedError(ProtocolError):
-    """The connection is refused. `reason` is one of this module's, `factor` what differs.
+    """The connection is refused. `reason` is one of this module's, `factor` what differs, `detail`
+    our own words on it for the log.
 
     `by_peer`: it came in a REFUSE. What is not a known reason or a plain name becomes `other`,
     since it goes into log lines and labels.
     """
 
-    def __init__(self, reason: str, *, factor: str = "", by_peer: bool = False) -> None:
+    def __init__(
+        self, reason: str, *, factor: str = "", detail: str = "", by_peer: bool = False
+    ) -> None:
         self.reason = reason if reason in _REASONS else "other"
         self.factor = factor if not factor or _NAME.fullmatch(factor) else "other"
         self.by_peer = by_peer
         who = "the peer refuses" if by_peer else "refused"
         what = f"{self.reason} ({self.factor})" if factor else self.reason
-        super().__init__(f"{who}: {what}")
+        super().__init__(f"{who}: {what}{detail and ': ' + detail}")
 
 
 class SilentPeerError(ProtocolError):

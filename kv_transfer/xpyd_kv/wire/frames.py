@@ -85,7 +85,7 @@ FrameEvent = Frame | DataBegin | DataChunk | DataEnd
 
 @dataclass(frozen=True)
 class Limits:
-    """What one side takes, from the LAYOUT that it announced."""
+    """What one side takes, from the LAYOUT that it announced. The blocks of DATA are P's."""
 
     max_tokens: int = 0
     max_data_bytes: int = DEFAULT_MAX_DATA_BYTES
@@ -93,13 +93,14 @@ class Limits:
     layers: int = 0
 
     @classmethod
-    def of(cls, layout: Layout) -> Limits:
+    def of(cls, receiver: Layout, source: Layout) -> Limits:
+        """What `receiver` takes of a connection on which `source` is P's."""
         return cls(
-            max_tokens=layout.max_tokens,
+            max_tokens=receiver.max_tokens,
             # One block must always fit, however small the limit was set.
-            max_data_bytes=max(layout.max_data_bytes, layout.block_bytes),
-            block_bytes=layout.block_bytes,
-            layers=len(layout.layers),
+            max_data_bytes=max(receiver.max_data_bytes, source.block_bytes),
+            block_bytes=source.block_bytes,
+            layers=len(source.layers),
         )
 
     def max_body_bytes(self, kind: type[Message]) -> int:

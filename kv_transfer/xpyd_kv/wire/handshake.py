@@ -1,4 +1,4 @@
-"""HELLO, AUTH and LAYOUT: from a stranger's bytes to a peer with an equal cache. Pure.
+"""HELLO, AUTH and LAYOUT: from a stranger's bytes to a peer whose cache fits ours. Pure.
 
     dialler                         acceptor
       HELLO  ------------------------->
@@ -21,9 +21,11 @@ from dataclasses import dataclass
 
 from xpyd_core.compat import differing_factors
 from xpyd_core.errors import ProtocolError
+from xpyd_kv.plan.engine_layout import LayoutError
 from xpyd_kv.wire import errors
 from xpyd_kv.wire.auth import auth_mac, key_of
 from xpyd_kv.wire.errors import RefusedError
+from xpyd_kv.wire.fit import plan_between
 from xpyd_kv.wire.frames import Frame, encode
 from xpyd_kv.wire.messages import MAJOR, Auth, Hello, Layout, Message, Refuse
 
@@ -35,7 +37,6 @@ OVER_TCP = ("tcp",)
 OVER_UNIX = ("shm", "uds")
 # Those of them that move DATA beside the socket, by REGION, SHARED and COPIED.
 LENT = frozenset(("shm",))
-_SHAPE = ("layers", "kv_heads", "head_dim", "block_size", "dtype", "block_bytes")
 
 
 @dataclass(frozen=True)
@@ -55,15 +56,16 @@ def common_transport(usable: Iterable[str], ours: Hello, theirs: Hello) -> str:
     return next((name for name in usable if name in both), "")
 
 
-def differing_factor(ours: Layout, theirs: Layout) -> str:
-    """Name of the first compatibility factor or part of the shape that differs, or ''."""
-    factors = differing_factors(ours.factors, theirs.factors)
+def incompatibility(source: Layout, destination: Layout) -> RefusedError | None:
+    """By which factor, or else by which part of the shape, no KV can move from P to D."""
+    factors = differing_factors(source.factors, destination.factors)
     if factors:
-        return factors[0]
-    for name in _SHAPE:
-        if getattr(ours, name) != getattr(theirs, name):
-            return name
-    return ""
+        return RefusedError(errors.INCOMPATIBLE, factor=factors[0])
+    try:
+        plan_between(source, destination)
+    except LayoutError as error:
+        return RefusedError(errors.INCOMPATIBLE, factor=error.factor, detail=error.detail)
+    return None
 
 
 class Handshake:
@@ -151,11 +153,12 @@ class Handshake:
 
     def _receive_layout(self, layout: Layout) -> bytes:
         self.layout = layout
-        factor = differing_factor(self._ours.layout, layout)
-        if not factor:
+        ours = self._ours.layout
+        pair = (ours, layout) if self._dialler else (layout, ours)
+        refusal = self.refusal = incompatibility(*pair)
+        if refusal is None:
             return b""
-        self.refusal = RefusedError(errors.INCOMPATIBLE, factor=factor)
-        return encode(Refuse(reason=errors.INCOMPATIBLE, factor=factor))
+        return encode(Refuse(reason=refusal.reason, factor=refusal.factor))
 
     def _auth(self, key: bytes) -> bytes:
         dialler_hello, acceptor_hello = self._hellos()

@@ -27,6 +27,8 @@ _U32 = Annotated[int, msgspec.Meta(ge=0, le=0xFFFF_FFFF)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=0xFFFF_FFFF)]
 _U63 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Size = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+_Ranks = Annotated[int, msgspec.Meta(ge=1, le=1024)]
+_Layers = Annotated[tuple[_U16, ...], msgspec.Meta(min_length=1, max_length=1024)]
 _Mac = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 _Nonce = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
@@ -53,15 +55,17 @@ class Auth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """After mutual AUTH: the compatibility factors, compared one by one, and the cache's shape.
 
-    `layers`, `kv_heads`, `head_dim`, `block_size` (tokens), `dtype` and `block_bytes` (one block of
-    one layer) must be equal on both sides in this version. `max_tokens` is the longest prompt that
-    the sender takes in an OFFER, `max_data_bytes` the longest DATA body.
+    `layers`, `kv_heads`, `block_size` (tokens) and `block_bytes` (one block of one layer) are the
+    rank's, `total_kv_heads` (0: `kv_heads`), `tp`, `stages` (the layers of each pipeline stage;
+    empty: `layers` alone) and `is_mla` the engine's. `fit` says which two go together.
+    `max_tokens` is the longest prompt that the sender takes in an OFFER, `max_data_bytes` the
+    longest DATA body.
     """
 
     factors: Annotated[
         dict[_Text, Annotated[str, msgspec.Meta(max_length=4096)]], msgspec.Meta(max_length=64)
     ]
-    layers: Annotated[tuple[_U16, ...], msgspec.Meta(min_length=1, max_length=1024)]
+    layers: _Layers
     kv_heads: _U16
     head_dim: _U16
     block_size: _U16
@@ -69,6 +73,10 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     block_bytes: _Count
     max_tokens: _Count
     max_data_bytes: _Count = DEFAULT_MAX_DATA_BYTES
+    total_kv_heads: _U16 = 0
+    tp: _Ranks = 1
+    stages: Annotated[tuple[_Layers, ...], msgspec.Meta(max_length=1024)] = ()
+    is_mla: bool = False
 
 
 class Refuse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
