@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from mmap import mmap
 
 from xpyd_core.blocks import block_hashes
@@ -11,12 +12,18 @@ from xpyd_kv.connector.api import KvLayout
 BLOCK_SIZE = 4
 LAYOUT = KvLayout(
     layers=(0, 1, 2),
-    kv_heads=1,
-    head_dim=2,
+    kv_heads=2,
+    head_dim=1,
     block_size=BLOCK_SIZE,
     dtype="float32",
     block_bytes=BLOCK_SIZE * 2 * 2 * 4,
 )
+
+
+def with_block_size(block_size: int, layout: KvLayout = LAYOUT) -> KvLayout:
+    """The same model's cache in blocks of another size."""
+    block_bytes = layout.block_bytes // layout.block_size * block_size
+    return replace(layout, block_size=block_size, block_bytes=block_bytes)
 
 
 class FakeMemory:
@@ -46,18 +53,54 @@ class FakeMemory:
         for index, block in enumerate(block_ids, start=first):
             self.block_view(layer, block)[:] = expected_bytes(seed, layer, index, self.layout)
 
-    def holds(self, block_ids: Sequence[int], seed: int, first: int = 0) -> bool:
+    def holds(
+        self, block_ids: Sequence[int], seed: int, first: int = 0, tokens: int | None = None
+    ) -> bool:
+        """Whether the blocks from the prompt's `first` on hold its KV; `tokens`: the prompt's, what
+        stands behind its end does not matter."""
         return all(
-            bytes(self.block_view(layer, block))
-            == expected_bytes(seed, layer, first + index, self.layout)
+            is_expected(self.block_view(layer, block), seed, layer, index, self.layout, tokens)
             for layer in range(len(self.layout.layers))
-            for index, block in enumerate(block_ids)
+            for index, block in enumerate(block_ids, start=first)
         )
 
 
 def expected_bytes(seed: int, layer: int, index: int, layout: KvLayout = LAYOUT) -> bytes:
-    word = (seed * 1_000_003 + layer * 10_007 + index * 101 + 1).to_bytes(8, "little")
-    return (word * (layout.block_bytes // 8 + 1))[: layout.block_bytes]
+    """Block `index` of the prompt named `seed`: each row says whose it is, head by head, so that
+    blocks of any size hold the same of a token."""
+    row_bytes = layout.block_bytes // (layout.kv_heads * layout.block_size)
+    start = index * layout.block_size
+    return b"".join(
+        _row(seed, layer, head, token, row_bytes)
+        for head in range(layout.kv_heads)
+        for token in range(start, start + layout.block_size)
+    )
+
+
+def _row(seed: int, layer: int, head: int, token: int, row_bytes: int) -> bytes:
+    word = (seed * 1_000_003 + layer * 10_007 + head * 77_777_777 + token * 101 + 1).to_bytes(8)
+    return (word * (row_bytes // 8 + 1))[:row_bytes]
+
+
+def is_expected(
+    found: memoryview | bytes,
+    seed: int,
+    layer: int,
+    index: int,
+    layout: KvLayout = LAYOUT,
+    tokens: int | None = None,
+) -> bool:
+    """Whether a block is right, as far as a prompt of `tokens` reaches into it."""
+    wanted = expected_bytes(seed, layer, index, layout)
+    size = layout.block_size
+    if tokens is None or (index + 1) * size <= tokens:
+        return found == wanted
+    head_bytes = layout.block_bytes // layout.kv_heads
+    used_bytes = max(0, tokens - index * size) * (head_bytes // size)
+    return all(
+        found[start : start + used_bytes] == wanted[start : start + used_bytes]
+        for start in range(0, layout.block_bytes, head_bytes)
+    )
 
 
 class FakePool:

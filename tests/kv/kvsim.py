@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.kv.kvfakes import LAYOUT, FakeMemory, FakePool
 from xpyd_core.request_id import Address, TransferKey
-from xpyd_kv.connector.api import KvMemory, Landed, NoKv
+from xpyd_kv.connector.api import KvLayout, KvMemory, Landed, NoKv
 from xpyd_kv.connector.build import Connector, KvSettings, build, wire_layout
 from xpyd_kv.store.api import Landing, StoreFigures
 from xpyd_kv.store.landing_store import LandingStore, StoreLimits
@@ -186,6 +186,9 @@ class WatchedView:
     def __len__(self) -> int:
         return len(self.view)
 
+    def __getitem__(self, part: slice) -> Any:
+        return WatchedView(self.view[part], self.landing)
+
 
 def checksum(views: Sequence[memoryview]) -> bytes:
     return blake2b(b"".join(bytes(view) for view in views), digest_size=8).digest()
@@ -215,6 +218,7 @@ class World:
         d_blocks: int = 64,
         settings: KvSettings | None = None,
         store: StoreLimits | None = None,
+        d_layout: KvLayout = LAYOUT,
     ) -> None:
         self.clock = Clock()
         self.link: Link | None = None
@@ -224,7 +228,9 @@ class World:
         base = settings or KvSettings()
         self.settings = KvSettings(base.limits, base.frames, store or base.store)
         self.p_memory, self.p_pool = FakeMemory(p_blocks), FakePool(p_blocks)
-        self.d_memory, self.d_pool = FakeMemory(d_blocks), FakePool(d_blocks)
+        self.d_layout = d_layout
+        self.d_memory = FakeMemory(d_blocks, d_layout)
+        self.d_pool = FakePool(d_blocks, d_layout.block_size)
         self.endpoints: dict[str, SimEndpoint] = {}
         self.p = self._side("P", self.p_memory, self.p_pool)
         self.d = self._side("D", self.d_memory, self.d_pool)
@@ -272,7 +278,8 @@ class World:
                 )
                 for side in ("P", "D")
             }  # fmt: skip
-            self.link = Link(SimPeer(address, hello["D"]), SimPeer(None, hello["P"]))
+            of_d = wire_layout(self.d_layout, factors={}, max_tokens=4096)
+            self.link = Link(SimPeer(address, hello["D"], of_d), SimPeer(None, hello["P"]))
             self.handler("P").peer_up(self.link.at_p)
             self.handler("D").peer_up(self.link.at_d)
 
@@ -342,16 +349,20 @@ class World:
 
     def _writers(self, frame: Frame, change: int) -> None:
         for view in frame.views or ():
-            view.landing.writers += change  # type: ignore[attr-defined]
+            # What goes nowhere belongs to no landing.
+            if isinstance(view, WatchedView):
+                view.landing.writers += change
 
     def _write(self, frame: Frame) -> None:
         link = self.link
         assert link is not None
         assert frame.views is not None
         body = frame.body
-        for watched in frame.views:
-            assert not watched.landing.is_over  # type: ignore[attr-defined]
-            watched.view[:], body = body[: len(watched)], body[len(watched) :]  # type: ignore[attr-defined]
+        for view in frame.views:
+            part, body = body[: len(view)], body[len(view) :]
+            if isinstance(view, WatchedView):
+                assert not view.landing.is_over
+                view.view[:] = part
         self._writers(frame, -1)
         intact = blake2b(frame.body, digest_size=8).digest() == frame.header.checksum
         self.handler("D").data_end(link.at_d, frame.header, stored=True, intact=intact)
@@ -462,9 +473,11 @@ class World:
     def take_over(self, sent: Sent, answer: object) -> None:
         """D's request runs from landed KV and ends: the bytes must be P's."""
         assert isinstance(answer, Landed), answer
-        skipped = answer.skipped_tokens // LAYOUT.block_size
+        skipped = answer.skipped_tokens // self.d_layout.block_size
         assert answer.tokens == len(sent.ids)
-        assert self.d_memory.holds(answer.block_ids[skipped:], sent.seed, first=skipped)
+        assert self.d_memory.holds(
+            answer.block_ids[skipped:], sent.seed, first=skipped, tokens=len(sent.ids)
+        )
         self.d_pool.release(answer.block_ids)
 
     # --- the end of a test

@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.kv.kvfakes import LAYOUT, FakeMemory, FakePool
 from xpyd_core.request_id import Address, TransferKey
-from xpyd_kv.connector.api import Landed, NoKv, Wait
+from xpyd_kv.connector.api import KvLayout, Landed, NoKv, Wait
 from xpyd_kv.connector.build import Connector, KvSettings, build, wire_layout
 from xpyd_kv.transport.api import Handler, Peer
 from xpyd_kv.transport.settings import Identity
@@ -35,11 +35,12 @@ class Pod:
         blocks: int = 64,
         name: str = "",
         *,
+        layout: KvLayout = LAYOUT,
         shared: SharedMemory | None = None,
         **options: Any,
     ) -> None:
-        self.memory = FakeMemory(blocks, memory=shared.buffer if shared is not None else None)
-        self.pool = FakePool(blocks)
+        self.memory = FakeMemory(blocks, layout, shared.buffer if shared is not None else None)
+        self.pool = FakePool(blocks, layout.block_size)
         self.lost: list[str] = []
         name = name or f"pod-{role}"
 
@@ -48,7 +49,7 @@ class Pod:
             return TcpEndpoint(
                 handler,
                 identity=Identity(name, f"incarnation-{role}", role),
-                layout=WIRE_LAYOUT,
+                layout=wire_layout(layout, factors={"model": "m"}, max_tokens=MAX_TOKENS),
                 keys=(KEY,),
                 listen=Address("127.0.0.1", 0) if role == "D" else None,
                 paths=(SharedMemoryPath(shared),),
@@ -121,7 +122,7 @@ def send(p: Pod, address: Address, ids: tuple[int, ...], seed: int, chunk: int) 
     assert p.kv.producer is not None
     producer = p.kv.producer
     key = key_of(seed)
-    blocks = p.pool.take(-(-len(ids) // LAYOUT.block_size))
+    blocks = p.pool.take(-(-len(ids) // p.pool.block_size))
     assert blocks is not None
     p.memory.fill(blocks, seed)
     producer.offer(key, address, ids, prompt_tokens=len(ids), salt=b"", now=time.monotonic())

@@ -403,7 +403,7 @@ def test_one_connection_serves_all_transfers_that_waited_for_it() -> None:
 
 def test_frames_keep_within_what_d_takes(bench: Bench) -> None:
     bench.peer.layout = wire.Layout(
-        factors={}, layers=(0, 1, 2), kv_heads=1, head_dim=2, block_size=4, dtype="float32",
+        factors={}, layers=(0, 1, 2), kv_heads=2, head_dim=1, block_size=4, dtype="float32",
         block_bytes=64, max_tokens=100, max_data_bytes=128,
     )  # fmt: skip
     bench.offer()
