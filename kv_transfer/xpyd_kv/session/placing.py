@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from xpyd_core.blocks import blocks_for
 from xpyd_kv.connector.api import KvLayout
@@ -21,45 +21,68 @@ from xpyd_kv.store.api import Landing
 from xpyd_kv.wire import messages as wire
 from xpyd_kv.wire.fit import engine_layout_of
 
+# Of one peer: the areas of a transfer's frames differ in their layers, seldom in their blocks.
+_KEPT_CUTS = 16
 
-@dataclass(frozen=True)
+
+class _Cut(NamedTuple):
+    """Bytes [begin, end) of a layer's `view`-th view; the one behind the last is spare memory."""
+
+    view: int
+    begin: int
+    end: int
+
+
 class Placing:
-    """How the blocks of one P go into D's."""
+    """How the blocks of one P go into D's. `source_size`, `destination_size`: tokens of a block;
+    `source_bytes`: of a P block of one layer; `scatter`: None for block for block."""
 
-    source_size: int
-    """Tokens of a P block."""
-    source_bytes: int
-    """Of a P block of one layer."""
-    destination_size: int
-    """Tokens of a D block."""
-    scatter: Scatter | None
-    """None: block for block."""
+    def __init__(
+        self,
+        *,
+        source_size: int,
+        source_bytes: int,
+        destination_size: int,
+        scatter: Scatter | None,
+    ) -> None:
+        self.source_size = source_size
+        self.source_bytes = source_bytes
+        self._size = destination_size
+        self._scatter = scatter
+        self._cuts: dict[object, tuple[list[_Cut], int]] = {}
 
     @property
     def alignment_tokens(self) -> int:
         """What is skipped must be a multiple of this: there blocks of both sides begin."""
-        return max(self.source_size, self.destination_size)
+        return max(self.source_size, self._size)
 
     def views(
         self, landing: Landing, area: Area, *, skip_tokens: int, tokens: int
     ) -> Sequence[memoryview]:
         """Room for the area's bytes (its blocks are P's) in the landing of what follows the first
         `skip_tokens` of a prompt of `tokens`."""
-        skip = skip_tokens // self.destination_size
-        if self.scatter is None:
-            return landing.views(
-                area.first_layer, area.end_layer, area.first_block - skip, area.end_block - skip
-            )
-        last = blocks_for(tokens, self.destination_size)
-        first, end = self.scatter.destination_blocks(area.first_block, area.end_block)
-        spans = self.scatter.spans(area.first_block, area.end_block, last_block=last)
-        return [
-            view
-            for layer in range(area.first_layer, area.end_layer)
-            for view in _cut(
-                landing.views(layer, layer + 1, first - skip, min(end, last) - skip), spans
-            )
-        ]
+        skip = skip_tokens // self._size
+        first_layer, end_layer, first_block, end_block = area
+        if self._scatter is None:
+            return landing.views(first_layer, end_layer, first_block - skip, end_block - skip)
+        last = blocks_for(tokens, self._size)
+        first, end = self._scatter.destination_blocks(first_block, end_block)
+        found: list[memoryview] = []
+        for layer in range(first_layer, end_layer):
+            blocks = landing.views(layer, layer + 1, first - skip, min(end, last) - skip)
+            key = (first_block, end_block, last, *map(len, blocks))
+            if key not in self._cuts:
+                spans = self._scatter.spans(first_block, end_block, last_block=last)
+                self._keep(key, _cuts_of(spans, [len(block) for block in blocks]))
+            cuts, surplus = self._cuts[key]
+            views = [*blocks, memoryview(bytearray(surplus))]
+            found += [views[view][begin:stop] for view, begin, stop in cuts]
+        return found
+
+    def _keep(self, key: object, cuts: tuple[list[_Cut], int]) -> None:
+        if len(self._cuts) >= _KEPT_CUTS:
+            del self._cuts[next(iter(self._cuts))]
+        self._cuts[key] = cuts
 
 
 def placing_of(theirs: wire.Layout, ours: KvLayout) -> Placing:
@@ -76,30 +99,29 @@ def placing_of(theirs: wire.Layout, ours: KvLayout) -> Placing:
     )
     is_equal = theirs.block_size == ours.block_size
     return Placing(
-        theirs.block_size,
-        theirs.block_bytes,
-        ours.block_size,
-        None if is_equal else scatter_of(plan),
+        source_size=theirs.block_size,
+        source_bytes=theirs.block_bytes,
+        destination_size=ours.block_size,
+        scatter=None if is_equal else scatter_of(plan),
     )
 
 
-def _cut(views: Sequence[memoryview], spans: Sequence[Span]) -> list[memoryview]:
-    """The spans as parts of `views`, which are D's blocks of a layer; surplus goes into memory that
-    lives as long as these views: less than a P block for each layer of one frame."""
-    starts = [0, *accumulate(map(len, views))]
-    surplus = sum(length for offset, length in spans if offset is None)
-    spare = memoryview(bytearray(surplus))
-    parts: list[memoryview] = []
+def _cuts_of(spans: Sequence[Span], lengths: Sequence[int]) -> tuple[list[_Cut], int]:
+    """Where the spans lie in views of these lengths, which are D's blocks of a layer; and the bytes
+    of surplus, which go into memory of their own behind the last: less than a P block."""
+    starts = [0, *accumulate(lengths)]
+    cuts: list[_Cut] = []
+    surplus = 0
     for offset, length in spans:
         if offset is None:
-            parts.append(spare[:length])
-            spare = spare[length:]
+            cuts.append(_Cut(len(lengths), surplus, surplus + length))
+            surplus += length
             continue
         while length:
-            index = bisect_right(starts, offset) - 1
-            begin = offset - starts[index]
-            part = views[index][begin : begin + length]
-            parts.append(part)
-            offset += len(part)
-            length -= len(part)
-    return parts
+            view = bisect_right(starts, offset) - 1
+            begin = offset - starts[view]
+            end = min(begin + length, lengths[view])
+            cuts.append(_Cut(view, begin, end))
+            offset += end - begin
+            length -= end - begin
+    return cuts, surplus
