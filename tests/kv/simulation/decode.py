@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tests.kv.kvfakes import LAYOUT, FakeMemory
+from tests.kv.kvfakes import FakeMemory
 from tests.kv.simulation.prefill import PromptPlan
 from xpyd_core.blocks import blocks_for
 from xpyd_core.request_id import TransferKey
@@ -130,25 +130,29 @@ class DecodeEngine:
         world, pool = self.world, self.process.pool
         tag = world.watch.on_adopted(self.process, plan)
         assert answer.tokens == len(plan.ids), "tokens of the landed KV"
-        skipped = answer.skipped_tokens // LAYOUT.block_size
+        size = pool.block_size
+        skipped = answer.skipped_tokens // size
         for block in answer.block_ids[:skipped]:
             assert self._bytes_of(block) == self._cached[block], "a cached block was changed"
         own = answer.block_ids[skipped:]
         self._forget_cached(own)
-        assert self._memory.holds(own, tag, first=skipped), f"adopted KV of {plan.key} is wrong"
+        tokens = len(plan.ids)
+        is_right = self._memory.holds(own, tag, first=skipped, tokens=tokens)
+        assert is_right, f"adopted KV of {plan.key} is wrong"
         if world.plan.caches:
-            pool.remember(plan.ids, answer.block_ids[: len(plan.ids) // LAYOUT.block_size])
+            pool.remember(plan.ids, answer.block_ids[: tokens // size])
             self._cached.update((b, self._bytes_of(b)) for b in answer.block_ids)
         world.outcomes["landed"] += 1
 
         def end() -> None:
-            assert self._memory.holds(own, tag, first=skipped), f"KV of {plan.key} was changed"
+            is_right = self._memory.holds(own, tag, first=skipped, tokens=tokens)
+            assert is_right, f"KV of {plan.key} was changed"
             self._give_back(list(answer.block_ids))
 
         self.process.after(plan.runs_s, end)
 
     def _bytes_of(self, block: int) -> bytes:
-        layers = range(len(LAYOUT.layers))
+        layers = range(len(self._memory.layout.layers))
         return b"".join(self._memory.block_view(layer, block) for layer in layers)
 
     def _forget_cached(self, blocks: tuple[int, ...] | list[int]) -> None:
@@ -158,7 +162,7 @@ class DecodeEngine:
     def excuse(self) -> None:
         """Who has no room now waits for that, and not for its KV."""
         for request in self.waiting.values():
-            need = blocks_for(len(request.plan.ids), LAYOUT.block_size)
+            need = blocks_for(len(request.plan.ids), self.process.pool.block_size)
             if self.process.pool.num_free < need:
                 request.excused_at = self.world.schedule.now
 

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tests.kv.simulation.link import Begin, Close, Control, Item, Open, Part
-from tests.kv.simulation.memory import SourceView, joined
+from tests.kv.simulation.memory import SourceView, joined, written
 from tests.kv.simulation.stream import SimStream, checksum, write_into
 from xpyd_core.request_id import Address
 from xpyd_kv.transport.api import Handler
@@ -206,7 +206,7 @@ class SimEndpoint:
         if not part.is_last:
             return
         stored = views is not None
-        intact = stored and self.world.is_intact(b"".join(v.view for v in views), header)
+        intact = stored and self.world.is_intact(written(views), header)
         stream.count_writer(-1)
         stream.header = stream.views = None
         self.process.touched(header)

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from tests.kv.kvfakes import LAYOUT
 from tests.kv.simulation.link import Begin
 from tests.kv.simulation.memory import WatchedLanding
 from tests.kv.simulation.prefill import Prefill, PromptPlan
@@ -42,6 +41,7 @@ class Watch:
     def __init__(self, world: World) -> None:
         self._world = world
         self._tags: dict[_Ref, int] = {}
+        self._tokens: dict[_Ref, int] = {}
         self._landings: dict[_Ref, WatchedLanding] = {}
         self._granted_at: dict[tuple[str, TransferKey], float] = {}
         self._landed: set[int] = set()
@@ -56,13 +56,14 @@ class Watch:
             ref = _ref(process.incarnation, message)
             assert process.prefill is not None
             self._tags[ref] = process.prefill.unsettled[ref[1]].tag
+            self._tokens[ref] = message.tokens
         elif isinstance(message, wire.Grant):
             self._on_grant(process, peer, message)
         elif isinstance(message, wire.Done):
             landing = self._landings[_ref(process.incarnation, message)]
             assert landing.tag is not None
             if landing.tag not in self._landed:
-                assert landing.holds(landing.tag, len(LAYOUT.layers)), "DONE over wrong bytes"
+                assert landing.holds(landing.tag), "DONE over wrong bytes"
                 self._landed.add(landing.tag)
 
     def _on_grant(self, process: Process, peer: SimStream, grant: wire.Grant) -> None:
@@ -75,7 +76,8 @@ class Watch:
         assert peer.hello is not None
         landing.epoch = grant.epoch
         landing.tag = self._tags[_ref(peer.hello.incarnation, grant)]
-        landing.first_block = grant.skip_tokens // LAYOUT.block_size
+        landing.tokens = self._tokens[_ref(peer.hello.incarnation, grant)]
+        landing.first_block = grant.skip_tokens // process.pool.block_size
         self._landings[ref] = landing
         self._granted_at[process.incarnation, ref[1]] = self._world.schedule.now
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tests.kv.kvfakes import FakeMemory, FakePool, expected_bytes
+from tests.kv.kvfakes import FakeMemory, FakePool, is_expected
 from xpyd_core.request_id import TransferKey
-from xpyd_kv.connector.api import BlockPool, KvMemory
+from xpyd_kv.connector.api import BlockPool, KvLayout, KvMemory
 from xpyd_kv.store.api import Landing
 from xpyd_kv.store.landing_store import LandingStore, StoreLimits
 
@@ -54,11 +54,17 @@ class TargetView:
     def __len__(self) -> int:
         return len(self.view)
 
+    def __getitem__(self, part: slice) -> TargetView:
+        return TargetView(self.view[part], self.landing)
+
 
 class WatchedLanding:
-    """A landing, and what has become of it. `tag` names the KV that was granted to land here."""
+    """A landing, and what has become of it. `tag` names the KV that was granted to land here: of a
+    prompt of `tokens`, from the block `first_block` on."""
 
-    def __init__(self, inner: Landing, owner: TransferKey, on_over: Callable[[], None]) -> None:
+    def __init__(
+        self, inner: Landing, owner: TransferKey, layout: KvLayout, on_over: Callable[[], None]
+    ) -> None:
         self.inner = inner
         self.owner = owner
         self.kind = inner.kind
@@ -71,16 +77,27 @@ class WatchedLanding:
         self.epoch = -1
         self.tag: int | None = None
         self.first_block = 0
+        self.tokens = 0
+        self._layout = layout
         self._on_over = on_over
 
     def views(self, *area: int) -> list[TargetView]:
         return [TargetView(view, self) for view in self.inner.views(*area)]
 
-    def holds(self, tag: int, layers: int) -> bool:
-        """Whether every byte is of the KV named `tag`."""
-        blocks = range(self.first_block, self.first_block + self.num_blocks)
-        landed = b"".join(self.inner.views(0, layers, 0, self.num_blocks))
-        return landed == b"".join(expected_bytes(tag, a, b) for a in range(layers) for b in blocks)
+    def holds(self, tag: int) -> bool:
+        """Whether every byte of the prompt's tokens is of the KV named `tag`."""
+        return all(
+            is_expected(
+                b"".join(self.inner.views(layer, layer + 1, at, at + 1)),
+                tag,
+                layer,
+                self.first_block + at,
+                self._layout,
+                self.tokens,
+            )
+            for layer in range(len(self._layout.layers))
+            for at in range(self.num_blocks)
+        )
 
     def adopt(self) -> list[int] | None:
         self._check()
@@ -108,6 +125,7 @@ class WatchedStore(LandingStore):
 
     def __init__(self, limits: StoreLimits, memory: KvMemory, pool: BlockPool) -> None:
         super().__init__(limits, memory=memory, pool=pool)
+        self.layout = memory.layout
         self.out: dict[WatchedLanding, None] = {}
         self.last_adopted: WatchedLanding | None = None
         self.on_given_back: Callable[[WatchedLanding], None] = lambda landing: None
@@ -133,7 +151,7 @@ class WatchedStore(LandingStore):
             if watched.is_adopted:
                 self.last_adopted = watched
 
-        watched = WatchedLanding(landing, owner, on_over)
+        watched = WatchedLanding(landing, owner, self.layout, on_over)
         self.out[watched] = None
         return watched  # type: ignore[return-value]
 
@@ -141,3 +159,8 @@ class WatchedStore(LandingStore):
 def joined(views: Sequence[SourceView]) -> bytes:
     """The bytes of a DATA body, read now."""
     return b"".join(view.read() for view in views)
+
+
+def written(views: Sequence[TargetView | memoryview]) -> bytes:
+    """The bytes of a DATA body, where they landed."""
+    return b"".join(view.view if isinstance(view, TargetView) else view for view in views)

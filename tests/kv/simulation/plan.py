@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
-from tests.kv.kvfakes import LAYOUT
+from tests.kv.kvfakes import LAYOUT, with_block_size
 from tests.kv.simulation.faults import FAULTS, TRICKS
 from tests.kv.simulation.prefill import PromptPlan
 from xpyd_core.request_id import Address, TransferKey
+from xpyd_kv.connector.api import KvLayout
 from xpyd_kv.connector.build import KvSettings
 from xpyd_kv.plan.frames import FrameLimits
 from xpyd_kv.session.limits import KvLimits
@@ -41,6 +42,7 @@ class Plan:
 
     `turn_items`, `turn_parts`: what one turn of an I/O loop reads from and writes to one
     connection. `frame_parts`: pieces in which a DATA body travels; `part_s`: how long each takes.
+    `d_block_size`: tokens of a D block; P's is LAYOUT's. The blocks are D's own.
     `is_ample`: nothing befalls anybody and there is room for all, so every request gets its KV.
     `is_ordered`: no frame overtakes another, so that none is on its way once its landing is given
     back. `vouches`: a transport that calls every frame intact, to see the run fail.
@@ -54,6 +56,7 @@ class Plan:
     num_d: int = 1
     p_blocks: int = 40
     d_blocks: int = 40
+    d_block_size: int = LAYOUT.block_size
     latency_s: float = 0.0005
     jitter_s: float = 0.001
     layer_s: float = 0.002
@@ -67,6 +70,10 @@ class Plan:
     is_ample: bool = False
     is_ordered: bool = True
     vouches: bool = False
+
+    def layout_of(self, role: str) -> KvLayout:
+        """The cache of a P or a D."""
+        return with_block_size(LAYOUT.block_size if role == "P" else self.d_block_size)
 
 
 def address_of(name: str) -> Address:
@@ -139,7 +146,10 @@ def plan_of(seed: int) -> Plan:
         caches=rng.random() < 0.7,
         is_ordered=is_ordered,
     )
-    return _ample(plan) if rng.random() < 0.15 else plan
+    plan = _ample(plan) if rng.random() < 0.15 else plan
+    # In one run of three D's blocks are half or twice as large as P's; as many tokens in all.
+    size = random.Random(~seed).choice([4, 4, 4, 4, 2, 8])
+    return replace(plan, d_block_size=size, d_blocks=plan.d_blocks * LAYOUT.block_size // size)
 
 
 def _ample(plan: Plan) -> Plan:

@@ -40,9 +40,11 @@ class Process:
         self.activity: dict[TransferKey, float] = {}
         self._pauses: list[tuple[float, float]] = []
         blocks = world.plan.p_blocks if self.role == "P" else world.plan.d_blocks
-        self.pool = FakePool(blocks)
+        layout = world.plan.layout_of(self.role)
+        self.pool = FakePool(blocks, layout.block_size)
         self.endpoint: SimEndpoint
-        memory: Any = SourceMemory(blocks, self.pool) if self.role == "P" else FakeMemory(blocks)
+        is_p = self.role == "P"
+        memory: Any = SourceMemory(blocks, self.pool) if is_p else FakeMemory(blocks, layout)
         self.connector = build(
             self.role,
             make_endpoint=self._make_endpoint,

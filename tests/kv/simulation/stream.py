@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from tests.kv.kvsim import WIRE_LAYOUT
 from tests.kv.simulation.link import Control, Link, Pipe
 from tests.kv.simulation.memory import SourceView, TargetView
 from xpyd_core.request_id import Address
+from xpyd_kv.connector.build import wire_layout
 from xpyd_kv.wire import messages as wire
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ def checksum(body: bytes) -> bytes:
 class SimStream:
     """One side of a link: a Peer."""
 
+    transport = "tcp"
+
     def __init__(
         self,
         endpoint: SimEndpoint,
@@ -41,7 +43,8 @@ class SimStream:
         self.pipe_in, self.pipe_out = pipes
         self.pipe_in.reader = self.pipe_out.writer = self
         self.hello: wire.Hello | None = None
-        self.layout = WIRE_LAYOUT
+        theirs = endpoint.process.world.plan.layout_of("P" if address is None else "D")
+        self.layout = wire_layout(theirs, factors={}, max_tokens=4096)
         self.is_up = False
         self.closing: str | None = None
         self.control: deque[Control] = deque()
@@ -53,7 +56,7 @@ class SimStream:
         self.part_s = 0.0
         # The frame under way from the peer.
         self.header: wire.Data | None = None
-        self.views: Sequence[TargetView] | None = None
+        self.views: Sequence[TargetView | memoryview] | None = None
         self.written = 0
         self.heard_at = endpoint.process.world.schedule.now
 
@@ -62,19 +65,25 @@ class SimStream:
         return bool(self.sending or self.control or self.data)
 
     def count_writer(self, change: int) -> None:
+        # A frame begins in its landing, whatever of it goes nowhere.
         if self.views:
+            assert isinstance(self.views[0], TargetView)
             self.views[0].landing.writers += change
 
 
-def write_into(views: Sequence[TargetView], offset: int, data: bytes) -> None:
-    """Put `data` at `offset` of the views; their landing must still be out."""
+def write_into(views: Sequence[TargetView | memoryview], offset: int, data: bytes) -> None:
+    """Put `data` at `offset` of the views; their landing must still be out. What is no landing's
+    takes the bytes that belong nowhere."""
     for view in views:
         if not data:
             return
         if offset < len(view):
-            assert not view.landing.is_over, f"a write into {view.landing.owner}'s old landing"
+            target = view
+            if isinstance(view, TargetView):
+                assert not view.landing.is_over, f"a write into {view.landing.owner}'s old landing"
+                target = view.view
             room = len(view) - offset
-            view.view[offset : offset + len(data[:room])] = data[:room]
+            target[offset : offset + len(data[:room])] = data[:room]
             data, offset = data[room:], 0
         else:
             offset -= len(view)
