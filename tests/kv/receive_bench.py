@@ -35,7 +35,7 @@ HELLO = wire.Hello(
 class Bench:
     """The session with an endpoint that writes down what was sent, and a P written by hand."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_device: bool = False) -> None:
         self.clock = Clock()
         self.sent: list[wire.Message] = []
         self.bodies: list[bytes] = []
@@ -49,6 +49,7 @@ class Bench:
         self.session = ReceiveSession(
             self,  # type: ignore[arg-type]
             layout=LAYOUT,
+            on_device=on_device,
             limits=KvLimits(),
             clock=self.clock,
             report=self.events.append,

@@ -7,10 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.kv.kvfakes import with_block_size
 from tests.kv.kvsim import WIRE_LAYOUT, SimPeer
 from tests.kv.receive_bench import BLOCKS, HELLO, KEY, LAYERS, REF, TOKENS, Bench
 from xpyd_core.blocks import token_bytes
 from xpyd_core.errors import ProtocolError
+from xpyd_kv.connector.build import wire_layout
 from xpyd_kv.session.events import ReceiveEnded, ReceiveLanded, ReceiveOffered, ReceiveQuiet
 from xpyd_kv.wire import messages as wire
 
@@ -348,3 +350,16 @@ def test_late_data_of_a_finished_transfer_is_refused_and_p_is_told(bench: Bench)
     assert not bench.data(0)
     assert bench.said() == ["CANCEL stale", "CANCEL unknown"]
     assert bench.metrics.refused_data == {"stale": 1, "unknown": 1}
+
+
+@pytest.mark.parametrize(("block_size", "is_taken"), [(8, False), (2, True)])
+def test_larger_blocks_of_p_are_refused_where_d_has_no_place_for_their_surplus(
+    block_size: int, is_taken: bool
+) -> None:
+    bench = Bench(on_device=True)
+    of_p = with_block_size(block_size)
+    layout = wire_layout(of_p, factors={}, max_tokens=4096)
+    blocks = -(-TOKENS // block_size)
+    bench.offer(peer=SimPeer(None, HELLO, layout), total_bytes=blocks * of_p.bytes_per_block)
+    assert bench.said() == ([] if is_taken else ["CANCEL layout"])
+    assert len(bench.events) == is_taken

@@ -163,6 +163,7 @@ def _build_consumer(
     session = ReceiveSession(
         endpoint,
         layout=memory.layout,
+        on_device=memory.device is not None,
         limits=settings.limits,
         clock=clock,
         report=report,

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from xpyd_core.blocks import blocks_for
 from xpyd_kv.connector.api import KvLayout
-from xpyd_kv.plan.engine_layout import EngineLayout
+from xpyd_kv.device.api import View
+from xpyd_kv.plan.engine_layout import EngineLayout, LayoutError
 from xpyd_kv.plan.frames import Area
 from xpyd_kv.plan.scatter import Scatter, Span, scatter_of
 from xpyd_kv.plan.transfers import plan_transfers
@@ -58,7 +59,7 @@ class Placing:
 
     def views(
         self, landing: Landing, area: Area, *, skip_tokens: int, tokens: int
-    ) -> Sequence[memoryview]:
+    ) -> Sequence[View]:
         """Room for the area's bytes (its blocks are P's) in the landing of what follows the first
         `skip_tokens` of a prompt of `tokens`."""
         skip = skip_tokens // self._size
@@ -67,7 +68,7 @@ class Placing:
             return landing.views(first_layer, end_layer, first_block - skip, end_block - skip)
         last = blocks_for(tokens, self._size)
         first, end = self._scatter.destination_blocks(first_block, end_block)
-        found: list[memoryview] = []
+        found: list[View] = []
         for layer in range(first_layer, end_layer):
             blocks = landing.views(layer, layer + 1, first - skip, min(end, last) - skip)
             key = (first_block, end_block, last, *map(len, blocks))
@@ -75,7 +76,8 @@ class Placing:
                 spans = self._scatter.spans(first_block, end_block, last_block=last)
                 self._keep(key, _cuts_of(spans, [len(block) for block in blocks]))
             cuts, surplus = self._cuts[key]
-            views = [*blocks, memoryview(bytearray(surplus))]
+            # The spare memory lives as long as this frame's views.
+            views: list[View] = [*blocks, memoryview(bytearray(surplus))]
             found += [views[view][begin:stop] for view, begin, stop in cuts]
         return found
 
@@ -85,8 +87,11 @@ class Placing:
         self._cuts[key] = cuts
 
 
-def placing_of(theirs: wire.Layout, ours: KvLayout) -> Placing:
-    """For a P whose rank has the cache `theirs`. LayoutError when it does not fit ours."""
+def placing_of(theirs: wire.Layout, ours: KvLayout, *, on_device: bool) -> Placing:
+    """For a P whose rank has the cache `theirs`. LayoutError when it does not fit ours, or when
+    surplus could come to a GPU's memory, where there is nothing to put it."""
+    if on_device and theirs.block_size > ours.block_size:
+        raise LayoutError("block_size", "P's must not be larger where D's cache is on a GPU")
     plan = plan_transfers(
         engine_layout_of(theirs),
         EngineLayout(

@@ -53,6 +53,7 @@ class ReceiveSession:
         endpoint: Endpoint,
         *,
         layout: KvLayout,
+        on_device: bool = False,
         limits: KvLimits,
         clock: Callable[[], float],
         report: Callable[[ReceiveEvent], None],
@@ -60,6 +61,7 @@ class ReceiveSession:
     ) -> None:
         self._endpoint = endpoint
         self._layout = layout
+        self._on_device = on_device
         self._limits = limits
         self._clock = clock
         self._report = report
@@ -261,7 +263,9 @@ class ReceiveSession:
     def _placing(self, peer: Peer) -> Placing | None:
         if peer not in self._placings:
             try:
-                self._placings[peer] = placing_of(peer.layout, self._layout)
+                self._placings[peer] = placing_of(
+                    peer.layout, self._layout, on_device=self._on_device
+                )
             except LayoutError:
                 self._placings[peer] = None
         return self._placings[peer]
