@@ -1,4 +1,5 @@
-"""The fleet's secret: read from a file, used for the KV handshake and for `POST /kv/release`.
+"""The fleet's secret: read from a file, used for the KV handshake, `POST /kv/release` and
+`POST /kv/probe`.
 
 The file holds one key per line. The first signs; every one is accepted, so that a key can be
 rotated by adding, rolling and removing. A key never appears in a log line or an error.
@@ -34,10 +35,28 @@ def read_keys(path: Path) -> tuple[bytes, ...]:
 
 def release_mac(key: bytes, uuid: str) -> str:
     """X-Xpyd-Mac of `POST /kv/release`: hex HMAC-SHA256(key, "kv-release" + uuid)."""
-    return hmac.new(key, b"kv-release" + uuid.encode(), sha256).hexdigest()
+    return _mac(key, b"kv-release", uuid)
 
 
 def is_release_mac(keys: tuple[bytes, ...], uuid: str, mac: str) -> bool:
     """Whether `mac` was made with one of the keys; in constant time for each."""
+    return _is_mac(keys, b"kv-release", uuid, mac)
+
+
+def probe_mac(key: bytes, address: str) -> str:
+    """X-Xpyd-Mac of `POST /kv/probe`: hex HMAC-SHA256(key, "kv-probe" + address as in the body)."""
+    return _mac(key, b"kv-probe", address)
+
+
+def is_probe_mac(keys: tuple[bytes, ...], address: str, mac: str) -> bool:
+    """Whether `mac` was made with one of the keys; in constant time for each."""
+    return _is_mac(keys, b"kv-probe", address, mac)
+
+
+def _mac(key: bytes, purpose: bytes, text: str) -> str:
+    return hmac.new(key, purpose + text.encode("utf-8", "replace"), sha256).hexdigest()
+
+
+def _is_mac(keys: tuple[bytes, ...], purpose: bytes, text: str, mac: str) -> bool:
     given = mac.encode("utf-8", "replace")
-    return any(hmac.compare_digest(release_mac(key, uuid).encode(), given) for key in keys)
+    return any(hmac.compare_digest(_mac(key, purpose, text).encode(), given) for key in keys)

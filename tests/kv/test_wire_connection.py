@@ -317,7 +317,8 @@ def test_a_dialler_may_not_speak_before_its_auth_is_accepted_for_more():
         list(d.feed(BY_TYPE[Offer], 0.0))
 
 
-OF_P, OF_D = {"Offer", "Data", "Commit"}, {"Grant", "Done", "Nack", "Lease"}
+OF_P = {"Offer", "Data", "Commit", "Probe"}
+OF_D = {"Grant", "Done", "Nack", "Lease", "Probed"}
 EITHER = {"Cancel", "Cancelled", "Goaway"}
 
 

@@ -24,7 +24,7 @@ from xpyd_kv.wire.handshake import Terms
 from xpyd_kv.wire.messages import TYPE_NUMBERS, Data
 
 _DOCS = Path(__file__).parents[2] / "docs"
-PAGES = "".join((_DOCS / name).read_text() for name in ("wire.md", "wire-shm.md"))
+PAGES = "".join((_DOCS / name).read_text() for name in ("wire.md", "wire-shm.md", "wire-probe.md"))
 names = pytest.mark.parametrize("sample", SAMPLES, ids=[sample.name for sample in SAMPLES])
 
 

@@ -27,7 +27,7 @@ from xpyd_kv.transport.tcp import TcpEndpoint
 from xpyd_kv.wire.connection import Connection, Opened
 from xpyd_kv.wire.frames import encode
 from xpyd_kv.wire.handshake import Terms
-from xpyd_kv.wire.messages import Data, Hello, Layout
+from xpyd_kv.wire.messages import MAX_PROBE_BYTES, Data, Hello, Layout
 
 KEY = b"the fleet's key, long enough"
 UUID = "0123456789abcdef" * 2
@@ -118,6 +118,8 @@ class Net:
         options.setdefault("socket_dir", None if self.transport == "tcp" else self.folder)
         lends = role == "P" and self.transport == "shm"
         options.setdefault("paths", [SharedMemoryPath(SHARED if lends else None)])
+        if lends:
+            options.setdefault("probe_room", memoryview(SHARED.buffer)[-MAX_PROBE_BYTES:])
         if role == "D":
             options.setdefault("listen", Address("127.0.0.1", 0))
         end = TcpEndpoint(recorder, identity=Identity(name, incarnation, role), **options)
@@ -171,7 +173,7 @@ class Net:
         if self.transport != "shm":
             return memoryview(bytearray(body))
         start, self._shared_bytes = self._shared_bytes, self._shared_bytes + len(body)
-        assert self._shared_bytes <= SHARED.size_bytes
+        assert self._shared_bytes <= SHARED.size_bytes - MAX_PROBE_BYTES
         view = memoryview(SHARED.buffer)[start : self._shared_bytes]
         view[:] = body
         return view

@@ -257,7 +257,8 @@ class Fuzzer(Fuzzed):
         uuid = rng.choice([*self.known, rng.randbytes(16).hex()])
         of: dict[str, Any] = {"uuid": uuid, "prompt_index": rng.randrange(3), "epoch": number()}
         body = rng.randbytes(rng.choice([0, 4, 64, LAYOUT.bytes_per_block]))
-        kind = rng.choice([wire.Offer, wire.Data, wire.Commit, wire.Cancel, wire.Ping, None])
+        kinds = [wire.Offer, wire.Data, wire.Commit, wire.Cancel, wire.Ping, wire.Probe, None]
+        kind = rng.choice(kinds)
         if kind is wire.Offer:
             tokens = rng.choice([1, BLOCK_SIZE, MAX_TOKENS, MAX_TOKENS + 1, number()])
             digest = sha256(body).digest()
@@ -276,6 +277,12 @@ class Fuzzer(Fuzzed):
             return wire.Cancel(**of, reason="fuzz"), b""
         if kind is wire.Ping:
             return wire.Ping(token=number()), b""
+        if kind is wire.Probe:
+            size = rng.choice([len(body), number()])
+            shared = rng.random() < 0.3
+            return wire.Probe(
+                token=number(), size_bytes=size, checksum=bytes(8), shared=shared
+            ), body
         # What P may not send, or not now.
         others: Sequence[wire.Message] = (
             wire.Grant(**of, skip_tokens=0),
@@ -284,6 +291,7 @@ class Fuzzer(Fuzzed):
             wire.Region(size_bytes=2**40),
             wire.Shared(**of, **_ALL, seq=0, first_block=0, end_block=1),
             wire.Copied(frames=1),
+            wire.Probed(token=number(), digest=bytes(32), transport="tcp"),
             wire.Auth(mac=rng.randbytes(32)),
             wire.Goaway(reason="fuzz"),
             wire.Refuse(reason="fuzz"),

@@ -33,6 +33,8 @@ from xpyd_kv.wire.messages import (
     Offer,
     Ping,
     Pong,
+    Probe,
+    Probed,
     Refuse,
     Region,
     Shared,
@@ -148,6 +150,13 @@ SAMPLES = (
         _RUNS,
     ),
     Sample("copied", Copied(frames=1)),
+    Sample("probe", Probe(token=7, size_bytes=128, checksum=_SUM), _BLOCK),
+    Sample(
+        "probe_shared",
+        Probe(token=8, size_bytes=128, checksum=bytes(8), shared=True),
+        struct.pack("<QI", 2**20 - 128, 128),
+    ),
+    Sample("probed", Probed(token=7, digest=sha256(_BLOCK).digest(), transport="tcp")),
 )
 
 

@@ -26,10 +26,12 @@ from xpyd_kv.transport.counters import Counters
 from xpyd_kv.transport.settings import Identity
 from xpyd_kv.transport.shared_memory import SharedMemory, SharedMemoryPath
 from xpyd_kv.transport.tcp import TcpEndpoint
+from xpyd_kv.wire.messages import MAX_PROBE_BYTES
 from xpyd_worker.config import Role, WorkerConfig
 from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.server.kv_metrics import kv_samples
 from xpyd_worker.server.metrics import KvHistogram, KvSample
+from xpyd_worker.server.service import ProbePeer
 
 LETTER: dict[Role, Literal["P", "D", "A"]] = {
     "Prefill": "P",
@@ -45,6 +47,12 @@ class Kv:
     connector: Connector | None = None
     counters: Counters | None = None
     shared: SharedMemory | None = None
+
+    @property
+    def probe(self) -> ProbePeer | None:
+        """Tests the way to a D; None on any but a P."""
+        connector = self.connector
+        return None if connector is None or connector.probes is None else connector.probe
 
     def start(self) -> None:
         """Open the port and start the I/O thread. UserError when the address is taken."""
@@ -87,7 +95,8 @@ class KvParts:
     incarnation: str
     max_model_len: int
     shared: SharedMemory | None = None
-    """What `memory` stands in, where peers may read it; the worker closes it."""
+    """What `memory` stands in, where peers may read it; its last MAX_PROBE_BYTES are for PROBEs.
+    The worker closes it."""
 
 
 def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None = None) -> Kv:
@@ -115,6 +124,7 @@ def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None =
             transports=config.kv_transports,
             socket_dir=config.kv_socket_dir,
             paths=[SharedMemoryPath(parts.shared)],
+            probe_room=_probe_room(parts.shared),
         )
         endpoints.append(endpoint)
         return endpoint
@@ -137,3 +147,7 @@ def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None =
         make_store=make_store or default_store,
     )
     return Kv(connector, endpoints[0].counters, parts.shared)
+
+
+def _probe_room(shared: SharedMemory | None) -> memoryview | None:
+    return None if shared is None else memoryview(shared.buffer)[-MAX_PROBE_BYTES:]

@@ -19,6 +19,7 @@ from xpyd_core.sizes import format_bytes
 from xpyd_kv.connector.build import MakeStore
 from xpyd_kv.device.paged import PagedMemory
 from xpyd_kv.transport.shared_memory import SharedMemory
+from xpyd_kv.wire.messages import MAX_PROBE_BYTES
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.engine.api import Deliver
 from xpyd_worker.engine.block_manager import BlockManager
@@ -75,7 +76,8 @@ def load(
     model_config = load_config(folder)
     dtype = resolve_dtype(config.dtype, model_config.dtype, has_fast_16_bit=cpu_has_fast_16_bit())
     tokenizer = Tokenizer.load(folder)
-    shared = SharedMemory(config.kv_cache_bytes) if config.shares_kv else None
+    # Its end is for probes.
+    shared = SharedMemory(config.kv_cache_bytes + MAX_PROBE_BYTES) if config.shares_kv else None
     runner = ModelRunner.load(
         folder,
         model_config,

@@ -179,7 +179,7 @@ class _Worker:
         try:
             place = Place(config.role, self._incarnation, self._keys, config.kv_wait_s)
             limit = config.max_num_seqs + _WAITING_REQUESTS
-            self._api.service = Service(loaded.model, place, self._bridge, limit)
+            self._api.service = Service(loaded.model, place, self._bridge, limit, loaded.kv.probe)
             self._lifecycle.become("Ready")
             self._lifecycle.listen(heartbeat.beat_now)
             heartbeat.start()

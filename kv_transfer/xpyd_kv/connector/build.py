@@ -9,8 +9,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, TypeVar
 
+from xpyd_core.errors import XpydError
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.connector.api import BlockPool, KvLayout, KvMemory, OfferedPrompt
 from xpyd_kv.connector.compute_gate import ComputeGate
@@ -21,6 +23,7 @@ from xpyd_kv.plan.frames import FrameLimits
 from xpyd_kv.session.events import ReceiveEvent, ReceiveOffered, SendEvent
 from xpyd_kv.session.limits import KvLimits
 from xpyd_kv.session.metrics import KvMetrics
+from xpyd_kv.session.probing import ProbeResult, Probes
 from xpyd_kv.session.receiving import ReceiveSession
 from xpyd_kv.session.sending import SendSession
 from xpyd_kv.store.api import Store
@@ -50,8 +53,15 @@ class Connector:
     endpoint: Endpoint
     metrics: KvMetrics
     producer: KvProducer | None = None
+    probes: Probes | None = None
     consumer: KvConsumer | None = None
     store: Store | None = None
+
+    def probe(self, address: Address, done: Callable[[ProbeResult], None]) -> None:
+        """Any thread, on P only: see Probes.ask. `done` is called on the I/O thread."""
+        if self.probes is None:
+            raise XpydError("only a P probes")
+        self.endpoint.call(partial(self.probes.ask, address, done))
 
     def drain(self) -> None:
         """Any thread: refuse new OFFERs; what is under way finishes (`has_work` says when)."""
@@ -135,7 +145,7 @@ def _build_producer(
         metrics=metrics,
         clock=clock,
     )
-    return Connector(endpoint, metrics, producer=producer)
+    return Connector(endpoint, metrics, producer=producer, probes=session.probes)
 
 
 def _build_consumer(

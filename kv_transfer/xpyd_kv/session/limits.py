@@ -15,7 +15,8 @@ class KvLimits:
     `dial_s`: from OFFER wanted to connection up (connect 2, AUTH 2, slack). `offer_s`: OFFER
     answered by GRANT or LEASE. `lease_s`: how long P keeps blocks for a silent D, and D keeps KV
     that no request expects. `done_s`: COMMIT answered. `cancel_s`: CANCEL answered by CANCELLED,
-    else the connection is closed. `tombstone_s`: how long an ended key is remembered.
+    else the connection is closed. `probe_s`: a self-test, with its connecting.
+    `tombstone_s`: how long an ended key is remembered.
     `max_transfers`: open at once at one D. `ahead_bytes`: DATA given to the endpoint ahead of its
     turn, for each peer; so much a cancelled transfer may have to wait for. Blocks held by computed
     but unfinished transfers are at most `max_held_share` of P's.
@@ -26,6 +27,7 @@ class KvLimits:
     lease_s: float = 30.0
     done_s: float = 10.0
     cancel_s: float = 5.0
+    probe_s: float = 5.0
     tombstone_s: float = 60.0
     max_transfers: int = 4096
     # A few frames: the endpoint asks for the next in the same turn, so more gives no speed.

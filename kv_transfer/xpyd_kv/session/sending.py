@@ -35,6 +35,7 @@ from xpyd_kv.session.outgoing import (
     data_of,
     offer_of,
 )
+from xpyd_kv.session.probing import Probes
 from xpyd_kv.transport.api import Endpoint, Peer
 from xpyd_kv.wire import messages as wire
 
@@ -77,6 +78,7 @@ class SendSession:
         # Those that are up.
         self._peers: dict[Peer, Outbox] = {}
         self._draining: set[Peer] = set()
+        self.probes = Probes(endpoint, probe_s=limits.probe_s, clock=clock, outcomes=metrics.probes)
 
     @property
     def open_transfers(self) -> int:
@@ -131,12 +133,14 @@ class SendSession:
         for transfer in list(self._transfers.values()):
             if transfer.state is SendState.INIT and transfer.request.address == peer.address:
                 self._send_offer(transfer, peer)
+        self.probes.peer_up(peer)
 
     def dial_failed(self, address: Address, reason: str) -> None:
         """No connection: what waited for it fails."""
         for transfer in list(self._transfers.values()):
             if transfer.state is SendState.INIT and transfer.request.address == address:
                 self._end(transfer, reason)
+        self.probes.dial_failed(address, reason)
 
     def peer_down(self, peer: Peer, reason: str) -> None:
         """Nothing of ours is read for this peer any more."""
@@ -145,12 +149,15 @@ class SendSession:
         for transfer in list(self._transfers.values()):
             if transfer.peer is peer:
                 self._end(transfer, transfer.reason or "peer_lost")
+        self.probes.peer_down(peer, reason)
 
     def message(self, peer: Peer, message: wire.Message, body: bytes) -> None:
         """D's answers. ProtocolError for what only a P sends."""
         match message:
             case wire.Goaway():
                 self._draining.add(peer)
+            case wire.Probed():
+                self.probes.probed(peer, message)
             case wire.Cancel():
                 self._on_cancel(peer, message)
             case wire.Grant() | wire.Lease() | wire.Done() | wire.Nack() | wire.Cancelled():
@@ -180,7 +187,8 @@ class SendSession:
             else:
                 self._metrics.leases_expired += transfer.state in _SENDING
                 self._give_up(transfer, _TIMEOUTS[transfer.state])
-        return self._deadlines.next()
+        times = (self._deadlines.next(), self.probes.tick(now))
+        return min((time for time in times if time is not None), default=None)
 
     # --- moves
 

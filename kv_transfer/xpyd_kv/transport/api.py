@@ -128,3 +128,13 @@ class Endpoint(Protocol):
         first (`done(False)` then comes before `peer_down`). The queue is as long as the caller's
         leased blocks make it. IllegalMoveError: the body is over the peer's limit."""
         ...
+
+    @property
+    def probe_bytes(self) -> int:
+        """Length of a PROBE's bytes."""
+        ...
+
+    def send_probe(self, peer: Peer, token: int) -> bytes:
+        """Queue a PROBE, which goes the way of DATA; the SHA-256 that PROBED must bring with
+        `token`. P only."""
+        ...

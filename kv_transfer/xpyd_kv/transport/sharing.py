@@ -18,7 +18,7 @@ import msgspec
 from xpyd_core.errors import ProtocolError
 from xpyd_kv.device.api import View
 from xpyd_kv.transport.data_path import Borrower, Fetch, Lender
-from xpyd_kv.wire.messages import Data, Region, Shared
+from xpyd_kv.wire.messages import Data, Probe, Region, Shared
 
 NO_CHECKSUM = bytes(8)
 """Of bytes that did not go through the socket."""
@@ -69,15 +69,15 @@ class Lending:
 
 
 class Fetched(NamedTuple):
-    """A SHARED frame that is through. `stored`: the session had given views."""
+    """A frame that is through. `views`: where its bytes went; None: nowhere."""
 
-    header: Data
+    header: Data | Probe
     length: int
-    stored: bool
+    views: Sequence[View] | None
 
 
 class _Fetching(NamedTuple):
-    header: Data
+    header: Data | Probe
     length: int
     views: Sequence[View] | None
     fetch: Fetch
@@ -125,7 +125,8 @@ class Borrowing:
         self._forget_descriptors()
 
     def prepare(self, body: bytes, length: int) -> Callable[[Sequence[View] | None], Fetch]:
-        """A SHARED frame's places, for `length` bytes of DATA. ProtocolError for those that lie."""
+        """A SHARED frame's places (or a PROBE's), for `length` bytes. ProtocolError for those that
+        lie."""
         if not self._is_open:
             raise ProtocolError("SHARED before REGION")
         if self._bytes >= WINDOW_BYTES:
@@ -134,7 +135,7 @@ class Borrowing:
 
     def begin(
         self,
-        header: Data,
+        header: Data | Probe,
         length: int,
         views: Sequence[View] | None,
         start: Callable[[Sequence[View] | None], Fetch],
@@ -155,7 +156,7 @@ class Borrowing:
             self._fetching.popleft()
             self._through_frames += 1
             self._through_bytes += oldest.length
-            yield Fetched(oldest.header, oldest.length, oldest.views is not None)
+            yield Fetched(oldest.header, oldest.length, oldest.views)
 
     def take_copied(self) -> int:
         """How many frames the next COPIED names."""
@@ -177,8 +178,10 @@ class Borrowing:
                 os.close(fd)
 
 
-def shared_of(header: Data) -> Shared:
-    """The SHARED header that stands for a DATA header."""
+def shared_of(header: Data | Probe) -> Shared | Probe:
+    """The header that stands for this one where the bytes are lent."""
+    if isinstance(header, Probe):
+        return msgspec.structs.replace(header, shared=True)
     fields = msgspec.structs.asdict(header)
     del fields["checksum"]
     return Shared(**fields)

@@ -15,18 +15,21 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from xpyd_core.errors import ProtocolError
 from xpyd_core.request_id import Address
 from xpyd_kv.device.api import View, on_host
+from xpyd_kv.transport import sockets
 from xpyd_kv.transport.api import Handler
 from xpyd_kv.transport.checksum import checksum
 from xpyd_kv.transport.counters import Counters
 from xpyd_kv.transport.cursor import Cursor
 from xpyd_kv.transport.data_path import DataPath, Lender, Rights
+from xpyd_kv.transport.probes import answer_of
 from xpyd_kv.transport.settings import Bounds
 from xpyd_kv.transport.sharing import NO_CHECKSUM, Borrowing, Lending, data_of, shared_of
 from xpyd_kv.wire.connection import Connection, Event, Opened, Received
 from xpyd_kv.wire.frames import DataBegin, DataChunk, DataEnd
-from xpyd_kv.wire.messages import Copied, Data, Hello, Layout, Region, Shared
+from xpyd_kv.wire.messages import Copied, Data, Hello, Layout, Probe, Region, Shared
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +45,7 @@ class SlowReaderError(Exception):
 class DataFrame(NamedTuple):
     """A DATA frame in the queue: see Endpoint.send_data."""
 
-    make_header: Callable[[bytes], Data | None]
+    make_header: Callable[[bytes], Data | Probe | None]
     views: Sequence[View]
     done: Callable[[bool], None]
 
@@ -97,7 +100,7 @@ class Stream:
         # Ancillary data that goes with the first byte of what is sent next.
         self._rights: Rights = ()
         self._has_lent = False
-        self._is_shared = False
+        self._is_shared = self._is_kv = False
         self._unlogged: Data | None = None
         self._views: Sequence[memoryview] | None = None
         self._landing: Cursor | None = None
@@ -224,6 +227,9 @@ class Stream:
             if isinstance(event.message, Region | Shared | Copied):
                 self._handle_shared(event.message, event.body, now)
                 return
+            if isinstance(event.message, Probe):
+                self._handle_probe(event.message, event.body, now)
+                return
             self.session_ran = True
             self._handler.message(self, event.message, event.body)
         elif isinstance(event, DataBegin):
@@ -265,12 +271,34 @@ class Stream:
     def _end_fetches(self, now: float) -> None:
         if self._borrowing is None:
             return
-        for header, length, stored in self._borrowing.ended(now):
+        for header, length, views in self._borrowing.ended(now):
+            stored = views is not None
             if stored:
                 self._copied_bytes += length
-                self._counters.shared_bytes += length
+            if isinstance(header, Probe):
+                self._answer_probe(header, views or (), self.transport)
+                continue
+            self._counters.shared_bytes += length if stored else 0
             self.session_ran = True
             self._handler.data_end(self, header, stored=stored, intact=stored)
+
+    def _handle_probe(self, probe: Probe, body: bytes, now: float) -> None:
+        """Bytes that P wants the digest of. They take DATA's way, and end here."""
+        if not probe.shared:
+            views = [memoryview(body)]
+            self._counters.corrupt_frames += checksum(views) != probe.checksum
+            self._answer_probe(probe, views, sockets.usable(self.sock)[-1])
+            return
+        borrowing = self._borrowing
+        if borrowing is None:
+            raise ProtocolError("PROBE of lent bytes where nothing is lent")
+        start = borrowing.prepare(body, probe.size_bytes)
+        room = [memoryview(bytearray(probe.size_bytes))]
+        borrowing.begin(probe, probe.size_bytes, room, start, now)
+        self._end_fetches(now)
+
+    def _answer_probe(self, probe: Probe, views: Sequence[View], transport: str) -> None:
+        self.queue_control(self.protocol.encode(answer_of(probe, on_host(views), transport)))
 
     def _room_for(self, header: Data, length: int) -> Sequence[View] | None:
         self.session_ran = True
@@ -368,7 +396,7 @@ class Stream:
             length = sum(map(len, frame.views))
             places = None
             if lending is not None:
-                most = length // self.protocol.block_bytes
+                most = max(1, length // self.protocol.block_bytes)
                 places = lending.lender.places(frame.views, at_most=most)
             self._is_shared = places is not None
             digest = checksum(on_host(frame.views)) if places is None else NO_CHECKSUM
@@ -377,13 +405,15 @@ class Stream:
                 self._sending_data = None
                 frame.done(False)
                 continue
+            self._is_kv = isinstance(header, Data)
             if places is None:
                 prefix = self.protocol.encode(header, length)
                 self._sending = Cursor([memoryview(prefix), *on_host(frame.views)])
             else:
                 prefix = self.protocol.encode(shared_of(header), len(places))
                 self._sending = Cursor([memoryview(prefix + places)])
-            self._unlogged = header if _log.isEnabledFor(logging.DEBUG) else None
+            if isinstance(header, Data) and _log.isEnabledFor(logging.DEBUG):
+                self._unlogged = header
             return self._sending
         return None
 
@@ -400,7 +430,7 @@ class Stream:
             return
         if self._is_shared and self._lending is not None:
             length = sum(map(len, frame.views))
-            self._counters.shared_bytes += length
+            self._counters.shared_bytes += length if self._is_kv else 0
             self._lending.lend(length, frame.done)
             return
         self.session_ran = True

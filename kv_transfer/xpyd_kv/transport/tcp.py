@@ -24,6 +24,7 @@ from xpyd_kv.transport.api import Handler, Peer
 from xpyd_kv.transport.counters import Counters
 from xpyd_kv.transport.data_path import DataPath
 from xpyd_kv.transport.listeners import Listeners
+from xpyd_kv.transport.probes import ProbeSource
 from xpyd_kv.transport.selector import WakeableSelector
 from xpyd_kv.transport.session_calls import SessionCalls
 from xpyd_kv.transport.settings import TRANSPORTS, Bounds, Deadlines, Identity, offered
@@ -45,6 +46,10 @@ def _random_nonce() -> bytes:
     return os.urandom(32)
 
 
+def _nothing(_sent: bool) -> None:
+    """Nobody waits for a PROBE's bytes to be through."""
+
+
 class TcpEndpoint:
     """See xpyd_kv.transport.api.Endpoint.
 
@@ -52,7 +57,8 @@ class TcpEndpoint:
     literal ip that dialled connections come from ('' = the system's choice). `keys` are the fleet's
     (UserError when there is none). `transports` may be used, where they can be: `uds` and `shm`
     need `socket_dir`, the folder of Unix sockets that the instances of this machine share; all but
-    `uds` and `tcp` need their data path in `paths`, which on P must have memory to lend.
+    `uds` and `tcp` need their data path in `paths`, which on P must have memory to lend, and
+    `probe_room` is a piece of that memory for PROBEs.
     `clock` and `nonce` (32 random bytes) are replaced in tests.
     """
 
@@ -68,6 +74,7 @@ class TcpEndpoint:
         transports: tuple[str, ...] = TRANSPORTS,
         socket_dir: Path | None = None,
         paths: Sequence[DataPath] = (),
+        probe_room: memoryview | None = None,
         deadlines: Deadlines | None = None,
         bounds: Bounds | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -88,6 +95,7 @@ class TcpEndpoint:
         self._folder: SocketFolder | None = None
         self._deadlines = deadlines or Deadlines()
         self._bounds = bounds or Bounds()
+        self._probe = ProbeSource(probe_room)
         self._session = SessionCalls(handler)
         self._selector = WakeableSelector()
         context = Context(
@@ -191,6 +199,17 @@ class TcpEndpoint:
             raise IllegalMoveError("DATA body over the peer's limit")
         stream.queue_data(DataFrame(make_header, views, done))
         self._streams.touch(stream)
+
+    @property
+    def probe_bytes(self) -> int:
+        return sum(map(len, self._probe.views))
+
+    def send_probe(self, peer: Peer, token: int) -> bytes:
+        stream, source = self._stream(peer), self._probe
+        if stream.closing is None:
+            stream.queue_data(DataFrame(source.header(token), source.views, _nothing))
+            self._streams.touch(stream)
+        return source.digest
 
     def _stream(self, peer: Peer) -> Stream:
         self._check_thread()

@@ -39,6 +39,8 @@ from xpyd_kv.wire.messages import (
     Offer,
     Ping,
     Pong,
+    Probe,
+    Probed,
     Refuse,
     Region,
     Shared,
@@ -53,8 +55,8 @@ _FROM_EITHER: frozenset[type[Message]] = frozenset(
     (Cancel, Cancelled, Ping, Pong, Goaway, Refuse),
 )
 _FROM: dict[str, frozenset[type[Message]]] = {
-    DIALLER_ROLE: _FROM_EITHER | {Offer, Data, Commit},
-    ACCEPTOR_ROLE: _FROM_EITHER | {Grant, Done, Nack, Lease},
+    DIALLER_ROLE: _FROM_EITHER | {Offer, Data, Commit, Probe},
+    ACCEPTOR_ROLE: _FROM_EITHER | {Grant, Done, Nack, Lease, Probed},
 }
 # More of it where DATA moves beside the socket.
 _FROM_LENT: dict[str, frozenset[type[Message]]] = {

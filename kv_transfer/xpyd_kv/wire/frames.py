@@ -19,12 +19,14 @@ from xpyd_core.errors import ProtocolError
 from xpyd_kv.wire.errors import IllegalMoveError
 from xpyd_kv.wire.messages import (
     DEFAULT_MAX_DATA_BYTES,
+    MAX_PROBE_BYTES,
     TYPE_NUMBERS,
     Data,
     Layout,
     Message,
     Nack,
     Offer,
+    Probe,
     Region,
     Shared,
 )
@@ -113,6 +115,8 @@ class Limits:
             return TOKEN_BYTES * MAX_NACK_FRAMES
         if kind is Region:
             return MAX_REGION_BODY_BYTES
+        if kind is Probe:
+            return MAX_PROBE_BYTES
         if kind is Shared:
             return RUN_BYTES * (self.max_data_bytes // max(1, self.block_bytes))
         return 0
@@ -132,6 +136,8 @@ class Limits:
             agrees = body_bytes == TOKEN_BYTES * message.tokens
         elif isinstance(message, Nack):
             agrees = body_bytes == TOKEN_BYTES * message.frames
+        elif isinstance(message, Probe):
+            agrees = body_bytes > 0 if message.shared else body_bytes == message.size_bytes
         else:
             agrees = True
         return "" if agrees else f"{name} whose body's length disagrees with its header"

@@ -16,6 +16,7 @@ MAJOR = 1
 MINOR = 0
 # 16 groups of the default size: one frame holds the I/O thread for a few milliseconds at most.
 DEFAULT_MAX_DATA_BYTES = 64 * 2**20
+MAX_PROBE_BYTES = 64 * 1024
 _Text = Annotated[str, msgspec.Meta(max_length=256)]
 # Printable ASCII: they stand in log lines.
 _Id = Annotated[str, msgspec.Meta(pattern=r"^[!-~]+\Z", max_length=64)]
@@ -231,9 +232,28 @@ class Copied(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     frames: _Count
 
 
+class Probe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """P -> D: bytes of no transfer, moved as DATA is: what are they? Body: `size_bytes` bytes, or,
+    `shared`, where they stand, as in SHARED. `checksum` as in DATA. One at a time."""
+
+    token: _U32
+    size_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_PROBE_BYTES)]
+    checksum: Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
+    shared: bool = False
+
+
+class Probed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The answer to PROBE: SHA-256 of the bytes that D has read, and what moved them."""
+
+    token: _U32
+    digest: _Mac
+    transport: _Name
+
+
 Message = (
     Hello | Auth | Layout | Refuse | Offer | Grant | Data | Commit | Done | Nack
     | Cancel | Cancelled | Lease | Ping | Pong | Goaway | Region | Shared | Copied
+    | Probe | Probed
 )  # fmt: skip
 
 # Wire type numbers; never reused. 10 is PULL, reserved for GET.
@@ -257,4 +277,6 @@ TYPE_NUMBERS: dict[type[Message], int] = {
     Region: 18,
     Shared: 19,
     Copied: 20,
+    Probe: 21,
+    Probed: 22,
 }

@@ -44,6 +44,7 @@ from xpyd_worker.server.openai_types import (
     parse_chat,
     parse_completion,
 )
+from xpyd_worker.server.probe import answer_probe
 from xpyd_worker.server.prompts import chat_ids, completion_ids
 from xpyd_worker.server.responses import json_body, json_response, register_errors
 from xpyd_worker.server.service import Service
@@ -215,6 +216,13 @@ class Api:
         _log.info("released", extra={"request": uuid})
         return json_response({"released": uuid})
 
+    async def probe(self) -> Response:
+        """POST /kv/probe: does KV get from here to that D?"""
+        service, body = self.ready_service(), await json_body()
+        return json_response(
+            await answer_probe(service, body, request.headers.get("X-Xpyd-Mac", ""))
+        )
+
 
 async def _completion_jobs(
     service: Service, request_id: RequestId, call: CompletionCall
@@ -302,4 +310,5 @@ def create_app(api: Api) -> Quart:
     app.add_url_rule("/live", view_func=api.live, methods=["GET"])
     app.add_url_rule("/metrics", "metrics", view_func=api.show_metrics, methods=["GET"])
     app.add_url_rule("/kv/release", view_func=api.release, methods=["POST"])
+    app.add_url_rule("/kv/probe", view_func=api.probe, methods=["POST"])
     return app

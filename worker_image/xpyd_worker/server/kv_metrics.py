@@ -27,7 +27,7 @@ def kv_samples(
     yield from _moved(metrics, stats)
     yield from _transfers(metrics)
     yield from _without_kv(metrics, stats)
-    yield from _connections(counters)
+    yield from _connections(metrics, counters)
     yield from _store(figures)
 
 
@@ -88,7 +88,7 @@ def _without_kv(metrics: KvMetrics, stats: EngineStats) -> Iterable[KvSample]:
     )
 
 
-def _connections(counters: Counters) -> Iterable[KvSample]:
+def _connections(metrics: KvMetrics, counters: Counters) -> Iterable[KvSample]:
     yield from _by(
         "connections",
         "Open connections to peers",
@@ -97,6 +97,7 @@ def _connections(counters: Counters) -> Iterable[KvSample]:
         TRANSPORTS,
         kind="gauge",
     )
+    yield from _by("probes", "Self-tests", "outcome", metrics.probes, ())
     yield from _by("peers", "Peers that came up", "transport", counters.opened, TRANSPORTS)
     yield _counter("shared_bytes", "KV bytes through shared memory", counters.shared_bytes)
     yield _counter("auth_failed", "Handshakes without a key of the fleet", counters.auth_failed)

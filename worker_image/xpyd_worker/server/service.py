@@ -5,15 +5,18 @@ Built once by main when the model is loaded, then read only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
 from xpyd_core.errors import ApiError
+from xpyd_core.request_id import Address
+from xpyd_kv.session.probing import ProbeResult
 from xpyd_worker.server.bridge import EngineBridge
 from xpyd_worker.server.output_text import Detokenizer
 
+ProbePeer = Callable[[Address, Callable[[ProbeResult], None]], None]
 Role = Literal["Prefill", "Decode", "Aggregated"]
 
 
@@ -96,9 +99,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Service:
-    """All that a request needs. `max_requests`: prompts in the engine, over which 503 is given."""
+    """All that a request needs. `max_requests`: prompts in the engine, over which 503 is given.
+    `probe`: on P only; tests the way to a D and calls back, on another thread."""
 
     model: ServedModel
     place: Place
     bridge: EngineBridge
     max_requests: int = 1280
+    probe: ProbePeer | None = None

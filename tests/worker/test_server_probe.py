@@ -1,0 +1,133 @@
+"""`POST /kv/probe`: who may ask, what is answered, and that nobody waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.worker.server_fakes import KEY, Running, run, serving
+from xpyd_core.keys import probe_mac, release_mac
+from xpyd_core.request_id import Address
+from xpyd_kv.session.probing import BUSY, ProbeResult
+from xpyd_worker.server import probe as probe_module
+
+PEER = "10.0.0.7:21001"
+GOOD = {"X-Xpyd-Mac": probe_mac(KEY, PEER)}
+
+
+class FakeProbe:
+    """The transfer library's: answers on a thread of its own, as the I/O thread does."""
+
+    def __init__(self, result: ProbeResult | None) -> None:
+        self.result = result
+        self.asked: list[Address] = []
+
+    def __call__(self, address: Address, done: Callable[[ProbeResult], None]) -> None:
+        self.asked.append(address)
+        if self.result is not None:
+            threading.Thread(target=done, args=(self.result,)).start()
+
+
+def give(server: Running, probe: FakeProbe) -> FakeProbe:
+    service = server.api.ready_service()
+    server.api.service = replace(service, probe=probe)
+    return probe
+
+
+async def ask(server: Running, body: Any = None, **headers: str) -> Any:
+    return await server.post("/kv/probe", {"address": PEER} if body is None else body, **headers)
+
+
+def test_the_answer_is_what_the_probe_found() -> None:
+    async def test() -> None:
+        async with serving(role="Prefill") as server:
+            probe = give(server, FakeProbe(ProbeResult(True, "shm", 65536, 0.0012345678, True)))
+            answer = await ask(server, **GOOD)
+            assert answer.status_code == 200
+            assert answer.json() == {
+                "ok": True,
+                "transport": "shm",
+                "bytes": 65536,
+                "seconds": 0.001235,
+                "digest_matches": True,
+                "reason": "",
+            }
+            assert probe.asked == [Address("10.0.0.7", 21001)]
+            probe.result = ProbeResult(reason="unreachable")
+            answer = await ask(server, **GOOD)
+            assert answer.status_code == 200
+            assert (answer.json()["ok"], answer.json()["reason"]) == (False, "unreachable")
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    "mac",
+    ["", "x", probe_mac(b"x" * 32, PEER), probe_mac(KEY, "10.0.0.8:21001"), release_mac(KEY, PEER)],
+    ids=["none", "junk", "another key", "another address", "another purpose"],
+)
+def test_without_the_mac_of_this_address_nothing_is_dialled(mac: str) -> None:
+    async def test() -> None:
+        async with serving(role="Prefill") as server:
+            probe = give(server, FakeProbe(ProbeResult(True)))
+            answer = await ask(server, **{"X-Xpyd-Mac": mac})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (403, "wrong_mac")
+            assert not probe.asked
+
+    run(test())
+
+
+@pytest.mark.parametrize("role", ["Decode", "Aggregated"])
+def test_who_is_no_p_says_whom_to_ask(role: Any) -> None:
+    async def test() -> None:
+        async with serving(role=role) as server:
+            answer = await ask(server, **GOOD)
+            assert answer.status_code == 409
+            assert "ask a Prefill instance" in answer.json()["error"]["message"]
+            assert role in answer.json()["error"]["message"]
+            assert (await ask(server)).status_code == 403
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"address": 3}, {"address": "name:21001"}, {"address": "10.0.0.7:80"}, []]
+)
+def test_an_address_that_may_not_be_dialled_is_refused_by_name(body: Any) -> None:
+    async def test() -> None:
+        async with serving(role="Prefill") as server:
+            probe = give(server, FakeProbe(ProbeResult(True)))
+            answer = await ask(server, body, **GOOD)
+            assert answer.status_code == 400
+            assert not probe.asked
+
+    run(test())
+
+
+def test_too_many_are_told_to_come_again() -> None:
+    async def test() -> None:
+        async with serving(role="Prefill") as server:
+            give(server, FakeProbe(ProbeResult(reason=BUSY)))
+            answer = await ask(server, **GOOD)
+            assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
+
+    run(test())
+
+
+def test_a_thread_that_does_not_answer_costs_a_503(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe_module, "_ANSWER_S", 0.05)
+
+    async def test() -> None:
+        async with serving(role="Prefill") as server:
+            probe = give(server, FakeProbe(None))
+            assert (await ask(server, **GOOD)).status_code == 503
+            assert probe.asked
+            # Its late answer finds nobody.
+            await asyncio.sleep(0)
+
+    run(test())
