@@ -45,6 +45,7 @@ class SimStream:
         self.hello: wire.Hello | None = None
         theirs = endpoint.process.world.plan.layout_of("P" if address is None else "D")
         self.layout = wire_layout(theirs, factors={}, max_tokens=4096)
+        self.transport = "tcp"
         self.is_up = False
         self.closing: str | None = None
         self.control: deque[Control] = deque()
