@@ -45,9 +45,8 @@ class Pod:
         name = name or f"pod-{role}"
 
         def make(handler: Handler) -> TcpEndpoint:
-            self._listen_for_losses(handler)
             return TcpEndpoint(
-                handler,
+                _Watched(handler, self.lost),  # pyright: ignore[reportArgumentType]
                 identity=Identity(name, f"incarnation-{role}", role),
                 layout=wire_layout(layout, factors={"model": "m"}, max_tokens=MAX_TOKENS),
                 keys=(KEY,),
@@ -66,15 +65,6 @@ class Pod:
         )
         self.kv.endpoint.start()
 
-    def _listen_for_losses(self, handler: Any) -> None:
-        peer_down = handler.peer_down
-
-        def lost(peer: Peer, reason: str) -> None:
-            self.lost.append(reason)
-            peer_down(peer, reason)
-
-        handler.peer_down = lost
-
     @property
     def endpoint(self) -> TcpEndpoint:
         assert isinstance(self.kv.endpoint, TcpEndpoint)
@@ -84,6 +74,20 @@ class Pod:
     def address(self) -> Address:
         assert self.endpoint.listen_address is not None
         return self.endpoint.listen_address
+
+
+class _Watched:
+    """A Handler, and a list of why its peers went."""
+
+    def __init__(self, handler: Handler, lost: list[str]) -> None:
+        self._handler, self._lost = handler, lost
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handler, name)
+
+    def peer_down(self, peer: Peer, reason: str) -> None:
+        self._lost.append(reason)
+        self._handler.peer_down(peer, reason)
 
 
 @contextmanager

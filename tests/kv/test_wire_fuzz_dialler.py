@@ -106,8 +106,13 @@ def _scene(transport: str, folder: Path, seed: int) -> Iterator[Run]:
     if transport == "tcp":
         options = {}
         del settings["sockets"]
-    with pod_process("P", **settings) as p, pod("D", **options) as good:
-        yield Run(p, good, Acceptor(random.Random(seed), transport, folder))
+    fuzzer = Acceptor(random.Random(seed), transport, folder, rest_s=2 * REMEMBERED_S)
+    with (
+        pod_process("P", **settings) as p,
+        pod("D", **options) as good,
+        contextlib.closing(fuzzer),
+    ):
+        yield Run(p, good, fuzzer)
 
 
 def _fuzz(transport: str, folder: Path, seed: int, seconds: float) -> None:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import socket
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,8 @@ class Acceptor(Fuzzed):
     recorded: bytes = b""
     opened: int = 0
     """Attackers that P took for peers, since they had the key."""
+    rest_s: float = 0.0
+    _resting: deque[tuple[float, socket.socket]] = field(default_factory=deque)
 
     @property
     def kinds(self) -> list[Callable[[socket.socket], bool]]:
@@ -59,19 +63,28 @@ class Acceptor(Fuzzed):
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[socket.socket]:
-        """Where P is to dial: `address_of` it."""
+        """Where P is to dial: `address_of` it. Addresses come again after `rest_s`, since P keeps a
+        bounded memory of those that failed."""
+        if self._resting and time.monotonic() > self._resting[0][0]:
+            _, listener = self._resting.popleft()
+        else:
+            listener = self._listen()
+        yield listener
+        self._resting.append((time.monotonic() + self.rest_s, listener))
+
+    def _listen(self) -> socket.socket:
         if self.transport == "tcp":
-            with socket.create_server(("127.0.0.1", 0)) as sock:
-                sock.settimeout(PATIENCE_S)
-                yield sock
-            return
-        path = self.folder / f"127.0.0.1-{next(_ports)}"
-        with socket.socket(socket.AF_UNIX) as sock:
-            sock.settimeout(PATIENCE_S)
-            sock.bind(str(path))
-            sock.listen()
-            yield sock
-        path.unlink()
+            listener = socket.create_server(("127.0.0.1", 0))
+        else:
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind(str(self.folder / f"127.0.0.1-{next(_ports)}"))
+            listener.listen()
+        listener.settimeout(PATIENCE_S)
+        return listener
+
+    def close(self) -> None:
+        for _, listener in self._resting:
+            listener.close()
 
     def attack(self, listener: socket.socket, kind: Callable[[socket.socket], bool]) -> None:
         """One attack on the P that dials; an error when it does not close its connection."""
