@@ -69,8 +69,10 @@ class Acceptor(Fuzzed):
             _, listener = self._resting.popleft()
         else:
             listener = self._listen()
-        yield listener
-        self._resting.append((time.monotonic() + self.rest_s, listener))
+        try:
+            yield listener
+        finally:
+            self._resting.append((time.monotonic() + self.rest_s, listener))
 
     def _listen(self) -> socket.socket:
         if self.transport == "tcp":
