@@ -55,6 +55,7 @@ def test_sizes_are_written_as_people_do() -> None:
     assert found.kv_buffer_bytes == 20_000_000  # 10 % of it
     assert (found.kv_group_bytes, found.kv_host_pool_bytes) == (1, 0)
     assert config("--kv-buffer-size", "8e9").kv_buffer_bytes == 8_000_000_000
+    assert (config().block_size, config("--block-size", "64").block_size) == (16, 64)
 
 
 @pytest.mark.parametrize(

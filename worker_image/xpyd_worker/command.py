@@ -10,6 +10,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import cast
 
+from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
 from xpyd_core.cli import Command
 from xpyd_core.errors import UserError
 from xpyd_core.logs import add_logging_arguments, set_up_logging
@@ -17,7 +18,7 @@ from xpyd_core.pod_env import ROLES, PodEnv, parse_discovery, read_pod_env
 from xpyd_core.request_id import Address, parse_address
 from xpyd_core.sizes import parse_bytes
 from xpyd_kv.transport.settings import TRANSPORTS
-from xpyd_worker.config import DTYPES, Role, WorkerConfig, check_config
+from xpyd_worker.config import BLOCK_SIZES, DTYPES, Role, WorkerConfig, check_config
 
 _EPILOG = """examples:
   xpyd worker --model examples/demo-model
@@ -59,6 +60,13 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         help="tokens of one forward, e.g. 512 for evener gaps between tokens",
     )
     add("--kv-cache-memory", default="1Gi", metavar="SIZE", help="paged KV cache, e.g. 4Gi")
+    add(
+        "--block-size",
+        type=int,
+        choices=BLOCK_SIZES,
+        default=DEFAULT_BLOCK_SIZE,
+        help="tokens of a KV block; P's and D's may differ, e.g. 32",
+    )
     add(
         "--no-enable-prefix-caching",
         action="store_true",
@@ -136,6 +144,7 @@ def read_config(args: argparse.Namespace, env: PodEnv | None = None) -> WorkerCo
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         kv_cache_bytes=cache_bytes,
+        block_size=args.block_size,
         prefix_caching=not args.no_enable_prefix_caching,
         threads=args.threads,
         role=cast("Role", args.role or env.role),  # both are checked against ROLES

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
 from xpyd_core.errors import UserError
 from xpyd_core.messages import HEARTBEAT_PERIOD_S
 from xpyd_core.pod_env import HTTP_PORT, KV_PORT
@@ -13,6 +14,8 @@ from xpyd_core.request_id import Address, is_dialable
 from xpyd_kv.transport.settings import TRANSPORTS
 
 Role = Literal["Prefill", "Decode", "Aggregated"]
+# Each divides the larger ones, so that any P fits any D.
+BLOCK_SIZES = (8, 16, 32, 64)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 GIB = 1024**3
 MIB = 1024**2
@@ -38,6 +41,8 @@ class WorkerConfig:
     """Tokens of one forward."""
     kv_cache_bytes: int = GIB
     """Paged KV cache, all layers."""
+    block_size: int = DEFAULT_BLOCK_SIZE
+    """Tokens of a block of it. P's and D's may differ where one divides the other."""
     prefix_caching: bool = True
     threads: int | None = None
     """Threads of torch; None: torch's own choice (OMP_NUM_THREADS, else the cores)."""
@@ -125,6 +130,10 @@ def _checks(config: WorkerConfig) -> list[tuple[str, bool]]:
             len(names) <= 64 and all(0 < len(name) <= 512 for name in names),
         ),
         (f"--dtype: expected one of {', '.join(DTYPES)}", config.dtype in DTYPES),
+        (
+            f"--block-size: expected one of {', '.join(map(str, BLOCK_SIZES))}",
+            config.block_size in BLOCK_SIZES,
+        ),
         ("--max-model-len: expected at least 2", _is_unset_or(config.max_model_len, 2, 2**40)),
         ("--max-num-seqs: expected at least 1", config.max_num_seqs >= 1),
         (

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
 from xpyd_core.compat import compat_factors, compat_key
 from xpyd_core.errors import UserError
 from xpyd_core.sizes import format_bytes
@@ -84,6 +83,7 @@ def load(
         dtype=dtype,
         kv_cache_bytes=config.kv_cache_bytes,
         kv_memory=shared.buffer if shared is not None else None,
+        block_size_tokens=config.block_size,
     )
     max_model_len = _context(config, model_config, runner.num_blocks)
     names = config.served_model_names or (_own_name(config.model, folder),)
@@ -92,7 +92,11 @@ def load(
     factors = compat_factors(
         folder, model=_own_name(config.model, folder), revision="", kv_dtype=dtype_name
     )
-    pool = BlockManager(runner.num_blocks, enable_prefix_caching=config.prefix_caching)
+    pool = BlockManager(
+        runner.num_blocks,
+        block_size=config.block_size,
+        enable_prefix_caching=config.prefix_caching,
+    )
     inbox = Inbox()
     parts = KvParts(
         memory=PagedMemory(runner.kv_cache.layers, layers=tuple(range(model_config.num_layers))),
@@ -144,7 +148,7 @@ def _template_has(folder: Path, role: str) -> bool:
 
 def _context(config: WorkerConfig, model: ModelConfig, num_blocks: int) -> int:
     """Tokens of prompt and output together: what is asked, the model and the cache allow."""
-    cache_tokens = num_blocks * DEFAULT_BLOCK_SIZE
+    cache_tokens = num_blocks * config.block_size
     asked = config.max_model_len
     if asked is None:
         if cache_tokens < model.max_positions:
