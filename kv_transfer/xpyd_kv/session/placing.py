@@ -22,8 +22,9 @@ from xpyd_kv.store.api import Landing
 from xpyd_kv.wire import messages as wire
 from xpyd_kv.wire.fit import engine_layout_of
 
-# Of one peer: the areas of a transfer's frames differ in their layers, seldom in their blocks.
-_KEPT_CUTS = 16
+# Of one peer: frames of a transfer differ in their layers, seldom in their blocks. Those of a frame
+# of 32 MiB take half a megabyte.
+_KEPT_CUTS = 4
 
 
 class _Cut(NamedTuple):
