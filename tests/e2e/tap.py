@@ -10,8 +10,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from xpyd_kv.plan.engine_layout import EngineLayout
-from xpyd_kv.plan.transfers import TransferPlan, plan_transfers
+from xpyd_kv.plan.transfers import TransferPlan
+from xpyd_kv.wire.fit import plan_between
 from xpyd_kv.wire.frames import DataBegin, Decoder, Frame, Limits
 from xpyd_kv.wire.messages import Data, Layout, Message, Shared
 
@@ -63,10 +63,11 @@ class Tap:
 
     def _frame(self, ears: _Ears, from_dialler: bool, message: Message) -> None:
         if isinstance(message, Layout):
-            # What this side takes bounds what the other sends.
-            taker = ears.of_acceptor if from_dialler else ears.of_dialler
-            taker.limits = Limits.of(message)
             self.layouts[from_dialler] = message
+            if from_dialler:
+                # The last of the handshake: what each side takes bounds what the other sends.
+                ears.of_acceptor.limits = Limits.of(message, message)
+                ears.of_dialler.limits = Limits.of(self.layouts[False], message)
         length = 0
         if isinstance(message, Shared):
             length = ears.of_dialler.limits.data_bytes(message)
@@ -97,22 +98,11 @@ class Tap:
 
     def plan(self) -> TransferPlan:
         """What the planner says of these two."""
-        return plan_transfers(*(engine_layout(self.layouts[side]) for side in (True, False)))
+        return plan_between(self.layouts[True], self.layouts[False])
 
     def forget(self) -> None:
         """Begin to count anew; connections and layouts stay known. Only while nothing passes."""
         self.seen = []
-
-
-def engine_layout(layout: Layout) -> EngineLayout:
-    """The planner's view of an engine of one rank."""
-    return EngineLayout(
-        kv_heads=layout.kv_heads,
-        tp=1,
-        stages=(layout.layers,),
-        block_size=layout.block_size,
-        row_bytes=layout.block_bytes // (layout.kv_heads * layout.block_size),
-    )
 
 
 def planned_cells(plan: TransferPlan, tokens: int, skip_tokens: int = 0) -> Counter[Cell]:
