@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import resource
 import select
 import subprocess
 import sys
@@ -66,9 +67,10 @@ class PodProcess:
         """`threads` by name, what is held, `objects` of the interpreter, and `peers`."""
         return self.ask("state")
 
-    def peers(self) -> dict[str, int]:
+    def peers(self) -> dict[str, Any]:
         """Open `connections`, `strangers`, and since the start `lost` peers, `junk` connections and
-        `faults` of peers."""
+        `faults` of peers;
+        `broken` frames, `quarantines`, peers `opened` and `paths_failed` by transport."""
         return self.ask("peers")
 
     def files(self) -> int:
@@ -103,7 +105,8 @@ class PodProcess:
 @contextmanager
 def pod_process(role: str, **settings: Any) -> Iterator[PodProcess]:
     """`settings`: `store`, `limits`, `frames`, `deadlines` as dicts of their fields; `blocks`;
-    `sockets`, a folder for Unix sockets; `shared_bytes`, a P's memory that others may read."""
+    `sockets`, a folder for Unix sockets; `shared_bytes`, a P's memory that others may read;
+    `name`, the engine_id; `keys`, the fleet's; `spare_address_bytes`, how much more it may map."""
     popen = subprocess.Popen(
         [sys.executable, "-m", "tests.kv.pod_process", role, json.dumps(settings)],
         stdin=subprocess.PIPE,
@@ -128,7 +131,11 @@ class _Child:
         options["deadlines"] = Deadlines(**settings.get("deadlines", {}))
         if "shared_bytes" in settings:
             options["shared"] = SharedMemory(settings["shared_bytes"])
-        self.pod = Pod(role, kv, settings.get("blocks", 64), **options)
+        if "keys" in settings:
+            options["keys"] = tuple(key.encode() for key in settings["keys"])
+        self.pod = Pod(role, kv, settings.get("blocks", 64), settings.get("name", ""), **options)
+        if "spare_address_bytes" in settings:
+            _limit_address_space(settings["spare_address_bytes"])
         self.waiting: dict[int, int] = {}
         self.answers: dict[int, str] = {}
         self.commands: dict[str, Callable[..., Any]] = {
@@ -192,7 +199,7 @@ class _Child:
         answers, self.answers = self.answers, {}
         return answers
 
-    def peers(self) -> dict[str, int]:
+    def peers(self) -> dict[str, Any]:
         counters = self.pod.endpoint.counters
         return {
             "connections": counters.connections,
@@ -200,6 +207,10 @@ class _Child:
             "lost": len(self.pod.lost),
             "junk": counters.junk_connections + counters.auth_failed,
             "faults": counters.protocol_errors,
+            "broken": counters.corrupt_frames,
+            "quarantines": counters.quarantines,
+            "opened": dict(counters.opened),
+            "paths_failed": dict(counters.paths_failed),
         }
 
     def state(self) -> dict[str, Any]:
@@ -218,6 +229,13 @@ class _Child:
     def close(self, deadline_s: float) -> list[str]:
         self.pod.kv.endpoint.close(deadline_s)
         return sorted(thread.name for thread in threading.enumerate())
+
+
+def _limit_address_space(spare_bytes: int) -> None:
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[0])
+    limit = pages * resource.getpagesize() + spare_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 if __name__ == "__main__":

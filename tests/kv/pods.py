@@ -49,10 +49,9 @@ class Pod:
                 _Watched(handler, self.lost),  # pyright: ignore[reportArgumentType]
                 identity=Identity(name, f"incarnation-{role}", role),
                 layout=wire_layout(layout, factors={"model": "m"}, max_tokens=MAX_TOKENS),
-                keys=(KEY,),
                 listen=Address("127.0.0.1", 0) if role == "D" else None,
                 paths=(SharedMemoryPath(shared),),
-                **options,
+                **{"keys": (KEY,), **options},
             )
 
         self.kv: Connector = build(

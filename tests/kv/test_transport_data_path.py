@@ -92,7 +92,7 @@ def test_a_fetch_that_fails_ends_the_connection(net):
     d_told.on["begin"] = lambda peer, header, length: [memoryview(bytearray(length))]
     path.fault = OSError("the device is gone")
     send_data(p, p_told, peer, [net.share(bytes(BLOCK_BYTES))])
-    assert d_told.wait("down")[1] == "lost"
+    assert d_told.wait("down")[1] == "refused:transport"
     assert d_told.all("end") == []
 
 

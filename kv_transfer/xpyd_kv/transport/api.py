@@ -99,7 +99,7 @@ class Endpoint(Protocol):
 
     def connect(self, address: Address) -> Peer | None:
         """The peer at `address` if connected; else dial it (once at a time) and return None:
-        peer_up or dial_failed follows. A failed AUTH is remembered for 30 s."""
+        peer_up or dial_failed follows. A failed AUTH and a quarantine are remembered for 30 s."""
         ...
 
     def disconnect(self, peer: Peer, reason: str) -> None:

@@ -34,5 +34,9 @@ class Counters:
     """Peers closed for not answering PINGs or not reading their control frames."""
     corrupt_frames: int = 0
     """DATA frames whose checksum was wrong."""
+    quarantines: int = 0
+    """Times that a P was put into quarantine."""
+    paths_failed: Names = field(default_factory=Names)
+    """Connections that ended because what P lends could not be opened or read, by transport."""
     refused: Names = field(default_factory=Names)
     """Handshakes refused, by factor (`incompatible`) or by reason (`auth`, `version`, ...)."""

@@ -7,10 +7,19 @@ from xpyd_kv.transport.counters import Counters
 from xpyd_kv.transport.stream import ClosedByPeerError, SlowReaderError, Stream
 from xpyd_kv.wire import errors
 from xpyd_kv.wire.errors import RefusedError, SilentPeerError
+from xpyd_kv.wire.handshake import LENT
 
 
-def is_auth_failure(error: Exception) -> bool:
-    return isinstance(error, RefusedError) and error.reason == errors.AUTH
+def is_lasting(error: Exception) -> bool:
+    """Whether dialling again would soon be refused alike."""
+    return isinstance(error, RefusedError) and error.reason in (errors.AUTH, errors.QUARANTINE)
+
+
+def failed_path(error: Exception) -> str:
+    """What the peer could not open of what we lend; '' for any other error."""
+    if not isinstance(error, RefusedError) or not error.by_peer:
+        return ""
+    return error.factor if error.reason == errors.TRANSPORT and error.factor in LENT else ""
 
 
 def reason_of(error: Exception, *, was_open: bool) -> str:

@@ -3,25 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Generic, TypeVar
 
 from xpyd_core.request_id import Address
 from xpyd_kv.transport.stream import Stream
 
 _MAX_REMEMBERED = 4096
+V = TypeVar("V")
+
+
+class _Memory(Generic[V]):
+    """Values by address that are forgotten after `ttl_s`; the oldest where there are too many."""
+
+    def __init__(self, ttl_s: float) -> None:
+        self._ttl_s = ttl_s
+        self._values: dict[Address, tuple[float, V]] = {}
+
+    def set(self, address: Address, value: V, now: float) -> None:
+        values = self._values
+        for other in [a for a, (until, _) in values.items() if until <= now]:
+            del values[other]
+        values.pop(address, None)
+        while len(values) >= _MAX_REMEMBERED:
+            del values[next(iter(values))]
+        values[address] = (now + self._ttl_s, value)
+
+    def get(self, address: Address, now: float) -> V | None:
+        until, value = self._values.get(address, (now, None))
+        return value if now < until else None
 
 
 class Registry:
     """Every Stream is in exactly one of: strangers (accepted, not open), dials (dialled, not open),
     peers (open); or nowhere. Insertion order is age."""
 
-    def __init__(self, failed_auth_s: float) -> None:
-        self._failed_auth_s = failed_auth_s
+    def __init__(self, failed_auth_s: float, path_retry_s: float) -> None:
         self._strangers: dict[Stream, None] = {}
         self._dials: dict[Address, Stream] = {}
         self._peers: dict[Stream, None] = {}
         self._by_address: dict[Address, Stream] = {}
         self._by_instance: dict[tuple[str, int], Stream] = {}
-        self._failed_auth: dict[Address, float] = {}
+        self._refusals: _Memory[str] = _Memory(failed_auth_s)
+        self._avoided: _Memory[frozenset[str]] = _Memory(path_retry_s)
 
     def __iter__(self) -> Iterator[Stream]:
         """All of them; the registry may be changed meanwhile."""
@@ -81,13 +104,18 @@ class Registry:
         if self._by_instance.get(instance) is stream:
             del self._by_instance[instance]
 
-    def remember_failed_auth(self, address: Address, now: float) -> None:
-        """Do not dial `address` for a while."""
-        for other in [a for a, until in self._failed_auth.items() if until <= now]:
-            del self._failed_auth[other]
-        while len(self._failed_auth) >= _MAX_REMEMBERED:
-            del self._failed_auth[next(iter(self._failed_auth))]
-        self._failed_auth[address] = now + self._failed_auth_s
+    def remember_refusal(self, address: Address, reason: str, now: float) -> None:
+        """Do not dial `address` for a while: it would refuse us again."""
+        self._refusals.set(address, reason, now)
 
-    def has_failed_auth(self, address: Address, now: float) -> bool:
-        return self._failed_auth.get(address, now) > now
+    def refusal(self, address: Address, now: float) -> str:
+        """Why `address` is not to be dialled; '' when it may be."""
+        return self._refusals.get(address, now) or ""
+
+    def avoid(self, address: Address, transport: str, now: float) -> None:
+        """Do without `transport` towards `address` for a while: it did not work."""
+        self._avoided.set(address, self.avoided(address, now) | {transport}, now)
+
+    def avoided(self, address: Address, now: float) -> frozenset[str]:
+        """Transports to do without."""
+        return self._avoided.get(address, now) or frozenset()

@@ -72,7 +72,12 @@ class Deadlines:
     ping_s: float = PING_S
     missed_pings: int = MISSED_PINGS
     failed_auth_s: float = 30.0
-    """So long an address that failed AUTH is not dialled again."""
+    """So long an address that failed AUTH, or that holds us in quarantine, is not dialled again."""
+    mismatch_window_s: float = 600.0
+    quarantine_s: float = 60.0
+    """So long D refuses a P of which several frames were broken within `mismatch_window_s`."""
+    path_retry_s: float = 300.0
+    """So long P does without what D could not open of what it lends."""
     fetch_s: float = 10.0
     """So long D may take for a frame that P lends; then the connection ends."""
     listen_pause_s: float = 0.5

@@ -32,6 +32,10 @@ class FetchTimeoutError(TimeoutError):
     """Bytes that P lends have not come in time."""
 
 
+class PathError(OSError):
+    """The system does not give what the data path needs, or not any more."""
+
+
 class Lending:
     """P's side of one connection."""
 
@@ -117,10 +121,14 @@ class Borrowing:
         return count
 
     def open(self, region: Region, body: bytes) -> None:
-        """REGION: open what it lends. ProtocolError when it comes again, or is not right."""
+        """REGION: open what it lends. ProtocolError when it comes again, or is not right;
+        PathError."""
         if self._is_open:
             raise ProtocolError("REGION again")
-        self._borrower.open(region.size_bytes, body, self._descriptors)
+        try:
+            self._borrower.open(region.size_bytes, body, self._descriptors)
+        except OSError as error:
+            raise PathError(str(error)) from error
         self._is_open = True
         self._forget_descriptors()
 
@@ -146,10 +154,14 @@ class Borrowing:
         self._bytes += length
 
     def ended(self, now: float) -> Iterator[Fetched]:
-        """Frames that are through. FetchTimeoutError, and what a Fetch raises."""
+        """Frames that are through. FetchTimeoutError, PathError, and ProtocolError of a Fetch."""
         while self._fetching:
             oldest = self._fetching[0]
-            if not oldest.fetch.poll():
+            try:
+                is_through = oldest.fetch.poll()
+            except OSError as error:
+                raise PathError(str(error)) from error
+            if not is_through:
                 if now >= oldest.since_s + self._fetch_s:
                     raise FetchTimeoutError("bytes that the peer lends did not come in time")
                 return

@@ -27,6 +27,7 @@ from xpyd_kv.transport.data_path import DataPath, Lender, Rights
 from xpyd_kv.transport.probes import answer_of
 from xpyd_kv.transport.settings import Bounds
 from xpyd_kv.transport.sharing import NO_CHECKSUM, Borrowing, Lending, data_of, shared_of
+from xpyd_kv.wire import errors
 from xpyd_kv.wire.connection import Connection, Event, Opened, Received
 from xpyd_kv.wire.frames import DataBegin, DataChunk, DataEnd
 from xpyd_kv.wire.messages import Copied, Data, Hello, Layout, Probe, Region, Shared
@@ -63,6 +64,7 @@ class Stream:
         counters: Counters,
         scratch: memoryview,
         opened: Callable[[Stream], None],
+        mismatch: Callable[[Stream, float], bool],
         remote: str,
         paths: Mapping[str, DataPath],
         fetch_s: float,
@@ -87,6 +89,8 @@ class Stream:
         self._counters = counters
         self._scratch = scratch
         self._opened = opened
+        # Tells of a broken frame; whether this peer may send no more.
+        self._mismatch = mismatch
         self._paths = paths
         self._fetch_s = fetch_s
         # Where DATA moves beside the socket: at P or at D.
@@ -220,7 +224,7 @@ class Stream:
     def _body_read(self, count: int, now: float) -> None:
         end = self.protocol.data_read(count, now)
         if end is not None:
-            self._end_data(end.header)
+            self._end_data(end.header, now)
 
     def _handle(self, event: Event, now: float) -> None:
         if isinstance(event, Received):
@@ -238,7 +242,7 @@ class Stream:
             if self._landing is not None:
                 self._landing.write(event.data)
         elif isinstance(event, DataEnd):
-            self._end_data(event.header)
+            self._end_data(event.header, now)
         else:
             assert isinstance(event, Opened)
             # Our LAYOUT may have been made by the same read: it goes before the session's frames.
@@ -286,8 +290,9 @@ class Stream:
         """Bytes that P wants the digest of. They take DATA's way, and end here."""
         if not probe.shared:
             views = [memoryview(body)]
-            self._counters.corrupt_frames += checksum(views) != probe.checksum
             self._answer_probe(probe, views, sockets.usable(self.sock)[-1])
+            if checksum(views) != probe.checksum:
+                self._count_broken(now)
             return
         borrowing = self._borrowing
         if borrowing is None:
@@ -314,13 +319,18 @@ class Stream:
             self._views = on_host(views)
             self._landing = Cursor(self._views)
 
-    def _end_data(self, header: Data) -> None:
+    def _end_data(self, header: Data, now: float) -> None:
         views, self._views, self._landing = self._views, None, None
         intact = views is not None and checksum(views) == header.checksum
-        if views is not None and not intact:
-            self._counters.corrupt_frames += 1
         self.session_ran = True
         self._handler.data_end(self, header, stored=views is not None, intact=intact)
+        if views is not None and not intact:
+            self._count_broken(now)
+
+    def _count_broken(self, now: float) -> None:
+        self._counters.corrupt_frames += 1
+        if self._mismatch(self, now):
+            raise self.protocol.refuse(errors.QUARANTINE)
 
     # --- writing
 

@@ -11,7 +11,7 @@ import logging
 import math
 import socket
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,11 +20,13 @@ from xpyd_kv.rate_limit import RateLimit, RateLimits
 from xpyd_kv.transport import sockets
 from xpyd_kv.transport.counters import Counters
 from xpyd_kv.transport.data_path import DataPath
-from xpyd_kv.transport.failure import count, is_auth_failure, reason_of
+from xpyd_kv.transport.failure import count, failed_path, is_lasting, reason_of
+from xpyd_kv.transport.quarantine import MISMATCHES, Quarantine
 from xpyd_kv.transport.registry import Registry
 from xpyd_kv.transport.selector import READ, WRITE, WakeableSelector
 from xpyd_kv.transport.session_calls import SessionCalls
 from xpyd_kv.transport.settings import Bounds, Deadlines
+from xpyd_kv.transport.sharing import PathError
 from xpyd_kv.transport.stream import ClosedByPeerError, Stream
 from xpyd_kv.wire import errors
 from xpyd_kv.wire.connection import Connection, Pulse
@@ -42,8 +44,9 @@ _POLL_S = 0.001
 class Context:
     """What the parts of one endpoint share."""
 
-    terms: Callable[[tuple[str, ...]], Terms]
-    """Our side of a new connection, with a nonce of its own; given what its socket can carry."""
+    terms: Callable[[tuple[str, ...], Collection[str]], Terms]
+    """Our side of a new connection, with a nonce of its own; given what its socket can carry, and
+    what to do without."""
     session: SessionCalls
     selector: WakeableSelector
     counters: Counters
@@ -58,7 +61,9 @@ class Streams:
     """The I/O thread's connections."""
 
     def __init__(self, context: Context) -> None:
-        self.registry = Registry(context.deadlines.failed_auth_s)
+        times = context.deadlines
+        self.registry = Registry(times.failed_auth_s, times.path_retry_s)
+        self._quarantine = Quarantine(window_s=times.mismatch_window_s, for_s=times.quarantine_s)
         self._context = context
         self._scratch = memoryview(bytearray(context.bounds.scratch_bytes))
         self._dirty: dict[Stream, None] = {}
@@ -82,8 +87,9 @@ class Streams:
     ) -> None:
         """A new connection: accepted, or being dialled to `address`."""
         context, times = self._context, self._context.deadlines
+        without = self.registry.avoided(address, now) if address is not None else ()
         protocol = Connection(
-            context.terms(sockets.usable(sock)),
+            context.terms(sockets.usable(sock), without),
             dialler=address is not None,
             deadline=now + times.connect_s + times.auth_s,
             pulse=Pulse(times.ping_s, times.missed_pings),
@@ -96,6 +102,7 @@ class Streams:
             counters=context.counters,
             scratch=self._scratch,
             opened=self._opened,
+            mismatch=self._mismatch,
             remote=remote,
             paths=context.paths,
             fetch_s=times.fetch_s,
@@ -200,7 +207,13 @@ class Streams:
 
     def _write(self, stream: Stream) -> None:
         def write() -> None:
-            if stream.write() != stream.wants_write:
+            try:
+                is_full = stream.write()
+            except ConnectionError:
+                # The peer is gone; what it has said before, a REFUSE perhaps, says more.
+                stream.read(self._context.clock())
+                raise
+            if is_full != stream.wants_write:
                 self._watch(stream, READ if stream.wants_write else READ | WRITE)
 
         self.guard(stream, write)
@@ -212,6 +225,8 @@ class Streams:
         context = self._context
         if self.registry.num_peers >= context.bounds.connections:
             raise stream.protocol.refuse(errors.LIMIT)
+        if self._quarantine.holds(stream.hello.engine_id, context.clock()):
+            raise stream.protocol.refuse(errors.QUARANTINE)
         self._timer_at = min(self._timer_at, stream.due)
         older = self.registry.open(stream)
         if older is not None:
@@ -224,14 +239,44 @@ class Streams:
         stream.is_up = stream.session_ran = True
         context.session.handler.peer_up(stream)
 
+    def _mismatch(self, stream: Stream, now: float) -> bool:
+        engine_id = stream.hello.engine_id
+        if not self._quarantine.mismatch(engine_id, now):
+            return False
+        self._context.counters.quarantines += 1
+        text = "KV peer %s at %s is refused for %g s: %d frames of it came broken"
+        for_s = self._context.deadlines.quarantine_s
+        _log.warning(text, engine_id, stream.remote, for_s, MISMATCHES)
+        return True
+
     def _fail(self, stream: Stream, error: Exception) -> None:
         """End `stream` because of `error`."""
+        if isinstance(error, PathError):
+            error = self._refuse_path(stream, error)
         count(self._context.counters, stream, error)
-        if is_auth_failure(error) and stream.address is not None:
-            self.registry.remember_failed_auth(stream.address, self._context.clock())
         reason = reason_of(error, was_open=stream.is_up)
+        if stream.address is not None:
+            self._learn(stream.address, error, reason)
         self._log_end(stream, error, reason)
         self.end(stream, reason)
+
+    def _refuse_path(self, stream: Stream, error: PathError) -> RefusedError:
+        """D cannot open or read what P lends: P hears of it, and does without for a while."""
+        self._context.counters.paths_failed.add(stream.transport)
+        text = "KV over %s from %s does not work here: %s; it is told to do without"
+        _log.warning(text, stream.transport, stream.remote, error)
+        return stream.protocol.refuse(errors.TRANSPORT, stream.transport)
+
+    def _learn(self, address: Address, error: Exception, reason: str) -> None:
+        now = self._context.clock()
+        if is_lasting(error):
+            self.registry.remember_refusal(address, reason, now)
+        path = failed_path(error)
+        if path:
+            self.registry.avoid(address, path, now)
+            self._context.counters.paths_failed.add(path)
+            text = "KV peer at %s cannot use %s; done without for %g s"
+            _log.warning(text, address, path, self._context.deadlines.path_retry_s)
 
     def _log_end(self, stream: Stream, error: Exception, reason: str) -> None:
         now, refused = self._context.clock(), isinstance(error, RefusedError)

@@ -99,8 +99,13 @@ class TcpEndpoint:
         self._session = SessionCalls(handler)
         self._selector = WakeableSelector()
         context = Context(
-            terms=lambda usable: Terms(
-                identity.hello(nonce(), self._transports), layout, keys, usable
+            terms=lambda usable, without: Terms(
+                identity.hello(
+                    nonce(), tuple(name for name in self._transports if name not in without)
+                ),
+                layout,
+                keys,
+                usable,
             ),
             session=self._session,
             selector=self._selector,
@@ -166,8 +171,8 @@ class TcpEndpoint:
             return peer
         if self._flush_by is not None:
             self._report_dial(address, "closed")
-        elif registry.has_failed_auth(address, now):
-            self._report_dial(address, "auth")
+        elif refusal := registry.refusal(address, now):
+            self._report_dial(address, refusal)
         else:
             self._dial(address, now)
         return None

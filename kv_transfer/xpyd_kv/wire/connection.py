@@ -194,11 +194,11 @@ class Connection:
         """The longest DATA body that the peer takes."""
         return self._peer_limits.max_data_bytes
 
-    def refuse(self, reason: str) -> RefusedError:
+    def refuse(self, reason: str, factor: str = "") -> RefusedError:
         """Queue a REFUSE if the peer is one of the fleet; the error to close with."""
         if self.is_proved:
-            self._outgoing += encode(Refuse(reason=reason))
-        return RefusedError(reason)
+            self._outgoing += encode(Refuse(reason=reason, factor=factor))
+        return RefusedError(reason, factor=factor)
 
     def tick(self, now: float) -> None:
         """Send a PING where it is time, or raise SilentPeerError."""

@@ -21,8 +21,9 @@ SELF = "self"
 INCOMPATIBLE = "incompatible"
 LIMIT = "limit"
 TRANSPORT = "transport"
+QUARANTINE = "quarantine"
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_REASONS = frozenset((AUTH, VERSION, ROLE, SELF, INCOMPATIBLE, LIMIT, TRANSPORT))
+_REASONS = frozenset((AUTH, VERSION, ROLE, SELF, INCOMPATIBLE, LIMIT, TRANSPORT, QUARANTINE))
 
 
 class IllegalMoveError(XpydError):

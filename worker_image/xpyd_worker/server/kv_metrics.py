@@ -106,6 +106,8 @@ def _connections(metrics: KvMetrics, counters: Counters) -> Iterable[KvSample]:
         "protocol_errors", "Peers closed for breaking the protocol", counters.protocol_errors
     )
     yield _counter("silent_peers", "Peers closed for not answering", counters.silent_peers)
+    yield _counter("quarantines", "Times that a P was refused for a while", counters.quarantines)
+    yield from _by("paths_failed", "Lent memory not usable", "transport", counters.paths_failed, ())
     yield from _by("handshake_refused", "Handshakes refused", "factor", counters.refused, ())
 
 
