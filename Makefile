@@ -7,7 +7,7 @@ PY_PATHS := $(PACKAGES) tests examples scripts
 PYTEST := $(BIN)/python -m pytest
 PYTEST_ARGS ?=
 
-.PHONY: help setup fmt lint type imports generate verify test test-cluster soak demo bench-operator bench-kv cluster-build cluster-up cluster-down cluster-status images push constraints clean
+.PHONY: help setup fmt lint type imports generate verify test test-gpu test-cluster soak demo bench-operator bench-kv cluster-build cluster-up cluster-down cluster-status images push constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ verify: lint type imports ## All checks and the tests that need no running fleet
 
 test: setup ## Every test that needs no root, Go or GPU
 	$(PYTEST) -m "not gpu and not cluster and not soak" --durations=10 $(PYTEST_ARGS)
+
+test-gpu: setup ## The tests that need a CUDA device
+	$(PYTEST) -m "gpu and not soak" --durations=10 $(PYTEST_ARGS)
 
 test-cluster: setup ## The tests on a real Kubernetes; needs root, Go and Debian's packages
 	$(PYTEST) -m "cluster and not soak" --durations=10 $(PYTEST_ARGS)

@@ -43,6 +43,8 @@ class Machine:
         """So often at most an event says that it is not done."""
         self.is_stalled = False
         """No event is done any more."""
+        self.is_slow = False
+        """An event is done for who waits for it, not for who only asks."""
         self.broken = ""
         """What every event raises, if not ''."""
         self.refuses_handles = False
@@ -104,7 +106,8 @@ class Machine:
         if late:
             raise self.fault(f"memory is freed before the event of: {late}")
         allocation.is_freed = True
-        allocation.data[:] = _POISON * len(allocation.data)
+        first = ctypes.c_char.from_buffer(allocation.data)
+        ctypes.memset(ctypes.addressof(first), _POISON[0], len(allocation.data))
 
     # --- streams
 
@@ -137,7 +140,7 @@ class FakeEvent:
         with machine.lock:
             if machine.broken:
                 raise DeviceError(machine.broken)
-            if machine.is_stalled:
+            if machine.is_stalled or machine.is_slow:
                 return False
             if machine.streams[self.stream].has_run < self.number:
                 if self._patience:
@@ -150,10 +153,15 @@ class FakeEvent:
     def wait(self, timeout_s: float) -> bool:
         if timeout_s is None or not math.isfinite(timeout_s):
             raise self.machine.fault("a wait without a deadline")
-        while not self.is_done():
-            if self.machine.is_stalled:
-                return False
-        return True
+        with self.machine.lock:
+            was_slow, self.machine.is_slow = self.machine.is_slow, False
+            try:
+                while not self.is_done():
+                    if self.machine.is_stalled:
+                        return False
+                return True
+            finally:
+                self.machine.is_slow = was_slow
 
 
 class FakeStream:

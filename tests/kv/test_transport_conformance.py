@@ -10,8 +10,8 @@ import pytest
 
 from tests.kv.transport_kit import (
     BLOCK_BYTES,
+    CONFORMING,
     KEY,
-    KINDS,
     UUID,
     Puppet,
     Recorder,
@@ -34,7 +34,7 @@ from xpyd_kv.wire.messages import Cancel, Goaway, Grant, Lease, Offer
 OFFER = next(sample for sample in SAMPLES if isinstance(sample.message, Offer))
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=CONFORMING)
 def net(request):
     with network(request.param) as net:
         yield net
@@ -75,8 +75,8 @@ def test_data_goes_from_views_to_views_and_nowhere_else(net):
     shuffle = random.Random(7)
     source = shuffle.randbytes(300 * BLOCK_BYTES)
     # The arena in odd pieces, in turns D's room for this frame and somebody else's.
-    arena = bytearray(b"\xee" * (3 * len(source)))
-    pieces = cuts(memoryview(arena), iter(lambda: shuffle.randint(200, 400), 0))
+    arena = net.room(3 * len(source), fill=0xEE)
+    pieces = cuts(arena, iter(lambda: shuffle.randint(200, 400), 0))
     ours, others = [], pieces[1::2]
     left = len(source)
     for piece in pieces[::2]:
@@ -91,26 +91,24 @@ def test_data_goes_from_views_to_views_and_nowhere_else(net):
     views = cuts(net.share(source), iter(lambda: shuffle.randint(1, 900), 0))
     send_data(p, p_told, d_at_p, views)
     assert d_told.wait("end")[2:] == (True, True)
-    assert b"".join(landing) == source
-    assert all(bytes(view) == b"\xee" * len(view) for view in others)
+    assert net.read(*landing) == source
+    assert all(net.read(view) == b"\xee" * len(view) for view in others)
     assert p_told.wait("done") == (0, True)
 
 
 def test_large_frames_one_after_another(net):
     (p, p_told, d_at_p), (d, d_told, _) = net.pair()
     content = [random.Random(seq).randbytes(40_000 * BLOCK_BYTES) for seq in range(4)]
-    rooms = [bytearray(len(body)) for body in content]
-    d_told.on["begin"] = lambda _, header, __: cuts(
-        memoryview(rooms[header.seq]), itertools.repeat(64 * 1024)
-    )
+    rooms = [net.room(len(body)) for body in content]
+    d_told.on["begin"] = lambda _, header, __: cuts(rooms[header.seq], itertools.repeat(64 * 1024))
     for seq, body in enumerate(content):
         send_data(p, p_told, d_at_p, cuts(net.share(body), itertools.repeat(4096)), seq=seq)
     ends = [d_told.wait("end", n + 1) for n in range(4)]
     assert [(end[1].seq, *end[2:]) for end in ends] == [(seq, True, True) for seq in range(4)]
-    assert rooms == content
+    assert [net.read(room) for room in rooms] == content
     p_told.wait("done", 4)
     assert p_told.all("done") == [(seq, True) for seq in range(4)]
-    carried = d.counters.shared_bytes if net.transport == "shm" else d.counters.received_bytes
+    carried = d.counters.shared_bytes if net.is_lent else d.counters.received_bytes
     assert carried >= sum(map(len, content))
 
 
@@ -145,19 +143,19 @@ def test_a_frame_can_be_dropped_when_its_turn_comes(net):
     p_told.wait("done", 2)
     assert p_told.all("done") == [(0, False), (1, True)]
     assert [header.seq for _, header, *_ in d_told.all("begin")] == [1]
-    assert seen == [NO_CHECKSUM if net.transport == "shm" else data_header(body).checksum]
+    assert seen == [NO_CHECKSUM if net.is_lent else data_header(body).checksum]
 
 
 def test_data_that_nobody_wants_is_read_to_nowhere(net):
     (p, p_told, d_at_p), (_, d_told, _) = net.pair()
     body = random.Random(1).randbytes(5000 * BLOCK_BYTES)
-    room = bytearray(len(body))
-    d_told.on["begin"] = lambda _, header, __: [memoryview(room)] if header.seq == 1 else None
+    room = net.room(len(body))
+    d_told.on["begin"] = lambda _, header, __: [room] if header.seq == 1 else None
     for seq in range(3):
         send_data(p, p_told, d_at_p, [net.share(body)], seq=seq)
     d_told.wait("end", 3)
     assert [end[2:] for end in d_told.all("end")] == [(False, False), (True, True), (False, False)]
-    assert room == body
+    assert net.read(room) == body
 
 
 def test_a_wrong_checksum_is_reported_and_counted(net):
@@ -177,14 +175,14 @@ def test_two_peers_are_served_side_by_side(net):
     other, other_told = net.endpoint("P")
     peer = dial(other, other_told, d.listen_address)
     view = net.share(bytes(40_000 * BLOCK_BYTES))
-    room = bytearray(len(view))
+    room = net.room(len(view))
     asked = threading.Event()
 
     def begin(*_):
         if not asked.is_set():
             asked.set()
             other.call(lambda: other.send(peer, Cancel(**KEYS)))
-        return [memoryview(room)]
+        return [room]
 
     d_told.on["begin"] = begin
     for seq in range(40):
@@ -296,9 +294,10 @@ def test_a_restarted_d_is_another_peer(net):
 
 def test_a_second_connection_of_the_same_instance_replaces_the_first(net):
     d, d_told = net.endpoint("D")
-    first = Puppet(net.connect(d.listen_address), "P", engine_id="p", incarnation="i").open()
+    same = {"engine_id": "p", "incarnation": "i", **net.place}
+    first = Puppet(net.connect(d.listen_address), "P", **same).open()
     first_peer = d_told.wait("up")[0]
-    Puppet(net.connect(d.listen_address), "P", engine_id="p", incarnation="i").open()
+    Puppet(net.connect(d.listen_address), "P", **same).open()
     second_peer = d_told.wait("up", 2)[0]
     assert d_told.wait("down") == (first_peer, "replaced")
     assert is_closed(first.sock)
@@ -330,12 +329,12 @@ def test_close_says_goaway_and_reports_every_peer(net):
 def test_close_sends_what_is_queued(net):
     (p, p_told, d_at_p), (_, d_told, _) = net.pair()
     body = random.Random(2).randbytes(60_000 * BLOCK_BYTES)
-    room = bytearray(len(body))
-    d_told.on["begin"] = lambda *_: [memoryview(room)]
+    room = net.room(len(body))
+    d_told.on["begin"] = lambda *_: [room]
     send_data(p, p_told, d_at_p, [net.share(body)])
     p.close(10.0)
     d_told.wait("end")
-    assert room == body
+    assert net.read(room) == body
     assert p_told.names() == ["up", "done", "down"]
 
 

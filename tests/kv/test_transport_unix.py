@@ -183,12 +183,15 @@ def test_all_spellings_of_an_address_mean_one_socket(folder):
 
 def test_what_cannot_be_used_is_not_offered():
     both = {"has_folder": True, "lent": ["shm"]}
-    assert offered(("tcp", "shm", "uds"), **both) == TRANSPORTS
+    assert offered(("tcp", "shm", "uds"), **both) == ("shm", "uds", "tcp")
+    assert offered(TRANSPORTS, has_folder=True, lent=TRANSPORTS) == TRANSPORTS
     assert offered(TRANSPORTS, has_folder=True, lent=[]) == ("uds", "tcp")
     assert offered(TRANSPORTS, has_folder=False, lent=["shm"]) == ("tcp",)
     with pytest.raises(UserError, match="memory"):
         offered(("shm",), has_folder=True, lent=[])
     with pytest.raises(UserError, match="--kv-socket-dir"):
         offered(("uds",), has_folder=False, lent=["shm"])
+    with pytest.raises(UserError, match="on a GPU"):
+        offered(("cuda_ipc",), **both)
     with pytest.raises(UserError, match="pigeon"):
         offered(("pigeon",), **both)

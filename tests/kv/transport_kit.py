@@ -15,18 +15,23 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
+from tests.kv.gpu_kit import REGION_BYTES, FakeGpus, Gpus, RealGpus
 from tests.kv.wire_samples import LAYOUT, SAMPLES
 from xpyd_core.errors import ProtocolError
 from xpyd_core.request_id import Address
+from xpyd_kv.device.api import DeviceView
 from xpyd_kv.transport.checksum import checksum
+from xpyd_kv.transport.cuda_ipc import CudaIpcPath
+from xpyd_kv.transport.data_path import DataPath
 from xpyd_kv.transport.settings import Deadlines, Identity
 from xpyd_kv.transport.shared_memory import SharedMemory, SharedMemoryPath
 from xpyd_kv.transport.sockets import usable
 from xpyd_kv.transport.tcp import TcpEndpoint
 from xpyd_kv.wire.connection import Connection, Opened
 from xpyd_kv.wire.frames import encode
-from xpyd_kv.wire.handshake import Terms
+from xpyd_kv.wire.handshake import LENT, Terms
 from xpyd_kv.wire.messages import MAX_PROBE_BYTES, Data, Hello, Layout
 
 KEY = b"the fleet's key, long enough"
@@ -35,7 +40,10 @@ BLOCK_BYTES = LAYOUT.block_bytes
 PATIENCE_S = 20.0
 QUICK = Deadlines(connect_s=0.2, auth_s=0.2, ping_s=30.0, failed_auth_s=30.0)
 KINDS = ("tcp", "uds", "shm")
-"""Transports that pass the same tests."""
+"""Transports of host memory."""
+CONFORMING = (*KINDS, "cuda_ipc", pytest.param("cuda_ipc:gpu", marks=pytest.mark.gpu))
+"""Those that pass the same tests. Behind a colon: on real hardware instead of its fake."""
+HOST = b"the tests' machine"
 _SAMPLES = {sample.name: sample for sample in SAMPLES}
 _serial = itertools.count(1)
 # One for all tests: its descriptors are nobody's leak.
@@ -100,9 +108,18 @@ class Recorder:
 class Net:
     """Endpoints of one test, which use one transport only, and the sockets to play with them."""
 
-    def __init__(self, transport: str, folder: Path) -> None:
-        self.transport = transport
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.transport, _, where = kind.partition(":")
         self.folder = folder
+        self.gpus: Gpus | None = None
+        self.place: dict[str, Any] = {}
+        """What HELLO says of where this side is."""
+        self._gpu_paths: list[CudaIpcPath] = []
+        self._rooms: list[DeviceView] = []
+        if self.transport == "cuda_ipc":
+            self.gpus = RealGpus() if where == "gpu" else FakeGpus()
+            self.place = {"host": HOST, "gpu": self.gpus.p.uuid}
+            self._region = self.gpus.p.allocate(REGION_BYTES)
         self._ends: list[Any] = []
         self._own_files: set[str] = set()
         self._shared_bytes = 0
@@ -115,17 +132,30 @@ class Net:
         options.setdefault("keys", (KEY,))
         options.setdefault("layout", LAYOUT)
         options.setdefault("transports", (self.transport,))
-        options.setdefault("socket_dir", None if self.transport == "tcp" else self.folder)
-        lends = role == "P" and self.transport == "shm"
-        options.setdefault("paths", [SharedMemoryPath(SHARED if lends else None)])
-        if lends:
+        options.setdefault("socket_dir", None if self.is_over_tcp else self.folder)
+        if "paths" not in options:
+            options["paths"] = [self.path(role)]
+        if role == "P" and self.transport == "shm":
             options.setdefault("probe_room", memoryview(SHARED.buffer)[-MAX_PROBE_BYTES:])
         if role == "D":
             options.setdefault("listen", Address("127.0.0.1", 0))
-        end = TcpEndpoint(recorder, identity=Identity(name, incarnation, role), **options)
+        identity = Identity(name, incarnation, role, **options.pop("place", self.place))
+        end = TcpEndpoint(recorder, identity=identity, **options)
         end.start()
         self._ends.append(end)
         return end, recorder
+
+    def path(self, role: str) -> DataPath:
+        """The data path of a P or D of this net."""
+        if self.gpus is None:
+            lends = role == "P" and self.transport == "shm"
+            return SharedMemoryPath(SHARED if lends else None)
+        if role == "P":
+            path = CudaIpcPath(self.gpus.p, host=HOST, region=self._region)
+        else:
+            path = CudaIpcPath(self.gpus.d, host=HOST)
+        self._gpu_paths.append(path)
+        return path
 
     def pair(self, **options: Any):
         """A connected P and D: (p, p's recorder, p's peer), (d, d's recorder, d's peer)."""
@@ -142,7 +172,7 @@ class Net:
     def listener(self) -> socket.socket:
         """Where a P that dials `address_of` it arrives."""
         sock = self.unconnected()
-        if self.transport == "tcp":
+        if self.is_over_tcp:
             sock.bind(("127.0.0.1", 0))
         else:
             path = self.target(Address("127.0.0.1", next(_ports)))
@@ -152,8 +182,18 @@ class Net:
         return sock
 
     @property
+    def is_over_tcp(self) -> bool:
+        """Whether its control sockets are TCP's."""
+        return self.transport in ("tcp", "cuda_ipc")
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether DATA moves beside the socket."""
+        return self.transport in LENT
+
+    @property
     def family(self) -> int:
-        return socket.AF_INET if self.transport == "tcp" else socket.AF_UNIX
+        return socket.AF_INET if self.is_over_tcp else socket.AF_UNIX
 
     def unconnected(self) -> socket.socket:
         return self.socket(socket.socket(self.family))
@@ -161,29 +201,50 @@ class Net:
     def target(self, address: Address) -> Any:
         """What a socket connects to in order to reach the D of `address`."""
         path = self.folder / f"{address.host}-{address.port}"
-        return tuple(address) if self.transport == "tcp" else str(path)
+        return tuple(address) if self.is_over_tcp else str(path)
 
     def connect(self, address: Address) -> socket.socket:
         sock = self.unconnected()
         sock.connect(self.target(address))
         return sock
 
-    def share(self, body: bytes) -> memoryview:
-        """These bytes where a P of this net can send them from: over shm, where D can read."""
-        if self.transport != "shm":
+    def share(self, body: bytes) -> Any:
+        """A view of these bytes where a P of this net can send them from: where D can read."""
+        if not self.is_lent:
             return memoryview(bytearray(body))
         start, self._shared_bytes = self._shared_bytes, self._shared_bytes + len(body)
+        if self.gpus is not None:
+            assert self._shared_bytes <= REGION_BYTES
+            place = self._region[start : self._shared_bytes]
+            self.gpus.fill(self.gpus.p, place, body)
+            return place
         assert self._shared_bytes <= SHARED.size_bytes - MAX_PROBE_BYTES
         view = memoryview(SHARED.buffer)[start : self._shared_bytes]
         view[:] = body
         return view
+
+    def room(self, size: int, fill: int = 0) -> Any:
+        """A view of as many bytes where a D of this net can be told to put them."""
+        if self.gpus is None:
+            return memoryview(bytearray([fill]) * size)
+        view = self.gpus.d.allocate(size)
+        self._rooms.append(view)
+        self.gpus.fill(self.gpus.d, view, bytes([fill]) * size)
+        return view
+
+    def read(self, *views: Any) -> bytes:
+        """What stands in views of D's."""
+        if self.gpus is None:
+            return b"".join(views)
+        return b"".join(self.gpus.read(self.gpus.d, view) for view in views)
 
     def raw(self, name: str) -> bytes:
         """A frame of the wire's samples; HELLOs name this net's transport."""
         sample = _SAMPLES[name]
         if not isinstance(sample.message, Hello):
             return sample.raw
-        return encode(msgspec.structs.replace(sample.message, transports=(self.transport,)))
+        mine = {"transports": (self.transport,), **self.place}
+        return encode(msgspec.structs.replace(sample.message, **mine))
 
     def files_of_endpoints(self) -> list[str]:
         """Socket files in the folder, but for those that the test made itself."""
@@ -196,6 +257,14 @@ class Net:
                 end.close(5.0)
             else:
                 end.close()
+        if self.gpus is None:
+            return
+        for path in self._gpu_paths:
+            path.close()
+        for room in self._rooms:
+            self.gpus.d.free(room)
+        self.gpus.p.free(self._region)
+        self.gpus.check()
 
 
 @contextlib.contextmanager

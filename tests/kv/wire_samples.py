@@ -157,6 +157,7 @@ SAMPLES = (
         struct.pack("<QI", 2**20 - 128, 128),
     ),
     Sample("probed", Probed(token=7, digest=sha256(_BLOCK).digest(), transport="tcp")),
+    Sample("region_cuda_ipc", Region(size_bytes=2**20), bytes(range(80)) + b"GPU-0"),
 )
 
 

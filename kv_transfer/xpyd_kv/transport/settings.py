@@ -13,6 +13,11 @@ from xpyd_kv.wire.messages import MAJOR, MINOR, Hello
 
 TRANSPORTS = tuple(dict.fromkeys((*OVER_UNIX, *OVER_TCP)))
 """All that can move DATA, best first."""
+_NEEDS = {
+    "uds": "--kv-socket-dir",
+    "shm": "memory that can be shared",
+    "cuda_ipc": "a KV cache on a GPU",
+}
 KIB = 1024
 MIB = 1024 * KIB
 
@@ -29,7 +34,9 @@ def offered(
     reached = {*OVER_TCP, *(OVER_UNIX if has_folder else ())}
     names = tuple(name for name in TRANSPORTS if name in {*transports} & moved & reached)
     if not names:
-        lack = "memory that can be shared" if has_folder else "--kv-socket-dir"
+        lack = _NEEDS["shm" if has_folder else "uds"]
+        if set(transports) == {"cuda_ipc"}:
+            lack = _NEEDS["cuda_ipc"]
         raise UserError(f"KV transport {', '.join(transports)}: needs {lack}")
     return names
 
@@ -46,6 +53,10 @@ class Identity:
     incarnation: str
     role: Literal["P", "D", "A"]
     rank: int = 0
+    host: bytes = b""
+    """xpyd_kv.transport.same_host.host_token()."""
+    gpu: str = ""
+    """The uuid of the GPU that holds the cache."""
 
     def hello(self, nonce: bytes, transports: tuple[str, ...] = OVER_TCP) -> Hello:
         """The HELLO of one connection; `nonce` is 32 random bytes, never used twice.
@@ -59,6 +70,8 @@ class Identity:
             nonce=nonce,
             rank=self.rank,
             transports=transports,
+            host=self.host,
+            gpu=self.gpu,
         )
 
 

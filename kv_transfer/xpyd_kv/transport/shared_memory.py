@@ -19,6 +19,7 @@ from typing import NamedTuple
 from xpyd_core.errors import ProtocolError, UserError
 from xpyd_kv.device.api import DeviceView, View, on_host
 from xpyd_kv.transport.data_path import Lent
+from xpyd_kv.wire.messages import Hello
 
 MAX_BYTES = 2**40
 """Larger than any cache in ordinary memory; so many of them fit in a process's addresses."""
@@ -166,6 +167,13 @@ class SharedMemoryPath:
     @property
     def lends(self) -> bool:
         return self._memory is not None
+
+    def can_use(self, theirs: Hello) -> bool:
+        """A Unix socket between the two is proof enough."""
+        return True
+
+    def give_up(self, theirs: Hello) -> None:
+        """What can be had once can be had again."""
 
     def lender(self) -> SharedMemoryLender:
         assert self._memory is not None

@@ -33,7 +33,7 @@ from xpyd_kv.transport.streams import Context, Streams
 from xpyd_kv.transport.unix import SocketFolder
 from xpyd_kv.wire.errors import IllegalMoveError
 from xpyd_kv.wire.handshake import DIALLER_ROLE, OVER_TCP, OVER_UNIX, Terms
-from xpyd_kv.wire.messages import Data, Goaway, Layout, Message
+from xpyd_kv.wire.messages import Data, Goaway, Hello, Layout, Message
 
 _log = logging.getLogger(__name__)
 # Of a close's deadline this share is for flushing; the rest for closing and ending the thread.
@@ -98,6 +98,11 @@ class TcpEndpoint:
         self._probe = ProbeSource(probe_room)
         self._session = SessionCalls(handler)
         self._selector = WakeableSelector()
+        by_name = {path.name: path for path in paths}
+
+        def can_use(transport: str, theirs: Hello) -> bool:
+            return transport not in by_name or by_name[transport].can_use(theirs)
+
         context = Context(
             terms=lambda usable, without: Terms(
                 identity.hello(
@@ -106,6 +111,7 @@ class TcpEndpoint:
                 layout,
                 keys,
                 usable,
+                can_use,
             ),
             session=self._session,
             selector=self._selector,
@@ -113,7 +119,7 @@ class TcpEndpoint:
             deadlines=self._deadlines,
             bounds=self._bounds,
             clock=clock,
-            paths={path.name: path for path in paths},
+            paths=by_name,
         )
         self._streams = Streams(context)
         self._listeners = Listeners(

@@ -194,7 +194,7 @@ class Connection:
         """The longest DATA body that the peer takes."""
         return self._peer_limits.max_data_bytes
 
-    def refuse(self, reason: str, factor: str = "") -> RefusedError:
+    def refuse(self, reason: str, *, factor: str = "") -> RefusedError:
         """Queue a REFUSE if the peer is one of the fleet; the error to close with."""
         if self.is_proved:
             self._outgoing += encode(Refuse(reason=reason, factor=factor))

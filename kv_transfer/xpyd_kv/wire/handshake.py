@@ -16,8 +16,10 @@ oneself, no transport in common) is refused without a word. Knows frames, no tim
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+import msgspec
 
 from xpyd_core.compat import differing_factors
 from xpyd_core.errors import ProtocolError
@@ -33,21 +35,25 @@ from xpyd_kv.wire.messages import MAJOR, Auth, Hello, Layout, Message, Refuse
 DIALLER_ROLE = "P"
 ACCEPTOR_ROLE = "D"
 # What moves DATA, by the kind of socket; the first that both sides name is taken.
-OVER_TCP = ("tcp",)
-OVER_UNIX = ("shm", "uds")
+OVER_TCP = ("cuda_ipc", "tcp")
+OVER_UNIX = ("cuda_ipc", "shm", "uds")
 # Those of them that move DATA beside the socket, by REGION, SHARED and COPIED.
-LENT = frozenset(("shm",))
+LENT = frozenset(("cuda_ipc", "shm"))
 
 
 @dataclass(frozen=True)
 class Terms:
     """What one side brings: its HELLO (with this connection's nonce), its LAYOUT, the fleet's keys
-    (the first signs, each is accepted), and what can move DATA on this socket, best first."""
+    (the first signs, each is accepted), and what can move DATA on this socket, best first.
+
+    An acceptor names in its HELLO only what `can_use` says yes to for that dialler, so that both
+    sides choose alike."""
 
     hello: Hello
     layout: Layout
     keys: tuple[bytes, ...]
     usable: tuple[str, ...] = OVER_TCP
+    can_use: Callable[[str, Hello], bool] = lambda transport, theirs: True
 
 
 def common_transport(usable: Iterable[str], ours: Hello, theirs: Hello) -> str:
@@ -74,6 +80,8 @@ class Handshake:
 
     def __init__(self, ours: Terms, *, dialler: bool) -> None:
         self._ours = ours
+        # The acceptor's is not said before the dialler's has come.
+        self._hello = ours.hello
         self._dialler = dialler
         self._our_hello = encode(ours.hello)
         self._their_hello = b""
@@ -113,6 +121,8 @@ class Handshake:
         self.hello = hello
         self._their_hello = raw
         self.expected = Auth
+        if not self._dialler:
+            self._adapt(hello)
         reply = b"" if self._dialler else self._our_hello
         reason = self._hello_fault(hello)
         if reason:
@@ -121,8 +131,16 @@ class Handshake:
             return reply
         return self._auth(self._ours.keys[0]) if self._dialler else reply
 
+    def _adapt(self, theirs: Hello) -> None:
+        """Name only what can be used with this dialler."""
+        named = self._hello.transports
+        fitting = tuple(name for name in named if self._ours.can_use(name, theirs))
+        if fitting != named:
+            self._hello = msgspec.structs.replace(self._hello, transports=fitting)
+            self._our_hello = encode(self._hello)
+
     def _hello_fault(self, theirs: Hello) -> str:
-        ours = self._ours.hello
+        ours = self._hello
         if theirs.major != MAJOR:
             return errors.VERSION
         if theirs.incarnation == ours.incarnation:

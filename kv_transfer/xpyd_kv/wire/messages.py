@@ -45,6 +45,9 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     nonce: _Nonce
     rank: _U16 = 0
     transports: Annotated[tuple[_Name, ...], msgspec.Meta(max_length=16)] = ("tcp",)
+    # Which machine, as a digest, and which of its GPUs holds the cache.
+    host: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+    gpu: Annotated[str, msgspec.Meta(pattern=r"^[!-~]*\Z", max_length=64)] = ""
 
 
 class Auth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
