@@ -215,7 +215,7 @@ def test_a_gpu_that_fails_ends_the_connection(net, machine):
     send_data(p, p_told, peer, [net.share(bytes(BLOCK_BYTES))])
     d_told.wait("begin")
     machine.broken = "an illegal memory access was encountered"
-    assert d_told.wait("down")[1] == "lost"
+    assert d_told.wait("down")[1] == "refused:transport"
     assert d_told.all("end") == []
     machine.broken, machine.is_stalled = "", False
     for stream in machine.streams.values():

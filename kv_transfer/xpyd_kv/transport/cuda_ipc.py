@@ -20,7 +20,7 @@ from xpyd_kv.device.api import (
     Stream,
     View,
 )
-from xpyd_kv.transport.data_path import CannotOpenError, Lent
+from xpyd_kv.transport.data_path import Lent
 from xpyd_kv.transport.shared_memory import Run, pack, unpack
 from xpyd_kv.wire.messages import Hello
 
@@ -30,11 +30,10 @@ HANDLE_BYTES = 64
 PROCESS_BYTES = 16
 CLOSE_S = 5.0
 """So long the end of a connection waits for copies under way: they take milliseconds."""
-_MAX_REMEMBERED = 1024
 
 
 class DeviceFailedError(OSError):
-    """The GPU has failed while it fetched."""
+    """The GPU does not open what a peer lends, or has failed while it fetched."""
 
 
 class CudaIpcPath:
@@ -49,8 +48,6 @@ class CudaIpcPath:
         self._region = region
         self._handle: IpcHandle | None = None
         self._stream: Stream | None = None
-        # P processes whose memory could not be opened here.
-        self._given_up: dict[tuple[str, str], None] = {}
 
     @property
     def lends(self) -> bool:
@@ -58,16 +55,7 @@ class CudaIpcPath:
 
     def can_use(self, theirs: Hello) -> bool:
         same_host = bool(self._host) and theirs.host == self._host
-        return (
-            same_host
-            and (theirs.engine_id, theirs.incarnation) not in self._given_up
-            and self._device.can_reach(theirs.gpu)
-        )
-
-    def give_up(self, theirs: Hello) -> None:
-        while len(self._given_up) >= _MAX_REMEMBERED:
-            del self._given_up[next(iter(self._given_up))]
-        self._given_up[theirs.engine_id, theirs.incarnation] = None
+        return same_host and self._device.can_reach(theirs.gpu)
 
     def lender(self) -> CudaIpcLender:
         assert self._region is not None
@@ -130,7 +118,7 @@ class CudaIpcBorrower:
         try:
             self._region = self._device.open_peer(handle)
         except DeviceError as error:
-            raise CannotOpenError(f"memory of {handle.device_uuid}: {error}") from error
+            raise DeviceFailedError(f"memory of {handle.device_uuid}: {error}") from error
 
     def prepare(self, body: bytes, length: int) -> Callable[[Sequence[View] | None], Fetch]:
         region = self._region

@@ -12,16 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from xpyd_core.errors import XpydError
 from xpyd_kv.device.api import View
 from xpyd_kv.wire.messages import Hello
 
 Rights = Sequence[tuple[int, int, bytes]]
 """Ancillary data of one sendmsg."""
-
-
-class CannotOpenError(XpydError):
-    """What the peer lends cannot be opened by this process: another path has to be taken."""
 
 
 class Lent(NamedTuple):
@@ -69,8 +64,8 @@ class Borrower(Protocol):
     """Whether REGION brings one descriptor, over a Unix socket."""
 
     def open(self, size_bytes: int, body: bytes, descriptors: Sequence[int]) -> None:
-        """REGION has come. ProtocolError when it is not right, CannotOpenError when it cannot be
-        had here at all, OSError when the system does not give it now. The descriptors stay the
+        """REGION has come. ProtocolError when it is not right, OSError when the system or the
+        device does not give it: then the pair takes another way. The descriptors stay the
         caller's."""
         ...
 
@@ -100,10 +95,6 @@ class DataPath(Protocol):
     def can_use(self, theirs: Hello) -> bool:
         """D's side: whether DATA of this P could come so. Asked before our HELLO, which names no
         transport that cannot be used with that P, leaves."""
-        ...
-
-    def give_up(self, theirs: Hello) -> None:
-        """D's side: what this P lends cannot be opened; `can_use` says no from now on."""
         ...
 
     def lender(self) -> Lender: ...

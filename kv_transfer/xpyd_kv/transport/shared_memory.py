@@ -172,9 +172,6 @@ class SharedMemoryPath:
         """A Unix socket between the two is proof enough."""
         return True
 
-    def give_up(self, theirs: Hello) -> None:
-        """What can be had once can be had again."""
-
     def lender(self) -> SharedMemoryLender:
         assert self._memory is not None
         return SharedMemoryLender(self._memory)

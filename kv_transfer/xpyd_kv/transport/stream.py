@@ -23,13 +23,12 @@ from xpyd_kv.transport.api import Handler
 from xpyd_kv.transport.checksum import checksum
 from xpyd_kv.transport.counters import Counters
 from xpyd_kv.transport.cursor import Cursor
-from xpyd_kv.transport.data_path import CannotOpenError, DataPath, Lender, Rights
+from xpyd_kv.transport.data_path import DataPath, Lender, Rights
 from xpyd_kv.transport.probes import answer_of
 from xpyd_kv.transport.settings import Bounds
 from xpyd_kv.transport.sharing import NO_CHECKSUM, Borrowing, Lending, data_of, shared_of
 from xpyd_kv.wire import errors
 from xpyd_kv.wire.connection import Connection, Event, Opened, Received
-from xpyd_kv.wire.errors import TRANSPORT
 from xpyd_kv.wire.frames import DataBegin, DataChunk, DataEnd
 from xpyd_kv.wire.messages import Copied, Data, Hello, Layout, Probe, Region, Shared
 
@@ -264,7 +263,7 @@ class Stream:
         borrowing = self._borrowing
         assert borrowing is not None
         if isinstance(message, Region):
-            self._open_region(borrowing, message, body)
+            borrowing.open(message, body)
             return
         length = self.protocol.data_bytes(message)
         start = borrowing.prepare(body, length)
@@ -272,14 +271,6 @@ class Stream:
         views = self._room_for(header, length)
         borrowing.begin(header, length, views, start, now)
         self._end_fetches(now)
-
-    def _open_region(self, borrowing: Borrowing, region: Region, body: bytes) -> None:
-        try:
-            borrowing.open(region, body)
-        except CannotOpenError as error:
-            _log.warning("%s of %s cannot be used: %s", self.transport, self.remote, error)
-            self._paths[self.transport].give_up(self.hello)
-            raise self.protocol.refuse(TRANSPORT, factor=self.transport) from error
 
     def _end_fetches(self, now: float) -> None:
         if self._borrowing is None:

@@ -265,7 +265,7 @@ class Streams:
         self._context.counters.paths_failed.add(stream.transport)
         text = "KV over %s from %s does not work here: %s; it is told to do without"
         _log.warning(text, stream.transport, stream.remote, error)
-        return stream.protocol.refuse(errors.TRANSPORT, stream.transport)
+        return stream.protocol.refuse(errors.TRANSPORT, factor=stream.transport)
 
     def _learn(self, address: Address, error: Exception, reason: str) -> None:
         now = self._context.clock()
