@@ -27,7 +27,7 @@ ATTACKS_PER_ROUND = 20
 TOKENS = 24
 MIB = 2**20
 # An address that failed AUTH is remembered for so long: only what stays is a leak.
-REMEMBERED_S = 0.3
+REMEMBERED_S = 0.1
 
 
 class Run:

@@ -11,13 +11,12 @@ import contextlib
 import itertools
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.kv.pods import KEY, WIRE_LAYOUT
+from tests.kv.pods import KEY, WIRE_LAYOUT, until
 from tests.kv.transport_kit import Puppet
 from tests.kv.wire_fuzz import PATIENCE_S, Fuzzed, Tap, half_close, reset
 from xpyd_kv.wire import messages as wire
@@ -25,6 +24,7 @@ from xpyd_kv.wire.errors import IllegalMoveError
 from xpyd_kv.wire.frames import encode
 
 _ports = itertools.count(30_000)
+_ADDRESSES = 4
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Acceptor(Fuzzed):
     opened: int = 0
     """Attackers that P took for peers, since they had the key."""
     rest_s: float = 0.0
-    _resting: deque[tuple[float, socket.socket]] = field(default_factory=deque)
+    _listeners: list[tuple[float, socket.socket]] = field(default_factory=list)
 
     @property
     def kinds(self) -> list[Callable[[socket.socket], bool]]:
@@ -63,16 +63,20 @@ class Acceptor(Fuzzed):
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[socket.socket]:
-        """Where P is to dial: `address_of` it. Addresses come again after `rest_s`, since P keeps a
-        bounded memory of those that failed."""
-        if self._resting and time.monotonic() > self._resting[0][0]:
-            _, listener = self._resting.popleft()
-        else:
-            listener = self._listen()
+        """Where P is to dial: `address_of` it. A few addresses serve all attacks, since P keeps a
+        bounded memory of those that failed; where P was not shown the key it stays away for
+        `rest_s`."""
+        if len(self._listeners) < _ADDRESSES:
+            self._listeners.append((0.0, self._listen()))
+        at, listener = self._listeners.pop(0)
+        until(lambda: time.monotonic() > at)
+        opened = self.opened
         try:
             yield listener
         finally:
-            self._resting.append((time.monotonic() + self.rest_s, listener))
+            rest_s = 0.0 if self.opened > opened else self.rest_s
+            self._listeners.append((time.monotonic() + rest_s, listener))
+            self._listeners.sort(key=lambda pair: pair[0])
 
     def _listen(self) -> socket.socket:
         if self.transport == "tcp":
@@ -85,7 +89,7 @@ class Acceptor(Fuzzed):
         return listener
 
     def close(self) -> None:
-        for _, listener in self._resting:
+        for _, listener in self._listeners:
             listener.close()
 
     def attack(self, listener: socket.socket, kind: Callable[[socket.socket], bool]) -> None:
