@@ -45,6 +45,9 @@ class FakeMemory:
     def written(self) -> None:
         """Always."""
 
+    def views(self, layers: Sequence[int], block_ids: Sequence[int]) -> list[memoryview]:
+        return [self.block_view(layer, block) for layer in layers for block in block_ids]
+
     def fill(self, block_ids: Sequence[int], seed: int) -> None:
         for layer in range(len(self.layout.layers)):
             self.fill_layer(layer, block_ids, seed)

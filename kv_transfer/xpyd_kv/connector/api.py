@@ -55,6 +55,11 @@ class KvMemory(Protocol):
         long."""
         ...
 
+    def views(self, layers: Sequence[int], block_ids: Sequence[int]) -> Sequence[View]:
+        """The bytes of these blocks of these layers in order: layer after layer, for each block
+        after block. Neighbours may be one view. Hot path."""
+        ...
+
     def written(self) -> Event | None:
         """Engine thread: when all that the model has enqueued by now stands in the cache. None: it
         does."""

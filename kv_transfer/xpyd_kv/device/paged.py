@@ -49,6 +49,11 @@ class PagedMemory:
         size = self._layout.block_bytes
         return self._views[layer][block_id * size : (block_id + 1) * size]
 
+    def views(self, layers: Sequence[int], block_ids: Sequence[int]) -> list[memoryview]:
+        """These blocks of these layers, layer after layer, neighbours joined."""
+        runs = _runs(block_ids, self._layout.block_bytes)
+        return [self._views[layer][begin:end] for layer in layers for begin, end in runs]
+
     def written(self) -> None:
         """What the model wrote stands: its calls have returned."""
 
@@ -89,6 +94,11 @@ class DevicePagedMemory:
         size = self._layout.block_bytes
         return self._layers[layer][block_id * size : (block_id + 1) * size]
 
+    def views(self, layers: Sequence[int], block_ids: Sequence[int]) -> list[DeviceView]:
+        """Where these blocks of these layers lie, layer after layer, neighbours joined."""
+        runs = _runs(block_ids, self._layout.block_bytes)
+        return [self._layers[layer][begin:end] for layer in layers for begin, end in runs]
+
     def written(self) -> Event:
         """Engine thread: when all that the model has enqueued by now stands in the cache."""
         return self.device.compute_stream().record()
@@ -123,6 +133,22 @@ def layout_of(
         dtype=str(first.dtype).removeprefix("torch."),
         block_bytes=kv_heads * block_size * width * first.element_size(),
     )
+
+
+def _runs(block_ids: Sequence[int], block_bytes: int) -> list[tuple[int, int]]:
+    """Bytes [begin, end) of a layer's memory for these blocks in order, neighbours joined."""
+    runs: list[tuple[int, int]] = []
+    begin = end = -1
+    for block_id in block_ids:
+        start = block_id * block_bytes
+        if start != end:
+            if end >= 0:
+                runs.append((begin, end))
+            begin = start
+        end = start + block_bytes
+    if end >= 0:
+        runs.append((begin, end))
+    return runs
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

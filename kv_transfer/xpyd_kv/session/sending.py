@@ -385,12 +385,8 @@ class SendSession:
             if peer in self._peers:
                 self._peers[peer].done(frame.length)
 
-        block_view = self._memory.block_view
-        views = [
-            block_view(layer, block)
-            for layer in range(area.first_layer, area.end_layer)
-            for block in frame.ready.block_ids
-        ]
+        layers = range(area.first_layer, area.end_layer)
+        views = self._memory.views(layers, frame.ready.block_ids)
         self._endpoint.send_data(peer, make_header, views, done)
 
     def _frame_done(self, transfer: Outgoing, frame: SentFrame, sent: bool) -> None:

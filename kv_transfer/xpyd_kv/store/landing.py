@@ -46,12 +46,11 @@ class DirectLanding:
 
     def views(
         self, first_layer: int, end_layer: int, first_block: int, end_block: int
-    ) -> list[View]:
-        """One view for each block of each layer."""
+    ) -> Sequence[View]:
+        """As the memory gives them: neighbours may be one."""
         self._check()
-        view = self._memory.block_view
         blocks = self._block_ids[first_block:end_block]
-        return [view(layer, block) for layer in range(first_layer, end_layer) for block in blocks]
+        return self._memory.views(range(first_layer, end_layer), blocks)
 
     def adopt(self) -> list[int] | None:
         """The blocks themselves; nothing is copied."""

@@ -20,7 +20,7 @@ from xpyd_core.request_id import Address
 from xpyd_kv.device.api import View, on_host
 from xpyd_kv.transport import sockets
 from xpyd_kv.transport.api import Handler
-from xpyd_kv.transport.checksum import checksum
+from xpyd_kv.transport.checksum import Checksum, checksum
 from xpyd_kv.transport.counters import Counters
 from xpyd_kv.transport.cursor import Cursor
 from xpyd_kv.transport.data_path import DataPath, Lender, Rights
@@ -106,8 +106,9 @@ class Stream:
         self._has_lent = False
         self._is_shared = self._is_kv = False
         self._unlogged: Data | None = None
-        self._views: Sequence[memoryview] | None = None
+        # Where the DATA body under way goes, and what its bytes have come to.
         self._landing: Cursor | None = None
+        self._digest = Checksum()
         self._copied_bytes = 0
 
     @property
@@ -168,10 +169,8 @@ class Stream:
         self._copied_bytes = 0
         landing = self._landing
         if landing is not None:
-            window = landing.window(budget)
-            room = sum(map(len, window))
-            count = self._came(self.sock.recvmsg_into(window)[0])
-            landing.advance(count)
+            room = min(budget, landing.left)
+            count = self._came(self._read_body(landing, room))
             self._body_read(count, now)
             return count, room
         room = len(self._scratch)
@@ -191,6 +190,26 @@ class Stream:
             self._queue_copied()
             self._queue_own()
         return count, room
+
+    def _read_body(self, landing: Cursor, room: int) -> int:
+        """Read up to `room` bytes of DATA's body, and their checksum; 0: the peer has closed."""
+        got = 0
+        # In parts, so that the checksum finds them in the processor's own cache.
+        part = self._bounds.read_bytes
+        while got < room:
+            window = landing.window(min(part, room - got))
+            try:
+                count = self.sock.recvmsg_into(window)[0]
+            except BlockingIOError:
+                if got:
+                    break
+                raise
+            landing.advance(count)
+            self._digest.take(window, count)
+            got += count
+            if count < part:
+                break
+        return got
 
     def poll(self, now: float) -> None:
         """See what has been fetched meanwhile. Errors end the connection."""
@@ -241,6 +260,7 @@ class Stream:
         elif isinstance(event, DataChunk):
             if self._landing is not None:
                 self._landing.write(event.data)
+                self._digest.update(event.data)
         elif isinstance(event, DataEnd):
             self._end_data(event.header, now)
         else:
@@ -316,15 +336,14 @@ class Stream:
     def _begin_data(self, header: Data, length: int) -> None:
         views = self._room_for(header, length)
         if views is not None:
-            self._views = on_host(views)
-            self._landing = Cursor(self._views)
+            self._landing, self._digest = Cursor(on_host(views)), Checksum()
 
     def _end_data(self, header: Data, now: float) -> None:
-        views, self._views, self._landing = self._views, None, None
-        intact = views is not None and checksum(views) == header.checksum
+        stored, self._landing = self._landing is not None, None
+        intact = stored and self._digest.digest() == header.checksum
         self.session_ran = True
-        self._handler.data_end(self, header, stored=views is not None, intact=intact)
-        if views is not None and not intact:
+        self._handler.data_end(self, header, stored=stored, intact=intact)
+        if stored and not intact:
             self._count_broken(now)
 
     def _count_broken(self, now: float) -> None:
@@ -481,5 +500,5 @@ class Stream:
         self._data.clear()
         self._control.clear()
         self._sending = self._sending_data = self._unlogged = None
-        self._views = self._landing = None
+        self._landing = None
         return lent + [frame.done for frame in frames]

@@ -41,6 +41,9 @@ class SourceMemory:
     def block_view(self, layer: int, block_id: int) -> SourceView:
         return SourceView(self.bytes.block_view(layer, block_id), block_id, self._pool)
 
+    def views(self, layers: Sequence[int], block_ids: Sequence[int]) -> list[SourceView]:
+        return [self.block_view(layer, block) for layer in layers for block in block_ids]
+
     def written(self) -> None:
         """Always."""
 
