@@ -89,3 +89,16 @@ def test_device_memory_that_is_no_cache_is_refused() -> None:
     for bad in (good[:2], [*good[:2], outside], [good[0], good[1], good[2][:-8]]):
         with pytest.raises(XpydError):
             DevicePagedMemory(gpu, bad, layout=LAYOUT, region=region)
+
+
+def test_neighbouring_blocks_of_a_layer_are_one_view():
+    memory = PagedMemory(cache(torch.float32), layers=[0, 1])
+    ids = [3, 1, 2, 0]
+    for layer in range(2):
+        for n, block in enumerate(ids):
+            memory.block_view(layer, block)[:1] = bytes([10 * layer + n])
+    views = memory.views(range(2), ids)
+    size = memory.layout.block_bytes
+    assert list(map(len, views)) == [size, 2 * size, size] * 2
+    assert b"".join(views)[::size] == bytes([0, 1, 2, 3, 10, 11, 12, 13])
+    assert memory.views([1], []) == []

@@ -18,7 +18,7 @@ from xpyd_kv.plan.frames import Area
 from xpyd_kv.session.events import SendEnded, SendEvent, SendGranted
 from xpyd_kv.session.limits import MAX_LEASE_S, KvLimits
 from xpyd_kv.session.metrics import KvMetrics
-from xpyd_kv.session.outgoing import OfferRequest, ReadyArea
+from xpyd_kv.session.outgoing import OfferRequest, ReadyArea, joined
 from xpyd_kv.session.sending import SendSession
 from xpyd_kv.wire import messages as wire
 
@@ -410,3 +410,16 @@ def test_frames_keep_within_what_d_takes(bench: Bench) -> None:
     bench.grant()
     bench.session.ready(KEY, 0, [ReadyArea(Area(0, 3, 0, 3), BLOCKS)])
     assert [sum(map(len, views)) for _, views, _ in bench.queue] == [128, 64] * 3
+
+
+def test_what_has_piled_up_goes_in_fewer_frames_that_stay_below_the_bound():
+    def ready(first, end, blocks=(7, 8), first_block=0):
+        return ReadyArea(Area(first, end, first_block, first_block + len(blocks)), blocks)
+
+    layers = [ready(n, n + 1) for n in range(5)]
+    assert joined(layers, block_bytes=10, most_bytes=40) == [ready(0, 2), ready(2, 4), ready(4, 5)]
+    assert joined(layers, block_bytes=10, most_bytes=10**6) == [ready(0, 5)]
+    for most_bytes in (0, 39):
+        assert joined(layers, block_bytes=10, most_bytes=most_bytes) == layers
+    apart = [ready(0, 1), ready(2, 3), ready(3, 4, (9, 9)), ready(4, 5, (9, 9), 2)]
+    assert joined(apart, block_bytes=1, most_bytes=10**6) == apart

@@ -128,6 +128,7 @@ def _build_producer(
         memory=memory,
         limits=settings.limits,
         max_frame_bytes=settings.frames.max_frame_bytes,
+        join_bytes=settings.frames.join_bytes,
         clock=clock,
         report=_reporter(events, wake),
         metrics=metrics,

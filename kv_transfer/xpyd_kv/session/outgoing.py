@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import sha256
@@ -57,6 +58,25 @@ class ReadyArea:
 
     area: Area
     block_ids: tuple[int, ...]
+
+
+def joined(areas: Sequence[ReadyArea], *, block_bytes: int, most_bytes: int) -> list[ReadyArea]:
+    """The same, neighbouring layers of the same blocks in one area of at most `most_bytes`: what
+    has piled up goes in fewer frames."""
+    found: list[ReadyArea] = []
+    for ready in areas:
+        last = found[-1] if found else None
+        if last is not None and last.block_ids == ready.block_ids:
+            whole = last.area._replace(end_layer=ready.area.end_layer)
+            is_next = (
+                ready.area == whole._replace(first_layer=last.area.end_layer)
+                and whole.cells * block_bytes <= most_bytes
+            )
+            if is_next:
+                found[-1] = ReadyArea(whole, ready.block_ids)
+                continue
+        found.append(ready)
+    return found
 
 
 @dataclass

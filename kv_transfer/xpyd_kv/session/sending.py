@@ -33,6 +33,7 @@ from xpyd_kv.session.outgoing import (
     cancel_of,
     commit_of,
     data_of,
+    joined,
     offer_of,
 )
 from xpyd_kv.session.probing import Probes
@@ -60,6 +61,7 @@ class SendSession:
         memory: KvMemory,
         limits: KvLimits,
         max_frame_bytes: int,
+        join_bytes: int = 0,
         clock: Callable[[], float],
         report: Callable[[SendEvent], None],
         metrics: KvMetrics,
@@ -68,6 +70,7 @@ class SendSession:
         self._memory = memory
         self._limits = limits
         self._max_frame_bytes = max_frame_bytes
+        self._join_bytes = join_bytes
         self._clock = clock
         self._report = report
         self._metrics = metrics
@@ -338,7 +341,10 @@ class SendSession:
         layout = self._memory.layout
         assert transfer.peer is not None
         max_frame_bytes = min(self._max_frame_bytes, transfer.peer.layout.max_data_bytes)
-        waiting, transfer.waiting = transfer.waiting, []
+        waiting = joined(
+            transfer.waiting, block_bytes=layout.block_bytes, most_bytes=self._join_bytes
+        )
+        transfer.waiting = []
         first_seq = len(transfer.frames)
         for ready in waiting:
             area = ready.area.behind(transfer.skip_blocks)

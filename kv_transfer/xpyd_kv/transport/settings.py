@@ -112,7 +112,7 @@ class Bounds:
     turn_bytes: int = 4 * MIB
     """Read from and written to one connection before the others get their turn: about a
     millisecond. A quarter of it costs a fifth more CPU for each byte."""
-    read_bytes: int = 512 * KIB
+    read_bytes: int = MIB
     """Of a DATA body read at once: as many as a processor's own cache has room for beside what
     else is in it."""
     accepts_per_turn: int = 16
