@@ -20,7 +20,8 @@ from xpyd_core.request_id import Address
 from xpyd_kv.device.api import View, on_host
 from xpyd_kv.transport import sockets
 from xpyd_kv.transport.api import Handler
-from xpyd_kv.transport.checksum import Checksum, checksum
+from xpyd_kv.transport.body import Body
+from xpyd_kv.transport.checksum import checksum
 from xpyd_kv.transport.counters import Counters
 from xpyd_kv.transport.cursor import Cursor
 from xpyd_kv.transport.data_path import DataPath, Lender, Rights
@@ -106,9 +107,7 @@ class Stream:
         self._has_lent = False
         self._is_shared = self._is_kv = False
         self._unlogged: Data | None = None
-        # Where the DATA body under way goes, and what its bytes have come to.
-        self._landing: Cursor | None = None
-        self._digest = Checksum()
+        self._landing: Body | None = None
         self._copied_bytes = 0
 
     @property
@@ -170,7 +169,7 @@ class Stream:
         landing = self._landing
         if landing is not None:
             room = min(budget, landing.left)
-            count = self._came(self._read_body(landing, room))
+            count = self._came(landing.read(self.sock, room, self._bounds.read_bytes))
             self._body_read(count, now)
             return count, room
         room = len(self._scratch)
@@ -190,26 +189,6 @@ class Stream:
             self._queue_copied()
             self._queue_own()
         return count, room
-
-    def _read_body(self, landing: Cursor, room: int) -> int:
-        """Read up to `room` bytes of DATA's body, and their checksum; 0: the peer has closed."""
-        got = 0
-        # In parts, so that the checksum finds them in the processor's own cache.
-        part = self._bounds.read_bytes
-        while got < room:
-            window = landing.window(min(part, room - got))
-            try:
-                count = self.sock.recvmsg_into(window)[0]
-            except BlockingIOError:
-                if got:
-                    break
-                raise
-            landing.advance(count)
-            self._digest.take(window, count)
-            got += count
-            if count < part:
-                break
-        return got
 
     def poll(self, now: float) -> None:
         """See what has been fetched meanwhile. Errors end the connection."""
@@ -260,7 +239,6 @@ class Stream:
         elif isinstance(event, DataChunk):
             if self._landing is not None:
                 self._landing.write(event.data)
-                self._digest.update(event.data)
         elif isinstance(event, DataEnd):
             self._end_data(event.header, now)
         else:
@@ -336,14 +314,14 @@ class Stream:
     def _begin_data(self, header: Data, length: int) -> None:
         views = self._room_for(header, length)
         if views is not None:
-            self._landing, self._digest = Cursor(on_host(views)), Checksum()
+            self._landing = Body(on_host(views))
 
     def _end_data(self, header: Data, now: float) -> None:
-        stored, self._landing = self._landing is not None, None
-        intact = stored and self._digest.digest() == header.checksum
+        landing, self._landing = self._landing, None
+        intact = landing is not None and landing.digest() == header.checksum
         self.session_ran = True
-        self._handler.data_end(self, header, stored=stored, intact=intact)
-        if stored and not intact:
+        self._handler.data_end(self, header, stored=landing is not None, intact=intact)
+        if landing is not None and not intact:
             self._count_broken(now)
 
     def _count_broken(self, now: float) -> None:
