@@ -147,6 +147,10 @@ class Fleet:
     def router(self) -> Process:
         return next(p for p in self.processes if p.name == "router-0")
 
+    def engine(self, role: str) -> Process:
+        """The first engine of that role."""
+        return next(p for p in self.processes if p.role == role)
+
     @property
     def engines(self) -> list[Process]:
         """Those that run."""

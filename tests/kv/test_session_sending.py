@@ -302,6 +302,8 @@ def test_progress_on_either_side_keeps_a_stream_alive(bench: Bench) -> None:
 
 def test_a_lease_is_renewed_from_its_receipt_but_not_without_end(bench: Bench) -> None:
     bench.offer()
+    bench.ready()
+    bench.session.complete(KEY, 0)
     for _ in range(5):
         bench.answer(wire.Lease(**REF, ttl_ms=30_000))
         bench.pass_time(29)

@@ -318,7 +318,7 @@ def test_a_dialler_may_not_speak_before_its_auth_is_accepted_for_more():
 
 
 OF_P = {"Offer", "Data", "Commit", "Probe"}
-OF_D = {"Grant", "Done", "Nack", "Lease", "Probed"}
+OF_D = {"Grant", "Pull", "Done", "Nack", "Lease", "Probed"}
 EITHER = {"Cancel", "Cancelled", "Goaway"}
 
 

@@ -24,8 +24,8 @@ from xpyd_kv.wire.handshake import Terms
 from xpyd_kv.wire.messages import TYPE_NUMBERS, Data
 
 _DOCS = Path(__file__).parents[2] / "docs"
-_PAGES = ("wire.md", "wire-shm.md", "wire-probe.md", "wire-gpu.md")
-PAGES = "".join((_DOCS / name).read_text() for name in _PAGES)
+_NAMES = ("wire.md", "wire-shm.md", "wire-probe.md", "wire-gpu.md", "wire-get.md")
+PAGES = "".join((_DOCS / name).read_text() for name in _NAMES)
 names = pytest.mark.parametrize("sample", SAMPLES, ids=[sample.name for sample in SAMPLES])
 
 

@@ -286,6 +286,7 @@ class Fuzzer(Fuzzed):
         # What P may not send, or not now.
         others: Sequence[wire.Message] = (
             wire.Grant(**of, skip_tokens=0),
+            wire.Pull(**of, skip_tokens=0),
             wire.Done(**of),
             wire.Cancelled(**of),
             wire.Region(size_bytes=2**40),

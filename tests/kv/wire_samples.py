@@ -35,6 +35,7 @@ from xpyd_kv.wire.messages import (
     Pong,
     Probe,
     Probed,
+    Pull,
     Refuse,
     Region,
     Shared,
@@ -158,6 +159,19 @@ SAMPLES = (
     ),
     Sample("probed", Probed(token=7, digest=sha256(_BLOCK).digest(), transport="tcp")),
     Sample("region_cuda_ipc", Region(size_bytes=2**20), bytes(range(80)) + b"GPU-0"),
+    Sample(
+        "offer_get",
+        Offer(
+            **KEYS,
+            tokens=3,
+            prompt_tokens=3,
+            digest=sha256(_TOKENS).digest(),
+            total_bytes=256,
+            mode="get",
+        ),
+        _TOKENS,
+    ),
+    Sample("pull", Pull(**KEYS, skip_tokens=16)),
 )
 
 

@@ -181,6 +181,7 @@ class FakeProducer:
         self.offers: dict[TransferKey, Offer] = {}
         self.calls: list[tuple[object, ...]] = []
         self.layers: list[int] = []
+        self.hold: Callable[[float], float | None] = lambda now: None
         self._pool, self._executor, self._linger = pool, executor, linger
         self._staged: set[TransferKey] = set()
 
@@ -222,6 +223,10 @@ class FakeProducer:
             if offer.done == len(offer.token_ids):
                 offer.polls_left = self._linger
         self._staged.clear()
+
+    def held_until(self, now: float) -> float | None:
+        assert not self._staged, "asked in the middle of a step"
+        return self.hold(now)
 
     def status(self, key: TransferKey) -> SendStatus:
         assert key not in self._staged, "asked in the middle of a step"

@@ -18,6 +18,7 @@ from xpyd_core.pod_env import ROLES, PodEnv, parse_discovery, read_pod_env
 from xpyd_core.request_id import Address, parse_address
 from xpyd_core.sizes import parse_bytes
 from xpyd_kv.transport.settings import TRANSPORTS
+from xpyd_kv.wire.messages import MODES
 from xpyd_worker.config import BLOCK_SIZES, DTYPES, Role, WorkerConfig, check_config
 
 _EPILOG = """examples:
@@ -95,6 +96,13 @@ def _add_kv(parser: argparse.ArgumentParser) -> None:
     )
     add("--kv-key-file", type=Path, metavar="FILE", help="the fleet's secret, e.g. /run/kv.key")
     add(
+        "--kv-mode",
+        choices=[name.replace("_", "-") for name in MODES],
+        default="put-async",
+        help="when Prefill sends: put-async: while it computes; put: after each step, which waits; "
+        "get: when Decode asks, e.g. get. Decode does what Prefill says",
+    )
+    add(
         "--kv-transport",
         choices=("auto", *TRANSPORTS),
         default="auto",
@@ -153,6 +161,7 @@ def read_config(args: argparse.Namespace, env: PodEnv | None = None) -> WorkerCo
         kv_port=env.kv_port if args.kv_port is None else args.kv_port,
         kv_advertise=_advertised(args.kv_advertise),
         kv_key_file=args.kv_key_file or env.kv_key_file,
+        kv_mode=args.kv_mode.replace("-", "_"),
         kv_transports=TRANSPORTS if args.kv_transport == "auto" else (args.kv_transport,),
         kv_socket_dir=args.kv_socket_dir,
         kv_direct_free=args.kv_direct_free,

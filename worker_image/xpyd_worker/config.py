@@ -12,6 +12,7 @@ from xpyd_core.messages import HEARTBEAT_PERIOD_S
 from xpyd_core.pod_env import HTTP_PORT, KV_PORT
 from xpyd_core.request_id import Address, is_dialable
 from xpyd_kv.transport.settings import TRANSPORTS
+from xpyd_kv.wire.messages import Mode
 
 Role = Literal["Prefill", "Decode", "Aggregated"]
 # Each divides the larger ones, so that any P fits any D.
@@ -55,6 +56,8 @@ class WorkerConfig:
     kv_advertise: Address | None = None
     """KV address that others dial; None: host and kv_port."""
     kv_key_file: Path | None = None
+    kv_mode: Mode = "put_async"
+    """When a Prefill instance's KV moves; a Decode instance does what it is told in OFFER."""
     kv_transports: tuple[str, ...] = TRANSPORTS
     """What may move KV, the best common one of each pair does."""
     kv_socket_dir: Path | None = None
@@ -63,12 +66,14 @@ class WorkerConfig:
     """Received KV lands in the own blocks while more than this share of them stays free; 1: never.
     """
     kv_buffer_bytes: int = GIB // 10
-    """Budget of the device buffer; the default is 10 % of the cache's default."""
+    """Budget of the device buffer; the default is 10 % of the cache's default. A Prefill instance
+    uses buffer and pool in mode get only."""
     kv_host_pool_bytes: int = 4 * GIB
     """Size of the host pool; its memory is taken when first used."""
     kv_group_bytes: int = 4 * MIB
     """Layers are sent in groups of at least this many bytes."""
     kv_wait_s: float = 10.0
+    """How long a Decode's request waits for KV, and in mode put a Prefill's step for a Decode."""
     kv_lease_s: float = 30.0
     kv_recompute: bool = True
     """False: a request whose KV does not come fails instead of being computed here."""

@@ -102,7 +102,7 @@ class KvParts:
 def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None = None) -> Kv:
     """The parts of this worker's role, not started. D listens; P dials only.
 
-    `make_store` replaces D's store.
+    `make_store` replaces the store.
     """
     role = LETTER[config.role]
     if role == "A":
@@ -136,13 +136,14 @@ def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None =
         pool=parts.pool,
         wake=parts.wake,
         settings=KvSettings(
-            limits=KvLimits(lease_s=config.kv_lease_s),
+            limits=KvLimits(lease_s=config.kv_lease_s, hold_s=config.kv_wait_s),
             frames=FrameLimits(group_bytes=config.kv_group_bytes),
             store=StoreLimits(
                 direct_free=config.kv_direct_free,
                 buffer_bytes=config.kv_buffer_bytes,
                 pool_bytes=config.kv_host_pool_bytes,
             ),
+            mode=config.kv_mode,
         ),
         make_store=make_store or default_store,
     )

@@ -2,7 +2,7 @@
 
 The engine gives a BlockPool (its block manager) and a KvMemory (its paged cache as bytes). It
 gets a Producer on P or a Consumer on D. All methods below run on the engine's thread unless they
-say otherwise; none of them blocks on the network. Times are seconds of one monotonic clock. Both
+say otherwise; none of them blocks. Times are seconds of one monotonic clock. Both
 halves are constructed with `wake`, a callable that the I/O thread calls to wake an idle engine
 loop.
 """
@@ -103,8 +103,8 @@ class BlockPool(Protocol):
 
 @dataclass(frozen=True)
 class SendStatus:
-    """How a prompt's transfer stands: none (failed or cancelled), pending (no GRANT yet) or granted
-    (and later done), and the incarnation of the D that answered ('' before)."""
+    """How a prompt's transfer stands: none (failed or cancelled), pending (no GRANT or PULL yet) or
+    granted (and later done), and the incarnation of the D that answered ('' before)."""
 
     state: str
     decode_incarnation: str = ""
@@ -146,6 +146,12 @@ class Producer(Protocol):
         transfer whose offered tokens are all computed is committed."""
         ...
 
+    def held_until(self, now: float) -> float | None:
+        """Until when the step that has just ended must wait for D, at most; None: it need not, or
+        not any more. Ask after `step_done`, at each wake-up and at that time, until the answer is
+        None; use no other method but these before. Always None but in mode put."""
+        ...
+
     def status(self, key: TransferKey) -> SendStatus: ...
 
     def cancel(self, key: TransferKey, reason: str) -> None:
@@ -157,8 +163,8 @@ class Producer(Protocol):
         ...
 
     def poll(self, now: float) -> None:
-        """Once per engine step and at `next_wake`: take in what the I/O thread reported, release
-        blocks, cancel the oldest transfers while they hold more than half of the blocks."""
+        """Once per engine step and at a wake-up: take in what the I/O thread reported, release
+        blocks, move or cancel the oldest transfers while they hold more than half of them."""
         ...
 
     def has_work(self) -> bool:
@@ -212,7 +218,8 @@ class Consumer(Protocol):
 
     def poll(self, now: float) -> None:
         """Once per engine step and at wake-up: answer OFFERs (reserve: own blocks, device buffer,
-        host pool, or defer), take in landed and failed transfers, expire orphans' leases."""
+        host pool, or defer; where P's mode is get, always defer), take in landed and failed
+        transfers, expire orphans' leases."""
         ...
 
     def offered(self, key: TransferKey) -> OfferedPrompt | None:

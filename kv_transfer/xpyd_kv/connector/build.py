@@ -35,6 +35,7 @@ _Event = TypeVar("_Event")
 MakeEndpoint = Callable[[Handler], Endpoint]
 """An Endpoint for this Handler, not started: `lambda handler: TcpEndpoint(handler, ...)`."""
 MakeStore = Callable[[StoreLimits, KvMemory, BlockPool], Store]
+"""D's landings; P's stashes in mode get."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class KvSettings:
     limits: KvLimits = field(default_factory=KvLimits)
     frames: FrameLimits = field(default_factory=FrameLimits)
     store: StoreLimits = field(default_factory=StoreLimits)
+    mode: wire.Mode = "put_async"
+    """P's. D does what P says."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ def build(
     """
     settings = settings or KvSettings()
     if role == "P":
-        return _build_producer(make_endpoint, memory, pool, wake, settings, clock)
+        return _build_producer(make_endpoint, memory, pool, wake, settings, clock, make_store)
     return _build_consumer(make_endpoint, memory, pool, wake, settings, clock, make_store)
 
 
@@ -117,6 +120,7 @@ def _build_producer(
     wake: Callable[[], None],
     settings: KvSettings,
     clock: Callable[[], float],
+    make_store: MakeStore,
 ) -> Connector:
     events: deque[SendEvent] = deque()
     metrics = KvMetrics()
@@ -134,6 +138,8 @@ def _build_producer(
         metrics=metrics,
     )
     handler.session = session
+    # The other modes have no KV that would wait long for D alone.
+    store = make_store(settings.store, memory, pool) if settings.mode == "get" else None
     producer = KvProducer(
         endpoint=endpoint,
         session=session,
@@ -141,12 +147,14 @@ def _build_producer(
         memory=memory,
         gate=gate,
         pool=pool,
+        mode=settings.mode,
+        store=store,
         limits=settings.limits,
         frame_limits=settings.frames,
         metrics=metrics,
         clock=clock,
     )
-    return Connector(endpoint, metrics, producer=producer, probes=session.probes)
+    return Connector(endpoint, metrics, producer=producer, store=store, probes=session.probes)
 
 
 def _build_consumer(

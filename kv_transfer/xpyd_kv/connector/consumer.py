@@ -167,13 +167,23 @@ class KvConsumer:
     def _on_offered(self, event: ReceiveOffered, now: float) -> None:
         key = event.key
         self._drop_offer(key)
-        offer = Offer(key, event.epoch, event.prompt, event.salt, event.alignment_tokens)
+        offer = Offer(
+            key,
+            event.epoch,
+            event.prompt,
+            event.salt,
+            event.alignment_tokens,
+            is_pulled=event.mode == "get",
+        )
         if self._blocks_of(offer) > self._pool.num_blocks:
             self._finish_at_session(key, "too_long")
             self._forget_prompt(offer)
             self._lost.set(key, "too_long", now)
             return
         self._offers[key] = offer
+        if offer.is_pulled:
+            self._call(partial(self._session.defer, key, offer.epoch))
+            return
         prefix = self._match(offer, len(offer.token_ids) - 1)
         landing = self._store.take(key, self._blocks_of(offer) - len(prefix))
         if landing is None:
@@ -246,7 +256,8 @@ class KvConsumer:
         if landing is None:
             self._pool.release(prefix)
         else:
-            self._grant(offer, landing, prefix, now, where="deferred")
+            where = "pulled" if offer.is_pulled else "deferred"
+            self._grant(offer, landing, prefix, now, where=where)
         return _WAIT
 
     def _adopt(self, offer: Offer) -> Admission:

@@ -3,18 +3,20 @@ again.
 
 It runs on the engine's thread and talks to SendSession on the I/O thread: calls go there through
 `Endpoint.call`, results come back through a deque and a wake-up. It holds a reference on every
-block that the session may read, and drops it when the session has said SendEnded.
+block that the session may read, and drops it when the session has said SendEnded, or that it reads
+a stash instead.
 
 Whole blocks only: a block that a chunk leaves half full goes with the next chunk, the prompt's last
-block with its last chunk.
+block with its last chunk. The modes differ in little. PUT_ASYNC hands over layers during a step.
+PUT hands over when the step has ended, and holds the engine then. GET hands over like PUT_ASYNC,
+though nothing leaves before D pulls; until then memory beside the cache may take the KV.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 from xpyd_core.blocks import blocks_for, token_bytes
@@ -22,53 +24,31 @@ from xpyd_core.errors import XpydError
 from xpyd_core.request_id import Address, TransferKey, is_dialable
 from xpyd_kv.connector.api import BlockPool, KvMemory, SendStatus
 from xpyd_kv.connector.compute_gate import ComputeGate
+from xpyd_kv.connector.offered import Chunk, Hold, Prompt, Settled
+from xpyd_kv.connector.pressure import Pressure
+from xpyd_kv.device.api import Event
 from xpyd_kv.plan.frames import Area, FrameLimits, frames, layer_groups
 from xpyd_kv.rate_limit import RateLimits
 from xpyd_kv.session.deadlines import Remembered
-from xpyd_kv.session.events import SendEnded, SendEvent, SendGranted
+from xpyd_kv.session.events import (
+    SendDeferred,
+    SendEnded,
+    SendEvent,
+    SendFlushed,
+    SendGranted,
+    SendStashed,
+)
 from xpyd_kv.session.limits import KvLimits
 from xpyd_kv.session.metrics import KvMetrics
 from xpyd_kv.session.outgoing import OfferRequest, ReadyArea
 from xpyd_kv.session.sending import SendSession
+from xpyd_kv.store.api import Store
 from xpyd_kv.transport.api import Endpoint
+from xpyd_kv.wire.messages import Mode
 
 _log = logging.getLogger(__name__)
 
 _USUAL = frozenset({"stopped", "aborted"})
-
-
-@dataclass
-class _Prompt:
-    """One offered prompt that is not settled."""
-
-    key: TransferKey
-    epoch: int
-    tokens: int
-    num_blocks: int
-    # The blocks we hold a reference on: the first len(held) of the prompt.
-    held: list[int] = field(default_factory=list[int])
-    computed: bool = False
-    cancelled: bool = False
-    incarnation: str = ""
-
-
-@dataclass
-class _Chunk:
-    """Blocks [first_block, end_block) of one prompt that the running step completes."""
-
-    prompt: _Prompt
-    first_block: int
-    end_block: int
-    block_ids: tuple[int, ...]
-    # First layer that was not handed over.
-    next_layer: int = 0
-
-
-@dataclass(frozen=True)
-class _Settled:
-    epoch: int
-    state: str
-    incarnation: str
 
 
 class KvProducer:
@@ -83,11 +63,14 @@ class KvProducer:
         memory: KvMemory,
         gate: ComputeGate,
         pool: BlockPool,
+        mode: Mode,
+        store: Store | None,
         limits: KvLimits,
         frame_limits: FrameLimits,
         metrics: KvMetrics,
         clock: Callable[[], float],
     ) -> None:
+        """`store`: where to move KV that waits to be pulled; None: nowhere."""
         self._call = endpoint.call
         self._session = session
         self._events = events
@@ -95,16 +78,26 @@ class KvProducer:
         self._gate = gate
         self._layout = memory.layout
         self._pool = pool
+        self._mode: Mode = mode
         self._limits = limits
         self._frame_limits = frame_limits
         self._metrics = metrics
         self._clock = clock
-        self._prompts: dict[TransferKey, _Prompt] = {}
-        self._settled: Remembered[TransferKey, _Settled] = Remembered(limits.tombstone_s)
+        self._prompts: dict[TransferKey, Prompt] = {}
+        self._settled: Remembered[TransferKey, Settled] = Remembered(limits.tombstone_s)
         self._warnings = RateLimits()
         # Of the running step: its chunks, and those whose group of layers ends with a layer.
-        self._chunks: list[_Chunk] = []
-        self._group_ends: dict[int, list[_Chunk]] = {}
+        self._chunks: list[Chunk] = []
+        self._group_ends: dict[int, list[Chunk]] = {}
+        self._hold: Hold | None = None
+        self._pressure = Pressure(
+            call_after=self._call_after,
+            session=session,
+            pool=pool,
+            limits=limits,
+            store=store,
+            metrics=metrics,
+        )
 
     # --- the life of a prompt
 
@@ -126,7 +119,7 @@ class KvProducer:
             self._settle(key, epoch, "address")
             return
         blocks = blocks_for(len(token_ids), self._layout.block_size)
-        self._prompts[key] = _Prompt(key, epoch, len(token_ids), blocks)
+        self._prompts[key] = Prompt(key, epoch, len(token_ids), blocks)
         self._settled.drop(key)
         request = OfferRequest(
             key=key,
@@ -136,6 +129,7 @@ class KvProducer:
             prompt_tokens=prompt_tokens,
             salt=salt,
             body=token_bytes(token_ids),
+            mode=self._mode,
         )
         self._call(partial(self._session.offer, request))
 
@@ -146,7 +140,10 @@ class KvProducer:
         first, end = len(prompt.held), tokens // self._layout.block_size
         if first >= end:
             return
-        ids = self._hold(prompt, block_ids, end)
+        ids = self._take(prompt, block_ids, end)
+        if self._mode == "put":
+            self._chunks.append(Chunk(prompt, first, end, ids))
+            return
         areas = frames(
             len(self._layout.layers),
             first,
@@ -154,8 +151,7 @@ class KvProducer:
             block_bytes=self._layout.block_bytes,
             limits=self._frame_limits,
         )
-        ready = [ReadyArea(area, _ids_of(area, first, ids)) for area in areas]
-        self._when_written(prompt, partial(self._session.ready, key, prompt.epoch, ready))
+        self._ready(prompt, [ReadyArea(area, _ids_of(area, first, ids)) for area in areas])
 
     def stage(self, key: TransferKey, block_ids: Sequence[int], tokens: int) -> None:
         prompt = self._sendable(key)
@@ -166,8 +162,10 @@ class KvProducer:
         end = prompt.num_blocks if is_last else tokens // self._layout.block_size
         if first >= end:
             return
-        chunk = _Chunk(prompt, first, end, self._hold(prompt, block_ids, end))
+        chunk = Chunk(prompt, first, end, self._take(prompt, block_ids, end))
         self._chunks.append(chunk)
+        if self._mode == "put":
+            return
         groups = layer_groups(
             len(self._layout.layers),
             self._layout.block_bytes * (end - first),
@@ -194,6 +192,21 @@ class KvProducer:
                 prompt.computed = True
                 complete = partial(self._session.complete, prompt.key, prompt.epoch)
                 self._when_written(prompt, complete)
+        if self._mode == "put" and chunks and not failed:
+            now = self._clock()
+            prompts = tuple(dict.fromkeys(chunk.prompt for chunk in chunks))
+            self._hold = Hold(prompts, now, now + self._limits.hold_s)
+
+    def held_until(self, now: float) -> float | None:
+        hold = self._hold
+        if hold is None:
+            return None
+        self._take_events()
+        if now < hold.until_s and any(prompt.holds_up for prompt in hold.prompts):
+            return hold.until_s
+        self._hold = None
+        self._metrics.held_s += now - hold.since_s
+        return None
 
     def cancel(self, key: TransferKey, reason: str) -> None:
         prompt = self._prompts.get(key)
@@ -215,7 +228,7 @@ class KvProducer:
         if prompt is not None:
             if prompt.cancelled:
                 return SendStatus("none")
-            state = "granted" if prompt.incarnation else "pending"
+            state = "granted" if prompt.granted else "pending"
             return SendStatus(state, prompt.incarnation)
         settled = self._settled.get(key, self._clock())
         return SendStatus("none") if settled is None else _status(settled)
@@ -227,35 +240,40 @@ class KvProducer:
     def poll(self, now: float) -> None:
         self._take_events()
         self._settled.purge(now)
-        self._relieve_pressure()
+        self._pressure.relieve(self._prompts.values(), self.cancel)
 
     def has_work(self) -> bool:
         return bool(self._prompts)
 
     # --- inside
 
-    def _sendable(self, key: TransferKey) -> _Prompt | None:
+    def _sendable(self, key: TransferKey) -> Prompt | None:
         prompt = self._prompts.get(key)
         return None if prompt is None or prompt.cancelled else prompt
 
-    def _hold(self, prompt: _Prompt, block_ids: Sequence[int], end: int) -> tuple[int, ...]:
+    def _take(self, prompt: Prompt, block_ids: Sequence[int], end: int) -> tuple[int, ...]:
         """Take a reference on the prompt's blocks up to `end`; those new to us."""
         ids = tuple(block_ids[len(prompt.held) : end])
         self._pool.retain(ids)
         prompt.held.extend(ids)
         return ids
 
-    def _hand_over(self, chunk: _Chunk, end_layer: int) -> None:
+    def _hand_over(self, chunk: Chunk, end_layer: int) -> None:
         if chunk.next_layer >= end_layer:
             return
         area = Area(chunk.next_layer, end_layer, chunk.first_block, chunk.end_block)
         chunk.next_layer = end_layer
-        prompt, ready = chunk.prompt, [ReadyArea(area, chunk.block_ids)]
-        self._when_written(prompt, partial(self._session.ready, prompt.key, prompt.epoch, ready))
+        self._ready(chunk.prompt, [ReadyArea(area, chunk.block_ids)])
 
-    def _when_written(self, prompt: _Prompt, call: Callable[[], None]) -> None:
+    def _ready(self, prompt: Prompt, areas: Sequence[ReadyArea]) -> None:
+        prompt.handed += len(areas)
+        self._when_written(prompt, partial(self._session.ready, prompt.key, prompt.epoch, areas))
+
+    def _when_written(self, prompt: Prompt, call: Callable[[], None]) -> None:
         """To the session, when the blocks that the model was told to write are written."""
-        event = self._memory.written()
+        self._call_after(self._memory.written(), prompt, call)
+
+    def _call_after(self, event: Event | None, prompt: Prompt, call: Callable[[], None]) -> None:
         if event is not None:
             fail = partial(self._session.cancel, prompt.key, prompt.epoch, "device_failed")
             call = partial(self._gate.add, event, call, fail)
@@ -269,19 +287,30 @@ class KvProducer:
                 continue
             match event:
                 case SendGranted():
+                    prompt.granted = True
                     prompt.incarnation = event.incarnation
+                case SendDeferred():
+                    prompt.deferred = True
+                    prompt.incarnation = event.incarnation
+                case SendFlushed():
+                    prompt.flushed = event.areas
+                case SendStashed():
+                    self._pressure.on_stashed(prompt, taken=event.taken)
                 case SendEnded():
                     self._end(prompt, event.reason)
 
-    def _end(self, prompt: _Prompt, reason: str) -> None:
+    def _end(self, prompt: Prompt, reason: str) -> None:
         del self._prompts[prompt.key]
+        prompt.is_over = True
         self._pool.release(prompt.held)
+        if prompt.stash is not None:
+            prompt.stash.free()
         self._settle(prompt.key, prompt.epoch, reason, prompt.incarnation)
 
     def _settle(self, key: TransferKey, epoch: int, reason: str, incarnation: str = "") -> None:
         if reason:
             self._log_failure(key, reason)
-        settled = _Settled(epoch, "none" if reason else "granted", incarnation)
+        settled = Settled(epoch, "none" if reason else "granted", incarnation)
         self._settled.set(key, settled, self._clock())
 
     def _log_failure(self, key: TransferKey, reason: str) -> None:
@@ -294,22 +323,10 @@ class KvProducer:
         text = "KV of %s is not sent: %s%s"
         _log.log(level, text, key, reason, more, extra={"request": key.uuid})
 
-    def _relieve_pressure(self) -> None:
-        """Cancel the oldest computed prompts while D's slowness costs P too much of its cache."""
-        waiting = [p for p in self._prompts.values() if p.computed and not p.cancelled]
-        holders = Counter(block for prompt in waiting for block in prompt.held)
-        limit = int(self._pool.num_blocks * self._limits.max_held_share)
-        for prompt in waiting:
-            if len(holders) <= limit:
-                return
-            holders -= Counter(prompt.held)
-            self._metrics.pressure_cancels += 1
-            self.cancel(prompt.key, "pressure")
-
 
 def _ids_of(area: Area, first_block: int, ids: tuple[int, ...]) -> tuple[int, ...]:
     return ids[area.first_block - first_block : area.end_block - first_block]
 
 
-def _status(settled: _Settled) -> SendStatus:
+def _status(settled: Settled) -> SendStatus:
     return SendStatus(settled.state, settled.incarnation if settled.state == "granted" else "")

@@ -38,6 +38,8 @@ class Offer:
     salt: bytes
     # D's own prefix is used up to a multiple of this.
     alignment_tokens: int
+    # Mode get: room is taken when the request runs, not before.
+    is_pulled: bool = False
     state: OfferState = OfferState.DEFERRED
     granted_at_s: float = 0.0
 

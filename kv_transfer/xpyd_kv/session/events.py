@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.connector.api import OfferedPrompt
+from xpyd_kv.wire.messages import Mode
 
 # --- P
 
@@ -21,6 +22,34 @@ class SendGranted:
 
 
 @dataclass(frozen=True)
+class SendDeferred:
+    """D waits with its GRANT or PULL, and keeps the OFFER; `incarnation` names that process."""
+
+    key: TransferKey
+    epoch: int
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class SendFlushed:
+    """PUT: of what was handed over, the first `areas` areas are sent."""
+
+    key: TransferKey
+    epoch: int
+    areas: int
+
+
+@dataclass(frozen=True)
+class SendStashed:
+    """The answer to `stash`. `taken`: everything is read from there, no block any more; else from
+    the blocks as before, and nothing from the stash."""
+
+    key: TransferKey
+    epoch: int
+    taken: bool
+
+
+@dataclass(frozen=True)
 class SendEnded:
     """Nothing of this transfer is in flight: its blocks may go. `reason` is '' when D has the
     KV."""
@@ -30,21 +59,22 @@ class SendEnded:
     reason: str
 
 
-SendEvent = SendGranted | SendEnded
+SendEvent = SendGranted | SendDeferred | SendFlushed | SendStashed | SendEnded
 
 # --- D
 
 
 @dataclass(frozen=True)
 class ReceiveOffered:
-    """P announced a prompt: grant, defer or finish it. What a grant skips is a multiple of
-    `alignment_tokens`."""
+    """P announced a prompt: grant, defer or finish it. With mode get: defer, and grant when its
+    request runs. What a grant skips is a multiple of `alignment_tokens`."""
 
     key: TransferKey
     epoch: int
     prompt: OfferedPrompt
     salt: bytes
     alignment_tokens: int
+    mode: Mode = "put_async"
 
 
 @dataclass(frozen=True)

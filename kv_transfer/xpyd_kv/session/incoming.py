@@ -13,6 +13,7 @@ from xpyd_kv.session.placing import Placing
 from xpyd_kv.store.api import Landing
 from xpyd_kv.transport.api import Peer
 from xpyd_kv.wire import messages as wire
+from xpyd_kv.wire.messages import Mode
 
 
 class ReceiveState(Enum):
@@ -128,6 +129,7 @@ class Incoming:
     tokens: int
     placing: Placing
     activity_s: float
+    mode: Mode = "put_async"
     granted_s: float = 0.0
     state: ReceiveState = ReceiveState.OFFERED
     expected: bool = False
@@ -159,9 +161,10 @@ def nack_of(transfer: Incoming, missing: list[int]) -> tuple[wire.Nack, bytes]:
     return message, struct.pack(f"<{len(missing)}I", *missing)
 
 
-def grant_of(transfer: Incoming) -> wire.Grant:
-    """GRANT."""
-    return wire.Grant(
+def grant_of(transfer: Incoming) -> wire.Grant | wire.Pull:
+    """GRANT, or PULL in mode get."""
+    kind = wire.Pull if transfer.mode == "get" else wire.Grant
+    return kind(
         uuid=transfer.key.uuid,
         prompt_index=transfer.key.prompt_index,
         epoch=transfer.epoch,

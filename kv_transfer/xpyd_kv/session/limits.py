@@ -19,7 +19,8 @@ class KvLimits:
     `tombstone_s`: how long an ended key is remembered.
     `max_transfers`: open at once at one D. `ahead_bytes`: DATA given to the endpoint ahead of its
     turn, for each peer; so much a cancelled transfer may have to wait for. Blocks held by computed
-    but unfinished transfers are at most `max_held_share` of P's.
+    but unfinished transfers are at most `max_held_share` of P's. `hold_s`: how long a step of P's
+    engine waits for D at most (PUT).
     """
 
     dial_s: float = 5.0
@@ -33,3 +34,4 @@ class KvLimits:
     # A few frames: the endpoint asks for the next in the same turn, so more gives no speed.
     ahead_bytes: int = 16 * 1024 * 1024
     max_held_share: float = 0.5
+    hold_s: float = 10.0

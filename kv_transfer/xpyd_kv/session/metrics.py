@@ -17,7 +17,9 @@ class KvMetrics:
     `leases_expired`, `grant_wait`, `transfer_s` (from GRANT until all had arrived, by transport),
     `after_prefill_s` (from the end of P's prefill to DONE), refused_data{reason},
     checksum_mismatches. On the engine's: landings{where}, skipped_tokens, not_received{reason} (a
-    request got no KV), pressure_cancels. On the I/O thread again: probes{outcome}.
+    request got no KV), pressure_cancels, spilled{where} and spilled_bytes (KV that P moved out of
+    its blocks), held_s (P's steps waited for D). On the I/O thread again:
+    probes{outcome}.
     """
 
     sent_bytes: int = 0
@@ -38,6 +40,9 @@ class KvMetrics:
     skipped_tokens: int = 0
     not_received: Counter[str] = field(default_factory=Counter[str])
     pressure_cancels: int = 0
+    spilled: Counter[str] = field(default_factory=Counter[str])
+    spilled_bytes: int = 0
+    held_s: float = 0.0
     probes: Names = field(default_factory=Names)
 
     def transferred(self, transport: str, seconds: float) -> None:

@@ -8,17 +8,21 @@ from enum import Enum
 from hashlib import sha256
 
 from xpyd_core.request_id import Address, TransferKey
-from xpyd_kv.connector.api import KvLayout
-from xpyd_kv.plan.frames import Area
+from xpyd_kv.connector.api import KvLayout, KvMemory
+from xpyd_kv.device.api import View
+from xpyd_kv.plan.frames import Area, split
+from xpyd_kv.store.api import Stash
 from xpyd_kv.transport.api import Peer
 from xpyd_kv.wire import messages as wire
+from xpyd_kv.wire.messages import Mode
 
 
 class SendState(Enum):
-    """Where a transfer stands on P. DEFERRED at D is OFFERED here, with a lease as deadline."""
+    """Where a transfer stands on P, in all modes. DEFERRED at D is OFFERED here, with a lease as
+    deadline."""
 
     INIT = "waiting for the connection"
-    OFFERED = "waiting for GRANT"
+    OFFERED = "waiting for GRANT or PULL"
     GRANTED = "may send"
     STREAMING = "DATA sent"
     COMMITTED = "waiting for DONE"
@@ -50,6 +54,7 @@ class OfferRequest:
     prompt_tokens: int
     salt: bytes
     body: bytes
+    mode: Mode = "put_async"
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,16 @@ class Outgoing:
     completed_s: float = 0.0
     state: SendState = SendState.INIT
     peer: Peer | None = None
+    # When D was last sent the OFFER; whether it has answered by LEASE, and for how long that was.
+    offered_s: float = 0.0
+    deferred: bool = False
+    lease_s: float = 0.0
     skip_blocks: int = 0
+    # What is read instead of the blocks.
+    stash: Stash | None = None
+    # Areas that were handed over, and how many of them were reported as sent.
+    handed: int = 0
+    flushed: int = 0
     waiting: list[ReadyArea] = field(default_factory=list[ReadyArea])
     frames: list[SentFrame] = field(default_factory=list[SentFrame])
     # Frames that the endpoint has and did not report done.
@@ -123,7 +137,35 @@ def offer_of(request: OfferRequest, layout: KvLayout) -> wire.Offer:
         digest=sha256(request.body).digest(),
         total_bytes=-(-request.tokens // layout.block_size) * layout.bytes_per_block,
         salt=request.salt,
+        mode=request.mode,
     )
+
+
+def cut(transfer: Outgoing, layout: KvLayout, max_frame_bytes: int, *, join_bytes: int) -> range:
+    """Make frames of what waits, without what D has; their seqs. Groups of layers that have piled
+    up go together, up to `join_bytes`."""
+    waiting = joined(transfer.waiting, block_bytes=layout.block_bytes, most_bytes=join_bytes)
+    transfer.waiting = []
+    first_seq = len(transfer.frames)
+    for ready in waiting:
+        area = ready.area.behind(transfer.skip_blocks)
+        parts = area and split(
+            area, block_bytes=layout.block_bytes, max_frame_bytes=max_frame_bytes
+        )
+        for part in parts or ():
+            start = part.first_block - ready.area.first_block
+            ids = ready.block_ids[start : start + part.end_block - part.first_block]
+            length = part.cells * layout.block_bytes
+            transfer.frames.append(SentFrame(ReadyArea(part, ids), length))
+    return range(first_seq, len(transfer.frames))
+
+
+def views_of(transfer: Outgoing, ready: ReadyArea, memory: KvMemory) -> Sequence[View]:
+    """The bytes of one frame, in the order of a DATA body, where they stand now."""
+    area = ready.area
+    if transfer.stash is not None:
+        return transfer.stash.views(*area)
+    return memory.views(range(area.first_layer, area.end_layer), ready.block_ids)
 
 
 def data_of(request: OfferRequest, seq: int, area: Area, checksum: bytes) -> wire.Data:

@@ -252,13 +252,18 @@ class ReceiveSession:
             offer.tokens,
             placing,
             activity_s=now,
+            mode=offer.mode,
             expected=key in self._expected,
             # P waits `offer_s`: an engine in a long step must not cost the transfer.
             next_renewal_s=now + self._limits.offer_s / 2,
         )
         self._arrivals.add(transfer)
         prompt = OfferedPrompt(token_ids_of(body), offer.prompt_tokens)
-        self._report(ReceiveOffered(key, offer.epoch, prompt, offer.salt, placing.alignment_tokens))
+        self._report(
+            ReceiveOffered(
+                key, offer.epoch, prompt, offer.salt, placing.alignment_tokens, offer.mode
+            )
+        )
 
     def _placing(self, peer: Peer) -> Placing | None:
         if peer not in self._placings:
@@ -282,6 +287,8 @@ class ReceiveSession:
 
     def _answer_again(self, transfer: Incoming) -> None:
         if transfer.state is ReceiveState.DEFERRED:
+            # P still computes, or has just done so: the lease begins anew.
+            transfer.activity_s = self._clock()
             self._arrivals.renew(transfer)
         elif transfer.state in RECEIVING:
             self._endpoint.send(transfer.peer, grant_of(transfer))

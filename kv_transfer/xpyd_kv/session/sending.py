@@ -4,8 +4,9 @@ It is the Handler of P's Endpoint. The engine's side calls `offer`, `ready`, `co
 through `Endpoint.call`, so everything here runs on the I/O thread; results go to `report`. It reads
 the clock it was given and knows neither sockets nor threads nor the engine.
 
-A transfer's blocks are read from GRANT until SendEnded is reported: not while a frame is queued,
-not before D has answered a CANCEL, and at once when the connection is closed.
+A transfer's blocks are read from GRANT (or PULL, in mode get) until SendEnded is reported: not
+while a frame is queued, not before D has answered a CANCEL, and at once when the connection is
+closed. A stash given before GRANT is read in their place, and as long.
 """
 
 from __future__ import annotations
@@ -17,9 +18,15 @@ from functools import partial
 from xpyd_core.errors import ProtocolError, XpydError
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.connector.api import KvMemory
-from xpyd_kv.plan.frames import split
 from xpyd_kv.session.deadlines import Deadlines, Remembered
-from xpyd_kv.session.events import SendEnded, SendEvent, SendGranted
+from xpyd_kv.session.events import (
+    SendDeferred,
+    SendEnded,
+    SendEvent,
+    SendFlushed,
+    SendGranted,
+    SendStashed,
+)
 from xpyd_kv.session.limits import MAX_LEASE_S, KvLimits
 from xpyd_kv.session.metrics import KvMetrics
 from xpyd_kv.session.outbox import Outbox
@@ -32,15 +39,20 @@ from xpyd_kv.session.outgoing import (
     SentFrame,
     cancel_of,
     commit_of,
+    cut,
     data_of,
-    joined,
     offer_of,
+    views_of,
 )
 from xpyd_kv.session.probing import Probes
+from xpyd_kv.store.api import Stash
 from xpyd_kv.transport.api import Endpoint, Peer
 from xpyd_kv.wire import messages as wire
 
 _SENDING = frozenset({SendState.GRANTED, SendState.STREAMING})
+_UNGRANTED = frozenset({SendState.INIT, SendState.OFFERED})
+# An OFFER that D keeps for P is repeated while P computes, when so much of its lease is over.
+_REPEAT_AT = 0.5
 # Why a state's deadline ends the transfer.
 _TIMEOUTS = {
     SendState.INIT: "dial_timeout",
@@ -106,6 +118,7 @@ class SendSession:
         if transfer is None or transfer.state is SendState.CANCELLING:
             return
         transfer.waiting.extend(areas)
+        transfer.handed += len(areas)
         self._pump(transfer)
 
     def complete(self, key: TransferKey, epoch: int) -> None:
@@ -114,7 +127,19 @@ class SendSession:
         if transfer is not None and transfer.state is not SendState.CANCELLING:
             transfer.complete = True
             transfer.completed_s = self._clock()
+            self._keep_offer(transfer)
             self._pump(transfer)
+
+    def stash(self, key: TransferKey, epoch: int, stash: Stash) -> None:
+        """A complete transfer's KV stands here too: read it from here, if no frame was made yet.
+        SendStashed says whether; nothing does where SendEnded was reported before."""
+        transfer = self._find(key, epoch)
+        if transfer is None:
+            return
+        taken = transfer.state in _UNGRANTED
+        if taken:
+            transfer.stash = stash
+        self._report(SendStashed(key, epoch, taken))
 
     def cancel(self, key: TransferKey, epoch: int, reason: str) -> None:
         """Stop it; also withdraws KV that D has and no request has adopted."""
@@ -163,7 +188,14 @@ class SendSession:
                 self.probes.probed(peer, message)
             case wire.Cancel():
                 self._on_cancel(peer, message)
-            case wire.Grant() | wire.Lease() | wire.Done() | wire.Nack() | wire.Cancelled():
+            case (
+                wire.Grant()
+                | wire.Pull()
+                | wire.Lease()
+                | wire.Done()
+                | wire.Nack()
+                | wire.Cancelled()
+            ):
                 key = TransferKey(message.uuid, message.prompt_index)
                 transfer = self._find(key, message.epoch)
                 if transfer is not None and transfer.peer is peer:
@@ -215,6 +247,11 @@ class SendSession:
         transfer.peer = peer
         self._move(transfer, SendState.OFFERED)
         self._arm(transfer, self._limits.offer_s)
+        self._say_offer(transfer, peer)
+
+    def _say_offer(self, transfer: Outgoing, peer: Peer) -> None:
+        transfer.offered_s = self._clock()
+        request = transfer.request
         offer = offer_of(request, self._memory.layout)
         self._endpoint.send(peer, offer, request.body)
 
@@ -226,10 +263,10 @@ class SendSession:
                 self._settle(transfer)
             return
         match message:
-            case wire.Grant() if state is SendState.OFFERED:
+            case wire.Grant() | wire.Pull() if state is SendState.OFFERED:
                 self._on_grant(transfer, message)
             case wire.Lease() if state is SendState.OFFERED:
-                self._arm(transfer, min(message.ttl_ms / 1000, MAX_LEASE_S))
+                self._on_lease(transfer, message)
             case wire.Done() if state is SendState.COMMITTED:
                 assert transfer.peer is not None
                 now = self._clock()
@@ -245,10 +282,30 @@ class SendSession:
                 # Repeated or late answers change nothing.
                 return
 
-    def _on_grant(self, transfer: Outgoing, message: wire.Grant) -> None:
+    def _on_lease(self, transfer: Outgoing, message: wire.Lease) -> None:
+        assert transfer.peer is not None
+        transfer.lease_s = min(message.ttl_ms / 1000, MAX_LEASE_S)
+        self._arm(transfer, transfer.lease_s)
+        if not transfer.deferred:
+            transfer.deferred = True
+            request = transfer.request
+            incarnation = transfer.peer.hello.incarnation
+            self._report(SendDeferred(request.key, request.epoch, incarnation))
+        if not transfer.complete:
+            self._keep_offer(transfer)
+
+    def _keep_offer(self, transfer: Outgoing) -> None:
+        """No request asks for this KV at D while it is computed: the lease begins anew."""
+        age_s = self._clock() - transfer.offered_s
+        if transfer.state is SendState.OFFERED and age_s > _REPEAT_AT * transfer.lease_s > 0:
+            assert transfer.peer is not None
+            self._say_offer(transfer, transfer.peer)
+
+    def _on_grant(self, transfer: Outgoing, message: wire.Grant | wire.Pull) -> None:
         block_size = self._memory.layout.block_size
         if message.skip_tokens % block_size or message.skip_tokens >= transfer.request.tokens:
-            raise ProtocolError(f"GRANT skips {message.skip_tokens} tokens")
+            name = type(message).__name__.upper()
+            raise ProtocolError(f"{name} skips {message.skip_tokens} tokens")
         assert transfer.peer is not None
         transfer.skip_blocks = message.skip_tokens // block_size
         self._move(transfer, SendState.GRANTED)
@@ -338,30 +395,24 @@ class SendSession:
         """Send what is ready and granted; COMMIT after the last byte."""
         if transfer.state not in _SENDING:
             return
-        layout = self._memory.layout
         assert transfer.peer is not None
         max_frame_bytes = min(self._max_frame_bytes, transfer.peer.layout.max_data_bytes)
-        waiting = joined(
-            transfer.waiting, block_bytes=layout.block_bytes, most_bytes=self._join_bytes
-        )
-        transfer.waiting = []
-        first_seq = len(transfer.frames)
-        for ready in waiting:
-            area = ready.area.behind(transfer.skip_blocks)
-            parts = area and split(
-                area, block_bytes=layout.block_bytes, max_frame_bytes=max_frame_bytes
-            )
-            for part in parts or ():
-                start = part.first_block - ready.area.first_block
-                ids = ready.block_ids[start : start + part.end_block - part.first_block]
-                length = part.cells * layout.block_bytes
-                transfer.frames.append(SentFrame(ReadyArea(part, ids), length))
-        if len(transfer.frames) > first_seq:
+        seqs = cut(transfer, self._memory.layout, max_frame_bytes, join_bytes=self._join_bytes)
+        if seqs:
             if transfer.state is SendState.GRANTED:
                 self._move(transfer, SendState.STREAMING)
-            self._send_frames(transfer, range(first_seq, len(transfer.frames)))
+            self._send_frames(transfer, seqs)
         self._arm_progress(transfer)
+        self._report_flushed(transfer)
         self._commit_if_sent(transfer)
+
+    def _report_flushed(self, transfer: Outgoing) -> None:
+        """Only in PUT does anybody wait for it."""
+        request = transfer.request
+        if request.mode != "put" or transfer.in_flight or transfer.flushed == transfer.handed:
+            return
+        transfer.flushed = transfer.handed
+        self._report(SendFlushed(request.key, request.epoch, transfer.flushed))
 
     def _arm_progress(self, transfer: Outgoing) -> None:
         if transfer.state in _SENDING:
@@ -391,8 +442,7 @@ class SendSession:
             if peer in self._peers:
                 self._peers[peer].done(frame.length)
 
-        layers = range(area.first_layer, area.end_layer)
-        views = self._memory.views(layers, frame.ready.block_ids)
+        views = views_of(transfer, frame.ready, self._memory)
         self._endpoint.send_data(peer, make_header, views, done)
 
     def _frame_done(self, transfer: Outgoing, frame: SentFrame, sent: bool) -> None:
@@ -410,6 +460,7 @@ class SendSession:
                 self._settle(transfer)
                 return
             self._arm_progress(transfer)
+            self._report_flushed(transfer)
             self._commit_if_sent(transfer)
 
     def _commit_if_sent(self, transfer: Outgoing) -> None:

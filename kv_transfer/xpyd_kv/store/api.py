@@ -2,24 +2,27 @@
 
 A Landing is taken and given back on the engine's thread; between the two the I/O thread writes
 through its views. Whoever holds a landing knows that no write can follow before it frees or adopts.
+A Stash is P's: KV that stood in blocks which others need more; the I/O thread reads it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from xpyd_core.request_id import TransferKey
-from xpyd_kv.device.api import View
+from xpyd_kv.device.api import Event, View
 
 LandingKind = Literal["direct", "buffer", "pool"]
+StashKind = Literal["buffer", "pool"]
 
 
 @dataclass(frozen=True)
 class StoreFigures:
-    """Gauges of a store, in bytes; `leases` counts landings that are held now, `direct_free_bytes`
-    what may still land in own blocks, `pool_fragmentation` is the share of the pool's free memory
-    that is not in its largest free piece."""
+    """Gauges of a store, in bytes; `leases` counts landings and stashes that are held now,
+    `direct_free_bytes` what may still land in own blocks, `pool_fragmentation` is the share of the
+    pool's free memory that is not in its largest free piece."""
 
     leases: int = 0
     direct_free_bytes: int = 0
@@ -68,8 +71,40 @@ class Landing(Protocol):
         ...
 
 
+class Stash(Protocol):
+    """Memory beside the paged cache that keeps the KV of `num_blocks` blocks of all layers. Given
+    back exactly once, by `free`; a second time raises XpydError."""
+
+    @property
+    def kind(self) -> StashKind: ...
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def fill(self, block_ids: Sequence[int]) -> Event | None:
+        """Copy `num_blocks` blocks of the paged cache here, in this order, once. A device says when
+        that is through (None: it is); until then nothing here is read, and the blocks are not given
+        back. DeviceError when the device fails."""
+        ...
+
+    def views(
+        self, first_layer: int, end_layer: int, first_block: int, end_block: int
+    ) -> list[View]:
+        """The bytes of the area in the order of a DATA body. Any thread, while the stash is
+        held."""
+        ...
+
+    def free(self) -> None:
+        """Give the memory back; no read may follow. As with a landing, what a device still copies
+        to comes back when that has ended."""
+        ...
+
+
 class Store(Protocol):
-    """Gives landings. Engine thread only."""
+    """Gives landings (D) and stashes (P). Engine thread only."""
 
     def take(self, owner: TransferKey, num_blocks: int) -> Landing | None:
         """A landing in the first place that has room: own blocks (while enough stay free), device
@@ -78,6 +113,10 @@ class Store(Protocol):
 
     def take_direct(self, owner: TransferKey, num_blocks: int) -> Landing | None:
         """Own blocks, whatever stays free: the request is about to run. None: not enough."""
+        ...
+
+    def take_beside(self, owner: TransferKey, num_blocks: int) -> Stash | None:
+        """Memory in the device buffer, else in the host pool. None: neither has room."""
         ...
 
     def poll(self) -> None:

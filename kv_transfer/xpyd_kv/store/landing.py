@@ -1,6 +1,7 @@
 """The landings: blocks of the paged cache, or pieces of memory beside it.
 
-Both are leases: their owner gives them back once, through the callable they were made with.
+Both are leases: their owner gives them back once, through the callable they were made with. Pieces
+are also what a P stashes KV in.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from xpyd_core.errors import XpydError
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.connector.api import BlockPool, KvMemory
 from xpyd_kv.device.api import Event, View
-from xpyd_kv.store.api import LandingKind
+from xpyd_kv.store.api import LandingKind, StashKind
 from xpyd_kv.store.copier import Copier
 
 
@@ -81,22 +82,22 @@ class Piece:
 
 
 class PieceLanding:
-    """Memory beside the paged cache: one piece of the device buffer, or extents of the host
-    pool."""
+    """Memory beside the paged cache: one piece of the device buffer, or extents of the host pool.
+    A Landing, and a Stash."""
 
     def __init__(
         self,
         owner: TransferKey,
         pieces: Sequence[Piece],
         *,
-        kind: LandingKind,
+        kind: StashKind,
         memory: KvMemory,
         pool: BlockPool,
         copier: Copier,
         on_end: Callable[[], None],
     ) -> None:
         self.owner = owner
-        self.kind: LandingKind = kind
+        self.kind: StashKind = kind
         self.num_blocks = sum(piece.num_blocks for piece in pieces)
         self.size_bytes = self.num_blocks * memory.layout.bytes_per_block
         self._pieces: list[Piece] = list(pieces)
@@ -107,6 +108,8 @@ class PieceLanding:
         self._held = True
         # Blocks taken by `adopt`, and when the device has filled them.
         self._copying: tuple[Event, list[int]] | None = None
+        # When the device has copied what `fill` told it to.
+        self._filling: Event | None = None
 
     def views(
         self, first_layer: int, end_layer: int, first_block: int, end_block: int
@@ -154,13 +157,27 @@ class PieceLanding:
         self.free()
         return block_ids
 
+    def fill(self, block_ids: Sequence[int]) -> Event | None:
+        """The bytes of these blocks."""
+        self._check()
+        here, blocks = self._views_beside(block_ids)
+        size = self._memory.layout.block_bytes
+        targets = [run[at : at + size] for run in here for at in range(0, len(run), size)]
+        self._filling = self._copier.copy(targets, blocks)
+        return self._filling
+
     def _copy_into(self, block_ids: Sequence[int]) -> Event | None:
-        targets: list[View] = []
-        sources: list[View] = []
+        here, blocks = self._views_beside(block_ids)
+        return self._copier.copy(blocks, here)
+
+    def _views_beside(self, block_ids: Sequence[int]) -> tuple[list[View], list[View]]:
+        """What is here, and as many bytes of the paged cache, layer by layer."""
+        here: list[View] = []
+        blocks: list[View] = []
         for layer in range(len(self._memory.layout.layers)):
-            targets += [self._memory.block_view(layer, block) for block in block_ids]
-            sources += self._layer_views(layer, 0, self.num_blocks)
-        return self._copier.copy(targets, sources)
+            here += self._layer_views(layer, 0, self.num_blocks)
+            blocks += [self._memory.block_view(layer, block) for block in block_ids]
+        return here, blocks
 
     def free(self) -> None:
         """Give the memory back to the buffer or the host pool."""
@@ -168,6 +185,10 @@ class PieceLanding:
         self._held = False
         self._pieces.clear()
         copying, self._copying = self._copying, None
+        filling, self._filling = self._filling, None
+        if filling is not None:
+            self._copier.give_back_after(filling, self._on_end)
+            return
         if copying is None:
             self._on_end()
             return

@@ -1,4 +1,5 @@
-"""The store of one D: own blocks first, then the device buffer, then the host pool.
+"""The store: own blocks first, then the device buffer, then the host pool. Of a D, or of a P that
+may have to stash KV until it is pulled.
 
 Engine thread only. It accounts for what it gave out; the landings give back. The host pool is one
 allocation at start: on a CPU the system brings its pages when they are first touched, with a GPU
@@ -17,7 +18,7 @@ from typing import cast
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.connector.api import BlockPool, KvMemory
 from xpyd_kv.device.api import Device, DeviceView, View
-from xpyd_kv.store.api import Landing, LandingKind, StoreFigures
+from xpyd_kv.store.api import Landing, StashKind, StoreFigures
 from xpyd_kv.store.arena import Arena
 from xpyd_kv.store.buddy import Extent
 from xpyd_kv.store.copier import Copier
@@ -67,6 +68,10 @@ class LandingStore:
             landing = self.take_direct(owner, num_blocks)
             if landing is not None:
                 return landing
+        return self.take_beside(owner, num_blocks)
+
+    def take_beside(self, owner: TransferKey, num_blocks: int) -> PieceLanding | None:
+        """See Store."""
         return self._take_buffer(owner, num_blocks) or self._take_arena(
             owner, num_blocks, self._host, "pool"
         )
@@ -112,7 +117,7 @@ class LandingStore:
             pool_fragmentation=pool.buddy.fragmentation,
         )
 
-    def _take_buffer(self, owner: TransferKey, num_blocks: int) -> Landing | None:
+    def _take_buffer(self, owner: TransferKey, num_blocks: int) -> PieceLanding | None:
         if self._buffer is not None:
             return self._take_arena(owner, num_blocks, self._buffer, "buffer")
         size = num_blocks * self._unit_bytes
@@ -127,8 +132,8 @@ class LandingStore:
         return self._piece_landing(owner, [piece], "buffer", give_back)
 
     def _take_arena(
-        self, owner: TransferKey, num_blocks: int, arena: Arena, kind: LandingKind
-    ) -> Landing | None:
+        self, owner: TransferKey, num_blocks: int, arena: Arena, kind: StashKind
+    ) -> PieceLanding | None:
         extents = arena.take(num_blocks)
         if extents is None:
             return None
@@ -140,9 +145,9 @@ class LandingStore:
         self,
         owner: TransferKey,
         pieces: list[Piece],
-        kind: LandingKind,
+        kind: StashKind,
         give_back: Callable[[], None],
-    ) -> Landing:
+    ) -> PieceLanding:
         self._leases += 1
 
         def end() -> None:

@@ -41,6 +41,7 @@ from xpyd_kv.wire.messages import (
     Pong,
     Probe,
     Probed,
+    Pull,
     Refuse,
     Region,
     Shared,
@@ -56,7 +57,7 @@ _FROM_EITHER: frozenset[type[Message]] = frozenset(
 )
 _FROM: dict[str, frozenset[type[Message]]] = {
     DIALLER_ROLE: _FROM_EITHER | {Offer, Data, Commit, Probe},
-    ACCEPTOR_ROLE: _FROM_EITHER | {Grant, Done, Nack, Lease, Probed},
+    ACCEPTOR_ROLE: _FROM_EITHER | {Grant, Pull, Done, Nack, Lease, Probed},
 }
 # More of it where DATA moves beside the socket.
 _FROM_LENT: dict[str, frozenset[type[Message]]] = {

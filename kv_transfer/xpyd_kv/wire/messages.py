@@ -30,6 +30,10 @@ _U63 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Size = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 _Ranks = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 _Layers = Annotated[tuple[_U16, ...], msgspec.Meta(min_length=1, max_length=1024)]
+Mode = Literal["put_async", "put", "get"]
+"""Who says when a prompt's KV moves: P as soon as it stands (put_async), P while its engine waits
+(put), or D when its request runs (get)."""
+MODES: tuple[Mode, ...] = ("put_async", "put", "get")
 _Mac = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 _Nonce = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
@@ -94,7 +98,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """P -> D: KV of one prompt will come. Body: all token ids offered (4 x `tokens` bytes).
 
     The first `prompt_tokens` are the prompt's, the rest continue_from's. `digest` is SHA-256 of the
-    body. `salt` enters the block hashes. `total_bytes` without any skip.
+    body. `salt` enters the block hashes. `total_bytes` without any skip. With `mode` get D takes no
+    room now and sends PULL when its request runs; the other modes ask for GRANT as soon as may be.
     """
 
     uuid: _Uuid
@@ -105,10 +110,20 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     digest: _Mac
     total_bytes: _U63
     salt: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
+    mode: Mode = "put_async"
 
 
 class Grant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """D -> P: send now, beginning behind the first `skip_tokens` tokens, which D has."""
+
+    uuid: _Uuid
+    prompt_index: _U16
+    epoch: _U32
+    skip_tokens: _U32 = 0
+
+
+class Pull(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """D -> P: GRANT for an OFFER whose mode is get: the request runs now, send."""
 
     uuid: _Uuid
     prompt_index: _U16
@@ -254,12 +269,12 @@ class Probed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 Message = (
-    Hello | Auth | Layout | Refuse | Offer | Grant | Data | Commit | Done | Nack
+    Hello | Auth | Layout | Refuse | Offer | Grant | Data | Commit | Done | Pull | Nack
     | Cancel | Cancelled | Lease | Ping | Pong | Goaway | Region | Shared | Copied
     | Probe | Probed
 )  # fmt: skip
 
-# Wire type numbers; never reused. 10 is PULL, reserved for GET.
+# Wire type numbers; never reused.
 TYPE_NUMBERS: dict[type[Message], int] = {
     Hello: 1,
     Auth: 2,
@@ -270,6 +285,7 @@ TYPE_NUMBERS: dict[type[Message], int] = {
     Data: 7,
     Commit: 8,
     Done: 9,
+    Pull: 10,
     Nack: 11,
     Cancel: 12,
     Cancelled: 13,

@@ -192,11 +192,23 @@ class EngineCore:
             raise
         else:
             self._step_done(failed=False)
+            self._hold()
             self._scheduler.update(step, result)
 
     def _step_done(self, *, failed: bool) -> None:
         if self._producer:
             self._producer.step_done(failed=failed)
+
+    def _hold(self) -> None:
+        """In mode put the step is over when D has its KV. New input waits like during a step."""
+        while self._producer:
+            # First, so that what happens from here on ends the wait.
+            self._inbox.rearm()
+            now = self._clock()
+            until = self._producer.held_until(now)
+            if until is None or self._stopping:
+                return
+            self._inbox.wait(until - now)
 
     def _hand_out(self) -> bool:
         outputs = self._scheduler.take_outputs()

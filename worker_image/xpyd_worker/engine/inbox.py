@@ -38,7 +38,8 @@ Item = Submit | Abort | ReleaseKv
 
 
 class Inbox:
-    """A queue with one reader. No wake-up is lost: what comes after `take` ends the next `wait`.
+    """A queue with one reader. No wake-up is lost: what comes after `take` (or `rearm`) ends the
+    next `wait`.
 
     Its length is bounded by the engine: it takes everything before each step and refuses what is
     over its limit of waiting requests; the server bounds what it has open.
@@ -66,6 +67,11 @@ class Inbox:
     def wait(self, timeout_s: float | None) -> None:
         """Sleep until `put` or `wake` was called since the last `take`, or the time is over."""
         self._awake.wait(timeout_s)
+
+    def rearm(self) -> None:
+        """Let the next `wait` end by what comes from now on. What is in it already stays, and the
+        reader must take it before it sleeps for longer."""
+        self._awake.clear()
 
     def take(self) -> list[Item]:
         """All items, in order."""

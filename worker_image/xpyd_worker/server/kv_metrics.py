@@ -16,7 +16,8 @@ from xpyd_kv.transport.settings import TRANSPORTS
 from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.server.metrics import KvHistogram, KvSample
 
-_WHERE = ("direct", "buffer", "pool", "deferred")
+_WHERE = ("direct", "buffer", "pool", "deferred", "pulled")
+_BESIDE = ("buffer", "pool")
 _OUTCOMES = ("done", "failed")
 
 
@@ -66,6 +67,9 @@ def _transfers(metrics: KvMetrics) -> Iterable[KvSample | KvHistogram]:
     yield _counter(
         "pressure_cancels", "Transfers cancelled to free P's blocks", metrics.pressure_cancels
     )
+    yield from _by("spilled", "Prompts moved out of P's blocks", "where", metrics.spilled, _BESIDE)
+    yield _counter("spilled_bytes", "KV bytes moved out of P's blocks", metrics.spilled_bytes)
+    yield _counter("held_seconds", "Time that P's steps waited for D", metrics.held_s)
     yield from _by("landings", "Where received KV landed", "where", metrics.landings, _WHERE)
     yield from _by("refused_data", "DATA frames refused", "reason", metrics.refused_data, ())
 
@@ -112,7 +116,7 @@ def _connections(metrics: KvMetrics, counters: Counters) -> Iterable[KvSample]:
 
 
 def _store(figures: StoreFigures) -> Iterable[KvSample]:
-    yield _gauge("leases", "Landings held now", figures.leases)
+    yield _gauge("leases", "Landings and spilled prompts held now", figures.leases)
     free = {
         "direct": figures.direct_free_bytes,
         "buffer": figures.buffer_bytes - figures.buffer_used_bytes,
