@@ -104,8 +104,10 @@ class Outgoing:
     completed_s: float = 0.0
     state: SendState = SendState.INIT
     peer: Peer | None = None
-    # When D was last sent the OFFER; whether it has answered by LEASE, and for how long that was.
+    # When D was last sent the OFFER, with how many areas handed over; whether it has answered by
+    # LEASE, and for how long that was.
     offered_s: float = 0.0
+    handed_at_offer: int = 0
     deferred: bool = False
     lease_s: float = 0.0
     skip_blocks: int = 0

@@ -51,7 +51,7 @@ from xpyd_kv.wire import messages as wire
 
 _SENDING = frozenset({SendState.GRANTED, SendState.STREAMING})
 _UNGRANTED = frozenset({SendState.INIT, SendState.OFFERED})
-# An OFFER that D keeps for P is repeated while P computes, when so much of its lease is over.
+# An OFFER that D defers is repeated while P computes, when so much of its lease is over.
 _REPEAT_AT = 0.5
 # Why a state's deadline ends the transfer.
 _TIMEOUTS = {
@@ -251,6 +251,7 @@ class SendSession:
 
     def _say_offer(self, transfer: Outgoing, peer: Peer) -> None:
         transfer.offered_s = self._clock()
+        transfer.handed_at_offer = transfer.handed
         request = transfer.request
         offer = offer_of(request, self._memory.layout)
         self._endpoint.send(peer, offer, request.body)
@@ -295,9 +296,12 @@ class SendSession:
             self._keep_offer(transfer)
 
     def _keep_offer(self, transfer: Outgoing) -> None:
-        """No request asks for this KV at D while it is computed: the lease begins anew."""
+        """No request asks for this KV at D while it is computed: the lease begins anew, if more of
+        it stands than when it began."""
+        if transfer.state is not SendState.OFFERED or transfer.handed == transfer.handed_at_offer:
+            return
         age_s = self._clock() - transfer.offered_s
-        if transfer.state is SendState.OFFERED and age_s > _REPEAT_AT * transfer.lease_s > 0:
+        if transfer.deferred and age_s > _REPEAT_AT * transfer.lease_s:
             assert transfer.peer is not None
             self._say_offer(transfer, transfer.peer)
 
