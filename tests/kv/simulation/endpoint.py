@@ -173,6 +173,7 @@ class SimEndpoint:
             case Control():
                 self.world.note(self.process, "reads", stream.link.name, item.message)
                 self.process.touched(item.message)
+                self.world.watch.on_read(self.process, item.message)
                 self.handler.message(stream, item.message, item.body)
             case Begin():
                 self.process.touched(item.header)

@@ -45,7 +45,12 @@ class Watch:
         self._landings: dict[_Ref, WatchedLanding] = {}
         self._granted_at: dict[tuple[str, TransferKey], float] = {}
         self._landed: set[int] = set()
+        self._deferred: set[_Ref] = set()
         self._adopted: set[int] = set()
+
+    @property
+    def _pulls(self) -> bool:
+        return self._world.plan.settings.mode == "get"
 
     # --- at the moment
 
@@ -57,7 +62,7 @@ class Watch:
             assert process.prefill is not None
             self._tags[ref] = process.prefill.unsettled[ref[1]].tag
             self._tokens[ref] = message.tokens
-        elif isinstance(message, wire.Grant):
+        elif isinstance(message, wire.Grant | wire.Pull):
             self._on_grant(process, peer, message)
         elif isinstance(message, wire.Done):
             landing = self._landings[_ref(process.incarnation, message)]
@@ -66,7 +71,8 @@ class Watch:
                 assert landing.holds(landing.tag), "DONE over wrong bytes"
                 self._landed.add(landing.tag)
 
-    def _on_grant(self, process: Process, peer: SimStream, grant: wire.Grant) -> None:
+    def _on_grant(self, process: Process, peer: SimStream, grant: wire.Grant | wire.Pull) -> None:
+        assert isinstance(grant, wire.Pull) == self._pulls, "GRANT and PULL are mixed up"
         ref = _ref(process.incarnation, grant)
         if ref in self._landings:
             return
@@ -81,6 +87,40 @@ class Watch:
         self._landings[ref] = landing
         self._granted_at[process.incarnation, ref[1]] = self._world.schedule.now
 
+    def on_read(self, process: Process, message: wire.Message) -> None:
+        """The session gets `message`."""
+        if isinstance(message, wire.Lease):
+            self._deferred.add(_ref(process.incarnation, message))
+
+    def on_step_over(self, process: Process, gained: list[Prefill], since: float) -> None:
+        """P's engine goes on, after a step that ended at `since` and completed blocks of
+        `gained`."""
+        limits, engine = self._world.plan.settings.limits, process.prefill
+        assert engine is not None
+        now = self._world.schedule.now
+        if self._world.plan.settings.mode != "put":
+            assert now == since, "a step is held"
+            return
+        if now >= since + limits.hold_s:
+            self._world.seen["held out"] += 1
+            return
+        self._world.seen["held"] += now > since
+        for prompt in gained:
+            transfer = process.session._transfers.get(prompt.key)
+            state = engine.producer.status(prompt.key).state
+            if state == "none":
+                continue
+            if not prompt.is_computed:
+                sending = transfer is not None and state == "granted" and transfer.in_flight
+                assert not sending, f"a step ends before the KV of {prompt.key} is sent"
+            elif engine.producer.is_settled(prompt.key):
+                assert prompt.tag in self._landed, f"a step ends before {prompt.key} has landed"
+            else:
+                assert transfer is not None
+                ref = process.incarnation, prompt.key, transfer.request.epoch
+                is_deferred = state == "pending" and ref in self._deferred
+                assert is_deferred, f"a step ends before {prompt.key} is with D"
+
     def on_data(self, stream: SimStream, header: wire.Data) -> None:
         """P begins to send a frame."""
         target = stream.pipe_out.reader
@@ -89,6 +129,16 @@ class Watch:
         landing = self._landings.get(_ref(target.endpoint.process.incarnation, header))
         assert landing is not None, "DATA that was not granted"
         assert not landing.is_over, "DATA for a landing that D has given back"
+
+    def on_taken(self, process: Process, owner: TransferKey) -> None:
+        """D takes memory for KV."""
+        assert process.decode is not None
+        if self._pulls:
+            assert owner in process.decode.waiting, f"{owner} takes room before its request runs"
+
+    def on_stashed(self) -> None:
+        """P moves KV out of its blocks."""
+        self._world.seen["stashed"] += 1
 
     def on_given_back(self, process: Process, landing: WatchedLanding) -> None:
         """D frees or adopts a landing."""
@@ -132,6 +182,17 @@ class Watch:
     def _look_at_p(self, process: Process) -> None:
         limits = self._world.plan.settings.limits
         assert process.prefill is not None
+        engine = process.prefill
+        if engine.held is not None:
+            held_s = process.idle_s(engine.held_since)
+            assert held_s <= limits.hold_s + SLACK_S, f"a step of {process} is held for ever"
+        if self._pulls:
+            figures, used = process.store.figures(), dict.fromkeys(("buffer", "pool"), 0)
+            for stash in process.store.stashes:
+                used[stash.kind] += stash.size_bytes
+            assert (figures.buffer_used_bytes, figures.pool_used_bytes) == (
+                used["buffer"], used["pool"],
+            ), "the figures of P's store"  # fmt: skip
         longest = max(limits.dial_s, limits.offer_s, limits.lease_s, limits.done_s)
         for key in process.prefill.unsettled:
             idle_s = process.idle_s(process.activity[key])
@@ -167,6 +228,10 @@ class Watch:
         if process.prefill is not None:
             assert not process.prefill.running
             assert not process.prefill.unsettled, "a transfer was never settled"
+            assert process.prefill.held is None, "a step was never over"
+            if self._pulls:
+                assert not process.store.stashes, "a stash was never given back"
+                assert process.store.figures().leases == 0
         assert process.pool.num_free == process.pool.num_blocks, f"{process} has lost blocks"
         if process.role == "D":
             assert not process.store.out, "a landing was never given back"

@@ -1,17 +1,19 @@
 """Memory that knows who may touch it: P's cache as a source, D's landings as targets.
 
-A read of a block that P's pool has taken back, and a write into a landing that D has given back,
-end the run. So does giving a landing back while a frame is being written into it.
+A read of a block that P's pool has taken back, or of a stash that P has given back, and a write
+into a landing that D has given back, end the run. So does giving a landing back while a frame is
+being written into it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from tests.kv.kvfakes import FakeMemory, FakePool, is_expected
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.connector.api import BlockPool, KvLayout, KvMemory
-from xpyd_kv.store.api import Landing
+from xpyd_kv.store.api import Landing, Stash
 from xpyd_kv.store.landing_store import LandingStore, StoreLimits
 
 
@@ -46,6 +48,20 @@ class SourceMemory:
 
     def written(self) -> None:
         """Always."""
+
+
+class StashView:
+    """Part of a stash, as the endpoint reads it."""
+
+    def __init__(self, view: memoryview, stash: WatchedStash) -> None:
+        self._view, self._stash = view, stash
+
+    def __len__(self) -> int:
+        return len(self._view)
+
+    def read(self) -> memoryview:
+        assert not self._stash.is_over, f"P reads a stash of {self._stash.owner} that is given back"
+        return self._view
 
 
 class TargetView:
@@ -123,15 +139,57 @@ class WatchedLanding:
         self._on_over()
 
 
+class WatchedStash:
+    """KV that P has moved out of its blocks."""
+
+    def __init__(self, inner: Stash, owner: TransferKey, store: WatchedStore) -> None:
+        self.inner = inner
+        self.owner = owner
+        self.kind = inner.kind
+        self.num_blocks = inner.num_blocks
+        self.size_bytes = inner.size_bytes
+        self.is_over = False
+        self._store = store
+        store.stashes[self] = None
+        store.on_stashed()
+
+    def fill(self, block_ids: Sequence[int]) -> None:
+        references = self._store.block_pool.references
+        assert len(block_ids) == self.num_blocks
+        assert all(references[block] for block in block_ids), "P stashes a block that is free"
+        self.inner.fill(block_ids)
+
+    def views(self, *area: int) -> list[StashView]:
+        return [StashView(view, self) for view in self.inner.views(*area)]
+
+    def free(self) -> None:
+        self.inner.free()
+        self.is_over = True
+        del self._store.stashes[self]
+
+
 class WatchedStore(LandingStore):
-    """The real store; remembers the landings that are out."""
+    """The real store; remembers the landings and stashes that are out."""
 
     def __init__(self, limits: StoreLimits, memory: KvMemory, pool: BlockPool) -> None:
-        super().__init__(limits, memory=memory, pool=pool)
+        # A stash copies bytes; that their blocks are held is checked by WatchedStash.
+        self._is_p = isinstance(memory, SourceMemory)
+        bytes_ = memory.bytes if isinstance(memory, SourceMemory) else memory
+        super().__init__(limits, memory=bytes_, pool=pool)
+        assert isinstance(pool, FakePool)
+        self.block_pool = pool
         self.layout = memory.layout
         self.out: dict[WatchedLanding, None] = {}
+        self.stashes: dict[WatchedStash, None] = {}
         self.last_adopted: WatchedLanding | None = None
+        self.on_taken: Callable[[TransferKey], None] = lambda owner: None
+        self.on_stashed: Callable[[], None] = lambda: None
         self.on_given_back: Callable[[WatchedLanding], None] = lambda landing: None
+
+    def take_beside(self, owner: TransferKey, num_blocks: int) -> Any:
+        """Of a P, which alone asks for it, a stash."""
+        inner = super().take_beside(owner, num_blocks)
+        return WatchedStash(inner, owner, self) if inner is not None and self._is_p else inner
 
     def take(self, owner: TransferKey, num_blocks: int) -> Landing | None:
         return self._watch(super().take(owner, num_blocks), owner)
@@ -156,10 +214,11 @@ class WatchedStore(LandingStore):
 
         watched = WatchedLanding(landing, owner, self.layout, on_over)
         self.out[watched] = None
+        self.on_taken(owner)
         return watched  # type: ignore[return-value]
 
 
-def joined(views: Sequence[SourceView]) -> bytes:
+def joined(views: Sequence[SourceView | StashView]) -> bytes:
     """The bytes of a DATA body, read now."""
     return b"".join(view.read() for view in views)
 

@@ -14,6 +14,7 @@ from xpyd_kv.connector.build import KvSettings
 from xpyd_kv.plan.frames import FrameLimits
 from xpyd_kv.session.limits import KvLimits
 from xpyd_kv.store.landing_store import StoreLimits
+from xpyd_kv.wire.messages import MODES, Mode
 
 UNIT = LAYOUT.bytes_per_block
 STORES = (
@@ -104,8 +105,8 @@ def prompt(
     )
 
 
-def plan_of(seed: int) -> Plan:
-    """Everything from one number."""
+def plan_of(seed: int, mode: Mode | None = None) -> Plan:
+    """Everything from one number; the mode too, where none is given."""
     rng = random.Random(seed)
     num_p, num_d = rng.choice([(1, 1), (1, 1), (2, 1), (1, 2), (2, 2)])
     spread_s = rng.choice([0.02, 0.3, 3.0])
@@ -123,13 +124,14 @@ def plan_of(seed: int) -> Plan:
         ahead_bytes=rng.choice([1, 400]),
         max_transfers=rng.choice([2, 4096, 4096]),
         max_held_share=rng.choice([0.2, 0.5, 1.0, 1.0]),
+        hold_s=rng.choice([0.3, 10.0]),
     )
     frames = FrameLimits(rng.choice([1, 200, 10**6]), rng.choice([64, 200, 10**6]))
     plan = Plan(
         seed=seed,
         prompts=tuple(prompts),
         strikes=strikes,
-        settings=KvSettings(limits, frames, rng.choice(STORES)),
+        settings=KvSettings(limits, frames, rng.choice(STORES), rng.choice(MODES)),
         num_p=num_p,
         num_d=num_d,
         p_blocks=rng.choice([12, 40, 40]),
@@ -146,6 +148,8 @@ def plan_of(seed: int) -> Plan:
         caches=rng.random() < 0.7,
         is_ordered=is_ordered,
     )
+    if mode is not None:
+        plan = replace(plan, settings=replace(plan.settings, mode=mode))
     plan = _ample(plan) if rng.random() < 0.15 else plan
     # In one run of three D's blocks are half or twice as large as P's; as many tokens in all.
     size = random.Random(~seed).choice([4, 4, 4, 4, 2, 8])
@@ -154,7 +158,9 @@ def plan_of(seed: int) -> Plan:
 
 def _ample(plan: Plan) -> Plan:
     """The same fleet without faults, haste and want."""
-    limits = replace(plan.settings.limits, lease_s=30.0, max_transfers=4096, max_held_share=1.0)
+    limits = replace(
+        plan.settings.limits, lease_s=30.0, max_transfers=4096, max_held_share=1.0, hold_s=10.0
+    )
     return replace(
         plan,
         prompts=tuple(replace(p, wait_s=10.0, aborted_after_s=None) for p in plan.prompts),

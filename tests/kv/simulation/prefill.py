@@ -1,7 +1,8 @@
 """P's engine as far as the transfer sees it: chunked steps, layer by layer, preemption, aborts.
 
 As in the worker: one thread, whose turn takes in requests and aborts, polls, starts what may
-start, and runs a step. During a step only the I/O thread runs.
+start, and runs a step. During a step only the I/O thread runs; so it does while a step that has
+ended is held (mode put).
 """
 
 from __future__ import annotations
@@ -73,8 +74,12 @@ class PrefillEngine:
         self.inbox: list[Callable[[], None]] = []
         self.stalled_until = 0.0
         self._memory = memory
+        self.held_since = 0.0
         self._in_step = False
         self._turn_is_due = False
+        # The step that has ended and waits for D: its prompts, those of them of which it completed
+        # a block, and whether it failed.
+        self.held: tuple[list[Prefill], list[Prefill], bool] | None = None
 
     # --- from outside
 
@@ -126,6 +131,8 @@ class PrefillEngine:
             self.process.at(self.stalled_until, self._turn)
             return
         self._turn_is_due = False
+        if self.held is not None:
+            self._release_step()
         if self._in_step:
             return
         inbox, self.inbox = self.inbox, []
@@ -190,7 +197,8 @@ class PrefillEngine:
         # A step that fails leaves its last layer as it was.
         for layer in range(layers - failed):
             self.process.after(layer_s * (layer + 1), partial(self._layer, work, layer))
-        self.process.after(layer_s * (layers + 1), partial(self._end_step, batch, failed))
+        gained = [prompt for prompt, first, end in work if first < end]
+        self.process.after(layer_s * (layers + 1), partial(self._end_step, batch, gained, failed))
 
     def _layer(self, work: list[tuple[Prefill, int, int]], layer: int) -> None:
         for prompt, first, end in work:
@@ -198,8 +206,22 @@ class PrefillEngine:
             self._touch(prompt)
         self.producer.layer_done(layer)
 
-    def _end_step(self, batch: list[Prefill], failed: bool) -> None:
+    def _end_step(self, batch: list[Prefill], gained: list[Prefill], failed: bool) -> None:
         self.producer.step_done(failed=failed)
+        self.held = batch, gained, failed
+        self.held_since = self.world.schedule.now
+        self._release_step()
+
+    def _release_step(self) -> None:
+        """The step is over, unless it has to wait for D."""
+        assert self.held is not None
+        now = self.world.schedule.now
+        until = self.producer.held_until(now)
+        if until is not None:
+            self.process.at(until, self.wake)
+            return
+        (batch, gained, failed), self.held = self.held, None
+        self.world.watch.on_step_over(self.process, gained, self.held_since)
         for prompt in batch:
             self._touch(prompt)
             if failed or prompt.is_computed:

@@ -59,16 +59,19 @@ class Process:
         self.decode: DecodeEngine | None = None
         if self.role == "P":
             self.prefill = PrefillEngine(self, memory)
+            if self.connector.store is not None:
+                self.store.on_stashed = world.watch.on_stashed
         else:
             self.decode = DecodeEngine(self, memory)
             self.store.on_given_back = partial(world.watch.on_given_back, self)
+            self.store.on_taken = partial(world.watch.on_taken, self)
 
     def __str__(self) -> str:
         return self.incarnation
 
     @property
     def store(self) -> WatchedStore:
-        """D's."""
+        """D's, or in mode get P's."""
         assert isinstance(self.connector.store, WatchedStore)
         return self.connector.store
 

@@ -24,6 +24,7 @@ class Outcome:
     """What a run came to. `trace` is whole only where it was to be kept."""
 
     outcomes: Counter[str]
+    seen: Counter[str]
     boundaries: int
     steps: int
     trace: tuple[tuple[Any, ...], ...]
@@ -36,7 +37,7 @@ def run(plan: Plan, *, keep_all: bool = False) -> Outcome:
         world.run()
     except Exception as error:
         raise SimulationError(_report(plan, world, error)) from error
-    return Outcome(world.outcomes, world.boundaries, world.steps, tuple(world.trace))
+    return Outcome(world.outcomes, world.seen, world.boundaries, world.steps, tuple(world.trace))
 
 
 def lines(trace: Iterable[tuple[Any, ...]]) -> list[str]:

@@ -40,6 +40,8 @@ class World:
         self.schedule = Schedule()
         self.watch = Watch(self)
         self.outcomes: Counter[str] = Counter()
+        # What happened on the way, for those who look at whether it does.
+        self.seen: Counter[str] = Counter()
         self.boundaries = 0
         self.is_calm = True
         self.steps = 0
