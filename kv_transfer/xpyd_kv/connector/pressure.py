@@ -7,7 +7,6 @@ there; where that is full, and in the other modes, the oldest is given up and D 
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -15,13 +14,11 @@ from functools import partial
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.connector.api import BlockPool
 from xpyd_kv.connector.offered import Prompt
-from xpyd_kv.device.api import DeviceError, Event
+from xpyd_kv.device.api import Event
 from xpyd_kv.session.limits import KvLimits
 from xpyd_kv.session.metrics import KvMetrics
 from xpyd_kv.session.sending import SendSession
 from xpyd_kv.store.api import Store
-
-_log = logging.getLogger(__name__)
 
 
 class Pressure:
@@ -83,14 +80,8 @@ class Pressure:
         stash = self._store.take_beside(prompt.key, prompt.num_blocks)
         if stash is None:
             return None
-        try:
-            event = stash.fill(prompt.held)
-        except DeviceError as error:
-            _log.error("KV of %s stays in its blocks: %s", prompt.key, error)
-            stash.free()
-            prompt.stays = True
-            return None
         prompt.stash = stash
+        event = stash.fill(prompt.held)
         self._metrics.spilled[stash.kind] += 1
         self._metrics.spilled_bytes += stash.size_bytes
         stashed = partial(self._session.stash, prompt.key, prompt.epoch, stash)
