@@ -226,7 +226,7 @@ class World:
         self.to_close: list[SimPeer] = []
         self.starts = 0
         base = settings or KvSettings()
-        self.settings = KvSettings(base.limits, base.frames, store or base.store)
+        self.settings = KvSettings(base.limits, base.frames, store or base.store, base.mode)
         self.p_memory, self.p_pool = FakeMemory(p_blocks), FakePool(p_blocks)
         self.d_layout = d_layout
         self.d_memory = FakeMemory(d_blocks, d_layout)
@@ -487,8 +487,9 @@ class World:
         assert not self.consumer.has_work()
         assert self.p_pool.num_free == self.p_pool.num_blocks
         assert self.d_pool.num_free == self.d_pool.num_blocks
-        figures = self.d.store.figures() if self.d.store else StoreFigures()
-        assert (figures.leases, figures.buffer_used_bytes, figures.pool_used_bytes) == (0, 0, 0)
+        for side in (self.p, self.d):
+            figures = side.store.figures() if side.store else StoreFigures()
+            assert (figures.leases, figures.buffer_used_bytes, figures.pool_used_bytes) == (0, 0, 0)
 
 
 __all__ = ["D_ADDRESS", "NoKv", "World"]

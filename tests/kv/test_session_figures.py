@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kv import receive_bench, test_session_sending
+from tests.kv import receive_bench, send_bench
 from tests.kv.kvfakes import LAYOUT
 from tests.kv.receive_bench import LAYERS as D_LAYERS
-from tests.kv.test_session_sending import KEY, LAYERS, REF
+from tests.kv.send_bench import KEY, LAYERS, REF
 from xpyd_kv.wire import messages as wire
 
 
 @pytest.fixture
-def p() -> test_session_sending.Bench:
-    return test_session_sending.Bench()
+def p() -> send_bench.Bench:
+    return send_bench.Bench()
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def d() -> receive_bench.Bench:
 
 
 def test_p_tells_what_left_before_the_prefills_end_from_what_left_after(
-    p: test_session_sending.Bench,
+    p: send_bench.Bench,
 ) -> None:
     p.offer()
     p.clock.now += 0.02
@@ -46,7 +46,7 @@ def test_p_tells_what_left_before_the_prefills_end_from_what_left_after(
 
 
 def test_p_counts_why_transfers_failed_and_leases_that_ran_out(
-    p: test_session_sending.Bench,
+    p: send_bench.Bench,
 ) -> None:
     p.offer()
     p.grant()
@@ -57,7 +57,7 @@ def test_p_counts_why_transfers_failed_and_leases_that_ran_out(
     assert p.metrics.open_transfers == 0
 
 
-def test_an_offer_without_answer_is_no_lease(p: test_session_sending.Bench) -> None:
+def test_an_offer_without_answer_is_no_lease(p: send_bench.Bench) -> None:
     p.offer()
     p.pass_time(6)
     p.answer(wire.Cancelled(**REF))

@@ -9,118 +9,16 @@ from typing import Any
 
 import pytest
 
-from tests.kv.kvfakes import LAYOUT, FakeMemory
-from tests.kv.kvsim import Clock, SimPeer
-from xpyd_core.blocks import token_bytes
+from tests.kv.kvfakes import LAYOUT
+from tests.kv.kvsim import SimPeer
+from tests.kv.send_bench import ADDRESS, BLOCKS, HELLO, KEY, LAYERS, REF, Bench
 from xpyd_core.errors import ProtocolError
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.plan.frames import Area
-from xpyd_kv.session.events import SendEnded, SendEvent, SendGranted
-from xpyd_kv.session.limits import MAX_LEASE_S, KvLimits
-from xpyd_kv.session.metrics import KvMetrics
-from xpyd_kv.session.outgoing import OfferRequest, ReadyArea, joined
-from xpyd_kv.session.sending import SendSession
+from xpyd_kv.session.events import SendEnded, SendGranted
+from xpyd_kv.session.limits import MAX_LEASE_S
+from xpyd_kv.session.outgoing import ReadyArea, joined
 from xpyd_kv.wire import messages as wire
-
-UUID = "b" * 32
-KEY = TransferKey(UUID, 2)
-REF: dict[str, Any] = {"uuid": UUID, "prompt_index": 2, "epoch": 0}
-ADDRESS = Address("127.0.0.9", 21001)
-TOKENS = 10
-BLOCKS = (5, 3, 7)
-LAYERS = len(LAYOUT.layers)
-HELLO = wire.Hello(
-    major=1, minor=0, engine_id="d", incarnation="d1", role="D", nonce=bytes(32)
-)  # fmt: skip
-
-
-class Bench:
-    """The session with an endpoint that keeps frames until the test lets them go."""
-
-    def __init__(self, *, connected: bool = True) -> None:
-        self.clock = Clock()
-        self.peer: Any = SimPeer(ADDRESS, HELLO)
-        self.connected = connected
-        self.dialled: list[Address] = []
-        self.sent: list[wire.Message] = []
-        self.queue: list[tuple[Any, list[memoryview], Callable[[bool], None]]] = []
-        self.headers: list[wire.Data] = []
-        self.disconnected: list[Any] = []
-        self.events: list[SendEvent] = []
-        self.metrics = KvMetrics()
-        self.memory = FakeMemory(8)
-        self.memory.fill(BLOCKS, 1)
-        self.session = SendSession(
-            self,  # type: ignore[arg-type]
-            memory=self.memory,
-            limits=KvLimits(),
-            max_frame_bytes=10**6,
-            clock=self.clock,
-            report=self.events.append,
-            metrics=self.metrics,
-        )
-        if connected:
-            self.session.peer_up(self.peer)
-
-    # What the session uses of an Endpoint.
-    def connect(self, address: Address) -> Any:
-        self.dialled.append(address)
-        return self.peer if self.connected else None
-
-    def send(self, peer: Any, message: wire.Message, body: bytes = b"") -> None:
-        self.sent.append(message)
-
-    def send_data(self, peer: Any, make_header: Any, views: Any, done: Any) -> None:
-        self.queue.append((make_header, list(views), done))
-
-    def disconnect(self, peer: Any, reason: str) -> None:
-        self.disconnected.append(peer)
-
-    # What the engine's side and D do.
-    def offer(self, key: TransferKey = KEY) -> None:
-        body = token_bytes(range(TOKENS))
-        self.session.offer(OfferRequest(key, 0, ADDRESS, TOKENS, TOKENS, b"", body))
-
-    def ready(self, first_layer: int = 0, end_layer: int = LAYERS) -> None:
-        areas = [
-            ReadyArea(Area(layer, layer + 1, 0, len(BLOCKS)), BLOCKS)
-            for layer in range(first_layer, end_layer)
-        ]
-        self.session.ready(KEY, 0, areas)
-
-    def answer(self, message: wire.Message, body: bytes = b"") -> None:
-        self.session.message(self.peer, message, body)
-
-    def grant(self, skip_tokens: int = 0) -> None:
-        self.answer(wire.Grant(**REF, skip_tokens=skip_tokens))
-
-    def send_one(self, checksum: bytes = b"01234567") -> bool:
-        make_header, _, done = self.queue.pop(0)
-        header = make_header(checksum)
-        if header is not None:
-            self.headers.append(header)
-        done(header is not None)
-        return header is not None
-
-    def committed(self) -> None:
-        self.offer()
-        self.grant()
-        self.ready()
-        self.session.complete(KEY, 0)
-        for _ in range(LAYERS):
-            assert self.send_one()
-
-    def said(self) -> list[str]:
-        names = [
-            f"CANCEL {m.reason}" if isinstance(m, wire.Cancel) else type(m).__name__.upper()
-            for m in self.sent
-        ]
-        self.sent.clear()
-        return names
-
-    def pass_time(self, seconds: float) -> None:
-        self.clock.now += seconds
-        self.session.tick(self.clock.now)
 
 
 @pytest.fixture
