@@ -3,6 +3,9 @@
 
 The file holds one key per line. The first signs; every one is accepted, so that a key can be
 rotated by adding, rolling and removing. A key never appears in a log line or an error.
+
+A fleet without a secret (--kv-insecure) signs with the empty key, which no file can hold: it speaks
+the same protocol, and never with a fleet that has a secret.
 """
 
 from __future__ import annotations
@@ -15,7 +18,31 @@ from xpyd_core.errors import UserError
 
 MIN_KEY_BYTES = 16
 MAX_KEYS = 4
+INSECURE_KEYS = (b"",)
+"""Of a fleet without a secret."""
 _MAX_FILE_BYTES = 16 * 1024
+
+
+def check_keys_given(path: Path | None, *, insecure: bool, who: str) -> None:
+    """UserError unless there is either a key file or the consent to do without. `who` needs it."""
+    if path is None and not insecure:
+        raise UserError(
+            f"--kv-key-file: {who} needs the fleet's secret; make one with `openssl rand -hex 32 > "
+            "kv.key` and give --kv-key-file kv.key to every engine and router, or give all of them "
+            "--kv-insecure where nobody else can reach their ports"
+        )
+    if path is not None and insecure:
+        raise UserError(
+            f"--kv-insecure: there is a key file, too ({path}, from --kv-key-file or "
+            "XPYD_KV_KEY_FILE); leave one of them out"
+        )
+
+
+def fleet_keys(path: Path | None, *, insecure: bool) -> tuple[bytes, ...]:
+    """The keys to sign and to accept with; () where neither was given."""
+    if insecure:
+        return INSECURE_KEYS
+    return () if path is None else read_keys(path)
 
 
 def read_keys(path: Path) -> tuple[bytes, ...]:
@@ -30,6 +57,9 @@ def read_keys(path: Path) -> tuple[bytes, ...]:
         raise UserError(f"KV key file {path}: expected 1 to {MAX_KEYS} keys, one per line")
     if any(len(key) < MIN_KEY_BYTES for key in keys):
         raise UserError(f"KV key file {path}: a key must have at least {MIN_KEY_BYTES} bytes")
+    if any(not key.strip(b"\0") for key in keys):
+        # HMAC fills keys up with zeros: to it this one is the empty key.
+        raise UserError(f"KV key file {path}: zero bytes are no key")
     return keys
 
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from xpyd_core.cli import Command
 from xpyd_core.errors import UserError
-from xpyd_core.keys import probe_mac, read_keys
+from xpyd_core.keys import check_keys_given, fleet_keys, probe_mac
 from xpyd_core.pod_env import read_pod_env
 
 EXIT_FAILED = 1
@@ -37,14 +37,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--engine", required=True, metavar="URL", help="a Prefill instance's HTTP address")
     add("--peer", required=True, metavar="IP:PORT", help="a Decode instance's KV address")
     add("--kv-key-file", type=Path, metavar="FILE", help="default: XPYD_KV_KEY_FILE")
+    add("--kv-insecure", action="store_true", help="the fleet has no secret")
     add("--output", "-o", choices=("text", "json"), default="text", help="for people or programs")
 
 
 def _run(args: argparse.Namespace) -> int:
     path = args.kv_key_file or read_pod_env().kv_key_file
-    if path is None:
-        raise UserError("--kv-key-file: the engine answers only who has the fleet's key")
-    status, answer = _ask(args.engine, args.peer, probe_mac(read_keys(path)[0], args.peer))
+    check_keys_given(path, insecure=args.kv_insecure, who="who asks an engine")
+    key = fleet_keys(path, insecure=args.kv_insecure)[0]
+    status, answer = _ask(args.engine, args.peer, probe_mac(key, args.peer))
     if status != 200:
         error = answer.get("error")
         fields = cast("dict[str, Any]", error) if isinstance(error, dict) else {}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from xpyd_core.cli import Command
 from xpyd_core.errors import UserError
+from xpyd_core.keys import check_keys_given
 from xpyd_core.logs import add_logging_arguments, set_up_logging
 from xpyd_core.messages import HEARTBEAT_PERIOD_S, MISSED_BEATS
 from xpyd_core.pod_env import DISCOVERY_PORT, ROUTER_HTTP_PORT, read_pod_env
@@ -14,8 +15,8 @@ from xpyd_core.sizes import parse_bytes
 from xpyd_router.config import RouterConfig
 
 _EPILOG = """examples:
-  xpyd router                                    on 127.0.0.1:10001, engines beat to port 30001
-  xpyd router --host 10.0.1.1 --kv-key-file /run/secrets/kv-key
+  xpyd router --kv-key-file kv.key               on 127.0.0.1:10001, engines beat to port 30001
+  xpyd router --host 10.0.1.1 --kv-insecure      a fleet without a secret, or engines of vLLM
   curl http://127.0.0.1:10001/instances          what it knows of the engines"""
 
 
@@ -37,6 +38,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         help="port that engines beat to (default: %(default)s)",
     )
     add("--kv-key-file", type=Path, help="the fleet's secret (default: XPYD_KV_KEY_FILE)")
+    add("--kv-insecure", action="store_true", help="the fleet has no secret")
     add(
         "--heartbeat-interval-ms",
         type=int,
@@ -100,6 +102,7 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         discovery_port=args.discovery_port,
         fleet=env.fleet,
         kv_key_file=args.kv_key_file or env.kv_key_file,
+        kv_insecure=args.kv_insecure,
         heartbeat_interval_s=args.heartbeat_interval_ms / 1000,
         missed_beats=args.missed_beats,
         request_timeout_s=args.request_timeout,
@@ -122,6 +125,7 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
     for complaint, holds in checks.items():
         if not holds:
             raise UserError(complaint)
+    check_keys_given(config.kv_key_file, insecure=config.kv_insecure, who="a router")
     return config
 
 

@@ -24,7 +24,9 @@ class RouterConfig:
     fleet: str = ""
     """The fleet's name; beats that name another are dropped. Empty: any fleet's are taken."""
     kv_key_file: Path | None = None
-    """The fleet's secret; None: abandoned transfers end by their lease, nothing is released."""
+    """The fleet's secret, by which engines know that a release comes from their router."""
+    kv_insecure: bool = False
+    """The fleet has no secret."""
     heartbeat_interval_s: float = HEARTBEAT_PERIOD_S
     """Period assumed for engines whose beat does not say one (vLLM)."""
     missed_beats: int = MISSED_BEATS

@@ -21,7 +21,7 @@ import uvicorn
 import uvloop
 
 from xpyd_core.errors import UserError
-from xpyd_core.keys import read_keys
+from xpyd_core.keys import fleet_keys
 from xpyd_core.listen import listen
 from xpyd_router.app import Surface, build_app
 from xpyd_router.config import RouterConfig
@@ -114,9 +114,9 @@ async def open_router(config: RouterConfig) -> AsyncGenerator[RunningRouter]:
 
     Raises UserError for a port that cannot be had and for an unusable key file.
     """
-    keys = read_keys(config.kv_key_file) if config.kv_key_file else ()
-    if not keys:
-        logger.warning("no --kv-key-file: abandoned transfers end by their lease, not at once")
+    keys = fleet_keys(config.kv_key_file, insecure=config.kv_insecure)
+    if config.kv_insecure:
+        logger.warning("--kv-insecure: whoever reaches the engines may read and write their KV")
     clock = time.monotonic
     metrics = RouterMetrics()
     registry = Registry(period_s=config.heartbeat_interval_s, missed_beats=config.missed_beats)
@@ -131,7 +131,7 @@ async def open_router(config: RouterConfig) -> AsyncGenerator[RunningRouter]:
             name=config.fleet,
         )
         upstream = AiohttpUpstream(_source_host(config))
-        releases = Releases(upstream, metrics, keys[0] if keys else None)
+        releases = Releases(upstream, metrics, keys[0])
         picker = Picker(
             config=config, fleet=fleet, policy=RoundRobin(), metrics=metrics, clock=clock
         )

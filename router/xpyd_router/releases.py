@@ -25,9 +25,9 @@ _MAX_IN_FLIGHT = 256
 
 
 class Releases:
-    """Owner of the tasks that release. `key` None: nothing is sent."""
+    """Owner of the tasks that release; `key` signs."""
 
-    def __init__(self, upstream: Upstream, metrics: RouterMetrics, key: bytes | None) -> None:
+    def __init__(self, upstream: Upstream, metrics: RouterMetrics, key: bytes) -> None:
         self._upstream = upstream
         self._metrics = metrics
         self._key = key
@@ -35,7 +35,7 @@ class Releases:
 
     def send(self, decode: Instance, uuid: str) -> None:
         """Have `decode` free what came for `uuid` and refuse what still comes."""
-        if self._key is None or not decode.is_continuing:  # engines not of ours do not know it
+        if not decode.is_continuing:  # engines not of ours do not know it
             return
         if len(self._tasks) >= _MAX_IN_FLIGHT:
             self._metrics.releases.labels("dropped").inc()

@@ -91,6 +91,7 @@ EXPECTED = {
     "pvc": {"router": 2, "all": 1},
     # A folder of the node is against "restricted".
     "dra": {"router": 2},
+    "sockets": {"router": 2},
 }
 
 
@@ -104,6 +105,6 @@ def check_pods(cluster: Cluster, namespace: str, name: str) -> None:
         return counts
 
     wait_for(lambda: pods() == EXPECTED[name], 30, f"the pods are {EXPECTED[name]}")
-    if name == "dra":
+    if volume := {"dra": "xpyd-models", "sockets": "xpyd-sockets"}.get(name):
         events = cluster.kubectl("-n", namespace, "get", "events", "-o", "json")
-        assert 'restricted volume types (volume \\"xpyd-models\\" uses restricted' in events
+        assert f'restricted volume types (volume \\"{volume}\\" uses restricted' in events

@@ -169,6 +169,23 @@ def test_a_missing_key_file_is_refused(tmp_path: Path) -> None:
         keys.read_keys(tmp_path / "absent")
 
 
+def test_zero_bytes_are_no_key_since_to_hmac_they_are_the_empty_one(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(bytes(32))
+    assert keys.release_mac(bytes(32), "ab") == keys.release_mac(b"", "ab")
+    with pytest.raises(UserError, match="zero bytes"):
+        keys.read_keys(file)
+
+
+def test_a_fleet_without_secret_and_one_with_it_do_not_take_each_others_macs() -> None:
+    (empty,) = none = keys.fleet_keys(None, insecure=True)
+    secret = (b"first-key-of-the-fleet",)
+    assert keys.is_release_mac(none, "ab", keys.release_mac(empty, "ab"))
+    assert not keys.is_release_mac(none, "ab", keys.release_mac(secret[0], "ab"))
+    assert not keys.is_release_mac(secret, "ab", keys.release_mac(empty, "ab"))
+    assert keys.fleet_keys(None, insecure=False) == ()
+
+
 def _checkpoint(folder: Path, **config: object) -> Path:
     folder.mkdir()
     base: dict[str, object] = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2}

@@ -182,13 +182,13 @@ class Fleet:
         self.processes.append(process)
         return process
 
-    def start_router(self, *flags: str) -> Process:
+    def start_router(self, *flags: str, env: dict[str, str] | None = None) -> Process:
         ip = f"{self.subnet}.1"
         timing = ["--heartbeat-interval-ms", str(self.heartbeat_ms), "--missed-beats", "4"]
         address = ["--host", ip, "--port", "10001", "--discovery-host", ip]
         argv = ["xpyd_core", "router", *address, *timing, "--drain-seconds", "0.2", *flags]
-        env = {"XPYD_HTTP_PORT": "10001", "XPYD_KV_KEY_FILE": str(self.key_file)}
-        process = self._spawn("router-0", ip, argv, env)
+        pod = {"XPYD_HTTP_PORT": "10001", "XPYD_KV_KEY_FILE": str(self.key_file), **(env or {})}
+        process = self._spawn("router-0", ip, argv, pod)
         wait_for("router health", lambda: self._answers(process, "/health"), START_TIMEOUT_S)
         return process
 
@@ -270,18 +270,24 @@ class Fleet:
 
 
 @contextmanager
+def empty_fleet(folder: Path) -> Iterator[Fleet]:
+    """A fleet in which nothing runs yet; ended on leaving."""
+    subnet = f"127.{60 + os.getpid() % 150}.{next(_subnets) % 250}"
+    running = Fleet(folder, subnet)
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+@contextmanager
 def fleet(
     folder: Path, *, prefill: int = 0, decode: int = 0, flags: Sequence[str] = ()
 ) -> Iterator[Fleet]:
     """A fleet of `prefill` + `decode` ready engines that get `flags`; ended on leaving."""
-    number = next(_subnets)
-    subnet = f"127.{60 + os.getpid() % 150}.{number % 250}"
-    running = Fleet(folder, subnet)
-    try:
+    with empty_fleet(folder) as running:
         running.start_router()
         engines = [running.start_engine("Prefill", *flags) for _ in range(prefill)]
         engines += [running.start_engine("Decode", *flags) for _ in range(decode)]
         running.wait_ready(*engines)
         yield running
-    finally:
-        running.stop()

@@ -151,6 +151,9 @@ def test_logs_and_chat_work_on_the_running_fleet(two_by_two: Local) -> None:
     logs = two_by_two.xpyd("logs", "pair", "--since", "10m")
     assert "pair-router-0" in logs
     assert "pair-decode-0" in logs
+    # Processes of one machine, whose folder for sockets is in the state folder.
+    ups = [line for line in logs.splitlines() if " is up over " in line]
+    assert {line.rpartition(" ")[2] for line in ups} == {"shm"}
 
 
 def test_3p1d_serves_in_the_foreground_and_ctrl_c_drains_it(tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ def test_fields_for_a_cluster_are_named_in_one_line() -> None:
 @pytest.mark.parametrize(
     ("path", "value"),
     [
+        ("spec.kvTransfer.sameHostPath", "/run/kv"),
         ("spec.router.replicas", 2),
         ("spec.router.discoveryPort", 30001),
         ("spec.router.template", {}),

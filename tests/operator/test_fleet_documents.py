@@ -109,6 +109,17 @@ def test_good_values_are_taken(path, value):
     parse(changed(path, value))
 
 
+@pytest.mark.parametrize("transport", ["UDS", "SharedMemory"])
+def test_in_local_mode_there_is_always_a_folder_for_sockets(transport):
+    text = json.dumps(changed("spec.kvTransfer.transport", transport)).encode()
+    assert parse_fleet(text, source="f", local=True).spec.kv_transfer.transport == transport
+    with pytest.raises(UserError, match="sameHostPath: Required value: in a cluster"):
+        parse_fleet(text, source="f")
+    wrong = json.dumps(changed("spec.kvTransfer.sameHostPath", "relative")).encode()
+    with pytest.raises(UserError, match="must be an absolute path"):
+        parse_fleet(wrong, source="f", local=True)
+
+
 @pytest.mark.parametrize(
     ("written", "size"),
     [("8e9", "8e9"), ("8.0e+9", "8000000000"), ("1073741824", "1073741824"), ("4Gi", "4Gi"),

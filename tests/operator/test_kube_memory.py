@@ -149,5 +149,6 @@ def test_the_key_is_wanted_once_and_again_when_pods_cannot_mount_it() -> None:
     assert not memory.wants_key(reading, "u", stuck, 59.0)
     assert memory.wants_key(reading, "u", stuck, 61.0)
     own = document()
-    own["spec"]["kvTransfer"] = {"keySecretRef": {"name": "mine", "key": "k"}}
-    assert not memory.wants_key(read(own, SETTINGS), "u", {}, 0.0)
+    for kv in ({"keySecretRef": {"name": "mine", "key": "k"}}, {"insecure": True}):
+        own["spec"]["kvTransfer"] = kv
+        assert not memory.wants_key(read(own, SETTINGS), "u", {}, 0.0)

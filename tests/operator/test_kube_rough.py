@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from typing import Any
 
 import pytest
 
@@ -63,12 +64,21 @@ def test_a_pool_that_loses_its_label_keeps_its_replicas(label: str | None) -> No
     run(test)
 
 
-def test_a_fleet_that_gives_up_its_own_key_gets_one() -> None:
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"keySecretRef": {"name": "mine"}}, {"keySecretRef": None}),
+        ({"insecure": True}, {"insecure": None}),
+    ],
+)
+def test_a_fleet_that_gives_up_its_own_key_or_to_have_none_gets_one(
+    before: dict[str, Any], after: dict[str, Any]
+) -> None:
     async def test(api: FakeApi) -> None:
-        api.add(fleet(kvTransfer={"keySecretRef": {"name": "mine"}}))
+        api.add(fleet(kvTransfer=before))
         async with fleet_ready(api):
             assert not api.all(SECRET)
-            api.change(FLEET, "ns", "chat", {"spec": {"kvTransfer": {"keySecretRef": None}}})
+            api.change(FLEET, "ns", "chat", {"spec": {"kvTransfer": after}})
             await until(lambda: api.all(SECRET), what="there is a Secret")
             document = api.get(FLEET, "ns", "chat")
             assert document is not None

@@ -396,6 +396,12 @@ def test_a_key_of_the_users_own_is_named_in_the_status() -> None:
     assert report(look({}, own), [], has_key=False).after["kvKeySecret"] == "mine"
 
 
+def test_a_fleet_without_key_names_none_also_when_it_had_one() -> None:
+    own = document()
+    own["spec"]["kvTransfer"] = {"insecure": True}
+    assert "kvKeySecret" not in report(look({}, own), [], has_key=True).after
+
+
 @pytest.mark.parametrize("seed", range(50))
 def test_a_merge_patch_makes_the_one_of_the_other(seed: int) -> None:
     chance = random.Random(seed)

@@ -81,6 +81,7 @@ def test_a_pod_finds_the_ports_and_variables_that_it_would_find_in_a_cluster(run
         "XPYD_REVISION": pods["decode-0"].revision,
     }
     assert f"--model={running.file.parent / 'model'}" in argv
+    assert f"--kv-socket-dir={running.state.folder / 'sockets'}" in argv
     assert "--kv-host-pool-size=1Mi" in argv
     assert "--role=Decode" in argv
     assert running.view().endpoint.startswith("http://127.0.0.1:")
@@ -90,9 +91,9 @@ def test_secrets_and_the_control_socket_are_for_the_owner_alone(running):
     state = running.state
     modes = {
         path.name: stat.S_IMODE(path.stat().st_mode)
-        for path in (state.folder, state.key_file, state.socket)
+        for path in (state.folder, state.key_file, state.socket, state.sockets)
     }
-    assert modes == {"t": 0o700, "key": 0o600, "control.sock": 0o600}
+    assert modes == {"t": 0o700, "key": 0o600, "control.sock": 0o600, "sockets": 0o700}
     key = state.key_file.read_text().strip()
     logged = b"".join(path.read_bytes() for path in state.logs.iterdir())
     assert key.encode() not in logged + state.supervisor_log.read_bytes()

@@ -18,6 +18,7 @@ from xpyd_operator.objects import (
     names,
     pods_per_instance,
     pool_object,
+    template_problems,
     uses_host_path,
     workload_objects,
 )
@@ -73,6 +74,9 @@ EDITS = [
     ("kvTransfer.hostPoolSize", "1Gi"), ("kvTransfer.leaseSeconds", 60),
     ("kvTransfer.waitSeconds", 60), ("kvTransfer.onFailure", "Fail"),
     ("kvTransfer.keySecretRef", {"name": "other"}), ("kvTransfer.keySecretRef.key", "next"),
+    ("kvTransfer.transport", "Auto"), ("kvTransfer.sameHostPath", "/unused/by/tcp"),
+    ("kvTransfer", {"transport": "UDS", "sameHostPath": "/a"}), ("kvTransfer", {"insecure": True}),
+    ("kvTransfer", {"sameHostPath": "/a"}),
     ("router.discoveryPort", 30002), ("router.template", {"spec": {"hostPID": True}}),
     ("heartbeat.intervalMilliseconds", 1000), ("heartbeat.missedBeats", 5),
     ("drain.timeoutSeconds", 60),
@@ -98,9 +102,107 @@ def test_what_a_document_says_by_default_makes_no_other_revision():
         ("spec.router.discoveryPort", 30001),
         ("spec.pools.0.parallelism.pipeline", 1),
         ("spec.pools.0.resources.sharedMemory", "8Gi"),
-        ("spec.kvTransfer.transport", "TCP"),
+        ("spec.kvTransfer.insecure", False),
     )
     assert workloads_of(defaults) == workloads_of(changed())
+    auto = changed(("spec.kvTransfer", {"transport": "Auto", "mode": "PutAsync"}))
+    assert workloads_of(auto) == workloads_of(changed(("spec.kvTransfer", {})))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"sameHostPath": "/a"}, {"sameHostPath": "/b"}),
+        ({"sameHostPath": "/a"}, {"sameHostPath": "/a", "transport": "UDS"}),
+        ({"sameHostPath": "/a", "transport": "UDS"},
+         {"sameHostPath": "/a", "transport": "SharedMemory"}),
+        ({"sameHostPath": "/a"}, {"sameHostPath": "/a", "transport": "TCP"}),
+        ({}, {"transport": "TCP"}),
+    ],
+)  # fmt: skip
+def test_engines_get_a_new_revision_with_another_transport_and_routers_keep_theirs(before, after):
+    revisions = [
+        {w.pool: w.revision for w in workloads_of(changed(("spec.kvTransfer", kv)))}
+        for kv in (before, after)
+    ]
+    others = {pool for pool in revisions[0] if revisions[0][pool] != revisions[1][pool]}
+    assert others == {"prefill", "decode"}
+
+
+def test_giving_up_the_key_is_a_new_revision_of_routers_and_engines_and_leaves_no_trace_of_it():
+    before, after = (changed(("spec.kvTransfer", kv)) for kv in ({}, {"insecure": True}))
+    old, new = ({w.pool: w.revision for w in workloads_of(f)} for f in (before, after))
+    assert {pool for pool in old if old[pool] != new[pool]} == {"router", "prefill", "decode"}
+    pods = json.dumps(objects_of(after))
+    assert "xpyd-kv" not in pods
+    assert "XPYD_KV_KEY_FILE" not in pods
+    assert pods.count('"--kv-insecure"') == pods.count('"name": "engine"') + 1
+    assert "--kv-insecure" not in json.dumps(objects_of(before))
+
+
+def folders(fleet: InferenceFleet, namespace: str = "ns") -> dict[str, tuple[Any, ...]]:
+    """Container of the folder's owner, and what each pool mounts for sockets."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for workload in workloads_of(fleet):
+        site = replace(site_of(fleet), namespace=namespace)
+        (obj,) = workload_objects(fleet, workload, site)
+        spec = obj["spec"]["template"]["spec"]
+        volume = next((v["hostPath"] for v in spec["volumes"] if v["name"] == "xpyd-sockets"), None)
+        found[workload.pool] = (
+            volume,
+            [container["command"] for container in spec.get("initContainers", [])],
+            [arg for arg in spec["containers"][0]["args"] if "socket" in arg],
+        )
+    return found
+
+
+def near(*changes: tuple[str, Any]) -> InferenceFleet:
+    single = {"resources": {"gpus": 0}, "parallelism": {}, "template": {}}
+    pools = [
+        {"name": "p", "role": "Prefill", **single},
+        {"name": "d", "role": "Decode", **single},
+        {"name": "a", "role": "Aggregated", **single},
+    ]
+    return changed(("spec.pools", pools), ("spec.kvTransfer", {"sameHostPath": "/x/"}), *changes)
+
+
+def test_engines_that_move_kv_share_one_folder_of_their_fleet_on_each_node():
+    found = folders(near())
+    assert found["router"] == found["a"] == (None, [], [])
+    volume, ((*command, folder),), (arg,) = found["d"]
+    assert found["p"] == found["d"]
+    assert volume == {"path": "/x/ns.llama70b", "type": "DirectoryOrCreate"}
+    assert command == ["install", "-d", "-m", "0700", "-o", "10001", "-g", "10001"]
+    assert arg == f"--kv-socket-dir={folder}"
+    assert folders(near(), "other")["p"][0]["path"] == "/x/other.llama70b"
+
+
+def test_a_fleet_that_uses_tcp_alone_mounts_no_folder_of_the_node():
+    fleet = near(("spec.kvTransfer.transport", "TCP"))
+    assert set(map(str, folders(fleet).values())) == {"(None, [], [])"}
+    assert not uses_host_path(fleet)
+    assert uses_host_path(near())
+
+
+def test_the_folder_belongs_to_the_user_that_the_template_names():
+    security = {"securityContext": {"runAsUser": 7}}
+    container = {"containers": [{"name": "engine", **security}, {"name": "x"}]}
+    for template in ({"spec": security}, {"spec": {**container, "securityContext": {}}}):
+        fleet = near(("spec.pools.0.template", template), ("spec.pools.1.template", template))
+        assert template_problems(fleet) == ()
+        ((*_, user, _flag, group, _folder),) = folders(fleet)["p"][1]
+        assert (user, group) == ("7", "7")
+
+
+def test_pools_of_several_users_cannot_share_a_folder():
+    template = {"spec": {"securityContext": {"runAsUser": 7}}}
+    mixed = near(("spec.pools.0.template", template))
+    (line,) = template_problems(mixed)
+    assert line.startswith("spec.kvTransfer.sameHostPath: ")
+    assert "p 7, d 10001" in line
+    assert template_problems(near(("spec.pools.2.template", template))) == ()
+    tcp = (("spec.pools.0.template", template), ("spec.kvTransfer.transport", "TCP"))
+    assert template_problems(near(*tcp)) == ()
 
 
 def test_another_default_image_is_a_new_revision_where_the_document_names_none():

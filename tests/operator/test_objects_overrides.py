@@ -209,6 +209,8 @@ REFUSED_IN_CONTAINER = [
     ({"readinessProbe": {"httpGet": {"path": "/"}}}, "readinessProbe.httpGet", ours),
     ({"livenessProbe": {"exec": {}}}, "livenessProbe.exec", ours),
     ({"startupProbe": {"tcpSocket": {"port": 1}}}, "startupProbe.tcpSocket", ours),
+    ({"volumeMounts": [{"mountPath": "/run/xpyd/sockets"}]}, "volumeMounts[0].mountPath",
+     "/run/xpyd/sockets holds the engines' sockets; take another"),
     ({"volumeMounts": [{"mountPath": "/run/xpyd/kv/"}]}, "volumeMounts[0].mountPath",
      "/run/xpyd/kv holds the fleet's key; take another"),
 ]  # fmt: skip
@@ -273,6 +275,19 @@ def test_what_is_xpyds_in_one_kind_of_pod_is_refused_there(name, fields, resourc
     where = "spec.pools[0]" if name == "engine" else "spec.router"
     expected = (f"{where}.template.spec.containers[0].{line}",) if line else ()
     assert template_problems(fleet_with(engine_, router, **resources)) == expected
+
+
+def test_the_container_that_gives_the_folder_to_the_engine_takes_resources_but_no_command():
+    def problems(**fields: Any) -> tuple[str, ...]:
+        spec = {"initContainers": [{"name": "xpyd-sockets", **fields}]}
+        return template_problems(fleet_with({"spec": spec}))
+
+    assert problems(resources={"limits": {"memory": "32Mi"}}) == ()
+    at = "spec.pools[0].template.spec.initContainers[0]"
+    assert problems(command=["sh"], args=["-c"]) == (
+        f"{at}.command: set by xpyd; leave it out",
+        f"{at}.args: set by xpyd; leave it out",
+    )
 
 
 def test_all_problems_of_all_templates_are_listed():

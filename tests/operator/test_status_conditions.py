@@ -355,6 +355,17 @@ def test_a_fleet_with_host_paths_says_what_it_asks_of_its_namespace() -> None:
     assert "hostPath" not in json.dumps(status_of(plain))
 
 
+def test_a_fleet_without_key_says_so_as_long_as_it_has_none() -> None:
+    def without_key(spec: Obj) -> None:
+        spec["kvTransfer"] = {"insecure": True}
+
+    cluster = settled(fleet_of(without_key))
+    (one,) = [c for c in status_of(cluster)["conditions"] if c["type"] == "Degraded"]
+    assert (one["status"], one["reason"]) == ("False", "AsExpected")
+    assert "no KV key (spec.kvTransfer.insecure)" in one["message"]
+    assert "insecure" not in json.dumps(status_of(settled(fleet_of())))
+
+
 def test_a_fleet_that_was_never_valid_has_unknown_conditions_and_is_created_later() -> None:
     nothing = Cluster(fleet_of())
     after = _invalid(nothing, None, *["x" * 1000] * 50, now="2026-11-21T10:00:00Z")

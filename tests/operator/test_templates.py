@@ -116,7 +116,7 @@ def test_a_revision_is_of_what_defines_the_pods_and_of_nothing_else():
 
 def site(document):
     memory = plan_memory(document, (1, 3), Machine(64 << 30, 8), weights_bytes=0)
-    return Site("f", 7, 10005, Path("/k"), memory, "info", "json")
+    return Site("f", 7, 10005, Path("/k"), Path("/s"), memory, "info", "json")
 
 
 def test_the_documents_flags_come_after_the_machines():
@@ -139,6 +139,45 @@ def test_the_router_listens_for_clients_on_127_0_0_1_and_for_beats_on_its_own_ad
     environ = pod_environment(pod, site(document), {})
     assert "XPYD_ROLE" not in environ
     assert environ["XPYD_POD_IP"] == "127.1.7.1"
+
+
+def test_transport_and_insecure_reach_the_flags_of_those_whom_they_concern():
+    pools = [{"name": role.lower(), "role": role} for role in ("Prefill", "Decode", "Aggregated")]
+
+    def flags(**kv):
+        plain = {name: set(pool.template.args) for name, pool in want(pools=pools).items()}
+        found = want(pools=pools, kvTransfer=kv)
+        return {n: set(p.template.args) - plain[n] for n, p in found.items()}
+
+    names = {"TCP": "tcp", "UDS": "uds", "SharedMemory": "shm"}
+    for transport, name in names.items():
+        flag = {f"--kv-transport={name}"}
+        assert flags(transport=transport, sameHostPath="/x") == {
+            ROUTER: set(), "prefill": flag, "decode": flag, "aggregated": set()
+        }  # fmt: skip
+    assert set(map(str, flags(insecure=True).values())) == {"{'--kv-insecure'}"}
+    assert not any(flags(transport="Auto", insecure=False, sameHostPath="/x").values())
+
+
+def test_in_local_mode_engines_that_move_kv_find_each_other_in_the_state_folder():
+    pools = [{"name": role.lower(), "role": role, "resources": {"gpus": 0}}
+             for role in ("Prefill", "Decode", "Aggregated")]  # fmt: skip
+    document = fleet(pools=pools)
+    memory = plan_memory(document, (1, 1, 1), Machine(64 << 30, 8), weights_bytes=0)
+    place = Site("f", 7, 10005, Path("/k"), Path("/s"), memory, "info", "json")
+    found = {
+        pool.name: "--kv-socket-dir=/s" in pod_arguments(Pod("x", pool.name, "r", 2, pool.template),
+                                                         place)
+        for pool in fleet_want(document, model="/m").pools
+    }  # fmt: skip
+    assert found == {ROUTER: False, "prefill": True, "decode": True, "aggregated": False}
+
+
+def test_a_pod_without_key_gets_none():
+    document = fleet(kvTransfer={"insecure": True})
+    for pool in fleet_want(document, model="/m").pools:
+        environ = pod_environment(Pod("x", pool.name, "r", 2, pool.template), site(document), {})
+        assert "XPYD_KV_KEY_FILE" not in environ
 
 
 def test_the_callers_own_xpyd_variables_do_not_leak_into_pods():

@@ -370,7 +370,12 @@ def text_of(events: list[Any], choice: int = 0) -> str:
 async def fleet(**config: Any) -> AsyncGenerator[Fleet]:
     """A router on free ports of 127.0.0.1, serving, with no engines yet."""
     defaults = RouterConfig(
-        port=0, discovery_port=0, pair_wait_s=0.0, drain_s=0.0, request_timeout_s=DEADLINE_S
+        port=0,
+        discovery_port=0,
+        kv_insecure="kv_key_file" not in config,
+        pair_wait_s=0.0,
+        drain_s=0.0,
+        request_timeout_s=DEADLINE_S,
     )
     async with contextlib.AsyncExitStack() as stack:
         router = await stack.enter_async_context(open_router(replace(defaults, **config)))

@@ -30,7 +30,7 @@ def flags(*argv: str) -> argparse.Namespace:
 
 
 def test_the_ports_and_periods_are_the_articles() -> None:
-    config = read_config(flags())
+    config = read_config(flags("--kv-insecure"))
     assert (config.port, config.discovery_port) == (10001, 30001)
     assert (config.heartbeat_interval_s, config.missed_beats) == (3.0, 3)
 
@@ -57,8 +57,32 @@ def test_the_environment_gives_defaults_and_flags_win(monkeypatch: pytest.Monkey
     ],
 )
 def test_a_wrong_flag_is_named(argv: tuple[str, str]) -> None:
-    with pytest.raises(UserError):
-        read_config(flags(*argv))
+    with pytest.raises(UserError, match=r"^(--[-a-z]+:|'lots')"):
+        read_config(flags("--kv-insecure", *argv))
+
+
+def test_a_router_needs_the_fleets_key_or_the_word_that_there_is_none() -> None:
+    with pytest.raises(UserError, match=r"openssl rand .* --kv-key-file .* --kv-insecure"):
+        read_config(flags())
+    with pytest.raises(UserError, match="leave one of them out"):
+        read_config(flags("--kv-insecure", "--kv-key-file", "k"))
+    assert read_config(flags("--kv-insecure")).kv_insecure
+
+
+@pytest.mark.parametrize("has_key", [True, False])
+def test_a_router_without_key_warns_once_at_its_start(
+    has_key: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = tmp_path / "key"
+    key.write_text("k" * 16)
+
+    async def work() -> None:
+        async with fleet(**({"kv_key_file": key} if has_key else {})):
+            pass
+
+    run(work())
+    warnings = [line for line in caplog.messages if "--kv-insecure" in line]
+    assert len(warnings) == (0 if has_key else 1)
 
 
 @pytest.mark.parametrize("taken", ["port", "discovery_port"])
@@ -66,7 +90,7 @@ def test_a_taken_port_is_an_error_that_names_it(taken: str) -> None:
     async def work() -> None:
         with socket.create_server(("127.0.0.1", 0)) as busy:
             ports: dict[str, Any] = {"port": 0, "discovery_port": 0, taken: busy.getsockname()[1]}
-            config = read_config(flags())
+            config = read_config(flags("--kv-insecure"))
             with pytest.raises(UserError, match=str(ports[taken])):
                 async with open_router(replace(config, **ports)):
                     pass
@@ -137,7 +161,8 @@ async def process(*argv: str) -> AsyncGenerator[tuple[asyncio.subprocess.Process
     """A real `xpyd router` on free ports, and its URL once it says so."""
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", "import sys; from xpyd_core.cli import main; sys.exit(main())"),
-        *("router", "--port", "0", "--discovery-port", "0", "--log-format", "json", *argv),
+        *("router", "--kv-insecure", "--port", "0", "--discovery-port", "0"),
+        *("--log-format", "json", *argv),
         stderr=asyncio.subprocess.PIPE,
     )
     assert child.stderr is not None

@@ -88,9 +88,17 @@ def test_a_wrong_flag_is_named(flags: tuple[str, ...], named: str) -> None:
 
 
 def test_p_and_d_need_the_fleets_key_and_an_aggregated_one_does_not() -> None:
-    with pytest.raises(UserError, match="openssl rand"):
-        config(env=replace(POD, kv_key_file=None))
-    assert not config("--role", "Aggregated", env=replace(POD, kv_key_file=None)).moves_kv
+    keyless = replace(POD, kv_key_file=None)
+    with pytest.raises(UserError, match=r"openssl rand .* --kv-key-file .* --kv-insecure"):
+        config(env=keyless)
+    assert not config("--role", "Aggregated", env=keyless).moves_kv
+    assert config("--kv-insecure", env=keyless).kv_insecure
+
+
+@pytest.mark.parametrize("role", ["Prefill", "Decode", "Aggregated"])
+def test_a_key_and_the_word_that_there_is_none_are_a_contradiction(role: str) -> None:
+    with pytest.raises(UserError, match=r"--kv-insecure.*XPYD_KV_KEY_FILE.*leave one of them out"):
+        config("--role", role, "--kv-insecure")
 
 
 def test_every_flag_says_what_it_is() -> None:

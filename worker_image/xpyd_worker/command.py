@@ -96,6 +96,11 @@ def _add_kv(parser: argparse.ArgumentParser) -> None:
     )
     add("--kv-key-file", type=Path, metavar="FILE", help="the fleet's secret, e.g. /run/kv.key")
     add(
+        "--kv-insecure",
+        action="store_true",
+        help="no secret: whoever reaches the KV port may read and write KV, e.g. on one machine",
+    )
+    add(
         "--kv-mode",
         choices=[name.replace("_", "-") for name in MODES],
         default="put-async",
@@ -162,6 +167,7 @@ def read_config(args: argparse.Namespace, env: PodEnv | None = None) -> WorkerCo
         kv_advertise=_advertised(args.kv_advertise),
         kv_key_file=args.kv_key_file or env.kv_key_file,
         kv_mode=args.kv_mode.replace("-", "_"),
+        kv_insecure=args.kv_insecure,
         kv_transports=TRANSPORTS if args.kv_transport == "auto" else (args.kv_transport,),
         kv_socket_dir=args.kv_socket_dir,
         kv_direct_free=args.kv_direct_free,

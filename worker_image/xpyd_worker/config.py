@@ -8,6 +8,7 @@ from typing import Literal
 
 from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
 from xpyd_core.errors import UserError
+from xpyd_core.keys import check_keys_given
 from xpyd_core.messages import HEARTBEAT_PERIOD_S
 from xpyd_core.pod_env import HTTP_PORT, KV_PORT
 from xpyd_core.request_id import Address, is_dialable
@@ -58,6 +59,8 @@ class WorkerConfig:
     kv_key_file: Path | None = None
     kv_mode: Mode = "put_async"
     """When a Prefill instance's KV moves; a Decode instance does what it is told in OFFER."""
+    kv_insecure: bool = False
+    """No secret: whoever reaches the KV port counts as one of the fleet."""
     kv_transports: tuple[str, ...] = TRANSPORTS
     """What may move KV, the best common one of each pair does."""
     kv_socket_dir: Path | None = None
@@ -111,11 +114,9 @@ def check_config(config: WorkerConfig) -> None:
     for complaint, holds in _checks(config):
         if not holds:
             raise UserError(complaint)
-    if config.moves_kv and config.kv_key_file is None:
-        raise UserError(
-            f"--kv-key-file: role {config.role} moves KV and needs the fleet's secret; make one "
-            "with `openssl rand -hex 32 > kv.key` and give --kv-key-file kv.key to every instance"
-        )
+    if config.moves_kv or config.kv_insecure:
+        who = f"role {config.role} moves KV and"
+        check_keys_given(config.kv_key_file, insecure=config.kv_insecure, who=who)
     if config.kv_advertise is not None and not is_dialable(config.kv_advertise):
         raise UserError(
             f"--kv-advertise: {config.kv_advertise} must be a literal ip and a port from 1024 on"

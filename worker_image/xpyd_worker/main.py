@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from xpyd_core.errors import UserError
-from xpyd_core.keys import read_keys
+from xpyd_core.keys import fleet_keys
 from xpyd_core.messages import Heartbeat
 from xpyd_core.sizes import format_bytes
 from xpyd_kv.connector.build import MakeStore
@@ -64,7 +64,12 @@ class _Worker:
     def __init__(self, config: WorkerConfig, store_factory: MakeStore | None) -> None:
         self._config = config
         self._store_factory = store_factory
-        self._keys = read_keys(config.kv_key_file) if config.kv_key_file else ()
+        self._keys = fleet_keys(config.kv_key_file, insecure=config.kv_insecure)
+        if config.moves_kv and config.kv_insecure:
+            _log.warning(
+                "--kv-insecure: whoever reaches %s may read and write this engine's KV",
+                config.kv_address,
+            )
         self._incarnation = os.urandom(8).hex()
         self._metrics = ServerMetrics()
         self._bridge = EngineBridge(self._metrics)

@@ -81,7 +81,7 @@ class TcpEndpoint:
         nonce: Callable[[], bytes] = _random_nonce,
     ) -> None:
         if not keys:
-            raise UserError("KV transfer needs a key: give --kv-key-file")
+            raise UserError("KV transfer needs a key: give --kv-key-file, or --kv-insecure")
         self.counters = Counters()
         self._clock = clock
         self._listen = listen

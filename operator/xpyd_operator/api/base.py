@@ -14,6 +14,7 @@ from pydantic import (
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
+    ValidationInfo,
     model_validator,
 )
 from pydantic.alias_generators import to_camel
@@ -33,6 +34,8 @@ from xpyd_operator.api.rules import (
     raise_all,
 )
 
+LOCAL = "local"
+"""pydantic's context of a document for local mode: rules about pods and nodes are not asked."""
 DNS_LABEL = r"[a-z]([-a-z0-9]*[a-z0-9])?"
 _SIZE = r"[0-9]+(\.[0-9]+)?([eE][0-9]{1,2}|[kMGTPE]|[KMGTPE]i)?"
 _PERCENT = "[1-9][0-9]?%"
@@ -82,11 +85,12 @@ class ApiModel(BaseModel):
         return {k: v for k, v in fields.items() if v is not None or k not in known}
 
     @model_validator(mode="after")
-    def _keeps_its_rules(self) -> Self:
+    def _keeps_its_rules(self, info: ValidationInfo) -> Self:
+        is_local = info.context == LOCAL
         raise_all(
             mistake(broken(rule.text), *rule.field.split(".") if rule.field else ())
             for rule in self.rules
-            if not rule.holds(self)
+            if not (rule.in_cluster and is_local) and not rule.holds(self)
         )
         return self
 
@@ -122,6 +126,16 @@ SizeOrPercent = Annotated[
 ]
 Plain = Check("!self.contains('\\x00')", "must not contain NUL characters", lambda v: "\0" not in v)
 """What no command line, environment or file name can hold."""
+HostPath = Annotated[
+    str,
+    Field(max_length=1024),
+    Plain,
+    Check(
+        "self.startsWith('/') && !self.split('/').exists(part, part == '..')",
+        "must be an absolute path without '..'",
+        lambda path: path.startswith("/") and ".." not in path.split("/"),
+    ),
+]
 DnsName = Annotated[
     str,
     Field(max_length=253),

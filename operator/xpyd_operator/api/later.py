@@ -9,9 +9,7 @@ from __future__ import annotations
 FIELDS = frozenset(
     {
         "spec.pools[].restartPolicy",
-        "spec.kvTransfer.insecure",
         "spec.kvTransfer.verify",
-        "spec.kvTransfer.sameHostPath",
         "spec.router.onNoPrefill",
         "spec.router.gateway",
         "spec.rollout",
@@ -23,7 +21,7 @@ FIELDS = frozenset(
 
 VALUES = {
     "spec.kvTransfer.mode": ("Put", "Get"),
-    "spec.kvTransfer.transport": ("NCCL", "CUDAIPC", "SharedMemory", "UDS", "NIXL"),
+    "spec.kvTransfer.transport": ("NCCL", "CUDAIPC", "NIXL"),
     "spec.router.policy": ("Random", "PowerOfTwo", "LeastLoaded", "PrefixAware"),
 }
 """Path without list indexes -> values of its enum."""

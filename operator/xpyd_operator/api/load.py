@@ -17,6 +17,7 @@ import yaml
 from pydantic import ValidationError
 
 from xpyd_core.errors import UserError
+from xpyd_operator.api.base import LOCAL
 from xpyd_operator.api.extent import excess
 from xpyd_operator.api.fleet import API_VERSION, KIND, InferenceFleet
 from xpyd_operator.api.problems import problems
@@ -64,18 +65,21 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def load_fleet(path: Path) -> InferenceFleet:
-    """The fleet in the YAML or JSON file `path`; UserError with all mistakes, one per line."""
+def load_fleet(path: Path, *, local: bool = False) -> InferenceFleet:
+    """The fleet in the YAML or JSON file `path`; UserError with all mistakes, one per line.
+
+    `local`: for local mode, where rules about pods and nodes are not asked.
+    """
     try:
         with path.open("rb") as file:
             content = file.read(MAX_DOCUMENT_BYTES + 1)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
-    return parse_fleet(content, source=str(path))
+    return parse_fleet(content, source=str(path), local=local)
 
 
-def parse_fleet(content: bytes, *, source: str) -> InferenceFleet:
-    """The fleet in `content`, UTF-8 YAML or JSON; `source` names it in errors."""
+def parse_fleet(content: bytes, *, source: str, local: bool = False) -> InferenceFleet:
+    """The fleet in `content`, UTF-8 YAML or JSON; `source` names it in errors; see load_fleet."""
     if len(content) > MAX_DOCUMENT_BYTES:
         raise UserError(f"{source}: more than {MAX_DOCUMENT_BYTES} bytes")
     document = _read_yaml(content, source)
@@ -89,7 +93,7 @@ def parse_fleet(content: bytes, *, source: str) -> InferenceFleet:
             raise UserError(
                 f"{source}: {name}: given {fields[name]!r:.80}; supported values: {value}"
             )
-    return _validate(fields, source)
+    return _validate(fields, source, local=local)
 
 
 def parse_object(obj: Mapping[str, Any]) -> InferenceFleet:
@@ -100,7 +104,7 @@ def parse_object(obj: Mapping[str, Any]) -> InferenceFleet:
     """
     metadata: Mapping[str, Any] = obj.get("metadata") or {}
     names = {key: metadata[key] for key in ("name", "namespace") if key in metadata}
-    return _validate({**obj, "metadata": names}, metadata.get("name", "object"))
+    return _validate({**obj, "metadata": names}, metadata.get("name", "object"), local=False)
 
 
 def _refuse_huge(document: object, source: str) -> None:
@@ -113,14 +117,14 @@ def _refuse_huge(document: object, source: str) -> None:
             pass
 
 
-def _validate(fields: Mapping[str, object], source: str) -> InferenceFleet:
+def _validate(fields: Mapping[str, object], source: str, *, local: bool) -> InferenceFleet:
     document = as_sent(fields)
     document.pop("status", None)  # what a user writes there is dropped by the API server too
     if isinstance(metadata := document.get("metadata"), dict):
         known = cast("dict[str, Any]", metadata)
         document["metadata"] = {k: v for k, v in known.items() if k not in _BOOKKEEPING}
     try:
-        return InferenceFleet.model_validate(document)
+        return InferenceFleet.model_validate(document, context=LOCAL if local else None)
     except ValidationError as error:
         lines = problems(error, InferenceFleet)
         count = f"{len(lines)} mistakes" if len(lines) > 1 else "1 mistake"

@@ -6,12 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from xpyd_operator.api.base import ApiModel, DnsName, KeyName, Plain
+from xpyd_operator.api.base import ApiModel, DnsName, HostPath, KeyName, Plain
 from xpyd_operator.api.rules import Check, Unique, matching, rule
-
-
-def _is_host_path(path: str) -> bool:
-    return path.startswith("/") and ".." not in path.split("/")
 
 
 class SecretRef(ApiModel):
@@ -30,16 +26,7 @@ class ModelCache(ApiModel):
     """None: nothing is kept; a pod with an hf:// model downloads it into an emptyDir."""
     claim_name: DnsName = ""
     """Name of a PersistentVolumeClaim in the fleet's namespace."""
-    path: Annotated[
-        str,
-        Field(max_length=1024),
-        Plain,
-        Check(
-            "self.startsWith('/') && !self.split('/').exists(part, part == '..')",
-            "must be an absolute path without '..'",
-            _is_host_path,
-        ),
-    ] = ""
+    path: HostPath = ""
     """Folder on the node. Pod security 'restricted' forbids hostPath."""
     read_only: bool = True
     """Engines may not write to it; an hf:// model must then be in it already."""

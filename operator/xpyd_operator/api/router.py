@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from xpyd_core.pod_env import DISCOVERY_PORT, HTTP_PORT, KV_PORT, ROUTER_HTTP_PORT
-from xpyd_operator.api.base import ApiModel, DnsName, KeyName, Size, SizeOrPercent
+from xpyd_operator.api.base import ApiModel, DnsName, HostPath, KeyName, Size, SizeOrPercent
 from xpyd_operator.api.pod import PodTemplate, shaped_like
-from xpyd_operator.api.rules import Check
+from xpyd_operator.api.rules import Check, rule
 
 
 class KvKeyRef(ApiModel):
@@ -26,8 +26,12 @@ class KvTransfer(ApiModel):
 
     mode: Literal["PutAsync"] = "PutAsync"
     """P sends while it prefills."""
-    transport: Literal["Auto", "TCP"] = "Auto"
-    """What carries the KV; Auto is TCP in this version."""
+    transport: Literal["Auto", "TCP", "UDS", "SharedMemory"] = "Auto"
+    """What carries the KV; Auto: the best that both engines of a pair have."""
+    same_host_path: HostPath = ""
+    """Folder on each node, made if need be, where engines of one node find each other: UDS and
+    SharedMemory need it in a cluster, TCP does not use it. Pod security 'restricted' forbids
+    hostPath."""
     port: Annotated[
         int,
         Field(ge=1024, le=65535),
@@ -51,6 +55,37 @@ class KvTransfer(ApiModel):
     """What a request does whose KV does not come."""
     key_secret_ref: KvKeyRef | None = None
     """Secret with the key by which engines know each other; none: the operator makes one."""
+    insecure: bool = False
+    """No key: whoever reaches an engine's KV port may read and write KV."""
+
+    @property
+    def has_own_key(self) -> bool:
+        """Whether the fleet's key is in a Secret that the operator makes."""
+        return self.key_secret_ref is None and not self.insecure
+
+    @property
+    def socket_folder(self) -> str:
+        """The nodes' folder that engines in a cluster use, "" for none."""
+        return "" if self.transport == "TCP" else self.same_host_path
+
+    @rule(
+        "!has(self.transport) || !(self.transport in ['UDS', 'SharedMemory']) || "
+        "has(self.sameHostPath)",
+        "in a cluster transport UDS or SharedMemory needs a folder of the nodes",
+        field="sameHostPath",
+        missing=True,
+        in_cluster=True,
+    )
+    def _has_folder(self) -> bool:
+        return self.transport not in ("UDS", "SharedMemory") or bool(self.same_host_path)
+
+    @rule(
+        "!has(self.insecure) || !self.insecure || !has(self.keySecretRef)",
+        "insecure is to have no key, keySecretRef names one: leave one out",
+        field="insecure",
+    )
+    def _has_key_or_none(self) -> bool:
+        return not self.insecure or self.key_secret_ref is None
 
 
 class Service(ApiModel):

@@ -61,12 +61,16 @@ def raise_all(mistakes: Iterable[InitErrorDetails]) -> None:
 
 @dataclass(frozen=True)
 class _Fields:
-    """A rule over fields of a model; `field` names the one at fault, camelCase."""
+    """A rule over fields of a model; `field` names the one at fault, camelCase.
+
+    `in_cluster`: it is about pods or nodes, so that local mode does not ask it.
+    """
 
     cel: str
     message: str
     field: str
     missing: bool
+    in_cluster: bool
 
     def schema(self) -> dict[str, str]:
         """The rule as an entry of x-kubernetes-validations."""
@@ -96,20 +100,22 @@ class Transition(_Fields, Generic[M]):
 
 
 def rule(
-    cel: str, message: str, *, field: str = "", missing: bool = False
+    cel: str, message: str, *, field: str = "", missing: bool = False, in_cluster: bool = False
 ) -> Callable[[Callable[[M], bool]], Rule[M]]:
     """Makes a method of an ApiModel the twin of `cel`: True where the rule holds.
 
-    `missing`: what breaks the rule is that `field` is not there.
+    `missing`: what breaks the rule is that `field` is not there. `in_cluster`: not of local mode.
     """
-    return lambda holds: Rule(cel, message, field, missing, holds)
+    return lambda holds: Rule(cel, message, field, missing, in_cluster, holds)
 
 
 def transition(
     cel: str, message: str, *, field: str
 ) -> Callable[[Callable[[M, M], bool]], Transition[M]]:
     """As `rule`; the method gets the model and the one before."""
-    return lambda holds: Transition(cel, message, field, missing=False, holds=holds)
+    return lambda holds: Transition(
+        cel, message, field, missing=False, in_cluster=False, holds=holds
+    )
 
 
 @dataclass(frozen=True)

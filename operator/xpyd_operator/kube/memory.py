@@ -99,7 +99,7 @@ class Memory:
 
     def wants_key(self, reading: Reading, uid: str, status: Mapping[str, Any], now: float) -> bool:
         """Whether to try to create it: at first, and when pods cannot mount their volumes."""
-        if reading.fleet is None or reading.fleet.spec.kv_transfer.key_secret_ref is not None:
+        if reading.fleet is None or not reading.fleet.spec.kv_transfer.has_own_key:
             return False
         own = kv_secret_name(reading.fleet.name, uid)
         if not self.has_key(status, own):

@@ -86,8 +86,9 @@ def _obeyed(
         )
         return status, {}
     want = replace(reading.want, stopping=is_leaving(look.document))
-    ref = reading.fleet.spec.kv_transfer.key_secret_ref
+    kv = reading.fleet.spec.kv_transfer
     own_secret = kv_secret_name(reading.fleet.name, look.uid) if has_key else ""
+    theirs = kv.key_secret_ref.name if kv.key_secret_ref else ""
     status = fleet_status(
         reading.fleet,
         want=want,
@@ -97,7 +98,7 @@ def _obeyed(
         before=before,
         now=look.now,
         generation=_generation(look),
-        key_secret=ref.name if ref else own_secret,
+        key_secret=own_secret if kv.has_own_key else theirs,
         namespace=look.document["metadata"]["namespace"],
     )
     return status, pool_statuses(reading.fleet, want=want, seen=seen, children=children)

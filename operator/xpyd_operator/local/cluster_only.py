@@ -23,6 +23,7 @@ CLUSTER_ONLY = frozenset(
         "spec.engine.env[].valueFrom",
         "spec.pools[].resources.sharedMemory",
         "spec.pools[].template",
+        "spec.kvTransfer.sameHostPath",
         "spec.kvTransfer.keySecretRef",
         "spec.router.replicas",
         "spec.router.discoveryPort",

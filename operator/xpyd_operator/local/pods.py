@@ -14,7 +14,7 @@ from pathlib import Path
 from xpyd_core.pod_env import HTTP_PORT, KV_PORT
 from xpyd_operator.local.memory import MemoryPlan
 from xpyd_operator.local.state import DISCOVERY_PORT
-from xpyd_operator.plan import ROUTER, Template
+from xpyd_operator.plan import INSECURE_FLAG, ROUTER, Template
 
 ROUTER_NUMBER = 1
 """Last byte of the router's address; engines follow."""
@@ -31,6 +31,7 @@ class Site:
     index: int
     router_port: int
     key_file: Path
+    socket_folder: Path
     memory: MemoryPlan
     log_level: str
     log_format: str
@@ -91,6 +92,8 @@ def pod_arguments(pod: Pod, site: Site) -> list[str]:
         ]
     else:
         place = [f"--threads={site.memory.threads}", *site.memory.of(pod.pool).args]
+        if pod.template.role != "Aggregated":
+            place.append(f"--kv-socket-dir={site.socket_folder}")
     return [*logging, *place, *pod.template.args]
 
 
@@ -104,12 +107,13 @@ def pod_environment(pod: Pod, site: Site, inherited: Mapping[str, str]) -> dict[
         "XPYD_HTTP_PORT": str(HTTP_PORT),
         "XPYD_KV_PORT": str(pod.kv_port),
         "XPYD_DISCOVERY": site.discovery,
-        "XPYD_KV_KEY_FILE": str(site.key_file),
         "XPYD_FLEET": site.fleet,
         "XPYD_POOL": pod.pool,
         "XPYD_INSTANCE": pod.name,
         "XPYD_REVISION": pod.revision,
     }
+    if INSECURE_FLAG not in pod.template.args:
+        environ["XPYD_KV_KEY_FILE"] = str(site.key_file)
     if pod.template.role != ROUTER:
         environ["XPYD_ROLE"] = pod.template.role
     return environ | dict(pod.template.env)

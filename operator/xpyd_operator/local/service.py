@@ -27,7 +27,7 @@ def handle(supervisor: Supervisor, ask: Ask, now: float) -> Answer:
         case AskScale(pool, replicas):
             return Answer(lines=(supervisor.scale(pool, replicas),))
         case AskApply(document, source, folder):
-            fleet = parse_fleet(document.encode(), source=source)
+            fleet = parse_fleet(document.encode(), source=source, local=True)
             check_local(fleet, source=source)
             if fleet.name != supervisor.fleet.name:
                 raise UserError(f"{source}: metadata.name is not {supervisor.fleet.name!r}")

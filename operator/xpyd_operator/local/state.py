@@ -4,6 +4,7 @@
     fleet.json   what runs: supervisor, pods with their pids and addresses (FleetRecord)
     control.sock the supervisor's control socket
     key          the fleet's secret, mode 0600, made anew by each supervisor
+    sockets/     where the engines find each other, for KV that need not go through TCP
     logs/        one file for each pod, and the supervisor's own when it is detached
 
 Only the supervisor writes; `down` and `status` read, also after its death. The folder is 0700.
@@ -15,6 +16,7 @@ import contextlib
 import fcntl
 import os
 import secrets
+import shutil
 import socket
 import time
 from collections.abc import Mapping
@@ -80,6 +82,11 @@ class FleetState:
         return self.folder / "control.sock"
 
     @property
+    def sockets(self) -> Path:
+        """The folder of the engines' KV sockets."""
+        return self.folder / "sockets"
+
+    @property
     def logs(self) -> Path:
         """The folder of the pods' logs."""
         return self.folder / "logs"
@@ -95,7 +102,7 @@ class FleetState:
 
     def make(self) -> None:
         """Create the folders, readable by their owner alone."""
-        for folder in (self.folder, self.logs):
+        for folder in (self.folder, self.logs, self.sockets):
             folder.mkdir(parents=True, exist_ok=True)
             folder.chmod(0o700)
 
@@ -124,6 +131,7 @@ class FleetState:
         """Remove the runtime files; logs stay."""
         for name in ("control.sock", "fleet.json", "fleet.json.new", "key"):
             (self.folder / name).unlink(missing_ok=True)
+        shutil.rmtree(self.sockets, ignore_errors=True)  # a killed engine leaves its socket
 
     def lock(self) -> int | None:
         """The supervisor's lock as an open descriptor, None while another supervisor has it."""

@@ -91,7 +91,7 @@ def run_up(
 
 
 def _load(options: UpOptions) -> InferenceFleet:
-    fleet = load_fleet(Path(options.file))
+    fleet = load_fleet(Path(options.file), local=True)
     check_local(fleet, source=options.file)
     return fleet
 
@@ -121,6 +121,7 @@ def supervise(options: UpOptions, *, program: Program = xpyd_program, stream: bo
             index=claim.index,
             router_port=_router_port(options.port),
             key_file=state.key_file,
+            socket_folder=state.sockets,
             memory=plan_fleet_memory(fleet, options.folder),
             log_level=options.log_level,
             log_format=options.log_format,

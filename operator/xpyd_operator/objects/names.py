@@ -34,6 +34,10 @@ ROUTER_CONTAINER = "router"
 KV_KEY = "key"
 """The fleet's key in its Secret, and the file's name in KV_FOLDER."""
 KV_FOLDER = "/run/xpyd/kv"
+SOCKET_FOLDER = "/run/xpyd/sockets"
+"""Where a pod has the node's folder of Unix sockets."""
+SOCKET_CONTAINER = "xpyd-sockets"
+"""The init container that makes it the engine's."""
 DEFAULT_GPU_RESOURCE = "nvidia.com/gpu"
 
 _LONGEST_GROUP = 47

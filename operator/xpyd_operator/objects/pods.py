@@ -13,6 +13,14 @@ from xpyd_core.pod_env import HTTP_PORT, ROUTER_HTTP_PORT
 from xpyd_operator.api import InferenceFleet, Pool
 from xpyd_operator.objects import names
 from xpyd_operator.objects.overrides import merged
+from xpyd_operator.objects.sockets import (
+    USER_ID,
+    shares_sockets,
+    socket_args,
+    socket_init,
+    socket_mount,
+    socket_volume,
+)
 from xpyd_operator.objects.values import JsonObject, Site
 from xpyd_operator.objects.volumes import (
     MODELS_FOLDER,
@@ -23,8 +31,6 @@ from xpyd_operator.objects.volumes import (
 )
 from xpyd_operator.plan import ROUTER, Workload
 
-USER_ID = 10001
-"""Of the images' user; also the group that may read mounted secrets."""
 GRACE_EXTRA_S = 30
 """Beyond the drain timeout, which the program itself honours: KV leases end, sockets close."""
 GPU_CLAIM = "xpyd-gpus"
@@ -46,14 +52,16 @@ def engine_pod(
 
     Only the first pod of an instance serves HTTP, so only it has probes.
     """
+    shares = shares_sockets(fleet, pool)
     container: JsonObject = {
         "name": names.ENGINE_CONTAINER,
-        "args": ["worker", *workload.template.args],
+        "args": ["worker", *(socket_args() if shares else ()), *workload.template.args],
         "env": _engine_env(fleet, workload, site),
         "resources": _devices(pool),
         "volumeMounts": [
-            *common_mounts(),
+            *common_mounts(fleet),
             {"name": "xpyd-shm", "mountPath": "/dev/shm"},
+            *([socket_mount()] if shares else ()),
             *model_mounts(fleet),
         ],
     }
@@ -71,9 +79,14 @@ def engine_pod(
     volumes = [
         *common_volumes(fleet, site.uid),
         {"name": "xpyd-shm", "emptyDir": shared_memory},
+        *([socket_volume(fleet, site)] if shares else ()),
         *model_volumes(fleet),
     ]
     pod = _pod(fleet, workload, site, container, volumes)
+    if shares:
+        pull_policy = site.settings.image_pull_policy
+        init = socket_init(pool, image=workload.template.image, pull_policy=pull_policy)
+        pod["spec"]["initContainers"] = [init]
     if pool.resources.gpus and pool.resources.device_class_name:
         claim = names.workload_name(fleet.name, workload.pool, workload.revision)
         pod["spec"]["resourceClaims"] = [{"name": GPU_CLAIM, "resourceClaimTemplateName": claim}]
@@ -96,7 +109,7 @@ def router_pod(fleet: InferenceFleet, workload: Workload, site: Site) -> JsonObj
         "startupProbe": _probe("/health", period_s=1, failures=_ROUTER_START_S, timeout_s=2),
         "livenessProbe": _probe("/health", period_s=10, failures=3, timeout_s=5),
         "readinessProbe": _probe("/readiness", period_s=1, failures=2, timeout_s=2),
-        "volumeMounts": common_mounts(),
+        "volumeMounts": common_mounts(fleet),
     }
     pod = _pod(fleet, workload, site, container, common_volumes(fleet, site.uid))
     pod["spec"]["topologySpreadConstraints"] = [
@@ -165,9 +178,10 @@ def _pod(
 
 def _place_env(fleet: InferenceFleet, workload: Workload, site: Site) -> dict[str, JsonObject]:
     """Variables that say which pod this is and where it lies: name -> the rest of the entry."""
+    key = {"XPYD_KV_KEY_FILE": {"value": f"{names.KV_FOLDER}/{names.KV_KEY}"}}
     return {
         "XPYD_POD_IP": _field("status.podIP"),
-        "XPYD_KV_KEY_FILE": {"value": f"{names.KV_FOLDER}/{names.KV_KEY}"},
+        **({} if fleet.spec.kv_transfer.insecure else key),
         "XPYD_FLEET": {"value": f"{site.namespace}/{fleet.name}"},
         "XPYD_POOL": {"value": workload.pool},
         "XPYD_INSTANCE": _field("metadata.name"),

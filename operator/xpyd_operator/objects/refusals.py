@@ -15,6 +15,7 @@ from xpyd_core.pod_env import HTTP_PORT, ROUTER_HTTP_PORT
 from xpyd_operator.api import InferenceFleet
 from xpyd_operator.objects import names
 from xpyd_operator.objects.overrides import APPENDED, MERGE_KEYS
+from xpyd_operator.objects.sockets import shares_sockets, user_of
 from xpyd_operator.objects.values import JsonObject
 
 _OURS_IN_POD = ("restartPolicy", "terminationGracePeriodSeconds", "activeDeadlineSeconds")
@@ -24,6 +25,7 @@ _OUR_PREFIX = "xpyd.dev/"
 _OUR_LABELS = (names.LABEL_MANAGED_BY, names.LABEL_INSTANCE, names.LABEL_NAME)
 _RESERVED = "xpyd-"
 """Names of volumes and resource claims that begin so are ours."""
+_OUR_FOLDERS = {names.KV_FOLDER: "the fleet's key", names.SOCKET_FOLDER: "the engines' sockets"}
 _LEAVE_OUT = "set by xpyd; leave it out"
 
 
@@ -53,7 +55,18 @@ def template_problems(fleet: InferenceFleet) -> tuple[str, ...]:
             (pool.resources.gpu_resource_name or names.DEFAULT_GPU_RESOURCE,),
         )
         found += _problems(f"spec.pools[{index}].template", pool.template or {}, engine)
-    return tuple(found)
+    return (*found, *_user_problems(fleet))
+
+
+def _user_problems(fleet: InferenceFleet) -> Iterator[str]:
+    """A folder of sockets has one owner, and a socket only lets its own user in."""
+    pools = [pool for pool in fleet.spec.pools if shares_sockets(fleet, pool)]
+    if len({user_of(pool) for pool in pools}) > 1:
+        users = ", ".join(f"{pool.name} {user_of(pool)}" for pool in pools)
+        yield (
+            f"spec.kvTransfer.sameHostPath: the folder has one owner, and the pools' templates "
+            f"name several users ({users}); give all pools the same runAsUser"
+        )
 
 
 def _problems(path: str, template: JsonObject, ours: _Ours) -> Iterator[str]:
@@ -72,6 +85,9 @@ def _problems(path: str, template: JsonObject, ours: _Ours) -> Iterator[str]:
         if item.get("name") == ours.container:
             yield from _container_problems(at, item, ours)
             yield from _item_problems(at, item, ours)
+    for item, at in _items(spec, "initContainers", path):
+        if item.get("name") == names.SOCKET_CONTAINER:
+            yield from (f"{at}.{key}: {_LEAVE_OUT}" for key in ("command", "args") if key in item)
     yield from _shape_problems(path, spec)
 
 
@@ -100,8 +116,9 @@ def _item_problems(path: str, container: JsonObject, ours: _Ours) -> Iterator[st
         if named or item.get("containerPort") in ours.ports.values():
             yield f"{at}: {_LEAVE_OUT}"
     for item, at in _items(container, "volumeMounts", path):
-        if posixpath.normpath(str(item.get("mountPath", ""))) == names.KV_FOLDER:
-            yield f"{at}.mountPath: {names.KV_FOLDER} holds the fleet's key; take another"
+        folder = posixpath.normpath(str(item.get("mountPath", "")))
+        if folder in _OUR_FOLDERS:
+            yield f"{at}.mountPath: {folder} holds {_OUR_FOLDERS[folder]}; take another"
 
 
 def _shape_problems(path: str, spec: JsonObject) -> Iterator[str]:

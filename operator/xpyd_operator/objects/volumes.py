@@ -32,7 +32,7 @@ def model_in_pod(fleet: InferenceFleet) -> str:
 
 def uses_host_path(fleet: InferenceFleet) -> bool:
     """Whether a pod mounts a folder of its node, which "restricted" and "baseline" forbid."""
-    if fleet.spec.model.cache.type == "HostPath":
+    if fleet.spec.model.cache.type == "HostPath" or fleet.spec.kv_transfer.socket_folder:
         return True
     templates = [fleet.spec.router.template, *(pool.template for pool in fleet.spec.pools)]
     return any(_has_host_path(template or {}) for template in templates)
@@ -46,6 +46,9 @@ def _has_host_path(template: JsonObject) -> bool:
 
 def common_volumes(fleet: InferenceFleet, uid: str) -> list[JsonObject]:
     """Of engines and routers: a place to write and the KV key. `uid`: the InferenceFleet's."""
+    found: list[JsonObject] = [{"name": "xpyd-tmp", "emptyDir": {}}]
+    if fleet.spec.kv_transfer.insecure:
+        return found
     ref = fleet.spec.kv_transfer.key_secret_ref
     name = names.kv_secret_name(fleet.name, uid) if ref is None else ref.name
     key = names.KV_KEY if ref is None else ref.key
@@ -54,15 +57,15 @@ def common_volumes(fleet: InferenceFleet, uid: str) -> list[JsonObject]:
         "defaultMode": _OWNER_AND_GROUP_READ,
         "items": [{"key": key, "path": names.KV_KEY}],
     }
-    return [{"name": "xpyd-tmp", "emptyDir": {}}, {"name": "xpyd-kv", "secret": secret}]
+    return [*found, {"name": "xpyd-kv", "secret": secret}]
 
 
-def common_mounts() -> list[JsonObject]:
+def common_mounts(fleet: InferenceFleet) -> list[JsonObject]:
     """Where common_volumes are mounted."""
-    return [
-        {"name": "xpyd-tmp", "mountPath": "/tmp"},
-        {"name": "xpyd-kv", "mountPath": names.KV_FOLDER, "readOnly": True},
-    ]
+    found: list[JsonObject] = [{"name": "xpyd-tmp", "mountPath": "/tmp"}]
+    if not fleet.spec.kv_transfer.insecure:
+        found.append({"name": "xpyd-kv", "mountPath": names.KV_FOLDER, "readOnly": True})
+    return found
 
 
 def model_volumes(fleet: InferenceFleet) -> list[JsonObject]:

@@ -27,10 +27,6 @@ _MOST_PROBLEMS = 4
 _MOST_MISTAKES = 10
 _MOST_MISTAKE = 400
 _DRAINING = "Draining"
-_HOST_PATH = (
-    "pods mount folders of their nodes (hostPath), which a namespace of pod security "
-    '"restricted" or "baseline" refuses'
-)
 
 
 @dataclass(frozen=True)
@@ -41,7 +37,7 @@ class _Fleet:
     problems: Sequence[Problem]
     stopping: bool
     before: Raw
-    is_on_host_path: bool = False
+    notices: Sequence[str] = ()
 
     @property
     def missing(self) -> list[PoolRow]:
@@ -68,14 +64,14 @@ def conditions(
     before: Raw,
     now: str,
     generation: int,
-    is_on_host_path: bool = False,
+    notices: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """`before`: the whole status before; a condition keeps its time while its status stays.
 
-    `is_on_host_path`: pods mount folders of their nodes, which Degraded's message says even where
-    nothing is wrong: it asks more of the namespace than a fleet does else.
+    `notices`: what the document asks for that somebody should know of, which Degraded's message
+    says even where nothing is wrong.
     """
-    fleet = _Fleet(pools, problems, stopping, before, is_on_host_path)
+    fleet = _Fleet(pools, problems, stopping, before, notices)
     verdicts = {
         "Ready": _ready(fleet),
         "Available": _available(fleet),
@@ -204,10 +200,10 @@ def _movement(fleet: _Fleet) -> str:
 
 def _degraded(fleet: _Fleet) -> _Verdict:
     found = [p for p in fleet.problems if p.kind == "Degraded"]
-    notice = [_HOST_PATH] if fleet.is_on_host_path else []
     if not found:
-        return _Verdict(False, "AsExpected", "; ".join(["nothing needs to be done", *notice]))
-    return _Verdict(True, found[0].reason, "; ".join([_told("", found), *notice]))
+        message = "; ".join(["nothing needs to be done", *fleet.notices])
+        return _Verdict(False, "AsExpected", message)
+    return _Verdict(True, found[0].reason, "; ".join([_told("", found), *fleet.notices]))
 
 
 def _router_ready(fleet: _Fleet) -> _Verdict:

@@ -22,6 +22,15 @@ from xpyd_operator.observe.problems import Problem, in_order
 from xpyd_operator.observe.raw import Raw, count, text
 from xpyd_operator.plan import FleetSeen, FleetWant
 
+_HOST_PATH = (
+    "pods mount folders of their nodes (hostPath), which a namespace of pod security "
+    '"restricted" or "baseline" refuses'
+)
+_INSECURE = (
+    "the fleet has no KV key (spec.kvTransfer.insecure): whoever reaches an engine's KV port may "
+    "read and write KV"
+)
+
 
 def fleet_status(
     fleet: InferenceFleet,
@@ -51,7 +60,7 @@ def fleet_status(
             rows,
             in_order(problems),
             stopping=want.stopping,
-            is_on_host_path=uses_host_path(fleet),
+            notices=_notices(fleet),
             before=before or {},
             now=now,
             generation=generation,
@@ -91,6 +100,12 @@ def pool_statuses(
             "selector": selector_text(selector),
         }
     return found
+
+
+def _notices(fleet: InferenceFleet) -> tuple[str, ...]:
+    """What the document asks for that weakens the fleet, or asks more of its namespace."""
+    found = {_HOST_PATH: uses_host_path(fleet), _INSECURE: fleet.spec.kv_transfer.insecure}
+    return tuple(text for text, holds in found.items() if holds)
 
 
 def _pool(row: PoolRow) -> dict[str, Any]:

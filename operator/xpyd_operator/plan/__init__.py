@@ -9,7 +9,7 @@ time comes in as an argument. Applying a plan twice changes nothing the second t
 
 from xpyd_operator.plan.fleet import plan, pool_replicas, pools_wanted
 from xpyd_operator.plan.keep import keep
-from xpyd_operator.plan.template import fleet_want, revision_of
+from xpyd_operator.plan.template import INSECURE_FLAG, fleet_want, revision_of
 from xpyd_operator.plan.values import (
     MOST_REPLICAS,
     ROUTER,
@@ -37,6 +37,7 @@ from xpyd_operator.plan.values import (
 )
 
 __all__ = [
+    "INSECURE_FLAG",
     "MOST_REPLICAS",
     "ROUTER",
     "DeleteWorkload",

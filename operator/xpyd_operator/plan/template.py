@@ -17,6 +17,11 @@ from pydantic import BaseModel
 from xpyd_operator.api import InferenceFleet, KvTransfer, Pool
 from xpyd_operator.plan.values import MOST_REPLICAS, ROUTER, FleetWant, PoolWant, Template
 
+INSECURE_FLAG = "--kv-insecure"
+"""Of engines and routers: there is no key."""
+_TRANSPORTS = {"TCP": "tcp", "UDS": "uds", "SharedMemory": "shm"}
+"""The document's names -> the worker's."""
+
 
 def fleet_want(
     fleet: InferenceFleet,
@@ -69,6 +74,7 @@ def engine_template(fleet: InferenceFleet, pool: Pool, *, model: str, image: str
     args += [f"--role={pool.role}", *_parallel_args(pool)]
     if pool.role != "Aggregated":
         args += _kv_args(spec.kv_transfer, receives=pool.role == "Decode")
+    args += _key_args(spec.kv_transfer)
     args += [
         f"--heartbeat-period-ms={spec.heartbeat.interval_milliseconds}",
         f"--drain-timeout={spec.drain.timeout_seconds}",
@@ -96,11 +102,17 @@ def _kv_args(kv: KvTransfer, *, receives: bool) -> list[str]:
         f"--kv-lease-seconds={kv.lease_seconds}",
         f"--kv-on-failure={kv.on_failure.lower()}",
     ]
+    if kv.transport != "Auto":
+        args.append(f"--kv-transport={_TRANSPORTS[kv.transport]}")
     if receives:
         args.append(f"--kv-buffer-size={kv.buffer_size}")
         if kv.host_pool_size is not None:
             args.append(f"--kv-host-pool-size={kv.host_pool_size}")
     return args
+
+
+def _key_args(kv: KvTransfer) -> list[str]:
+    return [INSECURE_FLAG] if kv.insecure else []
 
 
 def router_template(fleet: InferenceFleet, *, image: str = "") -> Template:
@@ -109,6 +121,7 @@ def router_template(fleet: InferenceFleet, *, image: str = "") -> Template:
     args = (
         f"--heartbeat-interval-ms={spec.heartbeat.interval_milliseconds}",
         f"--missed-beats={spec.heartbeat.missed_beats}",
+        *_key_args(spec.kv_transfer),
     )
     pod = _canonical(
         {**_shared(fleet), "drain": _said(spec.drain), "template": spec.router.template}
@@ -118,12 +131,13 @@ def router_template(fleet: InferenceFleet, *, image: str = "") -> Template:
 
 def _engine_pod(fleet: InferenceFleet, pool: Pool) -> str:
     """What shapes an engine's pod and is no flag and no plain variable."""
-    model, env = fleet.spec.model, fleet.spec.engine.env
+    model, env, kv = fleet.spec.model, fleet.spec.engine.env, fleet.spec.kv_transfer
     # The order matters: a variable's value may refer to those before it.
     sources = [_said(item) for item in env] if any(item.value_from for item in env) else []
     return _canonical(
         {
             **_shared(fleet),
+            "sameHostPath": "" if pool.role == "Aggregated" else kv.socket_folder,
             "resources": _said(pool.resources),
             "cache": _said(model.cache),
             "secretRef": _said(model.secret_ref),
