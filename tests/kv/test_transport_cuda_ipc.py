@@ -18,10 +18,10 @@ from tests.kv.transport_kit import (
 )
 from xpyd_core.errors import ProtocolError
 from xpyd_kv.device.api import DeviceView
-from xpyd_kv.transport.cuda_ipc import CudaIpcPath, check_runs, runs_in
+from xpyd_kv.transport.cuda_ipc import CudaIpcPath, runs_in
 from xpyd_kv.transport.same_host import host_token
 from xpyd_kv.transport.settings import Deadlines
-from xpyd_kv.transport.shared_memory import Run, pack
+from xpyd_kv.transport.shared_memory import Run, check_runs, pack, unpack
 from xpyd_kv.transport.sharing import shared_of
 from xpyd_kv.wire.frames import encode
 from xpyd_kv.wire.messages import Copied, Region
@@ -241,7 +241,7 @@ def test_places_are_found_and_neighbours_joined():
 )
 def test_places_that_lie_are_refused(runs):
     with pytest.raises(ProtocolError):
-        check_runs(runs, 100, 10)
+        check_runs(unpack(pack(runs)), 100, 10)
 
 
 def region_of(net, body=None, size=None):

@@ -54,7 +54,7 @@ class Landing(Protocol):
 
     def views(
         self, first_layer: int, end_layer: int, first_block: int, end_block: int
-    ) -> list[View]:
+    ) -> Sequence[View]:
         """Writable bytes of the area in the order of a DATA body: for each layer, for each block.
         Blocks count from the landing's first. Any thread, while the landing is held."""
         ...
@@ -92,7 +92,7 @@ class Stash(Protocol):
 
     def views(
         self, first_layer: int, end_layer: int, first_block: int, end_block: int
-    ) -> list[View]:
+    ) -> Sequence[View]:
         """The bytes of the area in the order of a DATA body. Any thread, while the stash is
         held."""
         ...

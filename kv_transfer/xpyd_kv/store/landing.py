@@ -113,7 +113,7 @@ class PieceLanding:
 
     def views(
         self, first_layer: int, end_layer: int, first_block: int, end_block: int
-    ) -> list[View]:
+    ) -> Sequence[View]:
         """One view for each layer and piece that the area touches."""
         self._check()
         return [

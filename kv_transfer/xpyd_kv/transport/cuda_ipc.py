@@ -21,7 +21,7 @@ from xpyd_kv.device.api import (
     View,
 )
 from xpyd_kv.transport.data_path import Lent
-from xpyd_kv.transport.shared_memory import Run, pack, unpack
+from xpyd_kv.transport.shared_memory import Run, check_runs, pack, unpack
 from xpyd_kv.wire.messages import Hello
 
 _log = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class CudaIpcBorrower:
         def start(views: Sequence[View] | None) -> Fetch:
             if views is None:
                 return Fetch(None)
-            sources = [region[run.offset : run.offset + run.length] for run in runs]
+            sources = [region[at : at + size] for at, size in zip(*runs, strict=True)]
             try:
                 self._stream.copy(views, sources)
                 return Fetch(self._stream.record())
@@ -184,13 +184,3 @@ def runs_in(region: DeviceView, views: Sequence[View]) -> list[Run] | None:
             runs.append(Run(offset, view.length))
         end = offset + view.length
     return runs
-
-
-def check_runs(runs: Sequence[Run], size_bytes: int, length: int) -> None:
-    """ProtocolError unless all runs lie in `size_bytes` and have `length` bytes together."""
-    for run in runs:
-        if not run.length or run.offset > size_bytes - run.length:
-            raise ProtocolError("a run outside of the memory that is lent")
-    total = sum(run.length for run in runs)
-    if total != length:
-        raise ProtocolError(f"runs of {total} bytes for {length}")

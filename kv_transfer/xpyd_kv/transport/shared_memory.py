@@ -122,12 +122,7 @@ class PeerMemory:
 
     def check(self, runs: Runs, length: int) -> None:
         """ProtocolError unless all runs lie inside and have `length` bytes together."""
-        ends = map(add, *runs)
-        if not min(runs.lengths, default=1) or max(ends, default=0) > self._size_bytes:
-            raise ProtocolError("a run outside of the shared memory")
-        total = sum(runs.lengths)
-        if total != length:
-            raise ProtocolError(f"runs of {total} bytes for {length}")
+        check_runs(runs, self._size_bytes, length)
 
     def copy(self, runs: Runs, views: Sequence[memoryview]) -> None:
         """The runs' bytes, checked before, into `views`, which have room for exactly them. Hot
@@ -161,6 +156,16 @@ class PeerMemory:
 def pack(runs: Iterable[Run]) -> bytes:
     """Runs as they stand on the wire: u64 offset, u32 length, little-endian."""
     return b"".join(_RUN.pack(*run) for run in runs)
+
+
+def check_runs(runs: Runs, size_bytes: int, length: int) -> None:
+    """ProtocolError unless all runs lie in `size_bytes` and have `length` bytes together."""
+    ends = map(add, *runs)
+    if not min(runs.lengths, default=1) or max(ends, default=0) > size_bytes:
+        raise ProtocolError("a run outside of the memory that is lent")
+    total = sum(runs.lengths)
+    if total != length:
+        raise ProtocolError(f"runs of {total} bytes for {length}")
 
 
 def unpack(body: bytes) -> Runs:
