@@ -11,7 +11,7 @@ from typing import NamedTuple
 from tests.e2e.harness import Fleet, Process, fleet, listens, wait_for
 from tests.e2e.relay import Relay
 
-MODES = ("put-async",)
+MODES = ("put-async", "put", "get")
 TRANSPORTS = ("tcp", "uds", "shm")
 HELD = (
     "xpyd_kv_buffer_used_bytes",
@@ -57,8 +57,9 @@ class Wired:
         """So many new Ps and Ds, ready."""
         new = [self._start_d() for _ in range(ds)]
         for way in ways:
-            mine = ("--kv-transport", way.transport, "--kv-socket-dir", str(self.folder / "of-p"))
-            self.ps.append(self.fleet.start_engine("Prefill", *mine, *_mode(way), *self.flags))
+            mine = ("--kv-mode", way.mode, "--kv-transport", way.transport)
+            folder = ("--kv-socket-dir", str(self.folder / "of-p"))
+            self.ps.append(self.fleet.start_engine("Prefill", *mine, *folder, *self.flags))
             new.append(self.ps[-1])
         self.fleet.wait_ready(*new)
 
@@ -111,10 +112,6 @@ class Wired:
                 ),
                 60,
             )
-
-
-def _mode(way: Way) -> tuple[str, ...]:
-    return () if len(MODES) == 1 else ("--kv-mode", way.mode)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """R7 to R13: how the connector that vLLM shipped until 0.22 hung, went deaf, or decoded on nothing.
 
-Each test says what was observed of the old one. R1 to R6 are in test_old_flaws_memory.py.
+Each test says what was observed of the old one. R1 to R6 are in test_old_flaws_memory.py, R11 in
+GET and R12 in PUT in test_old_flaws_modes.py.
 """
 
 from __future__ import annotations
@@ -240,9 +241,8 @@ def test_r11_kv_of_a_p_that_died_between_two_layers_is_not_decoded_on(layers: in
 
 
 def test_r11_kv_that_p_gave_up_under_pressure_is_not_decoded_on() -> None:
-    """Old, in GET: P evicted unread tensors oldest first, D was told `ret=1`, logged a warning and
-    decoded on unwritten blocks. GET is to come; P evicts today what waits under a lease for a D
-    without room, and D is told so, too."""
+    """Old: as above. P gives up what waits under a lease for a D without room, and D is told so.
+    The same in GET: test_old_flaws_modes.py."""
     world = World(p_blocks=16, store=StoreLimits(1.0, 0, 0))
     prompts = [world.prompt(6 * BLOCK_SIZE) for _ in range(2)]
     for sent in prompts:
