@@ -89,6 +89,8 @@ def test_2p2d_gives_the_tokens_of_one_process(scene: Wired, cases: list[Case]) -
 def test_faults_at_random_moments_under_load_hang_nobody_and_change_no_token(
     scene: Wired, cases: list[Case]
 ) -> None:
+    """With a third P, so that every mode and every transport has its part."""
+    scene.start(TRIOS[-1][:1], ds=0)
     _with_faults(scene, cases, seed=SEED, kinds=KINDS, seconds=4.0)
 
 
