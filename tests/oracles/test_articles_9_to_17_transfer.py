@@ -1,9 +1,9 @@
-"""The articles' numbers 10, 11 and 17: where KV waits, how large the buffer is, and the order of an
-engine's calls.
+"""The articles' numbers 9 to 12 and 17: buffers, overflow, whom a mode holds up, an engine's calls.
 
-10 buffer, then host pool, and lost KV is computed again (the same among real processes, with their
-tokens: tests/e2e/test_burst.py); 11 the buffer is a tenth of the memory; 17 what happens between a
-request's start and its first token, on P and on D.
+9 P needs a buffer in GET only, D in all modes; 10 buffer, then host pool, and lost KV is computed
+again (among real processes, with their tokens: tests/e2e/test_burst.py); 11 the buffer is a tenth
+of the memory; 12 PUT holds P's step and the others do not (how fast each is: docs/benchmarks/kv.md);
+17 what happens between a request's start and its first token, on P and on D.
 """
 
 from __future__ import annotations
@@ -19,13 +19,42 @@ from tests.worker.engine_fakes import BLOCK
 from xpyd_core.pod_env import PodEnv
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.connector.api import NoKv, Wait
+from xpyd_kv.connector.build import KvSettings
 from xpyd_kv.store.landing_store import StoreLimits
+from xpyd_kv.wire.messages import Mode
 from xpyd_worker.command import configure, read_config
 from xpyd_worker.engine.request import ReceiveFrom, SendTo
 
 UNIT = LAYOUT.bytes_per_block
 KEY = TransferKey("a" * 32, 0)
 PEER = Address("127.0.0.1", 21001)
+
+
+MODES = pytest.mark.parametrize("mode", ["put_async", "put", "get"])
+
+
+@MODES
+def test_9_d_has_a_buffer_in_every_mode_and_p_in_get_only(mode: Mode) -> None:
+    world = World(settings=KvSettings(mode=mode))
+    assert world.d.store is not None
+    assert (world.p.store is not None) == (mode == "get")
+
+
+@MODES
+def test_9_what_waits_for_d_is_in_the_buffer_of_the_side_that_needs_one(mode: Mode) -> None:
+    """Two prompts that together are more than P's cache may hold, and no request on D."""
+    store = StoreLimits(direct_free=1.0, buffer_bytes=12 * UNIT, pool_bytes=0)
+    world = World(p_blocks=16, settings=KvSettings(mode=mode), store=store)
+    for _ in range(2):
+        sent = world.prompt(6 * BLOCK_SIZE)
+        world.send(sent)
+        world.settle()
+    waits = {
+        name: side.store.figures().buffer_used_bytes // UNIT if side.store is not None else 0
+        for name, side in (("P", world.p), ("D", world.d))
+    }
+    assert waits == ({"P": 6, "D": 0} if mode == "get" else {"P": 0, "D": 12})
+    assert world.p.metrics.pressure_cancels == 0
 
 
 def _sent(world: World, blocks: int) -> Sent:
@@ -81,6 +110,20 @@ def test_11_the_buffer_is_a_tenth_of_the_memory_and_8e9_of_80_gb() -> None:
     assert read_config(parser.parse_args(flags), PodEnv()).kv_buffer_bytes == 8_000_000_000
     five = [*flags, "--kv-buffer-size", "5%"]
     assert read_config(parser.parse_args(five), PodEnv()).kv_buffer_bytes == 4_000_000_000
+
+
+@MODES
+def test_12_put_holds_ps_step_until_d_has_its_kv_and_the_others_hold_nothing(mode: Mode) -> None:
+    world = World(settings=KvSettings(mode=mode))
+    sent = world.prompt(8)
+    world.expect(sent)
+    world.offer(sent)
+    world.settle()
+    world.forward(sent)
+    assert (world.producer.held_until(world.clock.now) is not None) == (mode == "put")
+    world.settle()
+    assert world.producer.held_until(world.clock.now) is None
+    world.finish_request(sent)
 
 
 # --- 17
