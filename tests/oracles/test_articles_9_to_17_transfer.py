@@ -2,8 +2,9 @@
 
 9 P needs a buffer in GET only, D in all modes; 10 buffer, then host pool, and lost KV is computed
 again (among real processes, with their tokens: tests/e2e/test_burst.py); 11 the buffer is a tenth
-of the memory; 12 PUT holds P's step and the others do not (how fast each is: docs/benchmarks/kv.md);
-17 what happens between a request's start and its first token, on P and on D.
+of the memory; 12 PUT holds P's step and the others do not (how
+fast each is: docs/benchmarks/kv.md); 17 what happens between a request's start and its first token,
+on P and on D.
 """
 
 from __future__ import annotations
