@@ -38,7 +38,6 @@ SHAPES = {"2p2d": (2, 2), "3p1d": (3, 1)}
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wired]:
     with wired(tmp_path_factory.mktemp("matrix"), *FLAGS) as scene:
-        scene.start([], ds=1)
         yield scene
 
 
@@ -61,9 +60,9 @@ def _agree(scene: Wired, cases: list[Case], *, each: int) -> None:
     scene.wait_at_rest()
 
 
-def _takes(scene: Wired, ways: list[Way]) -> None:
-    for p, way in zip(scene.ps, ways, strict=True):
-        taken = p.metrics()[f"xpyd_kv_peers_total{{transport={way.transport}}}"]
+def _takes(scene: Wired) -> None:
+    for p in scene.ps:
+        taken = p.metrics()[f"xpyd_kv_peers_total{{transport={scene.ways[p.name].transport}}}"]
         assert taken == p.metric("xpyd_kv_peers_total") == len(scene.ds)
 
 
@@ -71,26 +70,23 @@ def _takes(scene: Wired, ways: list[Way]) -> None:
 def test_3p1d_gives_the_tokens_of_one_process(
     scene: Wired, cases: list[Case], ways: list[Way]
 ) -> None:
-    assert len(scene.ds) == 1
-    scene.stop(*scene.ps)
-    scene.start(ways, ds=0)
+    scene.become(ways, ds=1)
     _agree(scene, cases, each=5)
-    _takes(scene, ways)
+    _takes(scene)
 
 
 def test_2p2d_gives_the_tokens_of_one_process(scene: Wired, cases: list[Case]) -> None:
-    """One P of the fleet before leaves it, a D joins."""
-    scene.stop(scene.ps[0])
-    scene.start([], ds=1)
+    """In the fleet of before one P leaves, and a D joins."""
+    scene.become(TRIOS[-1][1:], ds=2)
     _agree(scene, cases, each=8)
-    _takes(scene, TRIOS[-1][1:])
+    _takes(scene)
 
 
 def test_faults_at_random_moments_under_load_hang_nobody_and_change_no_token(
     scene: Wired, cases: list[Case]
 ) -> None:
     """With a third P, so that every mode and every transport has its part."""
-    scene.start(TRIOS[-1][:1], ds=0)
+    scene.become(TRIOS[-1], ds=2)
     _with_faults(scene, cases, seed=SEED, kinds=KINDS, seconds=4.0)
 
 
@@ -103,9 +99,9 @@ def test_each_way_in_each_shape_with_faults(
     num_p, num_d = SHAPES[shape]
     seed = random.SystemRandom().randrange(2**32)
     with wired(tmp_path, *FLAGS) as scene:
-        scene.start([way] * num_p, ds=num_d)
+        scene.become([way] * num_p, ds=num_d)
         _agree(scene, cases, each=8)
-        _takes(scene, [way] * num_p)
+        _takes(scene)
         for turn in range(2):
             _with_faults(scene, cases, seed=seed + turn, kinds=KINDS * 2, seconds=15.0)
 

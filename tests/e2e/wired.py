@@ -46,6 +46,8 @@ class Wired:
     folder: Path
     flags: tuple[str, ...]
     ps: list[Process] = field(default_factory=list[Process])
+    ways: dict[str, Way] = field(default_factory=dict[str, Way])
+    """Of each P, by its name."""
     ds: list[Process] = field(default_factory=list[Process])
     relays: list[Relay] = field(default_factory=list[Relay])
 
@@ -53,15 +55,26 @@ class Wired:
     def engines(self) -> list[Process]:
         return [*self.ps, *self.ds]
 
-    def start(self, ways: list[Way], *, ds: int) -> None:
-        """So many new Ps and Ds, ready."""
-        new = [self._start_d() for _ in range(ds)]
-        for way in ways:
-            mine = ("--kv-mode", way.mode, "--kv-transport", way.transport)
-            folder = ("--kv-socket-dir", str(self.folder / "of-p"))
-            self.ps.append(self.fleet.start_engine("Prefill", *mine, *folder, *self.flags))
-            new.append(self.ps[-1])
+    def become(self, ways: list[Way], *, ds: int) -> None:
+        """These Ps and so many Ds, ready. Who is there already stays as it is."""
+        wanted = list(ways)
+        leaving: list[Process] = []
+        for p in self.ps:
+            if self.ways[p.name] in wanted:
+                wanted.remove(self.ways[p.name])
+            else:
+                leaving.append(p)
+        self._stop([*leaving, *self.ds[ds:]])
+        new = [self._start_d() for _ in range(ds - len(self.ds))]
+        new += [self._start_p(way) for way in wanted]
         self.fleet.wait_ready(*new)
+
+    def _start_p(self, way: Way) -> Process:
+        mine = ("--kv-mode", way.mode, "--kv-transport", way.transport)
+        folder = ("--kv-socket-dir", str(self.folder / "of-p"))
+        self.ps.append(self.fleet.start_engine("Prefill", *mine, *folder, *self.flags))
+        self.ways[self.ps[-1].name] = way
+        return self.ps[-1]
 
     def _start_d(self) -> Process:
         number = next(self.fleet.hosts)
@@ -73,14 +86,17 @@ class Wired:
         self.relays.append(Relay(relay_ip, 21001, (ip, 21001), sockets=(ps, ds)))
         return self.ds[-1]
 
-    def stop(self, *engines: Process) -> None:
-        """They leave the fleet."""
-        for engine in engines:
+    def _stop(self, leaving: list[Process]) -> None:
+        for engine in leaving:
             engine.popen.terminate()
-        for engine in engines:
+        for engine in leaving:
             engine.stop()
             wait_for("the router forgot it", lambda e=engine: e.name not in self.fleet.states())
-        self.ps = [p for p in self.ps if p not in engines]
+        for number, d in reversed([*enumerate(self.ds)]):
+            if d in leaving:
+                self.relays.pop(number).close()
+        self.ps = [p for p in self.ps if p not in leaving]
+        self.ds = [d for d in self.ds if d not in leaving]
 
     def wait_at_rest(self) -> None:
         """Nothing runs, waits or is held: buffers and pools are empty, all blocks are free."""
