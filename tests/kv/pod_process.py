@@ -104,8 +104,8 @@ class PodProcess:
 
 @contextmanager
 def pod_process(role: str, **settings: Any) -> Iterator[PodProcess]:
-    """`settings`: `store`, `limits`, `frames`, `deadlines` as dicts of their fields; `blocks`;
-    `sockets`, a folder for Unix sockets; `shared_bytes`, a P's memory that others may read;
+    """`settings`: `mode`; `blocks`; `store`, `limits`, `frames`, `deadlines` as dicts of their
+    fields; `sockets`, a folder for Unix sockets; `shared_bytes`, a P's memory that others may read;
     `name`, the engine_id; `keys`, the fleet's; `spare_address_bytes`, how much more it may map."""
     popen = subprocess.Popen(
         [sys.executable, "-m", "tests.kv.pod_process", role, json.dumps(settings)],
@@ -125,6 +125,7 @@ class _Child:
             limits=KvLimits(**settings.get("limits", {})),
             frames=FrameLimits(**settings.get("frames", {})),
             store=StoreLimits(**settings.get("store", {})),
+            mode=settings.get("mode", "put_async"),
         )
         sockets = settings.get("sockets")
         options: dict[str, Any] = {} if sockets is None else {"socket_dir": Path(sockets)}

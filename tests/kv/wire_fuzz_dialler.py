@@ -171,10 +171,10 @@ class Acceptor(Fuzzed):
         puppet = self.peer(sock)
         (offer,) = [event.message for event in puppet.read()]
         of = {"uuid": offer.uuid, "prompt_index": offer.prompt_index, "epoch": offer.epoch}
+        # GRANT is for the modes that send by themselves, PULL for get: here each answers any.
+        kind = self.rng.choice([wire.Grant, wire.Pull])
         if self.rng.random() < 0.8:
-            sock.sendall(
-                encode(wire.Grant(**of, skip_tokens=self.rng.choice([0, 0, 4, 3, 20, 24])))
-            )
+            sock.sendall(encode(kind(**of, skip_tokens=self.rng.choice([0, 0, 4, 3, 20, 24]))))
         return puppet, of
 
     def granted_frames(self, sock: socket.socket) -> bool:
@@ -236,6 +236,7 @@ class Acceptor(Fuzzed):
         numbers = b"".join(number().to_bytes(4, "little") for _ in range(rng.randrange(1, 9)))
         messages: list[tuple[wire.Message, bytes]] = [
             (wire.Grant(**of, skip_tokens=number()), b""),
+            (wire.Pull(**of, skip_tokens=number()), b""),
             (wire.Done(**of), b""),
             (wire.Nack(**of, frames=len(numbers) // 4), numbers),
             (wire.Nack(**of, frames=max(1, number())), numbers),
