@@ -6,13 +6,22 @@ import pytest
 
 from tests.e2e.harness import fleet
 from tests.e2e.oracle import Case
+from tests.kv.nixl_kit import needs_nixl
+from xpyd_kv.wire.handshake import LENT
 
 pytestmark = pytest.mark.slow
 CASES = 12
 
 
 @pytest.mark.parametrize(
-    ("asked", "taken"), [("uds", "uds"), ("shm", "shm"), ("auto", "shm"), ("tcp", "tcp")]
+    ("asked", "taken"),
+    [
+        ("uds", "uds"),
+        ("shm", "shm"),
+        ("auto", "shm"),
+        ("tcp", "tcp"),
+        pytest.param("nixl", "nixl", marks=needs_nixl),
+    ],
 )
 def test_greedy_tokens_are_those_of_one_process(
     tmp_path: Path, cases: list[Case], asked: str, taken: str
@@ -34,10 +43,10 @@ def test_greedy_tokens_are_those_of_one_process(
         for engine in (p, d):
             samples = engine.metrics()
             assert samples[f"xpyd_kv_peers_total{{transport={taken}}}"] == 1
-            assert (samples["xpyd_kv_shared_bytes_total"] > 0) == (taken == "shm")
+            assert (samples["xpyd_kv_shared_bytes_total"] > 0) == (taken in LENT)
         assert d.metric("xpyd_kv_received_bytes_total") == p.metric("xpyd_kv_sent_bytes_total") > 0
         assert d.metric("xpyd_kv_recomputed_requests_total") == 0
-        if taken == "shm":
+        if taken in LENT:
             assert d.metric("xpyd_kv_shared_bytes_total") == d.metric(
                 "xpyd_kv_received_bytes_total"
             )

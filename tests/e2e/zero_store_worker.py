@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 
 from xpyd_core.logs import set_up_logging
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.connector.api import BlockPool, KvMemory
+from xpyd_kv.device.api import View
 from xpyd_kv.store.api import Landing, Store, StoreFigures
 from xpyd_kv.store.landing_store import LandingStore, StoreLimits
 from xpyd_worker.command import configure, read_config
@@ -62,6 +64,10 @@ class ZeroStore:
 
     def poll(self) -> None:
         self._inner.poll()
+
+    @property
+    def regions(self) -> Sequence[View]:
+        return self._inner.regions
 
     def figures(self) -> StoreFigures:
         return self._inner.figures()

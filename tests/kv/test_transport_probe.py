@@ -16,6 +16,7 @@ from tests.kv.transport_kit import (
 from xpyd_kv.transport.checksum import checksum
 from xpyd_kv.transport.shared_memory import Run, SharedMemoryPath, pack
 from xpyd_kv.wire.frames import encode
+from xpyd_kv.wire.handshake import LENT
 from xpyd_kv.wire.messages import MAX_PROBE_BYTES, Probe, Probed
 
 
@@ -61,7 +62,7 @@ def test_probes_go_between_data_and_are_no_kv(net):
     assert len({answer.digest for answer in answers}) == 1
     p_told.wait("done", 3)
     assert p_told.all("done") == [(seq, True) for seq in range(3)]
-    moved = 3 * BLOCK_BYTES if net.transport == "shm" else 0
+    moved = 3 * BLOCK_BYTES if net.transport in LENT else 0
     assert p.counters.shared_bytes == d.counters.shared_bytes == moved
 
 

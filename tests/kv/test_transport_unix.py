@@ -152,6 +152,8 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path):
 
 def test_a_folder_that_is_none_is_refused(tmp_path):
     (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="memory"):
+        offered(("nixl",), has_folder=False, lent=[])
     with pytest.raises(UserError, match="--kv-socket-dir"):
         SocketFolder(tmp_path / "file")
 
@@ -185,6 +187,7 @@ def test_what_cannot_be_used_is_not_offered():
     both = {"has_folder": True, "lent": ["shm"]}
     assert offered(("tcp", "shm", "uds"), **both) == ("shm", "uds", "tcp")
     assert offered(TRANSPORTS, has_folder=True, lent=TRANSPORTS) == TRANSPORTS
+    assert offered(TRANSPORTS, has_folder=False, lent=["nixl"]) == ("nixl", "tcp")
     assert offered(TRANSPORTS, has_folder=True, lent=[]) == ("uds", "tcp")
     assert offered(TRANSPORTS, has_folder=False, lent=["shm"]) == ("tcp",)
     with pytest.raises(UserError, match="memory"):

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.kv import nixl_kit
 from tests.kv.gpu_kit import REGION_BYTES, FakeGpus, Gpus, RealGpus
 from tests.kv.wire_samples import LAYOUT, SAMPLES
 from xpyd_core.errors import ProtocolError
@@ -25,13 +26,14 @@ from xpyd_kv.device.api import DeviceView
 from xpyd_kv.transport.checksum import checksum
 from xpyd_kv.transport.cuda_ipc import CudaIpcPath
 from xpyd_kv.transport.data_path import DataPath
+from xpyd_kv.transport.nixl.path import NixlPath
 from xpyd_kv.transport.settings import Deadlines, Identity
 from xpyd_kv.transport.shared_memory import SharedMemory, SharedMemoryPath
 from xpyd_kv.transport.sockets import usable
 from xpyd_kv.transport.tcp import TcpEndpoint
 from xpyd_kv.wire.connection import Connection, Opened
 from xpyd_kv.wire.frames import encode
-from xpyd_kv.wire.handshake import LENT, Terms
+from xpyd_kv.wire.handshake import LENT, OVER_TCP, Terms
 from xpyd_kv.wire.messages import MAX_PROBE_BYTES, Data, Hello, Layout
 
 KEY = b"the fleet's key, long enough"
@@ -41,7 +43,13 @@ PATIENCE_S = 20.0
 QUICK = Deadlines(connect_s=0.2, auth_s=0.2, ping_s=30.0, failed_auth_s=30.0)
 KINDS = ("tcp", "uds", "shm")
 """Transports of host memory."""
-CONFORMING = (*KINDS, "cuda_ipc", pytest.param("cuda_ipc:gpu", marks=pytest.mark.gpu))
+NIXL = nixl_kit.library()
+CONFORMING = (
+    *KINDS,
+    pytest.param("nixl", marks=nixl_kit.needs_nixl),
+    "cuda_ipc",
+    pytest.param("cuda_ipc:gpu", marks=pytest.mark.gpu),
+)
 """Those that pass the same tests. Behind a colon: on real hardware instead of its fake."""
 HOST = b"the tests' machine"
 _SAMPLES = {sample.name: sample for sample in SAMPLES}
@@ -135,7 +143,7 @@ class Net:
         options.setdefault("socket_dir", None if self.is_over_tcp else self.folder)
         if "paths" not in options:
             options["paths"] = [self.path(role)]
-        if role == "P" and self.transport == "shm":
+        if role == "P" and self.transport in ("shm", "nixl"):
             options.setdefault("probe_room", memoryview(SHARED.buffer)[-MAX_PROBE_BYTES:])
         if role == "D":
             options.setdefault("listen", Address("127.0.0.1", 0))
@@ -147,6 +155,8 @@ class Net:
 
     def path(self, role: str) -> DataPath:
         """The data path of a P or D of this net."""
+        if self.transport == "nixl":
+            return self._nixl_path(role)
         if self.gpus is None:
             lends = role == "P" and self.transport == "shm"
             return SharedMemoryPath(SHARED if lends else None)
@@ -156,6 +166,17 @@ class Net:
             path = CudaIpcPath(self.gpus.d, host=HOST)
         self._gpu_paths.append(path)
         return path
+
+    def _nixl_path(self, role: str) -> DataPath:
+        assert NIXL is not None
+        lent = [memoryview(SHARED.buffer)] if role == "P" else []
+        path = NixlPath(NIXL, unit_bytes=BLOCK_BYTES, lends_from=lent)
+        self.keep(path)
+        return path
+
+    def keep(self, path: Any) -> None:
+        """To be closed when all endpoints are."""
+        self._ends.insert(0, path)
 
     def pair(self, **options: Any):
         """A connected P and D: (p, p's recorder, p's peer), (d, d's recorder, d's peer)."""
@@ -184,7 +205,7 @@ class Net:
     @property
     def is_over_tcp(self) -> bool:
         """Whether its control sockets are TCP's."""
-        return self.transport in ("tcp", "cuda_ipc")
+        return self.transport in OVER_TCP
 
     @property
     def is_lent(self) -> bool:
@@ -275,6 +296,7 @@ def network(transport: str) -> Iterator[Net]:
         net = Net(transport, Path(folder))
         yield net
         net.close()
+        nixl_kit.end_openers(PATIENCE_S)
         assert len(os.listdir("/proc/self/fd")) == descriptors
         assert threading.active_count() == threads
         assert net.files_of_endpoints() == []

@@ -117,7 +117,7 @@ def _add_kv(parser: argparse.ArgumentParser) -> None:
         "--kv-socket-dir",
         type=Path,
         metavar="DIR",
-        help="folder that this machine's instances share, for all but tcp, e.g. /run/xpyd/chat",
+        help="folder that this machine's instances share, for uds and shm, e.g. /run/xpyd/chat",
     )
     add(
         "--kv-direct-free",

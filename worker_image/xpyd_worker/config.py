@@ -13,6 +13,7 @@ from xpyd_core.messages import HEARTBEAT_PERIOD_S
 from xpyd_core.pod_env import HTTP_PORT, KV_PORT
 from xpyd_core.request_id import Address, is_dialable
 from xpyd_kv.transport.settings import TRANSPORTS
+from xpyd_kv.wire.handshake import OVER_TCP
 from xpyd_kv.wire.messages import Mode
 
 Role = Literal["Prefill", "Decode", "Aggregated"]
@@ -154,7 +155,7 @@ def _checks(config: WorkerConfig) -> list[tuple[str, bool]]:
         (
             f"--kv-transport {config.kv_transports[0]}: needs --kv-socket-dir, a folder that the "
             "instances of this machine share",
-            "tcp" in config.kv_transports or config.kv_socket_dir is not None,
+            bool({*OVER_TCP} & {*config.kv_transports}) or config.kv_socket_dir is not None,
         ),
         ("--kv-direct-free: expected 0 to 1", 0 <= config.kv_direct_free <= 1),
         ("--kv-group-bytes: expected at least 1", config.kv_group_bytes >= 1),

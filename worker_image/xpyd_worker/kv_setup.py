@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,13 +16,16 @@ from xpyd_kv.connector.build import (
     default_store,
     wire_layout,
 )
+from xpyd_kv.device.api import View
 from xpyd_kv.plan.frames import FrameLimits
 from xpyd_kv.session.limits import KvLimits
 from xpyd_kv.session.metrics import KvMetrics
-from xpyd_kv.store.api import StoreFigures
+from xpyd_kv.store.api import Store, StoreFigures
 from xpyd_kv.store.landing_store import StoreLimits
 from xpyd_kv.transport.api import Handler
 from xpyd_kv.transport.counters import Counters
+from xpyd_kv.transport.nixl.library import load as load_nixl
+from xpyd_kv.transport.nixl.path import NixlPath
 from xpyd_kv.transport.settings import Identity
 from xpyd_kv.transport.shared_memory import SharedMemory, SharedMemoryPath
 from xpyd_kv.transport.tcp import TcpEndpoint
@@ -47,6 +50,7 @@ class Kv:
     connector: Connector | None = None
     counters: Counters | None = None
     shared: SharedMemory | None = None
+    nixl: NixlPath | None = None
 
     @property
     def probe(self) -> ProbePeer | None:
@@ -68,6 +72,8 @@ class Kv:
         """Close all connections, end the I/O thread, lend nothing any more."""
         if self.connector is not None:
             self.connector.endpoint.close(deadline_s)
+        if self.nixl is not None:
+            self.nixl.close()
         if self.shared is not None:
             self.shared.close()
 
@@ -88,6 +94,8 @@ class KvParts:
     """What the worker gives to the transfer. `wake` wakes the engine's loop, from any thread."""
 
     memory: KvMemory
+    cache: Sequence[View]
+    """All of `memory`."""
     pool: BlockPool
     wake: Callable[[], None]
     factors: dict[str, str]
@@ -108,6 +116,9 @@ def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None =
     if role == "A":
         return Kv()
     endpoints: list[TcpEndpoint] = []
+    stores: list[Store] = []
+    nixl = _nixl_path(config, parts, lambda: [view for store in stores for view in store.regions])
+    shm = SharedMemoryPath(parts.shared)
 
     def make_endpoint(handler: Handler) -> TcpEndpoint:
         endpoint = TcpEndpoint(
@@ -123,8 +134,8 @@ def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None =
             source_host=config.host,
             transports=config.kv_transports,
             socket_dir=config.kv_socket_dir,
-            paths=[SharedMemoryPath(parts.shared)],
-            probe_room=_probe_room(parts.shared),
+            paths=[shm] if nixl is None else [shm, nixl],
+            probe_room=_probe_room(parts.shared) if nixl is None else nixl.spare,
         )
         endpoints.append(endpoint)
         return endpoint
@@ -147,8 +158,26 @@ def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None =
         ),
         make_store=make_store or default_store,
     )
-    return Kv(connector, endpoints[0].counters, parts.shared)
+    if connector.store is not None:
+        stores.append(connector.store)
+    return Kv(connector, endpoints[0].counters, parts.shared, nixl)
 
 
 def _probe_room(shared: SharedMemory | None) -> memoryview | None:
     return None if shared is None else memoryview(shared.buffer)[-MAX_PROBE_BYTES:]
+
+
+def _nixl_path(
+    config: WorkerConfig, parts: KvParts, of_store: Callable[[], Sequence[View]]
+) -> NixlPath | None:
+    """Only where it was asked for: between caches in ordinary memory every other way is faster.
+    UserError where it cannot be had."""
+    if config.kv_transports != ("nixl",):
+        return None
+    return NixlPath(
+        load_nixl(),
+        unit_bytes=parts.memory.layout.block_bytes,
+        spare_bytes=MAX_PROBE_BYTES,
+        lends_from=parts.cache if config.role == "Prefill" else (),
+        lands_in=lambda: [*parts.cache, *of_store()],
+    )

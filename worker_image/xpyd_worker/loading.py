@@ -98,8 +98,10 @@ def load(
         enable_prefix_caching=config.prefix_caching,
     )
     inbox = Inbox()
+    memory = PagedMemory(runner.kv_cache.layers, layers=tuple(range(model_config.num_layers)))
     parts = KvParts(
-        memory=PagedMemory(runner.kv_cache.layers, layers=tuple(range(model_config.num_layers))),
+        memory=memory,
+        cache=memory.regions,
         pool=pool,
         wake=inbox.wake,
         factors=factors,

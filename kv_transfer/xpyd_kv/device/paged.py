@@ -44,6 +44,11 @@ class PagedMemory:
         """Blocks of the cache."""
         return self._num_blocks
 
+    @property
+    def regions(self) -> Sequence[memoryview]:
+        """The whole cache, writable: one view for each layer."""
+        return self._views
+
     def block_view(self, layer: int, block_id: int) -> memoryview:
         """Writable bytes of one block of one layer (index into `layout.layers`)."""
         size = self._layout.block_bytes

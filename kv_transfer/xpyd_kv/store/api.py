@@ -123,4 +123,10 @@ class Store(Protocol):
         """Once per engine step: take back what a device copied from when it was freed."""
         ...
 
+    @property
+    def regions(self) -> Sequence[View]:
+        """Memory of the store's own that landings are made of, for as long as it lives. What else
+        they are made of is the cache, or comes and goes."""
+        ...
+
     def figures(self) -> StoreFigures: ...

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -99,6 +99,12 @@ class LandingStore:
             self._device.free(cast("DeviceView", self._buffer.memory))
         if self._host.size_bytes:
             self._device.free_pinned(cast("memoryview", self._host.memory))
+
+    @property
+    def regions(self) -> Sequence[View]:
+        """See Store."""
+        arenas = (self._host, self._buffer)
+        return [arena.memory for arena in arenas if arena is not None and arena.size_bytes]
 
     def figures(self) -> StoreFigures:
         """See Store."""

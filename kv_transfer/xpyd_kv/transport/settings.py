@@ -17,6 +17,7 @@ _NEEDS = {
     "uds": "--kv-socket-dir",
     "shm": "memory that can be shared",
     "cuda_ipc": "a KV cache on a GPU",
+    "nixl": "memory that NIXL has registered",
 }
 KIB = 1024
 MIB = 1024 * KIB
@@ -34,9 +35,9 @@ def offered(
     reached = {*OVER_TCP, *(OVER_UNIX if has_folder else ())}
     names = tuple(name for name in TRANSPORTS if name in {*transports} & moved & reached)
     if not names:
-        lack = _NEEDS["shm" if has_folder else "uds"]
-        if set(transports) == {"cuda_ipc"}:
-            lack = _NEEDS["cuda_ipc"]
+        alone = transports[0] if len(transports) == 1 else ""
+        lack = _NEEDS.get(alone, "") if has_folder or alone in OVER_TCP else ""
+        lack = lack or _NEEDS["shm" if has_folder else "uds"]
         raise UserError(f"KV transport {', '.join(transports)}: needs {lack}")
     return names
 
@@ -58,7 +59,7 @@ class Identity:
     gpu: str = ""
     """The uuid of the GPU that holds the cache."""
 
-    def hello(self, nonce: bytes, transports: tuple[str, ...] = OVER_TCP) -> Hello:
+    def hello(self, nonce: bytes, transports: tuple[str, ...] = ("tcp",)) -> Hello:
         """The HELLO of one connection; `nonce` is 32 random bytes, never used twice.
         `transports`: what this side can move DATA with."""
         return Hello(

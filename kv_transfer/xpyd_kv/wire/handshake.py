@@ -35,10 +35,10 @@ from xpyd_kv.wire.messages import MAJOR, Auth, Hello, Layout, Message, Refuse
 DIALLER_ROLE = "P"
 ACCEPTOR_ROLE = "D"
 # What moves DATA, by the kind of socket; the first that both sides name is taken.
-OVER_TCP = ("cuda_ipc", "tcp")
-OVER_UNIX = ("cuda_ipc", "shm", "uds")
+OVER_TCP = ("cuda_ipc", "nixl", "tcp")
+OVER_UNIX = ("cuda_ipc", "nixl", "shm", "uds")
 # Those of them that move DATA beside the socket, by REGION, SHARED and COPIED.
-LENT = frozenset(("cuda_ipc", "shm"))
+LENT = frozenset(("cuda_ipc", "nixl", "shm"))
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Terms:
     hello: Hello
     layout: Layout
     keys: tuple[bytes, ...]
-    usable: tuple[str, ...] = OVER_TCP
+    usable: tuple[str, ...] = ("tcp",)
     can_use: Callable[[str, Hello], bool] = lambda transport, theirs: True
 
 

@@ -1,0 +1,141 @@
+"""Registered memory as one row of bytes, and how a frame's bytes are found in two of them. Pure.
+
+P's row is what a SHARED frame's runs count in; D's row is where they go. Both rows are cut into
+units of one size, so that NIXL can check and prepare them once and a frame names numbers only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from xpyd_kv.device.api import DeviceView, View
+from xpyd_kv.transport.shared_memory import Run
+
+HOST = -1
+"""`device` of memory that the CPU sees."""
+
+
+class Region(NamedTuple):
+    """`length` bytes from `address` on; of GPU `device`, or HOST."""
+
+    address: int
+    length: int
+    device: int
+
+
+class Row:
+    """Regions one behind another. They do not overlap."""
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        self.regions = tuple(sorted(regions))
+        self._starts = [region.address for region in self.regions]
+        self._offsets = [0, *accumulate(region.length for region in self.regions)]
+        self.size_bytes = self._offsets[-1]
+
+    @property
+    def devices(self) -> set[int]:
+        """Where its regions are."""
+        return {region.device for region in self.regions}
+
+    def is_of_units(self, unit: int) -> bool:
+        """Whether each region is whole units long."""
+        return unit > 0 and all(not region.length % unit for region in self.regions)
+
+    def offset_of(self, span: Region) -> int | None:
+        """Where in the row these bytes are; None when some are not in it."""
+        index = bisect_right(self._starts, span.address) - 1
+        if index < 0:
+            return None
+        region = self.regions[index]
+        inside = span.address - region.address
+        if region.device != span.device or inside > region.length - span.length:
+            return None
+        return self._offsets[index] + inside
+
+    def runs_of(self, spans: Iterable[Region], *, at_most: int) -> list[Run] | None:
+        """Where these bytes are, neighbours joined; None when some are not in the row, or in more
+        than `at_most` places."""
+        runs: list[Run] = []
+        for span in spans:
+            if not span.length:
+                continue
+            offset = self.offset_of(span)
+            if offset is None:
+                return None
+            last = runs[-1] if runs else None
+            if last is not None and last.offset + last.length == offset:
+                runs[-1] = Run(last.offset, last.length + span.length)
+            else:
+                runs.append(Run(offset, span.length))
+        return runs if len(runs) <= at_most else None
+
+    def spans_of(self, runs: Iterable[Run]) -> list[Region]:
+        """The addresses of runs that lie inside of the row."""
+        spans: list[Region] = []
+        for run in runs:
+            offset, left = run
+            index = bisect_right(self._offsets, offset) - 1
+            while left:
+                region = self.regions[index]
+                inside = offset - self._offsets[index]
+                length = min(left, region.length - inside)
+                spans.append(Region(region.address + inside, length, region.device))
+                offset, left, index = offset + length, left - length, index + 1
+        return spans
+
+
+def region_of(view: View) -> Region:
+    """Where a view's bytes are. TypeError for a read-only memoryview."""
+    if isinstance(view, DeviceView):
+        return Region(view.address, view.length, view.device)
+    if not len(view):
+        return Region(0, 0, HOST)
+    return Region(ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view), HOST)
+
+
+def joined(regions: Iterable[Region]) -> list[Region]:
+    """The same bytes in the same order, neighbours joined."""
+    found: list[Region] = []
+    for region in regions:
+        last = found[-1] if found else None
+        if last is not None and (last.address + last.length, last.device) == (
+            region.address,
+            region.device,
+        ):
+            found[-1] = last._replace(length=last.length + region.length)
+        elif region.length:
+            found.append(region)
+    return found
+
+
+def unit_numbers(places: Iterable[Run], unit: int) -> list[int] | None:
+    """The numbers of all units that these places are made of, in order; None where one begins or
+    ends inside of a unit."""
+    numbers: list[int] = []
+    for offset, length in places:
+        if offset % unit or length % unit:
+            return None
+        numbers.extend(range(offset // unit, (offset + length) // unit))
+    return numbers
+
+
+def cuts(targets: Sequence[Region], sources: Sequence[Region]) -> Iterator[tuple[Region, Region]]:
+    """Two lists of equal length in all, cut where either is cut: where to, where from."""
+    following = iter(sources)
+    source = Region(0, 0, HOST)
+    for whole in targets:
+        target = whole
+        while target.length:
+            while not source.length:
+                source = next(following)
+            length = min(target.length, source.length)
+            yield target._replace(length=length), source._replace(length=length)
+            target, source = _behind(target, length), _behind(source, length)
+
+
+def _behind(region: Region, length: int) -> Region:
+    return region._replace(address=region.address + length, length=region.length - length)
