@@ -64,6 +64,17 @@ def test_given_sizes_are_kept_and_get_no_flag_from_the_plan():
     assert d.total_bytes == PROCESS_BYTES + 420 * MIB
 
 
+@pytest.mark.parametrize("mode", ["PutAsync", "Put", "Get"])
+def test_p_has_buffer_and_pool_where_it_keeps_kv_until_it_is_asked_for(mode):
+    found = plan(8 * GIB, kv={"mode": mode, "bufferSize": "64Mi", "hostPoolSize": "256Mi"})
+    p = found.of("p")
+    wanted = (64 * MIB, 256 * MIB) if mode == "Get" else (0, 0)
+    assert (p.buffer_bytes, p.host_pool_bytes) == wanted
+    chosen = plan(8 * GIB, kv={"mode": mode}).of("p")
+    given = [arg for arg in chosen.args if arg.startswith("--kv-host-pool-size=")]
+    assert (chosen.host_pool_bytes > 0) == bool(given) == (mode == "Get")
+
+
 def test_a_fleet_that_does_not_fit_is_refused_with_the_numbers():
     with pytest.raises(UserError) as caught:
         plan(4 * GIB, kv={"hostPoolSize": "8Gi"})

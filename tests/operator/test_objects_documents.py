@@ -118,6 +118,7 @@ def test_what_a_document_says_by_default_makes_no_other_revision():
          {"sameHostPath": "/a", "transport": "SharedMemory"}),
         ({"sameHostPath": "/a"}, {"sameHostPath": "/a", "transport": "TCP"}),
         ({}, {"transport": "TCP"}),
+        ({}, {"onFailure": "Fail"}),
     ],
 )  # fmt: skip
 def test_engines_get_a_new_revision_with_another_transport_and_routers_keep_theirs(before, after):
@@ -127,6 +128,16 @@ def test_engines_get_a_new_revision_with_another_transport_and_routers_keep_thei
     ]
     others = {pool for pool in revisions[0] if revisions[0][pool] != revisions[1][pool]}
     assert others == {"prefill", "decode"}
+
+
+@pytest.mark.parametrize("mode", ["Put", "Get"])
+def test_prefill_engines_alone_get_a_new_revision_with_another_mode(mode):
+    """D does what each P says, so that a rollout may mix modes."""
+    old, new = (
+        {w.pool: w.revision for w in workloads_of(changed(("spec.kvTransfer", kv)))}
+        for kv in ({}, {"mode": mode})
+    )
+    assert {pool for pool in old if old[pool] != new[pool]} == {"prefill"}
 
 
 def test_giving_up_the_key_is_a_new_revision_of_routers_and_engines_and_leaves_no_trace_of_it():

@@ -159,6 +159,20 @@ def test_transport_and_insecure_reach_the_flags_of_those_whom_they_concern():
     assert not any(flags(transport="Auto", insecure=False, sameHostPath="/x").values())
 
 
+def test_a_mode_reaches_p_which_in_get_has_buffer_and_pool_as_d_has():
+    plain = {name: set(pool.template.args) for name, pool in want().items()}
+    sizes = {"bufferSize": "5%", "hostPoolSize": 8}
+    for mode, more in (
+        ("PutAsync", set()),
+        ("Put", {"--kv-mode=put"}),
+        ("Get", {"--kv-mode=get", "--kv-buffer-size=5%", "--kv-host-pool-size=8"}),
+    ):
+        found = want(kvTransfer={"mode": mode, **sizes})
+        assert set(found["prefill"].template.args) - plain["prefill"] == more
+        assert not [arg for arg in found["decode"].template.args if arg.startswith("--kv-mode")]
+        assert "--kv-host-pool-size=8" in found["decode"].template.args
+
+
 def test_in_local_mode_engines_that_move_kv_find_each_other_in_the_state_folder():
     pools = [{"name": role.lower(), "role": role, "resources": {"gpus": 0}}
              for role in ("Prefill", "Decode", "Aggregated")]  # fmt: skip

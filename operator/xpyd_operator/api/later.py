@@ -20,7 +20,6 @@ FIELDS = frozenset(
 """Paths without list indexes."""
 
 VALUES = {
-    "spec.kvTransfer.mode": ("Put", "Get"),
     "spec.kvTransfer.transport": ("NCCL", "CUDAIPC", "NIXL"),
     "spec.router.policy": ("Random", "PowerOfTwo", "LeastLoaded", "PrefixAware"),
 }

@@ -24,8 +24,9 @@ class KvKeyRef(ApiModel):
 class KvTransfer(ApiModel):
     """How KV moves from P to D."""
 
-    mode: Literal["PutAsync"] = "PutAsync"
-    """P sends while it prefills."""
+    mode: Literal["PutAsync", "Put", "Get"] = "PutAsync"
+    """When KV leaves P: PutAsync while it computes, Put after each step, which waits, Get when D
+    asks."""
     transport: Literal["Auto", "TCP", "UDS", "SharedMemory"] = "Auto"
     """What carries the KV; Auto: the best that both engines of a pair have."""
     same_host_path: HostPath = ""
@@ -44,9 +45,11 @@ class KvTransfer(ApiModel):
     ] = KV_PORT
     """The KV port of each engine."""
     buffer_size: SizeOrPercent = "10%"
-    """D's device buffer: a size, or a percentage of the instance's KV cache."""
+    """Device buffer of D, in mode Get of P, too: a size, or a percentage of the instance's KV
+    cache."""
     host_pool_size: Size | None = None
-    """D's host pool; none: 4Gi in a cluster, a size that fits in local mode."""
+    """Host pool of D, in mode Get of P, too; none: 4Gi in a cluster, a size that fits in local
+    mode."""
     lease_seconds: Annotated[int, Field(ge=5, le=3600)] = 30
     """How long KV stays that no request asks for."""
     wait_seconds: Annotated[int, Field(ge=1, le=600)] = 10
@@ -57,6 +60,11 @@ class KvTransfer(ApiModel):
     """Secret with the key by which engines know each other; none: the operator makes one."""
     insecure: bool = False
     """No key: whoever reaches an engine's KV port may read and write KV."""
+
+    def keeps_kv(self, role: str) -> bool:
+        """Whether engines of this role have a device buffer and a host pool: D for KV that comes
+        early, P for KV that is asked for late."""
+        return role == "Decode" or (role == "Prefill" and self.mode == "Get")
 
     @property
     def has_own_key(self) -> bool:

@@ -143,7 +143,7 @@ def _given(fleet: InferenceFleet, pool: Pool) -> _Sizes:
     args, kv = fleet.spec.engine.args, fleet.spec.kv_transfer
     cache = flag_value(args, _CACHE_FLAG)
     cache_bytes = None if cache is None else parse_bytes(cache)
-    if pool.role != "Decode":  # only D receives KV
+    if not kv.keeps_kv(pool.role):
         return _Sizes(cache_bytes, "0", 0)
     host_pool = flag_value(args, _POOL_FLAG)
     if host_pool is None and "host_pool_size" in kv.model_fields_set:

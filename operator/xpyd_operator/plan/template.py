@@ -73,7 +73,7 @@ def engine_template(fleet: InferenceFleet, pool: Pool, *, model: str, image: str
         args += ["--served-model-name", *spec.model.served_names]
     args += [f"--role={pool.role}", *_parallel_args(pool)]
     if pool.role != "Aggregated":
-        args += _kv_args(spec.kv_transfer, receives=pool.role == "Decode")
+        args += _kv_args(spec.kv_transfer, pool.role)
     args += _key_args(spec.kv_transfer)
     args += [
         f"--heartbeat-period-ms={spec.heartbeat.interval_milliseconds}",
@@ -96,15 +96,17 @@ def _parallel_args(pool: Pool) -> list[str]:
     return [f"--{name}-parallel-size={size}" for name, size in sizes.items() if size > 1]
 
 
-def _kv_args(kv: KvTransfer, *, receives: bool) -> list[str]:
+def _kv_args(kv: KvTransfer, role: str) -> list[str]:
     args = [
         f"--kv-wait-seconds={kv.wait_seconds}",
         f"--kv-lease-seconds={kv.lease_seconds}",
         f"--kv-on-failure={kv.on_failure.lower()}",
     ]
+    if kv.mode != "PutAsync" and role == "Prefill":  # D does what P says
+        args.append(f"--kv-mode={kv.mode.lower()}")
     if kv.transport != "Auto":
         args.append(f"--kv-transport={_TRANSPORTS[kv.transport]}")
-    if receives:
+    if kv.keeps_kv(role):
         args.append(f"--kv-buffer-size={kv.buffer_size}")
         if kv.host_pool_size is not None:
             args.append(f"--kv-host-pool-size={kv.host_pool_size}")
