@@ -12,13 +12,12 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from xpyd_core.errors import ProtocolError
 from xpyd_kv.device.api import View
 from xpyd_kv.transport.nixl import region_body
 from xpyd_kv.transport.nixl.library import Agent, Nixl, NixlError, Prepared, Remote, Transfer
 from xpyd_kv.transport.nixl.region_body import Described
 from xpyd_kv.transport.nixl.regions import Region, Row, cuts, joined, region_of, unit_numbers
-from xpyd_kv.transport.shared_memory import Run, unpack
+from xpyd_kv.transport.shared_memory import Run, check_runs, unpack
 
 _log = logging.getLogger(__name__)
 
@@ -60,11 +59,9 @@ class NixlBorrower:
         opening, theirs = self._opening, self._theirs
         assert opening is not None
         assert theirs is not None
-        runs = unpack(body)
-        if any(not run.length or run.offset > theirs.row.size_bytes - run.length for run in runs):
-            raise ProtocolError("a run outside of the region")
-        if sum(run.length for run in runs) != length:
-            raise ProtocolError(f"runs of other than {length} bytes")
+        columns = unpack(body)
+        check_runs(columns, theirs.row.size_bytes, length)
+        runs = list(map(Run, *columns))
 
         def start(views: Sequence[View] | None) -> _Read | _Nothing:
             return _Nothing() if views is None else _Read(opening, runs, views)
