@@ -17,6 +17,7 @@ from tests.kv.simulation.run import SimulationError, lines, run
 from xpyd_kv.connector.build import KvSettings
 from xpyd_kv.plan.frames import FrameLimits
 from xpyd_kv.session.limits import KvLimits
+from xpyd_kv.wire.messages import MODES, Mode
 
 BATCH = 100
 
@@ -40,13 +41,30 @@ def test_nothing_that_befalls_many_more_fleets_breaks_an_invariant(first: int) -
         run(plan_of(seed))
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("first", range(0, 8000, 2000))
+def test_nothing_that_befalls_a_fleet_of_one_mode_breaks_an_invariant(
+    first: int, mode: Mode
+) -> None:
+    for seed in range(first, first + 2000):
+        run(plan_of(seed, mode))
+
+
 def test_the_seeds_strike_with_every_fault_and_land_kv_all_the_same() -> None:
     outcomes: Counter[str] = Counter()
+    seen: Counter[str] = Counter()
     for seed in range(500):
-        outcomes += run(plan_of(seed)).outcomes
+        outcome = run(plan_of(seed))
+        outcomes += outcome.outcomes
+        seen += outcome.seen
     struck = {name.removeprefix("strike:") for name in outcomes if name.startswith("strike:")}
     assert struck == {*FAULTS, *TRICKS}
     assert outcomes["landed"] > 400
+    # Steps that waited for D, to the end or not; KV that P moved out of its blocks.
+    assert seen["held"] > 200
+    assert seen["held out"] > 10
+    assert seen["stashed"] > 20
     assert {"peer_lost", "cancelled", "timeout", "released", "lease_expired"} <= set(outcomes)
 
 
