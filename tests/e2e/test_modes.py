@@ -53,7 +53,7 @@ def test_a_p_whose_cache_fills_moves_kv_aside_and_every_answer_is_right(
         p = running.start_engine("Prefill", "--kv-mode", "get", *small, "--kv-buffer-size", "2Mi")
         d = running.start_engine("Decode", "--kv-mode", "get", "--max-num-seqs", "1")
         running.wait_ready(p, d)
-        result = asyncio.run(load(running.router.url, cases, seconds=5))
+        result = asyncio.run(load(running.router.url, cases, seconds=8))
         assert not result.wrong
         assert not result.errors
         assert result.agreed > 0
