@@ -394,7 +394,7 @@ def _is_followed_by_tick(told, name):
 
 
 def test_the_first_byte_of_each_frame_is_logged_for_whoever_debugs(net, caplog):
-    caplog.set_level(logging.DEBUG, "xpyd_kv.transport.stream")
+    caplog.set_level(logging.DEBUG, "xpyd_kv.transport.outlet")
     (p, p_told, d_at_p), (_, d_told, _) = net.pair()
     send_data(p, p_told, d_at_p, [net.share(bytes(BLOCK_BYTES))], seq=3)
     d_told.wait("end")

@@ -26,10 +26,15 @@ from xpyd_kv.device.api import DeviceView
 from xpyd_kv.transport.checksum import checksum
 from xpyd_kv.transport.cuda_ipc import CudaIpcPath
 from xpyd_kv.transport.data_path import DataPath
+<<<<<<< HEAD
 from xpyd_kv.transport.nixl.path import NixlPath
 from xpyd_kv.transport.settings import Deadlines, Identity
+=======
+from xpyd_kv.transport.settings import Bounds, Deadlines, Identity
+>>>>>>> 2268d81 (Sockets carry a GPU's cache by pinned slabs; what a connection writes is the Outlet's)
 from xpyd_kv.transport.shared_memory import SharedMemory, SharedMemoryPath
 from xpyd_kv.transport.sockets import usable
+from xpyd_kv.transport.staging import Staging
 from xpyd_kv.transport.tcp import TcpEndpoint
 from xpyd_kv.wire.connection import Connection, Opened
 from xpyd_kv.wire.frames import encode
@@ -43,6 +48,7 @@ PATIENCE_S = 20.0
 QUICK = Deadlines(connect_s=0.2, auth_s=0.2, ping_s=30.0, failed_auth_s=30.0)
 KINDS = ("tcp", "uds", "shm")
 """Transports of host memory."""
+<<<<<<< HEAD
 NIXL = nixl_kit.library()
 CONFORMING = (
     *KINDS,
@@ -51,7 +57,18 @@ CONFORMING = (
     pytest.param("cuda_ipc:gpu", marks=pytest.mark.gpu),
 )
 """Those that pass the same tests. Behind a colon: on real hardware instead of its fake."""
+=======
+_ON_GPU = ("cuda_ipc", "tcp+gpu", "uds+gpu")
+CONFORMING = (
+    *KINDS,
+    *_ON_GPU,
+    *(pytest.param(f"{kind}:real", marks=pytest.mark.gpu) for kind in _ON_GPU),
+)
+"""Those that pass the same tests. `+gpu`: the caches are on GPUs, so that DATA goes through slabs;
+`:real`: on a real GPU instead of its fake."""
+>>>>>>> 2268d81 (Sockets carry a GPU's cache by pinned slabs; what a connection writes is the Outlet's)
 HOST = b"the tests' machine"
+SLAB_BYTES = LAYOUT.max_data_bytes + Bounds().scratch_bytes
 _SAMPLES = {sample.name: sample for sample in SAMPLES}
 _serial = itertools.count(1)
 # One for all tests: its descriptors are nobody's leak.
@@ -117,15 +134,17 @@ class Net:
     """Endpoints of one test, which use one transport only, and the sockets to play with them."""
 
     def __init__(self, kind: str, folder: Path) -> None:
-        self.transport, _, where = kind.partition(":")
+        name, _, where = kind.partition(":")
+        self.transport, _, memory = name.partition("+")
         self.folder = folder
         self.gpus: Gpus | None = None
         self.place: dict[str, Any] = {}
         """What HELLO says of where this side is."""
         self._gpu_paths: list[CudaIpcPath] = []
         self._rooms: list[DeviceView] = []
-        if self.transport == "cuda_ipc":
-            self.gpus = RealGpus() if where == "gpu" else FakeGpus()
+        self.stagings: list[Staging] = []
+        if self.transport == "cuda_ipc" or memory:
+            self.gpus = RealGpus() if where else FakeGpus()
             self.place = {"host": HOST, "gpu": self.gpus.p.uuid}
             self._region = self.gpus.p.allocate(REGION_BYTES)
         self._ends: list[Any] = []
@@ -143,7 +162,13 @@ class Net:
         options.setdefault("socket_dir", None if self.is_over_tcp else self.folder)
         if "paths" not in options:
             options["paths"] = [self.path(role)]
+<<<<<<< HEAD
         if role == "P" and self.transport in ("shm", "nixl"):
+=======
+        if self.gpus is not None and "staging" not in options and not self.is_lent:
+            options["staging"] = self.staging(role)
+        if role == "P" and self.transport == "shm":
+>>>>>>> 2268d81 (Sockets carry a GPU's cache by pinned slabs; what a connection writes is the Outlet's)
             options.setdefault("probe_room", memoryview(SHARED.buffer)[-MAX_PROBE_BYTES:])
         if role == "D":
             options.setdefault("listen", Address("127.0.0.1", 0))
@@ -155,9 +180,13 @@ class Net:
 
     def path(self, role: str) -> DataPath:
         """The data path of a P or D of this net."""
+<<<<<<< HEAD
         if self.transport == "nixl":
             return self._nixl_path(role)
         if self.gpus is None:
+=======
+        if self.gpus is None or not self.is_lent:
+>>>>>>> 2268d81 (Sockets carry a GPU's cache by pinned slabs; what a connection writes is the Outlet's)
             lends = role == "P" and self.transport == "shm"
             return SharedMemoryPath(SHARED if lends else None)
         if role == "P":
@@ -167,6 +196,7 @@ class Net:
         self._gpu_paths.append(path)
         return path
 
+<<<<<<< HEAD
     def _nixl_path(self, role: str) -> DataPath:
         assert NIXL is not None
         lent = [memoryview(SHARED.buffer)] if role == "P" else []
@@ -177,6 +207,14 @@ class Net:
     def keep(self, path: Any) -> None:
         """To be closed when all endpoints are."""
         self._ends.insert(0, path)
+=======
+    def staging(self, role: str, *, slabs: int = 3) -> Staging:
+        """Slabs for a P or D of this net; closed with it."""
+        assert self.gpus is not None
+        device = self.gpus.p if role == "P" else self.gpus.d
+        self.stagings.append(Staging(device, slab_bytes=SLAB_BYTES, slabs=slabs))
+        return self.stagings[-1]
+>>>>>>> 2268d81 (Sockets carry a GPU's cache by pinned slabs; what a connection writes is the Outlet's)
 
     def pair(self, **options: Any):
         """A connected P and D: (p, p's recorder, p's peer), (d, d's recorder, d's peer)."""
@@ -231,7 +269,7 @@ class Net:
 
     def share(self, body: bytes) -> Any:
         """A view of these bytes where a P of this net can send them from: where D can read."""
-        if not self.is_lent:
+        if not self.is_lent and self.gpus is None:
             return memoryview(bytearray(body))
         start, self._shared_bytes = self._shared_bytes, self._shared_bytes + len(body)
         if self.gpus is not None:
@@ -282,6 +320,8 @@ class Net:
             return
         for path in self._gpu_paths:
             path.close()
+        for staging in self.stagings:
+            staging.close()
         for room in self._rooms:
             self.gpus.d.free(room)
         self.gpus.p.free(self._region)

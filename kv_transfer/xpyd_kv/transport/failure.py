@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from xpyd_core.errors import ProtocolError
 from xpyd_kv.transport.counters import Counters
-from xpyd_kv.transport.stream import ClosedByPeerError, SlowReaderError, Stream
+from xpyd_kv.transport.outlet import SlowReaderError
+from xpyd_kv.transport.stream import ClosedByPeerError, Stream
 from xpyd_kv.wire import errors
 from xpyd_kv.wire.errors import RefusedError, SilentPeerError
 from xpyd_kv.wire.handshake import LENT

@@ -1,33 +1,32 @@
 """One connection's socket: bytes between it, the wire's state machine and the session.
 
-Knows neither listening nor dialling, which are the endpoint's. Control frames go out before DATA;
-DATA goes straight from the session's views to the kernel and from the kernel into its views. Its
-methods raise where the connection must end; the endpoint ends it.
+Knows neither listening nor dialling, which are the endpoint's. What is written is the Outlet's;
+DATA that comes goes straight from the kernel into the session's views, or by a slab to a GPU
+(`staging`). Its methods raise where the connection must end; the endpoint ends it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import math
 import socket
-import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from functools import partial
 
 from xpyd_core.errors import ProtocolError
 from xpyd_core.request_id import Address
-from xpyd_kv.device.api import View, on_host
+from xpyd_kv.device.api import View, is_on_host, on_host
 from xpyd_kv.transport import sockets
 from xpyd_kv.transport.api import Handler
 from xpyd_kv.transport.body import Body
 from xpyd_kv.transport.checksum import checksum
 from xpyd_kv.transport.counters import Counters
-from xpyd_kv.transport.cursor import Cursor
-from xpyd_kv.transport.data_path import DataPath, Lender, Rights
+from xpyd_kv.transport.data_path import DataPath
+from xpyd_kv.transport.outlet import DataFrame, Outlet
 from xpyd_kv.transport.probes import answer_of
 from xpyd_kv.transport.settings import Bounds
-from xpyd_kv.transport.sharing import NO_CHECKSUM, Borrowing, Lending, data_of, shared_of
+from xpyd_kv.transport.sharing import Borrowing, data_of
+from xpyd_kv.transport.staging import Into, Inward, Staging
 from xpyd_kv.wire import errors
 from xpyd_kv.wire.connection import Connection, Event, Opened, Received
 from xpyd_kv.wire.frames import DataBegin, DataChunk, DataEnd
@@ -38,18 +37,6 @@ _log = logging.getLogger(__name__)
 
 class ClosedByPeerError(OSError):
     """The peer has closed its side."""
-
-
-class SlowReaderError(Exception):
-    """The peer leaves its control frames unread."""
-
-
-class DataFrame(NamedTuple):
-    """A DATA frame in the queue: see Endpoint.send_data."""
-
-    make_header: Callable[[bytes], Data | Probe | None]
-    views: Sequence[View]
-    done: Callable[[bool], None]
 
 
 class Stream:
@@ -69,6 +56,7 @@ class Stream:
         remote: str,
         paths: Mapping[str, DataPath],
         fetch_s: float,
+        staging: Staging | None = None,
         address: Address | None = None,
         connect_by: float | None = None,
     ) -> None:
@@ -79,6 +67,8 @@ class Stream:
         self.connect_by = connect_by
         """Until when the TCP connection must stand; None once it does."""
         self.wants_write = False
+        self.paused_since: float | None = None
+        """Since when it is not read, for want of a slab; see `resume`."""
         self.closing: str | None = None
         self.is_up = False
         """Whether the session has been told of this peer."""
@@ -94,19 +84,21 @@ class Stream:
         self._mismatch = mismatch
         self._paths = paths
         self._fetch_s = fetch_s
-        # Where DATA moves beside the socket: at P or at D.
-        self._lending: Lending | None = None
+        self._staging = staging
+        self._outlet = Outlet(
+            sock,
+            protocol,
+            bounds=bounds,
+            counters=counters,
+            staging=staging,
+            session_runs=self._session_runs,
+            is_closing=lambda: self.closing is not None,
+        )
+        # At D: where DATA moves beside the socket, and where it goes on to a GPU.
         self._borrowing: Borrowing | None = None
-        self._control: deque[bytes] = deque()
-        self._control_bytes = 0
-        self._data: deque[DataFrame] = deque()
-        self._sending: Cursor | None = None
-        self._sending_data: DataFrame | None = None
-        # Ancillary data that goes with the first byte of what is sent next.
-        self._rights: Rights = ()
-        self._has_lent = False
-        self._is_shared = self._is_kv = False
-        self._unlogged: Data | None = None
+        self._inward: Inward | None = None
+        self._into: Into | None = None
+        self._is_at_end = False
         self._landing: Body | None = None
         self._copied_bytes = 0
 
@@ -129,24 +121,28 @@ class Stream:
     @property
     def due(self) -> float:
         """When `tick` has something to do."""
+        if self.paused_since is not None:
+            return math.inf
         return self.protocol.due if self.connect_by is None else self.connect_by
 
     @property
     def has_output(self) -> bool:
         """Whether something is not through yet, written or to be copied by the peer."""
-        lends = self._lending is not None and self._lending.is_lending
-        return self._can_write or lends or bool(self._data)
+        return self._outlet.has_output
 
     @property
-    def _can_write(self) -> bool:
-        if self._sending is not None or self._control:
-            return True
-        return bool(self._data) and (self._lending is None or self._lending.has_room)
+    def waiting_since(self) -> float | None:
+        """Since when something has to be polled: a copy by another thread or device, a slab."""
+        times = (
+            self.paused_since,
+            self._outlet.waiting_since,
+            self._borrowing.fetching_since if self._borrowing is not None else None,
+            self._inward.since_s if self._inward is not None else None,
+        )
+        return min((time_s for time_s in times if time_s is not None), default=None)
 
-    @property
-    def fetching_since(self) -> float | None:
-        """When the oldest frame was begun that another thread or device is still fetching."""
-        return None if self._borrowing is None else self._borrowing.fetching_since
+    def _session_runs(self) -> None:
+        self.session_ran = True
 
     # --- reading
 
@@ -155,13 +151,40 @@ class Stream:
         connection."""
         budget = self._bounds.turn_bytes
         while budget > 0 and self.closing is None:
+            if not self._may_read():
+                self.paused_since = now
+                break
             try:
                 count, room = self._read_once(now, budget)
             except BlockingIOError:
-                return
+                break
             budget -= max(count, self._copied_bytes)
             if count < room:
-                return
+                break
+        if self._is_at_end:
+            self.paused_since = now
+        if self._inward is not None and not self._is_in_body:
+            self._inward.rest()
+
+    def resume(self) -> bool:
+        """Whether a paused connection may be read from now on."""
+        if self.paused_since is None or not self._may_read():
+            return False
+        self.paused_since = None
+        return True
+
+    def _may_read(self) -> bool:
+        """Whether there is room for the frames that a read may begin; and nothing on its way to
+        the GPU, where the end is all that is left to be read."""
+        if self._inward is None:
+            return True
+        if self._is_at_end:
+            return self._inward.since_s is None
+        return self._is_in_body or self._inward.reserve()
+
+    @property
+    def _is_in_body(self) -> bool:
+        return self._landing is not None or self.protocol.data_left > 0
 
     def _read_once(self, now: float, budget: int) -> tuple[int, int]:
         """Bytes read, and bytes that there was room for."""
@@ -194,6 +217,9 @@ class Stream:
         """See what has been fetched meanwhile. Errors end the connection."""
         try:
             self._end_fetches(now)
+            self._outlet.check(now, self._fetch_s)
+            if self._inward is not None:
+                self._inward.poll(now, self._fetch_s)
         finally:
             self._queue_copied()
 
@@ -214,6 +240,9 @@ class Stream:
         return self._borrowing.receive(self.sock, self._scratch)
 
     def _came(self, count: int) -> int:
+        if not count and self._inward is not None and self._inward.since_s is not None:
+            self._is_at_end = True
+            raise BlockingIOError
         if not count:
             raise ClosedByPeerError("closed by the peer")
         self._counters.received_bytes += count
@@ -232,8 +261,7 @@ class Stream:
             if isinstance(event.message, Probe):
                 self._handle_probe(event.message, event.body, now)
                 return
-            self.session_ran = True
-            self._handler.message(self, event.message, event.body)
+            self._say(partial(self._handler.message, self, event.message, event.body), now)
         elif isinstance(event, DataBegin):
             self._begin_data(event.header, event.length)
         elif isinstance(event, DataChunk):
@@ -247,14 +275,20 @@ class Stream:
             self._queue_own()
             path = self._paths.get(self.transport)
             if path is not None and self._address is not None:
-                self._lending = Lending(path.lender())
+                self._outlet.lend(path.lender())
+            if self._staging is not None and self._address is None:
+                room = self.protocol.max_own_data_bytes + len(self._scratch)
+                self._inward = Inward(self._staging, room_bytes=room)
+                # For what may stand behind LAYOUT in this read.
+                self._inward.reserve()
             self._opened(self)
 
     def _handle_shared(self, message: Region | Shared | Copied, body: bytes, now: float) -> None:
         """What stands in for DATA bodies that move beside the socket."""
         if isinstance(message, Copied):
-            assert self._lending is not None
-            for done in self._lending.copied(message.frames):
+            lending = self._outlet.lending
+            assert lending is not None
+            for done in lending.copied(message.frames):
                 self.session_ran = True
                 done(True)
             return
@@ -313,16 +347,39 @@ class Stream:
 
     def _begin_data(self, header: Data, length: int) -> None:
         views = self._room_for(header, length)
-        if views is not None:
-            self._landing = Body(on_host(views))
+        if views is None:
+            return
+        if self._inward is not None and not is_on_host(views):
+            self._into = self._inward.carve(views, length)
+            views = [self._into.part]
+        self._landing = Body(on_host(views))
 
     def _end_data(self, header: Data, now: float) -> None:
         landing, self._landing = self._landing, None
+        into, self._into = self._into, None
         intact = landing is not None and landing.digest() == header.checksum
-        self.session_ran = True
-        self._handler.data_end(self, header, stored=landing is not None, intact=intact)
+        stored = landing is not None
+        ended = partial(self._handler.data_end, self, header, stored=stored, intact=intact)
+        if into is not None and self._inward is not None:
+            if intact:
+                self._inward.land(into, then=partial(self._say_now, ended), now=now)
+                return
+            self._inward.drop(into.slab)
+        self._say(ended, now)
         if landing is not None and not intact:
             self._count_broken(now)
+
+    def _say(self, call: Callable[[], None], now: float) -> None:
+        """To the session, behind the frames that a device still takes."""
+        if self._inward is None:
+            self._say_now(call)
+        else:
+            self._inward.after(partial(self._say_now, call), now)
+
+    def _say_now(self, call: Callable[[], None]) -> None:
+        if self.closing is None:
+            self.session_ran = True
+            call()
 
     def _count_broken(self, now: float) -> None:
         self._counters.corrupt_frames += 1
@@ -333,19 +390,21 @@ class Stream:
 
     def queue_control(self, frame: bytes) -> None:
         """SlowReaderError when the queue is full."""
-        self._control.append(frame)
-        self._control_bytes += len(frame)
-        if (
-            self._control_bytes > self._bounds.control_bytes
-            or len(self._control) > self._bounds.control_frames
-        ):
-            raise SlowReaderError("control queue full")
+        self._outlet.queue_control(frame)
 
     def queue_data(self, frame: DataFrame) -> None:
-        self._data.append(frame)
+        """IllegalMoveError when it can never be sent."""
+        self._outlet.queue_data(frame)
+
+    def write(self, now: float) -> bool:
+        """Write one turn's worth; whether there is more to write. Errors end the connection."""
+        return self._outlet.write(now)
 
     def tick(self, now: float) -> None:
-        """PING, or raise SilentPeerError. TimeoutError while connecting."""
+        """PING, or raise SilentPeerError. TimeoutError while connecting. Nothing while it is
+        paused: what the peer says stands unread."""
+        if self.paused_since is not None:
+            return
         if self.connect_by is not None:
             if now >= self.connect_by:
                 raise TimeoutError("not connected in time")
@@ -363,120 +422,20 @@ class Stream:
         if frames:
             self.queue_control(frames)
 
-    def write(self) -> bool:
-        """Write one turn's worth; whether there is more to write. Errors end the connection."""
-        budget = self._bounds.turn_bytes
-        while budget > 0 and self.closing is None:
-            cursor = self._sending or self._next_frame()
-            if cursor is None:
-                return False
-            try:
-                count = self.sock.sendmsg(cursor.window(budget), self._rights)
-            except BlockingIOError:
-                return True
-            self._rights = ()
-            cursor.advance(count)
-            budget -= count
-            self._counters.sent_bytes += count
-            if self._unlogged is not None:
-                self._log_sent(self._unlogged)
-            if not cursor.left:
-                self._finish_frame()
-        return self._can_write
-
-    def _next_frame(self) -> Cursor | None:
-        """Begin with the next thing to send: all control frames, else one DATA frame (which waits
-        while too much is lent)."""
-        if self._control:
-            frames = [memoryview(frame) for frame in self._control]
-            self._control.clear()
-            self._control_bytes = 0
-            self._sending = Cursor(frames)
-            return self._sending
-        lending = self._lending
-        if lending is not None and not self._has_lent and self._data:
-            return self._next_region(lending.lender)
-        while self._data and (lending is None or lending.has_room):
-            # Stays reachable for `abandon` until its header is made, which may raise.
-            frame = self._sending_data = self._data.popleft()
-            self.session_ran = True
-            length = sum(map(len, frame.views))
-            places = None
-            if lending is not None:
-                most = max(1, length // self.protocol.block_bytes)
-                places = lending.lender.places(frame.views, at_most=most)
-            self._is_shared = places is not None
-            digest = checksum(on_host(frame.views)) if places is None else NO_CHECKSUM
-            header = frame.make_header(digest)
-            if header is None:
-                self._sending_data = None
-                frame.done(False)
-                continue
-            self._is_kv = isinstance(header, Data)
-            if places is None:
-                prefix = self.protocol.encode(header, length)
-                self._sending = Cursor([memoryview(prefix), *on_host(frame.views)])
-            else:
-                prefix = self.protocol.encode(shared_of(header), len(places))
-                self._sending = Cursor([memoryview(prefix + places)])
-            if isinstance(header, Data) and _log.isEnabledFor(logging.DEBUG):
-                self._unlogged = header
-            return self._sending
-        return None
-
-    def _next_region(self, lender: Lender) -> Cursor:
-        self._has_lent = True
-        lent = lender.lent()
-        prefix = self.protocol.encode(Region(size_bytes=lent.size_bytes), len(lent.body))
-        self._sending, self._rights = Cursor([memoryview(prefix + lent.body)]), lent.rights
-        return self._sending
-
-    def _finish_frame(self) -> None:
-        frame, self._sending, self._sending_data = self._sending_data, None, None
-        if frame is None:
-            return
-        if self._is_shared and self._lending is not None:
-            length = sum(map(len, frame.views))
-            self._counters.shared_bytes += length if self._is_kv else 0
-            self._lending.lend(length, frame.done)
-            return
-        self.session_ran = True
-        frame.done(True)
-
-    def _log_sent(self, header: Data) -> None:
-        self._unlogged = None
-        extra = {
-            "request": header.uuid,
-            "prompt_index": header.prompt_index,
-            "seq": header.seq,
-            "layers": f"{header.first_layer}:{header.end_layer}",
-            "blocks": f"{header.first_block}:{header.end_block}",
-            "monotonic_ns": time.monotonic_ns(),
-        }
-        _log.debug("data sent", extra=extra)
-
     # --- the end
 
     def say_last_words(self) -> None:
         """Try once to send what the handshake has to say, a REFUSE above all."""
-        if self.connect_by is not None or self._sending is not None:
-            return
-        frames = b"".join(self._control) + self.protocol.outgoing()
-        if frames:
-            # It is closed next in any case; a full or broken socket loses nothing but the reason.
-            with contextlib.suppress(OSError):
-                self._counters.sent_bytes += self.sock.send(frames)
+        if self.connect_by is None and not self._outlet.is_in_frame:
+            self._outlet.say_last_words(self.protocol.outgoing())
 
     def abandon(self) -> list[Callable[[bool], None]]:
         """Close the socket, let go of all views; the `done` of every frame not through."""
         self.sock.close()
-        lent = self._lending.close() if self._lending is not None else []
+        ended = self._outlet.abandon()
         if self._borrowing is not None:
             self._borrowing.close()
-        frames = [self._sending_data] if self._sending_data is not None else []
-        frames += self._data
-        self._data.clear()
-        self._control.clear()
-        self._sending = self._sending_data = self._unlogged = None
-        self._landing = None
-        return lent + [frame.done for frame in frames]
+        if self._inward is not None:
+            self._inward.close(self._into.slab if self._into is not None else None)
+        self._landing = self._into = None
+        return ended

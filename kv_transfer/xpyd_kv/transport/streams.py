@@ -27,6 +27,7 @@ from xpyd_kv.transport.selector import READ, WRITE, WakeableSelector
 from xpyd_kv.transport.session_calls import SessionCalls
 from xpyd_kv.transport.settings import Bounds, Deadlines
 from xpyd_kv.transport.sharing import PathError
+from xpyd_kv.transport.staging import Staging
 from xpyd_kv.transport.stream import ClosedByPeerError, Stream
 from xpyd_kv.wire import errors
 from xpyd_kv.wire.connection import Connection, Pulse
@@ -55,6 +56,8 @@ class Context:
     clock: Callable[[], float]
     paths: Mapping[str, DataPath]
     """What can move DATA beside the socket, by name."""
+    staging: Staging | None
+    """What device memory goes through sockets by."""
 
 
 class Streams:
@@ -106,6 +109,7 @@ class Streams:
             remote=remote,
             paths=context.paths,
             fetch_s=times.fetch_s,
+            staging=context.staging,
             address=address,
             connect_by=None if address is None else now + times.connect_s,
         )
@@ -150,10 +154,13 @@ class Streams:
         for stream in fetching:
             self.guard(stream, partial(stream.poll, now))
             self.touch(stream)
+            if stream.closing is None and stream.resume():
+                self._watch(stream, READ | WRITE if stream.wants_write else READ)
+                self._timer_at = min(self._timer_at, stream.due)
             self._note_fetches(stream, now)
 
     def _note_fetches(self, stream: Stream, now: float) -> None:
-        since_s = stream.fetching_since
+        since_s = stream.waiting_since
         if since_s is None or stream.closing is not None:
             return
         self._fetching[stream] = None
@@ -193,6 +200,8 @@ class Streams:
             self.guard(stream, partial(stream.read, now))
             # What it read may have been answered at once: PONG, the handshake.
             self.touch(stream)
+            if stream.paused_since is not None:
+                self._watch(stream, WRITE if stream.wants_write else 0)
             self._note_fetches(stream, now)
         if mask & WRITE:
             self._write(stream)
@@ -206,17 +215,21 @@ class Streams:
         self.touch(stream)
 
     def _write(self, stream: Stream) -> None:
+        now = self._context.clock()
+
         def write() -> None:
             try:
-                is_full = stream.write()
+                wants_write = stream.write(now)
             except ConnectionError:
                 # The peer is gone; what it has said before, a REFUSE perhaps, says more.
-                stream.read(self._context.clock())
+                stream.read(now)
                 raise
-            if is_full != stream.wants_write:
-                self._watch(stream, READ if stream.wants_write else READ | WRITE)
+            if wants_write != stream.wants_write:
+                reads = READ if stream.paused_since is None else 0
+                self._watch(stream, reads | WRITE if wants_write else reads)
 
         self.guard(stream, write)
+        self._note_fetches(stream, now)
 
     # --- peers come and go
 

@@ -24,11 +24,13 @@ from xpyd_kv.transport.api import Handler, Peer
 from xpyd_kv.transport.counters import Counters
 from xpyd_kv.transport.data_path import DataPath
 from xpyd_kv.transport.listeners import Listeners
+from xpyd_kv.transport.outlet import DataFrame
 from xpyd_kv.transport.probes import ProbeSource
 from xpyd_kv.transport.selector import WakeableSelector
 from xpyd_kv.transport.session_calls import SessionCalls
 from xpyd_kv.transport.settings import TRANSPORTS, Bounds, Deadlines, Identity, offered
-from xpyd_kv.transport.stream import DataFrame, Stream
+from xpyd_kv.transport.staging import Staging
+from xpyd_kv.transport.stream import Stream
 from xpyd_kv.transport.streams import Context, Streams
 from xpyd_kv.transport.unix import SocketFolder
 from xpyd_kv.wire.errors import IllegalMoveError
@@ -59,7 +61,8 @@ class TcpEndpoint:
     need `socket_dir`, the folder of Unix sockets that the instances of this machine share; all but
     `uds` and `tcp` need their data path in `paths`, which on P must have memory to lend, and
     `probe_room` is a piece of that memory for PROBEs.
-    `clock` and `nonce` (32 random bytes) are replaced in tests.
+    A cache on a GPU needs `staging` for the sockets, whose slabs on D hold the longest frame that
+    `layout` allows and one read. `clock` and `nonce` (32 random bytes) are replaced in tests.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class TcpEndpoint:
         transports: tuple[str, ...] = TRANSPORTS,
         socket_dir: Path | None = None,
         paths: Sequence[DataPath] = (),
+        staging: Staging | None = None,
         probe_room: memoryview | None = None,
         deadlines: Deadlines | None = None,
         bounds: Bounds | None = None,
@@ -95,6 +99,9 @@ class TcpEndpoint:
         self._folder: SocketFolder | None = None
         self._deadlines = deadlines or Deadlines()
         self._bounds = bounds or Bounds()
+        longest = max(layout.max_data_bytes, layout.block_bytes) + self._bounds.scratch_bytes
+        if staging is not None and identity.role != DIALLER_ROLE and staging.slab_bytes < longest:
+            raise UserError(f"staging: slabs of at least {longest} bytes are needed")
         self._probe = ProbeSource(probe_room)
         self._session = SessionCalls(handler)
         self._selector = WakeableSelector()
@@ -120,6 +127,7 @@ class TcpEndpoint:
             bounds=self._bounds,
             clock=clock,
             paths=by_name,
+            staging=staging,
         )
         self._streams = Streams(context)
         self._listeners = Listeners(

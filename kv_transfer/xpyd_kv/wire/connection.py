@@ -191,6 +191,11 @@ class Connection:
         return self._peer_limits.block_bytes
 
     @property
+    def max_own_data_bytes(self) -> int:
+        """The longest DATA body that we take."""
+        return self._decoder.limits.max_data_bytes
+
+    @property
     def max_data_bytes(self) -> int:
         """The longest DATA body that the peer takes."""
         return self._peer_limits.max_data_bytes
