@@ -26,12 +26,8 @@ from xpyd_kv.device.api import DeviceView
 from xpyd_kv.transport.checksum import checksum
 from xpyd_kv.transport.cuda_ipc import CudaIpcPath
 from xpyd_kv.transport.data_path import DataPath
-<<<<<<< HEAD
 from xpyd_kv.transport.nixl.path import NixlPath
-from xpyd_kv.transport.settings import Deadlines, Identity
-=======
 from xpyd_kv.transport.settings import Bounds, Deadlines, Identity
->>>>>>> 2268d81 (Sockets carry a GPU's cache by pinned slabs; what a connection writes is the Outlet's)
 from xpyd_kv.transport.shared_memory import SharedMemory, SharedMemoryPath
 from xpyd_kv.transport.sockets import usable
 from xpyd_kv.transport.staging import Staging
@@ -48,25 +44,16 @@ PATIENCE_S = 20.0
 QUICK = Deadlines(connect_s=0.2, auth_s=0.2, ping_s=30.0, failed_auth_s=30.0)
 KINDS = ("tcp", "uds", "shm")
 """Transports of host memory."""
-<<<<<<< HEAD
 NIXL = nixl_kit.library()
-CONFORMING = (
-    *KINDS,
-    pytest.param("nixl", marks=nixl_kit.needs_nixl),
-    "cuda_ipc",
-    pytest.param("cuda_ipc:gpu", marks=pytest.mark.gpu),
-)
-"""Those that pass the same tests. Behind a colon: on real hardware instead of its fake."""
-=======
 _ON_GPU = ("cuda_ipc", "tcp+gpu", "uds+gpu")
 CONFORMING = (
     *KINDS,
+    pytest.param("nixl", marks=nixl_kit.needs_nixl),
     *_ON_GPU,
     *(pytest.param(f"{kind}:real", marks=pytest.mark.gpu) for kind in _ON_GPU),
 )
 """Those that pass the same tests. `+gpu`: the caches are on GPUs, so that DATA goes through slabs;
 `:real`: on a real GPU instead of its fake."""
->>>>>>> 2268d81 (Sockets carry a GPU's cache by pinned slabs; what a connection writes is the Outlet's)
 HOST = b"the tests' machine"
 SLAB_BYTES = LAYOUT.max_data_bytes + Bounds().scratch_bytes
 _SAMPLES = {sample.name: sample for sample in SAMPLES}
@@ -162,13 +149,9 @@ class Net:
         options.setdefault("socket_dir", None if self.is_over_tcp else self.folder)
         if "paths" not in options:
             options["paths"] = [self.path(role)]
-<<<<<<< HEAD
-        if role == "P" and self.transport in ("shm", "nixl"):
-=======
         if self.gpus is not None and "staging" not in options and not self.is_lent:
             options["staging"] = self.staging(role)
-        if role == "P" and self.transport == "shm":
->>>>>>> 2268d81 (Sockets carry a GPU's cache by pinned slabs; what a connection writes is the Outlet's)
+        if role == "P" and self.transport in ("shm", "nixl"):
             options.setdefault("probe_room", memoryview(SHARED.buffer)[-MAX_PROBE_BYTES:])
         if role == "D":
             options.setdefault("listen", Address("127.0.0.1", 0))
@@ -180,13 +163,9 @@ class Net:
 
     def path(self, role: str) -> DataPath:
         """The data path of a P or D of this net."""
-<<<<<<< HEAD
         if self.transport == "nixl":
             return self._nixl_path(role)
-        if self.gpus is None:
-=======
         if self.gpus is None or not self.is_lent:
->>>>>>> 2268d81 (Sockets carry a GPU's cache by pinned slabs; what a connection writes is the Outlet's)
             lends = role == "P" and self.transport == "shm"
             return SharedMemoryPath(SHARED if lends else None)
         if role == "P":
@@ -196,7 +175,6 @@ class Net:
         self._gpu_paths.append(path)
         return path
 
-<<<<<<< HEAD
     def _nixl_path(self, role: str) -> DataPath:
         assert NIXL is not None
         lent = [memoryview(SHARED.buffer)] if role == "P" else []
@@ -207,14 +185,13 @@ class Net:
     def keep(self, path: Any) -> None:
         """To be closed when all endpoints are."""
         self._ends.insert(0, path)
-=======
+
     def staging(self, role: str, *, slabs: int = 3) -> Staging:
         """Slabs for a P or D of this net; closed with it."""
         assert self.gpus is not None
         device = self.gpus.p if role == "P" else self.gpus.d
         self.stagings.append(Staging(device, slab_bytes=SLAB_BYTES, slabs=slabs))
         return self.stagings[-1]
->>>>>>> 2268d81 (Sockets carry a GPU's cache by pinned slabs; what a connection writes is the Outlet's)
 
     def pair(self, **options: Any):
         """A connected P and D: (p, p's recorder, p's peer), (d, d's recorder, d's peer)."""
