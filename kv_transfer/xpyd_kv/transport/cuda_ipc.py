@@ -91,6 +91,9 @@ class CudaIpcLender:
         runs = runs_in(self._region, views)
         return None if runs is None or len(runs) > at_most else pack(runs)
 
+    def sent(self) -> None:
+        """D does the rest."""
+
     def close(self) -> None:
         """The region is not this connection's."""
 

@@ -9,14 +9,19 @@ memory. Everything here runs on the I/O thread.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from xpyd_kv.device.api import View
 from xpyd_kv.wire.messages import Hello
 
 Rights = Sequence[tuple[int, int, bytes]]
 """Ancillary data of one sendmsg."""
+
+
+class CorruptError(Exception):
+    """Out of Fetch.poll: the bytes are there, and are not what P sent. The frame is sent again."""
 
 
 class Lent(NamedTuple):
@@ -43,8 +48,13 @@ class Lender(Protocol):
         elsewhere: then they go through the socket."""
         ...
 
+    def sent(self) -> None:
+        """The SHARED frame with what `places` said last goes out: what P itself has to do for
+        these bytes begins. A frame that was dropped meanwhile is not sent."""
+        ...
+
     def close(self) -> None:
-        """The connection is closed."""
+        """The connection is closed. When this returns no view is read any more by us."""
         ...
 
 
@@ -53,7 +63,7 @@ class Fetch(Protocol):
 
     def poll(self) -> bool:
         """Whether they are where they belong and nothing of them is read any more. OSError or
-        ProtocolError when they will not come."""
+        ProtocolError when they will not come, CorruptError when they have come wrong."""
         ...
 
 
@@ -78,6 +88,15 @@ class Borrower(Protocol):
     def close(self) -> None:
         """The connection is closed. When this returns nothing lands in any view any more, also of
         fetches that were not through."""
+        ...
+
+
+@runtime_checkable
+class Linked(Protocol):
+    """A Lender or Borrower that moves bytes over further connections."""
+
+    def attach(self, sock: socket.socket) -> None:
+        """One more, authenticated, blocking, its own from now on. ProtocolError: too many."""
         ...
 
 

@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 
 from xpyd_core.request_id import Address
 from xpyd_kv.transport.stream import Stream
+from xpyd_kv.wire.messages import Hello
 
 _MAX_REMEMBERED = 4096
 V = TypeVar("V")
@@ -35,11 +36,12 @@ class _Memory(Generic[V]):
 
 class Registry:
     """Every Stream is in exactly one of: strangers (accepted, not open), dials (dialled, not open),
-    peers (open); or nowhere. Insertion order is age."""
+    further ones of a peer (the same), peers (open); or nowhere. Insertion order is age."""
 
     def __init__(self, failed_auth_s: float, path_retry_s: float) -> None:
         self._strangers: dict[Stream, None] = {}
         self._dials: dict[Address, Stream] = {}
+        self._further: dict[Stream, None] = {}
         self._peers: dict[Stream, None] = {}
         self._by_address: dict[Address, Stream] = {}
         self._by_instance: dict[tuple[str, int], Stream] = {}
@@ -48,7 +50,7 @@ class Registry:
 
     def __iter__(self) -> Iterator[Stream]:
         """All of them; the registry may be changed meanwhile."""
-        return iter([*self._strangers, *self._dials.values(), *self._peers])
+        return iter([*self._strangers, *self._dials.values(), *self._further, *self._peers])
 
     @property
     def strangers(self) -> int:
@@ -68,12 +70,18 @@ class Registry:
     def peer_at(self, address: Address) -> Stream | None:
         return self._by_address.get(address)
 
+    def peer_of(self, hello: Hello) -> Stream | None:
+        """The peer that is this instance."""
+        return self._by_instance.get((hello.engine_id, hello.rank))
+
     def is_dialling(self, address: Address) -> bool:
         return address in self._dials
 
     def add(self, stream: Stream) -> None:
         """A new connection, accepted or dialled."""
-        if stream.address is None:
+        if stream.main is not None:
+            self._further[stream] = None
+        elif stream.address is None:
             self._strangers[stream] = None
         else:
             self._dials[stream.address] = stream
@@ -92,6 +100,7 @@ class Registry:
     def remove(self, stream: Stream) -> None:
         """Forget `stream`, wherever it is."""
         self._strangers.pop(stream, None)
+        self._further.pop(stream, None)
         address = stream.address
         if address is not None and self._dials.get(address) is stream:
             del self._dials[address]

@@ -11,8 +11,11 @@ from xpyd_kv.wire.connection import MISSED_PINGS, PING_S
 from xpyd_kv.wire.handshake import OVER_TCP, OVER_UNIX
 from xpyd_kv.wire.messages import MAJOR, MINOR, Hello
 
-TRANSPORTS = tuple(dict.fromkeys((*OVER_UNIX, *OVER_TCP)))
-"""All that can move DATA, best first."""
+_BY_THE_WAY = {"striped": "tcp"}
+"""What is used where another is allowed: tcp over more than one connection."""
+_ALL = tuple(dict.fromkeys((*OVER_UNIX, *OVER_TCP)))
+TRANSPORTS = tuple(name for name in _ALL if name not in _BY_THE_WAY)
+"""All that can be chosen to move DATA, best first."""
 _NEEDS = {
     "uds": "--kv-socket-dir",
     "shm": "memory that can be shared",
@@ -33,7 +36,11 @@ def offered(
         raise UserError(f"KV transport {unknown[0]}: expected one of {', '.join(TRANSPORTS)}")
     moved = {"tcp", "uds", *lent}
     reached = {*OVER_TCP, *(OVER_UNIX if has_folder else ())}
-    names = tuple(name for name in TRANSPORTS if name in {*transports} & moved & reached)
+    names = tuple(
+        name
+        for name in _ALL
+        if _BY_THE_WAY.get(name, name) in transports and name in moved & reached
+    )
     if not names:
         alone = transports[0] if len(transports) == 1 else ""
         lack = _NEEDS.get(alone, "") if has_folder or alone in OVER_TCP else ""

@@ -212,6 +212,9 @@ class SharedMemoryLender:
         runs = self._memory.runs_of(views, at_most=at_most)
         return None if runs is None else pack(runs)
 
+    def sent(self) -> None:
+        """D does the rest."""
+
     def close(self) -> None:
         """The memory is not this connection's."""
 

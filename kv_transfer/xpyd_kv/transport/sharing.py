@@ -17,7 +17,7 @@ import msgspec
 
 from xpyd_core.errors import ProtocolError
 from xpyd_kv.device.api import View
-from xpyd_kv.transport.data_path import Borrower, Fetch, Lender
+from xpyd_kv.transport.data_path import Borrower, CorruptError, Fetch, Lender, Linked
 from xpyd_kv.wire.messages import Data, Probe, Region, Shared
 
 NO_CHECKSUM = bytes(8)
@@ -44,6 +44,11 @@ class Lending:
         self._frames: deque[tuple[int, Callable[[bool], None]]] = deque()
         self._bytes = 0
 
+    def attach(self, sock: socket.socket) -> None:
+        """A further connection of this peer."""
+        assert isinstance(self.lender, Linked)
+        self.lender.attach(sock)
+
     @property
     def is_lending(self) -> bool:
         return bool(self._frames)
@@ -55,6 +60,7 @@ class Lending:
 
     def lend(self, length: int, done: Callable[[bool], None]) -> None:
         """A SHARED frame has left."""
+        self.lender.sent()
         self._frames.append((length, done))
         self._bytes += length
 
@@ -73,11 +79,13 @@ class Lending:
 
 
 class Fetched(NamedTuple):
-    """A frame that is through. `views`: where its bytes went; None: nowhere."""
+    """A frame that is through. `views`: where its bytes went; None: nowhere. `intact`: they are
+    what P sent."""
 
     header: Data | Probe
     length: int
     views: Sequence[View] | None
+    intact: bool
 
 
 class _Fetching(NamedTuple):
@@ -105,6 +113,12 @@ class Borrowing:
     def fetching_since(self) -> float | None:
         """When the oldest frame that is not through was begun."""
         return self._fetching[0].since_s if self._fetching else None
+
+    def attach(self, sock: socket.socket) -> None:
+        """A further connection of this peer. ProtocolError where it has no place."""
+        if not isinstance(self._borrower, Linked):
+            raise ProtocolError("a further connection where none is used")
+        self._borrower.attach(sock)
 
     def receive(self, sock: socket.socket, room: memoryview) -> int:
         """Read into `room`, and take the descriptor that may come with the bytes."""
@@ -157,8 +171,11 @@ class Borrowing:
         """Frames that are through. FetchTimeoutError, PathError, and ProtocolError of a Fetch."""
         while self._fetching:
             oldest = self._fetching[0]
+            intact = True
             try:
                 is_through = oldest.fetch.poll()
+            except CorruptError:
+                is_through, intact = True, False
             except OSError as error:
                 raise PathError(str(error)) from error
             if not is_through:
@@ -168,7 +185,7 @@ class Borrowing:
             self._fetching.popleft()
             self._through_frames += 1
             self._through_bytes += oldest.length
-            yield Fetched(oldest.header, oldest.length, oldest.views)
+            yield Fetched(oldest.header, oldest.length, oldest.views, intact)
 
     def take_copied(self) -> int:
         """How many frames the next COPIED names."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
+import struct
 from contextlib import suppress
 
 from xpyd_core.errors import UserError
@@ -69,6 +70,16 @@ def prepare(sock: socket.socket) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
     else:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def make_blocking(sock: socket.socket, timeout_s: float) -> None:
+    """Whole calls: the kernel comes back when all is done, or `timeout_s` has passed without any
+    of it. (Python's own timeout makes a socket that returns early.)"""
+    sock.setblocking(True)
+    whole, part = divmod(timeout_s, 1.0)
+    timeval = struct.pack("@ll", int(whole), int(part * 1e6))
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        sock.setsockopt(socket.SOL_SOCKET, option, timeval)
 
 
 def usable(sock: socket.socket) -> tuple[str, ...]:

@@ -59,6 +59,7 @@ class Stream:
         staging: Staging | None = None,
         address: Address | None = None,
         connect_by: float | None = None,
+        main: Stream | None = None,
     ) -> None:
         self.sock = sock
         self.protocol = protocol
@@ -74,6 +75,8 @@ class Stream:
         """Whether the session has been told of this peer."""
         self.session_ran = False
         """Whether the session was called since this was set to False."""
+        self.main = main
+        """P: the peer that this is a further connection of."""
         self._address = address
         self._handler = handler
         self._bounds = bounds
@@ -228,16 +231,28 @@ class Stream:
         if frames:
             self.queue_control(self.protocol.encode(Copied(frames=frames)))
 
+    def attach(self, sock: socket.socket) -> None:
+        """One more connection between the two processes, for DATA only."""
+        sockets.make_blocking(sock, self._fetch_s)
+        if self._outlet.lending is not None:
+            self._outlet.lending.attach(sock)
+        else:
+            assert self._borrowing is not None
+            self._borrowing.attach(sock)
+
     def _receive(self) -> int:
         """Read control frames. From the peer's AUTH on D takes the descriptor that REGION may
         have."""
-        if self._borrowing is None and self._address is None and self.protocol.is_proved:
-            path = self._paths.get(self.transport)
-            if path is not None:
-                self._borrowing = Borrowing(path.borrower(), fetch_s=self._fetch_s)
+        if self._address is None and self.protocol.is_proved:
+            self._borrow()
         if self._borrowing is None:
             return self.sock.recv_into(self._scratch)
         return self._borrowing.receive(self.sock, self._scratch)
+
+    def _borrow(self) -> None:
+        path = self._paths.get(self.transport)
+        if self._borrowing is None and path is not None:
+            self._borrowing = Borrowing(path.borrower(), fetch_s=self._fetch_s)
 
     def _came(self, count: int) -> int:
         if not count and self._inward is not None and self._inward.since_s is not None:
@@ -274,7 +289,9 @@ class Stream:
             # Our LAYOUT may have been made by the same read: it goes before the session's frames.
             self._queue_own()
             path = self._paths.get(self.transport)
-            if path is not None and self._address is not None:
+            if self._address is None:
+                self._borrow()
+            elif path is not None and self.main is None:
                 self._outlet.lend(path.lender())
             if self._staging is not None and self._address is None:
                 room = self.protocol.max_own_data_bytes + len(self._scratch)
@@ -307,7 +324,7 @@ class Stream:
     def _end_fetches(self, now: float) -> None:
         if self._borrowing is None:
             return
-        for header, length, views in self._borrowing.ended(now):
+        for header, length, views, intact in self._borrowing.ended(now):
             stored = views is not None
             if stored:
                 self._copied_bytes += length
@@ -316,7 +333,9 @@ class Stream:
                 continue
             self._counters.shared_bytes += length if stored else 0
             self.session_ran = True
-            self._handler.data_end(self, header, stored=stored, intact=stored)
+            self._handler.data_end(self, header, stored=stored, intact=stored and intact)
+            if not intact:
+                self._count_broken(now)
 
     def _handle_probe(self, probe: Probe, body: bytes, now: float) -> None:
         """Bytes that P wants the digest of. They take DATA's way, and end here."""

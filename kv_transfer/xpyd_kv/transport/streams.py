@@ -17,7 +17,7 @@ from functools import partial
 
 from xpyd_core.request_id import Address
 from xpyd_kv.rate_limit import RateLimit, RateLimits
-from xpyd_kv.transport import sockets
+from xpyd_kv.transport import links, sockets
 from xpyd_kv.transport.counters import Counters
 from xpyd_kv.transport.data_path import DataPath
 from xpyd_kv.transport.failure import count, failed_path, is_lasting, reason_of
@@ -58,6 +58,9 @@ class Context:
     """What can move DATA beside the socket, by name."""
     staging: Staging | None
     """What device memory goes through sockets by."""
+    connections: int
+    """Further ones that a P makes to each D for `striped`."""
+    source_host: str
 
 
 class Streams:
@@ -86,13 +89,19 @@ class Streams:
         return min(self._timer_at, self._poll_at)
 
     def add(
-        self, sock: socket.socket, now: float, *, remote: str, address: Address | None = None
+        self,
+        sock: socket.socket,
+        now: float,
+        *,
+        remote: str,
+        address: Address | None = None,
+        main: Stream | None = None,
     ) -> None:
-        """A new connection: accepted, or being dialled to `address`."""
+        """A new connection: accepted, or being dialled to `address`, a further one of `main`."""
         context, times = self._context, self._context.deadlines
         without = self.registry.avoided(address, now) if address is not None else ()
         protocol = Connection(
-            context.terms(sockets.usable(sock), without),
+            links.of_group(context.terms(sockets.usable(sock), without), main, dialler=address),
             dialler=address is not None,
             deadline=now + times.connect_s + times.auth_s,
             pulse=Pulse(times.ping_s, times.missed_pings),
@@ -112,6 +121,7 @@ class Streams:
             staging=context.staging,
             address=address,
             connect_by=None if address is None else now + times.connect_s,
+            main=main,
         )
         if address is None and self.registry.strangers >= context.bounds.strangers:
             crowd = errors.SilentPeerError("too many strangers")
@@ -164,7 +174,8 @@ class Streams:
         if since_s is None or stream.closing is not None:
             return
         self._fetching[stream] = None
-        is_young = now < since_s + _EAGER_S
+        # Whose data path wakes us need not be looked at.
+        is_young = now < since_s + _EAGER_S and stream.transport != links.NAME
         self._poll_at = min(self._poll_at, now if is_young else now + _POLL_S)
 
     def settle(self) -> None:
@@ -236,6 +247,9 @@ class Streams:
     def _opened(self, stream: Stream) -> None:
         """The handshake has succeeded. Raises where we have no room."""
         context = self._context
+        if links.is_further(stream):
+            self._attach(stream)
+            return
         if self.registry.num_peers >= context.bounds.connections:
             raise stream.protocol.refuse(errors.LIMIT)
         if self._quarantine.holds(stream.hello.engine_id, context.clock()):
@@ -251,6 +265,30 @@ class Streams:
         _log.info("KV peer %s at %s is up over %s", stream.hello.engine_id, stream.remote, name)
         stream.is_up = stream.session_ran = True
         context.session.handler.peer_up(stream)
+        if stream.address is not None and stream.transport == links.NAME:
+            self._dial_links(stream, stream.address)
+
+    def _dial_links(self, main: Stream, address: Address) -> None:
+        """The connections that DATA of this D goes over; without one of them it takes `main`."""
+        now = self._context.clock()
+        for _ in range(self._context.connections):
+            try:
+                sock = sockets.dial(address, self._context.source_host)
+            except OSError as error:
+                _log.warning("KV peer at %s: a further connection failed: %s", main.remote, error)
+                return
+            self.add(sock, now, remote=main.remote, address=address, main=main)
+
+    def _attach(self, stream: Stream) -> None:
+        """A further connection is the data path's from now on. Raises where it has no peer."""
+        main = links.main_of(stream, self.registry.peer_of(stream.hello))
+        # P's LAYOUT, which its first job must not overtake.
+        stream.write()
+        self._watch(stream, 0)
+        self.registry.remove(stream)
+        stream.closing = "attached"
+        self._count()
+        main.attach(stream.sock)
 
     def _mismatch(self, stream: Stream, now: float) -> bool:
         engine_id = stream.hello.engine_id
@@ -320,7 +358,7 @@ class Streams:
         reason = stream.closing or ""
         if stream.is_up:
             session.run(partial(session.handler.peer_down, stream, reason))
-        elif stream.address is not None:
+        elif stream.address is not None and stream.main is None:
             session.run(partial(session.handler.dial_failed, stream.address, reason))
 
     def _count(self) -> None:

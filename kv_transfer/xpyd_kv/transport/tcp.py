@@ -32,6 +32,7 @@ from xpyd_kv.transport.settings import TRANSPORTS, Bounds, Deadlines, Identity, 
 from xpyd_kv.transport.staging import Staging
 from xpyd_kv.transport.stream import Stream
 from xpyd_kv.transport.streams import Context, Streams
+from xpyd_kv.transport.striped import StripedPath
 from xpyd_kv.transport.unix import SocketFolder
 from xpyd_kv.wire.errors import IllegalMoveError
 from xpyd_kv.wire.handshake import DIALLER_ROLE, OVER_TCP, OVER_UNIX, Terms
@@ -48,6 +49,10 @@ def _random_nonce() -> bytes:
     return os.urandom(32)
 
 
+def _woken() -> None:
+    """The turn itself looks at what has been fetched."""
+
+
 def _nothing(_sent: bool) -> None:
     """Nobody waits for a PROBE's bytes to be through."""
 
@@ -60,7 +65,8 @@ class TcpEndpoint:
     (UserError when there is none). `transports` may be used, where they can be: `uds` and `shm`
     need `socket_dir`, the folder of Unix sockets that the instances of this machine share; all but
     `uds` and `tcp` need their data path in `paths`, which on P must have memory to lend, and
-    `probe_room` is a piece of that memory for PROBEs.
+    `probe_room` is a piece of that memory for PROBEs. `connections` is how many further ones a P
+    makes to each D (`striped`); 0: none, and a D takes none.
     A cache on a GPU needs `staging` for the sockets, whose slabs on D hold the longest frame that
     `layout` allows and one read. `clock` and `nonce` (32 random bytes) are replaced in tests.
     """
@@ -78,6 +84,7 @@ class TcpEndpoint:
         socket_dir: Path | None = None,
         paths: Sequence[DataPath] = (),
         staging: Staging | None = None,
+        connections: int = 0,
         probe_room: memoryview | None = None,
         deadlines: Deadlines | None = None,
         bounds: Bounds | None = None,
@@ -90,6 +97,8 @@ class TcpEndpoint:
         self._clock = clock
         self._listen = listen
         self._source_host = source_host
+        if connections:
+            paths = (*paths, StripedPath(connections, partial(self.call, _woken)))
         self._transports = offered(
             transports,
             has_folder=socket_dir is not None,
@@ -128,6 +137,8 @@ class TcpEndpoint:
             clock=clock,
             paths=by_name,
             staging=staging,
+            connections=connections,
+            source_host=source_host,
         )
         self._streams = Streams(context)
         self._listeners = Listeners(

@@ -101,6 +101,8 @@ class Connection:
     ) -> None:
         self._pulse = pulse or Pulse()
         self._handshake = Handshake(ours, dialler=dialler)
+        self.ours = ours.hello
+        """What we say of ourselves."""
         self._role = ours.hello.role
         self._layout = ours.layout
         # Nothing of the handshake has a body: no limit is needed before the peer's LAYOUT.

@@ -22,8 +22,9 @@ INCOMPATIBLE = "incompatible"
 LIMIT = "limit"
 TRANSPORT = "transport"
 QUARANTINE = "quarantine"
+GROUP = "group"
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_REASONS = frozenset((AUTH, VERSION, ROLE, SELF, INCOMPATIBLE, LIMIT, TRANSPORT, QUARANTINE))
+_REASONS = frozenset((AUTH, VERSION, ROLE, SELF, INCOMPATIBLE, LIMIT, TRANSPORT, QUARANTINE, GROUP))
 
 
 class IllegalMoveError(XpydError):

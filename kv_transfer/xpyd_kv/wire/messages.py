@@ -20,6 +20,7 @@ MAX_PROBE_BYTES = 64 * 1024
 _Text = Annotated[str, msgspec.Meta(max_length=256)]
 # Printable ASCII: they stand in log lines.
 _Id = Annotated[str, msgspec.Meta(pattern=r"^[!-~]+\Z", max_length=64)]
+_Group = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]*\Z", max_length=64)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=32)]
 # `$` alone would let a newline pass at the end; the length does not.
 _Uuid = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
@@ -52,6 +53,10 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     # Which machine, as a digest, and which of its GPUs holds the cache.
     host: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
     gpu: Annotated[str, msgspec.Meta(pattern=r"^[!-~]*\Z", max_length=64)] = ""
+    group: _Group = ""
+    """P: random for each peer of it; further connections name the first one's."""
+    link: _U16 = 0
+    """P: 0 on the first connection of a group, which is the peer; the others carry DATA only."""
 
 
 class Auth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -64,6 +64,7 @@ _CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "shm": ("ours", {"transport": "shm"}),
     "uds": ("ours", {"transport": "uds"}),
     "tcp": ("ours", {"transport": "tcp"}),
+    "tcp-2": ("ours", {"transport": "tcp", "connections": 2}),
     "control-shm": ("control", {"transport": "shm"}),
     "control-uds": ("control", {"transport": "uds"}),
     "control-tcp": ("control", {"transport": "tcp"}),

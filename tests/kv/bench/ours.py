@@ -67,6 +67,7 @@ class _End:
         pool: RingPool,
         folder: Path,
         shared: SharedMemory | None,
+        connections: int = 0,
     ) -> None:
         def make(handler: Handler) -> TcpEndpoint:
             return TcpEndpoint(
@@ -78,6 +79,7 @@ class _End:
                 transports=(transport,),
                 socket_dir=None if transport == "tcp" else folder / "sockets",
                 paths=(SharedMemoryPath(shared),) if transport == "shm" else (),
+                connections=connections,
             )
 
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -171,7 +173,7 @@ def _ids(tokens: int) -> tuple[int, ...]:
     return _prompts.setdefault(tokens, tuple(range(tokens)))
 
 
-def _end(role: str, place: Place, transport: str) -> _End:
+def _end(role: str, place: Place, transport: str, connections: int) -> _End:
     tensor = torch.from_numpy(place.arena.array)
     shape = (place.arena.blocks, 8, BLOCK_TOKENS, 256)
     layers = [tensor[n].view(torch.bfloat16).view(shape) for n in range(LAYERS)]
@@ -182,12 +184,13 @@ def _end(role: str, place: Place, transport: str) -> _End:
         pool=RingPool(place.ring, place.arena.blocks),
         folder=place.folder,
         shared=place.shared,
+        connections=connections,
     )
 
 
-def make_receiver(place: Place, *, transport: str) -> OurReceiver:
-    return OurReceiver(_end("D", place, transport))
+def make_receiver(place: Place, *, transport: str, connections: int = 0) -> OurReceiver:
+    return OurReceiver(_end("D", place, transport, connections))
 
 
-def make_sender(place: Place, address: Any, *, transport: str) -> OurSender:
-    return OurSender(_end("P", place, transport), address)
+def make_sender(place: Place, address: Any, *, transport: str, connections: int = 0) -> OurSender:
+    return OurSender(_end("P", place, transport, connections), address)
