@@ -123,6 +123,9 @@ class Net:
     def __init__(self, kind: str, folder: Path) -> None:
         name, _, where = kind.partition(":")
         self.transport, _, memory = name.partition("+")
+        self.connections = 0
+        if self.transport == "striped":
+            self.transport, self.connections = "tcp", 2
         self.folder = folder
         self.gpus: Gpus | None = None
         self.place: dict[str, Any] = {}
@@ -151,6 +154,7 @@ class Net:
             options["paths"] = [self.path(role)]
         if self.gpus is not None and "staging" not in options and not self.is_lent:
             options["staging"] = self.staging(role)
+        options.setdefault("connections", self.connections)
         if role == "P" and self.transport in ("shm", "nixl"):
             options.setdefault("probe_room", memoryview(SHARED.buffer)[-MAX_PROBE_BYTES:])
         if role == "D":

@@ -63,7 +63,8 @@ class Fetch(Protocol):
 
     def poll(self) -> bool:
         """Whether they are where they belong and nothing of them is read any more. OSError or
-        ProtocolError when they will not come, CorruptError when they have come wrong."""
+        ProtocolError when they will not come (ConnectionError: this time), CorruptError when they
+        have come wrong."""
         ...
 
 

@@ -168,7 +168,8 @@ class Borrowing:
         self._bytes += length
 
     def ended(self, now: float) -> Iterator[Fetched]:
-        """Frames that are through. FetchTimeoutError, PathError, and ProtocolError of a Fetch."""
+        """Frames that are through. FetchTimeoutError, PathError, and ProtocolError and
+        ConnectionError of a Fetch."""
         while self._fetching:
             oldest = self._fetching[0]
             intact = True
@@ -176,6 +177,8 @@ class Borrowing:
                 is_through = oldest.fetch.poll()
             except CorruptError:
                 is_through, intact = True, False
+            except ConnectionError:
+                raise  # It has worked, and may again.
             except OSError as error:
                 raise PathError(str(error)) from error
             if not is_through:

@@ -284,11 +284,11 @@ class Streams:
         main = links.main_of(stream, self.registry.peer_of(stream.hello))
         # P's LAYOUT, which its first job must not overtake.
         stream.write()
+        main.attach(stream.sock)
         self._watch(stream, 0)
         self.registry.remove(stream)
         stream.closing = "attached"
         self._count()
-        main.attach(stream.sock)
 
     def _mismatch(self, stream: Stream, now: float) -> bool:
         engine_id = stream.hello.engine_id

@@ -199,7 +199,7 @@ class _Arriving:
 
     def poll(self) -> bool:
         if self._left and self._links.fault is not None:
-            raise OSError(f"a further connection is lost: {self._links.fault}")
+            raise ConnectionResetError(f"a further connection: {self._links.fault}")
         if self._left:
             return False
         if not self._intact:

@@ -1,0 +1,264 @@
+"""DATA over further connections: who may open one, what goes over it, and what its end ends. All
+that holds for every transport is in test_transport_conformance, which runs over this one too."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+from contextlib import closing
+
+import pytest
+
+from tests.e2e.relay import Relay
+from tests.kv.transport_kit import (
+    BLOCK_BYTES,
+    KEY,
+    PATIENCE_S,
+    Puppet,
+    data_header,
+    dial,
+    is_closed,
+    network,
+    run,
+    send_data,
+    until,
+)
+from xpyd_core.request_id import Address
+from xpyd_kv.transport.checksum import checksum
+from xpyd_kv.transport.shared_memory import Run, pack
+from xpyd_kv.transport.sharing import shared_of
+from xpyd_kv.transport.striped import MAX_LINKS
+from xpyd_kv.wire.frames import encode
+from xpyd_kv.wire.messages import Copied, Region
+
+GROUP = "0123456789abcdef"
+BODY = random.Random(5).randbytes(7 * BLOCK_BYTES)
+
+
+@pytest.fixture
+def net():
+    with network("striped") as net:
+        yield net
+
+
+def puppet(net, d, *, link=0, group=GROUP, incarnation="i", key=KEY, engine_id="p"):
+    sock = net.connect(d.listen_address)
+    hello = {"engine_id": engine_id, "incarnation": incarnation, "group": group, "link": link}
+    return Puppet(sock, "P", key=key, **hello).open()
+
+
+def linked(net, count=1):
+    """A D whose P, and its further connections, are written by hand: all are through."""
+    d, d_told = net.endpoint("D")
+    main = puppet(net, d)
+    d_told.wait("up")
+    links = [puppet(net, d, link=n + 1).sock for n in range(count)]
+    assert [link.recv(1) for link in links] == [b"\1"] * count
+    main.sock.sendall(encode(Region(size_bytes=count)))
+    return d, d_told, main, links
+
+
+def announce(main, seq, body=BODY, length=None):
+    places = pack([Run(seq, len(body) if length is None else length)])
+    header = shared_of(data_header(body, seq=seq))
+    main.sock.sendall(encode(header, len(places)) + places)
+
+
+def part(body):
+    return body + checksum([memoryview(body)])
+
+
+def refused(net, d, **hello):
+    before = d.counters.refused.get("group", 0)
+    assert is_closed(puppet(net, d, link=1, **hello).sock)
+    until(lambda: d.counters.refused.get("group", 0) == before + 1)
+
+
+def test_both_ends_use_the_further_connections_once_all_are_there(net):
+    (p, p_told, d_at_p), (d, d_told, p_at_d) = net.pair(connections=3)
+    assert d_at_p.transport == p_at_d.transport == "striped"
+    assert p.counters.connections == d.counters.connections == 1
+    room = bytearray(len(BODY))
+    d_told.on["begin"] = lambda *_: [memoryview(room)]
+    sent = 0
+    while not d.counters.shared_bytes:
+        send_data(p, p_told, d_at_p, [memoryview(BODY)], seq=sent)
+        sent += 1
+        assert d_told.wait("end", sent)[2:] == (True, True)
+    through_first = d.counters.received_bytes
+    room[:] = bytes(len(room))
+    send_data(p, p_told, d_at_p, [memoryview(BODY)], seq=sent)
+    assert d_told.wait("end", sent + 1)[2:] == (True, True)
+    assert room == BODY
+    assert d.counters.received_bytes - through_first < len(BODY)
+    names = [thread.name for thread in threading.enumerate()]
+    assert names.count("xpyd-kv-link") == 6
+
+
+@pytest.mark.parametrize("fewer", ["P", "D"])
+def test_a_side_that_uses_one_connection_only_gets_one(net, fewer):
+    d, d_told = net.endpoint("D", **({"connections": 0} if fewer == "D" else {}))
+    p, p_told = net.endpoint("P", **({"connections": 0} if fewer == "P" else {}))
+    peer = dial(p, p_told, d.listen_address)
+    assert peer.transport == "tcp"
+    room = bytearray(len(BODY))
+    d_told.on["begin"] = lambda *_: [memoryview(room)]
+    send_data(p, p_told, peer, [memoryview(BODY)])
+    assert d_told.wait("end")[2:] == (True, True)
+    assert room == BODY
+    assert d.counters.shared_bytes == 0
+
+
+def test_parts_come_in_any_order_and_frames_end_in_theirs(net):
+    _, d_told, main, links = linked(net, 2)
+    rooms = [bytearray(len(BODY)) for _ in range(2)]
+    d_told.on["begin"] = lambda _, header, __: [memoryview(rooms[header.seq])]
+    half = len(BODY) // 2
+    announce(main, 0)
+    announce(main, 1)
+    d_told.wait("begin", 2)
+    links[1].sendall(part(BODY[half:]) + part(BODY[half:]))
+    links[0].sendall(part(BODY[:half]) + part(BODY[:half]))
+    ends = [d_told.wait("end", n + 1) for n in range(2)]
+    assert [(end[1].seq, *end[2:]) for end in ends] == [(0, True, True), (1, True, True)]
+    assert rooms == [BODY, BODY]
+    copied = 0
+    while copied < 2:
+        copied += sum(event.message.frames for event in main.read() if _is_copied(event))
+    assert copied == 2
+
+
+def _is_copied(event):
+    return isinstance(getattr(event, "message", None), Copied)
+
+
+def test_a_part_that_comes_broken_is_told_and_counted_and_the_next_frame_is_right(net):
+    d, d_told, main, (link,) = linked(net)
+    room = bytearray(len(BODY))
+    d_told.on["begin"] = lambda *_: [memoryview(room)]
+    announce(main, 0)
+    link.sendall(BODY + bytes(8))
+    assert d_told.wait("end")[2:] == (True, False)
+    until(lambda: d.counters.corrupt_frames == 1)
+    announce(main, 1)
+    link.sendall(part(BODY))
+    assert d_told.wait("end", 2)[2:] == (True, True)
+    assert room == BODY
+
+
+def test_bytes_that_nobody_wants_are_read_to_nowhere(net):
+    _, d_told, main, (link,) = linked(net)
+    room = bytearray(len(BODY))
+    d_told.on["begin"] = lambda _, header, __: [memoryview(room)] if header.seq else None
+    for seq in range(2):
+        announce(main, seq)
+        link.sendall(part(BODY))
+    assert [d_told.wait("end", n + 1)[2:] for n in range(2)] == [(False, False), (True, True)]
+    assert room == BODY
+
+
+def test_each_connection_proves_the_key(net):
+    d, d_told = net.endpoint("D")
+    puppet(net, d)
+    peer = d_told.wait("up")[0]
+    with pytest.raises(Exception, match="auth"):
+        puppet(net, d, link=1, key=b"another fleet's key")
+    assert d.counters.auth_failed == 1
+    assert d_told.all("down") == []
+    assert peer.closing is None
+
+
+def test_a_further_connection_without_its_peer_is_refused(net):
+    d, d_told = net.endpoint("D")
+    refused(net, d)
+    puppet(net, d)
+    d_told.wait("up")
+    refused(net, d, group="ffff")
+    refused(net, d, group="")
+    refused(net, d, incarnation="another")
+    refused(net, d, engine_id="q")
+    assert d_told.names() == ["up"]
+    assert d.counters.connections == 1
+    assert d.counters.strangers == 0
+
+
+def test_more_connections_than_there_may_be_end_the_one_too_many(net):
+    d, d_told, _, _ = linked(net, MAX_LINKS)
+    assert is_closed(puppet(net, d, link=9).sock)
+    until(lambda: d.counters.junk_connections + d.counters.protocol_errors == 1)
+    assert d_told.all("down") == []
+
+
+@pytest.mark.parametrize("lie", ["before all are there", "length", "number"])
+def test_a_frame_that_lies_ends_the_peer_and_lands_nowhere(net, lie):
+    _, d_told, main, _ = short_of_one(net) if lie == "before all are there" else linked(net)
+    announce(main, 1 if lie == "number" else 0, length=3 if lie == "length" else None)
+    assert d_told.wait("down")[1] == "protocol"
+    assert d_told.all("begin") == []
+
+
+def short_of_one(net):
+    d, d_told = net.endpoint("D")
+    main = puppet(net, d)
+    d_told.wait("up")
+    main.sock.sendall(encode(Region(size_bytes=2)))
+    return d, d_told, main, []
+
+
+def test_the_end_of_a_further_connection_ends_the_peer_and_nothing_lands_after(net):
+    _, d_told, main, (link, other) = linked(net, 2)
+    room = bytearray(len(BODY))
+    d_told.on["begin"] = lambda *_: [memoryview(room)]
+    announce(main, 0)
+    d_told.wait("begin")
+    link.close()
+    assert d_told.wait("down")[1] == "lost"
+    assert d_told.all("end") == []
+    seen = bytes(room)
+    assert is_closed(other)
+    assert is_closed(main.sock)
+    assert room == seen
+
+
+def test_a_connection_that_breaks_under_way_gives_p_its_views_back(net):
+    """Every connection is cut while bytes are held: P's `done` is False, and it may dial again."""
+    d, d_told = net.endpoint("D")
+    relay_port = _free_port()
+    with closing(Relay("127.0.0.1", relay_port, target=tuple(d.listen_address))) as relay:
+        p, p_told = net.endpoint("P")
+        peer = dial(p, p_told, Address("127.0.0.1", relay_port))
+        room = bytearray(len(BODY))
+        d_told.on["begin"] = lambda *_: [memoryview(room)]
+        sent = 0
+        while not d.counters.shared_bytes:
+            send_data(p, p_told, peer, [memoryview(BODY)], seq=sent)
+            sent += 1
+            d_told.wait("end", sent)
+        p_told.wait("done", sent)
+        relay.stall()
+        send_data(p, p_told, peer, [memoryview(BODY)], seq=sent)
+        run(p, lambda: p.disconnect(peer, "test"))
+        assert p_told.wait("done", sent + 1) == (sent, False)
+        assert p_told.wait("down") == (peer, "test")
+        relay.resume()
+        d_told.wait("down")
+
+
+def _free_port():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def test_a_d_that_stops_reading_does_not_keep_p_from_closing(net):
+    (p, p_told, peer), (_, d_told, _) = net.pair(connections=1)
+    held = threading.Event()
+    d_told.on["begin"] = lambda *_: held.wait(PATIENCE_S) and None
+    body = bytes(40_000 * BLOCK_BYTES)
+    for seq in range(3):
+        send_data(p, p_told, peer, [memoryview(body)], seq=seq)
+    d_told.wait("begin")
+    run(p, lambda: p.disconnect(peer, "test"))
+    p_told.wait("down")
+    held.set()
+    assert p_told.names().index("down") > p_told.names().index("done")
