@@ -183,11 +183,29 @@ def test_a_further_connection_without_its_peer_is_refused(net):
     assert d.counters.strangers == 0
 
 
-def test_more_connections_than_there_may_be_end_the_one_too_many(net):
+@pytest.mark.parametrize("number", [2, MAX_LINKS + 1])
+def test_a_number_that_is_there_or_too_high_ends_that_connection_only(net, number):
     d, d_told, _, _ = linked(net, MAX_LINKS)
-    assert is_closed(puppet(net, d, link=9).sock)
+    assert is_closed(puppet(net, d, link=number).sock)
     until(lambda: d.counters.junk_connections + d.counters.protocol_errors == 1)
     assert d_told.all("down") == []
+
+
+def test_connections_are_known_by_number_not_by_order(net):
+    d, d_told = net.endpoint("D")
+    main = puppet(net, d)
+    d_told.wait("up")
+    second, first = (puppet(net, d, link=number).sock for number in (2, 1))
+    assert [first.recv(1), second.recv(1)] == [b"\1"] * 2
+    main.sock.sendall(encode(Region(size_bytes=2)))
+    room = bytearray(len(BODY))
+    d_told.on["begin"] = lambda *_: [memoryview(room)]
+    announce(main, 0)
+    half = len(BODY) // 2
+    first.sendall(part(BODY[:half]))
+    second.sendall(part(BODY[half:]))
+    assert d_told.wait("end")[2:] == (True, True)
+    assert room == BODY
 
 
 @pytest.mark.parametrize("lie", ["before all are there", "length", "number"])

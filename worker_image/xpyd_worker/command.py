@@ -133,6 +133,7 @@ def _add_kv(parser: argparse.ArgumentParser) -> None:
         help="buffer for KV that waits, e.g. 8e9 or 10%% of --kv-cache-memory",
     )
     add("--kv-host-pool-size", default="4Gi", metavar="SIZE", help="when it is full, e.g. 4Gi")
+    add("--kv-connections", type=int, default=1, metavar="N", help="TCP ones of a pair, e.g. 2")
     add("--kv-group-bytes", default="4Mi", metavar="SIZE", help="least bytes per frame, e.g. 4Mi")
     add("--kv-wait-seconds", type=float, default=10, metavar="S", help="for KV to come, e.g. 10")
     add("--kv-lease-seconds", type=float, default=30, metavar="S", help="of orphaned KV, e.g. 30")
@@ -173,6 +174,7 @@ def read_config(args: argparse.Namespace, env: PodEnv | None = None) -> WorkerCo
         kv_direct_free=args.kv_direct_free,
         kv_buffer_bytes=_size("--kv-buffer-size", args.kv_buffer_size, of=cache_bytes),
         kv_host_pool_bytes=_size("--kv-host-pool-size", args.kv_host_pool_size),
+        kv_connections=args.kv_connections,
         kv_group_bytes=_size("--kv-group-bytes", args.kv_group_bytes),
         kv_wait_s=args.kv_wait_seconds,
         kv_lease_s=args.kv_lease_seconds,

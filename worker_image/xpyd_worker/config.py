@@ -13,6 +13,7 @@ from xpyd_core.messages import HEARTBEAT_PERIOD_S
 from xpyd_core.pod_env import HTTP_PORT, KV_PORT
 from xpyd_core.request_id import Address, is_dialable
 from xpyd_kv.transport.settings import TRANSPORTS
+from xpyd_kv.transport.striped import MAX_LINKS
 from xpyd_kv.wire.handshake import OVER_TCP
 from xpyd_kv.wire.messages import Mode
 
@@ -64,6 +65,8 @@ class WorkerConfig:
     """No secret: whoever reaches the KV port counts as one of the fleet."""
     kv_transports: tuple[str, ...] = TRANSPORTS
     """What may move KV, the best common one of each pair does."""
+    kv_connections: int = 1
+    """TCP connections that the DATA of a pair goes over; more than one: each with a thread."""
     kv_socket_dir: Path | None = None
     """Folder of Unix sockets shared by the instances of this machine; None: TCP only."""
     kv_direct_free: float = 0.1
@@ -158,6 +161,10 @@ def _checks(config: WorkerConfig) -> list[tuple[str, bool]]:
             bool({*OVER_TCP} & {*config.kv_transports}) or config.kv_socket_dir is not None,
         ),
         ("--kv-direct-free: expected 0 to 1", 0 <= config.kv_direct_free <= 1),
+        (
+            f"--kv-connections: expected 1 to {MAX_LINKS}",
+            1 <= config.kv_connections <= MAX_LINKS,
+        ),
         ("--kv-group-bytes: expected at least 1", config.kv_group_bytes >= 1),
         ("--kv-wait-seconds: expected 0 to 600", 0 <= config.kv_wait_s <= 600),
         ("--kv-lease-seconds: expected 1 to 3600", 1 <= config.kv_lease_s <= 3600),

@@ -134,6 +134,7 @@ def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None =
             source_host=config.host,
             transports=config.kv_transports,
             socket_dir=config.kv_socket_dir,
+            connections=config.kv_connections if config.kv_connections > 1 else 0,
             paths=[shm] if nixl is None else [shm, nixl],
             probe_room=_probe_room(parts.shared) if nixl is None else nixl.spare,
         )

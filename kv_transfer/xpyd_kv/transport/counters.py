@@ -23,7 +23,7 @@ class Counters:
     received_bytes: int = 0
     """Whole streams, DATA and all."""
     shared_bytes: int = 0
-    """KV bytes that went through shared memory: lent and copied by D, or copied by us."""
+    """KV bytes that moved beside the peers' first connections: lent, or fetched by us."""
     auth_failed: int = 0
     """Handshakes in which one side did not show a key of the fleet, seen from this side."""
     junk_connections: int = 0

@@ -96,8 +96,9 @@ class Borrower(Protocol):
 class Linked(Protocol):
     """A Lender or Borrower that moves bytes over further connections."""
 
-    def attach(self, sock: socket.socket) -> None:
-        """One more, authenticated, blocking, its own from now on. ProtocolError: too many."""
+    def attach(self, number: int, sock: socket.socket) -> None:
+        """One more, authenticated, blocking, its own from now on; both sides know it by `number`,
+        from 1. ProtocolError for a number that has no place."""
         ...
 
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import msgspec
 
-from xpyd_core.request_id import Address
 from xpyd_kv.transport.stream import ClosedByPeerError, Stream
 from xpyd_kv.wire import errors
 from xpyd_kv.wire.handshake import Terms
@@ -20,14 +19,14 @@ NAME = "striped"
 _GROUP_BYTES = 16
 
 
-def of_group(terms: Terms, main: Stream | None, *, dialler: Address | None) -> Terms:
-    """P's HELLO with its group: a new one, or that of `main`. D's as it is."""
-    if dialler is None or NAME not in terms.hello.transports:
+def of_group(terms: Terms, main: Stream | None, number: int) -> Terms:
+    """P's, with its group: a new one, or that of `main`."""
+    if NAME not in terms.hello.transports:
         return terms
     if main is None:
         hello = msgspec.structs.replace(terms.hello, group=os.urandom(_GROUP_BYTES).hex())
     else:
-        hello = msgspec.structs.replace(terms.hello, group=main.protocol.ours.group, link=1)
+        hello = msgspec.structs.replace(terms.hello, group=main.protocol.ours.group, link=number)
     return replace(terms, hello=hello)
 
 
@@ -36,6 +35,11 @@ def is_further(stream: Stream) -> bool:
     if stream.address is not None:
         return stream.main is not None
     return stream.hello.link > 0
+
+
+def number_of(stream: Stream) -> int:
+    """By which number both sides know it."""
+    return (stream.hello if stream.main is None else stream.protocol.ours).link
 
 
 def main_of(stream: Stream, peer: Stream | None) -> Stream:

@@ -44,10 +44,10 @@ class Lending:
         self._frames: deque[tuple[int, Callable[[bool], None]]] = deque()
         self._bytes = 0
 
-    def attach(self, sock: socket.socket) -> None:
+    def attach(self, number: int, sock: socket.socket) -> None:
         """A further connection of this peer."""
         assert isinstance(self.lender, Linked)
-        self.lender.attach(sock)
+        self.lender.attach(number, sock)
 
     @property
     def is_lending(self) -> bool:
@@ -114,11 +114,11 @@ class Borrowing:
         """When the oldest frame that is not through was begun."""
         return self._fetching[0].since_s if self._fetching else None
 
-    def attach(self, sock: socket.socket) -> None:
+    def attach(self, number: int, sock: socket.socket) -> None:
         """A further connection of this peer. ProtocolError where it has no place."""
         if not isinstance(self._borrower, Linked):
             raise ProtocolError("a further connection where none is used")
-        self._borrower.attach(sock)
+        self._borrower.attach(number, sock)
 
     def receive(self, sock: socket.socket, room: memoryview) -> int:
         """Read into `room`, and take the descriptor that may come with the bytes."""

@@ -231,14 +231,12 @@ class Stream:
         if frames:
             self.queue_control(self.protocol.encode(Copied(frames=frames)))
 
-    def attach(self, sock: socket.socket) -> None:
+    def attach(self, number: int, sock: socket.socket) -> None:
         """One more connection between the two processes, for DATA only."""
         sockets.make_blocking(sock, self._fetch_s)
-        if self._outlet.lending is not None:
-            self._outlet.lending.attach(sock)
-        else:
-            assert self._borrowing is not None
-            self._borrowing.attach(sock)
+        books = self._outlet.lending or self._borrowing
+        assert books is not None
+        books.attach(number, sock)
 
     def _receive(self) -> int:
         """Read control frames. From the peer's AUTH on D takes the descriptor that REGION may

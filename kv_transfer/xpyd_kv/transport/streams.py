@@ -96,12 +96,14 @@ class Streams:
         remote: str,
         address: Address | None = None,
         main: Stream | None = None,
+        number: int = 0,
     ) -> None:
-        """A new connection: accepted, or being dialled to `address`, a further one of `main`."""
+        """A new connection: accepted, or being dialled to `address`; the further one of this
+        `number` of `main`."""
         context, times = self._context, self._context.deadlines
         without = self.registry.avoided(address, now) if address is not None else ()
         protocol = Connection(
-            links.of_group(context.terms(sockets.usable(sock), without), main, dialler=address),
+            self._terms(sock, without, address, main, number),
             dialler=address is not None,
             deadline=now + times.connect_s + times.auth_s,
             pulse=Pulse(times.ping_s, times.missed_pings),
@@ -131,6 +133,17 @@ class Streams:
         self._timer_at = min(self._timer_at, stream.due)
         self.guard(stream, partial(sockets.prepare, sock))
         self._watch(stream, READ if address is None else WRITE)
+
+    def _terms(
+        self,
+        sock: socket.socket,
+        without: Collection[str],
+        address: Address | None,
+        main: Stream | None,
+        number: int,
+    ) -> Terms:
+        terms = self._context.terms(sockets.usable(sock), without)
+        return terms if address is None else links.of_group(terms, main, number)
 
     def touch(self, stream: Stream) -> None:
         """`stream` has something to write."""
@@ -271,20 +284,20 @@ class Streams:
     def _dial_links(self, main: Stream, address: Address) -> None:
         """The connections that DATA of this D goes over; without one of them it takes `main`."""
         now = self._context.clock()
-        for _ in range(self._context.connections):
+        for number in range(1, self._context.connections + 1):
             try:
                 sock = sockets.dial(address, self._context.source_host)
             except OSError as error:
                 _log.warning("KV peer at %s: a further connection failed: %s", main.remote, error)
                 return
-            self.add(sock, now, remote=main.remote, address=address, main=main)
+            self.add(sock, now, remote=main.remote, address=address, main=main, number=number)
 
     def _attach(self, stream: Stream) -> None:
         """A further connection is the data path's from now on. Raises where it has no peer."""
         main = links.main_of(stream, self.registry.peer_of(stream.hello))
         # P's LAYOUT, which its first job must not overtake.
         stream.write()
-        main.attach(stream.sock)
+        main.attach(links.number_of(stream), stream.sock)
         self._watch(stream, 0)
         self.registry.remove(stream)
         stream.closing = "attached"

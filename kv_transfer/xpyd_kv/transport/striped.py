@@ -73,24 +73,28 @@ class _Links:
     """All of one peer."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        self._links: list[_Link] = []
+        self._links: dict[int, _Link] = {}
         self._wake = wake
         self.fault: Exception | None = None
 
-    def __len__(self) -> int:
-        return len(self._links)
+    def __contains__(self, number: int) -> bool:
+        return number in self._links
 
-    def add(self, sock: socket.socket) -> _Link:
-        link = _Link(sock, self._fail)
-        self._links.append(link)
+    def are(self, count: int) -> bool:
+        """Whether those from 1 to `count` are here, and no other."""
+        return sorted(self._links) == list(range(1, count + 1))
+
+    def add(self, number: int, sock: socket.socket) -> _Link:
+        link = self._links[number] = _Link(sock, self._fail)
         return link
 
     def put(self, jobs: Sequence[Job]) -> None:
-        for link, job in zip(self._links, jobs, strict=True):
-            link.put(job)
+        """The first job to the connection number 1, and so on."""
+        for number, job in enumerate(jobs, start=1):
+            self._links[number].put(job)
 
     def close(self) -> None:
-        links, self._links = self._links, []
+        links, self._links = self._links.values(), {}
         for link in links:
             link.shut()
         for link in links:
@@ -112,9 +116,9 @@ class StripedLender:
         self._frames = 0
         self._views: Sequence[memoryview] = ()
 
-    def attach(self, sock: socket.socket) -> None:
+    def attach(self, number: int, sock: socket.socket) -> None:
         """One of the connections."""
-        self._links.add(sock).put(self._await_ready)
+        self._links.add(number, sock).put(self._await_ready)
 
     def lent(self) -> Lent:
         return Lent(self._connections)
@@ -153,11 +157,11 @@ class StripedBorrower:
         self._connections = 0
         self._frames = 0
 
-    def attach(self, sock: socket.socket) -> None:
-        """One of the connections. ProtocolError when there are enough."""
-        if len(self._links) >= MAX_LINKS:
-            raise ProtocolError(f"more than {MAX_LINKS} further connections")
-        self._links.add(sock).put(lambda sock: sock.sendall(_READY))
+    def attach(self, number: int, sock: socket.socket) -> None:
+        """One of the connections. ProtocolError for a number that is here, or too high."""
+        if number > MAX_LINKS or number in self._links:
+            raise ProtocolError(f"further connection {number}: again, or over {MAX_LINKS}")
+        self._links.add(number, sock).put(lambda sock: sock.sendall(_READY))
 
     def open(self, size_bytes: int, body: bytes, descriptors: Sequence[int]) -> None:
         if body or descriptors or size_bytes > MAX_LINKS:
@@ -165,14 +169,14 @@ class StripedBorrower:
         self._connections = size_bytes
 
     def prepare(self, body: bytes, length: int) -> Callable[[Sequence[View] | None], _Arriving]:
-        if len(self._links) != self._connections:
+        if not self._links.are(self._connections):
             raise ProtocolError("SHARED before all connections are there")
         if body != pack([Run(self._frames, length)]):
             raise ProtocolError("SHARED for another frame than the next")
         self._frames += 1
 
         def start(views: Sequence[View] | None) -> _Arriving:
-            return _Arriving(self._links, views, length, self._wake)
+            return _Arriving(self._links, self._connections, views, length, self._wake)
 
         return start
 
@@ -184,18 +188,23 @@ class _Arriving:
     """See Fetch."""
 
     def __init__(
-        self, links: _Links, views: Sequence[View] | None, length: int, wake: Callable[[], None]
+        self,
+        links: _Links,
+        count: int,
+        views: Sequence[View] | None,
+        length: int,
+        wake: Callable[[], None],
     ) -> None:
         self._links = links
         self._wake = wake
         self._lock = threading.Lock()
-        self._left = len(links)
+        self._left = count
         self._intact = True
         if views is None:
             room = [memoryview(bytearray(length))]
         else:
             room = [view for view in views if isinstance(view, memoryview)]
-        links.put([self._receiving(room, *part) for part in _parts(room, self._left)])
+        links.put([self._receiving(room, *part) for part in _parts(room, count)])
 
     def poll(self) -> bool:
         if self._left and self._links.fault is not None:
