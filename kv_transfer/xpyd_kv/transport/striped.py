@@ -22,6 +22,7 @@ from xpyd_kv.transport.checksum import Checksum
 from xpyd_kv.transport.cursor import Cursor
 from xpyd_kv.transport.data_path import CorruptError, Lent
 from xpyd_kv.transport.shared_memory import Run, pack
+from xpyd_kv.wire.messages import Hello
 
 MAX_LINKS = 4
 _JOIN_S = 5.0
@@ -247,6 +248,10 @@ class StripedPath:
     def __init__(self, connections: int, wake: Callable[[], None]) -> None:
         self.connections = connections
         self._wake = wake
+
+    def can_use(self, theirs: Hello) -> bool:
+        """With every P that names it."""
+        return True
 
     def lender(self) -> StripedLender:
         return StripedLender(self.connections, self._wake)

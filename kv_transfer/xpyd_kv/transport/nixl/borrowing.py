@@ -61,7 +61,7 @@ class NixlBorrower:
         assert theirs is not None
         columns = unpack(body)
         check_runs(columns, theirs.row.size_bytes, length)
-        runs = list(map(Run, *columns))
+        runs = columns.each()
 
         def start(views: Sequence[View] | None) -> _Read | _Nothing:
             return _Nothing() if views is None else _Read(opening, runs, views)
