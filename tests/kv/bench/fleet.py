@@ -21,7 +21,7 @@ from typing import Any
 
 from tests.e2e.harness import Fleet, fleet
 
-MODES: dict[str, tuple[str, ...]] = {"put-async": ()}
+MODES = {mode: ("--kv-mode", mode) for mode in ("put-async", "get", "put")}
 """Each with the flags that make it."""
 _VOCABULARY = 3000
 _ANSWER_S = 120.0

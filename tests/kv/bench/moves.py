@@ -14,8 +14,8 @@ from tests.kv.bench.pair import Batch, Pair, SideFailed
 from tests.kv.bench.shape import Case, cases
 
 MEMCPY = "memcpy"
-OWN = ("shm", "uds", "tcp")
-CONTROL = tuple(f"control-{name}" for name in OWN)
+OWN = ("shm", "uds", "tcp", "tcp-2")
+CONTROL = ("control-shm", "control-uds", "control-tcp")
 BESIDE = ("plain-tcp", "plain-tcp-2", "gloo")
 CONTROL_CASE = Case(16, "whole")
 """One block."""

@@ -13,6 +13,7 @@ _WORDS = {
     "shm": "**shm**",
     "uds": "**uds**",
     "tcp": "**tcp**",
+    "tcp-2": "**tcp**, `--kv-connections 2`",
     "plain-tcp": "plain TCP, 1 connection",
     "plain-tcp-2": "plain TCP, 2 connections",
     "gloo": "torch gloo",
