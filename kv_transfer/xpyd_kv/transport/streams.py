@@ -296,7 +296,7 @@ class Streams:
         """A further connection is the data path's from now on. Raises where it has no peer."""
         main = links.main_of(stream, self.registry.peer_of(stream.hello))
         # P's LAYOUT, which its first job must not overtake.
-        stream.write()
+        stream.write(self._context.clock())
         main.attach(links.number_of(stream), stream.sock)
         self._watch(stream, 0)
         self.registry.remove(stream)
