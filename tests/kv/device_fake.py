@@ -32,7 +32,8 @@ class DeviceFault(Exception):
 @dataclass
 class _Operation:
     number: int
-    run: Callable[[], None]
+    run: Callable[[], bool | None]
+    """False: not yet, for another GPU has not come to its part."""
 
 
 class Machine:
@@ -123,13 +124,17 @@ class Machine:
         self.streams[handle] = stream
         return handle
 
-    def run_until(self, handle: int, number: int) -> None:
-        """Run this stream's operations up to that one, and what they wait for; no other."""
+    def run_until(self, handle: int, number: int) -> bool:
+        """Run this stream's operations up to that one, and what they wait for; no other. Whether
+        that could be."""
         stream = self.streams[handle]
         while stream.has_run < number:
-            operation = stream.queue.popleft()
-            operation.run()
+            operation = stream.queue[0]
+            if operation.run() is False:
+                return False
+            stream.queue.popleft()
             stream.has_run = operation.number
+        return True
 
 
 class FakeEvent:
@@ -153,7 +158,8 @@ class FakeEvent:
                 if self._patience:
                     self._patience -= 1
                     return False
-                machine.run_until(self.stream, self.number)
+                if not machine.run_until(self.stream, self.number):
+                    return False
             merge(machine.host, self.clock)
             return True
 
@@ -222,7 +228,11 @@ class FakeStream:
         )
 
     def enqueue(
-        self, label: str, reads: Sequence[Span], writes: Sequence[Span], run: Callable[[], None]
+        self,
+        label: str,
+        reads: Sequence[Span],
+        writes: Sequence[Span],
+        run: Callable[[], bool | None],
     ) -> None:
         """Any operation: what it reads and writes, and what it does when it is its turn."""
         machine = self.device.machine

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import pytest
+
 from tests.kv.device_fake import Machine
 from xpyd_kv.device.api import Device, DeviceView
 
@@ -46,14 +48,18 @@ class FakeGpus:
 
 
 class RealGpus:
-    """The first GPU, by two devices of this process."""
+    """The first GPU, by two devices of this process; or the first for P and `second` for D."""
 
-    def __init__(self) -> None:
+    def __init__(self, second: int = 0) -> None:
+        import torch
+
         from xpyd_kv.device.cuda import CudaDevice, CudaProcess
 
+        if torch.cuda.device_count() <= second:
+            pytest.skip("NCCL needs two GPUs")
         process = CudaProcess()
         self.p = CudaDevice(0, process)
-        self.d = CudaDevice(0, process)
+        self.d = CudaDevice(second, process)
 
     def fill(self, device: Any, view: DeviceView, body: bytes) -> None:
         import torch

@@ -19,6 +19,7 @@ import pytest
 
 from tests.kv import nixl_kit
 from tests.kv.gpu_kit import REGION_BYTES, FakeGpus, Gpus, RealGpus
+from tests.kv.nccl_kit import NcclWorld
 from tests.kv.wire_samples import LAYOUT, SAMPLES
 from xpyd_core.errors import ProtocolError
 from xpyd_core.request_id import Address
@@ -26,6 +27,7 @@ from xpyd_kv.device.api import DeviceView
 from xpyd_kv.transport.checksum import checksum
 from xpyd_kv.transport.cuda_ipc import CudaIpcPath
 from xpyd_kv.transport.data_path import DataPath
+from xpyd_kv.transport.nccl.path import NcclPath
 from xpyd_kv.transport.nixl.path import NixlPath
 from xpyd_kv.transport.settings import Bounds, Deadlines, Identity
 from xpyd_kv.transport.shared_memory import SharedMemory, SharedMemoryPath
@@ -51,6 +53,8 @@ CONFORMING = (
     pytest.param("nixl", marks=nixl_kit.needs_nixl),
     *_ON_GPU,
     *(pytest.param(f"{kind}:real", marks=pytest.mark.gpu) for kind in _ON_GPU),
+    "nccl",
+    pytest.param("nccl:real", marks=pytest.mark.gpu),
 )
 """Those that pass the same tests. `+gpu`: the caches are on GPUs, so that DATA goes through slabs;
 `:real`: on a real GPU instead of its fake."""
@@ -130,11 +134,14 @@ class Net:
         self.gpus: Gpus | None = None
         self.place: dict[str, Any] = {}
         """What HELLO says of where this side is."""
-        self._gpu_paths: list[CudaIpcPath] = []
+        self._gpu_paths: list[CudaIpcPath | NcclPath] = []
         self._rooms: list[DeviceView] = []
         self.stagings: list[Staging] = []
-        if self.transport == "cuda_ipc" or memory:
-            self.gpus = RealGpus() if where else FakeGpus()
+        self.nccl: NcclWorld | None = None
+        if self.transport in ("cuda_ipc", "nccl") or memory:
+            # NCCL wants two GPUs for two ranks.
+            second = 1 if self.transport == "nccl" else 0
+            self.gpus = RealGpus(second) if where else FakeGpus()
             self.place = {"host": HOST, "gpu": self.gpus.p.uuid}
             self._region = self.gpus.p.allocate(REGION_BYTES)
         self._ends: list[Any] = []
@@ -172,7 +179,10 @@ class Net:
         if self.gpus is None or not self.is_lent:
             lends = role == "P" and self.transport == "shm"
             return SharedMemoryPath(SHARED if lends else None)
-        if role == "P":
+        if self.transport == "nccl":
+            self.nccl = self.nccl or NcclWorld(self.gpus)
+            path = self.nccl.path(role, unit_bytes=64 * BLOCK_BYTES)
+        elif role == "P":
             path = CudaIpcPath(self.gpus.p, host=HOST, region=self._region)
         else:
             path = CudaIpcPath(self.gpus.d, host=HOST)

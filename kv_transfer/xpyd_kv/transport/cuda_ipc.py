@@ -78,6 +78,8 @@ class CudaIpcPath:
 class CudaIpcLender:
     """See Lender."""
 
+    has_news = False
+
     def __init__(self, region: DeviceView, handle: IpcHandle) -> None:
         self._region = region
         self._handle = handle
@@ -102,6 +104,7 @@ class CudaIpcBorrower:
     """See Borrower."""
 
     takes_descriptors = False
+    reopens = False
 
     def __init__(self, device: Device, stream: Stream) -> None:
         self._device = device

@@ -39,8 +39,14 @@ class Lent(NamedTuple):
 class Lender(Protocol):
     """P's side of one connection."""
 
+    @property
+    def has_news(self) -> bool:
+        """Whether what REGION said is no longer so: `lent` is asked for again before the next
+        SHARED."""
+        ...
+
     def lent(self) -> Lent:
-        """Asked for once, before the first SHARED."""
+        """Asked for before the first SHARED."""
         ...
 
     def places(self, views: Sequence[View], *, at_most: int) -> bytes | None:
@@ -73,6 +79,8 @@ class Borrower(Protocol):
 
     takes_descriptors: bool
     """Whether REGION brings one descriptor, over a Unix socket."""
+    reopens: bool
+    """Whether REGION may come again."""
 
     def open(self, size_bytes: int, body: bytes, descriptors: Sequence[int]) -> None:
         """REGION has come. ProtocolError when it is not right, OSError when the system or the

@@ -169,7 +169,7 @@ class Outlet:
             self._sending = Cursor(frames)
             return self._sending
         lending = self._lending
-        if lending is not None and not self._has_lent and self._data:
+        if lending is not None and self._data and not self._is_known(lending.lender):
             return self._next_region(lending.lender)
         while self._data and (lending is None or lending.has_room):
             frame = self._data[0]
@@ -209,6 +209,8 @@ class Outlet:
     def _staged_frames(self) -> list[Sequence[View]]:
         """The frames at the head of the queue that go through slabs."""
         if self._lending is not None:
+            if self._sending_data is not None and self._is_shared:
+                return []  # What `places` said last is still to be sent.
             head = self._data[0].views
             is_lent = self._lending.lender.places(head, at_most=len(head)) is not None
             return [] if is_lent or is_on_host(head) else [head]
@@ -218,6 +220,10 @@ class Outlet:
     def _end_staged(self) -> None:
         if self._outward is not None:
             self._outward.sent()
+
+    def _is_known(self, lender: Lender) -> bool:
+        """Whether REGION has said what is so now."""
+        return self._has_lent and not lender.has_news
 
     def _next_region(self, lender: Lender) -> Cursor:
         self._has_lent = True

@@ -20,6 +20,7 @@ _NEEDS = {
     "uds": "--kv-socket-dir",
     "shm": "memory that can be shared",
     "cuda_ipc": "a KV cache on a GPU",
+    "nccl": "a KV cache on a GPU",
     "nixl": "memory that NIXL has registered",
 }
 KIB = 1024

@@ -204,6 +204,8 @@ class SharedMemoryPath:
 class SharedMemoryLender:
     """See Lender."""
 
+    has_news = False
+
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
 
@@ -227,6 +229,7 @@ class SharedMemoryBorrower:
     """See Borrower: copies at once, so that every Fetch is through when it is begun."""
 
     takes_descriptors = True
+    reopens = False
 
     def __init__(self) -> None:
         self._memory: PeerMemory | None = None

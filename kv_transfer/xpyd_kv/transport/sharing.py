@@ -137,7 +137,7 @@ class Borrowing:
     def open(self, region: Region, body: bytes) -> None:
         """REGION: open what it lends. ProtocolError when it comes again, or is not right;
         PathError."""
-        if self._is_open:
+        if self._is_open and not self._borrower.reopens:
             raise ProtocolError("REGION again")
         try:
             self._borrower.open(region.size_bytes, body, self._descriptors)

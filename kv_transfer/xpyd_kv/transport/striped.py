@@ -109,6 +109,8 @@ class _Links:
 class StripedLender:
     """P's side. What it lends are the frames' own views, until D has read them."""
 
+    has_news = False
+
     def __init__(self, connections: int, wake: Callable[[], None]) -> None:
         self._connections = connections
         self._links = _Links(wake)
@@ -151,6 +153,7 @@ class StripedBorrower:
     """D's side."""
 
     takes_descriptors = False
+    reopens = False
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake

@@ -35,10 +35,10 @@ from xpyd_kv.wire.messages import MAJOR, Auth, Hello, Layout, Message, Refuse
 DIALLER_ROLE = "P"
 ACCEPTOR_ROLE = "D"
 # What moves DATA, by the kind of socket; the first that both sides name is taken.
-OVER_TCP = ("cuda_ipc", "nixl", "striped", "tcp")
-OVER_UNIX = ("cuda_ipc", "nixl", "shm", "uds")
+OVER_TCP = ("cuda_ipc", "nixl", "nccl", "striped", "tcp")
+OVER_UNIX = ("cuda_ipc", "nixl", "nccl", "shm", "uds")
 # Those of them that move DATA beside the socket, by REGION, SHARED and COPIED.
-LENT = frozenset(("cuda_ipc", "nixl", "shm", "striped"))
+LENT = frozenset(("cuda_ipc", "nixl", "nccl", "shm", "striped"))
 
 
 @dataclass(frozen=True)

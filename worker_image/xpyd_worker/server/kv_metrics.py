@@ -12,6 +12,7 @@ from xpyd_kv.figures import Distribution
 from xpyd_kv.session.metrics import KvMetrics
 from xpyd_kv.store.api import StoreFigures
 from xpyd_kv.transport.counters import Counters
+from xpyd_kv.transport.nccl.limits import NcclFigures
 from xpyd_kv.transport.settings import TRANSPORTS
 from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.server.metrics import KvHistogram, KvSample
@@ -22,7 +23,11 @@ _OUTCOMES = ("done", "failed")
 
 
 def kv_samples(
-    metrics: KvMetrics, counters: Counters, figures: StoreFigures, stats: EngineStats
+    metrics: KvMetrics,
+    counters: Counters,
+    figures: StoreFigures,
+    stats: EngineStats,
+    nccl: NcclFigures | None = None,
 ) -> Iterable[KvSample | KvHistogram]:
     """All `xpyd_kv_*` figures."""
     yield from _moved(metrics, stats)
@@ -30,6 +35,7 @@ def kv_samples(
     yield from _without_kv(metrics, stats)
     yield from _connections(metrics, counters)
     yield from _store(figures)
+    yield from _nccl(nccl or NcclFigures())
 
 
 def _moved(metrics: KvMetrics, stats: EngineStats) -> Iterable[KvSample]:
@@ -113,6 +119,13 @@ def _connections(metrics: KvMetrics, counters: Counters) -> Iterable[KvSample]:
     yield _counter("quarantines", "Times that a P was refused for a while", counters.quarantines)
     yield from _by("paths_failed", "Lent memory not usable", "transport", counters.paths_failed, ())
     yield from _by("handshake_refused", "Handshakes refused", "factor", counters.refused, ())
+
+
+def _nccl(figures: NcclFigures) -> Iterable[KvSample]:
+    yield _gauge("nccl_communicators", "NCCL communicators now", figures.communicators)
+    yield _gauge("nccl_memory_bytes", "GPU memory that they take", figures.memory_bytes)
+    yield _counter("nccl_made", "NCCL communicators made", figures.made)
+    yield from _by("nccl_ended", "NCCL communicators ended", "reason", figures.ended, ())
 
 
 def _store(figures: StoreFigures) -> Iterable[KvSample]:

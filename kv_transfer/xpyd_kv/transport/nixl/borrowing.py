@@ -42,6 +42,7 @@ class NixlBorrower:
     """See Borrower."""
 
     takes_descriptors = False
+    reopens = False
 
     def __init__(self, library: Nixl, landings: Callable[[], Landings]) -> None:
         self._library = library

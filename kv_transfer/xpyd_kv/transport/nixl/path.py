@@ -100,6 +100,8 @@ class NixlPath:
 class NixlLender:
     """See Lender."""
 
+    has_news = False
+
     def __init__(self, row: Row, body: bytes) -> None:
         self._row = row
         self._body = body

@@ -1,0 +1,95 @@
+"""The articles' numbers 7 and 8 as NCCL has them: how many communicators a fleet makes, and what
+they take. The fake counts; that one really takes so much is unverified on hardware.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.kv.device_fake import Machine
+from tests.kv.nccl_fake import FakeNccl, World
+from xpyd_kv.transport.nccl.api import RECEIVER, SENDER
+from xpyd_kv.transport.nccl.book import Book
+from xpyd_kv.transport.nccl.limits import NcclLimits, communicator_bytes
+from xpyd_kv.transport.nccl.path import NcclPath
+
+UNIT = 64
+GB = 10**9
+PATIENCE_S = 30.0
+
+
+def _book(world: World, name: str) -> Book:
+    device = world.machine.device(name, gpu=name)
+    return Book(FakeNccl(world, device), device, NcclLimits(), give_up=_unexpected)
+
+
+def _unexpected(reason: str) -> None:
+    raise AssertionError(reason)
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize(
+    ("p", "d", "tp", "groups"), [(1, 2, 2, 7), (1, 3, 1, 3), (3, 1, 1, 3), (2, 2, 2, 12)]
+)
+def test_7_one_communicator_for_each_pair_of_ranks_and_none_for_a_second_transfer(
+    p: int, d: int, tp: int, groups: int
+) -> None:
+    world = World(Machine(latest=0))
+    p_books = [_book(world, f"p{i}") for i in range(p * tp)]
+    d_books = [_book(world, f"d{i}") for i in range(d * tp)]
+    views = {book: book.device.allocate(UNIT) for book in (*p_books, *d_books)}
+    for sender, receiver in itertools.product(range(p * tp), range(d * tp)):
+        if sender % tp == receiver % tp:
+            _transfer_twice(p_books[sender], d_books[receiver], views)
+    tp_groups = p + d if tp > 1 else 0
+    assert len(world.comms) + tp_groups == groups
+    assert all(sorted(comm) == [SENDER, RECEIVER] for comm in world.comms.values())
+    assert [book.figures.communicators for book in p_books] == [d] * (p * tp)
+    assert [book.figures.communicators for book in d_books] == [p] * (d * tp)
+    for book in (*p_books, *d_books):
+        book.close()
+        book.device.free(views[book])
+    world.machine.check()
+
+
+def _transfer_twice(sender: Book, receiver: Book, views: dict[Book, object]) -> None:
+    lender = NcclPath(sender, unit_bytes=UNIT, lends=True).lender()
+    borrower = NcclPath(receiver, unit_bytes=UNIT, lends=False).borrower()
+    lent = lender.lent()
+    borrower.open(lent.size_bytes, lent.body, [])
+    for _ in range(2):
+        places = lender.places([views[sender]], at_most=1)
+        assert places is not None
+        lender.sent()
+        fetch = borrower.prepare(places, UNIT)([views[receiver]])
+        _until(fetch.poll)
+        assert not lender.has_news
+
+
+@pytest.mark.parametrize(("channels", "megabytes"), [(16, 100), (8, 52)])
+def test_8_a_communicator_of_16_channels_takes_100_mb_and_of_8_channels_52(
+    channels: int, megabytes: int
+) -> None:
+    assert communicator_bytes(channels) == megabytes * 10**6
+
+
+@pytest.mark.parametrize(("channels", "of_p", "of_d"), [(16, 14.4, 9.6), (8, 7.5, 5.0)])
+def test_8_in_96p144d_a_p_device_gives_144_communicators_and_a_d_device_96(
+    channels: int, of_p: float, of_d: float
+) -> None:
+    """So much that the number of communicators is bounded; beyond it KV takes the sockets."""
+    p_device, d_device = (
+        NcclLimits(channels=channels, max_communicators=count).most_bytes for count in (144, 96)
+    )
+    assert (round(p_device / GB, 1), round(d_device / GB, 1)) == (of_p, of_d)
+    assert NcclLimits().most_bytes < 4 * GB
