@@ -36,7 +36,7 @@ verify: lint type imports ## All checks and the tests that need no running fleet
 	$(PYTEST) -q -m "not gpu and not cluster and not soak and not slow" $(PYTEST_ARGS)
 
 test: setup ## Every test that needs no root, Go or GPU
-	$(PYTEST) -m "not gpu and not cluster and not soak$(and $(ONLY_SLOW), and slow)" --durations=10 $(PYTEST_ARGS)
+	$(PYTEST) -m "not gpu and not cluster and not soak$(if $(ONLY_SLOW), and slow)" --durations=10 $(PYTEST_ARGS)
 
 test-gpu: setup ## The tests that need a CUDA device
 	$(PYTEST) -m "gpu and not soak" --durations=10 $(PYTEST_ARGS)
