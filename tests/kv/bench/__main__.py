@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 import time
@@ -110,7 +111,10 @@ def _write(made: dict[str, Any], moves: Moves, output: Path) -> None:
         }
         for (name, case), batches in moves.batches.items()
     ]
-    output.write_text(json.dumps({**made, "measuredMs": measured}, indent=1) + "\n")
+    text = json.dumps({**made, "measuredMs": measured}, indent=1)
+    # A line for a round, not for a number.
+    text = re.sub(r"\[[-\d.,\s]+\]", lambda numbers: " ".join(numbers[0].split()), text)
+    output.write_text(text + "\n")
     page = output.with_suffix(".md")
     if page.exists():
         page.write_text(with_measured(page.read_text(), made))
