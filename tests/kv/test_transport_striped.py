@@ -4,8 +4,10 @@ that holds for every transport is in test_transport_conformance, which runs over
 from __future__ import annotations
 
 import random
+import select
 import socket
 import threading
+import time
 from contextlib import closing
 
 import pytest
@@ -16,6 +18,7 @@ from tests.kv.transport_kit import (
     KEY,
     PATIENCE_S,
     Puppet,
+    address_of,
     data_header,
     dial,
     is_closed,
@@ -26,11 +29,13 @@ from tests.kv.transport_kit import (
 )
 from xpyd_core.request_id import Address
 from xpyd_kv.transport.checksum import checksum
+from xpyd_kv.transport.settings import Deadlines
 from xpyd_kv.transport.shared_memory import Run, pack
 from xpyd_kv.transport.sharing import shared_of
 from xpyd_kv.transport.striped import MAX_LINKS
-from xpyd_kv.wire.frames import encode
-from xpyd_kv.wire.messages import Copied, Region
+from xpyd_kv.wire.connection import Opened
+from xpyd_kv.wire.frames import DataEnd, encode
+from xpyd_kv.wire.messages import Auth, Copied, Probe, Probed, Region, Shared
 
 GROUP = "0123456789abcdef"
 BODY = random.Random(5).randbytes(7 * BLOCK_BYTES)
@@ -280,3 +285,97 @@ def test_a_d_that_stops_reading_does_not_keep_p_from_closing(net):
     p_told.wait("down")
     held.set()
     assert p_told.names().index("down") > p_told.names().index("done")
+
+
+def test_a_connection_that_is_taken_while_p_reads_late_is_used(net):
+    """D's byte may come in one read with the LAYOUT before it."""
+    listener = net.listener()
+    p, p_told = net.endpoint("P", connections=1)
+    run(p, lambda: p.connect(address_of(listener)))
+    main = _accepted(net, listener).open()
+    peer = p_told.wait("up")[0]
+    link = _accepted(net, listener)
+    for _ in range(2):  # HELLO, AUTH
+        assert list(link.wire.feed(link.sock.recv(65536), 0.0)) == []
+        answer = link.wire.outgoing()
+        auth_bytes = len(encode(Auth(mac=bytes(32))))
+        link.sock.sendall(answer if link.wire.is_proved is False else answer[:auth_bytes])
+    assert isinstance(next(iter(link.wire.feed(link.sock.recv(65536), 0.0))), Opened)
+    link.sock.sendall(answer[auth_bytes:] + b"\1")
+    until(lambda: _is_shared(p, p_told, peer, main))
+
+
+def _accepted(net, listener):
+    sock = net.socket(listener.accept()[0])
+    return Puppet(sock, "D", transports=("striped", "tcp"), engine_id="d", incarnation="d")
+
+
+def _is_shared(p, p_told, peer, main):
+    """Whether the next frame goes over the further connection."""
+    send_data(p, p_told, peer, [memoryview(BODY)], seq=len(p_told.all("done")))
+    while events := main.read():
+        for event in events:
+            message = getattr(event, "message", None)
+            if isinstance(message, Shared):
+                return True
+            if isinstance(event, DataEnd):
+                return False
+    raise ConnectionError("P has closed")
+
+
+def test_a_slow_network_is_no_dead_one(net):
+    """What counts is that something comes, not that a frame is through in time."""
+    d, d_told = net.endpoint("D", deadlines=Deadlines(fetch_s=0.8))
+    main = puppet(net, d)
+    d_told.wait("up")
+    link = puppet(net, d, link=1).sock
+    assert link.recv(1) == b"\1"
+    main.sock.sendall(encode(Region(size_bytes=1)))
+    step = 2**20
+    body = bytes(4 * step)
+    room = bytearray(len(body))
+    d_told.on["begin"] = lambda *_: [memoryview(room)]
+    announce(main, 0, body)
+    begun = time.monotonic()
+    for at in range(0, len(body), step):
+        # The time that the network takes; waiting for D would be waiting for nothing.
+        assert not select.select([link], [], [], 0.3)[0]
+        link.sendall(body[at : at + step])
+    link.sendall(checksum([memoryview(body)]))
+    assert d_told.wait("end")[2:] == (True, True)
+    assert time.monotonic() - begun > 0.8
+
+
+def test_further_connections_that_say_nothing_end_the_peer(net):
+    d, d_told = net.endpoint("D", deadlines=Deadlines(fetch_s=0.2))
+    main = puppet(net, d)
+    d_told.wait("up")
+    link = puppet(net, d, link=1).sock
+    assert link.recv(1) == b"\1"
+    main.sock.sendall(encode(Region(size_bytes=1)))
+    announce(main, 0)
+    assert d_told.wait("down")[1] == "lost"
+
+
+def test_a_broken_probe_is_counted_there_too(net):
+    d, _, main, (link,) = linked(net)
+    probe = Probe(token=1, size_bytes=len(BODY), checksum=bytes(8), shared=True)
+    places = pack([Run(0, len(BODY))])
+    main.sock.sendall(encode(probe, len(places)) + places)
+    link.sendall(BODY + bytes(8))
+    assert any(isinstance(getattr(e, "message", None), Probed) for e in main.read())
+    assert d.counters.corrupt_frames == 1
+
+
+def test_a_d_whose_cache_is_on_a_gpu_takes_one_connection():
+    """The threads reach host memory only."""
+    with network("tcp+gpu") as net:
+        d, d_told = net.endpoint("D", connections=2)
+        p, p_told = net.endpoint("P", connections=2, staging=None)
+        peer = dial(p, p_told, d.listen_address)
+        assert peer.transport == "tcp"
+        room = net.room(len(BODY))
+        d_told.on["begin"] = lambda *_: [room]
+        send_data(p, p_told, peer, [memoryview(BODY)])
+        assert d_told.wait("end")[2:] == (True, True)
+        assert net.read(room) == BODY

@@ -102,11 +102,12 @@ class Borrower(Protocol):
 
 @runtime_checkable
 class Linked(Protocol):
-    """A Lender or Borrower that moves bytes over further connections."""
+    """A Lender or Borrower that moves bytes over further connections. Its Fetches raise by
+    themselves where nothing comes."""
 
     def attach(self, number: int, sock: socket.socket) -> None:
-        """One more, authenticated, blocking, its own from now on; both sides know it by `number`,
-        from 1. ProtocolError for a number that has no place."""
+        """One more, authenticated, blocking with a timeout, its own from now on; both sides know it
+        by `number`, from 1. ProtocolError for a number that has no place."""
         ...
 
 

@@ -205,7 +205,10 @@ class Stream:
             count = self._came(self.sock.recv_into(self._scratch, room))
             self._body_read(count, now)
             return count, room
-        count = self._came(self._receive())
+        if self.main is not None:
+            # What stands behind D's LAYOUT is for the thread that the socket goes to then.
+            room = min(room, self.protocol.wanted_bytes)
+        count = self._came(self._receive(room))
         try:
             for event in self.protocol.feed(self._scratch[:count], now):
                 self._handle(event, now)
@@ -238,13 +241,13 @@ class Stream:
         assert books is not None
         books.attach(number, sock)
 
-    def _receive(self) -> int:
-        """Read control frames. From the peer's AUTH on D takes the descriptor that REGION may
-        have."""
+    def _receive(self, room: int) -> int:
+        """Read up to `room` bytes of control frames. From the peer's AUTH on D takes the descriptor
+        that REGION may have."""
         if self._address is None and self.protocol.is_proved:
             self._borrow()
         if self._borrowing is None:
-            return self.sock.recv_into(self._scratch)
+            return self.sock.recv_into(self._scratch, room)
         return self._borrowing.receive(self.sock, self._scratch)
 
     def _borrow(self) -> None:
@@ -328,10 +331,10 @@ class Stream:
                 self._copied_bytes += length
             if isinstance(header, Probe):
                 self._answer_probe(header, views or (), self.transport)
-                continue
-            self._counters.shared_bytes += length if stored else 0
-            self.session_ran = True
-            self._handler.data_end(self, header, stored=stored, intact=stored and intact)
+            else:
+                self._counters.shared_bytes += length if stored else 0
+                self.session_ran = True
+                self._handler.data_end(self, header, stored=stored, intact=stored and intact)
             if not intact:
                 self._count_broken(now)
 

@@ -66,7 +66,7 @@ class TcpEndpoint:
     need `socket_dir`, the folder of Unix sockets that the instances of this machine share; all but
     `uds` and `tcp` need their data path in `paths`, which on P must have memory to lend, and
     `probe_room` is a piece of that memory for PROBEs. `connections` is how many further ones a P
-    makes to each D (`striped`); 0: none, and a D takes none.
+    makes to each D (`striped`); 0 (and with `staging`): none, and a D takes none.
     A cache on a GPU needs `staging` for the sockets, whose slabs on D hold the longest frame that
     `layout` allows and one read. `clock` and `nonce` (32 random bytes) are replaced in tests.
     """
@@ -97,7 +97,8 @@ class TcpEndpoint:
         self._clock = clock
         self._listen = listen
         self._source_host = source_host
-        if connections:
+        # Its threads reach host memory only.
+        if connections and staging is None:
             paths = (*paths, StripedPath(connections, partial(self.call, _woken)))
         self._transports = offered(
             transports,

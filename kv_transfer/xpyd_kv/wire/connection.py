@@ -146,6 +146,12 @@ class Connection:
         return self._decoder.kept_bytes
 
     @property
+    def wanted_bytes(self) -> int:
+        """So many more belong to the control frame under way, or to the next: a read of no more
+        takes nothing of what follows it. At least 1."""
+        return self._decoder.wanted_bytes
+
+    @property
     def due(self) -> float:
         """When `tick` has something to do."""
         return self._due

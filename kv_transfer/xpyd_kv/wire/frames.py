@@ -215,6 +215,11 @@ class Decoder:
         """Bytes held for the frame under way."""
         return len(self._buffer)
 
+    @property
+    def wanted_bytes(self) -> int:
+        """Bytes missing of the control frame under way, as far as its length is known."""
+        return self._need - len(self._buffer)
+
     def feed(self, data: bytes | bytearray | memoryview) -> Iterator[FrameEvent]:
         """The events that `data` completes, one at a time: consume all of them before the next
         feed. ProtocolError is raised at its place in the order."""
