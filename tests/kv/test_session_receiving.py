@@ -199,6 +199,20 @@ def test_a_commit_that_says_all_when_a_layer_is_missing_is_no_done(bench: Bench)
     assert bench.said() == ["GRANT", "CANCEL corrupt"]
 
 
+def test_a_commit_while_a_frame_is_written_is_no_done(bench: Bench) -> None:
+    """Lent bytes come beside the socket: else D would adopt blocks that are written to."""
+    bench.granted()
+    for seq in range(LAYERS - 1):
+        bench.data(seq)
+    _, header = bench.begin(LAYERS - 1)
+    bench.commit(frames=LAYERS - 1)
+    assert bench.said() == ["GRANT", "CANCEL corrupt"]
+    bench.cancelled()
+    assert bench.told() == [ReceiveEnded(KEY, 0, "corrupt")]
+    bench.session.data_end(bench.peer, header, stored=True, intact=True)
+    assert bench.told() == [ReceiveQuiet(KEY, 0)]
+
+
 def test_a_number_is_not_used_by_two_frames_at_once(bench: Bench) -> None:
     bench.granted()
     assert bench.begin(0, 0)[0]

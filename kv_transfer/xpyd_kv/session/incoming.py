@@ -96,8 +96,9 @@ class Ledger:
         return [seq for seq in range(frames) if seq not in self._frames]
 
     def agrees(self, commit: wire.Commit) -> bool:
-        """Whether what stands here is all there is, byte by byte what COMMIT says."""
-        if len(self._frames) != commit.frames or not all(self._covered):
+        """Whether what stands here is all there is, byte by byte what COMMIT says; not while a
+        frame is being written, which covers its place already."""
+        if self._writing or len(self._frames) != commit.frames or not all(self._covered):
             return False
         checksums = b"".join(self._frames[seq].checksum for seq in range(commit.frames))
         return (
