@@ -67,6 +67,9 @@ class Pressure:
         if taken:
             held, prompt.held = prompt.held, []
             self._pool.release(held)
+            if prompt.stash is not None:
+                self._metrics.spilled[prompt.stash.kind] += 1
+                self._metrics.spilled_bytes += prompt.stash.size_bytes
         elif prompt.stash is not None:
             prompt.stash.free()
             prompt.stash = None
@@ -82,8 +85,6 @@ class Pressure:
             return None
         prompt.stash = stash
         event = stash.fill(prompt.held)
-        self._metrics.spilled[stash.kind] += 1
-        self._metrics.spilled_bytes += stash.size_bytes
         stashed = partial(self._session.stash, prompt.key, prompt.epoch, stash)
         self._call_after(event, prompt, stashed)
         return prompt
