@@ -229,8 +229,9 @@ def test_an_image_in_no_registry_is_told_with_what_the_registry_says(
 ) -> None:
     apply(node, namespace, real_fleet("registry.invalid/xpyd-worker:1"))
     message = wait_told(node, namespace, node_operator, "Degraded", "ImagePullBackOff")
+    # Of the pool whose kubelet's word comes first.
     assert re.match(
-        r"decode: the image cannot be pulled \(1 of 1 pods, chat-decode-\S+\): "
+        r"(decode|prefill|router): the image cannot be pulled \(1 of 1 pods, chat-\1-\S+\): "
         r"registry.invalid/xpyd-worker:1: .+",
         message,
     ), message
@@ -244,7 +245,7 @@ def test_a_crash_is_told_with_the_last_line_of_the_log(
     apply(node, namespace, real_fleet(TEST_IMAGE, env=env))
     message = wait_told(node, namespace, node_operator, "Degraded", "CrashLoopBackOff")
     assert re.match(
-        r"decode: the container crashes \(1 of 1 pods, chat-decode-\S+\): "
+        r"(decode|prefill): the container crashes \(1 of 1 pods, chat-\1-\S+\): "
         r"exit code 1, \d+ restarts?: told to fail",
         message,
     ), message
@@ -271,7 +272,7 @@ def test_a_key_that_is_missing_is_named(
     env: list[Obj] = [{"name": "HUB_TOKEN", "valueFrom": reference}]
     apply(node, namespace, real_fleet(TEST_IMAGE, env=env))
     message = wait_told(node, namespace, node_operator, "Degraded", "CreateContainerConfigError")
-    assert message.startswith("decode: the container cannot be configured (1 of 1 pods, ")
+    assert re.match(r"(decode|prefill): the container cannot be configured \(1 of 1 pods, ", message)
     assert 'secret "hub" not found' in message
 
 
