@@ -272,7 +272,7 @@ def test_a_key_that_is_missing_is_named(
     env: list[Obj] = [{"name": "HUB_TOKEN", "valueFrom": reference}]
     apply(node, namespace, real_fleet(TEST_IMAGE, env=env))
     message = wait_told(node, namespace, node_operator, "Degraded", "CreateContainerConfigError")
-    assert re.match(r"(decode|prefill): the container cannot be configured \(1 of 1 pods, ", message)
+    assert re.match(r"(decode|prefill): the container cannot be configured \(1 of 1 pods", message)
     assert 'secret "hub" not found' in message
 
 
