@@ -74,7 +74,7 @@ class SharedMemory:
                 "none"
             ) from error
         self.size_bytes = size_bytes
-        self._start = _address_of(self.buffer)
+        self._start = address_of(self.buffer)
 
     def runs_of(self, views: Iterable[View], *, at_most: int) -> list[Run] | None:
         """Where these bytes stand, neighbours joined; None when some stand elsewhere, or in more
@@ -88,7 +88,7 @@ class SharedMemory:
             if isinstance(view, DeviceView):
                 return None
             try:
-                offset = _address_of(view) - self._start
+                offset = address_of(view) - self._start
             except TypeError:
                 return None  # Read-only, so not ours.
             if not 0 <= offset <= self.size_bytes - length:
@@ -263,6 +263,6 @@ class _Through:
         return True
 
 
-def _address_of(buffer: mmap.mmap | memoryview) -> int:
-    # Exported for this moment only.
+def address_of(buffer: mmap.mmap | memoryview) -> int:
+    """Where its bytes begin. TypeError for read-only ones. Exported for this moment only."""
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))

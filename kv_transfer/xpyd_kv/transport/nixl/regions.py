@@ -6,14 +6,13 @@ units of one size, so that NIXL can check and prepare them once and a frame name
 
 from __future__ import annotations
 
-import ctypes
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 from xpyd_kv.device.api import DeviceView, View
-from xpyd_kv.transport.shared_memory import Run
+from xpyd_kv.transport.shared_memory import Run, address_of
 
 HOST = -1
 """`device` of memory that the CPU sees."""
@@ -94,7 +93,7 @@ def region_of(view: View) -> Region:
         return Region(view.address, view.length, view.device)
     if not len(view):
         return Region(0, 0, HOST)
-    return Region(ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view), HOST)
+    return Region(address_of(view), len(view), HOST)
 
 
 def joined(regions: Iterable[Region]) -> list[Region]:
