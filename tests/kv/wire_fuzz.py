@@ -109,6 +109,31 @@ class Fuzzed:
     def number(self) -> int:
         return self.rng.choice([0, 0, 1, 2, 3, 7, 255, 65_535, 2**31, 2**32 - 1])
 
+    # Attacks without the key that suit either side; `recorded` is the subclass's. True: the other
+    # side ends the connection by itself.
+
+    def noise(self, sock: socket.socket) -> bool:
+        data = self.rng.randbytes(self.rng.choice([1, 4, 16, 200, 70_000]))
+        sock.sendall(b"Y" + data if data[:1] == b"X" else data)
+        return True
+
+    def cut(self, sock: socket.socket) -> bool:
+        for start, end in self.cuts(self.recorded):
+            sock.sendall(self.recorded[start:end])
+        return False
+
+    def flipped(self, sock: socket.socket) -> bool:
+        sock.sendall(self.flip(self.recorded))
+        return False
+
+    def sizes(self, sock: socket.socket) -> bool:
+        sock.sendall(self.wild_prefix() + self.rng.randbytes(self.rng.randrange(40)))
+        return False
+
+    def replayed(self, sock: socket.socket) -> bool:
+        sock.sendall(self.recorded)
+        return True
+
 
 @dataclass
 class Fuzzer(Fuzzed):
@@ -154,18 +179,8 @@ class Fuzzer(Fuzzed):
 
     # --- without the key. True: D ends it by itself
 
-    def noise(self, sock: socket.socket) -> bool:
-        data = self.rng.randbytes(self.rng.choice([1, 4, 16, 200, 70_000]))
-        sock.sendall(b"Y" + data if data[:1] == b"X" else data)
-        return True
-
     def noise_behind_the_magic(self, sock: socket.socket) -> bool:
         sock.sendall(b"XKV1" + self.rng.randbytes(self.rng.choice([1, 11, 12, 300, 70_000])))
-        return False
-
-    def cut(self, sock: socket.socket) -> bool:
-        for start, end in self.cuts(self.recorded):
-            sock.sendall(self.recorded[start:end])
         return False
 
     def cut_hard(self, sock: socket.socket) -> bool:
@@ -173,21 +188,9 @@ class Fuzzer(Fuzzed):
         reset(sock)
         return True
 
-    def flipped(self, sock: socket.socket) -> bool:
-        sock.sendall(self.flip(self.recorded))
-        return False
-
-    def sizes(self, sock: socket.socket) -> bool:
-        sock.sendall(self.wild_prefix() + self.rng.randbytes(self.rng.randrange(40)))
-        return False
-
     def wrong_key(self, sock: socket.socket) -> bool:
         with contextlib.suppress(ProtocolError):
             self.door.puppet(sock, self.rng.randbytes(32))
-        return True
-
-    def replayed(self, sock: socket.socket) -> bool:
-        sock.sendall(self.recorded)
         return True
 
     # --- with the key

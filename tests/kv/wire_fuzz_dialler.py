@@ -108,24 +108,6 @@ class Acceptor(Fuzzed):
             reset(sock)
         return False
 
-    def noise(self, sock: socket.socket) -> bool:
-        data = self.rng.randbytes(self.rng.choice([1, 4, 16, 200, 70_000]))
-        sock.sendall(b"Y" + data if data[:1] == b"X" else data)
-        return True
-
-    def cut(self, sock: socket.socket) -> bool:
-        for start, end in self.cuts(self.recorded):
-            sock.sendall(self.recorded[start:end])
-        return False
-
-    def flipped(self, sock: socket.socket) -> bool:
-        sock.sendall(self.flip(self.recorded))
-        return False
-
-    def sizes(self, sock: socket.socket) -> bool:
-        sock.sendall(self.wild_prefix() + self.rng.randbytes(self.rng.randrange(40)))
-        return False
-
     def wrong_key(self, sock: socket.socket) -> bool:
         """Its own view: P's AUTH is wrong. It says what it would say to a right one."""
         hello, auth = self.recorded[: self._first()], self.recorded[self._first() :]
@@ -133,10 +115,6 @@ class Acceptor(Fuzzed):
         sock.sendall(hello)
         sock.recv(65536)
         sock.sendall(auth[: -len(encode(WIRE_LAYOUT))] if self.rng.random() < 0.5 else auth)
-        return True
-
-    def replayed(self, sock: socket.socket) -> bool:
-        sock.sendall(self.recorded)
         return True
 
     def _first(self) -> int:
