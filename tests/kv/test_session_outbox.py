@@ -29,22 +29,23 @@ def test_no_more_than_its_bytes_are_with_the_endpoint_in_order() -> None:
     assert bench.given == ["a", "b", "c", "d"]
 
 
-def test_a_frame_larger_than_that_goes_alone() -> None:
+def test_of_longer_frames_two_are_there() -> None:
     bench = Bench(10)
-    for name in "abc":
+    for name in "abcd":
         bench.put(name, 50)
-    assert bench.given == ["a"]
-    bench.outbox.done(50)
     assert bench.given == ["a", "b"]
+    bench.outbox.done(50)
+    assert bench.given == ["a", "b", "c"]
 
 
 def test_dropped_frames_are_never_given_and_counted() -> None:
-    bench = Bench(4)
+    bench = Bench(8)
     bench.put("a1", 4, "a")
     bench.put("b1", 4, "b")
     bench.put("a2", 4, "a")
     bench.put("b2", 4, "b")
     assert bench.outbox.drop("a") == 1
+    assert bench.given == ["a1", "b1"]
     bench.outbox.done(4)
     bench.outbox.done(4)
     bench.outbox.done(4)

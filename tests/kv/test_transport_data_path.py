@@ -1,12 +1,16 @@
 """Fetches that another thread or a device carries out: their order, their deadline, their end."""
 
+import socket
 import threading
 
 import pytest
 
-from tests.kv.transport_kit import BLOCK_BYTES, SHARED, network, send_data
+from tests.kv.transport_kit import BLOCK_BYTES, SHARED, Puppet, data_header, network, send_data
 from xpyd_kv.transport.settings import Deadlines
-from xpyd_kv.transport.shared_memory import SharedMemoryBorrower, SharedMemoryPath
+from xpyd_kv.transport.shared_memory import Run, SharedMemoryBorrower, SharedMemoryPath, pack
+from xpyd_kv.transport.sharing import WINDOW_BYTES, WINDOW_FRAMES, shared_of
+from xpyd_kv.wire.frames import encode
+from xpyd_kv.wire.messages import Region
 
 
 class SlowPath(SharedMemoryPath):
@@ -106,6 +110,23 @@ def test_what_is_on_its_way_at_the_end_is_let_go_of_before_the_session_hears(net
     p.close(1.0)
     d_told.wait("down")
     assert was_closed == [True]
+
+
+def test_a_p_that_lends_more_than_the_window_loses_its_connection(net):
+    d, d_told = net.endpoint("D", paths=[SlowPath()])
+    puppet = Puppet(net.connect(d.listen_address), "P").open()
+    d_told.wait("up")
+    d_told.on["begin"] = lambda peer, header, length: None
+    socket.send_fds(puppet.sock, [encode(Region(size_bytes=SHARED.size_bytes))], [SHARED.fd])
+    body = bytes(WINDOW_BYTES)
+    places = pack([Run(0, 2**20)] * (WINDOW_BYTES // 2**20))
+    frames = [shared_of(data_header(body, seq=seq)) for seq in range(WINDOW_FRAMES + 1)]
+    for frame in frames[:-1]:
+        puppet.sock.sendall(encode(frame, len(places)) + places)
+    d_told.wait("begin", WINDOW_FRAMES)
+    assert d_told.all("down") == []
+    puppet.sock.sendall(encode(frames[-1], len(places)) + places)
+    assert d_told.wait("down")[1] == "protocol"
 
 
 def test_a_p_does_not_offer_what_it_has_no_memory_for(net):

@@ -154,6 +154,20 @@ def test_no_more_is_lent_than_the_window(net):
     assert puppet.count_shared(1) == 1
 
 
+def test_of_frames_longer_than_the_window_two_are_lent(net):
+    p, p_told, peer, puppet = opened_d(net)
+    view = net.share(bytes(WINDOW_BYTES))
+    for seq in range(4):
+        send_data(p, p_told, peer, [view], seq=seq)
+    assert puppet.count_shared(2) == 2
+    puppet.sock.settimeout(0.05)
+    with pytest.raises(TimeoutError):
+        puppet.sock.recv(1)
+    puppet.sock.sendall(encode(Copied(frames=1)))
+    puppet.sock.settimeout(20)
+    assert puppet.count_shared(1) == 1
+
+
 def test_close_waits_until_d_has_copied(net):
     p, p_told, peer, puppet = opened_d(net)
     send_data(p, p_told, peer, [net.share(bytes(BLOCK_BYTES))])
@@ -231,10 +245,23 @@ LIES = {
     "half a run": [shared(body=pack([Run(*OK_RUN)])[:6])],
     "no run": [shared(body=b"")],
     "more runs than blocks": [shared((0, 64), (64, 64))],
-    "more than the window": [
-        shared((0, FRAME), blocks=FRAME // BLOCK_BYTES, seq=n) for n in range(6)
-    ],
 }
+
+
+def test_copied_is_said_before_the_next_frame_begins(net):
+    _, d_told, puppet = opened_p(net)
+    puppet.sock.settimeout(5.0)
+    said = []
+
+    def begin(_, header, length):
+        if header.seq:
+            said.extend(event.message for event in puppet.read())
+        return [memoryview(bytearray(length))]
+
+    d_told.on["begin"] = begin
+    say(puppet.sock, region() + shared(OK_RUN) + shared(OK_RUN, seq=1), [SHARED.fd])
+    d_told.wait("end", 2)
+    assert said == [Copied(frames=1)]
 
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())

@@ -5,7 +5,16 @@ import threading
 
 import pytest
 
-from tests.kv.transport_kit import KEY, address_of, network, run
+from tests.kv.transport_kit import (
+    BLOCK_BYTES,
+    KEY,
+    Puppet,
+    address_of,
+    network,
+    raw_data,
+    run,
+    until,
+)
 from tests.kv.wire_samples import LAYOUT, SAMPLES
 from xpyd_core.errors import UserError
 from xpyd_core.request_id import Address
@@ -76,6 +85,48 @@ def test_a_handshake_over_a_relay_works(net):
         thread.join(5.0)
     near.close()
     far.close()
+
+
+def trickling_p(net, body):
+    """A D into which a P has begun to send `body`, and its clock."""
+    now = [0.0]
+    d, d_told = net.endpoint("D", clock=lambda: now[0])
+    d_told.on["begin"] = lambda *_: [memoryview(bytearray(len(body)))]
+    puppet = Puppet(net.connect(d.listen_address), "P").open()
+    d_told.wait("up")
+    frame = raw_data(body)
+    before = d.counters.received_bytes
+    puppet.sock.sendall(frame[:1000])
+    until(lambda: d.counters.received_bytes == before + 1000)
+    return d, d_told, now, puppet, frame[1000:]
+
+
+def test_a_few_bytes_of_a_long_body_wake_nobody(net):
+    d, d_told, _, puppet, rest = trickling_p(net, bytes(40_000 * BLOCK_BYTES))
+    before = d.counters.received_bytes
+    for start in range(0, 10_000, 1000):
+        puppet.sock.sendall(rest[start : start + 1000])
+        run(d, lambda: None)
+    assert d.counters.received_bytes == before
+    puppet.sock.sendall(rest[10_000:])
+    assert d_told.wait("end")[2:] == (True, True)
+    # What follows is a short frame, which comes at once.
+    puppet.sock.sendall(raw_data(bytes(BLOCK_BYTES), seq=1)[:10])
+    before = before + len(rest) + 10
+    until(lambda: d.counters.received_bytes == before)
+
+
+def test_a_body_that_trickles_shows_that_its_peer_lives(net):
+    d, d_told, now, puppet, rest = trickling_p(net, bytes(40_000 * BLOCK_BYTES))
+    for start in range(0, 20_000, 1000):
+        before = d.counters.received_bytes
+        puppet.sock.sendall(rest[start : start + 1000])
+        now[0] += 2.0
+        run(d, lambda: None)
+        until(lambda: d.counters.received_bytes > before)  # noqa: B023 - called in this turn
+    assert d_told.all("down") == []
+    puppet.sock.sendall(rest[20_000:])
+    assert d_told.wait("end")[2:] == (True, True)
 
 
 def _pump(source, sink):

@@ -19,13 +19,17 @@ class _Frame(NamedTuple):
     send: Callable[[], None]
 
 
+# With the endpoint however long they are: it begins the next one when it is through with one.
+_AT_LEAST = 2
+
+
 class Outbox:
-    """Frames in the order in which they were put, at most `ahead_bytes` of them (but at least one
-    frame) with the endpoint."""
+    """Frames in the order in which they were put, at most `ahead_bytes` of them (but at least two
+    frames) with the endpoint."""
 
     def __init__(self, ahead_bytes: int) -> None:
         self._ahead_bytes = ahead_bytes
-        self._given_bytes = 0
+        self._given = self._given_bytes = 0
         self._frames: deque[_Frame] = deque()
 
     def put(self, owner: object, length: int, send: Callable[[], None]) -> None:
@@ -36,6 +40,7 @@ class Outbox:
 
     def done(self, length: int) -> None:
         """The endpoint is through with a frame."""
+        self._given -= 1
         self._given_bytes -= length
         self._give()
 
@@ -49,8 +54,10 @@ class Outbox:
     def _give(self) -> None:
         while self._frames:
             frame = self._frames[0]
-            if self._given_bytes and self._given_bytes + frame.length > self._ahead_bytes:
+            is_full = self._given_bytes + frame.length > self._ahead_bytes
+            if is_full and self._given >= _AT_LEAST:
                 return
             self._frames.popleft()
+            self._given += 1
             self._given_bytes += frame.length
             frame.send()

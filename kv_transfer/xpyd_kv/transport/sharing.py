@@ -23,8 +23,10 @@ from xpyd_kv.wire.messages import Data, Probe, Region, Shared
 NO_CHECKSUM = bytes(8)
 """Of bytes that did not go through the socket."""
 WINDOW_BYTES = 16 * 2**20
-"""P lends the next frame while less than this is lent: four frames of the usual size, so that D
-has the next one when it is through with one, and CANCEL waits for a millisecond at most."""
+"""P lends the next frame while less than this is lent, or less than WINDOW_FRAMES: a few frames of
+the usual size, so that CANCEL waits for a millisecond or two."""
+WINDOW_FRAMES = 2
+"""However long they are: D has the next one when it is through with one."""
 _INT_BYTES = struct.calcsize("@i")
 
 
@@ -56,7 +58,7 @@ class Lending:
     @property
     def has_room(self) -> bool:
         """Whether another frame may be lent."""
-        return self._bytes < WINDOW_BYTES
+        return self._bytes < WINDOW_BYTES or len(self._frames) < WINDOW_FRAMES
 
     def lend(self, length: int, done: Callable[[bool], None]) -> None:
         """A SHARED frame has left."""
@@ -152,7 +154,8 @@ class Borrowing:
         lie."""
         if not self._is_open:
             raise ProtocolError("SHARED before REGION")
-        if self._bytes >= WINDOW_BYTES:
+        frames = len(self._fetching) + self._through_frames
+        if self._bytes >= WINDOW_BYTES and frames >= WINDOW_FRAMES:
             raise ProtocolError("SHARED frames over the window")
         return self._borrower.prepare(body, length)
 

@@ -72,6 +72,13 @@ def prepare(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
+def wake_at(sock: socket.socket, count: int) -> None:
+    """TCP: ready to be read when `count` bytes are there, or the peer can send no more of them (the
+    kernel sees to it); sockets begin with 1. Only for what is waited for by polling: a blocking
+    read would wait for all of them, window or not."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
+
+
 def make_blocking(sock: socket.socket, timeout_s: float) -> None:
     """Whole calls: the kernel comes back when all is done, or `timeout_s` has passed without any
     of it. (Python's own timeout makes a socket that returns early.)"""

@@ -104,6 +104,8 @@ class Stream:
         self._is_at_end = False
         self._landing: Body | None = None
         self._copied_bytes = 0
+        self._wake_bytes = 1
+        self._can_wait = sock.family != socket.AF_UNIX
 
     @property
     def address(self) -> Address | None:
@@ -168,6 +170,20 @@ class Stream:
             self.paused_since = now
         if self._inward is not None and not self._is_in_body:
             self._inward.rest()
+        self._wait_for_more()
+
+    @property
+    def may_have_more(self) -> bool:
+        """Whether bytes may have come that were too few to wake us."""
+        return self._wake_bytes > 1
+
+    def _wait_for_more(self) -> None:
+        """Be woken once for much of a body, and at once for anything else."""
+        left = self._landing.left if self._landing is not None and self._can_wait else 0
+        count = min(left, self._bounds.wake_bytes) or 1
+        if count != self._wake_bytes:
+            sockets.wake_at(self.sock, count)
+            self._wake_bytes = count
 
     def resume(self) -> bool:
         """Whether a paused connection may be read from now on."""
@@ -214,25 +230,26 @@ class Stream:
                 self._handle(event, now)
                 if self.closing is not None:
                     break
+                self._say_copied(now)
         finally:
-            self._queue_copied()
             self._queue_own()
         return count, room
 
     def poll(self, now: float) -> None:
         """See what has been fetched meanwhile. Errors end the connection."""
-        try:
-            self._end_fetches(now)
-            self._outlet.check(now, self._fetch_s)
-            if self._inward is not None:
-                self._inward.poll(now, self._fetch_s)
-        finally:
-            self._queue_copied()
+        self._end_fetches(now)
+        self._outlet.check(now, self._fetch_s)
+        if self._inward is not None:
+            self._inward.poll(now, self._fetch_s)
+        self._say_copied(now)
 
-    def _queue_copied(self) -> None:
+    def _say_copied(self, now: float) -> None:
+        """At once, not with what the rest of the read makes: P lends the next frame meanwhile."""
         frames = self._borrowing.take_copied() if self._borrowing is not None else 0
         if frames:
             self.queue_control(self.protocol.encode(Copied(frames=frames)))
+            if not self.wants_write:
+                self.write(now)
 
     def attach(self, number: int, sock: socket.socket) -> None:
         """One more connection between the two processes, for DATA only."""

@@ -167,6 +167,9 @@ class Streams:
             return
         for stream in self.registry:
             if now >= stream.due:
+                if stream.may_have_more:
+                    # They show that the peer lives.
+                    self._ready(stream, READ, now)
                 self.guard(stream, partial(stream.tick, now))
                 self.touch(stream)
         # A lower bound from here on: what a peer says moves its own time later, never earlier.
