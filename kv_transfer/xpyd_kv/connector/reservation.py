@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.connector.api import OfferedPrompt
 from xpyd_kv.store.api import Landing
 
 
-class OfferState(Enum):
+class OfferState(StrEnum):
     """Where an offered prompt stands for the engine."""
 
     DEFERRED = "no room yet, or no request to make room for"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from hashlib import sha256
 
 from xpyd_core.request_id import TransferKey
@@ -16,7 +16,7 @@ from xpyd_kv.wire import messages as wire
 from xpyd_kv.wire.messages import Mode
 
 
-class ReceiveState(Enum):
+class ReceiveState(StrEnum):
     """Where a transfer stands on D."""
 
     OFFERED = "waiting for the engine to reserve"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from hashlib import sha256
 
 from xpyd_core.request_id import Address, TransferKey
@@ -17,7 +17,7 @@ from xpyd_kv.wire import messages as wire
 from xpyd_kv.wire.messages import Mode
 
 
-class SendState(Enum):
+class SendState(StrEnum):
     """Where a transfer stands on P, in all modes. DEFERRED at D is OFFERED here, with a lease as
     deadline."""
 
