@@ -3,7 +3,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 BIN := .venv/bin
 PACKAGES := core kv_transfer router worker_image operator
-PY_PATHS := $(PACKAGES) tests examples scripts
+PY_PATHS := $(PACKAGES) tests examples scripts hatch_build.py
 PYTEST := $(BIN)/python -m pytest
 PYTEST_ARGS ?=
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Make .venv with everything that developing, testing and the demo need. Run again, it does nothing
-# until pyproject.toml or constraints.txt changes. uv does the installing: its cache, outside the
-# tree, makes the next clone take seconds and (by hard links) little disk.
+# until pyproject.toml, constraints.txt, hatch_build.py or what that compiles changes. uv does the
+# installing: its cache, outside the tree, makes the next clone take seconds and (by hard links)
+# little disk; xpyd itself is built anew, since the cache does not know what that compiles.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -12,7 +13,8 @@ if [ "$(uname -s)" != Linux ]; then
   exit 1
 fi
 
-want=$(cat pyproject.toml constraints.txt scripts/setup.sh | sha256sum | cut -c1-16)
+want=$(cat pyproject.toml constraints.txt scripts/setup.sh hatch_build.py \
+  kv_transfer/xpyd_kv/native/*.c | sha256sum | cut -c1-16)
 stamp=.venv/.xpyd-setup
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
   exit 0
@@ -39,7 +41,7 @@ started=$(date +%s)
 say "installing xpyd and its dependencies into .venv (torch is about 5 GB on first use; then cached)"
 [ -x .venv/bin/python ] || "$uv" venv --quiet --python "$python" .venv
 install=("$uv" pip install --python .venv/bin/python --constraint constraints.txt
-  --editable '.[dev,worker,router,local,operator]')
+  --reinstall-package xpyd --editable '.[dev,worker,router,local,operator]')
 if [ -t 2 ]; then
   "${install[@]}" # uv draws its progress
 else

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.images.build import DOCKERFILES, image_key
+from tests.cluster.images.build import DOCKERFILES, FILES, image_key
 from tests.images.dockerfiles import problems, read
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +82,7 @@ def test_the_build_sees_the_files_it_copies_and_no_others() -> None:
 
 def _tree(folder: Path) -> Path:
     """A small tree with what the images' keys read."""
-    for path in (".dockerignore", "LICENSE", "README.md", "constraints.txt", "pyproject.toml"):
+    for path in FILES:
         (folder / path).write_text(path)
     for path in (*DOCKERFILES.values(), Path("scripts/images.sh"), Path("core/x/y.py")):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)

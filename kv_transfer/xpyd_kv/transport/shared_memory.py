@@ -18,7 +18,9 @@ from operator import add
 from typing import NamedTuple
 
 from xpyd_core.errors import ProtocolError, UserError
+from xpyd_kv import native
 from xpyd_kv.device.api import DeviceView, View, on_host
+from xpyd_kv.transport.copying import copy_with
 from xpyd_kv.transport.data_path import Lent
 from xpyd_kv.wire.messages import Hello
 
@@ -123,33 +125,17 @@ class PeerMemory:
         self._size_bytes = size_bytes
         self._map = mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ)
         self._bytes = memoryview(self._map)
+        self._copy = copy_with(native.library("copy_runs"))
 
     def check(self, runs: Runs, length: int) -> None:
         """ProtocolError unless all runs lie inside and have `length` bytes together."""
         check_runs(runs, self._size_bytes, length)
 
     def copy(self, runs: Runs, views: Sequence[memoryview]) -> None:
-        """The runs' bytes, checked before, into `views`, which have room for exactly them. Hot
-        path: one Python step for each run or view."""
-        source = self._bytes
-        if runs.lengths == tuple(map(len, views)):
-            # As a rule: blocks of one size on both sides.
-            for view, offset, length in zip(views, *runs, strict=True):
-                view[:] = source[offset : offset + length]
-            return
-        following = zip(*runs, strict=True)
-        offset = left = 0
-        for view in views:
-            while length := len(view):
-                if not left:
-                    offset, left = next(following)
-                if length <= left:
-                    view[:] = source[offset : offset + length]
-                    offset += length
-                    left -= length
-                    break
-                view[:left] = source[offset : offset + left]
-                view, left = view[left:], 0
+        """The runs' bytes, checked before, into `views`, which have room for exactly them: nothing
+        else is read or written, ValueError where that is not so. Hot path. Other threads run
+        meanwhile; the views' owners stay away from them until it returns."""
+        self._copy(self._bytes, runs, views)
 
     def close(self) -> None:
         """Unmap it."""

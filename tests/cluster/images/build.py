@@ -57,7 +57,14 @@ DOCKERFILES = {
     "worker": Path("worker_image/Dockerfile"),
 }
 _FOLDERS = ("core", "kv_transfer", "operator", "router", "worker_image", "examples/demo-model")
-_FILES = (".dockerignore", "LICENSE", "README.md", "constraints.txt", "pyproject.toml")
+FILES = (
+    ".dockerignore",
+    "LICENSE",
+    "README.md",
+    "constraints.txt",
+    "hatch_build.py",
+    "pyproject.toml",
+)
 _BUILD_TIMEOUT_S = 600.0
 
 
@@ -118,14 +125,14 @@ def _check_python() -> None:
 
 
 def _sources(name: str, root: Path) -> list[Path]:
-    found = [root / DOCKERFILES[name], root / "scripts/images.sh", *(root / f for f in _FILES)]
+    found = [root / DOCKERFILES[name], root / "scripts/images.sh", *(root / f for f in FILES)]
     if name == "worker":
         found.append(root / _ENVIRONMENT.relative_to(ROOT))
     for folder in _FOLDERS:
         found += [
             path
             for path in sorted((root / folder).rglob("*"))
-            if path.suffix != ".pyc" and path.name != "Dockerfile" and path.is_file()
+            if path.suffix not in (".pyc", ".so") and path.name != "Dockerfile" and path.is_file()
         ]
     return found
 
