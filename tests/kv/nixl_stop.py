@@ -11,7 +11,7 @@ import numpy as np
 
 from xpyd_kv.transport.nixl import library
 from xpyd_kv.transport.nixl.path import NixlPath
-from xpyd_kv.transport.shared_memory import Run, pack
+from xpyd_kv.transport.runs import Run, pack
 
 SIZE = 2**29
 UNIT = 2**16

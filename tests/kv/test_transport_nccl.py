@@ -24,7 +24,7 @@ from xpyd_kv.transport.nccl.api import ID_BYTES, NcclError
 from xpyd_kv.transport.nccl.library import load
 from xpyd_kv.transport.nccl.limits import NcclLimits, communicator_bytes
 from xpyd_kv.transport.nccl.path import place
-from xpyd_kv.transport.shared_memory import Run, pack
+from xpyd_kv.transport.runs import Run, pack
 from xpyd_kv.transport.sharing import shared_of
 from xpyd_kv.wire.frames import encode
 from xpyd_kv.wire.messages import Region

@@ -27,7 +27,7 @@ from xpyd_kv.transport.nixl.library import check
 from xpyd_kv.transport.nixl.path import NixlPath
 from xpyd_kv.transport.nixl.region_body import Described
 from xpyd_kv.transport.nixl.regions import HOST, Region, Row, cuts, joined, region_of, unit_numbers
-from xpyd_kv.transport.shared_memory import Run, pack
+from xpyd_kv.transport.runs import Run, pack
 from xpyd_kv.transport.sharing import shared_of
 from xpyd_kv.wire.frames import encode
 from xpyd_kv.wire.messages import Region as RegionFrame

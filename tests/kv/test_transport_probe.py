@@ -14,7 +14,8 @@ from tests.kv.transport_kit import (
     until,
 )
 from xpyd_kv.transport.checksum import checksum
-from xpyd_kv.transport.shared_memory import Run, SharedMemoryPath, pack
+from xpyd_kv.transport.runs import Run, pack
+from xpyd_kv.transport.shared_memory import SharedMemoryPath
 from xpyd_kv.wire.frames import encode
 from xpyd_kv.wire.handshake import LENT
 from xpyd_kv.wire.messages import MAX_PROBE_BYTES, Probe, Probed

@@ -29,8 +29,8 @@ from tests.kv.transport_kit import (
 )
 from xpyd_core.request_id import Address
 from xpyd_kv.transport.checksum import checksum
+from xpyd_kv.transport.runs import Run, pack
 from xpyd_kv.transport.settings import Deadlines
-from xpyd_kv.transport.shared_memory import Run, pack
 from xpyd_kv.transport.sharing import shared_of
 from xpyd_kv.transport.striped import MAX_LINKS
 from xpyd_kv.wire.connection import Opened

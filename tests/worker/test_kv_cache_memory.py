@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from xpyd_kv.device.paged import PagedMemory
-from xpyd_kv.transport.shared_memory import Run, SharedMemory
+from xpyd_kv.transport.runs import Run
+from xpyd_kv.transport.shared_memory import SharedMemory
 from xpyd_worker.model.attention import KvShape
 from xpyd_worker.runner.kv_cache import KvCache
 

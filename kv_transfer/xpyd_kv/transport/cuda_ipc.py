@@ -21,7 +21,7 @@ from xpyd_kv.device.api import (
     View,
 )
 from xpyd_kv.transport.data_path import Lent
-from xpyd_kv.transport.shared_memory import Run, check_runs, pack, unpack
+from xpyd_kv.transport.runs import Run, check_runs, join_runs, pack, unpack
 from xpyd_kv.wire.messages import Hello
 
 _log = logging.getLogger(__name__)
@@ -174,19 +174,12 @@ class Fetch:
 
 def runs_in(region: DeviceView, views: Sequence[View]) -> list[Run] | None:
     """Where in `region` these bytes stand, neighbours joined; None when some stand elsewhere."""
-    runs: list[Run] = []
-    end = -1
+    offsets: list[int] = []
     for view in views:
         if not isinstance(view, DeviceView) or view.device != region.device:
             return None
-        if not view.length:
-            continue
         offset = view.address - region.address
-        if not 0 <= offset <= region.length - view.length:
+        if view.length and not 0 <= offset <= region.length - view.length:
             return None
-        if offset == end:
-            runs[-1] = Run(runs[-1].offset, runs[-1].length + view.length)
-        else:
-            runs.append(Run(offset, view.length))
-        end = offset + view.length
-    return runs
+        offsets.append(offset)
+    return join_runs(offsets, map(len, views))

@@ -15,13 +15,13 @@ import socket
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from operator import add
-from typing import NamedTuple
 
 from xpyd_core.errors import ProtocolError, UserError
 from xpyd_kv import native
-from xpyd_kv.device.api import DeviceView, View, on_host
+from xpyd_kv.device.api import View, is_on_host, on_host
 from xpyd_kv.transport.copying import copy_with
 from xpyd_kv.transport.data_path import Lent
+from xpyd_kv.transport.runs import Run, Runs, check_runs, join_runs, pack, unpack
 from xpyd_kv.wire.messages import Hello
 
 MAX_BYTES = 2**40
@@ -32,25 +32,8 @@ _F_SEAL_FUTURE_WRITE = 0x10
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
 # Without these a peer could take bytes away under D's map, which ends D by a signal.
 _NEEDED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-_RUN = struct.Struct("<QI")
-
-
-class Run(NamedTuple):
-    """Bytes [offset, offset + length) of the memory."""
-
-    offset: int
-    length: int
-
-
-class Runs(NamedTuple):
-    """The same, many of them: what many places cost is a step of Python for each."""
-
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
-
-    def each(self) -> list[Run]:
-        """One by one, where a step of Python costs nothing."""
-        return [Run(*run) for run in zip(*self, strict=True)]
+# Also of no bytes: a c_char would want one.
+_begin_of = (ctypes.c_char * 0).from_buffer
 
 
 class SharedMemory:
@@ -80,26 +63,22 @@ class SharedMemory:
 
     def runs_of(self, views: Iterable[View], *, at_most: int) -> list[Run] | None:
         """Where these bytes stand, neighbours joined; None when some stand elsewhere, or in more
-        than `at_most` places."""
-        runs: list[Run] = []
-        end = -1
-        for view in views:
-            length = len(view)
-            if not length:
-                continue
-            if isinstance(view, DeviceView):
-                return None
-            try:
-                offset = address_of(view) - self._start
-            except TypeError:
-                return None  # Read-only, so not ours.
-            if not 0 <= offset <= self.size_bytes - length:
-                return None
-            if offset == end:
-                runs[-1] = Run(runs[-1].offset, runs[-1].length + length)
-            else:
-                runs.append(Run(offset, length))
-            end = offset + length
+        than `at_most` places. Hot path: P does this for every block of every frame."""
+        views = [view for view in views if len(view)]
+        if not is_on_host(views):
+            return None
+        try:
+            addresses = list(map(ctypes.addressof, map(_begin_of, on_host(views))))
+        except TypeError:
+            return None  # Read-only, so not ours.
+        start = self._start
+        offsets = [address - start for address in addresses]
+        lengths = list(map(len, views))
+        if min(offsets, default=0) < 0 or max(map(add, offsets, lengths), default=0) > (
+            self.size_bytes
+        ):
+            return None
+        runs = join_runs(offsets, lengths)
         return runs if len(runs) <= at_most else None
 
     def close(self) -> None:
@@ -141,26 +120,6 @@ class PeerMemory:
         """Unmap it."""
         self._bytes.release()
         self._map.close()
-
-
-def pack(runs: Iterable[Run]) -> bytes:
-    """Runs as they stand on the wire: u64 offset, u32 length, little-endian."""
-    return b"".join(_RUN.pack(*run) for run in runs)
-
-
-def check_runs(runs: Runs, size_bytes: int, length: int) -> None:
-    """ProtocolError unless all runs lie in `size_bytes` and have `length` bytes together."""
-    ends = map(add, *runs)
-    if not min(runs.lengths, default=1) or max(ends, default=0) > size_bytes:
-        raise ProtocolError("a run outside of the memory that is lent")
-    total = sum(runs.lengths)
-    if total != length:
-        raise ProtocolError(f"runs of {total} bytes for {length}")
-
-
-def unpack(body: bytes) -> Runs:
-    """Their opposite; the length is a multiple of 12."""
-    return Runs(*zip(*_RUN.iter_unpack(body), strict=True)) if body else Runs((), ())
 
 
 class SharedMemoryPath:

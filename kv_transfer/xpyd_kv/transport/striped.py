@@ -21,7 +21,7 @@ from xpyd_kv.device.api import View
 from xpyd_kv.transport.checksum import Checksum
 from xpyd_kv.transport.cursor import Cursor
 from xpyd_kv.transport.data_path import CorruptError, Lent
-from xpyd_kv.transport.shared_memory import Run, pack
+from xpyd_kv.transport.runs import Run, pack
 from xpyd_kv.wire.messages import Hello
 
 MAX_LINKS = 4

@@ -18,7 +18,7 @@ from xpyd_kv.transport.nccl.api import ID_BYTES, RECEIVER, SENDER, NcclError
 from xpyd_kv.transport.nccl.book import Book
 from xpyd_kv.transport.nccl.limits import communicator_bytes
 from xpyd_kv.transport.nccl.pair import Frame, Pair
-from xpyd_kv.transport.shared_memory import Run, pack, unpack
+from xpyd_kv.transport.runs import Run, pack, unpack
 from xpyd_kv.wire.messages import Hello
 
 NAME = "nccl"

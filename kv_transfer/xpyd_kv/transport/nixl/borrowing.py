@@ -17,7 +17,7 @@ from xpyd_kv.transport.nixl import region_body
 from xpyd_kv.transport.nixl.library import Agent, Nixl, NixlError, Prepared, Remote, Transfer
 from xpyd_kv.transport.nixl.region_body import Described
 from xpyd_kv.transport.nixl.regions import Region, Row, cuts, joined, region_of, unit_numbers
-from xpyd_kv.transport.shared_memory import Run, check_runs, unpack
+from xpyd_kv.transport.runs import Run, check_runs, unpack
 
 _log = logging.getLogger(__name__)
 

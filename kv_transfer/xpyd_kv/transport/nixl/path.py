@@ -17,7 +17,7 @@ from xpyd_kv.transport.nixl.borrowing import Landings, NixlBorrower, landings
 from xpyd_kv.transport.nixl.library import Agent, Nixl, NixlError
 from xpyd_kv.transport.nixl.region_body import Described
 from xpyd_kv.transport.nixl.regions import Row, region_of
-from xpyd_kv.transport.shared_memory import pack
+from xpyd_kv.transport.runs import pack
 from xpyd_kv.wire.frames import MAX_REGION_BODY_BYTES
 from xpyd_kv.wire.messages import Hello
 

@@ -12,7 +12,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from xpyd_kv.device.api import DeviceView, View
-from xpyd_kv.transport.shared_memory import Run, address_of
+from xpyd_kv.transport.runs import Run, join_runs
+from xpyd_kv.transport.shared_memory import address_of
 
 HOST = -1
 """`device` of memory that the CPU sees."""
@@ -58,18 +59,17 @@ class Row:
     def runs_of(self, spans: Iterable[Region], *, at_most: int) -> list[Run] | None:
         """Where these bytes are, neighbours joined; None when some are not in the row, or in more
         than `at_most` places."""
-        runs: list[Run] = []
+        offsets: list[int] = []
+        lengths: list[int] = []
         for span in spans:
             if not span.length:
                 continue
             offset = self.offset_of(span)
             if offset is None:
                 return None
-            last = runs[-1] if runs else None
-            if last is not None and last.offset + last.length == offset:
-                runs[-1] = Run(last.offset, last.length + span.length)
-            else:
-                runs.append(Run(offset, span.length))
+            offsets.append(offset)
+            lengths.append(span.length)
+        runs = join_runs(offsets, lengths)
         return runs if len(runs) <= at_most else None
 
     def spans_of(self, runs: Iterable[Run]) -> list[Region]:
