@@ -328,7 +328,8 @@ def network(transport: str) -> Iterator[Net]:
         yield net
         net.close()
         nixl_kit.end_openers(PATIENCE_S)
-        assert len(os.listdir("/proc/self/fd")) == descriptors
+        # Fewer: what an earlier test left to the garbage collector is gone.
+        assert len(os.listdir("/proc/self/fd")) <= descriptors
         assert threading.active_count() == threads
         assert net.files_of_endpoints() == []
 
