@@ -20,7 +20,7 @@ from xpyd_kv.connector.api import KvLayout, KvMemory, Landed, NoKv
 from xpyd_kv.connector.build import Connector, KvSettings, build, wire_layout
 from xpyd_kv.store.api import Landing, StoreFigures
 from xpyd_kv.store.landing_store import LandingStore, StoreLimits
-from xpyd_kv.transport.api import Handler
+from xpyd_kv.transport.api import Done, Handler
 from xpyd_kv.wire import messages as wire
 
 D_ADDRESS = Address("127.0.0.2", 21001)
@@ -45,9 +45,9 @@ class SimPeer:
 
 @dataclass
 class Queued:
-    make_header: Callable[[bytes], wire.Data | None]
+    make_header: Callable[[], wire.Data | None]
     views: Sequence[memoryview]
-    done: Callable[[bool], None]
+    done: Done
 
 
 @dataclass
@@ -55,6 +55,7 @@ class Frame:
     order: int
     header: wire.Data
     body: bytes
+    checksum: bytes
     views: Sequence[memoryview] | None = None
 
 
@@ -108,13 +109,13 @@ class SimEndpoint:
     def send_data(
         self,
         peer: SimPeer,
-        make_header: Callable[[bytes], wire.Data | None],
+        make_header: Callable[[], wire.Data | None],
         views: Sequence[memoryview],
-        done: Callable[[bool], None],
+        done: Done,
     ) -> None:
         link = self.world.link_of(peer)
         if link is None:
-            self.calls.append(lambda: done(False))
+            self.calls.append(lambda: done(None))
         else:
             link.queued.append(Queued(make_header, views, done))
 
@@ -290,7 +291,7 @@ class World:
         if link.landing is not None:
             self._writers(link.landing, -1)
         for queued in link.queued:
-            queued.done(False)
+            queued.done(None)
         self.handler("P").peer_down(link.at_p, reason)
         self.handler("D").peer_down(link.at_d, reason)
 
@@ -326,7 +327,7 @@ class World:
             frame = link.on_wire.popleft()
             frame.views = self.handler("D").data_begin(link.at_d, frame.header, len(frame.body))
             if frame.views is None:
-                self.handler("D").data_end(link.at_d, frame.header, stored=False, intact=False)
+                self._ended(frame, stored=False, intact=False)
             else:
                 self._writers(frame, 1)
                 link.landing = frame
@@ -338,13 +339,13 @@ class World:
         if link is None or not link.queued:
             return False
         queued = link.queued.popleft()
-        header = queued.make_header(checksum(queued.views))
+        header, digest = queued.make_header(), None
         if header is not None:
-            body = bytearray(b"".join(bytes(view) for view in queued.views))
+            body, digest = bytearray(b"".join(queued.views)), checksum(queued.views)
             if corrupt:
                 body[len(body) // 2] ^= 0xFF
-            link.on_wire.append(Frame(next(link.orders), header, bytes(body)))
-        queued.done(header is not None)
+            link.on_wire.append(Frame(next(link.orders), header, bytes(body), digest))
+        queued.done(digest)
         return True
 
     def _writers(self, frame: Frame, change: int) -> None:
@@ -354,8 +355,6 @@ class World:
                 view.landing.writers += change
 
     def _write(self, frame: Frame) -> None:
-        link = self.link
-        assert link is not None
         assert frame.views is not None
         body = frame.body
         for view in frame.views:
@@ -364,8 +363,13 @@ class World:
                 assert not view.landing.is_over
                 view.view[:] = part
         self._writers(frame, -1)
-        intact = blake2b(frame.body, digest_size=8).digest() == frame.header.checksum
-        self.handler("D").data_end(link.at_d, frame.header, stored=True, intact=intact)
+        intact = checksum([memoryview(frame.body)]) == frame.checksum
+        self._ended(frame, stored=True, intact=intact)
+
+    def _ended(self, frame: Frame, *, stored: bool, intact: bool) -> None:
+        assert self.link is not None
+        end = self.handler("D").data_end
+        end(self.link.at_d, frame.header, frame.checksum, stored=stored, intact=intact)
 
     def close_what_was_asked(self) -> None:
         peers, self.to_close = self.to_close, []

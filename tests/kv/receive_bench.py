@@ -32,6 +32,11 @@ HELLO = wire.Hello(
 )  # fmt: skip
 
 
+def checksum_of(seq: int) -> bytes:
+    """Stands in for that of a frame."""
+    return seq.to_bytes(8, "little")
+
+
 class Bench:
     """The session with an endpoint that writes down what was sent, and a P written by hand."""
 
@@ -92,12 +97,20 @@ class Bench:
         epoch: int = 0,
         peer: Any = None,
         intact: bool = True,
+        checksum: bytes | None = None,
         **changes: Any,
     ) -> bool:
         """One frame of one layer, begun and ended; whether it was stored."""
         stored, header = self.begin(seq, layer, epoch=epoch, peer=peer, **changes)
-        self.session.data_end(peer or self.peer, header, stored=stored, intact=stored and intact)
+        digest = checksum or checksum_of(seq)
+        sender, whole = peer or self.peer, stored and intact
+        self.session.data_end(sender, header, digest, stored=stored, intact=whole)
         return stored
+
+    def end(self, header: wire.Data) -> None:
+        """The last byte of a frame that was begun."""
+        digest = checksum_of(header.seq)
+        self.session.data_end(self.peer, header, digest, stored=True, intact=True)
 
     def begin(
         self,
@@ -117,7 +130,6 @@ class Bench:
             end_layer=first + 1,
             first_block=0,
             end_block=BLOCKS,
-            checksum=seq.to_bytes(8, "little"),
         )
         length = changes.pop("length", None)
         header = msgspec.structs.replace(header, **changes)
@@ -129,7 +141,7 @@ class Bench:
         return views is not None, header
 
     def commit(self, frames: int = LAYERS, epoch: int = 0, **changes: Any) -> None:
-        checksums = b"".join(seq.to_bytes(8, "little") for seq in range(frames))
+        checksums = b"".join(checksum_of(seq) for seq in range(frames))
         commit = wire.Commit(
             **REF,
             epoch=epoch,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tests.kv.kvfakes import LAYOUT, FakeMemory
@@ -15,6 +14,7 @@ from xpyd_kv.session.limits import KvLimits
 from xpyd_kv.session.metrics import KvMetrics
 from xpyd_kv.session.outgoing import OfferRequest, ReadyArea
 from xpyd_kv.session.sending import SendSession
+from xpyd_kv.transport.api import Done
 from xpyd_kv.wire import messages as wire
 from xpyd_kv.wire.messages import Mode
 
@@ -40,7 +40,7 @@ class Bench:
         self.connected = connected
         self.dialled: list[Address] = []
         self.sent: list[wire.Message] = []
-        self.queue: list[tuple[Any, list[memoryview], Callable[[bool], None]]] = []
+        self.queue: list[tuple[Any, list[memoryview], Done]] = []
         self.headers: list[wire.Data] = []
         self.disconnected: list[Any] = []
         self.events: list[SendEvent] = []
@@ -99,10 +99,10 @@ class Bench:
 
     def send_one(self, checksum: bytes = b"01234567") -> bool:
         make_header, _, done = self.queue.pop(0)
-        header = make_header(checksum)
+        header = make_header()
         if header is not None:
             self.headers.append(header)
-        done(header is not None)
+        done(None if header is None else checksum)
         return header is not None
 
     def committed(self) -> None:

@@ -38,7 +38,7 @@ from xpyd_kv.plan.frames import FrameLimits
 from xpyd_kv.session.limits import KvLimits
 from xpyd_kv.store.landing_store import StoreLimits
 from xpyd_kv.wire.frames import encode
-from xpyd_kv.wire.messages import Data, Offer
+from xpyd_kv.wire.messages import CHECKSUM_BYTES, Data, Offer
 
 UNIT = LAYOUT.bytes_per_block
 THREADS = ["MainThread", "xpyd-kv-io"]
@@ -297,8 +297,8 @@ def _stop_in_mid_data(sock: socket.socket) -> None:
     sock.sendall(encode(offer, len(tokens)) + tokens)
     assert puppet.read()
     area = {"first_layer": 0, "end_layer": 3, "first_block": 0, "end_block": 1}
-    data = Data(**names, **area, seq=0, checksum=bytes(8))
-    sock.sendall(encode(data, UNIT) + bytes(UNIT // 2))
+    data = Data(**names, **area, seq=0)
+    sock.sendall(encode(data, UNIT + CHECKSUM_BYTES) + bytes(UNIT // 2))
 
 
 def test_r13_close_of_a_d_returns_with_peers_strangers_and_half_a_frame() -> None:

@@ -82,7 +82,7 @@ def test_a_higher_epoch_replaces_the_older_one_which_is_freed_when_quiet(bench: 
     assert bench.said() == ["GRANT", "CANCEL replaced"]
     bench.cancelled(epoch=0)
     assert bench.told() == []
-    bench.session.data_end(bench.peer, header, stored=True, intact=True)
+    bench.end(header)
     assert bench.told() == [ReceiveQuiet(KEY, 0)]
     bench.offer(epoch=0)
     assert bench.said() == ["CANCEL duplicate"]
@@ -179,6 +179,20 @@ def test_a_frame_that_comes_intact_the_second_time_is_enough(bench: Bench) -> No
     assert bench.said() == ["GRANT", "NACK", "DONE"]
 
 
+@pytest.mark.parametrize("agrees", [True, False])
+def test_what_is_behind_the_intact_frame_counts_for_commit_not_what_was_behind_the_broken_one(
+    bench: Bench, agrees: bool
+) -> None:
+    bench.granted()
+    first, second = (b"brokenly", None) if agrees else (None, b"brokenly")
+    for seq in range(LAYERS):
+        bench.data(seq, intact=seq != 1, checksum=first if seq == 1 else None)
+    bench.commit()
+    assert bench.data(1, checksum=second)
+    bench.commit()
+    assert bench.said() == ["GRANT", "NACK", "DONE" if agrees else "CANCEL corrupt"]
+
+
 @pytest.mark.parametrize("lie", [{"digest": bytes(32)}, {"total_bytes": 1}, {"frames": LAYERS - 1}])
 def test_a_commit_that_does_not_agree_with_what_came_is_no_done(
     bench: Bench, lie: dict[str, Any]
@@ -209,7 +223,7 @@ def test_a_commit_while_a_frame_is_written_is_no_done(bench: Bench) -> None:
     assert bench.said() == ["GRANT", "CANCEL corrupt"]
     bench.cancelled()
     assert bench.told() == [ReceiveEnded(KEY, 0, "corrupt")]
-    bench.session.data_end(bench.peer, header, stored=True, intact=True)
+    bench.end(header)
     assert bench.told() == [ReceiveQuiet(KEY, 0)]
 
 
@@ -233,7 +247,7 @@ def test_cancel_during_a_frame_is_answered_when_its_last_byte_has_come(bench: Be
     bench.cancel()
     assert bench.said() == []
     assert bench.told() == [ReceiveEnded(KEY, 0, "cancelled")]
-    bench.session.data_end(bench.peer, header, stored=True, intact=True)
+    bench.end(header)
     assert bench.said() == ["CANCELLED"]
     assert bench.told() == [ReceiveQuiet(KEY, 0)]
 

@@ -347,7 +347,7 @@ def test_a_session_that_raises_in_a_call_a_tick_or_a_done_does_not_end_the_threa
     p.call(broken)
     p_told.on["down"] = broken
     view = [net.share(bytes(BLOCK_BYTES))]
-    run(p, lambda: p.send_data(d_at_p, lambda _: None, view, broken))
+    run(p, lambda: p.send_data(d_at_p, lambda: None, view, broken))
     assert p_told.wait("down") == (d_at_p, "internal")
     p_told.on.clear()
     p_told.on["failed"] = broken

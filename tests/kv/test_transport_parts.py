@@ -1,12 +1,14 @@
 """The transport's small parts, without sockets."""
 
 from itertools import pairwise
+from random import Random
 
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xpyd_kv.rate_limit import RateLimit
+from xpyd_kv.transport.body import TURN_BYTES, Departure
 from xpyd_kv.transport.checksum import checksum
 from xpyd_kv.transport.counters import Counters
 from xpyd_kv.transport.cursor import MAX_VIEWS_PER_CALL, Cursor
@@ -78,6 +80,48 @@ def test_the_checksum_is_that_of_the_joined_bytes(content, places):
     edges = [0, *sorted(min(p, len(content)) for p in places), len(content)]
     views = [memoryview(content)[a:b] for a, b in pairwise(edges)]
     assert checksum(views) == xxhash.xxh3_64(content).digest()
+
+
+def _cut(content, random, count):
+    edges = sorted(random.randrange(len(content) + 1) for _ in range(count))
+    return [memoryview(content)[a:b] for a, b in pairwise([0, *edges, len(content)])]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.sampled_from([1, 1000, TURN_BYTES - 1, TURN_BYTES, TURN_BYTES + 1, 3 * TURN_BYTES + 17]),
+    st.integers(0, 1000),
+)
+def test_a_frame_departs_whole_with_its_checksum_however_much_is_taken(size, seed):
+    random = Random(seed)
+    content = random.randbytes(size)
+    views = _cut(content, random, random.choice([0, 5, 3000]))
+    departure, sent = Departure(b"prefix", views), []
+    while departure.left:
+        offered = b"".join(
+            departure.window(random.choice([size // 40 + 1, TURN_BYTES, 10 * TURN_BYTES]))
+        )
+        assert 0 < len(offered) <= TURN_BYTES + len(b"prefix") + 8
+        taken = random.choice([len(offered), random.randint(1, len(offered))])
+        sent.append(offered[:taken])
+        departure.advance(taken)
+    digest = xxhash.xxh3_64(content).digest()
+    assert b"".join(sent) == b"prefix" + content + digest
+    assert departure.digest() == digest
+
+
+def test_a_frame_departs_in_turns_summed_up_once_the_checksum_with_the_last():
+    content = bytearray(3 * TURN_BYTES)
+    departure, sizes = Departure(b"prefix", [memoryview(content)]), []
+    while departure.left:
+        sizes.append(sum(map(len, departure.window(2**30))))
+        departure.advance(sizes[-1] - 100)
+        # A turn that the kernel has taken in part is not read again.
+        content[sum(sizes) - 1000] ^= 0xFF
+        assert sum(map(len, departure.window(2**30))) == 100
+        departure.advance(100)
+    assert sizes == [TURN_BYTES + 6, TURN_BYTES, TURN_BYTES + 8]
+    assert departure.digest() == xxhash.xxh3_64(bytes(len(content))).digest()
 
 
 def test_lines_caused_by_strangers_are_counted_and_left_out():

@@ -28,7 +28,7 @@ from tests.kv.transport_kit import (
 from xpyd_core.errors import UserError
 from xpyd_kv.transport.runs import Run, pack, unpack
 from xpyd_kv.transport.shared_memory import PeerMemory, SharedMemory
-from xpyd_kv.transport.sharing import WINDOW_BYTES, shared_of
+from xpyd_kv.transport.sharing import NO_CHECKSUM, WINDOW_BYTES, shared_of
 from xpyd_kv.wire.frames import encode
 from xpyd_kv.wire.messages import Copied, Goaway, Region
 
@@ -200,7 +200,9 @@ def test_bytes_that_stand_elsewhere_go_through_the_socket(net):
     d_told.wait("end", 2)
     assert rooms == [body, body]
     assert d.counters.shared_bytes == len(body)
-    assert [end[1].checksum == bytes(8) for end in d_told.all("end")] == [False, True]
+    assert [digest == NO_CHECKSUM for digest in d_told.checksums] == [False, True]
+    p_told.wait("done", 2)
+    assert p_told.checksums == d_told.checksums
 
 
 def test_the_peers_memory_is_unmapped_with_the_connection(net):

@@ -83,12 +83,13 @@ def test_what_p_says_behind_a_frame_is_heard_behind_it(net, machine):
     assert d_told.names() == ["up", "begin", "begin", "end", "message", "end", "message"]
 
 
-def test_a_broken_frame_is_not_copied_and_its_slab_comes_back(net, machine):
+@pytest.mark.parametrize("place", [-1, -8, -9], ids=["its sum's end", "its sum", "its body"])
+def test_a_broken_frame_is_not_copied_and_its_slab_comes_back(net, machine, place):
     d, d_told = net.endpoint("D")
     puppet = Puppet(net.connect(d.listen_address), "P").open()
     (room,) = rooms_for(net, d_told, 1)
     frame = bytearray(raw_data(body_of(1)))
-    frame[-1] ^= 1
+    frame[place] ^= 1
     puppet.sock.sendall(frame)
     assert d_told.wait("end")[2:] == (True, False)
     assert net.read(room) == bytes(BLOCK_BYTES)

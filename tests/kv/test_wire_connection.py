@@ -12,6 +12,7 @@ from xpyd_kv.wire.errors import IllegalMoveError, RefusedError, SilentPeerError
 from xpyd_kv.wire.frames import DataBegin, Decoder, Frame, Limits, encode
 from xpyd_kv.wire.handshake import Handshake, Terms
 from xpyd_kv.wire.messages import (
+    CHECKSUM_BYTES,
     Auth,
     Cancel,
     Data,
@@ -247,13 +248,13 @@ def test_block_sizes_may_differ_and_data_holds_blocks_of_p(of_p, of_d):
     assert (p.block_bytes, d.block_bytes) == (of_p.block_bytes, of_p.block_bytes)
     # One of P's blocks always fits, and no more was allowed.
     message = next(s.message for s in SAMPLES if s.name == "data")
-    frame = p.encode(message, of_p.block_bytes)
+    frame = p.encode(message, of_p.block_bytes + CHECKSUM_BYTES)
     assert [*d.feed(frame, 0.0)] == [DataBegin(message, of_p.block_bytes)]
     two = msgspec.structs.replace(message, end_block=2)
     with pytest.raises(IllegalMoveError):
-        p.encode(two, 2 * of_p.block_bytes)
+        p.encode(two, 2 * of_p.block_bytes + CHECKSUM_BYTES)
     with pytest.raises(IllegalMoveError):
-        p.encode(message, of_d.block_bytes)
+        p.encode(message, of_d.block_bytes + CHECKSUM_BYTES)
 
 
 def test_the_side_that_refuses_says_in_its_own_log_what_does_not_fit():
@@ -367,8 +368,10 @@ def test_the_peers_limits_bind_us_and_ours_bind_the_peer():
     message = next(s.message for s in SAMPLES if s.name == "data")
     wide = msgspec.structs.replace(message, end_block=3)
     with pytest.raises(IllegalMoveError):
-        p.encode(wide, 384)
-    assert p.encode(message, 128)
+        p.encode(wide, 384 + CHECKSUM_BYTES)
+    with pytest.raises(IllegalMoveError):
+        p.encode(message, 128)
+    assert p.encode(message, 128 + CHECKSUM_BYTES)
     with pytest.raises(ProtocolError):
         list(d.feed(offer, 0.0))
     assert data

@@ -15,6 +15,7 @@ from xpyd_kv.wire.errors import IllegalMoveError
 from xpyd_kv.wire.frames import (
     MAX_NACK_FRAMES,
     MUST,
+    PREFIX_BYTES,
     DataBegin,
     DataChunk,
     DataEnd,
@@ -23,7 +24,7 @@ from xpyd_kv.wire.frames import (
     Limits,
     encode,
 )
-from xpyd_kv.wire.messages import Cancel, Data, Done, Grant, Nack, Offer, Ping
+from xpyd_kv.wire.messages import Cancel, Data, Done, Grant, Nack, Offer, Ping, Probe
 
 LIMITS = Limits.of(LAYOUT, LAYOUT)
 STREAM = b"".join(sample.raw for sample in SAMPLES)
@@ -69,8 +70,9 @@ def test_the_stream_of_all_samples_gives_all_of_them():
     messages = [e.message for e in events if isinstance(e, Frame)]
     assert messages == [s.message for s in SAMPLES if not isinstance(s.message, Data)]
     (data,) = [s for s in SAMPLES if isinstance(s.message, Data)]
-    assert DataBegin(data.message, len(data.body)) in events
-    assert data.body in events
+    begin = events.index(DataBegin(data.message, 128))
+    ended = DataEnd(data.message, data.body[128:])
+    assert events[begin + 1 : begin + 3] == [data.body[:128], ended]
 
 
 @given(st.lists(st.integers(0, len(STREAM)), max_size=40))
@@ -197,14 +199,15 @@ REFUSED = {
         "over its limit",
     ),
     "nack over its bound": (raw_frame(11, body_bytes=4 * MAX_NACK_FRAMES + 4), "over its limit"),
-    "data over the frame": (raw_frame(7, body_bytes=64 * 2**20 + 1), "over its limit"),
-    "data longer than its ranges": (raw_frame(7, _data(), bytes(129)), "disagrees"),
-    "data shorter than its ranges": (raw_frame(7, _data(), bytes(127)), "disagrees"),
+    "data over the frame": (raw_frame(7, body_bytes=64 * 2**20 + 9), "over its limit"),
+    "data longer than its ranges": (raw_frame(7, _data(), bytes(137)), "disagrees"),
+    "data shorter than its ranges": (raw_frame(7, _data(), bytes(135)), "disagrees"),
+    "data without its checksum": (raw_frame(7, _data(), bytes(128)), "disagrees"),
     "data without body": (raw_frame(7, _data()), "disagrees"),
     "data of no layer": (raw_frame(7, _data(end_layer=0)), "range"),
-    "data of layers that are not": (raw_frame(7, _data(end_layer=3), bytes(384)), "range"),
+    "data of layers that are not": (raw_frame(7, _data(end_layer=3), bytes(392)), "range"),
     "data of no block": (raw_frame(7, _data(first_block=1)), "range"),
-    "data backwards": (raw_frame(7, _data(first_block=3), bytes(256)), "range"),
+    "data backwards": (raw_frame(7, _data(first_block=3), bytes(264)), "range"),
 }
 
 
@@ -260,18 +263,41 @@ def test_an_unknown_field_is_ignored():
 
 def test_a_body_can_be_read_beside_the_decoder():
     decoder = Decoder(LIMITS)
-    split = len(DATA.raw) - 100
+    split = len(DATA.raw) - 108
     begin, chunk = decoder.feed(DATA.raw[:split])
     assert begin == DataBegin(DATA.message, 128)
     assert isinstance(chunk, DataChunk)
     assert decoder.data_left == 100
-    assert decoder.data_read(60) is None
+    decoder.data_read(60)
     with pytest.raises(IllegalMoveError):
         decoder.data_read(41)
-    assert decoder.data_read(40) == DataEnd(DATA.message)
-    assert decoder.data_left == 0
-    (after,) = decoder.feed(encode(Ping(token=2)))
+    decoder.data_read(40)
+    assert (decoder.data_left, decoder.wanted_bytes) == (0, 8)
+    assert [*decoder.feed(DATA.raw[-8:-3])] == []
+    assert (decoder.data_left, decoder.wanted_bytes) == (0, 3)
+    with pytest.raises(IllegalMoveError):
+        decoder.data_read(1)
+    end, after = decoder.feed(DATA.raw[-3:] + encode(Ping(token=2)))
+    assert end == DataEnd(DATA.message, DATA.body[128:])
     assert isinstance(after, Frame)
+    assert decoder.wanted_bytes == PREFIX_BYTES
+
+
+def test_data_cut_at_any_two_bytes_gives_the_same():
+    """What stands before and behind it is there, so that its own end is found, too."""
+    stream = encode(Ping(token=1)) + DATA.raw + encode(Ping(token=2))
+    whole = decode([stream])
+    assert [type(event) for event in whole[0]] == [Frame, DataBegin, bytes, DataEnd, Frame]
+    ends = range(len(stream) - 60, len(stream) + 1)
+    for first in range(len(stream)):
+        for second in {end for end in ends if end >= first}:
+            assert decode([stream[:first], stream[first:second], stream[second:]]) == whole
+
+
+def test_a_body_longer_than_a_prefix_can_say_is_not_encoded():
+    assert encode(DATA.message, 2**32 - 1)
+    with pytest.raises(IllegalMoveError, match="too long"):
+        encode(DATA.message, 2**32)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +307,8 @@ def test_a_body_can_be_read_beside_the_decoder():
         Cancel(**KEYS, reason="x" * 257),
         Grant(uuid="0" * 31, prompt_index=0, epoch=0),
         Nack(**KEYS, frames=2**32),
-        Data(**{**msgspec.structs.asdict(DATA.message), "checksum": b"1234567"}),
+        Data(**{**msgspec.structs.asdict(DATA.message), "end_layer": 2**16}),
+        Probe(token=1, size_bytes=1, checksum=b"1234567"),
     ],
 )
 def test_the_encoder_refuses_what_the_decoder_would(message):

@@ -37,7 +37,7 @@ from xpyd_kv.transport.tcp import TcpEndpoint
 from xpyd_kv.wire.connection import Connection, Opened
 from xpyd_kv.wire.frames import encode
 from xpyd_kv.wire.handshake import LENT, OVER_TCP, Terms
-from xpyd_kv.wire.messages import MAX_PROBE_BYTES, Data, Hello, Layout
+from xpyd_kv.wire.messages import CHECKSUM_BYTES, MAX_PROBE_BYTES, Data, Hello, Layout
 
 KEY = b"the fleet's key, long enough"
 UUID = "0123456789abcdef" * 2
@@ -72,6 +72,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
+        self.checksums: list[bytes] = []
+        """Those of the frames that have ended."""
         self.on: dict[str, Callable[..., Any]] = {}
         """What a test wants to happen at an event, by its name."""
         self._news = threading.Condition()
@@ -113,7 +115,8 @@ class Recorder:
     def data_begin(self, peer, header, length):
         return self.tell("begin", peer, header, length)
 
-    def data_end(self, peer, header, *, stored, intact):
+    def data_end(self, peer, header, checksum, *, stored, intact):
+        self.checksums.append(checksum)
         self.tell("end", peer, header, stored, intact)
 
     def tick(self, now):
@@ -421,7 +424,7 @@ def is_closed(sock: socket.socket) -> bool:
     return True
 
 
-def data_header(views_or_bytes: Any, *, seq: int = 0, digest: bytes | None = None) -> Data:
+def data_header(views_or_bytes: Any, *, seq: int = 0) -> Data:
     views = [memoryview(views_or_bytes)] if isinstance(views_or_bytes, bytes) else views_or_bytes
     length = sum(len(view) for view in views)
     assert length % BLOCK_BYTES == 0
@@ -434,28 +437,26 @@ def data_header(views_or_bytes: Any, *, seq: int = 0, digest: bytes | None = Non
         end_layer=1,
         first_block=0,
         end_block=length // BLOCK_BYTES,
-        checksum=checksum(views) if digest is None else digest,
     )
 
 
 def send_data(
     end: TcpEndpoint, told: Recorder, peer: Any, views: list[memoryview], *, seq: int = 0
 ) -> None:
-    """Queue one DATA frame; `told` gets ("done", seq, sent)."""
+    """Queue one DATA frame; `told` gets ("done", seq, sent), and its checksum if it was."""
 
-    def make_header(digest: bytes) -> Data:
-        return data_header(views, seq=seq, digest=digest)
+    def done(checksum: bytes | None) -> None:
+        if checksum is not None:
+            told.checksums.append(checksum)
+        told.tell("done", seq, checksum is not None)
 
-    run(
-        end,
-        lambda: end.send_data(
-            peer, make_header, views, lambda sent: told.tell("done", seq, sent) or None
-        ),
-    )
+    run(end, lambda: end.send_data(peer, lambda: data_header(views, seq=seq), views, done))
 
 
-def raw_data(body: bytes, *, seq: int = 0) -> bytes:
-    return encode(data_header(body, seq=seq), len(body)) + body
+def raw_data(body: bytes, *, seq: int = 0, digest: bytes | None = None) -> bytes:
+    """A whole DATA frame; with a `digest` that is not its body's, a broken one."""
+    header = encode(data_header(body, seq=seq), len(body) + CHECKSUM_BYTES)
+    return header + body + (checksum([memoryview(body)]) if digest is None else digest)
 
 
 def cuts(buffer: memoryview, sizes: Iterator[int]) -> list[memoryview]:

@@ -271,7 +271,7 @@ class Fuzzer(Fuzzed):
         if kind is wire.Data:
             ends = {"first_block": number(), "end_block": number()}
             layers = {"first_layer": number(), "end_layer": number()}
-            return wire.Data(**of, **ends, **layers, seq=number(), checksum=bytes(8)), body
+            return wire.Data(**of, **ends, **layers, seq=number()), body + bytes(8)
         if kind is wire.Commit:
             return wire.Commit(
                 **of, frames=number(), total_bytes=number(), digest=rng.randbytes(32)
@@ -334,11 +334,11 @@ def good_transfer(uuid: str, tokens: int, rng: random.Random) -> list[bytes]:
         digest=sha256(ids).digest(),
         total_bytes=len(body),
     )
-    data = wire.Data(**of, **_ALL, first_block=0, end_block=blocks, seq=0, checksum=digest)
+    data = wire.Data(**of, **_ALL, first_block=0, end_block=blocks, seq=0)
     commit = wire.Commit(**of, frames=1, total_bytes=len(body), digest=sha256(digest).digest())
     return [
         encode(offer, len(ids)) + ids,
-        encode(data, len(body)) + body,
+        encode(data, len(body) + len(digest)) + body + digest,
         encode(commit),
     ]
 

@@ -129,8 +129,8 @@ SAMPLES = (
     Sample("grant", Grant(**KEYS, skip_tokens=16)),
     Sample(
         "data",
-        Data(**KEYS, seq=0, first_layer=0, end_layer=1, first_block=0, end_block=1, checksum=_SUM),
-        _BLOCK,
+        Data(**KEYS, seq=0, first_layer=0, end_layer=1, first_block=0, end_block=1),
+        _BLOCK + _SUM,
     ),
     Sample(
         "commit",

@@ -236,8 +236,10 @@ class _LateHandler:
     def data_begin(self, peer: Peer, header: wire.Data, length: int) -> Sequence[View] | None:
         return self.session.data_begin(peer, header, length)
 
-    def data_end(self, peer: Peer, header: wire.Data, *, stored: bool, intact: bool) -> None:
-        self.session.data_end(peer, header, stored=stored, intact=intact)
+    def data_end(
+        self, peer: Peer, header: wire.Data, checksum: bytes, *, stored: bool, intact: bool
+    ) -> None:
+        self.session.data_end(peer, header, checksum, stored=stored, intact=intact)
 
     def tick(self, now: float) -> float | None:
         polls_at = self._gate.poll()

@@ -53,7 +53,8 @@ class Ledger:
         self._width = end_block - first_block
         self._block_bytes = block_bytes
         self._covered = bytearray(num_layers * self._width)
-        self._frames: dict[int, wire.Data] = {}
+        # The checksums of those that stand.
+        self._frames: dict[int, bytes] = {}
         self._writing: set[int] = set()
 
     @property
@@ -83,11 +84,11 @@ class Ledger:
         self._writing.add(header.seq)
         self._cover(header, 1)
 
-    def end(self, header: wire.Data, *, intact: bool) -> None:
+    def end(self, header: wire.Data, checksum: bytes, *, intact: bool) -> None:
         """Its bytes are written; broken ones may come again."""
         self._writing.discard(header.seq)
         if intact:
-            self._frames[header.seq] = header
+            self._frames[header.seq] = checksum
         else:
             self._cover(header, 0)
 
@@ -100,7 +101,7 @@ class Ledger:
         frame is being written, which covers its place already."""
         if self._writing or len(self._frames) != commit.frames or not all(self._covered):
             return False
-        checksums = b"".join(self._frames[seq].checksum for seq in range(commit.frames))
+        checksums = b"".join(self._frames[seq] for seq in range(commit.frames))
         return (
             commit.total_bytes == self.cells * self._block_bytes
             and sha256(checksums).digest() == commit.digest

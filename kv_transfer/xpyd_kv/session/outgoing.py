@@ -170,14 +170,13 @@ def views_of(transfer: Outgoing, ready: ReadyArea, memory: KvMemory) -> Sequence
     return memory.views(range(area.first_layer, area.end_layer), ready.block_ids)
 
 
-def data_of(request: OfferRequest, seq: int, area: Area, checksum: bytes) -> wire.Data:
+def data_of(request: OfferRequest, seq: int, area: Area) -> wire.Data:
     """The header of one frame."""
     return wire.Data(
         uuid=request.key.uuid,
         prompt_index=request.key.prompt_index,
         epoch=request.epoch,
         seq=seq,
-        checksum=checksum,
         **area._asdict(),
     )
 

@@ -202,7 +202,9 @@ class ReceiveSession:
             tokens=transfer.tokens,
         )
 
-    def data_end(self, peer: Peer, header: wire.Data, *, stored: bool, intact: bool) -> None:
+    def data_end(
+        self, peer: Peer, header: wire.Data, checksum: bytes, *, stored: bool, intact: bool
+    ) -> None:
         """A frame is complete."""
         if not stored:
             return
@@ -219,7 +221,7 @@ class ReceiveSession:
         else:
             self._metrics.checksum_mismatches += 1
         assert transfer.ledger is not None
-        transfer.ledger.end(header, intact=intact)
+        transfer.ledger.end(header, checksum, intact=intact)
         self._arrivals.touch(transfer)
 
     def tick(self, now: float) -> float | None:

@@ -207,7 +207,9 @@ class SendSession:
         """P takes no DATA: to nowhere."""
         self._metrics.refused_data["role"] += 1
 
-    def data_end(self, peer: Peer, header: wire.Data, *, stored: bool, intact: bool) -> None:
+    def data_end(
+        self, peer: Peer, header: wire.Data, checksum: bytes, *, stored: bool, intact: bool
+    ) -> None:
         """Nothing to do: nothing was stored."""
 
     def tick(self, now: float) -> float | None:
@@ -435,23 +437,21 @@ class SendSession:
         frame = transfer.frames[seq]
         area = frame.ready.area
 
-        def make_header(checksum: bytes) -> wire.Data | None:
-            if transfer.state not in _SENDING:
-                return None
-            frame.checksum = checksum
-            return data_of(transfer.request, seq, area, checksum)
+        def make_header() -> wire.Data | None:
+            return data_of(transfer.request, seq, area) if transfer.state in _SENDING else None
 
-        def done(sent: bool) -> None:
-            self._frame_done(transfer, frame, sent)
+        def done(checksum: bytes | None) -> None:
+            self._frame_done(transfer, frame, checksum)
             if peer in self._peers:
                 self._peers[peer].done(frame.length)
 
         views = views_of(transfer, frame.ready, self._memory)
         self._endpoint.send_data(peer, make_header, views, done)
 
-    def _frame_done(self, transfer: Outgoing, frame: SentFrame, sent: bool) -> None:
+    def _frame_done(self, transfer: Outgoing, frame: SentFrame, checksum: bytes | None) -> None:
         transfer.in_flight -= 1
-        if sent:
+        if checksum is not None:
+            frame.checksum = checksum
             self._metrics.sent_frames += 1
             self._metrics.sent_bytes += frame.length
             if not transfer.complete:
@@ -459,7 +459,7 @@ class SendSession:
         if transfer.state is SendState.CANCELLING:
             self._settle(transfer)
         elif transfer.state in _SENDING:
-            if not sent:
+            if checksum is None:
                 self._give_up(transfer, "peer_lost")
                 self._settle(transfer)
                 return

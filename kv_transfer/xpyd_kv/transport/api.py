@@ -19,6 +19,11 @@ from xpyd_core.request_id import Address
 from xpyd_kv.device.api import View
 from xpyd_kv.wire.messages import Data, Hello, Layout, Message
 
+Done = Callable[[bytes | None], None]
+"""Called once for a DATA frame: with its checksum when the last byte is with the kernel, or was
+copied by the peer to which it was lent (then with eight zero bytes); with None when the frame was
+dropped or the connection closed first."""
+
 
 class Peer(Protocol):
     """One authenticated connection. A restarted process is another Peer. Compared by identity."""
@@ -38,8 +43,8 @@ class Peer(Protocol):
 
     @property
     def layout(self) -> Layout:
-        """What the peer announced. OFFER must not exceed its `max_tokens`, a DATA body not its
-        `max_data_bytes`. Its cache fits ours; the block size may differ."""
+        """What the peer announced. OFFER must not exceed its `max_tokens`, the KV bytes of a DATA
+        frame not its `max_data_bytes`. Its cache fits ours; the block size may differ."""
         ...
 
 
@@ -64,13 +69,16 @@ class Handler(Protocol):
         ...
 
     def data_begin(self, peer: Peer, header: Data, length: int) -> Sequence[View] | None:
-        """A DATA frame with a body of `length` bytes begins; `length` agrees with the header's
-        ranges and P's layout. Where do its bytes go: writable flat byte views, `length` bytes in
+        """A DATA frame with `length` KV bytes begins; `length` agrees with the header's ranges and
+        P's layout. Where do its bytes go: writable flat byte views, `length` bytes in
         all, theirs until `data_end` or `peer_down`; None reads them to nowhere."""
         ...
 
-    def data_end(self, peer: Peer, header: Data, *, stored: bool, intact: bool) -> None:
-        """The frame's last byte has come. `stored`: data_begin gave views. `intact`: stored, and
+    def data_end(
+        self, peer: Peer, header: Data, checksum: bytes, *, stored: bool, intact: bool
+    ) -> None:
+        """The frame's last byte has come. `checksum`: what P says that it is; eight zero bytes
+        where DATA moves beside the socket. `stored`: data_begin gave views. `intact`: stored, and
         the checksum agrees."""
         ...
 
@@ -117,16 +125,15 @@ class Endpoint(Protocol):
     def send_data(
         self,
         peer: Peer,
-        make_header: Callable[[bytes], Data | None],
+        make_header: Callable[[], Data | None],
         views: Sequence[View],
-        done: Callable[[bool], None],
+        done: Done,
     ) -> None:
-        """Queue one DATA frame. When its turn comes the checksum of `views` (flat byte views) is
-        computed and given to `make_header`, which may return None to drop a frame whose transfer
-        was cancelled meanwhile. The views are read until `done(sent)` is called, once: True when
-        the last byte is with the kernel, False when the frame was dropped or the connection closed
-        first (`done(False)` then comes before `peer_down`). The queue is as long as the caller's
-        leased blocks make it. IllegalMoveError: the body is over the peer's limit."""
+        """Queue one DATA frame of `views` (flat byte views). When its turn comes `make_header` is
+        called, which may return None to drop a frame whose transfer was cancelled meanwhile. The
+        views are read until `done` is called (`done(None)` comes before `peer_down`). The queue is
+        as long as the caller's leased blocks make it. IllegalMoveError: more KV bytes than the
+        peer takes."""
         ...
 
     @property

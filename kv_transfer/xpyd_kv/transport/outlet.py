@@ -18,7 +18,8 @@ from itertools import islice, takewhile
 from typing import NamedTuple
 
 from xpyd_kv.device.api import View, is_on_host, on_host
-from xpyd_kv.transport.checksum import checksum
+from xpyd_kv.transport.api import Done
+from xpyd_kv.transport.body import TURN_BYTES, Departure
 from xpyd_kv.transport.counters import Counters
 from xpyd_kv.transport.cursor import Cursor
 from xpyd_kv.transport.data_path import Lender, Rights
@@ -27,7 +28,7 @@ from xpyd_kv.transport.sharing import NO_CHECKSUM, Lending, shared_of
 from xpyd_kv.transport.staging import AHEAD, Outward, Staging
 from xpyd_kv.wire.connection import Connection
 from xpyd_kv.wire.errors import IllegalMoveError
-from xpyd_kv.wire.messages import Data, Probe, Region
+from xpyd_kv.wire.messages import CHECKSUM_BYTES, Data, Probe, Region
 
 _log = logging.getLogger(__name__)
 
@@ -37,11 +38,12 @@ class SlowReaderError(Exception):
 
 
 class DataFrame(NamedTuple):
-    """A DATA frame in the queue: see Endpoint.send_data."""
+    """A DATA frame in the queue: see Endpoint.send_data. Or a PROBE, whose header has its bytes'
+    checksum."""
 
-    make_header: Callable[[bytes], Data | Probe | None]
+    make_header: Callable[[], Data | Probe | None]
     views: Sequence[View]
-    done: Callable[[bool], None]
+    done: Done
 
 
 class Outlet:
@@ -69,7 +71,7 @@ class Outlet:
         self._control: deque[bytes] = deque()
         self._control_bytes = 0
         self._data: deque[DataFrame] = deque()
-        self._sending: Cursor | None = None
+        self._sending: Cursor | Departure | None = None
         self._sending_data: DataFrame | None = None
         # Ancillary data that goes with the first byte of what is sent next.
         self._rights: Rights = ()
@@ -146,7 +148,9 @@ class Outlet:
             if cursor is None:
                 return False
             try:
-                count = self._sock.sendmsg(cursor.window(budget), self._rights)
+                # Over the budget rather than in two: a turn is summed up to be sent at once.
+                window = cursor.window(budget + TURN_BYTES)
+                count = self._sock.sendmsg(window, self._rights)
             except BlockingIOError:
                 return True
             self._rights = ()
@@ -159,7 +163,7 @@ class Outlet:
                 self._finish_frame()
         return self._can_write
 
-    def _next_frame(self) -> Cursor | None:
+    def _next_frame(self) -> Cursor | Departure | None:
         """Begin with the next thing to send: all control frames, else one DATA frame (which waits
         while too much is lent)."""
         if self._control:
@@ -187,20 +191,22 @@ class Outlet:
             self._sending_data = self._data.popleft()
             self._session_runs()
             self._is_shared = places is not None
-            digest = checksum(on_host(views)) if places is None else NO_CHECKSUM
-            header = frame.make_header(digest)
+            header = frame.make_header()
             if header is None:
                 self._sending_data = None
                 self._end_staged()
-                frame.done(False)
+                frame.done(None)
                 continue
             self._is_kv = isinstance(header, Data)
-            if places is None:
-                prefix = self._protocol.encode(header, length)
-                self._sending = Cursor([memoryview(prefix), *on_host(views)])
-            else:
+            if places is not None:
                 prefix = self._protocol.encode(shared_of(header), len(places))
                 self._sending = Cursor([memoryview(prefix + places)])
+            elif isinstance(header, Data):
+                prefix = self._protocol.encode(header, length + CHECKSUM_BYTES)
+                self._sending = Departure(prefix, on_host(views))
+            else:
+                prefix = self._protocol.encode(header, length)
+                self._sending = Cursor([memoryview(prefix), *on_host(views)])
             if isinstance(header, Data) and _log.isEnabledFor(logging.DEBUG):
                 self._unlogged = header
             return self._sending
@@ -233,7 +239,8 @@ class Outlet:
         return self._sending
 
     def _finish_frame(self) -> None:
-        frame, self._sending, self._sending_data = self._sending_data, None, None
+        sent, self._sending = self._sending, None
+        frame, self._sending_data = self._sending_data, None
         if frame is None:
             return
         self._end_staged()
@@ -243,7 +250,7 @@ class Outlet:
             self._lending.lend(length, frame.done)
             return
         self._session_runs()
-        frame.done(True)
+        frame.done(sent.digest() if isinstance(sent, Departure) else NO_CHECKSUM)
 
     def _log_sent(self, header: Data) -> None:
         self._unlogged = None
@@ -265,7 +272,7 @@ class Outlet:
             with contextlib.suppress(OSError):
                 self._counters.sent_bytes += self._sock.send(frames)
 
-    def abandon(self) -> list[Callable[[bool], None]]:
+    def abandon(self) -> list[Done]:
         """Let go of all views; the `done` of every frame not through."""
         lent = self._lending.close() if self._lending is not None else []
         if self._outward is not None:

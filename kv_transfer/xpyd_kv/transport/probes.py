@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from hashlib import sha256
 
+from xpyd_kv.transport.checksum import checksum
 from xpyd_kv.wire.messages import MAX_PROBE_BYTES, Probe, Probed
 
 
@@ -22,11 +24,12 @@ class ProbeSource:
         view[:] = os.urandom(len(view))
         self.views = [view]
         self.digest = sha256(view).digest()
+        self._checksum = checksum(self.views)
 
-    def header(self, token: int) -> Callable[[bytes], Probe]:
+    def header(self, token: int) -> Callable[[], Probe]:
         """Makes the header when the frame's turn has come."""
         size = len(self.views[0])
-        return lambda checksum: Probe(token=token, size_bytes=size, checksum=checksum)
+        return partial(Probe, token=token, size_bytes=size, checksum=self._checksum)
 
 
 def answer_of(probe: Probe, views: Iterable[memoryview], transport: str) -> Probed:

@@ -17,11 +17,12 @@ import msgspec
 
 from xpyd_core.errors import ProtocolError
 from xpyd_kv.device.api import View
+from xpyd_kv.transport.api import Done
 from xpyd_kv.transport.data_path import Borrower, CorruptError, Fetch, Lender, Linked
-from xpyd_kv.wire.messages import Data, Probe, Region, Shared
+from xpyd_kv.wire.messages import CHECKSUM_BYTES, Data, Probe, Region, Shared
 
-NO_CHECKSUM = bytes(8)
-"""Of bytes that did not go through the socket."""
+NO_CHECKSUM = bytes(CHECKSUM_BYTES)
+"""Stands for that of bytes that did not go through the socket."""
 WINDOW_BYTES = 16 * 2**20
 """P lends the next frame while less than this is lent, or less than WINDOW_FRAMES: a few frames of
 the usual size, so that CANCEL waits for a millisecond or two."""
@@ -43,7 +44,7 @@ class Lending:
 
     def __init__(self, lender: Lender) -> None:
         self.lender = lender
-        self._frames: deque[tuple[int, Callable[[bool], None]]] = deque()
+        self._frames: deque[tuple[int, Done]] = deque()
         self._bytes = 0
 
     def attach(self, number: int, sock: socket.socket) -> None:
@@ -60,13 +61,13 @@ class Lending:
         """Whether another frame may be lent."""
         return self._bytes < WINDOW_BYTES or len(self._frames) < WINDOW_FRAMES
 
-    def lend(self, length: int, done: Callable[[bool], None]) -> None:
+    def lend(self, length: int, done: Done) -> None:
         """A SHARED frame has left."""
         self.lender.sent()
         self._frames.append((length, done))
         self._bytes += length
 
-    def copied(self, frames: int) -> list[Callable[[bool], None]]:
+    def copied(self, frames: int) -> list[Done]:
         """D is through with the oldest `frames`: their `done`. ProtocolError when it has fewer."""
         if frames > len(self._frames):
             raise ProtocolError("COPIED for frames that were not sent")
@@ -74,7 +75,7 @@ class Lending:
         self._bytes -= sum(length for length, _ in ended)
         return [done for _, done in ended]
 
-    def close(self) -> list[Callable[[bool], None]]:
+    def close(self) -> list[Done]:
         """The connection is closed: what D makes of these bytes now will never be committed."""
         self.lender.close()
         return self.copied(len(self._frames))
@@ -219,12 +220,10 @@ class Borrowing:
 def shared_of(header: Data | Probe) -> Shared | Probe:
     """The header that stands for this one where the bytes are lent."""
     if isinstance(header, Probe):
-        return msgspec.structs.replace(header, shared=True)
-    fields = msgspec.structs.asdict(header)
-    del fields["checksum"]
-    return Shared(**fields)
+        return msgspec.structs.replace(header, shared=True, checksum=NO_CHECKSUM)
+    return Shared(**msgspec.structs.asdict(header))
 
 
 def data_of(header: Shared) -> Data:
     """And back: what the session sees."""
-    return Data(**msgspec.structs.asdict(header), checksum=NO_CHECKSUM)
+    return Data(**msgspec.structs.asdict(header))

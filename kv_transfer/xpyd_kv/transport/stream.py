@@ -17,7 +17,7 @@ from xpyd_core.errors import ProtocolError
 from xpyd_core.request_id import Address
 from xpyd_kv.device.api import View, is_on_host, on_host
 from xpyd_kv.transport import sockets
-from xpyd_kv.transport.api import Handler
+from xpyd_kv.transport.api import Done, Handler
 from xpyd_kv.transport.body import Body
 from xpyd_kv.transport.checksum import checksum
 from xpyd_kv.transport.counters import Counters
@@ -25,12 +25,12 @@ from xpyd_kv.transport.data_path import DataPath
 from xpyd_kv.transport.outlet import DataFrame, Outlet
 from xpyd_kv.transport.probes import answer_of
 from xpyd_kv.transport.settings import Bounds
-from xpyd_kv.transport.sharing import Borrowing, data_of
+from xpyd_kv.transport.sharing import NO_CHECKSUM, Borrowing, data_of
 from xpyd_kv.transport.staging import Into, Inward, Staging
 from xpyd_kv.wire import errors
 from xpyd_kv.wire.connection import Connection, Event, Opened, Received
 from xpyd_kv.wire.frames import DataBegin, DataChunk, DataEnd
-from xpyd_kv.wire.messages import Copied, Data, Hello, Layout, Probe, Region, Shared
+from xpyd_kv.wire.messages import CHECKSUM_BYTES, Copied, Data, Hello, Layout, Probe, Region, Shared
 
 _log = logging.getLogger(__name__)
 
@@ -179,8 +179,8 @@ class Stream:
 
     def _wait_for_more(self) -> None:
         """Be woken once for much of a body, and at once for anything else."""
-        left = self._landing.left if self._landing is not None and self._can_wait else 0
-        count = min(left, self._bounds.wake_bytes) or 1
+        left = self.protocol.data_left if self._landing is not None and self._can_wait else 0
+        count = min(left + CHECKSUM_BYTES, self._bounds.wake_bytes) if left else 1
         if count != self._wake_bytes:
             sockets.wake_at(self.sock, count)
             self._wake_bytes = count
@@ -208,21 +208,20 @@ class Stream:
     def _read_once(self, now: float, budget: int) -> tuple[int, int]:
         """Bytes read, and bytes that there was room for."""
         self._copied_bytes = 0
-        landing = self._landing
-        if landing is not None:
-            room = min(budget, landing.left)
-            count = self._came(landing.read(self.sock, room, self._bounds.read_bytes))
-            self._body_read(count, now)
+        landing, left = self._landing, self.protocol.data_left
+        if left:
+            if landing is not None:
+                room = min(budget, left)
+                count = self._came(landing.read(self.sock, room, self._bounds.read_bytes))
+            else:
+                room = min(len(self._scratch), left)
+                count = self._came(self.sock.recv_into(self._scratch, room))
+            self.protocol.data_read(count, now)
             return count, room
         room = len(self._scratch)
-        left = self.protocol.data_left
-        if left:
-            room = min(room, left)
-            count = self._came(self.sock.recv_into(self._scratch, room))
-            self._body_read(count, now)
-            return count, room
-        if self.main is not None:
-            # What stands behind D's LAYOUT is for the thread that the socket goes to then.
+        if self.main is not None or (self._inward is not None and landing is not None):
+            # What stands behind D's LAYOUT is for the thread that the socket goes to then; behind
+            # a frame's checksum may stand a frame for which no slab is reserved.
             room = min(room, self.protocol.wanted_bytes)
         count = self._came(self._receive(room))
         try:
@@ -265,7 +264,7 @@ class Stream:
             self._borrow()
         if self._borrowing is None:
             return self.sock.recv_into(self._scratch, room)
-        return self._borrowing.receive(self.sock, self._scratch)
+        return self._borrowing.receive(self.sock, self._scratch[:room])
 
     def _borrow(self) -> None:
         path = self._paths.get(self.transport)
@@ -280,11 +279,6 @@ class Stream:
             raise ClosedByPeerError("closed by the peer")
         self._counters.received_bytes += count
         return count
-
-    def _body_read(self, count: int, now: float) -> None:
-        end = self.protocol.data_read(count, now)
-        if end is not None:
-            self._end_data(end.header, now)
 
     def _handle(self, event: Event, now: float) -> None:
         if isinstance(event, Received):
@@ -301,7 +295,7 @@ class Stream:
             if self._landing is not None:
                 self._landing.write(event.data)
         elif isinstance(event, DataEnd):
-            self._end_data(event.header, now)
+            self._end_data(event, now)
         else:
             assert isinstance(event, Opened)
             # Our LAYOUT may have been made by the same read: it goes before the session's frames.
@@ -325,7 +319,7 @@ class Stream:
             assert lending is not None
             for done in lending.copied(message.frames):
                 self.session_ran = True
-                done(True)
+                done(NO_CHECKSUM)
             return
         borrowing = self._borrowing
         assert borrowing is not None
@@ -351,7 +345,8 @@ class Stream:
             else:
                 self._counters.shared_bytes += length if stored else 0
                 self.session_ran = True
-                self._handler.data_end(self, header, stored=stored, intact=stored and intact)
+                whole = stored and intact
+                self._handler.data_end(self, header, NO_CHECKSUM, stored=stored, intact=whole)
             if not intact:
                 self._count_broken(now)
 
@@ -391,12 +386,12 @@ class Stream:
             views = [self._into.part]
         self._landing = Body(on_host(views))
 
-    def _end_data(self, header: Data, now: float) -> None:
+    def _end_data(self, end: DataEnd, now: float) -> None:
         landing, self._landing = self._landing, None
         into, self._into = self._into, None
-        intact = landing is not None and landing.digest() == header.checksum
+        intact = landing is not None and landing.digest() == end.checksum
         stored = landing is not None
-        ended = partial(self._handler.data_end, self, header, stored=stored, intact=intact)
+        ended = partial(self._handler.data_end, self, *end, stored=stored, intact=intact)
         if into is not None and self._inward is not None:
             if intact:
                 self._inward.land(into, then=partial(self._say_now, ended), now=now)
@@ -466,7 +461,7 @@ class Stream:
         if self.connect_by is None and not self._outlet.is_in_frame:
             self._outlet.say_last_words(self.protocol.outgoing())
 
-    def abandon(self) -> list[Callable[[bool], None]]:
+    def abandon(self) -> list[Done]:
         """Close the socket, let go of all views; the `done` of every frame not through."""
         self.sock.close()
         ended = self._outlet.abandon()

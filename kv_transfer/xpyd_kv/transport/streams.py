@@ -370,7 +370,7 @@ class Streams:
         stream.say_last_words()
         self._watch(stream, 0)
         for done in stream.abandon():
-            session.run(partial(done, False))
+            session.run(partial(done, None))
         reason = stream.closing or ""
         if stream.is_up:
             session.run(partial(session.handler.peer_down, stream, reason))

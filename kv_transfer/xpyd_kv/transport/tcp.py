@@ -20,7 +20,7 @@ from xpyd_core.errors import UserError
 from xpyd_core.request_id import Address
 from xpyd_kv.device.api import View
 from xpyd_kv.transport import sockets
-from xpyd_kv.transport.api import Handler, Peer
+from xpyd_kv.transport.api import Done, Handler, Peer
 from xpyd_kv.transport.counters import Counters
 from xpyd_kv.transport.data_path import DataPath
 from xpyd_kv.transport.listeners import Listeners
@@ -53,7 +53,7 @@ def _woken() -> None:
     """The turn itself looks at what has been fetched."""
 
 
-def _nothing(_sent: bool) -> None:
+def _nothing(_checksum: bytes | None) -> None:
     """Nobody waits for a PROBE's bytes to be through."""
 
 
@@ -218,16 +218,16 @@ class TcpEndpoint:
     def send_data(
         self,
         peer: Peer,
-        make_header: Callable[[bytes], Data | None],
+        make_header: Callable[[], Data | None],
         views: Sequence[View],
-        done: Callable[[bool], None],
+        done: Done,
     ) -> None:
         stream = self._stream(peer)
         if stream.closing is not None:
-            self._session.later(partial(done, False))
+            self._session.later(partial(done, None))
             return
         if sum(map(len, views)) > stream.protocol.max_data_bytes:
-            raise IllegalMoveError("DATA body over the peer's limit")
+            raise IllegalMoveError("DATA over the peer's limit")
         stream.queue_data(DataFrame(make_header, views, done))
         self._streams.touch(stream)
 

@@ -137,7 +137,7 @@ class Connection:
 
     @property
     def data_left(self) -> int:
-        """Bytes still missing of the DATA body under way: the shell may read them elsewhere."""
+        """KV bytes still missing of the DATA frame under way: the shell may read them elsewhere."""
         return self._decoder.data_left
 
     @property
@@ -147,8 +147,8 @@ class Connection:
 
     @property
     def wanted_bytes(self) -> int:
-        """So many more belong to the control frame under way, or to the next: a read of no more
-        takes nothing of what follows it. At least 1."""
+        """So many more belong to the control frame under way, or to the next, or to DATA's checksum
+        behind its last KV byte: a read of no more takes nothing of what follows. At least 1."""
         return self._decoder.wanted_bytes
 
     @property
@@ -174,10 +174,10 @@ class Connection:
             if result is not None:
                 yield result
 
-    def data_read(self, count: int, now: float) -> DataEnd | None:
-        """Count body bytes that the shell has read itself; the frame's end if it was the last."""
+    def data_read(self, count: int, now: float) -> None:
+        """Count KV bytes that the shell has read itself."""
         self._heard(now)
-        return self._decoder.data_read(count)
+        self._decoder.data_read(count)
 
     def encode(self, message: Message, body_bytes: int = 0) -> bytes:
         """Prefix and header of a frame of the session. IllegalMoveError: we may not send it."""
@@ -200,12 +200,12 @@ class Connection:
 
     @property
     def max_own_data_bytes(self) -> int:
-        """The longest DATA body that we take."""
+        """The most KV bytes in a DATA frame that we take."""
         return self._decoder.limits.max_data_bytes
 
     @property
     def max_data_bytes(self) -> int:
-        """The longest DATA body that the peer takes."""
+        """The most KV bytes in a DATA frame that the peer takes."""
         return self._peer_limits.max_data_bytes
 
     def refuse(self, reason: str, *, factor: str = "") -> RefusedError:

@@ -18,6 +18,7 @@ import msgspec
 from xpyd_core.errors import ProtocolError
 from xpyd_kv.wire.errors import IllegalMoveError
 from xpyd_kv.wire.messages import (
+    CHECKSUM_BYTES,
     DEFAULT_MAX_DATA_BYTES,
     MAX_PROBE_BYTES,
     TYPE_NUMBERS,
@@ -38,6 +39,7 @@ MUST = 0x01
 _PREFIX = struct.Struct("<4sBBHII")
 PREFIX_BYTES = _PREFIX.size  # 16
 MAX_HEADER_BYTES = 0xFFFF
+_MAX_BODY_BYTES = 0xFFFF_FFFF
 TOKEN_BYTES = 4
 RUN_BYTES = 12
 MAX_NACK_FRAMES = 16_384
@@ -61,22 +63,23 @@ class Frame(NamedTuple):
 
 
 class DataBegin(NamedTuple):
-    """A DATA frame's header has come; `length` bytes of body follow."""
+    """A DATA frame's header has come; `length` KV bytes follow, and their checksum."""
 
     header: Data
     length: int
 
 
 class DataChunk(NamedTuple):
-    """The next bytes of the body. `data` is valid until the next event is asked for."""
+    """The next KV bytes. `data` is valid until the next event is asked for."""
 
     data: memoryview
 
 
 class DataEnd(NamedTuple):
-    """The body's last byte has come."""
+    """The frame's last byte has come. `checksum` is what P says that the KV bytes have."""
 
     header: Data
+    checksum: bytes
 
 
 Allowed = frozenset[type[Message] | None] | None
@@ -108,7 +111,7 @@ class Limits:
     def max_body_bytes(self, kind: type[Message]) -> int:
         """The longest body of a frame of this type, known before its header is."""
         if kind is Data:
-            return self.max_data_bytes
+            return self.max_data_bytes + CHECKSUM_BYTES
         if kind is Offer:
             return TOKEN_BYTES * self.max_tokens
         if kind is Nack:
@@ -154,7 +157,7 @@ class Limits:
         length = self.data_bytes(header)
         if not length:
             return "DATA with an empty or impossible range of layers or blocks"
-        if body_bytes != length:
+        if body_bytes != length + CHECKSUM_BYTES:
             return "DATA whose body's length disagrees with its header"
         return ""
 
@@ -171,11 +174,13 @@ class Limits:
 def encode(message: Message, body_bytes: int = 0) -> bytes:
     """Prefix and header of a frame whose body has `body_bytes` bytes; the body is sent behind it.
 
-    IllegalMoveError when the message breaks its own schema: what this returns, `Decoder` accepts
-    (within the receiver's Limits).
+    IllegalMoveError when the message breaks its own schema, or no prefix can say the body's length:
+    what this returns, `Decoder` accepts (within the receiver's Limits).
     """
     header = _ENCODER.encode(message)
     name = type(message).__name__.upper()
+    if body_bytes > _MAX_BODY_BYTES:
+        raise IllegalMoveError(f"{name}: a body of {body_bytes} bytes is too long")
     if len(header) > MAX_HEADER_BYTES:
         raise IllegalMoveError(f"{name}: a header of {len(header)} bytes is too long")
     try:
@@ -207,7 +212,7 @@ class Decoder:
 
     @property
     def data_left(self) -> int:
-        """Bytes still missing of the DATA body under way, 0 when there is none."""
+        """KV bytes still missing of the DATA frame under way, 0 when there are none."""
         return self._data_left
 
     @property
@@ -217,7 +222,8 @@ class Decoder:
 
     @property
     def wanted_bytes(self) -> int:
-        """Bytes missing of the control frame under way, as far as its length is known."""
+        """Bytes missing of the control frame or DATA's checksum under way, as far as its length is
+        known."""
         return self._need - len(self._buffer)
 
     def feed(self, data: bytes | bytearray | memoryview) -> Iterator[FrameEvent]:
@@ -228,9 +234,7 @@ class Decoder:
             if self._data_left:
                 chunk, rest = rest[: self._data_left], rest[self._data_left :]
                 yield DataChunk(chunk)
-                end = self.data_read(len(chunk))
-                if end is not None:
-                    yield end
+                self.data_read(len(chunk))
             elif self._skip_left:
                 skipped = min(self._skip_left, len(rest))
                 self._skip_left -= skipped
@@ -243,17 +247,11 @@ class Decoder:
                 if event is not None:
                     yield event
 
-    def data_read(self, count: int) -> DataEnd | None:
-        """Count `count` bytes of the DATA body that the caller has read without `feed`."""
+    def data_read(self, count: int) -> None:
+        """Count `count` KV bytes that the caller has read without `feed`."""
         if not 0 < count <= self._data_left:
-            raise IllegalMoveError("more bytes read than the DATA body has")
+            raise IllegalMoveError("more bytes read than the DATA frame has")
         self._data_left -= count
-        if self._data_left:
-            return None
-        assert isinstance(self._message, Data)
-        end = DataEnd(self._message)
-        self._message = None
-        return end
 
     def _advance(self) -> FrameEvent | None:
         """Take the next step of the frame under way if its bytes are there."""
@@ -306,21 +304,26 @@ class Decoder:
             raise ProtocolError(fault)
         self._message = message
         if isinstance(message, Data):
-            self._reset()
-            self._data_left = body_bytes
-            return DataBegin(message, body_bytes)
+            self._buffer = bytearray()
+            self._need = CHECKSUM_BYTES
+            self._data_left = body_bytes - CHECKSUM_BYTES
+            return DataBegin(message, self._data_left)
         if not body_bytes:
             return self._finish(message)
         self._need += body_bytes
         return None
 
-    def _finish(self, message: Message) -> Frame:
+    def _finish(self, message: Message) -> FrameEvent:
         assert self._prefix is not None
-        header_end = PREFIX_BYTES + self._prefix[1]
-        raw, body = bytes(self._buffer[:header_end]), bytes(self._buffer[header_end:])
+        if isinstance(message, Data):
+            event = DataEnd(message, bytes(self._buffer))
+        else:
+            header_end = PREFIX_BYTES + self._prefix[1]
+            raw, body = bytes(self._buffer[:header_end]), bytes(self._buffer[header_end:])
+            event = Frame(message, body, raw)
         self._message = None
         self._reset()
-        return Frame(message, body, raw)
+        return event
 
     def _reset(self) -> None:
         self._buffer = bytearray()

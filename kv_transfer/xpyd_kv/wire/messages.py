@@ -17,6 +17,7 @@ MINOR = 0
 # 16 groups of the default size: one frame holds the I/O thread for a few milliseconds at most.
 DEFAULT_MAX_DATA_BYTES = 64 * 2**20
 MAX_PROBE_BYTES = 64 * 1024
+CHECKSUM_BYTES = 8
 _Text = Annotated[str, msgspec.Meta(max_length=256)]
 # Printable ASCII: they stand in log lines.
 _Id = Annotated[str, msgspec.Meta(pattern=r"^[!-~]+\Z", max_length=64)]
@@ -71,8 +72,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `layers`, `kv_heads`, `block_size` (tokens) and `block_bytes` (one block of one layer) are the
     rank's, `total_kv_heads` (0: `kv_heads`), `tp`, `stages` (the layers of each pipeline stage;
     empty: `layers` alone) and `is_mla` the engine's. `fit` says which two go together.
-    `max_tokens` is the longest prompt that the sender takes in an OFFER, `max_data_bytes` the
-    longest DATA body.
+    `max_tokens` is the longest prompt that the sender takes in an OFFER, `max_data_bytes` the most
+    KV bytes in a DATA body.
     """
 
     factors: Annotated[
@@ -138,10 +139,11 @@ class Pull(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class Data(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """P -> D: whole blocks of a layer group. Body: for each layer of [first_layer, end_layer), for
-    each block of [first_block, end_block) of the prompt, its `block_bytes` bytes.
+    each block of [first_block, end_block) of the prompt, its `block_bytes` bytes; behind them their
+    xxh3-64, big-endian, so that P can send while it sums up.
 
     Neither range is empty. Layers index the layout's list, blocks count from the prompt's start.
-    `checksum` is xxh3-64 of the body, big-endian. `seq` counts the transfer's DATA frames from 0.
+    `seq` counts the transfer's DATA frames from 0.
     """
 
     uuid: _Uuid
@@ -152,7 +154,6 @@ class Data(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     end_layer: _U16
     first_block: _U32
     end_block: _U32
-    checksum: Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -257,11 +258,12 @@ class Copied(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """P -> D: bytes of no transfer, moved as DATA is: what are they? Body: `size_bytes` bytes, or,
-    `shared`, where they stand, as in SHARED. `checksum` as in DATA. One at a time."""
+    `shared`, where they stand, as in SHARED. `checksum`: xxh3-64 of the bytes, big-endian. One at a
+    time."""
 
     token: _U32
     size_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_PROBE_BYTES)]
-    checksum: Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
+    checksum: Annotated[bytes, msgspec.Meta(min_length=CHECKSUM_BYTES, max_length=CHECKSUM_BYTES)]
     shared: bool = False
 
 

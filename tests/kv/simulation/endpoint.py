@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from tests.kv.simulation.link import Begin, Close, Control, Item, Open, Part
 from tests.kv.simulation.memory import SourceView, joined, written
-from tests.kv.simulation.stream import SimStream, checksum, write_into
+from tests.kv.simulation.stream import Checksum, SimStream, write_into
 from xpyd_core.request_id import Address
-from xpyd_kv.transport.api import Handler
+from xpyd_kv.transport.api import Done, Handler
 from xpyd_kv.wire import messages as wire
 from xpyd_kv.wire.frames import encode
 
@@ -90,12 +90,12 @@ class SimEndpoint:
     def send_data(
         self,
         peer: SimStream,
-        make_header: Callable[[bytes], wire.Data | None],
+        make_header: Callable[[], wire.Data | None],
         views: Sequence[SourceView],
-        done: Callable[[bool], None],
+        done: Done,
     ) -> None:
         if peer.closing is not None:
-            self._later.append(partial(done, False))
+            self._later.append(partial(done, None))
             self.wake()
             return
         peer.data.append((make_header, views, done))
@@ -207,11 +207,12 @@ class SimEndpoint:
         if not part.is_last:
             return
         stored = views is not None
-        intact = stored and self.world.is_intact(written(views), header)
+        assert part.checksum is not None
+        intact = stored and self.world.is_intact(written(views), part.checksum)
         stream.count_writer(-1)
         stream.header = stream.views = None
         self.process.touched(header)
-        self.handler.data_end(stream, header, stored=stored, intact=intact)
+        self.handler.data_end(stream, header, part.checksum, stored=stored, intact=intact)
 
     # --- writing
 
@@ -241,16 +242,15 @@ class SimEndpoint:
     def _begin_frame(self, stream: SimStream) -> None:
         make_header, views, done = stream.data.popleft()
         self._ran = True
-        body = joined(views)
-        header = make_header(checksum(body))
+        header = make_header()
         if header is None:
-            done(False)
+            done(None)
             return
         self.world.watch.on_data(stream, header)
-        stream.sending = (make_header, views, done)
+        stream.sending, stream.sum = (make_header, views, done), Checksum()
         step = max(1, -(-len(views) // self.world.plan.frame_parts))
         stream.parts.extend(views[at : at + step] for at in range(0, len(views), step))
-        stream.pipe_out.push(Begin(header, len(body)))
+        stream.pipe_out.push(Begin(header, sum(map(len, views))))
         self.process.touched(header)
 
     def _write_next_part(self, stream: SimStream) -> bool:
@@ -262,13 +262,14 @@ class SimEndpoint:
             return False
         stream.next_part_at = now + stream.part_s
         data = joined(stream.parts.popleft())
-        stream.pipe_out.push(Part(data, not stream.parts))
+        stream.sum.update(data)
+        stream.pipe_out.push(Part(data, None if stream.parts else stream.sum.digest()))
         if not stream.parts:
             assert stream.sending is not None
             _, _, done = stream.sending
             stream.sending = None
             self._ran = True
-            done(True)
+            done(stream.sum.digest())
         return True
 
     # --- ends
@@ -299,7 +300,7 @@ class SimEndpoint:
         stream.data.clear()
         stream.parts.clear()
         for _, _, done in frames:
-            done(False)
+            done(None)
         self.world.note(self.process, "has lost", stream.link.name, stream.closing)
         if stream.is_up:
             self.handler.peer_down(stream, stream.closing or "")

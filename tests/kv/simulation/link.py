@@ -48,10 +48,14 @@ class Begin(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Some of its body."""
+    """Some of its body; behind the last of it the checksum."""
 
     data: bytes
-    is_last: bool
+    checksum: bytes | None
+
+    @property
+    def is_last(self) -> bool:
+        return self.checksum is not None
 
 
 class Close(NamedTuple):
@@ -99,7 +103,7 @@ class Pipe:
             return
         if isinstance(item, Part) and self.corrupt_next:
             self.corrupt_next -= 1
-            item = Part(bytes([item.data[0] ^ 0xFF]) + item.data[1:], item.is_last)
+            item = Part(bytes([item.data[0] ^ 0xFF]) + item.data[1:], item.checksum)
         if isinstance(item, Control | Begin) and (self.is_deaf or self.tricks):
             self._trick = "lose" if self.is_deaf else self.tricks.popleft()
         is_last = isinstance(item, Control) or (isinstance(item, Part) and item.is_last)

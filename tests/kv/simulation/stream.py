@@ -11,17 +11,26 @@ from tests.kv.simulation.link import Control, Link, Pipe
 from tests.kv.simulation.memory import SourceView, TargetView
 from xpyd_core.request_id import Address
 from xpyd_kv.connector.build import wire_layout
+from xpyd_kv.transport.api import Done
 from xpyd_kv.wire import messages as wire
 
 if TYPE_CHECKING:
     from tests.kv.simulation.endpoint import SimEndpoint
 
-Queued = tuple[Callable[[bytes], wire.Data | None], Sequence[SourceView], Callable[[bool], None]]
+Queued = tuple[Callable[[], wire.Data | None], Sequence[SourceView], Done]
 
 
-def checksum(body: bytes) -> bytes:
+class Checksum:
     """Stands in for xxh3: eight bytes."""
-    return zlib.crc32(body).to_bytes(8, "big")
+
+    def __init__(self) -> None:
+        self._crc = 0
+
+    def update(self, data: bytes) -> None:
+        self._crc = zlib.crc32(data, self._crc)
+
+    def digest(self) -> bytes:
+        return self._crc.to_bytes(8, "big")
 
 
 class SimStream:
@@ -50,8 +59,10 @@ class SimStream:
         self.closing: str | None = None
         self.control: deque[Control] = deque()
         self.data: deque[Queued] = deque()
-        # The frame under way to the peer, its parts that are left, and when the next may go.
+        # The frame under way to the peer, the sum of what is sent of it, its parts that are left,
+        # and when the next may go.
         self.sending: Queued | None = None
+        self.sum = Checksum()
         self.parts: deque[Sequence[SourceView]] = deque()
         self.next_part_at = 0.0
         self.part_s = 0.0
