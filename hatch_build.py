@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +30,23 @@ class NativeLibraries(BuildHookInterface[Any]):
             library = Path(source).with_suffix(".so")
             try:
                 compile_library(Path(self.root) / source, Path(self.root) / library)
-            except (OSError, subprocess.SubprocessError) as error:
+            except (OSError, ValueError, subprocess.SubprocessError) as error:
                 self.app.display_warning(f"{library} is not built: {error}")
                 continue
             # git ignores it, and hatchling what git ignores.
             build_data["artifacts"].append(f"/{library.as_posix()}")
             build_data["pure_python"] = False
-            build_data["infer_tag"] = True
+            build_data["tag"] = f"py3-none-{_platform()}"
+
+
+def _platform() -> str:
+    """As wheels name it. The library knows no Python, so it fits every version."""
+    return sysconfig.get_platform().replace("-", "_").replace(".", "_")
 
 
 def compile_library(source: Path, library: Path) -> None:
-    """With CC, by default `cc`. OSError or SubprocessError when that does not work; then no library
-    is left, also not an older one. A process that has the older one loaded keeps it."""
+    """With CC, by default `cc`. OSError, ValueError or SubprocessError when that does not work; then
+    no library is left, also not an older one. A process that has the older one loaded keeps it."""
     library.unlink(missing_ok=True)
     made = library.with_suffix(f".{os.getpid()}.so")
     compiler = shlex.split(os.environ.get("CC") or "cc")

@@ -30,7 +30,7 @@ from xpyd_kv.transport.runs import Run, pack, unpack
 from xpyd_kv.transport.shared_memory import PeerMemory, SharedMemory
 from xpyd_kv.transport.sharing import NO_CHECKSUM, WINDOW_BYTES, shared_of
 from xpyd_kv.wire.frames import encode
-from xpyd_kv.wire.messages import Copied, Goaway, Region
+from xpyd_kv.wire.messages import Copied, Goaway, Refuse, Region
 
 FRAME = 4 * 2**20
 
@@ -265,6 +265,23 @@ def test_copied_is_said_before_the_next_frame_begins(net):
     say(puppet.sock, region() + shared(OK_RUN) + shared(OK_RUN, seq=1), [SHARED.fd])
     d_told.wait("end", 2)
     assert said == [Copied(frames=1)]
+
+
+@pytest.mark.parametrize("last", [Goaway(reason="closing"), Refuse(reason="limit")])
+def test_what_p_says_behind_its_last_frame_is_heard_when_it_is_gone(net, last):
+    _, d_told, puppet = opened_p(net)
+
+    def begin(_, header, length):
+        puppet.sock.close()
+        return [memoryview(bytearray(length))]
+
+    d_told.on["begin"] = begin
+    say(puppet.sock, region() + shared(OK_RUN) + encode(last), [SHARED.fd])
+    reason = d_told.wait("down")[1]
+    if isinstance(last, Refuse):
+        assert reason == "refused:limit"
+    else:
+        assert [message for _, message, _ in d_told.all("message")] == [last]
 
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())

@@ -18,7 +18,8 @@ class KvLimits:
     else the connection is closed. `probe_s`: a self-test, with its connecting.
     `tombstone_s`: how long an ended key is remembered.
     `max_transfers`: open at once at one D. `ahead_bytes`: DATA given to the endpoint ahead of its
-    turn, for each peer; so much a cancelled transfer may have to wait for. Blocks held by computed
+    turn, for each peer, or two frames if they are longer; so much a cancelled transfer may have to
+    wait for. Blocks held by computed
     but unfinished transfers are at most `max_held_share` of P's. `hold_s`: how long a step of P's
     engine waits for D at most (PUT).
     """

@@ -28,9 +28,10 @@ _REFUSED = "runs that do not fit into their memory, or not into the views"
 
 def copy_with(library: ctypes.CDLL | None) -> Copy:
     """By the library made of native/copy_runs.c, where there is one."""
-    if library is None:
+    # One that was made of an older source may know nothing of it.
+    call = getattr(library, "xpyd_copy_runs", None)
+    if call is None:
         return copy_in_python
-    call = library.xpyd_copy_runs
     columns = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
     call.argtypes = (ctypes.c_void_p, ctypes.c_uint64, *columns, *columns)
     call.restype = ctypes.c_int

@@ -25,7 +25,7 @@ NO_CHECKSUM = bytes(CHECKSUM_BYTES)
 """Stands for that of bytes that did not go through the socket."""
 WINDOW_BYTES = 16 * 2**20
 """P lends the next frame while less than this is lent, or less than WINDOW_FRAMES: a few frames of
-the usual size, so that CANCEL waits for a millisecond or two."""
+the usual size, so that CANCEL waits for a millisecond or two (of the longest: for ten)."""
 WINDOW_FRAMES = 2
 """However long they are: D has the next one when it is through with one."""
 _INT_BYTES = struct.calcsize("@i")

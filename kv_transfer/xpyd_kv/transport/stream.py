@@ -7,6 +7,7 @@ DATA that comes goes straight from the kernel into the session's views, or by a 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import socket
@@ -248,7 +249,9 @@ class Stream:
         if frames:
             self.queue_control(self.protocol.encode(Copied(frames=frames)))
             if not self.wants_write:
-                self.write(now)
+                # A P that has gone may have said more, which is read first; the next write ends it.
+                with contextlib.suppress(ConnectionError):
+                    self.write(now)
 
     def attach(self, number: int, sock: socket.socket) -> None:
         """One more connection between the two processes, for DATA only."""

@@ -100,10 +100,11 @@ class Limits:
     @classmethod
     def of(cls, receiver: Layout, source: Layout) -> Limits:
         """What `receiver` takes of a connection on which `source` is P's."""
+        # One block must always fit, however small the limit was set.
+        data_bytes = max(receiver.max_data_bytes, source.block_bytes)
         return cls(
             max_tokens=receiver.max_tokens,
-            # One block must always fit, however small the limit was set.
-            max_data_bytes=max(receiver.max_data_bytes, source.block_bytes),
+            max_data_bytes=min(data_bytes, _MAX_BODY_BYTES - CHECKSUM_BYTES),
             block_bytes=source.block_bytes,
             layers=len(source.layers),
         )
