@@ -45,7 +45,7 @@ def _platform() -> str:
 
 
 def compile_library(source: Path, library: Path) -> None:
-    """With CC, by default `cc`. OSError, ValueError or SubprocessError when that does not work; then
+    """With CC, by default `cc`. OSError, ValueError, SubprocessError when that does not work; then
     no library is left, also not an older one. A process that has the older one loaded keeps it."""
     library.unlink(missing_ok=True)
     made = library.with_suffix(f".{os.getpid()}.so")
