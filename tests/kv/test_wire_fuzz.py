@@ -162,7 +162,8 @@ def _fuzz(transport: str, folder: Path, seed: int, seconds: float) -> None:
         print(f"{run.attacks} attacks: {before} became {after}")  # noqa: T201
         assert after["files"] == before["files"]
         assert after["maps"] == before["maps"] == (2 if transport == "shm" else 0)
-        assert after["objects"] - before["objects"] < 1000
+        # D remembers a P whose DATA came broken by its name, so many at most; nothing of others.
+        assert after["objects"] - before["objects"] < max(1000, run.attacks // 8)
         assert after["memory"] - before["memory"] < 4 * MIB
 
 
