@@ -124,9 +124,10 @@ class Bounds:
     read_bytes: int = MIB
     """Of a DATA body read at once: as many as a processor's own cache has room for beside what
     else is in it."""
-    wake_bytes: int = MIB // 2
-    """Of a DATA body over TCP that must be there before it is read, if so many are missing: a
-    waking for each packet costs D half as much processor time again."""
+    wake_bytes: int = 2 * MIB
+    """Of a DATA body over TCP that must be there before it is read, if so many are missing: each
+    waking takes the processor from P's sending. A quarter of it makes TCP a quarter slower, twice
+    as much is no better (docs/benchmarks/kv.md); the kernel's default buffer allows 3 MiB."""
     accepts_per_turn: int = 16
     scratch_bytes: int = 64 * KIB
     """One read of control frames; also what a refused DATA body is read into."""
