@@ -6,7 +6,7 @@ import torch
 from xpyd_kv.device.paged import PagedMemory
 from xpyd_kv.transport.runs import Run
 from xpyd_kv.transport.shared_memory import SharedMemory
-from xpyd_worker.model.attention import KvShape
+from xpyd_worker.kernels.api import KvShape
 from xpyd_worker.runner.kv_cache import KvCache
 
 SHAPE = KvShape(2, 4, 16, torch.bfloat16)

@@ -12,8 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.worker.runner_driver import tiny_checkpoint
 from xpyd_core.errors import UserError
+from xpyd_worker.kernels.api import Kernels
+from xpyd_worker.kernels.plain import PlainKernels
 from xpyd_worker.model.config import load_config
-from xpyd_worker.model.loader import load_weights
+from xpyd_worker.model.loader import WeightGroup, load_weights
 from xpyd_worker.model.registry import build_model
 from xpyd_worker.model.source import resolve_checkpoint
 
@@ -21,14 +23,38 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
+class Recorded:
+    """A group of the model's weights, kept as they are when the loader has filled them."""
+
+    def __init__(self, group: WeightGroup) -> None:
+        self._group = group
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
+        return self._group.checkpoint_tensors()
+
+    def allocate(self, device: torch.device) -> None:
+        self._group.allocate(device)
+        for tensor in self.checkpoint_tensors().values():
+            tensor.fill_(float("nan"))
+
+    def pack(self, kernels: Kernels) -> None:
+        self.tensors = self.checkpoint_tensors()
+        self._group.pack(kernels)
+
+
 def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """The model's weights by their checkpoint names."""
-    config = load_config(folder)
-    tensors = build_model(config, dtype).checkpoint_tensors()
-    for tensor in tensors.values():
-        tensor.fill_(float("nan"))
-    load_weights(folder, tensors, is_tied=config.tie_word_embeddings)
-    return tensors
+    config, kernels = load_config(folder), PlainKernels()
+    groups = [Recorded(group) for group in build_model(config, dtype, kernels).weight_groups()]
+    load_weights(
+        folder,
+        groups,
+        kernels=kernels,
+        device=torch.device("cpu"),
+        is_tied=config.tie_word_embeddings,
+    )
+    return {name: tensor for group in groups for name, tensor in group.tensors.items()}
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:

@@ -18,7 +18,7 @@ from xpyd_worker.engine.executor import (
     StepInput,
     StepOutput,
 )
-from xpyd_worker.model.attention import KvShape, Span, plan_attention
+from xpyd_worker.kernels.api import KvShape
 from xpyd_worker.runner.dtypes import cpu_has_fast_16_bit, resolve_dtype
 from xpyd_worker.runner.kv_cache import blocks_in_budget
 from xpyd_worker.runner.runner import ModelRunner
@@ -165,37 +165,6 @@ def test_the_cache_is_as_large_as_its_budget() -> None:
 def test_a_block_of_a_llama_8b_layer_is_64_kib() -> None:
     shape = KvShape(kv_heads=8, head_dim=128, block_size=16, dtype=torch.bfloat16)
     assert shape.block_bytes == 65_536
-
-
-def test_similar_lengths_decode_together_and_others_apart() -> None:
-    lengths = [1, 10, 100, 110, 1000]
-    spans = [Span(n - 1, 1, list(range(-(-n // 16)))) for n in lengths]
-    plan = plan_attention([*spans, Span(0, 5, [0])], SHAPE)
-    assert [(g.first_row, g.count, g.tokens) for g in plan.decode] == [
-        (0, 2, 10),
-        (2, 2, 110),
-        (4, 1, 1000),
-    ]
-    assert [(p.first_row, p.count) for p in plan.prefill] == [(5, 5)]
-
-
-def test_a_group_gathers_a_bounded_number_of_bytes() -> None:
-    shape = KvShape(kv_heads=8, head_dim=128, block_size=16, dtype=torch.float32)
-    spans = [Span(799, 1, list(range(50))) for _ in range(64)]
-    counts = [group.count for group in plan_attention(spans, shape).decode]
-    assert sum(counts) == 64
-    assert max(counts) * 50 * shape.block_bytes <= 8 << 20
-
-
-def test_a_new_token_lands_in_its_slot() -> None:
-    cache = torch.zeros(4, 2, 16, 32)
-    plan = plan_attention([Span(17, 1, [3, 1]), Span(15, 2, [2, 0])], SHAPE)
-    flat = cache.view(-1, 32)
-    flat[plan.slots] = torch.arange(1.0, 7.0)[:, None].expand(6, 32)
-    assert [float(cache[1, head, 1, 0]) for head in range(2)] == [1.0, 2.0]
-    assert [float(cache[2, head, 15, 0]) for head in range(2)] == [3.0, 4.0]
-    assert [float(cache[0, head, 0, 31]) for head in range(2)] == [5.0, 6.0]
-    assert int((cache != 0).sum()) == 6 * 32
 
 
 @pytest.mark.parametrize(

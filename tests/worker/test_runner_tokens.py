@@ -20,7 +20,7 @@ from tests.worker.runner_driver import (
     tiny_checkpoint,
     with_params,
 )
-from xpyd_worker.model.llama import Llama
+from xpyd_worker.model.decoder import Decoder
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -168,14 +168,14 @@ def test_a_mixed_batch_is_one_flat_forward_of_the_model(
     llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shapes: list[tuple[int, ...]] = []
-    forward = Llama.forward
+    forward = Decoder.forward
 
-    def counted(model: Llama, token_ids: Any, *rest: Any) -> Any:
+    def counted(model: Decoder, token_ids: Any, *rest: Any) -> Any:
         shapes.append(tuple(token_ids.shape))
         return forward(model, token_ids, *rest)
 
     # Counted at the model itself: the runner's own counter must not vouch for itself.
-    monkeypatch.setattr(Llama, "forward", counted)
+    monkeypatch.setattr(Decoder, "forward", counted)
     driver = Driver(make_runner(llama[0]))
     decoding, prefilling, chunked = (driver.add(p) for p in prompts(7, (9, 14, 30)))
     driver.step([(decoding, 9)])

@@ -1,44 +1,75 @@
-"""Reads safetensors straight into a model's final weights, fused projections included.
+"""Reads safetensors straight into a model's weights, fused projections included, group by group.
 
-Only what the model names is read; dtype is converted on the way. It must not know layers: the model
-says which checkpoint tensor goes where. Pickled checkpoints (.bin) are refused.
+Only what the model names is read, from mapped files, once; dtype is converted on the way. It must
+not know layers: the model says which checkpoint tensor goes where. Pickled checkpoints (.bin) are
+refused.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from xpyd_core.errors import UserError
+from xpyd_worker.kernels.api import Kernels
 
 _INDEX = "model.safetensors.index.json"
 _SHOWN_NAMES = 5
 
 
-def load_weights(folder: Path, destinations: Mapping[str, Tensor], *, is_tied: bool) -> None:
-    """Fill `destinations` (checkpoint name -> weight) from the checkpoint in `folder`.
+class WeightGroup(Protocol):
+    """Weights that are read and packed together: peak memory is what is packed and one group."""
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """Checkpoint name -> the (part of a) weight that it fills; together they fill all. Without
+        memory before `allocate`."""
+        ...
+
+    def allocate(self, device: torch.device) -> None:
+        """Memory for the loader to fill."""
+        ...
+
+    def pack(self, kernels: Kernels) -> None:
+        """All is filled: hand it to the kernels."""
+        ...
+
+
+def load_weights(
+    folder: Path,
+    groups: Sequence[WeightGroup],
+    *,
+    kernels: Kernels,
+    device: torch.device,
+    is_tied: bool,
+) -> None:
+    """Fill `groups` from the checkpoint in `folder`, one after the other, and pack each.
 
     `is_tied`: the head is the embedding, so a stored `lm_head.weight` is left out. Raises UserError
     naming tensors that are missing, that the model has no place for, or whose shape differs.
     """
     files = _tensor_files(folder)
-    missing = sorted(destinations.keys() - files.keys())
+    wanted = {name for group in groups for name in group.checkpoint_tensors()}
+    missing = sorted(wanted - files.keys())
     if missing:
         raise UserError(f"model: {folder} lacks {_names(missing)}")
-    unexpected = sorted(
-        name for name in files.keys() - destinations.keys() if not _is_ignored(name, is_tied)
-    )
+    unexpected = sorted(name for name in files.keys() - wanted if not _is_ignored(name, is_tied))
     if unexpected:
         raise UserError(
             f"model: {folder} has {_names(unexpected)}, for which its config.json leaves no place"
         )
-    for path in sorted({files[name] for name in destinations}):
-        _read_file(path, {n: t for n, t in destinations.items() if files[n] == path})
+    for group in groups:
+        group.allocate(device)
+        destinations = group.checkpoint_tensors()
+        for path in sorted({files[name] for name in destinations}):
+            _read_file(path, {n: t for n, t in destinations.items() if files[n] == path})
+        del destinations
+        group.pack(kernels)
 
 
 def _is_ignored(name: str, is_tied: bool) -> bool:

@@ -8,18 +8,19 @@ from types import MappingProxyType
 
 import torch
 
+from xpyd_worker.kernels.api import Kernels
 from xpyd_worker.model.config import ModelConfig
-from xpyd_worker.model.llama import Llama
+from xpyd_worker.model.decoder import Decoder
 
-_BUILDERS: Mapping[str, Callable[[ModelConfig, torch.dtype], Llama]] = MappingProxyType(
+_BUILDERS: Mapping[str, Callable[[ModelConfig, torch.dtype, Kernels], Decoder]] = MappingProxyType(
     {
-        "LlamaForCausalLM": Llama,
-        "Qwen2ForCausalLM": Llama,
-        "Qwen3ForCausalLM": Llama,
+        "LlamaForCausalLM": Decoder,
+        "Qwen2ForCausalLM": Decoder,
+        "Qwen3ForCausalLM": Decoder,
     }
 )
 
 
-def build_model(config: ModelConfig, dtype: torch.dtype) -> Llama:
-    """The model for `config` with uninitialised weights of `dtype`."""
-    return _BUILDERS[config.architecture](config, dtype)
+def build_model(config: ModelConfig, dtype: torch.dtype, kernels: Kernels) -> Decoder:
+    """The model for `config` in `dtype`, without weights."""
+    return _BUILDERS[config.architecture](config, dtype, kernels)

@@ -1,4 +1,4 @@
-"""Rotary position embedding: angles from positions, and their application to heads.
+"""Rotary position embedding: the angles of positions, which the kernels turn heads by.
 
 Angles are computed in float32 for the positions of each step (a table for a long context would cost
 more memory than the few sines per token cost time) and shared by all layers.
@@ -20,10 +20,10 @@ class Rotary:
     def __init__(self, config: ModelConfig) -> None:
         self._frequencies = inverse_frequencies(config)
 
-    def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Positions [tokens] -> cos and sin, each [tokens, 1, head_dim / 2] in `dtype`."""
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions [tokens] -> cos and sin, each float32 [tokens, head_dim / 2]."""
         angles = positions.to(torch.float32).unsqueeze(-1) * self._frequencies
-        return angles.cos().to(dtype).unsqueeze(1), angles.sin().to(dtype).unsqueeze(1)
+        return angles.cos(), angles.sin()
 
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:
@@ -44,15 +44,3 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
     blended = (1 - blend) * stretched / scaling.factor + blend * stretched
     between = (wavelengths >= shortest) & (wavelengths <= longest)
     return torch.where(between, blended, stretched)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn heads [tokens, heads, head_dim]; dimension i pairs with i + head_dim / 2."""
-    half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
-    out = torch.empty(x.shape, dtype=x.dtype)
-    torch.mul(first, cos, out=out[..., :half])
-    out[..., :half].addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out[..., half:])
-    out[..., half:].addcmul_(first, sin)
-    return out

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from xpyd_core.errors import XpydError
 from xpyd_worker.engine.executor import ScheduledSequence
-from xpyd_worker.model.attention import AttentionPlan, KvShape, Span, plan_attention
+from xpyd_worker.kernels.api import Kernels, KvShape, Plan, Span
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,18 @@ class Batch:
     rows: tuple[BatchRows, ...]
     token_ids: Tensor
     positions: Tensor
-    plan: AttentionPlan
+    plan: Plan
     prompt_tokens: int
     """Tokens of the batch that lie in their sequence's prompt."""
 
 
 def build_batch(
-    sequences: Sequence[ScheduledSequence], shape: KvShape, *, vocab_size: int, num_blocks: int
+    sequences: Sequence[ScheduledSequence],
+    shape: KvShape,
+    kernels: Kernels,
+    *,
+    vocab_size: int,
+    num_blocks: int,
 ) -> Batch:
     """The flat batch of `sequences`. Raises XpydError naming a request whose ids or blocks lie
     outside the model's vocabulary or the cache: they would read or write foreign memory."""
@@ -65,7 +70,7 @@ def build_batch(
         tuple(rows),
         torch.tensor(token_ids),
         torch.tensor(positions),
-        plan_attention(spans, shape),
+        kernels.plan(spans, shape),
         prompt_tokens,
     )
 

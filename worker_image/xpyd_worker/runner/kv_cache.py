@@ -14,7 +14,7 @@ from torch import Tensor
 
 from xpyd_core.errors import UserError
 from xpyd_core.sizes import format_bytes
-from xpyd_worker.model.attention import KvShape
+from xpyd_worker.kernels.api import KvShape
 
 
 def blocks_in_budget(shape: KvShape, num_layers: int, budget_bytes: int) -> int:

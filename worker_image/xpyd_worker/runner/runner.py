@@ -21,9 +21,10 @@ from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
 from xpyd_core.errors import XpydError
 from xpyd_worker.engine.executor import StepInput, StepOutput
 from xpyd_worker.engine.request import SampledToken
-from xpyd_worker.model.attention import KvShape
+from xpyd_worker.kernels.api import Kernels, KvShape
+from xpyd_worker.kernels.plain import PlainKernels
 from xpyd_worker.model.config import ModelConfig
-from xpyd_worker.model.llama import Llama
+from xpyd_worker.model.decoder import Decoder
 from xpyd_worker.model.loader import load_weights
 from xpyd_worker.model.registry import build_model
 from xpyd_worker.runner.batch import Batch, build_batch
@@ -46,8 +47,11 @@ class RunnerCounters:
 class ModelRunner:
     """Runs steps on one model; implements the engine's Executor."""
 
-    def __init__(self, model: Llama, config: ModelConfig, kv_cache: KvCache) -> None:
+    def __init__(
+        self, model: Decoder, config: ModelConfig, kernels: Kernels, kv_cache: KvCache
+    ) -> None:
         self._model = model
+        self._kernels = kernels
         self._vocab_size = config.vocab_size
         self._scorer = PromptScorer(model.logits, vocab_size=config.vocab_size)
         self.kv_cache = kv_cache
@@ -71,12 +75,19 @@ class ModelRunner:
         """
         shape = KvShape(config.num_kv_heads, config.head_dim, block_size_tokens, dtype)
         num_blocks = blocks_in_budget(shape, config.num_layers, kv_cache_bytes)
-        model = build_model(config, dtype)
-        load_weights(folder, model.checkpoint_tensors(), is_tied=config.tie_word_embeddings)
+        kernels = PlainKernels()
+        model = build_model(config, dtype, kernels)
+        load_weights(
+            folder,
+            model.weight_groups(),
+            kernels=kernels,
+            device=torch.device("cpu"),
+            is_tied=config.tie_word_embeddings,
+        )
         cache = KvCache(
             shape, num_layers=config.num_layers, num_blocks=num_blocks, memory=kv_memory
         )
-        return cls(model, config, cache)
+        return cls(model, config, kernels, cache)
 
     @property
     def num_blocks(self) -> int:
@@ -98,6 +109,7 @@ class ModelRunner:
         batch = build_batch(
             step.sequences,
             self.kv_cache.shape,
+            self._kernels,
             vocab_size=self._vocab_size,
             num_blocks=self.num_blocks,
         )
