@@ -22,7 +22,7 @@ from xpyd_core.errors import XpydError
 from xpyd_worker.engine.executor import StepInput, StepOutput
 from xpyd_worker.engine.request import SampledToken
 from xpyd_worker.kernels.api import Kernels, KvShape
-from xpyd_worker.kernels.plain import PlainKernels
+from xpyd_worker.kernels.cpu.kernels import choose_kernels
 from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.decoder import Decoder
 from xpyd_worker.model.loader import load_weights
@@ -75,7 +75,11 @@ class ModelRunner:
         """
         shape = KvShape(config.num_kv_heads, config.head_dim, block_size_tokens, dtype)
         num_blocks = blocks_in_budget(shape, config.num_layers, kv_cache_bytes)
-        kernels = PlainKernels()
+        kernels = choose_kernels(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            head_dim=config.head_dim,
+        )
         model = build_model(config, dtype, kernels)
         load_weights(
             folder,

@@ -1,0 +1,205 @@
+"""The compiled operators against plain torch's, in all dtypes and odd shapes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from xpyd_worker.kernels.api import Kernels, KvShape, Span
+from xpyd_worker.kernels.cpu.kernels import CpuKernels, choose_kernels
+from xpyd_worker.kernels.cpu.library import HEAD_DIMS, levels, library, load
+from xpyd_worker.kernels.cpu.packed import OneDnnLinear, can_pack
+from xpyd_worker.kernels.plain import PlainKernels
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# The twin computes in the dtype itself in places, so it is as far off as that rounds.
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+PLAIN = PlainKernels()
+
+pytestmark = pytest.mark.skipif(library() is None, reason="needs a C++ compiler")
+
+
+@pytest.fixture(scope="module", params=levels())
+def compiled(request: pytest.FixtureRequest) -> Kernels:
+    found = load(request.param)
+    assert found is not None
+    return CpuKernels(found)
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    tolerance = TOLERANCE[wanted.dtype]
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+@dataclass
+class Step:
+    """A step's tensors over a cache whose unused slots hold NaN."""
+
+    shape: KvShape
+    spans: list[Span]
+    cache: Tensor
+    qkv: Tensor
+    angles: tuple[Tensor, Tensor]
+
+    @property
+    def rows(self) -> int:
+        return self.qkv.shape[0]
+
+
+def make_step(
+    lengths: list[tuple[int, int]],
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+) -> Step:
+    """`lengths`: (tokens before, new tokens) of each sequence."""
+    torch.manual_seed(1)
+    shape = KvShape(kv_heads, head_dim, block_size, dtype)
+    blocks = [-(-(before + new) // block_size) for before, new in lengths]
+    ids = random.Random(2).sample(range(sum(blocks) + 3), sum(blocks))
+    cache = torch.full((sum(blocks) + 3, kv_heads, block_size, 2 * head_dim), float("nan"))
+    spans: list[Span] = []
+    for (before, new), count in zip(lengths, blocks, strict=True):
+        table = [ids.pop() for _ in range(count)]
+        spans.append(Span(before, new, table))
+        for position in range(before):
+            slot = cache[table[position // block_size], :, position % block_size]
+            slot.copy_(torch.randn(kv_heads, 2 * head_dim))
+    rows = sum(new for _before, new in lengths)
+    qkv = torch.randn(rows, heads + 2 * kv_heads, head_dim).to(dtype)
+    turns = torch.rand(rows, head_dim // 2) * 6
+    return Step(shape, spans, cache.to(dtype), qkv, (turns.cos(), turns.sin()))
+
+
+def both(step: Step, compiled: Kernels, window: int | None = None) -> tuple[Tensor, Tensor]:
+    """The attention's output by the compiled operators and by the twin."""
+    found: list[Tensor] = []
+    for kernels in (compiled, PLAIN):
+        cache = step.cache.clone()
+        plan = kernels.plan(step.spans, step.shape)
+        query = kernels.rotate_and_store(step.qkv, step.angles, None, cache, plan)
+        found.append(kernels.attention(query, cache, plan, window))
+    return found[0], found[1]
+
+
+MIXED = [(0, 1), (15, 1), (16, 1), (700, 1), (0, 5), (3, 40), (0, 130), (530, 100)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 1, 20, 600])
+def test_a_mixed_batch_is_attended_as_the_twin_does(
+    compiled: Kernels, dtype: torch.dtype, window: int | None
+) -> None:
+    close(*both(make_step(MIXED, dtype=dtype), compiled, window))
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (6, 2), (5, 1), (16, 2)])
+def test_any_heads_are_attended_as_the_twin_does(
+    compiled: Kernels, head_dim: int, heads: int, kv_heads: int
+) -> None:
+    lengths = [(40, 1), (0, 25), (9, 7)]
+    close(*both(make_step(lengths, heads=heads, kv_heads=kv_heads, head_dim=head_dim), compiled))
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64])
+def test_any_block_size_is_attended_as_the_twin_does(compiled: Kernels, block_size: int) -> None:
+    close(*both(make_step(MIXED, block_size=block_size), compiled))
+
+
+def test_a_long_context_that_threads_share_is_attended_as_the_twin_does(
+    compiled: Kernels,
+) -> None:
+    close(*both(make_step([(5000, 1)], kv_heads=1), compiled))
+
+
+def test_any_length_of_prompt_is_attended_as_the_twin_does(compiled: Kernels) -> None:
+    for before, new in itertools.product((0, 1, 511), (2, 6, 7, 97)):
+        close(*both(make_step([(before, new)]), compiled))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize("head_dim", [16, 80, 128])
+def test_queries_are_turned_and_keys_and_values_stand_in_their_slots(
+    compiled: Kernels, dtype: torch.dtype, with_norms: bool, head_dim: int
+) -> None:
+    step = make_step([(17, 1), (3, 20)], dtype=dtype, head_dim=head_dim)
+    norms = None
+    if with_norms:
+        norms = (torch.rand(head_dim).to(dtype), torch.rand(head_dim).to(dtype), 1e-5)
+    caches = [torch.zeros_like(step.cache), torch.zeros_like(step.cache)]
+    queries = [
+        kernels.rotate_and_store(
+            step.qkv, step.angles, norms, cache, kernels.plan(step.spans, step.shape)
+        )
+        for kernels, cache in zip((compiled, PLAIN), caches, strict=True)
+    ]
+    close(queries[0], queries[1])
+    close(caches[0], caches[1])
+    written = (caches[0] != 0).any(dim=-1).sum()
+    assert int(written) == step.rows * step.shape.kv_heads
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 5, 200])
+def test_norms_and_the_activation_are_the_twins(
+    compiled: Kernels, dtype: torch.dtype, rows: int
+) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(rows, 192).to(dtype), torch.rand(192).to(dtype)
+    close(compiled.rms_norm(x, weight, 1e-6), PLAIN.rms_norm(x, weight, 1e-6))
+    residuals = [torch.randn(rows, 192, generator=torch.Generator().manual_seed(3)).to(dtype)] * 2
+    residuals = [residual.clone() for residual in residuals]
+    norms = [
+        kernels.add_rms_norm(x, residual, weight, 1e-6)
+        for kernels, residual in zip((compiled, PLAIN), residuals, strict=True)
+    ]
+    close(norms[0], norms[1])
+    assert torch.equal(residuals[0], residuals[1])
+    gate_up = 30 * torch.randn(rows, 384).to(dtype)
+    gate_up[0, :4] = torch.tensor([0.0, -0.0, 1e4, -1e4], dtype=dtype)
+    close(compiled.silu_mul(gate_up), PLAIN.silu_mul(gate_up))
+
+
+def test_nan_and_infinity_stay_what_they_are(compiled: Kernels) -> None:
+    gate_up = torch.ones(1, 64, dtype=torch.bfloat16)
+    gate_up[0, 0], gate_up[0, 33] = float("nan"), float("inf")
+    out = compiled.silu_mul(gate_up)
+    assert bool(out[0, 0].isnan())
+    assert bool(out[0, 1].isinf())
+    assert bool(out[0, 2:].isfinite().all())
+
+
+def test_packed_matrices_multiply_as_torchs_own(compiled: Kernels) -> None:
+    if not can_pack(torch.bfloat16):
+        pytest.skip("this torch has no packed matrices")
+    torch.manual_seed(0)
+    weight = torch.randn(96, 64).to(torch.bfloat16)
+    bias = torch.randn(96).to(torch.bfloat16)
+    for rows in (1, 7, 300):
+        x = torch.randn(rows, 64).to(torch.bfloat16)
+        packed = compiled.linear(weight, bias)
+        assert isinstance(packed, OneDnnLinear)
+        close(packed(x), F.linear(x, weight, bias))
+
+
+def test_sizes_that_do_not_fit_are_done_by_plain_torch() -> None:
+    def chosen(hidden_size: int = 64, intermediate_size: int = 128, head_dim: int = 64) -> Kernels:
+        return choose_kernels(
+            hidden_size=hidden_size, intermediate_size=intermediate_size, head_dim=head_dim
+        )
+
+    assert isinstance(chosen(), CpuKernels)
+    assert isinstance(chosen(hidden_size=72), PlainKernels)
+    assert isinstance(chosen(intermediate_size=100), PlainKernels)
+    assert isinstance(chosen(head_dim=24), PlainKernels)

@@ -1,0 +1,172 @@
+"""The operators of a forward on a CPU: `xpyd_worker.kernels.api` over the compiled library.
+
+`choose_kernels` says which implementation a model gets. Attention reads the paged cache where it
+stands. Short calls keep the interpreter's lock: giving it up may cost a wait for another thread
+that is longer than the call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from xpyd_worker.kernels.api import Kernels, KvShape, Linear, Plan, Span
+from xpyd_worker.kernels.cpu.library import HEAD_DIMS, LANES, TYPES, Attention, Turn, library
+from xpyd_worker.kernels.cpu.packed import OneDnnLinear, can_pack
+from xpyd_worker.kernels.plain import PlainKernels, PlainLinear
+
+
+@dataclass(frozen=True)
+class CpuPlan:
+    """One step's sequences. `attention` points into the other members."""
+
+    shape: KvShape
+    slots: npt.NDArray[np.int64]
+    """[rows]: block * block_size + offset."""
+    sequences: npt.NDArray[np.int64]
+    """[3, sequences]: position of the first row, rows, first row in the batch."""
+    tables: npt.NDArray[np.int32]
+    attention: Attention
+
+
+def choose_kernels(*, hidden_size: int, intermediate_size: int, head_dim: int) -> Kernels:
+    """The fastest that can do these sizes here: compiled operators, else plain torch."""
+    found = library()
+    fits = hidden_size % LANES == 0 and intermediate_size % LANES == 0 and head_dim in HEAD_DIMS
+    return CpuKernels(found) if found is not None and fits else PlainKernels()
+
+
+class CpuKernels:
+    """Implements `xpyd_worker.kernels.api.Kernels`."""
+
+    def __init__(self, operators: ctypes.CDLL) -> None:
+        """With as many threads as torch has now."""
+        self._operators = operators
+        self._threads = torch.get_num_threads()
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """Packed where that is faster."""
+        return OneDnnLinear(weight, bias) if can_pack(weight.dtype) else PlainLinear(weight, bias)
+
+    def plan(self, spans: Sequence[Span], shape: KvShape) -> Plan:
+        """Block tables and positions as arrays."""
+        sequences = np.empty((3, len(spans)), dtype=np.int64)
+        blocks = [-(-(span.start + span.count) // shape.block_size) for span in spans]
+        tables = np.zeros((len(spans), max(blocks)), dtype=np.int32)
+        slots: list[npt.NDArray[np.int64]] = []
+        row = 0
+        for index, span in enumerate(spans):
+            sequences[:, index] = span.start, span.count, row
+            tables[index, : blocks[index]] = span.block_ids[: blocks[index]]
+            row += span.count
+            positions = np.arange(span.start, span.start + span.count)
+            first = tables[index, positions // shape.block_size].astype(np.int64)
+            slots.append(first * shape.block_size + positions % shape.block_size)
+        attention = Attention(
+            tables=tables.ctypes.data,
+            starts=sequences[0].ctypes.data,
+            counts=sequences[1].ctypes.data,
+            rows=sequences[2].ctypes.data,
+            sequences=len(spans),
+            table_width=tables.shape[1],
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            block_size=shape.block_size,
+            scale=shape.head_dim**-0.5,
+        )
+        return CpuPlan(shape, np.concatenate(slots), sequences, tables, attention)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """One pass for the sum, one for the result."""
+        x = x.contiguous()
+        return self._norm(None, x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The same, with the addition in the first pass."""
+        assert residual.is_contiguous(), "added to in place"
+        return self._norm(x.contiguous(), residual, weight, eps)
+
+    def _norm(self, x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out = torch.empty_like(residual)
+        size = residual.shape[-1]
+        self._operators.xpyd_norm(
+            TYPES[residual.dtype],
+            None if x is None else x.data_ptr(),
+            residual.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            residual.numel() // size,
+            size,
+            eps,
+            self._threads,
+        )
+        return out
+
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        angles: tuple[Tensor, Tensor],
+        norms: tuple[Tensor, Tensor, float] | None,
+        cache: Tensor,
+        plan: Plan,
+    ) -> Tensor:
+        """All in one pass over `qkv`."""
+        own, qkv = cast("CpuPlan", plan), qkv.contiguous()
+        rows, all_heads, head_dim = qkv.shape
+        heads = all_heads - 2 * own.shape.kv_heads
+        query = torch.empty(rows, heads, head_dim, dtype=qkv.dtype)
+        query_norm, key_norm, eps = norms or (None, None, 0.0)
+        turn = Turn(
+            qkv=qkv.data_ptr(),
+            cos=angles[0].data_ptr(),
+            sin=angles[1].data_ptr(),
+            query_weight=None if query_norm is None else query_norm.data_ptr(),
+            key_weight=None if key_norm is None else key_norm.data_ptr(),
+            query=query.data_ptr(),
+            cache=cache.data_ptr(),
+            slots=own.slots.ctypes.data,
+            rows=rows,
+            heads=heads,
+            kv_heads=own.shape.kv_heads,
+            head_dim=head_dim,
+            block_size=own.shape.block_size,
+            eps=eps,
+        )
+        self._operators.xpyd_rotate(TYPES[qkv.dtype], ctypes.byref(turn), self._threads)
+        return query
+
+    def attention(self, query: Tensor, cache: Tensor, plan: Plan, window: int | None) -> Tensor:
+        """Over the cache where it stands."""
+        own = cast("CpuPlan", plan)
+        rows, heads, head_dim = query.shape
+        out = torch.empty(rows, heads * head_dim, dtype=query.dtype)
+        call = own.attention
+        call.query, call.cache, call.out = query.data_ptr(), cache.data_ptr(), out.data_ptr()
+        call.heads, call.window = heads, window or 0
+        failed = self._operators.xpyd_attention(
+            TYPES[query.dtype], ctypes.byref(call), self._threads
+        )
+        assert not failed, f"no operator for heads of {head_dim}: see choose_kernels"
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """In one pass."""
+        gate_up = gate_up.contiguous()
+        rows, both = gate_up.shape
+        out = torch.empty(rows, both // 2, dtype=gate_up.dtype)
+        self._operators.xpyd_silu_mul(
+            TYPES[gate_up.dtype],
+            gate_up.data_ptr(),
+            out.data_ptr(),
+            rows,
+            both // 2,
+            self._threads,
+        )
+        return out
