@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 _FLAGS = ("-O2", "-Wall", "-shared", "-fPIC")
-# Vectors are ours (vec.h), but loops over them must be unrolled; sums may be fused, errno is nobody's. The ABI of vectors is no matter:
-# they never cross the library's border.
+# Vectors are ours (vec.h); loops over them must be unrolled. Sums may be fused, errno is nobody's.
+# The ABI of vectors is no matter: they never cross the library's border.
 _VECTOR_FLAGS = (
     "-O3",
     "-std=c++20",

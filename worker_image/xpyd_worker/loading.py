@@ -28,6 +28,7 @@ from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.engine.scheduler import Limits
 from xpyd_worker.engine.stopping import StopRules
 from xpyd_worker.kv_setup import Kv, KvParts, make_kv
+from xpyd_worker.memory import log_memory, memory_table, resident_bytes
 from xpyd_worker.model.config import ModelConfig, load_config
 from xpyd_worker.model.source import resolve_checkpoint
 from xpyd_worker.runner.dtypes import cpu_has_fast_16_bit, resolve_dtype
@@ -111,6 +112,15 @@ def load(
         shared=shared,
     )
     kv = make_kv(config, parts, make_store)
+    log_memory(
+        memory_table(
+            config,
+            weight_bytes=runner.weight_bytes,
+            cache_bytes=sum(layer.numel() * layer.itemsize for layer in runner.kv_cache.layers),
+            num_blocks=runner.num_blocks,
+            resident_bytes=resident_bytes(),
+        )
+    )
     engine = EngineCore(
         runner,
         pool=pool,

@@ -129,9 +129,11 @@ class _Worker:
                 # What is wrong with a checkpoint is said before torch is imported, which takes
                 # seconds; HTTP answers meanwhile.
                 load_config(resolve_checkpoint(self._config.model, self._config.revision))
-                # The engine shares its cores with HTTP and KV: threads that spin while they wait
-                # for each other make both ten times slower. Read when torch is imported.
-                os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+                # A thread that waits for the others looks this often before it sleeps, and waking
+                # takes 30 us, many times a step. Without end, as is the default, it would take the
+                # cores that HTTP, KV and other engines share. Read when torch is imported.
+                if "OMP_WAIT_POLICY" not in os.environ:
+                    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
                 from xpyd_worker.loading import load
 
                 loaded = load(

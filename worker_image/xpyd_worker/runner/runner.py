@@ -50,11 +50,17 @@ class ModelRunner:
     def __init__(
         self, model: Decoder, config: ModelConfig, kernels: Kernels, kv_cache: KvCache
     ) -> None:
+        """`model` is loaded, and made of `kernels`."""
         self._model = model
         self._kernels = kernels
         self._vocab_size = config.vocab_size
         self._scorer = PromptScorer(model.logits, vocab_size=config.vocab_size)
         self.kv_cache = kv_cache
+        self.weight_bytes = sum(
+            tensor.numel() * tensor.itemsize
+            for group in model.weight_groups()
+            for tensor in group.checkpoint_tensors().values()
+        )
         self.counters = RunnerCounters()
 
     @classmethod

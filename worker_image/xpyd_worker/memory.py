@@ -1,0 +1,67 @@
+"""Where an engine's memory went: the table that is logged when it has loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from xpyd_core.sizes import format_bytes
+from xpyd_worker.config import WorkerConfig
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """One row: what takes `size_bytes`, and what to know about it."""
+
+    name: str
+    size_bytes: int
+    note: str = ""
+
+
+def memory_table(
+    config: WorkerConfig,
+    *,
+    weight_bytes: int,
+    cache_bytes: int,
+    num_blocks: int,
+    resident_bytes: int | None,
+) -> list[MemoryUse]:
+    """What a loaded engine has. `resident_bytes`: what the system says of the process, if it does;
+    memory that is asked for counts there from its first use on."""
+    when_used = "taken as it is used"
+    rows = [
+        MemoryUse("weights", weight_bytes, "packed for this device"),
+        MemoryUse(
+            "KV cache", cache_bytes, f"{num_blocks} blocks of {config.block_size}, {when_used}"
+        ),
+    ]
+    if config.role == "Decode" or (config.role == "Prefill" and config.kv_mode == "get"):
+        rows.append(MemoryUse("KV buffer", config.kv_buffer_bytes, f"at most, {when_used}"))
+        rows.append(MemoryUse("KV host pool", config.kv_host_pool_bytes, when_used))
+    if resident_bytes is not None:
+        rest = max(0, resident_bytes - weight_bytes)
+        rows.append(MemoryUse("torch, libraries, Python", rest, "the process without its weights"))
+        rows.append(MemoryUse("resident now", resident_bytes))
+    return rows
+
+
+def log_memory(rows: Sequence[MemoryUse]) -> None:
+    """One line for each row, in columns."""
+    width = max(len(row.name) for row in rows)
+    for row in rows:
+        note = f"  {row.note}" if row.note else ""
+        _log.info("memory: %-*s %10s%s", width, row.name, format_bytes(row.size_bytes), note)
+
+
+def resident_bytes(status: Path = Path("/proc/self/status")) -> int | None:
+    """Of this process; None where the system does not say."""
+    try:
+        lines = status.read_text().splitlines()
+    except OSError:
+        return None
+    found = next((line for line in lines if line.startswith("VmRSS:")), None)
+    return int(found.split()[1]) * 1024 if found else None
