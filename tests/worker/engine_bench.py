@@ -18,8 +18,8 @@ from xpyd_core.errors import XpydError
 from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.core import EngineCore
 from xpyd_worker.engine.inbox import Inbox
+from xpyd_worker.engine.limits import Limits, Policy
 from xpyd_worker.engine.request import EngineRequest, RequestOutput, SamplingParams
-from xpyd_worker.engine.scheduler import Limits
 from xpyd_worker.engine.stopping import StopRules
 
 
@@ -39,8 +39,10 @@ class Bench:
         sends: bool = False,
         receives: bool = False,
         linger: int = 2,
+        threshold: int = 0,
+        policy: Policy = "fcfs",
     ) -> None:
-        limits = Limits(seqs, budget, max_waiting, recompute)
+        limits = Limits(seqs, budget, max_waiting, recompute, threshold, policy)
         self.now = 100.0
         self.model_len = model_len
         self.executor = FakeExecutor(blocks, limits)
@@ -132,6 +134,8 @@ def make_request(
     transfer: object = None,
     first_choice: int = 0,
     max_tokens: int = 8,
+    cache_salt: bytes = b"",
+    priority: int = 0,
     **sampling: object,
 ) -> EngineRequest:
     """A request with the fields that a test cares about."""
@@ -144,6 +148,8 @@ def make_request(
         first_choice=first_choice,
         continue_from=continue_from,
         transfer=transfer,  # pyright: ignore
+        cache_salt=cache_salt,
+        priority=priority,
     )
 
 

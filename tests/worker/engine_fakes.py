@@ -14,13 +14,13 @@ from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.connector.api import Admission, Landed, NoKv, OfferedPrompt, SendStatus, Wait
 from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.executor import ScheduledSequence, StepInput, StepOutput
+from xpyd_worker.engine.limits import Limits
 from xpyd_worker.engine.request import (
     EngineRequest,
     SampledToken,
     SamplingParams,
     TokenLogprob,
 )
-from xpyd_worker.engine.scheduler import Limits
 
 BLOCK = 4
 EOS = 0
@@ -132,6 +132,8 @@ class FakeExecutor:
         for sequence in step.sequences:
             end = sequence.start + len(sequence.token_ids)
             assert sequence.token_ids
+            threshold = self._limits.long_prefill_token_threshold
+            assert not threshold or len(sequence.token_ids) <= threshold
             assert len(set(sequence.block_ids)) == len(sequence.block_ids)
             assert len(sequence.block_ids) * BLOCK >= end
             first, last = sequence.start // BLOCK, -(-end // BLOCK)

@@ -32,11 +32,6 @@ def test_it_is_the_transfer_librarys_block_pool():
     assert (pool.block_size, pool.num_blocks, pool.num_free) == (16, 4, 4)
 
 
-@pytest.mark.parametrize(("count", "blocks"), [(0, 0), (1, 1), (16, 1), (17, 2), (32, 2), (33, 3)])
-def test_oracle_18_blocks_for_n_tokens_is_n_over_16_rounded_up(count: int, blocks: int):
-    assert blocks_for(count) == blocks
-
-
 def test_take_gives_all_or_nothing():
     pool = BlockManager(3)
     assert pool.take(4) is None
@@ -46,62 +41,11 @@ def test_take_gives_all_or_nothing():
     assert pool.take(0) == []
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 3])
-def test_oracle_21_a_shared_prefix_of_n_blocks_hits_exactly_n(blocks: int):
-    pool = BlockManager(16)
-    held = fill(pool, tokens(64))
-    prompt = tokens(16 * blocks) + tokens(20, first=900)
-    assert pool.match_prefix(prompt, salt=b"", max_tokens=len(prompt) - 1) == held[:blocks]
-
-
-def test_oracle_21_only_full_blocks_hit():
-    pool = BlockManager(16)
-    held = fill(pool, tokens(40))
-    assert pool.match_prefix(tokens(40), salt=b"", max_tokens=40) == held[:2]
-
-
-def test_oracle_21_another_salt_never_hits():
-    pool = BlockManager(16)
-    fill(pool, tokens(32), salt=b"a")
-    assert pool.match_prefix(tokens(32), salt=b"b", max_tokens=32) == []
-    assert len(pool.match_prefix(tokens(32), salt=b"a", max_tokens=32)) == 2
-
-
 @pytest.mark.parametrize(("limit", "hits"), [(32, 2), (31, 1), (16, 1), (15, 0), (0, 0)])
 def test_a_hit_is_at_most_max_tokens_long(limit: int, hits: int):
     pool = BlockManager(8)
     fill(pool, tokens(32))
     assert len(pool.match_prefix(tokens(32), salt=b"", max_tokens=limit)) == hits
-
-
-def test_oracle_22_a_hit_on_a_living_requests_block_counts_two():
-    pool = BlockManager(8)
-    (first, second) = fill(pool, tokens(32))
-    assert pool.match_prefix(tokens(32), salt=b"", max_tokens=31) == [first]
-    assert (pool.references(first), pool.references(second)) == (2, 1)
-
-
-def test_oracle_22_a_finished_requests_blocks_are_free_and_still_hit():
-    pool = BlockManager(8)
-    held = fill(pool, tokens(32))
-    pool.release(held)
-    assert [pool.references(block) for block in held] == [0, 0]
-    assert pool.num_free == 8
-    assert pool.match_prefix(tokens(32), salt=b"", max_tokens=32) == held
-    assert pool.num_free == 6
-
-
-def test_oracle_22_content_is_forgotten_only_when_its_block_is_taken():
-    pool = BlockManager(4)
-    held = fill(pool, tokens(32))
-    pool.release(held)
-    # The two never used come first, then the released ones, tail before head.
-    assert set(pool.take(2) or []).isdisjoint(held)
-    assert len(pool.lookup(block_hashes(tokens(32)))) == 2
-    assert pool.take(1) == [held[1]]
-    assert pool.lookup(block_hashes(tokens(32))) == held[:1]
-    assert pool.take(1) == [held[0]]
-    assert pool.lookup(block_hashes(tokens(32))) == []
 
 
 def test_the_least_recently_used_prefix_goes_first():

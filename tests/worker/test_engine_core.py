@@ -14,8 +14,8 @@ from xpyd_worker.engine.api import Engine
 from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.core import EngineCore
 from xpyd_worker.engine.inbox import Inbox, Submit
+from xpyd_worker.engine.limits import Limits
 from xpyd_worker.engine.request import ReceiveFrom, RequestOutput
-from xpyd_worker.engine.scheduler import Limits
 from xpyd_worker.engine.stopping import StopRules
 
 WAIT_S = 10.0

@@ -12,8 +12,8 @@ from tests.worker.engine_fakes import BLOCK, FakeExecutor, FakeProducer
 from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.core import EngineCore
 from xpyd_worker.engine.inbox import Inbox
+from xpyd_worker.engine.limits import Limits
 from xpyd_worker.engine.request import RequestOutput
-from xpyd_worker.engine.scheduler import Limits
 from xpyd_worker.engine.stopping import StopRules
 
 WAIT_S = 30.0

@@ -39,6 +39,9 @@ def draw_request(rng: random.Random, number: int, bench: Bench) -> EngineRequest
         ignore_eos=rng.random() < 0.3,
         stop_token_ids=rng.choice([(), (5, 6)]),
         prompt_logprobs=rng.choice([None, None, None, None, 1]),
+        # The fake at the other end knows no salts.
+        cache_salt=b"" if bench.consumer else rng.choice([b"", b"", b"salt"]),
+        priority=rng.randrange(-2, 3),
     )
 
 
@@ -67,7 +70,7 @@ def offered_ids(rng: random.Random, request: EngineRequest) -> list[int]:
 class Walk:
     """One engine and the seeded hand that plays with it."""
 
-    def __init__(self, seed: int, **bench: int | bool) -> None:
+    def __init__(self, seed: int, **bench: int | bool | str) -> None:
         self.rng = random.Random(seed)
         self.bench = Bench(**bench)  # pyright: ignore
         self.touched: set[str] = set()
@@ -182,3 +185,12 @@ def test_a_receiving_engine_uses_landed_kv_and_recomputes_what_does_not_come(see
 def test_one_sequence_at_a_time_is_enough_for_all(seed: int):
     walk = Walk(seed, blocks=12, seqs=1, budget=2, model_len=48, receives=True)
     walk.run(300)
+
+
+@pytest.mark.parametrize("role", [{}, {"sends": True}, {"receives": True}])
+@pytest.mark.parametrize("seed", range(4))
+def test_so_it_does_by_priority_and_with_a_threshold(seed: int, role: dict[str, bool]):
+    sizes = {"blocks": 20, "seqs": 5, "budget": 9, "model_len": 48, "threshold": 4}
+    walk = Walk(seed, policy="priority", **sizes, **role)
+    walk.run(300)
+    assert walk.bench.core.stats().preemptions > 0

@@ -6,42 +6,14 @@ from itertools import pairwise
 
 import pytest
 
-from tests.worker.engine_bench import Bench, make_request, prompt_of, prompt_that_draws
+from tests.worker.engine_bench import Bench, make_request, prompt_of
 from tests.worker.engine_fakes import BLOCK, EOS, alone
-from xpyd_worker.engine.request import SamplingParams
-from xpyd_worker.engine.scheduler import Limits
-from xpyd_worker.engine.stopping import End, StopRules
+from xpyd_worker.engine.limits import Limits
 
 
 def counts(bench: Bench) -> list[list[int]]:
     """Tokens of each sequence in each step."""
     return [[len(s.token_ids) for s in step.sequences] for step in bench.executor.steps]
-
-
-def test_oracle_19_running_sequences_come_first_then_the_queue_in_order():
-    bench = Bench(seqs=2, budget=8)
-    for name in ("a", "b", "c"):
-        bench.submit(make_request(name, prompt_of(3), max_tokens=6, ignore_eos=True))
-    bench.turns(3)
-    order = [[s.log_id for s in step.sequences] for step in bench.executor.steps]
-    assert order == [["a", "b"], ["a", "b"], ["a", "b"]]
-    bench.run()
-    assert bench.executor.steps[6].sequences[0].log_id == "c"
-    for name in ("a", "b", "c"):
-        bench.assert_as_alone(name)
-
-
-def test_oracle_20_a_prompt_of_18_in_chunks_of_8_takes_three_steps_and_samples_in_the_last():
-    bench = Bench(budget=8)
-    bench.submit(make_request("a", prompt_of(18), max_tokens=1))
-    bench.run()
-    assert counts(bench) == [[8], [8], [2]]
-    assert [bool(step.sequences[0].samples) for step in bench.executor.steps] == [
-        False,
-        False,
-        True,
-    ]
-    bench.assert_as_alone("a")
 
 
 def test_a_step_mixes_decodes_and_a_chunk_within_the_budget():
@@ -51,28 +23,6 @@ def test_a_step_mixes_decodes_and_a_chunk_within_the_budget():
     bench.submit(make_request("b", prompt_of(12, 5), max_tokens=3, ignore_eos=True))
     bench.turns(3)
     assert counts(bench) == [[4], [1, 7], [1, 5], [1, 1]]
-
-
-def test_oracle_24_a_batched_sequence_gets_the_tokens_it_gets_alone():
-    bench = Bench(budget=64)
-    for number in range(8):
-        bench.submit(make_request(f"r{number}", prompt_of(3 + 2 * number, number), max_tokens=12))
-    bench.run()
-    for number in range(8):
-        bench.assert_as_alone(f"r{number}")
-    assert len(bench.executor.steps[0].sequences) == 8
-
-
-def test_oracle_21_a_second_prompt_computes_only_what_the_first_did_not():
-    bench = Bench()
-    shared = prompt_of(3 * BLOCK + 2)
-    bench.submit(make_request("a", shared, max_tokens=1))
-    bench.run()
-    bench.submit(make_request("b", [*shared, 9, 8, 7], max_tokens=1))
-    bench.run()
-    assert bench.executor.steps[-1].sequences[0].start == 3 * BLOCK
-    assert bench.outputs["b"][-1].cached_tokens == 3 * BLOCK
-    assert bench.core.stats().prefix_hit_tokens == 3 * BLOCK
 
 
 def test_a_prompt_that_is_wholly_cached_computes_its_last_block_again():
@@ -309,39 +259,6 @@ def test_choices_that_ended_are_told_at_once_and_the_living_one_goes_on():
 
 
 # --- stop rules
-
-
-@pytest.mark.parametrize(
-    ("token", "position", "params", "expected"),
-    [
-        (EOS, 0, {}, End("stop", EOS)),
-        (EOS, 0, {"ignore_eos": True}, None),
-        (EOS, 1, {"min_tokens": 2}, None),
-        (EOS, 2, {"min_tokens": 2}, End("stop", EOS)),
-        (6, 3, {"stop_token_ids": (5, 6)}, End("stop", 6)),
-        (6, 3, {"stop_token_ids": (5, 6), "min_tokens": 4}, None),
-        (7, 8, {}, None),
-        (7, 9, {}, End("length")),
-        (EOS, 9, {}, End("stop", EOS)),
-        (7, 4, {"max_tokens": 5}, End("length")),
-        (7, 7, {"max_tokens": 99}, None),
-        (7, 14, {"max_tokens": 99}, End("length")),
-    ],
-)
-def test_oracle_23_what_ends_a_choice(
-    token: int, position: int, params: dict[str, object], expected: End | None
-):
-    rules = StopRules((EOS,), max_model_len=20)
-    sampling = SamplingParams(**{"max_tokens": 10, "seed": 1, **params})  # pyright: ignore
-    assert rules.end_at(token, position=position, prompt_tokens=5, sampling=sampling) == expected
-
-
-def test_oracle_23_the_stop_token_stays_in_the_output():
-    bench = Bench()
-    bench.submit(make_request("a", prompt_that_draws(21), stop_token_ids=(21,)))
-    bench.run()
-    assert bench.tokens("a") == [21]
-    assert bench.outputs["a"][-1].choices[0].stop_token_id == 21
 
 
 # --- prompt log probabilities

@@ -47,6 +47,12 @@ class Engine(Protocol):
         """Free KV received for `uuid` and refuse more of it (docs: release)."""
         ...
 
+    def reset_prefix_cache(self, done: Callable[[bool], None]) -> None:
+        """Forget cached prefixes that no request and no transfer holds, before the next step.
+        `done` is told whether none is left, on the engine's thread; False at once, on the caller's,
+        when the engine has ended."""
+        ...
+
     def stats(self) -> EngineStats:
         """A copy of the counters and gauges."""
         ...

@@ -139,10 +139,7 @@ class BlockManager:
         taken: list[int] = []
         for _ in range(count):
             block_id, _none = self._free.popitem(last=False)
-            old = self._hash_of[block_id]
-            if old is not None:
-                del self._block_of[old]
-                self._hash_of[block_id] = None
+            self._forget(block_id)
             self._references[block_id] = 1
             taken.append(block_id)
         return taken
@@ -163,3 +160,16 @@ class BlockManager:
         if self._caching and block_hash not in self._block_of:
             self._block_of[block_hash] = block_id
             self._hash_of[block_id] = block_hash
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget what free blocks hold; whether nothing is cached any more. A block that somebody
+        holds stays in the cache as long as it would have."""
+        for block_id in self._free:
+            self._forget(block_id)
+        return not self._block_of
+
+    def _forget(self, block_id: int) -> None:
+        old = self._hash_of[block_id]
+        if old is not None:
+            del self._block_of[old]
+            self._hash_of[block_id] = None

@@ -117,7 +117,8 @@ class RequestBook:
             self._consumer.forget(state.receive.key)
 
     def count_start(self, state: RequestState, *, asked: int, cached: int) -> None:
-        """The request starts for the first time: `cached` of `asked` tokens were found here."""
+        """The request starts for the first time: `cached` of `asked` tokens, those looked up in
+        the prefix cache, were found there."""
         if not state.started:
             state.started = True
             state.cached_tokens = min(cached, state.prompt_tokens)

@@ -22,10 +22,12 @@ from xpyd_kv.connector.api import Consumer, OfferedPrompt, Producer
 from xpyd_worker.engine.api import Deliver
 from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.executor import Executor
-from xpyd_worker.engine.inbox import Abort, Inbox, Item, ReleaseKv, Submit
+from xpyd_worker.engine.inbox import Abort, Inbox, Item, ReleaseKv, ResetPrefixCache, Submit
+from xpyd_worker.engine.limits import Limits
 from xpyd_worker.engine.recompute_log import RecomputeLog
 from xpyd_worker.engine.request import ChoiceOutput, EngineRequest, EngineStats, RequestOutput
-from xpyd_worker.engine.scheduler import Limits, ScheduledStep, Scheduler
+from xpyd_worker.engine.scheduler import Scheduler
+from xpyd_worker.engine.steps import ScheduledStep
 from xpyd_worker.engine.stopping import StopRules
 
 logger = logging.getLogger(__name__)
@@ -124,6 +126,11 @@ class EngineCore:
         """Free KV received for `uuid` and refuse more of it."""
         self._inbox.put(ReleaseKv(uuid))
 
+    def reset_prefix_cache(self, done: Callable[[bool], None]) -> None:
+        """Forget cached prefixes that nobody holds; `done` is told whether none is left."""
+        if not self._inbox.put(ResetPrefixCache(done)):
+            done(False)
+
     def stats(self) -> EngineStats:
         """The counters and gauges as of the last step; the caller may keep it."""
         return copy(self._stats)
@@ -179,6 +186,8 @@ class EngineCore:
             case ReleaseKv(uuid):
                 if self._consumer:
                     self._consumer.release(uuid, self._clock())
+            case ResetPrefixCache(done):
+                done(self._scheduler.reset_prefix_cache())
 
     def _execute(self, step: ScheduledStep) -> None:
         try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from xpyd_worker.engine.request import EngineRequest
@@ -34,7 +35,14 @@ class ReleaseKv:
     uuid: str
 
 
-Item = Submit | Abort | ReleaseKv
+@dataclass(frozen=True)
+class ResetPrefixCache:
+    """Cached prefixes to forget; `done` is told on the engine's thread whether none is left."""
+
+    done: Callable[[bool], None]
+
+
+Item = Submit | Abort | ReleaseKv | ResetPrefixCache
 
 
 class Inbox:

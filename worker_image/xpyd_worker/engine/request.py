@@ -68,6 +68,7 @@ class EngineRequest:
     `request_id` is unique within the instance. `log_id` is the uuid that log lines carry.
     `first_choice` is OpenAI's index of choice 0 (prompt index x n); it keys the random numbers.
     `continue_from` has the ids each choice already put out (n entries) or is empty for none.
+    `priority`: the lower runs first, where the engine's policy is by priority.
     """
 
     request_id: str
@@ -81,6 +82,7 @@ class EngineRequest:
     # On D: why KV of this prompt will not come although a P computed it ("not_sent", "restarted").
     kv_missing: str = ""
     cache_salt: bytes = b""
+    priority: int = 0
 
 
 @dataclass(frozen=True)

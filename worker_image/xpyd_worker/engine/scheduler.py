@@ -3,23 +3,26 @@
     submit -> waiting (for its turn, or for KV from P) -> running -> finished
                  ^---------- preempted (recompute) ------'
 
-Running sequences come first, then the queue, first come first served, until the token budget is
-spent. A prompt over the budget is cut; what is left of it is simply not computed yet, so chunked
-prefill and mixed batches need no code of their own. It must not know tensors, sockets or threads.
+Running sequences come first, then the queue, each by rank: arrival, or priority and then arrival.
+Every running decode has its token of the step's budget; prompts share what is left, and one that
+gets a part is simply not computed yet, so chunked prefill and mixed batches need no code of their
+own, and a decode waits for one chunk at most. When blocks run out the last in rank is preempted
+and goes back to its place in the queue. It must not know tensors, sockets or threads.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections import deque
-from dataclasses import dataclass
+from bisect import insort
 from enum import Enum, auto
 
 from xpyd_kv.connector.api import Consumer, Landed, Producer, Wait
 from xpyd_worker.engine.advance import Advance, Forked
 from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.book import RequestBook
-from xpyd_worker.engine.executor import SampleSpec, ScheduledSequence, StepInput, StepOutput
+from xpyd_worker.engine.executor import StepOutput
+from xpyd_worker.engine.limits import Limits
 from xpyd_worker.engine.request import (
     EngineRequest,
     EngineStats,
@@ -29,39 +32,14 @@ from xpyd_worker.engine.request import (
 )
 from xpyd_worker.engine.sending import Sending
 from xpyd_worker.engine.sequence import RequestState, Sequence
+from xpyd_worker.engine.steps import ScheduledStep, StepMaker
 from xpyd_worker.engine.stopping import StopRules
 from xpyd_worker.engine.tables import BlockTables
+from xpyd_worker.engine.waiting import WaitingQueue
 
 logger = logging.getLogger(__name__)
 
 _NO_KV = "the prompt's KV did not come: {}"
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bounds of one engine.
-
-    `max_num_batched_tokens` is a step's budget, `max_num_seqs` how many sequences run at once,
-    `max_waiting` how many may queue. With `recompute_without_kv` False a request whose KV did not
-    come fails instead.
-    """
-
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    max_waiting: int = 4096
-    recompute_without_kv: bool = True
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:
-            raise ValueError("expected 1 <= max_num_seqs <= max_num_batched_tokens")
-
-
-@dataclass(frozen=True)
-class ScheduledStep:
-    """One step: what the executor gets, and the sequences behind it with their token counts."""
-
-    input: StepInput
-    parts: tuple[tuple[Sequence, int], ...]
 
 
 class _Verdict(Enum):
@@ -100,9 +78,11 @@ class Scheduler:
             self.stats, tables=self._tables, sending=self._sending, consumer=consumer
         )
         self._advance = Advance(self._tables, rules)
-        self._waiting: deque[Sequence] = deque()
+        self._maker = StepMaker(self._sending, rules)
+        self._arrivals = itertools.count()
+        self._waiting = WaitingQueue()
+        # By rank. A sequence in it has blocks, one in the queue has none.
         self._running: list[Sequence] = []
-        self._steps = 0
 
     # --- requests come and go
 
@@ -119,6 +99,9 @@ class Scheduler:
         """Queue a request, or end it at once: it can never fit, the queue is full, or all its
         choices ended in the ids they came with."""
         state = self._advance.begin(request)
+        state.arrival = next(self._arrivals)
+        if self._limits.policy == "priority":
+            state.priority = request.priority
         receive = state.receive
         if self._consumer is not None and receive is not None:
             self._consumer.expect(receive.key, wait_s=receive.wait_s, now=now)
@@ -136,7 +119,8 @@ class Scheduler:
                 self._book.fail(state, "kv_failed", _NO_KV.format(request.kv_missing))
                 return
             self._book.recomputes(state, request.kv_missing)
-        self._waiting.extend(state.sequences)
+        for sequence in state.sequences:
+            self._waiting.push(sequence)
         if not state.sequences or (state.held and not state.scores_prompt):
             self._book.emit(state)
 
@@ -174,7 +158,11 @@ class Scheduler:
         parts: list[tuple[Sequence, int]] = []
         budget = self._schedule_running(parts)
         self._admit(parts, budget, now)
-        return self._build(parts) if parts else None
+        return self._maker.make(parts) if parts else None
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every prefix that no request and no transfer holds; whether none is left."""
+        return self._pool.reset_prefix_cache()
 
     def update(self, step: ScheduledStep, result: StepOutput) -> None:
         """Take in what a step computed."""
@@ -189,12 +177,11 @@ class Scheduler:
             if not sequence.remaining:
                 room = self._limits.max_num_seqs - len(self._running)
                 samples = result.samples.get(sequence.seq_id, ())
-                forked = self._advance.take(sequence, samples, room)
-                self._place(sequence, forked)
+                self._place(self._advance.take(sequence, samples, room))
         for state in dict.fromkeys(sequence.state for sequence, _count in step.parts):
             if state.gained or not (state.open or state.sequences):
                 self._book.emit(state)
-        self._sweep()
+        self._running = [s for s in self._running if not s.ended]
 
     def fail(self, step: ScheduledStep, message: str) -> None:
         """The step failed: so do its requests."""
@@ -214,18 +201,25 @@ class Scheduler:
 
     def _schedule_running(self, parts: list[tuple[Sequence, int]]) -> int:
         budget, index = self._limits.max_num_batched_tokens, 0
+        # Tokens kept for decodes further behind. The budget is at least max_num_seqs, so each has
+        # its own, and the first prompt at least one.
+        kept = sum(s.remaining == 1 for s in self._running)
         while index < len(self._running) and budget:
             sequence = self._running[index]
-            count = min(sequence.remaining, budget)
+            kept -= sequence.remaining == 1
+            count = self._limits.chunk(sequence.remaining, budget - kept)
+            index += 1
+            if not count:
+                continue
             while not self._tables.grow(sequence, sequence.num_computed + count):
-                # Last come first. None of those behind `sequence` is in this step yet.
+                # The last in rank. None of those behind `sequence` is in this step yet.
                 victim = self._running.pop()
                 self._preempt(victim)
                 if victim is sequence:
                     return budget
+                kept -= victim.remaining == 1
             parts.append((sequence, count))
             budget -= count
-            index += 1
         return budget
 
     def _admit(self, parts: list[tuple[Sequence, int]], budget: int, now: float) -> None:
@@ -238,22 +232,27 @@ class Scheduler:
         """
         if self._waiting and not budget:
             return
-        queue, self._waiting = self._waiting, deque[Sequence]()
         missing = 0
+        passed: list[Sequence] = []
         self._pool.set_aside(0, from_hits=False)
-        while queue and budget and len(self._running) < self._limits.max_num_seqs:
-            sequence = queue.popleft()
+        while budget and len(self._running) < self._limits.max_num_seqs:
+            sequence = self._waiting.pop()
+            if sequence is None:
+                break
             verdict = self._may_start(sequence, blocked=missing > 0, now=now)
             if verdict is _Verdict.GO:
                 budget -= self._start(sequence, parts, budget)
             elif verdict is not _Verdict.OVER:
-                self._waiting.append(sequence)
+                passed.append(sequence)
             if verdict is _Verdict.BLOCKED:
                 missing = self._tables.need(sequence)
                 # What has landed may still pin the prefix it was sent without.
                 self._pool.set_aside(missing if self._running else 0, from_hits=False)
+                if self._consumer is None:
+                    break
         self._pool.set_aside(missing, from_hits=True)
-        self._waiting.extend(queue)
+        for sequence in passed:
+            self._waiting.push(sequence)
 
     def _may_start(self, sequence: Sequence, *, blocked: bool, now: float) -> _Verdict:
         """Give a queued sequence its blocks, if there are any for it now."""
@@ -274,22 +273,22 @@ class Scheduler:
             return _Verdict.WAIT
         if not self._tables.start(sequence):
             return _Verdict.BLOCKED
-        self._book.count_start(state, asked=len(sequence.tokens), cached=sequence.num_computed)
+        asked = len(sequence.tokens) if self._tables.may_hit(sequence) else 0
+        self._book.count_start(state, asked=asked, cached=sequence.num_computed)
         self._sending.started(sequence, now)
         return _Verdict.GO
 
     def _start(self, sequence: Sequence, parts: list[tuple[Sequence, int]], budget: int) -> int:
         """Run a sequence that holds its blocks; how many tokens of the budget it takes."""
         forked = Forked()
-        self._running.append(sequence)
+        self._run(sequence)
         if not sequence.remaining:
             room = self._limits.max_num_seqs - len(self._running)
             forked = self._advance.fork(sequence, {}, room)
-            self._running.extend(forked.running)
-            self._waiting.extend(forked.parked)
+            self._place(forked)
         used = 0
         for member in (sequence, *forked.running):
-            count = min(member.remaining, budget - used)
+            count = self._limits.chunk(member.remaining, budget - used)
             # Without a block it waits in the running list; the next step preempts for it.
             if count and self._tables.grow(member, member.num_computed + count):
                 parts.append((member, count))
@@ -312,44 +311,10 @@ class Scheduler:
         self.stats.preemptions += 1
         self._sending.preempted(state)
         self._tables.free(sequence)
-        self._waiting.appendleft(sequence)
+        self._waiting.push(sequence)
         if state.adopted:
             state.adopted = False
             self._book.recomputes(state, "preempted")
-
-    def _build(self, parts: list[tuple[Sequence, int]]) -> ScheduledStep:
-        scheduled: list[ScheduledSequence] = []
-        copies: list[tuple[int, int]] = []
-        for sequence, count in parts:
-            end = sequence.num_computed + count
-            self._sending.stage(sequence, end)
-            scheduled.append(self._scheduled(sequence, end))
-            if sequence.copy is not None:
-                copies.append(sequence.copy)
-        self._steps += 1
-        step = StepInput(self._steps, tuple(scheduled), tuple(copies))
-        return ScheduledStep(step, tuple(parts))
-
-    def _scheduled(self, sequence: Sequence, end: int) -> ScheduledSequence:
-        request = sequence.state.request
-        samples: tuple[SampleSpec, ...] = ()
-        if end == len(sequence.tokens):
-            position = sequence.output_position()
-            samples = tuple(
-                SampleSpec(request.first_choice + choice, position)
-                for choice in sequence.sampling_choices()
-            )
-        return ScheduledSequence(
-            seq_id=sequence.seq_id,
-            token_ids=tuple(sequence.tokens[sequence.num_computed : end]),
-            start=sequence.num_computed,
-            block_ids=tuple(sequence.blocks),
-            sampling=sequence.state.sampling(),
-            prompt_tokens=sequence.state.prompt_tokens,
-            samples=samples,
-            eos_token_ids=() if request.sampling.ignore_eos else self._rules.eos_token_ids,
-            log_id=request.log_id,
-        )
 
     # --- bookkeeping
 
@@ -371,13 +336,15 @@ class Scheduler:
             return None
         return "busy", f"{len(self._waiting)} requests are waiting already"
 
-    def _place(self, trunk: Sequence, forked: Forked) -> None:
-        if forked.running:
-            after = self._running.index(trunk) + 1
-            self._running[after:after] = forked.running
-        self._waiting.extendleft(reversed(forked.parked))
+    def _place(self, forked: Forked) -> None:
+        for child in forked.running:
+            self._run(child)
+        for child in forked.parked:
+            self._waiting.push(child)
+
+    def _run(self, sequence: Sequence) -> None:
+        insort(self._running, sequence, key=lambda s: s.rank)
 
     def _sweep(self) -> None:
         self._running = [s for s in self._running if not s.ended]
-        if any(s.ended for s in self._waiting):
-            self._waiting = deque(s for s in self._waiting if not s.ended)
+        self._waiting.sweep()

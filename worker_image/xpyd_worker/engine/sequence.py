@@ -19,6 +19,9 @@ from xpyd_worker.engine.request import (
     TokenLogprob,
 )
 
+# (priority, arrival, sequence id): the lowest goes first, the highest is preempted first.
+Rank = tuple[int, int, int]
+
 
 @dataclass(eq=False)
 class RequestState:
@@ -27,6 +30,9 @@ class RequestState:
     request: EngineRequest
     # Choices without a last token yet, in order.
     open: list[int]
+    # The request's place among others: its priority where the engine has them, and its arrival.
+    priority: int = 0
+    arrival: int = 0
     reasons: dict[int, FinishReason] = field(default_factory=dict[int, FinishReason])
     sequences: list[Sequence] = field(default_factory=list["Sequence"])
     # Outputs of choices that ended at submit; they leave with the prompt's log probabilities.
@@ -110,6 +116,11 @@ class Sequence:
     num_registered: int = 0
     copy: tuple[int, int] | None = None
     ended: bool = False
+
+    @property
+    def rank(self) -> Rank:
+        """Its place among all sequences; it never changes."""
+        return self.state.priority, self.state.arrival, self.seq_id
 
     @property
     def remaining(self) -> int:

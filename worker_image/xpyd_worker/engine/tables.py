@@ -110,8 +110,12 @@ class BlockTables:
                 self._pool.register(sequence.blocks[index], sequence.hashes[index])
             sequence.num_registered = full
 
+    def may_hit(self, sequence: Sequence) -> bool:
+        """Whether its prefix is looked up: not without a cache, nor where rows are to be scored."""
+        return self._pool.caching and not sequence.state.scores_prompt
+
     def _hits(self, sequence: Sequence) -> list[int]:
-        if not self._pool.caching or sequence.state.scores_prompt:
+        if not self.may_hit(sequence):
             return []
         self._extend_hashes(sequence)
         full = sequence.reusable_tokens // self._pool.block_size

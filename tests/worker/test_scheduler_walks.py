@@ -1,0 +1,176 @@
+"""Random walks of the scheduler alone, with invariants checked at each step.
+
+Blocks: each has as many references as tables name it; none is lost. Budget, threshold and sequences
+stay within their limits, decodes are never left out. Who starts goes before all who still wait, who
+is preempted comes after all who stay. Under fcfs the oldest request gets on at every step.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from tests.worker.engine_bench import make_request
+from tests.worker.engine_fakes import BLOCK, EOS
+from xpyd_worker.engine.block_manager import BlockManager
+from xpyd_worker.engine.executor import StepOutput
+from xpyd_worker.engine.limits import Limits, Policy
+from xpyd_worker.engine.request import RequestOutput, SampledToken
+from xpyd_worker.engine.scheduler import Scheduler
+from xpyd_worker.engine.sequence import Rank, RequestState, Sequence
+from xpyd_worker.engine.steps import ScheduledStep
+from xpyd_worker.engine.stopping import StopRules
+
+_MODEL_LEN = 48
+
+
+class Walk:
+    """One scheduler, a hand that plays with it, and what a spectator knows about it."""
+
+    def __init__(self, seed: int, limits: Limits, *, blocks: int, choices: bool = True) -> None:
+        self.rng = random.Random(seed)
+        self.limits = limits
+        self.choices = choices
+        self.pool = BlockManager(blocks, block_size=BLOCK)
+        self.scheduler = Scheduler(self.pool, limits=limits, rules=StopRules((EOS,), _MODEL_LEN))
+        # The ranks of requests that never ran, and the state of every one that did.
+        self.unseen: dict[str, Rank] = {}
+        self.seen: dict[str, RequestState] = {}
+        self.open: set[str] = set()
+        self.count = 0
+        self.started = self.preempted = self.mixed = 0
+
+    def run(self, turns: int) -> None:
+        for _ in range(turns):
+            for _ in range(self.rng.choice([0, 0, 0, 1, 1, 2])):
+                if len(self.open) < 14:
+                    self.arrive()
+            if self.open and self.rng.random() < 0.03:
+                self.abort(self.rng.choice(sorted(self.open)))
+            self.step()
+        for _ in range(3000):
+            if not self.open:
+                break
+            self.step()
+        assert not self.scheduler.has_requests
+        assert self.pool.num_free == self.pool.num_blocks
+
+    def arrive(self) -> None:
+        rng = self.rng
+        head = [rng.randrange(3)] * (BLOCK * rng.randrange(4))
+        prompt = head + [rng.randrange(40) for _ in range(rng.randrange(1, 14))]
+        name = f"r{self.count}"
+        request = make_request(
+            name,
+            prompt,
+            n=rng.choice([1, 1, 2, 3]) if self.choices else 1,
+            max_tokens=rng.randrange(1, 16),
+            priority=rng.randrange(-2, 3),
+            ignore_eos=rng.random() < 0.5,
+        )
+        self.scheduler.submit(request, 0.0)
+        priority = request.priority if self.limits.policy == "priority" else 0
+        self.unseen[name] = (priority, self.count, 0)
+        self.open.add(name)
+        self.count += 1
+        self.take_outputs()
+
+    def abort(self, name: str) -> None:
+        self.scheduler.abort(name)
+        self.open.discard(name)
+        self.unseen.pop(name, None)
+
+    def step(self) -> None:
+        ran = {s.seq_id: s for s in self.living() if s.blocks}
+        decodes = {s.seq_id for s in ran.values() if s.remaining == 1}
+        step = self.scheduler.schedule(0.0)
+        assert step is not None or not self.open, "nothing runs though requests wait"
+        if step is None:
+            return
+        for sequence, _count in step.parts:
+            name = sequence.state.request.request_id
+            self.seen[name] = sequence.state
+            self.unseen.pop(name, None)
+        self.check_limits(step)
+        self.check_order(step, ran)
+        in_step = {sequence.seq_id for sequence, _count in step.parts}
+        left_out = {i for i in decodes - in_step if ran[i].blocks}
+        assert not left_out, "a running decode got no token"
+        self.mixed += len(in_step & decodes) not in (0, len(in_step))
+        self.scheduler.update(step, self.draw(step))
+        self.take_outputs()
+        self.check_blocks()
+
+    def living(self) -> list[Sequence]:
+        return [s for name in self.open & self.seen.keys() for s in self.seen[name].sequences]
+
+    def check_limits(self, step: ScheduledStep) -> None:
+        counts = [count for _sequence, count in step.parts]
+        limits = self.limits
+        assert min(counts) > 0
+        assert sum(counts) <= limits.max_num_batched_tokens
+        assert len(counts) <= limits.max_num_seqs
+        assert max(counts) <= (limits.long_prefill_token_threshold or max(counts))
+        assert sum(bool(s.blocks) for s in self.living()) <= limits.max_num_seqs
+
+    def check_order(self, step: ScheduledStep, ran: dict[int, Sequence]) -> None:
+        runs = [s for s in self.living() if s.blocks]
+        waits = [s.rank for s in self.living() if not s.blocks] + list(self.unseen.values())
+        started = [s.rank for s in runs if s.seq_id not in ran]
+        preempted = [s.rank for s in ran.values() if not s.blocks]
+        stayed = [s.rank for s in runs if s.seq_id in ran]
+        self.started += len(started)
+        self.preempted += len(preempted)
+        assert not started or not waits or max(started) < min(waits), "one went before a better"
+        assert not preempted or not stayed or max(stayed) < min(preempted), "not the last in rank"
+        if self.limits.policy == "fcfs" and not self.choices:
+            oldest = min(rank for rank in [s.rank for s in runs] + waits)
+            assert oldest in [sequence.rank for sequence, _count in step.parts], "the oldest waits"
+
+    def check_blocks(self) -> None:
+        tables = Counter(block for s in self.living() for block in s.blocks)
+        held = tables + Counter(s.copy[0] for s in self.living() if s.copy is not None)
+        blocks = range(self.pool.num_blocks)
+        assert [self.pool.references(block) for block in blocks] == [held[b] for b in blocks]
+        assert self.pool.num_free == self.pool.num_blocks - len(held)
+        for sequence in self.living():
+            own = sequence.blocks[sequence.num_computed // BLOCK :]
+            assert all(tables[block] == 1 for block in own), "a block to write is in two tables"
+
+    def draw(self, step: ScheduledStep) -> StepOutput:
+        rng = self.rng
+        samples = {
+            s.seq_id: tuple(SampledToken(rng.randrange(20)) for _ in s.samples)
+            for s in step.input.sequences
+            if s.samples
+        }
+        return StepOutput(samples, {})
+
+    def take_outputs(self) -> None:
+        outputs: list[RequestOutput] = self.scheduler.take_outputs()
+        for output in outputs:
+            assert output.request_id in self.open
+            if output.finished:
+                self.open.remove(output.request_id)
+                self.unseen.pop(output.request_id, None)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("threshold", [0, 3])
+@pytest.mark.parametrize("seed", range(5))
+def test_every_step_keeps_the_limits_the_blocks_and_the_order(
+    seed: int, threshold: int, policy: Policy
+):
+    walk = Walk(seed, Limits(6, 11, 1000, True, threshold, policy), blocks=16, choices=False)
+    walk.run(400)
+    assert min(walk.started, walk.preempted, walk.mixed) > 10
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("seed", range(5))
+def test_so_does_every_step_with_several_choices(seed: int, policy: Policy):
+    walk = Walk(seed, Limits(6, 11, 1000, True, 4, policy), blocks=16)
+    walk.run(400)
+    assert min(walk.started, walk.preempted, walk.mixed) > 10
