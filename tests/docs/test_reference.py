@@ -71,6 +71,8 @@ def test_the_flags_of_a_program_are_those_of_its_page(command: str, page: str) -
         default = action.default
         if default in (None, False, []):
             assert not re.fullmatch(r"`[\d.]+`", table[flag]), flag
+        elif default is True:
+            assert table[flag] == "on", flag
         elif isinstance(default, int | float):
             assert table[flag] == f"`{default:g}`" or table[flag] == f"`{default}`", flag
         elif str(default).isdigit():

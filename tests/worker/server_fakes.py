@@ -28,7 +28,7 @@ from xpyd_worker.server.asgi import Server, listen, make_server
 from xpyd_worker.server.bridge import EngineBridge
 from xpyd_worker.server.lifecycle import Lifecycle
 from xpyd_worker.server.metrics import ServerMetrics
-from xpyd_worker.server.service import Place, ServedModel, Service
+from xpyd_worker.server.service import Place, ServedModel, Service, seeds
 
 EOS = 256
 BOS = 257
@@ -201,6 +201,9 @@ class FakeEngine:
     def kv_release(self, uuid: str) -> None:
         self.released.append(uuid)
 
+    def reset_prefix_cache(self, done: Callable[[bool], None]) -> None:
+        done(not self.living)
+
     def stats(self) -> EngineStats:
         return EngineStats(forwards=3, blocks_total=10, blocks_free=7, finished={"stop": 2})
 
@@ -231,6 +234,8 @@ async def serving(
     max_model_len: int = 200,
     max_requests: int = 64,
     ready: bool = True,
+    has_priorities: bool = False,
+    seed: int | None = None,
 ) -> AsyncIterator[Running]:
     """The API over `engine` on a loopback port."""
     engine = engine or FakeEngine()
@@ -245,7 +250,14 @@ async def serving(
         model = ServedModel(
             ("fake", "alias"), ByteTokenizer(), frozenset({EOS}), VOCAB, max_model_len, 7
         )
-        api.service = Service(model, Place(role, "my-inc", (KEY,), 1.5), bridge, max_requests)
+        api.service = Service(
+            model,
+            Place(role, "my-inc", (KEY,), 1.5),
+            bridge,
+            max_requests,
+            has_priorities=has_priorities,
+            draw_seed=seeds(seed),
+        )
         lifecycle.become("Ready")
     sockets = listen("127.0.0.1", 0)
     server: Server = make_server(create_app(api))

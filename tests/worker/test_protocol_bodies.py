@@ -119,7 +119,9 @@ def test_defaults_are_openais() -> None:
         ("truncate_prompt_tokens", 5),
         ("allowed_token_ids", [1]),
         ("bad_words", ["a"]),
-        ("priority", 1),
+        ("priority", 1.5),
+        ("priority", "high"),
+        ("priority", 2**63),
         ("kv_transfer_params", "x"),
     ],
 )

@@ -72,6 +72,9 @@ def test_sizes_are_written_as_people_do() -> None:
         (("--discovery", "nowhere"), "--discovery"),
         (("--max-num-seqs", "0"), "--max-num-seqs"),
         (("--max-num-batched-tokens", "100"), "--max-num-batched-tokens"),
+        (("--max-num-seqs", "600", "--max-num-batched-tokens", "512"), "--max-num-batched-tokens"),
+        (("--long-prefill-token-threshold", "-1"), "--long-prefill-token-threshold"),
+        (("--seed", "-1"), "--seed"),
         (("--max-model-len", "1"), "--max-model-len"),
         (("--threads", "0"), "--threads"),
         (("--kv-direct-free", "1.5"), "--kv-direct-free"),
@@ -85,6 +88,63 @@ def test_sizes_are_written_as_people_do() -> None:
 def test_a_wrong_flag_is_named(flags: tuple[str, ...], named: str) -> None:
     with pytest.raises(UserError, match=named):
         config(*flags)
+
+
+def test_the_budget_of_a_step_is_small_on_a_cpu_and_never_below_the_sequences() -> None:
+    assert config().max_num_batched_tokens == 512
+    assert config("--max-num-batched-tokens", "auto").max_num_batched_tokens == 512
+    assert config("--max-num-seqs", "700").max_num_batched_tokens == 700
+    assert config("--max-num-batched-tokens", "2048").max_num_batched_tokens == 2048
+    assert config("--max-num-batched-tokens=256").max_num_batched_tokens == 256
+
+
+def test_a_budget_that_is_no_number_is_named_with_what_is_expected() -> None:
+    with pytest.raises(argparse.ArgumentError, match=r"--max-num-batched-tokens.* or auto.*'all'"):
+        config("--max-num-batched-tokens", "all")
+
+
+def test_the_prefix_cache_is_on_unless_somebody_says_no() -> None:
+    assert config().prefix_caching
+    assert config("--enable-prefix-caching").prefix_caching
+    assert not config("--no-enable-prefix-caching").prefix_caching
+    assert config("--no-enable-prefix-caching", "--enable-prefix-caching").prefix_caching
+
+
+def test_the_options_that_people_know_by_name_reach_the_configuration() -> None:
+    found = config(
+        *("--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--max-model-len", "1000"),
+        *("--long-prefill-token-threshold", "16", "--block-size", "32", "--dtype", "float32"),
+        *("--seed", "5", "--served-model-name", "a", "b", "--scheduling-policy", "priority"),
+    )
+    assert (found.max_num_seqs, found.max_num_batched_tokens, found.max_model_len) == (8, 64, 1000)
+    assert (found.long_prefill_token_threshold, found.block_size) == (16, 32)
+    assert (found.dtype, found.seed, found.served_model_names) == ("float32", 5, ("a", "b"))
+    assert (found.scheduling_policy, config().scheduling_policy) == ("priority", "fcfs")
+
+
+KNOWN_NAMES = (
+    "--max-num-seqs --max-num-batched-tokens --max-model-len --long-prefill-token-threshold "
+    "--block-size --enable-prefix-caching --dtype --seed --served-model-name --scheduling-policy"
+)
+_UNITS = (
+    "tokens",
+    "sequences",
+    "names",
+    "0 to 2**64 - 1",
+    "fcfs:",
+    "keep the KV",
+    "weights and KV",
+)
+
+
+@pytest.mark.parametrize("flag", KNOWN_NAMES.split())
+def test_the_options_that_people_know_say_their_unit_and_their_default(flag: str) -> None:
+    parser = argparse.ArgumentParser()
+    configure(parser)
+    (action,) = (a for a in parser._actions if flag in a.option_strings)
+    text = f"{action.metavar or ''} {action.help}".lower()
+    assert "default: " in text
+    assert any(unit.lower() in text for unit in _UNITS)
 
 
 def test_p_and_d_need_the_fleets_key_and_an_aggregated_one_does_not() -> None:

@@ -19,7 +19,15 @@ from xpyd_core.request_id import Address, parse_address
 from xpyd_core.sizes import parse_bytes
 from xpyd_kv.transport.settings import TRANSPORTS
 from xpyd_kv.wire.messages import MODES
-from xpyd_worker.config import BLOCK_SIZES, DTYPES, Role, WorkerConfig, check_config
+from xpyd_worker.config import (
+    AUTO_BATCHED_TOKENS,
+    BLOCK_SIZES,
+    DTYPES,
+    Role,
+    WorkerConfig,
+    check_config,
+)
+from xpyd_worker.engine.limits import POLICIES
 
 _EPILOG = """examples:
   xpyd worker --model examples/demo-model
@@ -32,13 +40,14 @@ _EPILOG = """examples:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the worker's flags. Those without default take it from the pod's environment."""
     _add_model(parser)
+    _add_batch(parser)
     _add_place(parser)
     _add_kv(parser)
     add_logging_arguments(parser)
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("model and batch").add_argument
+    add = parser.add_argument_group("model").add_argument
     add(
         "--model", required=True, metavar="PATH_OR_URI", help="folder, file:///... or hf://org/name"
     )
@@ -50,30 +59,97 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="names that requests may use, e.g. chat (default: the checkpoint's own)",
     )
-    add("--dtype", choices=DTYPES, default="auto", help="of weights and KV, e.g. float32")
-    add("--max-model-len", type=int, metavar="N", help="tokens of prompt and output, e.g. 4096")
-    add("--max-num-seqs", type=int, default=256, metavar="N", help="running sequences, e.g. 256")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        default="auto",
+        help="of weights and KV (default: auto, the checkpoint's, but float32 where the CPU is "
+        "slow in 16 bits)",
+    )
+    add(
+        "--max-model-len",
+        type=int,
+        metavar="TOKENS",
+        help="prompt and output together, e.g. 4096 (default: the checkpoint's context, or what "
+        "the KV cache holds)",
+    )
+    add(
+        "--seed",
+        type=int,
+        metavar="N",
+        help="0 to 2**64 - 1: base of the seeds drawn for requests without one, so that the same "
+        "requests in the same order give the same tokens (default: another at each start)",
+    )
+    add(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="CPU threads of the forward pass (default: OMP_NUM_THREADS, else all cores)",
+    )
+
+
+def _add_batch(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("batch and KV cache").add_argument
+    add(
+        "--max-num-seqs",
+        type=int,
+        default=256,
+        metavar="N",
+        help="sequences that run at once (default: %(default)s)",
+    )
     add(
         "--max-num-batched-tokens",
-        type=int,
-        default=2048,
-        metavar="N",
-        help="tokens of one forward, e.g. 512 for evener gaps between tokens",
+        type=_tokens_or_auto,
+        default="auto",
+        metavar="TOKENS",
+        help="of one forward, at least --max-num-seqs; longer prompts go in chunks, and running "
+        "requests wait for one chunk at most between two of their tokens (default: auto, on a CPU "
+        f"{AUTO_BATCHED_TOKENS} or --max-num-seqs where that is more)",
     )
-    add("--kv-cache-memory", default="1Gi", metavar="SIZE", help="paged KV cache, e.g. 4Gi")
+    add(
+        "--long-prefill-token-threshold",
+        type=int,
+        default=0,
+        metavar="TOKENS",
+        help="of one prompt in one forward, so that others have room beside it, e.g. 256 "
+        "(default: 0, off)",
+    )
+    add(
+        "--scheduling-policy",
+        choices=POLICIES,
+        default="fcfs",
+        help="fcfs: who came first goes first; priority: who has the lower number in the "
+        "request's field priority does, then who came first (default: %(default)s)",
+    )
+    add(
+        "--kv-cache-memory",
+        default="1Gi",
+        metavar="SIZE",
+        help="bytes of the paged KV cache, e.g. 4Gi (default: %(default)s)",
+    )
     add(
         "--block-size",
         type=int,
         choices=BLOCK_SIZES,
         default=DEFAULT_BLOCK_SIZE,
-        help="tokens of a KV block; P's and D's may differ, e.g. 32",
+        help="tokens of a KV block; P's and D's may differ (default: %(default)s)",
     )
     add(
-        "--no-enable-prefix-caching",
-        action="store_true",
-        help="compute every prompt whole, e.g. for benchmarks",
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="keep the KV of prompts and reuse it for the next with the same beginning; without: "
+        "compute every prompt whole, e.g. for benchmarks (default: on)",
     )
-    add("--threads", type=int, metavar="N", help="threads of torch, e.g. 2")
+
+
+def _tokens_or_auto(text: str) -> int | None:
+    try:
+        return None if text == "auto" else int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"expected a number of tokens or auto, got {text!r}"
+        ) from error
 
 
 def _add_place(parser: argparse.ArgumentParser) -> None:
@@ -156,10 +232,13 @@ def read_config(args: argparse.Namespace, env: PodEnv | None = None) -> WorkerCo
         dtype=args.dtype,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_num_batched_tokens=_batched_tokens(args),
+        long_prefill_token_threshold=args.long_prefill_token_threshold,
+        scheduling_policy=args.scheduling_policy,
         kv_cache_bytes=cache_bytes,
         block_size=args.block_size,
-        prefix_caching=not args.no_enable_prefix_caching,
+        prefix_caching=args.enable_prefix_caching,
+        seed=args.seed,
         threads=args.threads,
         role=cast("Role", args.role or env.role),  # both are checked against ROLES
         host=_host(args.host, env),
@@ -189,6 +268,11 @@ def read_config(args: argparse.Namespace, env: PodEnv | None = None) -> WorkerCo
     )
     check_config(config)
     return config
+
+
+def _batched_tokens(args: argparse.Namespace) -> int:
+    given: int | None = args.max_num_batched_tokens
+    return max(AUTO_BATCHED_TOKENS, args.max_num_seqs) if given is None else given
 
 
 def _size(flag: str, text: str, *, of: int | None = None) -> int:

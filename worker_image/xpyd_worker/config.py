@@ -16,11 +16,14 @@ from xpyd_kv.transport.settings import TRANSPORTS
 from xpyd_kv.transport.striped import MAX_LINKS
 from xpyd_kv.wire.handshake import OVER_TCP
 from xpyd_kv.wire.messages import Mode
+from xpyd_worker.engine.limits import Policy
 
 Role = Literal["Prefill", "Decode", "Aggregated"]
 # Each divides the larger ones, so that any P fits any D.
 BLOCK_SIZES = (8, 16, 32, 64)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+# On a CPU a forward of 2,048 tokens takes seconds, for which every running decode stands still.
+AUTO_BATCHED_TOKENS = 512
 GIB = 1024**3
 MIB = 1024**2
 
@@ -41,13 +44,19 @@ class WorkerConfig:
     """Tokens of prompt and output together; None: the checkpoint's."""
     max_num_seqs: int = 256
     """Sequences in the running batch."""
-    max_num_batched_tokens: int = 2048
-    """Tokens of one forward."""
+    max_num_batched_tokens: int = AUTO_BATCHED_TOKENS
+    """Tokens of one forward: what a running decode waits for at most between two of its tokens."""
+    long_prefill_token_threshold: int = 0
+    """Tokens of one prompt in one forward; 0: as many as the forward has room for."""
+    scheduling_policy: Policy = "fcfs"
+    """Who goes first: who came first, or whose request has the lower priority number."""
     kv_cache_bytes: int = GIB
     """Paged KV cache, all layers."""
     block_size: int = DEFAULT_BLOCK_SIZE
     """Tokens of a block of it. P's and D's may differ where one divides the other."""
     prefix_caching: bool = True
+    seed: int | None = None
+    """Base of the seeds drawn for requests that come without one; None: another at each start."""
     threads: int | None = None
     """Threads of torch; None: torch's own choice (OMP_NUM_THREADS, else the cores)."""
 
@@ -151,6 +160,11 @@ def _checks(config: WorkerConfig) -> list[tuple[str, bool]]:
             f"({config.max_num_seqs}): each running sequence takes one token of a step",
             config.max_num_batched_tokens >= config.max_num_seqs,
         ),
+        (
+            "--long-prefill-token-threshold: expected 0 (off) or more",
+            config.long_prefill_token_threshold >= 0,
+        ),
+        ("--seed: expected 0 to 2**64 - 1", _is_unset_or(config.seed, 0, 2**64 - 1)),
         ("--threads: expected 1 to 1024", _is_unset_or(config.threads, 1, 1024)),
         ("--port: expected 0 to 65535", 0 <= config.port < 65536),
         # A request id is dialled only from 1024 on, so a lower KV port could never be reached.

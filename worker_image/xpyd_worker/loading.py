@@ -24,8 +24,8 @@ from xpyd_worker.engine.api import Deliver
 from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.core import EngineCore
 from xpyd_worker.engine.inbox import Inbox
+from xpyd_worker.engine.limits import Limits
 from xpyd_worker.engine.request import EngineStats
-from xpyd_worker.engine.scheduler import Limits
 from xpyd_worker.engine.stopping import StopRules
 from xpyd_worker.kv_setup import Kv, KvParts, make_kv
 from xpyd_worker.memory import log_memory, memory_table, resident_bytes
@@ -129,6 +129,8 @@ def load(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             recompute_without_kv=config.kv_recompute,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+            policy=config.scheduling_policy,
         ),
         rules=StopRules(model_config.eos_token_ids, max_model_len),
         deliver=deliver,

@@ -33,7 +33,7 @@ from xpyd_worker.server.bridge import EngineBridge
 from xpyd_worker.server.heartbeat import HeartbeatSender
 from xpyd_worker.server.lifecycle import Lifecycle
 from xpyd_worker.server.metrics import ServerMetrics
-from xpyd_worker.server.service import Place, Service
+from xpyd_worker.server.service import Place, Service, seeds
 
 if TYPE_CHECKING:
     from xpyd_worker.loading import Loaded
@@ -186,7 +186,15 @@ class _Worker:
         try:
             place = Place(config.role, self._incarnation, self._keys, config.kv_wait_s)
             limit = config.max_num_seqs + _WAITING_REQUESTS
-            self._api.service = Service(loaded.model, place, self._bridge, limit, loaded.kv.probe)
+            self._api.service = Service(
+                model=loaded.model,
+                place=place,
+                bridge=self._bridge,
+                max_requests=limit,
+                probe=loaded.kv.probe,
+                has_priorities=config.scheduling_policy == "priority",
+                draw_seed=seeds(config.seed),
+            )
             self._lifecycle.become("Ready")
             self._lifecycle.listen(heartbeat.beat_now)
             heartbeat.start()

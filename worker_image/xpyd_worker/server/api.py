@@ -216,6 +216,12 @@ class Api:
         _log.info("released", extra={"request": uuid})
         return json_response({"released": uuid})
 
+    async def reset_prefix_cache(self) -> Response:
+        """POST /reset_prefix_cache: forget cached prefixes that nobody holds."""
+        success = await self.ready_service().bridge.reset_prefix_cache()
+        _log.info("the prefix cache was reset", extra={"success": success})
+        return json_response({"success": success})
+
     async def probe(self) -> Response:
         """POST /kv/probe: does KV get from here to that D?"""
         service, body = self.ready_service(), await json_body()
@@ -310,5 +316,6 @@ def create_app(api: Api) -> Quart:
     app.add_url_rule("/live", view_func=api.live, methods=["GET"])
     app.add_url_rule("/metrics", "metrics", view_func=api.show_metrics, methods=["GET"])
     app.add_url_rule("/kv/release", view_func=api.release, methods=["POST"])
+    app.add_url_rule("/reset_prefix_cache", view_func=api.reset_prefix_cache, methods=["POST"])
     app.add_url_rule("/kv/probe", view_func=api.probe, methods=["POST"])
     return app

@@ -17,6 +17,9 @@ from xpyd_kv.connector.api import OfferedPrompt
 from xpyd_worker.engine.api import Engine
 from xpyd_worker.engine.request import EngineRequest, EngineStats, RequestOutput
 
+# The engine takes it in between two steps; one of a large prompt takes seconds on a CPU.
+_RESET_S = 30.0
+
 
 class LatencyObserver(Protocol):
     """Takes the times of requests, in seconds."""
@@ -158,6 +161,28 @@ class EngineBridge:
         """Free KV received for `uuid`."""
         if not self._gone:
             self.engine.kv_release(uuid)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes that nobody holds; whether none is left. ApiError 503 when the
+        engine does not get to it in time, 500 when it is gone."""
+        if self._gone:
+            raise engine_gone()
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[bool] = loop.create_future()
+
+        def settle(empty: bool) -> None:
+            if not answer.done():
+                answer.set_result(empty)
+
+        def done(empty: bool) -> None:  # On the engine's thread.
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(settle, empty)
+
+        self.engine.reset_prefix_cache(done)
+        try:
+            return await asyncio.wait_for(answer, _RESET_S)
+        except TimeoutError as error:
+            raise ApiError(503, "the engine is busy with a step", retry_after_s=1) from error
 
     def stats(self) -> EngineStats:
         """The engine's counters."""

@@ -85,7 +85,9 @@ def make_jobs(
     check_vocabulary(service.model, options.stop_token_ids, "stop_token_ids")
     for ids in options.kv.continue_from:
         check_vocabulary(service.model, ids, "kv_transfer_params.continue_from")
-    seed = _seed(options)
+    seed = _seed(service, options)
+    if options.priority and not service.has_priorities:
+        raise bad("priority", "must be 0: this engine runs without --scheduling-policy priority")
     batch = os.urandom(4).hex()  # the same uuid may come twice, the engine's ids must differ
     jobs: list[Job] = []
     for index, prompt in enumerate(prompts):
@@ -107,6 +109,7 @@ def make_jobs(
             transfer=_transfer(service, request_id, options, index, sampling, len(prompt)),
             kv_missing=_kv_missing(service, request_id, options, index),
             cache_salt=options.cache_salt,
+            priority=options.priority,
         )
         emit_from = _emit_from(service, options, continued, first)
         echo_text = echo_texts[index] if echo_texts is not None else None
@@ -123,9 +126,9 @@ def _emit_from(
     return options.kv.emit_from[first : first + options.n]
 
 
-def _seed(options: Options) -> int:
+def _seed(service: Service, options: Options) -> int:
     given = options.kv.seed if options.kv.seed is not None else options.seed
-    return int.from_bytes(os.urandom(8), "little") if given is None else given & _MASK_64
+    return service.draw_seed() if given is None else given & _MASK_64
 
 
 def _sampling(

@@ -35,7 +35,6 @@ _BOTH: Mapping[str, tuple[Any, ...]] = {
     "min_p": (0,),
     "no_stop_trim": (False,),
     "presence_penalty": (0,),
-    "priority": (0,),
     "prompt_logprobs": (),
     "regex": (),
     "repetition_penalty": (1,),

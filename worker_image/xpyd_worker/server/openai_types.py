@@ -26,7 +26,7 @@ MAX_MESSAGES = 4096
 MAX_LOGPROBS = 20
 # Larger than any context; a number above the context gets its own message.
 MAX_TOKENS = 2**62
-_SEED = 2**63
+_INT_64 = 2**63
 _ROLES = ("system", "developer", "user", "assistant")
 
 Prompt = str | tuple[int, ...]
@@ -38,7 +38,8 @@ class Options:
     """What both endpoints take. `max_tokens` None: none was given. `logprobs` None: none wanted.
 
     `include_usage`: a last chunk with usage; `running_usage`: usage in every chunk (vLLM's
-    continuous_usage_stats). `temperature` 0 is greedy, `top_k` 0 and `top_p` 1 are off.
+    continuous_usage_stats). `temperature` 0 is greedy, `top_k` 0 and `top_p` 1 are off. The lower
+    its `priority`, the earlier a request runs.
     """
 
     model: str | None
@@ -58,6 +59,7 @@ class Options:
     ignore_eos: bool
     return_token_ids: bool
     cache_salt: bytes
+    priority: int
     kv: KvParams
 
 
@@ -132,12 +134,13 @@ def _options(
         temperature=1.0 if temperature is None else temperature,
         top_p=1.0 if top_p is None else top_p,
         top_k=max(0, top_k),
-        seed=fields.integer("seed", -_SEED, _SEED - 1),
+        seed=fields.integer("seed", -_INT_64, _INT_64 - 1),
         stop=_stop(fields),
         stop_token_ids=fields.token_ids("stop_token_ids", MAX_STOP_TOKEN_IDS) or (),
         logprobs=logprobs,
         ignore_eos=fields.boolean("ignore_eos"),
         return_token_ids=fields.boolean("return_token_ids"),
+        priority=fields.integer("priority", -_INT_64, _INT_64 - 1) or 0,
         cache_salt=(fields.text("cache_salt", 1024) or "").encode(),
         kv=parse_kv_params(fields, choices=n * prompts, prompts=prompts),
     )

@@ -5,9 +5,10 @@ Built once by main when the model is loaded, then read only.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, Literal, Protocol
 
 from xpyd_core.errors import ApiError
@@ -18,6 +19,11 @@ from xpyd_worker.server.output_text import Detokenizer
 
 ProbePeer = Callable[[Address, Callable[[ProbeResult], None]], None]
 Role = Literal["Prefill", "Decode", "Aggregated"]
+
+
+def seeds(base: int | None = None) -> Callable[[], int]:
+    """Draws of 64 bits: unpredictable ones, or with a base the same at each start, in order."""
+    return partial((random.SystemRandom() if base is None else random.Random(base)).getrandbits, 64)
 
 
 class TextTokenizer(Protocol):
@@ -100,10 +106,13 @@ class Place:
 @dataclass(frozen=True)
 class Service:
     """All that a request needs. `max_requests`: prompts in the engine, over which 503 is given.
-    `probe`: on P only; tests the way to a D and calls back, on another thread."""
+    `probe`: on P only; tests the way to a D and calls back, on another thread. `has_priorities`:
+    the engine ranks by them. `draw_seed`: 64 bits for a request without a seed."""
 
     model: ServedModel
     place: Place
     bridge: EngineBridge
     max_requests: int = 1280
     probe: ProbePeer | None = None
+    has_priorities: bool = False
+    draw_seed: Callable[[], int] = field(default_factory=seeds)

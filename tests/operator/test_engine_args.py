@@ -1,0 +1,64 @@
+"""`engine.args` of a fleet document are flags of `xpyd worker`: from the document to its config."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from xpyd_core.pod_env import PodEnv
+from xpyd_operator.api import parse_fleet
+from xpyd_operator.plan import fleet_want
+from xpyd_worker.command import configure, read_config
+from xpyd_worker.config import WorkerConfig
+
+ARGS = [
+    *("--max-num-seqs=8", "--max-num-batched-tokens=64", "--max-model-len", "1000"),
+    *("--long-prefill-token-threshold", "16", "--block-size=32", "--no-enable-prefix-caching"),
+    *("--dtype=float32", "--seed=5", "--served-model-name", "a", "b"),
+    "--scheduling-policy=priority",
+]
+
+
+def configs(args: list[str]) -> dict[str, WorkerConfig]:
+    """By pool: what its engines run with."""
+    document = {
+        "apiVersion": "xpyd.dev/v1alpha1",
+        "kind": "InferenceFleet",
+        "metadata": {"name": "f"},
+        "spec": {
+            "model": {"uri": "hf://org/name", "servedNames": ["named"]},
+            "engine": {"args": args},
+            "pools": [
+                {"name": name, "role": role, "replicas": 1, "resources": {"gpus": 0}}
+                for name, role in (("p", "Prefill"), ("d", "Decode"))
+            ],
+        },
+    }
+    fleet = parse_fleet(json.dumps(document).encode(), source="f")
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    configure(parser)
+    env = PodEnv(kv_key_file=Path("key"))
+    pools = {pool.name: pool for pool in fleet_want(fleet, model="/m").pools}
+    return {
+        name: read_config(parser.parse_args(list(pools[name].template.args)), env) for name in "pd"
+    }
+
+
+@pytest.mark.parametrize("pool", ["p", "d"])
+def test_the_schedulers_flags_reach_every_engine_of_a_fleet(pool: str) -> None:
+    found = configs(ARGS)[pool]
+    assert (found.max_num_seqs, found.max_num_batched_tokens, found.max_model_len) == (8, 64, 1000)
+    assert (found.long_prefill_token_threshold, found.block_size) == (16, 32)
+    assert (found.prefix_caching, found.dtype, found.seed) == (False, "float32", 5)
+    assert (found.served_model_names, found.scheduling_policy) == (("a", "b"), "priority")
+
+
+@pytest.mark.parametrize("pool", ["p", "d"])
+def test_without_them_the_engines_have_their_defaults(pool: str) -> None:
+    found = configs(["--enable-prefix-caching"])[pool]
+    assert (found.max_num_seqs, found.max_num_batched_tokens) == (256, 512)
+    assert (found.prefix_caching, found.seed) == (True, None)
+    assert (found.served_model_names, found.scheduling_policy) == (("named",), "fcfs")
