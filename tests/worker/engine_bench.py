@@ -111,6 +111,14 @@ class Bench:
         assert [o.finished for o in self.outputs[request_id]].count(True) == 1
         assert self.outputs[request_id][-1].finished
 
+    def assert_begins_as_alone(self, request_id: str) -> None:
+        """For a request that was cut off: it put out nothing wrong."""
+        for choice, (tokens, _reason) in enumerate(
+            alone(self.requests[request_id], self.model_len)
+        ):
+            got = self.tokens(request_id, choice)
+            assert got == tokens[: len(got)], (request_id, choice)
+
     def assert_all_blocks_free(self) -> None:
         assert self.pool.num_free == self.pool.num_blocks
 

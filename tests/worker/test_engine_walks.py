@@ -11,7 +11,7 @@ import random
 import pytest
 
 from tests.worker.engine_bench import Bench, StepFailed, make_request
-from tests.worker.engine_fakes import BLOCK, alone
+from tests.worker.engine_fakes import BLOCK
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_worker.engine.request import EngineRequest, ReceiveFrom, SendTo
 
@@ -145,10 +145,7 @@ class Walk:
                 else:
                     assert bench.outputs[request_id][-1].error_kind == "too_long"
                 continue
-            expected = alone(bench.requests[request_id], bench.model_len)
-            for choice, (tokens, _reason) in enumerate(expected):
-                got = bench.tokens(request_id, choice)
-                assert got == tokens[: len(got)]
+            bench.assert_begins_as_alone(request_id)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -101,9 +101,9 @@ def test_under_fcfs_the_last_come_is_preempted_though_it_started_first():
     assert bench.consumer is not None
     key = TransferKey("a" * 32, 0)
     prompt = prompt_of(8)
-    request = make_request("old", prompt, max_tokens=12, ignore_eos=True)
+    transfer = ReceiveFrom(key, 50.0)
     bench.consumer.arrive(key, prompt, "direct")
-    bench.submit(type(request)(**{**vars(request), "transfer": ReceiveFrom(key, 50.0)}))
+    bench.submit(make_request("old", prompt, max_tokens=12, ignore_eos=True, transfer=transfer))
     bench.submit(make_request("new", prompt_of(8, 9), max_tokens=12, ignore_eos=True))
     bench.turns(2)
     assert names(bench) == [["new"], ["new"]]

@@ -1,0 +1,194 @@
+"""Thousands of random requests in fast-forward: no block lost, no growth, each has its tokens.
+
+Short and long prompts, every sampling option, several choices, continuations, priorities, salts;
+clients that leave, choices cut at stop strings, steps that fail. `make soak` runs 20,000.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from types import FunctionType, ModuleType
+
+import pytest
+
+from tests.worker.engine_bench import Bench, StepFailed
+from tests.worker.engine_fakes import BLOCK
+from xpyd_worker.engine.request import EngineRequest, SamplingParams
+
+_MARKS = 10
+_OPEN = 40
+
+# How each field of SamplingParams is drawn: one line for each, and a test that none is missing.
+Draw = Callable[[random.Random], object]
+OPTIONS: Mapping[str, Draw] = {
+    "max_tokens": lambda rng: rng.choice([0, 1, 2, 5, 9, 20, 60]),
+    "seed": lambda rng: rng.getrandbits(64),
+    "min_tokens": lambda rng: rng.choice([0, 0, 0, 1, 4]),
+    "temperature": lambda rng: rng.choice([0.0, 0.5, 1.0, 2.0]),
+    "top_p": lambda rng: rng.choice([0.1, 0.9, 1.0]),
+    "top_k": lambda rng: rng.choice([0, 1, 40]),
+    "ignore_eos": lambda rng: rng.random() < 0.3,
+    "stop_token_ids": lambda rng: rng.choice([(), (), (5,), (5, 6, 7)]),
+    "logprobs": lambda rng: rng.choice([None, None, 0, 3]),
+    "prompt_logprobs": lambda rng: rng.choice([None] * 9 + [0, 2]),
+}
+
+
+class Soak:
+    """One engine, the hand that plays with it, and the sizes seen each time it came to rest."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        # 60 blocks hold two of the longest requests.
+        self.bench = Bench(
+            blocks=60, seqs=8, budget=24, model_len=120, threshold=16, policy="priority"
+        )
+        # Those that end otherwise than alone, and of these whose client has left.
+        self.cut: set[str] = set()
+        self.left: set[str] = set()
+        self.count = 0
+        # At each rest: what the engine holds, and the objects of the whole process.
+        self.bytes: list[int] = []
+        self.objects: list[int] = []
+
+    def run(self, requests: int) -> None:
+        for mark in range(1, _MARKS + 1):
+            while self.count < requests * mark // _MARKS:
+                self.turn()
+            self.rest()
+
+    def turn(self) -> None:
+        rng, bench = self.rng, self.bench
+        bench.now += 0.1
+        for _ in range(rng.choice([0, 0, 0, 1, 1, 4])):
+            if len(bench.requests) < _OPEN:
+                self.arrive()
+        if bench.requests and rng.random() < 0.1:
+            self.abort(rng.choice(list(bench.requests)))
+        if rng.random() < 0.005:
+            bench.executor.fail_with = StepFailed("out of luck")
+            bench.executor.during = lambda step: self.cut.update(
+                s.log_id for s in step.sequences if bench.executor.fail_with
+            )
+        if rng.random() < 0.01:
+            bench.core.reset_prefix_cache(lambda _: None)
+        bench.core.turn()
+        self.look()
+
+    def arrive(self) -> None:
+        rng = self.rng
+        head = [rng.randrange(3)] * rng.choice([0, 0, BLOCK, 2 * BLOCK, 5 * BLOCK, 20 * BLOCK])
+        n = rng.choice([1, 1, 1, 1, 2, 3, 6])
+        known: tuple[tuple[int, ...], ...] = ()
+        if rng.random() < 0.2:
+            known = tuple(_tokens(rng, rng.randrange(4)) for _ in range(n))
+        request = EngineRequest(
+            f"r{self.count}",
+            log_id=f"r{self.count}",
+            prompt=(*head, *_tokens(rng, rng.randrange(1, 9))),
+            sampling=SamplingParams(**{name: draw(rng) for name, draw in OPTIONS.items()}),  # pyright: ignore
+            n=n,
+            first_choice=n * rng.randrange(3),
+            continue_from=known,
+            cache_salt=rng.choice([b"", b"", b"salt"]),
+            priority=rng.randrange(-2, 3),
+        )
+        self.count += 1
+        self.bench.submit(request)
+
+    def abort(self, name: str) -> None:
+        """The client leaves, or some choices meet a stop string."""
+        n = self.bench.requests[name].n
+        some = tuple(c for c in range(n) if self.rng.random() < 0.5)
+        self.cut.add(name)
+        if self.rng.random() < 0.5:
+            self.left.add(name)
+            self.bench.core.abort(name)
+        else:
+            self.bench.core.abort(name, some)
+
+    def look(self) -> None:
+        """Check the requests that are over, and forget them and what ran."""
+        bench = self.bench
+        for name in list(bench.requests):
+            if name in self.left or bench.finished(name):
+                if name in self.cut:
+                    bench.assert_begins_as_alone(name)
+                else:
+                    bench.assert_as_alone(name)
+                del bench.requests[name], bench.outputs[name]
+                self.cut.discard(name)
+                self.left.discard(name)
+        bench.executor.steps.clear()
+
+    def rest(self) -> None:
+        """Let everything end; then nothing is held, and what is left is measured."""
+        bench = self.bench
+        bench.executor.fail_with = None
+        for _ in range(5000):
+            done = not bench.core.turn() and bench.core.is_idle()
+            self.look()
+            if done:
+                break
+        stats = bench.core.stats()
+        assert not bench.requests
+        assert (stats.running, stats.waiting) == (0, 0)
+        bench.assert_all_blocks_free()
+        gc.collect()
+        self.bytes.append(bytes_of(bench.core))
+        self.objects.append(len(gc.get_objects()))
+
+
+def _tokens(rng: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(1, 40) for _ in range(count))
+
+
+def bytes_of(root: object) -> int:
+    """Memory of all that can be reached from `root`, but for code."""
+    seen: set[int] = set()
+    found, total = [root], 0
+    while found:
+        one = found.pop()
+        if id(one) not in seen and not isinstance(one, type | ModuleType | FunctionType):
+            seen.add(id(one))
+            total += sys.getsizeof(one)
+            found.extend(gc.get_referents(one))
+    return total
+
+
+def _soak(requests: int, seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    # pytest keeps what is logged; that would count as growth.
+    caplog.set_level(logging.CRITICAL, "xpyd_worker")
+    print(f"seed {seed}")  # noqa: T201
+    soak = Soak(seed)
+    soak.run(requests)
+    stats = soak.bench.core.stats()
+    assert soak.count >= requests
+    assert min(stats.preemptions, stats.prefix_hit_tokens, stats.finished["abort"]) > 0
+    assert {"stop", "length", "abort", "error"} <= stats.finished.keys()
+    # The first marks fill the prefix cache and the free lists of dicts.
+    early, late = soak.bytes[: _MARKS // 2], soak.bytes[_MARKS // 2 :]
+    assert max(late) < max(early) + 8192, soak.bytes
+    assert soak.objects[-1] < soak.objects[_MARKS // 2] + 200, soak.objects
+
+
+def test_the_soak_draws_every_sampling_option() -> None:
+    assert OPTIONS.keys() == {field.name for field in fields(SamplingParams)}
+
+
+def test_a_thousand_requests_leave_no_block_behind_and_nothing_grows(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _soak(1000, 6, caplog)
+
+
+@pytest.mark.soak
+def test_twenty_thousand_requests_leave_no_block_behind_and_nothing_grows(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _soak(20_000, random.SystemRandom().randrange(2**32), caplog)
