@@ -125,6 +125,12 @@ class RequestBook:
             self._stats.prefix_query_tokens += asked
             self._stats.prefix_hit_tokens += cached
 
+    def count_received(self, state: RequestState, landed_tokens: int) -> None:
+        """KV of the sequence's first `landed_tokens` came from P, but for what was cached here."""
+        received = min(landed_tokens, state.prompt_tokens) - state.cached_tokens
+        state.received_tokens = max(0, received)
+        self._stats.received_tokens += state.received_tokens
+
     def count_computed(self, sequence: Sequence, count: int) -> None:
         """The next `count` tokens of the sequence went through the forward."""
         prompt = sequence.state.prompt_tokens - sequence.num_computed

@@ -15,9 +15,9 @@ from __future__ import annotations
 import itertools
 import logging
 from bisect import insort
-from enum import Enum, auto
 
-from xpyd_kv.connector.api import Consumer, Landed, Producer, Wait
+from xpyd_kv.connector.api import Consumer, Producer
+from xpyd_worker.engine.admission import Admission, Verdict
 from xpyd_worker.engine.advance import Advance, Forked
 from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.book import RequestBook
@@ -38,18 +38,6 @@ from xpyd_worker.engine.tables import BlockTables
 from xpyd_worker.engine.waiting import WaitingQueue
 
 logger = logging.getLogger(__name__)
-
-_NO_KV = "the prompt's KV did not come: {}"
-
-
-class _Verdict(Enum):
-    """Whether a queued sequence may run: it holds its blocks (GO), waits for its KV or for others
-    (WAIT), is the first that waits for blocks (BLOCKED), or its request has failed (OVER)."""
-
-    GO = auto()
-    WAIT = auto()
-    BLOCKED = auto()
-    OVER = auto()
 
 
 class Scheduler:
@@ -76,6 +64,13 @@ class Scheduler:
         self._tables = BlockTables(pool)
         self._book = RequestBook(
             self.stats, tables=self._tables, sending=self._sending, consumer=consumer
+        )
+        self._admission = Admission(
+            tables=self._tables,
+            book=self._book,
+            sending=self._sending,
+            consumer=consumer,
+            recompute_without_kv=limits.recompute_without_kv,
         )
         self._advance = Advance(self._tables, rules)
         self._maker = StepMaker(self._sending, rules)
@@ -114,11 +109,9 @@ class Scheduler:
         if state.expects_kv and state.scores_prompt:
             self._book.forget_kv(state)
             self._book.recomputes(state, "prompt_logprobs")
-        if request.kv_missing:
-            if not self._limits.recompute_without_kv:
-                self._book.fail(state, "kv_failed", _NO_KV.format(request.kv_missing))
-                return
-            self._book.recomputes(state, request.kv_missing)
+        missing = request.kv_missing
+        if missing and not self._admission.goes_on_without_kv(state, missing):
+            return
         for sequence in state.sequences:
             self._waiting.push(sequence)
         if not state.sequences or (state.held and not state.scores_prompt):
@@ -239,12 +232,12 @@ class Scheduler:
             sequence = self._waiting.pop()
             if sequence is None:
                 break
-            verdict = self._may_start(sequence, blocked=missing > 0, now=now)
-            if verdict is _Verdict.GO:
+            verdict = self._admission.admit(sequence, blocked=missing > 0, now=now)
+            if verdict is Verdict.GO:
                 budget -= self._start(sequence, parts, budget)
-            elif verdict is not _Verdict.OVER:
+            elif verdict is not Verdict.OVER:
                 passed.append(sequence)
-            if verdict is _Verdict.BLOCKED:
+            if verdict is Verdict.BLOCKED:
                 missing = self._tables.need(sequence)
                 # What has landed may still pin the prefix it was sent without.
                 self._pool.set_aside(missing if self._running else 0, from_hits=False)
@@ -253,30 +246,6 @@ class Scheduler:
         self._pool.set_aside(missing, from_hits=True)
         for sequence in passed:
             self._waiting.push(sequence)
-
-    def _may_start(self, sequence: Sequence, *, blocked: bool, now: float) -> _Verdict:
-        """Give a queued sequence its blocks, if there are any for it now."""
-        state = sequence.state
-        if state.expects_kv and self._consumer is not None and state.receive is not None:
-            admission = self._consumer.admit(state.receive.key, tuple(sequence.tokens), now)
-            if isinstance(admission, Wait):
-                return _Verdict.WAIT
-            state.expects_kv = False
-            if isinstance(admission, Landed):
-                self._adopt(sequence, admission)
-                return _Verdict.GO
-            if not self._limits.recompute_without_kv:
-                self._book.fail(state, "kv_failed", _NO_KV.format(admission.reason))
-                return _Verdict.OVER
-            self._book.recomputes(state, admission.reason)
-        if blocked or not self._sending.may_start(state):
-            return _Verdict.WAIT
-        if not self._tables.start(sequence):
-            return _Verdict.BLOCKED
-        asked = len(sequence.tokens) if self._tables.may_hit(sequence) else 0
-        self._book.count_start(state, asked=asked, cached=sequence.num_computed)
-        self._sending.started(sequence, now)
-        return _Verdict.GO
 
     def _start(self, sequence: Sequence, parts: list[tuple[Sequence, int]], budget: int) -> int:
         """Run a sequence that holds its blocks; how many tokens of the budget it takes."""
@@ -294,15 +263,6 @@ class Scheduler:
                 parts.append((member, count))
                 used += count
         return used
-
-    def _adopt(self, sequence: Sequence, landed: Landed) -> None:
-        state = sequence.state
-        self._tables.adopt(sequence, landed.block_ids, landed.tokens)
-        state.adopted = True
-        self._book.count_start(state, asked=len(sequence.tokens), cached=landed.skipped_tokens)
-        received = min(landed.tokens, state.prompt_tokens) - state.cached_tokens
-        state.received_tokens = max(0, received)
-        self.stats.received_tokens += state.received_tokens
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take its blocks; it recomputes its tokens, with what of them is still cached."""

@@ -1,4 +1,4 @@
-"""The scheduler's queue: sequences that hold no step's tokens, the best rank first. Pure.
+"""The scheduler's queue: sequences that wait for their turn, the best rank first. Pure.
 
 A heap, since with priorities a newcomer may go before others. It must not know why one waits.
 """
