@@ -168,7 +168,9 @@ def _use_machines_libraries(store: Store) -> str:
     """Build options that put the environment without libraries in the dependencies' place."""
     command = ["buildah", "build", "--layers", "--build-arg", f"BASE={BASE_IMAGE}"]
     store.run([*command, "--file", _ENVIRONMENT, "--tag", _ENVIRONMENT_IMAGE, _ENVIRONMENT.parent])
-    return f"--build-context dependencies=container-image://{_ENVIRONMENT_IMAGE}"
+    # Debian's packages may be out of reach here.
+    without_compiler = "--build-arg COMPILER="
+    return f"--build-context dependencies=container-image://{_ENVIRONMENT_IMAGE} {without_compiler}"
 
 
 @contextmanager
