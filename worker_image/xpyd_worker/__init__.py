@@ -5,5 +5,33 @@
                                  xpyd_kv (KV from and to other instances; its own I/O thread)
 
 `engine` is pure Python without torch; torch lives in `runner` and `model`, behind the Executor
-seam.
+seam. `offline` is the same engine without HTTP: `from xpyd_worker import LLM, SamplingParams`. Its
+names are imported when they are asked for, since this module is imported by everything here and by
+the command line, which must not wait for torch.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from xpyd_worker.offline.llm import LLM
+    from xpyd_worker.offline.outputs import CompletionOutput, Logprob, RequestOutput
+    from xpyd_worker.offline.sampling import SamplingParams
+
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
+
+_HOMES = {
+    "LLM": "llm",
+    "CompletionOutput": "outputs",
+    "Logprob": "outputs",
+    "RequestOutput": "outputs",
+    "SamplingParams": "sampling",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.offline.{_HOMES[name]}"), name)

@@ -26,7 +26,7 @@ from xpyd_worker.server.answers import (
 from xpyd_worker.server.chat import ChatFormat
 from xpyd_worker.server.completions import CompletionFormat
 from xpyd_worker.server.fields import bad
-from xpyd_worker.server.generation import ChoiceDelta, Ending, Generation
+from xpyd_worker.server.generation import ChoiceDelta, Generation, ending_of
 from xpyd_worker.server.jobs import (
     COMPLETION_DEFAULT_TOKENS,
     Job,
@@ -96,7 +96,7 @@ class Api:
         self._admit(service, request_id, len(call.prompts))
         jobs = await _completion_jobs(service, request_id, call)
         discard = call.echo and options.max_tokens == 0
-        generation = Generation(service, jobs, _ending(service, options, discard=discard))
+        generation = Generation(service, jobs, ending_of(service, options, discard=discard))
         return await self._answer(
             service,
             request_id,
@@ -120,7 +120,7 @@ class Api:
         jobs = make_jobs(
             service, request_id, options, [ids], default_max_tokens=None, name="messages"
         )
-        generation = Generation(service, jobs, _ending(service, options, discard=False))
+        generation = Generation(service, jobs, ending_of(service, options, discard=False))
         return await self._answer(
             service,
             request_id,
@@ -252,18 +252,6 @@ async def _completion_jobs(
         prompts,
         default_max_tokens=COMPLETION_DEFAULT_TOKENS,
         echo_texts=echo_texts,
-    )
-
-
-def _ending(service: Service, options: Options, *, discard: bool) -> Ending:
-    eos = frozenset[int]() if options.ignore_eos else service.model.eos_token_ids
-    return Ending(
-        stop=options.stop,
-        stop_token_ids=frozenset(options.stop_token_ids),
-        eos_token_ids=eos,
-        min_tokens=options.min_tokens,
-        hold_at_length=service.place.role == "Prefill" and options.kv.from_router,
-        discard=discard,
     )
 
 

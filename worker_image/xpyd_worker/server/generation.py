@@ -22,6 +22,7 @@ from xpyd_worker.engine.request import (
 )
 from xpyd_worker.server.bridge import Mailbox
 from xpyd_worker.server.jobs import Job
+from xpyd_worker.server.openai_types import Options
 from xpyd_worker.server.output_text import OutputText
 from xpyd_worker.server.service import Service
 
@@ -42,6 +43,18 @@ class Ending:
     min_tokens: int = 0
     hold_at_length: bool = False
     discard: bool = False
+
+
+def ending_of(service: Service, options: Options, *, discard: bool = False) -> Ending:
+    """The ending that a call asks for."""
+    return Ending(
+        stop=options.stop,
+        stop_token_ids=frozenset(options.stop_token_ids),
+        eos_token_ids=frozenset() if options.ignore_eos else service.model.eos_token_ids,
+        min_tokens=options.min_tokens,
+        hold_at_length=service.place.role == "Prefill" and options.kv.from_router,
+        discard=discard,
+    )
 
 
 @dataclass

@@ -1,0 +1,61 @@
+"""The user's SamplingParams: vLLM's names and defaults, the HTTP API's rules."""
+
+from __future__ import annotations
+
+import pytest
+
+from xpyd_core.errors import UserError
+from xpyd_worker import SamplingParams
+
+
+def test_defaults_are_those_of_the_http_api_and_sixteen_tokens() -> None:
+    options = SamplingParams().options()
+    assert (options.n, options.temperature, options.top_p, options.top_k) == (1, 1.0, 1.0, 0)
+    assert (options.max_tokens, options.min_tokens, options.seed) == (16, 0, None)
+    assert SamplingParams(max_tokens=None).options().max_tokens is None
+
+
+def test_what_is_given_arrives() -> None:
+    params = SamplingParams(
+        n=2,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=7,
+        seed=11,
+        stop="x",
+        stop_token_ids=(4, 5),
+        max_tokens=9,
+        min_tokens=2,
+        logprobs=3,
+        ignore_eos=True,
+    )
+    options = params.options()
+    assert (options.n, options.temperature, options.top_p, options.top_k) == (2, 0.5, 0.9, 7)
+    assert (options.seed, options.stop, options.stop_token_ids) == (11, ("x",), (4, 5))
+    assert (options.max_tokens, options.min_tokens, options.logprobs) == (9, 2, 3)
+    assert options.ignore_eos
+    assert SamplingParams(stop=("a", "b")).options().stop == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 0),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("top_p", 0),
+        ("top_k", -2),
+        ("seed", "one"),
+        ("stop", [""]),
+        ("stop_token_ids", [-1]),
+        ("max_tokens", 0),
+        ("min_tokens", -1),
+        ("logprobs", 21),
+        ("prompt_logprobs", -1),
+        ("repetition_penalty", "high"),
+        ("logit_bias", {5: "much"}),
+    ],
+)
+def test_a_value_out_of_bounds_is_refused_by_its_name(name: str, value: object) -> None:
+    with pytest.raises(UserError, match=f"^{name}: "):
+        SamplingParams(**{name: value})  # pyright: ignore[reportArgumentType]

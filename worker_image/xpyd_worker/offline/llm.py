@@ -1,0 +1,176 @@
+"""`LLM`: a checkpoint, prompts in, texts out. The user's thread; the engine runs in the session's.
+
+Prompts are checked and tokenized before the first of them is computed, so that what is wrong with
+one is said at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, cast
+
+from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
+from xpyd_core.errors import UserError
+from xpyd_core.sizes import parse_bytes
+from xpyd_worker.config import WorkerConfig, check_config
+from xpyd_worker.offline.outputs import RequestOutput
+from xpyd_worker.offline.progress import Progress
+from xpyd_worker.offline.requests import Ask, Chat, TextPrompt, TokensPrompt, prepare, run_all
+from xpyd_worker.offline.sampling import SamplingParams
+from xpyd_worker.offline.session import Session
+from xpyd_worker.server.openai_types import parse_chat
+from xpyd_worker.server.service import Service
+
+Prompt = str | TextPrompt | TokensPrompt
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """One engine in this process.
+
+    The arguments are the flags of `xpyd worker` (docs/engine.md, Flags), sizes in bytes or as text
+    ("4Gi"). `seed` makes runs repeatable whose SamplingParams have none. Raises UserError that
+    names the flag or the checkpoint's field and the fix.
+
+    The engine's threads and memory live until `close`, the end of a `with` block, the object's
+    collection as garbage or the interpreter's exit, whichever comes first.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        revision: str | None = None,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 2048,
+        kv_cache_memory: int | str = "1Gi",
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        enable_prefix_caching: bool = True,
+        threads: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        config = WorkerConfig(
+            model=str(model),
+            revision=revision,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            kv_cache_bytes=_bytes("kv_cache_memory", kv_cache_memory),
+            block_size=block_size,
+            prefix_caching=enable_prefix_caching,
+            threads=threads,
+        )
+        check_config(config)
+        self._seeds = None if seed is None else itertools.count(seed)
+        # As many as can run, and as many again, so that the scheduler never wants for one.
+        self._most_at_once = 2 * max_num_seqs
+        self._session = Session(config)
+        self._end = weakref.finalize(self, self._session.close)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete each prompt: a text, `{"prompt": text}` or `{"prompt_token_ids": ids}`.
+
+        One SamplingParams for all or one for each; None: the defaults. The outputs stand in the
+        prompts' order. `use_tqdm`: a progress bar on standard error. Raises UserError for a prompt
+        that does not fit the model, before anything is computed.
+        """
+        given = [prompts] if isinstance(prompts, str | Mapping) else prompts
+        return self._run(
+            [_ask(one, index) for index, one in enumerate(given)],
+            sampling_params,
+            use_tqdm=use_tqdm,
+        )
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """The assistant's answer to one conversation or to each of several, in the checkpoint's
+        chat template. Messages are those of the HTTP API; the rest as in `generate`."""
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = [messages] if one else messages
+        asks = [Chat(parse_chat({"messages": list(each)}).messages) for each in conversations]
+        return self._run(asks, sampling_params, use_tqdm=use_tqdm)
+
+    def _run(
+        self,
+        asks: Sequence[Ask | Chat],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        params = _for_each(sampling_params, len(asks))
+        seeds = [None if self._seeds is None else next(self._seeds) for _ in asks]
+
+        async def work(service: Service) -> list[RequestOutput]:
+            requests = await prepare(service, asks, params, seeds)
+            with Progress(len(requests), shown=use_tqdm) as progress:
+                return await run_all(
+                    service, requests, most_at_once=self._most_at_once, done=progress.done
+                )
+
+        return self._session.run(work)
+
+    def close(self) -> None:
+        """End the engine and free its memory. May be called again."""
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _bytes(name: str, value: int | str) -> int:
+    try:
+        return value if isinstance(value, int) else parse_bytes(value)
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from error
+
+
+def _ask(prompt: Prompt, index: int) -> Ask:
+    if isinstance(prompt, str):
+        return Ask(prompt)
+    if isinstance(prompt, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # the user's
+        members = cast("Mapping[str, Any]", prompt)
+        if set(members) == {"prompt"} and isinstance(members["prompt"], str):
+            return Ask(members["prompt"])
+        if set(members) == {"prompt_token_ids"}:
+            return Ask(None, tuple(members["prompt_token_ids"]))
+    raise UserError(
+        f'prompts[{index}]: expected a text, {{"prompt": text}} or {{"prompt_token_ids": ids}}'
+    )
+
+
+def _for_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise UserError(
+            f"sampling_params: expected one or as many as prompts ({count}), got {len(params)}"
+        )
+    return params

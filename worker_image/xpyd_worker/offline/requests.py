@@ -1,0 +1,159 @@
+"""From prompts and parameters to jobs of the server, and from their generations to outputs.
+
+Runs on the session's loop. Nothing here waits but for the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypedDict
+
+from xpyd_core.errors import UserError
+from xpyd_worker.offline.outputs import RequestOutput, completion_output, prompt_alternatives
+from xpyd_worker.offline.sampling import SamplingParams
+from xpyd_worker.server.answers import collect
+from xpyd_worker.server.fields import as_token_ids
+from xpyd_worker.server.generation import ChoiceDelta, Generation, ending_of
+from xpyd_worker.server.jobs import Job, make_jobs, read_request_id
+from xpyd_worker.server.openai_types import Message, Options
+from xpyd_worker.server.prompts import chat_ids, completion_ids
+from xpyd_worker.server.service import Service
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids."""
+
+    prompt_token_ids: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A prompt to complete: `text`, or `token_ids` where it is None."""
+
+    text: str | None
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation to go on with."""
+
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt, ready for the engine."""
+
+    text: str | None
+    options: Options
+    job: Job
+
+
+async def prepare(
+    service: Service,
+    asks: Sequence[Ask | Chat],
+    params: Sequence[SamplingParams],
+    seeds: Sequence[int | None],
+) -> list[Request]:
+    """Tokenize and check everything. `seeds` stand in for those that the parameters do not have.
+    UserError names the prompt."""
+    requests: list[Request] = []
+    for index, (ask, each, seed) in enumerate(zip(asks, params, seeds, strict=True)):
+        try:
+            requests.append(await _prepare(service, ask, each, seed))
+        except UserError as error:
+            raise UserError(f"prompts[{index}]: {error}") from error
+    return requests
+
+
+async def _prepare(
+    service: Service, ask: Ask | Chat, params: SamplingParams, seed: int | None
+) -> Request:
+    if isinstance(ask, Chat):
+        text, ids = None, await chat_ids(service.model, ask.messages)
+    elif ask.text is not None:
+        if not ask.text:
+            raise UserError("is empty")
+        text, ids = ask.text, await completion_ids(service.model, ask.text)
+    else:
+        text, ids = None, as_token_ids(list(ask.token_ids), "prompt_token_ids")
+        if not ids:
+            raise UserError("prompt_token_ids is empty")
+        ids = await completion_ids(service.model, ids)
+    options = params.options()
+    # As in vLLM's class of this name, the context's end is an end like max_tokens; over HTTP a
+    # client that asks for more than fits is told so.
+    room = service.model.max_model_len - len(ids)
+    if options.max_tokens is not None and 0 < room < options.max_tokens:
+        options = replace(options, max_tokens=room)
+    options = replace(options, seed=seed if options.seed is None else options.seed)
+    (job,) = make_jobs(service, read_request_id(None), options, [ids], default_max_tokens=None)
+    if params.prompt_logprobs is not None:
+        sampling = replace(job.request.sampling, prompt_logprobs=params.prompt_logprobs)
+        job = replace(job, request=replace(job.request, sampling=sampling))
+    return Request(text, options, job)
+
+
+async def run_all(
+    service: Service,
+    requests: Sequence[Request],
+    *,
+    most_at_once: int,
+    done: Callable[[RequestOutput], None],
+) -> list[RequestOutput]:
+    """Run every request, at most so many at once; `done` hears of each as it ends.
+
+    The first error ends all of them.
+    """
+    outputs: dict[int, RequestOutput] = {}
+    left = iter(enumerate(requests))
+
+    async def take_turns(left: Iterator[tuple[int, Request]]) -> None:
+        for index, request in left:
+            outputs[index] = await _run(service, request)
+            done(outputs[index])
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(most_at_once, len(requests))):
+                group.create_task(take_turns(left))
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [outputs[index] for index in range(len(requests))]
+
+
+async def _run(service: Service, request: Request) -> RequestOutput:
+    generation = Generation(service, [request.job], ending_of(service, request.options))
+    gained: dict[int, ChoiceDelta] = {}
+    try:
+        generation.start()
+        async for deltas in generation.steps():
+            collect(gained, deltas)
+    finally:
+        generation.close()
+    tokenizer = service.model.tokenizer
+    asked = request.job.request
+    entries = generation.prompt_logprobs(0)
+    return RequestOutput(
+        request_id=asked.log_id,
+        prompt=request.text,
+        prompt_token_ids=asked.prompt,
+        prompt_logprobs=prompt_alternatives(tokenizer, entries) if entries else None,
+        outputs=tuple(
+            completion_output(
+                tokenizer, gained[index], with_logprobs=request.options.logprobs is not None
+            )
+            for index in sorted(gained)
+        ),
+        finished=True,
+        num_cached_tokens=generation.usage.cached_tokens,
+    )

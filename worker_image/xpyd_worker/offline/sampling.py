@@ -1,0 +1,79 @@
+"""The user's SamplingParams, under vLLM's names; checked by the rules of the HTTP API. Pure.
+
+The engine has a SamplingParams of its own (engine.request), which holds what is left of these when
+the server's part (stop strings, defaults, the seed) is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, cast
+
+from xpyd_worker.server.fields import Fields
+from xpyd_worker.server.openai_types import MAX_LOGPROBS, Options, parse_completion
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of a request are drawn, and when it ends.
+
+    Names, meanings and defaults are those of vLLM's class; the bounds are those of the HTTP API
+    (docs/engine.md, API). Raises UserError that names the field when a value is out of them, or
+    asks for what this engine does not have.
+    """
+
+    n: int = 1
+    """Choices per prompt."""
+    temperature: float = 1.0
+    """0: greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 and -1: off."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    """Added to the logits of these token ids."""
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    seed: int | None = None
+    """The same seed gives the same tokens, whatever else runs. None: drawn from the LLM's seed."""
+    stop: str | Sequence[str] | None = None
+    """Texts that end a choice; not in its output."""
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    """None: as many as the context has room for."""
+    min_tokens: int = 0
+    logprobs: int | None = None
+    """Alternatives per output token; 0: the token's own only."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens."""
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        self.options()
+
+    def options(self) -> Options:
+        """The same as the server's parsers give them for one prompt."""
+        body: dict[str, Any] = {"prompt": [0]}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            # The API's default of max_tokens depends on the endpoint: this one's is always said.
+            if value != field.default or field.name == "max_tokens":
+                body[field.name] = _as_json(value)
+        body.pop("prompt_logprobs", None)
+        Fields(vars(self)).integer("prompt_logprobs", 0, MAX_LOGPROBS)
+        return parse_completion(body).options
+
+
+def _as_json(value: object) -> object:
+    """A value as it would come out of a JSON body."""
+    if isinstance(value, Mapping):
+        return {str(key): one for key, one in cast("Mapping[object, object]", value).items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return list(cast("Sequence[object]", value))
+    return value

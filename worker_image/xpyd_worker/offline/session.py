@@ -1,0 +1,117 @@
+"""A loaded engine and the thread with the event loop that feeds it: what an LLM owns.
+
+Owns the engine's thread, too. It must not know the LLM: the LLM's end, by whatever way, closes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import CancelledError
+from typing import Any, TypeVar
+
+from xpyd_core.errors import UserError
+from xpyd_worker.config import WorkerConfig
+from xpyd_worker.engine.request import RequestOutput
+from xpyd_worker.loading import Loaded, load
+from xpyd_worker.server.bridge import EngineBridge
+from xpyd_worker.server.service import Place, Service
+
+T = TypeVar("T")
+Work = Callable[[Service], Coroutine[Any, Any, T]]
+# As for `xpyd worker`: the longest step that the end waits for.
+_STOP_S = 10.0
+
+
+class _NoTimes:
+    """bridge.LatencyObserver that nobody reads."""
+
+    def ttft(self, seconds: float) -> None: ...
+
+    def itl(self, seconds: float) -> None: ...
+
+    def e2e(self, seconds: float) -> None: ...
+
+
+class Session:
+    """Made ready to run; ended by `close`. Methods may be called from any thread."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        """Load and start. UserError for a checkpoint or a size that cannot work."""
+        incarnation = os.urandom(8).hex()
+        bridge = EngineBridge(_NoTimes())
+        self._own_threads: set[int] = set()
+
+        def deliver(outputs: Sequence[RequestOutput]) -> None:
+            self._own_threads.add(threading.get_ident())
+            bridge.deliver(outputs)
+
+        loaded = load(config, deliver=deliver, keys=(), incarnation=incarnation, make_store=None)
+        self._parts: tuple[Loaded, Service] | None = (
+            loaded,
+            Service(loaded.model, Place("Aggregated", incarnation), bridge),
+        )
+        self._closing = threading.Lock()
+        self._end = asyncio.Event()
+        started = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._run, args=(bridge, loaded, started), name="offline", daemon=True
+        )
+        self._thread.start()
+        started.wait()
+
+    def _run(self, bridge: EngineBridge, loaded: Loaded, started: threading.Event) -> None:
+        async def serve() -> None:
+            self._own_threads.add(threading.get_ident())
+            bridge.bind(loaded.engine)
+            loaded.engine.start()
+            started.set()
+            await self._end.wait()
+
+        # The runner cancels what still runs when `serve` returns.
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(serve())
+
+    def run(self, work: Work[T]) -> T:
+        """What `work` returns or raises, run on the session's loop. It is cancelled when the
+        caller is interrupted. UserError when the session is or gets closed."""
+        parts = self._parts
+        if parts is None:
+            raise _closed()
+        future = asyncio.run_coroutine_threadsafe(work(parts[1]), self._loop)
+        try:
+            return future.result()
+        except CancelledError as error:
+            raise _closed() from error
+        except UserError as error:
+            if self._parts is None:
+                raise _closed() from error
+            raise
+        finally:
+            future.cancel()
+
+    def close(self) -> None:
+        """End both threads and free weights and KV cache. May be called again."""
+        if threading.get_ident() in self._own_threads:
+            # The garbage collector runs in any thread, and none can wait for its own end.
+            threading.Thread(target=self.close, name="offline-close").start()
+            return
+        with self._closing:
+            parts, self._parts = self._parts, None
+            if parts is None:
+                return
+            parts[0].engine.stop(_STOP_S)
+            self._loop.call_soon_threadsafe(self._end.set)
+            self._thread.join(_STOP_S)
+            parts[0].kv.close(_STOP_S)
+        del parts
+        # The parts know each other in circles; the memory is large enough not to wait for it.
+        gc.collect()
+
+
+def _closed() -> UserError:
+    return UserError("this LLM was closed; make a new one")
