@@ -1,0 +1,177 @@
+"""One streamed request of OpenAI's completions or chat API, and the times of its tokens.
+
+Plain asyncio, a connection for each request. It knows neither the load nor the figures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import orjson
+
+from xpyd_core.errors import UserError
+from xpyd_worker.bench.events import BadAnswer, EventParser
+from xpyd_worker.bench.figures import Sample
+from xpyd_worker.bench.prompts import Ask
+
+_READ_BYTES = 256 * 1024
+_SHOWN_CHARACTERS = 200
+CHAT = "/v1/chat/completions"
+# What a server that is gone, or speaks something else, leads to.
+_FOREIGN = (OSError, BadAnswer, ValueError, LookupError, TypeError)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where requests go, and what each carries beside its prompt."""
+
+    host: str
+    port: int
+    tls: bool
+    endpoint: str
+    model: str
+    members: Mapping[str, Any]
+    """Of the body: temperature, ignore_eos, ..."""
+    timeout_s: float
+    api_key: str = ""
+
+    def body(self, ask: Ask) -> bytes:
+        """The JSON body for one prompt."""
+        prompt = {"messages" if self.endpoint == CHAT else "prompt": ask.prompt}
+        return orjson.dumps(
+            {
+                "model": self.model,
+                **prompt,
+                "max_tokens": ask.output_tokens,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                **self.members,
+            }
+        )
+
+    def head(self, method: str, path: str, length: int) -> bytes:
+        """The request's line and headers."""
+        key = f"Authorization: Bearer {self.api_key}\r\n" if self.api_key else ""
+        return (
+            f"{method} {path} HTTP/1.1\r\nHost: {self.host}:{self.port}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {length}\r\n{key}"
+            "Accept-Encoding: identity\r\nConnection: close\r\n\r\n"
+        ).encode()
+
+
+def split_url(url: str) -> tuple[str, int, bool]:
+    """Host, port and whether TLS of a base URL. UserError."""
+    parts = urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError:
+        port = -1
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+        raise UserError(f"--base-url {url}: expected http://HOST:PORT")
+    tls = parts.scheme == "https"
+    return parts.hostname, port or (443 if tls else 80), tls
+
+
+class _Times:
+    """Takes the events of one answer."""
+
+    def __init__(self, sent_s: float, input_tokens: int) -> None:
+        self._sent_s = sent_s
+        self._stamps: list[float] = []
+        self._input_tokens = input_tokens
+        self._counted = 0
+        self._usage: int | None = None
+        self._done = False
+
+    def take(self, data: bytes, now: float) -> None:
+        """One event's data."""
+        if data == b"[DONE]":
+            self._done = True
+            return
+        chunk = cast("dict[str, Any]", orjson.loads(data))
+        if "error" in chunk:
+            raise BadAnswer(str(chunk["error"])[:_SHOWN_CHARACTERS])
+        usage = chunk.get("usage")
+        if usage:
+            self._usage = int(usage["completion_tokens"])
+            self._input_tokens = int(usage["prompt_tokens"])
+        choices = cast("list[dict[str, Any]]", chunk.get("choices") or [])
+        for choice in choices:
+            # Engines that name the ids say exactly how many tokens a chunk is.
+            ids = choice.get("token_ids")
+            delta = cast("dict[str, Any]", choice.get("delta") or choice)
+            text = delta.get("content") or delta.get("text")
+            if ids or text:
+                self._counted += len(ids) if ids else 1
+                self._stamps.append(now)
+
+    def sample(self) -> Sample:
+        """The request, done."""
+        if not self._done or not self._stamps:
+            raise BadAnswer("the stream ended early" if self._stamps else "no token came")
+        stamps = self._stamps
+        return Sample(
+            self._sent_s,
+            ttft_s=stamps[0] - self._sent_s,
+            gaps_s=tuple(after - before for before, after in pairwise(stamps)),
+            e2e_s=stamps[-1] - self._sent_s,
+            input_tokens=self._input_tokens,
+            output_tokens=self._counted if self._usage is None else self._usage,
+        )
+
+
+async def ask_streaming(target: Target, ask: Ask) -> Sample:
+    """Send one request and read it to its end. What goes wrong stands in the sample's `error`."""
+    body = target.body(ask)
+    known = len(ask.prompt) if isinstance(ask.prompt, tuple) else 0
+    sent_s = time.perf_counter()
+    times = _Times(sent_s, known)
+    try:
+        async with asyncio.timeout(target.timeout_s):
+            await _exchange(target, target.head("POST", target.endpoint, len(body)) + body, times)
+        return times.sample()
+    except TimeoutError:
+        return Sample(sent_s, error=f"no answer within {target.timeout_s:g} s")
+    except _FOREIGN as error:
+        return Sample(sent_s, error=f"{type(error).__name__}: {error}")
+
+
+async def first_model(target: Target) -> str:
+    """The server's first model. UserError when it does not say."""
+    try:
+        async with asyncio.timeout(target.timeout_s):
+            parser = await _exchange(target, target.head("GET", "/v1/models", 0), None)
+        return str(orjson.loads(parser.text)["data"][0]["id"])
+    except _FOREIGN as error:
+        address = f"{target.host}:{target.port}"
+        raise UserError(f"--base-url: {address} does not name its models: {error}") from error
+
+
+async def _exchange(target: Target, request: bytes, times: _Times | None) -> EventParser:
+    """Events go to `times`; without it the whole body stays in the parser."""
+    tls = ssl.create_default_context() if target.tls else None
+    reader, writer = await asyncio.open_connection(target.host, target.port, ssl=tls)
+    parser = EventParser(events=times is not None)
+    try:
+        writer.write(request)
+        await writer.drain()
+        while not parser.ended:
+            data = await reader.read(_READ_BYTES)
+            if not data:
+                break
+            now = time.perf_counter()
+            for event in parser.feed(data):
+                if times is not None:
+                    times.take(event, now)
+    finally:
+        writer.close()
+    if parser.status != 200:
+        raise BadAnswer(f"HTTP {parser.status}: {parser.text[:_SHOWN_CHARACTERS]}")
+    return parser

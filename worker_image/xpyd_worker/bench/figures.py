@@ -1,0 +1,147 @@
+"""From the times of requests to the figures of a run. Pure.
+
+TTFT   from sending a request to its first token
+ITL    between two pieces of the stream; a piece is a token, where the server sends them singly
+TPOT   of one request: (E2E - TTFT) / (output tokens - 1)
+E2E    from sending a request to its last token
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+from xpyd_core.errors import UserError
+
+# What an objective may be put on.
+OBJECTIVES = ("ttft", "tpot", "e2e")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One request. `error`: why it failed; then the times mean nothing."""
+
+    sent_s: float
+    ttft_s: float = 0.0
+    gaps_s: tuple[float, ...] = ()
+    e2e_s: float = 0.0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    error: str = ""
+
+    @property
+    def tpot_s(self) -> float | None:
+        """None for an answer of one token."""
+        if self.output_tokens < 2:
+            return None
+        return (self.e2e_s - self.ttft_s) / (self.output_tokens - 1)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Milliseconds."""
+
+    mean: float
+    p50: float
+    p99: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One run. Rates are per second of the time from the first sending to the last token.
+
+    `goodput`: requests per second that met all objectives; None where there are none.
+    """
+
+    requests: int
+    failed: int
+    seconds: float
+    input_tokens: int
+    output_tokens: int
+    requests_per_s: float
+    output_tokens_per_s: float
+    tokens_per_s: float
+    ttft_ms: Spread
+    itl_ms: Spread
+    tpot_ms: Spread
+    e2e_ms: Spread
+    goodput: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as a JSON object, rounded to what means something."""
+        return {name: _rounded(value) for name, value in asdict(self).items()}
+
+
+def _rounded(value: object) -> object:
+    if isinstance(value, dict):
+        members = cast("dict[str, object]", value)
+        return {name: _rounded(one) for name, one in members.items()}
+    return round(value, 3) if isinstance(value, float) else value
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Between the two nearest ranks in proportion (NumPy's default); 0 where there are none."""
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    at = (len(ordered) - 1) * percent / 100
+    low, high = math.floor(at), math.ceil(at)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+def spread(seconds: Iterable[float]) -> Spread:
+    """Of these times; zeros where there are none."""
+    values = [one * 1e3 for one in seconds]
+    mean = math.fsum(values) / len(values) if values else 0.0
+    return Spread(mean, percentile(values, 50), percentile(values, 99))
+
+
+def summarize(samples: Sequence[Sample], objectives: Mapping[str, float] | None = None) -> Summary:
+    """The figures of one run. `objectives`: the most milliseconds, by names of OBJECTIVES."""
+    good = [one for one in samples if not one.error]
+    start_s = min((one.sent_s for one in samples), default=0.0)
+    end_s = max((one.sent_s + one.e2e_s for one in good), default=start_s)
+    seconds = end_s - start_s
+    per_s = 1 / seconds if seconds > 0 else 0.0
+    input_tokens = sum(one.input_tokens for one in good)
+    output_tokens = sum(one.output_tokens for one in good)
+    met = [one for one in good if _meets(one, objectives or {})]
+    return Summary(
+        requests=len(good),
+        failed=len(samples) - len(good),
+        seconds=seconds,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        requests_per_s=len(good) * per_s,
+        output_tokens_per_s=output_tokens * per_s,
+        tokens_per_s=(input_tokens + output_tokens) * per_s,
+        ttft_ms=spread(one.ttft_s for one in good),
+        itl_ms=spread(gap for one in good for gap in one.gaps_s),
+        tpot_ms=spread(tpot for one in good if (tpot := one.tpot_s) is not None),
+        e2e_ms=spread(one.e2e_s for one in good),
+        goodput=len(met) * per_s if objectives else None,
+    )
+
+
+def _meets(sample: Sample, objectives: Mapping[str, float]) -> bool:
+    times = {"ttft": sample.ttft_s, "tpot": sample.tpot_s or 0.0, "e2e": sample.e2e_s}
+    return all(times[name] * 1e3 <= most for name, most in objectives.items())
+
+
+def parse_objectives(words: Sequence[str]) -> dict[str, float]:
+    """`ttft:500 tpot:50` as milliseconds by name. UserError names the word."""
+    found: dict[str, float] = {}
+    for word in words:
+        name, _, value = word.partition(":")
+        try:
+            most = float(value)
+        except ValueError:
+            most = math.nan
+        if name not in OBJECTIVES or not most > 0:
+            raise UserError(
+                f"--goodput {word}: expected NAME:MILLISECONDS with one of {', '.join(OBJECTIVES)}"
+            )
+        found[name] = most
+    return found
