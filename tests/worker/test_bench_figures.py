@@ -12,7 +12,7 @@ import pytest
 from xpyd_core.errors import UserError
 from xpyd_worker.bench.arrivals import arrival_times
 from xpyd_worker.bench.events import BadAnswer, EventParser
-from xpyd_worker.bench.figures import Sample, parse_objectives, percentile, summarize
+from xpyd_worker.bench.figures import Sample, parse_objectives, percentile, summarize, token_gaps
 from xpyd_worker.bench.prompts import random_asks, read_asks
 from xpyd_worker.bench.tables import of_serve
 
@@ -78,6 +78,12 @@ def test_a_run_is_summed_up_without_its_failures() -> None:
     assert found.tpot_ms.mean == pytest.approx((30 + 100) / 2)
     assert found.goodput is None
     assert "goodput" not in of_serve(found)
+
+
+def test_tokens_that_come_together_share_the_time_since_the_last_ones() -> None:
+    gaps_s = token_gaps([(1.0, 3), (1.5, 1), (2.1, 3)])
+    assert gaps_s == pytest.approx([0.5, 0.2, 0.2, 0.2])
+    assert token_gaps([(1.0, 5)]) == ()
 
 
 def test_goodput_counts_requests_that_meet_every_objective() -> None:

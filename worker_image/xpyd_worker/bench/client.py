@@ -10,7 +10,6 @@ import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -18,7 +17,7 @@ import orjson
 
 from xpyd_core.errors import UserError
 from xpyd_worker.bench.events import BadAnswer, EventParser
-from xpyd_worker.bench.figures import Sample
+from xpyd_worker.bench.figures import Sample, token_gaps
 from xpyd_worker.bench.prompts import Ask
 
 _READ_BYTES = 256 * 1024
@@ -84,10 +83,10 @@ class _Times:
 
     def __init__(self, sent_s: float, input_tokens: int) -> None:
         self._sent_s = sent_s
-        self._stamps: list[float] = []
+        self._arrivals: list[tuple[float, int]] = []
         self._input_tokens = input_tokens
-        self._counted = 0
-        self._usage: int | None = None
+        self._ids = 0
+        self._usage = 0
         self._done = False
 
     def take(self, data: bytes, now: float) -> None:
@@ -104,26 +103,31 @@ class _Times:
             self._input_tokens = int(usage["prompt_tokens"])
         choices = cast("list[dict[str, Any]]", chunk.get("choices") or [])
         for choice in choices:
-            # Engines that name the ids say exactly how many tokens a chunk is.
+            # Where ids are named, they say how many tokens came; else the server's own count.
             ids = choice.get("token_ids")
+            self._ids += len(ids or ())
             delta = cast("dict[str, Any]", choice.get("delta") or choice)
             text = delta.get("content") or delta.get("text")
             if ids or text:
-                self._counted += len(ids) if ids else 1
-                self._stamps.append(now)
+                self._arrive(now, len(ids or "1"))
+
+    def _arrive(self, now: float, tokens: int) -> None:
+        if self._arrivals and self._arrivals[-1][0] == now:
+            tokens += self._arrivals.pop()[1]
+        self._arrivals.append((now, tokens))
 
     def sample(self) -> Sample:
         """The request, done."""
-        if not self._done or not self._stamps:
-            raise BadAnswer("the stream ended early" if self._stamps else "no token came")
-        stamps = self._stamps
+        arrivals = self._arrivals
+        if not self._done or not arrivals:
+            raise BadAnswer("the stream ended early" if arrivals else "no token came")
         return Sample(
             self._sent_s,
-            ttft_s=stamps[0] - self._sent_s,
-            gaps_s=tuple(after - before for before, after in pairwise(stamps)),
-            e2e_s=stamps[-1] - self._sent_s,
+            ttft_s=arrivals[0][0] - self._sent_s,
+            gaps_s=token_gaps(arrivals),
+            e2e_s=arrivals[-1][0] - self._sent_s,
             input_tokens=self._input_tokens,
-            output_tokens=self._counted if self._usage is None else self._usage,
+            output_tokens=self._ids or self._usage or sum(count for _, count in arrivals),
         )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any, cast
 
 from xpyd_core.errors import UserError
@@ -128,6 +129,16 @@ def summarize(samples: Sequence[Sample], objectives: Mapping[str, float] | None 
 def _meets(sample: Sample, objectives: Mapping[str, float]) -> bool:
     times = {"ttft": sample.ttft_s, "tpot": sample.tpot_s or 0.0, "e2e": sample.e2e_s}
     return all(times[name] * 1e3 <= most for name, most in objectives.items())
+
+
+def token_gaps(arrivals: Sequence[tuple[float, int]]) -> tuple[float, ...]:
+    """ITL of one answer in seconds. `arrivals`: times, and how many tokens came at each; those of
+    the first have no gap."""
+    return tuple(
+        (now - before) / tokens
+        for (before, _), (now, tokens) in pairwise(arrivals)
+        for _ in range(tokens)
+    )
 
 
 def parse_objectives(words: Sequence[str]) -> dict[str, float]:

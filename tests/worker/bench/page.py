@@ -1,0 +1,116 @@
+"""The measured part of docs/benchmarks/engine-cpu.md, as tables. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.worker.bench.rounds import OWN, PEER
+from tests.worker.bench.shape import CASES
+
+BEGIN = "<!-- measured: `make bench-engine` writes it -->\n"
+END = "<!-- end of what is measured -->\n"
+_AIMS = {
+    "itlP50Ms": "ITL p50 to vLLM's",
+    "tokensPerS": "tokens/s to vLLM's",
+    "ttftP50Ms": "TTFT p50 to vLLM's",
+    "bandwidth": "share of the bandwidth limit",
+    "start": "start to vLLM's warm one",
+    "pss": "memory to vLLM's",
+}
+
+
+def with_measured(page: str, made: dict[str, Any]) -> str:
+    """The page with the tables of this report in place of those that it has."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return before + BEGIN + _measured(made) + END + after
+
+
+def _measured(made: dict[str, Any]) -> str:
+    parts = [[_where(made)], _aims(made)]
+    for name, model in made["models"].items():
+        parts += [[_about(name, model)], _cases(name, model), _ratios(name, model)]
+    return "\n" + "".join("\n".join(part) + "\n\n" for part in parts if part)
+
+
+def _where(made: dict[str, Any]) -> str:
+    machine = made["machine"]
+    versions = ", ".join(f"{name} {number}" for name, number in made["versions"].items())
+    left_out = "".join(f"\nNot measured: {name} ({why})." for name, why in made["absent"].items())
+    flags = f" Ours with `{' '.join(made['ownArgs'])}`." if made["ownArgs"] else ""
+    return (
+        f"{made['date']}: {machine['cores']} cores ({machine['processor']}), "
+        f"{machine['memoryGiB']} GiB, Linux {machine['linux']}; {versions}. {made['threads']} "
+        f"threads on the cores {made['cores']}, rounds: {made['rounds']}.{flags}{left_out}"
+    )
+
+
+def _aims(made: dict[str, Any]) -> list[str]:
+    if not made["aims"]:
+        return []
+    lines = ["| aim on medium | wanted | reached | |", "|---|---|---|---|"]
+    for aim in made["aims"]:
+        what = _AIMS[aim["figure"]] + (f", {_shape(aim['case'])}" if aim["case"] else "")
+        bound = f"{'at least' if aim['at_least'] else 'at most'} {aim['bound']:.2f}"
+        word = "yes" if aim["holds"] else "missed"
+        lines.append(f"| {what} | {bound} | {aim['reached']:.2f} | {word} |")
+    return lines
+
+
+def _shape(case: str) -> str:
+    one = CASES[case]
+    return f"{one.input_tokens}/{one.output_tokens} at {one.concurrency}"
+
+
+def _about(name: str, model: dict[str, Any]) -> str:
+    starts = ", ".join(f"{who} {value:.1f} s" for who, value in model["startS"].items())
+    memory = ", ".join(f"{who} {value:.2f} GiB" for who, value in model["pssGib"].items())
+    text = (
+        f"**{name}**: {model['parameters'] / 1e6:.1f} M parameters. Start to `/health`: {starts}. "
+        f"Memory (PSS) after the load: {memory}."
+    )
+    ratios = model["ratios"]
+    if ratios:
+        text += f" Ours to vLLM's: start {ratios['start']:.2f}, memory {ratios['pss']:.2f}."
+    limit = model["bandwidth"]
+    if limit:
+        text += (
+            f" A decode step reads {model['stepBytes'] / 1e6:.0f} MB, at {limit['gbPerS']:.1f} "
+            f"GB/s in {limit['limitMs']:.1f} ms at best; ours reaches {limit['share']:.0%} of that "
+            f"(best round {limit['bestShare']:.0%})."
+        )
+    return text
+
+
+def _cases(name: str, model: dict[str, Any]) -> list[str]:
+    lines = [
+        f"| {name}: in/out at concurrency | | TTFT p50 / p99 ms | ITL p50 / p99 ms "
+        "| TPOT p50 / p99 ms | tokens/s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for case, found in model["cases"].items():
+        for who in sorted(found["rows"], key=lambda who: (who != OWN, who != PEER)):
+            row = found["rows"][who]
+            shown = f"**{who}**" if who == OWN else who
+            lines.append(
+                f"| {_shape(case)} | {shown} | {row['ttftP50Ms']:.0f} / {row['ttftP99Ms']:.0f} "
+                f"| {row['itlP50Ms']:.1f} / {row['itlP99Ms']:.1f} "
+                f"| {row['tpotP50Ms']:.1f} / {row['tpotP99Ms']:.1f} | {row['tokensPerS']:.1f} |"
+            )
+    return lines
+
+
+def _ratios(name: str, model: dict[str, Any]) -> list[str]:
+    found = {case: one["ratios"] for case, one in model["cases"].items() if "ratios" in one}
+    if not found:
+        return []
+    return [
+        f"| {name}: ours to vLLM's, median (best) | TTFT p50 | ITL p50 | TPOT p50 | tokens/s |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {_shape(case)} | "
+            + " | ".join(f"{one['median']:.2f} ({one['best']:.2f})" for one in ratios.values())
+            + " |"
+            for case, ratios in found.items()
+        ),
+    ]
