@@ -7,7 +7,7 @@ PY_PATHS := $(PACKAGES) tests examples scripts hatch_build.py
 PYTEST := $(BIN)/python -m pytest
 PYTEST_ARGS ?=
 
-.PHONY: help setup fmt lint type imports generate verify test test-gpu test-cluster soak demo bench-operator bench-kv cluster-build cluster-up cluster-down cluster-status images push constraints clean
+.PHONY: help setup fmt lint type imports generate verify test test-gpu test-cluster soak demo bench-operator bench-kv bench-engine cluster-build cluster-up cluster-down cluster-status images push constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +72,9 @@ bench-operator: setup ## A thousand pods, a hundred fleets, five hundred at rest
 
 bench-kv: setup ## How fast KV moves from process to process; beside plain TCP, gloo, nixl, mooncake
 	@$(BIN)/python -m tests.kv.bench
+
+bench-engine: setup ## How fast the engine answers on the CPU; beside vLLM and transformers
+	@$(BIN)/python -m tests.worker.bench
 
 constraints: setup ## Write the installed versions to constraints.txt
 	@scripts/constraints.sh
