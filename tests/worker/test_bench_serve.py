@@ -114,7 +114,7 @@ def test_no_more_are_under_way_than_allowed() -> None:
         async with serving(server) as target:
             asks = [Ask((n,), 3) for n in range(1, 9)]
             load = asyncio.create_task(run_load(target, asks, [0.0] * 8, max_concurrency=3))
-            await server.three.wait()
+            await asyncio.wait_for(server.three.wait(), 20)
             assert server.hold is not None
             server.hold.set()
             samples = await load

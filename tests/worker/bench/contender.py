@@ -25,7 +25,7 @@ from xpyd_worker.bench.prompts import random_asks
 from xpyd_worker.bench.serve import run_load
 
 ROOT = Path(__file__).parents[3]
-START_S = 600.0
+START_S = 1200.0
 _END_S = 30.0
 _POLL_S = 0.05
 _REQUEST_S = 600.0
