@@ -130,6 +130,16 @@ def test_choices_differ_and_the_llms_seed_repeats_a_run(llm: LLM) -> None:
     assert both[0][:3] != both[0][3:]
 
 
+def test_priorities_are_one_for_each_prompt_and_need_their_policy(llm: LLM) -> None:
+    with pytest.raises(UserError, match=r"prompts\[1\]: priority: must be 0"):
+        llm.generate(["The", "A"], GREEDY, use_tqdm=False, priority=[0, 1])
+    with pytest.raises(UserError, match=r"priority: expected as many as prompts \(2\), got 1"):
+        llm.generate(["The", "A"], GREEDY, use_tqdm=False, priority=[0])
+    with make_llm(scheduling_policy="priority") as ranked:
+        outputs = ranked.generate(["The", "A"], GREEDY, use_tqdm=False, priority=[5, -1])
+    assert texts(outputs) == texts(llm.generate(["The", "A"], GREEDY, use_tqdm=False))
+
+
 def test_chat_answers_one_conversation_or_several(llm: LLM) -> None:
     question = [{"role": "user", "content": "What is a list?"}]
     (one,) = llm.chat(question, GREEDY, use_tqdm=False)

@@ -83,7 +83,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=DTYPES, default="auto", help="of weights and KV, e.g. bfloat16")
     add("--max-model-len", type=int, metavar="N", help="tokens of prompt and output, e.g. 4096")
     add("--max-num-seqs", type=int, default=256, metavar="N", help="running sequences")
-    add("--max-num-batched-tokens", type=int, default=2048, metavar="N", help="of one forward")
+    add("--max-num-batched-tokens", type=int, metavar="N", help="of one forward (default: auto)")
     add("--kv-cache-memory", default="1Gi", metavar="SIZE", help="paged KV cache, e.g. 4Gi")
     add("--block-size", type=int, choices=BLOCK_SIZES, default=DEFAULT_BLOCK_SIZE, help="tokens")
     add("--threads", type=int, metavar="N", help="threads of torch, e.g. 2")

@@ -6,7 +6,6 @@ one is said at once.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,8 @@ from typing import Any, Self, cast
 from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
 from xpyd_core.errors import UserError
 from xpyd_core.sizes import parse_bytes
-from xpyd_worker.config import WorkerConfig, check_config
+from xpyd_worker.config import AUTO_BATCHED_TOKENS, WorkerConfig, check_config
+from xpyd_worker.engine.limits import Policy
 from xpyd_worker.offline.outputs import RequestOutput
 from xpyd_worker.offline.progress import Progress
 from xpyd_worker.offline.requests import Ask, Chat, TextPrompt, TokensPrompt, prepare, run_all
@@ -48,7 +48,9 @@ class LLM:
         dtype: str = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 2048,
+        max_num_batched_tokens: int | None = None,
+        long_prefill_token_threshold: int = 0,
+        scheduling_policy: Policy = "fcfs",
         kv_cache_memory: int | str = "1Gi",
         block_size: int = DEFAULT_BLOCK_SIZE,
         enable_prefix_caching: bool = True,
@@ -61,14 +63,18 @@ class LLM:
             dtype=dtype,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_batched_tokens=max(AUTO_BATCHED_TOKENS, max_num_seqs)
+            if max_num_batched_tokens is None
+            else max_num_batched_tokens,
+            long_prefill_token_threshold=long_prefill_token_threshold,
+            scheduling_policy=scheduling_policy,
             kv_cache_bytes=_bytes("kv_cache_memory", kv_cache_memory),
             block_size=block_size,
             prefix_caching=enable_prefix_caching,
+            seed=seed,
             threads=threads,
         )
         check_config(config)
-        self._seeds = None if seed is None else itertools.count(seed)
         # As many as can run, and as many again, so that the scheduler never wants for one.
         self._most_at_once = 2 * max_num_seqs
         self._session = Session(config)
@@ -80,11 +86,13 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt: a text, `{"prompt": text}` or `{"prompt_token_ids": ids}`.
 
         One SamplingParams for all or one for each; None: the defaults. The outputs stand in the
-        prompts' order. `use_tqdm`: a progress bar on standard error. Raises UserError for a prompt
+        prompts' order. `use_tqdm`: a progress bar on standard error. `priority`: one for each, the
+        lower the earlier, where scheduling_policy is "priority". Raises UserError for a prompt
         that does not fit the model, before anything is computed.
         """
         given = [prompts] if isinstance(prompts, str | Mapping) else prompts
@@ -92,6 +100,7 @@ class LLM:
             [_ask(one, index) for index, one in enumerate(given)],
             sampling_params,
             use_tqdm=use_tqdm,
+            priority=priority,
         )
 
     def chat(
@@ -114,12 +123,17 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         *,
         use_tqdm: bool,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         params = _for_each(sampling_params, len(asks))
-        seeds = [None if self._seeds is None else next(self._seeds) for _ in asks]
+        ranks = [0] * len(asks) if priority is None else list(priority)
+        if len(ranks) != len(asks):
+            raise UserError(
+                f"priority: expected as many as prompts ({len(asks)}), got {len(ranks)}"
+            )
 
         async def work(service: Service) -> list[RequestOutput]:
-            requests = await prepare(service, asks, params, seeds)
+            requests = await prepare(service, asks, params, ranks)
             with Progress(len(requests), shown=use_tqdm) as progress:
                 return await run_all(
                     service, requests, most_at_once=self._most_at_once, done=progress.done

@@ -62,21 +62,20 @@ async def prepare(
     service: Service,
     asks: Sequence[Ask | Chat],
     params: Sequence[SamplingParams],
-    seeds: Sequence[int | None],
+    priorities: Sequence[int],
 ) -> list[Request]:
-    """Tokenize and check everything. `seeds` stand in for those that the parameters do not have.
-    UserError names the prompt."""
+    """Tokenize and check everything. UserError names the prompt."""
     requests: list[Request] = []
-    for index, (ask, each, seed) in enumerate(zip(asks, params, seeds, strict=True)):
+    for index, (ask, each, rank) in enumerate(zip(asks, params, priorities, strict=True)):
         try:
-            requests.append(await _prepare(service, ask, each, seed))
+            requests.append(await _prepare(service, ask, each, rank))
         except UserError as error:
             raise UserError(f"prompts[{index}]: {error}") from error
     return requests
 
 
 async def _prepare(
-    service: Service, ask: Ask | Chat, params: SamplingParams, seed: int | None
+    service: Service, ask: Ask | Chat, params: SamplingParams, priority: int
 ) -> Request:
     if isinstance(ask, Chat):
         text, ids = None, await chat_ids(service.model, ask.messages)
@@ -89,13 +88,12 @@ async def _prepare(
         if not ids:
             raise UserError("prompt_token_ids is empty")
         ids = await completion_ids(service.model, ids)
-    options = params.options()
+    options = replace(params.options(), priority=priority)
     # As in vLLM's class of this name, the context's end is an end like max_tokens; over HTTP a
     # client that asks for more than fits is told so.
     room = service.model.max_model_len - len(ids)
     if options.max_tokens is not None and 0 < room < options.max_tokens:
         options = replace(options, max_tokens=room)
-    options = replace(options, seed=seed if options.seed is None else options.seed)
     (job,) = make_jobs(service, read_request_id(None), options, [ids], default_max_tokens=None)
     if params.prompt_logprobs is not None:
         sampling = replace(job.request.sampling, prompt_logprobs=params.prompt_logprobs)

@@ -18,7 +18,7 @@ from xpyd_worker.config import WorkerConfig
 from xpyd_worker.engine.request import RequestOutput
 from xpyd_worker.loading import Loaded, load
 from xpyd_worker.server.bridge import EngineBridge
-from xpyd_worker.server.service import Place, Service
+from xpyd_worker.server.service import Place, Service, seeds
 
 T = TypeVar("T")
 Work = Callable[[Service], Coroutine[Any, Any, T]]
@@ -52,7 +52,13 @@ class Session:
         loaded = load(config, deliver=deliver, keys=(), incarnation=incarnation, make_store=None)
         self._parts: tuple[Loaded, Service] | None = (
             loaded,
-            Service(loaded.model, Place("Aggregated", incarnation), bridge),
+            Service(
+                model=loaded.model,
+                place=Place("Aggregated", incarnation),
+                bridge=bridge,
+                has_priorities=config.scheduling_policy == "priority",
+                draw_seed=seeds(config.seed),
+            ),
         )
         self._closing = threading.Lock()
         self._end = asyncio.Event()
