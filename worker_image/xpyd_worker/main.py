@@ -34,6 +34,7 @@ from xpyd_worker.server.heartbeat import HeartbeatSender
 from xpyd_worker.server.lifecycle import Lifecycle
 from xpyd_worker.server.metrics import ServerMetrics
 from xpyd_worker.server.service import Place, Service, seeds
+from xpyd_worker.spinning import bound_spinning
 
 if TYPE_CHECKING:
     from xpyd_worker.loading import Loaded
@@ -129,11 +130,7 @@ class _Worker:
                 # What is wrong with a checkpoint is said before torch is imported, which takes
                 # seconds; HTTP answers meanwhile.
                 load_config(resolve_checkpoint(self._config.model, self._config.revision))
-                # A thread that waits for the others looks this often before it sleeps, and waking
-                # takes 30 us, many times a step. Without end, as is the default, it would take the
-                # cores that HTTP, KV and other engines share. Read when torch is imported.
-                if "OMP_WAIT_POLICY" not in os.environ:
-                    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+                bound_spinning()
                 from xpyd_worker.loading import load
 
                 loaded = load(

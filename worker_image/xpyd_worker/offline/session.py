@@ -11,14 +11,17 @@ import os
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from xpyd_core.errors import UserError
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.engine.request import RequestOutput
-from xpyd_worker.loading import Loaded, load
 from xpyd_worker.server.bridge import EngineBridge
 from xpyd_worker.server.service import Place, Service, seeds
+from xpyd_worker.spinning import bound_spinning
+
+if TYPE_CHECKING:
+    from xpyd_worker.loading import Loaded
 
 T = TypeVar("T")
 Work = Callable[[Service], Coroutine[Any, Any, T]]
@@ -41,6 +44,10 @@ class Session:
 
     def __init__(self, config: WorkerConfig) -> None:
         """Load and start. UserError for a checkpoint or a size that cannot work."""
+        # The loop shares its cores with torch's threads. No effect where torch is imported already.
+        bound_spinning()
+        from xpyd_worker.loading import load
+
         incarnation = os.urandom(8).hex()
         bridge = EngineBridge(_NoTimes())
         self._own_threads: set[int] = set()
