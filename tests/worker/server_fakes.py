@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 
@@ -42,6 +42,7 @@ class ByteTokenizer:
     """Token i is byte i; 256 is EOS, 257 BOS, both special."""
 
     special_ids = frozenset({EOS, BOS})
+    byte_ids: ClassVar[dict[int, int]] = {}
     has_chat_template = True
     vocab_size = VOCAB
 

@@ -25,6 +25,18 @@ class SampleSpec:
 
 
 @dataclass(frozen=True)
+class KnownTokens:
+    """All tokens of a sequence, those that a penalty or a bad word may look at.
+
+    `prompt` is the request's own tuple, the same object in every step. Behind one `seq_id` they
+    only grow.
+    """
+
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class ScheduledSequence:
     """A sequence's share of one step: compute `token_ids` at positions start, start + 1, ...
 
@@ -32,7 +44,9 @@ class ScheduledSequence:
     is empty until the sequence's last known token is computed; more than one when choices fork
     here.
     `prompt_tokens` is the length of its prompt, so that computed prompt tokens can be counted.
-    With `prompt_logprobs`, rows of prompt positions are scored too.
+    With `prompt_logprobs`, rows of prompt positions are scored too. `known` is there only where
+    `samples` are drawn under parameters that read earlier tokens: the executor may not have seen
+    those whose KV was found or received.
     """
 
     seq_id: int
@@ -45,6 +59,7 @@ class ScheduledSequence:
     # EOS and stop ids are masked where fewer than min_tokens are out.
     eos_token_ids: tuple[int, ...] = ()
     log_id: str = ""
+    known: KnownTokens | None = None
 
 
 @dataclass(frozen=True)

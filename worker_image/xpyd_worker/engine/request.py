@@ -6,6 +6,7 @@ Pure and frozen. The server validates and tokenizes, the engine trusts these val
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from xpyd_core.request_id import Address, TransferKey
@@ -27,6 +28,11 @@ class SamplingParams:
     `logprobs`: how many top alternatives per token, None for none at all (0: the token's own only).
     `prompt_logprobs`: the same for the prompt's tokens; such a request skips the prefix cache.
     Stop strings are not here: the server finds them in the text and aborts the choice.
+
+    `min_p` 0, `repetition_penalty` 1 and the other penalties 0 are off; the first penalty looks at
+    prompt and output, the others at the output alone. `logit_bias`: (token id, what is added), each
+    id once. `allowed_token_ids`: none but these; empty for all. `bad_words`: sequences of token ids
+    whose last token is not drawn where the output ends in those before it.
     """
 
     max_tokens: int
@@ -39,6 +45,29 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+    @cached_property
+    def counts_tokens(self) -> bool:
+        """Whether a penalty is on."""
+        penalties = (self.presence_penalty, self.frequency_penalty)
+        return self.repetition_penalty != 1.0 or any(penalties)
+
+    @cached_property
+    def reads_tokens(self) -> bool:
+        """Whether a draw depends on which tokens came before it, not only on the logits."""
+        return self.counts_tokens or bool(self.bad_words)
+
+    @cached_property
+    def changes_logits(self) -> bool:
+        """Whether logits are changed before the draw (but for min_tokens)."""
+        return self.reads_tokens or bool(self.logit_bias or self.allowed_token_ids)
 
 
 @dataclass(frozen=True)
@@ -89,12 +118,15 @@ class EngineRequest:
 class TokenLogprob:
     """Log probability of one token and of the `top` alternatives, best first: (token id, logprob).
 
-    Taken from the model's logits before temperature and filters (as vLLM's raw_logprobs).
+    Taken from the model's logits before temperature and filters (as vLLM's raw_logprobs). `rank` is
+    how many tokens of the vocabulary are at least as likely, itself included; 0 where not counted
+    (only prompts' tokens are).
     """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
 
 
 @dataclass(frozen=True)

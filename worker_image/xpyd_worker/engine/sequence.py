@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from xpyd_worker.engine.executor import KnownTokens
 from xpyd_worker.engine.request import (
     ChoiceOutput,
     EngineRequest,
@@ -148,3 +149,10 @@ class Sequence:
     def output_position(self) -> int:
         """Tokens that its choice has put out; 0 in a trunk."""
         return len(self.tokens) - self.state.prompt_tokens
+
+    def known_tokens(self) -> KnownTokens | None:
+        """What its next draw reads of the tokens before it; None where that is nothing."""
+        request = self.state.request
+        if not request.sampling.reads_tokens:
+            return None
+        return KnownTokens(request.prompt, tuple(self.tokens[len(request.prompt) :]))

@@ -63,4 +63,5 @@ class StepMaker:
             samples=samples,
             eos_token_ids=() if request.sampling.ignore_eos else self._rules.eos_token_ids,
             log_id=request.log_id,
+            known=sequence.known_tokens() if samples else None,
         )

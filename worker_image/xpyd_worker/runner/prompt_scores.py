@@ -70,6 +70,6 @@ class PromptScorer:
         for start in range(0, len(tokens), self._rows_at_once):
             part = tokens[start : start + self._rows_at_once]
             logits = self._logits(states[start : start + len(part)])
-            found = token_logprobs(logits, part, [wanted or 0] * len(part))
+            found = token_logprobs(logits, part, [wanted or 0] * len(part), with_ranks=True)
             scores.extend(score for score in found if score is not None)
         return tuple(scores)

@@ -27,6 +27,7 @@ from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.decoder import Decoder
 from xpyd_worker.model.loader import load_weights
 from xpyd_worker.model.registry import build_model
+from xpyd_worker.runner.adjustments import Adjustments
 from xpyd_worker.runner.batch import Batch, build_batch
 from xpyd_worker.runner.kv_cache import KvCache, blocks_in_budget
 from xpyd_worker.runner.prompt_scores import PromptScorer
@@ -55,6 +56,7 @@ class ModelRunner:
         self._kernels = kernels
         self._vocab_size = config.vocab_size
         self._scorer = PromptScorer(model.logits, vocab_size=config.vocab_size)
+        self._adjustments = Adjustments(vocab_size=config.vocab_size)
         self.kv_cache = kv_cache
         self.weight_bytes = sum(
             tensor.numel() * tensor.itemsize
@@ -149,18 +151,22 @@ class ModelRunner:
         last_rows = [rows.last_row for rows in asking]
         is_all = len(last_rows) == hidden.shape[0]
         logits = self._model.logits(hidden if is_all else hidden[torch.tensor(last_rows)])
-        wanted = [
-            SampleRow(
-                index,
-                rows.sequence.sampling,
-                spec.choice_index,
-                spec.position,
-                rows.sequence.eos_token_ids,
-                rows.sequence.log_id,
-            )
-            for index, rows in enumerate(asking)
-            for spec in rows.sequence.samples
-        ]
+        wanted: list[SampleRow] = []
+        for index, rows in enumerate(asking):
+            sequence = rows.sequence
+            adjustment = self._adjustments.of(sequence)
+            wanted += [
+                SampleRow(
+                    index,
+                    sequence.sampling,
+                    spec.choice_index,
+                    spec.position,
+                    sequence.eos_token_ids,
+                    sequence.log_id,
+                    adjustment,
+                )
+                for spec in sequence.samples
+            ]
         tokens = iter(sample(logits, wanted))
         return {
             rows.sequence.seq_id: tuple(next(tokens) for _ in rows.sequence.samples)

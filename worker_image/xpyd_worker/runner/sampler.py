@@ -1,13 +1,19 @@
 """From logits to tokens and their log probabilities.
 
-Vectorised over the rows of a step; a row's token depends on its own logits, parameters and random
-number only. It must not know sequences, blocks or the model.
+Vectorised over the rows of a step; a row's token depends on its own logits, parameters, earlier
+tokens and random number only. It must not know sequences, blocks or the model.
 
-Order of the steps, as in vLLM: raw log probabilities are taken; EOS and stop ids are masked while
-fewer than min_tokens are out; greedy rows take the best token (the lowest id among equals); others
-divide by the temperature, keep the top_k best (with all that equal the last of them), of these the
-smallest head whose probability reaches top_p, and draw from what is left by inverse CDF, best token
-first and lower id first among equals.
+Order of the steps, as in vLLM V1 (v1/sample/sampler.py there):
+1. raw log probabilities are what `logprobs` reports;
+2. allowed_token_ids, bad words, EOS and stop ids while fewer than min_tokens are out: the others'
+   or their logits become -inf; then logit_bias is added;
+3. penalties: repetition over prompt and output, frequency and presence over the output;
+4. greedy rows take the best token (the lowest id among equals);
+5. the others divide by the temperature, drop what is less likely than min_p x the best, keep the
+   top_k best (with all that equal the last of them), of these the smallest head whose probability
+   reaches top_p, and draw from what is left by inverse CDF, best token first and lower id first
+   among equals.
+Where step 2 leaves a row no token at all, bad words and min_tokens give way for that draw.
 """
 
 from __future__ import annotations
@@ -20,6 +26,13 @@ from torch import Tensor
 
 from xpyd_core.errors import XpydError
 from xpyd_worker.engine.request import SampledToken, SamplingParams, TokenLogprob
+from xpyd_worker.runner.adjustments import (
+    Adjustment,
+    apply_allowed,
+    apply_banned,
+    apply_bias,
+    apply_penalties,
+)
 from xpyd_worker.runner.tensors import to_floats, to_ints
 from xpyd_worker.runner.uniform import uniform
 
@@ -34,7 +47,8 @@ _LEAST_TEMPERATURE = 1e-5
 class SampleRow:
     """One token to draw from row `logits_row`; `choice_index` and `position` key its random number.
 
-    `position` is also how many tokens the choice has put out.
+    `position` is also how many tokens the choice has put out. `adjustment` is what its options
+    change in the logits, if they change any.
     """
 
     logits_row: int
@@ -43,6 +57,7 @@ class SampleRow:
     position: int
     eos_token_ids: tuple[int, ...] = ()
     log_id: str = ""
+    adjustment: Adjustment | None = None
 
 
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
@@ -52,17 +67,20 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
     """
     if not rows:
         return []
-    chosen = logits[torch.tensor([row.logits_row for row in rows])]
-    _refuse_not_finite(chosen, rows)
-    masked = _mask_stop_ids(chosen, rows)
-    tokens = to_ints(masked.argmax(dim=-1))
+    chosen = _rows_of(logits, [row.logits_row for row in rows])
+    adjusted = _adjust(chosen, rows)
+    best = adjusted.argmax(dim=-1)
+    highest = adjusted.gather(1, best[:, None])
+    # NaN and +inf win an argmax, so that the best of a row tells whether the row is sound.
+    if not bool(highest.isfinite().all()):
+        adjusted, best, highest = _settle(chosen, adjusted, highest, rows)
+    tokens = to_ints(best)
     drawn = [
         index for index, row in enumerate(rows) if row.sampling.temperature >= _LEAST_TEMPERATURE
     ]
     if drawn:
-        every = len(drawn) == len(rows)
-        part = masked if every else masked[torch.tensor(drawn)]
-        for index, token in zip(drawn, _draw(part, [rows[i] for i in drawn]), strict=True):
+        part, top = _rows_of(adjusted, drawn), _rows_of(highest, drawn)
+        for index, token in zip(drawn, _draw(part, top, [rows[i] for i in drawn]), strict=True):
             tokens[index] = token
     wanted = [row.sampling.logprobs for row in rows]
     return [
@@ -71,8 +89,19 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
     ]
 
 
+def _rows_of(matrix: Tensor, rows: list[int]) -> Tensor:
+    """The named rows, in this order; the matrix itself where that is all of it."""
+    if rows == list(range(matrix.shape[0])):
+        return matrix
+    return matrix[torch.tensor(rows)]
+
+
 def token_logprobs(
-    logits: Tensor, tokens: Sequence[int], wanted: Sequence[int | None]
+    logits: Tensor,
+    tokens: Sequence[int],
+    wanted: Sequence[int | None],
+    *,
+    with_ranks: bool = False,
 ) -> list[TokenLogprob | None]:
     """Raw log probability of tokens[i] in row i of float32 `logits`, with its wanted[i] best
     alternatives; None where wanted[i] is None."""
@@ -83,7 +112,9 @@ def token_logprobs(
     part = logits if len(some) == len(wanted) else logits[torch.tensor(some)]
     scores = part.log_softmax(dim=-1)
     own = torch.tensor([tokens[index] for index in some])
-    own_scores = to_floats(scores.gather(1, own[:, None])[:, 0])
+    own_column = scores.gather(1, own[:, None])
+    own_scores = to_floats(own_column[:, 0])
+    ranks = to_ints((scores >= own_column).sum(dim=-1)) if with_ranks else [0] * len(some)
     most = min(max(wanted[index] or 0 for index in some), scores.shape[1])
     top = _best(scores, most) if most else None
     for row, index in enumerate(some):
@@ -92,7 +123,7 @@ def token_logprobs(
         if count and top is not None:
             ids, values = to_ints(top.indices[row, :count]), to_floats(top.values[row, :count])
             best = tuple(zip(ids, values, strict=True))
-        found[index] = TokenLogprob(tokens[index], own_scores[row], best)
+        found[index] = TokenLogprob(tokens[index], own_scores[row], best, ranks[row])
     return found
 
 
@@ -115,38 +146,66 @@ def _best(scores: Tensor, count: int) -> _Sorted:
     return _Sorted(values, indices.gather(1, order))
 
 
-def _refuse_not_finite(logits: Tensor, rows: Sequence[SampleRow]) -> None:
-    # The maximum is NaN or infinite if any logit is NaN or +inf, and finite otherwise.
-    good = logits.amax(dim=-1).isfinite()
-    if bool(good.all()):
-        return
-    bad = rows[int(good.logical_not().nonzero()[0, 0])]
-    raise XpydError(f"the model gave logits that are not finite for request {bad.log_id or '?'}")
+def _adjust(logits: Tensor, rows: Sequence[SampleRow], *, bans: bool = True) -> Tensor:
+    """`logits`, or a copy that the rows' options have changed; without bad words and min_tokens
+    where `bans` is false."""
+    adjustments = [
+        (index, row.adjustment) for index, row in enumerate(rows) if row.adjustment is not None
+    ]
+    stops = _early_stops(rows, logits.shape[1]) if bans else None
+    if not adjustments and stops is None:
+        return logits
+    changed = logits.clone()
+    apply_allowed(changed, adjustments)
+    if bans:
+        apply_banned(changed, adjustments)
+    if stops is not None:
+        changed[stops] = float("-inf")
+    apply_bias(changed, adjustments)
+    apply_penalties(changed, adjustments)
+    return changed
 
 
-def _mask_stop_ids(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """`logits`, or a copy with -inf where a token may not come yet."""
+def _early_stops(rows: Sequence[SampleRow], vocab: int) -> tuple[Tensor, Tensor] | None:
+    """Row and column of every EOS and stop id that may not come yet."""
     where: list[int] = []
     ids: list[int] = []
     for index, row in enumerate(rows):
         if row.position < row.sampling.min_tokens:
             stops = {*row.eos_token_ids, *row.sampling.stop_token_ids}
-            known = [token for token in stops if 0 <= token < logits.shape[1]]
+            known = [token for token in stops if 0 <= token < vocab]
             where.extend([index] * len(known))
             ids.extend(known)
-    if not ids:
-        return logits
-    masked = logits.clone()
-    masked[torch.tensor(where), torch.tensor(ids)] = float("-inf")
-    return masked
+    return (torch.tensor(where), torch.tensor(ids)) if ids else None
 
 
-def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
-    """Tokens of rows that are not greedy."""
+def _settle(
+    logits: Tensor, adjusted: Tensor, highest: Tensor, rows: Sequence[SampleRow]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Adjusted logits, best tokens and their logits, where some row of `adjusted` has no best one.
+
+    Raises XpydError where that is the model's doing.
+    """
+    lacking = highest[:, 0].isfinite().logical_not().nonzero()[:, 0]
+    part = [rows[index] for index in to_ints(lacking)]
+    adjusted = adjusted.clone()
+    adjusted[lacking] = _adjust(logits[lacking], part, bans=False)
+    best = adjusted.argmax(dim=-1)
+    highest = adjusted.gather(1, best[:, None])
+    sound = highest[:, 0].isfinite()
+    if not bool(sound.all()):
+        bad = rows[int(sound.logical_not().nonzero()[0, 0])]
+        raise XpydError(
+            f"the model gave logits that are not finite for request {bad.log_id or '?'}"
+        )
+    return adjusted, best, highest
+
+
+def _draw(logits: Tensor, highest: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    """Tokens of rows that are not greedy; `highest` [rows, 1] are the rows' maxima."""
     temperatures = torch.tensor([row.sampling.temperature for row in rows], dtype=torch.float32)
     # Taking the maximum off first keeps a tiny temperature from overflowing.
-    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures[:, None]
-    probabilities = scaled.softmax(dim=-1)
+    probabilities = (logits - highest).div_(temperatures[:, None]).softmax(dim=-1)
     params = _Params.of(rows)
     tokens, is_settled = _inverse_cdf(logits, probabilities, params, head=_HEAD)
     part = is_settled.logical_not().nonzero()[:, 0]
@@ -161,20 +220,23 @@ def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
 
 @dataclass(frozen=True)
 class _Params:
-    """Columns [rows, 1] of what steers a draw. `top_k` 0 is off."""
+    """Columns [rows, 1] of what steers a draw. `top_k` 0, `top_p` 1 and `min_p` 0 are off."""
 
     top_k: Tensor
     top_p: Tensor
+    min_p: Tensor
     uniform: Tensor
 
     @staticmethod
     def of(rows: Sequence[SampleRow]) -> _Params:
         top_k = [row.sampling.top_k for row in rows]
         top_p = [row.sampling.top_p for row in rows]
+        min_p = [row.sampling.min_p for row in rows]
         numbers = [uniform(r.sampling.seed, r.choice_index, r.position) for r in rows]
         return _Params(
             torch.tensor(top_k)[:, None],
             torch.tensor(top_p, dtype=torch.float64)[:, None],
+            torch.tensor(min_p, dtype=torch.float64)[:, None],
             torch.tensor(numbers, dtype=torch.float64)[:, None],
         )
 
@@ -193,9 +255,11 @@ def _inverse_cdf(
     has_top_k = (params.top_k > 0) & (params.top_k < vocab)
     last = torch.where(has_top_k, params.top_k, 1).clamp(max=width) - 1
     least = best.values.gather(1, last)
+    has_limit = has_top_k | (params.min_p > 0)
     keeps = ~has_top_k | (best.values >= least)
+    keeps &= mass >= params.min_p * mass[:, :1]
     mass = torch.where(keeps, mass, 0.0)
-    # A kept last column may have equals behind it; without top_k all of the row is kept.
+    # A kept last column may have more behind it that min_p and top_k (equals) keep.
     is_whole |= ~keeps[:, -1:]
     reached = mass.cumsum(dim=-1)
     total = torch.where(is_whole, reached[:, -1:], 1.0)
@@ -207,8 +271,8 @@ def _inverse_cdf(
     mass = torch.where(keeps, mass, 0.0)
     reached = mass.cumsum(dim=-1)
     # Without the rest of the row, the head of top_p is known once its last token is seen to be out.
-    is_cut = is_whole | (has_top_p & ~has_top_k & ~keeps[:, -1:])
-    is_unfiltered = ~has_top_p & ~has_top_k
+    is_cut = is_whole | (has_top_p & ~has_limit & ~keeps[:, -1:])
+    is_unfiltered = ~has_top_p & ~has_limit
     kept = torch.where(is_cut, reached[:, -1:], total)
     target = params.uniform * kept
     column = torch.searchsorted(reached, target, right=True)

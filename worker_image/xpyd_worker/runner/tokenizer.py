@@ -25,6 +25,16 @@ def _byte_of_char() -> dict[str, int]:
     return table
 
 
+def _fallback_byte(piece: str) -> int | None:
+    """The byte of a piece like `<0xE4>`, which sentencepiece vocabularies fall back to."""
+    if len(piece) != 6 or not (piece.startswith("<0x") and piece.endswith(">")):
+        return None
+    try:
+        return int(piece[3:5], 16)
+    except ValueError:
+        return None
+
+
 def _decoder_types(node: object) -> set[str]:
     """The `type`s of a decoder of tokenizer.json, those inside a Sequence included."""
     if not isinstance(node, dict):
@@ -52,8 +62,16 @@ class Tokenizer:
         special = {int(i) for i, token in added.items() if token.special}
         self.special_ids = frozenset(special | {int(i) for i in tokenizer.all_special_ids})
         """Ids that `decode(skip_special_tokens=True)` leaves out."""
-        decoder = json.loads(self._rust.to_str()).get("decoder")
-        byte_level = "ByteLevel" in _decoder_types(decoder)
+        document = json.loads(self._rust.to_str())
+        decoders = _decoder_types(document.get("decoder"))
+        byte_level = "ByteLevel" in decoders
+        vocab: Mapping[str, int] = {}
+        if "ByteFallback" in decoders:
+            vocab = self._rust.get_vocab()
+        self.byte_ids: Mapping[int, int] = {
+            i: byte for piece, i in vocab.items() if (byte := _fallback_byte(piece)) is not None
+        }
+        """Ids that stand for one byte each, of a vocabulary whose other pieces are characters."""
         self._byte_of_char = _byte_of_char() if byte_level else None
 
     @classmethod
@@ -106,8 +124,9 @@ class Tokenizer:
             return bytes(known) if len(known) == len(piece) else piece.encode()
         if token_id in self._added_text:
             return piece.encode()
-        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-            return bytes((int(piece[3:5], 16),))
+        byte = _fallback_byte(piece)
+        if byte is not None:
+            return bytes((byte,))
         return piece.replace("\u2581", " ").encode()
 
     def apply_chat_template(

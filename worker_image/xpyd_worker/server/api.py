@@ -45,7 +45,7 @@ from xpyd_worker.server.openai_types import (
     parse_completion,
 )
 from xpyd_worker.server.probe import answer_probe
-from xpyd_worker.server.prompts import chat_ids, completion_ids
+from xpyd_worker.server.prompts import bad_word_ids, chat_ids, completion_ids
 from xpyd_worker.server.responses import json_body, json_response, register_errors
 from xpyd_worker.server.service import Service
 from xpyd_worker.server.stream import events
@@ -95,8 +95,7 @@ class Api:
         request_id = read_request_id(request.headers.get("X-Request-Id"))
         self._admit(service, request_id, len(call.prompts))
         jobs = await _completion_jobs(service, request_id, call)
-        discard = call.echo and options.max_tokens == 0
-        generation = Generation(service, jobs, ending_of(service, options, discard=discard))
+        generation = Generation(service, jobs, ending_of(service, options))
         return await self._answer(
             service,
             request_id,
@@ -118,9 +117,15 @@ class Api:
         if ids is None:
             ids = await chat_ids(service.model, call.messages)
         jobs = make_jobs(
-            service, request_id, options, [ids], default_max_tokens=None, name="messages"
+            service,
+            request_id,
+            options,
+            [ids],
+            default_max_tokens=None,
+            bad_words=await bad_word_ids(service.model, options.rules.bad_words),
+            name="messages",
         )
-        generation = Generation(service, jobs, ending_of(service, options, discard=False))
+        generation = Generation(service, jobs, ending_of(service, options))
         return await self._answer(
             service,
             request_id,
@@ -240,9 +245,9 @@ async def _completion_jobs(
         prompts.append(ids or await completion_ids(service.model, prompt))
     echo_texts = None
     if call.echo:
-        decode = service.model.tokenizer.decode
+        decode, skip = service.model.tokenizer.decode, options.skip_special_tokens
         echo_texts = [
-            prompt if isinstance(prompt, str) else decode(prompt, skip_special_tokens=True)
+            prompt if isinstance(prompt, str) else decode(prompt, skip_special_tokens=skip)
             for prompt in call.prompts
         ]
     return make_jobs(
@@ -251,6 +256,7 @@ async def _completion_jobs(
         options,
         prompts,
         default_max_tokens=COMPLETION_DEFAULT_TOKENS,
+        bad_words=await bad_word_ids(service.model, options.rules.bad_words),
         echo_texts=echo_texts,
     )
 

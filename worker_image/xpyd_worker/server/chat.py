@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from xpyd_worker.server.generation import ChoiceDelta, Generation
-from xpyd_worker.server.logprobs import chat_logprobs, join_logprobs
+from xpyd_worker.server.logprobs import chat_logprobs, join_logprobs, prompt_logprob_maps
 from xpyd_worker.server.openai_types import Options
 from xpyd_worker.server.service import TextTokenizer
 
@@ -36,10 +36,15 @@ class ChatFormat:
         ]
 
     def extras(self, *, continued: bool) -> dict[str, Any]:
-        """The prompt's ids where the client asked for ids."""
-        if not self._options.return_token_ids or continued:
-            return {}
-        return {"prompt_token_ids": self._generation.jobs[0].request.prompt}
+        """What the client asked to see of the prompt: its ids, its log probabilities."""
+        shown: dict[str, Any] = {}
+        wanted = self._options.prompt_logprobs
+        if wanted is not None:
+            entries = self._generation.prompt_logprobs(0)
+            shown["prompt_logprobs"] = prompt_logprob_maps(self._tokenizer, entries, wanted)
+        if self._options.return_token_ids and not continued:
+            shown["prompt_token_ids"] = self._generation.jobs[0].request.prompt
+        return shown
 
     def chunk(self, delta: ChoiceDelta) -> dict[str, Any] | None:
         """See answers.Format."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from xpyd_worker.engine.request import TokenLogprob
@@ -12,6 +13,7 @@ from xpyd_worker.server.logprobs import (
     completion_logprobs,
     end_of,
     join_logprobs,
+    prompt_logprob_maps,
     prompt_logprobs,
 )
 from xpyd_worker.server.openai_types import Options
@@ -68,6 +70,10 @@ class CompletionFormat:
             own = self._own(delta.logprobs, end_of(head) if head else start)
             logprobs = join_logprobs([head, own])
         choice = self._choice(delta, self._echo(delta.index) + delta.text, logprobs)
+        wanted = self._options.prompt_logprobs
+        if wanted is not None:
+            entries = self._generation.prompt_logprobs(delta.index)
+            choice["prompt_logprobs"] = prompt_logprob_maps(self._tokenizer, entries, wanted)
         if self._options.return_token_ids:
             choice["token_ids"] = delta.token_ids
             choice["prompt_token_ids"] = self._job(delta.index).request.prompt
@@ -91,11 +97,14 @@ class CompletionFormat:
         return self._job(choice_index).echo_text or ""
 
     def _prompt_logprobs(self, choice_index: int) -> dict[str, Any] | None:
+        """Of the text that echo puts in front."""
         entries = self._generation.prompt_logprobs(choice_index)
-        if not entries:
+        job, wanted = self._job(choice_index), self._options.logprobs
+        if not entries or job.echo_text is None or wanted is None:
             return None
-        prompt = self._job(choice_index).request.prompt
-        return prompt_logprobs(self._tokenizer, prompt, entries)
+        # The field prompt_logprobs may have asked for more alternatives.
+        entries = [one and replace(one, top=one.top[:wanted]) for one in entries]
+        return prompt_logprobs(self._tokenizer, job.request.prompt, entries)
 
     def _own(self, entries: Sequence[TokenLogprob], text_offset: int) -> dict[str, Any]:
         return completion_logprobs(self._tokenizer, entries, text_offset=text_offset)

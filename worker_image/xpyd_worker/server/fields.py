@@ -68,11 +68,11 @@ class Fields:
             raise bad(self.name(name), f"must be {least}, got {shown(value)}")
         return float(value)
 
-    def boolean(self, name: str) -> bool:
-        """true or false; false where absent."""
+    def boolean(self, name: str, *, default: bool = False) -> bool:
+        """true or false; `default` where absent."""
         value = self.get(name)
         if value is None:
-            return False
+            return default
         if not isinstance(value, bool):
             raise bad(self.name(name), f"expected true or false, got {shown(value)}")
         return value

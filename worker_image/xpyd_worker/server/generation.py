@@ -35,6 +35,7 @@ class Ending:
 
     `hold_at_length`: P, asked by our router, goes on elsewhere after its max_tokens, so text that
     may still change stays back. `discard`: the tokens computed are not wanted (max_tokens 0).
+    `include_stop`: what ends a choice, string or token, is part of its text.
     """
 
     stop: tuple[str, ...] = ()
@@ -43,9 +44,26 @@ class Ending:
     min_tokens: int = 0
     hold_at_length: bool = False
     discard: bool = False
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+
+    def text_of(self, service: Service, prompt: Sequence[int]) -> OutputText:
+        """A new text machine for one choice behind `prompt`."""
+        detokenizer = service.model.detokenizer(
+            prompt,
+            skip_special_tokens=self.skip_special_tokens,
+            spaces_between_special_tokens=self.spaces_between_special_tokens,
+        )
+        return OutputText(
+            detokenizer,
+            stop=self.stop,
+            min_tokens=self.min_tokens,
+            include_stop=self.include_stop,
+        )
 
 
-def ending_of(service: Service, options: Options, *, discard: bool = False) -> Ending:
+def ending_of(service: Service, options: Options) -> Ending:
     """The ending that a call asks for."""
     return Ending(
         stop=options.stop,
@@ -53,7 +71,10 @@ def ending_of(service: Service, options: Options, *, discard: bool = False) -> E
         eos_token_ids=frozenset() if options.ignore_eos else service.model.eos_token_ids,
         min_tokens=options.min_tokens,
         hold_at_length=service.place.role == "Prefill" and options.kv.from_router,
-        discard=discard,
+        discard=options.max_tokens == 0,
+        include_stop=options.include_stop,
+        skip_special_tokens=options.skip_special_tokens,
+        spaces_between_special_tokens=options.spaces_between_special_tokens,
     )
 
 
@@ -106,6 +127,9 @@ class _Choice:
                 return
 
     def _is_end(self, token_id: int) -> bool:
+        """Whether the token, as a choice's last, has no text."""
+        if self._ending.include_stop:
+            return False
         return token_id in self._ending.stop_token_ids or token_id in self._ending.eos_token_ids
 
     def take(self, output: ChoiceOutput) -> bool:
@@ -136,7 +160,7 @@ class _Choice:
         if token.logprob is not None:
             self._delta.logprobs.append(token.logprob)
         # The token that ends a choice has no text, also where it is no special one.
-        if not is_end:
+        if not is_end or self._ending.include_stop:
             self._delta.text += self.text.push(token.token_id)
         if self.text.stop_found is not None:
             self._end("stop", self.text.stop_found)
@@ -175,13 +199,7 @@ class Generation:
         for job in jobs:
             request = job.request
             choices = [
-                _Choice(
-                    request.first_choice + j,
-                    OutputText(
-                        service.model.detokenizer(), stop=ending.stop, min_tokens=ending.min_tokens
-                    ),
-                    ending,
-                )
+                _Choice(request.first_choice + j, ending.text_of(service, request.prompt), ending)
                 for j in range(request.n)
             ]
             self._prompts[request.request_id] = _Prompt(job, choices)

@@ -78,13 +78,13 @@ def make_jobs(
     prompts: Sequence[tuple[int, ...]],
     *,
     default_max_tokens: int | None,
+    bad_words: tuple[tuple[int, ...], ...] = (),
     echo_texts: Sequence[str] | None = None,
     name: str = "prompt",
 ) -> list[Job]:
-    """One job per prompt. ApiError 400 where something does not fit the model."""
-    check_vocabulary(service.model, options.stop_token_ids, "stop_token_ids")
-    for ids in options.kv.continue_from:
-        check_vocabulary(service.model, ids, "kv_transfer_params.continue_from")
+    """One job per prompt. ApiError 400 where something does not fit the model. `bad_words` are
+    those of `options` as token ids."""
+    _check_ids(service, options)
     seed = _seed(service, options)
     if options.priority and not service.has_priorities:
         raise bad("priority", "must be 0: this engine runs without --scheduling-policy priority")
@@ -94,8 +94,11 @@ def make_jobs(
         sampling = _sampling(
             service, options, len(prompt), seed, default=default_max_tokens, name=name
         )
-        if echo_texts is not None and options.logprobs is not None:
-            sampling = _with_prompt_logprobs(sampling, options.logprobs)
+        sampling = replace(
+            sampling,
+            bad_words=bad_words,
+            prompt_logprobs=_prompt_logprobs(options, has_echo=echo_texts is not None),
+        )
         first = index * options.n
         continued = options.kv.continue_from[first : first + options.n]
         request = EngineRequest(
@@ -115,6 +118,21 @@ def make_jobs(
         echo_text = echo_texts[index] if echo_texts is not None else None
         jobs.append(Job(request, emit_from, echo_text))
     return jobs
+
+
+def _check_ids(service: Service, options: Options) -> None:
+    model, rules = service.model, options.rules
+    check_vocabulary(model, options.stop_token_ids, "stop_token_ids")
+    check_vocabulary(model, rules.allowed_token_ids, "allowed_token_ids")
+    check_vocabulary(model, [token for token, _ in rules.logit_bias], "logit_bias")
+    for ids in options.kv.continue_from:
+        check_vocabulary(model, ids, "kv_transfer_params.continue_from")
+
+
+def _prompt_logprobs(options: Options, *, has_echo: bool) -> int | None:
+    """How many alternatives of each prompt token serve both fields that may ask for them."""
+    asked = [options.prompt_logprobs, options.logprobs if has_echo else None]
+    return max((count for count in asked if count is not None), default=None)
 
 
 def _emit_from(
@@ -155,7 +173,7 @@ def _sampling(
     if options.max_tokens is None and default is not None and least > default:
         raise bad("min_tokens", f"must not be above max_tokens, which is {default} by default")
     return SamplingParams(
-        # With max_tokens 0 (echo) one token is computed and thrown away.
+        # With max_tokens 0 (only the prompt is shown) one token is computed and thrown away.
         max_tokens=max(1, max_tokens),
         seed=seed,
         # Where the context ends before that, so does the answer. A 400 would come too late: P does
@@ -167,11 +185,13 @@ def _sampling(
         ignore_eos=options.ignore_eos,
         stop_token_ids=options.stop_token_ids,
         logprobs=options.logprobs,
+        min_p=options.rules.min_p,
+        repetition_penalty=options.rules.repetition_penalty,
+        presence_penalty=options.rules.presence_penalty,
+        frequency_penalty=options.rules.frequency_penalty,
+        logit_bias=options.rules.logit_bias,
+        allowed_token_ids=options.rules.allowed_token_ids,
     )
-
-
-def _with_prompt_logprobs(sampling: SamplingParams, logprobs: int) -> SamplingParams:
-    return replace(sampling, prompt_logprobs=logprobs)
 
 
 def _transfer(

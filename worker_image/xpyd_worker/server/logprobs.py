@@ -50,6 +50,27 @@ def prompt_logprobs(
     return result
 
 
+def prompt_logprob_maps(
+    tokenizer: TextTokenizer, entries: Sequence[TokenLogprob | None], count: int
+) -> list[dict[str, dict[str, Any]] | None]:
+    """vLLM's `prompt_logprobs`: per prompt token (None for the first) a map from token ids, the
+    token's own and the `count` best, to log probability, rank and text."""
+    return [None if one is None else _map(tokenizer, one, count) for one in entries]
+
+
+def _map(tokenizer: TextTokenizer, entry: TokenLogprob, count: int) -> dict[str, dict[str, Any]]:
+    ranked = [(entry.token_id, entry.logprob, entry.rank)]
+    ranked += [(i, logprob, rank) for rank, (i, logprob) in enumerate(entry.top[:count], start=1)]
+    return {
+        str(token_id): {
+            "logprob": max(logprob, _LEAST),
+            "rank": rank,
+            "decoded_token": tokenizer.token_text(token_id),
+        }
+        for token_id, logprob, rank in ranked
+    }
+
+
 def _top(tokenizer: TextTokenizer, entry: TokenLogprob) -> dict[str, float]:
     pairs = (*entry.top, (entry.token_id, entry.logprob))
     return {tokenizer.token_text(i): max(logprob, _LEAST) for i, logprob in pairs}

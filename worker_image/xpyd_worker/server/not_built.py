@@ -14,37 +14,26 @@ from xpyd_worker.server.fields import bad
 
 # null is always accepted and stands in no row.
 _BOTH: Mapping[str, tuple[Any, ...]] = {
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
     "custom_params": ({},),
     "detokenize": (True,),
     "early_stopping": (False,),
     "ebnf": (),
-    "frequency_penalty": (0,),
     "grammar": (),
     "guided_choice": ([],),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "include_stop_str_in_output": (False,),
     "json_schema": (),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logits_processors": ([],),
     "lora_path": (),
-    "min_p": (0,),
     "no_stop_trim": (False,),
-    "presence_penalty": (0,),
-    "prompt_logprobs": (),
     "regex": (),
-    "repetition_penalty": (1,),
     "request_id": ("",),
     "response_format": ({"type": "text"},),
     "return_hidden_states": (False,),
     "return_tokens_as_token_ids": (False,),
     "session_params": ({},),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
     "stop_regex": ([],),
     "structured_outputs": (),
     "truncate_prompt_tokens": (),
@@ -82,7 +71,7 @@ _CHAT: Mapping[str, tuple[Any, ...]] = {
 
 
 def _same(value: object, neutral: object) -> bool:
-    # True == 1 in Python, but `"min_p": true` is a wrong type and no default.
+    # True == 1 in Python, but `"length_penalty": true` is a wrong type and no default.
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 

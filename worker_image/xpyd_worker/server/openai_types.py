@@ -13,6 +13,7 @@ from typing import Any, cast
 from xpyd_worker.server.fields import Fields, as_token_ids, bad, is_token_id, shown
 from xpyd_worker.server.kv_params import KvParams, parse_kv_params
 from xpyd_worker.server.not_built import refuse_not_built
+from xpyd_worker.server.sampling_fields import LogitRules, parse_logit_rules
 
 # vLLM has no bound on these; without one a small body could order unbounded work.
 MAX_N = 128
@@ -40,6 +41,7 @@ class Options:
     `include_usage`: a last chunk with usage; `running_usage`: usage in every chunk (vLLM's
     continuous_usage_stats). `temperature` 0 is greedy, `top_k` 0 and `top_p` 1 are off. The lower
     its `priority`, the earlier a request runs.
+    `include_stop`: stop strings and stop tokens are part of the text.
     """
 
     model: str | None
@@ -55,7 +57,12 @@ class Options:
     seed: int | None
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
+    include_stop: bool
+    rules: LogitRules
     logprobs: int | None
+    prompt_logprobs: int | None
+    skip_special_tokens: bool
+    spaces_between_special_tokens: bool
     ignore_eos: bool
     return_token_ids: bool
     cache_salt: bytes
@@ -86,7 +93,8 @@ def parse_completion(body: Mapping[str, Any]) -> CompletionCall:
     fields = Fields(body)
     prompts = _prompts(body.get("prompt"))
     echo = fields.boolean("echo")
-    max_tokens = fields.integer("max_tokens", 0 if echo else 1, MAX_TOKENS)
+    least = 0 if echo or fields.get("prompt_logprobs") is not None else 1
+    max_tokens = fields.integer("max_tokens", least, MAX_TOKENS)
     logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
     options = _options(fields, max_tokens=max_tokens, logprobs=logprobs, prompts=len(prompts))
     return CompletionCall(options, prompts, echo)
@@ -97,8 +105,9 @@ def parse_chat(body: Mapping[str, Any]) -> ChatCall:
     refuse_not_built(body, chat=True)
     fields = Fields(body)
     messages = _messages(fields)
+    least = 0 if fields.get("prompt_logprobs") is not None else 1
     given = [
-        fields.integer(name, 1, MAX_TOKENS) for name in ("max_completion_tokens", "max_tokens")
+        fields.integer(name, least, MAX_TOKENS) for name in ("max_completion_tokens", "max_tokens")
     ]
     max_tokens = given[0] if given[0] is not None else given[1]
     top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
@@ -123,6 +132,9 @@ def _options(
     temperature = fields.number("temperature", 0, 2)
     top_p = fields.number("top_p", 0, 1, above=True)
     top_k = fields.integer("top_k", -1, 2**31 - 1) or 0
+    prompt_logprobs = fields.integer("prompt_logprobs", 0, MAX_LOGPROBS)
+    if prompt_logprobs is not None and stream:
+        raise bad("prompt_logprobs", "not available when stream is true")
     return Options(
         model=fields.text("model", 1024),
         stream=stream,
@@ -137,7 +149,12 @@ def _options(
         seed=fields.integer("seed", -_INT_64, _INT_64 - 1),
         stop=_stop(fields),
         stop_token_ids=fields.token_ids("stop_token_ids", MAX_STOP_TOKEN_IDS) or (),
+        include_stop=fields.boolean("include_stop_str_in_output"),
+        rules=parse_logit_rules(fields),
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        skip_special_tokens=fields.boolean("skip_special_tokens", default=True),
+        spaces_between_special_tokens=fields.boolean("spaces_between_special_tokens", default=True),
         ignore_eos=fields.boolean("ignore_eos"),
         return_token_ids=fields.boolean("return_token_ids"),
         priority=fields.integer("priority", -_INT_64, _INT_64 - 1) or 0,

@@ -9,12 +9,14 @@ import asyncio
 from collections.abc import Sequence
 
 from xpyd_core.errors import ApiError, UserError
-from xpyd_worker.server.fields import bad
+from xpyd_worker.server.fields import bad, shown
 from xpyd_worker.server.openai_types import Message, Prompt
 from xpyd_worker.server.service import ServedModel
 
 # Encoding 4 k characters takes about a millisecond; a thread hop is worth more only above that.
 _INLINE_CHARACTERS = 4096
+# Words are encoded one by one, twice each.
+_INLINE_BAD_WORD_CHARACTERS = 256
 _TOO_LONG = "context_length_exceeded"
 
 
@@ -72,6 +74,28 @@ def check_vocabulary(model: ServedModel, ids: Sequence[int], name: str) -> None:
     worst = max(ids, default=0)
     if worst >= model.vocab_size:
         raise bad(name, f"token id {worst} is not in the vocabulary of {model.vocab_size} ids")
+
+
+async def bad_word_ids(model: ServedModel, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Token sequences of `words` at the beginning of a text and, as vLLM has it, those with a space
+    in front where that makes another first token and no more tokens."""
+    if sum(map(len, words)) > _INLINE_BAD_WORD_CHARACTERS:
+        return await asyncio.to_thread(_bad_word_ids, model, words)
+    return _bad_word_ids(model, words)
+
+
+def _bad_word_ids(model: ServedModel, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        text = word.lstrip()
+        plain = tuple(model.tokenizer.encode(text, add_special_tokens=False))
+        if not plain:
+            raise bad("bad_words", f"{shown(word)} has no tokens")
+        spaced = tuple(model.tokenizer.encode(f" {text}", add_special_tokens=False))
+        found[plain] = None
+        if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
+            found[spaced] = None
+    return tuple(found)
 
 
 def output_limit(

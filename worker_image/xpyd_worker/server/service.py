@@ -33,6 +33,9 @@ class TextTokenizer(Protocol):
     def special_ids(self) -> frozenset[int]: ...
 
     @property
+    def byte_ids(self) -> Mapping[int, int]: ...
+
+    @property
     def has_chat_template(self) -> bool: ...
 
     @property
@@ -75,14 +78,29 @@ class ServedModel:
         message = f"The model {asked[:100]!r} does not exist. Served: {', '.join(self.names)}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
-    def detokenizer(self) -> Detokenizer:
-        """A new one, for one choice."""
+    def detokenizer(
+        self,
+        prompt: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> Detokenizer:
+        """A new one, for one choice behind `prompt`."""
         tokenizer = self.tokenizer
 
         def decode(ids: Sequence[int]) -> str:
-            return tokenizer.decode(ids, skip_special_tokens=True)
+            return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
-        return Detokenizer(decode, tokenizer.special_ids)
+        joined: dict[int, str] = {}
+        if not (skip_special_tokens or spaces_between_special_tokens):
+            joined = {i: tokenizer.token_text(i) for i in tokenizer.special_ids}
+        return Detokenizer(
+            decode,
+            tokenizer.special_ids if skip_special_tokens else frozenset(),
+            byte_ids=tokenizer.byte_ids,
+            joined=joined,
+            context=prompt,
+        )
 
     @cached_property
     def max_token_bytes(self) -> int:

@@ -1,0 +1,218 @@
+"""What a request's options change in the logits of its next token, as small tensors.
+
+Between the runner, which has the step's sequences, and the sampler, which has the logits. Work per
+step grows with the ids that the options name and the distinct tokens of the text, never with the
+vocabulary. It must not know queues, filters or random numbers.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from xpyd_worker.engine.executor import KnownTokens, ScheduledSequence
+from xpyd_worker.engine.request import SamplingParams
+
+# Sequences whose counts are kept between steps. Those that do not fit are counted anew at each
+# step, which is slower and not wrong; sequences that have ended are pushed out.
+_REMEMBERED = 1024
+_FIRST_CAPACITY = 64
+_MINUS_INFINITY = float("-inf")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Distinct tokens that a penalty touches: `ids` int64 [s], and how often each stands in the
+    output, float64 [s]. A view of state that the next step changes."""
+
+    ids: Tensor
+    output_counts: Tensor
+
+
+@dataclass(frozen=True)
+class Adjustment:
+    """Of one row. Ids are int64 and lie in the vocabulary; an empty tensor or None is off.
+
+    `allowed`: none but these. `banned`: not these. `bias` float32 is added at `bias_ids`.
+    """
+
+    sampling: SamplingParams
+    allowed: Tensor | None
+    banned: Tensor | None
+    bias_ids: Tensor
+    bias: Tensor
+    seen: Seen | None
+
+
+class Adjustments:
+    """Makes the adjustments of a step; keeps what it counted for the next one. One thread."""
+
+    def __init__(self, *, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._known: OrderedDict[int, _Kept] = OrderedDict()
+
+    def of(self, sequence: ScheduledSequence) -> Adjustment | None:
+        """What the options of a sequence that draws in this step change; None: nothing."""
+        if not sequence.sampling.changes_logits:
+            return None
+        kept = self._known.get(sequence.seq_id)
+        if kept is None:
+            kept = _Kept(sequence.sampling, sequence.known, self._vocab_size)
+            self._known[sequence.seq_id] = kept
+            if len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+        else:
+            self._known.move_to_end(sequence.seq_id)
+        return kept.adjustment(sequence.sampling, sequence.known)
+
+
+class _Kept:
+    """What stays the same over the steps of one sequence, and its counts so far."""
+
+    def __init__(
+        self, sampling: SamplingParams, known: KnownTokens | None, vocab_size: int
+    ) -> None:
+        def within(ids: Iterable[int]) -> list[int]:
+            return [token for token in ids if token < vocab_size]
+
+        allowed = within(sampling.allowed_token_ids)
+        self._allowed = torch.tensor(allowed) if sampling.allowed_token_ids else None
+        bias = [pair for pair in sampling.logit_bias if pair[0] < vocab_size]
+        self._bias_ids = torch.tensor([token for token, _ in bias], dtype=torch.int64)
+        self._bias = torch.tensor([value for _, value in bias], dtype=torch.float32)
+        words = [word for word in sampling.bad_words if word and word[-1] < vocab_size]
+        self._always_banned = sorted({word[0] for word in words if len(word) == 1})
+        # Longer words by the token before their last: few of them can be complete at a time.
+        self._words: dict[int, list[tuple[int, ...]]] = {}
+        for word in words:
+            if len(word) > 1:
+                self._words.setdefault(word[-2], []).append(word)
+        self._banned = torch.tensor(self._always_banned) if self._always_banned else None
+        self._counts: _Counts | None = None
+        if sampling.counts_tokens and known is not None:
+            reads_prompt = sampling.repetition_penalty != 1.0
+            self._counts = _Counts(known.prompt if reads_prompt else (), vocab_size)
+
+    def adjustment(self, sampling: SamplingParams, known: KnownTokens | None) -> Adjustment:
+        output = known.output if known is not None else ()
+        return Adjustment(
+            sampling,
+            self._allowed,
+            self._banned_after(output),
+            self._bias_ids,
+            self._bias,
+            self._counts.after(output) if self._counts is not None else None,
+        )
+
+    def _banned_after(self, output: Sequence[int]) -> Tensor | None:
+        candidates = self._words.get(output[-1], ()) if output else ()
+        complete = [word[-1] for word in candidates if tuple(output[-len(word) + 1 :]) == word[:-1]]
+        return torch.tensor([*self._always_banned, *complete]) if complete else self._banned
+
+
+class _Counts:
+    """Distinct tokens of a text that grows, with their counts in the output."""
+
+    def __init__(self, prompt: Sequence[int], vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        first = sorted({token for token in prompt if token < vocab_size})
+        self._place = {token: place for place, token in enumerate(first)}
+        capacity = max(_FIRST_CAPACITY, 2 * len(self._place))
+        self._ids = torch.zeros(capacity, dtype=torch.int64)
+        self._ids[: len(first)] = torch.tensor(first, dtype=torch.int64)
+        self._output_counts = torch.zeros(capacity, dtype=torch.float64)
+        self._taken = 0
+
+    def after(self, output: Sequence[int]) -> Seen:
+        """Take in what came since the last call."""
+        if len(output) - self._taken == 1:
+            self._add(output[-1], 1)
+        else:
+            new: dict[int, int] = {}
+            for token in output[self._taken :]:
+                new[token] = new.get(token, 0) + 1
+            for token, count in new.items():
+                self._add(token, count)
+        self._taken = len(output)
+        size = len(self._place)
+        return Seen(self._ids[:size], self._output_counts[:size])
+
+    def _add(self, token: int, count: int) -> None:
+        if token >= self._vocab_size:
+            return
+        place = self._place.setdefault(token, len(self._place))
+        if place == self._ids.shape[0]:
+            self._ids = torch.cat((self._ids, torch.zeros_like(self._ids)))
+            more = torch.zeros_like(self._output_counts)
+            self._output_counts = torch.cat((self._output_counts, more))
+        self._ids[place] = token
+        self._output_counts[place] += count
+
+
+def apply_allowed(logits: Tensor, adjustments: Sequence[tuple[int, Adjustment]]) -> None:
+    """In `logits` [rows, vocab], leave -inf where a row with allowed ids has others."""
+    some = [(row, one.allowed) for row, one in adjustments if one.allowed is not None]
+    if not some:
+        return
+    at = _places(some)
+    kept = logits[at]
+    logits.index_fill_(0, torch.tensor([row for row, _ in some]), _MINUS_INFINITY)
+    logits[at] = kept
+
+
+def apply_banned(logits: Tensor, adjustments: Sequence[tuple[int, Adjustment]]) -> None:
+    """Take out what would complete a bad word."""
+    some = [(row, one.banned) for row, one in adjustments if one.banned is not None]
+    if some:
+        logits[_places(some)] = _MINUS_INFINITY
+
+
+def apply_bias(logits: Tensor, adjustments: Sequence[tuple[int, Adjustment]]) -> None:
+    """Add what each row's logit_bias says."""
+    some = [(row, one.bias_ids) for row, one in adjustments if one.sampling.logit_bias]
+    if some:
+        bias = torch.cat([one.bias for _, one in adjustments if one.sampling.logit_bias])
+        logits[_places(some)] += bias
+
+
+def apply_penalties(logits: Tensor, adjustments: Sequence[tuple[int, Adjustment]]) -> None:
+    """Repetition, frequency and presence penalties, as vLLM's and (the last two) OpenAI's.
+
+    https://platform.openai.com/docs/api-reference/completions: a token that stands c times in the
+    output loses c x frequency + (c > 0) x presence. The repetition penalty divides positive logits
+    of tokens seen anywhere and multiplies others (CTRL, Keskar et al. 2019).
+    """
+    some = [(row, one.seen, one.sampling) for row, one in adjustments if one.seen is not None]
+    if not some:
+        return
+    sizes = torch.tensor([seen.ids.shape[0] for _, seen, _ in some])
+
+    def column(of: Callable[[SamplingParams], float]) -> Tensor:
+        values = [of(sampling) for _, _, sampling in some]
+        return torch.tensor(values, dtype=torch.float64).repeat_interleave(sizes)
+
+    at = _places([(row, seen.ids) for row, seen, _ in some])
+    counts = torch.cat([seen.output_counts for _, seen, _ in some])
+    # float64 and a clamp: no penalty that a client may send makes a logit infinite.
+    before = logits[at]
+    values = before.to(torch.float64)
+    repetition = column(lambda sampling: sampling.repetition_penalty)
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values -= column(lambda sampling: sampling.frequency_penalty) * counts
+    values -= column(lambda sampling: sampling.presence_penalty) * (counts > 0)
+    most = torch.finfo(torch.float32).max
+    values = values.clamp(-most, most).masked_fill(before == _MINUS_INFINITY, _MINUS_INFINITY)
+    logits[at] = values.to(logits.dtype)
+
+
+def _places(rows: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Index of the columns that each row names."""
+    sizes = torch.tensor([columns.shape[0] for _, columns in rows])
+    return (
+        torch.tensor([row for row, _ in rows]).repeat_interleave(sizes),
+        torch.cat([columns for _, columns in rows]),
+    )
