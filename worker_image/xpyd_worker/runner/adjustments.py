@@ -197,7 +197,8 @@ def apply_penalties(logits: Tensor, adjustments: Sequence[tuple[int, Adjustment]
 
     at = _places([(row, seen.ids) for row, seen, _ in some])
     counts = torch.cat([seen.output_counts for _, seen, _ in some])
-    # float64 and a clamp: no penalty that a client may send makes a logit infinite.
+    # float64 and a clamp: no penalty that a client may send makes a logit infinite, and none hides
+    # one that is.
     before = logits[at]
     values = before.to(torch.float64)
     repetition = column(lambda sampling: sampling.repetition_penalty)
@@ -205,8 +206,7 @@ def apply_penalties(logits: Tensor, adjustments: Sequence[tuple[int, Adjustment]
     values -= column(lambda sampling: sampling.frequency_penalty) * counts
     values -= column(lambda sampling: sampling.presence_penalty) * (counts > 0)
     most = torch.finfo(torch.float32).max
-    values = values.clamp(-most, most).masked_fill(before == _MINUS_INFINITY, _MINUS_INFINITY)
-    logits[at] = values.to(logits.dtype)
+    logits[at] = torch.where(before.isfinite(), values.clamp(-most, most), values).to(logits.dtype)
 
 
 def _places(rows: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:

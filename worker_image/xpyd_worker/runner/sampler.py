@@ -9,10 +9,8 @@ Order of the steps, as in vLLM V1 (v1/sample/sampler.py there):
    or their logits become -inf; then logit_bias is added;
 3. penalties: repetition over prompt and output, frequency and presence over the output;
 4. greedy rows take the best token (the lowest id among equals);
-5. the others divide by the temperature, drop what is less likely than min_p x the best, keep the
-   top_k best (with all that equal the last of them), of these the smallest head whose probability
-   reaches top_p, and draw from what is left by inverse CDF, best token first and lower id first
-   among equals.
+5. the others divide by the temperature, keep what filters.py leaves (min_p, top_k, top_p), and draw
+   from that by inverse CDF, lower ids first.
 Where step 2 leaves a row no token at all, bad words and min_tokens give way for that draw.
 """
 
@@ -33,12 +31,10 @@ from xpyd_worker.runner.adjustments import (
     apply_bias,
     apply_penalties,
 )
-from xpyd_worker.runner.tensors import to_floats, to_ints
+from xpyd_worker.runner.filters import drop_unlikely
+from xpyd_worker.runner.tensors import rows_of, to_floats, to_ints
 from xpyd_worker.runner.uniform import uniform
 
-# Most draws fall into the best few tokens: only so many are sorted, the whole row when they do not
-# suffice. Sorting a vocabulary of 150,000 costs about 15 ms a row.
-_HEAD = 256
 # Below it a row is greedy: float32 logits divided by less could overflow (vLLM's bound).
 _LEAST_TEMPERATURE = 1e-5
 
@@ -67,8 +63,8 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
     """
     if not rows:
         return []
-    chosen = _rows_of(logits, [row.logits_row for row in rows])
-    adjusted = _adjust(chosen, rows)
+    chosen = rows_of(logits, [row.logits_row for row in rows])
+    adjusted = adjust(chosen, rows)
     best = adjusted.argmax(dim=-1)
     highest = adjusted.gather(1, best[:, None])
     # NaN and +inf win an argmax, so that the best of a row tells whether the row is sound.
@@ -79,7 +75,7 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
         index for index, row in enumerate(rows) if row.sampling.temperature >= _LEAST_TEMPERATURE
     ]
     if drawn:
-        part, top = _rows_of(adjusted, drawn), _rows_of(highest, drawn)
+        part, top = rows_of(adjusted, drawn), rows_of(highest, drawn)
         for index, token in zip(drawn, _draw(part, top, [rows[i] for i in drawn]), strict=True):
             tokens[index] = token
     wanted = [row.sampling.logprobs for row in rows]
@@ -87,13 +83,6 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
         SampledToken(token, logprob)
         for token, logprob in zip(tokens, token_logprobs(chosen, tokens, wanted), strict=True)
     ]
-
-
-def _rows_of(matrix: Tensor, rows: list[int]) -> Tensor:
-    """The named rows, in this order; the matrix itself where that is all of it."""
-    if rows == list(range(matrix.shape[0])):
-        return matrix
-    return matrix[torch.tensor(rows)]
 
 
 def token_logprobs(
@@ -146,7 +135,7 @@ def _best(scores: Tensor, count: int) -> _Sorted:
     return _Sorted(values, indices.gather(1, order))
 
 
-def _adjust(logits: Tensor, rows: Sequence[SampleRow], *, bans: bool = True) -> Tensor:
+def adjust(logits: Tensor, rows: Sequence[SampleRow], *, bans: bool = True) -> Tensor:
     """`logits`, or a copy that the rows' options have changed; without bad words and min_tokens
     where `bans` is false."""
     adjustments = [
@@ -189,7 +178,7 @@ def _settle(
     lacking = highest[:, 0].isfinite().logical_not().nonzero()[:, 0]
     part = [rows[index] for index in to_ints(lacking)]
     adjusted = adjusted.clone()
-    adjusted[lacking] = _adjust(logits[lacking], part, bans=False)
+    adjusted[lacking] = adjust(logits[lacking], part, bans=False)
     best = adjusted.argmax(dim=-1)
     highest = adjusted.gather(1, best[:, None])
     sound = highest[:, 0].isfinite()
@@ -201,86 +190,25 @@ def _settle(
     return adjusted, best, highest
 
 
-def _draw(logits: Tensor, highest: Tensor, rows: Sequence[SampleRow]) -> list[int]:
-    """Tokens of rows that are not greedy; `highest` [rows, 1] are the rows' maxima."""
-    temperatures = torch.tensor([row.sampling.temperature for row in rows], dtype=torch.float32)
+def distribution(logits: Tensor, highest: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """What rows that are not greedy are drawn from: float32 [rows, vocab], 0 where a filter dropped
+    a token, not normalised. `logits` are adjusted, `highest` [rows, 1] are their maxima."""
+    temperatures = torch.tensor([one.temperature for one in params], dtype=torch.float32)
     # Taking the maximum off first keeps a tiny temperature from overflowing.
     probabilities = (logits - highest).div_(temperatures[:, None]).softmax(dim=-1)
-    params = _Params.of(rows)
-    tokens, is_settled = _inverse_cdf(logits, probabilities, params, head=_HEAD)
-    part = is_settled.logical_not().nonzero()[:, 0]
-    rest = to_ints(part)
-    if rest:
-        again, _ = _inverse_cdf(
-            logits[part], probabilities[part], _Params.of([rows[i] for i in rest]), head=None
-        )
-        tokens[part] = again
-    return to_ints(tokens)
+    drop_unlikely(probabilities, logits, params)
+    return probabilities
 
 
-@dataclass(frozen=True)
-class _Params:
-    """Columns [rows, 1] of what steers a draw. `top_k` 0, `top_p` 1 and `min_p` 0 are off."""
-
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    uniform: Tensor
-
-    @staticmethod
-    def of(rows: Sequence[SampleRow]) -> _Params:
-        top_k = [row.sampling.top_k for row in rows]
-        top_p = [row.sampling.top_p for row in rows]
-        min_p = [row.sampling.min_p for row in rows]
-        numbers = [uniform(r.sampling.seed, r.choice_index, r.position) for r in rows]
-        return _Params(
-            torch.tensor(top_k)[:, None],
-            torch.tensor(top_p, dtype=torch.float64)[:, None],
-            torch.tensor(min_p, dtype=torch.float64)[:, None],
-            torch.tensor(numbers, dtype=torch.float64)[:, None],
-        )
-
-
-def _inverse_cdf(
-    logits: Tensor, probabilities: Tensor, params: _Params, *, head: int | None
-) -> tuple[Tensor, Tensor]:
-    """Tokens [rows], and whether each is settled by the `head` best tokens (None: all of them)."""
-    vocab = logits.shape[1]
-    width = vocab if head is None else min(head, vocab)
-    best = _best(logits, width)
+def _draw(logits: Tensor, highest: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    """Tokens of rows that are not greedy; `highest` [rows, 1] are the rows' maxima."""
+    probabilities = distribution(logits, highest, [row.sampling for row in rows])
+    numbers = [uniform(r.sampling.seed, r.choice_index, r.position) for r in rows]
     # Sums in float64, one row after the other: the same in any batch.
-    mass = probabilities.gather(1, best.indices).to(torch.float64)
-    is_whole = torch.full((logits.shape[0], 1), fill_value=width == vocab)
-
-    has_top_k = (params.top_k > 0) & (params.top_k < vocab)
-    last = torch.where(has_top_k, params.top_k, 1).clamp(max=width) - 1
-    least = best.values.gather(1, last)
-    has_limit = has_top_k | (params.min_p > 0)
-    keeps = ~has_top_k | (best.values >= least)
-    keeps &= mass >= params.min_p * mass[:, :1]
-    mass = torch.where(keeps, mass, 0.0)
-    # A kept last column may have more behind it that min_p and top_k (equals) keep.
-    is_whole |= ~keeps[:, -1:]
-    reached = mass.cumsum(dim=-1)
-    total = torch.where(is_whole, reached[:, -1:], 1.0)
-
-    has_top_p = params.top_p < 1
-    wanted = params.top_p * total
-    keeps = ~has_top_p | (reached - mass < wanted)
-    keeps[:, 0] = True
-    mass = torch.where(keeps, mass, 0.0)
-    reached = mass.cumsum(dim=-1)
-    # Without the rest of the row, the head of top_p is known once its last token is seen to be out.
-    is_cut = is_whole | (has_top_p & ~has_limit & ~keeps[:, -1:])
-    is_unfiltered = ~has_top_p & ~has_limit
-    kept = torch.where(is_cut, reached[:, -1:], total)
-    target = params.uniform * kept
+    reached = probabilities.cumsum(dim=-1, dtype=torch.float64)
+    total = reached[:, -1:].contiguous()
+    target = torch.tensor(numbers, dtype=torch.float64)[:, None] * total
     column = torch.searchsorted(reached, target, right=True)
-    is_settled = is_cut | (is_unfiltered & (column < width))
     # Rounding may put the target at the very end: the last token that has a probability.
-    final = torch.searchsorted(reached, reached[:, -1:].contiguous(), right=False)
-    column = torch.minimum(column, final)
-    if width < vocab:
-        # Among those equal to the head's last, only the whole row tells which comes first.
-        is_settled &= best.values.gather(1, column) > best.values[:, -1:]
-    return best.indices.gather(1, column)[:, 0], is_settled[:, 0]
+    final = torch.searchsorted(reached, total, right=False)
+    return to_ints(torch.minimum(column, final)[:, 0])

@@ -1,9 +1,10 @@
-"""Tensors to Python lists: torch's `tolist` is typed as a list of unknowns."""
+"""Small steps between tensors and Python lists (torch's `tolist` is a list of unknowns)."""
 
 from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 
@@ -15,3 +16,10 @@ def to_ints(tensor: Tensor) -> list[int]:
 def to_floats(tensor: Tensor) -> list[float]:
     """The elements of a one-dimensional float tensor."""
     return cast("list[float]", cast("Any", tensor).tolist())
+
+
+def rows_of(matrix: Tensor, rows: list[int]) -> Tensor:
+    """The named rows in this order: a copy, or the matrix itself where that is all of it."""
+    if rows == list(range(matrix.shape[0])):
+        return matrix
+    return matrix[torch.tensor(rows)]
