@@ -89,8 +89,8 @@ def test_options_mixed_in_one_batch_through_a_pair_equal_one_request_on_one_inst
 ) -> None:
     alone = fleet_1p3d.engine("Decode").url
     wanted = {name: _ask(alone, body, chat=chat) for name, body in OPTIONS.items()}
-    tokens = {name: str(answer) for name, answer in wanted.items()}
-    assert len(set(tokens.values())) == len(OPTIONS), "an option changes nothing"
+    first = [name for name in OPTIONS if wanted[name] == wanted["greedy"]]
+    assert first == ["greedy"], "these options change nothing"
     jobs = [
         (name, {**body, "stream": stream})
         for name, body in OPTIONS.items()

@@ -112,6 +112,7 @@ class FakeExecutor:
             for offset, token in enumerate(sequence.token_ids):
                 kv = chain(kv, token)
                 self.write(sequence.block_ids, sequence.start + offset, kv)
+            self._check_known(sequence, kv)
             if sequence.samples:
                 samples[sequence.seq_id] = tuple(
                     SampledToken(next_token(kv, s.choice_index, s.position, sequence.sampling))
@@ -145,6 +146,18 @@ class FakeExecutor:
         for source, destination in step.block_copies:
             assert destination in written
             assert source != destination
+
+    @staticmethod
+    def _check_known(sequence: ScheduledSequence, kv: int) -> None:
+        """A draw that reads earlier tokens gets all of them, no other gets any."""
+        known = sequence.known
+        if not (sequence.samples and sequence.sampling.reads_tokens):
+            assert known is None
+            return
+        assert known is not None
+        assert kv_of([*known.prompt, *known.output])[-1] == kv
+        assert len(known.prompt) == sequence.prompt_tokens
+        assert {spec.position for spec in sequence.samples} == {len(known.output)}
 
     def _kv_before(self, sequence: ScheduledSequence) -> int:
         if sequence.start == 0:

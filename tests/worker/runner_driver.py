@@ -13,7 +13,13 @@ from typing import Any
 
 import torch
 
-from xpyd_worker.engine.executor import SampleSpec, ScheduledSequence, StepInput, StepOutput
+from xpyd_worker.engine.executor import (
+    KnownTokens,
+    SampleSpec,
+    ScheduledSequence,
+    StepInput,
+    StepOutput,
+)
 from xpyd_worker.engine.request import SamplingParams, TokenLogprob
 from xpyd_worker.model.config import load_config
 from xpyd_worker.runner.runner import ModelRunner
@@ -115,7 +121,14 @@ class Driver:
             prompt_tokens=len(sequence.prompt),
             samples=samples,
             log_id=f"{sequence.seq_id:032x}",
+            known=self._known(sequence) if samples else None,
         )
+
+    @staticmethod
+    def _known(sequence: DrivenSequence) -> KnownTokens | None:
+        if not sequence.sampling.reads_tokens:
+            return None
+        return KnownTokens(sequence.prompt, tuple(sequence.output))
 
     def run(
         self, sequences: Sequence[DrivenSequence], *, tokens: int, budget: int = 1 << 30

@@ -36,6 +36,7 @@ def draw_request(rng: random.Random, number: int, bench: Bench) -> EngineRequest
         first_choice=n * rng.randrange(3),
         max_tokens=rng.randrange(0, 20),
         min_tokens=rng.choice([0, 0, 3]),
+        presence_penalty=rng.choice([0.0, 0.0, 0.5]),
         ignore_eos=rng.random() < 0.3,
         stop_token_ids=rng.choice([(), (5, 6)]),
         prompt_logprobs=rng.choice([None, None, None, None, 1]),

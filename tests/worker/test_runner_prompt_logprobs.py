@@ -36,7 +36,9 @@ def check(scores: list[TokenLogprob], model: Any, prompt: tuple[int, ...], top: 
     assert [score.token_id for score in scores] == list(prompt[1:])
     for position, score in enumerate(scores):
         row = expected[position]
-        assert score.logprob == pytest.approx(float(row[prompt[position + 1]]), abs=1e-4)
+        own = row[prompt[position + 1]]
+        assert score.logprob == pytest.approx(float(own), abs=1e-4)
+        assert score.rank == 1 + int((row > own).sum())
         best = row.topk(top)
         assert [token for token, _ in score.top] == best.indices.tolist()
         assert [value for _, value in score.top] == pytest.approx(best.values.tolist(), abs=1e-4)
