@@ -35,7 +35,7 @@ BAD: list[tuple[str, str, Any, int, str]] = [
     ("n true", "completions", {**PROMPT, "n": True}, 400, "n"),
     ("stream text", "completions", {**PROMPT, "stream": "yes"}, 400, "stream"),
     ("stop number", "completions", {**PROMPT, "stop": 5}, 400, "stop"),
-    ("not built", "completions", {**PROMPT, "logit_bias": {"5": 1}}, 400, "logit_bias"),
+    ("not built", "completions", {**PROMPT, "suffix": "tail"}, 400, "suffix"),
     ("not built here", "completions", {**PROMPT, "guided_json": {}}, 400, "guided_json"),
     (
         "own kv_transfer_params",
