@@ -257,14 +257,20 @@ def test_more_distinct_tokens_than_there_was_room_for_are_counted() -> None:
 
 
 def test_sequences_that_no_longer_fit_are_counted_anew() -> None:
-    params = replace(BASE, temperature=0.0, frequency_penalty=2.0)
+    params = replace(BASE, temperature=0.0, repetition_penalty=2.0, frequency_penalty=2.0)
     adjustments = Adjustments(vocab_size=VOCAB)
     logits = logits_of(1)
     first = Asked(params, (), (3, 3, 4), seq_id=0)
     before = ours(logits, [row_of(first, 0, adjustments)])
-    for seq_id in range(1, 1100):
-        row_of(replace(first, seq_id=seq_id, output=(5,)), 0, adjustments)
+    long = replace(first, prompt=(7,) * 100_000, output=(5,))
+    for seq_id in range(1, 8):
+        row_of(replace(long, seq_id=seq_id), 0, adjustments)
     assert torch.equal(ours(logits, [row_of(first, 0, adjustments)]), before)
+    huge = replace(first, seq_id=9, prompt=(7,) * 600_000)
+    for _ in range(2):
+        assert torch.equal(
+            ours(logits, [row_of(huge, 0, adjustments)]), ours(logits, [row_of(huge)])
+        )
 
 
 def test_a_request_without_options_asks_nothing_of_its_tokens() -> None:

@@ -17,9 +17,11 @@ from torch import Tensor
 from xpyd_worker.engine.executor import KnownTokens, ScheduledSequence
 from xpyd_worker.engine.request import SamplingParams
 
-# Sequences whose counts are kept between steps. Those that do not fit are counted anew at each
-# step, which is slower and not wrong; sequences that have ended are pushed out.
-_REMEMBERED = 1024
+# Token ids that are kept between steps, about 100 bytes each. Sequences that do not fit are made
+# anew at each step, which is slower and not wrong; those that have ended are pushed out.
+_REMEMBERED_IDS = 1 << 19
+# What a sequence takes besides, in ids.
+_LEAST_SIZE = 32
 _FIRST_CAPACITY = 64
 _MINUS_INFINITY = float("-inf")
 
@@ -54,6 +56,7 @@ class Adjustments:
     def __init__(self, *, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._known: OrderedDict[int, _Kept] = OrderedDict()
+        self._size = 0
 
     def of(self, sequence: ScheduledSequence) -> Adjustment | None:
         """What the options of a sequence that draws in this step change; None: nothing."""
@@ -63,8 +66,10 @@ class Adjustments:
         if kept is None:
             kept = _Kept(sequence.sampling, sequence.known, self._vocab_size)
             self._known[sequence.seq_id] = kept
-            if len(self._known) > _REMEMBERED:
-                self._known.popitem(last=False)
+            self._size += kept.size
+            while self._size > _REMEMBERED_IDS:
+                _, oldest = self._known.popitem(last=False)
+                self._size -= oldest.size
         else:
             self._known.move_to_end(sequence.seq_id)
         return kept.adjustment(sequence.sampling, sequence.known)
@@ -96,6 +101,10 @@ class _Kept:
         if sampling.counts_tokens and known is not None:
             reads_prompt = sampling.repetition_penalty != 1.0
             self._counts = _Counts(known.prompt if reads_prompt else (), vocab_size)
+        # As it begins; what it comes to put out is bounded by its max_tokens.
+        self.size = _LEAST_SIZE + len(allowed) + len(bias) + sum(map(len, words))
+        if self._counts is not None and known is not None:
+            self.size += len(known.prompt) + len(known.output)
 
     def adjustment(self, sampling: SamplingParams, known: KnownTokens | None) -> Adjustment:
         output = known.output if known is not None else ()
