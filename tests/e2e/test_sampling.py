@@ -21,8 +21,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "min_p": {"min_p": 0.1, "temperature": 1.7},
     "repetition": {"repetition_penalty": 1.6, "temperature": 0},
     "presence and frequency": {
-        "presence_penalty": 2,
-        "frequency_penalty": 2,
+        "presence_penalty": -2,
+        "frequency_penalty": -2,
         "temperature": 0,
     },
     "logit_bias": {"logit_bias": {"300": 6, "301": -50}},
@@ -89,8 +89,8 @@ def test_options_mixed_in_one_batch_through_a_pair_equal_one_request_on_one_inst
 ) -> None:
     alone = fleet_1p3d.engine("Decode").url
     wanted = {name: _ask(alone, body, chat=chat) for name, body in OPTIONS.items()}
-    first = [name for name in OPTIONS if wanted[name] == wanted["greedy"]]
-    assert first == ["greedy"], "these options change nothing"
+    unchanged = [name for name in OPTIONS if wanted[name] == wanted["greedy"]]
+    assert unchanged == ["greedy"], "these options change nothing"
     jobs = [
         (name, {**body, "stream": stream})
         for name, body in OPTIONS.items()
