@@ -36,6 +36,13 @@ OPTIONS: Mapping[str, Draw] = {
     "stop_token_ids": lambda rng: rng.choice([(), (), (5,), (5, 6, 7)]),
     "logprobs": lambda rng: rng.choice([None, None, 0, 3]),
     "prompt_logprobs": lambda rng: rng.choice([None] * 9 + [0, 2]),
+    "min_p": lambda rng: rng.choice([0.0, 0.2]),
+    "repetition_penalty": lambda rng: rng.choice([1.0, 1.0, 1.3]),
+    "presence_penalty": lambda rng: rng.choice([0.0, 0.0, 1.0]),
+    "frequency_penalty": lambda rng: rng.choice([0.0, 0.0, -1.0]),
+    "logit_bias": lambda rng: rng.choice([(), ((3, 2.0),)]),
+    "allowed_token_ids": lambda rng: rng.choice([(), (1, 2, 3)]),
+    "bad_words": lambda rng: rng.choice([(), (), ((5,), (6, 7))]),
 }
 
 
