@@ -18,7 +18,7 @@ from xpyd_worker.server.fields import as_token_ids
 from xpyd_worker.server.generation import ChoiceDelta, Generation, ending_of
 from xpyd_worker.server.jobs import Job, make_jobs, read_request_id
 from xpyd_worker.server.openai_types import Message, Options
-from xpyd_worker.server.prompts import chat_ids, completion_ids
+from xpyd_worker.server.prompts import bad_word_ids, chat_ids, completion_ids
 from xpyd_worker.server.service import Service
 
 
@@ -94,10 +94,14 @@ async def _prepare(
     room = service.model.max_model_len - len(ids)
     if options.max_tokens is not None and 0 < room < options.max_tokens:
         options = replace(options, max_tokens=room)
-    (job,) = make_jobs(service, read_request_id(None), options, [ids], default_max_tokens=None)
-    if params.prompt_logprobs is not None:
-        sampling = replace(job.request.sampling, prompt_logprobs=params.prompt_logprobs)
-        job = replace(job, request=replace(job.request, sampling=sampling))
+    (job,) = make_jobs(
+        service,
+        read_request_id(None),
+        options,
+        [ids],
+        default_max_tokens=None,
+        bad_words=await bad_word_ids(service.model, options.rules.bad_words),
+    )
     return Request(text, options, job)
 
 

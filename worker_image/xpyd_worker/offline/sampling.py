@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
-from xpyd_worker.server.fields import Fields
-from xpyd_worker.server.openai_types import MAX_LOGPROBS, Options, parse_completion
+from xpyd_worker.server.openai_types import Options, parse_completion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +64,6 @@ class SamplingParams:
             # The API's default of max_tokens depends on the endpoint: this one's is always said.
             if value != field.default or field.name == "max_tokens":
                 body[field.name] = _as_json(value)
-        body.pop("prompt_logprobs", None)
-        Fields(vars(self)).integer("prompt_logprobs", 0, MAX_LOGPROBS)
         return parse_completion(body).options
 
 
