@@ -1,0 +1,129 @@
+"""Every kernel through Triton's compiler for a GPU that is not there: what the interpreter lets
+pass, the compiler may not. bfloat16, since that is what the interpreter cannot run."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tests.gpu.conftest import modules
+from xpyd_worker.kernels.api import KvShape, Span
+
+HOPPER = GPUTarget("cuda", 90, 32)
+# Bytes that one program may have of a multiprocessor's shared memory, on an H100.
+SHARED_BYTES = 227 * 1024
+_TYPES = {
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.bfloat16: "*bf16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+_OPTIONS = ("num_warps", "num_stages")
+
+
+class Compiling:
+    """Stands for a kernel: a launch compiles what the arguments call for, and runs nothing."""
+
+    def __init__(self, kernel: Any, made: dict[str, Any]) -> None:
+        self._kernel, self._made = kernel, made
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        assert all(size > 0 for size in grid)
+        return self._compile
+
+    def _compile(self, *args: Any, **given: Any) -> None:
+        options = {name: given.pop(name) for name in _OPTIONS if name in given}
+        bound = inspect.signature(self._kernel.fn).bind(*args, **given).arguments
+        constants = {
+            (index,): bound[param.name]
+            for index, param in enumerate(self._kernel.params)
+            if param.is_constexpr
+        }
+        signature = {
+            param.name: "constexpr" if param.is_constexpr else _type(bound[param.name])
+            for param in self._kernel.params
+        }
+        source = ASTSource(self._kernel, signature=signature, constexprs=constants)
+        self._made[self._kernel.fn.__name__] = triton.compile(
+            source, target=HOPPER, options=options
+        )
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return _TYPES[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+@pytest.fixture
+def compiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """The package, and what its kernels became by name."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    gpu, made = modules(), {}
+    for module in vars(gpu).values():
+        for name, value in list(vars(module).items()):
+            # Those that are launched; the others are parts of them.
+            if isinstance(value, triton.JITFunction) and "return" in value.fn.__annotations__:
+                monkeypatch.setattr(module, name, Compiling(value, made))
+    yield gpu, made
+    for name, kernel in made.items():
+        assert kernel.asm["cubin"], name
+        assert kernel.metadata.shared <= SHARED_BYTES, name
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "dim", "window"), [(torch.bfloat16, 128, None), (torch.float32, 96, 100)]
+)
+def test_a_layer_compiles(
+    compiled: tuple[Any, dict[str, Any]], dtype: torch.dtype, dim: int, window: int | None
+) -> None:
+    gpu, made = compiled
+    shape = KvShape(2, dim, 16, dtype)
+    kernels = gpu.kernels.TritonKernels(torch.device("cpu"))
+    spans = [Span(2000, 1, range(126)), Span(5, 128, range(9))]
+    plan = kernels.plan(spans, shape)
+    x, weight = zeros(129, 1000, dtype=dtype), zeros(1000, dtype=dtype)
+    kernels.add_rms_norm(x, x.clone(), weight, 1e-5)
+    kernels.silu_mul(x)
+    cache = zeros(200, 2, 16, 2 * dim, dtype=dtype)
+    angles = zeros(129, dim // 2, dtype=torch.float32)
+    norm = zeros(dim, dtype=dtype)
+    qkv = zeros(129, 12, dim, dtype=dtype)
+    query = kernels.rotate_and_store(qkv, (angles, angles), (norm, norm, 1e-5), cache, plan)
+    kernels.attention(query, cache, plan, window)
+    names = {"_rms_norm", "_silu_mul", "_rotate_and_store", "_decode", "_prefill"}
+    assert names <= set(made)
+
+
+@pytest.mark.slow
+def test_the_decode_in_parts_and_the_draw_compile(compiled: tuple[Any, dict[str, Any]]) -> None:
+    gpu, made = compiled
+    query, cache = zeros(4, 8, 128), zeros(8, 2, 16, 256)
+    tables, contexts = zeros(4, 16, dtype=torch.int32), zeros(4, dtype=torch.int32)
+    gpu.decode.decode_attention(
+        query, cache, tables, contexts, query.clone(), window=None, splits=8
+    )
+    params = gpu.sampling.DrawParams(
+        temperature=zeros(4, dtype=torch.float32),
+        top_k=zeros(4, dtype=torch.int32),
+        top_p=zeros(4, dtype=torch.float64),
+        min_p=zeros(4, dtype=torch.float32),
+        uniform=zeros(4, dtype=torch.float64),
+    )
+    gpu.sampling.sample(zeros(4, 150_000, dtype=torch.float32), params)
+    assert {"_decode", "_put_together", "_sample"} <= set(made)
