@@ -1,0 +1,159 @@
+"""Decoding by graphs over a fake of the device: padding, fixed addresses, what is captured when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from xpyd_worker.kernels.api import KvShape, Plan, Span
+from xpyd_worker.kernels.gpu.plan import GpuPlan, StaticPlan
+from xpyd_worker.runner.graphs import DecodeGraphs, padded_sizes
+
+CPU = torch.device("cpu")
+SHAPE = KvShape(1, 4, 16, torch.float32)
+
+
+@dataclass
+class Model:
+    """A forward whose rows tell what they were given, and which addresses it read."""
+
+    calls: list[int] = field(default_factory=list)
+    addresses: list[tuple[int, ...]] = field(default_factory=list)
+
+    def forward(self, token_ids: Tensor, positions: Tensor, plan: Plan) -> Tensor:
+        assert isinstance(plan, GpuPlan)
+        tensors = (token_ids, positions, plan.slots, plan.contexts, plan.block_tables)
+        self.calls.append(len(token_ids))
+        self.addresses.append(tuple(tensor.data_ptr() for tensor in tensors))
+        first_blocks = plan.block_tables[:, 0].long()
+        return torch.stack(
+            (token_ids, positions, plan.slots, plan.contexts.long(), first_blocks), 1
+        )
+
+
+class FakeGraph:
+    """Runs the model again for a replay, into the memory of the captured output."""
+
+    def __init__(self, run: Callable[[], Tensor], model: Model) -> None:
+        self._run, self._model = run, model
+        self.output = run()
+        self._read = model.addresses[-1]
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        found = self._run()
+        if self._model.addresses[-1] != self._read:
+            raise AssertionError("a graph reads the addresses that it was captured with")
+        self.output.copy_(found)
+
+
+class FakeDevice:
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self.graphs: dict[int, FakeGraph] = {}
+        self.runs_before: list[int] = []
+
+    def capture(self, run: Callable[[], Tensor]) -> FakeGraph:
+        self.runs_before.append(len(self._model.calls))
+        graph = FakeGraph(run, self._model)
+        self.graphs[len(graph.output)] = graph
+        return graph
+
+
+def static_plan(size: int) -> StaticPlan:
+    return StaticPlan(SHAPE, CPU, max_sequences=size, max_context=64)
+
+
+@pytest.fixture
+def made() -> tuple[DecodeGraphs, FakeDevice, Model]:
+    model = Model()
+    device = FakeDevice(model)
+    graphs = DecodeGraphs(device, model.forward, static_plan, sizes=padded_sizes(6), on=CPU)
+    return graphs, device, model
+
+
+def spans(starts: Sequence[int]) -> list[Span]:
+    return [Span(start, 1, (7 + i, 17 + i, 27 + i, 37 + i)) for i, start in enumerate(starts)]
+
+
+def test_sizes_are_powers_of_two_and_the_largest_batch() -> None:
+    assert padded_sizes(1) == (1,)
+    assert padded_sizes(16) == (1, 2, 4, 8, 16)
+    assert padded_sizes(24) == (1, 2, 4, 8, 16, 24)
+    assert padded_sizes(0) == ()
+
+
+def test_the_largest_is_captured_first_and_each_after_runs_that_set_things_up(
+    made: tuple[DecodeGraphs, FakeDevice, Model],
+) -> None:
+    graphs, device, model = made
+    assert graphs.most == 6
+    assert list(device.graphs) == [6, 4, 2, 1]
+    assert model.calls == [6, 6, 6, 4, 4, 4, 2, 2, 2, 1, 1, 1]
+    assert device.runs_before == [2, 5, 8, 11]
+
+
+@pytest.mark.parametrize(("count", "size"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 6), (6, 6)])
+def test_a_batch_is_padded_to_the_next_size_with_rows_that_touch_no_block(
+    made: tuple[DecodeGraphs, FakeDevice, Model], count: int, size: int
+) -> None:
+    graphs, device, _ = made
+    starts = [5 * i for i in range(count)]
+    found = graphs.run([100 + i for i in range(count)], spans(starts))
+    wanted = [
+        [100 + i, at, (7 + i + 10 * (at // 16)) * 16 + at % 16, at + 1, 7 + i]
+        for i, at in enumerate(starts)
+    ]
+    assert found.tolist() == wanted
+    assert [n for n, graph in device.graphs.items() if graph.replays] == [size]
+    rest = device.graphs[size].output[count:]
+    assert rest.tolist() == [[0, 0, -1, 0, 0]] * (size - count)
+
+
+def test_a_smaller_step_leaves_nothing_of_a_larger_one(
+    made: tuple[DecodeGraphs, FakeDevice, Model],
+) -> None:
+    graphs, device, _ = made
+    graphs.run([1, 2, 3, 4], spans([1, 2, 3, 4]))
+    graphs.run([9, 8, 7], spans([4, 5, 6]))
+    assert device.graphs[4].output[3].tolist() == [0, 0, -1, 0, 0]
+
+
+def test_buffers_that_move_are_seen() -> None:
+    class Moving:
+        def __init__(self) -> None:
+            self._static = static_plan(2)
+
+        @property
+        def plan(self) -> GpuPlan:
+            return self._static.plan
+
+        def copy_(self, spans: Sequence[Span]) -> None:
+            self._old, self._static = self._static, static_plan(2)
+            self._static.copy_(spans)
+
+    model = Model()
+    graphs = DecodeGraphs(FakeDevice(model), model.forward, lambda _: Moving(), sizes=[2], on=CPU)
+    with pytest.raises(AssertionError, match="addresses"):
+        graphs.run([1, 2], spans([1, 2]))
+
+
+@pytest.mark.parametrize("count", [0, 7])
+def test_batches_without_a_graph_are_refused(
+    made: tuple[DecodeGraphs, FakeDevice, Model], count: int
+) -> None:
+    with pytest.raises(ValueError, match="1 to 6 fit"):
+        made[0].run([1] * count, spans([1] * count))
+
+
+@pytest.mark.parametrize("span", [Span(64, 1, (1, 2, 3, 4, 5)), Span(0, 2, (1,))])
+def test_a_static_plan_refuses_what_has_no_room_in_it(span: Span) -> None:
+    with pytest.raises(ValueError, match="one below 64 fits"):
+        static_plan(2).copy_([span])
+    with pytest.raises(ValueError, match="room for 2"):
+        static_plan(2).copy_(spans([1, 2, 3]))
