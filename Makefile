@@ -6,8 +6,13 @@ PACKAGES := core kv_transfer router worker_image operator
 PY_PATHS := $(PACKAGES) tests examples scripts hatch_build.py
 PYTEST := $(BIN)/python -m pytest
 PYTEST_ARGS ?=
+# A machine with a GPU has its own Python with torch, triton, numpy, pytest and msgspec, and perhaps
+# no network: nothing is installed there, and these tests import nothing else.
+GPU_PYTHON ?= python3
+ON_GPU := PYTHONPATH=.:core:kv_transfer:worker_image $(GPU_PYTHON)
+GPU_TESTS := tests/gpu tests/kv/test_device_gpu.py
 
-.PHONY: help setup fmt lint type imports generate verify test test-gpu test-cluster soak demo bench-operator bench-kv bench-engine cluster-build cluster-up cluster-down cluster-status images push constraints clean
+.PHONY: help setup fmt lint type imports generate verify test test-gpu test-cluster soak demo bench-operator bench-gpu bench-kv bench-engine cluster-build cluster-up cluster-down cluster-status images push constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,8 +43,8 @@ verify: lint type imports ## All checks and the tests that need no running fleet
 test: setup ## Every test that needs no root, Go or GPU
 	$(PYTEST) -m "not gpu and not cluster and not soak$(if $(ONLY_SLOW), and slow)" --durations=10 $(PYTEST_ARGS)
 
-test-gpu: setup ## The tests that need a CUDA device
-	$(PYTEST) -m "gpu and not soak" --durations=10 $(PYTEST_ARGS)
+test-gpu: ## The tests that need a CUDA device, by that machine's GPU_PYTHON (docs/gpu.md)
+	$(ON_GPU) -m pytest $(GPU_TESTS) -m "gpu and not soak" --durations=10 $(PYTEST_ARGS)
 
 test-cluster: setup ## The tests on a real Kubernetes; needs root, Go and Debian's packages
 	$(PYTEST) -m "cluster and not soak" --durations=10 $(PYTEST_ARGS)
@@ -69,6 +74,9 @@ demo: setup ## Bring up 1 prefill + 3 decode engines, ask them things, check the
 
 bench-operator: setup ## A thousand pods, a hundred fleets, five hundred at rest; beside plain objects
 	@$(BIN)/python -m tests.cluster.bench
+
+bench-gpu: ## The GPU path's kernels beside torch's own, by GPU_PYTHON
+	@$(ON_GPU) -m tests.gpu.bench
 
 bench-kv: setup ## How fast KV moves from process to process; beside plain TCP, gloo, nixl, mooncake
 	@$(BIN)/python -m tests.kv.bench
