@@ -141,7 +141,13 @@ def test_the_metrics_of_router_and_operator_are_those_of_the_page(
 
 def test_the_metrics_of_the_engine_are_those_of_the_page() -> None:
     metrics, stats = ServerMetrics(), EngineStats()
-    metrics.watch(lambda: stats, lambda: kv_samples(KvMetrics(), Counters(), StoreFigures(), stats))
+    metrics.watch(
+        lambda: stats,
+        lambda now: kv_samples(KvMetrics(), Counters(), StoreFigures(), now),
+        model="m",
+        block_size=16,
+        load_s=1.0,
+    )
     found: set[Metric] = set()
     for family in text_string_to_metric_families(metrics.render()[0].decode()):
         if family.name.endswith("_created"):  # the client library's own, not ours

@@ -96,7 +96,7 @@ def parse_chat(body: Mapping[str, Any]) -> ChatCall:
     """The body of /v1/chat/completions."""
     refuse_not_built(body, chat=True)
     fields = Fields(body)
-    messages = _messages(fields)
+    messages = parse_messages(fields)
     given = [
         fields.integer(name, 1, MAX_TOKENS) for name in ("max_completion_tokens", "max_tokens")
     ]
@@ -197,7 +197,8 @@ def _prompt(value: object, index: int) -> Prompt:
     return as_token_ids(cast("list[Any]", value), "prompt")
 
 
-def _messages(fields: Fields) -> tuple[Message, ...]:
+def parse_messages(fields: Fields) -> tuple[Message, ...]:
+    """The member `messages`, also that of /tokenize."""
     found = fields.items("messages", MAX_MESSAGES)
     if not found:
         raise bad("messages", "expected a list of messages, not empty")
