@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -132,7 +133,7 @@ class FakeEngine:
             list(request.continue_from[c] if request.continue_from else ())
             for c in range(request.n)
         ]
-        first = True
+        first, started_s = True, time.monotonic()
         while self.living.get(request.request_id):
             choices: list[ChoiceOutput] = []
             for c in sorted(self.living[request.request_id]):
@@ -166,6 +167,7 @@ class FakeEngine:
                         prompt_logprobs=scores,
                         cached_tokens=16 if len(request.prompt) > 16 else 0,
                         transfer=self.report if finished and request.transfer else None,
+                        started_s=started_s,
                     )
                 ]
             )
