@@ -162,7 +162,6 @@ def _add_place(parser: argparse.ArgumentParser) -> None:
     add("--drain-timeout", type=float, default=300, metavar="SECONDS", help="on SIGTERM, e.g. 300")
     add(
         "--otlp-traces-endpoint",
-        default="",
         metavar="URL",
         help="send spans there by OTLP/HTTP, e.g. http://collector:4318/v1/traces (extra otel)",
     )

@@ -99,8 +99,8 @@ class WorkerConfig:
     heartbeat_period_s: float = HEARTBEAT_PERIOD_S
     drain_timeout_s: float = 300.0
     """How long SIGTERM waits for requests and transfers to finish."""
-    otlp_traces_endpoint: str = ""
-    """URL that spans are posted to; empty: no tracing."""
+    otlp_traces_endpoint: str | None = None
+    """URL that spans are posted to; None: no tracing."""
     fleet: str = ""
     pool: str = ""
     instance: str = ""
@@ -189,7 +189,7 @@ def _checks(config: WorkerConfig) -> list[tuple[str, bool]]:
         (
             "--otlp-traces-endpoint: expected the URL of an OTLP/HTTP receiver, e.g. "
             "http://collector:4318/v1/traces (gRPC is not supported)",
-            not config.otlp_traces_endpoint
+            config.otlp_traces_endpoint is None
             or config.otlp_traces_endpoint.startswith(("http://", "https://")),
         ),
     ]

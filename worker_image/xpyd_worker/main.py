@@ -318,7 +318,7 @@ class _Worker:
 
 def _make_tracer(config: WorkerConfig, incarnation: str) -> Tracer | None:
     """UserError where tracing is asked for and its packages are not installed."""
-    if not config.otlp_traces_endpoint:
+    if config.otlp_traces_endpoint is None:
         return None
     try:
         from xpyd_worker.server.otel import OtlpTracer
