@@ -17,15 +17,19 @@ from xpyd_worker.server.asgi import Server
 
 def arm(file: Path) -> None:
     """Put the two faults in."""
+
+    def is_told(fault: str) -> bool:
+        return file.read_text() == fault
+
     execute, on_tick = ModelRunner.execute, Server.on_tick
 
     def execute_or_die(self: ModelRunner, *args: Any, **named: Any) -> Any:
-        if file.read_text() == "engine":
+        if is_told("engine"):
             raise ZeroDivisionError("told to")
         return execute(self, *args, **named)
 
     async def on_tick_or_die(self: Server, counter: int) -> bool:
-        if file.read_text() == "server":
+        if is_told("server"):
             raise ZeroDivisionError("told to")
         return await on_tick(self, counter)
 
