@@ -90,7 +90,7 @@ def traced(receiver: Receiver, requests: Any, engine: FakeEngine | None = None) 
     """The spans of what `requests(server)` asked, as the receiver has them at the tracer's end."""
 
     async def test() -> None:
-        tracer = OtlpTracer(receiver.url, instance="chat-decode-0")
+        tracer = OtlpTracer(receiver.url, instance="chat-decode-0", role="Decode")
         try:
             async with serving(engine, tracer=tracer) as server:
                 await requests(server)
@@ -125,6 +125,7 @@ def test_a_request_continues_the_callers_trace_and_has_its_phases(stream: bool) 
     assert receiver.paths == {"/v1/traces"}
     assert receiver.resource["service.name"] == "xpyd-worker"
     assert receiver.resource["service.instance.id"] == "chat-decode-0"
+    assert receiver.resource["xpyd.role"] == "Decode"
     found = by_name(spans)
     assert len(spans) == 4
     root = found["chat fake"]
@@ -272,7 +273,9 @@ def test_without_the_flag_nothing_of_opentelemetry_is_imported() -> None:
 
 def test_a_collector_that_does_not_answer_keeps_nobody_from_ending() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        tracer = OtlpTracer(f"http://127.0.0.1:{silent.getsockname()[1]}", instance="i")
+        tracer = OtlpTracer(
+            f"http://127.0.0.1:{silent.getsockname()[1]}", instance="i", role="Decode"
+        )
         tracer._tracer.start_span("last").end()
         closing = threading.Thread(target=tracer.close, args=(0.05,))
         closing.start()

@@ -137,11 +137,10 @@ class _Worker:
         return DrainState(left, self._loaded is None or self._loaded.engine.is_idle())
 
     def _begin_drain(self) -> None:
-        """Say so to the routers and take nothing new; once, whoever asks first."""
-        if self._drain_end_s is not None:
-            return
-        loop = asyncio.get_running_loop()
-        self._drain_end_s = loop.time() + self._config.drain_timeout_s
+        """Say so to the routers and take nothing new. Asked again, it does what was too early."""
+        if self._drain_end_s is None:
+            now = asyncio.get_running_loop().time()
+            self._drain_end_s = now + self._config.drain_timeout_s
         if self._lifecycle.state == "Ready" and self._loaded is not None:
             self._lifecycle.become("Draining")
             self._loaded.kv.drain()
@@ -229,8 +228,6 @@ class _Worker:
     async def _pause(self, seconds: float) -> None:
         """Sleep, but not through a signal or a drain's begin."""
         self._woken.clear()
-        if self._signals > 1:
-            return
         try:
             async with asyncio.timeout(seconds):
                 await self._woken.wait()
@@ -327,7 +324,7 @@ def _make_tracer(config: WorkerConfig, incarnation: str) -> Tracer | None:
             f"--otlp-traces-endpoint: {error.name} is not installed; pip install 'xpyd[otel]'"
         ) from error
     instance = config.instance or f"{_bracketed(config.host)}:{config.port}/{incarnation}"
-    return OtlpTracer(config.otlp_traces_endpoint, instance=instance)
+    return OtlpTracer(config.otlp_traces_endpoint, instance=instance, role=config.role)
 
 
 def _bracketed(host: str) -> str:

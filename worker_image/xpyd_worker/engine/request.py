@@ -66,7 +66,7 @@ class ReceiveFrom:
 class EngineRequest:
     """One prompt with `n` choices.
 
-    `request_id` is unique within the instance. `log_id` is the uuid that log lines carry.
+    `request_id` is unique within the instance. `log_id` is the id that log lines carry.
     `first_choice` is OpenAI's index of choice 0 (prompt index x n); it keys the random numbers.
     `continue_from` has the ids each choice already put out (n entries) or is empty for none.
     `priority`: the lower runs first, where the engine's policy is by priority.

@@ -45,9 +45,12 @@ def traces_url(endpoint: str) -> str:
 class OtlpTracer:
     """tracing.Tracer. The SDK's own thread sends."""
 
-    def __init__(self, endpoint: str, *, instance: str) -> None:
-        """`instance` names this process where OTEL_RESOURCE_ATTRIBUTES does not."""
-        own = Resource.create({SERVICE_NAME: _SERVICE, SERVICE_INSTANCE_ID: instance})
+    def __init__(self, endpoint: str, *, instance: str, role: str) -> None:
+        """`instance` names this process where OTEL_RESOURCE_ATTRIBUTES does not. `role` tells the
+        two spans apart that a request has in a fleet."""
+        own = Resource.create(
+            {SERVICE_NAME: _SERVICE, SERVICE_INSTANCE_ID: instance, "xpyd.role": role}
+        )
         self._provider = TracerProvider(
             resource=own.merge(OTELResourceDetector().detect()), shutdown_on_exit=False
         )
