@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,8 +32,9 @@ class Worker:
     fault: Path
 
 
-@pytest.fixture
-def worker(tmp_path: Path) -> Iterator[Worker]:
+@contextmanager
+def started(tmp_path: Path) -> Iterator[Worker]:
+    """A worker whose process is there; its HTTP may not be yet."""
     log, fault = tmp_path / "log", tmp_path / "fault"
     fault.write_text("none")
     flags = ["--model", "examples/demo-model", "--dtype", "float32", "--kv-cache-memory", "32Mi"]
@@ -42,12 +44,17 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
         process = subprocess.Popen([*start, *flags, *place], stderr=file, cwd=ROOT)
     try:
         with httpx.Client(base_url=f"http://{HOST}:20001", timeout=30, verify=False) as client:
-            found = Worker(process, client, log, fault)
-            wait_for(found, lambda: _is_ready(found))
-            yield found
+            yield Worker(process, client, log, fault)
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Worker]:
+    with started(tmp_path) as found:
+        wait_for(found, lambda: _is_ok(found, "/health"))
+        yield found
 
 
 def wait_for(worker: Worker, condition: Callable[[], bool]) -> None:
@@ -58,9 +65,9 @@ def wait_for(worker: Worker, condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def _is_ready(worker: Worker) -> bool:
+def _is_ok(worker: Worker, path: str) -> bool:
     try:
-        return worker.client.get("/health").status_code == 200
+        return worker.client.get(path).status_code == 200
     except httpx.TransportError:
         return False
 
@@ -81,6 +88,14 @@ def test_post_drain_finishes_the_rest_goes_on_through_sigterm_and_exits_0(worker
     log = worker.log.read_text()
     assert "asked to drain" in log
     assert "are cut" not in log
+
+
+def test_a_worker_that_is_asked_to_drain_while_it_loads_ends_at_once(tmp_path: Path) -> None:
+    with started(tmp_path) as worker:
+        wait_for(worker, lambda: _is_ok(worker, "/live"))
+        assert worker.client.post("/drain").json()["state"] == "Starting"
+        assert worker.process.wait(WAIT_S) == 0
+        assert "serving demo-model" not in worker.log.read_text()
 
 
 def test_when_the_engine_dies_its_requests_get_500_and_the_process_exits_1(worker: Worker) -> None:
