@@ -1,5 +1,5 @@
-"""The fleet's secret: read from a file, used for the KV handshake, `POST /kv/release` and
-`POST /kv/probe`.
+"""The fleet's secret: read from a file, used for the KV handshake, `POST /kv/release`,
+`POST /kv/probe` and `POST /drain`.
 
 The file holds one key per line. The first signs; every one is accepted, so that a key can be
 rotated by adding, rolling and removing. A key never appears in a log line or an error.
@@ -81,6 +81,16 @@ def probe_mac(key: bytes, address: str) -> str:
 def is_probe_mac(keys: tuple[bytes, ...], address: str, mac: str) -> bool:
     """Whether `mac` was made with one of the keys; in constant time for each."""
     return _is_mac(keys, b"kv-probe", address, mac)
+
+
+def drain_mac(key: bytes, incarnation: str) -> str:
+    """X-Xpyd-Mac of `POST /drain`: hex HMAC-SHA256(key, "drain" + incarnation as in the body)."""
+    return _mac(key, b"drain", incarnation)
+
+
+def is_drain_mac(keys: tuple[bytes, ...], incarnation: str, mac: str) -> bool:
+    """Whether `mac` was made with one of the keys; in constant time for each."""
+    return _is_mac(keys, b"drain", incarnation, mac)
 
 
 def _mac(key: bytes, purpose: bytes, text: str) -> str:

@@ -1,7 +1,8 @@
 """Logging set-up of every program: one line per record, as text for people or JSON for machines.
 
-A record about a request carries `extra={"request": uuid}`: the id's 32 hex digits, the same in the
-router's, P's and D's lines. Other extras become `key=value` or JSON members.
+A record about a request carries `extra={"request": id}`: 32 hex digits of the router's id, the same
+in the router's, P's and D's lines, or the id that an engine's own caller chose. Other extras become
+`key=value` or JSON members.
 """
 
 from __future__ import annotations

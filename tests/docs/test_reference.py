@@ -141,7 +141,13 @@ def test_the_metrics_of_router_and_operator_are_those_of_the_page(
 
 def test_the_metrics_of_the_engine_are_those_of_the_page() -> None:
     metrics, stats = ServerMetrics(), EngineStats()
-    metrics.watch(lambda: stats, lambda: kv_samples(KvMetrics(), Counters(), StoreFigures(), stats))
+    metrics.watch(
+        lambda: stats,
+        lambda now: kv_samples(KvMetrics(), Counters(), StoreFigures(), now),
+        model="m",
+        block_size=16,
+        load_s=1.0,
+    )
     found: set[Metric] = set()
     for family in text_string_to_metric_families(metrics.render()[0].decode()):
         if family.name.endswith("_created"):  # the client library's own, not ours
@@ -150,3 +156,15 @@ def test_the_metrics_of_the_engine_are_those_of_the_page() -> None:
         labels = sorted({key for sample in family.samples for key in sample.labels} - {"le"})
         found.add((name, family.type, ", ".join(labels)))
     assert _documented("## Engine") | _documented("## KV transfer") == found
+
+
+def test_the_rules_that_rename_metrics_to_vllms_name_metrics_there_are() -> None:
+    text = (DOCS / "metrics.md").read_text()
+    found = re.search(r"^metric_relabel_configs:\n(.*?)^```", text, re.M | re.S)
+    assert found is not None
+    rules = re.findall(r"regex: '(\w+)(\(_\.\*\))?', .*replacement: 'vllm:(\w+)(\$1)?'", found[1])
+    assert len(rules) == len(found[1].splitlines())
+    kinds = {name: kind for name, kind, _ in _documented("## Engine")}
+    for name, rest, _, kept in rules:
+        is_histogram = kinds[name] == "histogram"
+        assert (bool(rest), bool(kept)) == (is_histogram, is_histogram), name

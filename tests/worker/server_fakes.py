@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -23,12 +24,15 @@ from xpyd_worker.engine.request import (
     TokenLogprob,
     TransferReport,
 )
-from xpyd_worker.server.api import Api, create_app
+from xpyd_worker.server.admin import Admin, DrainState, Process
+from xpyd_worker.server.api import Api
+from xpyd_worker.server.app import create_app
 from xpyd_worker.server.asgi import Server, listen, make_server
 from xpyd_worker.server.bridge import EngineBridge
 from xpyd_worker.server.lifecycle import Lifecycle
 from xpyd_worker.server.metrics import ServerMetrics
 from xpyd_worker.server.service import Place, ServedModel, Service, seeds
+from xpyd_worker.server.tracing import Tracer
 
 EOS = 256
 BOS = 257
@@ -52,13 +56,18 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
 
+    def token_piece(self, token_id: int) -> str:
+        return self.token_text(token_id)
+
     def token_text(self, token_id: int) -> str:
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else b"<%d>" % token_id
 
-    def apply_chat_template(self, messages: Any, *, add_generation_prompt: bool) -> list[int]:
+    def apply_chat_template(
+        self, messages: Any, *, add_generation_prompt: bool, add_special_tokens: bool = False
+    ) -> list[int]:
         if messages[0]["role"] == "assistant":
             raise UserError("messages: must not begin with the assistant")
         return list("".join(f"{m['role']}:{m['content']}\n" for m in messages).encode())
@@ -125,7 +134,7 @@ class FakeEngine:
             list(request.continue_from[c] if request.continue_from else ())
             for c in range(request.n)
         ]
-        first = True
+        first, started_s = True, time.monotonic()
         while self.living.get(request.request_id):
             choices: list[ChoiceOutput] = []
             for c in sorted(self.living[request.request_id]):
@@ -159,6 +168,7 @@ class FakeEngine:
                         prompt_logprobs=scores,
                         cached_tokens=16 if len(request.prompt) > 16 else 0,
                         transfer=self.report if finished and request.transfer else None,
+                        started_s=started_s,
                     )
                 ]
             )
@@ -237,19 +247,35 @@ async def serving(
     ready: bool = True,
     has_priorities: bool = False,
     seed: int | None = None,
+    keys: tuple[bytes, ...] = (KEY,),
+    tokenizer: ByteTokenizer | None = None,
+    tracer: Tracer | None = None,
 ) -> AsyncIterator[Running]:
     """The API over `engine` on a loopback port."""
     engine = engine or FakeEngine()
     metrics = ServerMetrics()
-    bridge = EngineBridge(metrics)
+    bridge = EngineBridge(metrics.requests)
     engine.deliver = bridge.deliver
     bridge.bind(engine)
-    metrics.watch(engine.stats, list)
+    metrics.watch(engine.stats, lambda _stats: (), model="fake", block_size=16, load_s=0.5)
     lifecycle = Lifecycle()
-    api = Api(lifecycle, metrics)
+    api = Api(lifecycle)
+    api.tracer = tracer
+
+    def drain() -> DrainState:
+        if lifecycle.state == "Ready":
+            lifecycle.become("Draining")
+        return DrainState(12.34, engine.is_idle())
+
+    admin = Admin(api, metrics, Process(keys, "my-inc", drain))
     if ready:
         model = ServedModel(
-            ("fake", "alias"), ByteTokenizer(), frozenset({EOS}), VOCAB, max_model_len, 7
+            ("fake", "alias"),
+            tokenizer or ByteTokenizer(),
+            frozenset({EOS}),
+            VOCAB,
+            max_model_len,
+            7,
         )
         api.service = Service(
             model,
@@ -261,7 +287,7 @@ async def serving(
         )
         lifecycle.become("Ready")
     sockets = listen("127.0.0.1", 0)
-    server: Server = make_server(create_app(api))
+    server: Server = make_server(create_app(api, admin))
     task = asyncio.create_task(server.serve(sockets=sockets))
     address = sockets[0].getsockname()
     url = f"http://127.0.0.1:{address[1]}"
@@ -271,6 +297,8 @@ async def serving(
     finally:
         server.should_exit = True
         await task
+        if api.service is not None:
+            api.service.threads.close()
         for left in list(engine.tasks):
             left.cancel()
 

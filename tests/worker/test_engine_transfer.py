@@ -316,8 +316,11 @@ def test_d_preempted_after_adoption_recomputes_and_never_asks_again():
     bench.assert_all_blocks_free()
 
 
+@pytest.mark.parametrize("choices", [None, (0,)])
 @pytest.mark.parametrize("landed", [True, False])
-def test_d_frees_the_kv_of_a_request_aborted_in_the_queue(landed: bool):
+def test_d_frees_the_kv_of_a_request_aborted_in_the_queue(
+    landed: bool, choices: tuple[int, ...] | None
+):
     bench, consumer = receiving()
     prompt = prompt_of(9)
     bench.submit(to_receive("a", prompt))
@@ -325,7 +328,7 @@ def test_d_frees_the_kv_of_a_request_aborted_in_the_queue(landed: bool):
     consumer.arrive(KEY, prompt, "direct")
     if landed:
         consumer.land(KEY)
-    bench.core.abort("a")
+    bench.core.abort("a", choices)
     bench.run()
     assert consumer.calls[-1] == ("forget", KEY)
     bench.assert_all_blocks_free()

@@ -286,8 +286,8 @@ def test_a_prompt_whose_choices_all_ended_in_a_stop_string_is_given_up() -> None
         async with serving(role="Decode") as server:
             answer = await ask(server, to_d([[ord("X")]], stop="X"))
             assert answer["choices"][0]["finish_reason"] == "stop"
-            # Aborting frees the KV that waits for it.
-            assert server.engine.aborted == [(server.engine.requests[0].request_id, None)]
+            # Ending all its choices frees the KV that waits for it.
+            assert server.engine.aborted == [(server.engine.requests[0].request_id, (0,))]
 
     run(test())
 

@@ -160,6 +160,11 @@ def _add_place(parser: argparse.ArgumentParser) -> None:
     add("--discovery", metavar="HOST:PORT,...", help="routers, e.g. 10.0.0.2:30001")
     add("--heartbeat-period-ms", type=int, default=3000, metavar="MS", help="e.g. 3000")
     add("--drain-timeout", type=float, default=300, metavar="SECONDS", help="on SIGTERM, e.g. 300")
+    add(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="send spans there by OTLP/HTTP, e.g. http://collector:4318/v1/traces (extra otel)",
+    )
 
 
 def _add_kv(parser: argparse.ArgumentParser) -> None:
@@ -262,6 +267,7 @@ def read_config(args: argparse.Namespace, env: PodEnv | None = None) -> WorkerCo
         heartbeat_period_s=args.heartbeat_period_ms / 1000,
         drain_timeout_s=args.drain_timeout,
         fleet=env.fleet,
+        otlp_traces_endpoint=args.otlp_traces_endpoint,
         pool=env.pool,
         instance=env.instance,
         pod_revision=env.revision,

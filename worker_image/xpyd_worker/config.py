@@ -99,6 +99,8 @@ class WorkerConfig:
     heartbeat_period_s: float = HEARTBEAT_PERIOD_S
     drain_timeout_s: float = 300.0
     """How long SIGTERM waits for requests and transfers to finish."""
+    otlp_traces_endpoint: str | None = None
+    """URL that spans are posted to; None: no tracing."""
     fleet: str = ""
     pool: str = ""
     instance: str = ""
@@ -184,4 +186,10 @@ def _checks(config: WorkerConfig) -> list[tuple[str, bool]]:
         ("--kv-lease-seconds: expected 1 to 3600", 1 <= config.kv_lease_s <= 3600),
         ("--heartbeat-period-ms: expected 50 to 60000", 0.05 <= config.heartbeat_period_s <= 60),
         ("--drain-timeout: expected 0 to 86400 seconds", 0 <= config.drain_timeout_s <= 86400),
+        (
+            "--otlp-traces-endpoint: expected the URL of an OTLP/HTTP receiver, e.g. "
+            "http://collector:4318/v1/traces (gRPC is not supported)",
+            config.otlp_traces_endpoint is None
+            or config.otlp_traces_endpoint.startswith(("http://", "https://")),
+        ),
     ]

@@ -33,7 +33,7 @@ from xpyd_kv.wire.messages import MAX_PROBE_BYTES
 from xpyd_worker.config import Role, WorkerConfig
 from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.server.kv_metrics import kv_samples
-from xpyd_worker.server.metrics import KvHistogram, KvSample
+from xpyd_worker.server.samples import HistogramSample, Sample
 from xpyd_worker.server.service import ProbePeer
 
 LETTER: dict[Role, Literal["P", "D", "A"]] = {
@@ -77,7 +77,7 @@ class Kv:
         if self.shared is not None:
             self.shared.close()
 
-    def samples(self, stats: EngineStats) -> Iterable[KvSample | KvHistogram]:
+    def samples(self, stats: EngineStats) -> Iterable[Sample | HistogramSample]:
         """The figures for `/metrics`."""
         connector = self.connector
         store = connector.store if connector is not None else None

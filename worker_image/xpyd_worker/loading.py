@@ -146,6 +146,8 @@ def load(
         created=int(time.time()),
         knows_developer=_template_has(folder, "developer"),
     )
+    # Asks every token of the vocabulary; now, not when the first long prompt waits for it.
+    _ = model.max_token_bytes
     return Loaded(model, engine, runner, kv, compat_key(factors), dtype_name)
 
 

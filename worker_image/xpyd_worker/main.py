@@ -2,8 +2,9 @@
 
     asyncio: HTTP, heartbeats, signals     engine's thread     KV I/O thread
 
-HTTP answers 503 while the model loads. A first signal drains, a second one stops at once. When the
-engine ends by itself the process says goodbye and exits with status 1.
+HTTP answers 503 while the model loads. A first signal, or POST /drain, drains; a second signal
+stops at once. When the engine or the HTTP server ends by itself the process says goodbye and exits
+with status 1.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import logging
 import os
 import signal
 import socket
-import threading
+import time
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -25,15 +26,19 @@ from xpyd_core.sizes import format_bytes
 from xpyd_kv.connector.build import MakeStore
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.kv_setup import LETTER
+from xpyd_worker.load_thread import run_unless
 from xpyd_worker.model.config import load_config
 from xpyd_worker.model.source import resolve_checkpoint
-from xpyd_worker.server.api import Api, create_app
+from xpyd_worker.server.admin import Admin, DrainState, Process
+from xpyd_worker.server.api import Api
+from xpyd_worker.server.app import create_app
 from xpyd_worker.server.asgi import listen, make_server
 from xpyd_worker.server.bridge import EngineBridge
 from xpyd_worker.server.heartbeat import HeartbeatSender
 from xpyd_worker.server.lifecycle import Lifecycle
 from xpyd_worker.server.metrics import ServerMetrics
 from xpyd_worker.server.service import Place, Service, seeds
+from xpyd_worker.server.tracing import Tracer
 from xpyd_worker.spinning import bound_spinning
 
 if TYPE_CHECKING:
@@ -46,8 +51,9 @@ _ONE_SIGNAL_S = 0.5
 _POLL_S = 0.1
 _ENGINE_STOP_S = 10.0
 _KV_CLOSE_S = 2.0
+_TRACES_CLOSE_S = 2.0
 _WAITING_REQUESTS = 1024
-EXIT_ENGINE_FAILED = 1
+EXIT_FAILED = 1
 
 
 def run(config: WorkerConfig, *, store_factory: MakeStore | None = None) -> int:
@@ -72,14 +78,20 @@ class _Worker:
                 config.kv_address,
             )
         self._incarnation = os.urandom(8).hex()
+        self._tracer = _make_tracer(config, self._incarnation)
         self._metrics = ServerMetrics()
-        self._bridge = EngineBridge(self._metrics)
+        self._bridge = EngineBridge(self._metrics.requests)
         self._lifecycle = Lifecycle()
-        self._api = Api(self._lifecycle, self._metrics)
-        self._server = make_server(create_app(self._api))
+        self._api = Api(self._lifecycle)
+        self._api.tracer = self._tracer
+        process = Process(self._keys, self._incarnation, self._ask_drain)
+        self._server = make_server(create_app(self._api, Admin(self._api, self._metrics, process)))
+        self._begun_s = time.monotonic()
+        self._loaded: Loaded | None = None
         self._signals = 0
         self._last_signal_s = 0.0
-        self._signalled = asyncio.Event()
+        self._drain_end_s: float | None = None
+        self._woken = asyncio.Event()
 
     async def serve(self) -> int:
         """The whole life."""
@@ -90,13 +102,17 @@ class _Worker:
         server = self._server
         serving = asyncio.create_task(server.serve(sockets=sockets))
         try:
-            loaded = await self._load()
+            _log.info("loading %s", self._config.model)
+            loaded = await run_unless(self._woken, self._load)
             if loaded is None:
                 return 0
-            return await self._serve_loaded(loaded, sockets[0].getsockname()[1])
+            return await self._serve_loaded(loaded, sockets[0].getsockname()[1], serving)
         finally:
             server.should_exit = True
-            await serving
+            # What ended it by itself was logged where it was noticed.
+            await asyncio.wait({serving})
+            if self._tracer is not None:
+                await asyncio.to_thread(self._tracer.close, _TRACES_CLOSE_S)
             for number in _SIGNALS:
                 # What still comes must not kill a process that is about to return its status.
                 loop.remove_signal_handler(number)
@@ -109,7 +125,26 @@ class _Worker:
         self._signals += 1
         self._last_signal_s = now
         _log.info("got %s", signal.Signals(number).name)
-        self._signalled.set()
+        self._woken.set()
+
+    def _ask_drain(self) -> DrainState:
+        """POST /drain. A signal that comes later goes on with this drain, it does not cut it."""
+        if self._drain_end_s is None:
+            _log.info("asked to drain")
+            self._begin_drain()
+        assert self._drain_end_s is not None, "set by _begin_drain"
+        left = max(0.0, self._drain_end_s - asyncio.get_running_loop().time())
+        return DrainState(left, self._loaded is None or self._loaded.engine.is_idle())
+
+    def _begin_drain(self) -> None:
+        """Say so to the routers and take nothing new. Asked again, it does what was too early."""
+        if self._drain_end_s is None:
+            now = asyncio.get_running_loop().time()
+            self._drain_end_s = now + self._config.drain_timeout_s
+        if self._lifecycle.state == "Ready" and self._loaded is not None:
+            self._lifecycle.become("Draining")
+            self._loaded.kv.drain()
+        self._woken.set()
 
     def _listen(self) -> list[socket.socket]:
         config = self._config
@@ -120,57 +155,33 @@ class _Worker:
                 f"--port: cannot listen on {config.host}:{config.port}: {error.strerror}"
             ) from error
 
-    async def _load(self) -> Loaded | None:
-        """The loaded parts; None when a signal came first."""
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[Loaded] = loop.create_future()
+    def _load(self) -> Loaded:
+        """The loaded parts; slow, on the load's thread."""
+        # What is wrong with a checkpoint is said before torch is imported, which takes seconds;
+        # HTTP answers meanwhile.
+        load_config(resolve_checkpoint(self._config.model, self._config.revision))
+        bound_spinning()
+        from xpyd_worker.loading import load
 
-        def work() -> None:
-            try:
-                # What is wrong with a checkpoint is said before torch is imported, which takes
-                # seconds; HTTP answers meanwhile.
-                load_config(resolve_checkpoint(self._config.model, self._config.revision))
-                bound_spinning()
-                from xpyd_worker.loading import load
+        return load(
+            self._config,
+            deliver=self._bridge.deliver,
+            keys=self._keys,
+            incarnation=self._incarnation,
+            make_store=self._store_factory,
+        )
 
-                loaded = load(
-                    self._config,
-                    deliver=self._bridge.deliver,
-                    keys=self._keys,
-                    incarnation=self._incarnation,
-                    make_store=self._store_factory,
-                )
-            except BaseException as error:
-                outcome: Loaded | BaseException = error
-            else:
-                outcome = loaded
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(settle, outcome)
-
-        def settle(outcome: Loaded | BaseException) -> None:
-            if result.done():
-                return
-            if isinstance(outcome, BaseException):
-                result.set_exception(outcome)
-            else:
-                result.set_result(outcome)
-
-        _log.info("loading %s", self._config.model)
-        # A daemon thread: a signal during the load of a large model must not wait for it.
-        threading.Thread(target=work, name="load", daemon=True).start()
-        signalled = asyncio.create_task(self._signalled.wait())
-        try:
-            await asyncio.wait({result, signalled}, return_when=asyncio.FIRST_COMPLETED)
-            return result.result() if result.done() else None
-        finally:
-            signalled.cancel()
-            if not result.done():
-                result.cancel()
-
-    async def _serve_loaded(self, loaded: Loaded, port: int) -> int:
+    async def _serve_loaded(self, loaded: Loaded, port: int, serving: asyncio.Task[None]) -> int:
         config = self._config
+        self._loaded = loaded
         self._bridge.bind(loaded.engine)
-        self._metrics.watch(loaded.stats, lambda: loaded.kv.samples(loaded.stats()))
+        self._metrics.watch(
+            loaded.stats,
+            loaded.kv.samples,
+            model=loaded.model.names[0],
+            block_size=config.block_size,
+            load_s=time.monotonic() - self._begun_s,
+        )
         loaded.kv.start()
         loaded.engine.start()
         heartbeat = HeartbeatSender(
@@ -196,42 +207,44 @@ class _Worker:
             self._lifecycle.listen(heartbeat.beat_now)
             heartbeat.start()
             self._say_ready(loaded, port)
-            return await self._until_the_end(loaded)
+            return await self._until_the_end(loaded, serving)
         finally:
+            if self._api.service is not None:
+                self._api.service.threads.close()
             if self._lifecycle.state != "Gone":
                 self._lifecycle.become("Gone")
             await asyncio.to_thread(loaded.engine.stop, _ENGINE_STOP_S)
             await asyncio.to_thread(loaded.kv.close, _KV_CLOSE_S)
             await heartbeat.close()
 
-    async def _until_the_end(self, loaded: Loaded) -> int:
-        while not self._signals:
-            if loaded.engine.failure is not None:
-                return self._engine_failed(loaded)
+    async def _until_the_end(self, loaded: Loaded, serving: asyncio.Task[None]) -> int:
+        while not self._signals and self._drain_end_s is None:
+            if self._has_failed(loaded, serving):
+                return EXIT_FAILED
             await self._pause(_POLL_S)
-        self._lifecycle.become("Draining")
-        loaded.kv.drain()
-        return await self._drain(loaded)
+        self._begin_drain()
+        return await self._drain(loaded, serving)
 
     async def _pause(self, seconds: float) -> None:
-        """Sleep, but not through a signal."""
-        self._signalled.clear()
+        """Sleep, but not through a signal or a drain's begin."""
+        self._woken.clear()
         try:
             async with asyncio.timeout(seconds):
-                await self._signalled.wait()
+                await self._woken.wait()
         except TimeoutError:
             pass
 
-    async def _drain(self, loaded: Loaded) -> int:
+    async def _drain(self, loaded: Loaded, serving: asyncio.Task[None]) -> int:
         """Finish what is here, at most --drain-timeout or until a second signal."""
         loop = asyncio.get_running_loop()
-        end = loop.time() + self._config.drain_timeout_s
+        end = self._drain_end_s
+        assert end is not None, "set by _begin_drain"
         _log.info("draining, at most %g s", self._config.drain_timeout_s)
         # A client that reads slowly still gets what was generated for it.
         answers = self._server.server_state.tasks
         while self._bridge.open_requests or answers or not loaded.engine.is_idle():
-            if loaded.engine.failure is not None:
-                return self._engine_failed(loaded)
+            if self._has_failed(loaded, serving):
+                return EXIT_FAILED
             if self._signals > 1 or loop.time() >= end:
                 why = "a second signal" if self._signals > 1 else "--drain-timeout"
                 _log.warning("%s: %d requests are cut", why, self._bridge.open_requests)
@@ -240,11 +253,19 @@ class _Worker:
         _log.info("drained")
         return 0
 
-    def _engine_failed(self, loaded: Loaded) -> int:
-        _log.critical("the engine failed: %r", loaded.engine.failure)
+    def _has_failed(self, loaded: Loaded, serving: asyncio.Task[None]) -> bool:
+        """Whether the engine's thread or the HTTP server has ended by itself: then nothing can be
+        served any more, and whoever waits is told."""
+        if loaded.engine.failure is not None:
+            _log.critical("the engine failed: %r", loaded.engine.failure)
+        elif serving.done():
+            why = None if serving.cancelled() else serving.exception()
+            _log.critical("the HTTP server ended: %r", why)
+        else:
+            return False
         self._bridge.fail()
         self._lifecycle.fail()
-        return EXIT_ENGINE_FAILED
+        return True
 
     def _beat(self, loaded: Loaded, port: int) -> Heartbeat:
         config = self._config
@@ -290,6 +311,20 @@ class _Worker:
                 "compatibility": loaded.compatibility,
             },
         )
+
+
+def _make_tracer(config: WorkerConfig, incarnation: str) -> Tracer | None:
+    """UserError where tracing is asked for and its packages are not installed."""
+    if config.otlp_traces_endpoint is None:
+        return None
+    try:
+        from xpyd_worker.server.otel import OtlpTracer
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"--otlp-traces-endpoint: {error.name} is not installed; pip install 'xpyd[otel]'"
+        ) from error
+    instance = config.instance or f"{_bracketed(config.host)}:{config.port}/{incarnation}"
+    return OtlpTracer(config.otlp_traces_endpoint, instance=instance, role=config.role)
 
 
 def _bracketed(host: str) -> str:

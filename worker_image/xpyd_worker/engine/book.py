@@ -82,6 +82,7 @@ class RequestBook:
                 cached_tokens=state.cached_tokens,
                 received_tokens=state.received_tokens,
                 transfer=report,
+                started_s=state.started_s,
             )
         )
 
@@ -96,6 +97,7 @@ class RequestBook:
             (*state.held, *unfinished),
             finished=True,
             transfer=self._sending.report(state),
+            started_s=state.started_s,
             error=message,
             error_kind=kind,
         )

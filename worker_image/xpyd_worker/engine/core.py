@@ -190,6 +190,7 @@ class EngineCore:
                 done(self._scheduler.reset_prefix_cache())
 
     def _execute(self, step: ScheduledStep) -> None:
+        begun = self._clock()
         try:
             result = self._executor.execute(step.input, self._layer_done)
         except XpydError as error:
@@ -200,6 +201,11 @@ class EngineCore:
             self._step_done(failed=True)
             raise
         else:
+            self._scheduler.stats.steps.observe(
+                seconds=self._clock() - begun,
+                tokens=step.input.tokens,
+                sequences=len(step.input.sequences),
+            )
             self._step_done(failed=False)
             self._hold()
             self._scheduler.update(step, result)

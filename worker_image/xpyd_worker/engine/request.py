@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Literal
 
 from xpyd_core.request_id import Address, TransferKey
+from xpyd_worker.engine.step_figures import StepFigures
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 TransferState = Literal["none", "pending", "granted"]
@@ -94,7 +95,7 @@ class ReceiveFrom:
 class EngineRequest:
     """One prompt with `n` choices.
 
-    `request_id` is unique within the instance. `log_id` is the uuid that log lines carry.
+    `request_id` is unique within the instance. `log_id` is the id that log lines carry.
     `first_choice` is OpenAI's index of choice 0 (prompt index x n); it keys the random numbers.
     `continue_from` has the ids each choice already put out (n entries) or is empty for none.
     `priority`: the lower runs first, where the engine's policy is by priority.
@@ -164,8 +165,9 @@ class RequestOutput:
 
     `finished` is true on the last. `prompt_logprobs` (one entry per prompt token, None for the
     first) comes once, with the first output of a request that asked. `cached_tokens` counts prompt
-    tokens from the local prefix cache, `received_tokens` those whose KV came from P. `error` is
-    set, and `error_kind` with it, where choices ended by `error`.
+    tokens from the local prefix cache, `received_tokens` those whose KV came from P. `started_s`:
+    when the request first left the queue, on the engine's clock (time.monotonic); None before.
+    `error` is set, and `error_kind` with it, where choices ended by `error`.
     """
 
     request_id: str
@@ -175,6 +177,7 @@ class RequestOutput:
     cached_tokens: int = 0
     received_tokens: int = 0
     transfer: TransferReport | None = None
+    started_s: float | None = None
     error: str = ""
     error_kind: ErrorKind = ""
 
@@ -184,7 +187,7 @@ class EngineStats:
     """Counters and gauges of one engine, written by its thread, read by `/metrics` and heartbeats.
 
     Counters only grow; gauges are as of the last step. `finished` counts requests by reason,
-    `running` and `waiting` are requests.
+    `running` and `waiting` are requests. `steps` goes on growing in a copy, too.
     """
 
     forwards: int = 0
@@ -203,3 +206,4 @@ class EngineStats:
     # The tokens of those prompts that entered a forward.
     kv_recomputed_tokens: dict[str, int] = field(default_factory=dict[str, int])
     received_tokens: int = 0
+    steps: StepFigures = field(default_factory=StepFigures)

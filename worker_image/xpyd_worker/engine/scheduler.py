@@ -234,6 +234,7 @@ class Scheduler:
                 break
             verdict = self._admission.admit(sequence, blocked=missing > 0, now=now)
             if verdict is Verdict.GO:
+                sequence.state.started_s = sequence.state.started_s or now
                 budget -= self._start(sequence, parts, budget)
             elif verdict is not Verdict.OVER:
                 passed.append(sequence)

@@ -52,8 +52,9 @@ class RequestState:
     offered_tokens: int = 0
     offer_complete: bool = False
     unsettled: bool = False
-    # Counted when the first sequence starts.
+    # Counted when the first sequence starts; when that was, by the engine's clock.
     started: bool = False
+    started_s: float | None = None
     cached_tokens: int = 0
     received_tokens: int = 0
 

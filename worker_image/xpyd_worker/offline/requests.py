@@ -16,9 +16,10 @@ from xpyd_worker.offline.sampling import SamplingParams
 from xpyd_worker.server.answers import collect
 from xpyd_worker.server.fields import as_token_ids
 from xpyd_worker.server.generation import ChoiceDelta, Generation, ending_of
-from xpyd_worker.server.jobs import Job, make_jobs, read_request_id
+from xpyd_worker.server.jobs import Job, make_jobs
 from xpyd_worker.server.openai_types import Message, Options
 from xpyd_worker.server.prompts import bad_word_ids, chat_ids, completion_ids
+from xpyd_worker.server.request_ids import read_request_id
 from xpyd_worker.server.service import Service
 
 
@@ -78,16 +79,16 @@ async def _prepare(
     service: Service, ask: Ask | Chat, params: SamplingParams, priority: int
 ) -> Request:
     if isinstance(ask, Chat):
-        text, ids = None, await chat_ids(service.model, ask.messages)
+        text, ids = None, await chat_ids(service, ask.messages)
     elif ask.text is not None:
         if not ask.text:
             raise UserError("is empty")
-        text, ids = ask.text, await completion_ids(service.model, ask.text)
+        text, ids = ask.text, await completion_ids(service, ask.text)
     else:
         text, ids = None, as_token_ids(list(ask.token_ids), "prompt_token_ids")
         if not ids:
             raise UserError("prompt_token_ids is empty")
-        ids = await completion_ids(service.model, ids)
+        ids = await completion_ids(service, ids)
     options = replace(params.options(), priority=priority)
     # As in vLLM's class of this name, the context's end is an end like max_tokens; over HTTP a
     # client that asks for more than fits is told so.
@@ -100,7 +101,7 @@ async def _prepare(
         options,
         [ids],
         default_max_tokens=None,
-        bad_words=await bad_word_ids(service.model, options.rules.bad_words),
+        bad_words=await bad_word_ids(service, options.rules.bad_words),
     )
     return Request(text, options, job)
 

@@ -17,6 +17,7 @@ from xpyd_core.errors import UserError
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.engine.request import RequestOutput
 from xpyd_worker.server.bridge import EngineBridge
+from xpyd_worker.server.latency import RequestFigures
 from xpyd_worker.server.service import Place, Service, seeds
 from xpyd_worker.spinning import bound_spinning
 
@@ -29,16 +30,6 @@ Work = Callable[[Service], Coroutine[Any, Any, T]]
 _STOP_S = 10.0
 
 
-class _NoTimes:
-    """bridge.LatencyObserver that nobody reads."""
-
-    def ttft(self, seconds: float) -> None: ...
-
-    def itl(self, seconds: float) -> None: ...
-
-    def e2e(self, seconds: float) -> None: ...
-
-
 class Session:
     """Made ready to run; ended by `close`. Methods may be called from any thread."""
 
@@ -49,7 +40,7 @@ class Session:
         from xpyd_worker.loading import load
 
         incarnation = os.urandom(8).hex()
-        bridge = EngineBridge(_NoTimes())
+        bridge = EngineBridge(RequestFigures())
         self._own_threads: set[int] = set()
 
         def deliver(outputs: Sequence[RequestOutput]) -> None:
@@ -121,6 +112,7 @@ class Session:
             self._loop.call_soon_threadsafe(self._end.set)
             self._thread.join(_STOP_S)
             parts[0].kv.close(_STOP_S)
+            parts[1].threads.close()
         del parts
         # The parts know each other in circles; the memory is large enough not to wait for it.
         gc.collect()

@@ -29,7 +29,7 @@ class AnswerId:
 def answer_id(prefix: str, options: Options, model: str, *, alone: str | None) -> AnswerId:
     """The router's id and time where it gave them (a stream goes on under them), else our own.
 
-    `alone`: a bare uuid that the request came with; the router puts its own in its place.
+    `alone`: the caller's own id, as vLLM does; our router puts one of its own in its place.
     """
     own = f"{prefix}-{alone or os.urandom(16).hex()}"
     created = options.kv.created

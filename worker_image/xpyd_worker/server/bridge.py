@@ -8,27 +8,18 @@ pile up in it (at most the request's own tokens) and are taken together.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Protocol
+import time
+from collections.abc import Callable, Sequence
 
 from xpyd_core.errors import ApiError
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.connector.api import OfferedPrompt
 from xpyd_worker.engine.api import Engine
 from xpyd_worker.engine.request import EngineRequest, EngineStats, RequestOutput
+from xpyd_worker.server.latency import RequestFigures, RequestTimes
 
 # The engine takes it in between two steps; one of a large prompt takes seconds on a CPU.
 _RESET_S = 30.0
-
-
-class LatencyObserver(Protocol):
-    """Takes the times of requests, in seconds."""
-
-    def ttft(self, seconds: float) -> None: ...
-
-    def itl(self, seconds: float) -> None: ...
-
-    def e2e(self, seconds: float) -> None: ...
 
 
 class Mailbox:
@@ -65,24 +56,26 @@ def engine_gone() -> ApiError:
     return ApiError(500, "the engine failed; this instance is going down", code="engine_failed")
 
 
-class _Timer:
-    """When a request's outputs came."""
+class _Open:
+    """A request in the engine: where its outputs go, and when they came."""
 
-    __slots__ = ("mailbox", "previous", "start")
+    __slots__ = ("mailbox", "times")
 
-    def __init__(self, mailbox: Mailbox, now: float) -> None:
+    def __init__(self, mailbox: Mailbox, times: RequestTimes) -> None:
         self.mailbox = mailbox
-        self.start = now
-        self.previous = 0.0
+        self.times = times
 
 
 class EngineBridge:
     """Requests to the engine, outputs back to the request's mailbox."""
 
-    def __init__(self, observer: LatencyObserver) -> None:
-        """Call `bind` before the engine starts."""
-        self._observer = observer
-        self._open: dict[str, _Timer] = {}
+    def __init__(
+        self, figures: RequestFigures, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Call `bind` before the engine starts. `clock` is the engine's, and safe on any thread."""
+        self._figures = figures
+        self._clock = clock
+        self._open: dict[str, _Open] = {}
         self._engine: Engine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._gone = False
@@ -107,34 +100,39 @@ class EngineBridge:
     def deliver(self, outputs: Sequence[RequestOutput]) -> None:
         """Called by the engine, on its thread."""
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._receive, tuple(outputs))
+            # Stamped here: the loop may be late, and then the gaps would be its own.
+            self._loop.call_soon_threadsafe(self._receive, tuple(outputs), self._clock())
 
-    def _receive(self, outputs: Sequence[RequestOutput]) -> None:
-        now = asyncio.get_running_loop().time()
+    def _receive(self, outputs: Sequence[RequestOutput], now_s: float) -> None:
         for output in outputs:
-            timer = self._open.get(output.request_id)
-            if timer is None:  # aborted meanwhile
+            request = self._open.get(output.request_id)
+            if request is None:  # aborted meanwhile
                 continue
-            if any(choice.tokens for choice in output.choices):
-                self._observe(timer, now)
+            request.times.take(output, now_s)
             if output.finished:
-                self._observer.e2e(now - timer.start)
+                if not output.error:
+                    request.times.finish()
                 del self._open[output.request_id]
-            timer.mailbox.put(output)
+            request.mailbox.put(output)
 
-    def _observe(self, timer: _Timer, now: float) -> None:
-        if timer.previous:
-            self._observer.itl(now - timer.previous)
-        else:
-            self._observer.ttft(now - timer.start)
-        timer.previous = now
-
-    def submit(self, request: EngineRequest, mailbox: Mailbox) -> None:
+    def submit(self, request: EngineRequest, mailbox: Mailbox) -> RequestTimes:
         """Queue `request`; its outputs go to `mailbox`. ApiError 500 when the engine is gone."""
         if self._gone:
             raise engine_gone()
-        self._open[request.request_id] = _Timer(mailbox, asyncio.get_running_loop().time())
+        times = RequestTimes(
+            self._figures, submitted_s=self._clock(), prompt_tokens=len(request.prompt)
+        )
+        self._open[request.request_id] = _Open(mailbox, times)
         self.engine.submit(request)
+        return times
+
+    def end(self, request_id: str, choices: tuple[int, ...]) -> None:
+        """A request's last choices ended in their text (a stop string): it counts as stopped. No
+        output of it reaches its mailbox any more."""
+        request = self._open.pop(request_id, None)
+        if request is not None and not self._gone:
+            request.times.finish()
+            self.engine.abort(request_id, choices)
 
     def abort(self, request_id: str) -> None:
         """End a request; no output of it reaches its mailbox any more."""
@@ -149,8 +147,8 @@ class EngineBridge:
     def fail(self) -> None:
         """The engine's thread has ended: wake all who wait, refuse what comes."""
         self._gone = True
-        for timer in self._open.values():
-            timer.mailbox.fail()
+        for request in self._open.values():
+            request.mailbox.fail()
         self._open.clear()
 
     def offered(self, key: TransferKey) -> OfferedPrompt | None:

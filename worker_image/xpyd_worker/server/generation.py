@@ -22,6 +22,7 @@ from xpyd_worker.engine.request import (
 )
 from xpyd_worker.server.bridge import Mailbox
 from xpyd_worker.server.jobs import Job
+from xpyd_worker.server.latency import RequestTimes
 from xpyd_worker.server.openai_types import Options
 from xpyd_worker.server.output_text import OutputText
 from xpyd_worker.server.service import Service
@@ -108,6 +109,7 @@ class _Choice:
     def __init__(self, index: int, text: OutputText, ending: Ending) -> None:
         self.text = text
         self.ended = False
+        self.reason = ""
         self.tokens = 0
         self._index = index
         self._ending = ending
@@ -167,6 +169,7 @@ class _Choice:
 
     def _end(self, reason: str, stop_reason: str | int | None) -> None:
         self.ended = True
+        self.reason = reason
         self._delta.finish_reason = reason
         self._delta.stop_reason = stop_reason
 
@@ -187,6 +190,7 @@ class _Prompt:
         self.cached_tokens = 0
         self.report: TransferReport | None = None
         self.logprobs: tuple[TokenLogprob | None, ...] | None = None
+        self.times: RequestTimes | None = None
 
 
 class Generation:
@@ -210,7 +214,7 @@ class Generation:
             request = prompt.job.request
             for j, ids in enumerate(request.continue_from):
                 prompt.choices[j].replay(ids, prompt.job.emit_from[j])
-            self._bridge.submit(request, self._mailbox)
+            prompt.times = self._bridge.submit(request, self._mailbox)
             ended = tuple(j for j, choice in enumerate(prompt.choices) if choice.ended)
             self._end_choices(request_id, prompt, ended)
 
@@ -219,7 +223,7 @@ class Generation:
             return
         if all(choice.ended for choice in prompt.choices):
             # Frees the KV that waits for it too.
-            self._bridge.abort(request_id)
+            self._bridge.end(request_id, tuple(range(len(prompt.choices))))
             prompt.finished = True
         else:
             self._bridge.abort_choices(request_id, ended)
@@ -310,6 +314,17 @@ class Generation:
         """On P: how each prompt's transfer stood at its end."""
         none = TransferReport("none")
         return [prompt.report or none for prompt in self._prompts.values()]
+
+    @property
+    def times(self) -> list[RequestTimes]:
+        """When each prompt's tokens came, of those that the engine was given."""
+        return [prompt.times for prompt in self._prompts.values() if prompt.times is not None]
+
+    @property
+    def finish_reasons(self) -> tuple[str, ...]:
+        """Of the choices that have ended, in order."""
+        choices = [choice for prompt in self._prompts.values() for choice in prompt.choices]
+        return tuple(choice.reason for choice in choices if choice.reason)
 
     @property
     def usage(self) -> Usage:

@@ -11,25 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from xpyd_core.blocks import prompt_digest
-from xpyd_core.request_id import PairId, TransferKey, is_dialable, is_uuid, parse_pair_id
+from xpyd_core.request_id import TransferKey, is_dialable
 from xpyd_worker.engine.request import EngineRequest, ReceiveFrom, SamplingParams, SendTo
 from xpyd_worker.server.fields import bad
 from xpyd_worker.server.openai_types import Options
 from xpyd_worker.server.prompts import check_vocabulary, output_limit
+from xpyd_worker.server.request_ids import RequestId
 from xpyd_worker.server.service import Service
 
 COMPLETION_DEFAULT_TOKENS = 16
 _MASK_64 = 2**64 - 1
-
-
-@dataclass(frozen=True)
-class RequestId:
-    """What X-Request-Id says. `pair` None: this instance serves the request alone. `log_id` is the
-    32 hex digits that log lines carry; `alone` the same where they came bare."""
-
-    log_id: str
-    pair: PairId | None = None
-    alone: str | None = None
 
 
 @dataclass(frozen=True)
@@ -40,16 +31,6 @@ class Job:
     request: EngineRequest
     emit_from: tuple[int, ...]
     echo_text: str | None = None
-
-
-def read_request_id(header: str | None) -> RequestId:
-    """An id that cannot be parsed means: alone."""
-    pair = parse_pair_id(header) if header else None
-    if pair is not None:
-        return RequestId(pair.uuid, pair)
-    if header and is_uuid(header):
-        return RequestId(header, alone=header)
-    return RequestId(os.urandom(16).hex())
 
 
 def keys_of(request_id: RequestId, prompts: int) -> list[TransferKey]:

@@ -15,7 +15,7 @@ from xpyd_kv.transport.counters import Counters
 from xpyd_kv.transport.nccl.limits import NcclFigures
 from xpyd_kv.transport.settings import TRANSPORTS
 from xpyd_worker.engine.request import EngineStats
-from xpyd_worker.server.metrics import KvHistogram, KvSample
+from xpyd_worker.server.samples import HistogramSample, Sample
 
 _WHERE = ("direct", "buffer", "pool", "deferred", "pulled")
 _BESIDE = ("buffer", "pool")
@@ -28,7 +28,7 @@ def kv_samples(
     figures: StoreFigures,
     stats: EngineStats,
     nccl: NcclFigures | None = None,
-) -> Iterable[KvSample | KvHistogram]:
+) -> Iterable[Sample | HistogramSample]:
     """All `xpyd_kv_*` figures."""
     yield from _moved(metrics, stats)
     yield from _transfers(metrics)
@@ -38,7 +38,7 @@ def kv_samples(
     yield from _nccl(nccl or NcclFigures())
 
 
-def _moved(metrics: KvMetrics, stats: EngineStats) -> Iterable[KvSample]:
+def _moved(metrics: KvMetrics, stats: EngineStats) -> Iterable[Sample]:
     yield _counter("sent_bytes", "KV bytes sent", metrics.sent_bytes)
     yield _counter("sent_frames", "DATA frames sent", metrics.sent_frames)
     yield _counter(
@@ -52,19 +52,19 @@ def _moved(metrics: KvMetrics, stats: EngineStats) -> Iterable[KvSample]:
     yield _counter("skipped_tokens", "Offered tokens that D had cached", metrics.skipped_tokens)
 
 
-def _transfers(metrics: KvMetrics) -> Iterable[KvSample | KvHistogram]:
+def _transfers(metrics: KvMetrics) -> Iterable[Sample | HistogramSample]:
     yield from _by("transfers", "Transfers that ended", "outcome", metrics.transfers, _OUTCOMES)
     yield from _by("failed", "Transfers that failed", "reason", metrics.failed, ())
     yield _gauge("open_transfers", "Transfers that are not over", metrics.open_transfers)
     yield _counter("leases_expired", "Leases that ran out", metrics.leases_expired)
-    yield KvHistogram("xpyd_kv_grant_wait_seconds", "OFFER to GRANT", metrics.grant_wait)
+    yield HistogramSample("xpyd_kv_grant_wait_seconds", "OFFER to GRANT", metrics.grant_wait)
     found = dict(metrics.transfer_s) or {"none": Distribution()}
     for transport in sorted(found):
         labels = (("transport", transport),)
-        yield KvHistogram(
+        yield HistogramSample(
             "xpyd_kv_transfer_seconds", "GRANT until all is there", found[transport], labels
         )
-    yield KvHistogram(
+    yield HistogramSample(
         "xpyd_kv_after_prefill_seconds", "End of the prefill to DONE", metrics.after_prefill_s
     )
     yield _counter(
@@ -80,7 +80,7 @@ def _transfers(metrics: KvMetrics) -> Iterable[KvSample | KvHistogram]:
     yield from _by("refused_data", "DATA frames refused", "reason", metrics.refused_data, ())
 
 
-def _without_kv(metrics: KvMetrics, stats: EngineStats) -> Iterable[KvSample]:
+def _without_kv(metrics: KvMetrics, stats: EngineStats) -> Iterable[Sample]:
     yield from _by("not_received", "Requests without KV", "reason", metrics.not_received, ())
     yield from _by(
         "recomputed_requests",
@@ -98,7 +98,7 @@ def _without_kv(metrics: KvMetrics, stats: EngineStats) -> Iterable[KvSample]:
     )
 
 
-def _connections(metrics: KvMetrics, counters: Counters) -> Iterable[KvSample]:
+def _connections(metrics: KvMetrics, counters: Counters) -> Iterable[Sample]:
     yield from _by(
         "connections",
         "Open connections to peers",
@@ -121,14 +121,14 @@ def _connections(metrics: KvMetrics, counters: Counters) -> Iterable[KvSample]:
     yield from _by("handshake_refused", "Handshakes refused", "factor", counters.refused, ())
 
 
-def _nccl(figures: NcclFigures) -> Iterable[KvSample]:
+def _nccl(figures: NcclFigures) -> Iterable[Sample]:
     yield _gauge("nccl_communicators", "NCCL communicators now", figures.communicators)
     yield _gauge("nccl_memory_bytes", "GPU memory that they take", figures.memory_bytes)
     yield _counter("nccl_made", "NCCL communicators made", figures.made)
     yield from _by("nccl_ended", "NCCL communicators ended", "reason", figures.ended, ())
 
 
-def _store(figures: StoreFigures) -> Iterable[KvSample]:
+def _store(figures: StoreFigures) -> Iterable[Sample]:
     yield _gauge("leases", "Landings and spilled prompts held now", figures.leases)
     free = {
         "direct": figures.direct_free_bytes,
@@ -150,12 +150,12 @@ def _store(figures: StoreFigures) -> Iterable[KvSample]:
     )
 
 
-def _counter(name: str, text: str, value: float) -> KvSample:
-    return KvSample(f"xpyd_kv_{name}", "counter", text, float(value))
+def _counter(name: str, text: str, value: float) -> Sample:
+    return Sample(f"xpyd_kv_{name}", "counter", text, float(value))
 
 
-def _gauge(name: str, text: str, value: float) -> KvSample:
-    return KvSample(f"xpyd_kv_{name}", "gauge", text, float(value))
+def _gauge(name: str, text: str, value: float) -> Sample:
+    return Sample(f"xpyd_kv_{name}", "gauge", text, float(value))
 
 
 def _by(
@@ -166,10 +166,10 @@ def _by(
     always: tuple[str, ...],
     *,
     kind: str = "counter",
-) -> Iterable[KvSample]:
+) -> Iterable[Sample]:
     """One sample per label value; without any, one of 0, so that the metric is known."""
     # One step of the interpreter: another thread may add a value meanwhile.
     found = dict(values)
     for key in sorted({*found, *(always or (() if found else ("none",)))}):
         value = float(found.get(key, 0))
-        yield KvSample(f"xpyd_kv_{name}", kind, text, value, ((label, key),))
+        yield Sample(f"xpyd_kv_{name}", kind, text, value, ((label, key),))

@@ -1,30 +1,24 @@
-"""`/metrics`: counters of engine and KV transfer, read at scrape time, and latency histograms.
+"""`/metrics`: figures of engine, requests and KV transfer, all read at scrape time.
 
-Names are stable between versions. The registry is this object's own.
+Names are stable between versions. The registry is this object's own. Beside our names stand the
+few of vLLM that schedulers read from the engine itself; dashboards go through Prometheus, which can
+rename (docs/metrics.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Histogram
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from xpyd_kv.figures import Distribution
 from xpyd_worker.engine.request import EngineStats
+from xpyd_worker.server.latency import RequestFigures
+from xpyd_worker.server.samples import AnySample, HistogramSample, Sample, families
 
-_TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-_ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-_E2E_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-
+_PREFIX = "xpyd_engine_"
 _ENGINE_COUNTERS = (
     ("forward", "forwards", "Forward passes"),
     ("prompt_tokens_computed", "prompt_tokens_computed", "Prompt tokens that entered a forward"),
@@ -39,121 +33,113 @@ _ENGINE_GAUGES = (
     ("kv_blocks_total", "blocks_total", "Blocks of the paged KV cache"),
     ("kv_blocks_free", "blocks_free", "Blocks with reference count 0, cached ones included"),
 )
+_STEPS = (
+    ("step_seconds", "seconds", "Forward and sampling of one step"),
+    ("step_tokens", "tokens", "Tokens that entered the forward of one step"),
+    ("step_sequences", "sequences", "Sequences in one step"),
+)
+_REQUESTS = (
+    ("ttft_seconds", "ttft", "Submit to first token"),
+    ("itl_seconds", "itl", "Gap of two consecutive tokens of a choice"),
+    ("tpot_seconds", "tpot", "Mean gap of a choice's tokens"),
+    ("e2e_seconds", "e2e", "Submit to last token"),
+    ("queue_seconds", "queue", "Submit to the first step"),
+    ("request_prompt_tokens", "request_prompt_tokens", "Prompt tokens of a request"),
+    ("request_output_tokens", "request_output_tokens", "Output tokens of a request"),
+)
+_REASONS = ("stop", "length", "abort", "error")
 
 
-@dataclass(frozen=True)
-class KvSample:
-    """One figure of the KV transfer. `labels` name one child of the metric."""
-
-    name: str
-    kind: str  # "counter" (name without _total) or "gauge"
-    help: str
-    value: float
-    labels: tuple[tuple[str, str], ...] = ()
-
-
-@dataclass(frozen=True)
-class KvHistogram:
-    """One distribution of the KV transfer. `labels` name one child of the metric."""
-
-    name: str
-    help: str
-    values: Distribution
-    labels: tuple[tuple[str, str], ...] = ()
+def engine_samples(stats: EngineStats) -> Iterable[AnySample]:
+    """The engine's own figures."""
+    for name, attribute, text in _ENGINE_COUNTERS:
+        yield Sample(_PREFIX + name, "counter", text, float(getattr(stats, attribute)))
+    for name, attribute, text in _ENGINE_GAUGES:
+        yield Sample(_PREFIX + name, "gauge", text, float(getattr(stats, attribute)))
+    yield Sample(
+        f"{_PREFIX}kv_usage_ratio", "gauge", "Share of KV blocks in use, 0 to 1", kv_usage(stats)
+    )
+    for reason in sorted({*_REASONS, *stats.finished}):
+        value, labels = float(stats.finished.get(reason, 0)), (("finish_reason", reason),)
+        yield Sample(
+            f"{_PREFIX}requests", "counter", "Requests that ended, by reason", value, labels
+        )
+    for name, attribute, text in _STEPS:
+        yield HistogramSample(_PREFIX + name, text, getattr(stats.steps, attribute))
 
 
-KvSamples = Callable[[], Iterable[KvSample | KvHistogram]]
+def kv_usage(stats: EngineStats) -> float:
+    """The share of KV blocks that something refers to, 0 to 1."""
+    return 1 - stats.blocks_free / stats.blocks_total if stats.blocks_total else 0.0
 
 
-class _EngineCollector(Collector):
-    """Reads the counters when Prometheus asks."""
+def request_samples(figures: RequestFigures) -> Iterable[AnySample]:
+    """Latencies and sizes of requests."""
+    for name, attribute, text in _REQUESTS:
+        yield HistogramSample(_PREFIX + name, text, getattr(figures, attribute))
+    yield Sample(
+        f"{_PREFIX}prompt_tokens",
+        "counter",
+        "Prompt tokens of requests that had a first token",
+        figures.prompt_tokens,
+    )
+    yield Sample(
+        f"{_PREFIX}output_tokens", "counter", "Tokens that requests put out", figures.output_tokens
+    )
 
-    def __init__(self, stats: Callable[[], EngineStats], kv: KvSamples) -> None:
-        self._stats = stats
-        self._kv = kv
+
+def vllm_samples(stats: EngineStats, *, model: str, block_size: int) -> Iterable[AnySample]:
+    """What the Gateway API inference extension's endpoint picker, and llm-d's, scrape."""
+    labels = (("model_name", model),)
+    for name, value in (
+        ("num_requests_running", stats.running),
+        ("num_requests_waiting", stats.waiting),
+        ("kv_cache_usage_perc", kv_usage(stats)),
+    ):
+        yield Sample(f"vllm:{name}", "gauge", "As vLLM's", float(value), labels)
+    sizes = (("block_size", str(block_size)), ("num_gpu_blocks", str(stats.blocks_total)))
+    yield Sample("vllm:cache_config_info", "gauge", "As vLLM's", 1.0, (*labels, *sizes))
+
+
+class _SampleCollector(Collector):
+    """Makes families of `samples` when Prometheus asks."""
+
+    def __init__(self, samples: Callable[[], Iterable[AnySample]]) -> None:
+        self._samples = samples
 
     def collect(self) -> Iterable[Metric]:
-        stats = self._stats()
-        for name, attribute, text in _ENGINE_COUNTERS:
-            yield CounterMetricFamily(
-                f"xpyd_engine_{name}", text, value=float(getattr(stats, attribute))
-            )
-        for name, attribute, text in _ENGINE_GAUGES:
-            yield GaugeMetricFamily(
-                f"xpyd_engine_{name}", text, value=float(getattr(stats, attribute))
-            )
-        yield _finished(stats.finished)
-        yield from _families(self._kv())
-
-
-def _finished(finished: Mapping[str, int]) -> Metric:
-    family = CounterMetricFamily(
-        "xpyd_engine_requests", "Requests that ended, by reason", labels=["finish_reason"]
-    )
-    for reason in sorted({"stop", "length", "abort", "error", *finished}):
-        family.add_metric([reason], float(finished.get(reason, 0)))
-    return family
-
-
-def _families(samples: Iterable[KvSample | KvHistogram]) -> Iterable[Metric]:
-    families: dict[str, CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily] = {}
-    for sample in samples:
-        family = families.get(sample.name)
-        if family is None:
-            family = _kind_of(sample)(
-                sample.name, sample.help, labels=[key for key, _ in sample.labels]
-            )
-            families[sample.name] = family
-        labels = [value for _, value in sample.labels]
-        if isinstance(sample, KvSample):
-            assert not isinstance(family, HistogramMetricFamily)
-            family.add_metric(labels, sample.value)
-        else:
-            assert isinstance(family, HistogramMetricFamily)
-            bounds = [*map(str, sample.values.bounds), "+Inf"]
-            counts = map(float, sample.values.cumulative())
-            buckets = list(zip(bounds, counts, strict=True))
-            family.add_metric(labels, buckets, sample.values.sum)
-    return families.values()
-
-
-def _kind_of(
-    sample: KvSample | KvHistogram,
-) -> type[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
-    if isinstance(sample, KvHistogram):
-        return HistogramMetricFamily
-    return CounterMetricFamily if sample.kind == "counter" else GaugeMetricFamily
+        return families(self._samples())
 
 
 class ServerMetrics:
-    """The registry; also the bridge's LatencyObserver."""
+    """The registry. `requests` is filled by the bridge."""
 
     def __init__(self) -> None:
+        self.requests = RequestFigures()
         self._registry = CollectorRegistry()
-        self._ttft = self._histogram("ttft", "Submit to first token", _TTFT_BUCKETS_S)
-        self._itl = self._histogram("itl", "Gap between two outputs of a request", _ITL_BUCKETS_S)
-        self._e2e = self._histogram("e2e", "Submit to last token", _E2E_BUCKETS_S)
+        ProcessCollector(registry=self._registry)
+        self._registry.register(_SampleCollector(lambda: request_samples(self.requests)))
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(
-            f"xpyd_engine_{name}_seconds", text, buckets=buckets, registry=self._registry
-        )
+    def watch(
+        self,
+        stats: Callable[[], EngineStats],
+        kv: Callable[[EngineStats], Iterable[AnySample]],
+        *,
+        model: str,
+        block_size: int,
+        load_s: float,
+    ) -> None:
+        """Show a loaded engine's and its KV transfer's figures from now on. `load_s`: from the
+        process' start to there."""
 
-    def watch(self, stats: Callable[[], EngineStats], kv: KvSamples) -> None:
-        """Show the engine's and the KV transfer's figures from now on."""
-        self._registry.register(_EngineCollector(stats, kv))
+        def samples() -> Iterable[AnySample]:
+            now = stats()
+            yield from engine_samples(now)
+            yield Sample(f"{_PREFIX}load_seconds", "gauge", "Start of the process to Ready", load_s)
+            yield from kv(now)
+            yield from vllm_samples(now, model=model, block_size=block_size)
 
-    def ttft(self, seconds: float) -> None:
-        """One request's time to its first token."""
-        self._ttft.observe(seconds)
-
-    def itl(self, seconds: float) -> None:
-        """One gap between two outputs of a request."""
-        self._itl.observe(seconds)
-
-    def e2e(self, seconds: float) -> None:
-        """One request's whole time."""
-        self._e2e.observe(seconds)
+        self._registry.register(_SampleCollector(samples))
 
     def render(self) -> tuple[bytes, str]:
         """Body and content type of an answer to Prometheus."""

@@ -104,7 +104,7 @@ def parse_chat(body: Mapping[str, Any]) -> ChatCall:
     """The body of /v1/chat/completions."""
     refuse_not_built(body, chat=True)
     fields = Fields(body)
-    messages = _messages(fields)
+    messages = parse_messages(fields)
     least = 0 if fields.get("prompt_logprobs") is not None else 1
     given = [
         fields.integer(name, least, MAX_TOKENS) for name in ("max_completion_tokens", "max_tokens")
@@ -214,7 +214,8 @@ def _prompt(value: object, index: int) -> Prompt:
     return as_token_ids(cast("list[Any]", value), "prompt")
 
 
-def _messages(fields: Fields) -> tuple[Message, ...]:
+def parse_messages(fields: Fields) -> tuple[Message, ...]:
+    """The member `messages`, also that of /tokenize."""
     found = fields.items("messages", MAX_MESSAGES)
     if not found:
         raise bad("messages", "expected a list of messages, not empty")

@@ -5,13 +5,13 @@ Long texts are encoded on a worker thread, so that one of them does not hold up 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 from xpyd_core.errors import ApiError, UserError
 from xpyd_worker.server.fields import bad, shown
 from xpyd_worker.server.openai_types import Message, Prompt
-from xpyd_worker.server.service import ServedModel
+from xpyd_worker.server.service import ServedModel, Service
 
 # Encoding 4 k characters takes about a millisecond; a thread hop is worth more only above that.
 _INLINE_CHARACTERS = 4096
@@ -20,44 +20,67 @@ _INLINE_BAD_WORD_CHARACTERS = 256
 _TOO_LONG = "context_length_exceeded"
 
 
-async def completion_ids(model: ServedModel, prompt: Prompt) -> tuple[int, ...]:
+async def completion_ids(service: Service, prompt: Prompt) -> tuple[int, ...]:
     """Ids of one prompt of /v1/completions, with the model's BOS where it uses one."""
+    model = service.model
     if isinstance(prompt, tuple):
         check_vocabulary(model, prompt, "prompt")
         return prompt
     _refuse_hopeless(model, len(prompt), "prompt")
-    if len(prompt) <= _INLINE_CHARACTERS:
-        ids = model.tokenizer.encode(prompt, add_special_tokens=True)
-    else:
-        encode = model.tokenizer.encode
-        ids = await asyncio.to_thread(encode, prompt, add_special_tokens=True)
+    ids = await text_ids(service, prompt, add_special_tokens=True)
     if not ids:
         raise bad("prompt", "is empty after tokenization")
     return tuple(ids)
 
 
-async def chat_ids(model: ServedModel, messages: Sequence[Message]) -> tuple[int, ...]:
+async def chat_ids(service: Service, messages: Sequence[Message]) -> tuple[int, ...]:
     """Ids of a conversation, the beginning of the assistant's answer included."""
+    _refuse_hopeless(service.model, characters_of(messages), "messages")
+    ids = await template_ids(
+        service, messages, add_generation_prompt=True, add_special_tokens=False
+    )
+    return tuple(ids)
+
+
+def characters_of(messages: Sequence[Message]) -> int:
+    """Characters of all contents."""
+    return sum(len(message["content"]) for message in messages)
+
+
+async def text_ids(service: Service, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Ids of `text`, however many."""
+    encode = partial(service.model.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    return encode() if len(text) <= _INLINE_CHARACTERS else await service.threads.run(encode)
+
+
+async def template_ids(
+    service: Service,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool,
+    add_special_tokens: bool,
+) -> list[int]:
+    """Ids of a conversation in the model's template, however many; 400 where it refuses it."""
+    model = service.model
     if not model.knows_developer:
         # OpenAI's newer name for the same thing; templates of older models know one of them.
         messages = [
             {**message, "role": "system"} if message["role"] == "developer" else message
             for message in messages
         ]
-    characters = sum(len(message["content"]) for message in messages)
-    _refuse_hopeless(model, characters, "messages")
+    apply = partial(
+        model.tokenizer.apply_chat_template,
+        messages,
+        add_generation_prompt=add_generation_prompt,
+        add_special_tokens=add_special_tokens,
+    )
     try:
-        if characters <= _INLINE_CHARACTERS:
-            ids = model.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        else:
-            ids = await asyncio.to_thread(
-                model.tokenizer.apply_chat_template, messages, add_generation_prompt=True
-            )
+        is_short = characters_of(messages) <= _INLINE_CHARACTERS
+        return apply() if is_short else await service.threads.run(apply)
     except ApiError:
         raise
     except UserError as error:
         raise ApiError(400, str(error), param="messages") from error
-    return tuple(ids)
 
 
 def _refuse_hopeless(model: ServedModel, characters: int, name: str) -> None:
@@ -76,12 +99,12 @@ def check_vocabulary(model: ServedModel, ids: Sequence[int], name: str) -> None:
         raise bad(name, f"token id {worst} is not in the vocabulary of {model.vocab_size} ids")
 
 
-async def bad_word_ids(model: ServedModel, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+async def bad_word_ids(service: Service, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Token sequences of `words` at the beginning of a text and, as vLLM has it, those with a space
     in front where that makes another first token and no more tokens."""
-    if sum(map(len, words)) > _INLINE_BAD_WORD_CHARACTERS:
-        return await asyncio.to_thread(_bad_word_ids, model, words)
-    return _bad_word_ids(model, words)
+    find = partial(_bad_word_ids, service.model, words)
+    is_short = sum(map(len, words)) <= _INLINE_BAD_WORD_CHARACTERS
+    return find() if is_short else await service.threads.run(find)
 
 
 def _bad_word_ids(model: ServedModel, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

@@ -16,9 +16,11 @@ _log = logging.getLogger(__name__)
 _JSON = "application/json"
 
 
-async def json_body() -> Mapping[str, Any]:
+async def json_body(*, may_be_empty: bool = False) -> Mapping[str, Any]:
     """The request's body, a JSON object; ApiError 400 where it is none (NaN is no JSON)."""
     data = cast("bytes", await request.get_data(cache=False))
+    if may_be_empty and not data:
+        return {}
     try:
         body: object = orjson.loads(data)
     except orjson.JSONDecodeError as error:

@@ -16,6 +16,7 @@ from xpyd_core.request_id import Address
 from xpyd_kv.session.probing import ProbeResult
 from xpyd_worker.server.bridge import EngineBridge
 from xpyd_worker.server.output_text import Detokenizer
+from xpyd_worker.server.text_threads import TextThreads
 
 ProbePeer = Callable[[Address, Callable[[ProbeResult], None]], None]
 Role = Literal["Prefill", "Decode", "Aggregated"]
@@ -49,8 +50,14 @@ class TextTokenizer(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
+    def token_piece(self, token_id: int) -> str: ...
+
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        add_special_tokens: bool = False,
     ) -> list[int]: ...
 
 
@@ -125,7 +132,8 @@ class Place:
 class Service:
     """All that a request needs. `max_requests`: prompts in the engine, over which 503 is given.
     `probe`: on P only; tests the way to a D and calls back, on another thread. `has_priorities`:
-    the engine ranks by them. `draw_seed`: 64 bits for a request without a seed."""
+    the engine ranks by them. `draw_seed`: 64 bits for a request without a seed. `threads`: where
+    long texts become tokens."""
 
     model: ServedModel
     place: Place
@@ -134,3 +142,4 @@ class Service:
     probe: ProbePeer | None = None
     has_priorities: bool = False
     draw_seed: Callable[[], int] = field(default_factory=seeds)
+    threads: TextThreads = field(default_factory=TextThreads)

@@ -1,0 +1,42 @@
+"""`xpyd worker` that breaks from inside: `python -m tests.worker.dying_worker FILE worker ...`.
+
+While FILE holds `engine` the next step raises what no step may raise; `server`: the HTTP server's
+loop does. Nothing else differs.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from xpyd_core.cli import main
+from xpyd_worker.runner.runner import ModelRunner
+from xpyd_worker.server.asgi import Server
+
+
+def arm(file: Path) -> None:
+    """Put the two faults in."""
+
+    def is_told(fault: str) -> bool:
+        return file.read_text() == fault
+
+    execute, on_tick = ModelRunner.execute, Server.on_tick
+
+    def execute_or_die(self: ModelRunner, *args: Any, **named: Any) -> Any:
+        if is_told("engine"):
+            raise ZeroDivisionError("told to")
+        return execute(self, *args, **named)
+
+    async def on_tick_or_die(self: Server, counter: int) -> bool:
+        if is_told("server"):
+            raise ZeroDivisionError("told to")
+        return await on_tick(self, counter)
+
+    ModelRunner.execute = execute_or_die  # type: ignore[method-assign]
+    Server.on_tick = on_tick_or_die  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    arm(Path(sys.argv[1]))
+    sys.exit(main(sys.argv[2:]))

@@ -1,0 +1,124 @@
+"""POST /drain: who may ask, what it answers; the process' side: test_worker_ends.py."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.worker.server_fakes import KEY, FakeEngine, run, say, serving
+from xpyd_core.errors import ApiError
+from xpyd_core.keys import INSECURE_KEYS, drain_mac, probe_mac, release_mac
+from xpyd_worker.server.draining import Caller, check_may_drain
+
+MINE = "my-inc"
+BODY = {"incarnation": MINE}
+OTHER_KEY = b"x" * 32
+
+
+def status_of(
+    *,
+    keys: tuple[bytes, ...],
+    peer: str | None = "127.0.0.1",
+    own: str | None = "127.0.0.1",
+    mac: str = "",
+    headers: tuple[str, ...] = (),
+    body: Any = BODY,
+) -> int:
+    caller = Caller(peer, own, mac, {"host", "content-type", *headers})
+    try:
+        check_may_drain(caller, body, keys=keys, incarnation=MINE)
+    except ApiError as error:
+        return error.status
+    return 202
+
+
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [
+        ({"mac": drain_mac(KEY, MINE)}, 202),
+        ({"mac": drain_mac(KEY, MINE), "peer": "203.0.113.9", "own": "10.0.0.5"}, 202),
+        ({"mac": drain_mac(OTHER_KEY, MINE)}, 202),  # the second key, while keys are rotated
+        ({}, 403),
+        ({"mac": drain_mac(b"y" * 32, MINE)}, 403),
+        ({"mac": drain_mac(b"", MINE)}, 403),
+        ({"mac": release_mac(KEY, MINE)}, 403),
+        ({"mac": probe_mac(KEY, MINE)}, 403),
+        ({"mac": drain_mac(KEY, "other")}, 403),
+        # Right for another process: overheard there, or this one is a later start.
+        ({"mac": drain_mac(KEY, "other"), "body": {"incarnation": "other"}}, 409),
+        ({"mac": drain_mac(KEY, MINE), "body": {}}, 400),
+        ({"mac": drain_mac(KEY, MINE), "body": {"incarnation": 7}}, 400),
+    ],
+)
+def test_with_a_key_whoever_has_it_may_drain_this_process(given: Any, status: int) -> None:
+    assert status_of(keys=(KEY, OTHER_KEY), **given) == status
+
+
+@pytest.mark.parametrize("keys", [(), INSECURE_KEYS])
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [
+        ({}, 202),
+        ({"peer": "::1", "own": "::1", "body": {}}, 202),
+        ({"peer": "10.0.0.5", "own": "10.0.0.5"}, 202),
+        ({"peer": "127.1.0.4", "own": "127.1.0.5"}, 202),
+        ({"peer": "10.0.0.6", "own": "10.0.0.5"}, 403),
+        ({"peer": "10.0.0.6", "own": "127.0.0.1"}, 403),
+        ({"peer": None, "own": None}, 403),
+        ({"headers": ("origin",)}, 403),
+        ({"headers": ("x-forwarded-for",)}, 403),
+        ({"headers": ("forwarded",)}, 403),
+        ({"headers": ("via",)}, 403),
+    ],
+)
+def test_without_a_key_only_this_machine_may(
+    keys: tuple[bytes, ...], given: Any, status: int
+) -> None:
+    assert status_of(keys=keys, **given) == status
+
+
+def test_drain_says_what_is_left_and_new_requests_get_503() -> None:
+    async def test() -> None:
+        engine = FakeEngine(say("x" * 20), step_s=0.01)
+        async with serving(engine, keys=()) as server:
+            body = {"prompt": "hi", "max_tokens": 30}
+            running = asyncio.create_task(server.post("/v1/completions", body))
+            await engine.submitted(1)
+            for _ in range(2):
+                answer = await server.client.post("/drain")
+                assert answer.status_code == 202
+                found = answer.json()
+                assert (found["state"], found["requests"], found["idle"]) == ("Draining", 1, False)
+                assert found["seconds_left"] == 12.3
+            refused = await server.post("/v1/completions", {"prompt": "hi"})
+            assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
+            assert (await running).json()["choices"][0]["text"] == "x" * 20
+            left = (await server.client.post("/drain")).json()
+            assert (left["requests"], left["idle"]) == (0, True)
+
+    run(test())
+
+
+def test_drain_over_http_checks_the_mac_and_changes_nothing_without_it() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            answer = await server.post("/drain", BODY)
+            assert answer.status_code == 403
+            assert answer.json()["error"]["code"] == "wrong_mac"
+            assert server.api.lifecycle.state == "Ready"
+            good = {"X-Xpyd-Mac": drain_mac(KEY, MINE)}
+            assert (await server.post("/drain", BODY, **good)).status_code == 202
+            assert server.api.lifecycle.state == "Draining"
+
+    run(test())
+
+
+def test_a_browser_page_on_this_machine_may_not_drain() -> None:
+    async def test() -> None:
+        async with serving(keys=()) as server:
+            answer = await server.client.post("/drain", headers={"Origin": "http://evil.example"})
+            assert (answer.status_code, server.api.lifecycle.state) == (403, "Ready")
+
+    run(test())

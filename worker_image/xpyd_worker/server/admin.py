@@ -1,0 +1,155 @@
+"""The HTTP surface beside inference: probes, load, version, metrics, tokens, drain, KV calls."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from quart import Response, request
+
+from xpyd_core import __version__
+from xpyd_core.errors import ApiError
+from xpyd_core.keys import is_release_mac
+from xpyd_core.request_id import is_uuid
+from xpyd_worker.engine.request import EngineStats
+from xpyd_worker.server.api import Api
+from xpyd_worker.server.draining import Caller, check_may_drain
+from xpyd_worker.server.fields import bad
+from xpyd_worker.server.metrics import ServerMetrics
+from xpyd_worker.server.probe import answer_probe
+from xpyd_worker.server.responses import json_body, json_response
+from xpyd_worker.server.tokenizing import detokenize, tokenize
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DrainState:
+    """What is left of a drain. `is_idle`: no request is here, and no KV is held for or on its way
+    to an instance."""
+
+    seconds_left: float
+    is_idle: bool
+
+
+@dataclass(frozen=True)
+class Process:
+    """This process as its administrators see it. `drain` begins to drain, or goes on, and says what
+    is left; `keys` and `incarnation` are the fleet's and the process' own."""
+
+    keys: tuple[bytes, ...]
+    incarnation: str
+    drain: Callable[[], DrainState]
+
+
+class Admin:
+    """Handlers that do not run the model."""
+
+    def __init__(self, api: Api, metrics: ServerMetrics, process: Process) -> None:
+        self._api = api
+        self._lifecycle = api.lifecycle
+        self._metrics = metrics
+        self._process = process
+
+    async def health(self) -> Response:
+        """GET /health, GET and POST /ping: 200 while requests are worked on."""
+        status = 200 if self._lifecycle.is_serving else 503
+        return json_response(
+            {"status": "failed" if self._lifecycle.failed else self._lifecycle.state}, status
+        )
+
+    async def live(self) -> Response:
+        """GET /live: 200 while this process works, also while it loads or drains."""
+        return json_response(
+            {"status": self._lifecycle.state}, 503 if self._lifecycle.failed else 200
+        )
+
+    async def version(self) -> Response:
+        """GET /version."""
+        return json_response({"version": __version__})
+
+    async def load(self) -> Response:
+        """GET /load: vLLM's `server_load`, and what the heartbeats say."""
+        return json_response({"server_load": self._api.admission.requests, **self._figures()})
+
+    def _figures(self) -> dict[str, Any]:
+        service = self._api.service
+        stats = service.bridge.stats() if service is not None else EngineStats()
+        return {
+            "state": self._lifecycle.state,
+            "running": stats.running,
+            "waiting": stats.waiting,
+            "free_blocks": stats.blocks_free,
+            "total_blocks": stats.blocks_total,
+            "incarnation": self._process.incarnation,
+        }
+
+    async def show_metrics(self) -> Response:
+        """GET /metrics, in Prometheus' text format."""
+        body, content_type = self._metrics.render()
+        return Response(body, content_type=content_type)
+
+    async def tokenize(self) -> Response:
+        """POST /tokenize."""
+        service = self._api.ready_service()
+        return json_response(await tokenize(service, await json_body()))
+
+    async def detokenize(self) -> Response:
+        """POST /detokenize."""
+        service = self._api.ready_service()
+        return json_response(await detokenize(service, await json_body()))
+
+    async def reset_prefix_cache(self) -> Response:
+        """POST /reset_prefix_cache: forget cached prefixes that nobody holds."""
+        success = await self._api.ready_service().bridge.reset_prefix_cache()
+        _log.info("the prefix cache was reset", extra={"success": success})
+        return json_response({"success": success})
+
+    async def drain(self) -> Response:
+        """POST /drain: what SIGTERM does, and what is left of it. Idempotent."""
+        body = await json_body(may_be_empty=True)
+        process = self._process
+        check_may_drain(_caller(), body, keys=process.keys, incarnation=process.incarnation)
+        left = process.drain()
+        service = self._api.service
+        answer = {
+            **self._figures(),
+            "requests": service.bridge.open_requests if service is not None else 0,
+            "idle": left.is_idle,
+            "seconds_left": round(left.seconds_left, 1),
+        }
+        return json_response(answer, 202)
+
+    async def release(self) -> Response:
+        """POST /kv/release: the router gave a request up; free its KV. Idempotent."""
+        service = self._api.ready_service()
+        uuid = (await json_body()).get("uuid")
+        if not isinstance(uuid, str) or not is_uuid(uuid):
+            raise bad("uuid", "expected 32 lower-case hex digits")
+        mac = request.headers.get("X-Xpyd-Mac", "")
+        if not is_release_mac(service.place.keys, uuid, mac):
+            raise ApiError(403, "X-Xpyd-Mac is not the MAC of this uuid", code="wrong_mac")
+        service.bridge.release(uuid)
+        _log.info("released", extra={"request": uuid})
+        return json_response({"released": uuid})
+
+    async def probe(self) -> Response:
+        """POST /kv/probe: does KV get from here to that D?"""
+        service, body = self._api.ready_service(), await json_body()
+        return json_response(
+            await answer_probe(service, body, request.headers.get("X-Xpyd-Mac", ""))
+        )
+
+
+def _caller() -> Caller:
+    # Quart's type of an ASGI scope is partly unknown.
+    scope = cast("Mapping[str, tuple[str, int] | None]", request.scope)
+    peer, own = scope.get("client"), scope.get("server")
+    return Caller(
+        peer=peer[0] if peer else None,
+        own=own[0] if own else None,
+        mac=request.headers.get("X-Xpyd-Mac", ""),
+        headers={name.lower() for name, _ in request.headers},
+    )

@@ -1,0 +1,42 @@
+"""Which path is which handler's. Quart on uvicorn (asgi.py)."""
+
+from __future__ import annotations
+
+from quart import Quart
+
+from xpyd_worker.server.admin import Admin
+from xpyd_worker.server.admission import MAX_BODY_BYTES
+from xpyd_worker.server.api import Api
+from xpyd_worker.server.request_ids import register_request_ids
+from xpyd_worker.server.responses import register_errors
+
+
+def create_app(api: Api, admin: Admin) -> Quart:
+    """The Quart app over both."""
+    app = Quart("xpyd_worker", static_folder=None)
+    app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
+    # A stream may take longer than any fixed time; what is bounded is each write (asgi.py).
+    app.config["RESPONSE_TIMEOUT"] = None
+    register_request_ids(app)
+    register_errors(app)
+    get, post = ["GET"], ["POST"]
+    for path, handler, methods in (
+        ("/v1/completions", api.completions, post),
+        ("/v1/chat/completions", api.chat, post),
+        ("/v1/models", api.models, get),
+        ("/v1/models/<path:name>", api.model, get),
+        ("/tokenize", admin.tokenize, post),
+        ("/detokenize", admin.detokenize, post),
+        ("/health", admin.health, get),
+        ("/ping", admin.health, [*get, *post]),
+        ("/live", admin.live, get),
+        ("/load", admin.load, get),
+        ("/version", admin.version, get),
+        ("/metrics", admin.show_metrics, get),
+        ("/reset_prefix_cache", admin.reset_prefix_cache, post),
+        ("/drain", admin.drain, post),
+        ("/kv/release", admin.release, post),
+        ("/kv/probe", admin.probe, post),
+    ):
+        app.add_url_rule(path, path, view_func=handler, methods=methods)
+    return app
