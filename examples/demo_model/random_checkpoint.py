@@ -26,7 +26,10 @@ _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3-moe": "Qwen3MoeForCausalLM",
 }
+_DEFAULT_EXPERTS = {"mixtral": 8, "qwen3-moe": 8}
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -50,6 +53,8 @@ def make_checkpoint(
     heads: int,
     kv_heads: int,
     head_dim: int | None = None,
+    experts: int | None = None,
+    experts_per_token: int = 2,
     vocab: int | None = None,
     tie: bool = False,
     dtype: str = "float32",
@@ -61,7 +66,8 @@ def make_checkpoint(
 ) -> Path:
     """Write a random checkpoint into `folder` (new or empty) and return `folder`.
 
-    `head_dim` defaults to hidden / heads, `vocab` to the tokenizer's size. With `tokenizer_from`
+    `head_dim` defaults to hidden / heads, `vocab` to the tokenizer's size, `experts` to 8 in the
+    families that have some (`intermediate` is then the size of one) and to none in others. With `tokenizer_from`
     None the folder has no tokenizer and no end-of-sequence id, and `vocab` is needed. More than one
     of `shards` gives that many weight files with an index. Raises ValueError that names the
     argument, and FileExistsError where something is in `folder` already.
@@ -86,6 +92,8 @@ def make_checkpoint(
         tie=tie,
         max_len=max_len,
         rope_theta=rope_theta,
+        experts=_DEFAULT_EXPERTS.get(family, 0) if experts is None else experts,
+        experts_per_token=experts_per_token,
     )
     parts = split(list(tensors_of(shape)), shards)
     if folder.exists() and any(folder.iterdir()):
@@ -147,7 +155,7 @@ def _special_ids(tokenizer_from: Path | None) -> dict[str, object]:
 def _config(shape: Shape, dtype: str) -> dict[str, object]:
     config: dict[str, object] = {
         "architectures": [_ARCHITECTURES[shape.family]],
-        "model_type": shape.family,
+        "model_type": shape.family.replace("-", "_"),
         "vocab_size": shape.vocab,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
@@ -166,9 +174,21 @@ def _config(shape: Shape, dtype: str) -> dict[str, object]:
     }
     if shape.family == "llama":
         config |= {"attention_bias": False, "mlp_bias": False, "rms_norm_eps": 1e-5}
-    elif shape.family == "qwen3":
+    elif shape.family in ("qwen3", "qwen3-moe"):
         config |= {"attention_bias": False}
-    if shape.family != "llama":
+    elif shape.family == "mixtral":
+        config |= {"num_local_experts": shape.experts, "sliding_window": None}
+    if shape.experts:
+        config |= {"num_experts_per_tok": shape.experts_per_token}
+    if shape.family == "qwen3-moe":
+        config |= {
+            "num_experts": shape.experts,
+            "moe_intermediate_size": shape.intermediate,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    if shape.family.startswith("qwen"):
         config |= {"use_sliding_window": False, "sliding_window": None}
     return config
 
@@ -197,6 +217,8 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("layers", "hidden", "intermediate", "heads", "kv-heads"):
         parser.add_argument(f"--{name}", type=int, required=True, metavar="N")
     parser.add_argument("--head-dim", type=int, metavar="N", help="default: hidden / heads")
+    parser.add_argument("--experts", type=int, metavar="N", help="default: 8 where there are some")
+    parser.add_argument("--experts-per-token", type=int, default=2, metavar="N")
     parser.add_argument("--vocab", type=int, metavar="N", help="default: the tokenizer's size")
     parser.add_argument("--tie", action="store_true", help="the head is the embedding")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")

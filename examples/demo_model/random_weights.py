@@ -10,13 +10,18 @@ let the context, not the last token alone, decide what comes next.
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 import torch
 
-Family = Literal["llama", "qwen2", "qwen3"]
+Family = Literal["llama", "qwen2", "qwen3", "mixtral", "qwen3-moe"]
+# Where a family with experts has them in a layer, and what it calls gate, up and down.
+_EXPERT_NAMES = {
+    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+    "qwen3-moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+}
 
 # Standard deviation of the logits. The best two of some thousand then lie about one unit apart.
 _LOGIT_STD = 4.0
@@ -29,6 +34,9 @@ _SCORE_STD = 2.0
 # Root mean square of silu(g) * u, and of attention's output, for unit inputs.
 _MLP_RMS = 0.6
 _ATTENTION_RMS = 0.5
+# Root mean square of some experts' weighted sum for outputs of 1, and what spreads their weights.
+_EXPERTS_RMS = 0.75
+_ROUTER_STD = 1.5
 _NORM_SPREAD = 0.1
 _BIAS_STD = 0.25
 
@@ -51,6 +59,9 @@ class Shape:
     tie: bool
     max_len: int
     rope_theta: float
+    experts: int = 0
+    """Experts of each layer, for the families that have some; `intermediate` is the size of one."""
+    experts_per_token: int = 2
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "intermediate", "heads", "kv_heads", "vocab", "max_len"):
@@ -62,6 +73,11 @@ class Shape:
             raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads")
         if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError("head_dim must be even (rotary embedding turns pairs)")
+        if (self.family in _EXPERT_NAMES) != (self.experts > 0):
+            needed = "at least 1" if self.family in _EXPERT_NAMES else "0"
+            raise ValueError(f"experts must be {needed} for {self.family}")
+        if self.experts and not 1 <= self.experts_per_token <= self.experts:
+            raise ValueError(f"experts_per_token must be 1 to {self.experts}, the experts")
         if self.vocab < self.known_tokens:
             raise ValueError(
                 f"vocab ({self.vocab}) is below the tokenizer's {self.known_tokens} tokens;"
@@ -101,7 +117,7 @@ def tensors_of(shape: Shape) -> Iterator[Tensor]:
 
 
 def _layer_tensors(shape: Shape, prefix: str) -> Iterator[Tensor]:
-    attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+    attention = f"{prefix}self_attn."
     q_size, kv_size = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     unit = 1.0 / math.sqrt(shape.hidden)
     # A score is the mean of head_dim products of q and k, times sqrt(head_dim): q and k share it.
@@ -113,15 +129,32 @@ def _layer_tensors(shape: Shape, prefix: str) -> Iterator[Tensor]:
         yield Tensor(f"{attention}{name}_proj.weight", (size, shape.hidden), 0.0, unit * scale)
         if shape.family == "qwen2":
             yield Tensor(f"{attention}{name}_proj.bias", (size,), 0.0, _BIAS_STD)
-    if shape.family == "qwen3":
+    if shape.family in ("qwen3", "qwen3-moe"):
         for name in ("q_norm", "k_norm"):
             yield Tensor(f"{attention}{name}.weight", (shape.head_dim,), share, _NORM_SPREAD)
     std = write / (_ATTENTION_RMS * math.sqrt(q_size))
     yield Tensor(f"{attention}o_proj.weight", (shape.hidden, q_size), 0.0, std)
-    for name in ("gate_proj", "up_proj"):
-        yield Tensor(f"{mlp}{name}.weight", (shape.intermediate, shape.hidden), 0.0, unit)
+    if not shape.experts:
+        names = ("gate_proj", "up_proj", "down_proj")
+        yield from _mlp_tensors(shape, f"{prefix}mlp.", names, write)
+        return
+    block, *names = _EXPERT_NAMES[shape.family]
+    yield Tensor(
+        f"{prefix}{block}.gate.weight", (shape.experts, shape.hidden), 0.0, unit * _ROUTER_STD
+    )
+    for expert in range(shape.experts):
+        part = f"{prefix}{block}.experts.{expert}."
+        yield from _mlp_tensors(shape, part, names, write / _EXPERTS_RMS)
+
+
+def _mlp_tensors(shape: Shape, prefix: str, names: Sequence[str], write: float) -> Iterator[Tensor]:
+    """Gate, up and down under their `names`; what comes out has the root mean square `write`."""
+    unit = 1.0 / math.sqrt(shape.hidden)
+    gate, up, down = names
+    for name in (gate, up):
+        yield Tensor(f"{prefix}{name}.weight", (shape.intermediate, shape.hidden), 0.0, unit)
     std = write / (_MLP_RMS * math.sqrt(shape.intermediate))
-    yield Tensor(f"{mlp}down_proj.weight", (shape.hidden, shape.intermediate), 0.0, std)
+    yield Tensor(f"{prefix}{down}.weight", (shape.hidden, shape.intermediate), 0.0, std)
 
 
 def draw(tensor: Tensor, dtype: torch.dtype, seed: int) -> torch.Tensor:

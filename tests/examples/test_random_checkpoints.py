@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from examples.demo_model.random_checkpoint import DEMO_MODEL, main, make_checkpoint
 from examples.demo_model.random_weights import Tensor, split
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3-moe")
 SMALL = {"layers": 2, "hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2}
 KNOWN_TOKENS = 3072
 
@@ -56,7 +56,7 @@ def greedy_logits(model, ids, count):
 def test_transformers_finds_every_tensor_and_gets_finite_logits(tmp_path, family, tie, shards):
     make_checkpoint(tmp_path, family=family, tie=tie, shards=shards, head_dim=32, **SMALL)
     model = load(tmp_path)
-    assert model.config.model_type == family
+    assert model.config.model_type == family.replace("-", "_")
     assert model.config.tie_word_embeddings == tie
     logits = model(torch.arange(40).view(2, 20)).logits
     assert logits.isfinite().all()
@@ -80,6 +80,8 @@ def test_greedy_text_goes_on_and_its_best_tokens_stand_apart(tmp_path, family, t
         ("llama", (), ("bias", "q_norm", "k_norm")),
         ("qwen2", ("q_proj.bias", "k_proj.bias", "v_proj.bias"), ("q_norm", "o_proj.bias")),
         ("qwen3", ("q_norm.weight", "k_norm.weight"), ("bias",)),
+        ("mixtral", ("block_sparse_moe.gate.weight", "experts.7.w3.weight"), ("bias", "q_norm")),
+        ("qwen3-moe", ("q_norm.weight", "mlp.gate.weight", "experts.7.up_proj"), ("bias",)),
     ],
 )
 def test_each_family_has_its_own_tensors(tmp_path, family, present, absent):
@@ -143,13 +145,16 @@ def test_without_a_tokenizer_the_vocabulary_may_be_smaller(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"family": "gpt2"}, "family must be one of llama, qwen2, qwen3"),
+        ({"family": "gpt2"}, "family must be one of llama, qwen2, qwen3, mixtral, qwen3-moe"),
         ({"layers": 0}, "layers must be at least 1"),
         ({"heads": 0}, "heads must be at least 1"),
         ({"kv_heads": 0}, "kv_heads must be at least 1"),
         ({"kv_heads": 3}, "heads (4) must be a multiple of kv_heads"),
         ({"heads": 3, "kv_heads": 1}, "hidden (64) is no multiple of heads: give head_dim"),
         ({"head_dim": 15}, "head_dim must be even"),
+        ({"experts": 4}, "experts must be 0 for llama"),
+        ({"family": "mixtral", "experts": 0}, "experts must be at least 1 for mixtral"),
+        ({"family": "mixtral", "experts_per_token": 9}, "experts_per_token must be 1 to 8"),
         ({"vocab": 3071}, "vocab (3071) is below the tokenizer's 3072 tokens"),
         ({"tokenizer_from": None}, "vocab is needed"),
         ({"dtype": "int8"}, "dtype must be one of float32, bfloat16, float16"),

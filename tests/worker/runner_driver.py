@@ -21,7 +21,7 @@ from xpyd_worker.engine.executor import (
     StepOutput,
 )
 from xpyd_worker.engine.request import SamplingParams, TokenLogprob
-from xpyd_worker.model.config import load_config
+from xpyd_worker.model.registry import load_config
 from xpyd_worker.runner.runner import ModelRunner
 
 BLOCK_SIZE = 16

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from xpyd_core.errors import UserError
-from xpyd_worker.model.config import ModelConfig, RopeScaling, load_config, parse_config
+from xpyd_worker.model.config import LayerConfig, ModelConfig
+from xpyd_worker.model.registry import load_config, parse_config
+from xpyd_worker.model.rope import Llama3Scaling, RopeConfig, YarnScaling
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -25,6 +28,13 @@ LLAMA: dict[str, Any] = {
 }
 QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"]}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32}
+MIXTRAL = LLAMA | {"architectures": ["MixtralForCausalLM"]}
+QWEN3_MOE = LLAMA | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+}
 LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -32,6 +42,7 @@ LLAMA3: dict[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0}
 
 
 def parsed(changes: dict[str, Any], base: dict[str, Any] = LLAMA) -> ModelConfig:
@@ -42,7 +53,8 @@ def parsed(changes: dict[str, Any], base: dict[str, Any] = LLAMA) -> ModelConfig
 def test_shapes_and_defaults() -> None:
     config = parsed({})
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 16)
-    assert (config.rope_theta, config.rope_scaling, config.dtype) == (10000.0, None, "float32")
+    assert (config.rope, config.dtype) == (RopeConfig(10000.0, None), "float32")
+    assert (config.num_layers, config.layers) == (2, (LayerConfig(), LayerConfig()))
     assert (config.tie_word_embeddings, config.qk_norm) == (False, False)
     assert (config.qkv_bias, config.output_bias, config.mlp_bias) == (False, False, False)
     assert parsed({"num_key_value_heads": None}).num_kv_heads == 4
@@ -77,8 +89,51 @@ def test_each_family_has_its_biases(
 )
 def test_rotary_parameters_in_the_older_and_the_newer_form(fields: dict[str, Any]) -> None:
     config = parsed(fields)
-    assert config.rope_theta == 5e5
-    assert config.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
+    assert config.rope == RopeConfig(5e5, Llama3Scaling(8.0, 1.0, 4.0, 8192))
+
+
+@pytest.mark.parametrize(
+    ("fields", "original"),
+    [
+        ({}, 512),
+        ({"rope_parameters": {"original_max_position_embeddings": 64}}, 64),
+        ({"original_max_position_embeddings": 32}, 32),
+    ],
+)
+@pytest.mark.parametrize("kind", ["llama3", "yarn"])
+def test_the_trained_context_may_stand_in_three_places(
+    fields: dict[str, Any], original: int, kind: str
+) -> None:
+    short = {"rope_type": kind, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = short | fields.get("rope_parameters", {})
+    scaling = parsed(fields | {"rope_parameters": rope}).rope.scaling
+    assert scaling is not None
+    assert scaling.original_max_positions == original
+
+
+@pytest.mark.parametrize(
+    ("fields", "factor", "attention_factor"),
+    [
+        ({"factor": 4.0}, 4.0, 0.1 * math.log(4) + 1),
+        ({"factor": None, "original_max_position_embeddings": 64}, 8.0, 0.1 * math.log(8) + 1),
+        ({"factor": 4.0, "attention_factor": 0.5, "mscale": 2.0, "mscale_all_dim": 1.0}, 4.0, 0.5),
+        (
+            {"factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.4},
+            4.0,
+            (0.07 * math.log(4) + 1) / (0.14 * math.log(4) + 1),
+        ),
+        ({"factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0}, 4.0, 0.1 * math.log(4) + 1),
+        ({"factor": 1.0}, 1.0, 1.0),
+    ],
+)
+def test_yarn_scales_attention_by_the_field_or_by_what_follows_from_the_others(
+    fields: dict[str, Any], factor: float, attention_factor: float
+) -> None:
+    scaling = parsed({"rope_scaling": {"type": "yarn"} | fields}).rope.scaling
+    assert isinstance(scaling, YarnScaling)
+    assert (scaling.beta_fast, scaling.beta_slow, scaling.truncate) == (32.0, 1.0, True)
+    assert scaling.factor == factor
+    assert scaling.attention_factor == pytest.approx(attention_factor)
 
 
 @pytest.mark.parametrize(
@@ -92,8 +147,7 @@ def test_rotary_parameters_in_the_older_and_the_newer_form(fields: dict[str, Any
     ],
 )
 def test_unscaled_rotary_parameters(fields: dict[str, Any], theta: float) -> None:
-    config = parsed(fields)
-    assert (config.rope_theta, config.rope_scaling) == (theta, None)
+    assert parsed(fields).rope == RopeConfig(theta, None)
 
 
 @pytest.mark.parametrize(
@@ -130,29 +184,96 @@ def test_an_absent_eos_id_is_the_family_default() -> None:
     assert parse_config(without, {}).eos_token_ids == (2,)
     qwen = without | {"architectures": ["Qwen2ForCausalLM"]}
     assert parse_config(qwen, {}).eos_token_ids == ()
+    mixtral = without | {"architectures": ["MixtralForCausalLM"]}
+    assert parse_config(mixtral, {}).eos_token_ids == (2,)
 
 
-def test_a_sliding_window_that_no_layer_uses_is_fine() -> None:
-    fields = {"sliding_window": 256, "max_window_layers": 0}
-    assert parsed({**fields, "use_sliding_window": False}, QWEN2).num_layers == 2
-    assert parsed({"use_sliding_window": True, "max_window_layers": 2}, QWEN2).num_layers == 2
-    assert parsed({"layer_types": ["full_attention"] * 2}, QWEN3).num_layers == 2
-    # transformers' Llama has no sliding window, whatever config.json says.
-    assert parsed({"sliding_window": 256}).num_layers == 2
+def test_an_absent_base_and_epsilon_are_the_family_default() -> None:
+    without = {key: value for key, value in MIXTRAL.items() if key != "rms_norm_eps"}
+    config = parse_config(without, {})
+    assert (config.rope.theta, config.rms_norm_eps) == (1e6, 1e-5)
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@pytest.mark.parametrize(
+    ("base", "fields", "windows"),
+    [
+        (QWEN2, {"sliding_window": 9, "max_window_layers": 0}, [None, None]),
+        (QWEN2, {"use_sliding_window": True, "max_window_layers": 2}, [None, None]),
+        (QWEN2, {"use_sliding_window": True, "max_window_layers": 1}, [None, 4096]),
+        (QWEN2, {"use_sliding_window": True}, [None, None]),
+        (QWEN2, {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}, [9, 9]),
+        (QWEN2, {"use_sliding_window": True, "sliding_window": None}, [None, None]),
+        (QWEN3, {"layer_types": [FULL, FULL]}, [None, None]),
+        (
+            QWEN3,
+            {"use_sliding_window": True, "sliding_window": 9, "layer_types": [SLIDING, FULL]},
+            [9, None],
+        ),
+        (QWEN3_MOE, {"use_sliding_window": True, "sliding_window": 9}, [9, 9]),
+        (QWEN3_MOE, {"sliding_window": 9}, [None, None]),
+        (MIXTRAL, {"sliding_window": 9}, [9, 9]),
+        (MIXTRAL, {"sliding_window": None}, [None, None]),
+        # transformers' Llama has no sliding window, whatever config.json says.
+        (LLAMA, {"sliding_window": 9, "use_sliding_window": True}, [None, None]),
+    ],
+)
+def test_each_layer_has_the_window_that_its_family_gives_it(
+    base: dict[str, Any], fields: dict[str, Any], windows: list[int | None]
+) -> None:
+    assert [layer.window for layer in parsed(fields, base).layers] == windows
+
+
+@pytest.mark.parametrize(
+    ("fields", "dense"),
+    [
+        ({}, []),
+        ({"mlp_only_layers": [1, 3]}, [1, 3]),
+        ({"decoder_sparse_step": 2}, [0, 2]),
+        ({"decoder_sparse_step": 3, "mlp_only_layers": [2]}, [0, 1, 2, 3]),
+    ],
+)
+def test_experts_stand_where_the_two_fields_leave_them(
+    fields: dict[str, Any], dense: list[int]
+) -> None:
+    layers = parsed({"num_hidden_layers": 4, **fields}, QWEN3_MOE).layers
+    assert [index for index, layer in enumerate(layers) if layer.experts is None] == dense
+
+
+def test_experts_have_the_sizes_of_their_family() -> None:
+    experts = parsed({}, QWEN3_MOE).layers[0].experts
+    assert experts is not None
+    assert (experts.count, experts.per_token, experts.intermediate_size) == (6, 3, 24)
+    assert not experts.is_normalized
+    renamed = {"num_experts": None, "num_local_experts": 5, "norm_topk_prob": True}
+    experts = parsed(renamed, QWEN3_MOE).layers[1].experts
+    assert experts is not None
+    assert (experts.count, experts.is_normalized) == (5, True)
+    experts = parsed({}, MIXTRAL).layers[1].experts
+    assert experts is not None
+    assert (experts.count, experts.per_token, experts.intermediate_size) == (8, 2, 128)
+    assert experts.is_normalized
 
 
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "architectures"),
+        ({"architectures": ["GemmaForCausalLM"]}, "architectures"),
         ({"architectures": []}, "architectures"),
         ({"architectures": None}, "architectures"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"pretraining_tp": 2}, "pretraining_tp"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type"),
+        ({"rope_scaling": YARN | {"beta_fast": 0.5}}, "rope_scaling.beta_fast"),
+        ({"rope_scaling": YARN | {"attention_factor": -1.0}}, "rope_scaling.attention_factor"),
+        ({"rope_scaling": YARN | {"mscale": "1", "mscale_all_dim": 1.0}}, "rope_scaling.mscale"),
+        ({"rope_scaling": YARN | {"truncate": 1}}, "rope_scaling.truncate"),
+        ({"rope_scaling": YARN, "rope_theta": 1.0}, "rope_theta"),
+        ({"rope_parameters": {"full_attention": YARN}}, "rope_parameters.full_attention"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters.rope_type"),
         ({"rope_parameters": LLAMA3 | {"factor": None}}, "rope_parameters.factor"),
         ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor"),
@@ -161,6 +282,7 @@ def test_a_sliding_window_that_no_layer_uses_is_fine() -> None:
         ({"rope_theta": float("nan")}, "rope_theta"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"head_dim": 15}, "head_dim"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 3}, "head_dim"),
         ({"hidden_size": "64"}, "hidden_size"),
         ({"hidden_size": 0}, "hidden_size"),
         ({"num_hidden_layers": True}, "num_hidden_layers"),
@@ -183,17 +305,29 @@ def test_what_is_not_computed_is_refused_by_its_name(changes: dict[str, Any], fi
 
 
 @pytest.mark.parametrize(
-    ("changes", "field"),
+    ("base", "changes", "field"),
     [
-        ({"use_sliding_window": True, "max_window_layers": 1}, "use_sliding_window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        (QWEN2, {"use_sliding_window": 1}, "use_sliding_window"),
+        (QWEN2, {"use_sliding_window": True, "sliding_window": 0}, "sliding_window"),
+        (QWEN2, {"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers"),
+        (QWEN3, {"layer_types": [FULL]}, "layer_types"),
+        (QWEN3, {"layer_types": [FULL, "linear_attention"]}, "layer_types"),
+        (QWEN3, {"layer_types": [FULL, SLIDING]}, "use_sliding_window"),
+        (MIXTRAL, {"sliding_window": "9"}, "sliding_window"),
+        (MIXTRAL, {"num_local_experts": 0}, "num_local_experts"),
+        (MIXTRAL, {"num_experts_per_tok": 9}, "num_experts_per_tok"),
+        (QWEN3_MOE, {"num_experts": 2}, "num_experts_per_tok"),
+        (QWEN3_MOE, {"moe_intermediate_size": -1}, "moe_intermediate_size"),
+        (QWEN3_MOE, {"mlp_only_layers": 1}, "mlp_only_layers"),
+        (QWEN3_MOE, {"mlp_only_layers": ["1"]}, "mlp_only_layers"),
+        (QWEN3_MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step"),
+        (QWEN3_MOE, {"norm_topk_prob": "yes"}, "norm_topk_prob"),
     ],
 )
-@pytest.mark.parametrize("base", [QWEN2, QWEN3])
-def test_a_sliding_window_in_use_is_refused(
+def test_what_one_family_does_not_compute_is_refused_by_its_name(
     base: dict[str, Any], changes: dict[str, Any], field: str
 ) -> None:
-    with pytest.raises(UserError, match=field):
+    with pytest.raises(UserError, match=rf"^config\.json: {field} "):
         parsed(changes, base)
 
 

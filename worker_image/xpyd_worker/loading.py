@@ -29,7 +29,8 @@ from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.engine.stopping import StopRules
 from xpyd_worker.kv_setup import Kv, KvParts, make_kv
 from xpyd_worker.memory import log_memory, memory_table, resident_bytes
-from xpyd_worker.model.config import ModelConfig, load_config
+from xpyd_worker.model.config import ModelConfig
+from xpyd_worker.model.registry import load_config
 from xpyd_worker.model.source import resolve_checkpoint
 from xpyd_worker.runner.dtypes import cpu_has_fast_16_bit, resolve_dtype
 from xpyd_worker.runner.runner import ModelRunner

@@ -27,7 +27,7 @@ from xpyd_kv.connector.build import MakeStore
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.kv_setup import LETTER
 from xpyd_worker.load_thread import run_unless
-from xpyd_worker.model.config import load_config
+from xpyd_worker.model.registry import load_config
 from xpyd_worker.model.source import resolve_checkpoint
 from xpyd_worker.server.admin import Admin, DrainState, Process
 from xpyd_worker.server.api import Api

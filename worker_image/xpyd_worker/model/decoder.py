@@ -8,126 +8,28 @@ and values, tells the caller, then attends. How each operator runs is the Kernel
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from xpyd_worker.kernels.api import Kernels, Plan
+from xpyd_worker.model.attention import Attention
 from xpyd_worker.model.config import ModelConfig
-from xpyd_worker.model.layers import Linear, Norm, add_linear
+from xpyd_worker.model.experts import ExpertMlps
+from xpyd_worker.model.layers import Linear, Norm, StepContext
 from xpyd_worker.model.loader import WeightGroup
+from xpyd_worker.model.mlp import Mlp
 from xpyd_worker.model.rotary import Rotary
 
 
-@dataclass(frozen=True)
-class StepContext:
-    """What all layers of one forward share: operators, the step's angles, caches and plan."""
-
-    kernels: Kernels
-    angles: tuple[Tensor, Tensor]
-    caches: Sequence[Tensor]
-    plan: Plan
-    kv_stored: Callable[[int], None]
-
-
-class Attention:
-    """Self-attention with grouped KV heads, rotary positions and, where configured, head norms."""
-
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
-        self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
-        self._head_dim = config.head_dim
-        width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        self._qkv = Linear(config.hidden_size, width, bias=config.qkv_bias, dtype=dtype)
-        self._output = Linear(
-            config.num_heads * config.head_dim,
-            config.hidden_size,
-            bias=config.output_bias,
-            dtype=dtype,
-        )
-        self._norms: tuple[Norm, Norm] | None = None
-        if config.qk_norm:
-            eps = config.rms_norm_eps
-            self._norms = (
-                Norm(config.head_dim, eps=eps, dtype=dtype),
-                Norm(config.head_dim, eps=eps, dtype=dtype),
-            )
-
-    def __call__(self, x: Tensor, layer: int, step: StepContext) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden]; `step.kv_stored(layer)` is called on the way."""
-        kernels, cache = step.kernels, step.caches[layer]
-        qkv = self._qkv(x).view(x.shape[0], self._heads + 2 * self._kv_heads, self._head_dim)
-        norms = None
-        if self._norms is not None:
-            norms = (self._norms[0].weight, self._norms[1].weight, self._norms[0].eps)
-        query = kernels.rotate_and_store(qkv, step.angles, norms, cache, step.plan)
-        step.kv_stored(layer)
-        return self._output(kernels.attention(query, cache, step.plan, None))
-
-    def allocate(self, device: torch.device) -> None:
-        """Memory for all weights."""
-        for part in (self._qkv, self._output, *(self._norms or ())):
-            part.allocate(device)
-
-    def pack(self, kernels: Kernels) -> None:
-        """All weights are read."""
-        self._qkv.pack(kernels)
-        self._output.pack(kernels)
-
-    def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
-        """Checkpoint name -> where it goes."""
-        query, key = self._heads * self._head_dim, self._kv_heads * self._head_dim
-        tensors: dict[str, Tensor] = {}
-        add_linear(tensors, f"{prefix}q_proj", *self._qkv.rows(0, query))
-        add_linear(tensors, f"{prefix}k_proj", *self._qkv.rows(query, key))
-        add_linear(tensors, f"{prefix}v_proj", *self._qkv.rows(query + key, key))
-        add_linear(tensors, f"{prefix}o_proj", self._output.weight, self._output.bias)
-        if self._norms is not None:
-            tensors[f"{prefix}q_norm.weight"] = self._norms[0].weight
-            tensors[f"{prefix}k_norm.weight"] = self._norms[1].weight
-        return tensors
-
-
-class Mlp:
-    """Gated feed-forward: down(silu(gate(x)) * up(x))."""
-
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
-        hidden, bias = config.hidden_size, config.mlp_bias
-        self._size = config.intermediate_size
-        self._gate_up = Linear(hidden, 2 * self._size, bias=bias, dtype=dtype)
-        self._down = Linear(self._size, hidden, bias=bias, dtype=dtype)
-
-    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden]."""
-        return self._down(step.kernels.silu_mul(self._gate_up(x)))
-
-    def allocate(self, device: torch.device) -> None:
-        """Memory for all weights."""
-        self._gate_up.allocate(device)
-        self._down.allocate(device)
-
-    def pack(self, kernels: Kernels) -> None:
-        """All weights are read."""
-        self._gate_up.pack(kernels)
-        self._down.pack(kernels)
-
-    def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
-        """Checkpoint name -> where it goes."""
-        tensors: dict[str, Tensor] = {}
-        add_linear(tensors, f"{prefix}gate_proj", *self._gate_up.rows(0, self._size))
-        add_linear(tensors, f"{prefix}up_proj", *self._gate_up.rows(self._size, self._size))
-        add_linear(tensors, f"{prefix}down_proj", self._down.weight, self._down.bias)
-        return tensors
-
-
 class DecoderLayer:
-    """Attention and MLP, each behind a norm and around a residual."""
+    """Attention and MLP or experts, each behind a norm and around a residual."""
 
     def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype) -> None:
         self._index = index
-        self._attention = Attention(config, dtype)
-        self._mlp = Mlp(config, dtype)
+        self._attention = Attention(config, index, dtype)
+        self._mlp, self._mlp_name = _feed_forward(config, index, dtype)
         eps = config.rms_norm_eps
         self._input_norm = Norm(config.hidden_size, eps=eps, dtype=dtype)
         self._mlp_norm = Norm(config.hidden_size, eps=eps, dtype=dtype)
@@ -140,7 +42,7 @@ class DecoderLayer:
             x = kernels.rms_norm(residual, norm.weight, norm.eps)
         else:
             x = kernels.add_rms_norm(x, residual, norm.weight, norm.eps)
-        x = self._attention(x, self._index, step)
+        x = self._attention(x, step)
         norm = self._mlp_norm
         return self._mlp(kernels.add_rms_norm(x, residual, norm.weight, norm.eps), step)
 
@@ -161,8 +63,25 @@ class DecoderLayer:
             f"{prefix}input_layernorm.weight": self._input_norm.weight,
             f"{prefix}post_attention_layernorm.weight": self._mlp_norm.weight,
             **self._attention.checkpoint_tensors(f"{prefix}self_attn."),
-            **self._mlp.checkpoint_tensors(f"{prefix}mlp."),
+            **self._mlp.checkpoint_tensors(f"{prefix}{self._mlp_name}."),
         }
+
+
+def _feed_forward(
+    config: ModelConfig, index: int, dtype: torch.dtype
+) -> tuple[Mlp | ExpertMlps, str]:
+    """What follows attention in a layer, and its name in the checkpoint."""
+    experts = config.layers[index].experts
+    if experts is not None:
+        return ExpertMlps(config.hidden_size, experts, dtype), experts.block
+    mlp = Mlp(
+        config.hidden_size,
+        config.intermediate_size,
+        bias=config.mlp_bias,
+        names=config.names.mlp,
+        dtype=dtype,
+    )
+    return mlp, "mlp"
 
 
 class Ends:

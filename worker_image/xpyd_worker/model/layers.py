@@ -6,11 +6,25 @@ made without memory, so that a checkpoint can be read and packed piece by piece.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from xpyd_worker.kernels.api import Kernels
+from xpyd_worker.kernels.api import Kernels, Plan
 from xpyd_worker.kernels.api import Linear as PackedLinear
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What all layers of one forward share: operators, the step's angles, caches and plan."""
+
+    kernels: Kernels
+    angles: tuple[Tensor, Tensor]
+    caches: Sequence[Tensor]
+    plan: Plan
+    kv_stored: Callable[[int], None]
 
 
 class Linear:
@@ -40,10 +54,18 @@ class Linear:
         self.weight = torch.empty_like(self.weight, device="meta")
         self.bias = None if self.bias is None else torch.empty_like(self.bias, device="meta")
 
-    def rows(self, start: int, count: int) -> tuple[Tensor, Tensor | None]:
-        """Views of `count` output rows of weight and bias: one part of a fused projection."""
-        bias = None if self.bias is None else self.bias[start : start + count]
-        return self.weight[start : start + count], bias
+    def checkpoint_tensors(
+        self, prefix: str, names: Sequence[str], sizes: Sequence[int] = ()
+    ) -> dict[str, Tensor]:
+        """Checkpoint name -> where it goes: under one name all rows, or under each name as many as
+        `sizes` says."""
+        split = [self.weight.shape[0]] if len(names) == 1 else list(sizes)
+        tensors: dict[str, Tensor] = {}
+        for kind, tensor in (("weight", self.weight), ("bias", self.bias)):
+            if tensor is not None:
+                parts = zip(names, torch.split(tensor, split), strict=True)
+                tensors |= {f"{prefix}{name}.{kind}": part for name, part in parts}
+        return tensors
 
 
 class Norm:
@@ -56,10 +78,3 @@ class Norm:
     def allocate(self, device: torch.device) -> None:
         """Memory, uninitialised, for the loader to fill."""
         self.weight = torch.empty_like(self.weight, device=device)
-
-
-def add_linear(tensors: dict[str, Tensor], name: str, weight: Tensor, bias: Tensor | None) -> None:
-    """Put a linear layer's (part of a) weight and bias under the names of a checkpoint."""
-    tensors[f"{name}.weight"] = weight
-    if bias is not None:
-        tensors[f"{name}.bias"] = bias

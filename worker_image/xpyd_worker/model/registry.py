@@ -1,26 +1,87 @@
-"""Architecture name -> model, the one place that a new family is added to (with its field rules in
-`config`)."""
+"""The families that are served, and the way from a checkpoint folder to its model.
+
+The first thing that happens to a checkpoint, before torch is imported: what is wrong with one is
+said at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING, cast
 
-import torch
+from xpyd_core.errors import UserError
+from xpyd_worker.model.config import ModelConfig, token_ids
+from xpyd_worker.model.families import llama, mixtral, qwen2, qwen3, qwen3_moe
+from xpyd_worker.model.families.family import Family
+from xpyd_worker.model.fields import Fields, Json
 
-from xpyd_worker.kernels.api import Kernels
-from xpyd_worker.model.config import ModelConfig
-from xpyd_worker.model.decoder import Decoder
+if TYPE_CHECKING:
+    import torch
 
-_BUILDERS: Mapping[str, Callable[[ModelConfig, torch.dtype, Kernels], Decoder]] = MappingProxyType(
-    {
-        "LlamaForCausalLM": Decoder,
-        "Qwen2ForCausalLM": Decoder,
-        "Qwen3ForCausalLM": Decoder,
-    }
+    from xpyd_worker.kernels.api import Kernels
+    from xpyd_worker.model.decoder import Decoder
+
+_FAMILIES = (
+    llama.FAMILY,
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+    mixtral.FAMILY,
+    qwen3_moe.FAMILY,
 )
+_BY_ARCHITECTURE: Mapping[str, Family] = MappingProxyType(
+    {family.architecture: family for family in _FAMILIES}
+)
+
+
+def load_config(folder: Path) -> ModelConfig:
+    """The configuration of the checkpoint in `folder`. Raises UserError naming file and field."""
+    generation = folder / "generation_config.json"
+    return parse_config(
+        _read_json(folder / "config.json"),
+        _read_json(generation) if generation.exists() else {},
+    )
+
+
+def parse_config(config: Json, generation: Json) -> ModelConfig:
+    """The configuration from the contents of config.json and generation_config.json.
+
+    Raises UserError naming the field for what is missing, malformed or not supported.
+    """
+    fields, more = Fields(config), Fields(generation, file="generation_config.json")
+    family = _family(fields)
+    model = family.read_config(fields)
+    if "eos_token_id" not in fields and "eos_token_id" not in more:
+        return replace(model, eos_token_ids=family.default_eos_ids)
+    ids = (*model.eos_token_ids, *token_ids(more, "eos_token_id"))
+    return replace(model, eos_token_ids=tuple(dict.fromkeys(ids)))
 
 
 def build_model(config: ModelConfig, dtype: torch.dtype, kernels: Kernels) -> Decoder:
     """The model for `config` in `dtype`, without weights."""
-    return _BUILDERS[config.architecture](config, dtype, kernels)
+    from xpyd_worker.model.decoder import Decoder
+
+    return Decoder(config, dtype, kernels)
+
+
+def _family(fields: Fields) -> Family:
+    names = fields.get("architectures")
+    for name, family in _BY_ARCHITECTURE.items():
+        if names == [name]:
+            return family
+    raise fields.refusal("architectures", "one of " + ", ".join(_BY_ARCHITECTURE))
+
+
+def _read_json(path: Path) -> Json:
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise UserError(f"model: {path} does not exist; name a checkpoint folder") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"model: cannot read {path}: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"model: {path} must hold a JSON object")
+    return cast("Json", value)
