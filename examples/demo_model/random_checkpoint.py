@@ -67,10 +67,10 @@ def make_checkpoint(
     """Write a random checkpoint into `folder` (new or empty) and return `folder`.
 
     `head_dim` defaults to hidden / heads, `vocab` to the tokenizer's size, `experts` to 8 in the
-    families that have some (`intermediate` is then the size of one) and to none in others. With `tokenizer_from`
-    None the folder has no tokenizer and no end-of-sequence id, and `vocab` is needed. More than one
-    of `shards` gives that many weight files with an index. Raises ValueError that names the
-    argument, and FileExistsError where something is in `folder` already.
+    families that have some (`intermediate` is then the size of one) and to none in others. With
+    `tokenizer_from` None the folder has no tokenizer and no end-of-sequence id, and `vocab` is
+    needed. More than one of `shards` gives that many weight files with an index. Raises ValueError
+    that names the argument, and FileExistsError where something is in `folder` already.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}")

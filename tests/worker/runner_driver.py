@@ -25,6 +25,17 @@ from xpyd_worker.model.registry import load_config
 from xpyd_worker.runner.runner import ModelRunner
 
 BLOCK_SIZE = 16
+# What a family's tiny checkpoint has beside the sizes that all have.
+_FAMILY_SIZES: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 24},
+    "mixtral": {"num_local_experts": 5},
+    "qwen3_moe": {
+        "head_dim": 24,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+    },
+}
 GREEDY = SamplingParams(max_tokens=1 << 30, seed=0, temperature=0.0)
 
 
@@ -130,6 +141,11 @@ class Driver:
             return None
         return KnownTokens(sequence.prompt, tuple(sequence.output))
 
+    def preempt(self, sequence: DrivenSequence) -> None:
+        """Take all its blocks: what it has is computed anew."""
+        sequence.blocks = []
+        sequence.computed = 0
+
     def run(
         self, sequences: Sequence[DrivenSequence], *, tokens: int, budget: int = 1 << 30
     ) -> None:
@@ -166,8 +182,8 @@ def poison(runner: ModelRunner) -> None:
 
 
 def tiny_checkpoint(folder: Path, family: str, **changes: Any) -> Any:
-    """Write a random-weight model of `family` (llama, qwen2, qwen3) and return transformers' own
-    model of it in float32. `changes` override its configuration."""
+    """Write a random-weight model of `family` (llama, qwen2, qwen3, mixtral, qwen3_moe, ...) and
+    return transformers' own model of it in float32. `changes` override its configuration."""
     import transformers
 
     shared: dict[str, Any] = {
@@ -185,13 +201,13 @@ def tiny_checkpoint(folder: Path, family: str, **changes: Any) -> Any:
         # Far from zero: with small weights all logits are alike and any bug gives the same tokens.
         "initializer_range": 0.15,
     }
-    names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-    if family == "qwen3":
-        shared["head_dim"] = 24
+    prefix = "".join(part.capitalize() for part in family.split("_"))
     module: Any = transformers
-    config = getattr(module, f"{names[family]}Config")(**(shared | changes))
+    config = getattr(module, f"{prefix}Config")(
+        **(shared | _FAMILY_SIZES.get(family, {}) | changes)
+    )
     torch.manual_seed(7)
-    model = getattr(module, f"{names[family]}ForCausalLM")(config).to(torch.float32).eval()
+    model = getattr(module, f"{prefix}ForCausalLM")(config).to(torch.float32).eval()
     _fill_constant_weights(model)
     model.save_pretrained(folder)
     return model

@@ -1,5 +1,6 @@
-"""The attention block of a layer. Its operators are the Kernels' matter; it must not know requests or
-block management."""
+"""The attention block of a layer. How each operator runs is the Kernels' matter; it must not know
+requests or block management.
+"""
 
 from __future__ import annotations
 

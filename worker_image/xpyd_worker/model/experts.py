@@ -1,8 +1,8 @@
 """The mixture-of-experts block: each row of a batch goes through a few of many gated MLPs.
 
 Rows are grouped by expert, so that an expert computes all of its rows at once and one without rows
-is not touched: its weights are not read from memory. Which experts have rows is known to the
-processor only when the router has run; on a GPU that is a wait in every such layer.
+is not touched: its weights are not read from memory. Which experts have rows is known only when the
+router has run; a GPU is waited for in every such layer.
 """
 
 from __future__ import annotations

@@ -1,0 +1,137 @@
+"""The mixture-of-experts block: the router's choice, and which experts compute which rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from xpyd_worker.kernels.plain import PlainKernels
+from xpyd_worker.model.config import Experts, MlpNames
+from xpyd_worker.model.experts import ExpertMlps, route, rows_by_expert
+from xpyd_worker.model.layers import StepContext
+
+HIDDEN, SIZE, COUNT, PER_TOKEN = 12, 20, 6, 2
+
+
+class CountingKernels(PlainKernels):
+    """Plain operators that note how many rows went through each linear."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int]] = []
+        self._made = 0
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Any:
+        number, packed = self._made, super().linear(weight, bias)
+        self._made += 1
+
+        def run(x: Tensor) -> Tensor:
+            self.calls.append((number, x.shape[0]))
+            return packed(x)
+
+        return run
+
+
+def make_block(
+    *, is_normalized: bool = True, dtype: torch.dtype = torch.float32
+) -> tuple[ExpertMlps, dict[str, Tensor], StepContext, CountingKernels]:
+    """A block of random weights, those weights by name, and what it is called with. Linear 0 is the
+    router, 2 e + 1 and 2 e + 2 are expert e's."""
+    experts = Experts(COUNT, PER_TOKEN, SIZE, is_normalized, names=MlpNames(("gate", "up"), "down"))
+    block, kernels = ExpertMlps(HIDDEN, experts, dtype), CountingKernels()
+    block.allocate(torch.device("cpu"))
+    tensors = block.checkpoint_tensors("")
+    generator = torch.Generator().manual_seed(3)
+    for tensor in tensors.values():
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    kept = {name: tensor.clone() for name, tensor in tensors.items()}
+    block.pack(kernels)
+    step = StepContext(kernels, cast("Any", None), (), cast("Any", None), lambda layer: None)
+    return block, kept, step, kernels
+
+
+def by_hand(x: Tensor, weights: dict[str, Tensor], *, is_normalized: bool) -> Tensor:
+    """Row by row, expert by expert, as the definition has it."""
+    rows: list[Tensor] = []
+    for row in x:
+        shares = (weights["gate.weight"] @ row).softmax(-1)
+        best = sorted(range(COUNT), key=lambda e: -float(shares[e]))[:PER_TOKEN]
+        total = sum(shares[e] for e in best) if is_normalized else 1.0
+        out = torch.zeros(HIDDEN)
+        for expert in best:
+            gate, up, down = (
+                weights[f"experts.{expert}.{name}.weight"] for name in ("gate", "up", "down")
+            )
+            inner = torch.nn.functional.silu(gate @ row) * (up @ row)
+            out += shares[expert] / total * (down @ inner)
+        rows.append(out)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("is_normalized", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 40])
+def test_a_row_is_the_weighted_sum_of_its_experts(rows: int, is_normalized: bool) -> None:
+    block, weights, step, _ = make_block(is_normalized=is_normalized)
+    x = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(rows))
+    expected = by_hand(x, weights, is_normalized=is_normalized)
+    torch.testing.assert_close(block(x, step), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 40])
+def test_an_expert_runs_once_over_all_its_rows_or_not_at_all(rows: int) -> None:
+    block, weights, step, kernels = make_block()
+    x = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(rows))
+    block(x, step)
+    chosen = (x @ weights["gate.weight"].T).topk(PER_TOKEN).indices
+    wanted = [(0, rows)]
+    for expert in range(COUNT):
+        of_expert = int((chosen == expert).sum())
+        if of_expert:
+            wanted += [(2 * expert + 1, of_expert), (2 * expert + 2, of_expert)]
+    assert kernels.calls == wanted
+
+
+def test_a_rows_result_does_not_depend_on_the_batch() -> None:
+    block, _, step, _ = make_block()
+    x = torch.randn(30, HIDDEN, generator=torch.Generator().manual_seed(1))
+    together = block(x, step)
+    for index in range(30):
+        torch.testing.assert_close(
+            block(x[index : index + 1], step)[0], together[index], rtol=1e-5, atol=1e-5
+        )
+
+
+def test_sixteen_bits_come_out_of_a_sum_in_thirty_two() -> None:
+    block, weights, step, _ = make_block(dtype=torch.bfloat16)
+    x = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
+    out = block(x, step)
+    assert out.dtype == torch.bfloat16
+    wide = {name: tensor.float() for name, tensor in weights.items()}
+    expected = by_hand(x.float(), wide, is_normalized=True)
+    assert float((out - expected).abs().max() / expected.std()) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("is_normalized", "weights"), [(False, [0.6, 0.3]), (True, [2 / 3, 1 / 3])]
+)
+def test_the_best_experts_share_by_the_softmax_over_all(
+    is_normalized: bool, weights: Sequence[float]
+) -> None:
+    logits = torch.tensor([[0.1, 0.6, 0.3]]).log()
+    found, chosen = route(logits, per_token=2, is_normalized=is_normalized)
+    assert chosen.tolist() == [[1, 2]]
+    torch.testing.assert_close(found, torch.tensor([weights]))
+
+
+def test_a_routers_weights_are_float32_whatever_it_computes_in() -> None:
+    weights, _ = route(torch.randn(4, 8).to(torch.float16), per_token=3, is_normalized=True)
+    assert weights.dtype == torch.float32
+
+
+def test_rows_are_grouped_by_expert_in_order() -> None:
+    chosen = torch.tensor([[4, 1], [1, 0], [4, 5]])
+    groups = [(expert, pairs.tolist()) for expert, pairs in rows_by_expert(chosen, 6)]
+    assert groups == [(0, [3]), (1, [1, 2]), (4, [0, 4]), (5, [5])]
