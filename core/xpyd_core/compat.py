@@ -24,6 +24,11 @@ _CONFIG_FACTORS = (
     "rope_scaling",
     "rope_parameters",
     "sliding_window",
+    "use_sliding_window",
+    "max_window_layers",
+    "layer_types",
+    "num_experts_per_tok",
+    "norm_topk_prob",
     "quantization_config",
     "vocab_size",
 )

@@ -208,6 +208,11 @@ def test_equal_checkpoints_share_a_key_and_each_factor_counts(tmp_path: Path) ->
     for other, differing in [
         (factors(one, kv_dtype="bfloat16"), ["kv_dtype"]),
         (factors(_checkpoint(tmp_path / "rope", rope_theta=1e6)), ["rope_theta"]),
+        (factors(_checkpoint(tmp_path / "window", max_window_layers=1)), ["max_window_layers"]),
+        (
+            factors(_checkpoint(tmp_path / "experts", num_experts_per_tok=1)),
+            ["num_experts_per_tok"],
+        ),
         (factors(weights), ["revision"]),
         (factors(one, model="other", revision="r"), ["model", "revision"]),
     ]:

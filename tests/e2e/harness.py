@@ -243,11 +243,16 @@ class Fleet:
         """Instance name -> state, as the router sees it."""
         return {i["instance"]: i["state"] for i in self.instances()}
 
-    def wait_ready(self, *engines: Process, timeout_s: float = START_TIMEOUT_S) -> None:
+    def wait_healthy(self, *engines: Process, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Until each answers /health with 200, whether or not a router knows it."""
         for engine in engines:
             wait_for(
                 f"health of {engine.name}", lambda e=engine: self._answers(e, "/health"), timeout_s
             )
+
+    def wait_ready(self, *engines: Process, timeout_s: float = START_TIMEOUT_S) -> None:
+        for engine in engines:
+            self.wait_healthy(engine, timeout_s=timeout_s)
             wait_for(
                 f"{engine.name} in the router",
                 lambda e=engine: self.states().get(e.name) == "Ready",

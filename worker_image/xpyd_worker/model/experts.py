@@ -8,6 +8,7 @@ router has run; a GPU is waited for in every such layer.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -79,8 +80,9 @@ def rows_by_expert(chosen: Tensor, experts: int) -> Iterator[tuple[int, Tensor]]
     name it, ascending."""
     flat = chosen.reshape(-1)
     order = flat.argsort(stable=True)
+    counts = cast("list[int]", cast("Any", flat.bincount(minlength=experts)).tolist())
     first = 0
-    for expert, count in enumerate(flat.bincount(minlength=experts).tolist()):
+    for expert, count in enumerate(counts):
         if count:
             yield expert, order[first : first + count]
             first += count

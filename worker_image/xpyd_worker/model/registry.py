@@ -7,10 +7,8 @@ said at once.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
 from xpyd_core.errors import UserError
@@ -25,15 +23,12 @@ if TYPE_CHECKING:
     from xpyd_worker.kernels.api import Kernels
     from xpyd_worker.model.decoder import Decoder
 
-_FAMILIES = (
+FAMILIES: tuple[Family, ...] = (
     llama.FAMILY,
     qwen2.FAMILY,
     qwen3.FAMILY,
     mixtral.FAMILY,
     qwen3_moe.FAMILY,
-)
-_BY_ARCHITECTURE: Mapping[str, Family] = MappingProxyType(
-    {family.architecture: family for family in _FAMILIES}
 )
 
 
@@ -68,11 +63,11 @@ def build_model(config: ModelConfig, dtype: torch.dtype, kernels: Kernels) -> De
 
 
 def _family(fields: Fields) -> Family:
-    names = fields.get("architectures")
-    for name, family in _BY_ARCHITECTURE.items():
-        if names == [name]:
+    for family in FAMILIES:
+        if fields.get("architectures") == [family.architecture]:
             return family
-    raise fields.refusal("architectures", "one of " + ", ".join(_BY_ARCHITECTURE))
+    known = ", ".join(family.architecture for family in FAMILIES)
+    raise fields.refusal("architectures", f"one of {known}")
 
 
 def _read_json(path: Path) -> Json:
