@@ -23,7 +23,7 @@ PAGE = Path(__file__).parents[2] / "docs/new-model.md"
 @pytest.fixture
 def with_phi3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's file as a module, and its line in the registry."""
-    code = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+    code = re.findall(r'^```python [^\n]*\n(""".*?)^```$', PAGE.read_text(), re.M | re.S)
     assert len(code) == 1
     path = tmp_path / "phi3.py"
     path.write_text(code[0])
