@@ -30,10 +30,10 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 24},
     "mixtral": {"num_local_experts": 5},
     "qwen3_moe": {
-        "head_dim": 24,
+        "head_dim": 32,
         "num_experts": 6,
         "num_experts_per_tok": 3,
-        "moe_intermediate_size": 40,
+        "moe_intermediate_size": 48,
     },
 }
 GREEDY = SamplingParams(max_tokens=1 << 30, seed=0, temperature=0.0)

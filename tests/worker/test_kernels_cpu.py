@@ -194,12 +194,10 @@ def test_packed_matrices_multiply_as_torchs_own(compiled: Kernels) -> None:
 
 
 def test_sizes_that_do_not_fit_are_done_by_plain_torch() -> None:
-    def chosen(hidden_size: int = 64, intermediate_size: int = 128, head_dim: int = 64) -> Kernels:
-        return choose_kernels(
-            hidden_size=hidden_size, intermediate_size=intermediate_size, head_dim=head_dim
-        )
+    def chosen(*vector_sizes: int, head_dim: int = 64) -> Kernels:
+        return choose_kernels(vector_sizes=vector_sizes, head_dim=head_dim)
 
-    assert isinstance(chosen(), CpuKernels)
-    assert isinstance(chosen(hidden_size=72), PlainKernels)
-    assert isinstance(chosen(intermediate_size=100), PlainKernels)
-    assert isinstance(chosen(head_dim=24), PlainKernels)
+    assert isinstance(chosen(64, 128), CpuKernels)
+    assert isinstance(chosen(72, 128), PlainKernels)
+    assert isinstance(chosen(64, 100), PlainKernels)
+    assert isinstance(chosen(64, 128, head_dim=24), PlainKernels)

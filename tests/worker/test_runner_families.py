@@ -22,7 +22,7 @@ from tests.worker.runner_driver import (
     tiny_checkpoint,
 )
 from xpyd_worker.kernels.api import KvShape, Span
-from xpyd_worker.kernels.plain import PlainKernels
+from xpyd_worker.kernels.cpu.kernels import choose_kernels
 from xpyd_worker.model.loader import load_weights
 from xpyd_worker.model.registry import build_model, load_config
 
@@ -46,6 +46,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3, windows by layer": (
         "qwen3",
         {
+            "head_dim": 32,
             "use_sliding_window": True,
             "sliding_window": 13,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -67,7 +68,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 4,
         },
     ),
-    "qwen3_moe, window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 17}),
+    # Sizes that only the operators in plain torch take.
+    "qwen3_moe, window, plain": (
+        "qwen3_moe",
+        {"use_sliding_window": True, "sliding_window": 17, "moe_intermediate_size": 40},
+    ),
+    "qwen3, window, plain": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 17, "max_window_layers": 0},
+    ),
 }
 FAMILIES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 VOCAB = 307
@@ -181,7 +190,8 @@ def test_odd_shapes(family: str, changes: dict[str, Any], tmp_path: Path) -> Non
 
 def logits(folder: Path, tokens: list[int], dtype: torch.dtype) -> torch.Tensor:
     """Our model's logits [tokens, vocab] of one sequence."""
-    config, kernels = load_config(folder), PlainKernels()
+    config = load_config(folder)
+    kernels = choose_kernels(vector_sizes=config.vector_sizes, head_dim=config.head_dim)
     model = build_model(config, dtype, kernels)
     device = torch.device("cpu")
     load_weights(

@@ -110,6 +110,14 @@ class ModelConfig:
         """Decoder layers."""
         return len(self.layers)
 
+    @property
+    def vector_sizes(self) -> frozenset[int]:
+        """How long the vectors are that norms and activations work on, but for those of heads."""
+        experts = (layer.experts for layer in self.layers if layer.experts is not None)
+        is_dense = any(layer.experts is None for layer in self.layers)
+        dense = {self.intermediate_size} if is_dense else set[int]()
+        return frozenset({self.hidden_size} | dense | {each.intermediate_size for each in experts})
+
 
 _NAMES = Names()
 

@@ -83,11 +83,7 @@ class ModelRunner:
         """
         shape = KvShape(config.num_kv_heads, config.head_dim, block_size_tokens, dtype)
         num_blocks = blocks_in_budget(shape, config.num_layers, kv_cache_bytes)
-        kernels = choose_kernels(
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            head_dim=config.head_dim,
-        )
+        kernels = choose_kernels(vector_sizes=config.vector_sizes, head_dim=config.head_dim)
         model = build_model(config, dtype, kernels)
         load_weights(
             folder,

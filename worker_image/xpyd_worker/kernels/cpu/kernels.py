@@ -8,7 +8,7 @@ that is longer than the call.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -36,10 +36,11 @@ class CpuPlan:
     attention: Attention
 
 
-def choose_kernels(*, hidden_size: int, intermediate_size: int, head_dim: int) -> Kernels:
-    """The fastest that can do these sizes here: compiled operators, else plain torch."""
+def choose_kernels(*, vector_sizes: Iterable[int], head_dim: int) -> Kernels:
+    """The fastest that can do these sizes here: compiled operators, else plain torch.
+    `vector_sizes`: of all that norms and activations work on, but for heads."""
     found = library()
-    fits = hidden_size % LANES == 0 and intermediate_size % LANES == 0 and head_dim in HEAD_DIMS
+    fits = head_dim in HEAD_DIMS and all(size % LANES == 0 for size in vector_sizes)
     return CpuKernels(found) if found is not None and fits else PlainKernels()
 
 
