@@ -61,25 +61,27 @@ def interpreted_library() -> Iterator[None]:
     triton was first imported, which was for a compiler unless TRITON_INTERPRET was set then.
 
     The interpreter also replaces the language's members at each call of a function by a function,
-    which takes nearly all of its time: here it does so once for each module.
+    which takes nearly all of its time, and does not put them back, so that nothing compiles any
+    more: here it does so once for each module, and all is put back when the outermost ends.
     """
     # Imported by triton at the first launch, and then it wants the functions as they are now.
     importlib.import_module("triton.experimental.gluon")
     interpreter = importlib.import_module("triton.runtime.interpreter")
     replace = interpreter._patch_lang
-    running: set[int] = set()
+    running: dict[int, Any] = {}
 
     class Scope:
         def __init__(self, fn: Any) -> None:
             # A module's functions share what is replaced for them.
             self._module = id(fn.__globals__)
-            self._own = None if self._module in running else replace(fn)
-            running.add(self._module)
+            self._is_first = self._module not in running
+            if self._is_first:
+                running[self._module] = replace(fn)
 
         def restore(self) -> None:
-            if self._own is not None:
-                running.discard(self._module)
-                self._own.restore()
+            # Those that came later found the language as this one had left it: they go first.
+            while self._is_first and self._module in running:
+                running.popitem()[1].restore()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang", Scope)
@@ -90,6 +92,8 @@ def interpreted_library() -> Iterator[None]:
                 if getattr(tl, name, None) is value:
                     patch.setattr(tl, name, own)
         yield
+        while running:
+            running.popitem()[1].restore()
 
 
 def interpreted() -> Any:
