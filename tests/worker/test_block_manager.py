@@ -177,3 +177,20 @@ class PoolWalk(RuleBasedStateMachine):
 
 TestPoolWalk = PoolWalk.TestCase
 TestPoolWalk.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_what_holds_nothing_is_used_again_before_memory_that_was_never_used() -> None:
+    pool = BlockManager(8, enable_prefix_caching=False)
+    first = pool.allocate(3)
+    assert first is not None
+    pool.release(first)
+    assert pool.allocate(3) == first
+    caching = BlockManager(8)
+    cached, plain = caching.allocate(1), caching.allocate(1)
+    assert cached is not None
+    assert plain is not None
+    caching.register(cached[0], b"hash")
+    caching.release([*cached, *plain])
+    taken = caching.allocate(8)
+    assert taken is not None
+    assert (taken[0], taken[-1]) == (plain[0], cached[0])

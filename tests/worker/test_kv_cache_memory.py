@@ -7,6 +7,7 @@ from xpyd_kv.device.paged import PagedMemory
 from xpyd_kv.transport.runs import Run
 from xpyd_kv.transport.shared_memory import SharedMemory
 from xpyd_worker.kernels.api import KvShape
+from xpyd_worker.memory import resident_bytes
 from xpyd_worker.runner.kv_cache import KvCache
 
 SHAPE = KvShape(2, 4, 16, torch.bfloat16)
@@ -45,3 +46,12 @@ def test_without_it_nothing_is_shared(memory):
     cache = KvCache(SHAPE, num_layers=1, num_blocks=BLOCKS)
     paged = PagedMemory(cache.layers, layers=(0,))
     assert memory.runs_of([paged.block_view(0, 0)], at_most=1) is None
+
+
+def test_blocks_that_were_never_written_take_no_memory():
+    before = resident_bytes()
+    size = 1 << 30
+    cache = KvCache(SHAPE, num_layers=1, num_blocks=size // SHAPE.block_bytes)
+    cache.layers[0][0] = 1.0
+    assert float(cache.layers[0][-1].abs().max()) == 0.0
+    assert resident_bytes() - before < size // 8

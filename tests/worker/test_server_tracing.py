@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import subprocess
 import sys
@@ -272,6 +273,8 @@ def test_without_the_flag_nothing_of_opentelemetry_is_imported() -> None:
 
 
 def test_a_collector_that_does_not_answer_keeps_nobody_from_ending() -> None:
+    # The SDK's own thread goes on, and complains into a log that this test's end has closed.
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         tracer = OtlpTracer(
             f"http://127.0.0.1:{silent.getsockname()[1]}", instance="i", role="Decode"

@@ -39,7 +39,7 @@ from xpyd_worker.server.lifecycle import Lifecycle
 from xpyd_worker.server.metrics import ServerMetrics
 from xpyd_worker.server.service import Place, Service, seeds
 from xpyd_worker.server.tracing import Tracer
-from xpyd_worker.spinning import bound_spinning
+from xpyd_worker.torch_env import prepare_for_torch
 
 if TYPE_CHECKING:
     from xpyd_worker.loading import Loaded
@@ -160,7 +160,7 @@ class _Worker:
         # What is wrong with a checkpoint is said before torch is imported, which takes seconds;
         # HTTP answers meanwhile.
         load_config(resolve_checkpoint(self._config.model, self._config.revision))
-        bound_spinning()
+        prepare_for_torch()
         from xpyd_worker.loading import load
 
         return load(

@@ -33,7 +33,8 @@ class BlockManager:
         self._references = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
-        # Oldest first. An OrderedDict because a hit takes a block out of the middle in O(1).
+        # Those that hold nothing, then the oldest first. An OrderedDict because a hit takes a block
+        # out of the middle in O(1).
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         # Free blocks that `take` and `match_prefix` leave alone.
         self._keep_from_take = 0
@@ -106,7 +107,8 @@ class BlockManager:
     def release(self, block_ids: Sequence[int]) -> None:
         """One reference less on each; at 0 a block goes to the end of the free queue.
 
-        Blocks enter the queue last one first, so that of one prefix the tail is taken first.
+        Blocks enter the queue last one first, so that of one prefix the tail is taken first. One
+        that holds nothing to be hit goes to the front: memory that was never used stays so.
         """
         for block_id in block_ids:
             if not self._references[block_id]:
@@ -117,6 +119,8 @@ class BlockManager:
             self._references[block_id] -= 1
             if not self._references[block_id]:
                 self._free[block_id] = None
+                if self._hash_of[block_id] is None:
+                    self._free.move_to_end(block_id, last=False)
 
     # --- what only the scheduler uses
 

@@ -19,7 +19,7 @@ from xpyd_worker.engine.request import RequestOutput
 from xpyd_worker.server.bridge import EngineBridge
 from xpyd_worker.server.latency import RequestFigures
 from xpyd_worker.server.service import Place, Service, seeds
-from xpyd_worker.spinning import bound_spinning
+from xpyd_worker.torch_env import prepare_for_torch
 
 if TYPE_CHECKING:
     from xpyd_worker.loading import Loaded
@@ -36,7 +36,7 @@ class Session:
     def __init__(self, config: WorkerConfig) -> None:
         """Load and start. UserError for a checkpoint or a size that cannot work."""
         # The loop shares its cores with torch's threads. No effect where torch is imported already.
-        bound_spinning()
+        prepare_for_torch()
         from xpyd_worker.loading import load
 
         incarnation = os.urandom(8).hex()

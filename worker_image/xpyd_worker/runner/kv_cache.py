@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from mmap import mmap
+from contextlib import suppress
+from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 import torch
 from torch import Tensor
@@ -32,8 +33,8 @@ class KvCache:
     """Keys and values of all tokens that have a block.
 
     `layers` are contiguous tensors [num_blocks, kv_heads, block_size, 2 * head_dim], K then V per
-    token. They start as zeros: pages that were never written take no memory. They stand one after
-    another in `memory` (zeros, at least as large) where it is given: other processes may read it.
+    token, one after another in `memory` (zeros, at least as large): where it is given other
+    processes may read it, else it is the process' own. Pages that were never written take none.
     """
 
     def __init__(
@@ -49,9 +50,9 @@ class KvCache:
         size = (num_blocks, shape.kv_heads, shape.block_size, 2 * shape.head_dim)
         count = math.prod(size)
 
+        memory = memory or _own_memory(count * shape.dtype.itemsize * num_layers)
+
         def layer(index: int) -> Tensor:
-            if memory is None:
-                return torch.zeros(size, dtype=shape.dtype)
             start = index * count * shape.dtype.itemsize
             flat = torch.frombuffer(memory, dtype=shape.dtype, count=count, offset=start)
             return flat.view(size)
@@ -66,3 +67,12 @@ class KvCache:
         destinations = torch.tensor([destination for _, destination in pairs])
         for layer in self.layers:
             layer.index_copy_(0, destinations, layer.index_select(0, sources))
+
+
+def _own_memory(size: int) -> mmap:
+    """Zeros that take memory when they are first written, in huge pages where there are some."""
+    memory = mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+    # A kernel may have none.
+    with suppress(OSError):
+        memory.madvise(MADV_HUGEPAGE)
+    return memory
