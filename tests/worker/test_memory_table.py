@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from xpyd_worker.config import GIB, WorkerConfig
-from xpyd_worker.memory import log_memory, memory_table, resident_bytes
+from xpyd_worker.memory import give_back, log_memory, memory_table, resident_bytes
 
 
 def table(config: WorkerConfig, resident: int | None = 3 * GIB) -> dict[str, int]:
@@ -55,3 +55,17 @@ def test_the_system_says_what_is_resident(tmp_path: Path) -> None:
     assert resident_bytes(status) == 2 * 1024 * 1024
     assert resident_bytes(tmp_path / "none") is None
     assert (resident_bytes() or 0) > 1024 * 1024
+
+
+def test_what_was_freed_goes_back_to_the_system() -> None:
+    # Small ones, which the allocator keeps.
+    parts = [bytearray(4096) for _ in range(30_000)]
+    full = resident_bytes()
+    keep = parts[-1]
+    parts.clear()
+    give_back()
+    left = resident_bytes()
+    assert full is not None
+    assert left is not None
+    assert len(keep) == 4096
+    assert full - left > 60 * 1024 * 1024

@@ -28,7 +28,7 @@ from xpyd_worker.engine.limits import Limits
 from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.engine.stopping import StopRules
 from xpyd_worker.kv_setup import Kv, KvParts, make_kv
-from xpyd_worker.memory import log_memory, memory_table, resident_bytes
+from xpyd_worker.memory import give_back, log_memory, memory_table, resident_bytes
 from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.registry import load_config
 from xpyd_worker.model.source import resolve_checkpoint
@@ -113,6 +113,7 @@ def load(
         shared=shared,
     )
     kv = make_kv(config, parts, make_store)
+    give_back()
     log_memory(
         memory_table(
             config,
