@@ -116,11 +116,12 @@ def test_random_prompts_have_their_length_and_share_no_beginning() -> None:
 def test_a_dataset_is_read_line_by_line_and_begins_again(tmp_path: Path) -> None:
     file = tmp_path / "asks.jsonl"
     file.write_text(
-        '{"prompt": "a text"}\n\n{"prompt": [1, 2], "output_tokens": 4}\n'
-        '{"messages": [{"role": "user", "content": "hi"}]}\n'
+        '{"prompt": "a \u2028text"}\n\n{"prompt": [1, 2], "output_tokens": 4}\n'
+        '{"messages": [{"role": "user", "content": "hi"}]}\n',
+        encoding="utf-8",
     )
     asks = read_asks(file, 4, output_tokens=7)
-    assert [ask.prompt for ask in asks[:2]] == ["a text", (1, 2)]
+    assert [ask.prompt for ask in asks[:2]] == ["a \u2028text", (1, 2)]
     assert asks[2].prompt == [{"role": "user", "content": "hi"}]
     assert asks[3] == asks[0]
     assert [ask.output_tokens for ask in asks] == [7, 4, 7, 7]

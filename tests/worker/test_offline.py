@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import subprocess
 import sys
 import threading
@@ -197,6 +198,20 @@ def test_a_wrong_option_is_named(option: str, value: object, message: str) -> No
     with pytest.raises(UserError, match=message):
         make_llm(**{option: value})
     assert own_threads().count("engine") <= 1
+
+
+def test_a_token_that_the_model_has_no_row_for_is_refused_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    added = tokenizer.add_tokens(["<pad-behind>"])
+    assert added == 1
+    tokenizer.save_pretrained(folder)
+    small = {"dtype": "float32", "kv_cache_memory": "16Mi", "threads": 1, "max_model_len": 256}
+    with LLM(folder, **small) as made:  # pyright: ignore[reportArgumentType]
+        with pytest.raises(UserError, match=r"prompts\[1\].*not in the vocabulary"):
+            made.generate(["class", "a <pad-behind>"], GREEDY, use_tqdm=False)
+        assert texts(made.generate(["class"], GREEDY, use_tqdm=False)) != [""]
 
 
 def test_closing_ends_the_threads_frees_the_memory_and_refuses_more() -> None:

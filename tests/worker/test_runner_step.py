@@ -19,7 +19,7 @@ from xpyd_worker.engine.executor import (
     StepOutput,
 )
 from xpyd_worker.kernels.api import KvShape
-from xpyd_worker.runner.dtypes import cpu_has_fast_16_bit, resolve_dtype
+from xpyd_worker.runner.dtypes import cpu_is_fast_in, resolve_dtype
 from xpyd_worker.runner.kv_cache import blocks_in_budget
 from xpyd_worker.runner.runner import ModelRunner
 
@@ -181,28 +181,32 @@ def test_a_block_of_a_llama_8b_layer_is_64_kib() -> None:
 def test_auto_is_the_checkpoints_dtype_where_the_processor_is_fast_in_it(
     requested: str, stored: str, fast: bool, dtype: torch.dtype
 ) -> None:
-    assert resolve_dtype(requested, stored, has_fast_16_bit=fast) == dtype
+    assert resolve_dtype(requested, stored, is_fast=fast) == dtype
 
 
 def test_an_unknown_dtype_is_refused() -> None:
     with pytest.raises(UserError, match="--dtype"):
-        resolve_dtype("int8", "float32", has_fast_16_bit=True)
+        resolve_dtype("int8", "float32", is_fast=True)
 
 
 @pytest.mark.parametrize(
-    ("text", "fast"),
+    ("text", "dtype", "fast"),
     [
-        ("processor: 0\nflags\t\t: fpu avx512_bf16 amx_tile\n", True),
-        ("flags\t: fpu avx2 avx512f\n", False),
-        ("Features\t: fp asimd bf16\n", True),
-        ("", False),
-        (None, False),
+        ("processor: 0\nflags\t\t: fpu avx512_bf16 amx_tile\n", "bfloat16", True),
+        ("flags\t: fpu avx512_bf16\n", "float16", False),
+        ("flags\t: fpu avx512_fp16\n", "float16", True),
+        ("flags\t: fpu avx2 avx512f\n", "bfloat16", False),
+        ("Features\t: fp asimd bf16\n", "bfloat16", True),
+        ("Features\t: fp asimdhp\n", "float16", True),
+        ("", "bfloat16", False),
+        ("", "float32", True),
+        (None, "bfloat16", False),
     ],
 )
 def test_the_processor_says_whether_it_is_fast_in_16_bits(
-    tmp_path: Path, text: str | None, fast: bool
+    tmp_path: Path, text: str | None, dtype: str, fast: bool
 ) -> None:
     path = tmp_path / "cpuinfo"
     if text is not None:
         path.write_text(text)
-    assert cpu_has_fast_16_bit(path) is fast
+    assert cpu_is_fast_in(dtype, path) is fast

@@ -42,7 +42,12 @@ def test_the_callers_id_is_in_the_header_the_answers_id_and_the_log(
 
 
 @pytest.mark.parametrize(
-    "name", [None, "", "a" * 129, "two words", 'quo"te', "semi;colon", "ümlaut".encode()]
+    "name",
+    [
+        *(None, "", "a" * 129, "two words", 'quo"te', "semi;colon", "ümlaut".encode()),
+        # Nearly a pair's: the addresses in it are not for clients.
+        f"___prefill_addr_10.0.0.1:21001___decode_addr_10.0.0.2:21001_{'A' * 32}",
+    ],
 )
 def test_without_a_fit_id_a_fresh_one_is_made(name: str | bytes | None) -> None:
     async def test() -> None:

@@ -32,7 +32,7 @@ from xpyd_worker.memory import give_back, log_memory, memory_table, resident_byt
 from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.registry import load_config
 from xpyd_worker.model.source import resolve_checkpoint
-from xpyd_worker.runner.dtypes import cpu_has_fast_16_bit, resolve_dtype
+from xpyd_worker.runner.dtypes import cpu_is_fast_in, resolve_dtype
 from xpyd_worker.runner.runner import ModelRunner
 from xpyd_worker.runner.tokenizer import Tokenizer
 from xpyd_worker.server.service import ServedModel
@@ -75,7 +75,9 @@ def load(
         torch.set_num_threads(config.threads)
     folder = resolve_checkpoint(config.model, config.revision)
     model_config = load_config(folder)
-    dtype = resolve_dtype(config.dtype, model_config.dtype, has_fast_16_bit=cpu_has_fast_16_bit())
+    dtype = resolve_dtype(
+        config.dtype, model_config.dtype, is_fast=cpu_is_fast_in(model_config.dtype)
+    )
     tokenizer = Tokenizer.load(folder)
     # Its end is for probes.
     shared = SharedMemory(config.kv_cache_bytes + MAX_PROBE_BYTES) if config.shares_kv else None

@@ -24,7 +24,7 @@ _READ_BYTES = 256 * 1024
 _SHOWN_CHARACTERS = 200
 CHAT = "/v1/chat/completions"
 # What a server that is gone, or speaks something else, leads to.
-_FOREIGN = (OSError, BadAnswer, ValueError, LookupError, TypeError)
+_FOREIGN = (OSError, BadAnswer, ValueError, LookupError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,9 @@ class Target:
     def head(self, method: str, path: str, length: int) -> bytes:
         """The request's line and headers."""
         key = f"Authorization: Bearer {self.api_key}\r\n" if self.api_key else ""
+        host = f"[{self.host}]" if ":" in self.host else self.host
         return (
-            f"{method} {path} HTTP/1.1\r\nHost: {self.host}:{self.port}\r\n"
+            f"{method} {path} HTTP/1.1\r\nHost: {host}:{self.port}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {length}\r\n{key}"
             "Accept-Encoding: identity\r\nConnection: close\r\n\r\n"
         ).encode()
@@ -95,7 +96,7 @@ class _Times:
             self._done = True
             return
         chunk = cast("dict[str, Any]", orjson.loads(data))
-        if "error" in chunk:
+        if chunk.get("error"):
             raise BadAnswer(str(chunk["error"])[:_SHOWN_CHARACTERS])
         usage = chunk.get("usage")
         if usage:

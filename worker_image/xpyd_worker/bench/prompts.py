@@ -45,7 +45,7 @@ def read_asks(path: Path, count: int, *, output_tokens: int) -> list[Ask]:
     `output_tokens`. UserError names the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--dataset {path}: {error}") from error
     asks = [

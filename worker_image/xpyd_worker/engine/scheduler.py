@@ -207,6 +207,7 @@ class Scheduler:
             while not self._tables.grow(sequence, sequence.num_computed + count):
                 # The last in rank. None of those behind `sequence` is in this step yet.
                 victim = self._running.pop()
+                kept -= victim is not sequence and victim.remaining == 1
                 self._preempt(victim)
                 if victim is sequence:
                     return budget

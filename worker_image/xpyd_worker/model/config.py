@@ -29,6 +29,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "embedding_multiplier": (1, None),
         "quantization_config": (None,),
         "compression_config": (None,),
+        "dual_chunk_attention_config": (None,),
     }
 )
 _QUANTIZED = ("quantization_config", "compression_config")

@@ -61,19 +61,27 @@ class Session:
         self._closing = threading.Lock()
         self._end = asyncio.Event()
         started = threading.Event()
+        self._failed: BaseException | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._run, args=(bridge, loaded, started), name="offline", daemon=True
         )
         self._thread.start()
         started.wait()
+        if self._failed is not None:
+            raise self._failed
 
     def _run(self, bridge: EngineBridge, loaded: Loaded, started: threading.Event) -> None:
         async def serve() -> None:
             self._own_threads.add(threading.get_ident())
-            bridge.bind(loaded.engine)
-            loaded.engine.start()
-            started.set()
+            try:
+                bridge.bind(loaded.engine)
+                loaded.engine.start()
+            except BaseException as error:
+                self._failed = error
+                return
+            finally:
+                started.set()
             await self._end.wait()
 
         # The runner cancels what still runs when `serve` returns.

@@ -31,6 +31,7 @@ class CompletionFormat:
         self._options = options
         self._generation = generation
         self._text_offset: dict[int, int] = {}  # of choices that have begun to stream
+        self._prompt_maps: dict[int, list[Any]] = {}  # of prompts
 
     def opening(self) -> list[dict[str, Any]]:
         """None: text begins at once."""
@@ -72,12 +73,18 @@ class CompletionFormat:
         choice = self._choice(delta, self._echo(delta.index) + delta.text, logprobs)
         wanted = self._options.prompt_logprobs
         if wanted is not None:
-            entries = self._generation.prompt_logprobs(delta.index)
-            choice["prompt_logprobs"] = prompt_logprob_maps(self._tokenizer, entries, wanted)
+            choice["prompt_logprobs"] = self._maps(delta.index // self._options.n, wanted)
         if self._options.return_token_ids:
             choice["token_ids"] = delta.token_ids
             choice["prompt_token_ids"] = self._job(delta.index).request.prompt
         return choice
+
+    def _maps(self, prompt: int, wanted: int) -> list[Any]:
+        """vLLM's prompt_logprobs; all choices of a prompt have the same."""
+        if prompt not in self._prompt_maps:
+            entries = self._generation.prompt_logprobs(prompt * self._options.n)
+            self._prompt_maps[prompt] = prompt_logprob_maps(self._tokenizer, entries, wanted)
+        return self._prompt_maps[prompt]
 
     def _choice(
         self, delta: ChoiceDelta, text: str, logprobs: dict[str, Any] | None

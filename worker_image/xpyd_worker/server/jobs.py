@@ -72,6 +72,8 @@ def make_jobs(
     batch = os.urandom(4).hex()  # the same uuid may come twice, the engine's ids must differ
     jobs: list[Job] = []
     for index, prompt in enumerate(prompts):
+        # Also a text's: a tokenizer may have tokens behind the model's last one.
+        check_vocabulary(service.model, prompt, name)
         sampling = _sampling(
             service, options, len(prompt), seed, default=default_max_tokens, name=name
         )

@@ -24,6 +24,8 @@ async def completion_ids(service: Service, prompt: Prompt) -> tuple[int, ...]:
     """Ids of one prompt of /v1/completions, with the model's BOS where it uses one."""
     model = service.model
     if isinstance(prompt, tuple):
+        if len(prompt) >= model.max_model_len:
+            raise _too_long(model, f"your prompt has {len(prompt)} tokens", "prompt")
         check_vocabulary(model, prompt, "prompt")
         return prompt
     _refuse_hopeless(model, len(prompt), "prompt")

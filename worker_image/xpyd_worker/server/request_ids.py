@@ -36,7 +36,8 @@ def read_request_id(header: str | None) -> RequestId:
     pair = parse_pair_id(header) if header else None
     if pair is not None:
         return RequestId(pair.uuid, pair)
-    if header and _OWN.fullmatch(header):
+    # One that looks like a pair's and is none has addresses all the same: it is not echoed.
+    if header and _OWN.fullmatch(header) and "_addr_" not in header:
         return RequestId(header, alone=header)
     return RequestId(os.urandom(16).hex())
 

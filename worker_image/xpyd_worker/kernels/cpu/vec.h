@@ -101,7 +101,9 @@ static inline Vec exp_down(Vec x) {
   p = p * f + 5.0000001201e-1f;
   p = p * f * f + f + 1.0f;
   const Vec power = (Vec)((whole + 127) << 23);
-  return x < -87.0f ? Vec{} : p * power;
+  // A NaN stays one, so that what a broken weight gives is seen in the end.
+  const Vec found = x == x ? p * power : x;
+  return x < -87.0f ? Vec{} : found;
 }
 
 }  // namespace xpyd
