@@ -193,11 +193,16 @@ def test_packed_matrices_multiply_as_torchs_own(compiled: Kernels) -> None:
         close(packed(x), F.linear(x, weight, bias))
 
 
-def test_sizes_that_do_not_fit_are_done_by_plain_torch() -> None:
+def test_sizes_that_do_not_fit_are_done_by_plain_torch_which_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def chosen(*vector_sizes: int, head_dim: int = 64) -> Kernels:
         return choose_kernels(vector_sizes=vector_sizes, head_dim=head_dim)
 
     assert isinstance(chosen(64, 128), CpuKernels)
+    assert not caplog.records
     assert isinstance(chosen(72, 128), PlainKernels)
     assert isinstance(chosen(64, 100), PlainKernels)
     assert isinstance(chosen(64, 128, head_dim=24), PlainKernels)
+    assert "slow operators: none are compiled for heads of 24" in caplog.records[-1].getMessage()
+    assert len(caplog.records) == 3

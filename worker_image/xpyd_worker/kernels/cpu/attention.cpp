@@ -100,6 +100,9 @@ static int run_any(const Attention& a, int threads) {
 
 }  // namespace xpyd
 
+// What crosses over by layout must be the same on both sides.
+extern "C" int64_t xpyd_attention_bytes() { return sizeof(xpyd::Attention); }
+
 // `type`: 0 float, 1 bfloat16, 2 half. 1: no code for this head_dim.
 extern "C" int xpyd_attention(int type, const xpyd::Attention* a, int threads) {
   using namespace xpyd;

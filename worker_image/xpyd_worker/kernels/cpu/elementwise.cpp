@@ -159,6 +159,9 @@ extern "C" void xpyd_silu_mul(int type, const void* gate_up, void* out, int64_t 
   run(gate_up, out, rows, size, threads);
 }
 
+// What crosses over by layout must be the same on both sides.
+extern "C" int64_t xpyd_turn_bytes() { return sizeof(xpyd::Turn); }
+
 extern "C" void xpyd_rotate(int type, const xpyd::Turn* turn, int threads) {
   using namespace xpyd;
   const auto run = type == 0   ? rotate_rows<Float>

@@ -8,6 +8,7 @@ that is longer than the call.
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -21,6 +22,8 @@ from xpyd_worker.kernels.api import Kernels, KvShape, Linear, Plan, Span
 from xpyd_worker.kernels.cpu.library import HEAD_DIMS, LANES, TYPES, Attention, Turn, library
 from xpyd_worker.kernels.cpu.packed import OneDnnLinear, can_pack
 from xpyd_worker.kernels.plain import PlainKernels, PlainLinear
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,16 @@ class CpuPlan:
 def choose_kernels(*, vector_sizes: Iterable[int], head_dim: int) -> Kernels:
     """The fastest that can do these sizes here: compiled operators, else plain torch.
     `vector_sizes`: of all that norms and activations work on, but for heads."""
-    found = library()
-    fits = head_dim in HEAD_DIMS and all(size % LANES == 0 for size in vector_sizes)
-    return CpuKernels(found) if found is not None and fits else PlainKernels()
+    found, sizes = library(), tuple(vector_sizes)
+    if found is None:
+        _log.warning("slow operators: none were compiled; install a C++ compiler, and xpyd again")
+    elif head_dim not in HEAD_DIMS or any(size % LANES for size in sizes):
+        _log.warning(
+            "slow operators: none are compiled for heads of %d and sizes %s", head_dim, sizes
+        )
+    else:
+        return CpuKernels(found)
+    return PlainKernels()
 
 
 class CpuKernels:

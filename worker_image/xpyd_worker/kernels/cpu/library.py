@@ -78,8 +78,12 @@ def load(level: str) -> ctypes.CDLL | None:
     path = Path(__file__).with_name(f"operators.{level}.so")
     try:
         found = ctypes.CDLL(str(path))
-    except OSError as error:
+        known = (found.xpyd_turn_bytes(), found.xpyd_attention_bytes())
+    except (OSError, AttributeError) as error:
         _log.debug("no compiled operators: %s", error)
+        return None
+    if known != (ctypes.sizeof(Turn), ctypes.sizeof(Attention)):
+        _log.warning("%s is of other sources: run the installation again", path)
         return None
     pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     found.xpyd_norm.argtypes = (number, *(pointer,) * 4, size, size, ctypes.c_float, number)
