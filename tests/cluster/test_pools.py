@@ -144,8 +144,13 @@ def test_an_instance_of_several_pods_is_a_group_with_what_engines_need_to_find_e
             assert seen["LWS_GROUP_SIZE"] == "2"
             assert seen["LWS_WORKER_INDEX"] == str(index)
             assert seen["LWS_LEADER_ADDRESS"].startswith(f"{leader['metadata']['name']}.")
-        status = fleet.get("fleetpool", "chat-decode")["status"]
-        assert (status["replicas"], status["readyReplicas"]) == (1, 1)
+
+        def counts() -> tuple[int, int]:
+            status = fleet.get("fleetpool", "chat-decode")["status"]
+            return status["replicas"], status["readyReplicas"]
+
+        # The fleet's status and the pools' are written one after the other.
+        wait_for(lambda: counts() == (1, 1), 30, "the pool counts its group as one")
         assert fleet.get("fleet", "chat")["status"]["summary"]["gpus"] == 6
         fleet.scale("decode", 2)
         # 8 GPUs: two groups of two pods with two each leave none for prefill, which has its own.
