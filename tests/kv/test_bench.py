@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench_report import END
 from tests.kv.bench.__main__ import main
 from tests.kv.bench.memory import Arena, Ring, own_memory
 from tests.kv.bench.moves import BESIDE, CONTROL_CASE, MEMCPY, OWN, Moves
-from tests.kv.bench.page import BEGIN, END, with_measured
+from tests.kv.bench.page import BEGIN, with_measured
 from tests.kv.bench.pair import Batch, SideFailed, pair
 from tests.kv.bench.report import ratio, report
 from tests.kv.bench.shape import Case

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from examples.demo_model.random_weights import Shape, tensors_of
+from tests.bench_report import END
 from tests.worker.bench.__main__ import main
 from tests.worker.bench.contender import WARM_UP, ContenderFailed, Processes, check, tree
 from tests.worker.bench.models import Model, model
-from tests.worker.bench.page import BEGIN, END, with_measured
+from tests.worker.bench.page import BEGIN, with_measured
 from tests.worker.bench.peer import peer_recipe, requirements
 from tests.worker.bench.report import report
 from tests.worker.bench.rounds import OWN, PEER, REFERENCE, Found, Plan, _turns

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import tempfile
 import time
@@ -16,6 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from tests.bench_report import write_report
 from tests.kv.bench import fleet
 from tests.kv.bench.environments import PEERS, NotHere, environment
 from tests.kv.bench.moves import (
@@ -111,13 +111,7 @@ def _write(made: dict[str, Any], moves: Moves, output: Path) -> None:
         }
         for (name, case), batches in moves.batches.items()
     ]
-    text = json.dumps({**made, "measuredMs": measured}, indent=1)
-    # A line for a round, not for a number.
-    text = re.sub(r"\[[-\d.,\s]+\]", lambda numbers: " ".join(numbers[0].split()), text)
-    output.write_text(text + "\n")
-    page = output.with_suffix(".md")
-    if page.exists():
-        page.write_text(with_measured(page.read_text(), made))
+    write_report({**made, "measuredMs": measured}, output, with_measured)
 
 
 def _say(text: str) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.bench_report import put_measured
 from tests.kv.bench.report import CONTROL_AIM_US
 
 BEGIN = "<!-- measured: `make bench-kv` writes it -->\n"
-END = "<!-- end of what is measured -->\n"
 _WORDS = {
     "memcpy": "memcpy, one thread",
     "shm": "**shm**",
@@ -24,9 +24,7 @@ _WORDS = {
 
 def with_measured(page: str, made: dict[str, Any]) -> str:
     """The page with the tables of this report in place of those that it has."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return before + BEGIN + _measured(made) + END + after
+    return put_measured(page, BEGIN, _measured(made))
 
 
 def _measured(made: dict[str, Any]) -> str:

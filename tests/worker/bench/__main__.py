@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shlex
 import sys
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from tests.bench_report import write_report
 from tests.worker.bench.contender import ROOT, ContenderFailed
 from tests.worker.bench.models import Model, cache, model
 from tests.worker.bench.page import with_measured
@@ -45,7 +44,7 @@ def main(argv: list[str]) -> int:
                 return 1
     made = report(found, plan, absent)
     if options.output is not None:
-        _write(made, options.output)
+        write_report(made, options.output, with_measured)
     sys.stdout.write(json.dumps(made) + "\n")
     return 0
 
@@ -97,16 +96,6 @@ def _plan(options: argparse.Namespace, absent: dict[str, str]) -> Plan:
         _say(f"{PEER} is left out: {error}")
         absent[PEER] = str(error)
         return plan
-
-
-def _write(made: dict[str, Any], output: Path) -> None:
-    text = json.dumps(made, indent=1)
-    # A line for a round, not for a number.
-    text = re.sub(r"\[[-\d.,\s]+\]", lambda numbers: " ".join(numbers[0].split()), text)
-    output.write_text(text + "\n")
-    page = output.with_suffix(".md")
-    if page.exists():
-        page.write_text(with_measured(page.read_text(), made))
 
 
 def _say(text: str) -> None:

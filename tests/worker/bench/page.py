@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.bench_report import put_measured
 from tests.worker.bench.rounds import OWN, PEER
 from tests.worker.bench.shape import CASES
 
 BEGIN = "<!-- measured: `make bench-engine` writes it -->\n"
-END = "<!-- end of what is measured -->\n"
 _AIMS = {
     "itlP50Ms": "ITL p50 to vLLM's",
     "tokensPerS": "tokens/s to vLLM's",
@@ -21,9 +21,7 @@ _AIMS = {
 
 def with_measured(page: str, made: dict[str, Any]) -> str:
     """The page with the tables of this report in place of those that it has."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return before + BEGIN + _measured(made) + END + after
+    return put_measured(page, BEGIN, _measured(made))
 
 
 def _measured(made: dict[str, Any]) -> str:

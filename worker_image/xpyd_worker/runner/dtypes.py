@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from xpyd_core.errors import UserError
+from xpyd_worker.cpu_flags import cpu_flags
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # The processor multiplies floats of this kind itself; without that float32 is several times faster
@@ -32,12 +33,4 @@ def cpu_is_fast_in(dtype: str, cpu_info: Path = Path("/proc/cpuinfo")) -> bool:
     not say)."""
     if dtype not in _FAST_FLAGS:
         return True
-    try:
-        text = cpu_info.read_text(errors="replace")
-    except OSError:
-        return False
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            return not set(_FAST_FLAGS[dtype]).isdisjoint(value.split())
-    return False
+    return not cpu_flags(cpu_info).isdisjoint(_FAST_FLAGS[dtype])

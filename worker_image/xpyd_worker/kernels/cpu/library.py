@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from xpyd_worker.cpu_flags import cpu_flags
+
 _log = logging.getLogger(__name__)
 
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
@@ -68,7 +70,7 @@ def levels() -> list[str]:
     machine = platform.machine()
     if machine != "x86_64":
         return [machine]
-    flags = _cpu_flags()
+    flags = cpu_flags()
     return [level for level, needs in _LEVELS.items() if needs <= flags]
 
 
@@ -92,11 +94,3 @@ def load(level: str) -> ctypes.CDLL | None:
     found.xpyd_attention.argtypes = (number, ctypes.POINTER(Attention), number)
     found.xpyd_norm.restype = found.xpyd_silu_mul.restype = found.xpyd_rotate.restype = None
     return found
-
-
-def _cpu_flags(cpu_info: Path = Path("/proc/cpuinfo")) -> set[str]:
-    try:
-        lines = cpu_info.read_text(errors="replace").splitlines()
-    except OSError:
-        return set()
-    return next((set(line.split()) for line in lines if line.startswith("flags")), set[str]())

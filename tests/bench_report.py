@@ -1,0 +1,31 @@
+"""What benchmarks share when they are done: JSON for machines, tables in the page beside it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+END = "<!-- end of what is measured -->\n"
+
+
+def put_measured(page: str, begin: str, measured: str) -> str:
+    """The page with `measured` in place of what stands between the line `begin` and END."""
+    before, _, rest = page.partition(begin)
+    _, _, after = rest.partition(END)
+    return before + begin + measured + END + after
+
+
+def write_report(
+    made: dict[str, Any], output: Path, renew: Callable[[str, dict[str, Any]], str]
+) -> None:
+    """Write `made` to `output`, and the page beside it as `renew` makes it of the old one."""
+    text = json.dumps(made, indent=1)
+    # A line for a round, not for a number.
+    text = re.sub(r"\[[-\d.,\s]+\]", lambda numbers: " ".join(numbers[0].split()), text)
+    output.write_text(text + "\n")
+    page = output.with_suffix(".md")
+    if page.exists():
+        page.write_text(renew(page.read_text(), made))
