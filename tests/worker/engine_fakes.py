@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.connector.api import Admission, Landed, NoKv, OfferedPrompt, SendStatus, Wait
 from xpyd_worker.engine.block_manager import BlockManager
-from xpyd_worker.engine.executor import ScheduledSequence, StepInput, StepOutput
+from xpyd_worker.engine.executor import Finished, ScheduledSequence, StepInput, StepOutput
 from xpyd_worker.engine.limits import Limits
 from xpyd_worker.engine.request import (
     EngineRequest,
@@ -84,6 +84,7 @@ class FakeExecutor:
         self.steps: list[StepInput] = []
         self.fail_with: Exception | None = None
         self.during: Callable[[StepInput], None] = lambda step: None
+        self.depth = 1
         self._limits = limits
 
     def slot(self, table: Sequence[int], position: int) -> int | None:
@@ -92,7 +93,7 @@ class FakeExecutor:
     def write(self, table: Sequence[int], position: int, value: int) -> None:
         self.memory[table[position // BLOCK]][position % BLOCK] = value
 
-    def execute(self, step: StepInput, layer_done: Callable[[int], None]) -> StepOutput:
+    def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Finished:
         self.steps.append(step)
         self._check(step)
         for source, destination in step.block_copies:
@@ -122,7 +123,7 @@ class FakeExecutor:
                 scores[sequence.seq_id] = self._score(sequence)
         layer_done(0)
         layer_done(1)
-        return StepOutput(samples, scores)
+        return Finished(StepOutput(samples, scores))
 
     def _check(self, step: StepInput) -> None:
         assert 0 < step.tokens <= self._limits.max_num_batched_tokens

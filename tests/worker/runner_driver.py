@@ -105,7 +105,8 @@ class Driver:
         token is computed get a sample appended."""
         scheduled = tuple(self.schedule(sequence, count) for sequence, count in chunks)
         self.steps += 1
-        output = self.runner.execute(StepInput(self.steps, scheduled, tuple(copies)), layer_done)
+        step = StepInput(self.steps, scheduled, tuple(copies))
+        output = self.runner.launch(step, layer_done).wait()
         for sequence, count in chunks:
             sequence.computed += count
             sequence.prompt_logprobs += output.prompt_logprobs.get(sequence.seq_id, ())

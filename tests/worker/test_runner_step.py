@@ -46,7 +46,7 @@ def scheduled(runner: ModelRunner, tokens: int = 5) -> ScheduledSequence:
 
 def execute(runner: ModelRunner, *sequences: ScheduledSequence) -> StepOutput:
     """One step."""
-    return runner.execute(StepInput(1, sequences), lambda layer: None)
+    return runner.launch(StepInput(1, sequences), lambda layer: None).wait()
 
 
 def test_the_runner_is_an_executor(runner: ModelRunner) -> None:
@@ -57,7 +57,7 @@ def test_the_runner_is_an_executor(runner: ModelRunner) -> None:
 def test_a_step_without_sequences_copies_blocks_and_runs_no_forward(runner: ModelRunner) -> None:
     cache = runner.kv_cache.layers[2]
     cache[3] = 7.0
-    output = runner.execute(StepInput(1, (), ((3, 5),)), lambda layer: None)
+    output = runner.launch(StepInput(1, (), ((3, 5),)), lambda layer: None).wait()
     assert output == StepOutput({}, {})
     assert runner.counters.forwards == 0
     assert bool((cache[5] == 7.0).all())
@@ -116,7 +116,7 @@ def test_a_failure_inside_torch_is_our_error_and_the_runner_goes_on(runner: Mode
         raise RuntimeError("not enough memory")
 
     with pytest.raises(XpydError, match=r"step 4 .*not enough memory"):
-        runner.execute(StepInput(4, (sequence,)), fail)
+        runner.launch(StepInput(4, (sequence,)), fail)
     assert len(execute(runner, sequence).samples[sequence.seq_id]) == 1
 
 

@@ -192,7 +192,7 @@ class EngineCore:
     def _execute(self, step: ScheduledStep) -> None:
         begun = self._clock()
         try:
-            result = self._executor.execute(step.input, self._layer_done)
+            result = self._executor.launch(step.input, self._layer_done).wait()
         except XpydError as error:
             logger.error("step %d failed: %s", step.input.step, error)
             self._step_done(failed=True)

@@ -7,10 +7,14 @@ processes. The engine never sees a tensor, the executor never sees a queue of re
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from xpyd_worker.engine.request import SampledToken, SamplingParams, TokenLogprob
+
+DRAWN_BEFORE = -1
+"""Stands for the token that the step launched before this one draws for the same sequence, the only
+one it draws for it: the engine does not know it yet, the device does. Only where depth is 2."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +44,9 @@ class KnownTokens:
 class ScheduledSequence:
     """A sequence's share of one step: compute `token_ids` at positions start, start + 1, ...
 
-    `block_ids` is its whole block table, long enough for start + len(token_ids) tokens. `samples`
-    is empty until the sequence's last known token is computed; more than one when choices fork
-    here.
+    The only one of them may be DRAWN_BEFORE. `block_ids` is its whole block table, long enough for
+    start + len(token_ids) tokens. `samples` is empty until the sequence's last known token is
+    computed; more than one when choices fork here.
     `prompt_tokens` is the length of its prompt, so that computed prompt tokens can be counted.
     With `prompt_logprobs`, rows of prompt positions are scored too. `known` is there only where
     `samples` are drawn under parameters that read earlier tokens: the executor may not have seen
@@ -81,7 +85,8 @@ class StepInput:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """Samples by sequence id, in the order of its SampleSpecs.
+    """Samples by sequence id, in the order of its SampleSpecs; none for those in `failed`, which
+    says why nothing could be drawn for them.
 
     `prompt_logprobs` by sequence id: for each token in `token_ids` that lies in the prompt and is
     not its first token, its log probability given what stands before it (so chunks concatenate).
@@ -89,21 +94,48 @@ class StepOutput:
 
     samples: dict[int, tuple[SampledToken, ...]]
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...]]
+    failed: dict[int, str] = field(default_factory=dict[int, str])
+
+
+class Running(Protocol):
+    """A step that was launched."""
+
+    def wait(self) -> StepOutput:
+        """What came of it; once. Raises XpydError when the step failed: the engine then fails its
+        requests and goes on."""
+        ...
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A step that was over when `launch` returned."""
+
+    output: StepOutput
+
+    def wait(self) -> StepOutput:
+        """See Running."""
+        return self.output
 
 
 class Executor(Protocol):
-    """Runs steps on the model. One thread calls it."""
+    """Runs steps on the model, in the order in which they are launched. One thread calls it."""
 
     @property
     def num_blocks(self) -> int:
         """Blocks of the paged KV cache (the minimum over ranks)."""
         ...
 
-    def execute(self, step: StepInput, layer_done: Callable[[int], None]) -> StepOutput:
-        """Run one forward and sample.
+    @property
+    def depth(self) -> int:
+        """How many steps may be under way at once: 1, or 2 where a device computes one while the
+        engine prepares the next. They are waited for in order."""
+        ...
 
-        Before: every block named is owned by its sequence. `layer_done(i)` is called when the KV of
-        layer i of all scheduled tokens stands in the cache. Raises XpydError when the step failed;
-        the engine then fails the step's requests and goes on.
+    def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Running:
+        """Start one forward and the sampling after it.
+
+        Before: every block named is owned by its sequence, until the step is over. `layer_done(i)`
+        is called when the KV of layer i of all scheduled tokens stands in the cache, or will before
+        anything that is enqueued on the device after the call. Raises XpydError like Running.wait.
         """
         ...

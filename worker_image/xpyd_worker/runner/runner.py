@@ -1,6 +1,6 @@
 """The executor of one rank: block copies, one flat forward, sampling.
 
-The engine calls `execute` from its thread, step by step. The runner owns weights and KV cache; it
+The engine calls `launch` from its thread, step by step. The runner owns weights and KV cache; it
 must not know queues, requests' lives or who else reads the cache. It touches no global state of
 torch: the number of threads is the program's choice.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
 from xpyd_core.errors import XpydError
-from xpyd_worker.engine.executor import StepInput, StepOutput
+from xpyd_worker.engine.executor import Finished, StepInput, StepOutput
 from xpyd_worker.engine.request import SampledToken
 from xpyd_worker.kernels.api import Kernels, KvShape
 from xpyd_worker.kernels.cpu.kernels import choose_kernels
@@ -102,11 +102,16 @@ class ModelRunner:
         """Blocks of the paged KV cache."""
         return self.kv_cache.num_blocks
 
-    def execute(self, step: StepInput, layer_done: Callable[[int], None]) -> StepOutput:
+    @property
+    def depth(self) -> int:
+        """A step is over when it is launched."""
+        return 1
+
+    def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Finished:
         """Run one step; see Executor. Out of memory and other failures of torch are XpydError."""
         try:
             with torch.inference_mode():
-                return self._execute(step, layer_done)
+                return Finished(self._execute(step, layer_done))
         except RuntimeError as error:
             raise XpydError(f"step {step.step} failed in the model: {error}") from error
 
