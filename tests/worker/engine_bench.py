@@ -41,11 +41,12 @@ class Bench:
         linger: int = 2,
         threshold: int = 0,
         policy: Policy = "fcfs",
+        depth: int = 1,
     ) -> None:
         limits = Limits(seqs, budget, max_waiting, recompute, threshold, policy)
         self.now = 100.0
         self.model_len = model_len
-        self.executor = FakeExecutor(blocks, limits)
+        self.executor = FakeExecutor(blocks, limits, depth)
         self.pool = BlockManager(blocks, block_size=BLOCK, enable_prefix_caching=caching)
         self.producer = FakeProducer(self.pool, self.executor, linger) if sends else None
         self.consumer = FakeConsumer(self.pool, self.executor) if receives else None

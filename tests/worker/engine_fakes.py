@@ -7,13 +7,22 @@ twice or lost landed KV changes the tokens, which are compared with the request 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.connector.api import Admission, Landed, NoKv, OfferedPrompt, SendStatus, Wait
 from xpyd_worker.engine.block_manager import BlockManager
-from xpyd_worker.engine.executor import Finished, ScheduledSequence, StepInput, StepOutput
+from xpyd_worker.engine.executor import (
+    DRAWN_BEFORE,
+    Finished,
+    Running,
+    ScheduledSequence,
+    StepInput,
+    StepOutput,
+)
 from xpyd_worker.engine.limits import Limits
 from xpyd_worker.engine.request import (
     EngineRequest,
@@ -75,16 +84,37 @@ def alone(request: EngineRequest, max_model_len: int) -> list[tuple[list[int], s
     return results
 
 
-class FakeExecutor:
-    """Keeps KV by slot, checks each step against the Executor's contract, and draws tokens."""
+@dataclass(frozen=True)
+class _Later:
+    """A step that runs when it is waited for."""
 
-    def __init__(self, num_blocks: int, limits: Limits) -> None:
+    run: Callable[[], StepOutput]
+
+    def wait(self) -> StepOutput:
+        return self.run()
+
+
+class FakeExecutor:
+    """Keeps KV by slot, checks each step against the Executor's contract, and draws tokens.
+
+    With depth 2 nothing of a step happens before it is waited for: the latest that a device may be.
+    """
+
+    def __init__(self, num_blocks: int, limits: Limits, depth: int = 1) -> None:
         self.num_blocks = num_blocks
         self.memory: list[list[int | None]] = [[None] * BLOCK for _ in range(num_blocks)]
         self.steps: list[StepInput] = []
         self.fail_with: Exception | None = None
         self.during: Callable[[StepInput], None] = lambda step: None
-        self.depth = 1
+        self.depth = depth
+        self.refuse_with: Exception | None = None
+        # Requests that nothing can be drawn for.
+        self.unlucky: set[str] = set()
+        # Launched and not run; what the last step that ran drew, by sequence.
+        self.launched: deque[StepInput] = deque()
+        self._drawn: dict[int, int] = {}
+        # Of the last step that ran, if it failed: what comes behind it in them does not matter.
+        self._spoilt: set[int] = set()
         self._limits = limits
 
     def slot(self, table: Sequence[int], position: int) -> int | None:
@@ -93,28 +123,57 @@ class FakeExecutor:
     def write(self, table: Sequence[int], position: int, value: int) -> None:
         self.memory[table[position // BLOCK]][position % BLOCK] = value
 
-    def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Finished:
+    def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Running:
+        if self.refuse_with is not None:
+            self.during(step)
+            error, self.refuse_with = self.refuse_with, None
+            raise error
         self.steps.append(step)
         self._check(step)
+        if self.depth == 1:
+            return Finished(self._run(step, layer_done))
+        self.launched.append(step)
+        assert len(self.launched) <= self.depth
+        return _Later(partial(self._run_launched, step, layer_done))
+
+    def _run_launched(self, step: StepInput, layer_done: Callable[[int], None]) -> StepOutput:
+        assert self.launched.popleft() is step, "steps are waited for in order"
+        drawn, self._drawn = self._drawn, {}
+        # What a step that failed did not draw is any token: the engine ends those sequences.
+        known = tuple(
+            replace(s, token_ids=(drawn.get(s.seq_id, 0),)) if s.token_ids == (DRAWN_BEFORE,) else s
+            for s in step.sequences
+        )
+        output = self._run(replace(step, sequences=known), layer_done)
+        self._drawn = {i: some[0].token_id for i, some in output.samples.items() if len(some) == 1}
+        return output
+
+    def _run(self, step: StepInput, layer_done: Callable[[int], None]) -> StepOutput:
         for source, destination in step.block_copies:
             self.memory[destination] = list(self.memory[source])
         before = [self._kv_before(sequence) for sequence in step.sequences]
+        spoilt, self._spoilt = self._spoilt, set()
         self.during(step)
         if self.fail_with is not None:
             error, self.fail_with = self.fail_with, None
             for sequence in step.sequences:
                 for offset in range(len(sequence.token_ids)):
                     self.write(sequence.block_ids, sequence.start + offset, -1)
+            self._spoilt = {sequence.seq_id for sequence in step.sequences}
             raise error
         samples: dict[int, tuple[SampledToken, ...]] = {}
         scores: dict[int, tuple[TokenLogprob, ...]] = {}
+        failed: dict[int, str] = {}
         for sequence, previous in zip(step.sequences, before, strict=True):
             kv = previous
             for offset, token in enumerate(sequence.token_ids):
                 kv = chain(kv, token)
                 self.write(sequence.block_ids, sequence.start + offset, kv)
-            self._check_known(sequence, kv)
-            if sequence.samples:
+            if sequence.seq_id not in spoilt:
+                self._check_known(sequence, kv)
+            if sequence.log_id in self.unlucky:
+                failed[sequence.seq_id] = "no token"
+            elif sequence.samples:
                 samples[sequence.seq_id] = tuple(
                     SampledToken(next_token(kv, s.choice_index, s.position, sequence.sampling))
                     for s in sequence.samples
@@ -123,7 +182,7 @@ class FakeExecutor:
                 scores[sequence.seq_id] = self._score(sequence)
         layer_done(0)
         layer_done(1)
-        return Finished(StepOutput(samples, scores))
+        return StepOutput(samples, scores, failed)
 
     def _check(self, step: StepInput) -> None:
         assert 0 < step.tokens <= self._limits.max_num_batched_tokens
@@ -134,6 +193,9 @@ class FakeExecutor:
         for sequence in step.sequences:
             end = sequence.start + len(sequence.token_ids)
             assert sequence.token_ids
+            is_ahead = sequence.token_ids == (DRAWN_BEFORE,)
+            assert is_ahead or DRAWN_BEFORE not in sequence.token_ids
+            assert not is_ahead or self._is_drawn(sequence)
             threshold = self._limits.long_prefill_token_threshold
             assert not threshold or len(sequence.token_ids) <= threshold
             assert len(set(sequence.block_ids)) == len(sequence.block_ids)
@@ -147,6 +209,15 @@ class FakeExecutor:
         for source, destination in step.block_copies:
             assert destination in written
             assert source != destination
+
+    def _is_drawn(self, sequence: ScheduledSequence) -> bool:
+        """Whether the step before, still under way, draws its one token for the place before."""
+        before = [s for s in self.launched[-1].sequences if s.seq_id == sequence.seq_id]
+        return (
+            len(before) == 1
+            and len(before[0].samples) == 1
+            and before[0].start + len(before[0].token_ids) == sequence.start
+        )
 
     @staticmethod
     def _check_known(sequence: ScheduledSequence, kv: int) -> None:

@@ -49,11 +49,17 @@ OPTIONS: Mapping[str, Draw] = {
 class Soak:
     """One engine, the hand that plays with it, and the sizes seen each time it came to rest."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, depth: int) -> None:
         self.rng = random.Random(seed)
         # 60 blocks hold two of the longest requests.
         self.bench = Bench(
-            blocks=60, seqs=8, budget=24, model_len=120, threshold=16, policy="priority"
+            blocks=60,
+            seqs=8,
+            budget=24,
+            model_len=120,
+            threshold=16,
+            policy="priority",
+            depth=depth,
         )
         # Those that end otherwise than alone, and of these whose client has left.
         self.cut: set[str] = set()
@@ -78,10 +84,14 @@ class Soak:
         if bench.requests and rng.random() < 0.1:
             self.abort(rng.choice(list(bench.requests)))
         if rng.random() < 0.005:
-            bench.executor.fail_with = StepFailed("out of luck")
-            bench.executor.during = lambda step: self.cut.update(
-                s.log_id for s in step.sequences if bench.executor.fail_with
+            executor = bench.executor
+            executor.during = lambda step: self.cut.update(
+                s.log_id for s in step.sequences if executor.fail_with or executor.refuse_with
             )
+            if rng.random() < 0.5:
+                executor.fail_with = StepFailed("out of luck")
+            else:
+                executor.refuse_with = StepFailed("not even begun")
         if rng.random() < 0.01:
             bench.core.reset_prefix_cache(lambda _: None)
         bench.core.turn()
@@ -136,7 +146,7 @@ class Soak:
     def rest(self) -> None:
         """Let everything end; then nothing is held, and what is left is measured."""
         bench = self.bench
-        bench.executor.fail_with = None
+        bench.executor.fail_with = bench.executor.refuse_with = None
         for _ in range(5000):
             done = not bench.core.turn() and bench.core.is_idle()
             self.look()
@@ -168,11 +178,11 @@ def bytes_of(root: object) -> int:
     return total
 
 
-def _soak(requests: int, seed: int, caplog: pytest.LogCaptureFixture) -> None:
+def _soak(requests: int, seed: int, depth: int, caplog: pytest.LogCaptureFixture) -> None:
     # pytest keeps what is logged; that would count as growth.
     caplog.set_level(logging.CRITICAL, "xpyd_worker")
     print(f"seed {seed}")  # noqa: T201
-    soak = Soak(seed)
+    soak = Soak(seed, depth)
     soak.run(requests)
     stats = soak.bench.core.stats()
     assert soak.count >= requests
@@ -188,14 +198,16 @@ def test_the_soak_draws_every_sampling_option() -> None:
     assert OPTIONS.keys() == {field.name for field in fields(SamplingParams)}
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 def test_a_thousand_requests_leave_no_block_behind_and_nothing_grows(
-    caplog: pytest.LogCaptureFixture,
+    depth: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _soak(1000, 6, caplog)
+    _soak(1000, 6, depth, caplog)
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("depth", [1, 2])
 def test_twenty_thousand_requests_leave_no_block_behind_and_nothing_grows(
-    caplog: pytest.LogCaptureFixture,
+    depth: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _soak(20_000, random.SystemRandom().randrange(2**32), caplog)
+    _soak(20_000, random.SystemRandom().randrange(2**32), depth, caplog)

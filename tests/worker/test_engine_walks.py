@@ -1,7 +1,8 @@
 """Random walks of whole engines: whatever happens, each request's tokens are those it has alone.
 
 Arrivals, aborts, preemptions, forks, continuations, failing steps and KV that comes, comes late or
-never, over pools of a few blocks. The fakes check each step; the end is checked here.
+never, over pools of a few blocks; step by step, and with steps launched one ahead. The fakes check
+each step; the end is checked here.
 """
 
 from __future__ import annotations
@@ -98,10 +99,14 @@ class Walk:
                 elif rng.random() < 0.05:
                     bench.consumer.fail(key, "died")
         if rng.random() < 0.01:
-            bench.executor.fail_with = StepFailed("out of luck")
-            bench.executor.during = lambda step: self.touched.update(
-                s.log_id for s in step.sequences if bench.executor.fail_with
+            executor = bench.executor
+            executor.during = lambda step: self.touched.update(
+                s.log_id for s in step.sequences if executor.fail_with or executor.refuse_with
             )
+            if rng.random() < 0.5:
+                executor.fail_with = StepFailed("out of luck")
+            else:
+                executor.refuse_with = StepFailed("not even begun")
         bench.core.turn()
 
     def arrive(self) -> None:
@@ -124,7 +129,7 @@ class Walk:
     def settle(self) -> None:
         """No new requests; every transfer ends one way or the other; all requests end soon."""
         bench = self.bench
-        bench.executor.fail_with = None
+        bench.executor.fail_with = bench.executor.refuse_with = None
         for _ in range(60 * len(bench.requests) + 200):
             bench.now += 0.2
             if bench.consumer:
@@ -149,46 +154,52 @@ class Walk:
             bench.assert_begins_as_alone(request_id)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("seed", range(8))
-def test_an_aggregated_engine_gives_every_request_its_own_tokens(seed: int):
-    walk = Walk(seed, blocks=14, seqs=5, budget=9, model_len=48)
+def test_an_aggregated_engine_gives_every_request_its_own_tokens(seed: int, depth: int):
+    walk = Walk(seed, depth=depth, blocks=14, seqs=5, budget=9, model_len=48)
     walk.run(300)
     assert walk.bench.core.stats().preemptions > 0
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("seed", range(4))
-def test_so_it_does_without_a_prefix_cache(seed: int):
-    walk = Walk(seed, blocks=14, seqs=5, budget=9, model_len=48, caching=False)
+def test_so_it_does_without_a_prefix_cache(seed: int, depth: int):
+    walk = Walk(seed, depth=depth, blocks=14, seqs=5, budget=9, model_len=48, caching=False)
     walk.run(300)
     assert walk.bench.core.stats().prefix_hit_tokens == 0
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("seed", range(8))
-def test_a_sending_engine_sends_what_it_computed_and_frees_it(seed: int):
-    walk = Walk(seed, blocks=24, seqs=5, budget=9, model_len=48, sends=True)
+def test_a_sending_engine_sends_what_it_computed_and_frees_it(seed: int, depth: int):
+    walk = Walk(seed, depth=depth, blocks=24, seqs=5, budget=9, model_len=48, sends=True)
     walk.run(300)
     assert any(call[0] == "cached" for call in walk.bench.producer.calls)  # pyright: ignore
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("seed", range(10))
-def test_a_receiving_engine_uses_landed_kv_and_recomputes_what_does_not_come(seed: int):
-    walk = Walk(seed, blocks=20, seqs=5, budget=9, model_len=48, receives=True)
+def test_a_receiving_engine_uses_landed_kv_and_recomputes_what_does_not_come(seed: int, depth: int):
+    walk = Walk(seed, depth=depth, blocks=20, seqs=5, budget=9, model_len=48, receives=True)
     walk.run(300)
     stats = walk.bench.core.stats()
     assert stats.received_tokens > 0
     assert {"late", "died", "preempted"} & set(stats.kv_recomputed)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("seed", range(4))
-def test_one_sequence_at_a_time_is_enough_for_all(seed: int):
-    walk = Walk(seed, blocks=12, seqs=1, budget=2, model_len=48, receives=True)
+def test_one_sequence_at_a_time_is_enough_for_all(seed: int, depth: int):
+    walk = Walk(seed, depth=depth, blocks=12, seqs=1, budget=2, model_len=48, receives=True)
     walk.run(300)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("role", [{}, {"sends": True}, {"receives": True}])
 @pytest.mark.parametrize("seed", range(4))
-def test_so_it_does_by_priority_and_with_a_threshold(seed: int, role: dict[str, bool]):
-    sizes = {"blocks": 20, "seqs": 5, "budget": 9, "model_len": 48, "threshold": 4}
+def test_so_it_does_by_priority_and_with_a_threshold(seed: int, role: dict[str, bool], depth: int):
+    sizes = {"depth": depth, "blocks": 20, "seqs": 5, "budget": 9, "model_len": 48, "threshold": 4}
     walk = Walk(seed, policy="priority", **sizes, **role)
     walk.run(300)
     assert walk.bench.core.stats().preemptions > 0

@@ -1,6 +1,8 @@
 """Random walks of the scheduler alone, with invariants checked at each step.
 
-Blocks: each has as many references as tables name it; none is lost. Budget, threshold and sequences
+Each walk goes step by step, and again with one step made before the last one is over.
+Blocks: each has as many references as tables name it, those of ended sequences that a step under
+way writes to included; none is lost. Budget, threshold and sequences
 stay within their limits, decodes are never left out. Who starts goes before all who still wait, who
 is preempted comes after all who stay. Under fcfs the oldest request gets on at every step.
 """
@@ -8,14 +10,14 @@ is preempted comes after all who stay. Under fcfs the oldest request gets on at 
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 
 import pytest
 
 from tests.worker.engine_bench import make_request
 from tests.worker.engine_fakes import BLOCK, EOS
 from xpyd_worker.engine.block_manager import BlockManager
-from xpyd_worker.engine.executor import StepOutput
+from xpyd_worker.engine.executor import DRAWN_BEFORE, StepOutput
 from xpyd_worker.engine.limits import Limits, Policy
 from xpyd_worker.engine.request import RequestOutput, SampledToken
 from xpyd_worker.engine.scheduler import Scheduler
@@ -29,18 +31,23 @@ _MODEL_LEN = 48
 class Walk:
     """One scheduler, a hand that plays with it, and what a spectator knows about it."""
 
-    def __init__(self, seed: int, limits: Limits, *, blocks: int, choices: bool = True) -> None:
+    def __init__(
+        self, seed: int, limits: Limits, *, blocks: int, choices: bool = True, depth: int = 1
+    ) -> None:
+        self.depth = depth
+        self.under_way: deque[ScheduledStep] = deque()
+        self.rules = StopRules((EOS,), _MODEL_LEN)
         self.rng = random.Random(seed)
         self.limits = limits
         self.choices = choices
         self.pool = BlockManager(blocks, block_size=BLOCK)
-        self.scheduler = Scheduler(self.pool, limits=limits, rules=StopRules((EOS,), _MODEL_LEN))
+        self.scheduler = Scheduler(self.pool, limits=limits, rules=self.rules)
         # The ranks of requests that never ran, and the state of every one that did.
         self.unseen: dict[str, Rank] = {}
         self.seen: dict[str, RequestState] = {}
         self.open: set[str] = set()
         self.count = 0
-        self.started = self.preempted = self.mixed = 0
+        self.started = self.preempted = self.mixed = self.ahead = self.for_nothing = 0
 
     def run(self, turns: int) -> None:
         for _ in range(turns):
@@ -51,7 +58,7 @@ class Walk:
                 self.abort(self.rng.choice(sorted(self.open)))
             self.step()
         for _ in range(3000):
-            if not self.open:
+            if not self.open and not self.under_way:
                 break
             self.step()
         assert not self.scheduler.has_requests
@@ -84,30 +91,59 @@ class Walk:
 
     def step(self) -> None:
         ran = {s.seq_id: s for s in self.living() if s.blocks}
-        decodes = {s.seq_id for s in ran.values() if s.remaining == 1}
+        decodes = {s.seq_id for s in ran.values() if s.remaining == 1 and not self.is_ending(s)}
+        ending = {s.rank for s in ran.values() if self.is_ending(s)}
         step = self.scheduler.schedule(0.0)
-        assert step is not None or not self.open, "nothing runs though requests wait"
-        if step is None:
-            return
-        for sequence, _count in step.parts:
-            name = sequence.state.request.request_id
-            self.seen[name] = sequence.state
+        if step is not None:
+            self.check_step(step, ran, decodes)
+            self.check_order(step, ran, ending)
+            self.under_way.append(step)
+        else:
+            assert self.under_way or not self.open, "nothing runs though requests wait"
+        if self.under_way and (step is None or len(self.under_way) == self.depth):
+            self.finish(self.under_way.popleft())
+            self.take_outputs()
+        self.check_blocks()
+
+    def is_ending(self, sequence: Sequence) -> bool:
+        """Whether a token is being drawn for it behind which none can come."""
+        return sequence.drawing > 0 and self.rules.is_last(
+            sequence.output_position() - 1,
+            prompt_tokens=sequence.state.prompt_tokens,
+            sampling=sequence.state.request.sampling,
+        )
+
+    def check_step(self, step: ScheduledStep, ran: dict[int, Sequence], decodes: set[int]) -> None:
+        for part in step.parts:
+            assert part.scheduled.block_ids == tuple(part.sequence.blocks)
+            name = part.sequence.state.request.request_id
+            self.seen[name] = part.sequence.state
             self.unseen.pop(name, None)
+            self.ahead += DRAWN_BEFORE in part.scheduled.token_ids
         self.check_limits(step)
-        self.check_order(step, ran)
-        in_step = {sequence.seq_id for sequence, _count in step.parts}
+        in_step = {part.sequence.seq_id for part in step.parts}
         left_out = {i for i in decodes - in_step if ran[i].blocks}
         assert not left_out, "a running decode got no token"
         self.mixed += len(in_step & decodes) not in (0, len(in_step))
-        self.scheduler.update(step, self.draw(step))
-        self.take_outputs()
-        self.check_blocks()
+
+    def finish(self, step: ScheduledStep) -> None:
+        """A step is over; a few fail, whole or for one sequence."""
+        self.for_nothing += any(part.sequence.ended for part in step.parts)
+        if self.rng.random() < 0.01:
+            self.scheduler.fail(step, "failed")
+            return
+        output = self.draw(step)
+        if output.samples and self.rng.random() < 0.01:
+            unlucky = self.rng.choice(sorted(output.samples))
+            del output.samples[unlucky]
+            output.failed[unlucky] = "no token"
+        self.scheduler.update(step, output)
 
     def living(self) -> list[Sequence]:
         return [s for name in self.open & self.seen.keys() for s in self.seen[name].sequences]
 
     def check_limits(self, step: ScheduledStep) -> None:
-        counts = [count for _sequence, count in step.parts]
+        counts = [part.count for part in step.parts]
         limits = self.limits
         assert min(counts) > 0
         assert sum(counts) <= limits.max_num_batched_tokens
@@ -115,7 +151,7 @@ class Walk:
         assert max(counts) <= (limits.long_prefill_token_threshold or max(counts))
         assert sum(bool(s.blocks) for s in self.living()) <= limits.max_num_seqs
 
-    def check_order(self, step: ScheduledStep, ran: dict[int, Sequence]) -> None:
+    def check_order(self, step: ScheduledStep, ran: dict[int, Sequence], ending: set[Rank]) -> None:
         runs = [s for s in self.living() if s.blocks]
         waits = [s.rank for s in self.living() if not s.blocks] + list(self.unseen.values())
         started = [s.rank for s in runs if s.seq_id not in ran]
@@ -126,18 +162,24 @@ class Walk:
         assert not started or not waits or max(started) < min(waits), "one went before a better"
         assert not preempted or not stayed or max(stayed) < min(preempted), "not the last in rank"
         if self.limits.policy == "fcfs" and not self.choices:
-            oldest = min(rank for rank in [s.rank for s in runs] + waits)
-            assert oldest in [sequence.rank for sequence, _count in step.parts], "the oldest waits"
+            oldest = min(rank for rank in [s.rank for s in runs] + waits if rank not in ending)
+            assert oldest in [sequence.rank for sequence in self.writing(step)], "the oldest waits"
 
     def check_blocks(self) -> None:
-        tables = Counter(block for s in self.living() for block in s.blocks)
-        held = tables + Counter(s.copy[0] for s in self.living() if s.copy is not None)
+        writing = {s.seq_id: s for step in self.under_way for s in self.writing(step)}
+        holding = list((writing | {s.seq_id: s for s in self.living()}).values())
+        tables = Counter(block for s in holding for block in s.blocks)
+        held = tables + Counter(s.copy[0] for s in holding if s.copy is not None)
         blocks = range(self.pool.num_blocks)
         assert [self.pool.references(block) for block in blocks] == [held[b] for b in blocks]
         assert self.pool.num_free == self.pool.num_blocks - len(held)
-        for sequence in self.living():
+        for sequence in holding:
             own = sequence.blocks[sequence.num_computed // BLOCK :]
             assert all(tables[block] == 1 for block in own), "a block to write is in two tables"
+
+    @staticmethod
+    def writing(step: ScheduledStep) -> list[Sequence]:
+        return [part.sequence for part in step.parts]
 
     def draw(self, step: ScheduledStep) -> StepOutput:
         rng = self.rng
@@ -157,20 +199,25 @@ class Walk:
                 self.unseen.pop(output.request_id, None)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("threshold", [0, 3])
 @pytest.mark.parametrize("seed", range(5))
 def test_every_step_keeps_the_limits_the_blocks_and_the_order(
-    seed: int, threshold: int, policy: Policy
+    seed: int, threshold: int, policy: Policy, depth: int
 ):
-    walk = Walk(seed, Limits(6, 11, 1000, True, threshold, policy), blocks=16, choices=False)
+    limits = Limits(6, 11, 1000, True, threshold, policy)
+    walk = Walk(seed, limits, blocks=16, choices=False, depth=depth)
     walk.run(400)
     assert min(walk.started, walk.preempted, walk.mixed) > 10
+    assert depth == 1 or min(walk.ahead, walk.for_nothing) > 10
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("seed", range(5))
-def test_so_does_every_step_with_several_choices(seed: int, policy: Policy):
-    walk = Walk(seed, Limits(6, 11, 1000, True, 4, policy), blocks=16)
+def test_so_does_every_step_with_several_choices(seed: int, policy: Policy, depth: int):
+    walk = Walk(seed, Limits(6, 11, 1000, True, 4, policy), blocks=16, depth=depth)
     walk.run(400)
     assert min(walk.started, walk.preempted, walk.mixed) > 10
+    assert depth == 1 or min(walk.ahead, walk.for_nothing) > 10

@@ -6,7 +6,7 @@ The scheduler calls this after each step, and forks a trunk here when it adopts 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence as Items
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from xpyd_worker.engine.request import ChoiceOutput, EngineRequest, SampledToken
@@ -54,17 +54,15 @@ class Advance:
             self._sequence(state, choice)
         return state
 
-    def take(self, sequence: Sequence, samples: Items[SampledToken], room: int) -> Forked:
+    def take(self, sequence: Sequence, samples: Mapping[int, SampledToken], room: int) -> Forked:
         """All known tokens of `sequence` are computed: give its choices what was drawn.
 
         Outputs are put into the state's `gained`. At most `room` children may run.
         """
-        state, choices = sequence.state, sequence.sampling_choices()
-        if len(samples) != len(choices):
-            raise RuntimeError(f"{len(samples)} samples came for {len(choices)} choices")
-        position = sequence.output_position()
+        state = sequence.state
+        position = len(sequence.tokens) - state.prompt_tokens
         drawn: dict[int, int] = {}
-        for choice, sample in zip(choices, samples, strict=True):
+        for choice, sample in samples.items():
             end = self._rules.end_at(
                 sample.token_id,
                 position=position,
@@ -81,7 +79,7 @@ class Advance:
         if sequence.is_trunk:
             return self.fork(sequence, drawn, room)
         if drawn:
-            sequence.tokens.append(drawn[choices[0]])
+            sequence.tokens.extend(drawn.values())
         else:
             self._tables.drop(sequence)
         return Forked()

@@ -59,6 +59,10 @@ class RequestBook:
                 state.prompt_logprobs.append(entry)
             position += 1
 
+    def is_open(self, state: RequestState) -> bool:
+        """Whether the request is unfinished."""
+        return self.states.get(state.request.request_id) is state
+
     def emit(self, state: RequestState) -> None:
         """Hand out what a request gained; its last output when nothing is left of it."""
         finished = not state.open
@@ -134,7 +138,7 @@ class RequestBook:
         self._stats.received_tokens += state.received_tokens
 
     def count_computed(self, sequence: Sequence, count: int) -> None:
-        """The next `count` tokens of the sequence went through the forward."""
+        """The next `count` tokens of the sequence have gone through the forward."""
         prompt = sequence.state.prompt_tokens - sequence.num_computed
         in_prompt = min(count, max(0, prompt))
         self._stats.prompt_tokens_computed += in_prompt

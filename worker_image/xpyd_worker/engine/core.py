@@ -4,8 +4,9 @@
     KV I/O thread --wake-----^            |  Producer / Consumer  |
 
 One thread owns the scheduler, the block manager, the executor and the connectors' engine side. It
-sleeps when nothing can run: until input, a wake-up, or the connectors' next deadline. It must not
-know HTTP, tensors or sockets.
+sleeps when nothing can run: until input, a wake-up, or the connectors' next deadline. Where the
+executor takes two steps at once, one is made and launched while a device computes the one before.
+It must not know HTTP, tensors or sockets.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from copy import copy
+from dataclasses import dataclass
 
 from xpyd_core.errors import XpydError
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.connector.api import Consumer, OfferedPrompt, Producer
 from xpyd_worker.engine.api import Deliver
 from xpyd_worker.engine.block_manager import BlockManager
-from xpyd_worker.engine.executor import Executor
+from xpyd_worker.engine.executor import Executor, Running
 from xpyd_worker.engine.inbox import Abort, Inbox, Item, ReleaseKv, ResetPrefixCache, Submit
 from xpyd_worker.engine.limits import Limits
 from xpyd_worker.engine.recompute_log import RecomputeLog
@@ -37,6 +40,15 @@ logger = logging.getLogger(__name__)
 _TICK_S = 0.25
 # A deadline that has passed and is named again must not become a busy loop.
 _LEAST_SLEEP_S = 0.001
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    """A step that was launched at `begun_s`."""
+
+    step: ScheduledStep
+    running: Running
+    begun_s: float
 
 
 def _no_layer_done(_layer: int) -> None:
@@ -74,6 +86,11 @@ class EngineCore:
         self._scheduler = Scheduler(
             pool, limits=limits, rules=rules, producer=producer, consumer=consumer
         )
+        # P is told of each layer, and holds its steps for D: one step at a time.
+        self._depth = 1 if producer else executor.depth
+        # The oldest first, at most `_depth`.
+        self._under_way: deque[_UnderWay] = deque()
+        self._last_over_s = 0.0
         self._layer_done = producer.layer_done if producer else _no_layer_done
         self._stats = copy(self._scheduler.observe())
         self._recompute_log = RecomputeLog()
@@ -171,8 +188,12 @@ class EngineCore:
         # Refusals and immediate ends do not wait for the step.
         delivered = self._hand_out()
         if step is not None:
-            self._execute(step)
+            self._launch(step)
+        is_waited_for = step is None or len(self._under_way) == self._depth
+        if self._under_way and is_waited_for:
+            self._finish(self._under_way.popleft())
             self._hand_out()
+            delivered = True
         self._observe()
         # Freed blocks may let a deferred OFFER or the queue's first in: look again before sleeping.
         return step is not None or delivered or self._pool.num_free != free
@@ -189,26 +210,45 @@ class EngineCore:
             case ResetPrefixCache(done):
                 done(self._scheduler.reset_prefix_cache())
 
-    def _execute(self, step: ScheduledStep) -> None:
-        begun = self._clock()
+    def _launch(self, step: ScheduledStep) -> None:
+        begun_s = self._clock()
         try:
-            result = self._executor.launch(step.input, self._layer_done).wait()
+            running = self._executor.launch(step.input, self._layer_done)
         except XpydError as error:
-            logger.error("step %d failed: %s", step.input.step, error)
-            self._step_done(failed=True)
-            self._scheduler.fail(step, f"the step failed: {error}")
+            self._failed(step, error)
         except Exception:
             self._step_done(failed=True)
             raise
         else:
+            self._under_way.append(_UnderWay(step, running, begun_s))
+
+    def _finish(self, one: _UnderWay) -> None:
+        """Wait for the oldest step and take in what came of it."""
+        step = one.step
+        try:
+            result = one.running.wait()
+        except XpydError as error:
+            self._failed(step, error)
+        except Exception:
+            self._step_done(failed=True)
+            raise
+        else:
+            now = self._clock()
             self._scheduler.stats.steps.observe(
-                seconds=self._clock() - begun,
+                # Its own time: it begins when the one before is over.
+                seconds=now - max(one.begun_s, self._last_over_s),
                 tokens=step.input.tokens,
                 sequences=len(step.input.sequences),
             )
+            self._last_over_s = now
             self._step_done(failed=False)
             self._hold()
             self._scheduler.update(step, result)
+
+    def _failed(self, step: ScheduledStep, error: XpydError) -> None:
+        logger.error("step %d failed: %s", step.input.step, error)
+        self._step_done(failed=True)
+        self._scheduler.fail(step, f"the step failed: {error}")
 
     def _step_done(self, *, failed: bool) -> None:
         if self._producer:
@@ -238,7 +278,8 @@ class EngineCore:
         stats.kv_recomputed_tokens = dict(stats.kv_recomputed_tokens)
         self._stats = stats
         self._recompute_log.look(stats.kv_recomputed, stats.kv_recomputed_tokens, self._clock())
-        self._is_quiet = not (self._scheduler.has_requests or self._transfers_are_open())
+        is_busy = self._scheduler.has_requests or bool(self._under_way)
+        self._is_quiet = not (is_busy or self._transfers_are_open())
 
     def _transfers_are_open(self) -> bool:
         sending = self._producer is not None and self._producer.has_work()

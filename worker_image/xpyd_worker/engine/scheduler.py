@@ -7,7 +7,11 @@ Running sequences come first, then the queue, each by rank: arrival, or priority
 Every running decode has its token of the step's budget; prompts share what is left, and one that
 gets a part is simply not computed yet, so chunked prefill and mixed batches need no code of their
 own, and a decode waits for one chunk at most. When blocks run out the last in rank is preempted
-and goes back to its place in the queue. It must not know tensors, sockets or threads.
+and goes back to its place in the queue.
+
+One step more may be made before the last one is over: its sequences compute tokens that are still
+being drawn. Whoever turns out to have ended has taken part for nothing, and keeps its blocks until
+that step is over. It must not know tensors, sockets or threads.
 """
 
 from __future__ import annotations
@@ -29,10 +33,11 @@ from xpyd_worker.engine.request import (
     ErrorKind,
     FinishReason,
     RequestOutput,
+    SampledToken,
 )
 from xpyd_worker.engine.sending import Sending
 from xpyd_worker.engine.sequence import RequestState, Sequence
-from xpyd_worker.engine.steps import ScheduledStep, StepMaker
+from xpyd_worker.engine.steps import Part, ScheduledStep, StepMaker
 from xpyd_worker.engine.stopping import StopRules
 from xpyd_worker.engine.tables import BlockTables
 from xpyd_worker.engine.waiting import WaitingQueue
@@ -78,6 +83,8 @@ class Scheduler:
         self._waiting = WaitingQueue()
         # By rank. A sequence in it has blocks, one in the queue has none.
         self._running: list[Sequence] = []
+        # Steps made and not over, the oldest first.
+        self._under_way: list[ScheduledStep] = []
 
     # --- requests come and go
 
@@ -142,44 +149,54 @@ class Scheduler:
         """Give every request its last output: the engine stops."""
         for state in list(self._book.states.values()):
             self._book.fail(state, "internal", message, reason)
+        for step in list(self._under_way):
+            self._land(step)
         self._sweep()
 
     # --- one step
 
     def schedule(self, now: float) -> ScheduledStep | None:
-        """The next step, or None when nothing can run now."""
+        """The next step, or None when nothing can run now.
+
+        Behind a step that is not over only one that all who run can take part in; when it is over
+        the step is waited for, and asked for again.
+        """
+        if self._under_way and any(sequence.hangs for sequence in self._running):
+            return None
         parts: list[tuple[Sequence, int]] = []
         budget = self._schedule_running(parts)
+        if budget is None:
+            return None
         self._admit(parts, budget, now)
-        return self._maker.make(parts) if parts else None
+        if not parts:
+            return None
+        step = self._maker.make(parts)
+        self._under_way.append(step)
+        return step
 
     def reset_prefix_cache(self) -> bool:
         """Forget every prefix that no request and no transfer holds; whether none is left."""
         return self._pool.reset_prefix_cache()
 
     def update(self, step: ScheduledStep, result: StepOutput) -> None:
-        """Take in what a step computed."""
+        """Take in what the oldest step under way computed."""
+        self._under_way.remove(step)
         self.stats.forwards += 1
-        for sequence, count in step.parts:
-            self._book.count_computed(sequence, count)
-            sequence.num_computed += count
-            self._tables.copied(sequence)
-            self._tables.register_computed(sequence)
-            self._sending.computed(sequence)
-            self._book.take_prompt_logprobs(sequence, count, result)
-            if not sequence.remaining:
-                room = self._limits.max_num_seqs - len(self._running)
-                samples = result.samples.get(sequence.seq_id, ())
-                self._place(self._advance.take(sequence, samples, room))
-        for state in dict.fromkeys(sequence.state for sequence, _count in step.parts):
+        for part in step.parts:
+            self._take(part, result)
+        for state in dict.fromkeys(part.sequence.state for part in step.parts):
+            if not self._book.is_open(state):
+                continue
             if state.gained or not (state.open or state.sequences):
                 self._book.emit(state)
         self._running = [s for s in self._running if not s.ended]
 
     def fail(self, step: ScheduledStep, message: str) -> None:
-        """The step failed: so do its requests."""
-        for state in dict.fromkeys(sequence.state for sequence, _count in step.parts):
-            self._book.fail(state, "internal", message)
+        """A step failed: so do its requests."""
+        for part in step.parts:
+            if self._book.is_open(part.sequence.state):
+                self._book.fail(part.sequence.state, "internal", message)
+        self._land(step)
         self._sweep()
 
     def observe(self) -> EngineStats:
@@ -192,26 +209,71 @@ class Scheduler:
 
     # --- scheduling
 
-    def _schedule_running(self, parts: list[tuple[Sequence, int]]) -> int:
+    def _land(self, step: ScheduledStep) -> None:
+        """A step is over, and nothing came of it."""
+        self._under_way.remove(step)
+        for part in step.parts:
+            part.land()
+            self._tables.landed(part.sequence)
+
+    def _take(self, part: Part, result: StepOutput) -> None:
+        """What a step computed and drew for one sequence."""
+        sequence, count = part.sequence, part.count
+        part.land()
+        self._book.count_computed(sequence, count)
+        if sequence.ended:
+            self._tables.landed(sequence)
+            return
+        failure = result.failed.get(sequence.seq_id)
+        if failure is not None:
+            self._book.fail(sequence.state, "internal", f"the step failed: {failure}")
+            return
+        sequence.num_computed += count
+        self._tables.copied(sequence)
+        self._tables.register_computed(sequence)
+        self._sending.computed(sequence)
+        self._book.take_prompt_logprobs(sequence, count, result)
+        if sequence.num_computed == len(sequence.tokens):
+            room = self._limits.max_num_seqs - len(self._running)
+            self._place(self._advance.take(sequence, _samples(part, result), room))
+
+    def _due(self, sequence: Sequence) -> int:
+        """Tokens of a running sequence that the next step may compute."""
+        if sequence.drawing:
+            state = sequence.state
+            if self._rules.is_last(
+                sequence.output_position() - 1,
+                prompt_tokens=state.prompt_tokens,
+                sampling=state.request.sampling,
+            ):
+                return 0
+        return sequence.remaining
+
+    def _schedule_running(self, parts: list[tuple[Sequence, int]]) -> int | None:
+        """What is left of the budget. None when blocks lack and a step is under way: whom it draws
+        a token for is not preempted, and whoever ends in it makes room."""
+        due = {sequence.seq_id: self._due(sequence) for sequence in self._running}
         budget, index = self._limits.max_num_batched_tokens, 0
         # Tokens kept for decodes further behind. The budget is at least max_num_seqs, so each has
         # its own, and the first prompt at least one.
-        kept = sum(s.remaining == 1 for s in self._running)
+        kept = sum(count == 1 for count in due.values())
         while index < len(self._running) and budget:
             sequence = self._running[index]
-            kept -= sequence.remaining == 1
-            count = self._limits.chunk(sequence.remaining, budget - kept)
+            left = due[sequence.seq_id]
+            kept -= left == 1
+            count = self._limits.chunk(left, budget - kept)
             index += 1
             if not count:
                 continue
-            while not self._tables.grow(sequence, sequence.num_computed + count):
+            while not self._tables.grow(sequence, sequence.reached + count):
+                if self._under_way:
+                    return None
                 # The last in rank. None of those behind `sequence` is in this step yet.
                 victim = self._running.pop()
-                kept -= victim is not sequence and victim.remaining == 1
+                kept -= victim is not sequence and due[victim.seq_id] == 1
                 self._preempt(victim)
                 if victim is sequence:
                     return budget
-                kept -= victim.remaining == 1
             parts.append((sequence, count))
             budget -= count
         return budget
@@ -261,7 +323,7 @@ class Scheduler:
         for member in (sequence, *forked.running):
             count = self._limits.chunk(member.remaining, budget - used)
             # Without a block it waits in the running list; the next step preempts for it.
-            if count and self._tables.grow(member, member.num_computed + count):
+            if count and self._tables.grow(member, member.reached + count):
                 parts.append((member, count))
                 used += count
         return used
@@ -310,3 +372,13 @@ class Scheduler:
     def _sweep(self) -> None:
         self._running = [s for s in self._running if not s.ended]
         self._waiting.sweep()
+
+
+def _samples(part: Part, result: StepOutput) -> dict[int, SampledToken]:
+    """What was drawn for each choice that nobody has ended since the step was made."""
+    drawn = result.samples.get(part.sequence.seq_id, ())
+    if len(drawn) != len(part.choices):
+        raise RuntimeError(f"{len(drawn)} samples came for {len(part.choices)} choices")
+    still_open = part.sequence.state.open
+    pairs = zip(part.choices, drawn, strict=True)
+    return {choice: sample for choice, sample in pairs if choice in still_open}

@@ -103,9 +103,11 @@ class RequestState:
 class Sequence:
     """Tokens, how many of them are computed, and the blocks that hold their KV.
 
+    What a step under way computes and draws is counted apart (`launched`, `drawing`) until it is
+    over; as long as there is such a step (`in_flight`) the blocks stay, even if the sequence ends.
     `choice` is None in a trunk: its tokens are the prompt's alone. `blocks` is its table; one
     reference on each is the sequence's. `copy` is (source, destination) of a block that must be
-    copied before the sequence's first step; the source has a reference more until then.
+    copied in the sequence's first step; the source has a reference more until that is over.
     """
 
     seq_id: int
@@ -113,6 +115,9 @@ class Sequence:
     choice: int | None
     tokens: list[int]
     num_computed: int = 0
+    in_flight: int = 0
+    launched: int = 0
+    drawing: int = 0
     blocks: list[int] = field(default_factory=list[int])
     hashes: list[bytes] = field(default_factory=list[bytes])
     num_registered: int = 0
@@ -125,9 +130,36 @@ class Sequence:
         return self.state.priority, self.state.arrival, self.seq_id
 
     @property
+    def reached(self) -> int:
+        """Tokens that are computed, or will be by the steps under way."""
+        return self.num_computed + self.launched
+
+    @property
     def remaining(self) -> int:
-        """Known tokens that are not computed."""
-        return len(self.tokens) - self.num_computed
+        """Tokens, known or being drawn, that no step computes yet."""
+        return len(self.tokens) + self.drawing - self.num_computed - self.launched
+
+    @property
+    def hangs(self) -> bool:
+        """Whether its next step cannot be made before the one under way is over: a draw reads the
+        tokens before it, choices fork at the drawn one, or rows of the prompt are being scored."""
+        if not self.in_flight:
+            return False
+        if self.drawing and (self.is_trunk or self.state.request.sampling.reads_tokens):
+            return True
+        return self.state.scores_prompt
+
+    def launch(self, count: int, draws: int) -> None:
+        """A step begins that computes the next `count` tokens and draws `draws`."""
+        self.in_flight += 1
+        self.launched += count
+        self.drawing += draws
+
+    def land(self, count: int, draws: int) -> None:
+        """The oldest step under way is over, or one that never began."""
+        self.in_flight -= 1
+        self.launched -= count
+        self.drawing -= draws
 
     @property
     def is_trunk(self) -> bool:
@@ -148,8 +180,9 @@ class Sequence:
         return len(self.tokens) - (1 if needs_logits else 0)
 
     def output_position(self) -> int:
-        """Tokens that its choice has put out; 0 in a trunk."""
-        return len(self.tokens) - self.state.prompt_tokens
+        """Tokens that its choice has put out, those being drawn included; 0 in a trunk."""
+        drawing = 0 if self.is_trunk else self.drawing
+        return len(self.tokens) + drawing - self.state.prompt_tokens
 
     def known_tokens(self) -> KnownTokens | None:
         """What its next draw reads of the tokens before it; None where that is nothing."""

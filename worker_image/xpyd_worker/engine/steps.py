@@ -1,6 +1,7 @@
 """From what the scheduler chose to what the executor gets: tables, samples, block copies. Pure.
 
-The last thing before a step runs, so the producer is told here what will stand in its blocks.
+The last thing before a step runs, so the producer is told here what will stand in its blocks, and
+the sequences that a step is on its way with them.
 """
 
 from __future__ import annotations
@@ -8,18 +9,46 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from xpyd_worker.engine.executor import SampleSpec, ScheduledSequence, StepInput
+from xpyd_worker.engine.executor import (
+    DRAWN_BEFORE,
+    SampleSpec,
+    ScheduledSequence,
+    StepInput,
+)
 from xpyd_worker.engine.sending import Sending
 from xpyd_worker.engine.sequence import Sequence
 from xpyd_worker.engine.stopping import StopRules
 
 
 @dataclass(frozen=True)
+class Part:
+    """A sequence's share of a step: what the executor got of it."""
+
+    sequence: Sequence
+    scheduled: ScheduledSequence
+
+    @property
+    def count(self) -> int:
+        """Tokens that it computes."""
+        return len(self.scheduled.token_ids)
+
+    @property
+    def choices(self) -> list[int]:
+        """The choices that it draws a token for."""
+        first = self.sequence.state.request.first_choice
+        return [spec.choice_index - first for spec in self.scheduled.samples]
+
+    def land(self) -> None:
+        """The step is over."""
+        self.sequence.land(self.count, len(self.scheduled.samples))
+
+
+@dataclass(frozen=True)
 class ScheduledStep:
-    """One step: what the executor gets, and the sequences behind it with their token counts."""
+    """One step: what the executor gets, and the sequences behind it, in the same order."""
 
     input: StepInput
-    parts: tuple[tuple[Sequence, int], ...]
+    parts: tuple[Part, ...]
 
 
 class StepMaker:
@@ -31,23 +60,28 @@ class StepMaker:
         self._steps = 0
 
     def make(self, parts: Iterable[tuple[Sequence, int]]) -> ScheduledStep:
-        """A step in which each sequence computes its next so many tokens; its table has room."""
-        parts = tuple(parts)
-        scheduled: list[ScheduledSequence] = []
+        """A step in which each sequence computes its next so many tokens; its table has room. It
+        counts as under way from here on."""
+        made: list[Part] = []
         copies: list[tuple[int, int]] = []
         for sequence, count in parts:
-            end = sequence.num_computed + count
+            end = sequence.reached + count
             self._sending.stage(sequence, end)
-            scheduled.append(self._scheduled(sequence, end))
-            if sequence.copy is not None:
+            if sequence.copy is not None and not sequence.in_flight:
                 copies.append(sequence.copy)
+            scheduled = self._scheduled(sequence, end)
+            sequence.launch(count, len(scheduled.samples))
+            made.append(Part(sequence, scheduled))
         self._steps += 1
-        return ScheduledStep(StepInput(self._steps, tuple(scheduled), tuple(copies)), parts)
+        step = StepInput(self._steps, tuple(part.scheduled for part in made), tuple(copies))
+        return ScheduledStep(step, tuple(made))
 
     def _scheduled(self, sequence: Sequence, end: int) -> ScheduledSequence:
         request = sequence.state.request
+        start, known = sequence.reached, len(sequence.tokens)
+        drawn_before = (DRAWN_BEFORE,) if end > known else ()
         samples: tuple[SampleSpec, ...] = ()
-        if end == len(sequence.tokens):
+        if end == known + sequence.drawing:
             position = sequence.output_position()
             samples = tuple(
                 SampleSpec(request.first_choice + choice, position)
@@ -55,8 +89,8 @@ class StepMaker:
             )
         return ScheduledSequence(
             seq_id=sequence.seq_id,
-            token_ids=tuple(sequence.tokens[sequence.num_computed : end]),
-            start=sequence.num_computed,
+            token_ids=(*sequence.tokens[start:end], *drawn_before),
+            start=start,
             block_ids=tuple(sequence.blocks),
             sampling=sequence.state.sampling(),
             prompt_tokens=sequence.state.prompt_tokens,

@@ -39,11 +39,15 @@ class StopRules:
                 return End("stop", token_id)
             if token_id in sampling.stop_token_ids:
                 return End("stop", token_id)
-        if position + 1 >= sampling.max_tokens:
-            return End("length")
-        if prompt_tokens + position + 1 >= self.max_model_len:
+        if self.is_last(position, prompt_tokens=prompt_tokens, sampling=sampling):
             return End("length")
         return None
+
+    def is_last(self, position: int, *, prompt_tokens: int, sampling: SamplingParams) -> bool:
+        """Whether no output token can follow the one at `position`, whatever that is."""
+        if position + 1 >= sampling.max_tokens:
+            return True
+        return prompt_tokens + position + 1 >= self.max_model_len
 
     def end_within(
         self, token_ids: Sequence[int], *, prompt_tokens: int, sampling: SamplingParams

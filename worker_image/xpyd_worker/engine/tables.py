@@ -93,11 +93,18 @@ class BlockTables:
         sequence.num_registered = 0
 
     def drop(self, sequence: Sequence) -> None:
-        """The sequence is over: free it and take it off its request. Once."""
+        """The sequence is over: take it off its request, once, and free it; with a step of it under
+        way only when that has landed."""
         if not sequence.ended:
-            self.free(sequence)
             sequence.ended = True
             sequence.state.sequences.remove(sequence)
+            self.landed(sequence)
+
+    def landed(self, sequence: Sequence) -> None:
+        """A step is over that wrote to the sequence's blocks: nobody needs those of an ended one
+        any more, unless the next step is under way."""
+        if sequence.ended and not sequence.in_flight:
+            self.free(sequence)
 
     def register_computed(self, sequence: Sequence) -> None:
         """Put the sequence's full, computed blocks into the prefix cache."""

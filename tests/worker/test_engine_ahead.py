@@ -1,0 +1,186 @@
+"""The engine runs one step ahead of an executor that takes two: who takes part, and who waits.
+
+The walks (test_engine_walks, test_scheduler_walks, test_engine_soak) go over the same with depth 2;
+here is each rule by itself.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.worker.engine_bench import Bench, StepFailed, make_request, prompt_of, prompt_that_draws
+from tests.worker.engine_fakes import BLOCK, EOS
+from xpyd_core.request_id import Address, TransferKey
+from xpyd_worker.engine.executor import DRAWN_BEFORE, StepInput
+from xpyd_worker.engine.request import EngineRequest, SendTo
+
+
+def under_way(bench: Bench) -> list[StepInput]:
+    return list(bench.executor.launched)
+
+
+def submit(bench: Bench, name: str = "r", **options: object) -> EngineRequest:
+    """A request that does not end by itself before its max_tokens."""
+    prompt = prompt_of(6, first=1 + len(bench.requests))
+    request = make_request(name, prompt, ignore_eos=True, **options)  # pyright: ignore
+    return bench.submit(request)
+
+
+def test_the_next_step_is_launched_before_the_last_one_is_waited_for() -> None:
+    bench = Bench(depth=2)
+    submit(bench)
+    bench.turns(1)
+    assert [step.sequences[0].token_ids for step in under_way(bench)] == [tuple(prompt_of(6))]
+    assert bench.tokens("r") == []
+    bench.turns(1)
+    (ahead,) = under_way(bench)
+    assert ahead.sequences[0].token_ids == (DRAWN_BEFORE,)
+    assert ahead.sequences[0].samples[0].position == 1
+    assert len(bench.tokens("r")) == 1
+    bench.run()
+    bench.assert_as_alone("r")
+
+
+def test_chunks_of_a_prompt_follow_each_other_without_a_wait() -> None:
+    bench = Bench(depth=2, budget=4, seqs=4)
+    bench.submit(make_request("r", prompt_of(11), ignore_eos=True))
+    bench.turns(4)
+    launched = [step.sequences[0] for step in bench.executor.steps]
+    assert [(s.start, len(s.token_ids)) for s in launched] == [(0, 4), (4, 4), (8, 3), (11, 1)]
+    assert launched[3].token_ids == (DRAWN_BEFORE,)
+    bench.run()
+    bench.assert_as_alone("r")
+
+
+def test_nobody_takes_part_behind_its_last_token_by_length() -> None:
+    bench = Bench(depth=2)
+    submit(bench, max_tokens=3)
+    bench.run()
+    assert [len(step.sequences) for step in bench.executor.steps] == [1, 1, 1]
+    bench.assert_as_alone("r")
+
+
+def test_who_draws_eos_has_taken_part_once_more_and_puts_out_nothing_behind_it() -> None:
+    bench = Bench(depth=2)
+    bench.submit(make_request("r", prompt_that_draws(EOS)))
+    bench.turns(2)
+    assert bench.reasons("r") == {0: "stop"}
+    assert len(under_way(bench)) == 1
+    assert not bench.core.is_idle()
+    bench.run()
+    assert bench.tokens("r") == [EOS]
+    assert bench.core.is_idle()
+
+
+def test_blocks_stay_until_the_step_that_writes_to_them_is_over() -> None:
+    bench = Bench(depth=2)
+    bench.submit(make_request("r", prompt_that_draws(EOS, length=2 * BLOCK)))
+    bench.turns(2)
+    assert bench.finished("r")
+    held = under_way(bench)[0].sequences[0].block_ids
+    assert [bench.pool.references(block) for block in held] == [1] * len(held)
+    bench.turns(1)
+    bench.assert_all_blocks_free()
+
+
+def test_blocks_of_an_aborted_request_stay_until_its_step_is_over() -> None:
+    bench = Bench(depth=2)
+    submit(bench)
+    bench.turns(3)
+    bench.core.abort("r")
+    bench.core.turn()
+    bench.run()
+    bench.assert_all_blocks_free()
+    assert bench.core.is_idle()
+
+
+@pytest.mark.parametrize(
+    "options", [{"presence_penalty": 0.5}, {"bad_words": ((5,),)}, {"repetition_penalty": 1.2}]
+)
+def test_a_draw_that_reads_earlier_tokens_keeps_the_engine_from_running_ahead(
+    options: dict[str, object],
+) -> None:
+    bench = Bench(depth=2)
+    submit(bench, "reads", **options)
+    submit(bench, "other")
+    bench.run()
+    ids = [s.token_ids for step in bench.executor.steps for s in step.sequences]
+    assert (DRAWN_BEFORE,) not in ids
+    for name in ("reads", "other"):
+        bench.assert_as_alone(name)
+
+
+def test_scored_prompts_and_forks_are_waited_for_and_then_it_runs_ahead_again() -> None:
+    bench = Bench(depth=2, budget=8)
+    submit(bench, "scored", prompt_logprobs=1, max_tokens=6)
+    submit(bench, "forked", n=3, max_tokens=9)
+    bench.run()
+    for name in ("scored", "forked"):
+        bench.assert_as_alone(name)
+    ahead = [step for step in bench.executor.steps if (DRAWN_BEFORE,) in _ids(step)]
+    assert len(ahead) > 4
+
+
+def test_who_lacks_a_block_waits_for_the_step_under_way_before_anyone_is_preempted() -> None:
+    """Two fill the pool; the one that ends in the step under way makes room for the other."""
+    bench = Bench(depth=2, blocks=4)
+    bench.submit(make_request("ends", prompt_of(BLOCK), max_tokens=4, ignore_eos=True))
+    bench.submit(make_request("goes on", prompt_of(BLOCK, 2), max_tokens=6, ignore_eos=True))
+    bench.run()
+    assert bench.core.stats().preemptions == 0
+    for name in ("ends", "goes on"):
+        bench.assert_as_alone(name)
+
+
+def test_a_choice_that_is_ended_while_its_token_is_drawn_gets_none() -> None:
+    bench = Bench(depth=2)
+    submit(bench, n=3, max_tokens=4)
+    bench.turns(1)
+    bench.core.abort("r", (1,))
+    bench.run()
+    assert bench.tokens("r", 1) == []
+    assert [len(bench.tokens("r", choice)) for choice in (0, 2)] == [4, 4]
+    bench.assert_begins_as_alone("r")
+    bench.assert_all_blocks_free()
+
+
+def test_a_sender_takes_one_step_at_a_time() -> None:
+    bench = Bench(depth=2, sends=True)
+    key = TransferKey("0" * 32, 0)
+    send = SendTo(key, Address("127.0.0.1", 21001), 6, True)
+    submit(bench, transfer=send)
+    bench.turns(1)
+    assert under_way(bench) == []
+    bench.run()
+    bench.assert_as_alone("r")
+
+
+@pytest.mark.parametrize("where", ["fail_with", "refuse_with"])
+def test_a_failed_step_ends_its_requests_and_the_one_behind_it_does_no_harm(where: str) -> None:
+    bench = Bench(depth=2)
+    submit(bench, "r")
+    bench.turns(2)
+    setattr(bench.executor, where, StepFailed("out of luck"))
+    submit(bench, "later")
+    bench.run()
+    assert bench.reasons("r") == {0: "error"}
+    assert bench.outputs["r"][-1].error == "the step failed: out of luck"
+    bench.assert_all_blocks_free()
+    assert bench.core.is_idle()
+
+
+def test_a_sequence_that_nothing_can_be_drawn_for_fails_alone() -> None:
+    bench = Bench(depth=2)
+    submit(bench, "unlucky", n=2)
+    submit(bench, "other")
+    bench.turns(3)
+    bench.executor.unlucky.add("unlucky")
+    bench.run()
+    assert bench.reasons("unlucky") == {0: "error", 1: "error"}
+    assert bench.outputs["unlucky"][-1].error == "the step failed: no token"
+    bench.assert_as_alone("other")
+    bench.assert_all_blocks_free()
+
+
+def _ids(step: StepInput) -> list[tuple[int, ...]]:
+    return [sequence.token_ids for sequence in step.sequences]
