@@ -110,15 +110,26 @@ def test_a_draw_that_reads_earlier_tokens_keeps_the_engine_from_running_ahead(
         bench.assert_as_alone(name)
 
 
-def test_scored_prompts_and_forks_are_waited_for_and_then_it_runs_ahead_again() -> None:
-    bench = Bench(depth=2, budget=8)
-    submit(bench, "scored", prompt_logprobs=1, max_tokens=6)
-    submit(bench, "forked", n=3, max_tokens=9)
+def test_a_fork_is_waited_for_and_then_it_runs_ahead_again() -> None:
+    bench = Bench(depth=2)
+    submit(bench, n=3, max_tokens=9)
     bench.run()
-    for name in ("scored", "forked"):
-        bench.assert_as_alone(name)
-    ahead = [step for step in bench.executor.steps if (DRAWN_BEFORE,) in _ids(step)]
-    assert len(ahead) > 4
+    bench.assert_as_alone("r")
+    assert [(DRAWN_BEFORE,) in _ids(step) for step in bench.executor.steps[:4]] == [
+        *(False, False),
+        *(True, True),
+    ]
+
+
+def test_chunks_of_a_prompt_that_is_scored_follow_each_other_without_a_wait() -> None:
+    bench = Bench(depth=2, budget=8)
+    request = submit(bench, prompt_logprobs=1, max_tokens=6)
+    long = bench.submit(make_request("long", prompt_of(21), ignore_eos=True, prompt_logprobs=0))
+    bench.run()
+    for one in (request, long):
+        bench.assert_as_alone(one.request_id)
+        (scored,) = (o.prompt_logprobs for o in bench.outputs[one.request_id] if o.prompt_logprobs)
+        assert [s and s.token_id for s in scored] == [None, *one.prompt[1:]]
 
 
 def test_who_lacks_a_block_waits_for_the_step_under_way_before_anyone_is_preempted() -> None:

@@ -141,13 +141,11 @@ class Sequence:
 
     @property
     def hangs(self) -> bool:
-        """Whether its next step cannot be made before the one under way is over: a draw reads the
-        tokens before it, choices fork at the drawn one, or rows of the prompt are being scored."""
-        if not self.in_flight:
+        """Whether its next step cannot be made before the one under way is over: choices fork at
+        the token that is being drawn, or the next draw reads it."""
+        if not self.drawing:
             return False
-        if self.drawing and (self.is_trunk or self.state.request.sampling.reads_tokens):
-            return True
-        return self.state.scores_prompt
+        return self.is_trunk or self.state.request.sampling.reads_tokens
 
     def launch(self, count: int, draws: int) -> None:
         """A step begins that computes the next `count` tokens and draws `draws`."""
