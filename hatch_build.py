@@ -50,7 +50,7 @@ def libraries() -> list[Library]:
     """All of them, for this machine."""
     machine = platform.machine()
     levels = _LEVELS.get(machine, ())
-    sources = (f"{_CPU}attention.cpp", f"{_CPU}elementwise.cpp")
+    sources = tuple(f"{_CPU}{name}.cpp" for name in ("attention", "elementwise", "matvec"))
     named = [(level, (*_VECTOR_FLAGS, f"-march={level}")) for level in levels]
     return [
         Library(

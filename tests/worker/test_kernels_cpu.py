@@ -14,7 +14,7 @@ from torch import Tensor
 from xpyd_worker.kernels.api import Kernels, KvShape, Span
 from xpyd_worker.kernels.cpu.kernels import CpuKernels, choose_kernels
 from xpyd_worker.kernels.cpu.library import HEAD_DIMS, levels, library, load
-from xpyd_worker.kernels.cpu.packed import OneDnnLinear, can_pack
+from xpyd_worker.kernels.cpu.packed import FewRowsLinear, OneDnnLinear, can_pack
 from xpyd_worker.kernels.plain import PlainKernels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -191,6 +191,64 @@ def test_packed_matrices_multiply_as_torchs_own(compiled: Kernels) -> None:
         packed = compiled.linear(weight, bias)
         assert isinstance(packed, OneDnnLinear)
         close(packed(x), F.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (320, 96), (192, 1056)])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_a_few_rows_go_through_packed_matrices_as_through_torchs_own(
+    outputs: int, inputs: int, with_bias: bool, compiled: Kernels
+) -> None:
+    linear, weight, bias = few_rows(compiled, outputs, inputs, with_bias=with_bias)
+    for rows in (1, 2, 3, 4, 5, 40):
+        # Every other column of a wider matrix: not contiguous.
+        x = torch.randn(rows, 2 * inputs).to(torch.bfloat16)[:, ::2]
+        close(linear(x), F.linear(x, weight, bias))
+
+
+def test_a_few_rows_give_nan_and_infinity_where_torchs_own_does(compiled: Kernels) -> None:
+    linear, weight, _ = few_rows(compiled, 128, 64, with_bias=False)
+    x = torch.zeros(3, 64, dtype=torch.bfloat16)
+    x[0, 5], x[2, 7] = float("nan"), float("inf")
+    expected = F.linear(x, weight)
+    assert torch.equal(linear(x).isnan(), expected.isnan())
+    assert torch.equal(linear(x).isinf(), expected.isinf())
+
+
+def test_matrices_that_are_packed_otherwise_stay_onednns(compiled: Kernels) -> None:
+    """Nobody promises the layout: what a row gives tells, also with tiny weights."""
+    if not can_pack(torch.bfloat16):
+        pytest.skip("this torch has no packed matrices")
+    assert isinstance(compiled, CpuKernels)
+    library = compiled.operators
+    for scale in (1.0, 1e-6):
+        weight = (torch.randn(64, 64) * scale).to(torch.bfloat16)
+        other = _Elsewhere(weight, None)
+        assert FewRowsLinear.of(other, library, 1) is other
+        assert isinstance(FewRowsLinear.of(OneDnnLinear(weight, None), library, 1), FewRowsLinear)
+
+
+class _Elsewhere(OneDnnLinear):
+    """Its memory is not laid out as it is expected: the rows of the matrix one behind the other."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight, bias)
+        self._rows = weight
+
+    def packed_bytes(self) -> tuple[int, int]:
+        return self._rows.data_ptr(), self._rows.numel() * 2
+
+
+def few_rows(
+    compiled: Kernels, outputs: int, inputs: int, *, with_bias: bool
+) -> tuple[FewRowsLinear, Tensor, Tensor | None]:
+    if not can_pack(torch.bfloat16):
+        pytest.skip("this torch has no packed matrices")
+    torch.manual_seed(outputs)
+    weight = torch.randn(outputs, inputs).to(torch.bfloat16)
+    bias = torch.randn(outputs).to(torch.bfloat16) if with_bias else None
+    linear = compiled.linear(weight, bias)
+    assert isinstance(linear, FewRowsLinear)
+    return linear, weight, bias
 
 
 def test_sizes_that_do_not_fit_are_done_by_plain_torch_which_is_said(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from xpyd_worker.kernels.api import Kernels, KvShape, Linear, Plan, Span
 from xpyd_worker.kernels.cpu.library import HEAD_DIMS, LANES, TYPES, Attention, Turn, library
-from xpyd_worker.kernels.cpu.packed import OneDnnLinear, can_pack
+from xpyd_worker.kernels.cpu.packed import FewRowsLinear, OneDnnLinear, can_pack
 from xpyd_worker.kernels.plain import PlainKernels, PlainLinear
 
 _log = logging.getLogger(__name__)
@@ -59,12 +59,14 @@ class CpuKernels:
 
     def __init__(self, operators: ctypes.CDLL) -> None:
         """With as many threads as torch has now."""
-        self._operators = operators
+        self.operators = operators
         self._threads = torch.get_num_threads()
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """Packed where that is faster."""
-        return OneDnnLinear(weight, bias) if can_pack(weight.dtype) else PlainLinear(weight, bias)
+        if not can_pack(weight.dtype):
+            return PlainLinear(weight, bias)
+        return FewRowsLinear.of(OneDnnLinear(weight, bias), self.operators, self._threads)
 
     def plan(self, spans: Sequence[Span], shape: KvShape) -> Plan:
         """Block tables and positions as arrays."""
@@ -107,7 +109,7 @@ class CpuKernels:
     def _norm(self, x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(residual)
         size = residual.shape[-1]
-        self._operators.xpyd_norm(
+        self.operators.xpyd_norm(
             TYPES[residual.dtype],
             None if x is None else x.data_ptr(),
             residual.data_ptr(),
@@ -150,7 +152,7 @@ class CpuKernels:
             block_size=own.shape.block_size,
             eps=eps,
         )
-        self._operators.xpyd_rotate(TYPES[qkv.dtype], ctypes.byref(turn), self._threads)
+        self.operators.xpyd_rotate(TYPES[qkv.dtype], ctypes.byref(turn), self._threads)
         return query
 
     def attention(self, query: Tensor, cache: Tensor, plan: Plan, window: int | None) -> Tensor:
@@ -161,7 +163,7 @@ class CpuKernels:
         call = own.attention
         call.query, call.cache, call.out = query.data_ptr(), cache.data_ptr(), out.data_ptr()
         call.heads, call.window = heads, window or 0
-        failed = self._operators.xpyd_attention(
+        failed = self.operators.xpyd_attention(
             TYPES[query.dtype], ctypes.byref(call), self._threads
         )
         assert not failed, f"no operator for heads of {head_dim}: see choose_kernels"
@@ -172,7 +174,7 @@ class CpuKernels:
         gate_up = gate_up.contiguous()
         rows, both = gate_up.shape
         out = torch.empty(rows, both // 2, dtype=gate_up.dtype)
-        self._operators.xpyd_silu_mul(
+        self.operators.xpyd_silu_mul(
             TYPES[gate_up.dtype],
             gate_up.data_ptr(),
             out.data_ptr(),
