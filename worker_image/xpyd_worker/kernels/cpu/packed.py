@@ -64,7 +64,7 @@ class FewRowsLinear:
     def of(
         cls, packed: OneDnnLinear, operators: ctypes.CDLL, threads: int
     ) -> FewRowsLinear | OneDnnLinear:
-        """Over `packed`; itself where the layout is not the one that matvec.cpp knows: a row tells."""
+        """Over `packed`; itself where its layout is not the one of matvec.cpp: a row tells."""
         if packed.outputs % _BLOCK or packed.inputs % _PADDED_TO:
             return packed
         try:
