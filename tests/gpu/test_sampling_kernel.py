@@ -1,4 +1,4 @@
-"""The draw without a sort beside a draw with one, and by its statistics."""
+"""The draw without a sort beside one that sorts to filter, and by its statistics."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ def noise(rows: int, vocab: int, *, seed: int = 0) -> torch.Tensor:
 
 def wanted(row: torch.Tensor, uniform: float, **params: Any) -> set[int]:
     """The tokens that are right: one, or those of a border that the number is near to."""
-    tokens, probabilities = twins.kept(row, **params)
-    ends = list(itertools.accumulate(probabilities))
+    # Drawn in the order of ids.
+    kept = sorted(zip(*twins.kept(row, **params), strict=True))
+    tokens = [token for token, _ in kept]
+    ends = list(itertools.accumulate(probability for _, probability in kept))
     ends[-1] = math.inf
     first, last = (bisect.bisect_right(ends, uniform + by) for by in (-NEAR, NEAR))
     return set(tokens[first : last + 1])
@@ -80,7 +82,7 @@ CASES = [
 
 @pytest.mark.parametrize("params", CASES)
 @pytest.mark.parametrize("has_equals", [False, True])
-def test_a_draw_falls_where_it_falls_in_a_sorted_row(
+def test_a_draw_falls_where_it_falls_in_a_row_filtered_by_sorting(
     kit: Kit, params: dict[str, Any], *, has_equals: bool
 ) -> None:
     logits = noise(4, 300, seed=len(str(params)))

@@ -16,7 +16,6 @@ from tests.worker.runner_driver import (
     tiny_checkpoint,
     with_params,
 )
-from xpyd_core.errors import XpydError
 from xpyd_worker.engine.request import TokenLogprob
 from xpyd_worker.runner.batch import BatchRows
 from xpyd_worker.runner.prompt_scores import PromptScorer
@@ -85,8 +84,24 @@ def test_a_prompt_whose_beginning_was_not_seen_cannot_be_scored(qwen: tuple[Path
     first = driver.add(PROMPT[:32])
     driver.step([(first, 32)])
     second = driver.add(PROMPT, with_params(prompt_logprobs=0), shared_blocks=first.blocks)
-    with pytest.raises(XpydError, match="prompt_logprobs"):
-        driver.step([(second, 9)])
+    third = driver.add(PROMPT[:9], with_params(prompt_logprobs=0))
+    output = driver.step([(second, 9), (third, 9)])
+    assert set(output.failed) == {second.seq_id}
+    assert f"{second.seq_id:032x}: prompt_logprobs" in output.failed[second.seq_id]
+    assert set(output.prompt_logprobs) == set(output.samples) == {third.seq_id}
+
+
+def test_scores_that_are_not_finite_fail_their_sequence_alone(qwen: tuple[Path, Any]) -> None:
+    driver = Driver(make_runner(qwen[0]))
+    broken = driver.add(PROMPT[:20], with_params(prompt_logprobs=0))
+    sound = driver.add(PROMPT[:20], with_params(prompt_logprobs=0))
+    driver.step([(broken, 9), (sound, 9)])
+    for layer in driver.runner.kv_cache.layers:
+        layer[broken.blocks] = float("nan")
+    output = driver.step([(broken, 11), (sound, 11)])
+    assert set(output.failed) == {broken.seq_id}
+    assert "not finite" in output.failed[broken.seq_id]
+    assert set(output.prompt_logprobs) == set(output.samples) == {sound.seq_id}
 
 
 def test_a_long_prompt_is_scored_in_parts_that_fit_the_memory(qwen: tuple[Path, Any]) -> None:
@@ -101,5 +116,6 @@ def test_a_long_prompt_is_scored_in_parts_that_fit_the_memory(qwen: tuple[Path, 
     driver = Driver(make_runner(qwen[0]))
     sequence = driver.add(PROMPT[:9], with_params(prompt_logprobs=0))
     scheduled = driver.schedule(sequence, 9)
-    assert len(scorer.score(torch.zeros(9, 4), BatchRows(scheduled, 0))) == 8
+    scored = scorer.score(torch.zeros(9, 4), [BatchRows(scheduled, 0)]).result()
+    assert len(scored.scores[sequence.seq_id]) == 8
     assert calls == [2, 2, 2, 2]

@@ -96,17 +96,22 @@ def test_each_sequence_gets_the_samples_it_asked_for_in_its_order(runner: ModelR
         ({"start": 14}, "5 tokens from 14 in 1 blocks"),
     ],
 )
-def test_what_would_touch_foreign_memory_fails_the_step_by_name(
+def test_what_would_touch_foreign_memory_fails_alone_and_by_name(
     runner: ModelRunner, changes: dict[str, object], words: str
 ) -> None:
     before = [layer.clone() for layer in runner.kv_cache.layers]
     good = scheduled(runner)
-    bad = replace(good, log_id="ab" * 16, **changes)  # type: ignore[arg-type]  # a table of fields
-    with pytest.raises(XpydError, match=words) as caught:
-        execute(runner, good, bad)
-    assert "ab" * 16 in str(caught.value)
+    bad = replace(good, seq_id=99, log_id="ab" * 16, **changes)  # type: ignore[arg-type]  # a table of fields
+    output = execute(runner, bad)
+    assert output == StepOutput({}, {}, output.failed)
+    assert list(output.failed) == [99]
+    assert "ab" * 16 in output.failed[99]
+    assert words in output.failed[99]
+    assert runner.counters.forwards == 0
     assert all(torch.equal(a, b) for a, b in zip(before, runner.kv_cache.layers, strict=True))
-    assert len(execute(runner, good).samples[good.seq_id]) == 1
+    alone = execute(runner, good)
+    assert len(alone.samples[good.seq_id]) == 1
+    assert execute(runner, bad, good) == replace(alone, failed=output.failed)
 
 
 def test_a_failure_inside_torch_is_our_error_and_the_runner_goes_on(runner: ModelRunner) -> None:
@@ -120,12 +125,19 @@ def test_a_failure_inside_torch_is_our_error_and_the_runner_goes_on(runner: Mode
     assert len(execute(runner, sequence).samples[sequence.seq_id]) == 1
 
 
-def test_nan_weights_fail_the_step_naming_the_request(folder: Path, runner: ModelRunner) -> None:
-    runner.kv_cache.layers[0].fill_(float("nan"))
-    driver = Driver(runner)
-    sequence = driver.add(list(range(20)), shared_blocks=[7])
-    with pytest.raises(XpydError, match=f"{sequence.seq_id:032x}"):
-        driver.step([(sequence, 4)])
+def test_logits_that_are_not_finite_fail_their_sequence_alone_and_by_name(
+    runner: ModelRunner,
+) -> None:
+    sound, broken = scheduled(runner), Driver(runner)
+    alone = execute(runner, sound)
+    runner.kv_cache.layers[0][7] = float("nan")
+    sequence = broken.add(list(range(20)), shared_blocks=[7])
+    broken.take_blocks(1)
+    bad = replace(broken.schedule(sequence, 4), seq_id=99)
+    output = execute(runner, bad, sound)
+    assert list(output.failed) == [99]
+    assert f"{sequence.seq_id:032x}: the model gave logits that are not finite" in output.failed[99]
+    assert output.samples == alone.samples
 
 
 def test_the_runner_changes_no_global_state_of_torch(runner: ModelRunner) -> None:

@@ -12,19 +12,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xpyd_core.errors import XpydError
-from xpyd_worker.engine.request import SamplingParams
-from xpyd_worker.runner.sampler import SampleRow, sample
+from xpyd_worker.engine.request import SampledToken, SamplingParams
+from xpyd_worker.runner import sampler
+from xpyd_worker.runner.sampler import SampleRow
 from xpyd_worker.runner.uniform import uniform
 
 BASE = SamplingParams(max_tokens=100, seed=1)
-REQUEST = "0123456789abcdef0123456789abcdef"
 
 
 def row(index: int = 0, *, position: int = 0, choice: int = 0, **changes: object) -> SampleRow:
     """A row of logits row `index` with changed parameters."""
     params = replace(BASE, **changes)  # type: ignore[arg-type]  # any field of the dataclass
-    return SampleRow(index, params, choice, position, log_id=REQUEST)
+    return SampleRow(index, params, choice, position)
+
+
+def sample(logits: torch.Tensor, rows: list[SampleRow]) -> list[SampledToken]:
+    """Tokens of rows that all have one."""
+    found = [token for token in sampler.sample(logits, rows).result() if token is not None]
+    assert len(found) == len(rows)
+    return found
 
 
 def ids(logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:
@@ -165,14 +171,44 @@ def test_a_tiny_temperature_is_greedy_and_a_huge_one_even() -> None:
     assert set(draws(logits, 200, temperature=1e6)) == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_logits_that_are_not_finite_are_an_error_naming_the_request(bad: float) -> None:
-    logits = torch.zeros(2, 8)
-    logits[1, 3] = bad
-    assert ids(logits, [row(0, temperature=0.0)]) == [0]
-    for temperature in (0.0, 1.0):
-        with pytest.raises(XpydError, match=REQUEST):
-            sample(logits, [row(1, temperature=temperature)])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_whose_logits_are_not_finite_has_no_token_and_the_others_do_not_care(
+    bad: float, temperature: float
+) -> None:
+    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(2))
+    options: list[dict[str, object]] = [{}, {"top_p": 0.8}, {"top_k": 9}, {"min_p": 0.1}]
+    rows = [
+        row(i, **{"temperature": temperature, "logprobs": 2} | o) for i in range(5) for o in options
+    ]
+    before = sample(logits, rows)
+    broken = logits.clone()
+    broken[2] = bad
+    broken[2, 7] = math.inf if bad == math.inf else -math.inf
+    expected = [None if one.logits_row == 2 else t for one, t in zip(rows, before, strict=True)]
+    assert sampler.sample(broken, rows).result() == expected
+
+
+def test_the_tokens_of_a_step_are_a_tensor_that_the_next_step_can_be_made_of() -> None:
+    logits = torch.zeros(3, 9)
+    logits[0, 4] = logits[1, 8] = 50.0
+    logits[2] = math.nan
+    found = sampler.sample(logits, [row(i) for i in range(3)]).tokens
+    assert found.dtype == torch.int64
+    assert found.tolist() == [4, 8, -1]
+
+
+def test_on_a_cpu_nothing_is_copied_to_be_read() -> None:
+    drawn = sampler.sample(torch.randn(2, 9), [row(0, logprobs=3), row(1)])
+    moved = drawn.to_host()
+    assert moved.tokens is drawn.tokens
+    assert moved.scores is not None
+    assert drawn.scores is not None
+    assert moved.scores.own is drawn.scores.own
+
+
+def test_no_rows_are_no_tokens() -> None:
+    assert sampler.sample(torch.zeros(2, 9), []).result() == []
 
 
 PARAMS = st.builds(

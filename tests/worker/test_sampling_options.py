@@ -13,11 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xpyd_core.errors import XpydError
 from xpyd_worker.engine.executor import KnownTokens, SampleSpec, ScheduledSequence
-from xpyd_worker.engine.request import SamplingParams
+from xpyd_worker.engine.request import SampledToken, SamplingParams
+from xpyd_worker.runner import sampler
 from xpyd_worker.runner.adjustments import Adjustments
-from xpyd_worker.runner.sampler import SampleRow, adjust, distribution, sample
+from xpyd_worker.runner.draws import distribution
+from xpyd_worker.runner.sampler import SampleRow, adjust
 
 VOCAB = 61
 EOS = 60
@@ -53,6 +54,13 @@ def row_of(asked: Asked, index: int = 0, adjustments: Adjustments | None = None)
     made = (adjustments or Adjustments(vocab_size=VOCAB)).of(scheduled(asked))
     position = len(asked.output)
     return SampleRow(index, asked.params, 0, position, (EOS,), adjustment=made)
+
+
+def sample(logits: torch.Tensor, rows: list[SampleRow]) -> list[SampledToken]:
+    """Tokens of rows that all have one."""
+    found = [token for token in sampler.sample(logits, rows).result() if token is not None]
+    assert len(found) == len(rows)
+    return found
 
 
 def oracle(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
@@ -293,15 +301,27 @@ def test_a_request_without_options_asks_nothing_of_its_tokens() -> None:
 def test_where_the_options_leave_no_token_bad_words_and_min_tokens_give_way(
     temperature: float,
 ) -> None:
-    """One request's contradiction must not fail the others of its step."""
+    """One request's contradiction must not fail the others of its step, nor free them of theirs."""
     nothing = replace(
         BASE, temperature=temperature, allowed_token_ids=(EOS, 5), bad_words=((5,),), min_tokens=9
     )
-    logits = logits_of(2, 2)
-    rows = [row_of(Asked(replace(BASE, temperature=0.0)), 0), row_of(Asked(nothing), 1)]
-    first, second = sample(logits, rows)
-    assert first.token_id == int(logits[0].argmax())
-    assert second.token_id in (EOS, 5)
+    logits = logits_of(2, 3)
+    best = int(logits[2].argmax())
+    kept = replace(BASE, temperature=temperature, bad_words=((best,),), logit_bias=((best, 90.0),))
+    broken = logits[:1] * math.nan
+    rows = [
+        row_of(Asked(replace(BASE, temperature=0.0)), 0),
+        row_of(Asked(nothing), 1),
+        row_of(Asked(kept), 2),
+        row_of(Asked(nothing), 3),
+    ]
+    first, second, third, last = sampler.sample(torch.cat((logits, broken)), rows).result()
+    assert first == SampledToken(int(logits[0].argmax()))
+    assert second in (SampledToken(EOS), SampledToken(5))
+    (alone,) = sample(logits, [rows[2]])
+    assert third == alone
+    assert third != SampledToken(best)
+    assert last is None
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -313,8 +333,14 @@ def test_broken_logits_are_found_behind_the_options_too(bad: float) -> None:
         {"logit_bias": ((7, -5.0),)},
         {"bad_words": ((3,),)},
     ):
-        with pytest.raises(XpydError, match="not finite"):
-            sample(logits, [row_of(Asked(replace(BASE, **changes), (7,), (7,)))])
+        row = row_of(Asked(replace(BASE, **changes), (7,), (7,)))
+        assert sampler.sample(logits, [row]).result() == [None]
+
+
+def test_allowed_ids_that_the_model_has_not_leave_no_token() -> None:
+    params = replace(BASE, allowed_token_ids=(VOCAB, VOCAB + 5))
+    rows = [row_of(Asked(params), 0), row_of(Asked(replace(BASE, allowed_token_ids=(4,))), 0)]
+    assert sampler.sample(logits_of(0), rows).result() == [None, SampledToken(4)]
 
 
 @pytest.mark.parametrize("penalty", [1e-300, 1e300])

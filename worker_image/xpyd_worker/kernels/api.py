@@ -1,4 +1,5 @@
-"""The seam between a model and the operators that its forward runs on. Documented here only.
+"""The seam between a model and the operators that its forward runs on. Documented here only. Beside
+it what the sampler gives a kernel that draws tokens (xpyd_worker.runner.draws has that seam).
 
 A model says what is computed, in which order; a Kernels says how: in plain torch, in C on a CPU, in
 Triton on a GPU. All tensors of one call are on one device and, but for float32 angles and integer
@@ -13,6 +14,26 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+NOT_FINITE = -1
+"""Stands for the token of a row with NaN or +inf, or with nothing but -inf."""
+
+
+@dataclass(frozen=True)
+class DrawParams:
+    """What steers the draws of one kernel, each [rows] on the device. In CUDA graphs: fixed
+    buffers."""
+
+    temperature: Tensor
+    """float32; below 1e-5 the row is greedy and the rest is not looked at."""
+    top_k: Tensor
+    """int32; 0 is off. All that equal the last of the k best are kept."""
+    top_p: Tensor
+    """float64; 1 is off."""
+    min_p: Tensor
+    """float32; 0 is off. Share of the best token's probability; goes before top_p."""
+    uniform: Tensor
+    """float64 in [0, 1): where the draw falls."""
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,15 @@
 
 Between the runner, which has the step's sequences, and the sampler, which has the logits. Work per
 step grows with the ids that the options name and the distinct tokens of the text, never with the
-vocabulary. It must not know queues, filters or random numbers.
+vocabulary. What is kept of a sequence stays on the host: there it grows by a token without a
+launch, and a step's share goes to the logits' device in one piece for each kind of option. Nothing
+waits for the device. It must not know queues, filters or random numbers.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from xpyd_worker.engine.executor import KnownTokens, ScheduledSequence
 from xpyd_worker.engine.request import SamplingParams
+from xpyd_worker.runner.tensors import numbers, to_device
 
 # Token ids that are kept between steps, about 100 bytes each. Sequences that do not fit are made
 # anew at each step, which is slower and not wrong; those that have ended are pushed out.
@@ -37,7 +40,8 @@ class Seen:
 
 @dataclass(frozen=True)
 class Adjustment:
-    """Of one row. Ids are int64 and lie in the vocabulary; an empty tensor or None is off.
+    """Of one row, on the host. Ids are int64 and lie in the vocabulary; an empty tensor or None is
+    off.
 
     `allowed`: none but these. `banned`: not these. `bias` float32 is added at `bias_ids`.
     """
@@ -85,7 +89,9 @@ class _Kept:
             return [token for token in ids if token < vocab_size]
 
         allowed = within(sampling.allowed_token_ids)
-        self._allowed = torch.tensor(allowed) if sampling.allowed_token_ids else None
+        self._allowed = (
+            torch.tensor(allowed, dtype=torch.int64) if sampling.allowed_token_ids else None
+        )
         bias = [pair for pair in sampling.logit_bias if pair[0] < vocab_size]
         self._bias_ids = torch.tensor([token for token, _ in bias], dtype=torch.int64)
         self._bias = torch.tensor([value for _, value in bias], dtype=torch.float32)
@@ -163,21 +169,22 @@ class _Counts:
 
 
 def apply_allowed(logits: Tensor, adjustments: Sequence[tuple[int, Adjustment]]) -> None:
-    """In `logits` [rows, vocab], leave -inf where a row with allowed ids has others."""
+    """In contiguous `logits` [rows, vocab], leave -inf where a row with allowed ids has others."""
     some = [(row, one.allowed) for row, one in adjustments if one.allowed is not None]
     if not some:
         return
-    at = _places(some)
-    kept = logits[at]
-    logits.index_fill_(0, torch.tensor([row for row, _ in some]), _MINUS_INFINITY)
-    logits[at] = kept
+    at, flat = _places(some, logits), logits.view(-1)
+    kept = flat.index_select(0, at)
+    rows = numbers([row for row, _ in some], torch.int64, logits.device)
+    logits.index_fill_(0, rows, _MINUS_INFINITY)
+    flat.index_copy_(0, at, kept)
 
 
 def apply_banned(logits: Tensor, adjustments: Sequence[tuple[int, Adjustment]]) -> None:
     """Take out what would complete a bad word."""
     some = [(row, one.banned) for row, one in adjustments if one.banned is not None]
     if some:
-        logits[_places(some)] = _MINUS_INFINITY
+        logits.view(-1).index_fill_(0, _places(some, logits), _MINUS_INFINITY)
 
 
 def apply_bias(logits: Tensor, adjustments: Sequence[tuple[int, Adjustment]]) -> None:
@@ -185,7 +192,8 @@ def apply_bias(logits: Tensor, adjustments: Sequence[tuple[int, Adjustment]]) ->
     some = [(row, one.bias_ids) for row, one in adjustments if one.sampling.logit_bias]
     if some:
         bias = torch.cat([one.bias for _, one in adjustments if one.sampling.logit_bias])
-        logits[_places(some)] += bias
+        added = to_device(bias, logits.device)
+        logits.view(-1).index_add_(0, _places(some, logits), added)
 
 
 def apply_penalties(logits: Tensor, adjustments: Sequence[tuple[int, Adjustment]]) -> None:
@@ -198,30 +206,34 @@ def apply_penalties(logits: Tensor, adjustments: Sequence[tuple[int, Adjustment]
     some = [(row, one.seen, one.sampling) for row, one in adjustments if one.seen is not None]
     if not some:
         return
-    sizes = torch.tensor([seen.ids.shape[0] for _, seen, _ in some])
-
-    def column(of: Callable[[SamplingParams], float]) -> Tensor:
-        values = [of(sampling) for _, _, sampling in some]
-        return torch.tensor(values, dtype=torch.float64).repeat_interleave(sizes)
-
-    at = _places([(row, seen.ids) for row, seen, _ in some])
-    counts = torch.cat([seen.output_counts for _, seen, _ in some])
+    # By row of `logits`; rows that are not in `some` have no place.
+    penalties = [[1.0, 0.0, 0.0]] * logits.shape[0]
+    for row, _, sampling in some:
+        penalties[row] = [
+            sampling.repetition_penalty,
+            sampling.frequency_penalty,
+            sampling.presence_penalty,
+        ]
+    at, flat = _places([(row, seen.ids) for row, seen, _ in some], logits), logits.view(-1)
+    columns = numbers(penalties, torch.float64, logits.device).index_select(
+        0, at.div(logits.shape[1], rounding_mode="floor")
+    )
+    repetition, frequency, presence = columns.unbind(1)
+    counts = to_device(torch.cat([seen.output_counts for _, seen, _ in some]), logits.device)
     # float64 and a clamp: no penalty that a client may send makes a logit infinite, and none hides
     # one that is.
-    before = logits[at]
+    before = flat.index_select(0, at)
     values = before.to(torch.float64)
-    repetition = column(lambda sampling: sampling.repetition_penalty)
     values = torch.where(values > 0, values / repetition, values * repetition)
-    values -= column(lambda sampling: sampling.frequency_penalty) * counts
-    values -= column(lambda sampling: sampling.presence_penalty) * (counts > 0)
+    values -= frequency * counts
+    values -= presence * (counts > 0)
     most = torch.finfo(torch.float32).max
-    logits[at] = torch.where(before.isfinite(), values.clamp(-most, most), values).to(logits.dtype)
+    values = torch.where(before.isfinite(), values.clamp(-most, most), values)
+    flat.index_copy_(0, at, values.to(logits.dtype))
 
 
-def _places(rows: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Index of the columns that each row names."""
+def _places(rows: Sequence[tuple[int, Tensor]], logits: Tensor) -> Tensor:
+    """Where the columns that each row names stand in `logits`, flat, on their device."""
     sizes = torch.tensor([columns.shape[0] for _, columns in rows])
-    return (
-        torch.tensor([row for row, _ in rows]).repeat_interleave(sizes),
-        torch.cat([columns for _, columns in rows]),
-    )
+    firsts = torch.tensor([row * logits.shape[1] for row, _ in rows]).repeat_interleave(sizes)
+    return to_device(firsts + torch.cat([columns for _, columns in rows]), logits.device)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from xpyd_core.errors import XpydError
 from xpyd_worker.engine.executor import ScheduledSequence
 from xpyd_worker.kernels.api import Kernels, KvShape, Plan, Span
 
@@ -42,18 +41,17 @@ class Batch:
     """Tokens of the batch that lie in their sequence's prompt."""
 
 
-def build_batch(
-    sequences: Sequence[ScheduledSequence],
-    shape: KvShape,
-    kernels: Kernels,
-    *,
-    vocab_size: int,
-    num_blocks: int,
-) -> Batch:
-    """The flat batch of `sequences`. Raises XpydError naming a request whose ids or blocks lie
-    outside the model's vocabulary or the cache: they would read or write foreign memory."""
-    for sequence in sequences:
-        _check(sequence, shape, vocab_size, num_blocks)
+def faults(
+    sequences: Sequence[ScheduledSequence], shape: KvShape, *, vocab_size: int, num_blocks: int
+) -> dict[int, str]:
+    """By id, which sequences must not run and why: their ids or blocks lie outside the model's
+    vocabulary or the cache, so that they would read or write foreign memory."""
+    found = [(one, _fault(one, shape, vocab_size, num_blocks)) for one in sequences]
+    return {one.seq_id: f"request {one.log_id or one.seq_id}: {why}" for one, why in found if why}
+
+
+def build_batch(sequences: Sequence[ScheduledSequence], shape: KvShape, kernels: Kernels) -> Batch:
+    """The flat batch of `sequences`, at least one and none with a fault."""
     ordered = sorted(sequences, key=_order)
     rows: list[BatchRows] = []
     token_ids: list[int] = []
@@ -79,12 +77,13 @@ def _order(sequence: ScheduledSequence) -> tuple[bool, int]:
     return len(sequence.token_ids) > 1, sequence.start
 
 
-def _check(sequence: ScheduledSequence, shape: KvShape, vocab_size: int, num_blocks: int) -> None:
+def _fault(sequence: ScheduledSequence, shape: KvShape, vocab_size: int, num_blocks: int) -> str:
+    """What is wrong with a sequence's share; empty for nothing."""
     ids, blocks = sequence.token_ids, sequence.block_ids
-    name = f"request {sequence.log_id or sequence.seq_id}"
     if not ids or len(blocks) * shape.block_size < sequence.start + len(ids):
-        raise XpydError(f"{name}: {len(ids)} tokens from {sequence.start} in {len(blocks)} blocks")
+        return f"{len(ids)} tokens from {sequence.start} in {len(blocks)} blocks"
     if min(ids) < 0 or max(ids) >= vocab_size:
-        raise XpydError(f"{name}: a token id outside the model's {vocab_size}")
+        return f"a token id outside the model's {vocab_size}"
     if min(blocks) < 0 or max(blocks) >= num_blocks:
-        raise XpydError(f"{name}: a block outside the cache's {num_blocks}")
+        return f"a block outside the cache's {num_blocks}"
+    return ""

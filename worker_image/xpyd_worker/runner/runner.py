@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from mmap import mmap
 from pathlib import Path
@@ -20,7 +20,6 @@ from torch import Tensor
 from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
 from xpyd_core.errors import XpydError
 from xpyd_worker.engine.executor import Finished, StepInput, StepOutput
-from xpyd_worker.engine.request import SampledToken
 from xpyd_worker.kernels.api import Kernels, KvShape
 from xpyd_worker.kernels.cpu.kernels import choose_kernels
 from xpyd_worker.model.config import ModelConfig
@@ -28,10 +27,12 @@ from xpyd_worker.model.decoder import Decoder
 from xpyd_worker.model.loader import load_weights
 from xpyd_worker.model.registry import build_model
 from xpyd_worker.runner.adjustments import Adjustments
-from xpyd_worker.runner.batch import Batch, build_batch
+from xpyd_worker.runner.batch import Batch, BatchRows, build_batch, faults
 from xpyd_worker.runner.kv_cache import KvCache, blocks_in_budget
 from xpyd_worker.runner.prompt_scores import PromptScorer
-from xpyd_worker.runner.sampler import SampleRow, sample
+from xpyd_worker.runner.results import StepResults
+from xpyd_worker.runner.sampler import Drawn, SampleRow, sample
+from xpyd_worker.runner.tensors import rows_of
 
 _log = logging.getLogger(__name__)
 
@@ -119,20 +120,20 @@ class ModelRunner:
         self.kv_cache.copy_blocks(step.block_copies)
         if not step.sequences:
             return StepOutput({}, {})
-        batch = build_batch(
-            step.sequences,
-            self.kv_cache.shape,
-            self._kernels,
-            vocab_size=self._vocab_size,
-            num_blocks=self.num_blocks,
+        shape = self.kv_cache.shape
+        failed = faults(
+            step.sequences, shape, vocab_size=self._vocab_size, num_blocks=self.num_blocks
         )
+        sound = [one for one in step.sequences if one.seq_id not in failed]
+        if not sound:
+            return StepOutput({}, {}, failed)
+        batch = build_batch(sound, shape, self._kernels)
         hidden = self._forward(batch, _logged(layer_done, step.step))
-        prompt_logprobs = {
-            rows.sequence.seq_id: self._scorer.score(hidden, rows)
-            for rows in batch.rows
-            if rows.sequence.sampling.prompt_logprobs is not None
-        }
-        return StepOutput(self._sample(hidden, batch), prompt_logprobs)
+        prompts = self._scorer.score(hidden, batch.rows)
+        asking = [rows for rows in batch.rows if rows.sequence.samples]
+        drawn = self._sample(hidden, asking) if asking else None
+        sequences = tuple(rows.sequence for rows in asking)
+        return StepResults(failed, prompts, sequences, drawn).to_host().output()
 
     def _forward(self, batch: Batch, layer_done: Callable[[int], None]) -> Tensor:
         """The step's one forward; hidden states [tokens, hidden]."""
@@ -144,14 +145,9 @@ class ModelRunner:
             batch.token_ids, batch.positions, self.kv_cache.layers, batch.plan, layer_done
         )
 
-    def _sample(self, hidden: Tensor, batch: Batch) -> dict[int, tuple[SampledToken, ...]]:
+    def _sample(self, hidden: Tensor, asking: Sequence[BatchRows]) -> Drawn:
         """Tokens of the sequences that ask for some; only their last rows go through the head."""
-        asking = [rows for rows in batch.rows if rows.sequence.samples]
-        if not asking:
-            return {}
-        last_rows = [rows.last_row for rows in asking]
-        is_all = len(last_rows) == hidden.shape[0]
-        logits = self._model.logits(hidden if is_all else hidden[torch.tensor(last_rows)])
+        logits = self._model.logits(rows_of(hidden, [rows.last_row for rows in asking]))
         wanted: list[SampleRow] = []
         for index, rows in enumerate(asking):
             sequence = rows.sequence
@@ -163,16 +159,11 @@ class ModelRunner:
                     spec.choice_index,
                     spec.position,
                     sequence.eos_token_ids,
-                    sequence.log_id,
                     adjustment,
                 )
                 for spec in sequence.samples
             ]
-        tokens = iter(sample(logits, wanted))
-        return {
-            rows.sequence.seq_id: tuple(next(tokens) for _ in rows.sequence.samples)
-            for rows in asking
-        }
+        return sample(logits, wanted)
 
 
 def _logged(layer_done: Callable[[int], None], step: int) -> Callable[[int], None]:

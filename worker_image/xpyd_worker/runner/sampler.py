@@ -1,7 +1,8 @@
-"""From logits to tokens and their log probabilities.
+"""From logits to tokens and their log probabilities, on the device that the logits are on.
 
 Vectorised over the rows of a step; a row's token depends on its own logits, parameters, earlier
-tokens and random number only. It must not know sequences, blocks or the model.
+tokens and random number only. Nothing waits for the device: what was drawn is read later, or goes
+into the next step without the host. It must not know sequences, blocks or the model.
 
 Order of the steps, as in vLLM V1 (v1/sample/sampler.py there):
 1. raw log probabilities are what `logprobs` reports;
@@ -9,9 +10,10 @@ Order of the steps, as in vLLM V1 (v1/sample/sampler.py there):
    or their logits become -inf; then logit_bias is added;
 3. penalties: repetition over prompt and output, frequency and presence over the output;
 4. greedy rows take the best token (the lowest id among equals);
-5. the others divide by the temperature, keep what filters.py leaves (min_p, top_k, top_p), and draw
-   from that by inverse CDF, lower ids first.
-Where step 2 leaves a row no token at all, bad words and min_tokens give way for that draw.
+5. the others divide by the temperature, keep what the filters leave (min_p, top_k, top_p), and draw
+   from that by inverse CDF, lower ids first (draws.py).
+Where step 2 leaves a row no token at all, bad words and min_tokens give way for that draw. A row
+whose logits are not finite gets no token; the others of its step are drawn as without it.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from xpyd_core.errors import XpydError
-from xpyd_worker.engine.request import SampledToken, SamplingParams, TokenLogprob
+from xpyd_worker.engine.request import SampledToken, SamplingParams
+from xpyd_worker.kernels.api import NOT_FINITE
+from xpyd_worker.runner import logprobs
 from xpyd_worker.runner.adjustments import (
     Adjustment,
     apply_allowed,
@@ -31,12 +34,9 @@ from xpyd_worker.runner.adjustments import (
     apply_bias,
     apply_penalties,
 )
-from xpyd_worker.runner.filters import drop_unlikely
-from xpyd_worker.runner.tensors import rows_of, to_floats, to_ints
+from xpyd_worker.runner.draws import Draw, draw, is_greedy
+from xpyd_worker.runner.tensors import can_be_read, numbers, rows_of, to_host, to_ints
 from xpyd_worker.runner.uniform import uniform
-
-# Below it a row is greedy: float32 logits divided by less could overflow (vLLM's bound).
-_LEAST_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -52,87 +52,81 @@ class SampleRow:
     choice_index: int
     position: int
     eos_token_ids: tuple[int, ...] = ()
-    log_id: str = ""
     adjustment: Adjustment | None = None
 
+    @property
+    def has_bans(self) -> bool:
+        """Whether bad words or min_tokens may take a token away."""
+        return bool(self.early_stops) or (
+            self.adjustment is not None and self.adjustment.banned is not None
+        )
 
-def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
-    """One token for each of `rows` from float32 `logits` [n, vocab], which stay untouched.
-
-    Raises XpydError naming the request whose logits are not finite.
-    """
-    if not rows:
-        return []
-    chosen = rows_of(logits, [row.logits_row for row in rows])
-    adjusted = adjust(chosen, rows)
-    best = adjusted.argmax(dim=-1)
-    highest = adjusted.gather(1, best[:, None])
-    # NaN and +inf win an argmax, so that the best of a row tells whether the row is sound.
-    if not bool(highest.isfinite().all()):
-        adjusted, best, highest = _settle(chosen, adjusted, highest, rows)
-    tokens = to_ints(best)
-    drawn = [
-        index for index, row in enumerate(rows) if row.sampling.temperature >= _LEAST_TEMPERATURE
-    ]
-    if drawn:
-        part, top = rows_of(adjusted, drawn), rows_of(highest, drawn)
-        for index, token in zip(drawn, _draw(part, top, [rows[i] for i in drawn]), strict=True):
-            tokens[index] = token
-    wanted = [row.sampling.logprobs for row in rows]
-    return [
-        SampledToken(token, logprob)
-        for token, logprob in zip(tokens, token_logprobs(chosen, tokens, wanted), strict=True)
-    ]
-
-
-def token_logprobs(
-    logits: Tensor,
-    tokens: Sequence[int],
-    wanted: Sequence[int | None],
-    *,
-    with_ranks: bool = False,
-) -> list[TokenLogprob | None]:
-    """Raw log probability of tokens[i] in row i of float32 `logits`, with its wanted[i] best
-    alternatives; None where wanted[i] is None."""
-    some = [index for index, count in enumerate(wanted) if count is not None]
-    found: list[TokenLogprob | None] = [None] * len(wanted)
-    if not some:
-        return found
-    part = logits if len(some) == len(wanted) else logits[torch.tensor(some)]
-    scores = part.log_softmax(dim=-1)
-    own = torch.tensor([tokens[index] for index in some])
-    own_column = scores.gather(1, own[:, None])
-    own_scores = to_floats(own_column[:, 0])
-    ranks = to_ints((scores >= own_column).sum(dim=-1)) if with_ranks else [0] * len(some)
-    most = min(max(wanted[index] or 0 for index in some), scores.shape[1])
-    top = _best(scores, most) if most else None
-    for row, index in enumerate(some):
-        count = wanted[index] or 0
-        best: tuple[tuple[int, float], ...] = ()
-        if count and top is not None:
-            ids, values = to_ints(top.indices[row, :count]), to_floats(top.values[row, :count])
-            best = tuple(zip(ids, values, strict=True))
-        found[index] = TokenLogprob(tokens[index], own_scores[row], best, ranks[row])
-    return found
+    @property
+    def early_stops(self) -> set[int]:
+        """EOS and stop ids that may not come yet."""
+        if self.position >= self.sampling.min_tokens:
+            return set()
+        return {*self.eos_token_ids, *self.sampling.stop_token_ids}
 
 
 @dataclass(frozen=True)
-class _Sorted:
-    """Columns of a matrix, best first and lower index first among equals."""
+class Drawn:
+    """What one call of `sample` draws, row by row. On the device it may be still on its way."""
 
-    values: Tensor
-    indices: Tensor
+    tokens: Tensor
+    """int64 [rows]; NOT_FINITE for a row that has none: no id to give a model."""
+    scores: logprobs.Scores | None
+
+    def to_host(self) -> Drawn:
+        """Enqueue copies to the host: what they hold is right when what was enqueued so far is
+        done. On a CPU the same tensors."""
+        return Drawn(to_host(self.tokens), self.scores and self.scores.to_host())
+
+    def result(self) -> list[SampledToken | None]:
+        """The rows' tokens, None where the logits are not finite. Of what is on the host, when the
+        caller has waited for the copies: nothing here does."""
+        tokens = to_ints(self.tokens)
+        scores = self.scores.read(tokens) if self.scores else [None] * len(tokens)
+        return [
+            None if token == NOT_FINITE else SampledToken(token, score)
+            for token, score in zip(tokens, scores, strict=True)
+        ]
 
 
-def _best(scores: Tensor, count: int) -> _Sorted:
-    """The `count` best of each row. Which of several equals at the border are in is unspecified."""
-    if count >= scores.shape[1]:
-        values, indices = scores.sort(dim=-1, descending=True, stable=True)
-        return _Sorted(values, indices)
-    # topk leaves equals in any order: sort by index, then stably by value.
-    indices = scores.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
-    values, order = scores.gather(1, indices).sort(dim=-1, descending=True, stable=True)
-    return _Sorted(values, indices.gather(1, order))
+def sample(logits: Tensor, rows: Sequence[SampleRow], draw: Draw = draw) -> Drawn:
+    """Enqueue a draw for each of `rows` from float32 `logits` [n, vocab], which stay untouched."""
+    if not rows:
+        return Drawn(torch.empty(0, dtype=torch.int64, device=logits.device), None)
+    chosen = rows_of(logits, [row.logits_row for row in rows])
+    tokens = _settled(_drawn(adjust(chosen, rows), rows, draw), chosen, rows, draw)
+    wanted = [row.sampling.logprobs for row in rows]
+    return Drawn(tokens, logprobs.score(chosen, tokens, wanted))
+
+
+def _drawn(logits: Tensor, rows: Sequence[SampleRow], draw: Draw) -> Tensor:
+    """Tokens [rows] from the rows' adjusted logits."""
+    params = [row.sampling for row in rows]
+    uniforms = [
+        0.0
+        if is_greedy(row.sampling)
+        else uniform(row.sampling.seed, row.choice_index, row.position)
+        for row in rows
+    ]
+    return draw(logits, params, uniforms)
+
+
+def _settled(tokens: Tensor, chosen: Tensor, rows: Sequence[SampleRow], draw: Draw) -> Tensor:
+    """`tokens`, those of rows whose bad words and min_tokens left none drawn without these."""
+    if can_be_read(tokens) and NOT_FINITE not in to_ints(tokens):
+        return tokens
+    banned = [index for index, row in enumerate(rows) if row.has_bans]
+    if not banned:
+        return tokens
+    part = [rows[index] for index in banned]
+    again = _drawn(adjust(rows_of(chosen, banned), part, bans=False), part, draw)
+    before = rows_of(tokens, banned)
+    after = torch.where(before == NOT_FINITE, again, before)
+    return tokens.index_copy(0, numbers(banned, torch.int64, tokens.device), after)
 
 
 def adjust(logits: Tensor, rows: Sequence[SampleRow], *, bans: bool = True) -> Tensor:
@@ -141,74 +135,27 @@ def adjust(logits: Tensor, rows: Sequence[SampleRow], *, bans: bool = True) -> T
     adjustments = [
         (index, row.adjustment) for index, row in enumerate(rows) if row.adjustment is not None
     ]
-    stops = _early_stops(rows, logits.shape[1]) if bans else None
+    stops = _early_stops(rows, logits) if bans else None
     if not adjustments and stops is None:
         return logits
-    changed = logits.clone()
+    changed = logits.clone(memory_format=torch.contiguous_format)
     apply_allowed(changed, adjustments)
     if bans:
         apply_banned(changed, adjustments)
     if stops is not None:
-        changed[stops] = float("-inf")
+        changed.view(-1).index_fill_(0, stops, float("-inf"))
     apply_bias(changed, adjustments)
     apply_penalties(changed, adjustments)
     return changed
 
 
-def _early_stops(rows: Sequence[SampleRow], vocab: int) -> tuple[Tensor, Tensor] | None:
-    """Row and column of every EOS and stop id that may not come yet."""
-    where: list[int] = []
-    ids: list[int] = []
-    for index, row in enumerate(rows):
-        if row.position < row.sampling.min_tokens:
-            stops = {*row.eos_token_ids, *row.sampling.stop_token_ids}
-            known = [token for token in stops if 0 <= token < vocab]
-            where.extend([index] * len(known))
-            ids.extend(known)
-    return (torch.tensor(where), torch.tensor(ids)) if ids else None
-
-
-def _settle(
-    logits: Tensor, adjusted: Tensor, highest: Tensor, rows: Sequence[SampleRow]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Adjusted logits, best tokens and their logits, where some row of `adjusted` has no best one.
-
-    Raises XpydError where that is the model's doing.
-    """
-    lacking = highest[:, 0].isfinite().logical_not().nonzero()[:, 0]
-    part = [rows[index] for index in to_ints(lacking)]
-    adjusted = adjusted.clone()
-    adjusted[lacking] = adjust(logits[lacking], part, bans=False)
-    best = adjusted.argmax(dim=-1)
-    highest = adjusted.gather(1, best[:, None])
-    sound = highest[:, 0].isfinite()
-    if not bool(sound.all()):
-        bad = rows[int(sound.logical_not().nonzero()[0, 0])]
-        raise XpydError(
-            f"the model gave logits that are not finite for request {bad.log_id or '?'}"
-        )
-    return adjusted, best, highest
-
-
-def distribution(logits: Tensor, highest: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """What rows that are not greedy are drawn from: float32 [rows, vocab], 0 where a filter dropped
-    a token, not normalised. `logits` are adjusted, `highest` [rows, 1] are their maxima."""
-    temperatures = torch.tensor([one.temperature for one in params], dtype=torch.float32)
-    # Taking the maximum off first keeps a tiny temperature from overflowing.
-    probabilities = (logits - highest).div_(temperatures[:, None]).softmax(dim=-1)
-    drop_unlikely(probabilities, logits, params)
-    return probabilities
-
-
-def _draw(logits: Tensor, highest: Tensor, rows: Sequence[SampleRow]) -> list[int]:
-    """Tokens of rows that are not greedy; `highest` [rows, 1] are the rows' maxima."""
-    probabilities = distribution(logits, highest, [row.sampling for row in rows])
-    numbers = [uniform(r.sampling.seed, r.choice_index, r.position) for r in rows]
-    # Sums in float64, one row after the other: the same in any batch.
-    reached = probabilities.cumsum(dim=-1, dtype=torch.float64)
-    total = reached[:, -1:].contiguous()
-    target = torch.tensor(numbers, dtype=torch.float64)[:, None] * total
-    column = torch.searchsorted(reached, target, right=True)
-    # Rounding may put the target at the very end: the last token that has a probability.
-    final = torch.searchsorted(reached, total, right=False)
-    return to_ints(torch.minimum(column, final)[:, 0])
+def _early_stops(rows: Sequence[SampleRow], logits: Tensor) -> Tensor | None:
+    """Where in `logits`, flat, the EOS and stop ids stand that may not come yet."""
+    vocab = logits.shape[1]
+    places = [
+        index * vocab + token
+        for index, row in enumerate(rows)
+        for token in row.early_stops
+        if 0 <= token < vocab
+    ]
+    return numbers(places, torch.int64, logits.device) if places else None

@@ -1,7 +1,14 @@
-"""Small steps between tensors and Python lists (torch's `tolist` is a list of unknowns)."""
+"""Steps between tensors on any device and Python lists, none of which waits for the device.
+
+Lists enter a device by way of pinned memory, in the order of the stream; torch gives pinned memory
+out again only when its copy is done. Values leave it through `to_host`, and are read when the
+caller knows that they have come. `to_ints` and `to_floats` are for tensors on the host: torch's own
+`tolist` is a list of unknowns.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -18,8 +25,39 @@ def to_floats(tensor: Tensor) -> list[float]:
     return cast("list[float]", cast("Any", tensor).tolist())
 
 
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on `device`; itself on a CPU."""
+    if device.type == "cuda":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
+
+
+def numbers(
+    values: Sequence[float] | Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """A list, or rows of equal length, as a tensor on `device`."""
+    return to_device(torch.tensor(values, dtype=dtype), device)
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy in the host's memory that is there when what was enqueued so far is done; the tensor
+    itself where it is there already."""
+    if can_be_read(tensor):
+        return tensor
+    host = torch.empty(
+        tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda", device="cpu"
+    )
+    return host.copy_(tensor, non_blocking=True)
+
+
+def can_be_read(tensor: Tensor) -> bool:
+    """Whether its values can be looked at without a wait: on a CPU. Elsewhere what they call for is
+    done for all rows, with masks."""
+    return tensor.device.type == "cpu"
+
+
 def rows_of(matrix: Tensor, rows: list[int]) -> Tensor:
     """The named rows in this order: a copy, or the matrix itself where that is all of it."""
     if rows == list(range(matrix.shape[0])):
         return matrix
-    return matrix[torch.tensor(rows)]
+    return matrix.index_select(0, numbers(rows, torch.int64, matrix.device))

@@ -2,44 +2,27 @@
 # ruff: noqa: ANN001, ANN202
 """One token from each row of logits, greedy or drawn, without a sort: one program for a row.
 
-Basic typing: Triton's language is untyped. What a draw keeps (top-k, top-p, min-p) and where its
-random number falls are all questions of the form "how much lies at or above this logit"; each is
-answered by bisection over the float's bits, which are ordered like the floats. So the order is that
-of a sort (best first, lower id first among equals), and sums are in float64, taken in an order that
-the batch does not change: the sampler on the CPU draws the same tokens but for rounding of exp.
+Basic typing: Triton's language is untyped. What a draw keeps (top-k, top-p, min-p) is a question of
+the form "how much lies at or above this logit", answered by bisection over the float's bits, which
+are ordered like the floats; where its random number falls is found in one more pass, lower ids
+first. Sums are in float64, taken in an order that the batch does not change: the sampler on the CPU
+draws the same tokens but for rounding of exp.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
+from xpyd_worker.kernels.api import NOT_FINITE, DrawParams
+
 # Below it a row is greedy: float32 logits divided by less could overflow (vLLM's bound).
 _LEAST_TEMPERATURE = tl.constexpr(1e-5)
 # exp of less is 0 in float32.
 _LEAST_EXPONENT = tl.constexpr(-104.0)
+_NOT_FINITE = tl.constexpr(NOT_FINITE)
 _COLUMNS = 4096
-NOT_FINITE = -1
-"""Stands for the token of a row with NaN or +inf, or with nothing but -inf."""
-
-
-@dataclass(frozen=True)
-class DrawParams:
-    """What steers the draws, each [rows] on the device. In CUDA graphs: fixed buffers."""
-
-    temperature: torch.Tensor
-    """float32; below 1e-5 the row is greedy and the rest is not looked at."""
-    top_k: torch.Tensor
-    """int32; 0 is off. All that equal the last of the k best are kept."""
-    top_p: torch.Tensor
-    """float64; 1 is off."""
-    min_p: torch.Tensor
-    """float32; 0 is off. Share of the best token's probability; goes before top_p."""
-    uniform: torch.Tensor
-    """float64 in [0, 1): where the draw falls."""
 
 
 @triton.jit
@@ -69,17 +52,12 @@ def _at_least(row, vocab, key, best, temperature, min_p, columns: tl.constexpr):
 def _search(
     row, vocab, low, high, wanted, best, temperature, min_p, by: tl.constexpr, columns: tl.constexpr
 ):
-    """The largest key in low .. high - 1 that has enough at or above it: `wanted` tokens (by 0), at
-    least `wanted` mass (1), more than that (2). `low` has, `high` has not."""
+    """The largest key in low .. high - 1 that has enough at or above it: `wanted` tokens (by 0), or
+    at least `wanted` mass (1). `low` has, `high` has not."""
     while high - low > 1:
         middle = low + (high - low) // 2
         count, mass = _at_least(row, vocab, middle.to(tl.int32), best, temperature, min_p, columns)
-        if by == 0:
-            is_enough = count >= wanted
-        elif by == 1:
-            is_enough = mass >= wanted
-        else:
-            is_enough = mass > wanted
+        is_enough = count >= wanted if by == 0 else mass >= wanted
         low = tl.where(is_enough, middle, low)
         high = tl.where(is_enough, high, middle)
     return low
@@ -95,19 +73,42 @@ def _border(row, vocab, key, best, temperature, min_p, columns: tl.constexpr):
 
 
 @triton.jit
-def _find(row, vocab, key, rank, columns: tl.constexpr):
-    """The id of the token with this key that has `rank` lower ones with it."""
-    found = 0 * key - 1
-    seen = 0 * key
+def _first(row, vocab, key, columns: tl.constexpr):
+    """The lowest id that has this key."""
+    found = 0 * key + vocab
     for at in range(0, vocab, columns):
         token = at + tl.arange(0, columns)
         value = tl.load(row + token, mask=token < vocab, other=float("-inf"))
-        is_equal = ((token < vocab) & (_key(value) == key)).to(tl.int32)
-        number = tl.cumsum(is_equal, 0) - 1 + seen
-        is_it = (is_equal > 0) & (number == rank)
-        found = tl.maximum(found, tl.max(tl.where(is_it, token, -1), 0))
-        seen += tl.sum(is_equal, 0)
+        is_it = (token < vocab) & (_key(value) == key)
+        found = tl.minimum(found, tl.min(tl.where(is_it, token, vocab), 0))
     return found
+
+
+@triton.jit
+def _fall(row, vocab, key, equals, target, best, temperature, min_p, columns: tl.constexpr):
+    """The first token, in the order of ids, with which the mass of what is kept passes `target`, or
+    the last that has any where rounding puts `target` behind that. Kept is what lies above `key`,
+    and the first `equals` of those that have it."""
+    found = 0 * key + vocab
+    last = 0 * key
+    seen = 0 * key
+    before = 0.0 * target
+    for at in range(0, vocab, columns):
+        token = at + tl.arange(0, columns)
+        value = tl.load(row + token, mask=token < vocab, other=float("-inf"))
+        own = _key(value)
+        weight = tl.exp((value - best) / temperature)
+        is_equal = (token < vocab) & (own == key)
+        number = tl.cumsum(is_equal.to(tl.int32), 0) + seen
+        is_kept = (token < vocab) & ((own > key) | (is_equal & (number <= equals)))
+        is_kept = is_kept & (weight >= min_p) & (weight > 0)
+        mass = tl.where(is_kept, weight, 0.0).to(tl.float64)
+        is_past = is_kept & (tl.cumsum(mass, 0) + before > target)
+        found = tl.minimum(found, tl.min(tl.where(is_past, token, vocab), 0))
+        last = tl.maximum(last, tl.max(tl.where(is_kept, token, 0), 0))
+        seen += tl.sum(is_equal.to(tl.int32), 0)
+        before += tl.sum(mass, 0)
+    return tl.where(found < vocab, found, last)
 
 
 @triton.jit
@@ -140,32 +141,31 @@ def _sample(
     row = logits + index.to(tl.int64) * vocab
     temperature = tl.load(temperatures + index)
     best, is_good = _best(row, vocab, columns)
-    key = _key(best).to(tl.int64)
-    rank = 0 * key
+    high = _key(best).to(tl.int64) + 1
+    found = 0 * high + _NOT_FINITE
+    if is_good & (temperature < _LEAST_TEMPERATURE):
+        found = _first(row, vocab, high - 1, columns)
     if is_good & (temperature >= _LEAST_TEMPERATURE):
         top_k = tl.load(top_ks + index).to(tl.int64)
         top_p = tl.load(top_ps + index)
         min_p = tl.load(min_ps + index)
-        high = key + 1
         low = _key(best + temperature * _LEAST_EXPONENT).to(tl.int64)
         if top_k > 0:
             low = _search(row, vocab, low, high, top_k, best, temperature, min_p, 0, columns)
         _, kept = _at_least(row, vocab, low.to(tl.int32), best, temperature, min_p, columns)
+        equals = 0 * low + vocab
         if top_p < 1:
             wanted = top_p * kept
             low = _search(row, vocab, low, high, wanted, best, temperature, min_p, 1, columns)
             above, each, count = _border(row, vocab, low, best, temperature, min_p, columns)
             # Of those that equal the last, only so many as are needed.
             needed = tl.maximum(tl.ceil((wanted - above) / each), 1.0)
-            kept = above + tl.minimum(needed, count.to(tl.float64)) * each
+            needed = tl.minimum(needed, count.to(tl.float64))
+            kept = above + needed * each
+            equals = needed.to(tl.int64)
         target = tl.load(uniforms + index) * kept
-        key = _search(row, vocab, low, high, target, best, temperature, min_p, 2, columns)
-        above, each, count = _border(row, vocab, key, best, temperature, min_p, columns)
-        # The number of a token among its equals; rounding may put it behind the last.
-        rank = tl.floor((target - above) / each).to(tl.int64)
-        rank = tl.minimum(tl.maximum(rank, 0), (count - 1).to(tl.int64))
-    found = _find(row, vocab, key, rank, columns)
-    tl.store(out + index, tl.where(is_good, found, -1))
+        found = _fall(row, vocab, low, equals, target, best, temperature, min_p, columns)
+    tl.store(out + index, found)
 
 
 def sample(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
