@@ -180,7 +180,9 @@ def test_a_failed_step_ends_its_requests_and_the_one_behind_it_does_no_harm(wher
     assert bench.core.is_idle()
 
 
-def test_a_sequence_that_nothing_can_be_drawn_for_fails_alone() -> None:
+def test_a_sequence_that_nothing_can_be_drawn_for_fails_alone_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     bench = Bench(depth=2)
     submit(bench, "unlucky", n=2)
     submit(bench, "other")
@@ -189,6 +191,9 @@ def test_a_sequence_that_nothing_can_be_drawn_for_fails_alone() -> None:
     bench.run()
     assert bench.reasons("unlucky") == {0: "error", 1: "error"}
     assert bench.outputs["unlucky"][-1].error == "the step failed: no token"
+    assert {r.levelname for r in caplog.records if r.getMessage().endswith(": no token")} == {
+        "ERROR"
+    }
     bench.assert_as_alone("other")
     bench.assert_all_blocks_free()
 

@@ -241,6 +241,8 @@ class EngineCore:
                 sequences=len(step.input.sequences),
             )
             self._last_over_s = now
+            for message in result.failed.values():
+                logger.error("step %d: %s", step.input.step, message)
             self._step_done(failed=False)
             self._hold()
             self._scheduler.update(step, result)
