@@ -31,7 +31,7 @@ def test_the_short_form_compares_every_kernel_and_writes_the_page(
     assert made["wrong"] == []
     assert {row["kernel"] for row in made["cases"]} == {
         "decode attention", "prefill attention", "RMS norm", "SiLU-mul", "rotary and KV store",
-        "greedy token", "draw, top-p",
+        "greedy token", "draw, top-p", "experts",
     }  # fmt: skip
     text = page.read_text()
     assert text.startswith("before\n")

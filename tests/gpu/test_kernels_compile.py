@@ -51,7 +51,14 @@ class Compiling:
             param.name: "constexpr" if param.is_constexpr else _type(bound[param.name])
             for param in self._kernel.params
         }
-        source = ASTSource(self._kernel, signature=signature, constexprs=constants)
+        # What a launch tells the compiler of addresses and sizes, or loads would be of single
+        # numbers, and nothing would be fetched ahead into shared memory.
+        attrs = {
+            (index,): [["tt.divisibility", 16]]
+            for index, param in enumerate(self._kernel.params)
+            if not param.is_constexpr and _is_aligned(bound[param.name])
+        }
+        source = ASTSource(self._kernel, signature=signature, constexprs=constants, attrs=attrs)
         self._made[self._kernel.fn.__name__] = triton.compile(
             source, target=HOPPER, options=options
         )
@@ -61,6 +68,10 @@ def _type(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return _TYPES[value.dtype]
     return "fp32" if isinstance(value, float) else "i32"
+
+
+def _is_aligned(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
 
 
 @pytest.fixture
@@ -127,3 +138,23 @@ def test_the_decode_in_parts_and_the_draw_compile(compiled: tuple[Any, dict[str,
     )
     gpu.sampling.sample(zeros(4, 150_000, dtype=torch.float32), params)
     assert {"_decode", "_put_together", "_sample"} <= set(made)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 256, 4096])
+def test_experts_compile_for_tiles_of_each_size(
+    compiled: tuple[Any, dict[str, Any]], rows: int, dtype: torch.dtype
+) -> None:
+    gpu, made = compiled
+    device = torch.device("meta")
+    gate_up = torch.empty(8, 2 * 14336, 4096, dtype=dtype, device=device)
+    down = torch.empty(8, 4096, 14336, dtype=dtype, device=device)
+    x = torch.empty(rows, 4096, dtype=dtype, device=device)
+    chosen = torch.empty(rows, 2, dtype=torch.int64, device=device)
+    experts = gpu.kernels.TritonKernels(device).experts(gate_up, down)
+    experts(x, torch.empty(rows, 2, dtype=torch.float32, device=device), chosen)
+    assert {"_fill_table", "_gate_up", "_down", "_add_up"} <= set(made)
+    # Weights are fetched while the ones before are multiplied.
+    assert "cp.async" in made["_gate_up"].asm["ptx"]
+    assert "cp.async" in made["_down"].asm["ptx"]

@@ -26,6 +26,18 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return gate * torch.sigmoid(gate) * up
 
 
+def experts(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """[rows, hidden]: each row through its experts, one after the other."""
+    rows: list[Tensor] = []
+    for row, shares, picked in zip(x.double(), weights.double(), chosen.tolist(), strict=True):
+        total = torch.zeros_like(row)
+        for share, expert in zip(shares, picked, strict=True):
+            inner = silu_mul((gate_up[expert].double() @ row)[None])[0]
+            total += share * (down[expert].double() @ inner)
+        rows.append(total)
+    return torch.stack(rows)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """[rows, heads, head_dim]: each pair (i, i + head_dim / 2) as a complex number times e^(ia)."""
     first, second = x.double().chunk(2, dim=-1)

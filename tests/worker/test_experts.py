@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from xpyd_worker.kernels.plain import PlainKernels
+from xpyd_worker.kernels.plain_experts import rows_by_expert
 from xpyd_worker.model.config import Experts, MlpNames
-from xpyd_worker.model.experts import ExpertMlps, route, rows_by_expert
+from xpyd_worker.model.experts import ExpertMlps, route
 from xpyd_worker.model.layers import StepContext
 
 HIDDEN, SIZE, COUNT, PER_TOKEN = 12, 20, 6, 2

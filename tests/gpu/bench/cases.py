@@ -12,6 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xpyd_worker.kernels.api import KvShape, Span
+from xpyd_worker.kernels.plain import PlainKernels
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Sizes of a layer's experts."""
+
+    experts: int
+    per_token: int
+    hidden: int
+    intermediate: int
 
 
 @dataclass(frozen=True)
@@ -37,12 +48,15 @@ class Sizes:
     rows: tuple[int, ...] = (1, 64, 4096)
     """Of a step, for what goes row by row."""
     draws: tuple[int, ...] = (1, 64)
+    mixtures: tuple[Mixture, ...] = (Mixture(8, 2, 4096, 14336), Mixture(128, 8, 2048, 768))
+    """Of Mixtral 8x7B and Qwen3-30B-A3B."""
     copy_bytes: int = 1 << 30
 
 
 SMOKE = Sizes(
     heads=4, kv_heads=2, head_dim=32, hidden=64, intermediate=96, vocab=300,
-    decodes=((2, 40),), prefills=(40,), rows=(2,), draws=(2,), copy_bytes=1 << 12,
+    decodes=((2, 40),), prefills=(40,), rows=(2,), draws=(2,),
+    mixtures=(Mixture(5, 2, 64, 48),), copy_bytes=1 << 12,
 )  # fmt: skip
 
 
@@ -67,6 +81,9 @@ def cases(gpu: Any, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> I
         yield from _row_by_row(gpu, sizes, device, dtype, rows)
     for rows in sizes.draws:
         yield from _draws(gpu, sizes, device, rows)
+    for mixture in sizes.mixtures:
+        for rows in sizes.rows:
+            yield _experts(gpu, mixture, device, dtype, rows)
 
 
 def _attention(
@@ -181,4 +198,27 @@ def _draws(gpu: Any, sizes: Sizes, device: torch.device, rows: int) -> Iterator[
         logits.nbytes,
         lambda: gpu.sampling.sample(logits, drawn),
         sorted_draw,
+    )
+
+
+def _experts(gpu: Any, sizes: Mixture, device: torch.device, dtype: torch.dtype, rows: int) -> Case:
+    def made(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, dtype=dtype)
+
+    gate_up = made(sizes.experts, 2 * sizes.intermediate, sizes.hidden).mul_(sizes.hidden**-0.5)
+    down = made(sizes.experts, sizes.hidden, sizes.intermediate).mul_(sizes.intermediate**-0.5)
+    x = made(rows, sizes.hidden)
+    scores = torch.rand(rows, sizes.experts, device=device)
+    weights, chosen = scores.topk(sizes.per_token, dim=-1)
+    weights = weights / weights.sum(-1, keepdim=True)
+    touched = len(chosen.unique())
+    of_expert = gate_up[0].nbytes + down[0].nbytes
+    ours = gpu.kernels.TritonKernels(device).experts(gate_up, down)
+    torchs = PlainKernels().experts(gate_up, down)
+    return Case(
+        "experts",
+        f"{rows:,} x {sizes.hidden:,}, {sizes.per_token} of {sizes.experts}",
+        touched * of_expert + 2 * x.nbytes,
+        lambda: ours(x, weights, chosen),
+        lambda: torchs(x, weights, chosen),
     )

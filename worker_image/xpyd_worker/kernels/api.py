@@ -77,12 +77,31 @@ class Linear(Protocol):
         ...
 
 
+class Experts(Protocol):
+    """Gated MLPs of which each row goes through a few, with weights that were packed for the
+    device."""
+
+    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, hidden]: for each row the sum of what its experts `chosen`
+        [rows, per_token] (int64) make of it, down(silu(gate(x)) * up(x)), by their `weights`
+        (float32, the same shape). Summed in float32 and in the experts' order, so that a row's
+        result does not depend on what else is in the batch, but for the rounding of its linears. An
+        expert without rows is not computed."""
+        ...
+
+
 class Kernels(Protocol):
     """The operators of a forward."""
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """A linear layer over `weight` [out, in] and `bias` [out], once per weight after loading.
         It may keep a packed copy in place of the tensors: the caller drops its own."""
+        ...
+
+    def experts(self, gate_up: Tensor, down: Tensor) -> Experts:
+        """The experts over `gate_up` [experts, 2 * size, hidden], gate before up, and `down`
+        [experts, hidden, size], once per layer after loading. As with `linear` the caller drops its
+        tensors."""
         ...
 
     def plan(self, spans: Sequence[Span], shape: KvShape) -> Plan:

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xpyd_worker.kernels.api import KvShape, Linear, Plan, Span
+from xpyd_worker.kernels.api import Experts, KvShape, Linear, Plan, Span
+from xpyd_worker.kernels.plain_experts import ExpertByExpert
 
 # A group of decoding sequences gathers at most so many bytes of KV per layer: more falls out of the
 # cache between the gather and its use (and is given back to the system after each layer).
@@ -98,6 +99,10 @@ class PlainKernels:
     def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """The weights stay as they are."""
         return PlainLinear(weight, bias)
+
+    def experts(self, gate_up: Tensor, down: Tensor) -> Experts:
+        """One after the other."""
+        return ExpertByExpert(self, gate_up, down)
 
     def plan(self, spans: Sequence[Span], shape: KvShape) -> Plan:
         """Index tensors for a flat batch; with one-row spans first, sorted by length, the groups

@@ -8,6 +8,7 @@ and values, tells the caller, then attends. How each operator runs is the Kernel
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +19,12 @@ from xpyd_worker.model.attention import Attention
 from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.experts import ExpertMlps
 from xpyd_worker.model.layers import Linear, Norm, StepContext
-from xpyd_worker.model.loader import WeightGroup
 from xpyd_worker.model.mlp import Mlp
 from xpyd_worker.model.rotary import Rotary
+
+if TYPE_CHECKING:
+    # A forward needs no safetensors.
+    from xpyd_worker.model.loader import WeightGroup
 
 
 class DecoderLayer:

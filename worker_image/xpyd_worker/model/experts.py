@@ -1,88 +1,73 @@
 """The mixture-of-experts block: each row of a batch goes through a few of many gated MLPs.
 
-Rows are grouped by expert, so that an expert computes all of its rows at once and one without rows
-is not touched: its weights are not read from memory. Which experts have rows is known only when the
-router has run; a GPU is waited for in every such layer.
+The router's linear layer and its choice are made here, without a wait for the device; how rows find
+their experts is the Kernels' matter (xpyd_worker.kernels.api). The weights of all experts stand in
+two tensors, so that a device can reach each by its number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, cast
-
 import torch
 from torch import Tensor
 
+from xpyd_worker.kernels.api import Experts as PackedExperts
 from xpyd_worker.kernels.api import Kernels
 from xpyd_worker.model.config import Experts
-from xpyd_worker.model.layers import Linear, StepContext
-from xpyd_worker.model.mlp import Mlp
+from xpyd_worker.model.layers import Linear, StepContext, rows_by_name
 
 
 class ExpertMlps:
-    """Router and experts of one layer, in the place of its MLP."""
+    """Router and experts of one layer, in the place of its MLP. The experts' weights have no memory
+    before `allocate` and after `pack`."""
 
     def __init__(self, hidden: int, experts: Experts, dtype: torch.dtype) -> None:
         self._experts = experts
         self._router = Linear(hidden, experts.count, bias=False, dtype=dtype)
-        self._mlps = [
-            Mlp(hidden, experts.intermediate_size, bias=False, names=experts.names, dtype=dtype)
-            for _ in range(experts.count)
-        ]
+        count, size = experts.count, experts.intermediate_size
+        self._gate_up = torch.empty(count, 2 * size, hidden, dtype=dtype, device="meta")
+        self._down = torch.empty(count, hidden, size, dtype=dtype, device="meta")
+        self._packed: PackedExperts | None = None
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden]. Outputs are summed in float32 and in the experts'
-        order, so a row's result does not depend on what else is in the batch."""
+        """[tokens, hidden] -> [tokens, hidden]. Only after `pack`."""
+        assert self._packed is not None, "not loaded"
         weights, chosen = route(
             self._router(x),
             per_token=self._experts.per_token,
             is_normalized=self._experts.is_normalized,
         )
-        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for expert, pairs in rows_by_expert(chosen, self._experts.count):
-            rows = pairs // self._experts.per_token
-            part = self._mlps[expert](x.index_select(0, rows), step)
-            share = weights.view(-1).index_select(0, pairs).unsqueeze(-1)
-            out.index_add_(0, rows, part * share)
-        return out.to(x.dtype)
+        return self._packed(x, weights, chosen)
 
     def allocate(self, device: torch.device) -> None:
         """Memory for all weights."""
-        for part in (self._router, *self._mlps):
-            part.allocate(device)
+        self._router.allocate(device)
+        self._gate_up = torch.empty_like(self._gate_up, device=device)
+        self._down = torch.empty_like(self._down, device=device)
 
     def pack(self, kernels: Kernels) -> None:
         """All weights are read."""
-        for part in (self._router, *self._mlps):
-            part.pack(kernels)
+        self._router.pack(kernels)
+        self._packed = kernels.experts(self._gate_up, self._down)
+        self._gate_up = torch.empty_like(self._gate_up, device="meta")
+        self._down = torch.empty_like(self._down, device="meta")
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint name -> where it goes; `prefix` is the block's."""
+        names, size = self._experts.names, self._experts.intermediate_size
         tensors = self._router.checkpoint_tensors(prefix, ("gate",))
-        for index, mlp in enumerate(self._mlps):
-            tensors |= mlp.checkpoint_tensors(f"{prefix}experts.{index}.")
+        for index in range(self._experts.count):
+            expert = f"{prefix}experts.{index}."
+            tensors |= rows_by_name(self._gate_up[index], expert, names.gate_up, (size, size))
+            tensors |= rows_by_name(self._down[index], expert, (names.down,))
         return tensors
 
 
 def route(logits: Tensor, *, per_token: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
     """The router's choice for [tokens, experts] logits: weights (float32) and experts, each
     [tokens, per_token]. Softmax comes before the choice; `is_normalized` makes the weights sum to
-    1 after it."""
+    1 after it. Nothing waits for the device."""
     probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
     weights, chosen = probabilities.topk(per_token, dim=-1)
     if is_normalized:
         weights = weights / weights.sum(dim=-1, keepdim=True)
     return weights, chosen
-
-
-def rows_by_expert(chosen: Tensor, experts: int) -> Iterator[tuple[int, Tensor]]:
-    """Experts that were chosen, in their order, each with the indices into the flat `chosen` that
-    name it, ascending."""
-    flat = chosen.reshape(-1)
-    order = flat.argsort(stable=True)
-    counts = cast("list[int]", cast("Any", flat.bincount(minlength=experts)).tolist())
-    first = 0
-    for expert, count in enumerate(counts):
-        if count:
-            yield expert, order[first : first + count]
-            first += count

@@ -59,13 +59,25 @@ class Linear:
     ) -> dict[str, Tensor]:
         """Checkpoint name -> where it goes: under one name all rows, or under each name as many as
         `sizes` says."""
-        split = [self.weight.shape[0]] if len(names) == 1 else list(sizes)
-        tensors: dict[str, Tensor] = {}
-        for kind, tensor in (("weight", self.weight), ("bias", self.bias)):
-            if tensor is not None:
-                parts = zip(names, torch.split(tensor, split), strict=True)
-                tensors |= {f"{prefix}{name}.{kind}": part for name, part in parts}
+        tensors = rows_by_name(self.weight, prefix, names, sizes)
+        if self.bias is not None:
+            tensors |= rows_by_name(self.bias, prefix, names, sizes, kind="bias")
         return tensors
+
+
+def rows_by_name(
+    tensor: Tensor,
+    prefix: str,
+    names: Sequence[str],
+    sizes: Sequence[int] = (),
+    *,
+    kind: str = "weight",
+) -> dict[str, Tensor]:
+    """Checkpoint name -> its part of `tensor`: under one name all rows, or under each name as many
+    as `sizes` says."""
+    split = [tensor.shape[0]] if len(names) == 1 else list(sizes)
+    parts = zip(names, torch.split(tensor, split), strict=True)
+    return {f"{prefix}{name}.{kind}": part for name, part in parts}
 
 
 class Norm:

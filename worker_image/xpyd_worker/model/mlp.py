@@ -1,4 +1,4 @@
-"""The gated feed-forward block of a layer, or one expert of its mixture."""
+"""The gated feed-forward block of a layer."""
 
 from __future__ import annotations
 

@@ -18,10 +18,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from xpyd_worker.kernels.api import Kernels, KvShape, Linear, Plan, Span
+from xpyd_worker.kernels.api import Experts, Kernels, KvShape, Linear, Plan, Span
 from xpyd_worker.kernels.cpu.library import HEAD_DIMS, LANES, TYPES, Attention, Turn, library
 from xpyd_worker.kernels.cpu.packed import FewRowsLinear, OneDnnLinear, can_pack
 from xpyd_worker.kernels.plain import PlainKernels, PlainLinear
+from xpyd_worker.kernels.plain_experts import ExpertByExpert
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +68,10 @@ class CpuKernels:
         if not can_pack(weight.dtype):
             return PlainLinear(weight, bias)
         return FewRowsLinear.of(OneDnnLinear(weight, bias), self.operators, self._threads)
+
+    def experts(self, gate_up: Tensor, down: Tensor) -> Experts:
+        """One after the other, each packed as a linear is."""
+        return ExpertByExpert(self, gate_up, down)
 
     def plan(self, spans: Sequence[Span], shape: KvShape) -> Plan:
         """Block tables and positions as arrays."""

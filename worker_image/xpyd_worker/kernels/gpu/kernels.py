@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xpyd_worker.kernels.api import KvShape, Linear, Plan, Span
+from xpyd_worker.kernels.api import Experts, KvShape, Linear, Plan, Span
 from xpyd_worker.kernels.gpu.activation import silu_mul
 from xpyd_worker.kernels.gpu.decode import decode_attention
+from xpyd_worker.kernels.gpu.experts import GroupedExperts
 from xpyd_worker.kernels.gpu.norm import rms_norm
 from xpyd_worker.kernels.gpu.plan import GpuPlan, StaticPlan, make_plan
 from xpyd_worker.kernels.gpu.prefill import prefill_attention
@@ -49,6 +50,10 @@ class TritonKernels:
             return F.linear(x, weight, kept_bias)
 
         return apply
+
+    def experts(self, gate_up: Tensor, down: Tensor) -> Experts:
+        """Both are kept as they are."""
+        return GroupedExperts(gate_up.to(self._device), down.to(self._device))
 
     def plan(self, spans: Sequence[Span], shape: KvShape) -> GpuPlan:
         """The plan of a step, on the device."""
