@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from tests.gpu import twins
 from tests.gpu.conftest import Kit, modules
+from xpyd_worker.kernels.api import KvShape, Span
 from xpyd_worker.model.config import Experts
 from xpyd_worker.model.experts import ExpertMlps
 from xpyd_worker.model.layers import StepContext
@@ -34,9 +37,7 @@ class Layer:
         )
 
     def ours(self, kit: Kit, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        return kit.gpu.kernels.TritonKernels(kit.device).experts(self.gate_up, self.down)(
-            x, weights, chosen
-        )
+        return kit.gpu.experts.GroupedExperts(self.gate_up, self.down)(x, weights, chosen)
 
     def check(self, kit: Kit, choice: list[list[int]]) -> None:
         """The operator beside the twin."""
@@ -51,6 +52,16 @@ def shares(kit: Kit, rows: int, per_token: int) -> Tensor:
     """Weights that sum to 1 in each row, float32."""
     made = torch.rand(rows, per_token, generator=torch.Generator().manual_seed(3)) + 0.1
     return (made / made.sum(-1, keepdim=True)).to(kit.device)
+
+
+@contextmanager
+def unwritten_is_nan() -> Iterator[None]:
+    """Memory that torch gives out is full of NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def uneven(rows: int) -> list[list[int]]:
@@ -139,6 +150,33 @@ def test_weights_of_experts_that_nobody_chose_are_not_read(kit: Kit) -> None:
     layer.check(kit, [[1, 3], [3, 1], [1, 1]])
 
 
+def test_rows_that_pad_a_batch_have_no_experts_computed(kit: Kit) -> None:
+    layer, x, weights = Layer.of(kit, 5, 96, 80), kit.noise(4, 96), shares(kit, 4, 2)
+    for part in (layer.gate_up, layer.down):
+        part[[0, 4]] = float("nan")
+    chosen = torch.tensor([[3, 1], [1, 2], [4, 0], [0, 1]]).to(kit.device)
+    kernels = kit.gpu.kernels.TritonKernels(kit.device)
+    static = kernels.static_plan(KvShape(1, 16, 16, kit.dtype), max_sequences=4, max_context=16)
+    static.copy_([Span(5, 1, (0,)), Span(0, 1, (1,))])
+    run = kernels.experts(layer.gate_up, layer.down)
+    with unwritten_is_nan():
+        found = run(x, weights, chosen, static.plan)
+    wanted = twins.experts(x[:2], weights[:2], chosen[:2], layer.gate_up, layer.down)
+    kit.close(found[:2], wanted)
+    assert not found[2:].any()
+    static.copy_([Span(5, 1, (0,)), Span(0, 1, (1,)), Span(2, 1, (2,))])
+    assert run(x, weights, chosen, static.plan)[2].isnan().all()
+
+
+def test_a_step_with_prompts_leaves_no_row_out(kit: Kit) -> None:
+    layer, x, weights = Layer.of(kit, 5, 96, 80), kit.noise(4, 96), shares(kit, 4, 2)
+    chosen = torch.tensor(uneven(4)).to(kit.device)
+    kernels = kit.gpu.kernels.TritonKernels(kit.device)
+    plan = kernels.plan([Span(5, 1, (0,)), Span(0, 3, (1,))], KvShape(1, 16, 16, kit.dtype))
+    found = kernels.experts(layer.gate_up, layer.down)(x, weights, chosen, plan)
+    kit.close(found, twins.experts(x, weights, chosen, layer.gate_up, layer.down))
+
+
 @pytest.mark.parametrize("rows", [16, 32])
 @pytest.mark.parametrize("name", [*CHOICES, "no tile is full"])
 def test_each_pair_is_in_one_tile_of_its_expert(kit: Kit, name: str, rows: int) -> None:
@@ -200,8 +238,11 @@ def test_a_layer_asks_the_device_for_nothing(
     """On a device without memory nobody can wait for a value; and grids are those of the shapes."""
     block = ExpertMlps(2048, Experts(128, 8, 768, is_normalized), torch.bfloat16)
     block.allocate(META)
-    block.pack(modules().kernels.TritonKernels(META))
-    step = cast("StepContext", None)
+    kernels = modules().kernels.TritonKernels(META)
+    block.pack(kernels)
+    shape = KvShape(1, 16, 16, torch.bfloat16)
+    plan = kernels.static_plan(shape, max_sequences=3, max_context=16).plan
+    step = StepContext(kernels, cast("Any", None), (), plan, lambda layer: None)
     x = torch.empty(3, 2048, dtype=torch.bfloat16, device=META)
     with torch.inference_mode():
         out = block(x, step)

@@ -152,7 +152,7 @@ def test_experts_compile_for_tiles_of_each_size(
     down = torch.empty(8, 4096, 14336, dtype=dtype, device=device)
     x = torch.empty(rows, 4096, dtype=dtype, device=device)
     chosen = torch.empty(rows, 2, dtype=torch.int64, device=device)
-    experts = gpu.kernels.TritonKernels(device).experts(gate_up, down)
+    experts = gpu.experts.GroupedExperts(gate_up, down)
     experts(x, torch.empty(rows, 2, dtype=torch.float32, device=device), chosen)
     assert {"_fill_table", "_gate_up", "_down", "_add_up"} <= set(made)
     # Weights are fetched while the ones before are multiplied.

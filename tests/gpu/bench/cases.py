@@ -213,12 +213,14 @@ def _experts(gpu: Any, sizes: Mixture, device: torch.device, dtype: torch.dtype,
     weights = weights / weights.sum(-1, keepdim=True)
     touched = len(chosen.unique())
     of_expert = gate_up[0].nbytes + down[0].nbytes
-    ours = gpu.kernels.TritonKernels(device).experts(gate_up, down)
+    kernels = gpu.kernels.TritonKernels(device)
+    plan = kernels.plan([Span(0, rows, [0] * rows)], KvShape(1, 16, 1, dtype))
+    ours = kernels.experts(gate_up, down)
     torchs = PlainKernels().experts(gate_up, down)
     return Case(
         "experts",
         f"{rows:,} x {sizes.hidden:,}, {sizes.per_token} of {sizes.experts}",
         touched * of_expert + 2 * x.nbytes,
-        lambda: ours(x, weights, chosen),
-        lambda: torchs(x, weights, chosen),
+        lambda: ours(x, weights, chosen, plan),
+        lambda: torchs(x, weights, chosen, plan),
     )

@@ -81,12 +81,13 @@ class Experts(Protocol):
     """Gated MLPs of which each row goes through a few, with weights that were packed for the
     device."""
 
-    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor, plan: Plan) -> Tensor:
         """[rows, hidden] -> [rows, hidden]: for each row the sum of what its experts `chosen`
         [rows, per_token] (int64) make of it, down(silu(gate(x)) * up(x)), by their `weights`
         (float32, the same shape). Summed in float32 and in the experts' order, so that a row's
         result does not depend on what else is in the batch, but for the rounding of its linears. An
-        expert without rows is not computed."""
+        expert without rows is not computed; rows that `plan` has no sequence for may be left out,
+        and are zeros then."""
         ...
 
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from xpyd_worker.kernels.api import Kernels
+from xpyd_worker.kernels.api import Kernels, Plan
 
 
 class ExpertByExpert:
@@ -27,8 +27,8 @@ class ExpertByExpert:
             for into, out in zip(gate_up.unbind(), down.unbind(), strict=True)
         ]
 
-    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, hidden]."""
+    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor, plan: Plan) -> Tensor:
+        """[rows, hidden] -> [rows, hidden]; no row is left out."""
         per_token = chosen.shape[1]
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert, pairs in rows_by_expert(chosen, len(self._mlps)):

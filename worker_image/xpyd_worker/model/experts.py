@@ -36,7 +36,7 @@ class ExpertMlps:
             per_token=self._experts.per_token,
             is_normalized=self._experts.is_normalized,
         )
-        return self._packed(x, weights, chosen)
+        return self._packed(x, weights, chosen, step.plan)
 
     def allocate(self, device: torch.device) -> None:
         """Memory for all weights."""

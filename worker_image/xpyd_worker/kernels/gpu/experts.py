@@ -28,6 +28,8 @@ _COLUMNS_FLOAT32, _DEPTH_FLOAT32 = 32, 32
 # Neighbouring tiles that go through the same columns before the next ones: those of one expert
 # find its weights in the cache.
 _GROUP = tl.constexpr(8)
+NOBODY = -1
+"""Stands for the expert of a pair that is not computed and adds nothing."""
 # Lines of the table that one program writes, and columns of a row that one adds up.
 _LINES = 64
 _SUM_COLUMNS = 1024
@@ -191,14 +193,18 @@ def _add_up(
     for number in range(per_token):
         own = tl.sum(tl.where(rank == number, pair, 0), 0)
         share = tl.sum(tl.where(rank == number, weight, 0.0), 0)
+        # Nobody's part was never written. A column, not a scalar: the interpreter makes a number of
+        # a scalar that it joins to a mask.
+        maker = tl.sum(tl.where(rank == number, expert, 0), 0) + tl.zeros_like(column)
         source = parts + (row * per_token + own) * hidden + column
-        total += tl.load(source, mask=is_column, other=0).to(tl.float32) * share
+        total += tl.load(source, mask=is_column & (maker >= 0), other=0).to(tl.float32) * share
     tl.store(out + row * hidden + column, total.to(out.dtype.element_ty), mask=is_column)
 
 
 class GroupedExperts:
-    """Implements `xpyd_worker.kernels.api.Experts`. A call takes memory for rows * per_token *
-    (size + hidden) numbers of x's dtype beside its result, whatever is chosen."""
+    """What `xpyd_worker.kernels.api.Experts` computes, without a plan. A call takes memory for
+    rows * per_token * (size + hidden) numbers of x's dtype beside its result, whatever is
+    chosen."""
 
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
         """The tensors are kept. Raises ValueError where they are not [experts, 2 * size, hidden]
@@ -216,7 +222,7 @@ class GroupedExperts:
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
     ) -> torch.Tensor:
-        """See Experts. Nothing waits for the device."""
+        """See Experts; `chosen` may be NOBODY. Nothing waits for the device."""
         x, weights, chosen = x.contiguous(), weights.contiguous(), chosen.contiguous()
         experts, hidden, size = self._down.shape
         pairs, per_token = chosen.numel(), chosen.shape[1]
@@ -267,8 +273,8 @@ def tile_table(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """How `chosen` [rows, per_token] int64 is cut up: a table [tiles, 3] int32, each line a tile's
     expert and its first and behind-last place in the order, and that order: the numbers of the
-    pairs by expert, and within one ascending. A tile has at most `rows` places; the last tiles may
-    have none, for there are as many as any choice can ask for."""
+    pairs by expert, NOBODY's first, and within one ascending. A tile has at most `rows` places; the
+    last tiles may have none, for there are as many as any choice can ask for."""
     ordered, order = chosen.view(-1).sort(stable=True)
     pairs = ordered.numel()
     # Each expert that was chosen has at most one tile that is not full.

@@ -15,7 +15,7 @@ from torch import Tensor
 from xpyd_worker.kernels.api import Experts, KvShape, Linear, Plan, Span
 from xpyd_worker.kernels.gpu.activation import silu_mul
 from xpyd_worker.kernels.gpu.decode import decode_attention
-from xpyd_worker.kernels.gpu.experts import GroupedExperts
+from xpyd_worker.kernels.gpu.experts import NOBODY, GroupedExperts
 from xpyd_worker.kernels.gpu.norm import rms_norm
 from xpyd_worker.kernels.gpu.plan import GpuPlan, StaticPlan, make_plan
 from xpyd_worker.kernels.gpu.prefill import prefill_attention
@@ -52,8 +52,17 @@ class TritonKernels:
         return apply
 
     def experts(self, gate_up: Tensor, down: Tensor) -> Experts:
-        """Both are kept as they are."""
-        return GroupedExperts(gate_up.to(self._device), down.to(self._device))
+        """Both are kept as they are. In a step that only decodes, rows that pad a graph's batch
+        choose nobody: they would have more experts' weights read."""
+        grouped = GroupedExperts(gate_up.to(self._device), down.to(self._device))
+
+        def apply(x: Tensor, weights: Tensor, chosen: Tensor, plan: Plan) -> Tensor:
+            own = _own(plan)
+            if not own.tiles.shape[0]:
+                chosen = chosen.masked_fill((own.slots < 0).unsqueeze(-1), NOBODY)
+            return grouped(x, weights, chosen)
+
+        return apply
 
     def plan(self, spans: Sequence[Span], shape: KvShape) -> GpuPlan:
         """The plan of a step, on the device."""
