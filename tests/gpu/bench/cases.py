@@ -180,9 +180,10 @@ def _draws(gpu: Any, sizes: Sizes, device: torch.device, rows: int) -> Iterator[
         values, tokens = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
         sums = values.double().cumsum(-1)
         wanted = top_p * sums[:, -1:]
-        kept = values.double().where(sums - values < wanted, 0).cumsum(-1)
-        target = 0.5 * kept[:, -1:]
-        return tokens.gather(1, torch.searchsorted(kept, target, right=True))[:, 0]
+        kept = values.double().where(sums - values < wanted, 0)
+        # The draw is by ids, lower ones first.
+        reached = torch.empty_like(kept).scatter_(1, tokens, kept).cumsum(-1)
+        return torch.searchsorted(reached, 0.5 * reached[:, -1:], right=True)[:, 0]
 
     greedy, drawn, size = params(0.0), params(1.0), f"{rows:,} x {sizes.vocab:,}"
     yield Case(
