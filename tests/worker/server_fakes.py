@@ -28,6 +28,7 @@ from xpyd_worker.server.admin import Admin, DrainState, Process
 from xpyd_worker.server.api import Api
 from xpyd_worker.server.app import create_app
 from xpyd_worker.server.asgi import Server, listen, make_server
+from xpyd_worker.server.bodies import BodyBudget
 from xpyd_worker.server.bridge import EngineBridge
 from xpyd_worker.server.lifecycle import Lifecycle
 from xpyd_worker.server.metrics import ServerMetrics
@@ -250,6 +251,7 @@ async def serving(
     keys: tuple[bytes, ...] = (KEY,),
     tokenizer: ByteTokenizer | None = None,
     tracer: Tracer | None = None,
+    bodies: BodyBudget | None = None,
 ) -> AsyncIterator[Running]:
     """The API over `engine` on a loopback port."""
     engine = engine or FakeEngine()
@@ -261,6 +263,7 @@ async def serving(
     lifecycle = Lifecycle()
     api = Api(lifecycle)
     api.tracer = tracer
+    api.admission.bodies = bodies or api.admission.bodies
 
     def drain() -> DrainState:
         if lifecycle.state == "Ready":
@@ -301,6 +304,12 @@ async def serving(
             api.service.threads.close()
         for left in list(engine.tasks):
             left.cancel()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait for what the kernel or another thread will make true."""
+    while not holds():  # noqa: ASYNC110 - nobody tells this loop
+        await asyncio.sleep(0.005)
 
 
 def run(test: Any) -> None:

@@ -10,15 +10,12 @@ import asyncio
 from typing import Any
 
 from xpyd_core.errors import ApiError
+from xpyd_worker.server.bodies import BodyBudget
 from xpyd_worker.server.jobs import keys_of
 from xpyd_worker.server.lifecycle import Lifecycle
 from xpyd_worker.server.request_ids import RequestId
 from xpyd_worker.server.service import Service
 
-# Above the router's own bound (32 MiB), since it adds a continuation's ids to the body.
-MAX_BODY_BYTES = 48 * 1024 * 1024
-# Of all bodies being read. One of unknown length counts as the largest there may be.
-MAX_READING_BYTES = 1024**3
 # Answers whose prompts are done but whose clients read slowly count as requests, not as prompts.
 _REQUESTS_PER_PROMPT = 2
 _FULL = "too many requests are waiting"
@@ -33,22 +30,17 @@ class Admission:
         """From head to the last byte of the answer."""
         self.preparing = 0
         """Prompts admitted that the engine does not have yet."""
-        self.reading_bytes = 0
-        """Of bodies that were not parsed yet."""
+        self.bodies = BodyBudget()
+        """Of the bodies of all routes that are being read."""
 
-    def enter(
-        self, service: Service, request_id: RequestId, content_length: int | None
-    ) -> Admitted:
+    def enter(self, service: Service, request_id: RequestId) -> Admitted:
         """Let the current task's request in to have its body read; ApiError 503 otherwise. It
         leaves when the task ends."""
-        size = MAX_BODY_BYTES if content_length is None else min(content_length, MAX_BODY_BYTES)
         self._lifecycle.admit(lambda: is_expected(service, request_id, 1))
         is_full = self.requests >= _REQUESTS_PER_PROMPT * service.max_requests
         if is_full and not is_expected(service, request_id, 1):
             raise ApiError(503, _FULL, retry_after_s=1)
-        if self.reading_bytes + size > MAX_READING_BYTES:
-            raise ApiError(503, "too many large requests are being read", retry_after_s=1)
-        admitted = Admitted(self, service, request_id, size)
+        admitted = Admitted(self, service, request_id)
         task = asyncio.current_task()
         assert task is not None, "handlers run in a task"
         task.add_done_callback(admitted.leave)
@@ -58,20 +50,15 @@ class Admission:
 class Admitted:
     """One request that was let in."""
 
-    def __init__(
-        self, admission: Admission, service: Service, request_id: RequestId, body_bytes: int
-    ) -> None:
+    def __init__(self, admission: Admission, service: Service, request_id: RequestId) -> None:
         self._admission = admission
         self._service = service
         self._request_id = request_id
-        self._reading = body_bytes
         self._preparing = 0
         admission.requests += 1
-        admission.reading_bytes += body_bytes
 
     def prepare(self, prompts: int) -> None:
         """The body is parsed: let its prompts in, or ApiError 503 where the engine is full."""
-        self._stop_reading()
         service, admission = self._service, self._admission
         under_way = service.bridge.open_requests + admission.preparing
         if under_way + prompts > service.max_requests and not is_expected(
@@ -88,13 +75,8 @@ class Admitted:
 
     def leave(self, _task: asyncio.Task[Any]) -> None:
         """The request is over, however it ended."""
-        self._stop_reading()
         self.submitted()
         self._admission.requests -= 1
-
-    def _stop_reading(self) -> None:
-        self._admission.reading_bytes -= self._reading
-        self._reading = 0
 
 
 def is_expected(service: Service, request_id: RequestId, prompts: int) -> bool:

@@ -77,7 +77,7 @@ class Api:
     def _enter(self, operation: Operation) -> _Call:
         """Let the request in to have its body read."""
         service, request_id = self.ready_service(), current()
-        admitted = self.admission.enter(service, request_id, request.content_length)
+        admitted = self.admission.enter(service, request_id)
         trace = None
         if self.tracer is not None:
             trace = RequestTrace.begin(

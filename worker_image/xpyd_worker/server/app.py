@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 from quart import Quart
 
 from xpyd_worker.server.admin import Admin
-from xpyd_worker.server.admission import MAX_BODY_BYTES
 from xpyd_worker.server.api import Api
+from xpyd_worker.server.asgi import AsgiApp
+from xpyd_worker.server.bodies import MAX_BODY_BYTES, ChargedBodies
 from xpyd_worker.server.request_ids import register_request_ids
 from xpyd_worker.server.responses import register_errors
 
@@ -14,6 +17,9 @@ from xpyd_worker.server.responses import register_errors
 def create_app(api: Api, admin: Admin) -> Quart:
     """The Quart app over both."""
     app = Quart("xpyd_worker", static_folder=None)
+    # Quart's own place for middleware, whose two types of an ASGI app do not fit each other.
+    charged: Any = ChargedBodies(cast("AsgiApp", app.asgi_app), api.admission.bodies)
+    app.asgi_app = charged
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
     # A stream may take longer than any fixed time; what is bounded is each write (asgi.py).
     app.config["RESPONSE_TIMEOUT"] = None

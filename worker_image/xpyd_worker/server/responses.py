@@ -11,20 +11,27 @@ from quart import Quart, Response, request
 from werkzeug.exceptions import HTTPException
 
 from xpyd_core.errors import ApiError
+from xpyd_worker.server.bodies import charge_of
 
 _log = logging.getLogger(__name__)
 _JSON = "application/json"
 
 
 async def json_body(*, may_be_empty: bool = False) -> Mapping[str, Any]:
-    """The request's body, a JSON object; ApiError 400 where it is none (NaN is no JSON)."""
+    """The request's body, a JSON object; ApiError 400 where it is none (NaN is no JSON), 503 where
+    too much of all requests was being read."""
     data = cast("bytes", await request.get_data(cache=False))
+    # Quart's type of an ASGI scope is partly unknown.
+    charge = charge_of(cast("Mapping[str, Any]", request.scope))
+    charge.check()
     if may_be_empty and not data:
         return {}
     try:
         body: object = orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from error
+    finally:
+        charge.end()
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
     return cast("dict[str, Any]", body)
