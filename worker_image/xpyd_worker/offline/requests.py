@@ -83,12 +83,13 @@ async def _prepare(
     elif ask.text is not None:
         if not ask.text:
             raise UserError("is empty")
-        text, ids = ask.text, await completion_ids(service, ask.text)
+        text = ask.text
+        (ids,) = await completion_ids(service, [text])
     else:
         text, ids = None, as_token_ids(list(ask.token_ids), "prompt_token_ids")
         if not ids:
             raise UserError("prompt_token_ids is empty")
-        ids = await completion_ids(service, ids)
+        (ids,) = await completion_ids(service, [ids])
     options = replace(params.options(), priority=priority)
     # As in vLLM's class of this name, the context's end is an end like max_tokens; over HTTP a
     # client that asks for more than fits is told so.

@@ -38,8 +38,13 @@ def answer_id(prefix: str, options: Options, model: str, *, alone: str | None) -
     )
 
 
+# Writing one takes about 2 us; a hop to a thread is worth more only above that many.
+INLINE_SCORES = 1024
+
+
 class Format(Protocol):
-    """Choices of one endpoint. One object serves one HTTP request."""
+    """Choices of one endpoint. One object serves one HTTP request, one call at a time, on any
+    thread."""
 
     @property
     def whole_object(self) -> str:
@@ -61,6 +66,11 @@ class Format(Protocol):
 
     def whole(self, delta: ChoiceDelta) -> dict[str, Any]:
         """The choice of a whole answer from all that it gained."""
+        ...
+
+    def scores(self, deltas: Sequence[ChoiceDelta]) -> int:
+        """How many log probabilities stand in what `chunk`, or `whole` with `extras`, will give for
+        these: they are the work."""
         ...
 
     def extras(self, *, continued: bool) -> dict[str, Any]:

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import orjson
 from quart import Response, request
 
 from xpyd_core.errors import ApiError
 from xpyd_worker.server.admission import Admission, Admitted
 from xpyd_worker.server.answers import (
+    INLINE_SCORES,
     AnswerId,
     Format,
     answer_id,
@@ -34,9 +38,9 @@ from xpyd_worker.server.openai_types import (
     parse_chat,
     parse_completion,
 )
-from xpyd_worker.server.prompts import bad_word_ids, chat_ids, completion_ids
+from xpyd_worker.server.prompts import bad_word_ids, chat_ids, completion_ids, prompt_texts
 from xpyd_worker.server.request_ids import RequestId, current
-from xpyd_worker.server.responses import json_body, json_response
+from xpyd_worker.server.responses import JSON, json_body, json_response
 from xpyd_worker.server.service import Service
 from xpyd_worker.server.stream import events
 from xpyd_worker.server.tracing import Operation, RequestTrace, Tracer
@@ -157,6 +161,7 @@ class Api:
                 format_=format_,
                 head=head,
                 options=options,
+                threads=call.service.threads,
             )
             response = Response(body, content_type="text/event-stream; charset=utf-8")
             response.headers["Cache-Control"] = "no-cache"
@@ -164,18 +169,10 @@ class Api:
         gained: dict[int, ChoiceDelta] = {}
         async for deltas in steps:
             collect(gained, deltas)
-        answer: dict[str, Any] = {
-            "id": head.id,
-            "object": format_.whole_object,
-            "created": head.created,
-            "model": head.model,
-            "choices": [format_.whole(gained[index]) for index in sorted(gained)],
-            "usage": usage_json(generation.usage),
-            **format_.extras(continued=False),
-        }
-        if call.service.place.role == "Prefill" and call.request_id.pair is not None:
-            answer["kv_transfer_params"] = prefill_params(generation)
-        return json_response(answer)
+        write = partial(_whole_answer, call, generation, format_, head, gained)
+        is_short = format_.scores(list(gained.values())) <= INLINE_SCORES
+        text = write() if is_short else await call.service.threads.finish(write)
+        return Response(text, content_type=JSON)
 
     def _close_with_this_task(
         self, call: _Call, options: Options, generation: Generation, head: AnswerId
@@ -214,17 +211,16 @@ async def _completion_jobs(
     service: Service, request_id: RequestId, call: CompletionCall
 ) -> list[Job]:
     options = call.options
-    prompts: list[tuple[int, ...]] = []
-    for index, prompt in enumerate(call.prompts):
-        ids = offered_ids(service, request_id, options, index)
-        prompts.append(ids or await completion_ids(service, prompt))
+    known = [
+        offered_ids(service, request_id, options, index) or prompt
+        for index, prompt in enumerate(call.prompts)
+    ]
+    prompts = await completion_ids(service, known)
     echo_texts = None
     if call.echo:
-        decode, skip = service.model.tokenizer.decode, options.skip_special_tokens
-        echo_texts = [
-            prompt if isinstance(prompt, str) else decode(prompt, skip_special_tokens=skip)
-            for prompt in call.prompts
-        ]
+        echo_texts = await prompt_texts(
+            service, call.prompts, skip_special_tokens=options.skip_special_tokens
+        )
     return make_jobs(
         service,
         request_id,
@@ -234,6 +230,28 @@ async def _completion_jobs(
         bad_words=await bad_word_ids(service, options.rules.bad_words),
         echo_texts=echo_texts,
     )
+
+
+def _whole_answer(
+    call: _Call,
+    generation: Generation,
+    format_: Format,
+    head: AnswerId,
+    gained: Mapping[int, ChoiceDelta],
+) -> bytes:
+    """The body of an answer that is not streamed. Any thread: nothing of the request changes."""
+    answer: dict[str, Any] = {
+        "id": head.id,
+        "object": format_.whole_object,
+        "created": head.created,
+        "model": head.model,
+        "choices": [format_.whole(gained[index]) for index in sorted(gained)],
+        "usage": usage_json(generation.usage),
+        **format_.extras(continued=False),
+    }
+    if call.service.place.role == "Prefill" and call.request_id.pair is not None:
+        answer["kv_transfer_params"] = prefill_params(generation)
+    return orjson.dumps(answer)
 
 
 def _log_end(outcome: str, request_id: RequestId, generation: Generation) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from xpyd_worker.server.generation import ChoiceDelta, Generation
@@ -34,6 +35,15 @@ class ChatFormat:
             }
             for index in range(self._options.n)
         ]
+
+    def scores(self, deltas: Sequence[ChoiceDelta]) -> int:
+        """See answers.Format."""
+        options = self._options
+        if options.logprobs is None and options.prompt_logprobs is None:
+            return 0
+        own, prompt = (1 + (count or 0) for count in (options.logprobs, options.prompt_logprobs))
+        entries = self._generation.prompt_logprobs(0)
+        return own * sum(len(delta.logprobs) for delta in deltas) + prompt * len(entries)
 
     def extras(self, *, continued: bool) -> dict[str, Any]:
         """What the client asked to see of the prompt: its ids, its log probabilities."""

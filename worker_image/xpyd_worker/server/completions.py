@@ -37,6 +37,17 @@ class CompletionFormat:
         """None: text begins at once."""
         return []
 
+    def scores(self, deltas: Sequence[ChoiceDelta]) -> int:
+        """See answers.Format. With echo the prompt's stand in each choice's first chunk."""
+        options = self._options
+        if options.logprobs is None and options.prompt_logprobs is None:
+            return 0
+        own, prompts = (1 + (count or 0) for count in (options.logprobs, options.prompt_logprobs))
+        new = [delta.index for delta in deltas if delta.index not in self._text_offset]
+        return own * sum(len(delta.logprobs) for delta in deltas) + max(own, prompts) * sum(
+            len(self._generation.prompt_logprobs(index)) for index in new
+        )
+
     def extras(self, *, continued: bool) -> dict[str, Any]:
         """None."""
         return {}

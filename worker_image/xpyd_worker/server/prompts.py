@@ -5,34 +5,79 @@ Long texts are encoded on a worker thread, so that one of them does not hold up 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from functools import partial
+from typing import TypeVar
 
 from xpyd_core.errors import ApiError, UserError
 from xpyd_worker.server.fields import bad, shown
 from xpyd_worker.server.openai_types import Message, Prompt
 from xpyd_worker.server.service import ServedModel, Service
 
+_Item = TypeVar("_Item", bound=Sized)
+_Found = TypeVar("_Found")
 # Encoding 4 k characters takes about a millisecond; a thread hop is worth more only above that.
 _INLINE_CHARACTERS = 4096
 # Words are encoded one by one, twice each.
 _INLINE_BAD_WORD_CHARACTERS = 256
+# Below that many a hop to a thread costs more than looking the tokens' text up.
+INLINE_TOKENS = 4096
+# Short texts share a hop, up to so many times what is done inline: a client that leaves is noticed
+# between two of them.
+_HOP = 16
 _TOO_LONG = "context_length_exceeded"
 
 
-async def completion_ids(service: Service, prompt: Prompt) -> tuple[int, ...]:
-    """Ids of one prompt of /v1/completions, with the model's BOS where it uses one."""
+async def completion_ids(service: Service, prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
+    """Ids of each prompt of /v1/completions, with the model's BOS where it uses one."""
     model = service.model
-    if isinstance(prompt, tuple):
-        if len(prompt) >= model.max_model_len:
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            _refuse_hopeless(model, len(prompt), "prompt")
+        elif len(prompt) >= model.max_model_len:
             raise _too_long(model, f"your prompt has {len(prompt)} tokens", "prompt")
-        check_vocabulary(model, prompt, "prompt")
-        return prompt
-    _refuse_hopeless(model, len(prompt), "prompt")
-    ids = await text_ids(service, prompt, add_special_tokens=True)
-    if not ids:
+        else:
+            check_vocabulary(model, prompt, "prompt")
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    encode = partial(model.tokenizer.encode, add_special_tokens=True)
+    encoded = iter(await _each(service, encode, texts, inline=_INLINE_CHARACTERS))
+    found = [tuple(next(encoded)) if isinstance(one, str) else one for one in prompts]
+    if not all(found):
         raise bad("prompt", "is empty after tokenization")
-    return tuple(ids)
+    return found
+
+
+async def prompt_texts(
+    service: Service, prompts: Sequence[Prompt], *, skip_special_tokens: bool
+) -> list[str]:
+    """The text of each prompt, as echo puts it in front of the answer."""
+    ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
+    decode = partial(service.model.tokenizer.decode, skip_special_tokens=skip_special_tokens)
+    decoded = iter(await _each(service, decode, ids, inline=INLINE_TOKENS))
+    return [one if isinstance(one, str) else next(decoded) for one in prompts]
+
+
+async def _each(
+    service: Service, work: Callable[[_Item], _Found], items: Sequence[_Item], *, inline: int
+) -> list[_Found]:
+    """What `work` gives for each item; on a thread where they are longer than `inline` together."""
+    if sum(map(len, items)) <= inline:
+        return [work(item) for item in items]
+    found: list[_Found] = []
+    for group in _groups(items, _HOP * inline):
+        found += await service.threads.run(lambda group=group: [work(item) for item in group])
+    return found
+
+
+def _groups(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
+    """Neighbours that are at most `size` long together, or one that is longer."""
+    start, length = 0, 0
+    for index, item in enumerate(items):
+        if index > start and length + len(item) > size:
+            yield items[start:index]
+            start, length = index, 0
+        length += len(item)
+    yield items[start:]
 
 
 async def chat_ids(service: Service, messages: Sequence[Message]) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from xpyd_core.errors import ApiError
 from xpyd_worker.server.bodies import charge_of
 
 _log = logging.getLogger(__name__)
-_JSON = "application/json"
+JSON = "application/json"
 
 
 async def json_body(*, may_be_empty: bool = False) -> Mapping[str, Any]:
@@ -39,11 +39,11 @@ async def json_body(*, may_be_empty: bool = False) -> Mapping[str, Any]:
 
 def json_response(value: Mapping[str, Any], status: int = 200) -> Response:
     """`value` as JSON."""
-    return Response(orjson.dumps(value), status=status, content_type=_JSON)
+    return Response(orjson.dumps(value), status=status, content_type=JSON)
 
 
 def _error_response(error: ApiError) -> Response:
-    response = Response(error.body(), status=error.status, content_type=_JSON)
+    response = Response(error.body(), status=error.status, content_type=JSON)
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(error.retry_after_s)
     return response

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import orjson
 
 from xpyd_core.errors import ApiError
-from xpyd_worker.server.answers import AnswerId, Format, usage_json
+from xpyd_worker.server.answers import INLINE_SCORES, AnswerId, Format, usage_json
 from xpyd_worker.server.generation import ChoiceDelta, Generation
 from xpyd_worker.server.openai_types import Options
+from xpyd_worker.server.text_threads import TextThreads
 
 _DONE = b"data: [DONE]\n\n"
 
@@ -28,16 +30,24 @@ async def events(
     format_: Format,
     head: AnswerId,
     options: Options,
+    threads: TextThreads,
 ) -> AsyncIterator[bytes]:
-    """The events of a stream. `first` was taken from `steps` already.
+    """The events of a stream. `first` was taken from `steps` already; `threads` write steps that
+    have much to show.
 
     An engine's error becomes an error event and ends the stream without [DONE].
     """
     chunks = _Chunks(generation, format_, head, options)
+
+    async def text_of(deltas: list[ChoiceDelta]) -> bytes:
+        write = partial(chunks.of, deltas)
+        is_short = format_.scores(deltas) <= INLINE_SCORES
+        return write() if is_short else await threads.finish(write)
+
     try:
-        yield b"".join([*map(chunks.make, format_.opening()), *chunks.of(first)])
+        yield b"".join(map(chunks.make, format_.opening())) + await text_of(first)
         async for deltas in steps:
-            text = b"".join(chunks.of(deltas))
+            text = await text_of(deltas)
             if text:
                 yield text
     except ApiError as error:
@@ -77,10 +87,10 @@ class _Chunks:
         running = self._options.running_usage
         return {"usage": usage_json(self._generation.usage) if running else None}
 
-    def of(self, deltas: list[ChoiceDelta]) -> list[bytes]:
+    def of(self, deltas: list[ChoiceDelta]) -> bytes:
         """The chunks of one step."""
         choices = map(self._format.chunk, deltas)
-        return [self.make(choice) for choice in choices if choice is not None]
+        return b"".join(self.make(choice) for choice in choices if choice is not None)
 
     def usage(self) -> bytes:
         """The chunk before [DONE]."""

@@ -1,4 +1,5 @@
-"""Threads for long texts, so that encoding one holds up neither streams nor the engine."""
+"""Threads for long texts, so that encoding one holds up neither streams nor the engine, and for
+what a long answer takes to write."""
 
 from __future__ import annotations
 
@@ -34,6 +35,11 @@ class TextThreads:
         future = self._pool.submit(work)
         future.add_done_callback(self._free)
         return await asyncio.wrap_future(future)
+
+    async def finish(self, work: Callable[[], T]) -> T:
+        """`work()` for the answer to a request that was computed: behind what waits, and never
+        refused. The requests that were let in bound how many there are."""
+        return await asyncio.wrap_future(self._pool.submit(work))
 
     def _free(self, _future: Future[T]) -> None:
         self._slots.release()

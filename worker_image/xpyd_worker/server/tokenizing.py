@@ -12,6 +12,7 @@ from xpyd_worker.server.fields import Fields, bad
 from xpyd_worker.server.not_built import refuse_not_built
 from xpyd_worker.server.openai_types import parse_messages
 from xpyd_worker.server.prompts import (
+    INLINE_TOKENS,
     characters_of,
     check_vocabulary,
     template_ids,
@@ -22,8 +23,6 @@ from xpyd_worker.server.service import Service
 # A second of encoding. No model's context is longer, but for texts of very long tokens.
 MAX_CHARACTERS = 4 * 1024 * 1024
 MAX_TOKENS = 1024 * 1024
-# Below that a hop to a thread costs more than the work.
-_INLINE_TOKENS = 4096
 _TEMPLATE_FIELDS = (
     "chat_template",
     "chat_template_kwargs",
@@ -68,7 +67,7 @@ async def detokenize(service: Service, body: Mapping[str, Any]) -> dict[str, Any
     def decode() -> str:
         return service.model.tokenizer.decode(ids, skip_special_tokens=False)
 
-    is_short = len(ids) <= _INLINE_TOKENS
+    is_short = len(ids) <= INLINE_TOKENS
     return {"prompt": decode() if is_short else await service.threads.run(decode)}
 
 
@@ -96,4 +95,4 @@ async def _pieces(service: Service, ids: Sequence[int]) -> list[str]:
     def pieces() -> list[str]:
         return [service.model.tokenizer.token_piece(token_id) for token_id in ids]
 
-    return pieces() if len(ids) <= _INLINE_TOKENS else await service.threads.run(pieces)
+    return pieces() if len(ids) <= INLINE_TOKENS else await service.threads.run(pieces)
