@@ -1,5 +1,5 @@
 """The fleet's secret: read from a file, used for the KV handshake, `POST /kv/release`,
-`POST /kv/probe` and `POST /drain`.
+`POST /kv/probe`, `POST /drain` and `POST /reset_prefix_cache`.
 
 The file holds one key per line. The first signs; every one is accepted, so that a key can be
 rotated by adding, rolling and removing. A key never appears in a log line or an error.
@@ -91,6 +91,17 @@ def drain_mac(key: bytes, incarnation: str) -> str:
 def is_drain_mac(keys: tuple[bytes, ...], incarnation: str, mac: str) -> bool:
     """Whether `mac` was made with one of the keys; in constant time for each."""
     return _is_mac(keys, b"drain", incarnation, mac)
+
+
+def reset_mac(key: bytes, incarnation: str) -> str:
+    """X-Xpyd-Mac of `POST /reset_prefix_cache`: hex HMAC-SHA256(key, "reset_prefix_cache" +
+    incarnation as in the body)."""
+    return _mac(key, b"reset_prefix_cache", incarnation)
+
+
+def is_reset_mac(keys: tuple[bytes, ...], incarnation: str, mac: str) -> bool:
+    """Whether `mac` was made with one of the keys; in constant time for each."""
+    return _is_mac(keys, b"reset_prefix_cache", incarnation, mac)
 
 
 def _mac(key: bytes, purpose: bytes, text: str) -> str:

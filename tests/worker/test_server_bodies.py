@@ -17,6 +17,7 @@ ROUTES = (
     "/tokenize",
     "/detokenize",
     "/drain",
+    "/reset_prefix_cache",
     "/kv/release",
     "/kv/probe",
 )

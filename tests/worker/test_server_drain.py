@@ -1,4 +1,5 @@
-"""POST /drain: who may ask, what it answers; the process' side: test_worker_ends.py."""
+"""POST /drain, POST /reset_prefix_cache: who may ask; what the first answers. The process' side:
+test_worker_ends.py."""
 
 from __future__ import annotations
 
@@ -9,8 +10,15 @@ import pytest
 
 from tests.worker.server_fakes import KEY, FakeEngine, run, say, serving
 from xpyd_core.errors import ApiError
-from xpyd_core.keys import INSECURE_KEYS, drain_mac, probe_mac, release_mac
-from xpyd_worker.server.draining import Caller, check_may_drain
+from xpyd_core.keys import (
+    INSECURE_KEYS,
+    drain_mac,
+    is_drain_mac,
+    probe_mac,
+    release_mac,
+    reset_mac,
+)
+from xpyd_worker.server.callers import Caller, check_caller
 
 MINE = "my-inc"
 BODY = {"incarnation": MINE}
@@ -28,7 +36,7 @@ def status_of(
 ) -> int:
     caller = Caller(peer, own, mac, {"host", "content-type", *headers})
     try:
-        check_may_drain(caller, body, keys=keys, incarnation=MINE)
+        check_caller(caller, body, is_mac=is_drain_mac, keys=keys, incarnation=MINE)
     except ApiError as error:
         return error.status
     return 202
@@ -45,6 +53,7 @@ def status_of(
         ({"mac": drain_mac(b"", MINE)}, 403),
         ({"mac": release_mac(KEY, MINE)}, 403),
         ({"mac": probe_mac(KEY, MINE)}, 403),
+        ({"mac": reset_mac(KEY, MINE)}, 403),
         ({"mac": drain_mac(KEY, "other")}, 403),
         # Right for another process: overheard there, or this one is a later start.
         ({"mac": drain_mac(KEY, "other"), "body": {"incarnation": "other"}}, 409),
@@ -71,6 +80,9 @@ def test_with_a_key_whoever_has_it_may_drain_this_process(given: Any, status: in
         ({"headers": ("x-forwarded-for",)}, 403),
         ({"headers": ("forwarded",)}, 403),
         ({"headers": ("via",)}, 403),
+        ({"headers": ("x-forwarded-proto",)}, 403),
+        ({"headers": ("x-real-ip",)}, 403),
+        ({"headers": ("sec-fetch-site",)}, 403),
     ],
 )
 def test_without_a_key_only_this_machine_may(
@@ -120,5 +132,24 @@ def test_a_browser_page_on_this_machine_may_not_drain() -> None:
         async with serving(keys=()) as server:
             answer = await server.client.post("/drain", headers={"Origin": "http://evil.example"})
             assert (answer.status_code, server.api.lifecycle.state) == (403, "Ready")
+
+    run(test())
+
+
+def test_the_prefix_cache_is_reset_by_those_who_may_drain() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            path = "/reset_prefix_cache"
+            assert (await server.client.post(path)).status_code == 400
+            for mac, status in ((drain_mac(KEY, MINE), 403), (reset_mac(KEY, MINE), 200)):
+                answer = await server.post(path, BODY, **{"X-Xpyd-Mac": mac})
+                assert answer.status_code == status
+            assert answer.json() == {"success": True}
+            other = {"X-Xpyd-Mac": reset_mac(KEY, "other")}
+            assert (await server.post(path, {"incarnation": "other"}, **other)).status_code == 409
+        async with serving(keys=()) as server:
+            assert (await server.client.post(path)).json() == {"success": True}
+            forwarded = {"X-Forwarded-For": "203.0.113.9"}
+            assert (await server.client.post(path, headers=forwarded)).status_code == 403
 
     run(test())

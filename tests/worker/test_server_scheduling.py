@@ -53,7 +53,7 @@ def test_with_a_seed_the_server_draws_the_same_seeds_at_each_start() -> None:
 def test_a_reset_of_the_prefix_cache_says_whether_it_is_empty_now() -> None:
     async def test() -> None:
         engine = FakeEngine(script=say("x"), silent=True)
-        async with serving(engine) as server:
+        async with serving(engine, keys=()) as server:
             answer = await server.post("/reset_prefix_cache", {})
             assert (answer.status_code, answer.json()) == (200, {"success": True})
             engine.living["somebody"] = {0}

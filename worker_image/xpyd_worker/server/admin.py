@@ -11,11 +11,11 @@ from quart import Response, request
 
 from xpyd_core import __version__
 from xpyd_core.errors import ApiError
-from xpyd_core.keys import is_release_mac
+from xpyd_core.keys import is_drain_mac, is_release_mac, is_reset_mac
 from xpyd_core.request_id import is_uuid
 from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.server.api import Api
-from xpyd_worker.server.draining import Caller, check_may_drain
+from xpyd_worker.server.callers import Caller, IsMac, check_caller
 from xpyd_worker.server.fields import bad
 from xpyd_worker.server.metrics import ServerMetrics
 from xpyd_worker.server.probe import answer_probe
@@ -103,16 +103,17 @@ class Admin:
 
     async def reset_prefix_cache(self) -> Response:
         """POST /reset_prefix_cache: forget cached prefixes that nobody holds."""
-        success = await self._api.ready_service().bridge.reset_prefix_cache()
+        service, body = self._api.ready_service(), await json_body(may_be_empty=True)
+        self._check_caller(body, is_reset_mac)
+        success = await service.bridge.reset_prefix_cache()
         _log.info("the prefix cache was reset", extra={"success": success})
         return json_response({"success": success})
 
     async def drain(self) -> Response:
         """POST /drain: what SIGTERM does, and what is left of it. Idempotent."""
         body = await json_body(may_be_empty=True)
-        process = self._process
-        check_may_drain(_caller(), body, keys=process.keys, incarnation=process.incarnation)
-        left = process.drain()
+        self._check_caller(body, is_drain_mac)
+        left = self._process.drain()
         service = self._api.service
         answer = {
             **self._figures(),
@@ -121,6 +122,12 @@ class Admin:
             "seconds_left": round(left.seconds_left, 1),
         }
         return json_response(answer, 202)
+
+    def _check_caller(self, body: Mapping[str, Any], is_mac: IsMac) -> None:
+        process = self._process
+        check_caller(
+            _caller(), body, is_mac=is_mac, keys=process.keys, incarnation=process.incarnation
+        )
 
     async def release(self) -> Response:
         """POST /kv/release: the router gave a request up; free its KV. Idempotent."""
