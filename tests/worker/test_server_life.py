@@ -129,8 +129,34 @@ def test_draining_refuses_new_requests_but_not_those_whose_kv_is_here() -> None:
             assert (await server.post(PATH, {"prompt": "hi"}, **headers)).status_code == 503
             engine.offers[TransferKey(UUID, 0)] = OfferedPrompt((1,), 1)
             assert (await server.post(PATH, {"prompt": "hi"}, **headers)).status_code == 200
+            # Of several prompts any may be the one whose KV is here.
+            engine.offers[TransferKey(UUID, 2)] = engine.offers.pop(TransferKey(UUID, 0))
+            several = {"prompt": ["a", "b", "c"], "max_tokens": 1}
+            assert (await server.post(PATH, several, **headers)).status_code == 200
             assert (await running).json()["choices"][0]["text"] == "x" * 20
             assert (await server.client.get("/health")).status_code == 200
+
+    run(test())
+
+
+def test_among_too_many_open_requests_one_whose_kv_is_here_comes_in() -> None:
+    async def test() -> None:
+        engine = FakeEngine(silent=True)
+        async with serving(engine, role="Decode", max_requests=1) as server:
+            # A client that sends its body late holds its place all the same.
+            _, late = await asyncio.open_connection(*server.address)
+            late.write(f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n".encode())
+            running = asyncio.create_task(server.post(PATH, {"prompt": "hi"}))
+            await engine.submitted(1)
+            await until(lambda: server.api.admission.requests == 2)
+            engine.silent = False
+            body = {"prompt": ["a", "b"], "max_tokens": 1}
+            headers = {"X-Request-Id": PAIR}
+            assert (await server.post(PATH, body, **headers)).status_code == 503
+            engine.offers[TransferKey(UUID, 1)] = OfferedPrompt((1,), 1)
+            assert (await server.post(PATH, body, **headers)).status_code == 200
+            running.cancel()
+            late.close()
 
     run(test())
 

@@ -13,6 +13,7 @@ from xpyd_core.errors import ApiError
 from xpyd_worker.server.bodies import BodyBudget
 from xpyd_worker.server.jobs import keys_of
 from xpyd_worker.server.lifecycle import Lifecycle
+from xpyd_worker.server.openai_types import MAX_PROMPTS
 from xpyd_worker.server.request_ids import RequestId
 from xpyd_worker.server.service import Service
 
@@ -36,9 +37,11 @@ class Admission:
     def enter(self, service: Service, request_id: RequestId) -> Admitted:
         """Let the current task's request in to have its body read; ApiError 503 otherwise. It
         leaves when the task ends."""
-        self._lifecycle.admit(lambda: is_expected(service, request_id, 1))
+        # How many prompts it has stands in its body, and that of the first may be the one that has
+        # no KV.
+        self._lifecycle.admit(lambda: is_expected(service, request_id, MAX_PROMPTS))
         is_full = self.requests >= _REQUESTS_PER_PROMPT * service.max_requests
-        if is_full and not is_expected(service, request_id, 1):
+        if is_full and not is_expected(service, request_id, MAX_PROMPTS):
             raise ApiError(503, _FULL, retry_after_s=1)
         admitted = Admitted(self, service, request_id)
         task = asyncio.current_task()
@@ -80,7 +83,8 @@ class Admitted:
 
 
 def is_expected(service: Service, request_id: RequestId, prompts: int) -> bool:
-    """Whether KV of the request was granted here: then no other instance can serve it as well."""
+    """Whether KV of one of its prompts was granted here: then no other instance can serve the
+    request as well."""
     if service.place.role != "Decode":
         return False
     keys = keys_of(request_id, prompts)
