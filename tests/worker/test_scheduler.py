@@ -169,6 +169,16 @@ def test_random_numbers_are_keyed_by_openais_index_and_the_position():
     assert keys == [[(4, 0), (5, 0)], [(4, 1), (5, 1)]]
 
 
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_eos_is_masked_before_min_tokens_also_where_it_would_end_nothing(ignore_eos: bool):
+    bench = Bench(budget=64)
+    bench.submit(make_request("a", prompt_of(5), max_tokens=4, min_tokens=3, ignore_eos=ignore_eos))
+    bench.run()
+    masked = [s.eos_token_ids for step in bench.executor.steps for s in step.sequences]
+    assert len(masked) >= 3
+    assert set(masked) == {(EOS,)}
+
+
 def test_a_choice_is_aborted_and_the_others_go_on():
     bench = Bench(budget=64)
     bench.submit(make_request("a", prompt_of(5), n=3, max_tokens=6, ignore_eos=True))

@@ -60,7 +60,8 @@ class ScheduledSequence:
     sampling: SamplingParams
     prompt_tokens: int
     samples: tuple[SampleSpec, ...] = ()
-    # EOS and stop ids are masked where fewer than min_tokens are out.
+    # EOS (also with ignore_eos, as in vLLM) and stop ids are masked where fewer than min_tokens are
+    # out.
     eos_token_ids: tuple[int, ...] = ()
     log_id: str = ""
     known: KnownTokens | None = None

@@ -95,7 +95,7 @@ class StepMaker:
             sampling=sequence.state.sampling(),
             prompt_tokens=sequence.state.prompt_tokens,
             samples=samples,
-            eos_token_ids=() if request.sampling.ignore_eos else self._rules.eos_token_ids,
+            eos_token_ids=self._rules.eos_token_ids,
             log_id=request.log_id,
             known=sequence.known_tokens() if samples else None,
         )
