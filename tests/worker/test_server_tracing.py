@@ -200,15 +200,41 @@ def test_a_client_that_leaves_the_queue_leaves_a_span_of_its_wait() -> None:
     assert attributes(found["text_completion fake"])["error.type"] == "client_left"
 
 
-def test_a_failed_request_has_an_error_status() -> None:
+@pytest.mark.parametrize("fail_after", [0, 2])
+@pytest.mark.parametrize(
+    ("kind", "word"),
+    [
+        ("internal", "engine_failed"),
+        ("busy", "busy"),
+        ("too_long", "context_length_exceeded"),
+        ("kv_failed", "kv_transfer_failed"),
+        ("", "stopping"),
+    ],
+)
+def test_a_failed_request_has_an_error_status_and_says_why(
+    kind: Any, word: str, fail_after: int
+) -> None:
     async def ask(server: Running) -> None:
         answer = await server.post(PATH, {"prompt": "hi", "stream": True})
-        assert "server_error" in answer.text
+        assert '"error"' in answer.text
+
+    engine = FakeEngine(fail_after=fail_after, error="" if fail_after else "x", error_kind=kind)
+    with receiving() as receiver:
+        spans = traced(receiver, ask, engine)
+    root = by_name(spans)["text_completion fake"]
+    assert (root.status.code, attributes(root)["error.type"]) == (2, word)
+
+
+def test_when_the_engine_is_gone_spans_say_so() -> None:
+    async def ask(server: Running) -> None:
+        asking = asyncio.create_task(server.post(PATH, {"prompt": "hi"}))
+        await server.engine.submitted(1)
+        server.bridge.fail()
+        assert (await asking).status_code == 500
 
     with receiving() as receiver:
-        spans = traced(receiver, ask, FakeEngine(fail_after=2))
-    root = by_name(spans)["text_completion fake"]
-    assert (root.status.code, attributes(root)["error.type"]) == (2, "engine_failed")
+        spans = traced(receiver, ask, FakeEngine(silent=True))
+    assert attributes(by_name(spans)["text_completion fake"])["error.type"] == "engine_failed"
 
 
 def test_the_standard_variables_name_service_headers_and_sampler(

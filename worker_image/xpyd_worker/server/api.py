@@ -43,7 +43,7 @@ from xpyd_worker.server.request_ids import RequestId, current
 from xpyd_worker.server.responses import JSON, json_body, json_response
 from xpyd_worker.server.service import Service
 from xpyd_worker.server.stream import events
-from xpyd_worker.server.tracing import Operation, RequestTrace, Tracer
+from xpyd_worker.server.tracing import Operation, Outcome, RequestTrace, Tracer
 
 _log = logging.getLogger(__name__)
 
@@ -183,7 +183,7 @@ class Api:
         tracer, trace = self.tracer, call.trace
 
         def close(task: asyncio.Task[Any]) -> None:
-            outcome = "request done" if generation.is_finished else "request failed"
+            outcome: Outcome = "request done" if generation.is_finished else "request failed"
             if task.cancelled():
                 outcome = "client left"
             generation.close()

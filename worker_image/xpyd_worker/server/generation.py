@@ -8,8 +8,9 @@ still runs.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from xpyd_core.errors import ApiError
 from xpyd_worker.engine.request import (
@@ -28,6 +29,15 @@ from xpyd_worker.server.output_text import OutputText
 from xpyd_worker.server.service import Service
 
 _log = logging.getLogger(__name__)
+_FAILURES: Mapping[ErrorKind, str] = MappingProxyType(
+    {
+        "": "stopping",
+        "busy": "busy",
+        "too_long": "context_length_exceeded",
+        "kv_failed": "kv_transfer_failed",
+        "internal": "engine_failed",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -197,6 +207,8 @@ class Generation:
     """The jobs of one HTTP request. Use: `start`, iterate `steps`, `close`."""
 
     def __init__(self, service: Service, jobs: Sequence[Job], ending: Ending) -> None:
+        self.failure = ""
+        """One word for why the engine did not finish the request; "" where it did, or may yet."""
         self._bridge = service.bridge
         self._mailbox = Mailbox()
         self._prompts: dict[str, _Prompt] = {}
@@ -239,7 +251,7 @@ class Generation:
         while not self._all_finished():
             touched: dict[_Prompt, None] = {}
             failure: ApiError | None = None
-            for output in await self._mailbox.take():
+            for output in await self._taken():
                 touched[self._prompts[output.request_id]] = None
                 failure = failure or self._take(output)
             # What came before a failure is the client's.
@@ -248,6 +260,13 @@ class Generation:
                 yield gained
             if failure is not None:
                 raise failure
+
+    async def _taken(self) -> list[RequestOutput]:
+        try:
+            return await self._mailbox.take()
+        except ApiError:  # The engine is gone.
+            self.failure = _FAILURES["internal"]
+            raise
 
     def _all_finished(self) -> bool:
         return all(prompt.finished for prompt in self._prompts.values())
@@ -285,6 +304,7 @@ class Generation:
             output.error or "aborted",
             extra={"request": request.log_id},
         )
+        self.failure = _FAILURES[output.error_kind]
         return failure_answer(output.error_kind)
 
     def close(self) -> None:

@@ -73,11 +73,10 @@ class OtlpTracer:
         )
         if span.is_recording():
             span.set_attributes(_attributes(finished))
+            if finished.error:
+                span.set_attribute("error.type", finished.error)
             if finished.outcome == "request failed":
                 span.set_status(Status(StatusCode.ERROR))
-                span.set_attribute("error.type", "engine_failed")
-            elif finished.outcome == "client left":
-                span.set_attribute("error.type", "client_left")
             for phases in finished.prompts:
                 self._phases(span, phases, finished.ended_s, offset_ns)
         span.end(_at(finished.ended_s, offset_ns))

@@ -15,6 +15,7 @@ from xpyd_worker.server.generation import Generation, Usage
 from xpyd_worker.server.openai_types import Options
 
 Operation = Literal["chat", "text_completion"]
+Outcome = Literal["request done", "request failed", "client left"]
 # W3C trace context, level 2: a traceparent has 55 characters, later versions may have more; a
 # tracestate need not be passed on above 512.
 _MAX_TRACEPARENT = 256
@@ -34,11 +35,13 @@ class PromptPhases:
 
 @dataclass(frozen=True)
 class FinishedTrace:
-    """One request that is over. `ended_s` - `begun_s` is the whole handler, tokenizing included."""
+    """One request that is over. `ended_s` - `begun_s` is the whole handler, tokenizing included.
+    `error`: a word for what went wrong; "" for nothing."""
 
     trace: RequestTrace
     ended_s: float
-    outcome: str
+    outcome: Outcome
+    error: str
     head: AnswerId
     options: Options
     usage: Usage
@@ -68,7 +71,7 @@ class RequestTrace:
         return cls(operation, request_id, parent, state, time.monotonic())
 
     def end(
-        self, outcome: str, options: Options, generation: Generation, head: AnswerId
+        self, outcome: Outcome, options: Options, generation: Generation, head: AnswerId
     ) -> FinishedTrace:
         """The request is over now."""
         phases = tuple(
@@ -81,12 +84,24 @@ class RequestTrace:
             self,
             time.monotonic(),
             outcome,
+            _error(outcome, generation),
             head,
             options,
             generation.usage,
             generation.finish_reasons,
             phases,
         )
+
+
+def _error(outcome: Outcome, generation: Generation) -> str:
+    match outcome:
+        case "request done":
+            return ""
+        case "client left":
+            return "client_left"
+        case "request failed":
+            # OpenTelemetry's word where there is none: a client that did not read, for example.
+            return generation.failure or "_OTHER"
 
 
 class Tracer(Protocol):
