@@ -136,6 +136,64 @@ def test_yarn_scales_attention_by_the_field_or_by_what_follows_from_the_others(
     assert scaling.attention_factor == pytest.approx(attention_factor)
 
 
+ORIGINAL = {"original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize(
+    ("fields", "context"),
+    [
+        ({}, 512),
+        # Qwen2.5, whose field holds the original context, and Qwen3, whose is a little longer.
+        ({"rope_scaling": YARN | {"original_max_position_embeddings": 512}}, 2048),
+        ({"rope_scaling": YARN | {"original_max_position_embeddings": 400}}, 1600),
+        ({"rope_parameters": YARN | {"original_max_position_embeddings": 512}}, 2048),
+        # The field holds the stretched context.
+        ({"rope_scaling": YARN | ORIGINAL}, 512),
+        ({"rope_scaling": YARN | ORIGINAL | {"factor": None}}, 512),
+        ({"rope_scaling": YARN} | ORIGINAL, 512),
+        # Without an original context the field holds it.
+        ({"rope_scaling": YARN}, 2048),
+        ({"rope_scaling": YARN | {"factor": 1.0}}, 512),
+        ({"rope_scaling": YARN | {"factor": 1e200}}, 2**31 - 1),
+        ({"rope_scaling": LLAMA3 | ORIGINAL}, 512),
+        ({"rope_scaling": LLAMA3}, 512),
+    ],
+)
+def test_the_context_is_what_the_rotary_embedding_is_stretched_to(
+    fields: dict[str, Any], context: int
+) -> None:
+    assert parsed(fields).max_positions == context
+
+
+@pytest.mark.parametrize(
+    ("parameters", "scaling"),
+    [
+        ({"rope_type": "default"}, YARN),
+        ({"rope_theta": 1e6}, YARN),
+        (YARN, {"type": "default"}),
+        (YARN, YARN | {"factor": 2.0}),
+        (YARN, YARN | {"beta_fast": 16}),
+        (YARN | {"beta_fast": 16}, YARN),
+        (YARN | {"rope_theta": 1e6}, YARN | {"rope_theta": 1e4}),
+    ],
+)
+def test_two_sets_of_rotary_parameters_that_contradict_each_other_are_refused(
+    parameters: dict[str, Any], scaling: dict[str, Any]
+) -> None:
+    with pytest.raises(UserError, match=r"rope_scaling is .*rope_parameters"):
+        parsed({"rope_parameters": parameters, "rope_scaling": scaling})
+
+
+@pytest.mark.parametrize(
+    "scaling", [None, {}, YARN, {"type": "yarn", "factor": 4, "beta_fast": None}]
+)
+def test_two_sets_of_rotary_parameters_may_say_the_same(scaling: Any) -> None:
+    fields = {"rope_parameters": YARN | {"rope_theta": 1e6}, "rope_scaling": scaling}
+    rope = parsed(fields).rope
+    assert isinstance(rope.scaling, YarnScaling)
+    assert (rope.theta, rope.scaling.factor) == (1e6, 4.0)
+
+
 @pytest.mark.parametrize(
     ("fields", "theta"),
     [

@@ -79,7 +79,8 @@ class LayerConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shapes and constants of one decoder-only model. `max_positions` is in tokens.
+    """Shapes and constants of one decoder-only model. `max_positions` is the longest context that
+    its rotary embedding is made for, in tokens.
 
     `head_dim` need not be hidden_size / num_heads. `intermediate_size` is that of layers without
     experts. `dtype` is the checkpoint's own. `eos_token_ids` end a text: those of config.json and
@@ -155,6 +156,7 @@ def decoder_config(
     if head_dim % 2:
         raise fields.refusal("head_dim", "an even number")
     num_layers = fields.whole("num_hidden_layers")
+    rope = read_rope(fields, default_theta=default_theta)
     return ModelConfig(
         architecture=str(fields.array("architectures")[0]),
         vocab_size=fields.whole("vocab_size"),
@@ -164,9 +166,9 @@ def decoder_config(
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         layers=tuple(layers) * num_layers if len(layers) == 1 else tuple(layers),
-        max_positions=fields.whole("max_position_embeddings"),
+        max_positions=rope.context(fields.whole("max_position_embeddings")),
         rms_norm_eps=fields.number("rms_norm_eps", default_eps),
-        rope=read_rope(fields, default_theta=default_theta),
+        rope=rope,
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         qkv_bias=qkv_bias,
         output_bias=output_bias,

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
-from xpyd_worker.model.fields import Fields
+from xpyd_worker.model.fields import Fields, Json
 
+_MAX_POSITIONS = 2**31 - 1
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -51,9 +53,22 @@ class RopeConfig:
     theta: float
     scaling: RopeScaling | None
 
+    def context(self, max_positions: int) -> int:
+        """Tokens that the embedding is made for, where `max_position_embeddings` is this.
+
+        As in vLLM: with yarn the original context times the factor, whether the field holds the
+        original one (Qwen2.5, Qwen3) or the stretched one (DeepSeek). Llama 3's field always holds
+        the stretched one.
+        """
+        if not isinstance(self.scaling, YarnScaling):
+            return max_positions
+        stretched = self.scaling.original_max_positions * self.scaling.factor
+        return max(max_positions, int(min(stretched, _MAX_POSITIONS)))
+
 
 def read_rope(fields: Fields, *, default_theta: float) -> RopeConfig:
     """The rotary embedding of a config.json. UserError names what is not supported."""
+    _check_same(fields)
     rope = fields.inner("rope_parameters" if fields.get("rope_parameters") else "rope_scaling")
     for kind in _LAYER_TYPES:
         if kind in rope:
@@ -62,8 +77,7 @@ def read_rope(fields: Fields, *, default_theta: float) -> RopeConfig:
     theta = base.number("rope_theta", default_theta)
     if rope.get("partial_rotary_factor") not in (None, 1):
         raise rope.refusal("partial_rotary_factor", "1")
-    name = "rope_type" if "rope_type" in rope or "type" not in rope else "type"
-    kind = rope.get(name) or "default"
+    name, kind = _kind(rope)
     if kind == "default":
         return RopeConfig(theta, None)
     if kind not in ("llama3", "yarn"):
@@ -78,6 +92,27 @@ def read_rope(fields: Fields, *, default_theta: float) -> RopeConfig:
     if theta <= 1:
         raise base.refusal("rope_theta", "above 1 with yarn")
     return RopeConfig(theta, _yarn(rope, original, fields.whole("max_position_embeddings")))
+
+
+def _kind(rope: Fields) -> tuple[str, object]:
+    """The field that names the type, and the type."""
+    name = "rope_type" if "rope_type" in rope or "type" not in rope else "type"
+    return name, rope.get(name) or "default"
+
+
+def _check_same(fields: Fields) -> None:
+    """UserError where both generations of fields are there and say different things: programs
+    differ in which of them they follow."""
+    names = ("rope_parameters", "rope_scaling")
+    new, old = (fields.inner(name) for name in names)
+    given = [cast("Json", fields.get(name) or {}) for name in names]
+    if not all(given):
+        return
+    keys = {key for values in given for key in values} - {"type", "rope_type", "rope_theta"}
+    # Bases may stand in one of them only.
+    keys |= {"rope_theta"} if all("rope_theta" in values for values in given) else set()
+    if _kind(new)[1] != _kind(old)[1] or any(new.get(key) != old.get(key) for key in keys):
+        raise fields.refusal("rope_scaling", "what rope_parameters says, or one of the two alone")
 
 
 def _llama3(rope: Fields, original_max_positions: int) -> Llama3Scaling:
