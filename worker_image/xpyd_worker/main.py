@@ -30,6 +30,7 @@ from xpyd_worker.kv_setup import LETTER
 from xpyd_worker.load_thread import run_unless
 from xpyd_worker.model.registry import load_config
 from xpyd_worker.model.source import resolve_checkpoint
+from xpyd_worker.process_age import process_age_s
 from xpyd_worker.server.admin import Admin, DrainState, Process
 from xpyd_worker.server.api import Api
 from xpyd_worker.server.app import create_app
@@ -181,13 +182,6 @@ class _Worker:
         config = self._config
         self._loaded = loaded
         self._bridge.bind(loaded.engine)
-        self._metrics.watch(
-            loaded.stats,
-            loaded.kv.samples,
-            model=loaded.model.names[0],
-            block_size=config.block_size,
-            load_s=time.monotonic() - self._begun_s,
-        )
         loaded.kv.start()
         loaded.engine.start()
         heartbeat = HeartbeatSender(
@@ -210,6 +204,13 @@ class _Worker:
                 draw_seed=seeds(config.seed),
             )
             self._lifecycle.become("Ready")
+            self._metrics.watch(
+                loaded.stats,
+                loaded.kv.samples,
+                model=loaded.model.names[0],
+                block_size=config.block_size,
+                load_s=self._age_s(),
+            )
             self._lifecycle.listen(heartbeat.beat_now)
             heartbeat.start()
             self._say_ready(loaded, port)
@@ -222,6 +223,11 @@ class _Worker:
             await asyncio.to_thread(loaded.engine.stop, _ENGINE_STOP_S)
             await asyncio.to_thread(loaded.kv.close, _KV_CLOSE_S)
             await heartbeat.close()
+
+    def _age_s(self) -> float:
+        """Since the process' start; where the system does not say when that was, since ours."""
+        age_s = process_age_s()
+        return time.monotonic() - self._begun_s if age_s is None else age_s
 
     async def _until_the_end(self, loaded: Loaded, serving: asyncio.Task[None]) -> int:
         while not self._signals and self._drain_end_s is None:
