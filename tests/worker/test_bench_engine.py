@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,15 @@ import pytest
 from examples.demo_model.random_weights import Shape, tensors_of
 from tests.bench_report import END
 from tests.worker.bench.__main__ import main
-from tests.worker.bench.contender import WARM_UP, ContenderFailed, Processes, check, tree
+from tests.worker.bench.contender import (
+    WARM_UP,
+    ContenderFailed,
+    Processes,
+    Recipe,
+    Server,
+    check,
+    tree,
+)
 from tests.worker.bench.models import Model, model
 from tests.worker.bench.page import BEGIN, with_measured
 from tests.worker.bench.peer import peer_recipe, requirements
@@ -245,3 +255,26 @@ def test_the_short_form_measures_our_server(
     assert made["models"]["tiny"]["cases"]["c8"]["rows"][OWN]["tokensPerS"] > 0
     assert json.loads(output.read_text()) == made
     assert "**xpyd**" in output.with_suffix(".md").read_text()
+
+
+class Healthy(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - its name
+        del format, args
+
+
+def test_a_contender_is_asked_itself_whatever_proxy_the_machine_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setattr("urllib.request._opener", None)  # made from the environment, once
+    with HTTPServer(("127.0.0.1", 0), Healthy) as healthy:
+        threading.Thread(target=healthy.handle_request, daemon=True).start()
+        process: Any = None  # Nobody asks it.
+        port = healthy.server_address[1]
+        assert Server(Recipe("own", (), {}), process, tmp_path / "log", port)._is_ready()

@@ -108,6 +108,18 @@ def test_a_request_carries_its_members_and_its_tokens_are_counted() -> None:
     asyncio.run(go())
 
 
+def test_a_base_urls_path_stands_before_every_path() -> None:
+    async def go() -> None:
+        server = Server()
+        async with serving(server, prefix="/llm") as target:
+            assert (await ask_streaming(target, Ask((1,), 3))).error == ""
+            assert await first_model(target) == "first"
+        lines = [head.partition("\r\n")[0] for head in server.heads]
+        assert lines == ["POST /llm/v1/completions HTTP/1.1", "GET /llm/v1/models HTTP/1.1"]
+
+    asyncio.run(go())
+
+
 def test_no_more_are_under_way_than_allowed() -> None:
     async def go() -> None:
         server = Server(hold=asyncio.Event())
@@ -165,9 +177,12 @@ def test_a_server_that_says_nothing_is_given_up_in_time() -> None:
 
 
 def test_a_base_url_is_split_or_refused() -> None:
-    assert split_url("http://a:8000") == ("a", 8000, False)
-    assert split_url("https://b/") == ("b", 443, True)
-    for wrong in ("a:8000", "http://", "http://a:99999", "ftp://a"):
+    assert split_url("http://a:8000") == ("a", 8000, False, "")
+    assert split_url("https://b/") == ("b", 443, True, "")
+    assert split_url("http://a/llm/") == ("a", 80, False, "/llm")
+    assert split_url("http://a/llm/b c/v1") == ("a", 80, False, "/llm/b%20c")
+    assert split_url("http://a/v1/") == ("a", 80, False, "")
+    for wrong in ("a:8000", "http://", "http://a:99999", "ftp://a", "http://a/?x=1", "http://a/#x"):
         with pytest.raises(UserError, match="--base-url"):
             split_url(wrong)
 

@@ -29,6 +29,8 @@ START_S = 1200.0
 _END_S = 30.0
 _POLL_S = 0.05
 _REQUEST_S = 600.0
+# Contenders are on this machine, whatever http_proxy says.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 WARM_UP = Case("warm-up", 64, 4, 1, 1)
 
 
@@ -131,7 +133,7 @@ class Server(Processes):
     def _is_ready(self) -> bool:
         try:
             url = f"http://127.0.0.1:{self._port}/health"
-            with urllib.request.urlopen(url, timeout=5) as answer:
+            with _DIRECT.open(url, timeout=5) as answer:
                 return answer.status == 200
         except (OSError, urllib.error.URLError):
             return False

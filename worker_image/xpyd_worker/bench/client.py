@@ -10,8 +10,8 @@ import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
-from urllib.parse import urlsplit
+from typing import Any, NamedTuple, cast
+from urllib.parse import quote, urlsplit
 
 import orjson
 
@@ -40,6 +40,8 @@ class Target:
     """Of the body: temperature, ignore_eos, ..."""
     timeout_s: float
     api_key: str = ""
+    prefix: str = ""
+    """Of every path, without a slash at its end."""
 
     def body(self, ask: Ask) -> bytes:
         """The JSON body for one prompt."""
@@ -60,23 +62,35 @@ class Target:
         key = f"Authorization: Bearer {self.api_key}\r\n" if self.api_key else ""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return (
-            f"{method} {path} HTTP/1.1\r\nHost: {host}:{self.port}\r\n"
+            f"{method} {self.prefix}{path} HTTP/1.1\r\nHost: {host}:{self.port}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {length}\r\n{key}"
             "Accept-Encoding: identity\r\nConnection: close\r\n\r\n"
         ).encode()
 
 
-def split_url(url: str) -> tuple[str, int, bool]:
-    """Host, port and whether TLS of a base URL. UserError."""
+class BaseUrl(NamedTuple):
+    """Where a server's paths begin."""
+
+    host: str
+    port: int
+    tls: bool
+    prefix: str
+
+
+def split_url(url: str) -> BaseUrl:
+    """The parts of a base URL. A path goes before those of the API, whose /v1 it may have at its
+    end, as OpenAI's clients are given it. UserError."""
     parts = urlsplit(url)
     try:
         port = parts.port
     except ValueError:
         port = -1
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
-        raise UserError(f"--base-url {url}: expected http://HOST:PORT")
+    is_http = parts.scheme in ("http", "https") and parts.hostname is not None
+    if not is_http or port == -1 or parts.query or parts.fragment:
+        raise UserError(f"--base-url {url}: expected http://HOST:PORT or http://HOST:PORT/PREFIX")
     tls = parts.scheme == "https"
-    return parts.hostname, port or (443 if tls else 80), tls
+    prefix = quote(parts.path.rstrip("/").removesuffix("/v1"), safe="/%:@!$&'()*+,;=~-._")
+    return BaseUrl(parts.hostname or "", port or (443 if tls else 80), tls, prefix.rstrip("/"))
 
 
 class _Times:
@@ -155,7 +169,7 @@ async def first_model(target: Target) -> str:
             parser = await _exchange(target, target.head("GET", "/v1/models", 0), None)
         return str(orjson.loads(parser.text)["data"][0]["id"])
     except _FOREIGN as error:
-        address = f"{target.host}:{target.port}"
+        address = f"{target.host}:{target.port}{target.prefix}"
         raise UserError(f"--base-url: {address} does not name its models: {error}") from error
 
 

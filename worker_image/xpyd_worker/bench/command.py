@@ -236,19 +236,20 @@ async def _load(args: argparse.Namespace, asks: Sequence[Ask]) -> list[Any]:
     from xpyd_worker.bench.client import Target, first_model, split_url
     from xpyd_worker.bench.serve import run_load
 
-    host, port, tls = split_url(args.base_url)
+    base = split_url(args.base_url)
     members: dict[str, Any] = {"temperature": args.temperature, **_extra_body(args.extra_body)}
     if not args.stop_at_eos:
         members["ignore_eos"] = True
     target = Target(
-        host,
-        port,
-        tls,
+        base.host,
+        base.port,
+        base.tls,
         args.endpoint,
         model=args.model or "",
         members=members,
         timeout_s=args.timeout,
         api_key=os.environ.get("OPENAI_API_KEY", ""),
+        prefix=base.prefix,
     )
     if not target.model:
         target = replace(target, model=await first_model(target))
