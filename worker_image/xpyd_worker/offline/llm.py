@@ -19,7 +19,15 @@ from xpyd_worker.config import AUTO_BATCHED_TOKENS, WorkerConfig, check_config
 from xpyd_worker.engine.limits import Policy
 from xpyd_worker.offline.outputs import RequestOutput
 from xpyd_worker.offline.progress import Progress
-from xpyd_worker.offline.requests import Ask, Chat, TextPrompt, TokensPrompt, prepare, run_all
+from xpyd_worker.offline.requests import (
+    Ask,
+    Chat,
+    TextPrompt,
+    TokensPrompt,
+    Turns,
+    prepare,
+    run_all,
+)
 from xpyd_worker.offline.sampling import SamplingParams
 from xpyd_worker.offline.session import Session
 from xpyd_worker.server.openai_types import parse_chat
@@ -76,7 +84,7 @@ class LLM:
         )
         check_config(config)
         # As many as can run, and as many again, so that the scheduler never wants for one.
-        self._most_at_once = 2 * max_num_seqs
+        self._turns = Turns(2 * max_num_seqs)
         self._session = Session(config)
         self._end = weakref.finalize(self, self._session.close)
 
@@ -132,12 +140,12 @@ class LLM:
                 f"priority: expected as many as prompts ({len(asks)}), got {len(ranks)}"
             )
 
+        turns = self._turns
+
         async def work(service: Service) -> list[RequestOutput]:
-            requests = await prepare(service, asks, params, ranks)
+            requests = await prepare(service, asks, params, ranks, turns=turns)
             with Progress(len(requests), shown=use_tqdm) as progress:
-                return await run_all(
-                    service, requests, most_at_once=self._most_at_once, done=progress.done
-                )
+                return await run_all(service, requests, turns=turns, done=progress.done)
 
         return self._session.run(work)
 

@@ -22,6 +22,9 @@ from xpyd_worker.server.prompts import bad_word_ids, chat_ids, completion_ids
 from xpyd_worker.server.request_ids import read_request_id
 from xpyd_worker.server.service import Service
 
+# Calls that tokenize at once: half of what the text threads let wait.
+_PREPARING = 32
+
 
 class TextPrompt(TypedDict):
     """A prompt as text."""
@@ -59,19 +62,33 @@ class Request:
     job: Job
 
 
+class Turns:
+    """What all calls of one LLM share, from whatever thread: they take turns where the engine and
+    the text threads would refuse what is over their bounds. Used on one loop."""
+
+    def __init__(self, most_at_once: int) -> None:
+        """`most_at_once`: prompts that may be in the engine."""
+        self.most_at_once = most_at_once
+        self.preparing = asyncio.Semaphore(_PREPARING)
+        self.running = asyncio.Semaphore(most_at_once)
+
+
 async def prepare(
     service: Service,
     asks: Sequence[Ask | Chat],
     params: Sequence[SamplingParams],
     priorities: Sequence[int],
+    *,
+    turns: Turns,
 ) -> list[Request]:
     """Tokenize and check everything. UserError names the prompt."""
     requests: list[Request] = []
-    for index, (ask, each, rank) in enumerate(zip(asks, params, priorities, strict=True)):
-        try:
-            requests.append(await _prepare(service, ask, each, rank))
-        except UserError as error:
-            raise UserError(f"prompts[{index}]: {error}") from error
+    async with turns.preparing:
+        for index, (ask, each, rank) in enumerate(zip(asks, params, priorities, strict=True)):
+            try:
+                requests.append(await _prepare(service, ask, each, rank))
+            except UserError as error:
+                raise UserError(f"prompts[{index}]: {error}") from error
     return requests
 
 
@@ -111,10 +128,10 @@ async def run_all(
     service: Service,
     requests: Sequence[Request],
     *,
-    most_at_once: int,
+    turns: Turns,
     done: Callable[[RequestOutput], None],
 ) -> list[RequestOutput]:
-    """Run every request, at most so many at once; `done` hears of each as it ends.
+    """Run every request, each when it is its turn; `done` hears of each as it ends.
 
     The first error ends all of them.
     """
@@ -123,12 +140,13 @@ async def run_all(
 
     async def take_turns(left: Iterator[tuple[int, Request]]) -> None:
         for index, request in left:
-            outputs[index] = await _run(service, request)
+            async with turns.running:
+                outputs[index] = await _run(service, request)
             done(outputs[index])
 
     try:
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(most_at_once, len(requests))):
+            for _ in range(min(turns.most_at_once, len(requests))):
                 group.create_task(take_turns(left))
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
