@@ -60,9 +60,6 @@ def test_a_p_whose_cache_fills_moves_kv_aside_and_every_answer_is_right(
         samples = p.metrics()
         spilled = {w: samples[f"xpyd_kv_spilled_total{{where={w}}}"] for w in ("buffer", "pool")}
         assert all(spilled.values()), spilled
-        # In the moment between two requests D pulls all that wait, and what it has begun to pull
-        # cannot move any more: a few of hundreds are given up, and D computes them.
-        given_up = p.metric("xpyd_kv_pressure_cancels_total")
-        assert given_up <= sum(spilled.values()) / 20, (given_up, spilled)
+        assert p.metric("xpyd_kv_pressure_cancels_total") == 0
         for engine in (p, d):
             wait_for("nothing held", lambda e=engine: _holds_nothing(e))

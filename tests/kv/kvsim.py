@@ -471,8 +471,8 @@ class World:
     def expect(self, sent: Sent, wait_s: float = 10.0) -> None:
         self.consumer.expect(sent.key, wait_s=wait_s, now=self.clock.now)
 
-    def admit(self, sent: Sent) -> Any:
-        return self.consumer.admit(sent.key, sent.ids, self.clock.now)
+    def admit(self, sent: Sent, *, seats: int = 100) -> Any:
+        return self.consumer.admit(sent.key, sent.ids, seats=seats, now=self.clock.now)
 
     def take_over(self, sent: Sent, answer: object) -> None:
         """D's request runs from landed KV and ends: the bytes must be P's."""

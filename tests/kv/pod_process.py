@@ -175,7 +175,7 @@ class _Child:
 
     def admit(self, seed: int, tokens: int, now: float) -> None:
         assert self.pod.kv.consumer is not None
-        answer = self.pod.kv.consumer.admit(key_of(seed), ids_of(seed, tokens), now)
+        answer = self.pod.kv.consumer.admit(key_of(seed), ids_of(seed, tokens), seats=100, now=now)
         if isinstance(answer, Wait):
             return
         del self.waiting[seed]

@@ -141,9 +141,12 @@ def send(p: Pod, address: Address, ids: tuple[int, ...], seed: int, chunk: int) 
 def admitted(d: Pod, key: TransferKey, ids: tuple[int, ...]) -> Landed | NoKv:
     assert d.kv.consumer is not None
     consumer = d.kv.consumer
-    return until(
-        lambda: None if isinstance(a := consumer.admit(key, ids, time.monotonic()), Wait) else (a,)
-    )[0]
+
+    def asked() -> tuple[Landed | NoKv] | None:
+        answer = consumer.admit(key, ids, seats=100, now=time.monotonic())
+        return None if isinstance(answer, Wait) else (answer,)
+
+    return until(asked)[0]
 
 
 def settled(p: Pod, key: TransferKey) -> bool:

@@ -317,6 +317,61 @@ def test_what_d_pulls_at_that_moment_stays_in_its_blocks() -> None:
     world.assert_nothing_is_left()
 
 
+def queue(world: World, prompts: int) -> list[Sent]:
+    """Prompts of 3 blocks each that wait at P, and whose requests wait at D."""
+    sent = [world.prompt(3 * BLOCK_SIZE) for _ in range(prompts)]
+    for one in sent:
+        world.expect(one)
+        world.send(one)
+        world.settle()
+    return sent
+
+
+def pulled(world: World) -> int:
+    return world.d.metrics.landings["pulled"]
+
+
+def test_d_pulls_for_no_more_requests_than_may_start() -> None:
+    world = World(settings=settings("get"))
+    prompts = queue(world, 5)
+    for sent in prompts:
+        assert world.admit(sent, seats=2) == Wait()
+    assert pulled(world) == 2
+    world.settle()
+    for sent in prompts[2:]:
+        assert world.admit(sent, seats=2) == Wait()
+    # One runs and the other, whose KV has come, will: there is no seat for a third.
+    world.take_over(prompts[0], world.admit(prompts[0], seats=2))
+    assert world.admit(prompts[2], seats=1) == Wait()
+    assert pulled(world) == 2
+    assert world.admit(prompts[2], seats=2) == Wait()
+    assert pulled(world) == 3
+    # Whoever leaves without having run makes room for another.
+    world.consumer.forget(prompts[1].key)
+    world.settle()
+    assert world.admit(prompts[3], seats=2) == Wait()
+    assert pulled(world) == 4
+    world.settle()
+    for sent in (prompts[2], prompts[3], prompts[4]):
+        adopt(world, sent)
+        world.settle()
+    world.assert_nothing_is_left()
+
+
+def test_d_says_when_kv_that_may_be_pulled_finds_no_blocks() -> None:
+    world = World(d_blocks=4, settings=settings("get"))
+    first, second = queue(world, 2)
+    assert world.admit(first) == Wait()
+    assert world.admit(second) == Wait(for_blocks=True)
+    world.settle()
+    world.take_over(first, world.admit(first))
+    assert world.admit(second) == Wait()
+    world.settle()
+    world.take_over(second, world.admit(second))
+    world.settle()
+    world.assert_nothing_is_left()
+
+
 @pytest.mark.parametrize("end", ["cancel", "peer", "lease", "release"])
 def test_memory_beside_the_blocks_comes_back_however_a_transfer_ends(end: str) -> None:
     world, prompts = crowd(STORES["pool"])

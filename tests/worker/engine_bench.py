@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.worker.engine_fakes import (
-    BLOCK,
-    EOS,
-    FakeConsumer,
-    FakeExecutor,
-    FakeProducer,
-    alone,
-    kv_of,
-    next_token,
-)
+from tests.worker.engine_fakes import BLOCK, EOS, FakeExecutor, alone, kv_of, next_token
+from tests.worker.transfer_fakes import FakeConsumer, FakeProducer
 from xpyd_core.errors import XpydError
 from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.core import EngineCore

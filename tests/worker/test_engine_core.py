@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from tests.worker.engine_bench import Bench, make_request
-from tests.worker.engine_fakes import BLOCK, FakeConsumer, FakeExecutor
+from tests.worker.engine_fakes import BLOCK, FakeExecutor
+from tests.worker.transfer_fakes import FakeConsumer
 from xpyd_core.request_id import TransferKey
 from xpyd_worker.engine.api import Engine
 from xpyd_worker.engine.block_manager import BlockManager

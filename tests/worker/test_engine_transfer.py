@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tests.worker.engine_bench import Bench, StepFailed, make_request, prompt_of, prompt_that_draws
-from tests.worker.engine_fakes import BLOCK, EOS, FakeConsumer, FakeProducer
+from tests.worker.engine_fakes import BLOCK, EOS
+from tests.worker.transfer_fakes import FakeConsumer, FakeProducer
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_worker.engine.request import EngineRequest, ReceiveFrom, SendTo
 
@@ -247,6 +248,28 @@ def test_d_forks_n_choices_from_one_landed_prompt(length: int):
     assert bench.core.stats().prompt_tokens_computed == 0
     bench.assert_as_alone("a")
     bench.assert_all_blocks_free()
+
+
+def test_d_says_how_many_may_still_start_when_it_asks_for_kv():
+    bench, consumer = receiving(seqs=2)
+    bench.submit(make_request("old", prompt_of(3), max_tokens=3, ignore_eos=True))
+    bench.turns(1)
+    bench.submit(to_receive("a", prompt_of(9)))
+    bench.turns(1)
+    assert consumer.seats == [(KEY, 1)]
+    bench.run()
+    assert bench.finished("old")
+    assert consumer.seats[-1] == (KEY, 2)
+
+
+def test_d_pulls_nothing_into_blocks_that_one_before_could_not_be_pulled_into():
+    bench, consumer = receiving(seqs=2)
+    keys = [TransferKey(letter * 32, 0) for letter in "abc"]
+    consumer.crowded.add(keys[1])
+    for key in keys:
+        bench.submit(to_receive(key.uuid[0], prompt_of(9), key=key))
+    bench.turns(1)
+    assert consumer.seats == list(zip(keys, (2, 2, 0), strict=True))
 
 
 def test_d_lets_others_run_while_one_waits_for_its_kv():

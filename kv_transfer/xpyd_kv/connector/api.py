@@ -186,7 +186,10 @@ class OfferedPrompt:
 
 @dataclass(frozen=True)
 class Wait:
-    """The KV is not there yet. Ask again after the next event or at the deadline."""
+    """The KV is not there yet. Ask again after the next event or at the deadline. `for_blocks`: it
+    would be pulled now and finds no room; who pulls before it takes room from it."""
+
+    for_blocks: bool = False
 
 
 @dataclass(frozen=True)
@@ -230,10 +233,13 @@ class Consumer(Protocol):
         """A request for `key` is in the queue: its KV does not expire while it waits."""
         ...
 
-    def admit(self, key: TransferKey, token_ids: Sequence[int], now: float) -> Admission:
+    def admit(
+        self, key: TransferKey, token_ids: Sequence[int], *, seats: int, now: float
+    ) -> Admission:
         """May the expecting request start? `token_ids` are all its known tokens; KV offered for
         other ids is refused. Copies from buffer or pool into blocks taken from the pool now; a
-        deferred OFFER is granted now. Landed is given once per key."""
+        deferred OFFER is granted now, but KV is pulled only while what was pulled and not given yet
+        is of fewer requests than `seats`, those that may start. Landed is given once per key."""
         ...
 
     def forget(self, key: TransferKey) -> None:

@@ -78,6 +78,8 @@ class KvConsumer:
         self._offers: dict[TransferKey, Offer] = {}
         # What the session may still write into, or what waits to be adopted.
         self._held: dict[_Ref, Held] = {}
+        # Pulled, or being pulled, and not adopted.
+        self._pulled: set[TransferKey] = set()
         # Why offered KV is gone, for a request that comes later.
         self._lost: Remembered[TransferKey, str] = Remembered(limits.tombstone_s)
         self._polled_s = 0.0
@@ -107,7 +109,9 @@ class KvConsumer:
         self._expected[key] = Expectation(wait_s, now)
         self._call(partial(self._session.expect, key))
 
-    def admit(self, key: TransferKey, token_ids: Sequence[int], now: float) -> Admission:
+    def admit(
+        self, key: TransferKey, token_ids: Sequence[int], *, seats: int, now: float
+    ) -> Admission:
         self.poll(now)
         expectation = self._expected.get(key)
         if expectation is None:
@@ -127,6 +131,9 @@ class KvConsumer:
             case OfferState.LANDED:
                 return self._adopt(offer)
             case OfferState.DEFERRED:
+                # What is pulled can move aside at P no more, and lies here until its turn comes.
+                if offer.is_pulled and len(self._pulled) >= seats:
+                    return _WAIT
                 return self._grant_deferred(offer, now)
             case OfferState.GRANTED:
                 since_s = max(expectation.since_s, offer.granted_at_s)
@@ -255,9 +262,11 @@ class KvConsumer:
             landing = self._store.take_direct(offer.key, need)
         if landing is None:
             self._pool.release(prefix)
-        else:
-            where = "pulled" if offer.is_pulled else "deferred"
-            self._grant(offer, landing, prefix, now, where=where)
+            return Wait(for_blocks=offer.is_pulled)
+        where = "pulled" if offer.is_pulled else "deferred"
+        if offer.is_pulled:
+            self._pulled.add(offer.key)
+        self._grant(offer, landing, prefix, now, where=where)
         return _WAIT
 
     def _adopt(self, offer: Offer) -> Admission:
@@ -311,6 +320,7 @@ class KvConsumer:
         offer = self._offers.pop(key, None)
         if offer is None:
             return
+        self._pulled.discard(key)
         self._forget_prompt(offer)
         if offer.state is OfferState.LANDED:
             self._free_held(key, offer.epoch)

@@ -16,10 +16,12 @@ from xpyd_worker.engine.tables import BlockTables
 
 class Verdict(Enum):
     """Whether a queued sequence may run: it holds its blocks (GO), waits for its KV or for others
-    (WAIT), is the first that waits for blocks (BLOCKED), or its request has failed (OVER)."""
+    (WAIT), waits for blocks that its KV could be pulled into (CROWDED), is the first that waits for
+    blocks (BLOCKED), or its request has failed (OVER)."""
 
     GO = auto()
     WAIT = auto()
+    CROWDED = auto()
     BLOCKED = auto()
     OVER = auto()
 
@@ -42,14 +44,16 @@ class Admission:
         self._consumer = consumer
         self._recompute_without_kv = recompute_without_kv
 
-    def admit(self, sequence: Sequence, *, blocked: bool, now: float) -> Verdict:
+    def admit(self, sequence: Sequence, *, blocked: bool, seats: int, now: float) -> Verdict:
         """Give a queued sequence its blocks, if there are any for it now. Where others are
-        `blocked` only landed KV lets it run."""
+        `blocked` only landed KV lets it run. `seats`: see Consumer.admit."""
         state = sequence.state
         if state.expects_kv and self._consumer is not None and state.receive is not None:
-            answer = self._consumer.admit(state.receive.key, tuple(sequence.tokens), now)
+            answer = self._consumer.admit(
+                state.receive.key, tuple(sequence.tokens), seats=seats, now=now
+            )
             if isinstance(answer, Wait):
-                return Verdict.WAIT
+                return Verdict.CROWDED if answer.for_blocks else Verdict.WAIT
             state.expects_kv = False
             if isinstance(answer, Landed):
                 self._adopt(sequence, answer)

@@ -281,21 +281,24 @@ class Scheduler:
     def _admit(self, parts: list[tuple[Sequence, int]], budget: int, now: float) -> None:
         """Start sequences from the queue while budget, room and blocks last.
 
-        Who waits for KV keeps nobody else waiting. Who waits for blocks does, but for those whose
-        KV has landed: they hold blocks already, and give them back only by running. Free blocks
-        are kept from transfers as long as somebody waits for them, unless nobody runs: then
-        transfers hold what is missing, and must go on.
+        Who waits for KV keeps nobody else waiting, but for KV that would be pulled into blocks that
+        its own could not be pulled into. Who waits for blocks does, but for those whose KV has
+        landed: they hold blocks already, and give them back only by running. Free blocks are kept
+        from transfers as long as somebody waits for them, unless nobody runs: then transfers hold
+        what is missing, and must go on.
         """
         if self._waiting and not budget:
             return
-        missing = 0
+        missing, is_crowded = 0, False
         passed: list[Sequence] = []
         self._pool.set_aside(0, from_hits=False)
         while budget and len(self._running) < self._limits.max_num_seqs:
             sequence = self._waiting.pop()
             if sequence is None:
                 break
-            verdict = self._admission.admit(sequence, blocked=missing > 0, now=now)
+            seats = 0 if is_crowded else self._limits.max_num_seqs - len(self._running)
+            verdict = self._admission.admit(sequence, blocked=missing > 0, seats=seats, now=now)
+            is_crowded = is_crowded or verdict is Verdict.CROWDED
             if verdict is Verdict.GO:
                 sequence.state.started_s = sequence.state.started_s or now
                 budget -= self._start(sequence, parts, budget)
