@@ -18,7 +18,8 @@ ARGS = [
     *("--max-num-seqs=8", "--max-num-batched-tokens=64", "--max-model-len", "1000"),
     *("--long-prefill-token-threshold", "16", "--block-size=32", "--no-enable-prefix-caching"),
     *("--dtype=float32", "--seed=5", "--served-model-name", "a", "b"),
-    "--scheduling-policy=priority",
+    *("--scheduling-policy=priority", "--device=cuda:1", "--gpu-memory-utilization=0.5"),
+    *("--enforce-eager", "--kv-cache-memory=8Gi"),
 ]
 
 
@@ -54,11 +55,19 @@ def test_the_schedulers_flags_reach_every_engine_of_a_fleet(pool: str) -> None:
     assert (found.long_prefill_token_threshold, found.block_size) == (16, 32)
     assert (found.prefix_caching, found.dtype, found.seed) == (False, "float32", 5)
     assert (found.served_model_names, found.scheduling_policy) == (("a", "b"), "priority")
+    assert (found.device, found.gpu_memory_utilization, found.enforce_eager) == (
+        "cuda:1",
+        0.5,
+        True,
+    )
+    assert found.kv_cache_bytes == 8 << 30
 
 
 @pytest.mark.parametrize("pool", ["p", "d"])
 def test_without_them_the_engines_have_their_defaults(pool: str) -> None:
     found = configs(["--enable-prefix-caching"])[pool]
-    assert (found.max_num_seqs, found.max_num_batched_tokens) == (256, 512)
+    assert (found.max_num_seqs, found.max_num_batched_tokens) == (256, None)
+    assert (found.device, found.gpu_memory_utilization, found.enforce_eager) == ("cpu", 0.9, False)
+    assert found.kv_cache_bytes is None
     assert (found.prefix_caching, found.seed) == (True, None)
     assert (found.served_model_names, found.scheduling_policy) == (("named",), "fcfs")

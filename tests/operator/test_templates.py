@@ -42,6 +42,7 @@ def test_every_field_reaches_a_flag():
     )  # fmt: skip
     assert found["decode"].template.args == (
         "--model=/m", "--revision=abc", "--served-model-name", "a", "b", "--role=Decode",
+        "--device=cpu",
         "--kv-wait-seconds=3", "--kv-lease-seconds=7", "--kv-on-failure=fail",
         "--kv-buffer-size=5%", "--kv-host-pool-size=8", "--heartbeat-period-ms=500",
         "--drain-timeout=9", "--dtype=float32",
@@ -79,7 +80,8 @@ def test_ranks_of_an_instance_reach_the_engines_flags_by_the_names_that_vllm_has
         {"name": "all", "role": "Aggregated", "parallelism": {"tensor": 2, "pipeline": 4},
          "resources": {"gpus": 8}},
     ]  # fmt: skip
-    assert want(pools=pools)["all"].template.args[2:4] == (
+    assert want(pools=pools)["all"].template.args[2:5] == (
+        "--device=cuda",
         "--tensor-parallel-size=2",
         "--pipeline-parallel-size=4",
     )

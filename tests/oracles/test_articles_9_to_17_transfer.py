@@ -108,9 +108,9 @@ def test_11_the_buffer_is_a_tenth_of_the_memory_and_8e9_of_80_gb() -> None:
     parser = argparse.ArgumentParser(exit_on_error=False)
     configure(parser)
     flags = ["--model", "m", "--kv-cache-memory", "80e9"]
-    assert read_config(parser.parse_args(flags), PodEnv()).kv_buffer_bytes == 8_000_000_000
+    assert read_config(parser.parse_args(flags), PodEnv()).buffer_bytes(80 * 10**9) == 8 * 10**9
     five = [*flags, "--kv-buffer-size", "5%"]
-    assert read_config(parser.parse_args(five), PodEnv()).kv_buffer_bytes == 4_000_000_000
+    assert read_config(parser.parse_args(five), PodEnv()).buffer_bytes(80 * 10**9) == 4 * 10**9
 
 
 @MODES

@@ -21,19 +21,19 @@ def arm(file: Path) -> None:
     def is_told(fault: str) -> bool:
         return file.read_text() == fault
 
-    execute, on_tick = ModelRunner.execute, Server.on_tick
+    launch, on_tick = ModelRunner.launch, Server.on_tick
 
-    def execute_or_die(self: ModelRunner, *args: Any, **named: Any) -> Any:
+    def launch_or_die(self: ModelRunner, *args: Any, **named: Any) -> Any:
         if is_told("engine"):
             raise ZeroDivisionError("told to")
-        return execute(self, *args, **named)
+        return launch(self, *args, **named)
 
     async def on_tick_or_die(self: Server, counter: int) -> bool:
         if is_told("server"):
             raise ZeroDivisionError("told to")
         return await on_tick(self, counter)
 
-    ModelRunner.execute = execute_or_die  # type: ignore[method-assign]
+    ModelRunner.launch = launch_or_die  # type: ignore[method-assign]
     Server.on_tick = on_tick_or_die  # type: ignore[method-assign]
 
 

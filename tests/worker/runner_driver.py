@@ -173,7 +173,10 @@ def make_runner(
     config = load_config(folder)
     block_bytes = config.num_kv_heads * BLOCK_SIZE * 2 * config.head_dim * dtype.itemsize
     budget = blocks * block_bytes * config.num_layers
-    return ModelRunner.load(folder, config, dtype=dtype, kv_cache_bytes=budget)
+    # What reads checkpoints is not on every machine that runs steps.
+    from xpyd_worker.runner.load import load_on_cpu
+
+    return load_on_cpu(folder, config, dtype=dtype, kv_cache_bytes=budget)
 
 
 def poison(runner: ModelRunner) -> None:

@@ -21,8 +21,12 @@ def memory():
     memory.close()
 
 
+def flat(memory):
+    return torch.frombuffer(memory.buffer, dtype=torch.uint8)
+
+
 def test_blocks_stand_in_the_given_memory_one_layer_behind_the_other(memory):
-    cache = KvCache(SHAPE, num_layers=3, num_blocks=BLOCKS, memory=memory.buffer)
+    cache = KvCache(SHAPE, num_layers=3, num_blocks=BLOCKS, memory=flat(memory))
     paged = PagedMemory(cache.layers, layers=(0, 1, 2))
     size = SHAPE.block_bytes
     for layer in range(3):
@@ -32,7 +36,7 @@ def test_blocks_stand_in_the_given_memory_one_layer_behind_the_other(memory):
 
 
 def test_what_the_model_writes_is_what_a_peer_reads(memory):
-    cache = KvCache(SHAPE, num_layers=3, num_blocks=BLOCKS, memory=memory.buffer)
+    cache = KvCache(SHAPE, num_layers=3, num_blocks=BLOCKS, memory=flat(memory))
     cache.layers[1][2] = 1.0
     cache.copy_blocks([(2, 4)])
     start = (BLOCKS + 4) * SHAPE.block_bytes

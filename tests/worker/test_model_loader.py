@@ -20,6 +20,7 @@ from xpyd_worker.model.source import resolve_checkpoint
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+CPU = torch.device("cpu")
 
 
 class Recorded:
@@ -45,12 +46,12 @@ class Recorded:
 def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """The model's weights by their checkpoint names."""
     config, kernels = load_config(folder), PlainKernels()
-    groups = [Recorded(group) for group in build_model(config, dtype, kernels).weight_groups()]
+    groups = [Recorded(group) for group in build_model(config, dtype, kernels, CPU).weight_groups()]
     load_weights(
         folder,
         groups,
         kernels=kernels,
-        device=torch.device("cpu"),
+        device=CPU,
         is_tied=config.tie_word_embeddings,
     )
     return {name: tensor for group in groups for name, tensor in group.tensors.items()}

@@ -192,8 +192,8 @@ def logits(folder: Path, tokens: list[int], dtype: torch.dtype) -> torch.Tensor:
     """Our model's logits [tokens, vocab] of one sequence."""
     config = load_config(folder)
     kernels = choose_kernels(vector_sizes=config.vector_sizes, head_dim=config.head_dim)
-    model = build_model(config, dtype, kernels)
     device = torch.device("cpu")
+    model = build_model(config, dtype, kernels, device)
     load_weights(
         folder,
         model.weight_groups(),

@@ -52,9 +52,11 @@ def test_flags_go_before_the_environment() -> None:
 def test_sizes_are_written_as_people_do() -> None:
     found = config("--kv-cache-memory", "200M", "--kv-group-bytes", "1", "--kv-host-pool-size", "0")
     assert found.kv_cache_bytes == 200_000_000
-    assert found.kv_buffer_bytes == 20_000_000  # 10 % of it
+    assert found.buffer_bytes(200_000_000) == 20_000_000
     assert (found.kv_group_bytes, found.kv_host_pool_bytes) == (1, 0)
-    assert config("--kv-buffer-size", "8e9").kv_buffer_bytes == 8_000_000_000
+    assert config("--kv-buffer-size", "8e9").buffer_bytes(10**9) == 8_000_000_000
+    assert config("--kv-buffer-size", "25%").buffer_bytes(10**9) == 250_000_000
+    assert config().kv_cache_bytes is None
     assert (config().block_size, config("--block-size", "64").block_size) == (16, 64)
 
 
@@ -77,6 +79,12 @@ def test_sizes_are_written_as_people_do() -> None:
         (("--seed", "-1"), "--seed"),
         (("--max-model-len", "1"), "--max-model-len"),
         (("--threads", "0"), "--threads"),
+        (("--device", "gpu"), "--device"),
+        (("--device", "cuda:x"), "--device"),
+        (("--device", "cuda:01"), "--device"),
+        (("--gpu-memory-utilization", "0"), "--gpu-memory-utilization"),
+        (("--gpu-memory-utilization", "1.1"), "--gpu-memory-utilization"),
+        (("--kv-buffer-size", "much"), "--kv-buffer-size"),
         (("--kv-direct-free", "1.5"), "--kv-direct-free"),
         (("--kv-wait-seconds", "-1"), "--kv-wait-seconds"),
         (("--kv-lease-seconds", "0"), "--kv-lease-seconds"),
@@ -90,12 +98,19 @@ def test_a_wrong_flag_is_named(flags: tuple[str, ...], named: str) -> None:
         config(*flags)
 
 
+def tokens(*flags: str) -> tuple[int, int]:
+    """Of a step: on a CPU, on a GPU."""
+    found = config(*flags)
+    return found.batched_tokens(on_gpu=False), found.batched_tokens(on_gpu=True)
+
+
 def test_the_budget_of_a_step_is_small_on_a_cpu_and_never_below_the_sequences() -> None:
-    assert config().max_num_batched_tokens == 512
-    assert config("--max-num-batched-tokens", "auto").max_num_batched_tokens == 512
-    assert config("--max-num-seqs", "700").max_num_batched_tokens == 700
-    assert config("--max-num-batched-tokens", "2048").max_num_batched_tokens == 2048
-    assert config("--max-num-batched-tokens=256").max_num_batched_tokens == 256
+    assert tokens() == (512, 2048)
+    assert tokens("--max-num-batched-tokens", "auto") == (512, 2048)
+    assert tokens("--max-num-seqs", "700") == (700, 2048)
+    assert tokens("--max-num-seqs", "3000") == (3000, 3000)
+    assert tokens("--max-num-batched-tokens", "1000") == (1000, 1000)
+    assert tokens("--max-num-batched-tokens=256") == (256, 256)
 
 
 def test_a_budget_that_is_no_number_is_named_with_what_is_expected() -> None:

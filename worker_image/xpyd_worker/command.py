@@ -16,12 +16,14 @@ from xpyd_core.errors import UserError
 from xpyd_core.logs import add_logging_arguments, set_up_logging
 from xpyd_core.pod_env import ROLES, PodEnv, parse_discovery, read_pod_env
 from xpyd_core.request_id import Address, parse_address
-from xpyd_core.sizes import parse_bytes
+from xpyd_core.sizes import format_bytes, parse_bytes
 from xpyd_kv.transport.settings import TRANSPORTS
 from xpyd_kv.wire.messages import MODES
 from xpyd_worker.config import (
     AUTO_BATCHED_TOKENS,
+    AUTO_BATCHED_TOKENS_GPU,
     BLOCK_SIZES,
+    CPU_CACHE_BYTES,
     DTYPES,
     Role,
     WorkerConfig,
@@ -60,11 +62,18 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         help="names that requests may use, e.g. chat (default: the checkpoint's own)",
     )
     add(
+        "--device",
+        default="auto",
+        metavar="DEVICE",
+        help="auto, cpu, cuda (the first GPU) or cuda:N (default: auto, a GPU where torch finds "
+        "one and triton is installed)",
+    )
+    add(
         "--dtype",
         choices=DTYPES,
         default="auto",
         help="of weights and KV (default: auto, the checkpoint's, but float32 where the CPU is "
-        "slow in 16 bits)",
+        "slow in 16 bits, and float16 for bfloat16 on a GPU that has none)",
     )
     add(
         "--max-model-len",
@@ -104,7 +113,8 @@ def _add_batch(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="of one forward, at least --max-num-seqs; longer prompts go in chunks, and running "
         "requests wait for one chunk at most between two of their tokens (default: auto, on a CPU "
-        f"{AUTO_BATCHED_TOKENS} or --max-num-seqs where that is more)",
+        f"{AUTO_BATCHED_TOKENS}, on a GPU {AUTO_BATCHED_TOKENS_GPU}, or --max-num-seqs where that "
+        "is more)",
     )
     add(
         "--long-prefill-token-threshold",
@@ -123,9 +133,24 @@ def _add_batch(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--kv-cache-memory",
-        default="1Gi",
         metavar="SIZE",
-        help="bytes of the paged KV cache, e.g. 4Gi (default: %(default)s)",
+        help="bytes of the paged KV cache, e.g. 4Gi (default: on a CPU "
+        f"{format_bytes(CPU_CACHE_BYTES)}, on a GPU what --gpu-memory-utilization leaves)",
+    )
+    add(
+        "--gpu-memory-utilization",
+        type=float,
+        default=0.9,
+        metavar="SHARE",
+        help="above 0, at most 1: of the GPU's whole memory, for weights, the largest step, CUDA "
+        "graphs and KV cache together; a step of that size is run at the start, and the KV cache "
+        "gets the rest. No effect on a CPU, or on the KV cache where --kv-cache-memory is given "
+        "(default: %(default)s)",
+    )
+    add(
+        "--enforce-eager",
+        action="store_true",
+        help="no CUDA graphs: starts sooner, takes less memory, decodes slower. No effect on a CPU",
     )
     add(
         "--block-size",
@@ -229,18 +254,23 @@ def _add_kv(parser: argparse.ArgumentParser) -> None:
 def read_config(args: argparse.Namespace, env: PodEnv | None = None) -> WorkerConfig:
     """Flags and environment as one checked value; UserError names the flag that is wrong."""
     env = read_pod_env() if env is None else env
-    cache_bytes = _size("--kv-cache-memory", args.kv_cache_memory)
+    cache = args.kv_cache_memory
+    cache_bytes = None if cache is None else _size("--kv-cache-memory", cache)
+    buffer_bytes, buffer_percent = _buffer(args.kv_buffer_size)
     config = WorkerConfig(
         model=args.model,
         revision=args.revision,
         served_model_names=tuple(args.served_model_name),
+        device=args.device,
         dtype=args.dtype,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=_batched_tokens(args),
+        max_num_batched_tokens=args.max_num_batched_tokens,
         long_prefill_token_threshold=args.long_prefill_token_threshold,
         scheduling_policy=args.scheduling_policy,
         kv_cache_bytes=cache_bytes,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        enforce_eager=args.enforce_eager,
         block_size=args.block_size,
         prefix_caching=args.enable_prefix_caching,
         seed=args.seed,
@@ -256,7 +286,8 @@ def read_config(args: argparse.Namespace, env: PodEnv | None = None) -> WorkerCo
         kv_transports=TRANSPORTS if args.kv_transport == "auto" else (args.kv_transport,),
         kv_socket_dir=args.kv_socket_dir,
         kv_direct_free=args.kv_direct_free,
-        kv_buffer_bytes=_size("--kv-buffer-size", args.kv_buffer_size, of=cache_bytes),
+        kv_buffer_bytes=buffer_bytes,
+        kv_buffer_percent=buffer_percent,
         kv_host_pool_bytes=_size("--kv-host-pool-size", args.kv_host_pool_size),
         kv_connections=args.kv_connections,
         kv_group_bytes=_size("--kv-group-bytes", args.kv_group_bytes),
@@ -276,9 +307,10 @@ def read_config(args: argparse.Namespace, env: PodEnv | None = None) -> WorkerCo
     return config
 
 
-def _batched_tokens(args: argparse.Namespace) -> int:
-    given: int | None = args.max_num_batched_tokens
-    return max(AUTO_BATCHED_TOKENS, args.max_num_seqs) if given is None else given
+def _buffer(text: str) -> tuple[int | None, int]:
+    """Bytes, or None and a percentage of a cache whose size may not be known yet."""
+    size = _size("--kv-buffer-size", text, of=100)
+    return (None, size) if text.endswith("%") else (size, 0)
 
 
 def _size(flag: str, text: str, *, of: int | None = None) -> int:

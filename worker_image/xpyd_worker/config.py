@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,10 +23,16 @@ Role = Literal["Prefill", "Decode", "Aggregated"]
 # Each divides the larger ones, so that any P fits any D.
 BLOCK_SIZES = (8, 16, 32, 64)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+# auto, cpu, cuda (the first) or cuda:N.
+DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]?))?")
 # On a CPU a forward of 2,048 tokens takes seconds, for which every running decode stands still.
 AUTO_BATCHED_TOKENS = 512
+# On a GPU it takes a tenth of a second, and fewer tokens would leave it idle; vLLM's, too.
+AUTO_BATCHED_TOKENS_GPU = 2048
 GIB = 1024**3
 MIB = 1024**2
+CPU_CACHE_BYTES = GIB
+"""KV cache of an engine on a CPU that was told no size."""
 
 
 @dataclass(frozen=True)
@@ -38,20 +45,27 @@ class WorkerConfig:
     """Branch, tag or commit of an hf:// checkpoint."""
     served_model_names: tuple[str, ...] = ()
     """Names that requests may use; empty: the checkpoint's own."""
+    device: str = "auto"
+    """`cpu`, `cuda` (the first) or `cuda:N`; `auto`: a GPU where one can be used."""
     dtype: str = "auto"
     """`auto`: the checkpoint's, widened to float32 where the CPU is slow in 16 bits."""
     max_model_len: int | None = None
     """Tokens of prompt and output together; None: the checkpoint's."""
     max_num_seqs: int = 256
     """Sequences in the running batch."""
-    max_num_batched_tokens: int = AUTO_BATCHED_TOKENS
-    """Tokens of one forward: what a running decode waits for at most between two of its tokens."""
+    max_num_batched_tokens: int | None = None
+    """Tokens of one forward: what a running decode waits for at most between two of its tokens.
+    None: `batched_tokens` by device."""
     long_prefill_token_threshold: int = 0
     """Tokens of one prompt in one forward; 0: as many as the forward has room for."""
     scheduling_policy: Policy = "fcfs"
     """Who goes first: who came first, or whose request has the lower priority number."""
-    kv_cache_bytes: int = GIB
-    """Paged KV cache, all layers."""
+    kv_cache_bytes: int | None = None
+    """Paged KV cache, all layers; None: CPU_CACHE_BYTES, on a GPU what its share leaves."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the GPU's memory for weights, the largest step, graphs and KV cache together."""
+    enforce_eager: bool = False
+    """No CUDA graphs."""
     block_size: int = DEFAULT_BLOCK_SIZE
     """Tokens of a block of it. P's and D's may differ where one divides the other."""
     prefix_caching: bool = True
@@ -81,9 +95,10 @@ class WorkerConfig:
     kv_direct_free: float = 0.1
     """Received KV lands in the own blocks while more than this share of them stays free; 1: never.
     """
-    kv_buffer_bytes: int = GIB // 10
-    """Budget of the device buffer; the default is 10 % of the cache's default. A Prefill instance
-    uses buffer and pool in mode get only."""
+    kv_buffer_bytes: int | None = None
+    """Budget of the device buffer; None: `kv_buffer_percent` of the cache. A Prefill instance uses
+    buffer and pool in mode get only."""
+    kv_buffer_percent: int = 10
     kv_host_pool_bytes: int = 4 * GIB
     """Size of the host pool; its memory is taken when first used."""
     kv_group_bytes: int = 4 * MIB
@@ -123,6 +138,18 @@ class WorkerConfig:
         is_possible = "shm" in self.kv_transports and self.kv_socket_dir is not None
         return self.role == "Prefill" and is_possible
 
+    def batched_tokens(self, *, on_gpu: bool) -> int:
+        """`max_num_batched_tokens`, or what `auto` is on this device."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return max(AUTO_BATCHED_TOKENS_GPU if on_gpu else AUTO_BATCHED_TOKENS, self.max_num_seqs)
+
+    def buffer_bytes(self, cache_bytes: int) -> int:
+        """Budget of the device buffer beside a cache of this size."""
+        if self.kv_buffer_bytes is not None:
+            return self.kv_buffer_bytes
+        return cache_bytes * self.kv_buffer_percent // 100
+
 
 def check_config(config: WorkerConfig) -> None:
     """Raise UserError for the first value that cannot work; it names the flag and the fix."""
@@ -150,6 +177,14 @@ def _checks(config: WorkerConfig) -> list[tuple[str, bool]]:
             "--served-model-name: at most 64 names of 1 to 512 characters",
             len(names) <= 64 and all(0 < len(name) <= 512 for name in names),
         ),
+        (
+            f"--device: expected auto, cpu, cuda or cuda:N, got {config.device!r}",
+            DEVICE.fullmatch(config.device) is not None,
+        ),
+        (
+            "--gpu-memory-utilization: expected above 0 and at most 1, e.g. 0.9",
+            0 < config.gpu_memory_utilization <= 1,
+        ),
         (f"--dtype: expected one of {', '.join(DTYPES)}", config.dtype in DTYPES),
         (
             f"--block-size: expected one of {', '.join(map(str, BLOCK_SIZES))}",
@@ -160,7 +195,7 @@ def _checks(config: WorkerConfig) -> list[tuple[str, bool]]:
         (
             "--max-num-batched-tokens: expected at least --max-num-seqs "
             f"({config.max_num_seqs}): each running sequence takes one token of a step",
-            config.max_num_batched_tokens >= config.max_num_seqs,
+            _is_unset_or(config.max_num_batched_tokens, config.max_num_seqs, 2**40),
         ),
         (
             "--long-prefill-token-threshold: expected 0 (off) or more",

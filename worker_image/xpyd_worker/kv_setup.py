@@ -102,6 +102,8 @@ class KvParts:
     keys: tuple[bytes, ...]
     incarnation: str
     max_model_len: int
+    buffer_bytes: int
+    """Budget of the device buffer."""
     shared: SharedMemory | None = None
     """What `memory` stands in, where peers may read it; its last MAX_PROBE_BYTES are for PROBEs.
     The worker closes it."""
@@ -152,7 +154,7 @@ def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None =
             frames=FrameLimits(group_bytes=config.kv_group_bytes),
             store=StoreLimits(
                 direct_free=config.kv_direct_free,
-                buffer_bytes=config.kv_buffer_bytes,
+                buffer_bytes=parts.buffer_bytes,
                 pool_bytes=config.kv_host_pool_bytes,
             ),
             mode=config.kv_mode,

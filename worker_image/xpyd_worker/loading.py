@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from xpyd_core.compat import compat_factors, compat_key
 from xpyd_core.errors import UserError
-from xpyd_core.sizes import format_bytes
 from xpyd_kv.connector.build import MakeStore
 from xpyd_kv.device.paged import PagedMemory
 from xpyd_kv.transport.shared_memory import SharedMemory
 from xpyd_kv.wire.messages import MAX_PROBE_BYTES
-from xpyd_worker.config import WorkerConfig
+from xpyd_worker.config import CPU_CACHE_BYTES, WorkerConfig
 from xpyd_worker.engine.api import Deliver
 from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.core import EngineCore
@@ -32,7 +32,12 @@ from xpyd_worker.memory import give_back, log_memory, memory_table, resident_byt
 from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.registry import load_config
 from xpyd_worker.model.source import resolve_checkpoint
-from xpyd_worker.runner.dtypes import cpu_is_fast_in, resolve_dtype
+from xpyd_worker.runner.device import CudaDevice, choose_device, compute_capability
+from xpyd_worker.runner.dtypes import cpu_is_fast_in, resolve_dtype, resolve_gpu_dtype
+from xpyd_worker.runner.gpu_fit import GpuLimits
+from xpyd_worker.runner.gpu_memory import GpuUse
+from xpyd_worker.runner.kv_cache import host_memory
+from xpyd_worker.runner.load import load_on_cpu, load_on_gpu
 from xpyd_worker.runner.runner import ModelRunner
 from xpyd_worker.runner.tokenizer import Tokenizer
 from xpyd_worker.server.service import ServedModel
@@ -50,6 +55,7 @@ class Loaded:
     kv: Kv
     compatibility: str
     dtype: str
+    cache_bytes: int
 
     def stats(self) -> EngineStats:
         """The engine's figures; what entered forwards as the runner counted it."""
@@ -75,23 +81,12 @@ def load(
         torch.set_num_threads(config.threads)
     folder = resolve_checkpoint(config.model, config.revision)
     model_config = load_config(folder)
-    dtype = resolve_dtype(
-        config.dtype, model_config.dtype, is_fast=cpu_is_fast_in(model_config.dtype)
-    )
+    ready = _make_runner(config, folder, model_config, choose_device(config.device))
+    runner, shared = ready.runner, ready.shared
     tokenizer = Tokenizer.load(folder)
-    # Its end is for probes.
-    shared = SharedMemory(config.kv_cache_bytes + MAX_PROBE_BYTES) if config.shares_kv else None
-    runner = ModelRunner.load(
-        folder,
-        model_config,
-        dtype=dtype,
-        kv_cache_bytes=config.kv_cache_bytes,
-        kv_memory=shared.buffer if shared is not None else None,
-        block_size_tokens=config.block_size,
-    )
     max_model_len = _context(config, model_config, runner.num_blocks)
     names = config.served_model_names or (_own_name(config.model, folder),)
-    dtype_name = str(dtype).removeprefix("torch.")
+    dtype_name = str(runner.kv_cache.shape.dtype).removeprefix("torch.")
     # Without a revision the weights' own fingerprint stands in the key, which is what matters.
     factors = compat_factors(
         folder, model=_own_name(config.model, folder), revision="", kv_dtype=dtype_name
@@ -102,27 +97,31 @@ def load(
         enable_prefix_caching=config.prefix_caching,
     )
     inbox = Inbox()
-    memory = PagedMemory(runner.kv_cache.layers, layers=tuple(range(model_config.num_layers)))
-    parts = KvParts(
-        memory=memory,
-        cache=memory.regions,
-        pool=pool,
-        wake=inbox.wake,
-        factors=factors,
-        keys=keys,
-        incarnation=incarnation,
-        max_model_len=max_model_len,
-        shared=shared,
-    )
-    kv = make_kv(config, parts, make_store)
+    kv = Kv()
+    if config.moves_kv:
+        memory = PagedMemory(runner.kv_cache.layers, layers=tuple(range(model_config.num_layers)))
+        parts = KvParts(
+            memory=memory,
+            cache=memory.regions,
+            pool=pool,
+            wake=inbox.wake,
+            factors=factors,
+            keys=keys,
+            incarnation=incarnation,
+            max_model_len=max_model_len,
+            buffer_bytes=config.buffer_bytes(ready.cache_bytes),
+            shared=shared,
+        )
+        kv = make_kv(config, parts, make_store)
     give_back()
     log_memory(
         memory_table(
             config,
             weight_bytes=runner.weight_bytes,
-            cache_bytes=sum(layer.numel() * layer.itemsize for layer in runner.kv_cache.layers),
+            cache_bytes=ready.cache_bytes,
             num_blocks=runner.num_blocks,
             resident_bytes=resident_bytes(),
+            gpu=ready.gpu_use,
         )
     )
     engine = EngineCore(
@@ -131,7 +130,7 @@ def load(
         inbox=inbox,
         limits=Limits(
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=config.batched_tokens(on_gpu=ready.gpu_use is not None),
             recompute_without_kv=config.kv_recompute,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             policy=config.scheduling_policy,
@@ -152,7 +151,82 @@ def load(
     )
     # Asks every token of the vocabulary; now, not when the first long prompt waits for it.
     _ = model.max_token_bytes
-    return Loaded(model, engine, runner, kv, compat_key(factors), dtype_name)
+    return Loaded(model, engine, runner, kv, compat_key(factors), dtype_name, ready.cache_bytes)
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A runner, and what the memory of its cache is. `gpu_use` is there only where it is a GPU's,
+    `shared` where other processes may read the cache."""
+
+    runner: ModelRunner
+    gpu_use: GpuUse | None = None
+    shared: SharedMemory | None = None
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of all layers."""
+        return sum(layer.nbytes for layer in self.runner.kv_cache.layers)
+
+
+def _make_runner(
+    config: WorkerConfig, folder: Path, model: ModelConfig, device: torch.device
+) -> _Ready:
+    if device.type == "cuda":
+        if config.moves_kv:
+            raise UserError(
+                f"--device {config.device}: role {config.role} moves KV, which is not built for a "
+                "cache on a GPU; use --device cpu, or role Aggregated"
+            )
+        return _make_gpu_runner(config, folder, model, device)
+    dtype = resolve_dtype(config.dtype, model.dtype, is_fast=cpu_is_fast_in(model.dtype))
+    shared: list[SharedMemory] = []
+
+    def share(size_bytes: int) -> Tensor:
+        # Its end is for probes.
+        shared.append(SharedMemory(size_bytes + MAX_PROBE_BYTES))
+        return torch.frombuffer(shared[0].buffer, dtype=torch.uint8)
+
+    runner = load_on_cpu(
+        folder,
+        model,
+        dtype=dtype,
+        kv_cache_bytes=CPU_CACHE_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes,
+        block_size_tokens=config.block_size,
+        make_memory=share if config.shares_kv else host_memory,
+    )
+    return _Ready(runner, shared=shared[0] if shared else None)
+
+
+def _make_gpu_runner(
+    config: WorkerConfig, folder: Path, model: ModelConfig, device: torch.device
+) -> _Ready:
+    capability = compute_capability(device)
+    _log.info(
+        "device %s: %s, compute capability %d.%d",
+        device,
+        torch.cuda.get_device_name(device),
+        *capability,
+    )
+    runner, use = load_on_gpu(
+        folder,
+        model,
+        dtype=resolve_gpu_dtype(config.dtype, model.dtype, capability=capability),
+        gpu=CudaDevice(device),
+        limits=GpuLimits(
+            utilization=config.gpu_memory_utilization,
+            cache_bytes=config.kv_cache_bytes,
+            beside_bytes=0,
+            beside_percent=0,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.batched_tokens(on_gpu=True),
+            max_model_len=config.max_model_len or model.max_positions,
+            # A graph tells nobody of its layers, and D waits for those of P.
+            use_graphs=not config.enforce_eager and config.role != "Prefill",
+        ),
+        block_size_tokens=config.block_size,
+    )
+    return _Ready(runner, gpu_use=use)
 
 
 def _own_name(model: str, folder: Path) -> str:
@@ -173,9 +247,8 @@ def _context(config: WorkerConfig, model: ModelConfig, num_blocks: int) -> int:
     if asked is None:
         if cache_tokens < model.max_positions:
             _log.warning(
-                "--kv-cache-memory %s holds %d tokens, fewer than the model's context of %d; "
-                "requests are limited to that",
-                format_bytes(config.kv_cache_bytes),
+                "the KV cache holds %d tokens, fewer than the model's context of %d; requests are "
+                "limited to that (--kv-cache-memory)",
                 cache_tokens,
                 model.max_positions,
             )
@@ -186,7 +259,7 @@ def _context(config: WorkerConfig, model: ModelConfig, num_blocks: int) -> int:
         )
     if asked > cache_tokens:
         raise UserError(
-            f"--max-model-len: {asked} tokens do not fit in --kv-cache-memory, which holds "
-            f"{cache_tokens}; give more memory or a smaller length"
+            f"--max-model-len: {asked} tokens do not fit in the KV cache, which holds "
+            f"{cache_tokens}; give more --kv-cache-memory or a smaller length"
         )
     return asked

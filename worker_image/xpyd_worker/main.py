@@ -317,7 +317,7 @@ class _Worker:
                 "dtype": loaded.dtype,
                 "max_model_len": loaded.model.max_model_len,
                 "kv_blocks": loaded.runner.num_blocks,
-                "kv_cache": format_bytes(config.kv_cache_bytes).replace(" ", ""),
+                "kv_cache": format_bytes(loaded.cache_bytes).replace(" ", ""),
                 "kv_address": str(config.kv_address) if config.moves_kv else "none",
                 "routers": routers,
                 "compatibility": loaded.compatibility,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from xpyd_core.sizes import format_bytes
 from xpyd_worker.config import WorkerConfig
+from xpyd_worker.runner.gpu_memory import GpuUse
 
 _log = logging.getLogger(__name__)
 
@@ -31,21 +32,35 @@ def memory_table(
     cache_bytes: int,
     num_blocks: int,
     resident_bytes: int | None,
+    gpu: GpuUse | None = None,
 ) -> list[MemoryUse]:
     """What a loaded engine has. `resident_bytes`: what the system says of the process, if it does;
-    memory that is asked for counts there from its first use on."""
+    memory that is asked for counts there from its first use on. `gpu`: of the GPU that weights and
+    cache are on."""
     when_used = "taken as it is used"
-    rows = [
-        MemoryUse("weights", weight_bytes, "packed for this device"),
-        MemoryUse(
-            "KV cache", cache_bytes, f"{num_blocks} blocks of {config.block_size}, {when_used}"
-        ),
-    ]
+    blocks = f"{num_blocks} blocks of {config.block_size}"
+    if gpu is None:
+        rows = [
+            MemoryUse("weights", weight_bytes, "packed for this device"),
+            MemoryUse("KV cache", cache_bytes, f"{blocks}, {when_used}"),
+        ]
+    else:
+        rows = [
+            MemoryUse("GPU: weights", weight_bytes),
+            MemoryUse("GPU: largest step", max(0, gpu.found.tensors - weight_bytes)),
+            MemoryUse("GPU: beside tensors", gpu.found.beside, "compiled kernels, workspaces"),
+            MemoryUse("GPU: CUDA graphs", gpu.graphs),
+            MemoryUse("GPU: KV cache", cache_bytes, blocks),
+            MemoryUse("GPU: not ours", gpu.found.others, "other processes, the driver's context"),
+            MemoryUse("GPU: all", gpu.found.total),
+        ]
     if config.role == "Decode" or (config.role == "Prefill" and config.kv_mode == "get"):
-        rows.append(MemoryUse("KV buffer", config.kv_buffer_bytes, f"at most, {when_used}"))
+        buffer_bytes = config.buffer_bytes(cache_bytes)
+        rows.append(MemoryUse("KV buffer", buffer_bytes, f"at most, {when_used}"))
         rows.append(MemoryUse("KV host pool", config.kv_host_pool_bytes, when_used))
     if resident_bytes is not None:
-        rest = max(0, resident_bytes - weight_bytes)
+        on_host = weight_bytes if gpu is None else 0
+        rest = max(0, resident_bytes - on_host)
         rows.append(MemoryUse("torch, libraries, Python", rest, "the process without its weights"))
         rows.append(MemoryUse("resident now", resident_bytes))
     return rows

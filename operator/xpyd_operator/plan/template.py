@@ -71,7 +71,10 @@ def engine_template(fleet: InferenceFleet, pool: Pool, *, model: str, image: str
         args.append(f"--revision={spec.model.revision}")
     if spec.model.served_names:
         args += ["--served-model-name", *spec.model.served_names]
-    args += [f"--role={pool.role}", *_parallel_args(pool)]
+    # Not auto: an engine that was given no GPU may still see one, and one that was given a GPU and
+    # sees none must say so.
+    device = "cuda" if pool.resources.gpus else "cpu"
+    args += [f"--role={pool.role}", f"--device={device}", *_parallel_args(pool)]
     if pool.role != "Aggregated":
         args += _kv_args(spec.kv_transfer, pool.role)
     args += _key_args(spec.kv_transfer)

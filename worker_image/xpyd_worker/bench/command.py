@@ -80,11 +80,20 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("engine, as for `xpyd worker`").add_argument
     add("--model", required=True, metavar="PATH_OR_URI", help="folder or hf://org/name")
     add("--revision", help="branch, tag or commit of an hf:// model")
+    add("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:N")
     add("--dtype", choices=DTYPES, default="auto", help="of weights and KV, e.g. bfloat16")
     add("--max-model-len", type=int, metavar="N", help="tokens of prompt and output, e.g. 4096")
     add("--max-num-seqs", type=int, default=256, metavar="N", help="running sequences")
     add("--max-num-batched-tokens", type=int, metavar="N", help="of one forward (default: auto)")
-    add("--kv-cache-memory", default="1Gi", metavar="SIZE", help="paged KV cache, e.g. 4Gi")
+    add("--kv-cache-memory", metavar="SIZE", help="paged KV cache, e.g. 4Gi")
+    add(
+        "--gpu-memory-utilization",
+        type=float,
+        default=0.9,
+        metavar="SHARE",
+        help="of the GPU's memory, for all (default: %(default)s)",
+    )
+    add("--enforce-eager", action="store_true", help="no CUDA graphs")
     add("--block-size", type=int, choices=BLOCK_SIZES, default=DEFAULT_BLOCK_SIZE, help="tokens")
     add("--threads", type=int, metavar="N", help="threads of torch, e.g. 2")
 
@@ -95,11 +104,14 @@ def _make_llm(args: argparse.Namespace) -> LLM:
     return LLM(
         args.model,
         revision=args.revision,
+        device=args.device,
         dtype=args.dtype,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         kv_cache_memory=args.kv_cache_memory,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        enforce_eager=args.enforce_eager,
         block_size=args.block_size,
         # Warm-ups and repetitions must compute what the first run computed.
         enable_prefix_caching=False,

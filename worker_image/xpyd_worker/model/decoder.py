@@ -130,13 +130,16 @@ class Ends:
 
 
 class Decoder:
-    """The whole model. It has no memory until the loader filled its `weight_groups`."""
+    """The whole model, to be loaded to `device`. It has no memory until the loader filled its
+    `weight_groups`."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, kernels: Kernels) -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, kernels: Kernels, device: torch.device
+    ) -> None:
         self._kernels = kernels
         self._ends = Ends(config, dtype)
         self._layers = [DecoderLayer(config, i, dtype) for i in range(config.num_layers)]
-        self._rotary = Rotary(config)
+        self._rotary = Rotary(config, device)
 
     def weight_groups(self) -> Sequence[WeightGroup]:
         """Its weights in the pieces they are read and packed in."""

@@ -55,11 +55,13 @@ def parse_config(config: Json, generation: Json) -> ModelConfig:
     return replace(model, eos_token_ids=tuple(dict.fromkeys(ids)))
 
 
-def build_model(config: ModelConfig, dtype: torch.dtype, kernels: Kernels) -> Decoder:
-    """The model for `config` in `dtype`, without weights."""
+def build_model(
+    config: ModelConfig, dtype: torch.dtype, kernels: Kernels, device: torch.device
+) -> Decoder:
+    """The model for `config` in `dtype`, without weights; those go to `device`."""
     from xpyd_worker.model.decoder import Decoder
 
-    return Decoder(config, dtype, kernels)
+    return Decoder(config, dtype, kernels, device)
 
 
 def _family(fields: Fields) -> Family:

@@ -16,8 +16,10 @@ from xpyd_worker.model.frequencies import angle_scale, inverse_frequencies
 class Rotary:
     """Cosines and sines of the angles of a model's positions."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        self._frequencies = inverse_frequencies(config.rope, config.head_dim)
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        """For positions on `device`."""
+        # Computed on the CPU, so that every device has the same bits.
+        self._frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
         self._scale = angle_scale(config.rope)
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:

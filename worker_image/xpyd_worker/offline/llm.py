@@ -15,7 +15,7 @@ from typing import Any, Self, cast
 from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
 from xpyd_core.errors import UserError
 from xpyd_core.sizes import parse_bytes
-from xpyd_worker.config import AUTO_BATCHED_TOKENS, WorkerConfig, check_config
+from xpyd_worker.config import WorkerConfig, check_config
 from xpyd_worker.engine.limits import Policy
 from xpyd_worker.offline.outputs import RequestOutput
 from xpyd_worker.offline.progress import Progress
@@ -53,13 +53,16 @@ class LLM:
         model: str | Path,
         *,
         revision: str | None = None,
+        device: str = "auto",
         dtype: str = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int | None = None,
         long_prefill_token_threshold: int = 0,
         scheduling_policy: Policy = "fcfs",
-        kv_cache_memory: int | str = "1Gi",
+        kv_cache_memory: int | str | None = None,
+        gpu_memory_utilization: float = 0.9,
+        enforce_eager: bool = False,
         block_size: int = DEFAULT_BLOCK_SIZE,
         enable_prefix_caching: bool = True,
         threads: int | None = None,
@@ -68,15 +71,16 @@ class LLM:
         config = WorkerConfig(
             model=str(model),
             revision=revision,
+            device=device,
             dtype=dtype,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max(AUTO_BATCHED_TOKENS, max_num_seqs)
-            if max_num_batched_tokens is None
-            else max_num_batched_tokens,
+            max_num_batched_tokens=max_num_batched_tokens,
             long_prefill_token_threshold=long_prefill_token_threshold,
             scheduling_policy=scheduling_policy,
             kv_cache_bytes=_bytes("kv_cache_memory", kv_cache_memory),
+            gpu_memory_utilization=gpu_memory_utilization,
+            enforce_eager=enforce_eager,
             block_size=block_size,
             prefix_caching=enable_prefix_caching,
             seed=seed,
@@ -165,9 +169,9 @@ class LLM:
         self.close()
 
 
-def _bytes(name: str, value: int | str) -> int:
+def _bytes(name: str, value: int | str | None) -> int | None:
     try:
-        return value if isinstance(value, int) else parse_bytes(value)
+        return parse_bytes(value) if isinstance(value, str) else value
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
 

@@ -124,6 +124,9 @@ class Session:
         del parts
         # The parts know each other in circles; the memory is large enough not to wait for it.
         gc.collect()
+        from xpyd_worker.runner.device import empty_cache
+
+        empty_cache()
 
 
 def _closed() -> UserError:

@@ -1,19 +1,16 @@
-"""From a step's sequences to the tensors of one flat forward, and back to whose row is whose.
+"""From a step's sequences to one flat batch, and back to whose row is whose. Numbers, no tensors.
 
 Rows are ordered for attention (sequences with one new token first, by length), not as scheduled.
-It must not know weights or sampling.
+It must not know weights, devices or sampling.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from xpyd_worker.engine.executor import ScheduledSequence
-from xpyd_worker.kernels.api import Kernels, KvShape, Plan, Span
+from xpyd_worker.engine.executor import DRAWN_BEFORE, ScheduledSequence
+from xpyd_worker.kernels.api import KvShape, Span
 
 
 @dataclass(frozen=True)
@@ -31,58 +28,88 @@ class BatchRows:
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's forward: `token_ids` and `positions` [tokens] int64."""
+    """One step's forward: `token_ids`, `positions` of all its rows."""
 
     rows: tuple[BatchRows, ...]
-    token_ids: Tensor
-    positions: Tensor
-    plan: Plan
+    spans: tuple[Span, ...]
+    token_ids: list[int]
+    positions: list[int]
+    drawn_at: list[int]
+    """Rows whose token the host does not know; `token_ids` has 0 there."""
+    drawn_from: list[int]
+    """For each of them: where that token stands among those of the step before."""
     prompt_tokens: int
     """Tokens of the batch that lie in their sequence's prompt."""
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether each sequence has one new token."""
+        return len(self.token_ids) == len(self.rows)
+
 
 def faults(
-    sequences: Sequence[ScheduledSequence], shape: KvShape, *, vocab_size: int, num_blocks: int
+    sequences: Sequence[ScheduledSequence],
+    shape: KvShape,
+    *,
+    vocab_size: int,
+    num_blocks: int,
+    drawn: Mapping[int, int],
 ) -> dict[int, str]:
     """By id, which sequences must not run and why: their ids or blocks lie outside the model's
-    vocabulary or the cache, so that they would read or write foreign memory."""
-    found = [(one, _fault(one, shape, vocab_size, num_blocks)) for one in sequences]
+    vocabulary or the cache, so that they would read or write foreign memory. `drawn`: as for
+    build_batch."""
+    found = [(one, _fault(one, shape, vocab_size, num_blocks, drawn)) for one in sequences]
     return {one.seq_id: f"request {one.log_id or one.seq_id}: {why}" for one, why in found if why}
 
 
-def build_batch(sequences: Sequence[ScheduledSequence], shape: KvShape, kernels: Kernels) -> Batch:
-    """The flat batch of `sequences`, at least one and none with a fault."""
+def build_batch(sequences: Sequence[ScheduledSequence], drawn: Mapping[int, int]) -> Batch:
+    """The flat batch of `sequences`, at least one and none with a fault. `drawn`: sequence id ->
+    place of the one token that the step before drew for it."""
     ordered = sorted(sequences, key=_order)
-    rows: list[BatchRows] = []
-    token_ids: list[int] = []
-    positions: list[int] = []
-    prompt_tokens = 0
-    for sequence in ordered:
-        count = len(sequence.token_ids)
-        rows.append(BatchRows(sequence, len(token_ids)))
-        token_ids.extend(sequence.token_ids)
-        positions.extend(range(sequence.start, sequence.start + count))
-        prompt_tokens += max(0, min(count, sequence.prompt_tokens - sequence.start))
-    spans = [Span(s.start, len(s.token_ids), s.block_ids) for s in ordered]
+    rows = tuple(_rows(ordered))
+    token_ids = [token for sequence in ordered for token in sequence.token_ids]
+    unknown = [one for one in rows if one.sequence.token_ids[0] == DRAWN_BEFORE]
+    for one in unknown:
+        token_ids[one.first_row] = 0
     return Batch(
-        tuple(rows),
-        torch.tensor(token_ids),
-        torch.tensor(positions),
-        kernels.plan(spans, shape),
-        prompt_tokens,
+        rows=rows,
+        spans=tuple(Span(s.start, len(s.token_ids), s.block_ids) for s in ordered),
+        token_ids=token_ids,
+        positions=[s.start + index for s in ordered for index in range(len(s.token_ids))],
+        drawn_at=[one.first_row for one in unknown],
+        drawn_from=[drawn[one.sequence.seq_id] for one in unknown],
+        prompt_tokens=sum(
+            max(0, min(len(s.token_ids), s.prompt_tokens - s.start)) for s in ordered
+        ),
     )
+
+
+def _rows(sequences: Sequence[ScheduledSequence]) -> Iterator[BatchRows]:
+    first = 0
+    for sequence in sequences:
+        yield BatchRows(sequence, first)
+        first += len(sequence.token_ids)
 
 
 def _order(sequence: ScheduledSequence) -> tuple[bool, int]:
     return len(sequence.token_ids) > 1, sequence.start
 
 
-def _fault(sequence: ScheduledSequence, shape: KvShape, vocab_size: int, num_blocks: int) -> str:
+def _fault(
+    sequence: ScheduledSequence,
+    shape: KvShape,
+    vocab_size: int,
+    num_blocks: int,
+    drawn: Mapping[int, int],
+) -> str:
     """What is wrong with a sequence's share; empty for nothing."""
     ids, blocks = sequence.token_ids, sequence.block_ids
     if not ids or len(blocks) * shape.block_size < sequence.start + len(ids):
         return f"{len(ids)} tokens from {sequence.start} in {len(blocks)} blocks"
-    if min(ids) < 0 or max(ids) >= vocab_size:
+    if ids == (DRAWN_BEFORE,):
+        if sequence.seq_id not in drawn:
+            return "the token id that the step before drew, but it drew no one token for it"
+    elif min(ids) < 0 or max(ids) >= vocab_size:
         return f"a token id outside the model's {vocab_size}"
     if min(blocks) < 0 or max(blocks) >= num_blocks:
         return f"a block outside the cache's {num_blocks}"

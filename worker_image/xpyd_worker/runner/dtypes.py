@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
@@ -9,7 +10,11 @@ import torch
 from xpyd_core.errors import UserError
 from xpyd_worker.cpu_flags import cpu_flags
 
+_log = logging.getLogger(__name__)
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Ampere's.
+_LEAST_CAPABILITY_BFLOAT16 = (8, 0)
 # The processor multiplies floats of this kind itself; without that float32 is several times faster
 # for a prompt (float16 where only avx512_bf16 is there: 3.6 times).
 _FAST_FLAGS = {
@@ -26,6 +31,25 @@ def resolve_dtype(requested: str, stored: str, *, is_fast: bool) -> torch.dtype:
     if requested not in _DTYPES:
         raise UserError(f"--dtype: {requested!r}; one of auto, {', '.join(_DTYPES)}")
     return _DTYPES[requested]
+
+
+def resolve_gpu_dtype(requested: str, stored: str, *, capability: tuple[int, int]) -> torch.dtype:
+    """The same on a GPU of this compute capability, where `auto` is the checkpoint's. Below 8.0
+    there is no bfloat16: `auto` takes float16 instead, as vLLM does, and asking for it is refused.
+    """
+    found = resolve_dtype(requested, stored, is_fast=True)
+    if found != torch.bfloat16 or capability >= _LEAST_CAPABILITY_BFLOAT16:
+        return found
+    have = ".".join(map(str, capability))
+    if requested != "auto":
+        raise UserError(
+            f"--dtype bfloat16: a GPU of compute capability {have} has none (8.0 and newer do); "
+            "use float16 or float32"
+        )
+    _log.warning(
+        "the checkpoint is in bfloat16, which a GPU of compute capability %s has not: float16", have
+    )
+    return torch.float16
 
 
 def cpu_is_fast_in(dtype: str, cpu_info: Path = Path("/proc/cpuinfo")) -> bool:

@@ -22,6 +22,8 @@ from xpyd_worker.kernels.api import Plan, Span
 
 Forward = Callable[[Tensor, Tensor, Plan], Tensor]
 """Token ids and positions [rows] int64 and a plan -> hidden states [rows, hidden]."""
+Fill = Callable[[Tensor], None]
+"""Puts those token ids in place that the host does not know."""
 # Runs before a capture: in them kernels are compiled and cuBLAS's workspaces made.
 _WARM_UPS = 2
 
@@ -93,7 +95,9 @@ class DecodeGraphs:
         """The largest batch that there is a graph for."""
         return max(self._steps, default=0)
 
-    def run(self, token_ids: Sequence[int], spans: Sequence[Span]) -> Tensor:
+    def run(
+        self, token_ids: Sequence[int], spans: Sequence[Span], fill: Fill = lambda _: None
+    ) -> Tensor:
         """Hidden states [len(spans), hidden] of a step in which each sequence has one new token.
         They are overwritten by the next call. Raises ValueError for more than `most` of them."""
         count = len(spans)
@@ -105,6 +109,7 @@ class DecodeGraphs:
         rows = [[*token_ids, *padding], [*(span.start for span in spans), *padding]]
         host = torch.tensor(rows, pin_memory=self._on.type == "cuda")
         step.inputs.copy_(host, non_blocking=True)
+        fill(step.inputs[0])
         step.plan.copy_(spans)
         step.captured.replay()
         return step.captured.output[:count]

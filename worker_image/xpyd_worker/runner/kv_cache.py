@@ -5,22 +5,25 @@ Who owns which block is the block manager's matter; here are only tensors.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 import torch
 from torch import Tensor
 
-from xpyd_core.errors import UserError
+from xpyd_core.errors import UserError, XpydError
 from xpyd_core.sizes import format_bytes
 from xpyd_worker.kernels.api import KvShape
+from xpyd_worker.runner.inputs import put_ints
+
+MakeMemory = Callable[[int], Tensor]
+"""Size in bytes -> zeros, uint8, on the runner's device: what a KV cache stands in."""
 
 
 def blocks_in_budget(shape: KvShape, num_layers: int, budget_bytes: int) -> int:
     """Blocks over all layers that fit into `budget_bytes`. Raises UserError when none does."""
-    each = shape.block_bytes * num_layers
+    each = cache_bytes(shape, num_layers=num_layers, num_blocks=1)
     if budget_bytes < each:
         raise UserError(
             f"--kv-cache-memory: {format_bytes(budget_bytes)} hold no block; one takes "
@@ -33,46 +36,54 @@ class KvCache:
     """Keys and values of all tokens that have a block.
 
     `layers` are contiguous tensors [num_blocks, kv_heads, block_size, 2 * head_dim], K then V per
-    token, one after another in `memory` (zeros, at least as large): where it is given other
-    processes may read it, else it is the process' own. Pages that were never written take none.
+    token, one after another in `memory`: zeros, uint8 [at least cache_bytes], on any device, and
+    whoever made it may let others read it. Without it the cache is in memory of the process' own.
     """
 
     def __init__(
-        self,
-        shape: KvShape,
-        *,
-        num_layers: int,
-        num_blocks: int,
-        memory: mmap | None = None,
+        self, shape: KvShape, *, num_layers: int, num_blocks: int, memory: Tensor | None = None
     ) -> None:
+        """Raises ValueError for memory that is too small."""
         self.shape = shape
         self.num_blocks = num_blocks
         size = (num_blocks, shape.kv_heads, shape.block_size, 2 * shape.head_dim)
-        count = math.prod(size)
-
-        memory = memory or _own_memory(count * shape.dtype.itemsize * num_layers)
+        each = num_blocks * shape.block_bytes
+        if memory is None:
+            memory = host_memory(each * num_layers)
+        if memory.numel() < each * num_layers:
+            raise ValueError(f"{memory.numel()} bytes of {each * num_layers}")
+        flat = memory.view(-1)
 
         def layer(index: int) -> Tensor:
-            start = index * count * shape.dtype.itemsize
-            flat = torch.frombuffer(memory, dtype=shape.dtype, count=count, offset=start)
-            return flat.view(size)
+            return flat[index * each : (index + 1) * each].view(shape.dtype).view(size)
 
         self.layers: tuple[Tensor, ...] = tuple(map(layer, range(num_layers)))
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy block source -> destination in every layer, all sources read before any write."""
+        """Copy block source -> destination in every layer, all sources read before any write. The
+        device is not waited for. Raises XpydError for blocks that the cache has not."""
         if not pairs:
             return
-        sources = torch.tensor([source for source, _ in pairs])
-        destinations = torch.tensor([destination for _, destination in pairs])
+        if not all(0 <= block < self.num_blocks for pair in pairs for block in pair):
+            raise XpydError(f"a copy of a block outside the cache's {self.num_blocks}")
+        sources, destinations = put_ints(
+            [[source for source, _ in pairs], [destination for _, destination in pairs]],
+            self.layers[0].device,
+        )
         for layer in self.layers:
             layer.index_copy_(0, destinations, layer.index_select(0, sources))
 
 
-def _own_memory(size: int) -> mmap:
-    """Zeros that take memory when they are first written, in huge pages where there are some."""
-    memory = mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+def cache_bytes(shape: KvShape, *, num_layers: int, num_blocks: int) -> int:
+    """What the layers of a cache take together."""
+    return shape.block_bytes * num_blocks * num_layers
+
+
+def host_memory(size_bytes: int) -> Tensor:
+    """Zeros, uint8, that take memory when they are first written, in huge pages where there are
+    some."""
+    memory = mmap(-1, size_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
     # A kernel may have none.
     with suppress(OSError):
         memory.madvise(MADV_HUGEPAGE)
-    return memory
+    return torch.frombuffer(memory, dtype=torch.uint8)

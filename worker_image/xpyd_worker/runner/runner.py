@@ -1,40 +1,41 @@
 """The executor of one rank: block copies, one flat forward, sampling.
 
-The engine calls `launch` from its thread, step by step. The runner owns weights and KV cache; it
-must not know queues, requests' lives or who else reads the cache. It touches no global state of
-torch: the number of threads is the program's choice.
+The engine calls `launch` from its thread, step by step. Launching only enqueues: on a GPU the step
+runs on while the engine prepares the next, and what the host wants of it is fetched when it is
+waited for. The runner owns weights and KV cache; it must not know queues, requests' lives or who
+else reads the cache. It touches no global state of torch: the number of threads is the program's
+choice.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from mmap import mmap
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
 from xpyd_core.errors import XpydError
-from xpyd_worker.engine.executor import Finished, StepInput, StepOutput
-from xpyd_worker.kernels.api import Kernels, KvShape
-from xpyd_worker.kernels.cpu.kernels import choose_kernels
+from xpyd_worker.engine.executor import Running, StepInput, StepOutput
+from xpyd_worker.kernels.api import Kernels
 from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.decoder import Decoder
-from xpyd_worker.model.loader import load_weights
-from xpyd_worker.model.registry import build_model
 from xpyd_worker.runner.adjustments import Adjustments
 from xpyd_worker.runner.batch import Batch, BatchRows, build_batch, faults
-from xpyd_worker.runner.kv_cache import KvCache, blocks_in_budget
-from xpyd_worker.runner.prompt_scores import PromptScorer
+from xpyd_worker.runner.device import Device, HostDevice, Mark, reach
+from xpyd_worker.runner.draws import Draw, draw
+from xpyd_worker.runner.graphs import DecodeGraphs
+from xpyd_worker.runner.inputs import fill_drawn, put_ints
+from xpyd_worker.runner.kv_cache import KvCache
+from xpyd_worker.runner.prompt_scores import PromptScorer, PromptScores
 from xpyd_worker.runner.results import StepResults
 from xpyd_worker.runner.sampler import Drawn, SampleRow, sample
-from xpyd_worker.runner.tensors import rows_of
 
 _log = logging.getLogger(__name__)
+# The longest step of the largest model takes seconds; a device that needs more does not answer.
+_STEP_DEADLINE_S = 120.0
 
 
 @dataclass
@@ -44,20 +45,42 @@ class RunnerCounters:
     forwards: int = 0
     prompt_tokens_computed: int = 0
     output_tokens_computed: int = 0
+    graph_replays: int = 0
+
+
+@dataclass(frozen=True)
+class _LastDraw:
+    """Tokens of the step launched last, on the device, and by sequence where its only one is."""
+
+    tokens: Tensor | None = None
+    places: dict[int, int] = field(default_factory=dict[int, int])
 
 
 class ModelRunner:
     """Runs steps on one model; implements the engine's Executor."""
 
     def __init__(
-        self, model: Decoder, config: ModelConfig, kernels: Kernels, kv_cache: KvCache
+        self,
+        model: Decoder,
+        config: ModelConfig,
+        kernels: Kernels,
+        kv_cache: KvCache,
+        *,
+        device: Device | None = None,
+        graphs: DecodeGraphs | None = None,
+        draw: Draw = draw,
     ) -> None:
-        """`model` is loaded, and made of `kernels`."""
+        """`model` is loaded, and made of `kernels`; all of it is on `device` (None: the CPU), and
+        `graphs` are of its forward over this cache. `draw`: how tokens are drawn there."""
         self._model = model
         self._kernels = kernels
+        self._device = device or HostDevice()
+        self._graphs = graphs
         self._vocab_size = config.vocab_size
         self._scorer = PromptScorer(model.logits, vocab_size=config.vocab_size)
+        self._draw = draw
         self._adjustments = Adjustments(vocab_size=config.vocab_size)
+        self._last = _LastDraw()
         self.kv_cache = kv_cache
         self.weight_bytes = sum(
             tensor.numel() * tensor.itemsize
@@ -66,38 +89,6 @@ class ModelRunner:
         )
         self.counters = RunnerCounters()
 
-    @classmethod
-    def load(
-        cls,
-        folder: Path,
-        config: ModelConfig,
-        *,
-        dtype: torch.dtype,
-        kv_cache_bytes: int,
-        kv_memory: mmap | None = None,
-        block_size_tokens: int = DEFAULT_BLOCK_SIZE,
-    ) -> ModelRunner:
-        """Read the checkpoint in `folder` and allocate a KV cache of at most `kv_cache_bytes`, in
-        `kv_memory` (so many bytes) where it is given.
-
-        Raises UserError for a checkpoint that does not fit `config` or a budget below one block.
-        """
-        shape = KvShape(config.num_kv_heads, config.head_dim, block_size_tokens, dtype)
-        num_blocks = blocks_in_budget(shape, config.num_layers, kv_cache_bytes)
-        kernels = choose_kernels(vector_sizes=config.vector_sizes, head_dim=config.head_dim)
-        model = build_model(config, dtype, kernels)
-        load_weights(
-            folder,
-            model.weight_groups(),
-            kernels=kernels,
-            device=torch.device("cpu"),
-            is_tied=config.tie_word_embeddings,
-        )
-        cache = KvCache(
-            shape, num_layers=config.num_layers, num_blocks=num_blocks, memory=kv_memory
-        )
-        return cls(model, config, kernels, cache)
-
     @property
     def num_blocks(self) -> int:
         """Blocks of the paged KV cache."""
@@ -105,53 +96,87 @@ class ModelRunner:
 
     @property
     def depth(self) -> int:
-        """A step is over when it is launched."""
-        return 1
+        """See Executor."""
+        return self._device.depth
 
-    def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Finished:
-        """Run one step; see Executor. Out of memory and other failures of torch are XpydError."""
+    def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Running:
+        """Start one step; see Executor. Want of memory is an XpydError, and so are other failures
+        of torch where they end with the step. What a GPU does not recover from is raised as it
+        comes, here or by the step's `wait`: the engine ends."""
         try:
-            with torch.inference_mode():
-                return Finished(self._execute(step, layer_done))
+            with self._device.use(), torch.inference_mode():
+                return self._launch(step, layer_done)
+        except torch.OutOfMemoryError as error:
+            raise XpydError(f"step {step.step} did not fit into memory: {error}") from error
         except RuntimeError as error:
+            if self._device.is_lost_by_an_error:
+                raise
             raise XpydError(f"step {step.step} failed in the model: {error}") from error
 
-    def _execute(self, step: StepInput, layer_done: Callable[[int], None]) -> StepOutput:
+    def _launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Running:
+        before, self._last = self._last, _LastDraw()
         self.kv_cache.copy_blocks(step.block_copies)
-        if not step.sequences:
-            return StepOutput({}, {})
-        shape = self.kv_cache.shape
         failed = faults(
-            step.sequences, shape, vocab_size=self._vocab_size, num_blocks=self.num_blocks
+            step.sequences,
+            self.kv_cache.shape,
+            vocab_size=self._vocab_size,
+            num_blocks=self.num_blocks,
+            drawn=before.places,
         )
         sound = [one for one in step.sequences if one.seq_id not in failed]
         if not sound:
-            return StepOutput({}, {}, failed)
-        batch = build_batch(sound, shape, self._kernels)
-        hidden = self._forward(batch, _logged(layer_done, step.step))
-        prompts = self._scorer.score(hidden, batch.rows)
+            nothing = StepResults(failed, PromptScores({}, {}), (), None)
+            return _Launched(step.step, self._device.mark(), nothing)
+        batch = build_batch(sound, before.places)
         asking = [rows for rows in batch.rows if rows.sequence.samples]
-        drawn = self._sample(hidden, asking) if asking else None
+        hidden, asked = self._forward(batch, asking, before, _logged(layer_done, step.step))
+        prompts = self._scorer.score(hidden, batch.rows)
+        drawn = self._sample(hidden.index_select(0, asked), asking) if asking else None
         sequences = tuple(rows.sequence for rows in asking)
-        return StepResults(failed, prompts, sequences, drawn).to_host().output()
+        results = StepResults(failed, prompts, sequences, drawn).to_host()
+        return _Launched(step.step, self._device.mark(), results)
 
-    def _forward(self, batch: Batch, layer_done: Callable[[int], None]) -> Tensor:
-        """The step's one forward; hidden states [tokens, hidden]."""
-        tokens = batch.token_ids.shape[0]
+    def _forward(
+        self,
+        batch: Batch,
+        asking: list[BatchRows],
+        before: _LastDraw,
+        layer_done: Callable[[int], None],
+    ) -> tuple[Tensor, Tensor]:
+        """The step's one forward: hidden states [tokens, hidden], and which rows of them are asked
+        for a token."""
         self.counters.forwards += 1
         self.counters.prompt_tokens_computed += batch.prompt_tokens
-        self.counters.output_tokens_computed += tokens - batch.prompt_tokens
-        return self._model.forward(
-            batch.token_ids, batch.positions, self.kv_cache.layers, batch.plan, layer_done
-        )
+        self.counters.output_tokens_computed += len(batch.token_ids) - batch.prompt_tokens
+        some = [batch.drawn_at, batch.drawn_from, [rows.last_row for rows in asking]]
 
-    def _sample(self, hidden: Tensor, asking: Sequence[BatchRows]) -> Drawn:
-        """Tokens of the sequences that ask for some; only their last rows go through the head."""
-        logits = self._model.logits(rows_of(hidden, [rows.last_row for rows in asking]))
+        def fill(token_ids: Tensor) -> None:
+            if before.tokens is not None and batch.drawn_at:
+                fill_drawn(token_ids, at, before.tokens, places)
+
+        graphs, on = self._graphs, self._device.torch_device
+        if graphs is not None and batch.is_decode and len(batch.rows) <= graphs.most:
+            self.counters.graph_replays += 1
+            at, places, asked = put_ints(some, on)
+            return graphs.run(batch.token_ids, batch.spans, fill), asked
+        token_ids, positions, at, places, asked = put_ints(
+            [batch.token_ids, batch.positions, *some], on
+        )
+        plan = self._kernels.plan(batch.spans, self.kv_cache.shape)
+        fill(token_ids)
+        layers = self.kv_cache.layers
+        return self._model.forward(token_ids, positions, layers, plan, layer_done), asked
+
+    def _sample(self, hidden: Tensor, asking: list[BatchRows]) -> Drawn:
+        """Tokens for the last rows [asking, hidden] of sequences that ask for some; only these rows
+        go through the head."""
         wanted: list[SampleRow] = []
+        places: dict[int, int] = {}
         for index, rows in enumerate(asking):
             sequence = rows.sequence
             adjustment = self._adjustments.of(sequence)
+            if len(sequence.samples) == 1:
+                places[sequence.seq_id] = len(wanted)
             wanted += [
                 SampleRow(
                     index,
@@ -163,7 +188,23 @@ class ModelRunner:
                 )
                 for spec in sequence.samples
             ]
-        return sample(logits, wanted)
+        drawn = sample(self._model.logits(hidden), wanted, self._draw)
+        self._last = _LastDraw(drawn.tokens, places)
+        return drawn
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """A step on its way, and the mark behind the copies of its results."""
+
+    step: int
+    mark: Mark
+    results: StepResults
+
+    def wait(self) -> StepOutput:
+        """See Running. Raises DeviceLostError where the device does not answer."""
+        reach(self.mark, within_s=_STEP_DEADLINE_S, what=f"step {self.step}")
+        return self.results.output()
 
 
 def _logged(layer_done: Callable[[int], None], step: int) -> Callable[[int], None]:

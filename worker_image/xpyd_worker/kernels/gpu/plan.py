@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,9 @@ from xpyd_worker.kernels.api import KvShape, Span
 
 # Tables are padded to a multiple, so that kernels are compiled for few strides.
 _TABLE_BLOCKS = 16
+# Words: each table begins at a multiple of 16 bytes, whatever the step's sizes are. Kernels are
+# compiled anew for each set of pointers that are or are not so aligned.
+_ALIGNED = 4
 # New tokens of a tile of the prefill kernel. tl.dot takes no fewer than 16 rows; 128 rows of
 # float32 would not fit into shared memory.
 _TILES = (16, 64, 128)
@@ -50,6 +54,16 @@ class GpuPlan:
     """No context is longer; known to the host, unlike `contexts`."""
 
 
+class _Views(NamedTuple):
+    """The tables in a buffer. Block tables and tiles are [n, columns]."""
+
+    slots: Tensor
+    query_starts: Tensor
+    contexts: Tensor
+    block_tables: Tensor
+    tiles: Tensor
+
+
 @dataclass(frozen=True)
 class _Sizes:
     """Lengths of the tables in a buffer of int32."""
@@ -59,25 +73,35 @@ class _Sizes:
     max_blocks: int
     tiles: int
 
-    def cut(self, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Views of slots (first: int64 must lie at a multiple of 8 bytes), block tables, query
-        starts, contexts and tiles."""
-        ends = list(itertools.accumulate(self._lengths))
-        slots, tables, starts, contexts, tiles = (
-            buffer[end - length : end] for end, length in zip(ends, self._lengths, strict=True)
+    def cut(self, buffer: Tensor) -> _Views:
+        """Views of all tables."""
+        starts = itertools.accumulate(map(_padded, self._lengths), initial=0)
+        slots, query_starts, contexts, tables, tiles = (
+            buffer[start : start + length]
+            for start, length in zip(starts, self._lengths, strict=False)
         )
-        shape = (self.sequences, self.max_blocks)
-        return slots.view(torch.int64), tables.view(shape), starts, contexts, tiles.view(-1, 2)
+        return _Views(
+            slots.view(torch.int64),
+            query_starts,
+            contexts,
+            tables.view(self.sequences, self.max_blocks),
+            tiles.view(-1, 2),
+        )
 
     @property
     def words(self) -> int:
         """Length of the buffer."""
-        return sum(self._lengths)
+        return sum(map(_padded, self._lengths))
+
+    @property
+    def words_before_tables(self) -> int:
+        """Of them, what does not depend on how long contexts are."""
+        return sum(map(_padded, self._lengths[:3]))
 
     @property
     def _lengths(self) -> list[int]:
         tables = self.sequences * self.max_blocks
-        return [2 * self.rows, tables, self.sequences + 1, self.sequences, 2 * self.tiles]
+        return [2 * self.rows, self.sequences + 1, self.sequences, tables, 2 * self.tiles]
 
 
 def make_plan(spans: Sequence[Span], shape: KvShape, device: torch.device) -> GpuPlan:
@@ -100,9 +124,25 @@ def make_plan(spans: Sequence[Span], shape: KvShape, device: torch.device) -> Gp
     host = _host_buffer(sizes.words, device)
     _write(host, sizes, spans, shape)
     if tiles:
-        sizes.cut(host)[4].copy_(torch.tensor(tiles, dtype=torch.int32))
-    buffer = host.to(device, non_blocking=True)
-    return GpuPlan(shape, *sizes.cut(buffer), decodes, tile_tokens, max_context)
+        sizes.cut(host).tiles.copy_(torch.tensor(tiles, dtype=torch.int32))
+    views = sizes.cut(host.to(device, non_blocking=True))
+    return _plan_of(shape, views, decodes, tile_tokens, max_context)
+
+
+def _plan_of(
+    shape: KvShape, views: _Views, decodes: int, tile_tokens: int, max_context: int
+) -> GpuPlan:
+    return GpuPlan(
+        shape,
+        slots=views.slots,
+        block_tables=views.block_tables,
+        query_starts=views.query_starts,
+        contexts=views.contexts,
+        tiles=views.tiles,
+        decodes=decodes,
+        tile_tokens=tile_tokens,
+        max_context=max_context,
+    )
 
 
 class StaticPlan:
@@ -119,9 +159,8 @@ class StaticPlan:
         self._sizes = _Sizes(max_sequences, max_sequences, blocks, tiles=0)
         self._device = device
         self._buffer = torch.zeros(self._sizes.words, dtype=torch.int32, device=device)
-        self.plan = GpuPlan(
-            shape, *self._sizes.cut(self._buffer), max_sequences, _TILES[0], max_context
-        )
+        views = self._sizes.cut(self._buffer)
+        self.plan = _plan_of(shape, views, max_sequences, _TILES[0], max_context)
         self.copy_([])
 
     def copy_(self, spans: Sequence[Span]) -> None:
@@ -134,16 +173,22 @@ class StaticPlan:
                 raise ValueError(
                     f"{span.count} tokens from {span.start}; one below {self.plan.max_context} fits"
                 )
+        # Only the columns that are read: a context of 128 Ki tokens has 8,192, most steps have few.
+        longest = max((span.start + 1 for span in spans), default=0)
+        used = _padded_blocks(longest, self.plan.shape.block_size)
+        sizes = replace(self._sizes, max_blocks=used)
         # A buffer of its own each time: the last one may still be on its way. The allocator of
         # pinned memory gives it out again when the copy is done.
-        host = _host_buffer(self._sizes.words, self._device)
-        _write(host, self._sizes, spans, self.plan.shape)
-        self._buffer.copy_(host, non_blocking=True)
+        host = _host_buffer(sizes.words, self._device)
+        _write(host, sizes, spans, self.plan.shape)
+        head = sizes.words_before_tables
+        self._buffer[:head].copy_(host[:head], non_blocking=True)
+        self.plan.block_tables[:, :used].copy_(sizes.cut(host).block_tables, non_blocking=True)
 
 
 def _write(host: Tensor, sizes: _Sizes, spans: Sequence[Span], shape: KvShape) -> None:
     """All tables but the tiles."""
-    slots, tables, starts, contexts, _ = (view.numpy() for view in sizes.cut(host))
+    slots, starts, contexts, tables, _ = (view.numpy() for view in sizes.cut(host))
     slots[:] = -1
     tables[:] = 0
     contexts[:] = 0
@@ -165,6 +210,10 @@ def _write(host: Tensor, sizes: _Sizes, spans: Sequence[Span], shape: KvShape) -
 
 def _host_buffer(words: int, device: torch.device) -> Tensor:
     return torch.empty(words, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+
+def _padded(words: int) -> int:
+    return -(-words // _ALIGNED) * _ALIGNED
 
 
 def _padded_blocks(tokens: int, block_size: int) -> int:

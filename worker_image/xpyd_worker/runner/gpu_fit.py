@@ -1,0 +1,256 @@
+"""Fits a loaded model to its GPU: largest step first, then the KV cache into what is left, graphs.
+
+Between loading, which has read the weights, and the runner that serves. A first runner with a cache
+of one block runs the largest step that the scheduler may make and captures all graphs, so that both
+are known by measurement; then it is thrown away. It must not know checkpoints.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from xpyd_core.errors import UserError, XpydError
+from xpyd_core.sizes import format_bytes
+from xpyd_worker.engine.executor import KnownTokens, SampleSpec, ScheduledSequence, StepInput
+from xpyd_worker.engine.request import SamplingParams
+from xpyd_worker.kernels.api import KvShape, Plan
+from xpyd_worker.model.config import ModelConfig
+from xpyd_worker.model.decoder import Decoder
+from xpyd_worker.runner.device import Gpu, StaticKernels
+from xpyd_worker.runner.draws import draw_for
+from xpyd_worker.runner.gpu_memory import GpuUse, kv_cache_bytes, profile
+from xpyd_worker.runner.graphs import DecodeGraphs, PlanBuffer, padded_sizes
+from xpyd_worker.runner.kv_cache import KvCache, MakeMemory, blocks_in_budget, cache_bytes
+from xpyd_worker.runner.runner import ModelRunner
+
+_log = logging.getLogger(__name__)
+# Sequences of the largest graph. Beyond it a step computes long enough to hide its launches.
+_MOST_IN_A_GRAPH = 256
+# Decode attention cuts contexts of 256 tokens and more, by powers of two, at most into 64 parts.
+_CUT_CONTEXTS = tuple(256 << power for power in range(8))
+# All that makes the sampler work at once: what a step draws takes the most memory then.
+_ALL_OPTIONS = SamplingParams(
+    max_tokens=2,
+    seed=0,
+    temperature=1.0,
+    top_p=0.9,
+    top_k=1000,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    logprobs=20,
+)
+_GREEDY = SamplingParams(max_tokens=2, seed=0, temperature=0.0)
+# A sequence's new tokens that need a larger tile each.
+_TILE_COUNTS = (2, 17, 65)
+
+
+@dataclass(frozen=True)
+class GpuLimits:
+    """What a GPU's engine is to hold.
+
+    `utilization` is the share of the device's memory that it may use; `cache_bytes` is the KV
+    cache's size where that is given instead (None: what is left of the share). Beside the cache
+    `beside_bytes` of the share are kept, and `beside_percent` of the cache's size.
+    """
+
+    utilization: float
+    cache_bytes: int | None
+    beside_bytes: int
+    beside_percent: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    use_graphs: bool
+
+
+def fit(
+    model: Decoder,
+    config: ModelConfig,
+    kernels: StaticKernels,
+    shape: KvShape,
+    *,
+    gpu: Gpu,
+    limits: GpuLimits,
+    free_at_start: int,
+    make_memory: MakeMemory | None = None,
+) -> tuple[ModelRunner, GpuUse]:
+    """A runner whose cache fills the share. `model` is loaded, and made of `kernels`;
+    `free_at_start` were free before it was.
+
+    Raises UserError where the share is too small, or the memory of a given size is not there.
+    """
+    maker = _Maker(model, config, kernels, shape, gpu, limits)
+    with gpu.use():
+        use = maker.measure(free_at_start)
+        budget = limits.cache_bytes
+        if budget is None:
+            left = kv_cache_bytes(
+                use.found,
+                utilization=limits.utilization,
+                graphs=use.graphs,
+                beside=limits.beside_bytes,
+            )
+            budget = left * 100 // (100 + limits.beside_percent)
+        num_blocks = blocks_in_budget(shape, config.num_layers, budget)
+        size = cache_bytes(shape, num_layers=config.num_layers, num_blocks=num_blocks)
+        try:
+            memory = (make_memory or maker.zeros)(size)
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"a KV cache of {format_bytes(size)} does not fit into the GPU's memory beside the "
+                "model; lower --kv-cache-memory or --gpu-memory-utilization"
+            ) from error
+        cache = KvCache(shape, num_layers=config.num_layers, num_blocks=num_blocks, memory=memory)
+        return maker.runner(cache, maker.graphs(cache)), use
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """What both runners are made of."""
+
+    model: Decoder
+    config: ModelConfig
+    kernels: StaticKernels
+    shape: KvShape
+    gpu: Gpu
+    limits: GpuLimits
+
+    def zeros(self, size_bytes: int) -> Tensor:
+        """Memory of torch's allocator."""
+        return torch.zeros(size_bytes, dtype=torch.uint8, device=self.gpu.torch_device)
+
+    def runner(self, cache: KvCache, graphs: DecodeGraphs | None) -> ModelRunner:
+        """One over this cache."""
+        return ModelRunner(
+            self.model,
+            self.config,
+            self.kernels,
+            cache,
+            device=self.gpu,
+            graphs=graphs,
+            draw=draw_for(self.gpu.torch_device),
+        )
+
+    def graphs(self, cache: KvCache) -> DecodeGraphs | None:
+        """Graphs of decoding steps over this cache."""
+        limits = self.limits
+        if not limits.use_graphs:
+            return None
+
+        def forward(token_ids: Tensor, positions: Tensor, plan: Plan) -> Tensor:
+            return self.model.forward(token_ids, positions, cache.layers, plan, _no_layer_done)
+
+        def plan_buffer(size: int) -> PlanBuffer:
+            return self.kernels.static_plan(
+                self.shape, max_sequences=size, max_context=limits.max_model_len
+            )
+
+        with torch.inference_mode():
+            return DecodeGraphs(
+                self.gpu.graph_device(),
+                forward,
+                plan_buffer,
+                sizes=padded_sizes(min(limits.max_num_seqs, _MOST_IN_A_GRAPH)),
+                on=self.gpu.torch_device,
+            )
+
+    def measure(self, free_at_start: int) -> GpuUse:
+        """What the largest step and all graphs take; compiles the kernels that steps will use."""
+        try:
+            use = self._measured(free_at_start)
+        except (torch.OutOfMemoryError, XpydError) as error:
+            raise UserError(
+                f"a step of {self.limits.max_num_batched_tokens} tokens and "
+                f"{self.limits.max_num_seqs} sequences fails beside the model: {error}; lower "
+                "--max-num-batched-tokens or --max-num-seqs"
+            ) from error
+        except RuntimeError as error:
+            # Such as a C compiler that triton looks for and does not find.
+            raise UserError(
+                f"--device: the model's first step fails on {self.gpu.torch_device}: {error}"
+            ) from error
+        # A graph and what it holds know each other in circles.
+        gc.collect()
+        self.gpu.counters().release()
+        return use
+
+    def _measured(self, free_at_start: int) -> GpuUse:
+        counters, block_size = self.gpu.counters(), self.shape.block_size
+        size = cache_bytes(self.shape, num_layers=self.config.num_layers, num_blocks=1)
+        cache = KvCache(
+            self.shape,
+            num_layers=self.config.num_layers,
+            num_blocks=1,
+            memory=self.zeros(size),
+        )
+        runner = self.runner(cache, None)
+        for step in warm_ups(self.limits, block_size):
+            _run(runner, step)
+        found = profile(
+            counters, free_at_start, lambda: _run(runner, largest(self.limits, block_size))
+        )
+        before = counters.free()
+        graphs = self.graphs(cache)
+        # But for what the runs before each capture took.
+        counters.release()
+        graph_bytes = max(0, before - counters.free())
+        if graphs is not None:
+            _log.debug("graphs of up to %d sequences: %s", graphs.most, format_bytes(graph_bytes))
+        return GpuUse(found, graph_bytes)
+
+
+def largest(limits: GpuLimits, block_size: int) -> StepInput:
+    """The step that takes the most memory: all tokens that a step may have, in as many sequences
+    as may run, and all of them draw. They stand in block 0 together; what comes out is nothing."""
+    each, more = divmod(limits.max_num_batched_tokens, limits.max_num_seqs)
+    counts = [each + (index < more) for index in range(limits.max_num_seqs)]
+    return StepInput(
+        0,
+        tuple(
+            _sequence(index, count, 0, block_size, _ALL_OPTIONS)
+            for index, count in enumerate(counts)
+        ),
+    )
+
+
+def warm_ups(limits: GpuLimits, block_size: int) -> Iterator[StepInput]:
+    """A step for each form that kernels are compiled in, so that no request waits for a compiler:
+    each size of a prefill's tile, each number of parts that a decode's context is cut into."""
+    longest = min(limits.max_model_len, limits.max_num_batched_tokens)
+    for count in _TILE_COUNTS:
+        if count <= longest:
+            yield StepInput(0, (_sequence(0, count, 0, block_size, _GREEDY),))
+    for context in (1, *_CUT_CONTEXTS):
+        if context <= limits.max_model_len:
+            yield StepInput(0, (_sequence(0, 1, context - 1, block_size, _GREEDY),))
+
+
+def _sequence(
+    index: int, count: int, start: int, block_size: int, sampling: SamplingParams
+) -> ScheduledSequence:
+    blocks = -(-(start + count) // block_size)
+    return ScheduledSequence(
+        seq_id=index,
+        token_ids=(0,) * count,
+        start=start,
+        block_ids=(0,) * blocks,
+        sampling=sampling,
+        prompt_tokens=start + count,
+        samples=(SampleSpec(0, 0),),
+        log_id="warm-up",
+        known=KnownTokens((0,), ()),
+    )
+
+
+def _run(runner: ModelRunner, step: StepInput) -> None:
+    runner.launch(step, _no_layer_done).wait()
+
+
+def _no_layer_done(_layer: int) -> None:
+    """Nobody listens."""
