@@ -38,6 +38,8 @@ def test_the_short_form_compares_every_kernel_and_writes_the_page(
     assert text.endswith("after\n")
     assert "old" not in text
     assert "| decode attention | 2 x 40 |" in text
+    assert "| 2 x 20 | yes |" in text
+    assert [row["graphs"] for row in made["steps"]] == [True, False]
 
 
 def test_a_kernel_that_is_wrong_is_named(kit: Kit, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ def main(argv: list[str], gpu: Any = None) -> int:
     from tests.gpu.bench.cases import SMOKE, Sizes
     from tests.gpu.bench.measuring import measure
     from tests.gpu.bench.page import with_measured
+    from tests.gpu.bench.steps import EIGHT_B, SMOKE_STEPS
 
     if not options.smoke and not torch.cuda.is_available():
         sys.stderr.write("no CUDA device; --smoke needs none\n")
@@ -44,7 +45,8 @@ def main(argv: list[str], gpu: Any = None) -> int:
     device = torch.device("cpu" if options.smoke else "cuda")
     sizes, dtype = (SMOKE, torch.float32) if options.smoke else (Sizes(), torch.bfloat16)
     with torch.inference_mode():
-        made = measure(package, sizes, device, dtype)
+        steps = SMOKE_STEPS if options.smoke else EIGHT_B
+        made = measure(package, sizes, steps, device, dtype)
     options.output.write_text(json.dumps(made, indent=1) + "\n")
     page = options.output.with_suffix(".md")
     if page.exists():

@@ -14,6 +14,7 @@ import triton
 from torch import Tensor
 
 from tests.gpu.bench.cases import Case, Sizes, cases
+from tests.gpu.bench.steps import StepSizes, step_rows
 
 ROUNDS = 30
 # Written between two calls, so that no cache of the device has what is measured.
@@ -22,7 +23,9 @@ _FLUSH_BYTES = 512 << 20
 _TOLERANCE = 5e-2
 
 
-def measure(gpu: Any, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+def measure(
+    gpu: Any, sizes: Sizes, steps: StepSizes, device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
     """The JSON that a run ends with."""
     timer = Timer(device)
     limit = _copy_speed(sizes.copy_bytes, timer, device)
@@ -35,6 +38,7 @@ def measure(gpu: Any, sizes: Sizes, device: torch.device, dtype: torch.dtype) ->
         "dtype": str(dtype).removeprefix("torch."),
         "copyGbPerS": round(limit / 1e9, 1),
         "cases": rows,
+        "steps": list(step_rows(gpu, steps, device, dtype, limit)),
         "wrong": [f"{row['kernel']} {row['size']}" for row in rows if not row["isRight"]],
         "versions": {
             "python": platform.python_version(),

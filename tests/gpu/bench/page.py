@@ -22,6 +22,11 @@ def _measured(made: dict[str, Any]) -> str:
         f"| {_number(row['timesTorch'], 2)} | {row['ofCopySpeed']:.2f} |"
         for row in made["cases"]
     ]
+    steps = [
+        f"| {row['sequences']} x {row['context']:,} | {'yes' if row['graphs'] else 'no'} "
+        f"| {row['ms']:.3f} | {row['ofCopySpeed']:.2f} |"
+        for row in made["steps"]
+    ]
     return "\n".join(
         [
             "",
@@ -31,6 +36,10 @@ def _measured(made: dict[str, Any]) -> str:
             "| kernel | size | us | torch, us | times as fast as torch | of the copy's speed |",
             "|---|---|---|---|---|---|",
             *rows,
+            "",
+            "| decoding step | graphs | ms | of the copy's speed |",
+            "|---|---|---|---|",
+            *steps,
             "",
             "",
         ]
