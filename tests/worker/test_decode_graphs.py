@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from xpyd_worker.kernels.api import KvShape, Plan, Span
-from xpyd_worker.kernels.gpu.plan import GpuPlan, StaticPlan
+from xpyd_worker.kernels.gpu.plan import GpuPlan, StaticPlan, make_plan
 from xpyd_worker.runner.graphs import DecodeGraphs, padded_sizes
 
 CPU = torch.device("cpu")
@@ -157,3 +157,30 @@ def test_a_static_plan_refuses_what_has_no_room_in_it(span: Span) -> None:
         static_plan(2).copy_([span])
     with pytest.raises(ValueError, match="room for 2"):
         static_plan(2).copy_(spans([1, 2, 3]))
+
+
+def test_a_static_plan_has_the_tables_of_a_plan_of_the_steps_own() -> None:
+    """Long contexts and short ones in turn: only the columns that are read are copied."""
+    static = StaticPlan(SHAPE, CPU, max_sequences=3, max_context=1024)
+    for starts in ([600, 5, 300], [5, 17], [1023], [0, 40, 290]):
+        steps = [Span(at, 1, range(7 * i, 7 * i + at // 16 + 1)) for i, at in enumerate(starts)]
+        static.copy_(steps)
+        own, found, count = make_plan(steps, SHAPE, CPU), static.plan, len(starts)
+        assert torch.equal(found.slots[:count], own.slots)
+        assert torch.equal(found.contexts[:count], own.contexts)
+        for row, at in enumerate(starts):
+            used = at // 16 + 1
+            assert torch.equal(found.block_tables[row, :used], own.block_tables[row, :used])
+        assert found.slots[count:].tolist() == [-1] * (3 - count)
+        assert found.contexts[count:].tolist() == [0] * (3 - count)
+
+
+@pytest.mark.parametrize("counts", [(1,), (1, 1, 1), (1, 5), (3, 1, 2), (1, 1, 1, 1, 70)])
+def test_every_table_of_a_plan_begins_where_kernels_are_compiled_for(
+    counts: tuple[int, ...],
+) -> None:
+    plan = make_plan([Span(2, count, range(8)) for count in counts], SHAPE, CPU)
+    tables = (plan.slots, plan.block_tables, plan.query_starts, plan.contexts, plan.tiles)
+    assert [table.data_ptr() % 16 for table in tables if table.numel()] == [0] * (
+        len(tables) - (not plan.tiles.numel())
+    )

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.fake_gpu import FakeGpu, FakeGraph, FakeGraphDevice
+from tests.gpu.fake_gpu import FakeGpu, FakeGraph, FakeGraphDevice, FakeMark
 from tests.gpu.models import gpu_runner, model_config
 from tests.worker.runner_driver import Driver, with_params
 from tests.worker.test_sampler_waits import NoWaits, Waits
@@ -27,7 +28,12 @@ META = torch.device("meta")
 
 class NoWaitsInSteps(NoWaits):
     """Knows two more copies that are told not to wait: those in place, whose flag torch hands over
-    by place, and `to`, which torch does not take apart under inference_mode."""
+    by place, and `to`, which torch does not take apart under inference_mode. Notes copies to the
+    host in `events`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
 
     def __torch_dispatch__(
         self,
@@ -39,8 +45,12 @@ class NoWaitsInSteps(NoWaits):
         kwargs = kwargs or {}
         name = func.name().partition(".")[0]
         if name == "aten::copy_" and args[2:] == (True,):
+            if args[1].device != META:
+                return func(*args)
             # There are no values to bring to the host.
-            return args[0] if args[1].device == META else func(*args)
+            if args[0].device != META:
+                self.events.append("to host")
+            return args[0]
         if name == "aten::to" and kwargs.get("non_blocking", False):
             return func(*args, **kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -89,9 +99,9 @@ class MetaGraphs(FakeGraphDevice):
         return MetaGraph(run, run())
 
 
-def make(largest_graph: int, kernels: MetaKernels) -> ModelRunner:
+def make(largest_graph: int, kernels: MetaKernels, gpu: type[FakeGpu] = FakeGpu) -> ModelRunner:
     return gpu_runner(
-        FakeGpu(torch_device=META, graphs=MetaGraphs()),
+        gpu(torch_device=META, graphs=MetaGraphs()),
         kernels,
         model_config("qwen3"),
         dtype=torch.float32,
@@ -131,6 +141,26 @@ def test_nothing_in_a_launch_waits_for_the_device(largest_graph: int) -> None:
         launch_three(runner)
     assert runner.counters.forwards == 3
     assert runner.counters.graph_replays == (largest_graph > 0)
+
+
+def test_a_step_is_over_when_its_results_are_on_the_host() -> None:
+    """The mark that is waited for lies behind the copies, which are what a step ends with."""
+    waits = NoWaitsInSteps()
+
+    class Marking(FakeGpu):
+        def mark(self) -> FakeMark:
+            waits.events.append("mark")
+            return super().mark()
+
+    runner = make(4, MetaKernels(), Marking)
+    with waits:
+        launch_three(runner)
+    # Tokens; those of one with log probabilities; the scores of a prompt.
+    marks = [index for index, event in enumerate(waits.events) if event == "mark"]
+    assert len(marks) == 3
+    assert marks[0] >= 2
+    assert all(later - earlier >= 2 for earlier, later in pairwise(marks))
+    assert marks[-1] == len(waits.events) - 1
 
 
 def test_a_forward_that_waits_is_seen() -> None:
