@@ -13,7 +13,7 @@ from tests.gpu.models import cpu_runner, gpu_runner, model_config
 from tests.worker.ahead_driver import Ahead
 from tests.worker.runner_driver import Driver, with_params
 from xpyd_core.errors import XpydError
-from xpyd_worker.engine.executor import DRAWN_BEFORE, Executor, StepInput
+from xpyd_worker.engine.executor import DRAWN_BEFORE, Executor, SampleSpec, StepInput
 from xpyd_worker.runner.device import DeviceLostError
 from xpyd_worker.runner.draws import draw
 from xpyd_worker.runner.runner import ModelRunner
@@ -133,6 +133,30 @@ def test_a_token_that_the_step_before_did_not_draw_fails_its_sequence_alone() ->
     output = driver.step([(known, 1), (unknown, 1)])
     assert "the step before drew, but it drew no one token" in output.failed[unknown.seq_id]
     assert list(output.samples) == [known.seq_id]
+
+
+def test_tokens_of_two_steps_before_are_forgotten() -> None:
+    driver = Driver(make(FakeGpu()))
+    sequence, other = driver.add([5, 6]), driver.add(PROMPTS[1])
+    driver.step([(sequence, 2)])
+    driver.step([(other, 4)])
+    sequence.output[-1] = DRAWN_BEFORE
+    assert list(driver.step([(sequence, 1)]).failed) == [sequence.seq_id]
+
+
+def test_a_token_is_found_behind_those_of_a_sequence_that_draws_several() -> None:
+    """Rows are ordered by length, so that the one that forks comes first."""
+    driver = Driver(make(FakeGpu(), largest_graph=2))
+    forking, plain = driver.add([9]), driver.add(PROMPTS[0])
+    samples = tuple(SampleSpec(choice, 0) for choice in range(3))
+    parts = (replace(driver.schedule(forking, 1), samples=samples), driver.schedule(plain, 5))
+    first = driver.runner.launch(StepInput(1, parts), lambda _: None)
+    plain.computed = 5
+    plain.output.append(DRAWN_BEFORE)
+    part = driver.schedule(plain, 1)
+    second = driver.runner.launch(StepInput(2, (part,)), lambda _: None)
+    found = [first.wait().samples[plain.seq_id][0], second.wait().samples[plain.seq_id][0]]
+    assert [token.token_id for token in found] == wanted()[0][:2]
 
 
 def test_a_forked_choice_is_read_from_the_copy_of_its_block() -> None:
