@@ -100,14 +100,19 @@ def fit(
         num_blocks = blocks_in_budget(shape, config.num_layers, budget)
         size = cache_bytes(shape, num_layers=config.num_layers, num_blocks=num_blocks)
         try:
-            memory = (make_memory or maker.zeros)(size)
+            cache = KvCache(
+                shape,
+                num_layers=config.num_layers,
+                num_blocks=num_blocks,
+                memory=(make_memory or maker.zeros)(size),
+            )
+            graphs = maker.graphs(cache)
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"a KV cache of {format_bytes(size)} does not fit into the GPU's memory beside the "
-                "model; lower --kv-cache-memory or --gpu-memory-utilization"
+                "model and its graphs; lower --kv-cache-memory or --gpu-memory-utilization"
             ) from error
-        cache = KvCache(shape, num_layers=config.num_layers, num_blocks=num_blocks, memory=memory)
-        return maker.runner(cache, maker.graphs(cache)), use
+        return maker.runner(cache, graphs), use
 
 
 @dataclass(frozen=True)
