@@ -20,6 +20,7 @@ from tests.gpu.fake_gpu import FakeGpu
 from tests.gpu.models import cpu_runner, gpu_runner, make_model, model_config, shape_of
 from tests.worker.ahead_driver import Ahead
 from tests.worker.runner_driver import Driver, with_params
+from tests.worker.test_gpu_engine import Run
 from xpyd_worker.engine.executor import DRAWN_BEFORE, StepInput
 from xpyd_worker.runner.device import CudaDevice, Gpu
 from xpyd_worker.runner.draws import kernel_draw
@@ -204,3 +205,13 @@ def test_all_of_an_engine_stays_within_its_share(gpu: Kit) -> None:
     # Segments of torch's allocator are rounded up; the cache is nearly all of it.
     assert used <= total * LIMITS.utilization + (256 << 20)
     assert used >= total * LIMITS.utilization * 0.9
+
+
+def test_an_engine_writes_what_it_writes_on_the_cpu(gpu: Kit) -> None:
+    found = Run(on_gpu(gpu, replace(LIMITS, cache_bytes=1 << 24)))
+    if gpu.dtype == torch.float32:
+        expected = Run(cpu_runner(model_config("llama")))
+        # Where logits are drawn from, their last bits may draw another token.
+        greedy = [key for key, params in found.sampling.items() if params.temperature == 0]
+        assert len(greedy) == 4
+        assert [found.tokens[key] for key in greedy] == [expected.tokens[key] for key in greedy]

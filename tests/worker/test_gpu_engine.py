@@ -16,7 +16,7 @@ from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.core import EngineCore
 from xpyd_worker.engine.inbox import Inbox
 from xpyd_worker.engine.limits import Limits
-from xpyd_worker.engine.request import EngineRequest, RequestOutput
+from xpyd_worker.engine.request import EngineRequest, RequestOutput, SamplingParams
 from xpyd_worker.engine.stopping import StopRules
 from xpyd_worker.runner.runner import ModelRunner
 
@@ -55,6 +55,7 @@ class Run:
         self.tokens: Tokens = defaultdict(list)
         self.ends: dict[tuple[str, int], str] = {}
         self.open: set[str] = set()
+        self.sampling: dict[tuple[str, int], SamplingParams] = {}
         pool = BlockManager(runner.num_blocks, block_size=BLOCK_SIZE)
         self.engine = EngineCore(
             runner,
@@ -66,6 +67,8 @@ class Run:
         )
         for request in requests():
             self.open.add(request.request_id)
+            for choice in range(request.n):
+                self.sampling[request.request_id, choice] = request.sampling
             self.engine.submit(request)
         for _ in range(1000):
             self.engine.turn()

@@ -288,7 +288,7 @@ def test_importing_the_package_and_its_parameters_imports_nothing_heavy() -> Non
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 def test_a_gpu_that_is_not_there_is_refused_before_anything_is_loaded() -> None:
-    with pytest.raises(UserError, match="--device cuda: torch .* finds no CUDA device"):
+    with pytest.raises(UserError, match=r"--device cuda: torch .* finds no CUDA device"):
         LLM(MODEL, device="cuda")
     with pytest.raises(UserError, match="--device: expected auto, cpu, cuda or cuda:N, got 'gpu'"):
         LLM(MODEL, device="gpu")
