@@ -37,7 +37,8 @@ def format_bytes(count: int) -> str:
     """A size for people, in powers of 1024: `512 B`, `1.5 GiB`."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
+        # What one digit behind the point rounds to 1024 is 1 of the next unit.
+        if value < (1024 if unit == "B" else 1023.95):
             return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
