@@ -48,6 +48,7 @@ def test_percentages_need_something_to_be_taken_of() -> None:
 
 def test_sizes_print_for_people() -> None:
     assert [format_bytes(n) for n in (512, 1536, 4 * 2**30)] == ["512 B", "1.5 KiB", "4.0 GiB"]
+    assert [format_bytes(n) for n in (1023, 2**30 - 20_000)] == ["1023 B", "1.0 GiB"]
 
 
 def test_seventeen_tokens_need_two_blocks() -> None:

@@ -35,6 +35,13 @@ SHARED: dict[str, Any] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"]},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True},
+    "qwen3-moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 9,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+    },
 }
 
 

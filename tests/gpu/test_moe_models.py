@@ -62,7 +62,7 @@ class Model:
     def logits(self, texts: Sequence[list[int]], *, extend: bool) -> Tensor:
         """[STEPS, texts, vocab] float32: what follows each prompt, then each further token. With
         `extend` the best token is appended to each text, else texts hold them."""
-        decoder = build_model(self.config, self.dtype, self.kernels)
+        decoder = build_model(self.config, self.dtype, self.kernels, self.device)
         for group in decoder.weight_groups():
             group.allocate(self.device)
             for name, tensor in group.checkpoint_tensors().items():

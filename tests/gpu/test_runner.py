@@ -96,13 +96,15 @@ def test_chunks_and_batches_give_the_tokens_of_plain_torch(float32: Kit, family:
     assert [sequence.output for sequence in sequences] == wanted(family)
 
 
-@pytest.mark.parametrize(("largest_graph", "replays"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("family", "largest_graph", "replays"), [("llama", 2, 1), ("llama", 4, 2), ("qwen3-moe", 4, 2)]
+)
 def test_two_steps_under_way_give_the_tokens_of_plain_torch(
-    float32: Kit, largest_graph: int, replays: int
+    float32: Kit, family: str, largest_graph: int, replays: int
 ) -> None:
     """By graphs that are padded, and where the batch is larger than the largest of them."""
-    runner = make(float32, "llama", largest_graph=largest_graph)
-    assert Ahead(runner).run(PROMPTS, tokens=TOKENS, chunk=12) == wanted("llama")
+    runner = make(float32, family, largest_graph=largest_graph)
+    assert Ahead(runner).run(PROMPTS, tokens=TOKENS, chunk=12) == wanted(family)
     # The last step has one sequence, the one before it three; before that there are prompts.
     assert runner.counters.graph_replays == replays
 

@@ -48,7 +48,7 @@ def wanted(family: str = "llama", **changes: object) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3-moe"])
 @pytest.mark.parametrize("largest_graph", [0, 2, 3, 8])
 def test_batches_chunks_and_decodes_give_the_tokens_of_the_cpu(
     family: str, largest_graph: int
