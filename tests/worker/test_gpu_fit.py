@@ -163,10 +163,9 @@ def test_the_largest_step_has_all_tokens_and_all_draws(seqs: int, tokens: int) -
 def test_every_form_of_a_kernel_is_compiled_before_the_first_request() -> None:
     steps = list(warm_ups(replace(LIMITS, max_model_len=1 << 20), BLOCK_SIZE))
     assert all(len(step.sequences) == 1 for step in steps)
+    # Both sides of each size that a tile of rows may have.
     prompts = [step.tokens for step in steps if step.tokens > 1]
-    # One in each of the sizes of a tile: up to 16, up to 64, more.
-    assert [count > 16 for count in prompts] == [False, True, True]
-    assert [count > 64 for count in prompts] == [False, False, True]
+    assert prompts == [2, 16, 32, 64, 17, 33, 65]
     contexts = [_context(step) for step in steps if step.tokens == 1]
     assert contexts[:2] == [1, 256]
     # One in each power of two of parts of 256 tokens, up to 64 of them.

@@ -46,8 +46,6 @@ _ALL_OPTIONS = SamplingParams(
     logprobs=20,
 )
 _GREEDY = SamplingParams(max_tokens=2, seed=0, temperature=0.0)
-# A sequence's new tokens that need a larger tile each.
-_TILE_COUNTS = (2, 17, 65)
 
 
 @dataclass(frozen=True)
@@ -225,10 +223,13 @@ def largest(limits: GpuLimits, block_size: int) -> StepInput:
 
 
 def warm_ups(limits: GpuLimits, block_size: int) -> Iterator[StepInput]:
-    """A step for each form that kernels are compiled in, so that no request waits for a compiler:
-    each size of a prefill's tile, each number of parts that a decode's context is cut into."""
+    """A step for each form that kernels are compiled in, so that requests wait for no compiler:
+    each size of a tile of rows, which grow with the powers of two, and each number of parts that a
+    decode's context is cut into."""
     longest = min(limits.max_model_len, limits.max_num_batched_tokens)
-    for count in _TILE_COUNTS:
+    # Kernels are also compiled apart for counts that 16 divides.
+    powers = [1 << power for power in range(4, longest.bit_length())]
+    for count in (2, *powers, *(power + 1 for power in powers)):
         if count <= longest:
             yield StepInput(0, (_sequence(0, count, 0, block_size, _GREEDY),))
     for context in (1, *_CUT_CONTEXTS):
