@@ -2,6 +2,7 @@
 
 import random
 import threading
+from functools import partial
 
 import pytest
 
@@ -11,6 +12,7 @@ from tests.kv.transport_kit import (
     BLOCK_BYTES,
     SLAB_BYTES,
     Puppet,
+    data_header,
     dial,
     network,
     raw_data,
@@ -112,6 +114,25 @@ def test_p_sends_a_frame_when_its_copy_is_done(net, machine):
     assert p_told.wait("done") == (0, True)
     d_told.wait("end")
     assert net.read(room) == body
+
+
+def test_frames_that_the_device_has_copied_at_once_leave_at_once(net, machine):
+    machine.latest = 0
+    quiet = Deadlines(ping_s=60.0)  # Nothing else would look at the queue.
+    (p, p_told, peer), (_, d_told, _) = net.pair(deadlines=quiet)
+    rooms = rooms_for(net, d_told, 12)
+    bodies = [body_of(1, seed) for seed in range(12)]
+    views = [[net.share(body)] for body in bodies]
+
+    def queue_all():
+        for seq in range(12):
+            header = partial(data_header, views[seq], seq=seq)
+            p.send_data(peer, header, views[seq], lambda checksum: p_told.tell("done", checksum))
+
+    run(p, queue_all)
+    p_told.wait("done", 12)
+    d_told.wait("end", 12)
+    assert [net.read(room) for room in rooms] == bodies
 
 
 def test_with_all_slabs_taken_frames_wait_and_all_arrive(net, machine):

@@ -144,7 +144,7 @@ class Outlet:
             self._outward.gather(self._staged_frames(), now)
         budget = self._bounds.turn_bytes
         while budget > 0 and not self._is_closing():
-            cursor = self._sending or self._next_frame()
+            cursor = self._sending or self._next_frame(now)
             if cursor is None:
                 return False
             try:
@@ -163,7 +163,7 @@ class Outlet:
                 self._finish_frame()
         return self._can_write
 
-    def _next_frame(self) -> Cursor | Departure | None:
+    def _next_frame(self, now: float) -> Cursor | Departure | None:
         """Begin with the next thing to send: all control frames, else one DATA frame (which waits
         while too much is lent)."""
         if self._control:
@@ -183,7 +183,7 @@ class Outlet:
                 most = max(1, length // self._protocol.block_bytes)
                 places = lending.lender.places(frame.views, at_most=most)
             if places is None and self._outward is not None and not is_on_host(views):
-                part = self._outward.next()
+                part = self._gathered(self._outward, now)
                 if part is None:
                     return None
                 views = [part]
@@ -211,6 +211,12 @@ class Outlet:
                 self._unlogged = header
             return self._sending
         return None
+
+    def _gathered(self, outward: Outward, now: float) -> memoryview | None:
+        """The next frame's bytes, once they are here. A turn may send more frames than were
+        gathered before it: with none under way nobody would look at the queue again."""
+        outward.gather(self._staged_frames(), now)
+        return outward.next()
 
     def _staged_frames(self) -> list[Sequence[View]]:
         """The frames at the head of the queue that go through slabs."""
