@@ -65,6 +65,9 @@ class ZeroStore:
     def poll(self) -> None:
         self._inner.poll()
 
+    def close(self, deadline_s: float) -> None:
+        self._inner.close(deadline_s)
+
     @property
     def regions(self) -> Sequence[View]:
         return self._inner.regions

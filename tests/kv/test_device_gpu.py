@@ -102,15 +102,15 @@ def test_a_copy_waits_for_the_models_stream(gpu):
 def test_a_cache_of_torch_tensors_is_this_memory(gpu):
     import torch
 
-    from xpyd_kv.device.cuda import paged_memory, tensor_over
+    from xpyd_kv.device.cuda import tensor_over
+    from xpyd_kv.device.paged import paged_over
 
     shape = (5, 3, 4, 8)
     size = 2 * 5 * 3 * 4 * 8
     region = gpu.allocate(2 * size)
-    tensors = [
-        tensor_over(region[layer * size :][:size], shape, torch.bfloat16) for layer in range(2)
-    ]
-    memory = paged_memory(gpu, region, tensors, [4, 7])
+    flat = tensor_over(region, (2 * size,), torch.uint8)
+    tensors = [flat[layer * size :][:size].view(torch.bfloat16).view(shape) for layer in range(2)]
+    memory = paged_over(gpu, region, flat, tensors, layers=[4, 7])
     tensors[1][3] = 1.5
     assert memory.written().wait(PATIENCE_S)
     block, slab = memory.block_view(1, 3), gpu.allocate_pinned(memory.layout.block_bytes)

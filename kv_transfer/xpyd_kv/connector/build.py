@@ -99,8 +99,15 @@ def build(
     return _build_consumer(make_endpoint, memory, pool, wake, settings, clock, make_store)
 
 
-def wire_layout(layout: KvLayout, *, factors: dict[str, str], max_tokens: int) -> wire.Layout:
-    """The LAYOUT frame for a cache: what an endpoint says of it. `max_tokens`: longest prompt."""
+def wire_layout(
+    layout: KvLayout,
+    *,
+    factors: dict[str, str],
+    max_tokens: int,
+    max_data_bytes: int = wire.DEFAULT_MAX_DATA_BYTES,
+) -> wire.Layout:
+    """The LAYOUT frame for a cache: what an endpoint says of it. `max_tokens`: longest prompt;
+    `max_data_bytes`: longest frame that it takes."""
     return wire.Layout(
         factors=factors,
         layers=layout.layers,
@@ -110,6 +117,7 @@ def wire_layout(layout: KvLayout, *, factors: dict[str, str], max_tokens: int) -
         dtype=layout.dtype,
         block_bytes=layout.block_bytes,
         max_tokens=max_tokens,
+        max_data_bytes=max_data_bytes,
     )
 
 

@@ -22,7 +22,6 @@ from xpyd_core.errors import UserError
 from xpyd_kv.device import copy_kernel
 from xpyd_kv.device.api import DeviceError, DeviceView, Event, IpcHandle, Stream, View
 from xpyd_kv.device.cudart import HANDLE_BYTES, Cudart
-from xpyd_kv.device.paged import DevicePagedMemory, layout_of
 from xpyd_kv.device.segments import Segment, Span, segments
 
 # Fewer pieces than this go through the copy engines, which leave the SMs to the model.
@@ -251,15 +250,6 @@ def tensor_over(view: DeviceView, shape: Sequence[int], dtype: torch.dtype) -> t
 
 class _Properties(Protocol):
     uuid: object
-
-
-def paged_memory(
-    device: CudaDevice, region: DeviceView, tensors: Sequence[torch.Tensor], layers: Sequence[int]
-) -> DevicePagedMemory:
-    """The KvMemory of cache tensors (as in PagedMemory) that lie in `region` (`tensor_over`)."""
-    layout = layout_of(tensors, layers=layers, device_type="cuda")
-    views = [DeviceView(device.index, tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
-    return DevicePagedMemory(device, views, layout=layout, region=region)
 
 
 class _ArrayInterface:

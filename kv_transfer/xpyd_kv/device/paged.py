@@ -94,6 +94,11 @@ class DevicePagedMemory:
         """Blocks of the cache."""
         return len(self._layers[0]) // self._layout.block_bytes
 
+    @property
+    def regions(self) -> Sequence[DeviceView]:
+        """The whole cache: one view for each layer."""
+        return self._layers
+
     def block_view(self, layer: int, block_id: int) -> DeviceView:
         """Where one block of one layer (index into `layout.layers`) lies."""
         size = self._layout.block_bytes
@@ -107,6 +112,25 @@ class DevicePagedMemory:
     def written(self) -> Event:
         """Engine thread: when all that the model has enqueued by now stands in the cache."""
         return self.device.compute_stream().record()
+
+
+def paged_over(
+    device: Device,
+    region: DeviceView,
+    flat: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    *,
+    layers: Sequence[int],
+) -> DevicePagedMemory:
+    """The KvMemory of cache tensors (as in PagedMemory) cut from `flat`, the bytes of `region` as
+    torch sees them. XpydError for others."""
+    layout = layout_of(tensors, layers=layers, device_type=flat.device.type)
+    starts = [tensor.data_ptr() - flat.data_ptr() for tensor in tensors]
+    size = tensors[0].nbytes
+    if not all(0 <= start <= len(region) - size for start in starts):
+        raise XpydError("cache tensors must be cut from the memory that peers may open")
+    views = [region[start : start + size] for start in starts]
+    return DevicePagedMemory(device, views, layout=layout, region=region)
 
 
 def layout_of(

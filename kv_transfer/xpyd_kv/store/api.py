@@ -123,6 +123,11 @@ class Store(Protocol):
         """Once per engine step: take back what a device copied from when it was freed."""
         ...
 
+    def close(self, deadline_s: float) -> None:
+        """Give the store's own memory back; no landing is read or written any more. What a device
+        still copies from after `deadline_s` is left to the end of the process."""
+        ...
+
     @property
     def regions(self) -> Sequence[View]:
         """Memory of the store's own that landings are made of, for as long as it lives. What else

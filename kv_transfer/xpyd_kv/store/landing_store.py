@@ -91,8 +91,7 @@ class LandingStore:
         self._copier.poll()
 
     def close(self, deadline_s: float) -> None:
-        """Give the memory back; nobody may hold a landing. What a device still copies from after
-        `deadline_s` is left to the end of the process."""
+        """See Store."""
         if not self._copier.close(deadline_s) or self._device is None:
             return
         if self._buffer is not None:
