@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 # no network: nothing is installed there, and these tests import nothing else.
 GPU_PYTHON ?= python3
 ON_GPU := PYTHONPATH=.:core:kv_transfer:worker_image $(GPU_PYTHON)
-GPU_TESTS := tests/gpu tests/kv/test_device_gpu.py
+GPU_TESTS := tests/gpu tests/kv/test_device_gpu.py tests/kv/test_transport_conformance.py
 
 .PHONY: help setup fmt lint type imports generate verify test test-gpu test-cluster soak demo bench-operator bench-gpu bench-kv bench-engine cluster-build cluster-up cluster-down cluster-status images push constraints clean
 

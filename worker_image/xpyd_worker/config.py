@@ -133,6 +133,12 @@ class WorkerConfig:
         return self.role != "Aggregated"
 
     @property
+    def lands_kv(self) -> bool:
+        """Whether KV stands in memory beside the cache here: on a D before its request runs, on a P
+        in mode get until it is pulled."""
+        return self.role == "Decode" or (self.role == "Prefill" and self.kv_mode == "get")
+
+    @property
     def shares_kv(self) -> bool:
         """Whether D's on this machine may read the KV cache where it stands."""
         is_possible = "shm" in self.kv_transports and self.kv_socket_dir is not None

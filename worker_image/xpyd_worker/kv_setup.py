@@ -1,10 +1,14 @@
-"""One role's half of the KV transfer, from the worker's configuration. Built by loading.py."""
+"""One role's half of the KV transfer, from the worker's configuration. Built by loading.py.
+
+What moves the bytes is `kv_ways`' choice; a cache on a GPU is `kv_device`'s.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 from xpyd_core.request_id import Address
 from xpyd_kv.connector.api import BlockPool, KvMemory
@@ -16,25 +20,24 @@ from xpyd_kv.connector.build import (
     default_store,
     wire_layout,
 )
-from xpyd_kv.device.api import View
-from xpyd_kv.plan.frames import FrameLimits
+from xpyd_kv.device.api import DeviceError, View
+from xpyd_kv.device.paged import DevicePagedMemory
 from xpyd_kv.session.limits import KvLimits
-from xpyd_kv.session.metrics import KvMetrics
-from xpyd_kv.store.api import Store, StoreFigures
+from xpyd_kv.store.api import Store
 from xpyd_kv.store.landing_store import StoreLimits
 from xpyd_kv.transport.api import Handler
 from xpyd_kv.transport.counters import Counters
-from xpyd_kv.transport.nixl.library import load as load_nixl
-from xpyd_kv.transport.nixl.path import NixlPath
 from xpyd_kv.transport.settings import Identity
-from xpyd_kv.transport.shared_memory import SharedMemory, SharedMemoryPath
+from xpyd_kv.transport.shared_memory import SharedMemory
 from xpyd_kv.transport.tcp import TcpEndpoint
-from xpyd_kv.wire.messages import MAX_PROBE_BYTES
 from xpyd_worker.config import Role, WorkerConfig
-from xpyd_worker.engine.request import EngineStats
-from xpyd_worker.server.kv_metrics import kv_samples
-from xpyd_worker.server.samples import HistogramSample, Sample
-from xpyd_worker.server.service import ProbePeer
+from xpyd_worker.kv_ways import Ways, ways_of_gpu, ways_of_host
+
+if TYPE_CHECKING:
+    from xpyd_worker.kv_device import DeviceCache
+    from xpyd_worker.server.service import ProbePeer
+
+_log = logging.getLogger(__name__)
 
 LETTER: dict[Role, Literal["P", "D", "A"]] = {
     "Prefill": "P",
@@ -43,14 +46,27 @@ LETTER: dict[Role, Literal["P", "D", "A"]] = {
 }
 
 
+@dataclass
+class Loss:
+    """Why the process has to end, said by the transfer; empty while it has not."""
+
+    reason: str = ""
+
+    def give_up(self, reason: str) -> None:
+        """Any thread. What a GPU may still write into is not known any more."""
+        self.reason = self.reason or reason
+
+
 @dataclass(frozen=True)
 class Kv:
     """What a worker has of the KV transfer; `connector` None on an Aggregated one."""
 
     connector: Connector | None = None
     counters: Counters | None = None
+    ways: Ways | None = None
     shared: SharedMemory | None = None
-    nixl: NixlPath | None = None
+    gpu: DeviceCache | None = None
+    loss: Loss = field(default_factory=Loss)
 
     @property
     def probe(self) -> ProbePeer | None:
@@ -69,24 +85,23 @@ class Kv:
             self.connector.drain()
 
     def close(self, deadline_s: float) -> None:
-        """Close all connections, end the I/O thread, lend nothing any more."""
-        if self.connector is not None:
-            self.connector.endpoint.close(deadline_s)
-        if self.nixl is not None:
-            self.nixl.close()
+        """When the engine has ended: close all connections, end the I/O thread, lend nothing any
+        more, give memory back. What that thread or a GPU does not let go of is left to the end of
+        the process."""
+        connector = self.connector
+        if connector is None or not connector.endpoint.close(deadline_s):
+            return
+        try:
+            if self.ways is not None:
+                self.ways.close()
+            if connector.store is not None:
+                connector.store.close(deadline_s)
+            if self.gpu is not None:
+                self.gpu.close(deadline_s)
+        except DeviceError as error:
+            _log.error("the GPU has failed: %s", error)
         if self.shared is not None:
             self.shared.close()
-
-    def samples(self, stats: EngineStats) -> Iterable[Sample | HistogramSample]:
-        """The figures for `/metrics`."""
-        connector = self.connector
-        store = connector.store if connector is not None else None
-        return kv_samples(
-            connector.metrics if connector is not None else KvMetrics(),
-            self.counters or Counters(),
-            store.figures() if store is not None else StoreFigures(),
-            stats,
-        )
 
 
 @dataclass(frozen=True)
@@ -106,39 +121,49 @@ class KvParts:
     """Budget of the device buffer."""
     shared: SharedMemory | None = None
     """What `memory` stands in, where peers may read it; its last MAX_PROBE_BYTES are for PROBEs.
-    The worker closes it."""
+    Kv closes it."""
+    gpu: DeviceCache | None = None
+    """What `memory` stands in on a GPU. Kv closes it."""
 
 
 def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None = None) -> Kv:
-    """The parts of this worker's role, not started. D listens; P dials only.
+    """The parts of a Prefill or a Decode instance, not started. D listens; P dials only.
 
     `make_store` replaces the store.
     """
-    role = LETTER[config.role]
-    if role == "A":
-        return Kv()
+    role: Literal["P", "D"] = "P" if config.role == "Prefill" else "D"
     endpoints: list[TcpEndpoint] = []
     stores: list[Store] = []
-    nixl = _nixl_path(config, parts, lambda: [view for store in stores for view in store.regions])
-    shm = SharedMemoryPath(parts.shared)
+    loss = Loss()
+    ways = _ways(config, parts, lambda: [v for store in stores for v in store.regions], loss)
 
     def make_endpoint(handler: Handler) -> TcpEndpoint:
         endpoint = TcpEndpoint(
             handler,
             # Unique in the fleet, and a restart has the same one. Not the KV address: P does not
             # listen on it, so that two on one host may share it.
-            identity=Identity(f"{config.host}/{config.port}", parts.incarnation, role),
+            identity=Identity(
+                f"{config.host}/{config.port}",
+                parts.incarnation,
+                role,
+                host=ways.host,
+                gpu=ways.gpu,
+            ),
             layout=wire_layout(
-                parts.memory.layout, factors=parts.factors, max_tokens=parts.max_model_len
+                parts.memory.layout,
+                factors=parts.factors,
+                max_tokens=parts.max_model_len,
+                max_data_bytes=ways.max_data_bytes,
             ),
             keys=parts.keys,
             listen=Address(config.host, config.kv_port) if role == "D" else None,
             source_host=config.host,
             transports=config.kv_transports,
             socket_dir=config.kv_socket_dir,
-            connections=config.kv_connections if config.kv_connections > 1 else 0,
-            paths=[shm] if nixl is None else [shm, nixl],
-            probe_room=_probe_room(parts.shared) if nixl is None else nixl.spare,
+            connections=ways.connections,
+            paths=ways.paths,
+            staging=ways.staging,
+            probe_room=ways.probe_room,
         )
         endpoints.append(endpoint)
         return endpoint
@@ -151,7 +176,7 @@ def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None =
         wake=parts.wake,
         settings=KvSettings(
             limits=KvLimits(lease_s=config.kv_lease_s, hold_s=config.kv_wait_s),
-            frames=FrameLimits(group_bytes=config.kv_group_bytes),
+            frames=ways.frames,
             store=StoreLimits(
                 direct_free=config.kv_direct_free,
                 buffer_bytes=parts.buffer_bytes,
@@ -163,24 +188,13 @@ def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None =
     )
     if connector.store is not None:
         stores.append(connector.store)
-    return Kv(connector, endpoints[0].counters, parts.shared, nixl)
+    return Kv(connector, endpoints[0].counters, ways, parts.shared, parts.gpu, loss)
 
 
-def _probe_room(shared: SharedMemory | None) -> memoryview | None:
-    return None if shared is None else memoryview(shared.buffer)[-MAX_PROBE_BYTES:]
-
-
-def _nixl_path(
-    config: WorkerConfig, parts: KvParts, of_store: Callable[[], Sequence[View]]
-) -> NixlPath | None:
-    """Only where it was asked for: between caches in ordinary memory every other way is faster.
-    UserError where it cannot be had."""
-    if config.kv_transports != ("nixl",):
-        return None
-    return NixlPath(
-        load_nixl(),
-        unit_bytes=parts.memory.layout.block_bytes,
-        spare_bytes=MAX_PROBE_BYTES,
-        lends_from=parts.cache if config.role == "Prefill" else (),
-        lands_in=lambda: [*parts.cache, *of_store()],
-    )
+def _ways(
+    config: WorkerConfig, parts: KvParts, landings: Callable[[], Sequence[View]], loss: Loss
+) -> Ways:
+    memory = parts.memory
+    if parts.gpu is not None and isinstance(memory, DevicePagedMemory):
+        return ways_of_gpu(config, memory, gpu=parts.gpu, landings=landings, give_up=loss.give_up)
+    return ways_of_host(config, memory, parts.cache, shared=parts.shared, landings=landings)

@@ -16,7 +16,6 @@ from torch import Tensor
 from xpyd_core.compat import compat_factors, compat_key
 from xpyd_core.errors import UserError
 from xpyd_kv.connector.build import MakeStore
-from xpyd_kv.device.paged import PagedMemory
 from xpyd_kv.transport.shared_memory import SharedMemory
 from xpyd_kv.wire.messages import MAX_PROBE_BYTES
 from xpyd_worker.config import CPU_CACHE_BYTES, WorkerConfig
@@ -27,6 +26,7 @@ from xpyd_worker.engine.inbox import Inbox
 from xpyd_worker.engine.limits import Limits
 from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.engine.stopping import StopRules
+from xpyd_worker.kv_device import DeviceCache, beside, open_cache, paged
 from xpyd_worker.kv_setup import Kv, KvParts, make_kv
 from xpyd_worker.memory import give_back, log_memory, memory_table, resident_bytes
 from xpyd_worker.model.config import ModelConfig
@@ -82,7 +82,7 @@ def load(
     folder = resolve_checkpoint(config.model, config.revision)
     model_config = load_config(folder)
     ready = _make_runner(config, folder, model_config, choose_device(config.device))
-    runner, shared = ready.runner, ready.shared
+    runner = ready.runner
     tokenizer = Tokenizer.load(folder)
     max_model_len = _context(config, model_config, runner.num_blocks)
     names = config.served_model_names or (_own_name(config.model, folder),)
@@ -99,7 +99,7 @@ def load(
     inbox = Inbox()
     kv = Kv()
     if config.moves_kv:
-        memory = PagedMemory(runner.kv_cache.layers, layers=tuple(range(model_config.num_layers)))
+        memory = paged(runner.kv_cache.layers, ready.gpu_cache)
         parts = KvParts(
             memory=memory,
             cache=memory.regions,
@@ -110,7 +110,8 @@ def load(
             incarnation=incarnation,
             max_model_len=max_model_len,
             buffer_bytes=config.buffer_bytes(ready.cache_bytes),
-            shared=shared,
+            shared=ready.shared,
+            gpu=ready.gpu_cache,
         )
         kv = make_kv(config, parts, make_store)
     give_back()
@@ -157,11 +158,12 @@ def load(
 @dataclass(frozen=True)
 class _Ready:
     """A runner, and what the memory of its cache is. `gpu_use` is there only where it is a GPU's,
-    `shared` where other processes may read the cache."""
+    `gpu_cache` where KV moves from there, `shared` where other processes may read the cache."""
 
     runner: ModelRunner
     gpu_use: GpuUse | None = None
     shared: SharedMemory | None = None
+    gpu_cache: DeviceCache | None = None
 
     @property
     def cache_bytes(self) -> int:
@@ -173,11 +175,6 @@ def _make_runner(
     config: WorkerConfig, folder: Path, model: ModelConfig, device: torch.device
 ) -> _Ready:
     if device.type == "cuda":
-        if config.moves_kv:
-            raise UserError(
-                f"--device {config.device}: role {config.role} moves KV, which is not built for a "
-                "cache on a GPU; use --device cpu, or role Aggregated"
-            )
         return _make_gpu_runner(config, folder, model, device)
     dtype = resolve_dtype(config.dtype, model.dtype, is_fast=cpu_is_fast_in(model.dtype))
     shared: list[SharedMemory] = []
@@ -208,6 +205,8 @@ def _make_gpu_runner(
         torch.cuda.get_device_name(device),
         *capability,
     )
+    cache = open_cache(config, device)
+    kept = beside(config)
     runner, use = load_on_gpu(
         folder,
         model,
@@ -216,8 +215,8 @@ def _make_gpu_runner(
         limits=GpuLimits(
             utilization=config.gpu_memory_utilization,
             cache_bytes=config.kv_cache_bytes,
-            beside_bytes=0,
-            beside_percent=0,
+            beside_bytes=kept.size_bytes,
+            beside_percent=kept.percent,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.batched_tokens(on_gpu=True),
             max_model_len=config.max_model_len or model.max_positions,
@@ -225,8 +224,9 @@ def _make_gpu_runner(
             use_graphs=not config.enforce_eager and config.role != "Prefill",
         ),
         block_size_tokens=config.block_size,
+        make_memory=None if cache is None else cache.allocate,
     )
-    return _Ready(runner, gpu_use=use)
+    return _Ready(runner, gpu_use=use, gpu_cache=cache)
 
 
 def _own_name(model: str, folder: Path) -> str:

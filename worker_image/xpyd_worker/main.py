@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -37,6 +38,7 @@ from xpyd_worker.server.app import create_app
 from xpyd_worker.server.asgi import listen, make_server
 from xpyd_worker.server.bridge import EngineBridge
 from xpyd_worker.server.heartbeat import HeartbeatSender
+from xpyd_worker.server.kv_metrics import samples_of
 from xpyd_worker.server.lifecycle import Lifecycle
 from xpyd_worker.server.metrics import ServerMetrics
 from xpyd_worker.server.service import Place, Service, seeds
@@ -206,7 +208,7 @@ class _Worker:
             self._lifecycle.become("Ready")
             self._metrics.watch(
                 loaded.stats,
-                loaded.kv.samples,
+                partial(samples_of, loaded.kv),
                 model=loaded.model.names[0],
                 block_size=config.block_size,
                 load_s=self._age_s(),
@@ -270,6 +272,8 @@ class _Worker:
         served any more, and whoever waits is told."""
         if loaded.engine.failure is not None:
             _log.critical("the engine failed: %r", loaded.engine.failure)
+        elif loaded.kv.loss.reason:
+            _log.critical("the KV transfer failed: %s", loaded.kv.loss.reason)
         elif serving.done():
             why = None if serving.cancelled() else serving.exception()
             _log.critical("the HTTP server ended: %r", why)

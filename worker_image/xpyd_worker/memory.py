@@ -54,9 +54,13 @@ def memory_table(
             MemoryUse("GPU: not ours", gpu.found.others, "other processes, the driver's context"),
             MemoryUse("GPU: all", gpu.found.total),
         ]
-    if config.role == "Decode" or (config.role == "Prefill" and config.kv_mode == "get"):
+    if config.lands_kv:
         buffer_bytes = config.buffer_bytes(cache_bytes)
-        rows.append(MemoryUse("KV buffer", buffer_bytes, f"at most, {when_used}"))
+        if gpu is None:
+            rows.append(MemoryUse("KV buffer", buffer_bytes, f"at most, {when_used}"))
+        else:
+            when_used = "pinned"
+            rows.append(MemoryUse("GPU: KV buffer", buffer_bytes))
         rows.append(MemoryUse("KV host pool", config.kv_host_pool_bytes, when_used))
     if resident_bytes is not None:
         on_host = weight_bytes if gpu is None else 0

@@ -95,9 +95,10 @@ class Endpoint(Protocol):
         """Bind, listen and start the I/O thread. UserError when the address cannot be bound."""
         ...
 
-    def close(self, deadline_s: float) -> None:
+    def close(self, deadline_s: float) -> bool:
         """Send GOAWAY and what is queued, close all connections (peer_down for each), end the
-        thread, all within `deadline_s`. Not to be called on the I/O thread."""
+        thread, all within `deadline_s`. False when it has not ended, and may still use all that it
+        was given. Not to be called on the I/O thread."""
         ...
 
     def call(self, function: Callable[[], None]) -> None:

@@ -169,12 +169,12 @@ class TcpEndpoint:
         self._thread = threading.Thread(target=self._run, name="xpyd-kv-io", daemon=True)
         self._thread.start()
 
-    def close(self, deadline_s: float) -> None:
+    def close(self, deadline_s: float) -> bool:
         if self._has_ended:
-            return
+            return True
         if self._thread is None:
             self._release()
-            return
+            return True
         if self._thread is threading.current_thread():
             raise RuntimeError("close() waits for the thread that it was called on")
         flush_by = self._clock() + deadline_s * _FLUSH_SHARE
@@ -182,6 +182,8 @@ class TcpEndpoint:
         self._thread.join(deadline_s)
         if self._thread.is_alive():
             _log.error("the KV I/O thread has not ended within %.1f s", deadline_s)
+            return False
+        return True
 
     def call(self, function: Callable[[], None]) -> None:
         if not self._has_ended:

@@ -7,6 +7,7 @@ over what, stands in the log.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from xpyd_kv.figures import Distribution
 from xpyd_kv.session.metrics import KvMetrics
@@ -17,9 +18,25 @@ from xpyd_kv.transport.settings import TRANSPORTS
 from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.server.samples import HistogramSample, Sample
 
+if TYPE_CHECKING:
+    from xpyd_worker.kv_setup import Kv
+
 _WHERE = ("direct", "buffer", "pool", "deferred", "pulled")
 _BESIDE = ("buffer", "pool")
 _OUTCOMES = ("done", "failed")
+
+
+def samples_of(kv: Kv, stats: EngineStats) -> Iterable[Sample | HistogramSample]:
+    """The figures of a worker's transfer."""
+    connector = kv.connector
+    store = connector.store if connector is not None else None
+    return kv_samples(
+        connector.metrics if connector is not None else KvMetrics(),
+        kv.counters or Counters(),
+        store.figures() if store is not None else StoreFigures(),
+        stats,
+        kv.ways.nccl if kv.ways is not None else None,
+    )
 
 
 def kv_samples(

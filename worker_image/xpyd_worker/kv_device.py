@@ -1,0 +1,167 @@
+"""The KV cache of a Prefill or Decode instance in the memory of a GPU.
+
+Between the runner, which cuts its layers from one flat tensor, and the transfer, which moves the
+same bytes. The memory is one allocation of the driver's, not of torch's allocator: a peer on this
+machine opens an allocation whole, and torch may have other things in its own. Which ways lead from
+there is `kv_ways`' matter. torch comes in only through xpyd_kv.device.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from xpyd_core.errors import UserError, XpydError
+from xpyd_core.sizes import format_bytes
+from xpyd_kv.device.api import Device, DeviceError, DeviceView
+from xpyd_kv.device.paged import DevicePagedMemory, PagedMemory, paged_over
+from xpyd_kv.transport.nccl.api import Nccl
+from xpyd_kv.transport.nccl.limits import NcclLimits
+from xpyd_worker.config import WorkerConfig
+
+if TYPE_CHECKING:
+    import torch
+
+_log = logging.getLogger(__name__)
+# More pieces than the copy engines get, so that they go through the kernel.
+_WARM_UP_PIECES = 8
+_WARM_UP_PIECE_BYTES = 64
+_WARM_UP_S = 60.0
+
+
+class DeviceCache:
+    """The memory, and the device as the transfer uses it. One thread at a time: the loading one,
+    then whoever ends the process.
+
+    `tensor_over` makes a flat uint8 tensor that is a piece of the device's memory; `load_nccl`
+    finds the library (UserError where there is none).
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        tensor_over: Callable[[DeviceView], torch.Tensor],
+        load_nccl: Callable[[], Nccl],
+    ) -> None:
+        self.device = device
+        self.load_nccl = load_nccl
+        self._tensor_over = tensor_over
+        self._memory: tuple[DeviceView, torch.Tensor] | None = None
+
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        """The cache's memory, once: uint8 [size_bytes], zeros, since what nobody wrote travels to
+        peers in half-full blocks. It is valid until `close`. UserError when the GPU has less."""
+        if self._memory is not None:
+            raise XpydError("the cache's memory is allocated once")
+        try:
+            region = self.device.allocate(size_bytes)
+        except UserError as error:
+            size = format_bytes(size_bytes)
+            raise UserError(
+                f"the GPU has no {size} in one piece for the KV cache ({error}); lower "
+                "--gpu-memory-utilization or --kv-cache-memory"
+            ) from error
+        flat = self._tensor_over(region)
+        flat.zero_()
+        self._memory = (region, flat)
+        return flat
+
+    def paged(self, layers: Sequence[torch.Tensor]) -> DevicePagedMemory:
+        """The transfer's sight of the cache tensors that were cut from `allocate`'s."""
+        if self._memory is None:
+            raise XpydError("the cache's memory is not allocated")
+        return paged_over(self.device, *self._memory, layers, layers=range(len(layers)))
+
+    def close(self, deadline_s: float) -> None:
+        """Give the memory back. Nobody may use it, nor tensors in it, any more; if the model's
+        stream is not empty within `deadline_s` it is left to the end of the process."""
+        if self._memory is None:
+            return
+        region, self._memory = self._memory[0], None
+        if self.device.compute_stream().record().wait(deadline_s):
+            self.device.free(region)
+        else:
+            _log.error("the GPU's work has not ended within %.1f s", deadline_s)
+
+
+def open_cache(config: WorkerConfig, device: torch.device) -> DeviceCache | None:
+    """What a Prefill or Decode instance on a GPU keeps its cache in; None for all others, whose
+    cache is the runner's own. Before the model is loaded: it also says what cannot work there.
+    UserError naming the flag."""
+    if device.type != "cuda" or not config.moves_kv:
+        return None
+    check(config)
+    import torch
+
+    from xpyd_kv.device.cuda import CudaDevice, tensor_over
+    from xpyd_kv.transport.nccl.library import load
+
+    gpu = CudaDevice(device.index or 0)
+    warm_up(gpu)
+    return DeviceCache(
+        gpu,
+        tensor_over=lambda view: tensor_over(view, (len(view),), torch.uint8),
+        load_nccl=lambda: load(gpu.current),
+    )
+
+
+def check(config: WorkerConfig) -> None:
+    """UserError, naming the flag, for what a cache on a GPU cannot do."""
+    if config.kv_transports == ("shm",):
+        raise UserError(
+            "--kv-transport shm: a KV cache on a GPU is not in memory that processes share; take "
+            "auto, cuda_ipc, nixl, nccl, uds or tcp"
+        )
+    if config.kv_connections > 1:
+        raise UserError(
+            f"--kv-connections {config.kv_connections}: further connections are for KV caches in "
+            "ordinary memory; with the cache on a GPU give 1"
+        )
+
+
+class Beside(NamedTuple):
+    """Memory of a GPU that moving KV takes beside the cache: `size_bytes`, and `percent` of the
+    cache's size."""
+
+    size_bytes: int
+    percent: int
+
+
+def beside(config: WorkerConfig) -> Beside:
+    """What an instance with its cache on a GPU takes there, at most. The cache's share is smaller
+    by that."""
+    size = NcclLimits().most_bytes if config.kv_transports == ("nccl",) else 0
+    if not config.lands_kv:
+        return Beside(size if config.moves_kv else 0, 0)
+    if config.kv_buffer_bytes is not None:
+        return Beside(size + config.kv_buffer_bytes, 0)
+    return Beside(size, config.kv_buffer_percent)
+
+
+def paged(
+    layers: Sequence[torch.Tensor], gpu: DeviceCache | None
+) -> PagedMemory | DevicePagedMemory:
+    """The transfer's sight of a runner's cache, in the memory of `gpu` or (None) of the host."""
+    return PagedMemory(layers, layers=range(len(layers))) if gpu is None else gpu.paged(layers)
+
+
+def warm_up(device: Device) -> None:
+    """Compile what copies a frame's pieces now, not when the first frame waits for it and its
+    connection's PINGs with it. UserError when it does not run."""
+    size = _WARM_UP_PIECES * _WARM_UP_PIECE_BYTES
+    memory = device.allocate(2 * size)
+    try:
+        stream = device.stream()
+        pieces = [
+            memory[at : at + _WARM_UP_PIECE_BYTES] for at in range(0, size, _WARM_UP_PIECE_BYTES)
+        ]
+        stream.copy([memory[size:]], pieces[::-1])
+        has_run = stream.record().wait(_WARM_UP_S)
+        stream.close()
+    except DeviceError as error:
+        raise UserError(f"the GPU cannot copy KV: {error}") from error
+    if not has_run:
+        raise UserError(f"the GPU has not copied {size} bytes within {_WARM_UP_S:.0f} s")
+    device.free(memory)

@@ -1,0 +1,170 @@
+"""What moves a worker's KV: the data paths and slabs of its endpoint, by where its cache stands.
+
+`kv_setup` puts them together with the rest. A cache in ordinary memory is read by sockets where it
+stands; one on a GPU needs slabs of pinned memory for them, which the endpoint also falls back to
+where a path beside the sockets does not work.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from xpyd_core.errors import UserError
+from xpyd_kv.connector.api import KvMemory
+from xpyd_kv.device.api import View
+from xpyd_kv.device.paged import DevicePagedMemory
+from xpyd_kv.plan.frames import FrameLimits
+from xpyd_kv.transport.cuda_ipc import CudaIpcPath
+from xpyd_kv.transport.data_path import DataPath
+from xpyd_kv.transport.nccl.book import Book
+from xpyd_kv.transport.nccl.limits import NcclFigures, NcclLimits
+from xpyd_kv.transport.nccl.path import NcclPath
+from xpyd_kv.transport.nixl.library import load as load_nixl
+from xpyd_kv.transport.nixl.library import version as nixl_version
+from xpyd_kv.transport.nixl.path import NixlPath
+from xpyd_kv.transport.same_host import host_token
+from xpyd_kv.transport.settings import Bounds
+from xpyd_kv.transport.shared_memory import SharedMemory, SharedMemoryPath
+from xpyd_kv.transport.staging import AHEAD, Staging
+from xpyd_kv.wire.messages import DEFAULT_MAX_DATA_BYTES, MAX_PROBE_BYTES
+from xpyd_worker.config import WorkerConfig
+
+if TYPE_CHECKING:
+    from xpyd_worker.kv_device import DeviceCache
+
+_log = logging.getLogger(__name__)
+# Eight connections at once have as many frames as they gather ahead; a ninth waits for a slab,
+# which is free again in milliseconds.
+_SLABS = 8 * AHEAD
+_PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Ways:
+    """See the parameters of TcpEndpoint. `host` and `gpu` are for HELLO, `max_data_bytes` for
+    LAYOUT."""
+
+    frames: FrameLimits
+    paths: tuple[DataPath, ...] = ()
+    staging: Staging | None = None
+    connections: int = 0
+    probe_room: memoryview | None = None
+    host: bytes = b""
+    gpu: str = ""
+    max_data_bytes: int = DEFAULT_MAX_DATA_BYTES
+    nccl: NcclFigures | None = None
+    closers: tuple[Callable[[], None], ...] = ()
+
+    def close(self) -> None:
+        """When no peer is left: give back what is theirs."""
+        for close in self.closers:
+            close()
+
+
+def ways_of_host(
+    config: WorkerConfig,
+    memory: KvMemory,
+    cache: Sequence[View],
+    *,
+    shared: SharedMemory | None,
+    landings: Callable[[], Sequence[View]],
+) -> Ways:
+    """For a cache in ordinary memory: in `shared`, where it is given. NIXL only where it was asked
+    for: all else is faster there. UserError where that cannot be had."""
+    frames = FrameLimits(group_bytes=config.kv_group_bytes)
+    connections = config.kv_connections if config.kv_connections > 1 else 0
+    shm = SharedMemoryPath(shared)
+    if config.kv_transports == ("nixl",):
+        nixl = _nixl(config, memory, cache, landings)
+        return Ways(
+            frames,
+            (shm, nixl),
+            connections=connections,
+            probe_room=nixl.spare,
+            closers=(nixl.close,),
+        )
+    # The end of what is shared is for probes.
+    room = None if shared is None else memoryview(shared.buffer)[-MAX_PROBE_BYTES:]
+    return Ways(frames, (shm,), connections=connections, probe_room=room)
+
+
+def ways_of_gpu(
+    config: WorkerConfig,
+    memory: DevicePagedMemory,
+    *,
+    gpu: DeviceCache,
+    landings: Callable[[], Sequence[View]],
+    give_up: Callable[[str], None],
+) -> Ways:
+    """For a cache on a GPU. Paths whose library is missing or fails are left out, with a line in
+    the log; UserError where it is the only one that was asked for. `give_up`: see Book."""
+    is_p = config.role == "Prefill"
+    device = memory.device
+    host = host_token()
+    ipc = CudaIpcPath(device, host=host, region=memory.region if is_p else None)
+    paths: list[DataPath] = [ipc]
+    closers: list[Callable[[], None]] = [ipc.close]
+    nixl = _nixl_if_there(config, memory, landings)
+    if nixl is not None:
+        paths.append(nixl)
+        closers.append(nixl.close)
+    book = None
+    if config.kv_transports == ("nccl",):
+        book = Book(gpu.load_nccl(), device, NcclLimits(), give_up=give_up)
+        nccl = NcclPath(book, unit_bytes=memory.layout.block_bytes, lends=is_p)
+        paths.append(nccl)
+        closers.append(nccl.close)
+    frames = FrameLimits(group_bytes=config.kv_group_bytes)
+    # A slab holds the longest frame, so frames are no longer than they get where all goes well.
+    longest = max(frames.join_bytes, memory.layout.block_bytes)
+    staging = Staging(device, slab_bytes=_slab_bytes(longest), slabs=_SLABS)
+    return Ways(
+        replace(frames, max_frame_bytes=longest),
+        tuple(paths),
+        staging,
+        host=host,
+        gpu=device.uuid,
+        max_data_bytes=longest,
+        nccl=None if book is None else book.figures,
+        closers=(*closers, staging.close),
+    )
+
+
+def _slab_bytes(longest: int) -> int:
+    """With room for one read behind the frame, in whole pages, so that each slab begins as the
+    copy kernel likes it."""
+    need = longest + Bounds().scratch_bytes
+    return -(-need // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def _nixl_if_there(
+    config: WorkerConfig, memory: DevicePagedMemory, landings: Callable[[], Sequence[View]]
+) -> NixlPath | None:
+    """Of `auto`'s, where it is installed; UserError where it was asked for by its name."""
+    if config.kv_transports == ("nixl",):
+        return _nixl(config, memory, memory.regions, landings)
+    if "nixl" not in config.kv_transports or nixl_version() is None:
+        return None
+    try:
+        return _nixl(config, memory, memory.regions, landings)
+    except UserError as error:
+        _log.warning("--kv-transport auto goes without nixl: %s", error)
+        return None
+
+
+def _nixl(
+    config: WorkerConfig,
+    memory: KvMemory,
+    cache: Sequence[View],
+    landings: Callable[[], Sequence[View]],
+) -> NixlPath:
+    return NixlPath(
+        load_nixl(),
+        unit_bytes=memory.layout.block_bytes,
+        spare_bytes=MAX_PROBE_BYTES,
+        lends_from=cache if config.role == "Prefill" else (),
+        lands_in=lambda: [*cache, *landings()],
+    )
