@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+_FETCHES = re.compile(r"\b(pip|uv|apt|apt-get|curl|wget|gcc)\b")
 _PINNED = re.compile(r":\d+\.\d+\.\d+[\w.-]*$|@sha256:[0-9a-f]{64}$")
 _SECRET = re.compile(r"(?i)(token|password|passwd|secret|credential|api_?key)")
 LABELS = ("title", "description", "licenses", "version", "revision")
@@ -60,6 +61,7 @@ def problems(text: str) -> list[str]:
         *_base_problems(head, stages),
         *_build_problems(stages),
         *_final_problems(stages[-1]),
+        *_runtime_problems(stages),
         *_secret_problems(head, stages),
     ]
 
@@ -102,7 +104,7 @@ def _final_problems(stage: Stage) -> Iterator[str]:
     users = stage.of("USER")
     if not users or not re.fullmatch(r"[1-9]\d*:[1-9]\d*", users[-1]):
         yield "the last USER is no number other than 0"
-    if any(re.search(r"\b(pip|uv|apt|apt-get|curl|wget|gcc)\b", run) for run in stage.of("RUN")):
+    if any(_FETCHES.search(run) for run in stage.of("RUN")):
         yield "the image itself installs or fetches something"
     if stage.of("ENTRYPOINT") != ['["/opt/xpyd/bin/xpyd"]'] or stage.of("CMD"):
         yield "the entrypoint is not xpyd alone, without a shell"
@@ -110,6 +112,20 @@ def _final_problems(stage: Stage) -> Iterator[str]:
     missing = [name for name in LABELS if f"org.opencontainers.image.{name}=" not in labels]
     if missing:
         yield f"labels are missing: {', '.join(missing)}"
+
+
+def _runtime_problems(stages: list[Stage]) -> Iterator[str]:
+    """What the last stage stands on: the base, and for engines on a GPU a compiler, no more."""
+    by_name = {stage.name: stage for stage in stages[:-1]}
+    below = by_name.get(stages[-1].base)
+    while below is not None:
+        for run in below.of("RUN"):
+            installs = re.findall(r"apt-get install ((?:-\S+\s+)*)([^&;|]*)", run)
+            rest = re.sub("apt-get|gcc|/var/lib/apt/lists", "", run)
+            is_compiler = [what.split() for _, what in installs] == [["gcc", "libc6-dev"]]
+            if not is_compiler or _FETCHES.search(rest):
+                yield f"{below.name}: the image installs more than triton's compiler"
+        below = by_name.get(below.base)
 
 
 def _secret_problems(head: list[Instruction], stages: list[Stage]) -> Iterator[str]:

@@ -45,6 +45,19 @@ def test_what_breaks_a_rule_is_found(case: str) -> None:
     assert any(message in problem for problem in problems(text)), problems(text)
 
 
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        ("gcc libc6-dev", "gcc libc6-dev git"),
+        ("rm -rf /var/lib", "curl x.example && rm -rf /var/lib"),
+    ],
+)
+def test_a_worker_that_has_more_than_tritons_compiler_is_found(good: str, bad: str) -> None:
+    text = TEXTS["worker"].replace(good, bad)
+    assert text != TEXTS["worker"]
+    assert any("more than triton's compiler" in problem for problem in problems(text))
+
+
 def test_the_images_share_the_stages_that_are_not_their_own() -> None:
     # Equal steps are built once for the three images.
     stages = {name: {s.name: s for s in read(text)[1]} for name, text in TEXTS.items()}
