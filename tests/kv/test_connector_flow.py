@@ -183,7 +183,7 @@ def test_kv_for_other_ids_is_refused() -> None:
     world.send(sent)
     world.settle()
     other = (*sent.ids[:5], sent.ids[5] + 1, *sent.ids[6:])
-    assert world.consumer.admit(sent.key, other, world.clock.now) == NoKv("digest")
+    assert world.consumer.admit(sent.key, other, seats=1, now=world.clock.now) == NoKv("digest")
     world.settle()
     world.assert_nothing_is_left()
     assert world.d.metrics.not_received == {"digest": 1}
@@ -196,9 +196,9 @@ def test_a_request_may_know_more_ids_than_were_offered_but_not_fewer() -> None:
         world.expect(sent)
         world.send(sent)
     world.settle()
-    answer = world.consumer.admit(more.key, (*more.ids, 1, 2), world.clock.now)
+    answer = world.consumer.admit(more.key, (*more.ids, 1, 2), seats=1, now=world.clock.now)
     world.take_over(more, answer)
-    answer = world.consumer.admit(fewer.key, fewer.ids[:-1], world.clock.now)
+    answer = world.consumer.admit(fewer.key, fewer.ids[:-1], seats=1, now=world.clock.now)
     assert answer == NoKv("digest")
 
 

@@ -284,6 +284,17 @@ def test_sequences_that_no_longer_fit_are_counted_anew() -> None:
         )
 
 
+def test_what_was_counted_of_a_sequence_goes_when_the_next_step_draws_for_it_no_more() -> None:
+    """Its small tensors would stand between large ones that come and go: the heap would grow."""
+    params = replace(BASE, temperature=0.0, frequency_penalty=2.0)
+    adjustments = Adjustments(vocab_size=VOCAB)
+    for seq_id in range(100):
+        adjustments.begin_step()
+        for member in (seq_id, 1000):
+            row_of(Asked(params, (), (3, 3, 4), seq_id=member), 0, adjustments)
+        assert adjustments.remembered == min(3, seq_id + 2)
+
+
 def test_a_request_without_options_asks_nothing_of_its_tokens() -> None:
     assert row_of(Asked(BASE)).adjustment is None
     plain = replace(BASE, logit_bias=((1, 1.0),), allowed_token_ids=(1,), min_p=0.5, min_tokens=3)

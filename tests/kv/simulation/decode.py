@@ -20,6 +20,9 @@ from xpyd_kv.connector.api import Landed, NoKv
 if TYPE_CHECKING:
     from tests.kv.simulation.process import Process
 
+# Few, so that in mode get requests wait for each other.
+_SEATS = 2
+
 
 @dataclass(eq=False)
 class Request:
@@ -114,7 +117,7 @@ class DecodeEngine:
 
     def _admit(self, request: Request) -> None:
         plan, now = request.plan, self.world.schedule.now
-        answer = self.consumer.admit(plan.key, plan.ids, now)
+        answer = self.consumer.admit(plan.key, plan.ids, seats=_SEATS, now=now)
         if isinstance(answer, Landed):
             del self.waiting[plan.key]
             self.world.note(self.process, "adopts", plan.key, answer.skipped_tokens)

@@ -21,7 +21,7 @@ from xpyd_worker.engine.request import SamplingParams
 from xpyd_worker.runner.tensors import numbers, to_device
 
 # Token ids that are kept between steps, about 100 bytes each. Sequences that do not fit are made
-# anew at each step, which is slower and not wrong; those that have ended are pushed out.
+# anew at each step, which is slower and not wrong.
 _REMEMBERED_IDS = 1 << 19
 # What a sequence takes besides, in ids.
 _LEAST_SIZE = 32
@@ -62,6 +62,19 @@ class Adjustments:
         self._known: OrderedDict[int, _Kept] = OrderedDict()
         self._size = 0
 
+    @property
+    def remembered(self) -> int:
+        """Sequences of which something is kept."""
+        return len(self._known)
+
+    def begin_step(self) -> None:
+        """Forget whom the last step did not draw for: it has ended, or is preempted. Its few small
+        tensors would keep the memory around them from being used for large ones."""
+        for seq_id in [seq_id for seq_id, kept in self._known.items() if not kept.is_in_use]:
+            self._size -= self._known.pop(seq_id).size
+        for kept in self._known.values():
+            kept.is_in_use = False
+
     def of(self, sequence: ScheduledSequence) -> Adjustment | None:
         """What the options of a sequence that draws in this step change; None: nothing."""
         if not sequence.sampling.changes_logits:
@@ -76,6 +89,7 @@ class Adjustments:
                 self._size -= oldest.size
         else:
             self._known.move_to_end(sequence.seq_id)
+        kept.is_in_use = True
         return kept.adjustment(sequence.sampling, sequence.known)
 
 
@@ -85,6 +99,8 @@ class _Kept:
     def __init__(
         self, sampling: SamplingParams, known: KnownTokens | None, vocab_size: int
     ) -> None:
+        self.is_in_use = True
+
         def within(ids: Iterable[int]) -> list[int]:
             return [token for token in ids if token < vocab_size]
 

@@ -170,6 +170,7 @@ class ModelRunner:
     def _sample(self, hidden: Tensor, asking: list[BatchRows]) -> Drawn:
         """Tokens for the last rows [asking, hidden] of sequences that ask for some; only these rows
         go through the head."""
+        self._adjustments.begin_step()
         wanted: list[SampleRow] = []
         places: dict[int, int] = {}
         for index, rows in enumerate(asking):
