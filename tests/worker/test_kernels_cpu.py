@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from copy import copy
 from dataclasses import dataclass
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 from xpyd_worker.kernels.api import Kernels, KvShape, Span
 from xpyd_worker.kernels.cpu.kernels import CpuKernels, choose_kernels
 from xpyd_worker.kernels.cpu.library import HEAD_DIMS, levels, library, load
-from xpyd_worker.kernels.cpu.packed import FewRowsLinear, OneDnnLinear, can_pack
+from xpyd_worker.kernels.cpu.packed import FewRowsLinear, OneDnnLinear, can_pack, is_equal
 from xpyd_worker.kernels.plain import PlainKernels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -188,21 +189,34 @@ def test_packed_matrices_multiply_as_torchs_own(compiled: Kernels) -> None:
     bias = torch.randn(96).to(torch.bfloat16)
     for rows in (1, 7, 300):
         x = torch.randn(rows, 64).to(torch.bfloat16)
-        packed = compiled.linear(weight, bias)
-        assert isinstance(packed, OneDnnLinear)
-        close(packed(x), F.linear(x, weight, bias))
+        linear = compiled.linear(weight, bias)
+        assert isinstance(linear, OneDnnLinear)
+        close(linear(x), F.linear(x, weight, bias))
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (320, 96), (192, 1056)])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(64, 32), (320, 96), (192, 1056), (1024, 1024), (512, 4096)]
+)
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_a_few_rows_go_through_packed_matrices_as_through_torchs_own(
+def test_a_row_gives_the_same_bits_alone_among_a_few_and_among_many(
     outputs: int, inputs: int, with_bias: bool, compiled: Kernels
 ) -> None:
     linear, weight, bias = few_rows(compiled, outputs, inputs, with_bias=with_bias)
+    # Every other column of a wider matrix: not contiguous.
+    x = torch.randn(240, 2 * inputs).to(torch.bfloat16)[:, ::2]
+    together = linear(x)
+    close(together, F.linear(x, weight, bias))
     for rows in (1, 2, 3, 4, 5, 40):
-        # Every other column of a wider matrix: not contiguous.
-        x = torch.randn(rows, 2 * inputs).to(torch.bfloat16)[:, ::2]
-        close(linear(x), F.linear(x, weight, bias))
+        assert torch.equal(torch.cat([linear(part) for part in x.split(rows)]), together), rows
+
+
+def test_sums_in_another_order_are_found_out(compiled: Kernels) -> None:
+    """oneDNN's own order is not promised either: where it is none of those known, it does all."""
+    linear, *_ = few_rows(compiled, 1024, 1024, with_bias=False)
+    other = copy(linear)
+    other.chunk = 2 * linear.chunk if linear.chunk < 1024 else 512
+    assert is_equal(linear, linear.packed, 256)
+    assert not is_equal(other, linear.packed, 256)
 
 
 def test_a_few_rows_give_nan_and_infinity_where_torchs_own_does(compiled: Kernels) -> None:
@@ -224,7 +238,6 @@ def test_matrices_that_are_packed_otherwise_stay_onednns(compiled: Kernels) -> N
         weight = (torch.randn(64, 64) * scale).to(torch.bfloat16)
         other = _Elsewhere(weight, None)
         assert FewRowsLinear.of(other, library, 1) is other
-        assert isinstance(FewRowsLinear.of(OneDnnLinear(weight, None), library, 1), FewRowsLinear)
 
 
 class _Elsewhere(OneDnnLinear):
@@ -247,7 +260,8 @@ def few_rows(
     weight = torch.randn(outputs, inputs).to(torch.bfloat16)
     bias = torch.randn(outputs).to(torch.bfloat16) if with_bias else None
     linear = compiled.linear(weight, bias)
-    assert isinstance(linear, FewRowsLinear)
+    if not isinstance(linear, FewRowsLinear):
+        pytest.skip("this processor has no avx512_bf16, or oneDNN sums otherwise on it")
     return linear, weight, bias
 
 

@@ -92,6 +92,6 @@ def load(level: str) -> ctypes.CDLL | None:
     found.xpyd_silu_mul.argtypes = (number, pointer, pointer, size, size, number)
     found.xpyd_rotate.argtypes = (number, ctypes.POINTER(Turn), number)
     found.xpyd_attention.argtypes = (number, ctypes.POINTER(Attention), number)
-    found.xpyd_matvec.argtypes = (*(pointer,) * 4, *(size,) * 3, number)
+    found.xpyd_matvec.argtypes = (*(pointer,) * 4, *(size,) * 4, number)
     found.xpyd_norm.restype = found.xpyd_silu_mul.restype = found.xpyd_rotate.restype = None
     return found

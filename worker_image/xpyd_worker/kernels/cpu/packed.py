@@ -2,21 +2,25 @@
 
 torch keeps these operators to itself (its inductor uses them), so each use is checked first, and
 torch's own linear does it where they are gone or give something else. A few rows go through
-matvec.cpp, out of the same memory. Measured on two cores with avx512_bf16, 443 million parameters
-in bfloat16: one row takes oneDNN 21.3 ms and us 18.7, reading the bytes alone 17; 512 rows oneDNN
-412 ms.
+matvec.cpp, out of the same memory and with the same sums to the last bit: what is drawn for one
+must not depend on how many run beside it. Measured on two cores with avx512_bf16, 443 million
+parameters in bfloat16: one row takes oneDNN 21.3 ms and us 18.7, reading the bytes alone 17; 512
+rows take oneDNN 412 ms.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Callable
 from functools import cache
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from xpyd_worker.cpu_flags import cpu_flags
 
 _log = logging.getLogger(__name__)
 
@@ -26,6 +30,10 @@ _ROWS = 512
 _FEW = 4
 _BLOCK = 64
 _PADDED_TO = 32
+# Rows that each matrix is tried with; outputs that tell one order of additions from all others.
+_PROBE_ROWS = 8
+_PROBED_OUTPUTS = 1 << 18
+_CHUNK_LENGTHS = (2048, 1024, 512, 256, 128, 64, 32)
 
 
 class OneDnnLinear:
@@ -50,11 +58,20 @@ class OneDnnLinear:
 
 
 class FewRowsLinear:
-    """The same, with a way of its own for up to 4 rows."""
+    """The same, bit by bit, with a way of its own for up to 4 rows."""
 
-    def __init__(self, packed: OneDnnLinear, address: int, run: Any, threads: int) -> None:  # noqa: ANN401 - ctypes
-        """`address`: of the packed copy; `run`: xpyd_matvec."""
-        self._packed = packed
+    def __init__(
+        self,
+        packed: OneDnnLinear,
+        address: int,
+        run: Any,  # noqa: ANN401 - ctypes
+        *,
+        chunk: int,
+        threads: int,
+    ) -> None:
+        """`address`: of the packed copy; `run`: xpyd_matvec; `chunk`: inputs summed in one go."""
+        self.chunk = chunk
+        self.packed = packed
         self._address = address
         self._bias = None if packed.bias is None else packed.bias.data_ptr()
         self._run = run
@@ -64,25 +81,25 @@ class FewRowsLinear:
     def of(
         cls, packed: OneDnnLinear, operators: ctypes.CDLL, threads: int
     ) -> FewRowsLinear | OneDnnLinear:
-        """Over `packed`; itself where its layout is not the one of matvec.cpp: a row tells."""
-        if packed.outputs % _BLOCK or packed.inputs % _PADDED_TO:
+        """Over `packed`; itself where matvec.cpp cannot give what that gives for more rows."""
+        address = _known_layout(packed)
+        if address is None or "avx512_bf16" not in cpu_flags():
             return packed
-        try:
-            address, length = packed.packed_bytes()
-        except (RuntimeError, AttributeError, TypeError, NotImplementedError):
+
+        def with_chunk(chunk: int) -> FewRowsLinear:
+            return cls(packed, address, operators.xpyd_matvec, chunk=chunk, threads=threads)
+
+        shape = (packed.outputs, packed.inputs, packed.bias is not None, threads)
+        if shape not in _CHUNKS:
+            _CHUNKS[shape] = _chunk(packed, with_chunk)
+        chunk = _CHUNKS[shape]
+        if chunk is None or not is_equal(with_chunk(chunk), packed, _PROBE_ROWS):
             return packed
-        if length != packed.outputs * packed.inputs * packed.dtype.itemsize:
-            return packed
-        found = cls(packed, address, operators.xpyd_matvec, threads)
-        x = _probe(packed.inputs, packed.dtype)
-        if not _agree(found(x), packed(x)):
-            _log.debug("oneDNN packs a matrix of %d x %d otherwise", packed.outputs, packed.inputs)
-            return packed
-        return found
+        return with_chunk(chunk)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out]."""
-        rows, packed = x.shape[0], self._packed
+        rows, packed = x.shape[0], self.packed
         if rows > _FEW:
             return packed(x)
         x = x.contiguous()
@@ -95,15 +112,47 @@ class FewRowsLinear:
             rows,
             packed.outputs,
             packed.inputs,
+            self.chunk,
             self._threads,
         )
         return out
 
 
-@cache
-def _probe(inputs: int, dtype: torch.dtype) -> Tensor:
-    """A row in which every input counts, and no two alike."""
-    return torch.linspace(-1, 2, inputs).view(1, -1).to(dtype)
+# By outputs, inputs, whether there is a bias, and threads: oneDNN decides by these how many inputs
+# it sums in one go. None: matvec.cpp sums otherwise.
+_CHUNKS: dict[tuple[int, int, bool, int], int | None] = {}
+
+
+def _known_layout(packed: OneDnnLinear) -> int | None:
+    """Where the packed copy stands, if it can be laid out as matvec.cpp expects it."""
+    if packed.outputs % _BLOCK or packed.inputs % _PADDED_TO:
+        return None
+    try:
+        address, length = packed.packed_bytes()
+    except (RuntimeError, AttributeError, TypeError, NotImplementedError):
+        return None
+    return address if length == packed.outputs * packed.inputs * packed.dtype.itemsize else None
+
+
+def _chunk(packed: OneDnnLinear, with_chunk: Callable[[int], FewRowsLinear]) -> int | None:
+    """How many inputs oneDNN sums in one go; a few rows rule most lengths out, more all but one.
+    Where the order is another, about one output in 10,000 is rounded otherwise."""
+    rows = max(_PROBE_ROWS, _PROBED_OUTPUTS // packed.outputs)
+    for chunk in dict.fromkeys((packed.inputs, *_CHUNK_LENGTHS)):
+        found = with_chunk(chunk)
+        if is_equal(found, packed, _PROBE_ROWS) and is_equal(found, packed, rows):
+            return chunk
+    _log.debug("oneDNN sums %d inputs in an order of its own", packed.inputs)
+    return None
+
+
+def is_equal(found: FewRowsLinear, packed: OneDnnLinear, rows: int) -> bool:
+    """Whether both give the same bits for random rows, a few at a time and all at once."""
+    x = torch.randn(
+        rows, packed.inputs, generator=torch.Generator().manual_seed(rows), dtype=torch.float32
+    ).to(packed.dtype)
+    apart = torch.cat([found(x[first : first + _FEW]) for first in range(0, rows, _FEW)])
+    return torch.equal(apart, packed(x))
 
 
 def _agree(found: Tensor, expected: Tensor) -> bool:
