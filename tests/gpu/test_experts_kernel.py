@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.gpu import twins
 from tests.gpu.conftest import Kit, modules
+from tests.gpu.waits import waits_are_errors
 from xpyd_worker.kernels.api import KvShape, Span
 from xpyd_worker.model.config import Experts
 from xpyd_worker.model.experts import ExpertMlps
@@ -262,12 +263,8 @@ def test_a_captured_layer_follows_what_is_chosen_later() -> None:
     run(x, weights, chosen)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with torch.cuda.graph(graph):
-            out = run(x, weights, chosen)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with waits_are_errors(), torch.cuda.graph(graph):
+        out = run(x, weights, chosen)
     for choice in (uneven(8), [[4, 2]] * 8, [[0, 1], [2, 3]] * 4):
         chosen.copy_(torch.tensor(choice))
         graph.replay()

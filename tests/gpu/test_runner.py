@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import torch
 from tests.gpu.conftest import Kit
 from tests.gpu.fake_gpu import FakeGpu
 from tests.gpu.models import cpu_runner, gpu_runner, make_model, model_config, shape_of
+from tests.gpu.waits import waits_are_errors
 from tests.worker.ahead_driver import Ahead
 from tests.worker.runner_driver import Driver, with_params
 from tests.worker.test_gpu_engine import Run
@@ -156,7 +158,6 @@ def on_gpu(kit: Kit, limits: GpuLimits) -> ModelRunner:
 @pytest.mark.parametrize("use_graphs", [True, False])
 def test_nothing_in_a_launch_waits_for_the_gpu(gpu: Kit, use_graphs: bool) -> None:
     runner = on_gpu(gpu, replace(LIMITS, cache_bytes=1 << 24, use_graphs=use_graphs))
-    cuda = cast("Any", torch.cuda)
     for is_checked in (False, True):
         # In the first round pinned memory and workspaces are made.
         driver = Driver(runner)
@@ -176,11 +177,8 @@ def test_nothing_in_a_launch_waits_for_the_gpu(gpu: Kit, use_graphs: bool) -> No
             for sequence in sequences:
                 sequence.computed += 1
         torch.cuda.synchronize()
-        cuda.set_sync_debug_mode("error" if is_checked else "default")
-        try:
+        with waits_are_errors() if is_checked else nullcontext():
             running = [runner.launch(step, lambda _: None) for step in launches]
-        finally:
-            cuda.set_sync_debug_mode("default")
         for one in running:
             assert len(one.wait().samples) == len(PROMPTS)
     assert runner.counters.graph_replays == (4 if use_graphs else 0)

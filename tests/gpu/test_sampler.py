@@ -9,12 +9,13 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
 from tests.gpu.conftest import Kit
+from tests.gpu.waits import waits_are_errors
 from xpyd_worker.engine.executor import KnownTokens, SampleSpec, ScheduledSequence
 from xpyd_worker.engine.request import SamplingParams, TokenLogprob
 from xpyd_worker.runner.adjustments import Adjustments
@@ -73,12 +74,8 @@ def no_waits(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    cuda = cast("Any", torch.cuda)
-    cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         yield
-    finally:
-        cuda.set_sync_debug_mode("default")
 
 
 @pytest.fixture(autouse=True)
