@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -41,27 +42,40 @@ class Compiling:
 
     def _compile(self, *args: Any, **given: Any) -> None:
         options = {name: given.pop(name) for name in _OPTIONS if name in given}
-        bound = inspect.signature(self._kernel.fn).bind(*args, **given).arguments
-        constants = {
-            (index,): bound[param.name]
-            for index, param in enumerate(self._kernel.params)
-            if param.is_constexpr
-        }
-        signature = {
-            param.name: "constexpr" if param.is_constexpr else _type(bound[param.name])
-            for param in self._kernel.params
-        }
-        # What a launch tells the compiler of addresses and sizes, or loads would be of single
-        # numbers, and nothing would be fetched ahead into shared memory.
-        attrs = {
-            (index,): [["tt.divisibility", 16]]
-            for index, param in enumerate(self._kernel.params)
-            if not param.is_constexpr and _is_aligned(bound[param.name])
-        }
-        source = ASTSource(self._kernel, signature=signature, constexprs=constants, attrs=attrs)
+        form = form_of(self._kernel, *args, **given)
+        source = ASTSource(
+            self._kernel, signature=form.signature, constexprs=form.constants, attrs=form.attrs
+        )
         self._made[self._kernel.fn.__name__] = triton.compile(
             source, target=HOPPER, options=options
         )
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a launch tells the compiler; what compiled for one serves all that are equal."""
+
+    signature: dict[str, str]
+    constants: dict[tuple[int], Any]
+    attrs: dict[tuple[int], list[list[Any]]]
+    """Of addresses and sizes that 16 divides, or loads would be of single numbers, and nothing
+    would be fetched ahead into shared memory."""
+
+
+def form_of(kernel: Any, *args: Any, **given: Any) -> Form:
+    """That of a launch."""
+    bound = inspect.signature(kernel.fn).bind(*args, **given).arguments
+    form = Form({}, {}, {})
+    for index, param in enumerate(kernel.params):
+        value, is_asked = bound[param.name], not param.do_not_specialize
+        if param.is_constexpr or (is_asked and isinstance(value, int) and value == 1):
+            form.signature[param.name] = "constexpr"
+            form.constants[index,] = value
+        else:
+            form.signature[param.name] = _type(value)
+            if is_asked and _is_aligned(value):
+                form.attrs[index,] = [["tt.divisibility", 16]]
+    return form
 
 
 def _type(value: Any) -> str:
@@ -158,3 +172,42 @@ def test_experts_compile_for_tiles_of_each_size(
     # Weights are fetched while the ones before are multiplied.
     assert "cp.async" in made["_gate_up"].asm["ptx"]
     assert "cp.async" in made["_down"].asm["ptx"]
+
+
+@pytest.mark.parametrize(("experts", "per_token"), [(8, 1), (8, 2), (128, 8)])
+def test_steps_of_other_sizes_run_what_was_compiled_for_tiles_of_the_same_size(
+    monkeypatch: pytest.MonkeyPatch, experts: int, per_token: int
+) -> None:
+    found: dict[tuple[str, int], list[Form]] = {}
+
+    class Seen:
+        def __init__(self, kernel: Any) -> None:
+            self._kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return self._see
+
+        def _see(self, *args: Any, **given: Any) -> None:
+            for name in _OPTIONS:
+                given.pop(name, None)
+            form = form_of(self._kernel, *args, **given)
+            forms = found.setdefault((self._kernel.fn.__name__, given.get("rows", 0)), [])
+            if form not in forms:
+                forms.append(form)
+
+    gpu = modules()
+    for name in ("_fill_table", "_gate_up", "_down", "_add_up"):
+        monkeypatch.setattr(gpu.experts, name, Seen(getattr(gpu.experts, name)))
+    meta = torch.device("meta")
+    gate_up, down = (
+        torch.empty(experts, 192, 64, device=meta),
+        torch.empty(experts, 64, 96, device=meta),
+    )
+    layer = gpu.experts.GroupedExperts(gate_up, down)
+    for rows in (*range(1, 70), 128, 1000, 1024):
+        chosen = torch.empty(rows, per_token, dtype=torch.int64, device=meta)
+        layer(torch.empty(rows, 64, device=meta), torch.empty(rows, per_token, device=meta), chosen)
+    # In float32 tiles have 16 or 32 rows.
+    names = {(name, rows) for name in ("_fill_table", "_gate_up", "_down") for rows in (16, 32)}
+    assert set(found) == names | {("_add_up", 0)}
+    assert [key for key, forms in found.items() if len(forms) != 1] == []

@@ -49,7 +49,9 @@ def _first_from(experts, pairs, wanted):
     return low
 
 
-@triton.jit
+# Pairs and tiles differ from step to step; of each size, of 1 and of what 16 divides, triton would
+# compile a kernel of its own, in the middle of serving.
+@triton.jit(do_not_specialize=["pairs", "tiles"])
 def _fill_table(
     experts, table, pairs, tiles, rows: tl.constexpr, width: tl.constexpr, lines: tl.constexpr
 ) -> None:
@@ -82,7 +84,7 @@ def _tile_and_block(tiles, blocks):
     return first + within % members, within // members
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def _gate_up(
     x,
     weight,
@@ -127,7 +129,7 @@ def _gate_up(
     tl.store(target, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def _down(
     inner,
     weight,
