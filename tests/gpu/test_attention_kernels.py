@@ -83,6 +83,12 @@ def test_contexts_end_anywhere_in_a_block(kit: Kit, context: int, block_size: in
     check(kit, sizes, heads=4, kv_heads=2, dim=32, block_size=block_size)
 
 
+@pytest.mark.parametrize("dim", [2, 8, 12])
+def test_heads_may_be_narrower_than_what_is_multiplied_at_once(kit: Kit, dim: int) -> None:
+    sizes = [(40, 1), (700, 1), (3, 20)]
+    check(kit, sizes, heads=4, kv_heads=2, dim=dim, block_size=16)
+
+
 def test_long_chunks_take_several_tiles_of_rows_and_of_positions(kit: Kit) -> None:
     sizes = [(0, 200), (150, 130)]
     check(kit, sizes, heads=2, kv_heads=1, dim=32, block_size=16)

@@ -112,7 +112,13 @@ def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "dim", "window"), [(torch.bfloat16, 128, None), (torch.float32, 96, 100)]
+    ("dtype", "dim", "window"),
+    [
+        (torch.bfloat16, 128, None),
+        (torch.bfloat16, 8, None),
+        (torch.float32, 8, None),
+        (torch.float32, 96, 100),
+    ],
 )
 def test_a_layer_compiles(
     compiled: tuple[Any, dict[str, Any]], dtype: torch.dtype, dim: int, window: int | None

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources
 
 from tests.gpu.fake_gpu import MIB, FakeGpu, FakeGraph, FakeGraphDevice, StaticPlainKernels
 from tests.gpu.models import BLOCK_SIZE, CPU, cpu_runner, make_model, model_config, shape_of
@@ -18,6 +22,7 @@ from xpyd_worker.engine.executor import StepInput
 from xpyd_worker.runner.gpu_fit import GpuLimits, fit, largest, warm_ups
 from xpyd_worker.runner.gpu_memory import GpuUse
 from xpyd_worker.runner.kv_cache import host_memory
+from xpyd_worker.runner.load import load_on_gpu
 from xpyd_worker.runner.runner import ModelRunner
 
 LIMITS = GpuLimits(
@@ -106,15 +111,30 @@ def test_a_largest_step_without_room_is_refused_with_the_flags() -> None:
         fit(model, CONFIG, kernels, SHAPE, gpu=FakeGpu(), limits=LIMITS, free_at_start=78 * MIB)
 
 
-def test_kernels_that_do_not_run_are_refused_with_what_the_device_says() -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Failed to find C compiler"),
+        OutOfResources(300_000, 232_448, "shared memory"),
+        CompilationError("", ast.Pass(lineno=1, col_offset=0), "input shapes should be >= 16"),
+    ],
+)
+def test_kernels_that_do_not_run_are_refused_with_what_the_device_says(error: Exception) -> None:
     class Broken(StaticPlainKernels):
         def silu_mul(self, gate_up: Tensor) -> Tensor:
-            raise RuntimeError("Failed to find C compiler")
+            raise error
 
     kernels = Broken()
     model = make_model(CONFIG, kernels, CPU, torch.float32)
-    with pytest.raises(UserError, match=r"--device: .* fails on cpu: Failed to find C compiler"):
+    said = r"(?s)--device: .* fails on cpu: .*(C compiler|shared memory|shapes should be)"
+    with pytest.raises(UserError, match=said):
         fit(model, CONFIG, kernels, SHAPE, gpu=FakeGpu(), limits=LIMITS, free_at_start=78 * MIB)
+
+
+def test_heads_that_are_too_wide_for_a_gpu_are_refused_before_the_model_is_read() -> None:
+    wide = model_config("llama", head_dim=272)
+    with pytest.raises(UserError, match=r"head_dim: 272; .* at most 256 .*--device cpu"):
+        load_on_gpu(Path("none"), wide, dtype=torch.float32, gpu=FakeGpu(), limits=LIMITS)
 
 
 def test_what_graphs_take_is_measured_before_the_cache_is_sized() -> None:

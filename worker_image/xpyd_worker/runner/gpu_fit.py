@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -173,8 +175,9 @@ class _Maker:
                 f"{self.limits.max_num_seqs} sequences fails beside the model: {error}; lower "
                 "--max-num-batched-tokens or --max-num-seqs"
             ) from error
-        except RuntimeError as error:
-            # Such as a C compiler that triton looks for and does not find.
+        except (RuntimeError, *_tritons_errors()) as error:
+            # Such as a C compiler that triton looks for and does not find, or a kernel that its own
+            # does not take.
             raise UserError(
                 f"--device: the model's first step fails on {self.gpu.torch_device}: {error}"
             ) from error
@@ -256,6 +259,13 @@ def _sequence(
 
 def _run(runner: ModelRunner, step: StepInput) -> None:
     runner.launch(step, _no_layer_done).wait()
+
+
+def _tritons_errors() -> tuple[type[Exception], ...]:
+    """What triton's errors derive from, which is none of torch's. A CPU has no triton to import;
+    where it failed, it is imported."""
+    module = sys.modules.get("triton.errors")
+    return () if module is None else (cast("type[Exception]", module.TritonError),)
 
 
 def _no_layer_done(_layer: int) -> None:

@@ -27,6 +27,9 @@ from xpyd_worker.runner.kv_cache import (
 )
 from xpyd_worker.runner.runner import ModelRunner
 
+# The GPU's attention keeps whole heads in a program's shared memory; wider ones do not fit there.
+_MOST_HEAD_DIM_GPU = 256
+
 
 def load_on_cpu(
     folder: Path,
@@ -63,8 +66,14 @@ def load_on_gpu(
     """Read the checkpoint in `folder` to the GPU, and give its KV cache what is left of the share
     that `limits` name, in memory of torch's allocator or in that of `make_memory`.
 
-    Raises UserError for a checkpoint that does not fit `config`, or a share that is too small.
+    Raises UserError for a checkpoint that does not fit `config` or whose heads are too wide, or a
+    share that is too small.
     """
+    if config.head_dim > _MOST_HEAD_DIM_GPU:
+        raise UserError(
+            f"config.json: head_dim: {config.head_dim}; on a GPU heads have at most "
+            f"{_MOST_HEAD_DIM_GPU} numbers; use --device cpu"
+        )
     with gpu.use():
         counters = gpu.counters()
         # An engine that this process had before may have left some with the allocator.

@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-# tl.dot takes no fewer rows.
-_LEAST_ROWS = 16
+# tl.dot takes no fewer rows, and no fewer columns.
+_LEAST = 16
 # Positions read at once; float32 takes twice the shared memory.
 _TILE = 64
 _TILE_FLOAT32 = 32
@@ -132,7 +132,7 @@ def decode_attention(
     if splits > 1:
         parts = torch.empty((sequences, heads, splits, dim), dtype=torch.float32, device=device)
         sums = torch.empty((sequences, heads, splits), dtype=torch.float32, device=device)
-    width = triton.next_power_of_2(dim)
+    width = max(_LEAST, triton.next_power_of_2(dim))
     _decode[(sequences, kv_heads, splits)](
         query,
         cache,
@@ -146,7 +146,7 @@ def decode_attention(
         NO_WINDOW if window is None else window,
         group=group,
         dim=dim,
-        rows=max(_LEAST_ROWS, triton.next_power_of_2(group)),
+        rows=max(_LEAST, triton.next_power_of_2(group)),
         width=width,
         block_size=block_size,
         tile=_TILE_FLOAT32 if query.dtype == torch.float32 else _TILE,

@@ -18,6 +18,8 @@ import triton.language as tl
 
 _TILE = 64
 _TILE_FLOAT32 = 32
+# tl.dot takes no fewer columns.
+_LEAST_WIDTH = 16
 
 
 @triton.jit
@@ -164,7 +166,7 @@ def prefill_attention(
         dim**-0.5 / math.log(2),
         0 if window is None else window,
         dim=dim,
-        width=triton.next_power_of_2(dim),
+        width=max(_LEAST_WIDTH, triton.next_power_of_2(dim)),
         rows=tile_tokens,
         block_size=block_size,
         tile=_TILE_FLOAT32 if query.dtype == torch.float32 else _TILE,
