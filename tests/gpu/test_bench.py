@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.gpu.bench.__main__ import main
+from tests.gpu.bench import __main__ as bench
 from tests.gpu.bench.measuring import agree
 from tests.gpu.bench.page import BEGIN, END
 from tests.gpu.conftest import Kit
@@ -27,7 +27,7 @@ def test_the_short_form_compares_every_kernel_and_writes_the_page(
 ) -> None:
     page = tmp_path / "gpu.md"
     page.write_text(f"before\n{BEGIN}old\n{END}after\n")
-    assert main(["--smoke", "--output", str(tmp_path / "gpu.json")], gpu=kit.gpu) == 0
+    assert bench.main(["--smoke", "--output", str(tmp_path / "gpu.json")], gpu=kit.gpu) == 0
     made = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert made == json.loads((tmp_path / "gpu.json").read_text())
     assert made["wrong"] == []
@@ -45,10 +45,19 @@ def test_the_short_form_compares_every_kernel_and_writes_the_page(
 
 
 @pytest.mark.usefixtures("_interpreted")
+def test_the_short_form_writes_over_nothing_that_was_measured(
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "KEPT", tmp_path / "gpu.json")
+    assert bench.main(["--smoke"], gpu=kit.gpu) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("_interpreted")
 def test_a_kernel_that_is_wrong_is_named(kit: Kit, tmp_path: Path) -> None:
     broken = SimpleNamespace(**vars(kit.gpu))
     broken.norm = SimpleNamespace(rms_norm=lambda x, *_: x)
-    assert main(["--smoke", "--output", str(tmp_path / "gpu.json")], gpu=broken) == 1
+    assert bench.main(["--smoke", "--output", str(tmp_path / "gpu.json")], gpu=broken) == 1
     made = json.loads((tmp_path / "gpu.json").read_text())
     assert made["wrong"] == ["RMS norm 2 x 64"]
 

@@ -1,4 +1,5 @@
-"""make bench-gpu: the measurements, a line of JSON, and the same in two files.
+"""make bench-gpu: the measurements, a line of JSON, and the same in two files; without a GPU in
+files that are named only.
 
 Exit status: 0 measured, 1 a kernel and torch differ, 2 no GPU. How fast anything was is no failure.
 """
@@ -14,18 +15,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-ROOT = Path(__file__).parents[3]
+KEPT = Path(__file__).parents[3] / "docs/benchmarks/gpu.json"
 MODULES = ("norm", "activation", "rotary", "sampling", "kernels")
 
 
 def main(argv: list[str], gpu: Any = None) -> int:
     """Run it. `gpu`: the package's modules, where they are not those of this machine."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.bench")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs/benchmarks/gpu.json")
+    parser.add_argument(
+        "--output", type=Path, help="JSON, and a page beside it; docs/benchmarks but for --smoke"
+    )
     parser.add_argument(
         "--smoke", action="store_true", help="tiny sizes, in Triton's interpreter, on the CPU"
     )
     options = parser.parse_args(argv)
+    output = options.output or (None if options.smoke else KEPT)
     if options.smoke and gpu is None:
         # Read when Triton is first imported, which is below.
         os.environ["TRITON_INTERPRET"] = "1"
@@ -47,10 +51,11 @@ def main(argv: list[str], gpu: Any = None) -> int:
     with torch.inference_mode():
         steps = SMOKE_STEPS if options.smoke else EIGHT_B
         made = measure(package, sizes, steps, device, dtype)
-    options.output.write_text(json.dumps(made, indent=1) + "\n")
-    page = options.output.with_suffix(".md")
-    if page.exists():
-        page.write_text(with_measured(page.read_text(), made))
+    if output is not None:
+        output.write_text(json.dumps(made, indent=1) + "\n")
+        page = output.with_suffix(".md")
+        if page.exists():
+            page.write_text(with_measured(page.read_text(), made))
     sys.stdout.write(json.dumps(made) + "\n")
     return 1 if made["wrong"] else 0
 
