@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from xpyd_worker.kernels.api import KvShape, Plan, Span
 from xpyd_worker.kernels.gpu.plan import GpuPlan, StaticPlan, make_plan
-from xpyd_worker.runner.graphs import DecodeGraphs, padded_sizes
+from xpyd_worker.runner.graphs import CudaGraphDevice, DecodeGraphs, padded_sizes
 
 CPU = torch.device("cpu")
 SHAPE = KvShape(1, 4, 16, torch.float32)
@@ -141,6 +143,23 @@ def test_buffers_that_move_are_seen() -> None:
     graphs = DecodeGraphs(FakeDevice(model), model.forward, lambda _: Moving(), sizes=[2], on=CPU)
     with pytest.raises(AssertionError, match="addresses"):
         graphs.run([1, 2], spans([1, 2]))
+
+
+def test_a_capture_does_not_mind_what_other_threads_ask_of_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def capture(graph: object, **options: Any) -> AbstractContextManager[None]:
+        asked.append(options)
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    CudaGraphDevice().capture(lambda: torch.zeros(1))
+    assert asked == [{"pool": (0, 1), "capture_error_mode": "thread_local"}]
 
 
 @pytest.mark.parametrize("count", [0, 7])

@@ -141,7 +141,9 @@ class CudaGraphDevice:
         """See GraphDevice."""
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads may ask CUDA for anything meanwhile, as those that move KV do.
+        mode = "thread_local"
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=mode):
             output = run()
         return _CudaGraph(graph, output)
 
