@@ -98,6 +98,38 @@ def test_memory_that_is_not_there_is_refused_with_the_flags() -> None:
         Made(FakeGpu(), limits, refuses=True)
 
 
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(0, "fails beside the model: CUDA error: out of memory; lower"), (4, "KV cache of .* lower")],
+)
+def test_a_graph_without_room_is_refused_with_the_flags(number: int, said: str) -> None:
+    gpu = FakeGpu()
+
+    class Full(FakeGraphDevice):
+        def capture(self, run: Callable[[], Tensor]) -> FakeGraph:
+            if len(self.graphs) == number:
+                raise torch.AcceleratorError("CUDA error: out of memory")
+            return super().capture(run)
+
+    gpu.graphs = Full()
+    with pytest.raises(UserError, match=said):
+        Made(gpu, replace(LIMITS, cache_bytes=10 * EACH))
+
+
+def test_what_else_fails_over_the_real_cache_is_no_want_of_memory() -> None:
+    gpu = FakeGpu()
+
+    class Broken(FakeGraphDevice):
+        def capture(self, run: Callable[[], Tensor]) -> FakeGraph:
+            if len(self.graphs) == 4:
+                raise torch.AcceleratorError("CUDA error: an illegal memory access")
+            return super().capture(run)
+
+    gpu.graphs = Broken()
+    with pytest.raises(torch.AcceleratorError, match="illegal"):
+        Made(gpu, replace(LIMITS, cache_bytes=10 * EACH))
+
+
 def test_a_largest_step_without_room_is_refused_with_the_flags() -> None:
     class Full(StaticPlainKernels):
         def silu_mul(self, gate_up: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.decoder import Decoder
 from xpyd_worker.runner.device import Gpu, StaticKernels
 from xpyd_worker.runner.draws import draw_for
-from xpyd_worker.runner.gpu_memory import GpuUse, kv_cache_bytes, profile
+from xpyd_worker.runner.gpu_memory import GpuUse, kv_cache_bytes, lacks_memory, profile
 from xpyd_worker.runner.graphs import DecodeGraphs, PlanBuffer, padded_sizes
 from xpyd_worker.runner.kv_cache import KvCache, MakeMemory, blocks_in_budget, cache_bytes
 from xpyd_worker.runner.runner import ModelRunner
@@ -107,7 +107,9 @@ def fit(
                 memory=(make_memory or maker.zeros)(size),
             )
             graphs = maker.graphs(cache)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not lacks_memory(error):
+                raise
             raise UserError(
                 f"a KV cache of {format_bytes(size)} does not fit into the GPU's memory beside the "
                 "model and its graphs; lower --kv-cache-memory or --gpu-memory-utilization"
@@ -169,13 +171,15 @@ class _Maker:
         """What the largest step and all graphs take; compiles the kernels that steps will use."""
         try:
             use = self._measured(free_at_start)
-        except (torch.OutOfMemoryError, XpydError) as error:
-            raise UserError(
-                f"a step of {self.limits.max_num_batched_tokens} tokens and "
-                f"{self.limits.max_num_seqs} sequences fails beside the model: {error}; lower "
-                "--max-num-batched-tokens or --max-num-seqs"
-            ) from error
-        except (RuntimeError, *_tritons_errors()) as error:
+        except (XpydError, RuntimeError, *_tritons_errors()) as error:
+            if isinstance(error, XpydError) or (
+                isinstance(error, RuntimeError) and lacks_memory(error)
+            ):
+                raise UserError(
+                    f"a step of {self.limits.max_num_batched_tokens} tokens and "
+                    f"{self.limits.max_num_seqs} sequences fails beside the model: {error}; lower "
+                    "--max-num-batched-tokens or --max-num-seqs"
+                ) from error
             # Such as a C compiler that triton looks for and does not find, or a kernel that its own
             # does not take.
             raise UserError(

@@ -93,6 +93,14 @@ class GpuUse:
     graphs: int
 
 
+def lacks_memory(error: RuntimeError) -> bool:
+    """Whether it says that the device has no more memory, and nothing else is wrong: torch's own
+    kind is for its allocator, what graphs and cuBLAS ask the driver for comes as another."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return "out of memory" in str(error) or "ALLOC_FAILED" in str(error)
+
+
 def profile(
     counters: MemoryCounters, free_at_start: int, largest_step: Callable[[], None]
 ) -> Profile:

@@ -26,6 +26,7 @@ from xpyd_worker.runner.adjustments import Adjustments
 from xpyd_worker.runner.batch import Batch, BatchRows, build_batch, faults
 from xpyd_worker.runner.device import Device, HostDevice, Mark, reach
 from xpyd_worker.runner.draws import Draw, draw
+from xpyd_worker.runner.gpu_memory import lacks_memory
 from xpyd_worker.runner.graphs import DecodeGraphs
 from xpyd_worker.runner.inputs import fill_drawn, put_ints
 from xpyd_worker.runner.kv_cache import KvCache
@@ -106,9 +107,9 @@ class ModelRunner:
         try:
             with self._device.use(), torch.inference_mode():
                 return self._launch(step, layer_done)
-        except torch.OutOfMemoryError as error:
-            raise XpydError(f"step {step.step} did not fit into memory: {error}") from error
         except RuntimeError as error:
+            if lacks_memory(error):
+                raise XpydError(f"step {step.step} did not fit into memory: {error}") from error
             if self._device.is_lost_by_an_error:
                 raise
             raise XpydError(f"step {step.step} failed in the model: {error}") from error
