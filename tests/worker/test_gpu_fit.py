@@ -92,10 +92,23 @@ def test_a_share_that_is_too_small_is_refused() -> None:
         Made(FakeGpu(), replace(LIMITS, utilization=0.02))
 
 
-def test_memory_that_is_not_there_is_refused_with_the_flags() -> None:
-    limits = replace(LIMITS, cache_bytes=10 * EACH)
-    with pytest.raises(UserError, match=r"KV cache of .* does not fit .*--kv-cache-memory or"):
+@pytest.mark.parametrize(
+    ("given", "flag"), [(10 * EACH, "--kv-cache-memory"), (None, "--gpu-memory-utilization")]
+)
+def test_memory_that_is_not_there_is_refused_with_the_flag_that_decides(
+    given: int | None, flag: str
+) -> None:
+    limits = replace(LIMITS, cache_bytes=given)
+    with pytest.raises(UserError, match=f"KV cache of .* does not fit .*; lower {flag}$"):
         Made(FakeGpu(), limits, refuses=True)
+
+
+def test_a_share_that_leaves_no_block_is_named() -> None:
+    # 1.5 blocks are left, of which what moves KV has two thirds.
+    left = (3 * MIB + EACH * 3 // 2) / (80 * MIB)
+    limits = replace(LIMITS, utilization=left, beside_percent=200)
+    with pytest.raises(UserError, match=r"^--gpu-memory-utilization: .* hold no block"):
+        Made(FakeGpu(), limits)
 
 
 @pytest.mark.parametrize(

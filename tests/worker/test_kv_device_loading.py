@@ -3,6 +3,7 @@ driver is a fake, and what would run on the GPU runs on the CPU."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from tests.kv.device_fake import Machine
 from tests.worker.device_pair import cache_on
 from tests.worker.kv_pair import KEY, MIB
+from xpyd_core.errors import UserError
 from xpyd_kv.device.api import DeviceView
 from xpyd_worker import loading
 from xpyd_worker.config import WorkerConfig
@@ -45,9 +47,9 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return seen
 
 
-def load(role: Any) -> loading.Loaded:
+def load(role: Any, **changes: Any) -> loading.Loaded:
     config = WorkerConfig(
-        str(MODEL), role=role, device="cuda", port=1, kv_port=0, kv_host_pool_bytes=MIB
+        str(MODEL), role=role, device="cuda", port=1, kv_port=0, kv_host_pool_bytes=MIB, **changes
     )
     return loading.load(
         config, deliver=lambda _: None, keys=(KEY,), incarnation="i", make_store=None
@@ -83,3 +85,15 @@ def test_an_aggregated_engine_keeps_its_cache_with_torch(given: dict[str, Any]) 
     assert given["make_memory"] is None
     assert loaded.kv.connector is None
     loaded.kv.close(1.0)
+
+
+@pytest.mark.parametrize(
+    ("given_bytes", "flag"), [(None, "--gpu-memory-utilization"), (MIB, "--kv-cache-memory")]
+)
+@pytest.mark.usefixtures("given")
+def test_a_context_that_does_not_fit_names_the_flag_that_decides_the_caches_size(
+    monkeypatch: pytest.MonkeyPatch, given_bytes: int | None, flag: str
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "CACHE_BYTES", MIB // 4)
+    with pytest.raises(UserError, match=f"--max-model-len: .* give more {flag} or"):
+        load("Aggregated", max_model_len=1024, kv_cache_bytes=given_bytes)

@@ -27,7 +27,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]?))?")
 # On a CPU a forward of 2,048 tokens takes seconds, for which every running decode stands still.
 AUTO_BATCHED_TOKENS = 512
-# On a GPU it takes a tenth of a second, and fewer tokens would leave it idle; vLLM's, too.
+# On a GPU it takes a tenth of a second, and fewer tokens would leave it idle.
 AUTO_BATCHED_TOKENS_GPU = 2048
 GIB = 1024**3
 MIB = 1024**2

@@ -84,7 +84,9 @@ def load(
     ready = _make_runner(config, folder, model_config, choose_device(config.device))
     runner = ready.runner
     tokenizer = Tokenizer.load(folder)
-    max_model_len = _context(config, model_config, runner.num_blocks)
+    by_share = ready.gpu_use is not None and config.kv_cache_bytes is None
+    sizing = "--gpu-memory-utilization" if by_share else "--kv-cache-memory"
+    max_model_len = _context(config, model_config, runner.num_blocks, sizing)
     names = config.served_model_names or (_own_name(config.model, folder),)
     dtype_name = str(runner.kv_cache.shape.dtype).removeprefix("torch.")
     # Without a revision the weights' own fingerprint stands in the key, which is what matters.
@@ -240,17 +242,19 @@ def _template_has(folder: Path, role: str) -> bool:
     return any(path.exists() and role in path.read_text(errors="replace") for path in files)
 
 
-def _context(config: WorkerConfig, model: ModelConfig, num_blocks: int) -> int:
-    """Tokens of prompt and output together: what is asked, the model and the cache allow."""
+def _context(config: WorkerConfig, model: ModelConfig, num_blocks: int, sizing: str) -> int:
+    """Tokens of prompt and output together: what is asked, the model and the cache allow, whose
+    size the flag `sizing` decides."""
     cache_tokens = num_blocks * config.block_size
     asked = config.max_model_len
     if asked is None:
         if cache_tokens < model.max_positions:
             _log.warning(
                 "the KV cache holds %d tokens, fewer than the model's context of %d; requests are "
-                "limited to that (--kv-cache-memory)",
+                "limited to that (%s)",
                 cache_tokens,
                 model.max_positions,
+                sizing,
             )
         return min(model.max_positions, cache_tokens)
     if asked > model.max_positions:
@@ -260,6 +264,6 @@ def _context(config: WorkerConfig, model: ModelConfig, num_blocks: int) -> int:
     if asked > cache_tokens:
         raise UserError(
             f"--max-model-len: {asked} tokens do not fit in the KV cache, which holds "
-            f"{cache_tokens}; give more --kv-cache-memory or a smaller length"
+            f"{cache_tokens}; give more {sizing} or a smaller length"
         )
     return asked

@@ -68,6 +68,11 @@ class GpuLimits:
     max_model_len: int
     use_graphs: bool
 
+    @property
+    def flag(self) -> str:
+        """The one that decides the KV cache's size."""
+        return "--gpu-memory-utilization" if self.cache_bytes is None else "--kv-cache-memory"
+
 
 def fit(
     model: Decoder,
@@ -97,7 +102,7 @@ def fit(
                 beside=limits.beside_bytes,
             )
             budget = left * 100 // (100 + limits.beside_percent)
-        num_blocks = blocks_in_budget(shape, config.num_layers, budget)
+        num_blocks = blocks_in_budget(shape, config.num_layers, budget, limits.flag)
         size = cache_bytes(shape, num_layers=config.num_layers, num_blocks=num_blocks)
         try:
             cache = KvCache(
@@ -112,7 +117,7 @@ def fit(
                 raise
             raise UserError(
                 f"a KV cache of {format_bytes(size)} does not fit into the GPU's memory beside the "
-                "model and its graphs; lower --kv-cache-memory or --gpu-memory-utilization"
+                f"model and its graphs; lower {limits.flag}"
             ) from error
         return maker.runner(cache, graphs), use
 

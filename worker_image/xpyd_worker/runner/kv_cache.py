@@ -21,13 +21,15 @@ MakeMemory = Callable[[int], Tensor]
 """Size in bytes -> zeros, uint8, on the runner's device: what a KV cache stands in."""
 
 
-def blocks_in_budget(shape: KvShape, num_layers: int, budget_bytes: int) -> int:
-    """Blocks over all layers that fit into `budget_bytes`. Raises UserError when none does."""
+def blocks_in_budget(
+    shape: KvShape, num_layers: int, budget_bytes: int, flag: str = "--kv-cache-memory"
+) -> int:
+    """Blocks over all layers that fit into `budget_bytes`, which `flag` decides. Raises UserError
+    when none does."""
     each = cache_bytes(shape, num_layers=num_layers, num_blocks=1)
     if budget_bytes < each:
         raise UserError(
-            f"--kv-cache-memory: {format_bytes(budget_bytes)} hold no block; one takes "
-            f"{format_bytes(each)}"
+            f"{flag}: {format_bytes(budget_bytes)} hold no block; one takes {format_bytes(each)}"
         )
     return budget_bytes // each
 
