@@ -116,8 +116,13 @@ def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     [
         (torch.bfloat16, 128, None),
         (torch.bfloat16, 8, None),
+        (torch.bfloat16, 64, None),
+        (torch.bfloat16, 128, 100),
+        (torch.bfloat16, 192, None),
+        (torch.bfloat16, 256, None),
         (torch.float32, 8, None),
         (torch.float32, 96, 100),
+        (torch.float32, 256, None),
     ],
 )
 def test_a_layer_compiles(
@@ -139,6 +144,23 @@ def test_a_layer_compiles(
     kernels.attention(query, cache, plan, window)
     names = {"_rms_norm", "_silu_mul", "_rotate_and_store", "_decode", "_prefill"}
     assert names <= set(made)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("group", "dim", "splits"), [(4, 128, 64), (32, 128, 8), (64, 128, 1), (64, 256, 64)]
+)
+def test_a_decode_compiles_for_as_many_parts_and_heads_of_a_kv_head_as_there_are(
+    compiled: tuple[Any, dict[str, Any]], group: int, dim: int, splits: int, dtype: torch.dtype
+) -> None:
+    gpu, made = compiled
+    query, cache = zeros(4, 2 * group, dim, dtype=dtype), zeros(8, 2, 16, 2 * dim, dtype=dtype)
+    tables, contexts = zeros(4, 16, dtype=torch.int32), zeros(4, dtype=torch.int32)
+    gpu.decode.decode_attention(
+        query, cache, tables, contexts, query.clone(), window=None, splits=splits
+    )
+    assert set(made) == ({"_decode"} if splits == 1 else {"_decode", "_put_together"})
 
 
 @pytest.mark.slow
