@@ -1,15 +1,21 @@
 """The paged cache in memory that other processes may read."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from xpyd_core.errors import UserError
 from xpyd_kv.device.paged import PagedMemory
 from xpyd_kv.transport.runs import Run
 from xpyd_kv.transport.shared_memory import SharedMemory
+from xpyd_worker.config import WorkerConfig
 from xpyd_worker.kernels.api import KvShape
+from xpyd_worker.loading import load
 from xpyd_worker.memory import resident_bytes
 from xpyd_worker.runner.kv_cache import KvCache
 
+MODEL = Path(__file__).parents[2] / "examples/demo-model"
 SHAPE = KvShape(2, 4, 16, torch.bfloat16)
 BLOCKS = 5
 
@@ -59,3 +65,24 @@ def test_blocks_that_were_never_written_take_no_memory():
     cache.layers[0][0] = 1.0
     assert float(cache.layers[0][-1].abs().max()) == 0.0
     assert resident_bytes() - before < size // 8
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_cache_bytes": 2**62}, "^--kv-cache-memory: the system does not give .* TiB"),
+        ({"kv_cache_bytes": 2**80}, "^--kv-cache-memory: the system does not give .* TiB"),
+        (
+            {"role": "Prefill", "kv_socket_dir": Path("/nowhere"), "kv_cache_bytes": 2**62},
+            "^--kv-cache-memory: .* TiB: .* cannot be shared",
+        ),
+        (
+            {"role": "Decode", "kv_host_pool_bytes": 2**62},
+            "^--kv-host-pool-size: the system does not give .* TiB",
+        ),
+    ],
+)
+def test_more_memory_than_the_system_gives_is_refused_by_the_flags_name(options, message):
+    config = WorkerConfig(**{"model": str(MODEL), "kv_cache_bytes": 1 << 24, **options})
+    with pytest.raises(UserError, match=message):
+        load(config, deliver=lambda _: None, keys=(b"k" * 32,), incarnation="i", make_store=None)

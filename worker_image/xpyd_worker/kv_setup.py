@@ -129,7 +129,7 @@ class KvParts:
 def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None = None) -> Kv:
     """The parts of a Prefill or a Decode instance, not started. D listens; P dials only.
 
-    `make_store` replaces the store.
+    `make_store` replaces the store. UserError, naming the flag, for a host pool that cannot be had.
     """
     role: Literal["P", "D"] = "P" if config.role == "Prefill" else "D"
     endpoints: list[TcpEndpoint] = []
@@ -168,24 +168,30 @@ def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None =
         endpoints.append(endpoint)
         return endpoint
 
-    connector = build(
-        role,
-        make_endpoint=make_endpoint,
-        memory=parts.memory,
-        pool=parts.pool,
-        wake=parts.wake,
-        settings=KvSettings(
-            limits=KvLimits(lease_s=config.kv_lease_s, hold_s=config.kv_wait_s),
-            frames=ways.frames,
-            store=StoreLimits(
-                direct_free=config.kv_direct_free,
-                buffer_bytes=parts.buffer_bytes,
-                pool_bytes=config.kv_host_pool_bytes,
+    try:
+        connector = build(
+            role,
+            make_endpoint=make_endpoint,
+            memory=parts.memory,
+            pool=parts.pool,
+            wake=parts.wake,
+            settings=KvSettings(
+                limits=KvLimits(lease_s=config.kv_lease_s, hold_s=config.kv_wait_s),
+                frames=ways.frames,
+                store=StoreLimits(
+                    direct_free=config.kv_direct_free,
+                    buffer_bytes=parts.buffer_bytes,
+                    pool_bytes=config.kv_host_pool_bytes,
+                ),
+                mode=config.kv_mode,
             ),
-            mode=config.kv_mode,
-        ),
-        make_store=make_store or default_store,
-    )
+            make_store=make_store or default_store,
+        )
+    except BaseException:
+        # It holds sockets before it is started.
+        for endpoint in endpoints:
+            endpoint.close(0)
+        raise
     if connector.store is not None:
         stores.append(connector.store)
     return Kv(connector, endpoints[0].counters, ways, parts.shared, parts.gpu, loss)

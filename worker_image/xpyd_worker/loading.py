@@ -15,6 +15,7 @@ from torch import Tensor
 
 from xpyd_core.compat import compat_factors, compat_key
 from xpyd_core.errors import UserError
+from xpyd_core.sizes import format_bytes
 from xpyd_kv.connector.build import MakeStore
 from xpyd_kv.transport.shared_memory import SharedMemory
 from xpyd_kv.wire.messages import MAX_PROBE_BYTES
@@ -183,7 +184,11 @@ def _make_runner(
 
     def share(size_bytes: int) -> Tensor:
         # Its end is for probes.
-        shared.append(SharedMemory(size_bytes + MAX_PROBE_BYTES))
+        size = size_bytes + MAX_PROBE_BYTES
+        try:
+            shared.append(SharedMemory(size))
+        except UserError as error:
+            raise UserError(f"--kv-cache-memory: {format_bytes(size)}: {error}") from error
         return torch.frombuffer(shared[0].buffer, dtype=torch.uint8)
 
     runner = load_on_cpu(

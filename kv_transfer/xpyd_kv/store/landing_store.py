@@ -15,7 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from xpyd_core.errors import UserError
 from xpyd_core.request_id import TransferKey
+from xpyd_core.sizes import format_bytes
 from xpyd_kv.connector.api import BlockPool, KvMemory
 from xpyd_kv.device.api import Device, DeviceView, View
 from xpyd_kv.store.api import Landing, StashKind, StoreFigures
@@ -43,6 +45,7 @@ class LandingStore:
     """The default Store."""
 
     def __init__(self, limits: StoreLimits, *, memory: KvMemory, pool: BlockPool) -> None:
+        """UserError, naming the flag, when there is less memory than the host pool takes."""
         self._limits = limits
         self._memory = memory
         self._pool = pool
@@ -176,6 +179,12 @@ class LandingStore:
 def _host_memory(size_bytes: int, device: Device | None) -> View:
     if not size_bytes:
         return memoryview(b"")
-    if device is not None:
-        return device.allocate_pinned(size_bytes)
-    return memoryview(mmap.mmap(-1, size_bytes))
+    try:
+        if device is not None:
+            return device.allocate_pinned(size_bytes)
+        return memoryview(mmap.mmap(-1, size_bytes))
+    except (UserError, OSError, OverflowError) as error:
+        raise UserError(
+            f"--kv-host-pool-size: the system does not give {format_bytes(size_bytes)} ({error}); "
+            "give a smaller size"
+        ) from error

@@ -83,8 +83,14 @@ def cache_bytes(shape: KvShape, *, num_layers: int, num_blocks: int) -> int:
 
 def host_memory(size_bytes: int) -> Tensor:
     """Zeros, uint8, that take memory when they are first written, in huge pages where there are
-    some."""
-    memory = mmap(-1, size_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+    some. UserError when the system does not give so many."""
+    try:
+        memory = mmap(-1, size_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f"--kv-cache-memory: the system does not give {format_bytes(size_bytes)} ({error}); "
+            "give a smaller size"
+        ) from error
     # A kernel may have none.
     with suppress(OSError):
         memory.madvise(MADV_HUGEPAGE)
