@@ -191,6 +191,7 @@ def test_a_prompt_that_cannot_run_is_named_before_anything_is_computed(
         ("dtype", "int8", "--dtype: expected one of"),
         ("max_model_len", 99999, "--max-model-len: 99999 is more than the model's context"),
         ("max_num_seqs", 0, "--max-num-seqs: expected at least 1"),
+        ("scheduling_policy", "x", "--scheduling-policy: expected one of fcfs, priority"),
         ("kv_cache_memory", "many", "kv_cache_memory: 'many' is not a size"),
     ],
 )

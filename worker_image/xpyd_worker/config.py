@@ -17,7 +17,7 @@ from xpyd_kv.transport.settings import TRANSPORTS
 from xpyd_kv.transport.striped import MAX_LINKS
 from xpyd_kv.wire.handshake import OVER_TCP
 from xpyd_kv.wire.messages import Mode
-from xpyd_worker.engine.limits import Policy
+from xpyd_worker.engine.limits import POLICIES, Policy
 
 Role = Literal["Prefill", "Decode", "Aggregated"]
 # Each divides the larger ones, so that any P fits any D.
@@ -206,6 +206,10 @@ def _checks(config: WorkerConfig) -> list[tuple[str, bool]]:
         (
             "--long-prefill-token-threshold: expected 0 (off) or more",
             config.long_prefill_token_threshold >= 0,
+        ),
+        (
+            f"--scheduling-policy: expected one of {', '.join(POLICIES)}",
+            config.scheduling_policy in POLICIES,
         ),
         ("--seed: expected 0 to 2**64 - 1", _is_unset_or(config.seed, 0, 2**64 - 1)),
         ("--threads: expected 1 to 1024", _is_unset_or(config.threads, 1, 1024)),
