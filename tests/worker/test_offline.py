@@ -149,6 +149,8 @@ def test_chat_answers_one_conversation_or_several(llm: LLM) -> None:
     assert texts(two)[0] == texts([one])[0]
     with pytest.raises(UserError, match=r"messages\[0\].role: expected one of system"):
         llm.chat([{"role": "cat", "content": "meow"}])
+    with pytest.raises(UserError, match=r"prompts\[0\]: messages\[0\].content: character 0"):
+        llm.chat([{"role": "user", "content": "\ud83d"}])
 
 
 def test_more_prompts_than_may_run_at_once_all_end(llm: LLM) -> None:
@@ -174,6 +176,7 @@ def test_max_tokens_ends_at_the_context_and_none_means_all_of_it(llm: LLM) -> No
         ([{"prompt_token_ids": [1, 99999]}], r"prompts\[0\]: prompt: token id 99999 is not in"),
         ([{"prompt_token_ids": [1, -1]}], r"prompts\[0\]: .*item 1: expected a token id"),
         ([[1, 2]], r"prompts\[0\]: expected a text"),
+        (["fine", "a\ud800"], r"prompts\[1\]: prompt: character 1 is .*half a surrogate pair"),
         ([{"text": "a"}], r"prompts\[0\]: expected a text"),
         ([{"prompt_token_ids": [300] * 256}], r"prompts\[0\]: .*maximum context length is 256"),
     ],

@@ -54,6 +54,15 @@ def test_what_is_given_arrives() -> None:
         ("prompt_logprobs", -1),
         ("repetition_penalty", "high"),
         ("logit_bias", {5: "much"}),
+        ("logit_bias", {5: float("inf")}),
+        ("logit_bias", {5: 10**400}),
+        ("temperature", 10**400),
+        pytest.param("temperature", -(10**5000), id="temperature of 5001 digits"),
+        ("top_p", float("inf")),
+        pytest.param("n", 10**5000, id="n of 5001 digits"),
+        ("stop", "\ud800"),
+        ("stop", ["a", "\udfff"]),
+        ("bad_words", ["\ud83d"]),
     ],
 )
 def test_a_value_out_of_bounds_is_refused_by_its_name(name: str, value: object) -> None:

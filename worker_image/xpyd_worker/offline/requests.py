@@ -13,6 +13,7 @@ from typing import TypedDict
 from xpyd_core.errors import UserError
 from xpyd_worker.offline.outputs import RequestOutput, completion_output, prompt_alternatives
 from xpyd_worker.offline.sampling import SamplingParams
+from xpyd_worker.offline.texts import check_text
 from xpyd_worker.server.answers import collect
 from xpyd_worker.server.fields import as_token_ids
 from xpyd_worker.server.generation import ChoiceDelta, Generation, ending_of
@@ -96,10 +97,14 @@ async def _prepare(
     service: Service, ask: Ask | Chat, params: SamplingParams, priority: int
 ) -> Request:
     if isinstance(ask, Chat):
+        for index, message in enumerate(ask.messages):
+            for member, value in message.items():
+                check_text(value, f"messages[{index}].{member}")
         text, ids = None, await chat_ids(service, ask.messages)
     elif ask.text is not None:
         if not ask.text:
             raise UserError("is empty")
+        check_text(ask.text, "prompt")
         text = ask.text
         (ids,) = await completion_ids(service, [text])
     else:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
+from xpyd_worker.offline.texts import check_text
 from xpyd_worker.server.openai_types import Options, parse_completion
 
 
@@ -63,14 +64,17 @@ class SamplingParams:
             value = getattr(self, field.name)
             # The API's default of max_tokens depends on the endpoint: this one's is always said.
             if value != field.default or field.name == "max_tokens":
-                body[field.name] = _as_json(value)
+                body[field.name] = _as_json(value, field.name)
         return parse_completion(body).options
 
 
-def _as_json(value: object) -> object:
-    """A value as it would come out of a JSON body."""
+def _as_json(value: object, name: str) -> object:
+    """A value as it would come out of a JSON body. UserError for a text that cannot."""
+    if isinstance(value, str):
+        check_text(value, name)
+        return value
     if isinstance(value, Mapping):
         return {str(key): one for key, one in cast("Mapping[object, object]", value).items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return list(cast("Sequence[object]", value))
+    if isinstance(value, Sequence):
+        return [_as_json(one, name) for one in cast("Sequence[object]", value)]
     return value

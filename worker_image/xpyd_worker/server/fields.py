@@ -6,7 +6,6 @@ null counts as absent. Booleans are no numbers here, though Python says so.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -22,7 +21,10 @@ def bad(name: str, message: str, *, code: str | None = None) -> ApiError:
 
 def shown(value: object) -> str:
     """A value as an error message shows it: short, whatever the client sent."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than some thousand digits
+        return "a number of very many digits"
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
@@ -63,7 +65,8 @@ class Fields:
             return None
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise bad(self.name(name), f"expected a number, got {shown(value)}")
-        if not math.isfinite(value) or not low <= value <= high or (above and value == low):
+        # Not by math.isfinite: an integer may be larger than any float.
+        if not low <= value <= high or (above and value == low):
             least = f"above {low:g} and at most {high:g}" if above else f"{low:g} to {high:g}"
             raise bad(self.name(name), f"must be {least}, got {shown(value)}")
         return float(value)

@@ -6,7 +6,7 @@ to say (is an id in its vocabulary, how is a word tokenized) are ours, the latte
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -68,10 +68,15 @@ def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
         if not is_token_id(token_id):
             raise bad(name, f"expected token ids as keys, got {shown(key)}")
         bias = values.get(key)
-        if not isinstance(bias, int | float) or isinstance(bias, bool) or math.isnan(bias):
-            raise bad(name, f"{key}: expected a number, got {shown(bias)}")
+        if not isinstance(bias, int | float) or isinstance(bias, bool) or not _is_finite(bias):
+            raise bad(name, f"{key}: expected a finite number, got {shown(bias)}")
         found[token_id] = float(max(-_MOST_BIAS, min(_MOST_BIAS, bias)))
     return tuple(found.items())
+
+
+def _is_finite(number: float) -> bool:
+    """Also of an integer beyond the floats, for which math's raises."""
+    return abs(number) <= sys.float_info.max
 
 
 def _allowed(fields: Fields) -> tuple[int, ...]:
