@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from xpyd_core.errors import ApiError
-from xpyd_worker.server.openai_types import parse_chat, parse_completion
+from xpyd_worker.server.openai_types import MAX_PARTS, parse_chat, parse_completion
 
 USER = {"role": "user", "content": "hi"}
 
@@ -262,3 +262,17 @@ def test_the_routers_fields_are_checked(params: Any, field: str) -> None:
 def test_the_number_of_choices_is_bounded() -> None:
     assert param_of(completion, prompt=["a"] * 257) == "prompt"
     assert param_of(completion, prompt=["a"] * 100, n=11) == "n"
+
+
+def test_the_parts_of_all_messages_together_are_bounded() -> None:
+    half = {"role": "user", "content": [{"type": "text", "text": "a"}] * (MAX_PARTS // 2)}
+    assert len(chat(messages=[half, half]).messages) == 2
+    more = {"role": "user", "content": [{"type": "text", "text": "a"}]}
+    assert param_of(chat, messages=[half, half, more]) == "messages"
+
+
+def test_a_wrong_list_is_shown_short() -> None:
+    with pytest.raises(
+        ApiError, match=r"^n: expected an integer, got \[0, 0, 0, 0, 0, 0, \.\.\.\]$"
+    ):
+        completion(n=[0] * 100_000)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -115,5 +116,43 @@ def test_an_answer_that_was_computed_is_written_however_many_texts_wait() -> Non
         go_on.set()
         assert await asyncio.gather(waiting, *writing) == [True, *["answer"] * 3]
         threads.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": [{"role": "user", "content": "x"}]})],
+)
+def test_a_long_body_is_read_on_the_text_threads_and_a_short_one_here(path: str, body: Any) -> None:
+    async def test() -> None:
+        async with serving() as server:
+            assert server.api.service is not None
+            threads, go_on = TextThreads(threads=1, max_jobs=1), threading.Event()
+            server.api.service = replace(server.api.service, threads=threads)
+            waiting = asyncio.create_task(threads.run(go_on.wait))
+            await asyncio.sleep(0)
+            long = {**body, "user": "x" * 2**20}
+            try:
+                await ok(server, path, body)
+                assert (await server.post(path, long)).status_code == 503
+            finally:
+                # Also when it fails: the loop's end waits for the thread.
+                go_on.set()
+                await waiting
+            await ok(server, path, long)
+            threads.close()
+
+    run(test())
+
+
+def test_ids_beyond_the_context_are_counted_and_not_looked_at() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            for prompt in ([65] * 199 + ["no id"], [[65], [65] * 199 + ["no id"]]):
+                answer = await server.post(COMPLETIONS, {"prompt": prompt})
+                assert answer.status_code == 400
+                assert answer.json()["error"]["code"] == "context_length_exceeded"
+                assert "your prompt has 200 tokens" in answer.json()["error"]["message"]
 
     run(test())

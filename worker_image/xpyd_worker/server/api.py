@@ -40,7 +40,7 @@ from xpyd_worker.server.openai_types import (
 )
 from xpyd_worker.server.prompts import bad_word_ids, chat_ids, completion_ids, prompt_texts
 from xpyd_worker.server.request_ids import RequestId, current
-from xpyd_worker.server.responses import JSON, json_body, json_response
+from xpyd_worker.server.responses import JSON, json_response, parsed_body
 from xpyd_worker.server.service import Service
 from xpyd_worker.server.stream import events
 from xpyd_worker.server.tracing import Operation, Outcome, RequestTrace, Tracer
@@ -96,7 +96,8 @@ class Api:
         """POST /v1/completions."""
         call = self._enter("text_completion")
         service, request_id = call.service, call.request_id
-        body = parse_completion(await json_body())
+        parse = partial(parse_completion, max_model_len=service.model.max_model_len)
+        body = await parsed_body(service.threads, parse)
         options = body.options
         model = service.model.name_for(options.model)
         call.admitted.prepare(len(body.prompts))
@@ -114,7 +115,7 @@ class Api:
         """POST /v1/chat/completions."""
         call = self._enter("chat")
         service, request_id = call.service, call.request_id
-        body = parse_chat(await json_body())
+        body = await parsed_body(service.threads, parse_chat)
         options = body.options
         model = service.model.name_for(options.model)
         call.admitted.prepare(1)

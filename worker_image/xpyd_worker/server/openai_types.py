@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from xpyd_worker.server.fields import Fields, as_token_ids, bad, is_token_id, shown
+from xpyd_worker.server.fields import Fields, as_token_ids, bad, is_token_id, shown, too_long
 from xpyd_worker.server.kv_params import KvParams, parse_kv_params
 from xpyd_worker.server.not_built import refuse_not_built
 from xpyd_worker.server.sampling_fields import LogitRules, parse_logit_rules
@@ -23,6 +23,8 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_MESSAGES = 4096
+MAX_PARTS = 16_384
+"""Of the contents of all messages together."""
 # As OpenAI's bound for chat; vLLM has the same default for both.
 MAX_LOGPROBS = 20
 # Larger than any context; a number above the context gets its own message.
@@ -87,11 +89,13 @@ class ChatCall:
     messages: tuple[Message, ...]
 
 
-def parse_completion(body: Mapping[str, Any]) -> CompletionCall:
-    """The body of /v1/completions."""
+def parse_completion(
+    body: Mapping[str, Any], *, max_model_len: int | None = None
+) -> CompletionCall:
+    """The body of /v1/completions. Ids that are more than `max_model_len` are not looked at."""
     refuse_not_built(body, chat=False)
     fields = Fields(body)
-    prompts = _prompts(body.get("prompt"))
+    prompts = _prompts(body.get("prompt"), max_model_len)
     echo = fields.boolean("echo")
     least = 0 if echo or fields.get("prompt_logprobs") is not None else 1
     max_tokens = fields.integer("max_tokens", least, MAX_TOKENS)
@@ -188,30 +192,36 @@ def _stop(fields: Fields) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _prompts(value: object) -> tuple[Prompt, ...]:
+def _prompts(value: object, max_model_len: int | None) -> tuple[Prompt, ...]:
     if isinstance(value, str):
         found: list[Any] = [value]
     elif isinstance(value, list) and value:
         found = cast("list[Any]", value)
         if is_token_id(found[0]):
-            return (as_token_ids(found, "prompt"),)
+            return (_ids(found, max_model_len),)
     else:
         raise bad(
             "prompt", "expected a string, strings, token ids or lists of token ids, not empty"
         )
     if len(found) > MAX_PROMPTS:
         raise bad("prompt", f"at most {MAX_PROMPTS} prompts, got {len(found)}")
-    return tuple(_prompt(one, index) for index, one in enumerate(found))
+    return tuple(_prompt(one, index, max_model_len) for index, one in enumerate(found))
 
 
-def _prompt(value: object, index: int) -> Prompt:
+def _prompt(value: object, index: int, max_model_len: int | None) -> Prompt:
     if not isinstance(value, str | list):
         raise bad("prompt", f"item {index}: expected a string or token ids, got {shown(value)}")
     if not value:
         raise bad("prompt", f"item {index} is empty")
     if isinstance(value, str):
         return value
-    return as_token_ids(cast("list[Any]", value), "prompt")
+    return _ids(cast("list[Any]", value), max_model_len)
+
+
+def _ids(values: list[Any], max_model_len: int | None) -> tuple[int, ...]:
+    if max_model_len is not None and len(values) >= max_model_len:
+        raise too_long(max_model_len, f"your prompt has {len(values)} tokens", "prompt")
+    return as_token_ids(values, "prompt")
 
 
 def parse_messages(fields: Fields) -> tuple[Message, ...]:
@@ -219,7 +229,15 @@ def parse_messages(fields: Fields) -> tuple[Message, ...]:
     found = fields.items("messages", MAX_MESSAGES)
     if not found:
         raise bad("messages", "expected a list of messages, not empty")
+    parts = sum(map(_count_parts, found))
+    if parts > MAX_PARTS:
+        raise bad("messages", f"at most {MAX_PARTS} parts of content, got {parts}")
     return tuple(_message(one, f"messages[{index}]") for index, one in enumerate(found))
+
+
+def _count_parts(message: object) -> int:
+    content = cast("dict[str, Any]", message).get("content") if isinstance(message, dict) else None
+    return len(cast("list[Any]", content)) if isinstance(content, list) else 0
 
 
 def _message(value: object, name: str) -> Message:

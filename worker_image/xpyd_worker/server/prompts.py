@@ -10,7 +10,7 @@ from functools import partial
 from typing import TypeVar
 
 from xpyd_core.errors import ApiError, UserError
-from xpyd_worker.server.fields import bad, shown
+from xpyd_worker.server.fields import bad, shown, too_long
 from xpyd_worker.server.openai_types import Message, Prompt
 from xpyd_worker.server.service import ServedModel, Service
 
@@ -25,7 +25,6 @@ INLINE_TOKENS = 4096
 # Short texts share a hop, up to so many times what is done inline: a client that leaves is noticed
 # between two of them.
 _HOP = 16
-_TOO_LONG = "context_length_exceeded"
 
 
 async def completion_ids(service: Service, prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
@@ -35,7 +34,7 @@ async def completion_ids(service: Service, prompts: Sequence[Prompt]) -> list[tu
         if isinstance(prompt, str):
             _refuse_hopeless(model, len(prompt), "prompt")
         elif len(prompt) >= model.max_model_len:
-            raise _too_long(model, f"your prompt has {len(prompt)} tokens", "prompt")
+            raise too_long(model.max_model_len, f"your prompt has {len(prompt)} tokens", "prompt")
         else:
             check_vocabulary(model, prompt, "prompt")
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
@@ -136,7 +135,7 @@ def _refuse_hopeless(model: ServedModel, characters: int, name: str) -> None:
         return
     least = -(-characters // model.max_token_bytes)
     if least >= model.max_model_len:
-        raise _too_long(model, f"your {name} has at least {least} tokens", name)
+        raise too_long(model.max_model_len, f"your {name} has at least {least} tokens", name)
 
 
 def check_vocabulary(model: ServedModel, ids: Sequence[int], name: str) -> None:
@@ -178,22 +177,14 @@ def output_limit(
     """
     room = model.max_model_len - prompt_tokens
     if room < 1:
-        raise _too_long(model, f"your {name} has {prompt_tokens} tokens", name)
+        raise too_long(model.max_model_len, f"your {name} has {prompt_tokens} tokens", name)
     if asked is None:
         return room if default is None else min(default, room)
     if asked > room:
-        raise _too_long(
-            model,
+        raise too_long(
+            model.max_model_len,
             f"you requested {prompt_tokens + asked} tokens "
             f"({prompt_tokens} in the {name}, {asked} in the completion)",
             "max_tokens",
         )
     return asked
-
-
-def _too_long(model: ServedModel, detail: str, param: str) -> ApiError:
-    message = (
-        f"This model's maximum context length is {model.max_model_len} tokens. However, {detail}. "
-        "Please reduce the length of the prompt or of the completion."
-    )
-    return ApiError(400, message, param=param, code=_TOO_LONG)
