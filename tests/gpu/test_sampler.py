@@ -123,7 +123,7 @@ def test_scores_and_ranks_come_without_a_wait(kit: Kit) -> None:
         on_device = logits.to(device)
         with no_waits(device):
             ids = numbers(tokens, torch.int64, device)
-            found = score(on_device, ids, [4] * 6, with_ranks=True)
+            found = score(on_device, ids, [4] * 6)
             assert found is not None
             found = found.to_host()
         if device.type == "cuda":

@@ -105,7 +105,7 @@ def test_logprobs_name_the_token_first_then_the_best_with_ranks(llm: LLM) -> Non
     total = 0.0
     for token_id, entry in zip(choice.token_ids, choice.logprobs, strict=True):
         assert next(iter(entry)) == token_id
-        assert sorted(one.rank or 0 for one in entry.values()) == [1, 2]
+        assert sorted(one.rank for one in entry.values()) == [1, 2]
         assert entry[token_id].rank == 1
         total += entry[token_id].logprob
     assert choice.cumulative_logprob == pytest.approx(total)
@@ -113,6 +113,26 @@ def test_logprobs_name_the_token_first_then_the_best_with_ranks(llm: LLM) -> Non
     assert output.prompt_logprobs[0] is None
     scored = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
     assert all(entry is not None and token_id in entry for token_id, entry in scored)
+
+
+def test_a_token_that_is_none_of_the_best_has_its_rank(llm: LLM) -> None:
+    """Of the drawn ones and of the prompt's; without alternatives, too."""
+    options = {"temperature": 2.0, "seed": 3, "max_tokens": 12, "ignore_eos": True}
+    few, all_of_them = (
+        llm.generate(
+            "San Francisco",
+            SamplingParams(**options, logprobs=count, prompt_logprobs=count),  # pyright: ignore
+            use_tqdm=False,
+        )[0]
+        for count in (0, 20)
+    )
+    assert few.outputs[0].token_ids == all_of_them.outputs[0].token_ids
+    ranks = [next(iter(one.values())).rank for one in few.outputs[0].logprobs or ()]
+    assert max(ranks) > 1
+    for rank, best in zip(ranks, all_of_them.outputs[0].logprobs or (), strict=True):
+        assert rank == next(iter(best.values())).rank
+    assert few.prompt_logprobs is not None
+    assert all(next(iter(one.values())).rank > 0 for one in few.prompt_logprobs[1:] if one)
 
 
 def test_choices_differ_and_the_llms_seed_repeats_a_run(llm: LLM) -> None:

@@ -120,8 +120,7 @@ class TokenLogprob:
     """Log probability of one token and of the `top` alternatives, best first: (token id, logprob).
 
     Taken from the model's logits before temperature and filters (as vLLM's raw_logprobs). `rank` is
-    how many tokens of the vocabulary are at least as likely, itself included; 0 where not counted
-    (only prompts' tokens are).
+    how many tokens of the vocabulary are at least as likely, itself included.
     """
 
     token_id: int

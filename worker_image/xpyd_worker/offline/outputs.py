@@ -14,11 +14,11 @@ from xpyd_worker.server.service import TextTokenizer
 class Logprob:
     """Log probability of one token, from the logits before temperature and filters.
 
-    `rank` counts from 1; None for a token that is not among the alternatives asked for.
+    `rank` counts from 1: how many tokens are at least as likely, itself included.
     """
 
     logprob: float
-    rank: int | None
+    rank: int
     decoded_token: str
 
 
@@ -78,9 +78,10 @@ def prompt_alternatives(
 
 def _alternatives(tokenizer: TextTokenizer, entry: TokenLogprob) -> dict[int, Logprob]:
     """The token itself first, then the best ones in order."""
-    ranks = {token_id: rank for rank, (token_id, _) in enumerate(entry.top, start=1)}
-    both = {entry.token_id: entry.logprob, **dict(entry.top)}
+    found = {entry.token_id: (entry.logprob, entry.rank)}
+    for rank, (token_id, logprob) in enumerate(entry.top, start=1):
+        found.setdefault(token_id, (logprob, rank))
     return {
-        token_id: Logprob(logprob, ranks.get(token_id), tokenizer.token_text(token_id))
-        for token_id, logprob in both.items()
+        token_id: Logprob(logprob, rank, tokenizer.token_text(token_id))
+        for token_id, (logprob, rank) in found.items()
     }

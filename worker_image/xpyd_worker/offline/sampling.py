@@ -53,6 +53,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens."""
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    """Matters only without skip_special_tokens, to tokenizers that put spaces between tokens."""
 
     def __post_init__(self) -> None:
         self.options()

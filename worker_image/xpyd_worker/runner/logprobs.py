@@ -34,7 +34,7 @@ class Scores:
 
     wanted: tuple[int | None, ...]
     own: Tensor
-    ranks: Tensor | None
+    ranks: Tensor
     top: Columns | None
 
     def to_host(self) -> Scores:
@@ -42,7 +42,7 @@ class Scores:
         return replace(
             self,
             own=to_host(self.own),
-            ranks=None if self.ranks is None else to_host(self.ranks),
+            ranks=to_host(self.ranks),
             top=self.top and Columns(to_host(self.top.values), to_host(self.top.ids)),
         )
 
@@ -50,15 +50,14 @@ class Scores:
         """One entry per row, None where nothing was wanted; `tokens` [rows] are those scored. On
         the host only: elsewhere it would wait."""
         own = iter(to_floats(self.own))
-        ranks = None if self.ranks is None else to_ints(self.ranks)
+        ranks = to_ints(self.ranks)
         found: list[TokenLogprob | None] = []
         row = 0
         for token, count in zip(tokens, self.wanted, strict=True):
             if count is None:
                 found.append(None)
                 continue
-            rank = 0 if ranks is None else ranks[row]
-            found.append(TokenLogprob(token, next(own), self._best(row, count), rank))
+            found.append(TokenLogprob(token, next(own), self._best(row, count), ranks[row]))
             row += 1
         return found
 
@@ -69,9 +68,7 @@ class Scores:
         return tuple(zip(to_ints(ids), to_floats(values), strict=True))
 
 
-def score(
-    logits: Tensor, tokens: Tensor, wanted: Sequence[int | None], *, with_ranks: bool = False
-) -> Scores | None:
+def score(logits: Tensor, tokens: Tensor, wanted: Sequence[int | None]) -> Scores | None:
     """Raw log probability of tokens[i] (int64, on the device) in row i of float32 `logits` [rows,
     vocab], and its wanted[i] best alternatives; what it says of a token below 0 means nothing. None
     where no row wants any."""
@@ -80,7 +77,7 @@ def score(
         return None
     scores = rows_of(logits, some).log_softmax(dim=-1)
     own = scores.gather(1, rows_of(tokens, some).clamp(min=0)[:, None])
-    ranks = (scores >= own).sum(dim=-1) if with_ranks else None
+    ranks = (scores >= own).sum(dim=-1)
     most = min(max(count or 0 for count in wanted), scores.shape[1])
     return Scores(tuple(wanted), own[:, 0], ranks, _best(scores, most) if most else None)
 

@@ -140,7 +140,7 @@ class PromptScorer:
             part = tuple(tokens[start : start + self._rows_at_once])
             logits = self._logits(states[start : start + len(part)])
             ids = numbers(part, torch.int64, logits.device)
-            found = score(logits, ids, [wanted] * len(part), with_ranks=True)
+            found = score(logits, ids, [wanted] * len(part))
             if found is not None:
                 parts.append((part, found))
         return tuple(parts)
