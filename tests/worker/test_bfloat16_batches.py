@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from xpyd_worker import LLM, SamplingParams
+from xpyd_worker.cpu_flags import cpu_flags
 from xpyd_worker.runner.dtypes import cpu_is_fast_in
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo-model"
@@ -20,6 +21,8 @@ OTHERS = ["Paris is the", "What does", "A list of", "The river", "Water boils at
 def test_a_request_draws_the_same_tokens_alone_and_among_others(temperature: float) -> None:
     if not cpu_is_fast_in(torch.bfloat16):
         pytest.skip("float32 is what runs here")
+    if "amx_bf16" in cpu_flags():
+        pytest.skip("how oneDNN sums few and many rows with AMX was never seen")
     llm = LLM(str(MODEL), dtype="bfloat16", threads=1, enable_prefix_caching=False)
     try:
         options = [
