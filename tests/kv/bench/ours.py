@@ -126,7 +126,8 @@ class OurReceiver:
         self._end.pool.layout = case.layout
         key = self._end.next_key()
         consumer.expect(key, wait_s=WAIT_S, now=time.monotonic())
-        while isinstance(answer := consumer.admit(key, _ids(case.tokens), time.monotonic()), Wait):
+        ids = _ids(case.tokens)
+        while isinstance(answer := consumer.admit(key, ids, seats=1, now=time.monotonic()), Wait):
             self._end.sleep()
         if not isinstance(answer, Landed):
             raise RuntimeError(f"the KV did not come: {answer.reason}")
