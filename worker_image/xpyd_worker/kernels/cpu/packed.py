@@ -82,8 +82,8 @@ class FewRowsLinear:
         cls, packed: OneDnnLinear, operators: ctypes.CDLL, threads: int
     ) -> FewRowsLinear | OneDnnLinear:
         """Over `packed`; itself where matvec.cpp cannot give what that gives for more rows."""
-        address = _known_layout(packed)
-        if address is None or "avx512_bf16" not in cpu_flags():
+        address = _known_layout(packed) if _has_instruction() else None
+        if address is None:
             return packed
 
         def with_chunk(chunk: int) -> FewRowsLinear:
@@ -93,9 +93,10 @@ class FewRowsLinear:
         if shape not in _CHUNKS:
             _CHUNKS[shape] = _chunk(packed, with_chunk)
         chunk = _CHUNKS[shape]
-        if chunk is None or not is_equal(with_chunk(chunk), packed, _PROBE_ROWS):
+        if chunk is None:
             return packed
-        return with_chunk(chunk)
+        found = with_chunk(chunk)
+        return found if is_equal(found, packed, _PROBE_ROWS) else packed
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out]."""
@@ -121,6 +122,12 @@ class FewRowsLinear:
 # By outputs, inputs, whether there is a bias, and threads: oneDNN decides by these how many inputs
 # it sums in one go. None: matvec.cpp sums otherwise.
 _CHUNKS: dict[tuple[int, int, bool, int], int | None] = {}
+
+
+@cache
+def _has_instruction() -> bool:
+    """Whether matvec.cpp runs here. Asked for each matrix, of which experts are thousands."""
+    return "avx512_bf16" in cpu_flags()
 
 
 def _known_layout(packed: OneDnnLinear) -> int | None:
