@@ -21,7 +21,7 @@ from tests.gpu.fake_gpu import FakeGpu
 from tests.gpu.models import cpu_runner, gpu_runner, make_model, model_config, shape_of
 from tests.gpu.waits import waits_are_errors
 from tests.worker.ahead_driver import Ahead
-from tests.worker.runner_driver import Driver, with_params
+from tests.worker.runner_driver import Driver, fork_by_copy, with_params
 from tests.worker.test_gpu_engine import Run
 from xpyd_worker.engine.executor import DRAWN_BEFORE, StepInput
 from xpyd_worker.runner.device import CudaDevice, Gpu
@@ -113,12 +113,7 @@ def test_two_steps_under_way_give_the_tokens_of_plain_torch(
 
 def test_a_forked_choice_is_read_from_the_copy_of_its_block(float32: Kit) -> None:
     runner = make(float32, "llama", largest_graph=2)
-    driver = Driver(runner)
-    first = driver.add(PROMPTS[1])
-    driver.run([first], tokens=1)
-    fork = replace(first, seq_id=99, blocks=[*first.blocks[:-1], *driver.take_blocks(1)])
-    fork.output = [33]
-    driver.step([(first, 1), (fork, 1)], copies=[(first.blocks[-1], fork.blocks[-1])])
+    first, fork = fork_by_copy(runner, PROMPTS[1], 33)
     alone = Driver(cpu_runner(model_config("llama")))
     same = alone.add([*PROMPTS[1], 33])
     alone.run([same], tokens=1)

@@ -245,3 +245,17 @@ def oracle_logits(model: Any, tokens: Sequence[int]) -> torch.Tensor:
 def with_params(**changes: Any) -> SamplingParams:
     """Greedy parameters with changes."""
     return replace(GREEDY, **changes)
+
+
+def fork_by_copy(
+    runner: ModelRunner, prompt: Sequence[int], token: int
+) -> tuple[DrivenSequence, DrivenSequence]:
+    """A sequence of two tokens behind `prompt`, and one that goes on from its blocks with `token`:
+    its last block is copied in the step in which both compute."""
+    driver = Driver(runner)
+    first = driver.add(prompt)
+    driver.run([first], tokens=1)
+    fork = replace(first, seq_id=99, blocks=[*first.blocks[:-1], *driver.take_blocks(1)])
+    fork.output = [token]
+    driver.step([(first, 1), (fork, 1)], copies=[(first.blocks[-1], fork.blocks[-1])])
+    return first, fork

@@ -11,7 +11,7 @@ import torch
 from tests.gpu.fake_gpu import FakeGpu, FakeMark, StaticPlainKernels
 from tests.gpu.models import cpu_runner, gpu_runner, model_config
 from tests.worker.ahead_driver import Ahead
-from tests.worker.runner_driver import Driver, with_params
+from tests.worker.runner_driver import Driver, fork_by_copy, with_params
 from xpyd_core.errors import XpydError
 from xpyd_worker.engine.executor import DRAWN_BEFORE, Executor, SampleSpec, StepInput
 from xpyd_worker.runner.device import DeviceLostError
@@ -162,12 +162,7 @@ def test_a_token_is_found_behind_those_of_a_sequence_that_draws_several() -> Non
 def test_a_forked_choice_is_read_from_the_copy_of_its_block() -> None:
     """The copy is made before the forward that writes behind it, in every layer."""
     runner = make(FakeGpu(), largest_graph=2)
-    driver = Driver(runner)
-    first = driver.add(PROMPTS[1])
-    driver.run([first], tokens=1)
-    fork = replace(first, seq_id=99, blocks=[*first.blocks[:-1], *driver.take_blocks(1)])
-    fork.output = [33]
-    driver.step([(first, 1), (fork, 1)], copies=[(first.blocks[-1], fork.blocks[-1])])
+    first, fork = fork_by_copy(runner, PROMPTS[1], 33)
     alone = Driver(cpu_runner(model_config("llama")))
     same = alone.add([*PROMPTS[1], 33])
     alone.run([same], tokens=1)
