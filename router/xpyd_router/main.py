@@ -23,17 +23,17 @@ import uvloop
 from xpyd_core.errors import UserError
 from xpyd_core.keys import fleet_keys
 from xpyd_core.listen import listen
-from xpyd_router.app import Surface, build_app
 from xpyd_router.config import RouterConfig
-from xpyd_router.discovery import Discovery
-from xpyd_router.fleet_view import FleetView
-from xpyd_router.flow import Flow
-from xpyd_router.http_protocol import HeadDeadlineProtocol
+from xpyd_router.fleet.discovery import Discovery
+from xpyd_router.fleet.registry import Registry
+from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
-from xpyd_router.picker import Picker
-from xpyd_router.policy import RoundRobin
-from xpyd_router.registry import Registry
-from xpyd_router.releases import Releases
+from xpyd_router.policy.round_robin import RoundRobin
+from xpyd_router.requests.flow import Flow
+from xpyd_router.requests.picker import Picker
+from xpyd_router.requests.releases import Releases
+from xpyd_router.serving.app import Surface, build_app
+from xpyd_router.serving.http_protocol import HeadDeadlineProtocol
 from xpyd_router.upstream import AiohttpUpstream
 
 logger = logging.getLogger(__name__)

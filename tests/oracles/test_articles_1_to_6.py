@@ -15,10 +15,10 @@ from xpyd_core.messages import HEARTBEAT_PERIOD_S, Heartbeat, decode_heartbeat
 from xpyd_core.pod_env import DISCOVERY_PORT, ROUTER_HTTP_PORT, PodEnv
 from xpyd_core.request_id import Address, parse_pair_id
 from xpyd_core.sizes import parse_bytes
-from xpyd_router.bodies import parse_ask, prefill_body
 from xpyd_router.config import RouterConfig
-from xpyd_router.policy import Pair, RoundRobin, Want
-from xpyd_router.registry import Registry
+from xpyd_router.fleet.registry import Registry
+from xpyd_router.policy.round_robin import Pair, RoundRobin, Want
+from xpyd_router.requests.bodies import parse_ask, prefill_body
 from xpyd_worker.command import configure, read_config
 
 PREFILL = Address("10.0.1.2", 21001)

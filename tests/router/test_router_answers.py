@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.router.fakes import parse_events
 from xpyd_core.errors import ProtocolError
-from xpyd_router.answers import (
+from xpyd_router.requests.answers import (
     ChunkWriter,
     Head,
     is_server_error,
@@ -20,8 +20,8 @@ from xpyd_router.answers import (
     strip_token_ids,
     whole_answer,
 )
-from xpyd_router.bodies import parse_ask
-from xpyd_router.sse import EventSplitter, event_data
+from xpyd_router.requests.bodies import parse_ask
+from xpyd_router.requests.sse import EventSplitter, event_data
 
 HEAD = Head("cmpl-abc", 7)
 

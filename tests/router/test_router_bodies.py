@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xpyd_core.errors import ApiError
-from xpyd_router.bodies import parse_ask, prefill_body, splice
+from xpyd_router.requests.bodies import parse_ask, prefill_body, splice
 
 
 def ask(endpoint: Any = "completions", **fields: Any) -> Any:

@@ -6,12 +6,12 @@ import orjson
 import pytest
 
 from tests.router.beats import beat
-from xpyd_router.answers import Head
-from xpyd_router.bodies import parse_ask
-from xpyd_router.course import Course, Sent, prefill_params
-from xpyd_router.policy import Pair, RoundRobin, Want
-from xpyd_router.registry import Registry
-from xpyd_router.trace import Trace
+from xpyd_router.fleet.registry import Registry
+from xpyd_router.policy.round_robin import Pair, RoundRobin, Want
+from xpyd_router.requests.answers import Head
+from xpyd_router.requests.bodies import parse_ask
+from xpyd_router.requests.course import Course, Sent, prefill_params
+from xpyd_router.requests.trace import Trace
 
 
 def pair(p_context: int, d_context: int) -> Pair:

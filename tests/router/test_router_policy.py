@@ -10,8 +10,8 @@ import pytest
 
 from tests.router.beats import beat
 from xpyd_core.messages import Heartbeat
-from xpyd_router.policy import Alone, Pair, RoundRobin, Want
-from xpyd_router.registry import InstanceKey, Registry, Snapshot
+from xpyd_router.fleet.registry import InstanceKey, Registry, Snapshot
+from xpyd_router.policy.round_robin import Alone, Pair, RoundRobin, Want
 
 _hosts = itertools.count(1)
 

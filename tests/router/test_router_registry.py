@@ -9,7 +9,7 @@ import pytest
 
 from tests.router.beats import beat
 from xpyd_core.errors import ProtocolError
-from xpyd_router.registry import MAX_INSTANCES, InstanceKey, Registry, build_snapshot
+from xpyd_router.fleet.registry import MAX_INSTANCES, InstanceKey, Registry, build_snapshot
 
 
 def registry() -> Registry:

@@ -243,7 +243,7 @@ def test_one_line_per_request_has_the_id_of_ps_and_ds_lines(
             caplog.set_level(logging.INFO, "xpyd_router")
             await fleet_.events()
             await until(lambda: fleet_.metric("xpyd_router_in_flight") == 0)
-            [line] = [vars(r) for r in caplog.records if r.name == "xpyd_router.app"]
+            [line] = [vars(r) for r in caplog.records if r.name == "xpyd_router.serving.app"]
             assert line["request"] == p.calls[0].uuid == d.calls[0].uuid
             assert line["prefill"] == p.beat.instance
             assert line["decode"] == d.beat.instance

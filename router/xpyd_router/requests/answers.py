@@ -14,8 +14,8 @@ from typing import Any, cast
 import orjson
 
 from xpyd_core.errors import ProtocolError
-from xpyd_router.bodies import Ask
-from xpyd_router.sse import DONE, encode_event, event_data
+from xpyd_router.requests.bodies import Ask
+from xpyd_router.requests.sse import DONE, encode_event, event_data
 
 Json = dict[str, Any]
 

@@ -14,8 +14,8 @@ import orjson
 
 from xpyd_core.keys import release_mac
 from xpyd_router.errors import CallFailed
+from xpyd_router.fleet.registry import Instance
 from xpyd_router.metrics import RouterMetrics
-from xpyd_router.registry import Instance
 from xpyd_router.upstream import Upstream
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ import zmq.asyncio
 
 from xpyd_core.errors import ProtocolError, UserError
 from xpyd_core.messages import MAX_HEARTBEAT_BYTES, decode_heartbeat
-from xpyd_router.fleet_view import FleetView
+from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
 
 logger = logging.getLogger(__name__)

@@ -15,15 +15,15 @@ from quart import Quart, Response, request
 from werkzeug.exceptions import HTTPException
 
 from xpyd_core.errors import ApiError
-from xpyd_router.bodies import Endpoint, parse_ask
 from xpyd_router.config import RouterConfig
 from xpyd_router.errors import EngineRefused
-from xpyd_router.fleet_view import FleetView
-from xpyd_router.flow import Course, Flow
+from xpyd_router.fleet.registry import Instance
+from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics, state_of
-from xpyd_router.registry import Instance
-from xpyd_router.resumed import Resumed
-from xpyd_router.trace import Trace
+from xpyd_router.requests.bodies import Endpoint, parse_ask
+from xpyd_router.requests.flow import Course, Flow
+from xpyd_router.requests.trace import Trace
+from xpyd_router.serving.resumed import Resumed
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from xpyd_core.errors import ApiError, ProtocolError
-from xpyd_router.answers import ChunkWriter, Head, PrefillAnswer, parse_prefill_answer
-from xpyd_router.bodies import Ask
-from xpyd_router.policy import Pair
-from xpyd_router.registry import InstanceKey
-from xpyd_router.trace import Trace
+from xpyd_router.fleet.registry import InstanceKey
+from xpyd_router.policy.round_robin import Pair
+from xpyd_router.requests.answers import ChunkWriter, Head, PrefillAnswer, parse_prefill_answer
+from xpyd_router.requests.bodies import Ask
+from xpyd_router.requests.trace import Trace
 
 TokenIds = tuple[tuple[int, ...], ...]
 """Ids per choice, in OpenAI's order: i*n+j for choice j of prompt i."""

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from xpyd_core.messages import Heartbeat
 from xpyd_router.errors import CallFailed
-from xpyd_router.registry import Instance, InstanceKey, Outcome, Registry, Snapshot
+from xpyd_router.fleet.registry import Instance, InstanceKey, Outcome, Registry, Snapshot
 
 T = TypeVar("T")
 

@@ -14,12 +14,12 @@ import orjson
 
 from xpyd_core.errors import ApiError
 from xpyd_core.request_id import PairId
-from xpyd_router.answers import scrub
-from xpyd_router.bodies import Ask
 from xpyd_router.errors import Answer, CallFailed, EngineRefused
-from xpyd_router.fleet_view import FleetView
-from xpyd_router.policy import Alone, Pair
-from xpyd_router.registry import Instance
+from xpyd_router.fleet.registry import Instance
+from xpyd_router.fleet.view import FleetView
+from xpyd_router.policy.round_robin import Alone, Pair
+from xpyd_router.requests.answers import scrub
+from xpyd_router.requests.bodies import Ask
 from xpyd_router.upstream import Upstream, UpstreamStream, read_whole
 
 Seconds = Callable[[], float]

@@ -11,11 +11,22 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager
 
 from xpyd_core.errors import ApiError, ProtocolError
-from xpyd_router.answers import Head, error_event, is_server_error, strip_token_ids, whole_answer
-from xpyd_router.attempt import Attempt
-from xpyd_router.bodies import Ask, prefill_body, splice
 from xpyd_router.config import RouterConfig
-from xpyd_router.course import (
+from xpyd_router.errors import Answer, CallFailed, EngineRefused
+from xpyd_router.fleet.registry import Instance
+from xpyd_router.fleet.view import FleetView
+from xpyd_router.metrics import RouterMetrics
+from xpyd_router.policy.round_robin import Pair, Want
+from xpyd_router.requests.answers import (
+    Head,
+    error_event,
+    is_server_error,
+    strip_token_ids,
+    whole_answer,
+)
+from xpyd_router.requests.attempt import Attempt
+from xpyd_router.requests.bodies import Ask, prefill_body, splice
+from xpyd_router.requests.course import (
     Course,
     Prefilled,
     decode_params,
@@ -24,15 +35,10 @@ from xpyd_router.course import (
     prefill_params,
     take_prefill,
 )
-from xpyd_router.errors import Answer, CallFailed, EngineRefused
-from xpyd_router.fleet_view import FleetView
-from xpyd_router.metrics import RouterMetrics
-from xpyd_router.picker import Picker
-from xpyd_router.policy import Pair, Want
-from xpyd_router.registry import Instance
-from xpyd_router.releases import Releases
-from xpyd_router.sse import DONE, EventSplitter
-from xpyd_router.trace import Trace
+from xpyd_router.requests.picker import Picker
+from xpyd_router.requests.releases import Releases
+from xpyd_router.requests.sse import DONE, EventSplitter
+from xpyd_router.requests.trace import Trace
 from xpyd_router.upstream import Upstream, UpstreamStream
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import gcd, lcm
 from typing import Literal, NamedTuple, Protocol
 
-from xpyd_router.registry import Candidates, Group, Instance, InstanceKey, Snapshot
+from xpyd_router.fleet.registry import Candidates, Group, Instance, InstanceKey, Snapshot
 
 _MAX_TURNS = 256
 

@@ -1,0 +1,1 @@
+"""Who is in the fleet: heartbeats in, snapshots and health out."""

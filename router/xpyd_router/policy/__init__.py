@@ -1,0 +1,1 @@
+"""Who serves a request. Pure."""
