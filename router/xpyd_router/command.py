@@ -110,6 +110,7 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         max_body_bytes=parse_bytes(args.max_body_bytes),
         pair_wait_s=args.pair_wait_seconds,
         drain_s=args.drain_seconds,
+        logs_json=args.log_format == "json",
     )
     checks = {
         "--port: expected 0 to 65535": 0 <= config.port < 65536,

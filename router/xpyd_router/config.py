@@ -41,3 +41,5 @@ class RouterConfig:
     """How long after the last successful pick a request waits for a pair: a restart's length."""
     drain_s: float = 5.0
     """How long to accept after SIGTERM: load balancers take notice of /readiness with delay."""
+    logs_json: bool = False
+    """Whether the access log is JSON lines."""

@@ -32,9 +32,11 @@ from xpyd_router.policy.round_robin import RoundRobin
 from xpyd_router.requests.flow import Flow
 from xpyd_router.requests.picker import Picker
 from xpyd_router.requests.releases import Releases
-from xpyd_router.serving.app import Surface, build_app
-from xpyd_router.serving.http_protocol import HeadDeadlineProtocol
-from xpyd_router.upstream import AiohttpUpstream
+from xpyd_router.serving.access_log import AccessLog
+from xpyd_router.serving.app import build_app
+from xpyd_router.serving.http_protocol import ClientProtocol
+from xpyd_router.serving.surface import Surface
+from xpyd_router.upstream.client import UpstreamClient
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +69,15 @@ def _source_host(config: RouterConfig) -> str | None:
             if address.version == 4 and address.is_loopback and host != "127.0.0.1":
                 return host
     return None
+
+
+def _protocol(config: RouterConfig) -> type[ClientProtocol]:
+    """uvicorn makes the connections, with no word of ours: so the figure is the class's."""
+
+    class Protocol(ClientProtocol):
+        stall_s = config.request_timeout_s
+
+    return Protocol
 
 
 @dataclass
@@ -130,7 +141,9 @@ async def open_router(config: RouterConfig) -> AsyncGenerator[RunningRouter]:
             port=config.discovery_port,
             name=config.fleet,
         )
-        upstream = AiohttpUpstream(_source_host(config))
+        upstream = UpstreamClient(_source_host(config))
+        fleet.on_lost(upstream.lose)
+        access_log = AccessLog(is_json=config.logs_json, wall_clock=time.time)
         releases = Releases(upstream, metrics, keys[0])
         picker = Picker(
             config=config, fleet=fleet, policy=RoundRobin(), metrics=metrics, clock=clock
@@ -146,11 +159,11 @@ async def open_router(config: RouterConfig) -> AsyncGenerator[RunningRouter]:
             wall_clock=time.time,
             random_bytes=os.urandom,
         )
-        surface = Surface(config, fleet, flow, metrics, clock, created=int(time.time()))
+        surface = Surface(config, fleet, flow, metrics, access_log, clock, created=int(time.time()))
         server = _Server(
             uvicorn.Config(
                 build_app(surface),
-                http=HeadDeadlineProtocol,
+                http=_protocol(config),
                 ws="none",
                 lifespan="off",
                 backlog=_BACKLOG,
@@ -179,6 +192,7 @@ async def open_router(config: RouterConfig) -> AsyncGenerator[RunningRouter]:
                 await beats
             await releases.close()
             await upstream.close()
+            access_log.flush()
             discovery.close()
 
 

@@ -1,4 +1,4 @@
-"""The router's metrics, all named xpyd_router_*. Label children are cached by prometheus_client."""
+"""The router's metrics, all named xpyd_router_*. The hot path keeps the label children."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from xpyd_router.fleet.registry import Instance
+from xpyd_router.requests.trace import Trace
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
@@ -52,9 +53,31 @@ class RouterMetrics:
         self.releases = Counter(
             f"{prefix}releases", "Abandoned transfers told to D", ("result",), registry=registry
         )
+        self._ended: dict[tuple[str, int], tuple[Counter, Histogram, Histogram]] = {}
         self._instances = Gauge(
             f"{prefix}instances", "Known instances", ("type", "state"), registry=registry
         )
+
+    def began(self) -> None:
+        """A request came."""
+        self.in_flight.inc()
+
+    def ended(self, trace: Trace, status: int, now_s: float) -> None:
+        """It was answered, or its client left."""
+        key = (trace.endpoint, status)
+        children = self._ended.get(key)
+        if children is None:
+            children = self._ended[key] = (
+                self.requests.labels(trace.endpoint, str(status)),
+                self.request_seconds.labels(trace.endpoint),
+                self.ttft_seconds.labels(trace.endpoint),
+            )
+        requests, seconds, ttft = children
+        self.in_flight.dec()
+        requests.inc()
+        seconds.observe(now_s - trace.started_s)
+        if trace.first_s is not None:
+            ttft.observe(trace.first_s)
 
     def render(self, instances: Iterable[Instance]) -> bytes:
         """The text exposition, with the gauge of `instances` as they are now."""

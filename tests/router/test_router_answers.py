@@ -14,14 +14,15 @@ from xpyd_core.errors import ProtocolError
 from xpyd_router.requests.answers import (
     ChunkWriter,
     Head,
+    chunk_of,
     is_server_error,
     parse_prefill_answer,
     scrub,
-    strip_token_ids,
     whole_answer,
+    without_token_ids,
 )
 from xpyd_router.requests.bodies import parse_ask
-from xpyd_router.requests.sse import EventSplitter, event_data
+from xpyd_router.requests.sse import EventSplitter
 
 HEAD = Head("cmpl-abc", 7)
 
@@ -166,25 +167,17 @@ def event(**chunk: Any) -> bytes:
 def test_ids_are_taken_out_and_what_then_says_nothing_is_dropped(
     chunk: dict[str, Any], is_kept: bool
 ) -> None:
-    out = strip_token_ids(event(**chunk))
+    out = without_token_ids(chunk_of(event(**chunk)) or {})
     assert (out is not None) == is_kept
     if out is not None:
         assert b"token_ids" not in out
 
 
 @pytest.mark.parametrize(
-    "untouched",
-    [b"data: [DONE]\n\n", event(choices=[], usage={"a": 1}), b": ping\n\n", event(error={"a": 1})],
+    "other", [b"data: [DONE]\n\n", b": ping\n\n", event(error={"a": 1}), b'data: {"choi\n\n']
 )
-def test_other_events_pass_as_they_are(untouched: bytes) -> None:
-    assert strip_token_ids(untouched) is untouched
-
-
-def test_an_event_that_only_speaks_of_token_ids_passes() -> None:
-    said = event(choices=[{"index": 0, "text": 'the word "token_ids" itself'}])
-    assert orjson.loads(event_data(strip_token_ids(said) or b"")) == orjson.loads(event_data(said))
-    broken = b'data: {"token_ids"\n\n'
-    assert strip_token_ids(broken) == broken
+def test_what_is_no_chunk_of_choices_is_told_apart(other: bytes) -> None:
+    assert chunk_of(other) is None
 
 
 def test_only_an_engines_own_failure_counts_as_one() -> None:

@@ -57,7 +57,7 @@ def test_nothing_is_said_of_contexts_that_nobody_told() -> None:
 def test_at_the_contexts_last_token_p_adds_none(
     prompt_tokens: int, ids: int, extends: bool
 ) -> None:
-    sent = Sent(((7,) * ids,), "k", {"prompt_tokens": prompt_tokens})
+    sent = Sent([[7] * ids], "k", {"prompt_tokens": prompt_tokens}, "m")
     tried = course(sent)
     params = prefill_params(tried, pair(128, 128))
     assert tried.extends == extends

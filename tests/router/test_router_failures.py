@@ -147,15 +147,16 @@ def test_several_choices_are_prefilled_again_without_a_limit(body: dict[str, Any
     run(work())
 
 
-def test_d_dying_in_its_stream_is_an_error_event_and_no_done() -> None:
+def test_an_old_d_dying_in_its_stream_is_an_error_event_and_no_done() -> None:
     async def work() -> None:
-        async with pair() as (fleet_, _, d):
-            other = await fleet_.engine("D")
-            d.script = other.script = once(begin_and_die)
+        async with fleet() as fleet_:
+            await fleet_.engine("P", is_ours=False)
+            ds = [await fleet_.engine("D", is_ours=False) for _ in range(2)]
+            ds[0].script = ds[1].script = once(begin_and_die)
             events = await fleet_.events()
-            assert text_of(events[:-1]) == "t0.0 t0.1 "
+            assert text_of(events[:-1]) == "t0.0 "
             assert events[-1]["error"]["code"] == "decode_failed"
-            assert d.served + other.served == 1
+            assert sum(d.served for d in ds) == 1
 
     run(work())
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from xpyd_router.serving.http_protocol import HeadDeadlineProtocol as RouterProtocol
+from xpyd_router.serving.http_protocol import ClientProtocol as RouterProtocol
 from xpyd_worker.server.http_protocol import HeadDeadlineProtocol as WorkerProtocol
 
 PROTOCOLS = [RouterProtocol, WorkerProtocol]

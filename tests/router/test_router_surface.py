@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 import openai
+import orjson
 import pytest
 
 from tests.router.fakes import (
@@ -165,8 +166,12 @@ def test_an_aggregated_instance_serves_alone() -> None:
         async with fleet() as fleet_:
             one = await fleet_.engine("A")
             assert text_of(await fleet_.events()) == "t0.0 t0.1 t0.2 t0.3 "
-            assert len(one.calls[0].request_id) == 32
-            assert "kv_transfer_params" not in one.calls[0].body
+            await fleet_.json()
+            streamed, whole = one.calls
+            assert len(streamed.request_id) == len(whole.request_id) == 32
+            # With each chunk's ids another one can go on, should this one die.
+            assert streamed.body["kv_transfer_params"]["continue_from"] == [[]]
+            assert "kv_transfer_params" not in whole.body
 
     run(work())
 
@@ -236,14 +241,17 @@ def test_the_clients_request_id_is_echoed_and_not_sent_on() -> None:
 
 
 def test_one_line_per_request_has_the_id_of_ps_and_ds_lines(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    caplog.set_level(logging.INFO, "xpyd_router")
+
     async def work() -> None:
-        async with pair() as (fleet_, p, d):
-            caplog.set_level(logging.INFO, "xpyd_router")
+        async with pair(logs_json=True) as (fleet_, p, d):
             await fleet_.events()
             await until(lambda: fleet_.metric("xpyd_router_in_flight") == 0)
-            [line] = [vars(r) for r in caplog.records if r.name == "xpyd_router.serving.app"]
+            fleet_.router.surface.access_log.flush()
+            [line] = map(orjson.loads, capfd.readouterr().err.splitlines())
+            assert line["message"] == "POST /v1/completions 200"
             assert line["request"] == p.calls[0].uuid == d.calls[0].uuid
             assert line["prefill"] == p.beat.instance
             assert line["decode"] == d.beat.instance

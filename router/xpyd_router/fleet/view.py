@@ -7,26 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
 
 from xpyd_core.messages import Heartbeat
-from xpyd_router.errors import CallFailed
 from xpyd_router.fleet.registry import Instance, InstanceKey, Outcome, Registry, Snapshot
 
-T = TypeVar("T")
-
 _MAX_LOST = 1024
-
-
-@dataclass(eq=False)
-class Watch:
-    """The deadline of one wait for an instance."""
-
-    scope: asyncio.Timeout
-    is_lost: bool = False
-    """The instance died while it was waited for."""
 
 
 class FleetView:
@@ -36,7 +22,7 @@ class FleetView:
         self._registry = registry
         self._clock = clock
         self._changed = asyncio.Event()
-        self._watches: dict[InstanceKey, set[Watch]] = {}
+        self._listeners: list[Callable[[Iterable[InstanceKey]], None]] = []
         self._lost: OrderedDict[InstanceKey, None] = OrderedDict()
 
     @property
@@ -88,38 +74,23 @@ class FleetView:
             return False
         return True
 
-    async def bounded(
-        self, instance: Instance, timeout_s: float, wait: Callable[[], Awaitable[T]]
-    ) -> T:
-        """`await wait()`, which waits for `instance`: CallFailed `timeout` at the deadline, `lost`
-        at once when the instance dies.
-        """
-        if instance.key in self._lost:
-            raise CallFailed("lost")
-        watches = self._watches.setdefault(instance.key, set())
-        watch: Watch | None = None
-        try:
-            async with asyncio.timeout(timeout_s) as scope:
-                watch = Watch(scope)
-                watches.add(watch)
-                return await wait()
-        except TimeoutError as error:
-            raise CallFailed("lost" if watch and watch.is_lost else "timeout") from error
-        finally:
-            if watch is not None:
-                watches.discard(watch)
-            if not watches and self._watches.get(instance.key) is watches:
-                del self._watches[instance.key]
+    def is_lost(self, key: InstanceKey) -> bool:
+        """Whether the instance died or vanished a while ago."""
+        return key in self._lost
 
-    def _lose(self, keys: Iterable[InstanceKey]) -> None:
+    def on_lost(self, listener: Callable[[Iterable[InstanceKey]], None]) -> None:
+        """Have `listener` called with those that die or vanish: calls to them will not end."""
+        self._listeners.append(listener)
+
+    def _lose(self, keys: Sequence[InstanceKey]) -> None:
+        if not keys:
+            return
         for key in keys:
             self._lost[key] = None
             if len(self._lost) > _MAX_LOST:
                 self._lost.popitem(last=False)
-            for watch in self._watches.pop(key, ()):
-                watch.is_lost = True
-                if not watch.scope.expired():
-                    watch.scope.reschedule(asyncio.get_running_loop().time())
+        for listener in self._listeners:
+            listener(keys)
 
     def _tell(self, before: Snapshot) -> None:
         if self._registry.snapshot is not before:

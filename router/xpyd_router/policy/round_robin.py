@@ -48,7 +48,8 @@ class Want:
     exclude: frozenset[InstanceKey] = frozenset()
     """Instances that failed it already."""
     continue_at: str | None = None
-    """The client has tokens already: only a continuing pair of this compatibility key may go on."""
+    """The client has tokens already: only continuing instances of this compatibility key may go
+    on."""
 
 
 class Policy(Protocol):
@@ -122,9 +123,12 @@ class RoundRobin:
         if groups := _eligible(found, want):
             turn = self._next_turn("pair", want, [group.compatibility for group in groups])
             return _pick_pair(groups, turn)
+        among = found.aggregated
         if want.continue_at is not None:
-            return None
-        return self._pick_one(found.aggregated, want, "A")
+            among = tuple(
+                i for i in among if i.is_continuing and i.beat.compatibility == want.continue_at
+            )
+        return self._pick_one(among, want, "A")
 
     def _pick_one(self, among: Sequence[Instance], want: Want, kind: str) -> Alone | None:
         left = [instance for instance in among if instance.key not in want.exclude]

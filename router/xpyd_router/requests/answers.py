@@ -123,6 +123,42 @@ def parse_prefill_answer(ask: Ask, body: bytes) -> PrefillAnswer:
     )
 
 
+def _base(ask: Ask, head: Head, model: str) -> Json:
+    return {
+        "id": head.response_id,
+        "object": "chat.completion.chunk" if ask.is_chat else "text_completion",
+        "created": head.created,
+        "model": model,
+    }
+
+
+def _counted(usage: Json, generated: int) -> Json:
+    """The usage of a stream so far; `usage` counts its prompt."""
+    total = usage.get("prompt_tokens", 0) + generated
+    return {"usage": {**usage, "completion_tokens": generated, "total_tokens": total}}
+
+
+def role_events(ask: Ask, head: Head, model: str) -> bytes:
+    """What a chat stream begins with: one role delta per choice."""
+    base = _base(ask, head, model)
+    if ask.include_usage:
+        base["usage"] = None
+    delta = {"role": "assistant", "content": ""}
+    pieces = (
+        {"index": i, "delta": delta, "logprobs": None, "finish_reason": None}
+        for i in range(ask.choices)
+    )
+    return b"".join(encode_event({**base, "choices": [piece]}) for piece in pieces)
+
+
+def end_of_stream(ask: Ask, head: Head, model: str, usage: Json, generated: int) -> bytes:
+    """What follows the last choice's end: usage where it was asked for, and [DONE]."""
+    if not ask.include_usage:
+        return DONE
+    counted = _counted(usage, generated)
+    return encode_event({**_base(ask, head, model), "choices": [], **counted}) + DONE
+
+
 class ChunkWriter:
     """Writes the chunks of a stream that the router makes itself, out of one answer of P.
 
@@ -132,14 +168,10 @@ class ChunkWriter:
 
     def __init__(self, ask: Ask, head: Head, answer: PrefillAnswer, usage: Json) -> None:
         self._ask = ask
+        self._head = head
         self._answer = answer
         self._usage = usage
-        self._base: Json = {
-            "id": head.response_id,
-            "object": "chat.completion.chunk" if ask.is_chat else "text_completion",
-            "created": head.created,
-            "model": answer.model,
-        }
+        self._base = _base(ask, head, answer.model)
 
     def role(self) -> list[bytes]:
         """What a chat stream begins with: one role delta per choice. Nothing for completions."""
@@ -172,21 +204,14 @@ class ChunkWriter:
             if "stop_reason" in choice.extras:
                 piece["stop_reason"] = choice.extras["stop_reason"]
             events.append(encode_event(self._chunk([piece], generated)))
-        if self._ask.include_usage:
-            events.append(encode_event({**self._base, "choices": [], **self._counted(generated)}))
-        return [*events, DONE]
+        model = self._answer.model
+        return [*events, end_of_stream(self._ask, self._head, model, self._usage, generated)]
 
     def _chunk(self, choices: list[Json], generated: int) -> Json:
         chunk = {**self._base, "choices": choices}
         if self._ask.wants_running_usage:
-            return chunk | self._counted(generated)
+            return chunk | _counted(self._usage, generated)
         return chunk | {"usage": None} if self._ask.include_usage else chunk
-
-    def _counted(self, generated: int) -> Json:
-        total = self._usage.get("prompt_tokens", 0) + generated
-        return {
-            "usage": {**self._usage, "completion_tokens": generated, "total_tokens": total},
-        }
 
     def _piece(self, choice: FirstChoice) -> Json | None:
         """One choice of the first content chunk; None where it would say nothing."""
@@ -223,19 +248,24 @@ def _says_nothing(choice: Json) -> bool:
     return not choice.get("text")
 
 
-def strip_token_ids(event: bytes) -> bytes | None:
-    """`event` without token ids; None where it then says nothing. Others come back as they are."""
-    if b'"token_ids"' not in event:
-        return event
+def chunk_of(event: bytes) -> Json | None:
+    """The chunk with choices in `event`; None for an event of another form."""
     try:
         chunk = orjson.loads(event_data(event))
-        choices = _objects(chunk["choices"], "choices")
+        _objects(chunk["choices"], "choices")
     except (orjson.JSONDecodeError, ProtocolError, KeyError, TypeError):
-        return event  # an error event that quotes the words, or no chunk at all
-    for choice in choices:
-        choice.pop("token_ids", None)
-    if choices and all(_says_nothing(c) for c in choices) and not chunk.get("usage"):
         return None
+    return chunk
+
+
+def without_token_ids(chunk: Json, *, keep: bool = False) -> bytes | None:
+    """`chunk` as an event without token ids; None where it then says nothing."""
+    choices = cast("list[Json]", chunk["choices"])
+    if not keep:
+        for choice in choices:
+            choice.pop("token_ids", None)
+        if choices and all(_says_nothing(c) for c in choices) and not chunk.get("usage"):
+            return None
     return encode_event(chunk)
 
 

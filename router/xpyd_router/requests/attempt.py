@@ -6,8 +6,6 @@ CallFailed, every wait has a deadline, and internal ids and addresses stay insid
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import orjson
@@ -20,23 +18,8 @@ from xpyd_router.fleet.view import FleetView
 from xpyd_router.policy.round_robin import Alone, Pair
 from xpyd_router.requests.answers import scrub
 from xpyd_router.requests.bodies import Ask
-from xpyd_router.upstream import Upstream, UpstreamStream, read_whole
-
-Seconds = Callable[[], float]
-"""A deadline's length, asked when the wait begins."""
-
-
-class _Bounded:
-    """A stream whose reads have a deadline."""
-
-    def __init__(self, stream: UpstreamStream, read: Callable[[], Awaitable[bytes]]) -> None:
-        self.status = stream.status
-        self.content_type = stream.content_type
-        self.retry_after = stream.retry_after
-        self._read = read
-
-    async def read(self) -> bytes:
-        return await self._read()
+from xpyd_router.upstream.client import UpstreamClient
+from xpyd_router.upstream.exchange import Exchange
 
 
 class Attempt:
@@ -49,13 +32,14 @@ class Attempt:
         uuid: str,
         public: str,
         fleet: FleetView,
-        upstream: Upstream,
+        upstream: UpstreamClient,
     ) -> None:
         self.choice = choice
         self.uuid = uuid
         self._fleet = fleet
         self._upstream = upstream
         self._public = public.encode()
+        self._uuid = uuid.encode()
         self.request_id = uuid
         self.instances: tuple[Instance, ...]
         if isinstance(choice, Pair):
@@ -63,47 +47,64 @@ class Attempt:
             self.instances = (choice.prefill, choice.decode)
         else:
             self.instances = (choice.instance,)
-        self._secrets = (self.request_id.encode(), uuid.encode())
         self.called = self.instances[0]
         """Who was called last."""
         self.owes_release = False
         """P was called, and D may hold or get KV that nobody will ask for."""
 
-    @asynccontextmanager
-    async def open(
-        self, instance: Instance, ask: Ask, body: bytes, seconds: Seconds
-    ) -> AsyncGenerator[UpstreamStream]:
-        """POST `body`; the stream of a 2xx answer, whose reads each have `seconds()` too.
+    async def open(self, instance: Instance, ask: Ask, body: bytes, timeout_s: float) -> Exchange:
+        """POST `body`; the exchange of a 2xx answer, whose body is still to be read. The caller
+        closes it by `end`.
 
-        Raises EngineRefused for a 4xx, CallFailed for what may succeed elsewhere.
+        `timeout_s` counts until the answer's head. Raises EngineRefused for a 4xx, CallFailed for
+        what may succeed elsewhere.
         """
         self.called = instance
-        headers = {"Content-Type": "application/json", "X-Request-Id": self.request_id}
-        post = self._upstream.post(instance.http, f"/v1/{ask.endpoint}", body, headers)
-        stream = await self._fleet.bounded(instance, seconds(), post.__aenter__)
-        try:
-            bounded = _Bounded(
-                stream, lambda: self._fleet.bounded(instance, seconds(), stream.read)
-            )
-            if stream.status >= 300:
-                self._refuse(await read_whole(bounded))
-            yield bounded
-        finally:
-            await post.__aexit__(None, None, None)
+        if self._fleet.is_lost(instance.key):
+            raise CallFailed("lost")
+        exchange = await self._upstream.start(
+            instance.http,
+            self._head(instance, ask, len(body)),
+            body,
+            owner=instance.key,
+            timeout_s=timeout_s,
+        )
+        if exchange.status >= 300:
+            try:
+                self._refuse(await exchange.read())
+            finally:
+                self.end(exchange)
+        return exchange
 
-    async def call(self, instance: Instance, ask: Ask, body: bytes, seconds: Seconds) -> Answer:
-        """POST `body` and read the whole answer; raises as `open`."""
-        async with self.open(instance, ask, body, seconds) as stream:
-            return await read_whole(stream)
+    def end(self, exchange: Exchange) -> None:
+        """Free what `open` gave. Idempotent."""
+        self._upstream.end(exchange)
+
+    async def call(self, instance: Instance, ask: Ask, body: bytes, timeout_s: float) -> Answer:
+        """POST `body` and read the whole answer within `timeout_s`; raises as `open`."""
+        exchange = await self.open(instance, ask, body, timeout_s)
+        try:
+            return await exchange.read()
+        finally:
+            self.end(exchange)
 
     def scrubbed(self, data: bytes) -> bytes:
         """`data` without the internal ids."""
-        return scrub(data, self._secrets, self._public)
+        if self._uuid not in data:
+            return data
+        return scrub(data, (self.request_id.encode(), self._uuid), self._public)
 
     def scrubbed_error(self, body: bytes) -> bytes:
         """An engine's error without internal ids and without engine addresses."""
         addresses = [str(a).encode() for i in self.instances for a in (i.http, i.kv)]
         return scrub(self.scrubbed(body), addresses, b"engine")
+
+    def _head(self, instance: Instance, ask: Ask, length: int) -> bytes:
+        return (
+            f"POST /v1/{ask.endpoint} HTTP/1.1\r\nHost: {instance.http}\r\n"
+            f"Content-Type: application/json\r\nX-Request-Id: {self.request_id}\r\n"
+            f"Content-Length: {length}\r\n\r\n"
+        ).encode("ascii")
 
     def _refuse(self, answer: Answer) -> None:
         error = _error_in(answer.body)

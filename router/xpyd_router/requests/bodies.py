@@ -37,6 +37,8 @@ class Ask:
     max_tokens: int | None
     """The client's limit; None where it gave none."""
     seed: int | None
+    choices: int
+    """Of all prompts together."""
     alone: Literal["P", "D"] | None
     """Where it runs alone: what ends with P's token on P, what shows the prompt's side on D."""
 
@@ -107,6 +109,15 @@ def _limit(fields: Mapping[str, Any], endpoint: Endpoint) -> int | None:
     return limit
 
 
+def _prompts(fields: Mapping[str, Any], endpoint: Endpoint) -> int:
+    """How many prompts the body has; what is no valid prompt is the engine's to refuse."""
+    prompt = fields.get("prompt")
+    if endpoint != "completions" or not isinstance(prompt, list) or not prompt:
+        return 1
+    first = cast("list[Any]", prompt)[0]
+    return len(cast("list[Any]", prompt)) if isinstance(first, str | list) else 1
+
+
 def parse_ask(endpoint: Endpoint, raw: bytes) -> Ask:
     """The request in `raw`; ApiError 400 that names the field and what is allowed."""
     fields = _load(raw)
@@ -117,7 +128,7 @@ def parse_ask(endpoint: Endpoint, raw: bytes) -> Ask:
         raise _bad("kv_transfer_params", "set by the router, not by clients")
     stream = _boolean(fields, "stream")
     include_usage, running_usage = _stream_options(fields, stream)
-    _integer(fields, "n", 1)
+    choices = (_integer(fields, "n", 1) or 1) * _prompts(fields, endpoint)
     shows_prompt = _shows_prompt(fields, endpoint)
     limit = _limit(fields, endpoint)
     if limit == 0 and not shows_prompt:
@@ -144,6 +155,7 @@ def parse_ask(endpoint: Endpoint, raw: bytes) -> Ask:
         wants_token_ids=_boolean(fields, "return_token_ids"),
         max_tokens=limit,
         seed=_integer(fields, "seed"),
+        choices=choices,
         alone=alone,
     )
 

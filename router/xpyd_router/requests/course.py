@@ -8,27 +8,68 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from xpyd_core.errors import ApiError, ProtocolError
-from xpyd_router.fleet.registry import InstanceKey
+from xpyd_router.fleet.registry import Instance, InstanceKey
 from xpyd_router.policy.round_robin import Pair
-from xpyd_router.requests.answers import ChunkWriter, Head, PrefillAnswer, parse_prefill_answer
+from xpyd_router.requests.answers import (
+    ChunkWriter,
+    Head,
+    PrefillAnswer,
+    end_of_stream,
+    parse_prefill_answer,
+    role_events,
+)
 from xpyd_router.requests.bodies import Ask
+from xpyd_router.requests.sse import DONE
 from xpyd_router.requests.trace import Trace
 
 TokenIds = tuple[tuple[int, ...], ...]
 """Ids per choice, in OpenAI's order: i*n+j for choice j of prompt i."""
 
 
-class Sent(NamedTuple):
-    """What the client has of a stream."""
+@dataclass
+class Sent:
+    """What the client has of a stream; it grows while D streams."""
 
-    token_ids: TokenIds
+    token_ids: list[list[int]]
+    """Per choice, those whose text is held back included."""
     compatibility: str
     """Only instances of this key give the ids the same meaning."""
     usage: dict[str, Any]
-    """P's first usage: it counts the prompt."""
+    """P's first usage: it counts the prompt. Empty where no P was asked."""
+    model: str
+    """The name that the chunks bear."""
+    ended: set[int] = field(default_factory=set[int])
+    """Choices whose finish_reason went out."""
+    has_usage: bool = False
+    """The chunk that counts the tokens went out."""
+
+    def note(self, choice: dict[str, Any]) -> bool:
+        """Take one choice of a chunk; whether the client is to have it. A choice that has ended
+        ends once: a D that goes on behind it says so again.
+        """
+        index, ids = choice.get("index"), choice.get("token_ids")
+        if type(index) is not int or not 0 <= index < len(self.token_ids):
+            return True
+        if index in self.ended:
+            return False
+        if isinstance(ids, list):
+            self.token_ids[index].extend(cast("list[int]", ids))
+        if choice.get("finish_reason") is not None:
+            self.ended.add(index)
+        return True
+
+    def repeats_usage(self) -> bool:
+        """Take the chunk that counts the tokens; whether the client has had one."""
+        had, self.has_usage = self.has_usage, True
+        return had
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every choice has ended."""
+        return len(self.ended) == len(self.token_ids)
 
 
 class Prefilled(NamedTuple):
@@ -65,22 +106,20 @@ class Course:
     sent: Sent | None = None
     extends: bool = True
     """Whether P's next token is the client's; else P only makes the KV."""
-    has_emitted: bool = False
-    """Something is on the client's wire: errors are events from here on."""
     has_decode_begun: bool = False
-    """Events of D (or of the instance alone) went out: it cannot be had again."""
+    """Events of D (or of the instance alone) went out. Without `sent` nobody can go on behind."""
 
 
 def _may_extend(ask: Ask, sent: Sent, context: int) -> bool:
-    """Whether P' may add a token to what was sent: one choice, and not the last token that the
-    client or the context allows.
+    """Whether P' may add a token to what was sent: one living choice, and not the last token that
+    the client or the context allows.
 
     At the last token P' cannot know whether to hold text back, so D' writes that one.
     """
-    if len(sent.token_ids) != 1:
+    if len(sent.token_ids) != 1 or sent.ended:
         return False
     after = len(sent.token_ids[0]) + 1
-    if context and sent.usage.get("prompt_tokens", 0) + after >= context:
+    if context and sent.usage.get("prompt_tokens", context) + after >= context:
         return False
     return ask.max_tokens is None or after < ask.max_tokens
 
@@ -113,7 +152,7 @@ def take_prefill(course: Course, body: bytes) -> Prefilled:
     """P's answer to `prefill_params`; ProtocolError for one that cannot be used."""
     answer = parse_prefill_answer(course.ask, body)
     sent = course.sent
-    before = sent.token_ids if sent else ((),) * len(answer.choices)
+    before = frozen(sent.token_ids) if sent else ((),) * len(answer.choices)
     if len(before) != len(answer.choices):
         raise ProtocolError("prefill answer: another number of choices than before")
     if not course.extends:
@@ -122,19 +161,73 @@ def take_prefill(course: Course, body: bytes) -> Prefilled:
     return Prefilled(answer, ids, is_news=True)
 
 
+def frozen(ids: Sequence[Sequence[int]]) -> TokenIds:
+    """The ids as they are now."""
+    return tuple(map(tuple, ids))
+
+
 def first_events(course: Course, prefilled: Prefilled, pair: Pair) -> bytes:
     """What the client gets of P's answer, empty where that is nothing; from here on it is sent."""
     if not prefilled.is_news:
         return b""
-    is_first = course.sent is None
-    usage = course.sent.usage if course.sent else prefilled.answer.usage
-    course.sent = Sent(prefilled.token_ids, pair.decode.beat.compatibility, usage)
-    writer = ChunkWriter(course.ask, course.head, prefilled.answer, usage)
+    sent, answer = course.sent, prefilled.answer
+    is_first = sent is None
+    if sent is None:
+        compatibility = pair.decode.beat.compatibility
+        sent = course.sent = Sent([], compatibility, answer.usage, answer.model)
+    sent.token_ids = [list(ids) for ids in prefilled.token_ids]
+    sent.usage = sent.usage or answer.usage
+    writer = ChunkWriter(course.ask, course.head, answer, sent.usage)
     generated = sum(len(ids) for ids in prefilled.token_ids)
     events = [*(writer.role() if is_first else ()), *writer.content(generated)]
     if prefilled.is_over:
         events += writer.finish(generated)
     return b"".join(events)
+
+
+def can_go_on_alone(course: Course, instance: Instance) -> bool:
+    """Whether `instance`, alone, streams with token ids, so that another can go on behind it.
+
+    What shows the prompt's side, and what is over after one token, is asked for as it is.
+    """
+    return instance.is_continuing and (course.sent is not None or course.ask.alone is None)
+
+
+def begin_alone(course: Course, instance: Instance) -> bytes:
+    """What a stream begins with that one instance serves alone; from here on it is sent."""
+    ask = course.ask
+    ids: list[list[int]] = [[] for _ in range(ask.choices)]
+    course.sent = Sent(ids, instance.beat.compatibility, {}, ask.model)
+    return role_events(ask, course.head, ask.model) if ask.is_chat else b""
+
+
+def alone_params(course: Course) -> dict[str, Any]:
+    """kv_transfer_params for an instance that serves a stream alone: it gives token ids with each
+    chunk, and begins behind those that were sent."""
+    sent = course.sent
+    ids = frozen(sent.token_ids) if sent else ((),) * course.ask.choices
+    return {
+        "seed": course.seed,
+        "continue_from": ids,
+        "emit_from": [len(one) for one in ids],
+        "response_id": course.head.response_id,
+        "created": course.head.created,
+    }
+
+
+def last_events(course: Course) -> bytes | None:
+    """What is left of a stream whose choices have all ended: usage if asked, [DONE]. None where
+    only an engine knows it.
+    """
+    sent = course.sent
+    if sent is None or not sent.is_over:
+        return None
+    if sent.has_usage:
+        return DONE
+    if course.ask.include_usage and "prompt_tokens" not in sent.usage:
+        return None
+    generated = sum(len(ids) for ids in sent.token_ids)
+    return end_of_stream(course.ask, course.head, sent.model, sent.usage, generated)
 
 
 def decode_params(course: Course, prefilled: Prefilled, *, is_stream: bool) -> dict[str, Any]:

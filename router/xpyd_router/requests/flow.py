@@ -1,45 +1,44 @@
-"""One request's life: pick, prefill on P, decode on D, try again elsewhere.
+"""One request's life: pick, prefill on P, decode on D, try again elsewhere, go on where D died.
 
-`app` calls `whole` or `stream`. A try is an Attempt under its own uuid; what a request keeps over
-its tries is a Course.
+`serving.inference` calls `whole` or `stream`. A try is an Attempt under its own uuid; what a
+request keeps over its tries is a Course.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Callable
 
 from xpyd_core.errors import ApiError, ProtocolError
 from xpyd_router.config import RouterConfig
 from xpyd_router.errors import Answer, CallFailed, EngineRefused
-from xpyd_router.fleet.registry import Instance
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
-from xpyd_router.policy.round_robin import Pair, Want
-from xpyd_router.requests.answers import (
-    Head,
-    error_event,
-    is_server_error,
-    strip_token_ids,
-    whole_answer,
-)
+from xpyd_router.policy.round_robin import Alone, Pair, Want
+from xpyd_router.requests.answers import Head, error_event, whole_answer
 from xpyd_router.requests.attempt import Attempt
 from xpyd_router.requests.bodies import Ask, prefill_body, splice
 from xpyd_router.requests.course import (
     Course,
     Prefilled,
+    alone_params,
+    begin_alone,
+    can_go_on_alone,
     decode_params,
     first_events,
     gave_up,
+    last_events,
     prefill_params,
     take_prefill,
 )
+from xpyd_router.requests.outlet import Outlet
 from xpyd_router.requests.picker import Picker
+from xpyd_router.requests.relay import Relay
 from xpyd_router.requests.releases import Releases
-from xpyd_router.requests.sse import DONE, EventSplitter
 from xpyd_router.requests.trace import Trace
-from xpyd_router.upstream import Upstream, UpstreamStream
+from xpyd_router.serving.sinks import Sink
+from xpyd_router.upstream.client import UpstreamClient
+from xpyd_router.upstream.exchange import Exchange
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +60,7 @@ class Flow:
         config: RouterConfig,
         fleet: FleetView,
         picker: Picker,
-        upstream: Upstream,
+        upstream: UpstreamClient,
         releases: Releases,
         metrics: RouterMetrics,
         clock: Callable[[], float],
@@ -80,16 +79,17 @@ class Flow:
 
     def begin(self, ask: Ask, trace: Trace) -> Course:
         """A course for `ask`, with the response's id; no engine is called."""
-        public = self._random_bytes(16).hex()
+        drawn = self._random_bytes(24)
+        public = drawn[:16].hex()
         trace.response_id = ("chatcmpl-" if ask.is_chat else "cmpl-") + public
         # The router draws a seed where the client gave none: P, D and a retry then draw alike.
-        drawn = int.from_bytes(self._random_bytes(8), "big") >> 1
+        seed = int.from_bytes(drawn[16:], "big") >> 1 if ask.seed is None else ask.seed
         return Course(
             ask=ask,
             trace=trace,
             head=Head(trace.response_id, int(self._wall_clock())),
             public=public,
-            seed=drawn if ask.seed is None else ask.seed,
+            seed=seed,
             deadline_s=trace.started_s + self._config.request_timeout_s,
         )
 
@@ -98,39 +98,40 @@ class Flow:
         while True:
             attempt = await self._pick(course)
             try:
-                async with self._releasing(attempt):
-                    return await self._try_whole(course, attempt)
+                return await self._try_whole(course, attempt)
             except CallFailed as failure:
                 self._after_failure(course, attempt, failure)
+            finally:
+                self._release(attempt)
 
-    async def stream(self, course: Course) -> AsyncGenerator[bytes]:
-        """The events of a streamed answer.
+    async def stream(self, course: Course, outlet: Outlet) -> None:
+        """Write a streamed answer to its end.
 
-        Raises as `whole` before the first event; after it an error is the last event.
+        Raises as `whole` while nothing has been written; later an error is the last event.
         """
         try:
-            async with aclosing(self._events(course)) as events:
-                async for data in events:
-                    course.has_emitted = True
-                    yield data
-            return
+            await self._stream(course, outlet)
         except (ApiError, EngineRefused) as error:
-            if not course.has_emitted:
+            if not outlet.has_begun:
                 raise
             body = error.body() if isinstance(error, ApiError) else error.answer.body
-        yield error_event(body)
+            outlet.write(error_event(body))
+            outlet.end()
 
-    async def _events(self, course: Course) -> AsyncGenerator[bytes]:
+    async def _stream(self, course: Course, outlet: Outlet) -> None:
         while True:
             attempt = await self._pick(course)
             try:
-                async with self._releasing(attempt):
-                    async with aclosing(self._try_stream(course, attempt)) as events:
-                        async for data in events:
-                            yield data
-                    return
+                await self._try_stream(course, attempt, outlet)
+                return
             except CallFailed as failure:
                 self._after_failure(course, attempt, failure)
+            finally:
+                self._release(attempt)
+            if last := last_events(course):
+                outlet.write(last)
+                outlet.end()
+                return
 
     async def _pick(self, course: Course) -> Attempt:
         want = Want(
@@ -140,7 +141,7 @@ class Flow:
             continue_at=course.sent.compatibility if course.sent else None,
         )
         give_up = None if course.last_cause == "refused" else lambda: gave_up(course)
-        choice = await self._picker.pick(want, course.deadline_s, give_up)
+        choice = await self._picker.pick(want, self._pick_deadline_s(course), give_up)
         attempt = Attempt(
             choice,
             uuid=self._random_bytes(16).hex(),
@@ -153,14 +154,15 @@ class Flow:
         trace.prefill, trace.decode = attempt.instances[0].name, attempt.instances[-1].name
         return attempt
 
-    @asynccontextmanager
-    async def _releasing(self, attempt: Attempt) -> AsyncGenerator[None]:
-        """However the try ends: D is told of a transfer that nobody will ask for."""
-        try:
-            yield
-        finally:
-            if attempt.owes_release and isinstance(attempt.choice, Pair):
-                self._releases.send(attempt.choice.decode, attempt.uuid)
+    def _pick_deadline_s(self, course: Course) -> float:
+        if course.has_decode_begun:
+            return self._clock() + self._config.request_timeout_s
+        return course.deadline_s
+
+    def _release(self, attempt: Attempt) -> None:
+        """However the try ended: D is told of a transfer that nobody will ask for."""
+        if attempt.owes_release and isinstance(attempt.choice, Pair):
+            self._releases.send(attempt.choice.decode, attempt.uuid)
 
     async def _try_whole(self, course: Course, attempt: Attempt) -> Answer:
         ask, choice = course.ask, attempt.choice
@@ -171,29 +173,34 @@ class Flow:
                 if prefilled.is_over:
                     return Answer(200, whole_answer(ask, course.head, prefilled.answer))
                 body = splice(body, decode_params(course, prefilled, is_stream=False))
-        source = attempt.instances[-1]
-        answer = await attempt.call(source, ask, body, lambda: self._left_s(course))
+        answer = await attempt.call(attempt.instances[-1], ask, body, self._left_s(course))
         attempt.owes_release = False
         return answer._replace(body=attempt.scrubbed(answer.body))
 
-    async def _try_stream(self, course: Course, attempt: Attempt) -> AsyncGenerator[bytes]:
+    async def _try_stream(self, course: Course, attempt: Attempt, outlet: Outlet) -> None:
         ask, choice = course.ask, attempt.choice
         body = ask.raw
-        if isinstance(choice, Pair):
+        goes_on = False
+        if isinstance(choice, Alone):
+            if goes_on := can_go_on_alone(course, choice.instance):
+                body = splice(body, alone_params(course))
+        else:
             prefilled = await self._prefill(course, attempt, choice)
             if prefilled is not None:
-                if first := first_events(course, prefilled, choice):
-                    yield first
+                outlet.write(first_events(course, prefilled, choice))
                 if prefilled.is_over:
+                    outlet.end()
                     return
+                goes_on = True
                 body = splice(body, decode_params(course, prefilled, is_stream=True))
-        source = attempt.instances[-1]
-        async with (
-            attempt.open(source, ask, body, lambda: self._left_s(course)) as stream,
-            aclosing(self._relay(course, attempt, stream)) as events,
-        ):
-            async for data in events:
-                yield data
+        exchange = await attempt.open(attempt.instances[-1], ask, body, self._left_s(course))
+        try:
+            if goes_on and course.sent is None:
+                outlet.write(begin_alone(course, attempt.called))
+            sent = course.sent if goes_on else None
+            await self._relay(exchange, Relay(course, attempt, outlet, sent=sent), outlet.sink)
+        finally:
+            attempt.end(exchange)
 
     async def _prefill(self, course: Course, attempt: Attempt, pair: Pair) -> Prefilled | None:
         """P's answer, or None where the pair does not continue: then it is dropped."""
@@ -206,7 +213,7 @@ class Flow:
                 pair.prefill,
                 ask,
                 prefill_body(ask, params),
-                lambda: min(self._config.prefill_timeout_s, self._left_s(course)),
+                min(self._config.prefill_timeout_s, self._left_s(course)),
             )
             course.trace.prefill_s = self._clock() - started_s
             prefilled = take_prefill(course, answer.body) if params is not None else None
@@ -222,37 +229,21 @@ class Flow:
             attempt.owes_release = False
         return prefilled
 
-    async def _relay(
-        self, course: Course, attempt: Attempt, stream: UpstreamStream
-    ) -> AsyncGenerator[bytes]:
+    async def _relay(self, exchange: Exchange, relay: Relay, sink: Sink) -> None:
         """The engine's events until [DONE]; CallFailed when they end without it."""
-        strip = isinstance(attempt.choice, Pair) and not course.ask.wants_token_ids
-        splitter = EventSplitter()
-        is_done = False
-        while not is_done:
-            data = await stream.read()
-            if not data:
-                raise CallFailed("incomplete")
-            attempt.owes_release = False
-            try:
-                events = splitter.push(data)
-            except ProtocolError as error:
-                raise CallFailed("too_large") from error
-            kept: list[bytes] = []
-            for event in events:
-                is_done = event == DONE or event.startswith(b'data: {"error"')
-                if not course.has_decode_begun and is_server_error(event):
-                    raise CallFailed("status")
-                course.has_decode_begun = True
-                shown = strip_token_ids(event) if strip else event
-                if shown is not None:
-                    is_error = is_done and event != DONE
-                    hide = attempt.scrubbed_error if is_error else attempt.scrubbed
-                    kept.append(hide(shown))
-                if is_done:
-                    break
-            if kept:
-                yield b"".join(kept)
+        exchange.bound_gaps(self._config.request_timeout_s)
+        sink.on_pause, sink.on_resume = exchange.pause, exchange.resume
+        if sink.is_paused:
+            exchange.pause()
+        try:
+            await exchange.relay(relay.feed)
+        except CallFailed:
+            if not relay.is_done:
+                raise
+        finally:
+            sink.on_pause = sink.on_resume = _nothing
+        if not relay.is_done:
+            raise CallFailed("incomplete")
 
     def _left_s(self, course: Course) -> float:
         """Until a stream begins the request's deadline counts, from then on the gap in it."""
@@ -269,19 +260,20 @@ class Flow:
         course.last_cause = cause
         if cause in _SUSPENDING:
             self._fleet.suspend(instance)
-        self._tell(course, attempt, instance, f"{phase} call failed: {cause}")
-        if course.has_decode_begun:
+        extra = {"request": attempt.uuid, "instance": instance.name, "tries": course.trace.tries}
+        logger.warning("%s call failed: %s", phase, cause, extra=extra)
+        if course.has_decode_begun and course.sent is None:
             raise ApiError(502, "the generating instance failed", code="decode_failed")
         course.exclude.add(instance.key)
         if cause == "refused":
             course.refusals += 1
         else:
             course.failures += 1
-        is_late = self._clock() >= course.deadline_s
+        is_late = not course.has_decode_begun and self._clock() >= course.deadline_s
         if course.failures >= MAX_TRIES or course.refusals >= _MAX_REFUSALS or is_late:
             raise gave_up(course)
         self._metrics.retries.inc()
 
-    def _tell(self, course: Course, attempt: Attempt, instance: Instance, what: str) -> None:
-        extra = {"request": attempt.uuid, "instance": instance.name, "tries": course.trace.tries}
-        logger.warning(what, extra=extra)
+
+def _nothing() -> None:
+    return

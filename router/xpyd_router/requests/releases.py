@@ -7,6 +7,7 @@ nothing else.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Coroutine
 
@@ -16,18 +17,19 @@ from xpyd_core.keys import release_mac
 from xpyd_router.errors import CallFailed
 from xpyd_router.fleet.registry import Instance
 from xpyd_router.metrics import RouterMetrics
-from xpyd_router.upstream import Upstream
+from xpyd_router.upstream.client import UpstreamClient
 
 logger = logging.getLogger(__name__)
 
 _DEADLINE_S = 2.0
 _MAX_IN_FLIGHT = 256
+_MAX_ANSWER_BYTES = 64 * 1024
 
 
 class Releases:
     """Owner of the tasks that release; `key` signs."""
 
-    def __init__(self, upstream: Upstream, metrics: RouterMetrics, key: bytes) -> None:
+    def __init__(self, upstream: UpstreamClient, metrics: RouterMetrics, key: bytes) -> None:
         self._upstream = upstream
         self._metrics = metrics
         self._key = key
@@ -53,17 +55,21 @@ class Releases:
         task.add_done_callback(self._tasks.discard)
 
     async def _release(self, decode: Instance, uuid: str, mac: str) -> None:
-        headers = {"Content-Type": "application/json", "X-Xpyd-Mac": mac}
         body = orjson.dumps({"uuid": uuid})
+        head = (
+            f"POST /kv/release HTTP/1.1\r\nHost: {decode.http}\r\n"
+            f"Content-Type: application/json\r\nX-Xpyd-Mac: {mac}\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        ).encode("ascii")
         result = "failed"
-        try:
-            async with (
-                asyncio.timeout(_DEADLINE_S),
-                self._upstream.post(decode.http, "/kv/release", body, headers) as answer,
-            ):
-                await answer.read()
+        with contextlib.suppress(CallFailed):  # counted; D's lease ends it
+            exchange = await self._upstream.start(
+                decode.http, head, body, owner=decode.key, timeout_s=_DEADLINE_S
+            )
+            try:
+                answer = await exchange.read(_MAX_ANSWER_BYTES)
                 result = "sent" if answer.status < 300 else "refused"
-        except (CallFailed, TimeoutError):
-            pass  # counted below; D's lease ends it
+            finally:
+                self._upstream.end(exchange)
         self._metrics.releases.labels(result).inc()
         logger.debug("release %s", result, extra={"request": uuid, "decode": decode.name})

@@ -1,13 +1,9 @@
-"""The HTTP surface: Quart routes over a Flow. Knows no engine; every error is OpenAI's JSON."""
+"""The HTTP surface in Quart: models, state, errors as OpenAI's JSON.
+
+The inference routes stand before it, in `inference`.
+"""
 
 from __future__ import annotations
-
-import asyncio
-import logging
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
-from dataclasses import dataclass
-from typing import cast
 
 import orjson
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -15,36 +11,11 @@ from quart import Quart, Response, request
 from werkzeug.exceptions import HTTPException
 
 from xpyd_core.errors import ApiError
-from xpyd_router.config import RouterConfig
-from xpyd_router.errors import EngineRefused
 from xpyd_router.fleet.registry import Instance
-from xpyd_router.fleet.view import FleetView
-from xpyd_router.metrics import RouterMetrics, state_of
-from xpyd_router.requests.bodies import Endpoint, parse_ask
-from xpyd_router.requests.flow import Course, Flow
-from xpyd_router.requests.trace import Trace
-from xpyd_router.serving.resumed import Resumed
-
-logger = logging.getLogger(__name__)
-
-_MAX_CLIENT_ID = 256
-_CLIENT_CLOSED = 499
-"""nginx's status for a client that left; only seen in logs and metrics."""
-_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-
-
-@dataclass
-class Surface:
-    """What the routes work with. `is_draining` is set by `main` at SIGTERM."""
-
-    config: RouterConfig
-    fleet: FleetView
-    flow: Flow
-    metrics: RouterMetrics
-    clock: Callable[[], float]
-    created: int
-    """Unix time of the start: `created` of the models."""
-    is_draining: bool = False
+from xpyd_router.metrics import state_of
+from xpyd_router.requests.bodies import ENDPOINTS
+from xpyd_router.serving.inference import Inference
+from xpyd_router.serving.surface import Surface
 
 
 def _json(payload: object, status: int = 200) -> Response:
@@ -85,93 +56,6 @@ def _describe(instance: Instance, now_s: float) -> dict[str, object]:
     }
 
 
-class _Inference:
-    """The two inference routes."""
-
-    def __init__(self, surface: Surface) -> None:
-        self._surface = surface
-
-    async def serve(self, endpoint: Endpoint) -> Response:
-        """Answer one POST; the access log line is written at its last byte."""
-        surface = self._surface
-        trace = Trace(endpoint, surface.clock())
-        surface.metrics.in_flight.inc()
-        try:
-            body = cast(bytes, await request.get_data(as_text=False))
-            course = surface.flow.begin(parse_ask(endpoint, body), trace)
-            response = await self._answer(course)
-        except (ApiError, EngineRefused, HTTPException) as error:
-            response = _refusal(error)
-        except asyncio.CancelledError:
-            self._finish(trace, _CLIENT_CLOSED)
-            raise
-        except Exception:
-            logger.exception("request failed", extra={"request": trace.request or "-"})
-            response = _error_response(ApiError(500, "internal error of the router"))
-        trace.status = response.status_code
-        if name := _client_id() or trace.response_id:
-            response.headers["X-Request-Id"] = name
-        if response.timeout is not None:  # whole; a stream finishes itself
-            trace.sent_bytes = int(response.headers.get("Content-Length", 0))
-            self._finish(trace, response.status_code)
-        return response
-
-    async def _answer(self, course: Course) -> Response:
-        flow = self._surface.flow
-        if not course.ask.stream:
-            answer = await flow.whole(course)
-            return Response(answer.body, answer.status, content_type=answer.content_type)
-        events = self._events(course)
-        try:
-            first = await anext(events)
-        except BaseException:
-            await events.aclose()
-            raise
-        stall_s = self._surface.config.request_timeout_s
-        response = Response(Resumed(first, events, stall_s), 200, dict(_STREAM_HEADERS))
-        response.content_type = "text/event-stream; charset=utf-8"
-        response.timeout = None
-        return response
-
-    async def _events(self, course: Course) -> AsyncGenerator[bytes]:
-        """The stream; once it has begun it finishes the trace however it ends."""
-        surface, trace = self._surface, course.trace
-        is_whole = False
-        try:
-            async with aclosing(surface.flow.stream(course)) as events:
-                async for data in events:
-                    if trace.first_s is None:
-                        trace.first_s = surface.clock() - trace.started_s
-                    trace.sent_bytes += len(data)
-                    yield data
-            is_whole = True
-        finally:
-            if trace.first_s is not None:
-                self._finish(trace, 200 if is_whole else _CLIENT_CLOSED)
-
-    def _finish(self, trace: Trace, status: int) -> None:
-        metrics, now_s = self._surface.metrics, self._surface.clock()
-        seconds = now_s - trace.started_s
-        metrics.in_flight.dec()
-        metrics.requests.labels(trace.endpoint, str(status)).inc()
-        metrics.request_seconds.labels(trace.endpoint).observe(seconds)
-        if trace.first_s is not None:
-            metrics.ttft_seconds.labels(trace.endpoint).observe(trace.first_s)
-        logger.info("POST /v1/%s %d", trace.endpoint, status, extra=trace.extra(now_s))
-
-
-def _refusal(error: ApiError | EngineRefused | HTTPException) -> Response:
-    if isinstance(error, ApiError):
-        return _error_response(error)
-    if isinstance(error, HTTPException):
-        return _http_error(error)
-    answer = error.answer
-    response = Response(answer.body, answer.status, content_type=answer.content_type)
-    if answer.retry_after is not None:
-        response.headers["Retry-After"] = answer.retry_after
-    return response
-
-
 def _http_error(error: HTTPException) -> Response:
     """Quart's own refusals (no such path, wrong method, body too long) in OpenAI's format."""
     status = error.code or 500
@@ -188,27 +72,11 @@ def _http_error(error: HTTPException) -> Response:
     return response
 
 
-def _client_id() -> str:
-    """The client's own id: echoed, never parsed, never sent on."""
-    value = request.headers.get("X-Request-Id", "")
-    # What is not ASCII has no one form in a header; it would come back as other bytes.
-    return value if len(value) <= _MAX_CLIENT_ID and value.isascii() else ""
-
-
 def build_app(surface: Surface) -> Quart:
     """The application; `surface` lives as long as it."""
     app = Quart("xpyd_router")
     app.config["MAX_CONTENT_LENGTH"] = surface.config.max_body_bytes
-    inference = _Inference(surface)
-
-    @app.post("/v1/completions")
-    async def completions() -> Response:
-        return await inference.serve("completions")
-
-    @app.post("/v1/chat/completions")
-    async def chat_completions() -> Response:
-        return await inference.serve("chat/completions")
-
+    _add_inference(app, surface)
     _add_models(app, surface)
     _add_state(app, surface)
 
@@ -217,8 +85,20 @@ def build_app(surface: Surface) -> Quart:
         return _http_error(error)
 
     # Quart's decorators register them; pyright sees names that nobody reads.
-    _ = completions, chat_completions, http_error
+    _ = http_error
     return app
+
+
+def _add_inference(app: Quart, surface: Surface) -> None:
+    """The inference routes, before Quart's own. Quart knows their paths only to refuse GET."""
+    for endpoint in ENDPOINTS:
+        app.add_url_rule(f"/v1/{endpoint}", endpoint, _unreachable, methods=["POST"])
+    # Quart documents this attribute as the place of ASGI middleware.
+    app.asgi_app = Inference(surface).wrap(app.asgi_app)  # type: ignore[assignment,method-assign]
+
+
+async def _unreachable() -> Response:
+    raise AssertionError("answered by Inference")
 
 
 def _add_models(app: Quart, surface: Surface) -> None:

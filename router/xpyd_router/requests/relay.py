@@ -1,0 +1,101 @@
+"""D's stream on its way to the client: the hot path of every token.
+
+`flow` makes one per streamed call; the exchange feeds it inside the event loop's read callback,
+and it writes to the client's outlet. What the client has (ids per choice, ended choices) is noted
+in the course, so that another D can go on behind it.
+"""
+
+from __future__ import annotations
+
+import orjson
+
+from xpyd_core.errors import ProtocolError
+from xpyd_router.errors import CallFailed
+from xpyd_router.requests.answers import chunk_of, is_server_error, without_token_ids
+from xpyd_router.requests.attempt import Attempt
+from xpyd_router.requests.course import Course, Sent
+from xpyd_router.requests.outlet import Outlet
+from xpyd_router.requests.sse import DONE, EventSplitter
+
+_IDS = b',"token_ids":['
+_ERROR = b'data: {"error"'
+
+
+class Relay:
+    """See the module. `sent` is None where the engine gives no token ids: then its chunks pass as
+    they are, and nobody can go on behind them.
+    """
+
+    def __init__(
+        self, course: Course, attempt: Attempt, outlet: Outlet, *, sent: Sent | None
+    ) -> None:
+        self._course = course
+        self._attempt = attempt
+        self._outlet = outlet
+        self._sent = sent
+        self._keeps_ids = course.ask.wants_token_ids
+        self._is_single = sent is not None and len(sent.token_ids) == 1
+        self._splitter = EventSplitter()
+        self.is_done = False
+        """The engine's last event has come, and the answer was ended."""
+
+    def feed(self, data: bytes) -> None:
+        """Bytes of the stream, in any cut. Raises CallFailed when another engine should go on."""
+        if self.is_done:
+            return
+        self._attempt.owes_release = False
+        try:
+            events = self._splitter.push(data)
+        except ProtocolError as error:
+            raise CallFailed("too_large") from error
+        kept: list[bytes] = []
+        try:
+            for event in events:
+                if event == DONE or event.startswith(_ERROR):
+                    kept.append(event if event == DONE else self._error(event))
+                    self.is_done = True
+                    break
+                if (shown := self._shown(event)) is not None:
+                    kept.append(self._attempt.scrubbed(shown))
+        finally:
+            # Also before a failure: what is noted as sent has to be.
+            self._outlet.write(b"".join(kept))
+        if self.is_done:
+            self._outlet.end()
+
+    def _error(self, event: bytes) -> bytes:
+        may_go_on = self._sent is not None or not self._course.has_decode_begun
+        if may_go_on and is_server_error(event):
+            raise CallFailed("status")
+        return self._attempt.scrubbed_error(event)
+
+    def _shown(self, event: bytes) -> bytes | None:
+        """What the client gets of a chunk."""
+        self._course.has_decode_begun = True
+        sent = self._sent
+        if sent is None:
+            return event
+        start = event.find(_IDS)
+        if start < 0:
+            return None if b'"choices":[]' in event and sent.repeats_usage() else event
+        # Inside a JSON string the quotes would be escaped: this is a key.
+        end = event.find(b"]", start)
+        is_plain = self._is_single and b'"finish_reason":null' in event and b'""' not in event
+        if not is_plain or event.find(b"[", end) >= 0:
+            return self._shown_carefully(event, sent)
+        sent.token_ids[0].extend(orjson.loads(event[start + len(_IDS) - 1 : end + 1]))
+        return event if self._keeps_ids else event[:start] + event[end + 1 :]
+
+    def _shown_carefully(self, event: bytes, sent: Sent) -> bytes | None:
+        """The same for chunks of several choices, those that end a choice, and silent ones."""
+        chunk = chunk_of(event)
+        if chunk is None:
+            return event
+        kept = [choice for choice in chunk["choices"] if sent.note(choice)]
+        if len(kept) < len(chunk["choices"]):
+            if not kept:
+                return None
+            chunk["choices"] = kept
+        elif self._keeps_ids:
+            return event
+        return without_token_ids(chunk, keep=self._keeps_ids)

@@ -1,0 +1,230 @@
+"""The inference routes: raw ASGI around Quart, so that a request costs little more than its bytes.
+
+`wrap` puts them before the Quart app. Under our uvicorn protocol answers go straight to the
+client's transport; under another server, or for an HTTP/1.0 client, through ASGI's `send`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Protocol, cast
+
+from xpyd_core.errors import ApiError
+from xpyd_router.errors import Answer, EngineRefused
+from xpyd_router.requests.bodies import ENDPOINTS, Endpoint, parse_ask
+from xpyd_router.requests.outlet import Outlet
+from xpyd_router.requests.trace import Trace
+from xpyd_router.serving.http_protocol import EXTENSION
+from xpyd_router.serving.sinks import AsgiSink, DirectSink, Header, Receive, Send
+from xpyd_router.serving.surface import Surface
+
+logger = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_MAX_CLIENT_ID = 256
+_CLIENT_CLOSED = 499
+"""nginx's status for a client that left; only seen in logs and metrics."""
+_BODY_DEADLINE_S = 60.0
+_ROUTES: dict[str, Endpoint] = {f"/v1/{endpoint}": endpoint for endpoint in ENDPOINTS}
+_STREAM_HEADERS: list[Header] = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class _ClientLeft(Exception):
+    """The client closed its connection before its request was whole."""
+
+
+class _Direct(Protocol):
+    """Our uvicorn protocol, as the scope gives it."""
+
+    def direct_sink(self, on_lost: Callable[[], None]) -> DirectSink | None: ...
+
+
+class Inference:
+    """See the module. Knows no engine; every error is OpenAI's JSON."""
+
+    def __init__(self, surface: Surface, *, direct: bool = True) -> None:
+        self._surface = surface
+        self._is_direct = direct
+
+    def wrap(self, app: AsgiApp) -> AsgiApp:
+        """An application that answers POSTs to the inference routes, and leaves `app` the rest."""
+
+        async def routed(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http" and scope["method"] == "POST":
+                endpoint = _ROUTES.get(scope["path"])
+                if endpoint is not None:
+                    await self.serve(endpoint, scope, receive, send)
+                    return
+            await app(scope, receive, send)
+
+        return routed
+
+    async def serve(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one POST; the access log line is written at its last byte."""
+        surface = self._surface
+        trace = Trace(endpoint, surface.clock())
+        surface.metrics.began()
+        status = _CLIENT_CLOSED
+        try:
+            body = await _read_body(receive, scope, surface.config.max_body_bytes)
+        except _ClientLeft:
+            pass
+        except ApiError as error:
+            status = error.status
+            await _send_plain(send, error, trace)
+        except asyncio.CancelledError:
+            self._finish(trace, status)
+            raise
+        else:
+            status = await self._serve_body(trace, body, scope, receive, send)
+        self._finish(trace, status)
+
+    async def _serve_body(
+        self, trace: Trace, body: bytes, scope: Scope, receive: Receive, send: Send
+    ) -> int:
+        """Answer the request `body`; the status for log and metrics."""
+        task = cast("asyncio.Task[None]", asyncio.current_task())
+
+        def on_lost() -> None:
+            task.cancel()
+
+        sink: DirectSink | AsgiSink | None = None
+        if self._is_direct and (extension := scope.get("extensions", {}).get(EXTENSION)):
+            sink = cast(_Direct, extension).direct_sink(on_lost)
+        if sink is not None:
+            return await self._answer(trace, body, scope, sink)
+        sink = AsgiSink(send, on_lost, self._surface.config.request_timeout_s)
+        watch = asyncio.create_task(_watch(receive, sink))
+        pump = asyncio.create_task(sink.run())
+        try:
+            status = await self._answer(trace, body, scope, sink)
+            if not sink.is_lost:
+                await pump
+            return status
+        except asyncio.CancelledError:
+            if sink.is_lost:
+                return _CLIENT_CLOSED
+            raise
+        finally:
+            for helper in (watch, pump):
+                helper.cancel()
+            await asyncio.gather(watch, pump, return_exceptions=True)
+
+    async def _answer(
+        self, trace: Trace, body: bytes, scope: Scope, sink: DirectSink | AsgiSink
+    ) -> int:
+        flow = self._surface.flow
+        client_id = _client_id(scope)
+        outlet: Outlet | None = None
+        try:
+            course = flow.begin(parse_ask(cast(Endpoint, trace.endpoint), body), trace)
+            name = (b"x-request-id", client_id or trace.response_id.encode())
+            if course.ask.stream:
+                outlet = Outlet(sink, [*_STREAM_HEADERS, name], trace, self._surface.clock)
+                await flow.stream(course, outlet)
+                return 200
+            answer = await flow.whole(course)
+            headers = [(b"content-type", answer.content_type.encode("latin-1")), name]
+        except (ApiError, EngineRefused) as error:
+            answer, headers = _refusal(error, client_id or trace.response_id.encode())
+        except asyncio.CancelledError:
+            if not sink.is_lost:
+                sink.cut()
+                raise
+            return _CLIENT_CLOSED
+        except Exception:
+            logger.exception("request failed", extra={"request": trace.request or "-"})
+            if outlet is not None and outlet.has_begun:
+                sink.cut()
+                return 500
+            error = ApiError(500, "internal error of the router")
+            answer, headers = _refusal(error, client_id or trace.response_id.encode())
+        trace.sent_bytes = len(answer.body)
+        sink.whole(answer.status, headers, answer.body)
+        return answer.status
+
+    def _finish(self, trace: Trace, status: int) -> None:
+        surface = self._surface
+        now_s = surface.clock()
+        trace.status = status
+        surface.metrics.ended(trace, status, now_s)
+        surface.access_log.add(trace, status, now_s)
+
+
+def _refusal(error: ApiError | EngineRefused, name: bytes) -> tuple[Answer, list[Header]]:
+    if isinstance(error, ApiError):
+        retry_after = None if error.retry_after_s is None else str(error.retry_after_s)
+        answer = Answer(error.status, error.body(), "application/json", retry_after)
+    else:
+        answer = error.answer
+    headers: list[Header] = [(b"content-type", answer.content_type.encode("latin-1"))]
+    if name:
+        headers.append((b"x-request-id", name))
+    if answer.retry_after is not None:
+        headers.append((b"retry-after", answer.retry_after.encode("latin-1")))
+    return answer, headers
+
+
+async def _send_plain(send: Send, error: ApiError, trace: Trace) -> None:
+    """Refuse a request whose body is not read to its end: only ASGI servers can tidy that up."""
+    answer, headers = _refusal(error, b"")
+    length = (b"content-length", str(len(answer.body)).encode())
+    trace.sent_bytes = len(answer.body)
+    start = {"type": "http.response.start", "status": answer.status, "headers": [*headers, length]}
+    await send(start)
+    await send({"type": "http.response.body", "body": answer.body})
+
+
+def _client_id(scope: Scope) -> bytes:
+    """The client's own id: echoed, never parsed, never sent on."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            # What is not ASCII has no one form in a header; it would come back as other bytes.
+            return value if len(value) <= _MAX_CLIENT_ID and value.isascii() else b""
+    return b""
+
+
+async def _read_body(receive: Receive, scope: Scope, limit_bytes: int) -> bytes:
+    """The whole body. Raises ApiError 413 for one above the limit, 408 for one that does not come,
+    _ClientLeft.
+    """
+    too_long = ApiError(413, "the request body is too long")
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit() and int(value) > limit_bytes:
+            raise too_long
+    message = await receive()
+    if message["type"] == "http.request" and not message.get("more_body"):
+        body = cast(bytes, message.get("body", b""))
+        if len(body) > limit_bytes:
+            raise too_long
+        return body
+    parts: list[bytes] = []
+    size = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_BODY_DEADLINE_S):
+            while message["type"] == "http.request":
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                if size > limit_bytes:
+                    raise too_long
+                if not message.get("more_body"):
+                    return b"".join(parts)
+                message = await receive()
+            raise _ClientLeft
+    raise ApiError(408, "the request body did not come in time")
+
+
+async def _watch(receive: Receive, sink: AsgiSink) -> None:
+    """Tell `sink` when the client leaves."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    sink.lose()

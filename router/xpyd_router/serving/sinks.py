@@ -1,0 +1,236 @@
+"""Where an answer goes: straight to the client's transport, or through plain ASGI.
+
+`inference` makes one per request; `requests` writes to it and never waits: a client that reads too
+slowly pauses its source by `on_pause`, and resumes it by `on_resume`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from http import HTTPStatus
+from typing import Any, Protocol
+
+Header = tuple[bytes, bytes]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+HIGH_WATER_BYTES = 64 * 1024
+"""Of an answer that the client has not taken: above it its source is paused."""
+
+
+def _nothing() -> None:
+    return
+
+
+class Sink(Protocol):
+    """The client's side of one request. All methods return at once; after `on_lost` they do
+    nothing.
+    """
+
+    on_pause: Callable[[], None]
+    """Called when the client's buffer is full."""
+    on_resume: Callable[[], None]
+    """Called when it has room again."""
+    is_paused: bool
+    is_lost: bool
+    """The client is gone."""
+
+    def whole(self, status: int, headers: Sequence[Header], body: bytes) -> None:
+        """The whole answer."""
+        ...
+
+    def start(self, status: int, headers: Sequence[Header]) -> None:
+        """The head of an answer whose body follows by `write`."""
+        ...
+
+    def write(self, data: bytes) -> None:
+        """A piece of the body, not empty."""
+        ...
+
+    def end(self) -> None:
+        """The body is whole."""
+        ...
+
+    def cut(self) -> None:
+        """Close the connection: what was sent is not whole."""
+        ...
+
+
+class Connected(Protocol):
+    """What DirectSink needs of the connection: http_protocol's class has it."""
+
+    transport: asyncio.Transport
+
+    def answered(self) -> None:
+        """A response is whole on the wire: the connection may go on to the next request."""
+        ...
+
+    @property
+    def keeps_alive(self) -> bool:
+        """Whether the connection outlives this response."""
+        ...
+
+    @property
+    def common_headers(self) -> Sequence[Header]:
+        """What stands in every response, such as the date."""
+        ...
+
+
+def _status_line(status: int) -> bytes:
+    try:
+        phrase = HTTPStatus(status).phrase
+    except ValueError:
+        phrase = ""
+    return f"HTTP/1.1 {status} {phrase}\r\n".encode("ascii")
+
+
+_STATUS_LINES = {status: _status_line(status) for status in range(200, 600)}
+
+
+class DirectSink:
+    """Writes HTTP/1.1 to the client's transport: nothing between an engine's bytes and it."""
+
+    def __init__(self, connection: Connected, on_lost: Callable[[], None]) -> None:
+        self._connection = connection
+        self._write = connection.transport.write
+        self._on_lost = on_lost
+        self.on_pause: Callable[[], None] = _nothing
+        self.on_resume: Callable[[], None] = _nothing
+        self.is_paused = False
+        self.is_lost = False
+
+    def whole(self, status: int, headers: Sequence[Header], body: bytes) -> None:
+        """See Sink."""
+        if not self.is_lost:
+            length = b"content-length: %d\r\n\r\n" % len(body)
+            self._write(b"".join((self._head(status, headers), length, body)))
+            self._connection.answered()
+
+    def start(self, status: int, headers: Sequence[Header]) -> None:
+        """See Sink."""
+        if not self.is_lost:
+            self._write(self._head(status, headers) + b"transfer-encoding: chunked\r\n\r\n")
+
+    def write(self, data: bytes) -> None:
+        """See Sink."""
+        if not self.is_lost:
+            self._write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def end(self) -> None:
+        """See Sink."""
+        if not self.is_lost:
+            self._write(b"0\r\n\r\n")
+            self._connection.answered()
+
+    def cut(self) -> None:
+        """See Sink."""
+        self._connection.transport.abort()
+
+    # What the connection does.
+
+    def pause(self) -> None:
+        """The transport's buffer is full."""
+        self.is_paused = True
+        self.on_pause()
+
+    def resume(self) -> None:
+        """It has room."""
+        self.is_paused = False
+        self.on_resume()
+
+    def lose(self) -> None:
+        """The client is gone."""
+        if not self.is_lost:
+            self.is_lost = True
+            self._on_lost()
+
+    def _head(self, status: int, headers: Sequence[Header]) -> bytes:
+        lines = [_STATUS_LINES[status]]
+        lines += [b"%b: %b\r\n" % header for header in self._connection.common_headers]
+        lines += [b"%b: %b\r\n" % header for header in headers]
+        if not self._connection.keeps_alive:
+            lines.append(b"connection: close\r\n")
+        return b"".join(lines)
+
+
+class AsgiSink:
+    """Writes through ASGI's send, for servers other than ours and for HTTP/1.0 clients.
+
+    `run` sends what was written, until the end; its caller awaits it. A client that takes nothing
+    for `stall_s` counts as gone: it holds a place on an engine.
+    """
+
+    def __init__(self, send: Send, on_lost: Callable[[], None], stall_s: float) -> None:
+        self._send = send
+        self._on_lost = on_lost
+        self._stall_s = stall_s
+        self._messages: list[Message] = []
+        self._size = 0
+        self._news = asyncio.Event()
+        self._has_ended = False
+        self.on_pause: Callable[[], None] = _nothing
+        self.on_resume: Callable[[], None] = _nothing
+        self.is_paused = False
+        self.is_lost = False
+
+    def whole(self, status: int, headers: Sequence[Header], body: bytes) -> None:
+        """See Sink."""
+        length = (b"content-length", str(len(body)).encode())
+        self._put({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+        self._put({"type": "http.response.body", "body": body})
+        self._has_ended = True
+
+    def start(self, status: int, headers: Sequence[Header]) -> None:
+        """See Sink."""
+        self._put({"type": "http.response.start", "status": status, "headers": list(headers)})
+
+    def write(self, data: bytes) -> None:
+        """See Sink."""
+        self._put({"type": "http.response.body", "body": data, "more_body": True})
+        self._size += len(data)
+        if self._size > HIGH_WATER_BYTES and not self.is_paused:
+            self.is_paused = True
+            self.on_pause()
+
+    def end(self) -> None:
+        """See Sink."""
+        self._put({"type": "http.response.body", "body": b""})
+        self._has_ended = True
+
+    def cut(self) -> None:
+        """See Sink: a server cuts the connection of an application that returns too early."""
+        self._messages.clear()
+        self._has_ended = True
+        self._news.set()
+
+    def lose(self) -> None:
+        """The client is gone."""
+        if not self.is_lost:
+            self.is_lost = True
+            self.cut()
+            self._on_lost()
+
+    async def run(self) -> None:
+        """Send what is written; returns at the end of the answer."""
+        while self._messages or not self._has_ended:
+            await self._news.wait()
+            self._news.clear()
+            messages, self._messages = self._messages, []
+            self._size = 0
+            try:
+                for message in messages:
+                    async with asyncio.timeout(self._stall_s):
+                        await self._send(message)
+            except TimeoutError:
+                self.lose()
+                return
+            if self.is_paused and self._size <= HIGH_WATER_BYTES:
+                self.is_paused = False
+                self.on_resume()
+
+    def _put(self, message: Message) -> None:
+        if not self.is_lost:
+            self._messages.append(message)
+            self._news.set()

@@ -1,0 +1,27 @@
+"""What the HTTP side works with: one value, made by `main`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from xpyd_router.config import RouterConfig
+from xpyd_router.fleet.view import FleetView
+from xpyd_router.metrics import RouterMetrics
+from xpyd_router.requests.flow import Flow
+from xpyd_router.serving.access_log import AccessLog
+
+
+@dataclass
+class Surface:
+    """See the module. `is_draining` is set by `main` at SIGTERM."""
+
+    config: RouterConfig
+    fleet: FleetView
+    flow: Flow
+    metrics: RouterMetrics
+    access_log: AccessLog
+    clock: Callable[[], float]
+    created: int
+    """Unix time of the start: `created` of the models."""
+    is_draining: bool = False

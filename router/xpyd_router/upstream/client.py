@@ -1,0 +1,191 @@
+"""The client: connections kept per engine, deadlines, and what ends when an engine is lost.
+
+`requests` and `releases` call engines through it. A connection is kept for less time than engines
+keep theirs; one that an engine closed all the same, before it said anything, costs one fresh try.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterable
+
+from xpyd_core.request_id import Address
+from xpyd_router.errors import CallFailed
+from xpyd_router.fleet.registry import InstanceKey
+from xpyd_router.upstream.connection import Connection
+from xpyd_router.upstream.exchange import Exchange
+
+CONNECT_TIMEOUT_S = 2.0
+_IDLE_S = 4.0
+"""Engines under uvicorn close an idle connection after 5 s: ours must be given up before."""
+_MAX_IDLE = 1024
+"""Kept connections per engine."""
+_SWEEP_S = 0.1
+_STALE_S = 0.1
+"""Within this time after sending a reset means a connection that was closed while it was idle."""
+
+
+class UpstreamClient:
+    """See the module. Used in one event loop; closed by its owner.
+
+    `local_host`, where given, is the source address of every connection (local fleets give each pod
+    its own loopback address).
+    """
+
+    def __init__(self, local_host: str | None = None) -> None:
+        self._local = (local_host, 0) if local_host else None
+        self._loop = asyncio.get_running_loop()
+        self._idle: dict[Address, list[Connection]] = {}
+        self._connections: set[Connection] = set()
+        self._active: set[Exchange] = set()
+        self._sweep_timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
+
+    @property
+    def open_connections(self) -> int:
+        """Connections to engines, idle ones included."""
+        return len(self._connections)
+
+    async def close(self) -> None:
+        """Close every connection."""
+        self._is_closed = True
+        if self._sweep_timer is not None:
+            self._sweep_timer.cancel()
+            self._sweep_timer = None
+        for connection in tuple(self._connections):
+            connection.abort()
+        self._idle.clear()
+        # Transports close in the loop's next turn.
+        await asyncio.sleep(0)
+
+    async def start(
+        self,
+        to: Address,
+        head: bytes,
+        body: bytes,
+        *,
+        owner: InstanceKey | None,
+        timeout_s: float,
+    ) -> Exchange:
+        """Send a request; the exchange, whose answer's head has come.
+
+        `head` is everything of the request before its body; `owner` is who is called, so that
+        `lose` finds the call; `timeout_s` counts until the head. The caller must `close` the
+        exchange. Raises CallFailed: `connect` when nothing was sent, `timeout`, `lost`, `reset`.
+        """
+        sent_s = self._loop.time()
+        due_s = sent_s + timeout_s
+        if (idle := self._take_idle(to)) is not None:
+            exchange = self._send(idle, head, body, owner)
+            try:
+                return await self._answered(exchange, due_s)
+            except CallFailed as failure:
+                # Closed as we sent: the engine has seen nothing of the request. Later it may have
+                # died of it.
+                is_stale = self._loop.time() - sent_s < _STALE_S
+                if failure.cause != "reset" or exchange.has_answered or not is_stale:
+                    raise
+                stale = failure
+            try:
+                connection = await self._connect(to, timeout_s)
+            except CallFailed:
+                raise stale from None
+        else:
+            connection = await self._connect(to, timeout_s)
+        return await self._answered(self._send(connection, head, body, owner), due_s)
+
+    def _send(
+        self, connection: Connection, head: bytes, body: bytes, owner: InstanceKey | None
+    ) -> Exchange:
+        exchange = Exchange(owner, self._loop)
+        self._active.add(exchange)
+        self._arm()
+        connection.send(exchange, head, body)
+        return exchange
+
+    async def _answered(self, exchange: Exchange, due_s: float) -> Exchange:
+        exchange.due_s = due_s
+        try:
+            await exchange.head()
+        except BaseException:
+            self.end(exchange)
+            raise
+        return exchange
+
+    def end(self, exchange: Exchange) -> None:
+        """Close `exchange` and forget it. Idempotent."""
+        self._active.discard(exchange)
+        exchange.close()
+
+    def lose(self, owners: Iterable[InstanceKey]) -> None:
+        """End every call to `owners`: they died or vanished."""
+        gone = frozenset(owners)
+        for exchange in tuple(self._active):
+            if exchange.owner in gone:
+                exchange.fail("lost")
+
+    def _take_idle(self, to: Address) -> Connection | None:
+        """A kept connection; the youngest, so that the others may go."""
+        idle = self._idle.get(to)
+        oldest_s = self._loop.time() - _IDLE_S
+        while idle:
+            connection = idle.pop()
+            if connection.is_usable and connection.idle_since_s >= oldest_s:
+                return connection
+            connection.abort()
+        return None
+
+    async def _connect(self, to: Address, timeout_s: float) -> Connection:
+        def on_free(connection: Connection) -> None:
+            idle = self._idle.setdefault(to, [])
+            if len(idle) >= _MAX_IDLE or self._is_closed:
+                connection.abort()
+                return
+            connection.idle_since_s = self._loop.time()
+            idle.append(connection)
+            self._arm()
+
+        def on_lost(connection: Connection) -> None:
+            self._connections.discard(connection)
+            if idle := self._idle.get(to):
+                with contextlib.suppress(ValueError):
+                    idle.remove(connection)
+
+        def make() -> Connection:
+            connection = Connection(on_free, on_lost)
+            self._connections.add(connection)
+            return connection
+
+        try:
+            async with asyncio.timeout(min(CONNECT_TIMEOUT_S, timeout_s)):
+                transport, connection = await self._loop.create_connection(
+                    make, to.host, to.port, local_addr=self._local
+                )
+        except (OSError, TimeoutError) as error:
+            raise CallFailed("connect") from error
+        if sock := transport.get_extra_info("socket"):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
+
+    def _arm(self) -> None:
+        if self._sweep_timer is None and not self._is_closed:
+            self._sweep_timer = self._loop.call_later(_SWEEP_S, self._sweep)
+
+    def _sweep(self) -> None:
+        """Fail what is overdue, close what was idle too long; runs while there is either."""
+        self._sweep_timer = None
+        now_s = self._loop.time()
+        for exchange in tuple(self._active):
+            if exchange.due_s <= now_s:
+                exchange.fail("timeout")
+        oldest_s = now_s - _IDLE_S
+        for to, idle in tuple(self._idle.items()):
+            # Given back in order of time: the oldest stand first.
+            while idle and idle[0].idle_since_s < oldest_s:
+                idle.pop(0).abort()
+            if not idle:
+                del self._idle[to]
+        if self._active or self._idle:
+            self._arm()

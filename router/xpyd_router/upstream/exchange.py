@@ -1,0 +1,236 @@
+"""One request to an engine and its answer, on one connection.
+
+`connection` feeds it from the socket; `client` makes it and hands it to the caller, who reads the
+whole answer or relays it. A relayed answer reaches its consumer inside the event loop's read
+callback: no task wakes up per chunk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+from xpyd_router.errors import Answer, CallFailed, FailureCause
+from xpyd_router.fleet.registry import InstanceKey
+
+MAX_ANSWER_BYTES = 128 * 1024 * 1024
+MAX_HEAD_BYTES = 64 * 1024
+_WAITING_BYTES = 256 * 1024
+"""Of an answer that nobody takes yet; then the engine is not read from."""
+
+
+class Carrier(Protocol):
+    """What carries an exchange: its connection."""
+
+    def pause_reading(self) -> None:
+        """Take no more bytes of the answer from the socket."""
+        ...
+
+    def resume_reading(self) -> None:
+        """Go on."""
+        ...
+
+    def give_back(self) -> None:
+        """The answer is whole: the connection may serve the next request."""
+        ...
+
+    def abort(self) -> None:
+        """Close the connection now."""
+        ...
+
+
+class Exchange:
+    """See the module. One owner: the task that asked for it, which calls `close` at the end.
+
+    `due_s` is on the event loop's clock; the client's sweep fails an exchange whose time has come.
+    """
+
+    __slots__ = (
+        "_body",
+        "_carrier",
+        "_consumer",
+        "_done",
+        "_failure",
+        "_gap_s",
+        "_head",
+        "_head_bytes",
+        "_is_closed",
+        "_is_paused",
+        "_left_s",
+        "_limit_bytes",
+        "_size",
+        "_time",
+        "content_type",
+        "due_s",
+        "has_answered",
+        "is_whole",
+        "owner",
+        "retry_after",
+        "status",
+    )
+
+    def __init__(self, owner: InstanceKey | None, loop: asyncio.AbstractEventLoop) -> None:
+        self.owner = owner
+        self.due_s = math.inf
+        self._gap_s = math.inf
+        self._left_s = math.inf
+        self._time = loop.time
+        self.status = 0
+        self.content_type = ""
+        self.retry_after: str | None = None
+        self.has_answered = False
+        """A byte of the answer has come."""
+        self.is_whole = False
+        self._carrier: Carrier | None = None
+        self._head: asyncio.Future[None] = loop.create_future()
+        self._done: asyncio.Future[None] | None = None
+        self._consumer: Callable[[bytes], None] | None = None
+        self._body: list[bytes] = []
+        self._size = 0
+        self._limit_bytes = _WAITING_BYTES
+        self._head_bytes = 0
+        self._failure: FailureCause | None = None
+        self._is_paused = False
+        self._is_closed = False
+
+    # What the caller does.
+
+    async def head(self) -> None:
+        """Wait until the answer's head is here; CallFailed when it does not come."""
+        await self._head
+
+    async def read(self, limit_bytes: int = MAX_ANSWER_BYTES) -> Answer:
+        """The whole answer; CallFailed `incomplete` when it broke off, `too_large` above the limit.
+
+        Resumes a connection that was paused because nobody had asked for the body.
+        """
+        self._limit_bytes = limit_bytes
+        self._consumer = None
+        if self._size > limit_bytes:
+            self.fail("too_large")
+        self.resume()
+        await self._finished()
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        return Answer(self.status, body, self.content_type, self.retry_after)
+
+    async def relay(self, consumer: Callable[[bytes], None]) -> None:
+        """Give each piece of the body to `consumer` as it comes; returns at its proper end.
+
+        `consumer` may raise CallFailed, which ends the exchange and is raised here.
+        """
+        self._consumer = consumer
+        if self._body:
+            waiting, self._body = b"".join(self._body), []
+            self._consume(waiting)
+        self.resume()
+        await self._finished()
+
+    def bound_gaps(self, gap_s: float) -> None:
+        """From now on it is due `gap_s` after each piece that comes, and not while it is paused."""
+        self._gap_s = gap_s
+        self.due_s = self._time() + gap_s
+
+    def pause(self) -> None:
+        """Read no more from the engine until `resume`: the client's buffer is full."""
+        if not self._is_paused and self._carrier is not None and not self.is_whole:
+            self._is_paused = True
+            self._left_s = self.due_s - self._time()
+            self.due_s = math.inf
+            self._carrier.pause_reading()
+
+    def resume(self) -> None:
+        """Go on reading."""
+        if self._is_paused and self._carrier is not None:
+            self._is_paused = False
+            self.due_s = self._time() + self._left_s
+            self._carrier.resume_reading()
+
+    def close(self) -> None:
+        """Free the connection: kept where the answer is whole, else closed. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        carrier, self._carrier = self._carrier, None
+        self._body, self._consumer = [], None
+        if carrier is None:
+            return
+        if self.is_whole:
+            if self._is_paused:
+                carrier.resume_reading()
+            carrier.give_back()
+        else:
+            carrier.abort()
+
+    def fail(self, cause: FailureCause) -> None:
+        """End it with a failure, whoever waits."""
+        if self.is_whole or self._failure is not None:
+            return
+        self._failure = cause
+        if not self._head.done():
+            self._head.set_exception(CallFailed(cause))
+            # Nobody may wait any more; the failure is told by `close` then.
+            self._head.exception()
+        if self._done is not None and not self._done.done():
+            self._done.set_result(None)
+
+    # What the connection does.
+
+    def carried_by(self, carrier: Carrier) -> None:
+        """The connection on which it was sent."""
+        self._carrier = carrier
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header line of the answer."""
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self.fail("too_large")
+            return
+        lowered = name.lower()
+        if lowered == b"content-type":
+            self.content_type = value.decode("latin-1")
+        elif lowered == b"retry-after":
+            self.retry_after = value.decode("latin-1")
+
+    def on_head(self, status: int) -> None:
+        """All headers are here."""
+        self.status = status
+        if not self._head.done():
+            self._head.set_result(None)
+
+    def on_bytes(self, data: bytes) -> None:
+        """A piece of the body."""
+        if self._consumer is not None:
+            self.due_s = self._time() + self._gap_s
+            self._consume(data)
+            return
+        self._body.append(data)
+        self._size += len(data)
+        if self._size > self._limit_bytes:
+            if self._done is None:  # nobody reads yet
+                self.pause()
+            else:
+                self.fail("too_large")
+
+    def on_end(self) -> None:
+        """The answer is whole."""
+        if self._failure is not None:
+            return
+        self.is_whole = True
+        if self._done is not None and not self._done.done():
+            self._done.set_result(None)
+
+    def _consume(self, data: bytes) -> None:
+        assert self._consumer is not None
+        try:
+            self._consumer(data)
+        except CallFailed as failure:
+            self.fail(failure.cause)
+
+    async def _finished(self) -> None:
+        if not self.is_whole and self._failure is None:
+            self._done = asyncio.get_running_loop().create_future()
+            await self._done
+        if self._failure is not None:
+            raise CallFailed(self._failure)

@@ -1,0 +1,167 @@
+"""A D that dies in its stream: another goes on, and the client sees one whole answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from tests.router.fakes import (
+    Call,
+    FakeEngine,
+    Generated,
+    Script,
+    answer,
+    fleet,
+    run,
+    serve_model,
+    sse,
+    start_stream,
+    text_of,
+)
+
+
+def dies_after(events: int, cut: int = 0) -> Script:
+    """An engine that streams `events` events and `cut` bytes of the next, and then dies; from its
+    second call on it serves."""
+    calls = 0
+
+    async def script(engine: FakeEngine, call: Call, request: web.Request) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            return await serve_model(engine, call, request)
+        response = await start_stream(request)
+        chunks = list(Generated(engine, call).chunks())
+        for chunk in chunks[:events]:
+            await response.write(sse(chunk))
+        if cut and events < len(chunks):
+            await response.write(sse(chunks[events])[:cut])
+        assert request.transport is not None
+        request.transport.close()
+        return response
+
+    return script
+
+
+def finishes(events: list[Any]) -> list[tuple[int, str]]:
+    return [
+        (c["index"], c["finish_reason"])
+        for e in events
+        if e != "[DONE]"
+        for c in e["choices"]
+        if c["finish_reason"]
+    ]
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+@pytest.mark.parametrize("cut", [0, 30])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"n": 2},
+        {"n": 3, "return_token_ids": True},
+        {"logprobs": True},
+        {"stream_options": {"include_usage": True}},
+        {"n": 2, "stream_options": {"include_usage": True}},
+    ],
+)
+@pytest.mark.parametrize("events_before", [0, 1, 3, 4, 6, 8, 9])
+def test_the_answer_is_whole_wherever_d_dies(
+    path: str, cut: int, body: dict[str, Any], events_before: int
+) -> None:
+    async def work() -> None:
+        async with fleet() as fleet_:
+            for kind in "PDD":
+                engine = await fleet_.engine(kind)
+                engine.stop_at = {1: 3}
+            fleet_.engines[1].script = fleet_.engines[2].script = dies_after(events_before, cut)
+            got = await fleet_.events(path, max_tokens=6, **body)
+            choices = body.get("n", 1)
+            for choice in range(choices):
+                length = 3 if choice == 1 else 6
+                want = "".join(f"t{choice}.{i} " for i in range(length))
+                assert text_of(got, choice) == want
+            assert sorted(finishes(got)) == [
+                (choice, "stop" if choice == 1 else "length") for choice in range(choices)
+            ]
+            assert got.count("[DONE]") == 1
+            assert got[-1] == "[DONE]"
+            assert len({event["id"] for event in got[:-1]}) == 1
+            roles = [
+                e for e in got[:-1] if e["choices"] and "role" in e["choices"][0].get("delta", {})
+            ]
+            assert len(roles) == (choices if path != "completions" else 0)
+            ids = [i for e in got[:-1] for c in e["choices"] for i in c.get("token_ids", ())]
+            if "return_token_ids" in body:
+                assert sorted(ids) == [0, 1, 2, 3, 4, 5, 100, 101, 102, *range(200, 206)]
+            else:
+                assert ids == []
+            usage = [e["usage"] for e in got[:-1] if e.get("usage")]
+            if "stream_options" in body:
+                assert usage == [
+                    {
+                        "prompt_tokens": 5,
+                        "completion_tokens": 9 if choices == 2 else 6,
+                        "total_tokens": 14 if choices == 2 else 11,
+                    }
+                ]
+            else:
+                assert usage == []
+
+    run(work())
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+@pytest.mark.parametrize("events_before", [0, 2, 5])
+def test_an_aggregated_stream_goes_on_at_another(path: str, events_before: int) -> None:
+    async def work() -> None:
+        async with fleet() as fleet_:
+            one, other = await fleet_.engine("A"), await fleet_.engine("A")
+            one.script = other.script = dies_after(events_before)
+            got = await fleet_.events(path, max_tokens=6)
+            assert text_of(got) == "".join(f"t0.{i} " for i in range(6))
+            assert got.count("[DONE]") == 1
+            roles = [e for e in got[:-1] if "role" in e["choices"][0].get("delta", {})]
+            assert len(roles) == (1 if path != "completions" else 0)
+
+    run(work())
+
+
+def test_a_stream_that_failed_everywhere_ends_in_an_error_and_without_done() -> None:
+    async def work() -> None:
+        async with fleet() as fleet_:
+            for kind in "PDDDD":
+                engine = await fleet_.engine(kind)
+                if kind == "D":
+                    engine.script = dies_after(1)
+            got = await fleet_.events(max_tokens=100)
+            assert got[-1]["error"]["code"] == "upstream_failed"
+            assert "[DONE]" not in got
+            text = text_of(got[:-1])
+            count = len(text.split())
+            assert text == "".join(f"t0.{i} " for i in range(count))
+            assert count < 100
+
+    run(work())
+
+
+def test_only_instances_of_the_same_compatibility_go_on() -> None:
+    async def work() -> None:
+        async with fleet() as fleet_:
+            await fleet_.engine("P")
+            d = await fleet_.engine("D")
+            d.script = dies_after(1)
+            others = [
+                await fleet_.engine("P", compatibility="other"),
+                await fleet_.engine("D", compatibility="other"),
+            ]
+            for other in others:
+                other.script = answer(400, {"error": {"message": "x"}})
+            while not d.calls:
+                got = await fleet_.events()
+            assert got[-1]["error"]
+
+    run(work())
