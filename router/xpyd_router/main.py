@@ -120,8 +120,12 @@ class RunningRouter:
 
 
 @contextlib.asynccontextmanager
-async def open_router(config: RouterConfig) -> AsyncGenerator[RunningRouter]:
+async def open_router(
+    config: RouterConfig, protocol: type[asyncio.Protocol] | None = None
+) -> AsyncGenerator[RunningRouter]:
     """A router with its ports bound and discovery running; leaving frees everything.
+
+    `protocol` is uvicorn's `http`; None: ours, whose answers go straight to the transport.
 
     Raises UserError for a port that cannot be had and for an unusable key file.
     """
@@ -163,7 +167,7 @@ async def open_router(config: RouterConfig) -> AsyncGenerator[RunningRouter]:
         server = _Server(
             uvicorn.Config(
                 build_app(surface),
-                http=_protocol(config),
+                http=protocol or _protocol(config),
                 ws="none",
                 lifespan="off",
                 backlog=_BACKLOG,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ import orjson
 import zmq
 import zmq.asyncio
 from aiohttp import web
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from xpyd_core.messages import Heartbeat, encode_heartbeat
 from xpyd_router.config import RouterConfig
@@ -25,6 +27,8 @@ from xpyd_router.main import RunningRouter, open_router
 
 DEADLINE_S = 20.0
 _instance_numbers = itertools.count(1)
+server: contextvars.ContextVar[str] = contextvars.ContextVar("server", default="direct")
+"""`direct`: answers go straight to the transport; `plain`: through ASGI's send."""
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -378,7 +382,8 @@ async def fleet(**config: Any) -> AsyncGenerator[Fleet]:
         request_timeout_s=DEADLINE_S,
     )
     async with contextlib.AsyncExitStack() as stack:
-        router = await stack.enter_async_context(open_router(replace(defaults, **config)))
+        protocol = HttpToolsProtocol if server.get() == "plain" else None
+        router = await stack.enter_async_context(open_router(replace(defaults, **config), protocol))
         serving = asyncio.create_task(router.run())
 
         async def stop() -> None:

@@ -55,8 +55,9 @@ def finishes(events: list[Any]) -> list[tuple[int, str]]:
     ]
 
 
-@pytest.mark.parametrize("path", ["completions", "chat/completions"])
-@pytest.mark.parametrize("cut", [0, 30])
+@pytest.mark.parametrize(
+    ("path", "cut"), [("completions", 0), ("chat/completions", 30), ("completions", 200)]
+)
 @pytest.mark.parametrize(
     "body",
     [

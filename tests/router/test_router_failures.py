@@ -26,6 +26,8 @@ from tests.router.fakes import (
 )
 from xpyd_core.keys import release_mac
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 KEY = b"a-key-of-enough-bytes"
 ERROR = {"error": {"message": "boom at 127.0.0.1", "type": "server_error"}}
 

@@ -24,6 +24,8 @@ from tests.router.fakes import (
     until,
 )
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 
 def test_an_empty_router_is_healthy_and_not_ready() -> None:
     async def work() -> None:
@@ -117,7 +119,7 @@ def test_bad_bodies_are_refused_before_any_engine(data: bytes, status: int) -> N
                 assert response.status == status
                 assert (await response.json())["error"]["message"]
             assert p.served + d.served == 0
-            assert fleet_.metric("xpyd_router_in_flight") == 0
+            await until(lambda: fleet_.metric("xpyd_router_in_flight") == 0)
 
     run(work())
 

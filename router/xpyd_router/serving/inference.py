@@ -51,9 +51,8 @@ class _Direct(Protocol):
 class Inference:
     """See the module. Knows no engine; every error is OpenAI's JSON."""
 
-    def __init__(self, surface: Surface, *, direct: bool = True) -> None:
+    def __init__(self, surface: Surface) -> None:
         self._surface = surface
-        self._is_direct = direct
 
     def wrap(self, app: AsgiApp) -> AsgiApp:
         """An application that answers POSTs to the inference routes, and leaves `app` the rest."""
@@ -98,7 +97,7 @@ class Inference:
             task.cancel()
 
         sink: DirectSink | AsgiSink | None = None
-        if self._is_direct and (extension := scope.get("extensions", {}).get(EXTENSION)):
+        if extension := scope.get("extensions", {}).get(EXTENSION):
             sink = cast(_Direct, extension).direct_sink(on_lost)
         if sink is not None:
             return await self._answer(trace, body, scope, sink)

@@ -206,8 +206,8 @@ class AsgiSink:
         self._news.set()
 
     def lose(self) -> None:
-        """The client is gone."""
-        if not self.is_lost:
+        """The client is gone. Servers also say so of one that has its whole answer."""
+        if not self.is_lost and (self._messages or not self._has_ended):
             self.is_lost = True
             self.cut()
             self._on_lost()
