@@ -16,16 +16,15 @@ from typing import Any
 import pytest
 
 from examples.demo_model.random_weights import Shape, tensors_of
+from tests.bench_process import Processes, tree
 from tests.bench_report import END
 from tests.worker.bench.__main__ import main
 from tests.worker.bench.contender import (
     WARM_UP,
     ContenderFailed,
-    Processes,
     Recipe,
     Server,
     check,
-    tree,
 )
 from tests.worker.bench.models import Model, model
 from tests.worker.bench.page import BEGIN, with_measured

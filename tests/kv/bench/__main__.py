@@ -15,9 +15,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from tests.bench_environments import NotHere
 from tests.bench_report import write_report
 from tests.kv.bench import fleet
-from tests.kv.bench.environments import PEERS, NotHere, environment
+from tests.kv.bench.environments import PEERS, environment
 from tests.kv.bench.moves import (
     BESIDE,
     CONTROL,

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from dataclasses import dataclass, field
 from importlib.metadata import distributions
 from pathlib import Path
+
+from tests.bench_environments import NotHere, cache, run, uv
 
 _INSTALL_S = 300.0
 _LOAD_S = 60.0
@@ -46,39 +47,30 @@ class Environment:
     env: dict[str, str] = field(default_factory=dict[str, str])
 
 
-class NotHere(Exception):
-    """This peer cannot be measured on this machine; says why."""
-
-
 def environment(name: str) -> Environment:
     """The peer's environment, made if it is not there. NotHere."""
     peer = PEERS[name]
-    folder = _cache() / "bench-kv" / name
+    folder = cache() / "bench-kv" / name
     python = folder / "bin/python"
     if not python.exists():
-        uv = shutil.which("uv") or str(_cache() / "uv/bin/uv")
-        _run([uv, "venv", "--quiet", "--python", "python3", str(folder)], _INSTALL_S)
-        install = [uv, "pip", "install", "--quiet", "--python", str(python), "numpy"]
+        run([uv(), "venv", "--quiet", "--python", "python3", str(folder)], _INSTALL_S)
+        install = [uv(), "pip", "install", "--quiet", "--python", str(python), "numpy"]
         try:
-            _run([*install, peer.package], _INSTALL_S)
+            run([*install, peer.package], _INSTALL_S)
         except NotHere:
             shutil.rmtree(folder, ignore_errors=True)
             raise
     env: dict[str, str] = {}
     try:
-        _run([str(python), "-c", peer.load], _LOAD_S)
+        run([str(python), "-c", peer.load], _LOAD_S)
     except NotHere:
         if not peer.debian:
             raise
         env = {"LD_LIBRARY_PATH": _libraries(folder / "debian", peer.debian)}
-        _run([str(python), "-c", peer.load], _LOAD_S, env)
+        run([str(python), "-c", peer.load], _LOAD_S, env)
     (site,) = folder.glob("lib/python*/site-packages")
     found = [d.version for d in distributions(path=[str(site)]) if d.name == peer.package]
     return Environment(python, found[0], env)
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "xpyd"
 
 
 def _libraries(folder: Path, packages: tuple[str, ...]) -> str:
@@ -86,29 +78,10 @@ def _libraries(folder: Path, packages: tuple[str, ...]) -> str:
     if not folder.exists():
         folder.mkdir()
         try:
-            _run(["apt-get", "download", *packages], _LOAD_S, cwd=folder)
+            run(["apt-get", "download", *packages], _LOAD_S, cwd=folder)
             for package in folder.glob("*.deb"):
-                _run(["dpkg", "-x", str(package), str(folder)], _LOAD_S)
+                run(["dpkg", "-x", str(package), str(folder)], _LOAD_S)
         except NotHere:
             shutil.rmtree(folder)
             raise
     return os.pathsep.join(sorted({str(path.parent) for path in folder.rglob("*.so.*")}))
-
-
-def _run(
-    argv: list[str], timeout_s: float, env: dict[str, str] | None = None, cwd: Path | None = None
-) -> None:
-    try:
-        done = subprocess.run(
-            argv,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            env={**os.environ, **(env or {})},
-            cwd=cwd,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NotHere(f"{argv[0]}: {error}") from error
-    if done.returncode:
-        said = (done.stderr or done.stdout).strip().splitlines()
-        raise NotHere(said[-1][:200] if said else f"{argv[0]} ended with {done.returncode}")

@@ -15,11 +15,12 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from tests.bench_environments import NotHere
 from tests.bench_report import write_report
 from tests.worker.bench.contender import ROOT, ContenderFailed
 from tests.worker.bench.models import Model, cache, model
 from tests.worker.bench.page import with_measured
-from tests.worker.bench.peer import NotHere, peer_environment
+from tests.worker.bench.peer import peer_environment
 from tests.worker.bench.report import report
 from tests.worker.bench.rounds import PEER, Found, Plan, measure
 from tests.worker.bench.shape import CASES, MODELS

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import re
-import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -18,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from tests.bench_process import Processes, free_port
 from tests.worker.bench.shape import MAX_MODEL_LEN, VOCABULARY, Case
 from xpyd_worker.bench.client import Target
 from xpyd_worker.bench.figures import Sample
@@ -26,7 +23,6 @@ from xpyd_worker.bench.serve import run_load
 
 ROOT = Path(__file__).parents[3]
 START_S = 1200.0
-_END_S = 30.0
 _POLL_S = 0.05
 _REQUEST_S = 600.0
 # Contenders are on this machine, whatever http_proxy says.
@@ -65,47 +61,6 @@ class Recipe:
     name: str
     argv: Sequence[str]
     env: Mapping[str, str]
-
-
-class Processes:
-    """A process and its descendants."""
-
-    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
-        self.process = process
-        self._log = log
-
-    def pss_gib(self) -> float:
-        """Of all of them."""
-        return sum(map(_pss_bytes, tree(self.process.pid))) / 2**30
-
-    def stop(self) -> None:
-        """SIGSTOP to all."""
-        self._signal(signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        """SIGCONT to all."""
-        self._signal(signal.SIGCONT)
-
-    def end(self) -> None:
-        """SIGTERM to the first; SIGKILL to what is left of all after a while."""
-        self.go_on()
-        pids = tree(self.process.pid)
-        self.process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_END_S)
-        for pid in pids:
-            # Nobody but they may have these ids: their parent lives or has not waited for them.
-            if _is_of_session(pid, self.process.pid):
-                _kill(pid, signal.SIGKILL)
-        self.process.wait(_END_S)
-
-    def complaint(self) -> str:
-        """The end of what it said."""
-        return self._log.read_text(errors="replace")[-2000:]
-
-    def _signal(self, number: int) -> None:
-        for pid in tree(self.process.pid):
-            _kill(pid, number)
 
 
 class Server(Processes):
@@ -182,7 +137,7 @@ def own_recipe(folder: Path, threads: int, more: Sequence[str]) -> Recipe:
 @contextmanager
 def served(recipe: Recipe, log: Path, cores: str) -> Iterator[Server]:
     """The server while the block runs, ready. ContenderFailed."""
-    port = _free_port()
+    port = free_port()
     argv = [word.replace("{port}", str(port)) for word in recipe.argv]
     started_s = time.perf_counter()
     with log.open("ab") as output:
@@ -201,48 +156,3 @@ def served(recipe: Recipe, log: Path, cores: str) -> Iterator[Server]:
         yield server
     finally:
         server.end()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def tree(pid: int) -> list[int]:
-    """The process and its descendants, parents first."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (fields := _stat(int(entry.name))):
-            children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found = [pid]
-    for one in found:
-        found += children.get(one, [])
-    return found
-
-
-def _stat(pid: int) -> list[str]:
-    """State, parent, group, session, ... of a process; empty where it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _is_of_session(pid: int, session: int) -> bool:
-    fields = _stat(pid)
-    return bool(fields) and int(fields[3]) == session and fields[0] != "Z"
-
-
-def _pss_bytes(pid: int) -> int:
-    try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    except OSError:
-        return 0
-    found = re.search(r"^Pss:\s+(\d+) kB", text, re.M)
-    return int(found[1]) * 1024 if found else 0
-
-
-def _kill(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)

