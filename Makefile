@@ -12,7 +12,7 @@ GPU_PYTHON ?= python3
 ON_GPU := PYTHONPATH=.:core:kv_transfer:worker_image $(GPU_PYTHON)
 GPU_TESTS := tests/gpu tests/kv/test_device_gpu.py tests/kv/test_transport_conformance.py
 
-.PHONY: help setup fmt lint type imports generate verify test test-gpu test-cluster soak demo bench-operator bench-gpu bench-kv bench-engine cluster-build cluster-up cluster-down cluster-status images push constraints clean
+.PHONY: help setup fmt lint type imports generate verify test test-gpu test-cluster soak demo bench-operator bench-gpu bench-kv bench-engine bench-router cluster-build cluster-up cluster-down cluster-status images push constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -83,6 +83,9 @@ bench-kv: setup ## How fast KV moves from process to process; beside plain TCP, 
 
 bench-engine: setup ## How fast the engine answers on the CPU; beside vLLM and transformers
 	@$(BIN)/python -m tests.worker.bench
+
+bench-router: setup ## What the router costs; beside vllm-router and sglang-router
+	@$(BIN)/python -m tests.router.bench
 
 constraints: setup ## Write the installed versions to constraints.txt
 	@scripts/constraints.sh

@@ -1,0 +1,154 @@
+"""The programs that are measured: how each is started, and when it is ready."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.bench_environments import NotHere, cache, run, uv
+from tests.bench_process import Processes, free_port
+from tests.router.bench.mocks import Mocks, beating, beats
+from tests.router.bench.shape import Program, Row
+
+ROOT = Path(__file__).parents[3]
+PEERS: dict[Program, str] = {"vllm-router": "0.1.17", "sglang-router": "0.3.2"}
+_INSTALL_S = 300.0
+_START_S = 60.0
+_ASK_S = 5.0
+_POLL_S = 0.05
+_LOOPBACK = ("--host", "127.0.0.1")
+
+
+class ContenderFailed(Exception):
+    """It did not start, ended, or did not answer as asked; says why."""
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Of one router; a program takes those that it knows."""
+
+    http: int = field(default_factory=free_port)
+    discovery: int = field(default_factory=free_port)
+    metrics: int = field(default_factory=free_port)
+
+
+class Router(Processes):
+    """A running router; `row` says which."""
+
+    def __init__(self, row: Row, process: subprocess.Popen[bytes], log: Path, port: int) -> None:
+        super().__init__(process, log)
+        self.row = row
+        self.port = port
+
+    def forget_log(self) -> None:
+        """Empty its log: it may grow by megabytes a second."""
+        os.truncate(self._log, 0)
+
+    def wait_ready(self) -> None:
+        """Until it answers a request out of an engine. ContenderFailed."""
+        until_s = time.monotonic() + _START_S
+        while not self._answers():
+            if self.process.poll() is not None or time.monotonic() > until_s:
+                how = "ended" if self.process.poll() is not None else "did not start"
+                raise ContenderFailed(f"{self.row.name} {how}: {self.complaint()}")
+            time.sleep(_POLL_S)
+
+    def _answers(self) -> bool:
+        body = json.dumps({"model": "m", "prompt": "is it ready?", "max_tokens": 16})
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_ASK_S)
+        try:
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", "/v1/completions", body, headers)
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+
+def peer_environment() -> Path:
+    """The peers' environment, made if it is not there. NotHere."""
+    pins = [f"{name}=={number}" for name, number in PEERS.items()]
+    folder = cache() / "bench-router" / "-".join(PEERS.values())
+    ready = folder / "ready"
+    if not ready.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        run([uv(), "venv", "--quiet", "--python", "python3", str(folder)], _INSTALL_S)
+        python = str(folder / "bin/python")
+        run([uv(), "pip", "install", "--quiet", "--python", python, *pins], _INSTALL_S)
+        ready.touch()
+    return folder
+
+
+def absent(row: Row) -> str:
+    """Why this row cannot be measured here; empty where it can."""
+    if row.program in PEERS:
+        try:
+            peer_environment()
+        except NotHere as error:
+            return str(error)
+    if row.processes > 1 and "--processes" not in _own_flags():
+        return "`xpyd router` has no --processes"
+    return ""
+
+
+def _own_flags() -> str:
+    argv = [str(ROOT / ".venv/bin/xpyd"), "router", "--help"]
+    return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=_START_S).stdout
+
+
+def argv_of(row: Row, ports: Ports, mocks: Mocks, own_args: Sequence[str] = ()) -> list[str]:
+    """The command line. The peers take the policy that costs them least: round robin."""
+    http = [*_LOOPBACK, "--port", str(ports.http)]
+    if row.program == "xpyd":
+        discovery = ["--discovery-port", str(ports.discovery), "--kv-insecure"]
+        processes = ["--processes", str(row.processes)] if row.processes > 1 else []
+        return [str(ROOT / ".venv/bin/xpyd"), "router", *http, *discovery, *processes, *own_args]
+    program = str(peer_environment() / "bin" / row.program)
+    common = [*http, "--policy", "round_robin", "--prometheus-port", str(ports.metrics)]
+    if row.program == "vllm-router":
+        discovery = f"127.0.0.1:{ports.discovery}"
+        found = ["--vllm-pd-disaggregation", "--vllm-discovery-address", discovery]
+        return [program, *common, *found]
+    return [program, "launch", *common, "--pd-disaggregation", *_static(mocks)]
+
+
+def _static(mocks: Mocks) -> Iterable[str]:
+    for number, port in enumerate(mocks.prefills):
+        yield from ("--prefill", f"http://127.0.0.1:{port}", str(8998 + number))
+    for port in mocks.decodes:
+        yield from ("--decode", f"http://127.0.0.1:{port}")
+
+
+@contextmanager
+def running(
+    row: Row, mocks: Mocks, folder: Path, *, cores: str, own_args: Sequence[str] = ()
+) -> Generator[Router]:
+    """The router while the block runs, ready. ContenderFailed."""
+    ports = Ports()
+    log = folder / f"{row.name}.log"
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            ["taskset", "-c", cores, *argv_of(row, ports, mocks, own_args)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            cwd=folder,
+            env={**os.environ, "NO_COLOR": "1"},
+        )
+    router = Router(row, process, log, ports.http)
+    try:
+        with beating(beats(mocks, row), ports.discovery):
+            router.wait_ready()
+            yield router
+    finally:
+        router.end()

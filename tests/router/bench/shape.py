@@ -1,0 +1,69 @@
+"""What is measured: rows (a router, and how it runs) and cases (a load). Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Program = Literal["direct", "xpyd", "vllm-router", "sglang-router"]
+
+PREFILLS = DECODES = 2
+TOKENS_PER_S = 50
+"""Of each stream."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A contender. `wire`: vllm: engines beat and answer as vLLM's do; xpyd: as ours."""
+
+    name: str
+    program: Program
+    wire: Literal["vllm", "xpyd"] = "vllm"
+    processes: int = 1
+
+
+DIRECT, OWN = "direct", "xpyd"
+ROWS = {
+    row.name: row
+    for row in (
+        Row(DIRECT, "direct"),
+        Row(OWN, "xpyd"),
+        Row("xpyd-continuing", "xpyd", wire="xpyd"),
+        Row("xpyd-2", "xpyd", processes=2),
+        Row("vllm-router", "vllm-router"),
+        Row("sglang-router", "sglang-router"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`count` connections that ask again at once, or streams at the engines' pace, all at once."""
+
+    kind: Literal["closed", "streams"]
+    count: int
+    prompt_bytes: int
+
+    @property
+    def name(self) -> str:
+        """c64, c64-32k, s512: concurrency or streams, and the prompt where it is long."""
+        long = f"-{self.prompt_bytes // 1024}k" if self.prompt_bytes > SHORT_BYTES else ""
+        return f"{self.kind[0]}{self.count}{long}"
+
+
+SHORT_BYTES, LONG_BYTES = 512, 32 * 1024
+CONCURRENCIES = (1, 16, 64, 256)
+STREAMS = (512, 2048)
+CASES = (
+    *(Case("closed", n, size) for size in (SHORT_BYTES, LONG_BYTES) for n in CONCURRENCIES),
+    *(Case("streams", n, SHORT_BYTES) for n in STREAMS),
+)
+
+
+@dataclass(frozen=True)
+class Times:
+    """How long a turn takes. Streams are opened one after another in `ramp_s`."""
+
+    warm_s: float = 1.0
+    seconds: float = 4.0
+    ramp_s: float = 2.0
