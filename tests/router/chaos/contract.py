@@ -1,0 +1,53 @@
+"""Where a router breaks the contract of DECISIONS.md 1.3: what the called engine sees. Pure."""
+
+from __future__ import annotations
+
+from tests.router.chaos.wire import Call, transfer_of
+
+
+def faults_of(call: Call) -> list[str]:
+    """Where the router broke the contract in this call."""
+    if call.part == "alone":
+        return ["a call to one instance has kv_transfer_params"] * bool(call.params)
+    wrong: list[str] = []
+    for choice, ids in enumerate(call.given):
+        right = [call.wanted.token(choice, position) for position in range(len(ids))]
+        if ids != right:
+            wrong.append(f"continue_from of choice {choice} is {ids}, not {right}")
+    if len(call.given) != call.wanted.choices:
+        wrong.append(f"continue_from has {len(call.given)} entries")
+    if "seed" not in call.params:
+        wrong.append("no seed")
+    elif "seed" in call.body and call.body["seed"] != call.params["seed"]:
+        wrong.append("another seed than the client's")
+    return wrong + (_faults_to_p(call) if call.part == "P" else _faults_to_d(call))
+
+
+def _faults_to_p(call: Call) -> list[str]:
+    body, limit = call.body, 1 + len(call.given[0])
+    checks = {
+        "stream": not body.get("stream"),
+        "stream_options": "stream_options" not in body,
+        "return_token_ids": body.get("return_token_ids") is True,
+        "max_tokens": body.get("max_tokens") == limit,
+        "max_completion_tokens": body.get("max_completion_tokens", limit) == limit,
+        "min_tokens": (body.get("min_tokens") or 0) <= limit,
+        "continue_from without client_max_tokens": not (
+            call.is_continued and "client_max_tokens" not in call.params
+        ),
+    }
+    return [f"to P: {name}: {body.get(name)}" for name, holds in checks.items() if not holds]
+
+
+def _faults_to_d(call: Call) -> list[str]:
+    lengths = [len(ids) if call.wanted.stream else 0 for ids in call.given]
+    prefix = "chatcmpl-" if call.wanted.is_chat else "cmpl-"
+    checks = {
+        "continue_from": call.is_continued and all(call.given),
+        "emit_from": call.params.get("emit_from") == lengths,
+        "response_id": str(call.params.get("response_id")).startswith(prefix),
+        "created": isinstance(call.params.get("created"), int),
+        **{k: call.params.get(k) == v for k, v in transfer_of(call).items()},
+        "first_logprobs": call.wanted.stream or "first_logprobs" in call.params,
+    }
+    return [f"to D: {name}: {call.params.get(name)}" for name, ok in checks.items() if not ok]
