@@ -52,6 +52,15 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         help="beats missed before removal (default: %(default)s)",
     )
     add(
+        "--policy",
+        default=default.policy,
+        metavar="NAME",
+        help="who serves a request: RoundRobin, Random, PowerOfTwo, LeastLoaded or the name of a "
+        "policy that another package brings (default: %(default)s)",
+    )
+    add("--prefill-policy", metavar="NAME", help="for prefill instances (default: --policy)")
+    add("--decode-policy", metavar="NAME", help="for decode instances (default: --policy)")
+    add(
         "--request-timeout",
         type=float,
         default=default.request_timeout_s,
@@ -105,6 +114,9 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         kv_insecure=args.kv_insecure,
         heartbeat_interval_s=args.heartbeat_interval_ms / 1000,
         missed_beats=args.missed_beats,
+        policy=args.policy,
+        prefill_policy=args.prefill_policy,
+        decode_policy=args.decode_policy,
         request_timeout_s=args.request_timeout,
         prefill_timeout_s=args.prefill_timeout,
         max_body_bytes=parse_bytes(args.max_body_bytes),

@@ -31,6 +31,12 @@ class RouterConfig:
     """Period assumed for engines whose beat does not say one (vLLM)."""
     missed_beats: int = MISSED_BEATS
     """An instance leaves after this many periods without a beat."""
+    policy: str = "LeastLoaded"
+    """Who is picked: a name of the entry-point group `xpyd.router.policies`."""
+    prefill_policy: str | None = None
+    """Another policy for prefill instances."""
+    decode_policy: str | None = None
+    """Another policy for decode instances."""
     request_timeout_s: float = 1800.0
     """For a whole answer or a stream's first byte, and for each gap in a stream; vllm-router's."""
     prefill_timeout_s: float = 300.0

@@ -11,6 +11,7 @@ import contextlib
 import ipaddress
 import logging
 import os
+import random
 import signal
 import socket
 import time
@@ -25,10 +26,11 @@ from xpyd_core.keys import fleet_keys
 from xpyd_core.listen import listen
 from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.discovery import Discovery
+from xpyd_router.fleet.loads import LoadTable
 from xpyd_router.fleet.registry import Registry
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
-from xpyd_router.policy.round_robin import RoundRobin
+from xpyd_router.policy.catalogue import build_policy
 from xpyd_router.requests.flow import Flow
 from xpyd_router.requests.picker import Picker
 from xpyd_router.requests.releases import Releases
@@ -135,7 +137,10 @@ async def open_router(
     clock = time.monotonic
     metrics = RouterMetrics()
     registry = Registry(period_s=config.heartbeat_interval_s, missed_beats=config.missed_beats)
-    fleet = FleetView(registry, clock)
+    loads = LoadTable()
+    policy = build_policy(config, loads=loads, random=random.random)
+    fleet = FleetView(registry, clock, loads)
+    fleet.on_gone(policy.forget)
     with contextlib.ExitStack() as sockets:
         listeners = [sockets.enter_context(listener) for listener in _listen(config)]
         discovery = Discovery(
@@ -149,9 +154,7 @@ async def open_router(
         fleet.on_lost(upstream.lose)
         access_log = AccessLog(is_json=config.logs_json, wall_clock=time.time)
         releases = Releases(upstream, metrics, keys[0])
-        picker = Picker(
-            config=config, fleet=fleet, policy=RoundRobin(), metrics=metrics, clock=clock
-        )
+        picker = Picker(config=config, fleet=fleet, policy=policy, metrics=metrics, clock=clock)
         flow = Flow(
             config=config,
             fleet=fleet,

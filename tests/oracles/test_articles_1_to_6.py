@@ -11,13 +11,14 @@ import msgspec
 import orjson
 import pytest
 
+from tests.router.choosing import make_policy
 from xpyd_core.messages import HEARTBEAT_PERIOD_S, Heartbeat, decode_heartbeat
 from xpyd_core.pod_env import DISCOVERY_PORT, ROUTER_HTTP_PORT, PodEnv
 from xpyd_core.request_id import Address, parse_pair_id
 from xpyd_core.sizes import parse_bytes
 from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.registry import Registry
-from xpyd_router.policy.round_robin import Pair, RoundRobin, Want
+from xpyd_router.policy.base import Pair, Want
 from xpyd_router.requests.bodies import parse_ask, prefill_body
 from xpyd_worker.command import configure, read_config
 
@@ -78,7 +79,7 @@ def test_3_ps_copy_has_max_tokens_1_and_the_clients_bytes_stay() -> None:
 
 
 def test_3_instances_are_selected_in_turn() -> None:
-    policy, snapshot = RoundRobin(), _one_p_three_d().snapshot
+    policy, snapshot = make_policy("RoundRobin"), _one_p_three_d().snapshot
     turns: list[Address] = []
     for _ in range(6):
         pair = policy.pick(snapshot, Want("base_model"))

@@ -374,6 +374,7 @@ def text_of(events: list[Any], choice: int = 0) -> str:
 async def fleet(**config: Any) -> AsyncGenerator[Fleet]:
     """A router on free ports of 127.0.0.1, serving, with no engines yet."""
     defaults = RouterConfig(
+        policy="RoundRobin",  # who is called next is known
         port=0,
         discovery_port=0,
         kv_insecure="kv_key_file" not in config,

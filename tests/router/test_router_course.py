@@ -6,8 +6,9 @@ import orjson
 import pytest
 
 from tests.router.beats import beat
+from tests.router.choosing import make_policy
 from xpyd_router.fleet.registry import Registry
-from xpyd_router.policy.round_robin import Pair, RoundRobin, Want
+from xpyd_router.policy.base import Pair, Want
 from xpyd_router.requests.answers import Head
 from xpyd_router.requests.bodies import parse_ask
 from xpyd_router.requests.course import Course, Sent, prefill_params
@@ -18,7 +19,7 @@ def pair(p_context: int, d_context: int) -> Pair:
     registry = Registry(period_s=3.0, missed_beats=3)
     registry.apply(beat("P", host=1, continuation=1, max_model_len=p_context), now=0.0)
     registry.apply(beat("D", host=2, continuation=1, max_model_len=d_context), now=0.0)
-    chosen = RoundRobin().pick(registry.snapshot, Want("m"))
+    chosen = make_policy().pick(registry.snapshot, Want("m"))
     assert isinstance(chosen, Pair)
     return chosen
 

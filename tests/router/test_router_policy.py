@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from typing import Any
 
 import pytest
 
-from tests.router.beats import beat
-from xpyd_core.messages import Heartbeat
-from xpyd_router.fleet.registry import InstanceKey, Registry, Snapshot
-from xpyd_router.policy.round_robin import Alone, Pair, RoundRobin, Want
-
-_hosts = itertools.count(1)
-
-
-def snapshot(*beats: Heartbeat) -> Snapshot:
-    registry = Registry(period_s=3.0, missed_beats=3)
-    for one in beats:
-        registry.apply(one, now=0.0)
-    return registry.snapshot
-
-
-def some(kind: str, count: int, **fields: Any) -> list[Heartbeat]:
-    return [beat(kind, host=next(_hosts), **fields) for _ in range(count)]
+from tests.router.choosing import Bench, make_policy, snapshot, some
+from xpyd_router.fleet.registry import Snapshot
+from xpyd_router.policy.base import Pair, Want
 
 
 def pairs(found: Snapshot, turns: int, want: Want | None = None) -> Counter[tuple[str, str]]:
-    policy = RoundRobin()
+    policy = make_policy()
     tally: Counter[tuple[str, str]] = Counter()
     for _ in range(turns):
         choice = policy.pick(found, want or Want("m"))
@@ -59,7 +44,7 @@ def test_at_every_moment_each_side_is_even(ps: int, ds: int) -> None:
 
 def test_one_p_meets_its_ds_in_strict_turn() -> None:
     found = snapshot(*some("P", 1), *some("D", 3))
-    policy, order = RoundRobin(), []
+    policy, order = make_policy(), []
     for _ in range(9):
         choice = policy.pick(found, Want("m"))
         assert isinstance(choice, Pair)
@@ -81,27 +66,12 @@ def test_only_equal_compatibility_keys_pair() -> None:
     assert by_group == {"a": 10, "b": 30}  # in proportion to the Ds
 
 
-def test_old_beats_without_a_key_pair_with_each_other_only() -> None:
-    assert RoundRobin().pick(snapshot(*some("P", 1), *some("D", 1)), Want("m")) is not None
-    mixed = snapshot(*some("P", 1), *some("D", 1, compatibility="k"))
-    assert RoundRobin().pick(mixed, Want("m")) is None
-
-
-def test_models_decide_and_old_beats_take_any() -> None:
-    named = snapshot(*some("P", 1, models=("m",)), *some("D", 1, models=("m", "x")))
-    assert RoundRobin().pick(named, Want("m")) is not None
-    assert RoundRobin().pick(named, Want("x")) is None
-    old = snapshot(*some("P", 1), *some("D", 1, models=("m",)))
-    assert RoundRobin().pick(old, Want("m")) is not None
-    assert RoundRobin().pick(old, Want("other")) is None
-
-
 def test_interleaved_models_do_not_disturb_each_others_turns() -> None:
     beats = [*some("P", 1, models=("m",), compatibility="m")]
     beats += some("D", 2, models=("m",), compatibility="m")
     beats += [*some("P", 1, models=("x",), compatibility="x")]
     beats += some("D", 2, models=("x",), compatibility="x")
-    found, policy = snapshot(*beats), RoundRobin()
+    found, policy = snapshot(*beats), make_policy()
     seen: dict[str, Counter[str]] = {"m": Counter(), "x": Counter()}
     for turn in range(8):
         model = "mx"[turn % 2]
@@ -111,56 +81,9 @@ def test_interleaved_models_do_not_disturb_each_others_turns() -> None:
     assert all(sorted(tally.values()) == [2, 2] for tally in seen.values())
 
 
-def test_the_excluded_are_not_picked() -> None:
-    beats = [*some("P", 2), *some("D", 2)]
-    bad = frozenset(
-        {InstanceKey(beats[0].http_address, ""), InstanceKey(beats[3].http_address, "")}
-    )
-    tally = pairs(snapshot(*beats), 6, Want("m", exclude=bad))
-    assert list(tally) == [(beats[1].http_address, beats[2].http_address)]
-
-
-def test_aggregated_instances_serve_where_no_pair_is() -> None:
-    policy = RoundRobin()
-    found = snapshot(*some("P", 1), *some("A", 2))
-    picks = [policy.pick(found, Want("m")) for _ in range(4)]
-    assert all(isinstance(choice, Alone) for choice in picks)
-    assert len({choice.instance.key for choice in picks if isinstance(choice, Alone)}) == 2
-    with_pair = snapshot(*some("P", 1), *some("D", 1), *some("A", 1))
-    assert isinstance(policy.pick(with_pair, Want("m")), Pair)
-
-
-@pytest.mark.parametrize("side", ["P", "D"])
-def test_alone_means_on_that_side_if_the_engine_is_ours(side: Any) -> None:
-    ours = snapshot(*some("P", 1, continuation=1), *some("D", 1, continuation=1))
-    choice = RoundRobin().pick(ours, Want("m", alone=side))
-    assert isinstance(choice, Alone)
-    assert choice.instance.beat.type == side
-    old = snapshot(*some("P", 1), *some("D", 1))
-    assert isinstance(RoundRobin().pick(old, Want("m", alone=side)), Pair)
-
-
-@pytest.mark.parametrize(("p", "d", "continuing"), [(1, 1, True), (1, 0, False), (0, 1, False)])
-def test_a_pair_continues_only_if_both_declare_it(p: Any, d: Any, continuing: bool) -> None:
-    found = snapshot(*some("P", 1, continuation=p), *some("D", 1, continuation=d))
-    choice = RoundRobin().pick(found, Want("m"))
-    assert isinstance(choice, Pair)
-    assert choice.is_continuing == continuing
-
-
-def test_sent_tokens_go_on_only_on_a_continuing_pair_of_the_same_key() -> None:
-    beats = [*some("P", 1), *some("D", 1), *some("A", 1)]
-    beats += [*some("P", 1, compatibility="k", continuation=1)]
-    beats += some("D", 2, compatibility="k", continuation=1)
-    tally = pairs(snapshot(*beats), 4, Want("m", continue_at="k"))
-    assert {p for p, _ in tally} == {beats[3].http_address}
-    assert RoundRobin().pick(snapshot(*beats), Want("m", continue_at="")) is None
-    assert RoundRobin().pick(snapshot(*beats), Want("m", continue_at="other")) is None
-
-
 def test_adding_or_removing_one_instance_keeps_the_others_in_turn() -> None:
     beats = [*some("P", 1), *some("D", 3)]
-    policy = RoundRobin()
+    policy = make_policy()
     seen: Counter[str] = Counter()
     for found in (snapshot(*beats), snapshot(*beats, *some("D", 1)), snapshot(*beats[:3])):
         for _ in range(12):
@@ -168,3 +91,42 @@ def test_adding_or_removing_one_instance_keeps_the_others_in_turn() -> None:
             assert isinstance(choice, Pair)
             seen[choice.decode.key.http] += 1
     assert seen[beats[1].http_address] == seen[beats[2].http_address] == 4 + 3 + 6
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [("RoundRobin", "Random"), ("Random", "RoundRobin")]
+)
+def test_one_side_alone_goes_by_turns_too(prefill: str, decode: str) -> None:
+    bench = Bench(3, 3, "Random", prefill_policy=prefill, decode_policy=decode)
+    side = bench.p_index if prefill == "RoundRobin" else bench.d_index
+    order = [side() for _ in range(9)]
+    assert order == order[:3] * 3
+    assert sorted(order[:3]) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("policies", [{}, {"prefill_policy": "Random"}])
+def test_who_comes_back_gets_its_share_of_turns_and_the_others_the_rest(policies: Any) -> None:
+    bench = Bench(2, 4, "RoundRobin", **policies)
+    bench.load(bench.d[1]).weight = 0.25
+    tally = Counter(bench.d_index() for _ in range(1300))
+    assert tally == {0: 400, 1: 100, 2: 400, 3: 400}
+
+
+def test_a_fleet_that_comes_back_as_a_whole_is_used_evenly() -> None:
+    bench = Bench(2, 2, "RoundRobin")
+    for one in (*bench.p, *bench.d):
+        bench.load(one).weight = 0.1
+    tally = Counter(bench.d_index() for _ in range(400))
+    assert set(tally) == {0, 1}
+    assert abs(tally[0] - tally[1]) < 40
+
+
+def test_nothing_is_saved_up_for_who_left() -> None:
+    bench = Bench(1, 2, "RoundRobin")
+    light = bench.load(bench.d[0])
+    light.weight = 0.5
+    order: list[int] = []
+    for _ in range(12):
+        order.append(bench.d_index())
+        bench.policy.forget(light.key)
+    assert order == [1] * 12

@@ -10,19 +10,24 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from xpyd_core.messages import Heartbeat
+from xpyd_router.fleet.loads import LoadTable
 from xpyd_router.fleet.registry import Instance, InstanceKey, Outcome, Registry, Snapshot
 
 _MAX_LOST = 1024
 
 
 class FleetView:
-    """Owner of the registry. `clock` is monotonic seconds."""
+    """Owner of the registry. `clock` is monotonic seconds. Beats write into `loads`."""
 
-    def __init__(self, registry: Registry, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, registry: Registry, clock: Callable[[], float], loads: LoadTable | None = None
+    ) -> None:
         self._registry = registry
         self._clock = clock
+        self._loads = LoadTable() if loads is None else loads
         self._changed = asyncio.Event()
         self._listeners: list[Callable[[Iterable[InstanceKey]], None]] = []
+        self._forgetting: list[Callable[[InstanceKey], None]] = []
         self._lost: OrderedDict[InstanceKey, None] = OrderedDict()
 
     @property
@@ -44,8 +49,11 @@ class FleetView:
         """Take one beat; ProtocolError for one with an unusable address."""
         before = self._registry.snapshot
         outcome, dead = self._registry.apply(beat, self._clock())
+        key = InstanceKey(str(beat.http), beat.incarnation)
         if outcome == "new":
-            self._lost.pop(InstanceKey(str(beat.http), beat.incarnation), None)
+            self._lost.pop(key, None)
+        if outcome in ("new", "refreshed", "replaced"):
+            self._loads.take(key, beat)
         self._lose(dead)
         self._tell(before)
         return outcome
@@ -82,6 +90,10 @@ class FleetView:
         """Have `listener` called with those that die or vanish: calls to them will not end."""
         self._listeners.append(listener)
 
+    def on_gone(self, forget: Callable[[InstanceKey], None]) -> None:
+        """Have `forget` called with each that left the fleet, for whatever reason."""
+        self._forgetting.append(forget)
+
     def _lose(self, keys: Sequence[InstanceKey]) -> None:
         if not keys:
             return
@@ -93,6 +105,10 @@ class FleetView:
             listener(keys)
 
     def _tell(self, before: Snapshot) -> None:
-        if self._registry.snapshot is not before:
-            self._changed.set()
-            self._changed = asyncio.Event()
+        if self._registry.snapshot is before:
+            return
+        for key in self._loads.keep({instance.key for instance in self._registry.instances}):
+            for forget in self._forgetting:
+                forget(key)
+        self._changed.set()
+        self._changed = asyncio.Event()

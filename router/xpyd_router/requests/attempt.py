@@ -15,7 +15,7 @@ from xpyd_core.request_id import PairId
 from xpyd_router.errors import Answer, CallFailed, EngineRefused
 from xpyd_router.fleet.registry import Instance
 from xpyd_router.fleet.view import FleetView
-from xpyd_router.policy.round_robin import Alone, Pair
+from xpyd_router.policy.base import Alone, Pair
 from xpyd_router.requests.answers import scrub
 from xpyd_router.requests.bodies import Ask
 from xpyd_router.upstream.client import UpstreamClient

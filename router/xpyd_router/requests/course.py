@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 from xpyd_core.errors import ApiError, ProtocolError
 from xpyd_router.fleet.registry import Instance, InstanceKey
-from xpyd_router.policy.round_robin import Pair
+from xpyd_router.policy.base import Pair
 from xpyd_router.requests.answers import (
     ChunkWriter,
     Head,

@@ -14,7 +14,7 @@ from xpyd_router.config import RouterConfig
 from xpyd_router.errors import Answer, CallFailed, EngineRefused
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
-from xpyd_router.policy.round_robin import Alone, Pair, Want
+from xpyd_router.policy.base import Alone, Pair, Want
 from xpyd_router.requests.answers import Head, error_event, whole_answer
 from xpyd_router.requests.attempt import Attempt
 from xpyd_router.requests.bodies import Ask, prefill_body, splice

@@ -14,7 +14,7 @@ from xpyd_core.errors import ApiError
 from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
-from xpyd_router.policy.round_robin import Alone, Pair, Policy, Want
+from xpyd_router.policy.base import Alone, Pair, Policy, Want
 
 _MAX_WAITING = 4096
 _ASK_AGAIN_S = 0.5

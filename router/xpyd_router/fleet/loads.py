@@ -1,0 +1,176 @@
+"""What each instance has to do now, as far as this router knows. Pure.
+
+`flow` counts its own calls (`begin`, `end`), beats bring what the engine itself says, policies
+compare. Entries live as long as their instances: `fleet.view` tells who beats and who is left.
+Reading costs plain attribute reads, because a policy reads every candidate for every request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+from xpyd_core.messages import Heartbeat
+from xpyd_router.fleet.registry import InstanceKey
+
+_LEAST_ROOM = 0.05
+"""Free part of the KV cache below which an instance counts as this full: costs stay finite."""
+_TOKENS_PER_SLOT = 2048
+"""Context that costs a decode step about as much as one more request in its batch does: an 8B
+model reads 128 KiB of KV per token, and a sequence's own share of a step is some 0.1 ms."""
+_LEAST_WEIGHT = 0.01
+_MEAN_STEP = 0.05
+"""Of the running mean of prompts: about the last twenty count."""
+_FIRST_MEAN_TOKENS = 512.0
+
+
+class Work(NamedTuple):
+    """Calls in flight, the tokens of their prompts, and the output they are expected to make."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+
+class Load:
+    """One instance's figures. Mutable; `flow` and the beats write, policies read.
+
+    Whoever writes computes what policies compare, so that a pick reads only a few attributes:
+
+    - `queued_tokens`: prompt tokens that wait on it or are computed. With a prompt of n tokens more
+      it would cost `(queued_tokens + n) * scale`.
+    - `decode_cost`: requests in its batch with one more, long contexts counting for several.
+    - `scale`: 1 for a healthy instance with all KV blocks free, more where they are few or where
+      its weight is below 1. `decode_cost` holds it already.
+    """
+
+    __slots__ = (
+        "_mean_prompt_tokens",
+        "_others",
+        "_own",
+        "_room",
+        "_share",
+        "_weight",
+        "decode_cost",
+        "foreign_requests",
+        "key",
+        "queued_tokens",
+        "scale",
+    )
+
+    def __init__(self, key: InstanceKey) -> None:
+        self.key = key
+        self._own = Work()
+        self._others = Work()
+        self.foreign_requests = 0
+        """What the last beat showed beyond our own: calls of other routers."""
+        self._weight = 1.0
+        self._room = 1.0
+        self._share = 0.0
+        self._mean_prompt_tokens = _FIRST_MEAN_TOKENS
+        self._compute()
+
+    @property
+    def own(self) -> Work:
+        """Calls of this process in flight."""
+        return self._own
+
+    @property
+    def active(self) -> int:
+        """Requests on the instance, whoever sent them."""
+        return self._own.requests + self._others.requests + self.foreign_requests
+
+    @property
+    def weight(self) -> float:
+        """The share of its usual work that it should get, in (0, 1]: below 1 while it comes back
+        after faults.
+        """
+        return self._weight
+
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        self._weight = min(max(weight, _LEAST_WEIGHT), 1.0)
+        self._compute()
+
+    def begin(self, prompt_tokens: int, output_tokens: int = 0) -> None:
+        """A call to the instance begins, that is expected to make `output_tokens`; `end` with the
+        same figures must follow.
+        """
+        requests, prompts, outputs = self._own
+        self._own = Work(requests + 1, prompts + prompt_tokens, outputs + output_tokens)
+        self._mean_prompt_tokens += _MEAN_STEP * (prompt_tokens - self._mean_prompt_tokens)
+        self._compute()
+
+    def end(self, prompt_tokens: int, output_tokens: int = 0) -> None:
+        """That call is over, however it went."""
+        requests, prompts, outputs = self._own
+        self._own = Work(requests - 1, prompts - prompt_tokens, outputs - output_tokens)
+        self._compute()
+
+    def set_others(self, work: Work) -> None:
+        """What the router's other processes have in flight there."""
+        if work != self._others:
+            self._others = work
+            self._compute()
+
+    def take(self, beat: Heartbeat) -> None:
+        """What the engine says of itself.
+
+        Its running and waiting requests hold ours: only what is beyond them is foreign. Its free
+        blocks are as old as the beat; until the next one each request that came or went since is
+        taken to use what those of the beat use on average.
+        """
+        ours = self._own.requests + self._others.requests
+        self.foreign_requests = max(0, beat.running + beat.waiting - ours)
+        self._room, self._share = 1.0, 0.0
+        if beat.total_blocks:
+            free = min(beat.free_blocks / beat.total_blocks, 1.0)
+            self._share = (1.0 - free) / max(self.active, 1)
+            self._room = free + self._share * self.active
+        self._compute()
+
+    def _compute(self) -> None:
+        requests, prompts, outputs = self._own
+        other_requests, other_prompts, other_outputs = self._others
+        foreign = self.foreign_requests
+        active = requests + other_requests + foreign
+        room = self._room - self._share * active
+        self.scale = scale = 1.0 / ((room if room > _LEAST_ROOM else _LEAST_ROOM) * self._weight)
+        prompts += other_prompts
+        # One for the request itself: among idle ones, scale decides also without a known prompt.
+        self.queued_tokens = prompts + foreign * self._mean_prompt_tokens + 1
+        context = prompts + outputs + other_outputs
+        self.decode_cost = (active + 1 + context / _TOKENS_PER_SLOT) * scale
+
+
+class LoadTable:
+    """The owner of all loads of a router."""
+
+    def __init__(self) -> None:
+        self._loads: dict[InstanceKey, Load] = {}
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def __iter__(self) -> Iterator[Load]:
+        return iter(self._loads.values())
+
+    def of(self, key: InstanceKey) -> Load:
+        """The instance's load. Of one that is not in the fleet: a new one that nobody keeps, so
+        that a call to an instance that just left may still be counted and ended.
+        """
+        return self._loads.get(key) or Load(key)
+
+    def take(self, key: InstanceKey, beat: Heartbeat) -> None:
+        """A beat of a member of the fleet; its first one makes the entry."""
+        load = self._loads.get(key)
+        if load is None:
+            load = self._loads[key] = Load(key)
+        load.take(beat)
+
+    def keep(self, members: Collection[InstanceKey]) -> list[InstanceKey]:
+        """Drop the entries of all but `members`; returns whose were dropped."""
+        gone = [key for key in self._loads if key not in members]
+        for key in gone:
+            del self._loads[key]
+        return gone

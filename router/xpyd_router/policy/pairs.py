@@ -1,0 +1,80 @@
+"""The Policy: pairs by compatibility, one instance where no KV should move. Pure.
+
+D is chosen first, among the Ds of all groups: a group with more Ds gets more requests. Then P,
+among the Ps of that D's group. Where both sides go by turns, PairRotation lets all pairs meet.
+"""
+
+from __future__ import annotations
+
+from xpyd_router.fleet.loads import LoadTable
+from xpyd_router.fleet.registry import InstanceKey, Snapshot
+from xpyd_router.policy.base import Alone, Pair, Side, SidePolicy, Want
+from xpyd_router.policy.lineup import Lineup, build_lineup
+from xpyd_router.policy.round_robin import PairRotation, RoundRobin
+
+
+class PairPolicy:
+    """See the module. `aggregated` chooses among instances that are neither P nor D."""
+
+    def __init__(
+        self,
+        *,
+        prefill: SidePolicy,
+        decode: SidePolicy,
+        aggregated: SidePolicy,
+        loads: LoadTable,
+    ) -> None:
+        self._prefill = prefill
+        self._decode = decode
+        self._aggregated = aggregated
+        self._loads = loads
+        in_turn = isinstance(prefill, RoundRobin) and isinstance(decode, RoundRobin)
+        self._rotation = PairRotation() if in_turn else None
+        self._snapshot: Snapshot | None = None
+        self._lineups: dict[str, Lineup] = {}
+
+    def pick(self, snapshot: Snapshot, want: Want) -> Pair | Alone | None:
+        """A pair, or one instance where the request runs alone or no pair exists."""
+        lineup = self._lineup(snapshot, want)
+        if want.alone is not None and (choice := self._alone(lineup, want)):
+            return choice
+        if lineup.groups:
+            return self._pair(lineup, want)
+        return _single(self._aggregated, lineup.aggregated, want)
+
+    def forget(self, key: InstanceKey) -> None:
+        """The instance left the fleet for good."""
+        for side in (self._prefill, self._decode, self._aggregated):
+            side.forget(key)
+        if self._rotation:
+            self._rotation.forget(key)
+
+    def _lineup(self, snapshot: Snapshot, want: Want) -> Lineup:
+        if want.exclude or want.continue_at is not None:
+            return build_lineup(snapshot.candidates(want.model), self._loads, want)
+        if snapshot is not self._snapshot:
+            self._snapshot = snapshot
+            self._lineups.clear()
+        # One entry for all names that no instance gives: clients may ask for any number of them.
+        name = want.model if want.model in snapshot.by_model else ""
+        lineup = self._lineups.get(name)
+        if lineup is None:
+            lineup = build_lineup(snapshot.candidates(want.model), self._loads)
+            self._lineups[name] = lineup
+        return lineup
+
+    def _alone(self, lineup: Lineup, want: Want) -> Alone | None:
+        if want.alone == "P":
+            return _single(self._prefill, lineup.alone_on_prefill, want)
+        return _single(self._decode, lineup.alone_on_decode, want)
+
+    def _pair(self, lineup: Lineup, want: Want) -> Pair:
+        if self._rotation:
+            return self._rotation.next(lineup)
+        decode = self._decode.choose(lineup.decode, want)
+        prefill = self._prefill.choose(lineup.of_decode(decode).prefill, want)
+        return Pair(prefill.instance, decode.instance)
+
+
+def _single(policy: SidePolicy, side: Side, want: Want) -> Alone | None:
+    return Alone(policy.choose(side, want).instance) if side.candidates else None
