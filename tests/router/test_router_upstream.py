@@ -325,10 +325,21 @@ def pause(exchange: Exchange, data: bytes) -> None:
 
 def test_a_connection_paused_at_its_end_serves_again() -> None:
     async def work() -> None:
-        async with serving(says(OK)) as (engine, client):
+        relayed = asyncio.Event()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await says(OK[:-2])(reader, writer)
+            await relayed.wait()
+            relayed.clear()
+            writer.write(OK[-2:])
+
+        async with serving(serve) as (engine, client):
             for _ in range(2):
                 exchange = await start(engine, client)
-                await exchange.relay(partial(pause, exchange))
+                relaying = asyncio.create_task(exchange.relay(partial(pause, exchange)))
+                await asyncio.sleep(0)  # the relay has begun before the body comes
+                relayed.set()
+                await relaying
                 client.end(exchange)
             assert engine.connections == 1
 
