@@ -54,7 +54,12 @@ class PairId(NamedTuple):
     suffix_index: int = 0
 
     def __str__(self) -> str:
-        return f"___prefill_addr_{self.prefill}___decode_addr_{self.decode}_{self.uuid}"
+        return pair_id_text(str(self.prefill), str(self.decode), self.uuid)
+
+
+def pair_id_text(prefill: str, decode: str, uuid: str) -> str:
+    """The id of a pair whose addresses are texts already, as a router sends it."""
+    return f"___prefill_addr_{prefill}___decode_addr_{decode}_{uuid}"
 
 
 def parse_address(text: str) -> Address:

@@ -47,7 +47,9 @@ class Load:
     __slots__ = (
         "_mean_prompt_tokens",
         "_others",
-        "_own",
+        "_output_tokens",
+        "_prompt_tokens",
+        "_requests",
         "_room",
         "_share",
         "_weight",
@@ -60,7 +62,9 @@ class Load:
 
     def __init__(self, key: InstanceKey) -> None:
         self.key = key
-        self._own = Work()
+        self._requests = 0
+        self._prompt_tokens = 0
+        self._output_tokens = 0
         self._others = Work()
         self.foreign_requests = 0
         """What the last beat showed beyond our own: calls of other routers."""
@@ -73,12 +77,12 @@ class Load:
     @property
     def own(self) -> Work:
         """Calls of this process in flight."""
-        return self._own
+        return Work(self._requests, self._prompt_tokens, self._output_tokens)
 
     @property
     def active(self) -> int:
         """Requests on the instance, whoever sent them."""
-        return self._own.requests + self._others.requests + self.foreign_requests
+        return self._requests + self._others.requests + self.foreign_requests
 
     @property
     def weight(self) -> float:
@@ -96,15 +100,17 @@ class Load:
         """A call to the instance begins, that is expected to make `output_tokens`; `end` with the
         same figures must follow.
         """
-        requests, prompts, outputs = self._own
-        self._own = Work(requests + 1, prompts + prompt_tokens, outputs + output_tokens)
+        self._requests += 1
+        self._prompt_tokens += prompt_tokens
+        self._output_tokens += output_tokens
         self._mean_prompt_tokens += _MEAN_STEP * (prompt_tokens - self._mean_prompt_tokens)
         self._compute()
 
     def end(self, prompt_tokens: int, output_tokens: int = 0) -> None:
         """That call is over, however it went."""
-        requests, prompts, outputs = self._own
-        self._own = Work(requests - 1, prompts - prompt_tokens, outputs - output_tokens)
+        self._requests -= 1
+        self._prompt_tokens -= prompt_tokens
+        self._output_tokens -= output_tokens
         self._compute()
 
     def set_others(self, work: Work) -> None:
@@ -120,7 +126,7 @@ class Load:
         blocks are as old as the beat; until the next one each request that came or went since is
         taken to use what those of the beat use on average.
         """
-        ours = self._own.requests + self._others.requests
+        ours = self._requests + self._others.requests
         self.foreign_requests = max(0, beat.running + beat.waiting - ours)
         self._room, self._share = 1.0, 0.0
         if beat.total_blocks:
@@ -130,16 +136,15 @@ class Load:
         self._compute()
 
     def _compute(self) -> None:
-        requests, prompts, outputs = self._own
         other_requests, other_prompts, other_outputs = self._others
         foreign = self.foreign_requests
-        active = requests + other_requests + foreign
+        active = self._requests + other_requests + foreign
         room = self._room - self._share * active
         self.scale = scale = 1.0 / ((room if room > _LEAST_ROOM else _LEAST_ROOM) * self._weight)
-        prompts += other_prompts
+        prompts = self._prompt_tokens + other_prompts
         # One for the request itself: among idle ones, scale decides also without a known prompt.
         self.queued_tokens = prompts + foreign * self._mean_prompt_tokens + 1
-        context = prompts + outputs + other_outputs
+        context = prompts + self._output_tokens + other_outputs
         self.decode_cost = (active + 1 + context / _TOKENS_PER_SLOT) * scale
 
 

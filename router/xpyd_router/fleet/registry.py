@@ -45,6 +45,8 @@ class Instance:
     kv: Address
     last_beat_s: float
     expires_at_s: float
+    kv_text: str = ""
+    """`kv` as it stands in request ids; `http` as text is the key's."""
     suspended: bool = False
     """A call to it failed in transport; not picked before its next beat."""
 
@@ -239,7 +241,15 @@ class Registry:
         period_s = min(max(beat.period_ms / 1000, least), most) if beat.period_ms else 0.0
         ttl_s = self._missed_beats * (period_s or self._period_s)
         key = InstanceKey(str(http), beat.incarnation)
-        return Instance(key, beat, http, kv, last_beat_s=now, expires_at_s=now + ttl_s)
+        return Instance(
+            key,
+            beat,
+            http,
+            kv,
+            last_beat_s=now,
+            expires_at_s=now + ttl_s,
+            kv_text=str(kv),
+        )
 
     def _retire(self, key: InstanceKey) -> None:
         # Without an incarnation a late beat cannot be told from a restart: let it in again.

@@ -11,8 +11,9 @@ from typing import Any, cast
 import orjson
 
 from xpyd_core.errors import ApiError
-from xpyd_core.request_id import PairId
+from xpyd_core.request_id import pair_id_text
 from xpyd_router.errors import Answer, CallFailed, EngineRefused
+from xpyd_router.fleet.loads import Load
 from xpyd_router.fleet.registry import Instance
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.policy.base import Alone, Pair
@@ -43,12 +44,14 @@ class Attempt:
         self.request_id = uuid
         self.instances: tuple[Instance, ...]
         if isinstance(choice, Pair):
-            self.request_id = str(PairId(choice.prefill.kv, choice.decode.kv, uuid))
+            self.request_id = pair_id_text(choice.prefill.kv_text, choice.decode.kv_text, uuid)
             self.instances = (choice.prefill, choice.decode)
         else:
             self.instances = (choice.instance,)
         self.called = self.instances[0]
         """Who was called last."""
+        self.load: Load | None = None
+        """The place that it takes on the last of them."""
         self.owes_release = False
         """P was called, and D may hold or get KV that nobody will ask for."""
 
@@ -101,7 +104,7 @@ class Attempt:
 
     def _head(self, instance: Instance, ask: Ask, length: int) -> bytes:
         return (
-            f"POST /v1/{ask.endpoint} HTTP/1.1\r\nHost: {instance.http}\r\n"
+            f"POST /v1/{ask.endpoint} HTTP/1.1\r\nHost: {instance.key.http}\r\n"
             f"Content-Type: application/json\r\nX-Request-Id: {self.request_id}\r\n"
             f"Content-Length: {length}\r\n\r\n"
         ).encode("ascii")

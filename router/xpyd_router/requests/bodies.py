@@ -18,6 +18,11 @@ from xpyd_core.errors import ApiError
 Endpoint = Literal["completions", "chat/completions"]
 ENDPOINTS: tuple[Endpoint, ...] = ("completions", "chat/completions")
 _MAX_NAME = 512
+_BYTES_PER_TOKEN = 4
+"""Of English text; without the model's tokenizer a body's length is what is known."""
+_EXPECTED_TOKENS = 256
+_MOST_EXPECTED_TOKENS = 1024
+"""Clients give limits far above what their answers need."""
 _COMPLETIONS_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions without the field."""
 
@@ -39,6 +44,10 @@ class Ask:
     seed: int | None
     choices: int
     """Of all prompts together."""
+    prompt_tokens: int
+    """An estimate by the body's length, for policies and limits."""
+    output_tokens: int
+    """An estimate of what is generated: the limit, where it is no figure of fear."""
     alone: Literal["P", "D"] | None
     """Where it runs alone: what ends with P's token on P, what shows the prompt's side on D."""
 
@@ -54,16 +63,18 @@ def _bad(field: str, message: str) -> ApiError:
 
 def _boolean(fields: Mapping[str, Any], name: str) -> bool:
     value = fields.get(name)
-    if value is not None and not isinstance(value, bool):
+    if value is None or value is False:
+        return False
+    if value is not True:
         raise _bad(name, "expected true or false")
-    return bool(value)
+    return True
 
 
 def _integer(fields: Mapping[str, Any], name: str, least: int | None = None) -> int | None:
     value = fields.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int):
+    if type(value) is not int:  # True is an int, too
         raise _bad(name, "expected an integer")
     if least is not None and value < least:
         raise _bad(name, f"expected at least {least}")
@@ -156,6 +167,8 @@ def parse_ask(endpoint: Endpoint, raw: bytes) -> Ask:
         max_tokens=limit,
         seed=_integer(fields, "seed"),
         choices=choices,
+        prompt_tokens=len(raw) // _BYTES_PER_TOKEN + 1,
+        output_tokens=choices * min(limit or _EXPECTED_TOKENS, _MOST_EXPECTED_TOKENS),
         alone=alone,
     )
 

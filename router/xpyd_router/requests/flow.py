@@ -12,6 +12,7 @@ from collections.abc import Callable
 from xpyd_core.errors import ApiError, ProtocolError
 from xpyd_router.config import RouterConfig
 from xpyd_router.errors import Answer, CallFailed, EngineRefused
+from xpyd_router.fleet.loads import LoadTable
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.policy.base import Alone, Pair, Want
@@ -59,6 +60,7 @@ class Flow:
         *,
         config: RouterConfig,
         fleet: FleetView,
+        loads: LoadTable,
         picker: Picker,
         upstream: UpstreamClient,
         releases: Releases,
@@ -69,6 +71,7 @@ class Flow:
     ) -> None:
         self._config = config
         self._fleet = fleet
+        self._loads = loads
         self._picker = picker
         self._upstream = upstream
         self._releases = releases
@@ -102,7 +105,7 @@ class Flow:
             except CallFailed as failure:
                 self._after_failure(course, attempt, failure)
             finally:
-                self._release(attempt)
+                self._over(course, attempt)
 
     async def stream(self, course: Course, outlet: Outlet) -> None:
         """Write a streamed answer to its end.
@@ -127,7 +130,7 @@ class Flow:
             except CallFailed as failure:
                 self._after_failure(course, attempt, failure)
             finally:
-                self._release(attempt)
+                self._over(course, attempt)
             if last := last_events(course):
                 outlet.write(last)
                 outlet.end()
@@ -139,6 +142,7 @@ class Flow:
             alone=None if course.sent else course.ask.alone,
             exclude=frozenset(course.exclude),
             continue_at=course.sent.compatibility if course.sent else None,
+            prompt_tokens=course.ask.prompt_tokens,
         )
         give_up = None if course.last_cause == "refused" else lambda: gave_up(course)
         choice = await self._picker.pick(want, self._pick_deadline_s(course), give_up)
@@ -149,6 +153,9 @@ class Flow:
             fleet=self._fleet,
             upstream=self._upstream,
         )
+        # From now on, also while P computes: D keeps room for what it will be sent.
+        attempt.load = self._loads.of(attempt.instances[-1].key)
+        attempt.load.begin(course.ask.prompt_tokens, course.ask.output_tokens)
         trace = course.trace
         trace.request, trace.tries = attempt.uuid, trace.tries + 1
         trace.prefill, trace.decode = attempt.instances[0].name, attempt.instances[-1].name
@@ -159,8 +166,12 @@ class Flow:
             return self._clock() + self._config.request_timeout_s
         return course.deadline_s
 
-    def _release(self, attempt: Attempt) -> None:
-        """However the try ended: D is told of a transfer that nobody will ask for."""
+    def _over(self, course: Course, attempt: Attempt) -> None:
+        """However the try ended: its place is free, and D is told of a transfer that nobody will
+        ask for.
+        """
+        if attempt.load is not None:
+            attempt.load.end(course.ask.prompt_tokens, course.ask.output_tokens)
         if attempt.owes_release and isinstance(attempt.choice, Pair):
             self._releases.send(attempt.choice.decode, attempt.uuid)
 
@@ -193,10 +204,11 @@ class Flow:
                     return
                 goes_on = True
                 body = splice(body, decode_params(course, prefilled, is_stream=True))
-        exchange = await attempt.open(attempt.instances[-1], ask, body, self._left_s(course))
+        instance = attempt.instances[-1]
+        exchange = await attempt.open(instance, ask, body, self._left_s(course))
         try:
             if goes_on and course.sent is None:
-                outlet.write(begin_alone(course, attempt.called))
+                outlet.write(begin_alone(course, instance))
             sent = course.sent if goes_on else None
             await self._relay(exchange, Relay(course, attempt, outlet, sent=sent), outlet.sink)
         finally:
@@ -208,6 +220,8 @@ class Flow:
         params = prefill_params(course, pair) if pair.is_continuing else None
         attempt.owes_release = True
         started_s = self._clock()
+        load = self._loads.of(pair.prefill.key)
+        load.begin(ask.prompt_tokens)
         try:
             answer = await attempt.call(
                 pair.prefill,
@@ -225,6 +239,8 @@ class Flow:
             if isinstance(error, EngineRefused) or error.cause in ("connect", "refused"):
                 attempt.owes_release = False
             raise
+        finally:
+            load.end(ask.prompt_tokens)
         if prefilled is not None and prefilled.is_over:  # P itself cancels the transfer
             attempt.owes_release = False
         return prefilled

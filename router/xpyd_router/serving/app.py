@@ -5,6 +5,8 @@ The inference routes stand before it, in `inference`.
 
 from __future__ import annotations
 
+from typing import cast
+
 import orjson
 from prometheus_client import CONTENT_TYPE_LATEST
 from quart import Quart, Response, request
@@ -14,7 +16,7 @@ from xpyd_core.errors import ApiError
 from xpyd_router.fleet.registry import Instance
 from xpyd_router.metrics import state_of
 from xpyd_router.requests.bodies import ENDPOINTS
-from xpyd_router.serving.inference import Inference
+from xpyd_router.serving.inference import AsgiApp, Inference
 from xpyd_router.serving.surface import Surface
 
 
@@ -72,11 +74,11 @@ def _http_error(error: HTTPException) -> Response:
     return response
 
 
-def build_app(surface: Surface) -> Quart:
+def build_app(surface: Surface) -> AsgiApp:
     """The application; `surface` lives as long as it."""
     app = Quart("xpyd_router")
     app.config["MAX_CONTENT_LENGTH"] = surface.config.max_body_bytes
-    _add_inference(app, surface)
+    _add_inference(app)
     _add_models(app, surface)
     _add_state(app, surface)
 
@@ -86,15 +88,13 @@ def build_app(surface: Surface) -> Quart:
 
     # Quart's decorators register them; pyright sees names that nobody reads.
     _ = http_error
-    return app
+    return Inference(surface).wrap(cast(AsgiApp, app))
 
 
-def _add_inference(app: Quart, surface: Surface) -> None:
-    """The inference routes, before Quart's own. Quart knows their paths only to refuse GET."""
+def _add_inference(app: Quart) -> None:
+    """The inference routes stand before Quart, which knows their paths only to refuse GET."""
     for endpoint in ENDPOINTS:
         app.add_url_rule(f"/v1/{endpoint}", endpoint, _unreachable, methods=["POST"])
-    # Quart documents this attribute as the place of ASGI middleware.
-    app.asgi_app = Inference(surface).wrap(app.asgi_app)  # type: ignore[assignment,method-assign]
 
 
 async def _unreachable() -> Response:

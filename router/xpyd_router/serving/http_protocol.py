@@ -30,6 +30,7 @@ class ClientProtocol(HttpToolsProtocol):
     head_deadline_s = HEAD_DEADLINE_S
     stall_s = STALL_S
     _head_timer: asyncio.TimerHandle | None = None
+    _is_in_head = False
     _stall_timer: asyncio.TimerHandle | None = None
     _sink: DirectSink | None = None
     _serving: RequestResponseCycle | None = None
@@ -41,13 +42,19 @@ class ClientProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._expect_head()
 
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._is_in_head and self._head_timer is None:
+            self._expect_head()
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
         # uvicorn's type of a scope leaves the key out; ASGI has it.
         self.scope["extensions"] = {EXTENSION: self}  # type: ignore[typeddict-unknown-key]
-        self._expect_head()
+        self._is_in_head = True
 
     def on_headers_complete(self) -> None:
+        self._is_in_head = False
         self._forget_head()
         super().on_headers_complete()
 

@@ -196,15 +196,14 @@ async def _read_body(receive: Receive, scope: Scope, limit_bytes: int) -> bytes:
     """The whole body. Raises ApiError 413 for one above the limit, 408 for one that does not come,
     _ClientLeft.
     """
-    too_long = ApiError(413, "the request body is too long")
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit() and int(value) > limit_bytes:
-            raise too_long
+            raise _too_long()
     message = await receive()
     if message["type"] == "http.request" and not message.get("more_body"):
         body = cast(bytes, message.get("body", b""))
         if len(body) > limit_bytes:
-            raise too_long
+            raise _too_long()
         return body
     parts: list[bytes] = []
     size = 0
@@ -214,12 +213,16 @@ async def _read_body(receive: Receive, scope: Scope, limit_bytes: int) -> bytes:
                 parts.append(message.get("body", b""))
                 size += len(parts[-1])
                 if size > limit_bytes:
-                    raise too_long
+                    raise _too_long()
                 if not message.get("more_body"):
                     return b"".join(parts)
                 message = await receive()
             raise _ClientLeft
     raise ApiError(408, "the request body did not come in time")
+
+
+def _too_long() -> ApiError:
+    return ApiError(413, "the request body is too long")
 
 
 async def _watch(receive: Receive, sink: AsgiSink) -> None:

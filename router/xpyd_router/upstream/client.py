@@ -78,9 +78,9 @@ class UpstreamClient:
         sent_s = self._loop.time()
         due_s = sent_s + timeout_s
         if (idle := self._take_idle(to)) is not None:
-            exchange = self._send(idle, head, body, owner)
+            exchange = self._send(idle, head, body, owner, due_s)
             try:
-                return await self._answered(exchange, due_s)
+                return await self._answered(exchange)
             except CallFailed as failure:
                 # Closed as we sent: the engine has seen nothing of the request. Later it may have
                 # died of it.
@@ -94,19 +94,23 @@ class UpstreamClient:
                 raise stale from None
         else:
             connection = await self._connect(to, timeout_s)
-        return await self._answered(self._send(connection, head, body, owner), due_s)
+        return await self._answered(self._send(connection, head, body, owner, due_s))
 
     def _send(
-        self, connection: Connection, head: bytes, body: bytes, owner: InstanceKey | None
+        self,
+        connection: Connection,
+        head: bytes,
+        body: bytes,
+        owner: InstanceKey | None,
+        due_s: float,
     ) -> Exchange:
-        exchange = Exchange(owner, self._loop)
+        exchange = Exchange(owner, self._loop, due_s)
         self._active.add(exchange)
         self._arm()
         connection.send(exchange, head, body)
         return exchange
 
-    async def _answered(self, exchange: Exchange, due_s: float) -> Exchange:
-        exchange.due_s = due_s
+    async def _answered(self, exchange: Exchange) -> Exchange:
         try:
             await exchange.head()
         except BaseException:

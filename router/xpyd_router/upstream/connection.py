@@ -10,6 +10,8 @@ import httptools
 
 from xpyd_router.upstream.exchange import Exchange
 
+_LENGTHS = frozenset({b"content-length", b"transfer-encoding"})
+
 
 class Connection(asyncio.Protocol):
     """See the module. `on_free(self)` is called when it may serve again, `on_lost(self)` once, when
@@ -126,9 +128,10 @@ class Connection(asyncio.Protocol):
         """See httptools."""
         if self._exchange is None:
             return
-        if name.lower() in (b"content-length", b"transfer-encoding"):
+        lowered = name.lower()
+        if lowered in _LENGTHS:
             self._is_bounded = True
-        self._exchange.on_header(name, value)
+        self._exchange.on_header(lowered, value)
 
     def on_headers_complete(self) -> None:
         """See httptools."""

@@ -47,53 +47,33 @@ class Exchange:
     `due_s` is on the event loop's clock; the client's sweep fails an exchange whose time has come.
     """
 
-    __slots__ = (
-        "_body",
-        "_carrier",
-        "_consumer",
-        "_done",
-        "_failure",
-        "_gap_s",
-        "_head",
-        "_head_bytes",
-        "_is_closed",
-        "_is_paused",
-        "_left_s",
-        "_limit_bytes",
-        "_size",
-        "_time",
-        "content_type",
-        "due_s",
-        "has_answered",
-        "is_whole",
-        "owner",
-        "retry_after",
-        "status",
-    )
+    # As defaults of the class they cost nothing per call: most calls change few of them.
+    status = 0
+    content_type = ""
+    retry_after: str | None = None
+    has_answered = False
+    """A byte of the answer has come."""
+    is_whole = False
+    _carrier: Carrier | None = None
+    _done: asyncio.Future[None] | None = None
+    _consumer: Callable[[bytes], None] | None = None
+    _size = 0
+    _limit_bytes = _WAITING_BYTES
+    _head_bytes = 0
+    _failure: FailureCause | None = None
+    _is_paused = False
+    _is_closed = False
+    _gap_s = math.inf
+    _left_s = math.inf
 
-    def __init__(self, owner: InstanceKey | None, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, owner: InstanceKey | None, loop: asyncio.AbstractEventLoop, due_s: float
+    ) -> None:
         self.owner = owner
-        self.due_s = math.inf
-        self._gap_s = math.inf
-        self._left_s = math.inf
+        self.due_s = due_s
         self._time = loop.time
-        self.status = 0
-        self.content_type = ""
-        self.retry_after: str | None = None
-        self.has_answered = False
-        """A byte of the answer has come."""
-        self.is_whole = False
-        self._carrier: Carrier | None = None
         self._head: asyncio.Future[None] = loop.create_future()
-        self._done: asyncio.Future[None] | None = None
-        self._consumer: Callable[[bytes], None] | None = None
         self._body: list[bytes] = []
-        self._size = 0
-        self._limit_bytes = _WAITING_BYTES
-        self._head_bytes = 0
-        self._failure: FailureCause | None = None
-        self._is_paused = False
-        self._is_closed = False
 
     # What the caller does.
 
@@ -182,15 +162,14 @@ class Exchange:
         self._carrier = carrier
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header line of the answer."""
+        """One header line of the answer; the name in lower case."""
         self._head_bytes += len(name) + len(value)
         if self._head_bytes > MAX_HEAD_BYTES:
             self.fail("too_large")
             return
-        lowered = name.lower()
-        if lowered == b"content-type":
+        if name == b"content-type":
             self.content_type = value.decode("latin-1")
-        elif lowered == b"retry-after":
+        elif name == b"retry-after":
             self.retry_after = value.decode("latin-1")
 
     def on_head(self, status: int) -> None:
