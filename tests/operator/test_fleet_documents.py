@@ -78,7 +78,7 @@ def test_defaults_are_those_of_the_api():
     assert (kv.buffer_size, kv.host_pool_size) == ("10%", None)
     assert (kv.lease_seconds, kv.wait_seconds) == (30, 10)
     assert (spec.heartbeat.interval_milliseconds, spec.heartbeat.missed_beats) == (3000, 3)
-    assert (spec.drain.timeout_seconds, spec.router.policy) == (300, "RoundRobin")
+    assert (spec.drain.timeout_seconds, spec.router.policy) == (300, "LeastLoaded")
     assert [pool.replicas for pool in spec.pools] == [None, 3]
 
 
@@ -134,7 +134,7 @@ def test_all_mistakes_are_reported_at_once():
     document = changed("spec.pools.0.role", "Decode")
     document["metadata"]["name"] = "A"
     document["spec"]["model"]["uri"] = "x"
-    document["spec"]["router"] = {"policy": "Random", "color": "red"}
+    document["spec"]["router"] = {"policy": "PrefixAware", "color": "red"}
     document["spec"]["pools"][1] |= {"scaling": {"minReplicas": -1}, "restartPolicy": "Always"}
     lines = complaints(document)
     assert [line.partition(": ")[0] for line in lines] == [
@@ -144,10 +144,10 @@ def test_all_mistakes_are_reported_at_once():
         'unknown field "spec.pools[1].restartPolicy"; not supported by this version',
         "spec.pools",
         "spec.router.policy",
-        'unknown field "spec.router.color"; spec.router has replicas, policy, discoveryPort, '
-        "service, template",
+        'unknown field "spec.router.color"; spec.router has replicas, policy, prefillPolicy, '
+        "decodePolicy, discoveryPort, service, template",
     ]
-    assert lines[-2].endswith("; Random is not supported by this version")
+    assert lines[-2].endswith("; PrefixAware is not supported by this version")
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,16 @@ def test_every_field_reaches_a_flag():
     assert (found["decode"].replicas, found[ROUTER].replicas, found[ROUTER].surge) == (3, 1, 0)
 
 
+def test_policies_reach_the_router_where_they_are_not_its_default():
+    said = {"policy": "RoundRobin", "prefillPolicy": "PowerOfTwo", "decodePolicy": "LeastLoaded"}
+    assert want(router=said)[ROUTER].template.args[2:] == (
+        "--policy=RoundRobin",
+        "--prefill-policy=PowerOfTwo",
+        "--decode-policy=LeastLoaded",
+    )
+    assert want(router={"policy": "LeastLoaded"})[ROUTER].template == want()[ROUTER].template
+
+
 def test_what_only_a_cluster_uses_is_in_the_revision_and_in_no_flag():
     plain = want()["decode"].template
     document = fleet(

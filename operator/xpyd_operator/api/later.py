@@ -19,8 +19,12 @@ FIELDS = frozenset(
 )
 """Paths without list indexes."""
 
+_POLICIES = ("PrefixAware", "SessionAffinity", "SloAware")
+
 VALUES = {
     "spec.kvTransfer.transport": ("NCCL", "CUDAIPC", "NIXL"),
-    "spec.router.policy": ("Random", "PowerOfTwo", "LeastLoaded", "PrefixAware"),
+    "spec.router.policy": _POLICIES,
+    "spec.router.prefillPolicy": _POLICIES,
+    "spec.router.decodePolicy": _POLICIES,
 }
 """Path without list indexes -> values of its enum."""

@@ -105,13 +105,21 @@ class Service(ApiModel):
     """Its port."""
 
 
+Policy = Literal["RoundRobin", "Random", "PowerOfTwo", "LeastLoaded"]
+"""Of the router's own ones (docs/router.md) those that a document may name."""
+
+
 class Router(ApiModel):
     """The HTTP entry."""
 
     replicas: Annotated[int, Field(ge=1, le=64)] = 2
     """Router pods in a cluster; local mode runs one."""
-    policy: Literal["RoundRobin"] = "RoundRobin"
+    policy: Policy = "LeastLoaded"
     """Which instances a request gets."""
+    prefill_policy: Policy | None = None
+    """Another policy for prefill instances; none: `policy`."""
+    decode_policy: Policy | None = None
+    """Another policy for decode instances; none: `policy`."""
     discovery_port: Annotated[
         int,
         Field(ge=1024, le=65535),

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from xpyd_operator.api import InferenceFleet, KvTransfer, Pool
+from xpyd_operator.api import InferenceFleet, KvTransfer, Pool, Router
 from xpyd_operator.plan.values import MOST_REPLICAS, ROUTER, FleetWant, PoolWant, Template
 
 INSECURE_FLAG = "--kv-insecure"
@@ -120,12 +120,20 @@ def _key_args(kv: KvTransfer) -> list[str]:
     return [INSECURE_FLAG] if kv.insecure else []
 
 
+def _policy_args(router: Router) -> list[str]:
+    """Left out where they are the router's own default."""
+    said = _said(router, only={"policy", "prefill_policy", "decode_policy"})
+    flags = {"policy": "policy", "prefillPolicy": "prefill-policy", "decodePolicy": "decode-policy"}
+    return [f"--{flag}={said[field]}" for field, flag in flags.items() if field in said]
+
+
 def router_template(fleet: InferenceFleet, *, image: str = "") -> Template:
     """The router's flags."""
     spec = fleet.spec
     args = (
         f"--heartbeat-interval-ms={spec.heartbeat.interval_milliseconds}",
         f"--missed-beats={spec.heartbeat.missed_beats}",
+        *_policy_args(spec.router),
         *_key_args(spec.kv_transfer),
     )
     pod = _canonical(
