@@ -48,6 +48,7 @@ class Attempt:
             self.instances = (choice.prefill, choice.decode)
         else:
             self.instances = (choice.instance,)
+        self._secrets = (self.request_id.encode(), self._uuid)
         self.called = self.instances[0]
         """Who was called last."""
         self.load: Load | None = None
@@ -95,7 +96,7 @@ class Attempt:
         """`data` without the internal ids."""
         if self._uuid not in data:
             return data
-        return scrub(data, (self.request_id.encode(), self._uuid), self._public)
+        return scrub(data, self._secrets, self._public)
 
     def scrubbed_error(self, body: bytes) -> bytes:
         """An engine's error without internal ids and without engine addresses."""

@@ -44,6 +44,16 @@ class Relay:
         if self.is_done:
             return
         self._attempt.owes_release = False
+        if self._splitter.is_whole_event(data) and data != DONE and not data.startswith(_ERROR):
+            # What nearly every piece is: one chunk, of one token.
+            shown = self._shown(data)
+            if shown is not None:
+                self._outlet.write(self._attempt.scrubbed(shown))
+            return
+        self._feed_events(data)
+
+    def _feed_events(self, data: bytes) -> None:
+        """Pieces of events, several at once, and the last one."""
         try:
             events = self._splitter.push(data)
         except ProtocolError as error:

@@ -19,6 +19,18 @@ class EventSplitter:
         self._max_event_bytes = max_event_bytes
         self._rest = b""
 
+    def is_whole_event(self, data: bytes) -> bool:
+        """Whether `data` is one event as `push` gives them, and nothing was kept before it: then it
+        needs no `push`.
+        """
+        return (
+            not self._rest
+            and data.startswith(b"data:")
+            and data.find(b"\n\n") == len(data) - 2
+            and b"\r" not in data
+            and len(data) <= self._max_event_bytes
+        )
+
     def push(self, data: bytes) -> list[bytes]:
         """The events that `data` completes, each ending in one blank line (`\\n\\n`).
 
