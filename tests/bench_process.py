@@ -22,8 +22,12 @@ class Processes:
         self._log = log
 
     def pss_gib(self) -> float:
-        """Of all of them."""
-        return sum(map(_pss_bytes, tree(self.process.pid))) / 2**30
+        """Of all of them; what processes share, others too, counts in parts."""
+        return self._memory_gib("Pss")
+
+    def rss_gib(self) -> float:
+        """Of all of them; what several processes share counts in each."""
+        return self._memory_gib("Rss")
 
     def cpu_s(self) -> float:
         """Processor time of all of them, their ended threads included."""
@@ -53,6 +57,9 @@ class Processes:
     def complaint(self) -> str:
         """The end of what it said."""
         return self._log.read_text(errors="replace")[-2000:]
+
+    def _memory_gib(self, figure: str) -> float:
+        return sum(_memory_bytes(pid, figure) for pid in tree(self.process.pid)) / 2**30
 
     def _signal(self, number: int) -> None:
         for pid in tree(self.process.pid):
@@ -91,12 +98,12 @@ def _is_of_session(pid: int, session: int) -> bool:
     return bool(fields) and int(fields[3]) == session and fields[0] != "Z"
 
 
-def _pss_bytes(pid: int) -> int:
+def _memory_bytes(pid: int, figure: str) -> int:
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except OSError:
         return 0
-    found = re.search(r"^Pss:\s+(\d+) kB", text, re.M)
+    found = re.search(rf"^{figure}:\s+(\d+) kB", text, re.M)
     return int(found[1]) * 1024 if found else 0
 
 

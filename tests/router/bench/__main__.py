@@ -1,13 +1,14 @@
 """make bench-router: the measurements, a line of JSON, and the same in two files.
 
-Exit status: 0 measured, 1 a contender failed or did not answer as asked. How fast anything was is
-no failure.
+Exit status: 0 measured, 1 nothing could be measured, or a contender did not answer as asked. How
+fast anything was is no failure.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
 import shlex
 import sys
 import tempfile
@@ -34,6 +35,8 @@ from tests.router.bench.shape import (
 
 _QUICK_ROWS = ["direct", "xpyd", "vllm-router"]
 _QUICK_TIMES = Times(warm_s=0.5, seconds=2.0, ramp_s=1.0)
+_FILES = 4 * max(STREAMS)
+"""A router has two for each stream, and P's side may stay open."""
 
 
 def main(argv: list[str]) -> int:
@@ -43,6 +46,7 @@ def main(argv: list[str]) -> int:
     plan = _plan(options, left_out)
     with tempfile.TemporaryDirectory() as folder:
         try:
+            _allow_files()
             found = measure(plan, programs(), Path(folder), _say)
         except (ContenderFailed, NotHere) as error:
             _say(f"wrong: {error}")
@@ -52,7 +56,15 @@ def main(argv: list[str]) -> int:
         write_report(made, options.output, with_measured)
     sys.stderr.write("\n" + tables(made))
     sys.stdout.write(json.dumps(made) + "\n")
-    return 0
+    return 1 if made["failed"] else 0
+
+
+def _allow_files() -> None:
+    """As many open files as the system gives, for all that are started. NotHere for too few."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most < _FILES:
+        raise NotHere(f"ulimit -Hn is {most}, and {max(STREAMS)} streams need {_FILES}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -69,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--streams", type=_numbers, metavar="N,...", help="streams, and no other case")
     add("--prompt-bytes", type=_numbers, metavar="N,...", help="of the closed loops' prompts")
     add("--rounds", type=int, default=3)
-    add("--seconds", type=float, help="of each turn, its warm-up not counted (default: 4, quick 2)")
+    add("--seconds", type=float, help="of each turn, its warm-up not counted (default: 3, quick 2)")
     add("--own-args", type=shlex.split, default=[], help="more for `xpyd router`")
     add("--quick", action="store_true", help=f"one round of {','.join(_QUICK_ROWS)} at 64")
     return parser

@@ -14,20 +14,18 @@
 
 #include "answers.h"
 #include "base.h"
+#include "wheel.h"
 
 enum {
   BODY_MAX = 64 << 20,
-  EVENT = 250,        // bytes of one event of a stream
-  OUT_MAX = 4 << 20,  // what a reader that does not read may leave unsent
-  SLOTS = 1024,       // of the wheel
-  SLOT_NS = 1000000
+  EVENT = 250,       // bytes of one event of a stream
+  OUT_MAX = 4 << 20  // what a reader that does not read may leave unsent
 };
 
 struct stream {
+  struct alarm next_token;  // first: an alarm's address is its stream's
   struct connection *owner;
-  struct stream *next, **link;  // in a slot of the wheel
-  long left;                    // tokens
-  long due_ns;
+  long left;                 // tokens
   char event[DOCUMENT_MAX];  // with the frame of its HTTP chunk
   int event_length;
   char *stamp;
@@ -46,32 +44,12 @@ struct connection {
 
 static int poll_fd;
 static long step_ns;
-static struct stream *wheel[SLOTS];
-static long wheel_slot, streams;
 static struct connection *dead;  // freed when all events of a round are handled
 
-static void unlink_stream(struct stream *s) {
-  *s->link = s->next;
-  if (s->next) s->next->link = s->link;
-  s->next = NULL;
-  s->link = &s->next;
-}
-
-static void link_stream(struct stream *s) {
-  long slot = s->due_ns / SLOT_NS;
-  if (slot <= wheel_slot) slot = wheel_slot + 1;
-  struct stream **head = &wheel[slot % SLOTS];
-  s->next = *head;
-  s->link = head;
-  if (s->next) s->next->link = &s->next;
-  *head = s;
-}
-
 static void end_stream(struct connection *c) {
-  unlink_stream(c->stream);
+  clear_alarm(&c->stream->next_token);
   free(c->stream);
   c->stream = NULL;
-  streams--;
 }
 
 static void drop(struct connection *c) {
@@ -153,10 +131,9 @@ static void begin_stream(struct connection *c, const struct ask *a) {
                            "%x\r\ndata: %s}\n\ndata: [DONE]\n\n\r\n0\r\n\r\n", last, event);
   s->owner = c;
   s->left = a->tokens;
-  s->due_ns = now_ns() + step_ns;
+  s->next_token.due_ns = now_ns() + step_ns;
   c->stream = s;
-  streams++;
-  link_stream(s);
+  set_alarm(&s->next_token);
   static const char head[] = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
                              "transfer-encoding: chunked\r\n\r\n";
   put(c, head, sizeof head - 1);
@@ -164,34 +141,20 @@ static void begin_stream(struct connection *c, const struct ask *a) {
 
 static void serve_all(struct connection *c);
 
-static void send_token(struct stream *s) {
+static void send_token(struct alarm *due) {
+  struct stream *s = (struct stream *)due;
   struct connection *c = s->owner;
   if (s->left-- > 0) {
     char digits[24];
     snprintf(digits, sizeof digits, "%0*ld", STAMP_DIGITS, now_ns());
     memcpy(s->stamp, digits, STAMP_DIGITS);
-    s->due_ns += step_ns;
-    link_stream(s);
+    s->next_token.due_ns += step_ns;
+    set_alarm(&s->next_token);
     return put(c, s->event, s->event_length);
   }
   put(c, s->end, s->end_length);
   if (c->stream) end_stream(c);
   serve_all(c);
-}
-
-static void turn_wheel(void) {
-  for (long now = now_ns() / SLOT_NS; wheel_slot < now;) {
-    wheel_slot++;
-    struct stream *due = wheel[wheel_slot % SLOTS];
-    wheel[wheel_slot % SLOTS] = NULL;
-    if (due) due->link = &due;
-    while (due) {
-      struct stream *s = due;
-      unlink_stream(s);
-      if (s->due_ns / SLOT_NS > wheel_slot) link_stream(s);  // in a later turn of the wheel
-      else send_token(s);
-    }
-  }
 }
 
 // A header's value in a head that ends behind its last "\r\n".
@@ -290,7 +253,7 @@ int main(int count, char **words) {
   fflush(stdout);
   struct epoll_event events[256];
   for (;;) {
-    int n = epoll_wait(poll_fd, events, 256, streams ? 1 : 1000);
+    int n = epoll_wait(poll_fd, events, 256, alarms ? 1 : 1000);
     for (int i = 0; i < n; i++) {
       struct connection *c = events[i].data.ptr;
       if (c->is_listener) take_connections(c);
@@ -299,7 +262,7 @@ int main(int count, char **words) {
         if (c->fd >= 0 && events[i].events & ~EPOLLOUT) take(c);
       }
     }
-    turn_wheel();
+    turn_wheel(send_token);
     for (struct connection *c; (c = dead); free(c->in), free(c->out), free(c)) dead = c->next_dead;
   }
 }

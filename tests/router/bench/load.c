@@ -17,7 +17,7 @@
 
 #include "response.h"
 
-enum { WHOLE_TOKENS = 16, PATIENCE_S = 30, COUNT_PATIENCE_S = 300, NUMBER_DIGITS = 12 };
+enum { WHOLE_TOKENS = 16, PATIENCE_S = 60, COUNT_PATIENCE_S = 300, NUMBER_DIGITS = 12 };
 
 // All are kept, so that a percentile is exact.
 struct samples {

@@ -27,6 +27,8 @@ def _where(made: dict[str, Any]) -> str:
     machine = made["machine"]
     versions = ", ".join(f"{name} {number}" for name, number in made["versions"].items())
     left_out = "".join(f"\nNot measured: {name} ({why})." for name, why in made["absent"].items())
+    for one in made["failed"]:
+        left_out += f"\n**{one['row']} failed in {one['case']}**: {one['why']}."
     flags = f" Ours with `{' '.join(made['ownArgs'])}`." if made["ownArgs"] else ""
     return (
         f"{made['date']}: {machine['cores']} cores ({machine['processor']}), "
@@ -91,7 +93,7 @@ def _memory(made: dict[str, Any]) -> list[str]:
     if not made["memoryMib"]:
         return []
     return [
-        "| memory (PSS), MiB | idle | after all loads |",
+        "| memory (RSS), MiB | idle | after all loads |",
         "|---|---|---|",
         *(
             f"| {_shown(row)} | {one['idle']:.0f} | {one['after']:.0f} |"
@@ -113,6 +115,7 @@ def _added(found: dict[str, Any], *keys: str) -> str:
 
 
 def _cpu(found: dict[str, Any], key: str) -> str:
-    if "added" not in found and not found["cores"]:
+    if not found["cores"]:
         return " | "
-    return f"{found[key]:.1f} | {found['cores']:.2f}"
+    cost = "-" if found[key] is None else f"{found[key]:.1f}"
+    return f"{cost} | {found['cores']:.2f}"

@@ -82,6 +82,9 @@ def report(found: Found, plan: Plan, absent: Mapping[str, str]) -> dict[str, Any
             for name, idle in found.idle_gib.items()
         },
         "ratios": _ratios(found),
+        "failed": [
+            {"row": row, "case": case, "why": why} for (row, case), why in found.failed.items()
+        ],
         "absent": dict(absent),
         "ownArgs": list(plan.own_args),
         "rounds": plan.rounds,

@@ -10,11 +10,12 @@ import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from tests.router.bench.mocks import Mocks, engines
 from tests.router.bench.programs import Programs
-from tests.router.bench.routers import Router, running
+from tests.router.bench.routers import ContenderFailed, Router, running
 from tests.router.bench.shape import Case, Row, Times
 from tests.router.bench.turns import Turn, turn
 
@@ -50,32 +51,36 @@ class Cores:
 
 @dataclass
 class Found:
-    """By row: PSS before any load and after all of it; by row and case, a Turn per round."""
+    """By row: RSS before any load and after all of it; by row and case, a Turn per round, or why
+    there are none: who failed once in a case is not asked for it again."""
 
     idle_gib: dict[str, float] = field(default_factory=dict[str, float])
     after_gib: dict[str, float] = field(default_factory=dict[str, float])
     turns: dict[tuple[str, str], list[Turn]] = field(
         default_factory=dict[tuple[str, str], list[Turn]]
     )
+    failed: dict[tuple[str, str], str] = field(default_factory=dict[tuple[str, str], str])
 
 
 def measure(plan: Plan, programs: Programs, folder: Path, say: Say) -> Found:
-    """Start everybody, let them take turns, end them. `folder`: for logs. ContenderFailed."""
+    """Start everybody, let them take turns, end them. `folder`: for logs. ContenderFailed where
+    one does not start."""
     found = Found()
     cores = Cores(tuple(sorted(os.sched_getaffinity(0))))
     with _kept_to(cores.load), engines(programs.engine) as mocks, ExitStack() as stack:
         routers = {row.name: _started(row, plan, mocks, folder, cores, stack) for row in plan.rows}
         for name, router in routers.items():
             if router is not None:
-                found.idle_gib[name] = router.pss_gib()
+                found.idle_gib[name] = router.rss_gib()
                 router.stop()
                 say(f"{name}: pid {router.process.pid}, {found.idle_gib[name] * 1024:.0f} MiB")
         for number in range(plan.rounds):
             for case in plan.cases:
-                _round(routers, case, mocks, plan, programs.load, number, found, say)
+                a_turn = partial(_turn, case=case, mocks=mocks, times=plan.times, programs=programs)
+                take_turns(routers, case, number, found, a_turn=a_turn, say=say)
         for name, router in routers.items():
-            if router is not None:
-                found.after_gib[name] = router.pss_gib()
+            if router is not None and router.process.poll() is None:
+                found.after_gib[name] = router.rss_gib()
     return found
 
 
@@ -90,30 +95,44 @@ def _started(
     )
 
 
-def _round(
+def _turn(
+    router: Router | None, *, case: Case, mocks: Mocks, times: Times, programs: Programs
+) -> Turn:
+    port = mocks.decodes[0] if router is None else router.port
+    return turn(programs.load, case, port, times, router)
+
+
+def take_turns(
     routers: Mapping[str, Router | None],
     case: Case,
-    mocks: Mocks,
-    plan: Plan,
-    load: Path,
     number: int,
     found: Found,
+    *,
+    a_turn: Callable[[Router | None], Turn],
     say: Say,
 ) -> None:
+    """All but those who failed in this case, one after another; who comes first changes."""
     names = list(routers)
-    names = names[number % len(names) :] + names[: number % len(names)]
-    for name in names:
+    for name in [*names[number % len(names) :], *names[: number % len(names)]]:
+        key = (name, case.name)
+        if key in found.failed:
+            continue
         router = routers[name]
-        if router is None:
-            one = turn(load, case, mocks.decodes[0], plan.times)
+        try:
+            if router is not None:
+                router.go_on()
+                router.wait_ready()
+            one = a_turn(router)
+        except ContenderFailed as error:
+            found.failed[key] = str(error)
+            found.turns.pop(key, None)
+            say(f"round {number + 1}, {case.name}, {name} FAILED: {error}")
         else:
-            router.go_on()
-            router.wait_ready()
-            one = turn(load, case, router.port, plan.times, router)
+            found.turns.setdefault(key, []).append(one)
+            say(f"round {number + 1}, {case.name}, {name}: {one.said}")
+        if router is not None:
             router.stop()
             router.forget_log()
-        found.turns.setdefault((name, case.name), []).append(one)
-        say(f"round {number + 1}, {case.name}, {name}: {one.said}")
 
 
 @contextmanager

@@ -25,6 +25,9 @@ _START_S = 60.0
 _ASK_S = 5.0
 _POLL_S = 0.05
 _LOOPBACK = ("--host", "127.0.0.1")
+_OWN_ARGS = ("--kv-insecure", "--heartbeat-interval-ms", "10000", "--missed-beats", "100")
+"""Engines stay known while it is stopped, for as long as all others may take in a case. Peers'
+deadlines are fixed: they learn of the engines anew before their turn begins."""
 
 
 class ContenderFailed(Exception):
@@ -109,9 +112,9 @@ def argv_of(row: Row, ports: Ports, mocks: Mocks, own_args: Sequence[str] = ()) 
     """The command line. The peers take the policy that costs them least: round robin."""
     http = [*_LOOPBACK, "--port", str(ports.http)]
     if row.program == "xpyd":
-        discovery = ["--discovery-port", str(ports.discovery), "--kv-insecure"]
+        own = [str(ROOT / ".venv/bin/xpyd"), "router", *http, *_OWN_ARGS]
         processes = ["--processes", str(row.processes)] if row.processes > 1 else []
-        return [str(ROOT / ".venv/bin/xpyd"), "router", *http, *discovery, *processes, *own_args]
+        return [*own, "--discovery-port", str(ports.discovery), *processes, *own_args]
     program = str(peer_environment() / "bin" / row.program)
     common = [*http, "--policy", "round_robin", "--prometheus-port", str(ports.metrics)]
     if row.program == "vllm-router":

@@ -65,5 +65,5 @@ class Times:
     """How long a turn takes. Streams are opened one after another in `ramp_s`."""
 
     warm_s: float = 1.0
-    seconds: float = 4.0
+    seconds: float = 3.0
     ramp_s: float = 2.0
