@@ -33,6 +33,7 @@ from tests.router.bench.shape import (
     Times,
 )
 
+ROUNDS = 3
 _QUICK_ROWS = ["direct", "xpyd", "vllm-router"]
 _QUICK_TIMES = Times(warm_s=0.5, seconds=2.0, ramp_s=1.0)
 _FILES = 4 * max(STREAMS)
@@ -80,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--concurrency", type=_numbers, metavar="N,...", help="closed loops, and no other case")
     add("--streams", type=_numbers, metavar="N,...", help="streams, and no other case")
     add("--prompt-bytes", type=_numbers, metavar="N,...", help="of the closed loops' prompts")
-    add("--rounds", type=int, default=3)
+    add("--rounds", type=int, default=ROUNDS, help="default: %(default)s")
     add("--seconds", type=float, help="of each turn, its warm-up not counted (default: 3, quick 2)")
     add("--own-args", type=shlex.split, default=[], help="more for `xpyd router`")
     add("--quick", action="store_true", help=f"one round of {','.join(_QUICK_ROWS)} at 64")

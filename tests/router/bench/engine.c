@@ -18,7 +18,7 @@
 
 enum {
   BODY_MAX = 64 << 20,
-  EVENT = 250,       // bytes of one event of a stream
+  EVENT = 300,       // bytes of one event of a stream; a P/D id of vLLM is in it
   OUT_MAX = 4 << 20  // what a reader that does not read may leave unsent
 };
 

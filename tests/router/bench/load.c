@@ -163,6 +163,9 @@ static void readable(struct connection *c) {
 
 static void writable(struct connection *c) {
   if (c->is_connected) return push(c);
+  int error = 0;
+  getsockopt(c->fd, SOL_SOCKET, SO_ERROR, &error, &(socklen_t){sizeof error});
+  if (error) return fail(c, strerror(error));
   c->is_connected = 1;
   ask(c);
 }

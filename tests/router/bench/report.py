@@ -58,9 +58,9 @@ class Ratio(NamedTuple):
 
 
 RATIOS = (
-    Ratio("cpu_per_request", "cpuUsPerRequest", "c64", 0.75),
-    Ratio("cpu_per_token", "cpuUsPerToken", "s512", 0.9),
-    Ratio("p99_at_256", "p99Us", "c256", 0.6),
+    Ratio("CPU per request", "cpuUsPerRequest", "c64", 0.75),
+    Ratio("CPU per token", "cpuUsPerToken", "s512", 0.9),
+    Ratio("p99", "p99Us", "c256", 0.6),
     Ratio("memory", "memory", "", 0.5),
 )
 

@@ -25,9 +25,12 @@ _START_S = 60.0
 _ASK_S = 5.0
 _POLL_S = 0.05
 _LOOPBACK = ("--host", "127.0.0.1")
-_OWN_ARGS = ("--kv-insecure", "--heartbeat-interval-ms", "10000", "--missed-beats", "100")
-"""Engines stay known while it is stopped, for as long as all others may take in a case. Peers'
-deadlines are fixed: they learn of the engines anew before their turn begins."""
+_OWN_ARGS = (
+    *("--kv-insecure", "--drain-seconds", "0"),
+    # Engines stay known while it is stopped, for as long as all others may take in a case. The
+    # peers' deadlines are fixed: they learn of the engines anew before their turn begins.
+    *("--heartbeat-interval-ms", "10000", "--missed-beats", "100"),
+)
 
 
 class ContenderFailed(Exception):
