@@ -91,6 +91,7 @@ def test_the_router_has_cores_of_its_own() -> None:
 def test_each_row_is_told_of_all_engines_in_its_own_way() -> None:
     ports = Ports(http=80, discovery=81, metrics=82)
     own = argv_of(ROWS["xpyd-2"], ports, _MOCKS, ["--log-level", "info"])
+    assert own[own.index("--policy") + 1] == "LeastLoaded"
     assert own[-6:] == ["--discovery-port", "81", "--processes", "2", "--log-level", "info"]
     for row, is_own in ((ROWS[OWN], False), (ROWS["xpyd-continuing"], True)):
         told = [decode_heartbeat(frame) for frame in beats(_MOCKS, row)]

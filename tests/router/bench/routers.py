@@ -25,6 +25,8 @@ _START_S = 60.0
 _ASK_S = 5.0
 _POLL_S = 0.05
 _LOOPBACK = ("--host", "127.0.0.1")
+_FEATURES = ("--policy", "LeastLoaded")
+"""What our rows are to carry with them. What is on by default is not named."""
 _OWN_ARGS = (
     *("--kv-insecure", "--drain-seconds", "0"),
     # Engines stay known while it is stopped, for as long as all others may take in a case. The
@@ -115,7 +117,7 @@ def argv_of(row: Row, ports: Ports, mocks: Mocks, own_args: Sequence[str] = ()) 
     """The command line. The peers take the policy that costs them least: round robin."""
     http = [*_LOOPBACK, "--port", str(ports.http)]
     if row.program == "xpyd":
-        own = [str(ROOT / ".venv/bin/xpyd"), "router", *http, *_OWN_ARGS]
+        own = [str(ROOT / ".venv/bin/xpyd"), "router", *http, *_OWN_ARGS, *_FEATURES]
         processes = ["--processes", str(row.processes)] if row.processes > 1 else []
         return [*own, "--discovery-port", str(ports.discovery), *processes, *own_args]
     program = str(peer_environment() / "bin" / row.program)
