@@ -68,8 +68,8 @@ def answer(body: str, *, status: int = 200, head: str = "") -> bytes:
 
 
 def aged(number: int) -> bytes:
-    """A token that was written 10 s, 20 s, ... ago, ever on another connection."""
-    old_ns = time.monotonic_ns() - (number + 1) * 10 * 10**9
+    """A token that was written 10 s to 100 s ago, every second one the connection's last."""
+    old_ns = time.monotonic_ns() - (number * 7 % 10 + 1) * 10 * 10**9
     return answer(stamp(old_ns), head="connection: close\r\n" if number % 2 else "")
 
 

@@ -87,6 +87,7 @@ def test_members_are_found_where_a_parser_finds_them(
         (b'{"a": 1, "a": 2}', b"2"),
         (b'{"b": {"a": 1}, "c": "\\"a\\": 3"}', None),
         (b'["a", 1]', None),
+        (b'["a": 1]', None),
         (b'{"a', None),
         (b'{"a": "b', b'"b'),
         (b"", None),
