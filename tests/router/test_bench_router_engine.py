@@ -6,6 +6,7 @@ import http.client
 import json
 import re
 import socket
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -53,7 +54,8 @@ def test_the_engine_answers_whole_and_in_streams_as_vllm_does(mocks: Mocks) -> N
     chunks = ask(mocks.decodes[0], chat, "/v1/chat/completions")
     assert {chunk["id"] for chunk in chunks} == {"chatcmpl-an-id"}
     stamps = [int(chunk["choices"][0]["delta"]["content"][2:21]) for chunk in chunks[:-1]]
-    assert (len(stamps), stamps) == (3, sorted(stamps))
+    assert len(stamps) == 3
+    assert before_ns < stamps[0] < stamps[1] < stamps[2] <= time.monotonic_ns()
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [*[None] * 3, "length"]
     first = ask(mocks.prefills[0], {"prompt": "a", "max_tokens": 1})
     assert (first["object"], first["usage"]["completion_tokens"]) == ("text_completion", 1)
@@ -119,6 +121,21 @@ def test_the_engine_refuses_what_it_does_not_know_and_ends_broken_connections(
         with socket.create_connection(("127.0.0.1", mocks.decodes[0]), timeout=_WAIT_S) as one:
             one.sendall(broken)
             assert ended(one)
+
+
+def test_streams_go_on_when_others_end_or_leave(bench_programs: Programs, mocks: Mocks) -> None:
+    port = mocks.decodes[0]
+    leaving = [socket.create_connection(("127.0.0.1", port), timeout=_WAIT_S) for _ in range(20)]
+    for one in leaving:
+        one.sendall(request(b'{"stream": true, "max_tokens": 100000}'))
+    words = [str(port), "streams", "100", "512", "0.3", "0", "60", "10"]
+    with subprocess.Popen([bench_programs.load, *words], stdout=subprocess.PIPE) as load:
+        for one in leaving:
+            assert one.recv(100).startswith(b"HTTP/1.1 200 OK")
+            one.close()
+        said, _ = load.communicate(timeout=_WAIT_S)
+    found = json.loads(said.splitlines()[-1])
+    assert (found["answered"], found["errors"]) == (100, 0), found["firstError"]
 
 
 def ended(one: socket.socket) -> bool:

@@ -242,6 +242,7 @@ static void listen_on(int port, int is_prefill) {
 int main(int count, char **words) {
   must(count > 3 && atof(words[1]) > 0, "engine TOKENS_PER_S prefill PORT... decode PORT...");
   step_ns = NS / atof(words[1]);
+  must(step_ns >= SLOT_NS, "at most 1000 tokens/s");
   poll_fd = epoll_create1(0);
   int is_prefill = 1;
   for (int i = 2; i < count; i++) {

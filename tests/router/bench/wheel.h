@@ -20,11 +20,9 @@ static void clear_alarm(struct alarm *a) {
   alarms--;
 }
 
-// For a->due_ns, or for the next slot where that is past.
+// For a->due_ns, in a slot that is still to come.
 static void set_alarm(struct alarm *a) {
-  long slot = a->due_ns / SLOT_NS;
-  if (slot <= wheel_slot) slot = wheel_slot + 1;
-  a->link = &wheel[slot % SLOTS];
+  a->link = &wheel[a->due_ns / SLOT_NS % SLOTS];
   a->next = *a->link;
   if (a->next) a->next->link = &a->next;
   *a->link = a;
