@@ -13,6 +13,7 @@ from xpyd_core.messages import HEARTBEAT_PERIOD_S, MISSED_BEATS
 from xpyd_core.pod_env import DISCOVERY_PORT, ROUTER_HTTP_PORT, read_pod_env
 from xpyd_core.sizes import parse_bytes
 from xpyd_router.config import RouterConfig
+from xpyd_router.fleet.health import HealthRules
 
 _EPILOG = """examples:
   xpyd router --kv-key-file kv.key               on 127.0.0.1:10001, engines beat to port 30001
@@ -60,6 +61,29 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
     add("--prefill-policy", metavar="NAME", help="for prefill instances (default: --policy)")
     add("--decode-policy", metavar="NAME", help="for decode instances (default: --policy)")
+    add(
+        "--probe-interval",
+        type=float,
+        default=default.health.probe_interval_s,
+        metavar="SECONDS",
+        help="between two GET /health of an instance (default: %(default)s)",
+    )
+    add(
+        "--probe-timeout",
+        type=float,
+        default=default.health.probe_timeout_s,
+        metavar="SECONDS",
+        help="for the answer to one; two without an answer and a late beat are a frozen instance "
+        "(default: %(default)s)",
+    )
+    add(
+        "--slow-start-seconds",
+        type=float,
+        default=default.health.slow_start_s,
+        metavar="SECONDS",
+        help="until an instance that came, or came back, has its full share of requests; 0 = at "
+        "once (default: %(default)s)",
+    )
     add(
         "--request-timeout",
         type=float,
@@ -117,6 +141,11 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         policy=args.policy,
         prefill_policy=args.prefill_policy,
         decode_policy=args.decode_policy,
+        health=HealthRules(
+            probe_interval_s=args.probe_interval,
+            probe_timeout_s=args.probe_timeout,
+            slow_start_s=args.slow_start_seconds,
+        ),
         request_timeout_s=args.request_timeout,
         prefill_timeout_s=args.prefill_timeout,
         max_body_bytes=parse_bytes(args.max_body_bytes),
@@ -129,6 +158,9 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         "--discovery-port: expected 0 to 65535": 0 <= config.discovery_port < 65536,
         "--heartbeat-interval-ms: expected 50 to 60000": 0.05 <= config.heartbeat_interval_s <= 60,
         "--missed-beats: expected 1 to 100": 1 <= config.missed_beats <= 100,
+        "--probe-interval: expected 0.1 to 60": 0.1 <= config.health.probe_interval_s <= 60,
+        "--probe-timeout: expected 0.1 to 60": 0.1 <= config.health.probe_timeout_s <= 60,
+        "--slow-start-seconds: expected 0 to 600": 0 <= config.health.slow_start_s <= 600,
         "--request-timeout: expected more than 0": config.request_timeout_s > 0,
         "--prefill-timeout: expected more than 0": config.prefill_timeout_s > 0,
         "--max-body-bytes: expected at least 1Ki": config.max_body_bytes >= 1024,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from xpyd_core.messages import HEARTBEAT_PERIOD_S, MISSED_BEATS
 from xpyd_core.pod_env import DISCOVERY_PORT, ROUTER_HTTP_PORT
+from xpyd_router.fleet.health import HealthRules
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class RouterConfig:
     """Another policy for prefill instances."""
     decode_policy: str | None = None
     """Another policy for decode instances."""
+    health: HealthRules = field(default_factory=HealthRules)
+    """How instances are probed, and how slowly they start."""
     request_timeout_s: float = 1800.0
     """For a whole answer or a stream's first byte, and for each gap in a stream; vllm-router's."""
     prefill_timeout_s: float = 300.0

@@ -7,9 +7,10 @@ XpydError
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple
 
-from xpyd_core.errors import XpydError
+from xpyd_core.errors import ApiError, XpydError
 
 FailureCause = Literal[
     "connect", "reset", "incomplete", "timeout", "lost", "too_large", "refused", "status", "answer"
@@ -39,3 +40,13 @@ class EngineRefused(XpydError):
     def __init__(self, answer: Answer) -> None:
         super().__init__(f"engine answered {answer.status}")
         self.answer = answer
+
+
+def poisoned(refused_s: float) -> ApiError:
+    """The refusal of a request that instances die of; 422, for clients try 5xx again."""
+    return ApiError(
+        422,
+        "instances died while they had this request; the same request is refused for "
+        f"{math.ceil(refused_s)} s",
+        code="poisoned_request",
+    )

@@ -18,6 +18,7 @@ import socket
 import time
 from collections.abc import AsyncGenerator, Generator
 from dataclasses import dataclass
+from functools import partial
 
 import uvicorn
 import uvloop
@@ -27,7 +28,9 @@ from xpyd_core.keys import fleet_keys
 from xpyd_core.listen import listen
 from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.discovery import Discovery
+from xpyd_router.fleet.http_probe import probe_http
 from xpyd_router.fleet.loads import LoadTable
+from xpyd_router.fleet.prober import Prober
 from xpyd_router.fleet.registry import Registry
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
@@ -143,7 +146,7 @@ async def open_router(
     registry = Registry(period_s=config.heartbeat_interval_s, missed_beats=config.missed_beats)
     loads = LoadTable()
     policy = build_policy(config, loads=loads, random=random.random)
-    fleet = FleetView(registry, clock, loads)
+    fleet = FleetView(registry, clock, loads, config.health)
     fleet.on_gone(policy.forget)
     with contextlib.ExitStack() as sockets:
         listeners = [sockets.enter_context(listener) for listener in _listen(config)]
@@ -186,8 +189,10 @@ async def open_router(
                 timeout_keep_alive=_KEEP_ALIVE_S,
             )
         )
-        beats = asyncio.create_task(discovery.run())
-        beats.add_done_callback(_report_death)
+        prober = Prober(fleet, metrics, partial(probe_http, local_host=_source_host(config)))
+        watching = [asyncio.create_task(work) for work in (discovery.run(), prober.run())]
+        for task in watching:
+            task.add_done_callback(_report_death)
         try:
             yield RunningRouter(
                 surface=surface,
@@ -200,9 +205,9 @@ async def open_router(
                 _force=asyncio.Event(),
             )
         finally:
-            beats.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await beats
+            for task in watching:
+                task.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)
             await releases.close()
             await upstream.close()
             access_log.flush()
@@ -211,7 +216,7 @@ async def open_router(
 
 def _report_death(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        logger.critical("discovery stopped: %r", error)
+        logger.critical("discovery or probing stopped: %r", error)
 
 
 async def _serve(config: RouterConfig) -> None:

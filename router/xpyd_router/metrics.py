@@ -7,10 +7,18 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from xpyd_router.fleet.registry import Instance
+from xpyd_router.fleet.registry import Instance, Standing
 from xpyd_router.requests.trace import Trace
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+_STATES: dict[Standing, str] = {
+    "Good": "Ready",
+    "Ejected": "Ejected",
+    "Open": "CircuitOpen",
+    "HalfOpen": "HalfOpen",
+    "Trial": "HalfOpen",
+}
 
 
 class RouterMetrics:
@@ -53,6 +61,23 @@ class RouterMetrics:
         self.releases = Counter(
             f"{prefix}releases", "Abandoned transfers told to D", ("result",), registry=registry
         )
+        self.ejections = Counter(
+            f"{prefix}ejections",
+            "Instances taken out of rotation until they answer a probe",
+            ("cause",),
+            registry=registry,
+        )
+        self.breaker_openings = Counter(
+            f"{prefix}breaker_openings", "Circuit breakers that opened", registry=registry
+        )
+        self.probes = Counter(
+            f"{prefix}probes", "GET /health of instances", ("result",), registry=registry
+        )
+        self.poisoned_requests = Counter(
+            f"{prefix}poisoned_requests",
+            "Requests refused because instances die of them",
+            registry=registry,
+        )
         self._ended: dict[tuple[str, int], tuple[Counter, Histogram, Histogram]] = {}
         self._instances = Gauge(
             f"{prefix}instances", "Known instances", ("type", "state"), registry=registry
@@ -89,7 +114,7 @@ class RouterMetrics:
 
 
 def state_of(instance: Instance) -> str:
-    """The state as people see it: Suspended where a call failed since the last beat."""
-    if instance.suspended and instance.beat.state == "Ready":
-        return "Suspended"
-    return instance.beat.state
+    """The state as people see it: its beat's, but for a Ready one that gets no or few requests."""
+    if instance.beat.state != "Ready":
+        return instance.beat.state
+    return _STATES[instance.standing]

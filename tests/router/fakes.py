@@ -23,6 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from xpyd_core.messages import Heartbeat, encode_heartbeat
 from xpyd_router.config import RouterConfig
+from xpyd_router.fleet.health import HealthRules
 from xpyd_router.main import RunningRouter, open_router
 
 DEADLINE_S = 20.0
@@ -226,6 +227,9 @@ class FakeEngine:
     calls: list[Call] = field(default_factory=list)
     releases: list[tuple[str, str]] = field(default_factory=list)
     runner: web.AppRunner | None = None
+    health_status: int | None = 200
+    """What /health answers; None: nothing, ever."""
+    probes: int = 0
 
     @property
     def served(self) -> int:
@@ -247,6 +251,12 @@ class FakeEngine:
             call.is_closed = True
             raise
 
+    async def health(self, request: web.Request) -> web.Response:
+        self.probes += 1
+        if self.health_status is None:
+            await asyncio.Event().wait()
+        return web.json_response({}, status=self.health_status or 500)
+
     async def release(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.releases.append((body["uuid"], request.headers.get("X-Xpyd-Mac", "")))
@@ -254,6 +264,10 @@ class FakeEngine:
 
     async def stop(self) -> None:
         if self.runner is not None:
+            for site in tuple(self.runner.sites):
+                await site.stop()
+            for _ in range(5):  # a probe that was just accepted becomes one of the runner's
+                await asyncio.sleep(0)
             await self.runner.cleanup()
             self.runner = None
 
@@ -280,6 +294,7 @@ class Fleet:
         app.router.add_post("/v1/completions", engine.handle)
         app.router.add_post("/v1/chat/completions", engine.handle)
         app.router.add_post("/kv/release", engine.release)
+        app.router.add_get("/health", engine.health)
         engine.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await engine.runner.setup()
         site = web.TCPSite(engine.runner, "127.0.0.1", 0)
@@ -375,6 +390,7 @@ async def fleet(**config: Any) -> AsyncGenerator[Fleet]:
     """A router on free ports of 127.0.0.1, serving, with no engines yet."""
     defaults = RouterConfig(
         policy="RoundRobin",  # who is called next is known
+        health=HealthRules(slow_start_s=0.0),  # for the same reason
         port=0,
         discovery_port=0,
         kv_insecure="kv_key_file" not in config,

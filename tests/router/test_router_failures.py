@@ -191,7 +191,7 @@ def test_an_error_of_d_behind_the_first_chunk_is_an_event() -> None:
     run(work())
 
 
-def test_a_failed_transfer_is_done_again_and_its_d_not_suspended() -> None:
+def test_a_failed_transfer_is_done_again_and_its_d_not_ejected() -> None:
     async def work() -> None:
         async with fleet() as fleet_:
             await fleet_.engine("P")
@@ -199,7 +199,7 @@ def test_a_failed_transfer_is_done_again_and_its_d_not_suspended() -> None:
             d.script = answer(503, {"error": {"message": "x", "code": "kv_transfer_failed"}})
             await fleet_.json()
             await fleet_.json()
-            assert all(not i.suspended for i in fleet_.router.surface.fleet.instances)
+            assert all(i.standing == "Good" for i in fleet_.router.surface.fleet.instances)
 
     run(work())
 

@@ -83,23 +83,61 @@ def test_who_is_not_ready_is_seen_but_not_picked(state: Any) -> None:
     assert len(found.instances) == 2
 
 
-def test_a_suspended_instance_is_picked_again_after_its_next_beat() -> None:
+@pytest.mark.parametrize("standing", ["Ejected", "Open", "Trial", "HalfOpen"])
+def test_a_beat_does_not_change_how_an_instance_stands(standing: Any) -> None:
     found = registry()
     found.apply(beat("A"), now=0.0)
-    assert found.suspend(found.instances[0].key)
-    assert not found.snapshot.is_ready
-    assert not found.suspend(found.instances[0].key)
+    found.apply(beat("A", host=2), now=0.0)
+    assert found.stand(found.instances[0].key, standing)
+    assert not found.stand(found.instances[0].key, standing)
     found.apply(beat("A"), now=1.0)
-    assert found.snapshot.is_ready
+    assert [i.standing for i in found.instances] == [standing, "Good"]
+    picked = {i.key.http for i in found.snapshot.any_model.aggregated}
+    assert ("10.0.0.1:20001" in picked) == (standing == "HalfOpen")
+    assert found.stand(found.instances[0].key, "Good")
+    assert len(found.snapshot.any_model.aggregated) == 2
 
 
-def test_a_suspension_of_an_earlier_incarnation_does_not_hit_its_successor() -> None:
+def test_what_is_said_of_an_earlier_incarnation_does_not_hit_its_successor() -> None:
     found = registry()
     found.apply(beat("A", incarnation="a"), now=0.0)
     old = found.instances[0].key
+    found.stand(old, "Ejected")
     found.apply(beat("A", incarnation="b"), now=0.0)
-    assert not found.suspend(old)
     assert found.snapshot.is_ready
+    assert not found.stand(old, "Ejected")
+    assert found.snapshot.is_ready
+
+
+@pytest.mark.parametrize(
+    ("standings", "picked"),
+    [
+        (("Open", "Good"), [2]),
+        (("Open", "HalfOpen"), [2]),
+        (("Open", "Ejected"), [1]),
+        (("Trial", "Open"), [1, 2]),
+        (("Ejected", "Ejected"), []),
+    ],
+)
+def test_an_open_breaker_takes_no_side_its_last_instance(
+    standings: tuple[Any, Any], picked: list[int]
+) -> None:
+    found = registry()
+    found.apply(beat("P", host=9), now=0.0)
+    for host, standing in enumerate(standings, start=1):
+        found.apply(beat("D", host=host), now=0.0)
+        found.stand(InstanceKey(f"10.0.0.{host}:20001", ""), standing)
+    groups = found.snapshot.any_model.groups
+    decode = [i.key.http for group in groups for i in group.decode]
+    assert decode == [f"10.0.0.{host}:20001" for host in picked]
+
+
+@pytest.mark.parametrize(("period_ms", "late_s"), [(0, 3.9), (1000, 1.3)])
+def test_a_beat_is_late_after_a_period_and_a_bit(period_ms: int, late_s: float) -> None:
+    found = registry()
+    found.apply(beat("A", period_ms=period_ms), now=0.0)
+    assert not found.instances[0].is_late(late_s - 0.01)
+    assert found.instances[0].is_late(late_s + 0.01)
 
 
 def test_the_snapshot_is_the_same_object_while_only_loads_change() -> None:
@@ -142,7 +180,7 @@ def test_models_are_listed_where_a_pair_or_an_aggregated_instance_serves_them() 
 
 
 def test_random_walk_keeps_the_registrys_promises() -> None:
-    """Against a plain model: address -> (incarnation, expiry, state, suspended)."""
+    """Against a plain model: address -> (incarnation, expiry, state)."""
     draw = random.Random(4)
     found = registry()
     now = 0.0

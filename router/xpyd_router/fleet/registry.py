@@ -25,7 +25,15 @@ _PERIOD_BOUNDS_S = (0.05, 60.0)
 # Addresses go into headers and URLs; an underscore would end the address in a request id early.
 _HOST = re.compile(r"[A-Za-z0-9.:-]{1,255}")
 
+# Of a period: a beat this late is not explained by the network.
+_LATE_PERIODS = 1.3
+
 Outcome = Literal["new", "refreshed", "replaced", "gone", "stale", "full"]
+Standing = Literal["Good", "HalfOpen", "Trial", "Open", "Ejected"]
+"""What `health` says of a Ready instance. HalfOpen: one request may try whether it works again;
+Trial: that one is under way; Open: its breaker is; Ejected: it cannot be reached."""
+Side = tuple[str, str, tuple[str, ...]]
+"""Instances that can stand in for each other: type, compatibility key, models."""
 
 
 class InstanceKey(NamedTuple):
@@ -45,10 +53,10 @@ class Instance:
     kv: Address
     last_beat_s: float
     expires_at_s: float
+    period_s: float
     kv_text: str = ""
     """`kv` as it stands in request ids; `http` as text is the key's."""
-    suspended: bool = False
-    """A call to it failed in transport; not picked before its next beat."""
+    standing: Standing = "Good"
 
     @property
     def name(self) -> str:
@@ -58,7 +66,21 @@ class Instance:
     @property
     def is_routable(self) -> bool:
         """Whether new requests may be sent to it."""
-        return self.beat.state == "Ready" and not self.suspended
+        return self.beat.state == "Ready" and self.standing in ("Good", "HalfOpen")
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether new requests may be sent to it where its side has nobody better."""
+        return self.beat.state == "Ready" and self.standing in ("Open", "Trial")
+
+    @property
+    def side(self) -> Side:
+        """Those that can stand in for it have the same."""
+        return self.beat.type, self.beat.compatibility, self.beat.models
+
+    def is_late(self, now: float) -> bool:
+        """Whether a beat is missing."""
+        return now - self.last_beat_s > _LATE_PERIODS * self.period_s
 
     @property
     def is_continuing(self) -> bool:
@@ -138,10 +160,25 @@ def _candidates(instances: Iterable[Instance]) -> Candidates:
     return Candidates(tuple(groups), tuple(aggregated))
 
 
+def _routable(everyone: Iterable[Instance]) -> list[Instance]:
+    """Those that new requests may be sent to.
+
+    An open breaker keeps requests for the instances that work. A side without such has nothing to
+    save: then those whose breaker is open are asked, and their errors are the answer.
+    """
+    routable = [instance for instance in everyone if instance.is_routable]
+    spare = [instance for instance in everyone if instance.is_spare]
+    if spare:
+        served = {instance.side for instance in routable}
+        routable += [instance for instance in spare if instance.side not in served]
+        routable.sort(key=lambda instance: instance.key)
+    return routable
+
+
 def build_snapshot(instances: Iterable[Instance]) -> Snapshot:
     """The snapshot of `instances`, in the order of their addresses so that turns are stable."""
     everyone = sorted(instances, key=lambda instance: instance.key)
-    routable = [instance for instance in everyone if instance.is_routable]
+    routable = _routable(everyone)
     names = sorted({model for instance in routable for model in instance.beat.models})
     by_model = {name: _candidates(i for i in routable if i.serves(name)) for name in names}
     return Snapshot(
@@ -161,6 +198,11 @@ def _routing_view(beat: Heartbeat) -> tuple[object, ...]:
     )
 
 
+def key_of(beat: Heartbeat) -> InstanceKey:
+    """The instance that `beat` is of."""
+    return InstanceKey(str(beat.http), beat.incarnation)
+
+
 class Registry:
     """The one owner of membership. Every method takes `now` in seconds of one monotonic clock."""
 
@@ -169,11 +211,18 @@ class Registry:
         self._missed_beats = missed_beats
         self._instances: dict[str, Instance] = {}
         self._retired: OrderedDict[InstanceKey, None] = OrderedDict()
-        self._snapshot = build_snapshot(())
+        self._snapshot: Snapshot | None = build_snapshot(())
+        self.version = 0
+        """Another number whenever who may be picked has changed."""
 
     @property
     def snapshot(self) -> Snapshot:
-        """The present snapshot: another object whenever who may be picked has changed."""
+        """The present snapshot: another object for another `version`.
+
+        Built when it is asked for: a burst of changes costs one.
+        """
+        if self._snapshot is None:
+            self._snapshot = build_snapshot(self._instances.values())
         return self._snapshot
 
     @property
@@ -208,7 +257,7 @@ class Registry:
             self._retire(known.key)
             self._rebuild()
             return "replaced", (known.key,)
-        if known.suspended or _routing_view(known.beat) != _routing_view(beat):
+        if _routing_view(known.beat) != _routing_view(beat):
             self._rebuild()
         return "refreshed", ()
 
@@ -221,12 +270,17 @@ class Registry:
             self._rebuild()
         return tuple(gone)
 
-    def suspend(self, key: InstanceKey) -> bool:
-        """Pick the instance no more until its next beat; whether that changed anything."""
+    def get(self, key: InstanceKey) -> Instance | None:
+        """The instance, if it is still there under this incarnation."""
         known = self._instances.get(key.http)
-        if known is None or known.key != key or known.suspended:
+        return known if known is not None and known.key == key else None
+
+    def stand(self, key: InstanceKey, standing: Standing) -> bool:
+        """Take the health of an instance; whether that changed anything."""
+        known = self.get(key)
+        if known is None or known.standing == standing:
             return False
-        self._instances[key.http] = replace(known, suspended=True)
+        self._instances[key.http] = replace(known, standing=standing)
         self._rebuild()
         return True
 
@@ -239,16 +293,19 @@ class Registry:
             raise ProtocolError("heartbeat: the instance's name is not printable")
         least, most = _PERIOD_BOUNDS_S
         period_s = min(max(beat.period_ms / 1000, least), most) if beat.period_ms else 0.0
-        ttl_s = self._missed_beats * (period_s or self._period_s)
-        key = InstanceKey(str(http), beat.incarnation)
+        period_s = period_s or self._period_s
+        key = key_of(beat)
+        known = self.get(key)
         return Instance(
             key,
             beat,
             http,
             kv,
             last_beat_s=now,
-            expires_at_s=now + ttl_s,
+            expires_at_s=now + self._missed_beats * period_s,
+            period_s=period_s,
             kv_text=str(kv),
+            standing=known.standing if known else "Good",
         )
 
     def _retire(self, key: InstanceKey) -> None:
@@ -259,4 +316,5 @@ class Registry:
                 self._retired.popitem(last=False)
 
     def _rebuild(self) -> None:
-        self._snapshot = build_snapshot(self._instances.values())
+        self._snapshot = None
+        self.version += 1

@@ -1,30 +1,62 @@
 """The registry as the asyncio side uses it: changes can be waited for, calls to the dead end.
 
-One object per router, used in one event loop. `discovery` writes, `flow` reads.
+One object per router, used in one event loop. `discovery` and `prober` write, `flow` reads, and
+tells how its calls went.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from xpyd_core.messages import Heartbeat
+from xpyd_router.errors import FailureCause
+from xpyd_router.fleet.health import Health, HealthReport, HealthRules, ProbeResult
 from xpyd_router.fleet.loads import LoadTable
-from xpyd_router.fleet.registry import Instance, InstanceKey, Outcome, Registry, Snapshot
+from xpyd_router.fleet.poison import fingerprint
+from xpyd_router.fleet.registry import (
+    Instance,
+    InstanceKey,
+    Outcome,
+    Registry,
+    Snapshot,
+    Standing,
+    key_of,
+)
 
 _MAX_LOST = 1024
+_VERDICT_SLACK_S = 0.5
+
+OnStanding = Callable[[Instance, Standing, str], None]
+"""An instance as it stands now, how it stood before, and the cause where it is ejected."""
 
 
 class FleetView:
-    """Owner of the registry. `clock` is monotonic seconds. Beats write into `loads`."""
+    """Owner of the registry and of the instances' health. `clock` is monotonic seconds.
+
+    Beats and health write into `loads`.
+    """
 
     def __init__(
-        self, registry: Registry, clock: Callable[[], float], loads: LoadTable | None = None
+        self,
+        registry: Registry,
+        clock: Callable[[], float],
+        loads: LoadTable | None = None,
+        rules: HealthRules | None = None,
     ) -> None:
+        self.rules = rules or HealthRules()
         self._registry = registry
         self._clock = clock
         self._loads = LoadTable() if loads is None else loads
+        self._slow: set[InstanceKey] = set()
+        self._health = Health(self.rules, random.random)
+        self._on_standing: list[OnStanding] = []
+        self._probed = asyncio.Event()
+        self._secret = os.urandom(16)
         self._changed = asyncio.Event()
         self._listeners: list[Callable[[Iterable[InstanceKey]], None]] = []
         self._forgetting: list[Callable[[InstanceKey], None]] = []
@@ -47,31 +79,133 @@ class FleetView:
 
     def apply(self, beat: Heartbeat) -> Outcome:
         """Take one beat; ProtocolError for one with an unusable address."""
-        before = self._registry.snapshot
-        outcome, dead = self._registry.apply(beat, self._clock())
-        key = InstanceKey(str(beat.http), beat.incarnation)
+        before, now = self._registry.version, self._clock()
+        outcome, dead = self._registry.apply(beat, now)
+        key = key_of(beat)
         if outcome == "new":
             self._lost.pop(key, None)
         if outcome in ("new", "refreshed", "replaced"):
             self._loads.take(key, beat)
-        self._lose(dead)
+        if outcome in ("new", "refreshed", "replaced", "gone"):
+            if beat.state != "Ready":
+                self._health.leave(key, now, is_death=False)
+            elif self._health.ready(key, now):
+                self._start(key)
+            self._settle(key)
+        self._bury(dead, now)
         self._tell(before)
         return outcome
 
     def expire(self) -> tuple[InstanceKey, ...]:
         """Remove who missed its beats, and end the calls that wait for it."""
-        before = self._registry.snapshot
-        gone = self._registry.expire(self._clock())
-        self._lose(gone)
+        before, now = self._registry.version, self._clock()
+        gone = self._registry.expire(now)
+        self._bury(gone, now)
         self._tell(before)
         return gone
 
-    def suspend(self, instance: Instance) -> bool:
-        """Pick it no more until its next beat; whether that changed anything."""
-        before = self._registry.snapshot
-        changed = self._registry.suspend(instance.key)
+    def began(self, instances: Iterable[Instance]) -> None:
+        """They were picked for a request: of a half-open one it is the trial."""
+        if self._health.breakers:
+            before, now = self._registry.version, self._clock()
+            for instance in instances:
+                self._health.begin_trial(instance.key, now)
+                self._settle(instance.key)
+            self._tell(before)
+
+    def succeeded(self, instance: Instance) -> None:
+        """A call was served: wholly, or its stream has begun."""
+        if self._health.breakers:
+            before = self._registry.version
+            self._health.succeeded(instance.key, self._clock())
+            self._settle(instance.key)
+            self._tell(before)
+
+    def failed(
+        self, instance: Instance, cause: FailureCause, body: bytes, *, has_answered: bool
+    ) -> bool:
+        """A call failed; `body` is the client's, `has_answered`: the instance had begun to answer.
+
+        True: instances died while they had this request. Then ask `convicts` before it is tried
+        again.
+        """
+        before, now = self._registry.version, self._clock()
+        suspect = fingerprint(body, self._secret)
+        is_suspect = self._health.failed(
+            instance.key, cause, suspect, has_answered=has_answered, now=now
+        )
+        self._settle(instance.key)
         self._tell(before)
-        return changed
+        return is_suspect
+
+    async def convicts(self, body: bytes) -> bool:
+        """Whether the request is to be tried no more, because instances die of it; it is refused
+        from now on. Waits for the probes that tell whether they died, but for no longer than one.
+        """
+        poison, suspect = self._health.poison, fingerprint(body, self._secret)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.rules.probe_timeout_s + _VERDICT_SLACK_S):
+                while poison.judge(suspect, self._clock()) == "open":
+                    await self._probed.wait()
+        now = self._clock()
+        if poison.judge(suspect, now) == "innocent":
+            return False
+        poison.convict(suspect, now)
+        return True
+
+    def refused_s(self, body: bytes) -> float:
+        """For how long the request is refused because instances died of it; 0: it is not."""
+        poison = self._health.poison
+        if poison.is_empty:
+            return 0.0
+        return poison.left_s(fingerprint(body, self._secret), self._clock())
+
+    def take_probes(self, limit: int) -> list[Instance]:
+        """Whom to probe now; each must be told by `probed`."""
+        keys = self._health.plan.take(self._clock(), limit)
+        return [found for key in keys if (found := self._registry.get(key)) is not None]
+
+    @property
+    def next_probe_s(self) -> float:
+        """Until somebody is to be probed."""
+        return self._health.plan.wait_s(self._clock())
+
+    def probed(self, instance: Instance, result: ProbeResult, began_s: float) -> None:
+        """A probe that began at `began_s` has ended."""
+        before, now, key = self._registry.version, self._clock(), instance.key
+        known = self._registry.get(key)
+        is_late = known is not None and known.is_late(now)
+        if self._health.probed(key, result, began_s=began_s, is_late=is_late, now=now):
+            self._lose((key,))
+        self._settle(key)
+        if known is not None and self._health.standing(key) != "Ejected":
+            self._lost.pop(key, None)
+        self._probed.set()
+        self._probed = asyncio.Event()
+        self._tell(before)
+
+    def tick(self) -> None:
+        """Let time pass; about four times a second."""
+        before = self._registry.version
+        for key in self._health.tick(self._clock()):
+            self._settle(key)
+        self._tell(before)
+        weights = self.weights()
+        for key in self._slow | weights.keys():
+            self._loads.of(key).weight = weights.get(key, 1.0)
+        self._slow = set(weights)
+
+    def report(self, key: InstanceKey) -> HealthReport:
+        """The health of an instance as people see it."""
+        return self._health.report(key, self._clock())
+
+    def weights(self) -> Mapping[InstanceKey, float]:
+        """The shares of those that get less than their full one."""
+        return self._health.weights(self._registry.instances, self._clock())
+
+    def on_standing(self, listener: OnStanding) -> None:
+        """Have `listener` called when an instance's health changes."""
+        self._on_standing.append(listener)
 
     async def wait_change(self, timeout_s: float) -> bool:
         """Wait until the snapshot is another one; False when `timeout_s` passed first."""
@@ -94,6 +228,30 @@ class FleetView:
         """Have `forget` called with each that left the fleet, for whatever reason."""
         self._forgetting.append(forget)
 
+    def _bury(self, keys: Sequence[InstanceKey], now: float) -> None:
+        """They died without a goodbye."""
+        for key in keys:
+            self._health.leave(key, now, is_death=True)
+        self._lose(keys)
+
+    def _settle(self, key: InstanceKey) -> None:
+        """Write the health of one instance into the registry."""
+        known, standing = self._registry.get(key), self._health.standing(key)
+        if known is None or not self._registry.stand(key, standing):
+            return
+        now_stands = self._registry.get(key)
+        assert now_stands is not None
+        cause = self._health.report(key, self._clock()).cause
+        if standing == "Good":
+            self._start(key)
+        for listener in self._on_standing:
+            listener(now_stands, known.standing, cause)
+
+    def _start(self, key: InstanceKey) -> None:
+        """Until the next tick compares it with others, its own share counts."""
+        self._loads.of(key).weight = self._health.share(key, self._clock())
+        self._slow.add(key)
+
     def _lose(self, keys: Sequence[InstanceKey]) -> None:
         if not keys:
             return
@@ -104,8 +262,8 @@ class FleetView:
         for listener in self._listeners:
             listener(keys)
 
-    def _tell(self, before: Snapshot) -> None:
-        if self._registry.snapshot is before:
+    def _tell(self, before: int) -> None:
+        if self._registry.version == before:
             return
         for key in self._loads.keep({instance.key for instance in self._registry.instances}):
             for forget in self._forgetting:

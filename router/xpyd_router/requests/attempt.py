@@ -53,6 +53,8 @@ class Attempt:
         """Who was called last."""
         self.load: Load | None = None
         """The place that it takes on the last of them."""
+        self.has_answered = False
+        """Something of the stream came: the request did not kill its engine by its coming."""
         self.owes_release = False
         """P was called, and D may hold or get KV that nobody will ask for."""
 

@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 from xpyd_core.errors import ApiError, ProtocolError
 from xpyd_router.config import RouterConfig
-from xpyd_router.errors import Answer, CallFailed, EngineRefused
+from xpyd_router.errors import Answer, CallFailed, EngineRefused, poisoned
 from xpyd_router.fleet.loads import LoadTable
+from xpyd_router.fleet.poison import REFUSED_S
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.policy.base import Alone, Pair, Want
@@ -46,7 +47,6 @@ logger = logging.getLogger(__name__)
 MAX_TRIES = 3
 # A refusal (503) costs its engine nothing, so a rolling restart may give several in a row.
 _MAX_REFUSALS = 16
-_SUSPENDING = frozenset({"connect", "reset", "incomplete"})
 _PHASES = {"P": "prefill", "D": "decode", "A": "aggregated"}
 
 
@@ -81,7 +81,13 @@ class Flow:
         self._random_bytes = random_bytes
 
     def begin(self, ask: Ask, trace: Trace) -> Course:
-        """A course for `ask`, with the response's id; no engine is called."""
+        """A course for `ask`, with the response's id; no engine is called.
+
+        ApiError for a request that engines died of lately.
+        """
+        if refused_s := self._fleet.refused_s(ask.raw):
+            self._metrics.poisoned_requests.inc()
+            raise poisoned(refused_s)
         drawn = self._random_bytes(24)
         public = drawn[:16].hex()
         trace.response_id = ("chatcmpl-" if ask.is_chat else "cmpl-") + public
@@ -103,7 +109,7 @@ class Flow:
             try:
                 return await self._try_whole(course, attempt)
             except CallFailed as failure:
-                self._after_failure(course, attempt, failure)
+                await self._after_failure(course, attempt, failure)
             finally:
                 self._over(course, attempt)
 
@@ -128,7 +134,7 @@ class Flow:
                 await self._try_stream(course, attempt, outlet)
                 return
             except CallFailed as failure:
-                self._after_failure(course, attempt, failure)
+                await self._after_failure(course, attempt, failure)
             finally:
                 self._over(course, attempt)
             if last := last_events(course):
@@ -156,6 +162,7 @@ class Flow:
         # From now on, also while P computes: D keeps room for what it will be sent.
         attempt.load = self._loads.of(attempt.instances[-1].key)
         attempt.load.begin(course.ask.prompt_tokens, course.ask.output_tokens)
+        self._fleet.began(attempt.instances)
         trace = course.trace
         trace.request, trace.tries = attempt.uuid, trace.tries + 1
         trace.prefill, trace.decode = attempt.instances[0].name, attempt.instances[-1].name
@@ -185,6 +192,7 @@ class Flow:
                     return Answer(200, whole_answer(ask, course.head, prefilled.answer))
                 body = splice(body, decode_params(course, prefilled, is_stream=False))
         answer = await attempt.call(attempt.instances[-1], ask, body, self._left_s(course))
+        self._fleet.succeeded(attempt.called)
         attempt.owes_release = False
         return answer._replace(body=attempt.scrubbed(answer.body))
 
@@ -211,6 +219,7 @@ class Flow:
                 outlet.write(begin_alone(course, instance))
             sent = course.sent if goes_on else None
             await self._relay(exchange, Relay(course, attempt, outlet, sent=sent), outlet.sink)
+            self._fleet.succeeded(attempt.called)
         finally:
             attempt.end(exchange)
 
@@ -231,6 +240,7 @@ class Flow:
             )
             course.trace.prefill_s = self._clock() - started_s
             prefilled = take_prefill(course, answer.body) if params is not None else None
+            self._fleet.succeeded(pair.prefill)
         except ProtocolError as error:
             logger.warning("%s", error, extra={"request": attempt.uuid})
             raise CallFailed("answer") from error
@@ -267,17 +277,21 @@ class Flow:
             return self._config.request_timeout_s
         return course.deadline_s - self._clock()
 
-    def _after_failure(self, course: Course, attempt: Attempt, failure: CallFailed) -> None:
+    async def _after_failure(self, course: Course, attempt: Attempt, failure: CallFailed) -> None:
         """Count, tell and remember it; returns when another try is due, else raises ApiError."""
         instance, cause = attempt.called, failure.cause
         phase = _PHASES[instance.beat.type]
         self._metrics.errors.labels(phase, cause).inc()
         course.trace.failures.append(f"{phase}:{cause}")
         course.last_cause = cause
-        if cause in _SUSPENDING:
-            self._fleet.suspend(instance)
+        is_suspect = self._fleet.failed(
+            instance, cause, course.ask.raw, has_answered=attempt.has_answered
+        )
         extra = {"request": attempt.uuid, "instance": instance.name, "tries": course.trace.tries}
         logger.warning("%s call failed: %s", phase, cause, extra=extra)
+        if is_suspect and await self._fleet.convicts(course.ask.raw):
+            self._metrics.poisoned_requests.inc()
+            raise poisoned(REFUSED_S)
         if course.has_decode_begun and course.sent is None:
             raise ApiError(502, "the generating instance failed", code="decode_failed")
         course.exclude.add(instance.key)

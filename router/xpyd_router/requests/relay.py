@@ -44,6 +44,7 @@ class Relay:
         if self.is_done:
             return
         self._attempt.owes_release = False
+        self._attempt.has_answered = True
         if self._splitter.is_whole_event(data) and data != DONE and not data.startswith(_ERROR):
             # What nearly every piece is: one chunk, of one token.
             shown = self._shown(data)

@@ -14,6 +14,7 @@ from werkzeug.exceptions import HTTPException
 
 from xpyd_core.errors import ApiError
 from xpyd_router.fleet.registry import Instance
+from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import state_of
 from xpyd_router.requests.bodies import ENDPOINTS
 from xpyd_router.serving.inference import AsgiApp, Inference
@@ -31,9 +32,9 @@ def _error_response(error: ApiError) -> Response:
     return response
 
 
-def _describe(instance: Instance, now_s: float) -> dict[str, object]:
+def _describe(fleet: FleetView, instance: Instance, weight: float) -> dict[str, object]:
     """One line of /instances."""
-    beat = instance.beat
+    beat, health = instance.beat, fleet.report(instance.key)
     return {
         "instance": instance.name,
         "type": beat.type,
@@ -41,7 +42,14 @@ def _describe(instance: Instance, now_s: float) -> dict[str, object]:
         "http_address": str(instance.http),
         "zmq_address": str(instance.kv),
         "incarnation": beat.incarnation,
-        "age_seconds": round(max(0.0, now_s - instance.last_beat_s), 3),
+        "age_seconds": round(max(0.0, fleet.now_s - instance.last_beat_s), 3),
+        "health": {
+            "ejected_by": health.cause or None,
+            "ejected_seconds": round(health.ejected_s, 3),
+            "breaker": health.breaker,
+            "open_seconds": round(health.open_s, 3),
+            "weight": round(weight, 3),
+        },
         "models": list(beat.models),
         "compatibility": beat.compatibility,
         "continuation": beat.continuation,
@@ -146,8 +154,9 @@ def _add_state(app: Quart, surface: Surface) -> None:
 
     @app.get("/instances")
     async def instances() -> Response:
-        now_s = surface.fleet.now_s
-        found = [_describe(instance, now_s) for instance in surface.fleet.instances]
+        fleet = surface.fleet
+        weights = fleet.weights()
+        found = [_describe(fleet, i, weights.get(i.key, 1.0)) for i in fleet.instances]
         return _json({"instances": found})
 
     _ = health, readiness, metrics, instances

@@ -1,0 +1,117 @@
+"""The circuit breaker of one instance: failed calls in, open or closed out. Pure.
+
+`health` keeps one per instance that failed. It counts what is the instance's own fault, and opens
+only when two different requests failed: one bad request, tried again and again, opens nothing.
+While it is open the instance gets no requests; then one trial decides.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+BreakerState = Literal["Closed", "Open", "HalfOpen"]
+
+WINDOW_S = 60.0
+"""Failures are counted together for so long from the first one on."""
+CONSECUTIVE = 5
+"""So many failures without a success between them open it."""
+LEAST_CALLS = 10
+FAILING_SHARE = 0.5
+"""Or this share of at least LEAST_CALLS calls since the first failure."""
+_DISTINCT = 2
+OPEN_S = 5.0
+LONGEST_OPEN_S = 60.0
+"""Open for OPEN_S, twice as long after each failed trial, at most this long."""
+TRIAL_S = 30.0
+"""A trial without an end (its client left, it was refused) holds the next one up for so long."""
+
+
+class Breaker:
+    """See the module. `now` is seconds of one monotonic clock; a fingerprint stands for a body."""
+
+    __slots__ = (
+        "_consecutive",
+        "_failures",
+        "_fingerprints",
+        "_open_s",
+        "_successes",
+        "_trial_ends_s",
+        "_until_s",
+        "_window_ends_s",
+        "state",
+    )
+
+    def __init__(self) -> None:
+        self.state: BreakerState = "Closed"
+        self._open_s = OPEN_S
+        self._until_s = 0.0
+        self._trial_ends_s = 0.0
+        self._window_ends_s = 0.0
+        self._forget_calls()
+
+    @property
+    def is_on_trial(self) -> bool:
+        """Half-open, and the one request that decides is under way."""
+        return self.state == "HalfOpen" and self._trial_ends_s > 0.0
+
+    def left_s(self, now: float) -> float:
+        """How long it stays open."""
+        return max(0.0, self._until_s - now) if self.state == "Open" else 0.0
+
+    def is_idle(self, now: float) -> bool:
+        """Nothing is counted: another breaker would do the same."""
+        return self.state == "Closed" and now >= self._window_ends_s
+
+    def failed(self, fingerprint: bytes, now: float) -> None:
+        """Count a call that failed by the instance's fault."""
+        if self.state == "Open":
+            return  # it began before
+        if self.state == "HalfOpen":
+            self._open_s = min(2 * self._open_s, LONGEST_OPEN_S)
+            self._open(now)
+            return
+        if now >= self._window_ends_s:
+            self._forget_calls()
+            self._window_ends_s = now + WINDOW_S
+        self._failures += 1
+        self._consecutive += 1
+        if len(self._fingerprints) < _DISTINCT:
+            self._fingerprints.add(fingerprint)
+        calls = self._failures + self._successes
+        is_failing = calls >= LEAST_CALLS and self._failures >= FAILING_SHARE * calls
+        if len(self._fingerprints) >= _DISTINCT and (
+            is_failing or self._consecutive >= CONSECUTIVE
+        ):
+            self._open(now)
+
+    def succeeded(self, now: float) -> None:
+        """Count a call that was served."""
+        if self.state == "HalfOpen":
+            self.state = "Closed"
+            self._open_s = OPEN_S
+            self._trial_ends_s = self._window_ends_s = 0.0
+        elif self.state == "Closed" and now < self._window_ends_s:
+            self._successes += 1
+            self._consecutive = 0
+
+    def begin_trial(self, now: float) -> None:
+        """A request goes to the half-open instance: no other may before it has ended."""
+        if self.state == "HalfOpen":
+            self._trial_ends_s = now + TRIAL_S
+
+    def tick(self, now: float) -> None:
+        """Let time pass: open becomes half-open, a trial without an end is given up."""
+        if self.state == "Open" and now >= self._until_s:
+            self.state = "HalfOpen"
+            self._trial_ends_s = 0.0
+        elif self.is_on_trial and now >= self._trial_ends_s:
+            self._trial_ends_s = 0.0
+
+    def _open(self, now: float) -> None:
+        self.state = "Open"
+        self._until_s = now + self._open_s
+        self._trial_ends_s = self._window_ends_s = 0.0
+
+    def _forget_calls(self) -> None:
+        self._failures = self._successes = self._consecutive = 0
+        self._fingerprints: set[bytes] = set()

@@ -1,0 +1,308 @@
+"""The health of every instance that says Ready: is it called, how much, is it probed. Pure.
+
+`view` feeds it with beats, failed calls and probes, and writes each instance's standing into the
+registry. Four things act together:
+
+- Ejection: a call that broke off takes the instance out at once; only an answered probe brings it
+  back. A beat does not: it comes from another socket than the answers.
+- Probes (`probe_plan`) find instances whose HTTP is dead or frozen though nobody calls them.
+- The breaker (`breaker`) stops requests to an instance that is reached and yet fails.
+- Slow start: an instance that (re)appears gets few requests at first, then more.
+
+`poison` looks for the request that kills instances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from xpyd_router.errors import FailureCause
+from xpyd_router.fleet.breaker import Breaker, BreakerState
+from xpyd_router.fleet.poison import Poison
+from xpyd_router.fleet.probe_plan import ProbePlan
+from xpyd_router.fleet.registry import Instance, InstanceKey, Side, Standing
+
+ProbeResult = Literal["ok", "connect", "reset", "timeout", "status", "void"]
+"""Any answer below 500; nobody listens; closed without an answer; none in time; an answer of 5xx or
+that is not HTTP; a probe that says nothing because of a fault here."""
+
+_EJECTING = frozenset({"connect", "reset", "incomplete"})
+_STRIKES = frozenset({"reset", "incomplete", "timeout", "status", "answer"})
+"""The instance's own faults. Not: refused (full, draining), lost (seen by its beats), too_large."""
+_KILLING = frozenset({"reset", "incomplete", "lost"})
+
+SILENT_AND_LATE = 2
+"""Probes without an answer, its beat late as well: the process is frozen or unreachable. With the
+defaults that takes 4 to 6 s. A loop that is busy for one probe's deadline does not look so."""
+SILENT = 5
+"""Probes without an answer though it beats: its HTTP is stuck."""
+_UNHEALTHY = 2
+"""Probes that were answered by 5xx or reset."""
+
+_PROBE_AGAIN_S = 0.25
+_LONGEST_PROBE_AGAIN_S = 10.0
+"""An ejected instance is probed at once, then after 0.25 s, 0.5 s, ... up to 10 s."""
+_HOLD_S = 1.0
+_LONGEST_HOLD_S = 30.0
+_CALM_S = 60.0
+"""The first ejection ends with the first answered probe. Who is ejected again within a minute of
+calls stays out for at least 1 s, then 2 s, ... up to 30 s."""
+_BRIEF_S = 1.0
+"""Who was away for less was not restarted: it does not start slowly."""
+WEIGHT_FLOOR = 0.1
+
+
+@dataclass(frozen=True)
+class HealthRules:
+    """What the flags say."""
+
+    probe_interval_s: float = 2.0
+    """Between two probes of an instance; longer in fleets of more than 200."""
+    probe_timeout_s: float = 2.0
+    """Deadline of one probe."""
+    slow_start_s: float = 10.0
+    """Until an instance that (re)appeared has its full share; 0: at once."""
+
+
+class HealthReport(NamedTuple):
+    """An instance's health as people see it."""
+
+    cause: str
+    """Why it is ejected; empty when it is not."""
+    ejected_s: float
+    """For how long it has been ejected."""
+    breaker: BreakerState
+    open_s: float
+    """How long the breaker stays open."""
+
+
+@dataclass(slots=True)
+class _Record:
+    """One Ready instance. It ends with the instance, or when it no longer says Ready."""
+
+    rising_since_s: float
+    """When its slow start began."""
+    eject_cause: str = ""
+    ejected_s: float = 0.0
+    hold_until_s: float = 0.0
+    ejections: int = 0
+    returned_s: float = 0.0
+    blamed: bytes = b""
+    """The request that ejected it last; that one says nothing new."""
+    failed_probes: int = 0
+    """Since the last answer, or since the ejection."""
+    silent_probes: int = 0
+    """The last ones, in a row."""
+    is_dead: bool = False
+    breaker: Breaker | None = None
+
+    @property
+    def standing(self) -> Standing:
+        if self.eject_cause:
+            return "Ejected"
+        breaker = self.breaker
+        if breaker is None or breaker.state == "Closed":
+            return "Good"
+        if breaker.state == "Open":
+            return "Open"
+        return "Trial" if breaker.is_on_trial else "HalfOpen"
+
+
+class Health:
+    """See the module. `draw` gives a random number from 0 to 1; `now` is one monotonic clock's."""
+
+    def __init__(self, rules: HealthRules, draw: Callable[[], float]) -> None:
+        self._rules = rules
+        self._records: dict[InstanceKey, _Record] = {}
+        self._rising: dict[InstanceKey, _Record] = {}
+        self.breakers: dict[InstanceKey, Breaker] = {}
+        """Of those that failed lately. Empty: `succeeded` need not be called."""
+        self.poison = Poison()
+        self.plan = ProbePlan(interval_s=rules.probe_interval_s, draw=draw)
+
+    def ready(self, key: InstanceKey, now: float) -> bool:
+        """A Ready beat of `key`; whether it is new."""
+        record = self._records.get(key)
+        if record is None:
+            record = self._records[key] = _Record(now)
+            self._rise(key, record, now)
+            self.plan.add(key, now)
+            return True
+        if record.eject_cause and record.silent_probes:
+            self.plan.hasten(key, now)  # it was frozen, and goes on
+        return False
+
+    def leave(self, key: InstanceKey, now: float, *, is_death: bool) -> None:
+        """`key` is gone or takes no requests any more; `is_death`: it did not say so."""
+        for table in (self._records, self._rising, self.breakers):
+            table.pop(key, None)
+        self.plan.discard(key)
+        if is_death:
+            self.poison.died(key, now)
+
+    def failed(
+        self,
+        key: InstanceKey,
+        cause: FailureCause,
+        suspect: bytes,
+        *,
+        has_answered: bool,
+        now: float,
+    ) -> bool:
+        """Take a failed call of the request `suspect`; whether it now looks like one that kills
+        instances. `has_answered`: the instance had begun to answer this call.
+        """
+        record = self._records.get(key)
+        is_killing = cause in _KILLING
+        if is_killing and not has_answered and (record is not None or cause == "lost"):
+            self.poison.blame(key, suspect, now)
+        # What fails while it is ejected began before: the same fault once more.
+        if record is not None and not record.eject_cause:
+            if cause in _STRIKES:
+                self._breaker(key, record).failed(suspect, now)
+            if cause in _EJECTING:
+                self._eject(record, cause, now, suspect=suspect if is_killing else b"")
+                self.plan.hasten(key, now)
+        return is_killing and self.poison.judge(suspect, now) != "innocent"
+
+    def succeeded(self, key: InstanceKey, now: float) -> None:
+        """A call was served. Need only be called for those in `breakers`."""
+        breaker, record = self.breakers.get(key), self._records.get(key)
+        if breaker is None or record is None:
+            return
+        was_closed = breaker.state == "Closed"
+        breaker.succeeded(now)
+        if not was_closed and breaker.state == "Closed":
+            self._rise(key, record, now)
+
+    def probed(
+        self, key: InstanceKey, result: ProbeResult, *, began_s: float, is_late: bool, now: float
+    ) -> bool:
+        """Take a probe's result; whether the instance is now known to be dead or frozen, so that
+        calls to it will not end. `is_late`: its beat is.
+        """
+        record = self._records.get(key)
+        if record is None:
+            return False
+        if result == "void":
+            self.plan.again(key, now, _PROBE_AGAIN_S)
+            return False
+        if result == "ok":
+            self._take_answer(key, record, began_s, now)
+            return False
+        record.failed_probes += 1
+        record.silent_probes = record.silent_probes + 1 if result == "timeout" else 0
+        is_frozen = is_late and record.silent_probes >= SILENT_AND_LATE
+        is_over = record.failed_probes >= _UNHEALTHY
+        if result == "timeout":
+            is_over = is_frozen or record.silent_probes >= SILENT
+        if (is_over or result == "connect") and not record.eject_cause:
+            self._eject(record, result, now)
+        is_news = not record.is_dead and (is_frozen or result == "connect")
+        if is_news:
+            record.is_dead = True
+            self.poison.died(key, now)
+        self.plan.again(key, now, self._wait_s(record))
+        return is_news and is_frozen
+
+    def begin_trial(self, key: InstanceKey, now: float) -> None:
+        """A request is about to go to `key`; need only be called for those in `breakers`."""
+        if (breaker := self.breakers.get(key)) is not None:
+            breaker.begin_trial(now)
+
+    def tick(self, now: float) -> tuple[InstanceKey, ...]:
+        """Let time pass; those whose standing may have changed."""
+        self.poison.tick(now)
+        for breaker in self.breakers.values():
+            breaker.tick(now)
+        seen = tuple(self.breakers)
+        for key in seen:
+            if self.breakers[key].is_idle(now):
+                self._records[key].breaker = None
+                del self.breakers[key]
+        for key in tuple(self._rising):
+            if self.share(key, now) >= 1.0:
+                del self._rising[key]
+        return seen
+
+    def standing(self, key: InstanceKey) -> Standing:
+        """How `key` stands; Good where nothing is known."""
+        record = self._records.get(key)
+        return "Good" if record is None else record.standing
+
+    def report(self, key: InstanceKey, now: float) -> HealthReport:
+        """For /instances."""
+        record = self._records.get(key)
+        if record is None:
+            return HealthReport("", 0.0, "Closed", 0.0)
+        ejected_s = now - record.ejected_s if record.eject_cause else 0.0
+        breaker = record.breaker
+        state, left_s = (breaker.state, breaker.left_s(now)) if breaker else ("Closed", 0.0)
+        return HealthReport(record.eject_cause, ejected_s, state, left_s)
+
+    def share(self, key: InstanceKey, now: float) -> float:
+        """How far its slow start is, WEIGHT_FLOOR to 1."""
+        record = self._rising.get(key)
+        if record is None:
+            return 1.0
+        risen = (now - record.rising_since_s) / self._rules.slow_start_s
+        return min(1.0, WEIGHT_FLOOR + (1.0 - WEIGHT_FLOOR) * risen)
+
+    def weights(self, instances: Iterable[Instance], now: float) -> Mapping[InstanceKey, float]:
+        """The shares below 1 of those that start slowly, relative to the best of their side: where
+        all are new, all have the same.
+        """
+        if not self._rising:
+            return {}
+        found = [(i.side, i.key, self.share(i.key, now)) for i in instances if i.is_routable]
+        best: dict[Side, float] = {}
+        for side, _, weight in found:
+            best[side] = max(weight, best.get(side, 0.0))
+        return {key: weight / best[side] for side, key, weight in found if weight < best[side]}
+
+    def _rise(self, key: InstanceKey, record: _Record, now: float) -> None:
+        record.rising_since_s = now
+        if self._rules.slow_start_s > 0:
+            self._rising[key] = record
+
+    def _breaker(self, key: InstanceKey, record: _Record) -> Breaker:
+        if record.breaker is None:
+            record.breaker = self.breakers[key] = Breaker()
+        return record.breaker
+
+    def _eject(self, record: _Record, cause: str, now: float, *, suspect: bytes = b"") -> None:
+        if now - record.returned_s > _CALM_S:
+            record.ejections = 0
+        if not suspect or suspect != record.blamed:
+            record.ejections += 1
+        record.blamed = suspect
+        again = min(record.ejections - 2, 10)
+        hold_s = min(_HOLD_S * 2.0**again, _LONGEST_HOLD_S) if again >= 0 else 0.0
+        record.eject_cause, record.ejected_s, record.hold_until_s = cause, now, now + hold_s
+        record.failed_probes = 0
+
+    def _take_answer(self, key: InstanceKey, record: _Record, began_s: float, now: float) -> None:
+        if record.eject_cause and began_s < record.ejected_s:
+            self.plan.again(key, now, 0.0)  # it may have been answered before the fault
+            return
+        record.failed_probes = record.silent_probes = 0
+        record.is_dead = False
+        self.poison.lives(key)
+        if record.eject_cause and now < record.hold_until_s:
+            self.plan.again(key, now, record.hold_until_s - now)
+            return
+        if record.eject_cause:
+            record.eject_cause = ""
+            record.returned_s = now
+            if now - record.ejected_s >= _BRIEF_S:
+                self._rise(key, record, now)
+        self.plan.again(key, now)
+
+    def _wait_s(self, record: _Record) -> float | None:
+        """Until the next probe after one that failed."""
+        if not record.eject_cause:
+            return 0.0 if record.silent_probes else _PROBE_AGAIN_S
+        doublings = min(max(record.failed_probes - 1, 0), 10)
+        return min(_PROBE_AGAIN_S * 2.0**doublings, _LONGEST_PROBE_AGAIN_S)
