@@ -1,4 +1,4 @@
-"""The fleet's secret: read from a file, used for the KV handshake, `POST /kv/release`,
+"""The fleet's secret: read from a file, used for the KV handshake, heartbeats, `POST /kv/release`,
 `POST /kv/probe`, `POST /drain` and `POST /reset_prefix_cache`.
 
 The file holds one key per line. The first signs; every one is accepted, so that a key can be
@@ -18,6 +18,7 @@ from xpyd_core.errors import UserError
 
 MIN_KEY_BYTES = 16
 MAX_KEYS = 4
+BEAT_MAC_BYTES = 32
 INSECURE_KEYS = (b"",)
 """Of a fleet without a secret."""
 _MAX_FILE_BYTES = 16 * 1024
@@ -102,6 +103,16 @@ def reset_mac(key: bytes, incarnation: str) -> str:
 def is_reset_mac(keys: tuple[bytes, ...], incarnation: str, mac: str) -> bool:
     """Whether `mac` was made with one of the keys; in constant time for each."""
     return _is_mac(keys, b"reset_prefix_cache", incarnation, mac)
+
+
+def beat_mac(key: bytes, frame: bytes) -> bytes:
+    """The frame behind a heartbeat's: HMAC-SHA256(key, "heartbeat" + the heartbeat's frame)."""
+    return hmac.digest(key, b"heartbeat" + frame, "sha256")
+
+
+def is_beat_mac(keys: tuple[bytes, ...], frame: bytes, mac: bytes) -> bool:
+    """Whether `mac` was made with one of the keys; in constant time for each."""
+    return any(hmac.compare_digest(beat_mac(key, frame), mac) for key in keys)
 
 
 def _mac(key: bytes, purpose: bytes, text: str) -> str:

@@ -1,6 +1,7 @@
 """Messages between programs of a fleet. Pure; append-only: a field, once here, keeps its meaning.
 
-Heartbeat: every instance -> every router replica, ZMQ DEALER -> ROUTER, one msgpack map per beat.
+Heartbeat: every instance -> every router replica, ZMQ DEALER -> ROUTER, one msgpack map per beat,
+and behind it, where the fleet has a key, the map's MAC in a frame of its own (`keys.beat_mac`).
 The three fields without default are the base that vLLM <= 0.22 sends and vllm-router reads; the
 rest is ours and optional. Unknown fields are ignored, so that either side may be newer.
 """
@@ -22,7 +23,7 @@ InstanceType = Literal["P", "D", "A"]
 InstanceState = Literal["Starting", "Ready", "Draining", "Gone"]
 _Text = Annotated[str, msgspec.Meta(max_length=512)]
 _AddressText = Annotated[str, msgspec.Meta(min_length=3, max_length=300)]
-_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -33,7 +34,9 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     address is another instance. `compatibility` is the key of xpyd_core.compat; instances pair only
     when theirs are equal. `state` Gone is the goodbye. `continuation` 1: the engine knows
     `continue_from`.
-    `period_ms` is the sender's own beat period. Load figures are counts at the time of the beat.
+    `period_ms` is the sender's own beat period. `sent_us` is the Unix time of the beat in
+    microseconds and grows with every beat of a process start, so that an old beat is known as one.
+    Load figures are counts at the time of the beat.
     """
 
     type: InstanceType
@@ -51,6 +54,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     state: InstanceState = "Ready"
     continuation: Literal[0, 1] = 0
     period_ms: _Count = 0
+    sent_us: _Count = 0
     tensor: Annotated[int, msgspec.Meta(ge=1)] = 1
     pipeline: Annotated[int, msgspec.Meta(ge=1)] = 1
     running: _Count = 0
@@ -85,6 +89,6 @@ def decode_heartbeat(frame: bytes) -> Heartbeat:
     try:
         beat = _decoder.decode(frame)
         _ = beat.http, beat.kv
-    except (msgspec.DecodeError, UserError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, UserError) as error:
         raise ProtocolError(f"heartbeat: {error}") from error
     return beat

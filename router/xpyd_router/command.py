@@ -41,6 +41,11 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add("--kv-key-file", type=Path, help="the fleet's secret (default: XPYD_KV_KEY_FILE)")
     add("--kv-insecure", action="store_true", help="the fleet has no secret")
     add(
+        "--accept-unsigned-beats",
+        action="store_true",
+        help="take engines that do not sign with the key, too: older ones, and vLLM's",
+    )
+    add(
         "--heartbeat-interval-ms",
         type=int,
         default=round(HEARTBEAT_PERIOD_S * 1000),
@@ -136,6 +141,7 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         fleet=env.fleet,
         kv_key_file=args.kv_key_file or env.kv_key_file,
         kv_insecure=args.kv_insecure,
+        accept_unsigned_beats=args.accept_unsigned_beats,
         heartbeat_interval_s=args.heartbeat_interval_ms / 1000,
         missed_beats=args.missed_beats,
         policy=args.policy,

@@ -28,6 +28,8 @@ class RouterConfig:
     """The fleet's secret, by which engines know that a release comes from their router."""
     kv_insecure: bool = False
     """The fleet has no secret."""
+    accept_unsigned_beats: bool = False
+    """Take beats without the key's signature, too; a fleet without a secret does so anyway."""
     heartbeat_interval_s: float = HEARTBEAT_PERIOD_S
     """Period assumed for engines whose beat does not say one (vLLM)."""
     missed_beats: int = MISSED_BEATS

@@ -156,6 +156,8 @@ async def open_router(
             host=config.discovery_host,
             port=config.discovery_port,
             name=config.fleet,
+            keys=keys,
+            accepts_unsigned=config.kv_insecure or config.accept_unsigned_beats,
         )
         upstream = UpstreamClient(_source_host(config))
         fleet.on_lost(upstream.lose)

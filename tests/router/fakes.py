@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import contextvars
 import itertools
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +22,7 @@ import zmq.asyncio
 from aiohttp import web
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from xpyd_core.keys import beat_mac, read_keys
 from xpyd_core.messages import Heartbeat, encode_heartbeat
 from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.health import HealthRules
@@ -280,6 +282,8 @@ class Fleet:
     http: aiohttp.ClientSession
     dealer: zmq.asyncio.Socket
     stack: contextlib.AsyncExitStack
+    key: bytes | None
+    """Signs the engines' beats; None: they are not signed."""
     engines: list[FakeEngine] = field(default_factory=list)
 
     @property
@@ -322,7 +326,12 @@ class Fleet:
         """Send one beat and wait until the router has taken it."""
         engine.beat = replace_beat(engine.beat, changes)
         taken = self.taken()
-        await self.dealer.send(encode_heartbeat(engine.beat))
+        frame = encode_heartbeat(engine.beat)
+        if self.key is not None:
+            frame = encode_heartbeat(replace_beat(engine.beat, {"sent_us": now_us()}))
+        await self.dealer.send_multipart(
+            [frame] if self.key is None else [frame, beat_mac(self.key, frame)]
+        )
         await until(lambda: self.taken() > taken)
 
     def taken(self) -> float:
@@ -363,6 +372,11 @@ class Fleet:
         async with await self.post(path, stream=True, **body) as response:
             assert response.status == 200, await response.text()
             return parse_events(await response.read())
+
+
+def now_us() -> int:
+    """Unix time in microseconds, for `sent_us`."""
+    return time.time_ns() // 1000
 
 
 def replace_beat(beat: Heartbeat, changes: dict[str, Any]) -> Heartbeat:
@@ -413,7 +427,8 @@ async def fleet(**config: Any) -> AsyncGenerator[Fleet]:
         stack.callback(context.destroy, 0)
         dealer = context.socket(zmq.DEALER)
         dealer.connect(f"tcp://127.0.0.1:{router.discovery_port}")
-        yield Fleet(router, http, dealer, stack)
+        path = config.get("kv_key_file")
+        yield Fleet(router, http, dealer, stack, None if path is None else read_keys(path)[0])
 
 
 @contextlib.asynccontextmanager

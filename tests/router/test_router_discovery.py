@@ -12,9 +12,13 @@ import zmq
 import zmq.asyncio
 
 from tests.router.fakes import Fleet, fleet, pair, run, until
-from xpyd_core.messages import encode_heartbeat
+from xpyd_core.errors import ProtocolError
+from xpyd_core.messages import decode_heartbeat, encode_heartbeat
 
 BASE = {"type": "P", "http_address": "127.0.0.1:20001", "zmq_address": "127.0.0.1:21001"}
+# One more member than BASE: a list in a list in a list; a name that is no UTF-8.
+NESTED = b"\x84" + msgspec.msgpack.encode(BASE)[1:] + b"\xa1x" + b"\x91" * 60_000 + b"\xc0"
+NOT_TEXT = b"\x84" + msgspec.msgpack.encode(BASE)[1:] + b"\xa8instance\xa3\xff\xfe\xfd"
 
 
 def known(fleet_: Fleet) -> list[str]:
@@ -43,6 +47,11 @@ async def say(fleet_: Fleet, *parts: bytes) -> None:
         (msgspec.msgpack.encode({**BASE, "models": ["m"] * 1000}),),
         (msgspec.msgpack.encode({**BASE, "instance": "a\nb"}),),
         (msgspec.msgpack.encode({**BASE, "period_ms": -1}),),
+        (msgspec.msgpack.encode({**BASE, "sent_us": 2**63}),),
+        (msgspec.msgpack.encode({**BASE, "models": ["a\nb"]}),),
+        (msgspec.msgpack.encode({**BASE, "fleet": "a\x1b[2J"}),),
+        (NESTED,),
+        (NOT_TEXT,),
         (b"", msgspec.msgpack.encode(BASE)),
     ],
     ids=lambda frames: f"{len(frames[-1])}-bytes",  # as text they would be names of 240 kB
@@ -57,6 +66,13 @@ def test_what_is_no_heartbeat_is_counted_and_dropped(frames: tuple[bytes, ...]) 
             await fleet_.json()
 
     run(work())
+
+
+def test_the_decoders_own_limits_are_no_end_of_discovery() -> None:
+    """Each of these raised something else than the decoder's error, which ended the task."""
+    for frame in (NESTED, NOT_TEXT):
+        with pytest.raises(ProtocolError):
+            decode_heartbeat(frame)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +147,8 @@ def test_a_second_socket_may_take_over_an_identity() -> None:
                 dealer.setsockopt(zmq.IDENTITY, b"127.0.0.1:21001")
                 dealer.connect(f"tcp://127.0.0.1:{fleet_.router.discovery_port}")
                 address = f"127.0.0.1:2000{number}"
-                await dealer.send(msgspec.msgpack.encode({**BASE, "http_address": address}))
+                own = {"http_address": address, "zmq_address": f"127.0.0.1:2100{number}"}
+                await dealer.send(msgspec.msgpack.encode({**BASE, **own}))
                 await until(lambda address=address: address in known(fleet_))
             context.destroy(0)
 

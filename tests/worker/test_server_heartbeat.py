@@ -11,9 +11,12 @@ import zmq
 import zmq.asyncio
 
 from tests.worker.server_fakes import run
+from xpyd_core.keys import is_beat_mac
 from xpyd_core.messages import Heartbeat, InstanceState, decode_heartbeat
 from xpyd_core.request_id import Address
 from xpyd_worker.server.heartbeat import HeartbeatSender
+
+KEY = b"k" * 32
 
 
 class States:
@@ -43,12 +46,14 @@ def sender(states: States, *ports: int, host: str = "127.0.0.1") -> HeartbeatSen
         source_host="127.0.0.2",
         period_s=60,
         make=states.beat,
+        key=KEY,
     )
 
 
 async def next_state(sock: zmq.asyncio.Socket) -> str:
-    identity, frame = await sock.recv_multipart()
+    identity, frame, mac = await sock.recv_multipart()
     assert identity.startswith(b"127.0.0.1:2/inc/")
+    assert is_beat_mac((KEY,), frame, mac)
     return decode_heartbeat(frame).state
 
 

@@ -1,126 +1,164 @@
-"""The discovery port: heartbeats from a ZMQ ROUTER socket into the fleet's view.
+"""The discovery port: heartbeats into the fleet's view.
 
-Never replies. What is not a heartbeat is counted and dropped; junk costs its sender, nobody else.
+Never replies. What is not a heartbeat, or not one of this fleet's, is counted and dropped; junk
+costs its sender, nobody else. `beat_port` has the connections, `zmtp` their wire, `registry` what
+follows from a beat.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
-from typing import cast
-
-import zmq
-import zmq.asyncio
+from collections.abc import Callable
 
 from xpyd_core.errors import ProtocolError, UserError
-from xpyd_core.messages import MAX_HEARTBEAT_BYTES, decode_heartbeat
+from xpyd_core.keys import BEAT_MAC_BYTES, INSECURE_KEYS, is_beat_mac
+from xpyd_core.messages import Heartbeat, decode_heartbeat
+from xpyd_router.fleet.beat_port import BeatPort
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
 
 logger = logging.getLogger(__name__)
 
 _EXPIRY_CHECK_S = 0.2
-_MAX_PER_TURN = 256
-_MAX_BUSY_TURNS = 16
-"""A flood of junk must not keep the dead in the registry."""
+_MAX_LATE_CHECKS = 16
+"""A process that never keeps time must not keep the dead in the registry."""
 _QUIET_S = 10.0
-_HANDSHAKE_MS = 5_000
+_BACKLOG = 1024
+_GOOD = frozenset({"new", "refreshed", "replaced", "gone", "repeated"})
+_TOLD = frozenset({"new", "replaced", "gone"})
 
 
 class Discovery:
     """Binds at once (UserError when it cannot); `run` serves until cancelled.
 
-    `name`: the fleet whose instances are taken; empty: any.
+    `name`: the fleet whose instances are taken; empty: any. `keys`: the fleet's; a beat signed with
+    another one is dropped. `accepts_unsigned`: beats without a signature are taken, too.
     """
 
     def __init__(
-        self, fleet: FleetView, metrics: RouterMetrics, *, host: str, port: int, name: str = ""
+        self,
+        fleet: FleetView,
+        metrics: RouterMetrics,
+        *,
+        host: str,
+        port: int,
+        name: str = "",
+        keys: tuple[bytes, ...] = INSECURE_KEYS,
+        accepts_unsigned: bool = True,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._fleet = fleet
         self._name = name
+        self._keys = keys
+        self._accepts_unsigned = accepts_unsigned
+        self._wall_clock = wall_clock
         self._metrics = metrics
         self._quiet_until_s = 0.0
         self._dropped = 0
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        options = {
-            zmq.ROUTER_HANDOVER: 1,  # a restarted engine may come with its old identity
-            zmq.MAXMSGSIZE: MAX_HEARTBEAT_BYTES,
-            zmq.RCVHWM: _MAX_PER_TURN,
-            zmq.HANDSHAKE_IVL: _HANDSHAKE_MS,
-            zmq.LINGER: 0,
-            zmq.IPV6: int(":" in host),
-        }
-        for option, value in options.items():
-            self._socket.setsockopt(option, value)
-        where = f"[{host}]" if ":" in host else host
+        self._beats = BeatPort(self._take, self._end)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._socket.bind(f"tcp://{where}:{port or '*'}")
-        except zmq.ZMQError as error:
-            self.close()
-            raise UserError(f"discovery on {where}:{port}: {error.strerror}") from error
-        endpoint = cast(bytes, self._socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
-        self.port = int(endpoint.rpartition(":")[2])
+            self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            where = f"[{host}]" if ":" in host else host
+            reason = error.strerror or error
+            raise UserError(f"discovery on {where}:{port}: {reason}") from error
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
 
     def close(self) -> None:
         """Free the port."""
-        self._socket.close()
-        self._context.term()
+        self._beats.close()
+        self._listener.close()
 
     async def run(self) -> None:
-        """Take beats and remove who is silent, for ever.
-
-        Beats that wait are taken before anything expires: after a pause of the whole router they
-        prove that the instances live.
-        """
-        busy_turns = 0
-        while True:
-            if await self._socket.poll(round(_EXPIRY_CHECK_S * 1000)):
-                busy_turns = 0 if await self._take_waiting() else busy_turns + 1
-                if busy_turns % _MAX_BUSY_TURNS:
-                    await asyncio.sleep(0)
-                    continue
-            for key in self._fleet.expire():
-                logger.warning("instance %s missed its beats: removed", key.http)
-
-    async def _take_waiting(self) -> bool:
-        """Take what has come, at most one turn's worth; whether nothing is left."""
-        for _ in range(_MAX_PER_TURN):
-            try:
-                parts = await self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return True
-            self._take(parts)
-        return False
-
-    def _take(self, parts: list[bytes]) -> None:
-        """One message: identity, then the beat; what is behind it is ignored."""
+        """Take beats and remove who is silent, for ever."""
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(self._beats.accept, sock=self._listener, backlog=_BACKLOG)
         try:
-            if len(parts) < 2:
-                raise ProtocolError("heartbeat: no payload")
-            beat = decode_heartbeat(parts[1])
-            # vLLM names no fleet: who dials this port then means this one.
-            foreign = bool(self._name and beat.fleet and beat.fleet != self._name)
-            outcome = "foreign" if foreign else self._fleet.apply(beat)
+            late = 0
+            while True:
+                due_s = loop.time() + _EXPIRY_CHECK_S
+                await asyncio.sleep(_EXPIRY_CHECK_S)
+                # After a pause of the whole router beats wait to be read, and prove that the
+                # instances live: they are taken before anyone expires.
+                is_late = loop.time() > due_s + _EXPIRY_CHECK_S
+                late = late + 1 if is_late else 0
+                if late % _MAX_LATE_CHECKS:
+                    continue
+                for key in self._fleet.expire():
+                    logger.warning("instance %s missed its beats: removed", key.http)
+                self._beats.sweep(loop.time())
+        finally:
+            server.close()
+            self._beats.close()
+
+    def _take(self, frames: tuple[bytes, ...], peer: str) -> bool:
+        """One message; whether it was a beat of this fleet's."""
+        name, beat = "", None
+        try:
+            outcome = self._trust(frames)
+            if outcome is None:
+                beat = decode_heartbeat(frames[0])
+                name = beat.instance or beat.http_address
+                outcome = self._apply(beat, is_signed=_is_signed(frames))
         except ProtocolError as error:
-            self._metrics.heartbeats.labels("malformed").inc()
-            self._complain(str(error))
-            return
-        self._metrics.heartbeats.labels(outcome).inc()
-        if outcome in ("new", "replaced", "gone"):
-            name = beat.instance or beat.http_address
+            self._count("malformed")
+            self._complain(f"{peer}: {error}")
+            return False
+        self._count(outcome)
+        if beat is not None and outcome in _TOLD:
             logger.info("instance %s: %s", name, outcome, extra={"type": beat.type})
-        elif outcome == "full":
-            self._complain("the registry is full")
-        elif outcome == "foreign":
-            self._complain(f"an instance of fleet {beat.fleet} beats here")
+        elif outcome not in _GOOD:
+            self._complain(f"{peer} {name}: {_WHY[outcome]}")
+        return outcome in _GOOD
+
+    def _trust(self, frames: tuple[bytes, ...]) -> str | None:
+        """Why this message is not even read; None: it is."""
+        if _is_signed(frames):
+            return None if is_beat_mac(self._keys, *frames) else "forged"
+        return None if self._accepts_unsigned else "unsigned"
+
+    def _apply(self, beat: Heartbeat, *, is_signed: bool) -> str:
+        # vLLM names no fleet: who dials this port then means this one.
+        if self._name and beat.fleet and beat.fleet != self._name:
+            return "foreign"
+        age_s = self._wall_clock() - beat.sent_us / 1e6 if is_signed else None
+        return self._fleet.apply(beat, age_s)
+
+    def _count(self, result: str) -> None:
+        self._metrics.heartbeats.labels(result).inc()
+
+    def _end(self, why: str) -> None:
+        """A connection was ended."""
+        self._count("closed")
+        self._complain(why)
 
     def _complain(self, what: str) -> None:
         """At most one line per ten seconds: strangers must not fill the log."""
         self._dropped += 1
         now = time.monotonic()
         if now >= self._quiet_until_s:
-            logger.warning("%d messages dropped on the discovery port: %s", self._dropped, what)
+            logger.warning("discovery port: %s (%d so far dropped)", what, self._dropped)
             self._quiet_until_s = now + _QUIET_S
-            self._dropped = 0
+
+
+def _is_signed(frames: tuple[bytes, ...]) -> bool:
+    """Whether there is a signature; a frame of another length is somebody else's."""
+    return len(frames) > 1 and len(frames[1]) == BEAT_MAC_BYTES
+
+
+_WHY = {
+    "forged": "a beat signed with another key; is the key file the same on both sides?",
+    "unsigned": "a beat without signature, or without it for an instance that signs; give the "
+    "engine the fleet's key, or the router --accept-unsigned-beats",
+    "foreign": "an instance of another fleet beats here",
+    "stale": "a beat older than one that came before, or of an instance that was replaced; do two "
+    "engines have one HTTP address?",
+    "skewed": "a beat that is minutes old, or ahead of time; are the clocks right?",
+    "conflict": "its KV address is another instance's; give each engine its own",
+    "full": "the registry is full",
+}

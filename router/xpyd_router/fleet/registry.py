@@ -3,12 +3,14 @@
 `discovery` feeds it, `policy` reads the snapshot. An instance is known by its HTTP address; another
 incarnation (process start) at the same address is another instance and replaces it at once. It
 leaves by goodbye at once, or when its time to live (missed beats x its period) has passed.
+
+Who claims what another has: of two incarnations at one address the one that was heard of last stays
+(its beats are newer), the other never comes back. A KV address belongs to whoever came first, for
+as long as it beats. What came signed is touched by signed beats only.
 """
 
 from __future__ import annotations
 
-import re
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -17,18 +19,29 @@ from typing import Literal, NamedTuple
 from xpyd_core.errors import ProtocolError
 from xpyd_core.messages import Heartbeat
 from xpyd_core.request_id import Address
+from xpyd_router.fleet.claims import (
+    FOR_EVER,
+    Belongings,
+    Past,
+    is_readable,
+    usable_http,
+    usable_kv,
+)
 
 MAX_INSTANCES = 4096
-_MAX_RETIRED = 4096
+MAX_SKEW_S = 120.0
+"""How old the first signed beat of an incarnation may be, or how far ahead: clocks differ, and an
+old beat that somebody kept must not bring back who is gone."""
 # A period is a stranger's word: within these bounds a wrong one neither flaps nor stays for ever.
 _PERIOD_BOUNDS_S = (0.05, 60.0)
-# Addresses go into headers and URLs; an underscore would end the address in a request id early.
-_HOST = re.compile(r"[A-Za-z0-9.:-]{1,255}")
 
 # Of a period: a beat this late is not explained by the network.
 _LATE_PERIODS = 1.3
 
-Outcome = Literal["new", "refreshed", "replaced", "gone", "stale", "full"]
+Outcome = Literal[
+    "new", "refreshed", "replaced", "gone", "repeated", "stale", "skewed", "unsigned", "conflict",
+    "full",
+]  # fmt: skip
 Standing = Literal["Good", "HalfOpen", "Trial", "Open", "Ejected"]
 """What `health` says of a Ready instance. HalfOpen: one request may try whether it works again;
 Trial: that one is under way; Open: its breaker is; Ejected: it cannot be reached."""
@@ -57,6 +70,8 @@ class Instance:
     kv_text: str = ""
     """`kv` as it stands in request ids; `http` as text is the key's."""
     standing: Standing = "Good"
+    is_signed: bool = False
+    """Its beats are signed with the fleet's key."""
 
     @property
     def name(self) -> str:
@@ -179,11 +194,18 @@ def build_snapshot(instances: Iterable[Instance]) -> Snapshot:
     """The snapshot of `instances`, in the order of their addresses so that turns are stable."""
     everyone = sorted(instances, key=lambda instance: instance.key)
     routable = _routable(everyone)
-    names = sorted({model for instance in routable for model in instance.beat.models})
-    by_model = {name: _candidates(i for i in routable if i.serves(name)) for name in names}
+    unnamed = [instance for instance in routable if not instance.beat.models]
+    named: dict[str, list[Instance]] = {}
+    for instance in routable:
+        for name in dict.fromkeys(instance.beat.models):
+            named.setdefault(name, []).append(instance)
+    by_model = {
+        name: _candidates(sorted(found + unnamed, key=lambda i: i.key) if unnamed else found)
+        for name, found in sorted(named.items())
+    }
     return Snapshot(
         by_model=MappingProxyType(by_model),
-        any_model=_candidates(i for i in routable if not i.beat.models),
+        any_model=_candidates(unnamed),
         known_models=frozenset(model for i in everyone for model in i.beat.models),
         takes_any_model=any(not i.beat.models for i in everyone),
         is_empty=not everyone,
@@ -199,8 +221,8 @@ def _routing_view(beat: Heartbeat) -> tuple[object, ...]:
 
 
 def key_of(beat: Heartbeat) -> InstanceKey:
-    """The instance that `beat` is of."""
-    return InstanceKey(str(beat.http), beat.incarnation)
+    """The instance that `beat` is of. ProtocolError for an unusable address."""
+    return InstanceKey(str(usable_http(beat)), beat.incarnation)
 
 
 class Registry:
@@ -210,7 +232,8 @@ class Registry:
         self._period_s = period_s
         self._missed_beats = missed_beats
         self._instances: dict[str, Instance] = {}
-        self._retired: OrderedDict[InstanceKey, None] = OrderedDict()
+        self._belongings = Belongings()
+        self._past = Past()
         self._snapshot: Snapshot | None = build_snapshot(())
         self.version = 0
         """Another number whenever who may be picked has changed."""
@@ -230,45 +253,47 @@ class Registry:
         """All instances with their latest figures, sorted by address."""
         return tuple(sorted(self._instances.values(), key=lambda instance: instance.key))
 
-    def apply(self, beat: Heartbeat, now: float) -> tuple[Outcome, tuple[InstanceKey, ...]]:
+    def apply(
+        self, beat: Heartbeat, now: float, signed_age_s: float | None = None
+    ) -> tuple[Outcome, tuple[InstanceKey, ...]]:
         """Take one beat: what it was, and the instances that died by it (were replaced).
 
+        `signed_age_s`: how long ago a beat was sent whose signature is right; None: it has none.
         Raises ProtocolError for an address or name that cannot stand in a header or a log line.
         """
-        instance = self._instance(beat, now)
+        instance = self._instance(beat, now, is_signed=signed_age_s is not None)
         key, address = instance.key, instance.key.http
         known = self._instances.get(address)
-        if key in self._retired:
-            return "stale", ()
+        if (refusal := self._refusal(instance, known, signed_age_s)) is not None:
+            return refusal, ()
         if beat.state == "Gone":
-            self._retire(key)
+            self._past.put(key, FOR_EVER)
             if known is None or known.key != key:
                 return "stale", ()
-            del self._instances[address]
-            self._rebuild()
+            self._remove(known)
             return "gone", ()
-        if known is None and len(self._instances) >= MAX_INSTANCES:
-            return "full", ()
-        self._instances[address] = instance
+        if (refusal := self._shortage(instance, known)) is not None:
+            return refusal, ()
+        self._put(instance, known)
         if known is None:
-            self._rebuild()
+            self._change()
             return "new", ()
         if known.key != key:
-            self._retire(known.key)
-            self._rebuild()
+            self._past.put(known.key, FOR_EVER)
+            self._change()
             return "replaced", (known.key,)
         if _routing_view(known.beat) != _routing_view(beat):
-            self._rebuild()
-        return "refreshed", ()
+            self._change()
+        # Without incarnations a restart shows only in another KV address.
+        return "refreshed" if known.kv == instance.kv else "replaced", ()
 
     def expire(self, now: float) -> tuple[InstanceKey, ...]:
         """Remove whose time to live has passed; returns them. They may come back."""
-        gone = [i.key for i in self._instances.values() if i.expires_at_s <= now]
-        for key in gone:
-            del self._instances[key.http]
-        if gone:
-            self._rebuild()
-        return tuple(gone)
+        gone = [i for i in self._instances.values() if i.expires_at_s <= now]
+        for instance in gone:
+            self._past.put(instance.key, instance.beat.sent_us)
+            self._remove(instance)
+        return tuple(instance.key for instance in gone)
 
     def get(self, key: InstanceKey) -> Instance | None:
         """The instance, if it is still there under this incarnation."""
@@ -281,40 +306,69 @@ class Registry:
         if known is None or known.standing == standing:
             return False
         self._instances[key.http] = replace(known, standing=standing)
-        self._rebuild()
+        self._change()
         return True
 
-    def _instance(self, beat: Heartbeat, now: float) -> Instance:
-        http, kv = beat.http, beat.kv
-        for address in (http, kv):
-            if _HOST.fullmatch(address.host) is None:
-                raise ProtocolError("heartbeat: an address has characters that no host has")
-        if not beat.instance.isprintable():
-            raise ProtocolError("heartbeat: the instance's name is not printable")
+    def _instance(self, beat: Heartbeat, now: float, *, is_signed: bool) -> Instance:
+        http, kv = usable_http(beat), usable_kv(beat)
+        if not is_readable(beat):
+            raise ProtocolError("heartbeat: a name in it is not printable")
         least, most = _PERIOD_BOUNDS_S
         period_s = min(max(beat.period_ms / 1000, least), most) if beat.period_ms else 0.0
         period_s = period_s or self._period_s
-        key = key_of(beat)
+        key = InstanceKey(str(http), beat.incarnation)
         known = self.get(key)
         return Instance(
             key,
-            beat,
-            http,
-            kv,
+            *(beat, http, kv),
             last_beat_s=now,
             expires_at_s=now + self._missed_beats * period_s,
             period_s=period_s,
             kv_text=str(kv),
             standing=known.standing if known else "Good",
+            is_signed=is_signed,
         )
 
-    def _retire(self, key: InstanceKey) -> None:
-        # Without an incarnation a late beat cannot be told from a restart: let it in again.
-        if key.incarnation:
-            self._retired[key] = None
-            if len(self._retired) > _MAX_RETIRED:
-                self._retired.popitem(last=False)
+    def _refusal(
+        self, instance: Instance, known: Instance | None, signed_age_s: float | None
+    ) -> Outcome | None:
+        """Why what the beat says is not believed; None: it is."""
+        sent_us = instance.beat.sent_us
+        if known is not None and known.is_signed and not instance.is_signed:
+            return "unsigned"
+        if self._past.has(instance.key, sent_us):
+            return "stale"
+        is_known = known is not None and known.key == instance.key
+        if signed_age_s is not None and not is_known and abs(signed_age_s) > MAX_SKEW_S:
+            return "skewed"
+        if known is not None and known.beat.sent_us:
+            if is_known and sent_us == known.beat.sent_us:
+                return "repeated"
+            if sent_us < known.beat.sent_us:
+                return "stale"
+        return None
 
-    def _rebuild(self) -> None:
+    def _shortage(self, instance: Instance, known: Instance | None) -> Outcome | None:
+        """Why there is no place for the instance; None: there is."""
+        if self._belongings.has_other_holder(instance):
+            return "conflict"
+        if known is None and len(self._instances) >= MAX_INSTANCES:
+            return "full"
+        if known is None or known.beat.models != instance.beat.models:
+            return None if self._belongings.has_place_for(instance) else "full"
+        return None
+
+    def _put(self, instance: Instance, known: Instance | None) -> None:
+        if known is not None:
+            self._belongings.remove(known)
+        self._belongings.add(instance)
+        self._instances[instance.key.http] = instance
+
+    def _remove(self, instance: Instance) -> None:
+        del self._instances[instance.key.http]
+        self._belongings.remove(instance)
+        self._change()
+
+    def _change(self) -> None:
         self._snapshot = None
         self.version += 1

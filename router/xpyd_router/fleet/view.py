@@ -77,10 +77,10 @@ class FleetView:
         """The clock that beats are measured with."""
         return self._clock()
 
-    def apply(self, beat: Heartbeat) -> Outcome:
-        """Take one beat; ProtocolError for one with an unusable address."""
+    def apply(self, beat: Heartbeat, signed_age_s: float | None = None) -> Outcome:
+        """Take one beat, see Registry; ProtocolError for one with an unusable address."""
         before, now = self._registry.version, self._clock()
-        outcome, dead = self._registry.apply(beat, now)
+        outcome, dead = self._registry.apply(beat, now, signed_age_s)
         key = key_of(beat)
         if outcome == "new":
             self._lost.pop(key, None)

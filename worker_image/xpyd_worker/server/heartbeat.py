@@ -1,4 +1,5 @@
-"""Heartbeats to every router replica: ZMQ DEALER -> ROUTER, one msgpack map per beat.
+"""Heartbeats to every router replica: ZMQ DEALER -> ROUTER, one msgpack map per beat, and its
+signature in a second frame, which routers that know no signatures do not read.
 
 A name with several addresses means all routers behind it and is looked up again at each beat, so
 that a replica that moved is found. Nothing here waits for a router: each socket keeps a few beats,
@@ -10,11 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import Callable, Sequence
 from ipaddress import ip_address
 
+import msgspec
 import zmq
 
+from xpyd_core.keys import beat_mac
 from xpyd_core.messages import Heartbeat, encode_heartbeat
 from xpyd_core.request_id import Address
 
@@ -41,14 +45,22 @@ class HeartbeatSender:
         source_host: str,
         period_s: float,
         make: Callable[[], Heartbeat],
+        key: bytes | None,
+        wall_clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        """`identity` is unique per process start; each socket adds its number (see `_connect`)."""
+        """`identity` is unique per process start; each socket adds its number (see `_connect`).
+
+        `key` signs; None: an instance without a key, whose beats only some routers take.
+        """
         self._routers = tuple(routers)
         self._identity = identity
         self._opened = 0
         self._source_host = source_host
         self._period_s = period_s
         self._make = make
+        self._key = key
+        self._wall_clock_ns = wall_clock_ns
+        self._sent_us = 0
         self._context = zmq.Context(io_threads=1)
         self._sockets: dict[Address, zmq.Socket[bytes]] = {}
         self._task: asyncio.Task[None] | None = None
@@ -71,17 +83,23 @@ class HeartbeatSender:
         """One beat to every known router; never waits."""
         if not self._sockets:
             return
-        frame = encode_heartbeat(self._make())
+        frames = self._frames()
         for address in self._sockets:
-            if not self._send(address, frame):
+            if not self._send(address, frames):
                 # The router has been away: a new socket forgets the old beats for the newest.
                 self._sockets[address].close(0)
                 self._sockets[address] = self._connect(address)
-                self._send(address, frame)
+                self._send(address, frames)
 
-    def _send(self, address: Address, frame: bytes) -> bool:
+    def _frames(self) -> list[bytes]:
+        # It grows even when the clock is set back: routers drop what is older than what they have.
+        self._sent_us = max(self._sent_us + 1, self._wall_clock_ns() // 1000)
+        frame = encode_heartbeat(msgspec.structs.replace(self._make(), sent_us=self._sent_us))
+        return [frame] if self._key is None else [frame, beat_mac(self._key, frame)]
+
+    def _send(self, address: Address, frames: list[bytes]) -> bool:
         try:
-            self._sockets[address].send(frame, zmq.NOBLOCK)
+            self._sockets[address].send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True

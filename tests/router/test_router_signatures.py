@@ -1,0 +1,163 @@
+"""Beats that are signed with the fleet's key, over real sockets: who is taken, what is dropped."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.router.fakes import Fleet, fleet, now_us, run, until
+from xpyd_core.keys import beat_mac
+from xpyd_core.messages import Heartbeat, encode_heartbeat
+from xpyd_router.fleet.registry import MAX_SKEW_S
+
+KEY, NEXT_KEY, OTHER_KEY = b"k" * 32, b"n" * 32, b"o" * 32
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    path = tmp_path / "key"
+    path.write_bytes(KEY + b"\n" + NEXT_KEY + b"\n")
+    return path
+
+
+def frame_of(**fields: Any) -> bytes:
+    fields = {"incarnation": "a", "sent_us": now_us(), **fields}
+    base = {"type": "P", "http_address": "127.0.0.1:20001", "zmq_address": "127.0.0.1:21001"}
+    return encode_heartbeat(Heartbeat(**{**base, **fields}))
+
+
+async def result_of(fleet_: Fleet, *frames: bytes) -> str:
+    """What the router counts the message as."""
+    before, taken = results(fleet_), fleet_.taken()
+    await fleet_.dealer.send_multipart(frames)
+    await until(lambda: fleet_.taken() > taken)
+    (changed,) = {name for name, n in results(fleet_).items() if n != before.get(name, 0)}
+    return changed
+
+
+def results(fleet_: Fleet) -> dict[str, float]:
+    samples = fleet_.router.surface.metrics.heartbeats.collect()[0].samples
+    return {s.labels["result"]: s.value for s in samples if s.name.endswith("_total")}
+
+
+@pytest.mark.parametrize("key", [KEY, NEXT_KEY], ids=["first", "second"])
+def test_a_beat_signed_with_a_key_of_the_file_is_taken(key_file: Path, key: bytes) -> None:
+    async def work() -> None:
+        async with fleet(kv_key_file=key_file) as fleet_:
+            frame = frame_of()
+            assert await result_of(fleet_, frame, beat_mac(key, frame)) == "new"
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("mac_of", "result"),
+    [
+        (lambda frame: beat_mac(OTHER_KEY, frame), "forged"),
+        (lambda frame: beat_mac(b"", frame), "forged"),
+        (lambda frame: beat_mac(KEY, frame + b"x"), "forged"),
+        (lambda frame: bytes(32), "forged"),
+        (lambda frame: b"", "unsigned"),
+        (lambda frame: beat_mac(KEY, frame)[:31], "unsigned"),
+    ],
+    ids=["other-key", "no-secret", "other-beat", "zeros", "empty", "short"],
+)
+def test_a_beat_that_is_not_signed_with_the_fleets_key_is_dropped_and_counted(
+    key_file: Path, mac_of: Any, result: str
+) -> None:
+    async def work() -> None:
+        async with fleet(kv_key_file=key_file) as fleet_:
+            frame = frame_of()
+            assert await result_of(fleet_, frame, mac_of(frame)) == result
+            assert fleet_.router.surface.fleet.instances == ()
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("config", "result"), [({}, "unsigned"), ({"accept_unsigned_beats": True}, "new")]
+)
+def test_unsigned_beats_are_taken_where_the_router_is_told_so(
+    key_file: Path, config: dict[str, Any], result: str
+) -> None:
+    async def work() -> None:
+        async with fleet(kv_key_file=key_file, **config) as fleet_:
+            assert await result_of(fleet_, frame_of()) == result
+
+    run(work())
+
+
+def test_an_unsigned_beat_does_not_end_or_move_a_signed_instance(key_file: Path) -> None:
+    async def work() -> None:
+        async with fleet(kv_key_file=key_file, accept_unsigned_beats=True) as fleet_:
+            frame = frame_of()
+            await result_of(fleet_, frame, beat_mac(KEY, frame))
+            for fields in ({"state": "Gone"}, {"incarnation": "b"}, {"zmq_address": "1.2.3.4:1"}):
+                assert await result_of(fleet_, frame_of(**fields)) == "unsigned"
+            (instance,) = fleet_.router.surface.fleet.instances
+            assert (instance.key.incarnation, str(instance.kv)) == ("a", "127.0.0.1:21001")
+
+    run(work())
+
+
+def test_a_fleet_without_a_secret_signs_too_and_keeps_engines_with_another_key_out() -> None:
+    async def work() -> None:
+        async with fleet() as fleet_:
+            frame = frame_of()
+            assert await result_of(fleet_, frame, beat_mac(KEY, frame)) == "forged"
+            assert await result_of(fleet_, frame, beat_mac(b"", frame)) == "new"
+            vllm = frame_of(http_address="127.0.0.1:20002", zmq_address="127.0.0.1:21002")
+            assert await result_of(fleet_, vllm) == "new"
+
+    run(work())
+
+
+def test_a_signed_beat_that_was_kept_for_minutes_registers_nobody(key_file: Path) -> None:
+    async def work() -> None:
+        async with fleet(kv_key_file=key_file) as fleet_:
+            old = frame_of(sent_us=now_us() - round(MAX_SKEW_S * 1.1e6))
+            assert await result_of(fleet_, old, beat_mac(KEY, old)) == "skewed"
+            timeless = frame_of(sent_us=0)
+            assert await result_of(fleet_, timeless, beat_mac(KEY, timeless)) == "skewed"
+
+    run(work())
+
+
+def test_a_replayed_goodbye_does_not_end_the_next_incarnation(key_file: Path) -> None:
+    async def work() -> None:
+        async with fleet(kv_key_file=key_file) as fleet_:
+
+            async def send(**fields: Any) -> tuple[bytes, bytes]:
+                frame = frame_of(**fields)
+                signed = frame, beat_mac(KEY, frame)
+                assert await result_of(fleet_, *signed) in ("new", "gone", "refreshed")
+                return signed
+
+            first = await send(incarnation="a")
+            goodbye = await send(incarnation="a", state="Gone")
+            await send(incarnation="b")
+            for kept in (first, goodbye):
+                assert await result_of(fleet_, *kept) == "stale"
+            (instance,) = fleet_.router.surface.fleet.instances
+            assert instance.key.incarnation == "b"
+            await send(incarnation="b")
+
+    run(work())
+
+
+def test_the_log_says_what_is_wrong_and_what_to_do_but_never_the_key(
+    key_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work() -> None:
+        async with fleet(kv_key_file=key_file) as fleet_:
+            with caplog.at_level(logging.WARNING, "xpyd_router.fleet.discovery"):
+                await result_of(fleet_, frame_of())
+
+    run(work())
+    (line,) = [r.getMessage() for r in caplog.records if "discovery" in r.name]
+    assert "--accept-unsigned-beats" in line
+    assert "127.0.0.1" in line
+    assert KEY.decode() not in caplog.text
