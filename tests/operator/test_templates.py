@@ -153,6 +153,12 @@ def test_the_router_listens_for_clients_on_127_0_0_1_and_for_beats_on_its_own_ad
     assert environ["XPYD_POD_IP"] == "127.1.7.1"
 
 
+def test_unsigned_beats_are_the_routers_flag_and_its_only_change():
+    plain, told = want()[ROUTER].template, want(heartbeat={"acceptUnsigned": True})[ROUTER].template
+    assert set(told.args) - set(plain.args) == {"--accept-unsigned-beats"}
+    assert told.pod == plain.pod
+
+
 def test_transport_and_insecure_reach_the_flags_of_those_whom_they_concern():
     pools = [{"name": role.lower(), "role": role} for role in ("Prefill", "Decode", "Aggregated")]
 

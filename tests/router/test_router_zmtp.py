@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 
@@ -23,7 +24,7 @@ def read(data: bytes, *cuts: int) -> list[Message | Command]:
 
 def feed(receiver: Receiver, data: bytes, *cuts: int) -> Iterator[Message | Command]:
     ends = [0, *sorted(cuts), len(data)]
-    for begin, end in zip(ends, ends[1:], strict=False):
+    for begin, end in itertools.pairwise(ends):
         receiver.feed(data[begin:end])
         while (event := receiver.next()) is not None:
             yield event

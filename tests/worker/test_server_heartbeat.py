@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import zmq
@@ -39,14 +40,14 @@ def router(port: int = 0) -> Iterator[tuple[zmq.asyncio.Socket, int]]:
         yield sock, int(sock.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
 
-def sender(states: States, *ports: int, host: str = "127.0.0.1") -> HeartbeatSender:
+def sender(states: States, *ports: int, host: str = "127.0.0.1", **more: Any) -> HeartbeatSender:
     return HeartbeatSender(
         [Address(host, port) for port in ports],
         identity="127.0.0.1:2/inc",
         source_host="127.0.0.2",
         period_s=60,
         make=states.beat,
-        key=KEY,
+        **{"key": KEY, **more},
     )
 
 
@@ -138,6 +139,34 @@ def test_a_closed_socket_that_still_connects_takes_no_newer_beat_with_it(
         for old in late:
             really_close(old, 0)
         await beats.close()
+
+    run(test())
+
+
+def test_beats_say_when_they_were_sent_and_never_an_earlier_time() -> None:
+    async def test() -> None:
+        clock_ns = [5_000_000_000, 9_000_000_000, 1_000_000_000]
+        with router() as (sock, port):
+            beats = sender(States(), port, wall_clock_ns=lambda: clock_ns.pop(0))
+            beats.start()
+            times = [decode_heartbeat((await sock.recv_multipart())[1]).sent_us]
+            for _ in range(2):
+                beats.beat_now()
+                times.append(decode_heartbeat((await sock.recv_multipart())[1]).sent_us)
+            assert times == [5_000_000, 9_000_000, 9_000_001]
+            await beats.close()
+
+    run(test())
+
+
+def test_an_instance_without_a_key_beats_unsigned() -> None:
+    async def test() -> None:
+        with router() as (sock, port):
+            beats = sender(States(), port, key=None)
+            beats.start()
+            _, frame = await sock.recv_multipart()
+            assert decode_heartbeat(frame).state == "Ready"
+            await beats.close()
 
     run(test())
 

@@ -144,6 +144,9 @@ class Heartbeat(ApiModel):
     """How often engines tell the routers that they live."""
     missed_beats: Annotated[int, Field(ge=2, le=60)] = 3
     """Beats missed before a router drops an engine."""
+    accept_unsigned: bool = False
+    """Routers take heartbeats that are not signed with the KV key, too: of engines from before
+    signing, for as long as an upgrade takes, and of vLLM's."""
 
 
 class Drain(ApiModel):

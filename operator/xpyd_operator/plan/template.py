@@ -134,6 +134,7 @@ def router_template(fleet: InferenceFleet, *, image: str = "") -> Template:
         f"--heartbeat-interval-ms={spec.heartbeat.interval_milliseconds}",
         f"--missed-beats={spec.heartbeat.missed_beats}",
         *_policy_args(spec.router),
+        *(["--accept-unsigned-beats"] if spec.heartbeat.accept_unsigned else []),
         *_key_args(spec.kv_transfer),
     )
     pod = _canonical(

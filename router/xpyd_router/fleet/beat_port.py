@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import resource
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import cast
 
 from xpyd_core.errors import ProtocolError
@@ -17,44 +18,54 @@ from xpyd_core.messages import MAX_HEARTBEAT_BYTES
 from xpyd_router.fleet.registry import MAX_INSTANCES
 from xpyd_router.fleet.zmtp import Message, Receiver
 
-MAX_CONNECTIONS = 2 * MAX_INSTANCES
+_MAX_CONNECTIONS = 2 * MAX_INSTANCES
 _MIN_CONNECTIONS = 64
-MAX_HELD_BYTES = 32 * 1024 * 1024
-"""Of messages that have not ended, over all connections."""
-HANDSHAKE_S = 5.0
-MESSAGE_S = 5.0
-"""For the rest of a message that has begun."""
-SILENCE_S = 200.0
-"""Without one good beat; the longest period is 60 s."""
-_SWEEP_S = 1.0
-_BURST = 512
-"""Messages that one connection may send at once: a rig may beat for many through one socket."""
-_PER_SECOND = 512
+_SWEEP_S = 0.25
 _PAUSE_S = 0.25
-MAX_BAD = 16
-"""Bad messages after which a connection ends: an engine sends none."""
 _MAX_UNSENT_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class PortLimits:
+    """What strangers may take."""
+
+    connections: int = _MAX_CONNECTIONS
+    held_bytes: int = 32 * 1024 * 1024
+    """Of messages that have not ended, over all connections."""
+    handshake_s: float = 5.0
+    message_s: float = 5.0
+    """For the rest of a message that has begun."""
+    silence_s: float = 200.0
+    """Without one good beat; the longest period is 60 s."""
+    burst: int = 512
+    """Messages that one connection may send at once: a rig may beat for many through one socket."""
+    per_second: float = 512.0
+    """Messages of one connection from then on."""
+    bad: int = 16
+    """Messages in a row that are no good beats, after which a connection ends."""
+
 
 Take = Callable[[tuple[bytes, ...], str], bool]
 """Takes one message's frames and its sender's address; whether it was a good beat."""
 
 
-def connection_limit() -> int:
-    """MAX_CONNECTIONS, or half of the files that the process may open."""
+def port_limits() -> PortLimits:
+    """The defaults, with no more connections than half of the files that this process may open."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if files == resource.RLIM_INFINITY:
-        return MAX_CONNECTIONS
-    return min(MAX_CONNECTIONS, max(_MIN_CONNECTIONS, files // 2))
+        return PortLimits()
+    most = min(_MAX_CONNECTIONS, max(_MIN_CONNECTIONS, files // 2))
+    return PortLimits(connections=most)
 
 
 class BeatPort:
     """Owner of the connections. In one event loop; `dropped` hears why one was ended."""
 
-    def __init__(self, take: Take, dropped: Callable[[str], None]) -> None:
+    def __init__(self, take: Take, dropped: Callable[[str], None], limits: PortLimits) -> None:
         self.take = take
         self.dropped = dropped
+        self.limits = limits
         self.held_bytes = 0
-        self._limit = connection_limit()
         self._open: dict[Connection, None] = {}
         self._strangers: dict[Connection, None] = {}
         """Those without a good beat so far, the oldest first."""
@@ -70,7 +81,7 @@ class BeatPort:
     def opened(self, connection: Connection) -> None:
         """Where there are too many, the oldest stranger goes; without one, who came."""
         self._open[connection] = self._strangers[connection] = None
-        if len(self._open) > self._limit:
+        if len(self._open) > self.limits.connections:
             next(iter(self._strangers)).drop("too many connections")
 
     def proven(self, connection: Connection) -> None:
@@ -101,6 +112,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, port: BeatPort) -> None:
         self._port = port
+        self._limits = port.limits
         self._loop = asyncio.get_running_loop()
         self._receiver = Receiver(MAX_HEARTBEAT_BYTES)
         self._transport: asyncio.Transport | None = None
@@ -108,7 +120,7 @@ class Connection(asyncio.Protocol):
         self._opened_s = self._good_s = self._loop.time()
         self._begun_s: float | None = None
         """Since when a message has begun and not ended."""
-        self._credit = float(_BURST)
+        self._credit = float(port.limits.burst)
         self._credited_s = self._opened_s
         self._bad = 0
         self._resume: asyncio.TimerHandle | None = None
@@ -137,8 +149,8 @@ class Connection(asyncio.Protocol):
 
     def _read(self) -> None:
         now_s = self._loop.time()
-        earned = (now_s - self._credited_s) * _PER_SECOND
-        self._credit = min(_BURST, self._credit + earned)
+        earned = (now_s - self._credited_s) * self._limits.per_second
+        self._credit = min(self._limits.burst, self._credit + earned)
         self._credited_s = now_s
         try:
             while self._transport is not None and self._credit >= 1:
@@ -168,8 +180,8 @@ class Connection(asyncio.Protocol):
             self._port.proven(self)
             return
         self._bad += 1
-        if self._bad >= MAX_BAD:
-            self.drop(f"{MAX_BAD} messages in a row that are no good beats")
+        if self._bad >= self._limits.bad:
+            self.drop(f"{self._bad} messages in a row that are no good beats")
 
     def _say(self, data: bytes) -> None:
         assert self._transport is not None
@@ -193,17 +205,17 @@ class Connection(asyncio.Protocol):
     def _hold(self, held_bytes: int) -> None:
         self._port.held_bytes += held_bytes - self._held_bytes
         self._held_bytes = held_bytes
-        if held_bytes and self._port.held_bytes > MAX_HELD_BYTES:
+        if held_bytes and self._port.held_bytes > self._limits.held_bytes:
             self.drop("too much is held of messages that have not ended")
 
     def check(self, now_s: float) -> None:
         """Drop it where a deadline has passed."""
         if not self._receiver.is_ready:
-            if now_s > self._opened_s + HANDSHAKE_S:
+            if now_s > self._opened_s + self._limits.handshake_s:
                 self.drop("no ZMQ handshake in time")
-        elif self._begun_s is not None and now_s > self._begun_s + MESSAGE_S:
+        elif self._begun_s is not None and now_s > self._begun_s + self._limits.message_s:
             self.drop("the rest of a message does not come")
-        elif now_s > self._good_s + SILENCE_S:
+        elif now_s > self._good_s + self._limits.silence_s:
             self.abort()
 
     def drop(self, why: str) -> None:

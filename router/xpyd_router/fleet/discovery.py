@@ -16,7 +16,7 @@ from collections.abc import Callable
 from xpyd_core.errors import ProtocolError, UserError
 from xpyd_core.keys import BEAT_MAC_BYTES, INSECURE_KEYS, is_beat_mac
 from xpyd_core.messages import Heartbeat, decode_heartbeat
-from xpyd_router.fleet.beat_port import BeatPort
+from xpyd_router.fleet.beat_port import BeatPort, PortLimits, port_limits
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
 
@@ -36,6 +36,7 @@ class Discovery:
 
     `name`: the fleet whose instances are taken; empty: any. `keys`: the fleet's; a beat signed with
     another one is dropped. `accepts_unsigned`: beats without a signature are taken, too.
+    `limits`: None for what this process may have.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Discovery:
         keys: tuple[bytes, ...] = INSECURE_KEYS,
         accepts_unsigned: bool = True,
         wall_clock: Callable[[], float] = time.time,
+        limits: PortLimits | None = None,
     ) -> None:
         self._fleet = fleet
         self._name = name
@@ -58,7 +60,8 @@ class Discovery:
         self._metrics = metrics
         self._quiet_until_s = 0.0
         self._dropped = 0
-        self._beats = BeatPort(self._take, self._end)
+        self.beats = BeatPort(self._take, self._end, limits or port_limits())
+        """Who is connected."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -71,13 +74,13 @@ class Discovery:
 
     def close(self) -> None:
         """Free the port."""
-        self._beats.close()
+        self.beats.close()
         self._listener.close()
 
     async def run(self) -> None:
         """Take beats and remove who is silent, for ever."""
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(self._beats.accept, sock=self._listener, backlog=_BACKLOG)
+        server = await loop.create_server(self.beats.accept, sock=self._listener, backlog=_BACKLOG)
         try:
             late = 0
             while True:
@@ -91,10 +94,10 @@ class Discovery:
                     continue
                 for key in self._fleet.expire():
                     logger.warning("instance %s missed its beats: removed", key.http)
-                self._beats.sweep(loop.time())
+                self.beats.sweep(loop.time())
         finally:
             server.close()
-            self._beats.close()
+            self.beats.close()
 
     def _take(self, frames: tuple[bytes, ...], peer: str) -> bool:
         """One message; whether it was a beat of this fleet's."""

@@ -276,14 +276,14 @@ class Registry:
             return refusal, ()
         self._put(instance, known)
         if known is None:
-            self._change()
+            self._rebuild()
             return "new", ()
         if known.key != key:
             self._past.put(known.key, FOR_EVER)
-            self._change()
+            self._rebuild()
             return "replaced", (known.key,)
         if _routing_view(known.beat) != _routing_view(beat):
-            self._change()
+            self._rebuild()
         # Without incarnations a restart shows only in another KV address.
         return "refreshed" if known.kv == instance.kv else "replaced", ()
 
@@ -306,7 +306,7 @@ class Registry:
         if known is None or known.standing == standing:
             return False
         self._instances[key.http] = replace(known, standing=standing)
-        self._change()
+        self._rebuild()
         return True
 
     def _instance(self, beat: Heartbeat, now: float, *, is_signed: bool) -> Instance:
@@ -367,8 +367,8 @@ class Registry:
     def _remove(self, instance: Instance) -> None:
         del self._instances[instance.key.http]
         self._belongings.remove(instance)
-        self._change()
+        self._rebuild()
 
-    def _change(self) -> None:
+    def _rebuild(self) -> None:
         self._snapshot = None
         self.version += 1
