@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import Fleet, Process, fleet, http, wait_for
+from tests.e2e.harness import Fleet, Process, empty_fleet, http, wait_for
 from tests.e2e.oracle import Case
 
 pytestmark = pytest.mark.soak
@@ -63,7 +63,11 @@ def _start(running: Fleet, keys: Path) -> list[Process]:
 def test_a_key_is_changed_under_load_without_a_lost_request(
     tmp_path: Path, cases: list[Case]
 ) -> None:
-    with fleet(tmp_path) as running:
+    with empty_fleet(tmp_path) as running:
+        # The router has both all the while: its own steps are a restart each, of which others tell.
+        both = tmp_path / "both"
+        both.write_text(f"{OLD}\n{NEW}")
+        running.start_router(env={"XPYD_KV_KEY_FILE": str(both)})
         running.key_file.write_text(OLD)
         serving = _start(running, running.key_file)
         running.wait_ready(*serving)

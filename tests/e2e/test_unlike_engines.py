@@ -56,7 +56,7 @@ def test_engines_that_cannot_move_kv_to_each_other_give_right_answers(
 ) -> None:
     """As in a rollout that takes the secret away, or that changes the transport."""
     with empty_fleet(tmp_path) as running:
-        running.start_router()
+        running.start_router("--accept-unsigned-beats")
         p = running.start_engine("Prefill", "--kv-transport", "tcp")
         keyless = running.start_engine("Decode", *SHORT_WAIT, "--kv-insecure", env=KEYLESS)
         folder = ("--kv-socket-dir", str(tmp_path / "kv"))

@@ -95,6 +95,8 @@ def test_an_unsigned_beat_does_not_end_or_move_a_signed_instance(key_file: Path)
         async with fleet(kv_key_file=key_file, accept_unsigned_beats=True) as fleet_:
             frame = frame_of()
             await result_of(fleet_, frame, beat_mac(KEY, frame))
+            other = frame_of(incarnation="b")
+            assert await result_of(fleet_, other, beat_mac(OTHER_KEY, other)) == "unsigned"
             for fields in ({"state": "Gone"}, {"incarnation": "b"}, {"zmq_address": "1.2.3.4:1"}):
                 assert await result_of(fleet_, frame_of(**fields)) == "unsigned"
             (instance,) = fleet_.router.surface.fleet.instances
@@ -103,14 +105,15 @@ def test_an_unsigned_beat_does_not_end_or_move_a_signed_instance(key_file: Path)
     run(work())
 
 
-def test_a_fleet_without_a_secret_signs_too_and_keeps_engines_with_another_key_out() -> None:
+@pytest.mark.parametrize("key", [b"", KEY, None], ids=["no-secret", "a-secret", "vllm"])
+def test_a_router_without_a_secret_takes_everyone(key: bytes | None) -> None:
     async def work() -> None:
         async with fleet() as fleet_:
             frame = frame_of()
-            assert await result_of(fleet_, frame, beat_mac(KEY, frame)) == "forged"
-            assert await result_of(fleet_, frame, beat_mac(b"", frame)) == "new"
-            vllm = frame_of(http_address="127.0.0.1:20002", zmq_address="127.0.0.1:21002")
-            assert await result_of(fleet_, vllm) == "new"
+            frames = [frame] if key is None else [frame, beat_mac(key, frame)]
+            assert await result_of(fleet_, *frames) == "new"
+            (instance,) = fleet_.router.surface.fleet.instances
+            assert instance.is_signed == (key == b"")
 
     run(work())
 

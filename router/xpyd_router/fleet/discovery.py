@@ -34,8 +34,9 @@ _TOLD = frozenset({"new", "replaced", "gone"})
 class Discovery:
     """Binds at once (UserError when it cannot); `run` serves until cancelled.
 
-    `name`: the fleet whose instances are taken; empty: any. `keys`: the fleet's; a beat signed with
-    another one is dropped. `accepts_unsigned`: beats without a signature are taken, too.
+    `name`: the fleet whose instances are taken; empty: any. `keys`: the fleet's, one of which signs
+    the beats that are taken. `accepts_unsigned`: others are taken, too, but never for an instance
+    that signs.
     `limits`: None for what this process may have.
     """
 
@@ -103,11 +104,13 @@ class Discovery:
         """One message; whether it was a beat of this fleet's."""
         name, beat = "", None
         try:
-            outcome = self._trust(frames)
-            if outcome is None:
+            is_signed = _has_mac(frames) and is_beat_mac(self._keys, *frames)
+            if is_signed or self._accepts_unsigned:
                 beat = decode_heartbeat(frames[0])
                 name = beat.instance or beat.http_address
-                outcome = self._apply(beat, is_signed=_is_signed(frames))
+                outcome = self._apply(beat, is_signed=is_signed)
+            else:
+                outcome = "forged" if _has_mac(frames) else "unsigned"
         except ProtocolError as error:
             self._count("malformed")
             self._complain(f"{peer}: {error}")
@@ -118,12 +121,6 @@ class Discovery:
         elif outcome not in _GOOD:
             self._complain(f"{peer} {name}: {_WHY[outcome]}")
         return outcome in _GOOD
-
-    def _trust(self, frames: tuple[bytes, ...]) -> str | None:
-        """Why this message is not even read; None: it is."""
-        if _is_signed(frames):
-            return None if is_beat_mac(self._keys, *frames) else "forged"
-        return None if self._accepts_unsigned else "unsigned"
 
     def _apply(self, beat: Heartbeat, *, is_signed: bool) -> str:
         # vLLM names no fleet: who dials this port then means this one.
@@ -149,7 +146,7 @@ class Discovery:
             self._quiet_until_s = now + _QUIET_S
 
 
-def _is_signed(frames: tuple[bytes, ...]) -> bool:
+def _has_mac(frames: tuple[bytes, ...]) -> bool:
     """Whether there is a signature; a frame of another length is somebody else's."""
     return len(frames) > 1 and len(frames[1]) == BEAT_MAC_BYTES
 
