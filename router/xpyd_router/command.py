@@ -14,6 +14,7 @@ from xpyd_core.pod_env import DISCOVERY_PORT, ROUTER_HTTP_PORT, read_pod_env
 from xpyd_core.sizes import parse_bytes
 from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.health import HealthRules
+from xpyd_router.requests.client_head import check_forwarded_names
 
 _EPILOG = """examples:
   xpyd router --kv-key-file kv.key               on 127.0.0.1:10001, engines beat to port 30001
@@ -126,6 +127,15 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         help="how long to go on accepting after SIGTERM, while load balancers take notice "
         "(default: %(default)s)",
     )
+    add(
+        "--forward-header",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a header of the client that engines get, too; may be repeated (default: only "
+        "traceparent and tracestate)",
+    )
+    add("--no-access-log", action="store_true", help="no log line per request")
     add_logging_arguments(parser)
 
 
@@ -157,6 +167,8 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         max_body_bytes=parse_bytes(args.max_body_bytes),
         pair_wait_s=args.pair_wait_seconds,
         drain_s=args.drain_seconds,
+        forward_headers=check_forwarded_names(args.forward_header),
+        access_log=not args.no_access_log,
         logs_json=args.log_format == "json",
     )
     checks = {

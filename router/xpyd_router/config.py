@@ -52,5 +52,9 @@ class RouterConfig:
     """How long after the last successful pick a request waits for a pair: a restart's length."""
     drain_s: float = 5.0
     """How long to accept after SIGTERM: load balancers take notice of /readiness with delay."""
+    forward_headers: tuple[str, ...] = ()
+    """Names of the client's headers that go to the engines, beside W3C trace context."""
+    access_log: bool = True
+    """Whether each request has a log line."""
     logs_json: bool = False
     """Whether the access log is JSON lines."""

@@ -142,7 +142,7 @@ async def open_router(
     if config.kv_insecure:
         logger.warning("--kv-insecure: whoever reaches the engines may read and write their KV")
     clock = time.monotonic
-    metrics = RouterMetrics()
+    metrics = RouterMetrics(clock)
     registry = Registry(period_s=config.heartbeat_interval_s, missed_beats=config.missed_beats)
     loads = LoadTable()
     policy = build_policy(config, loads=loads, random=random.random)
@@ -161,7 +161,9 @@ async def open_router(
         )
         upstream = UpstreamClient(_source_host(config))
         fleet.on_lost(upstream.lose)
-        access_log = AccessLog(is_json=config.logs_json, wall_clock=time.time)
+        access_log = AccessLog(
+            is_json=config.logs_json, wall_clock=time.time, is_on=config.access_log
+        )
         releases = Releases(upstream, metrics, keys[0])
         picker = Picker(config=config, fleet=fleet, policy=policy, metrics=metrics, clock=clock)
         flow = Flow(

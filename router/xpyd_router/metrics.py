@@ -1,16 +1,18 @@
-"""The router's metrics, all named xpyd_router_*. The hot path keeps the label children."""
+"""The router's metrics, all named xpyd_router_*. What every request counts is in `figures`."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter as Tally
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
+from xpyd_router.errors import FailureCause
+from xpyd_router.figures.exposition import Exposition
+from xpyd_router.figures.instances import PHASES, InstanceTable
+from xpyd_router.figures.requests import RequestTable
 from xpyd_router.fleet.registry import Instance, Standing
-from xpyd_router.requests.trace import Trace
-
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 _STATES: dict[Standing, str] = {
     "Good": "Ready",
@@ -22,14 +24,13 @@ _STATES: dict[Standing, str] = {
 
 
 class RouterMetrics:
-    """One set per router, in its own CollectorRegistry."""
+    """One set per router, in its own CollectorRegistry. `clock` is monotonic seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.requests = RequestTable()
+        self.instances = InstanceTable(clock)
         self._registry = registry = CollectorRegistry()
         prefix = "xpyd_router_"
-        self.requests = Counter(
-            f"{prefix}requests", "Requests answered", ("endpoint", "status"), registry=registry
-        )
         self.errors = Counter(
             f"{prefix}errors",
             "Failed calls to engines and broken streams",
@@ -37,21 +38,6 @@ class RouterMetrics:
             registry=registry,
         )
         self.retries = Counter(f"{prefix}retries", "Requests tried again", registry=registry)
-        self.request_seconds = Histogram(
-            f"{prefix}request_seconds",
-            "From request to last byte",
-            ("endpoint",),
-            registry=registry,
-            buckets=_SECONDS,
-        )
-        self.ttft_seconds = Histogram(
-            f"{prefix}ttft_seconds",
-            "From request to first byte of the answer",
-            ("endpoint",),
-            registry=registry,
-            buckets=_SECONDS,
-        )
-        self.in_flight = Gauge(f"{prefix}in_flight", "Requests being served", registry=registry)
         self.waiting = Gauge(
             f"{prefix}waiting", "Requests waiting for a pair to return", registry=registry
         )
@@ -78,39 +64,32 @@ class RouterMetrics:
             "Requests refused because instances die of them",
             registry=registry,
         )
-        self._ended: dict[tuple[str, int], tuple[Counter, Histogram, Histogram]] = {}
         self._instances = Gauge(
             f"{prefix}instances", "Known instances", ("type", "state"), registry=registry
         )
 
-    def began(self) -> None:
-        """A request came."""
-        self.in_flight.inc()
+    def failed(self, instance: Instance, cause: FailureCause) -> None:
+        """A call to `instance` failed."""
+        self.errors.labels(PHASES[instance.beat.type], cause).inc()
+        self.instances.of(instance).errors[cause] += 1
 
-    def ended(self, trace: Trace, status: int, now_s: float) -> None:
-        """It was answered, or its client left."""
-        key = (trace.endpoint, status)
-        children = self._ended.get(key)
-        if children is None:
-            children = self._ended[key] = (
-                self.requests.labels(trace.endpoint, str(status)),
-                self.request_seconds.labels(trace.endpoint),
-                self.ttft_seconds.labels(trace.endpoint),
-            )
-        requests, seconds, ttft = children
-        self.in_flight.dec()
-        requests.inc()
-        seconds.observe(now_s - trace.started_s)
-        if trace.first_s is not None:
-            ttft.observe(trace.first_s)
+    def retried(self, instance: Instance) -> None:
+        """A request is tried again because `instance` failed."""
+        self.retries.inc()
+        self.instances.of(instance).retries += 1
 
     def render(self, instances: Iterable[Instance]) -> bytes:
-        """The text exposition, with the gauge of `instances` as they are now."""
+        """The text exposition, with the gauges of `instances` as they are now."""
+        known = tuple(instances)
         self._instances.clear()
-        tally = Tally((i.beat.type, state_of(i)) for i in instances)
+        tally = Tally((i.beat.type, state_of(i)) for i in known)
         for (kind, state), count in sorted(tally.items()):
             self._instances.labels(kind, state).set(count)
-        return generate_latest(self._registry)
+        self.instances.keep(known)
+        out = Exposition()
+        self.requests.write(out)
+        self.instances.write(out)
+        return generate_latest(self._registry) + out.text()
 
 
 def state_of(instance: Instance) -> str:

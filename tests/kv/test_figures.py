@@ -2,10 +2,12 @@
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_kv.figures import MAX_NAMES, SECONDS, Distribution, Names
+from xpyd_core.distribution import SECONDS, Distribution
+from xpyd_kv.figures import MAX_NAMES, Names
 from xpyd_kv.rate_limit import RateLimits
 
 
@@ -18,6 +20,17 @@ def test_a_distribution_counts_each_value_below_every_bound_that_it_is_below(val
     assert seen.sum == sum(values)
     expected = [sum(value <= bound for value in values) for bound in SECONDS]
     assert seen.cumulative() == [*expected, len(values)]
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.integers(0, 5))))
+def test_equal_values_count_at_once_as_one_by_one(pairs):
+    at_once, singly = Distribution(), Distribution()
+    for value, count in pairs:
+        at_once.observe_each(value, count)
+        for _ in range(count):
+            singly.observe(value)
+    assert at_once.cumulative() == singly.cumulative()
+    assert at_once.sum == pytest.approx(singly.sum)
 
 
 def test_the_bounds_are_in_order():

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.worker.server_fakes import FakeEngine
-from xpyd_kv.figures import Distribution
+from xpyd_core.distribution import Distribution
 from xpyd_worker.engine.request import (
     ChoiceOutput,
     EngineRequest,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from xpyd_kv.figures import Distribution, Names
+from xpyd_core.distribution import Distribution
+from xpyd_kv.figures import Names
 
 
 @dataclass

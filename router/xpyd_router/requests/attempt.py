@@ -13,6 +13,7 @@ import orjson
 from xpyd_core.errors import ApiError
 from xpyd_core.request_id import pair_id_text
 from xpyd_router.errors import Answer, CallFailed, EngineRefused
+from xpyd_router.figures.instances import Call, InstanceTable
 from xpyd_router.fleet.loads import Load
 from xpyd_router.fleet.registry import Instance
 from xpyd_router.fleet.view import FleetView
@@ -24,7 +25,9 @@ from xpyd_router.upstream.exchange import Exchange
 
 
 class Attempt:
-    """See the module. `public` is the hex part of the response id; it replaces internal ids."""
+    """See the module. `public` is the hex part of the response id; it replaces internal ids.
+    `forwarded`: the client's header lines that engines get, each with its end of line.
+    """
 
     def __init__(
         self,
@@ -32,13 +35,17 @@ class Attempt:
         *,
         uuid: str,
         public: str,
+        forwarded: str,
         fleet: FleetView,
         upstream: UpstreamClient,
+        figures: InstanceTable,
     ) -> None:
         self.choice = choice
         self.uuid = uuid
         self._fleet = fleet
         self._upstream = upstream
+        self._figures = figures
+        self._forwarded = forwarded
         self._public = public.encode()
         self._uuid = uuid.encode()
         self.request_id = uuid
@@ -57,6 +64,10 @@ class Attempt:
         """Something of the stream came: the request did not kill its engine by its coming."""
         self.owes_release = False
         """P was called, and D may hold or get KV that nobody will ask for."""
+        self.running: Call | None = None
+        """The call that runs: one at a time."""
+        self.call_s: float | None = None
+        """How long the last call took."""
 
     async def open(self, instance: Instance, ask: Ask, body: bytes, timeout_s: float) -> Exchange:
         """POST `body`; the exchange of a 2xx answer, whose body is still to be read. The caller
@@ -68,13 +79,18 @@ class Attempt:
         self.called = instance
         if self._fleet.is_lost(instance.key):
             raise CallFailed("lost")
-        exchange = await self._upstream.start(
-            instance.http,
-            self._head(instance, ask, len(body)),
-            body,
-            owner=instance.key,
-            timeout_s=timeout_s,
-        )
+        self.running = self._figures.call(instance, len(body))
+        try:
+            exchange = await self._upstream.start(
+                instance.http,
+                self._head(instance, ask, len(body)),
+                body,
+                owner=instance.key,
+                timeout_s=timeout_s,
+            )
+        except BaseException:
+            self._end_call()
+            raise
         if exchange.status >= 300:
             try:
                 self._refuse(await exchange.read())
@@ -85,12 +101,17 @@ class Attempt:
     def end(self, exchange: Exchange) -> None:
         """Free what `open` gave. Idempotent."""
         self._upstream.end(exchange)
+        self._end_call()
 
     async def call(self, instance: Instance, ask: Ask, body: bytes, timeout_s: float) -> Answer:
         """POST `body` and read the whole answer within `timeout_s`; raises as `open`."""
         exchange = await self.open(instance, ask, body, timeout_s)
         try:
-            return await exchange.read()
+            answer = await exchange.read()
+            if self.running is not None:
+                is_first_token = instance.beat.type == "P"
+                self.running.answered(len(answer.body), is_first_token=is_first_token)
+            return answer
         finally:
             self.end(exchange)
 
@@ -105,12 +126,17 @@ class Attempt:
         addresses = [str(a).encode() for i in self.instances for a in (i.http, i.kv)]
         return scrub(self.scrubbed(body), addresses, b"engine")
 
+    def _end_call(self) -> None:
+        running, self.running = self.running, None
+        if running is not None:
+            self.call_s = running.end()
+
     def _head(self, instance: Instance, ask: Ask, length: int) -> bytes:
         return (
             f"POST /v1/{ask.endpoint} HTTP/1.1\r\nHost: {instance.key.http}\r\n"
             f"Content-Type: application/json\r\nX-Request-Id: {self.request_id}\r\n"
-            f"Content-Length: {length}\r\n\r\n"
-        ).encode("ascii")
+            f"{self._forwarded}Content-Length: {length}\r\n\r\n"
+        ).encode("latin-1")
 
     def _refuse(self, answer: Answer) -> None:
         error = _error_in(answer.body)

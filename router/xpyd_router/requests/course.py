@@ -99,6 +99,8 @@ class Course:
     seed: int
     deadline_s: float
     """Until the answer is whole or its stream has begun; on the router's clock."""
+    forwarded: str = ""
+    """The client's header lines that engines get."""
     exclude: set[InstanceKey] = field(default_factory=set[InstanceKey])
     failures: int = 0
     refusals: int = 0

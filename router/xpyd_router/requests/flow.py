@@ -12,6 +12,7 @@ from collections.abc import Callable
 from xpyd_core.errors import ApiError, ProtocolError
 from xpyd_router.config import RouterConfig
 from xpyd_router.errors import Answer, CallFailed, EngineRefused, poisoned
+from xpyd_router.figures.instances import PHASES
 from xpyd_router.fleet.loads import LoadTable
 from xpyd_router.fleet.poison import REFUSED_S
 from xpyd_router.fleet.view import FleetView
@@ -38,6 +39,7 @@ from xpyd_router.requests.picker import Picker
 from xpyd_router.requests.relay import Relay
 from xpyd_router.requests.releases import Releases
 from xpyd_router.requests.trace import Trace
+from xpyd_router.requests.usage import tokens_in
 from xpyd_router.serving.sinks import Sink
 from xpyd_router.upstream.client import UpstreamClient
 from xpyd_router.upstream.exchange import Exchange
@@ -47,7 +49,6 @@ logger = logging.getLogger(__name__)
 MAX_TRIES = 3
 # A refusal (503) costs its engine nothing, so a rolling restart may give several in a row.
 _MAX_REFUSALS = 16
-_PHASES = {"P": "prefill", "D": "decode", "A": "aggregated"}
 
 
 class Flow:
@@ -80,11 +81,13 @@ class Flow:
         self._wall_clock = wall_clock
         self._random_bytes = random_bytes
 
-    def begin(self, ask: Ask, trace: Trace) -> Course:
-        """A course for `ask`, with the response's id; no engine is called.
+    def begin(self, ask: Ask, trace: Trace, forwarded: str = "") -> Course:
+        """A course for `ask`, with the response's id; no engine is called. `forwarded`: the
+        client's header lines that engines get.
 
         ApiError for a request that engines died of lately.
         """
+        trace.model = ask.model
         if refused_s := self._fleet.refused_s(ask.raw):
             self._metrics.poisoned_requests.inc()
             raise poisoned(refused_s)
@@ -100,6 +103,7 @@ class Flow:
             public=public,
             seed=seed,
             deadline_s=trace.started_s + self._config.request_timeout_s,
+            forwarded=forwarded,
         )
 
     async def whole(self, course: Course) -> Answer:
@@ -107,7 +111,9 @@ class Flow:
         while True:
             attempt = await self._pick(course)
             try:
-                return await self._try_whole(course, attempt)
+                answer = await self._try_whole(course, attempt)
+                course.trace.prompt_tokens, course.trace.output_tokens = tokens_in(answer.body)
+                return answer
             except CallFailed as failure:
                 await self._after_failure(course, attempt, failure)
             finally:
@@ -151,21 +157,27 @@ class Flow:
             prompt_tokens=course.ask.prompt_tokens,
         )
         give_up = None if course.last_cause == "refused" else lambda: gave_up(course)
+        trace, asked_s = course.trace, self._clock()
         choice = await self._picker.pick(want, self._pick_deadline_s(course), give_up)
+        trace.queue_s += self._clock() - asked_s
         attempt = Attempt(
             choice,
             uuid=self._random_bytes(16).hex(),
             public=course.public,
+            forwarded=course.forwarded,
             fleet=self._fleet,
             upstream=self._upstream,
+            figures=self._metrics.instances,
         )
         # From now on, also while P computes: D keeps room for what it will be sent.
         attempt.load = self._loads.of(attempt.instances[-1].key)
         attempt.load.begin(course.ask.prompt_tokens, course.ask.output_tokens)
         self._fleet.began(attempt.instances)
-        trace = course.trace
+        if isinstance(choice, Pair):
+            self._metrics.instances.paired(choice.prefill, choice.decode)
         trace.request, trace.tries = attempt.uuid, trace.tries + 1
         trace.prefill, trace.decode = attempt.instances[0].name, attempt.instances[-1].name
+        trace.prefill_s = trace.decode_s = None
         return attempt
 
     def _pick_deadline_s(self, course: Course) -> float:
@@ -174,11 +186,18 @@ class Flow:
         return course.deadline_s
 
     def _over(self, course: Course, attempt: Attempt) -> None:
-        """However the try ended: its place is free, and D is told of a transfer that nobody will
-        ask for.
+        """However the try ended: it is noted, its place is free, and D is told of a transfer that
+        nobody will ask for.
         """
         if attempt.load is not None:
             attempt.load.end(course.ask.prompt_tokens, course.ask.output_tokens)
+        if attempt.called.beat.type == "P":
+            course.trace.prefill_s = attempt.call_s
+        else:
+            course.trace.decode_s = attempt.call_s
+        if course.sent is not None:
+            course.trace.output_tokens = sum(map(len, course.sent.token_ids))
+            course.trace.prompt_tokens = course.sent.usage.get("prompt_tokens")
         if attempt.owes_release and isinstance(attempt.choice, Pair):
             self._releases.send(attempt.choice.decode, attempt.uuid)
 
@@ -228,7 +247,6 @@ class Flow:
         ask = course.ask
         params = prefill_params(course, pair) if pair.is_continuing else None
         attempt.owes_release = True
-        started_s = self._clock()
         load = self._loads.of(pair.prefill.key)
         load.begin(ask.prompt_tokens)
         try:
@@ -238,7 +256,7 @@ class Flow:
                 prefill_body(ask, params),
                 min(self._config.prefill_timeout_s, self._left_s(course)),
             )
-            course.trace.prefill_s = self._clock() - started_s
+            course.trace.prefill_s = attempt.call_s
             prefilled = take_prefill(course, answer.body) if params is not None else None
             self._fleet.succeeded(pair.prefill)
         except ProtocolError as error:
@@ -257,8 +275,13 @@ class Flow:
 
     async def _relay(self, exchange: Exchange, relay: Relay, sink: Sink) -> None:
         """The engine's events until [DONE]; CallFailed when they end without it."""
+
+        def resume() -> None:
+            relay.interrupted()
+            exchange.resume()
+
         exchange.bound_gaps(self._config.request_timeout_s)
-        sink.on_pause, sink.on_resume = exchange.pause, exchange.resume
+        sink.on_pause, sink.on_resume = exchange.pause, resume
         if sink.is_paused:
             exchange.pause()
         try:
@@ -280,8 +303,8 @@ class Flow:
     async def _after_failure(self, course: Course, attempt: Attempt, failure: CallFailed) -> None:
         """Count, tell and remember it; returns when another try is due, else raises ApiError."""
         instance, cause = attempt.called, failure.cause
-        phase = _PHASES[instance.beat.type]
-        self._metrics.errors.labels(phase, cause).inc()
+        phase = PHASES[instance.beat.type]
+        self._metrics.failed(instance, cause)
         course.trace.failures.append(f"{phase}:{cause}")
         course.last_cause = cause
         is_suspect = self._fleet.failed(
@@ -302,7 +325,7 @@ class Flow:
         is_late = not course.has_decode_begun and self._clock() >= course.deadline_s
         if course.failures >= MAX_TRIES or course.refusals >= _MAX_REFUSALS or is_late:
             raise gave_up(course)
-        self._metrics.retries.inc()
+        self._metrics.retried(instance)
 
 
 def _nothing() -> None:

@@ -31,6 +31,7 @@ class Relay:
     ) -> None:
         self._course = course
         self._attempt = attempt
+        self._call = attempt.running
         self._outlet = outlet
         self._sent = sent
         self._keeps_ids = course.ask.wants_token_ids
@@ -59,6 +60,8 @@ class Relay:
             events = self._splitter.push(data)
         except ProtocolError as error:
             raise CallFailed("too_large") from error
+        if self._call is not None:
+            self._call.streamed(len(events) - (DONE in events[-1:]), len(data))
         kept: list[bytes] = []
         try:
             for event in events:
@@ -73,6 +76,11 @@ class Relay:
             self._outlet.write(b"".join(kept))
         if self.is_done:
             self._outlet.end()
+
+    def interrupted(self) -> None:
+        """The client had not taken what came, and does now."""
+        if self._call is not None:
+            self._call.interrupted()
 
     def _error(self, event: bytes) -> bytes:
         may_go_on = self._sent is not None or not self._course.has_decode_begun

@@ -1,6 +1,7 @@
-"""What is known of one request while it runs: times, instances, tries. Feeds the access log.
+"""What is known of one request while it runs: times, instances, tries. Feeds log and metrics.
 
-Made by `app`, written by `flow`, read once at the end. `now_s` values are one monotonic clock's.
+Made by `serving.inference`, written by `flow`, read once at the end. `now_s` values are one
+monotonic clock's.
 """
 
 from __future__ import annotations
@@ -8,12 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 
-@dataclass
+@dataclass(slots=True)
 class Trace:
     """One request's record; one owner, the task that serves it."""
 
     endpoint: str
     started_s: float
+    client_id: str = ""
+    """The client's X-Request-Id."""
+    trace_id: str = ""
+    """Of the client's traceparent."""
+    body_bytes: int = 0
+    model: str = ""
     response_id: str = ""
     """The id that the client sees."""
     request: str = ""
@@ -21,29 +28,50 @@ class Trace:
     prefill: str = ""
     decode: str = ""
     tries: int = 0
+    queue_s: float = 0.0
+    """Waited for a pair, in all tries."""
     prefill_s: float | None = None
-    """From the first try's start to P's answer."""
+    """P's call of the last try."""
     first_s: float | None = None
-    """From the request to the first byte of the answer."""
+    """From the request to the first byte of a stream."""
+    decode_s: float | None = None
+    """The call of the last try to D, or to the instance that serves alone."""
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    """Of all choices; None where no engine told."""
     sent_bytes: int = 0
     status: int = 0
     failures: list[str] = field(default_factory=list[str])
     """Why tries failed, in order: `prefill:reset`."""
 
     def extra(self, now_s: float) -> dict[str, object]:
-        """The fields of the access log line."""
+        """The fields of the access log line; what is not known is not there."""
         fields: dict[str, object] = {
             "request": self.request or "-",
             "prefill": self.prefill or "-",
             "decode": self.decode or "-",
             "tries": self.tries,
             "seconds": round(now_s - self.started_s, 4),
+            "queue_seconds": round(self.queue_s, 4),
             "bytes": self.sent_bytes,
         }
         if self.prefill_s is not None:
             fields["prefill_seconds"] = round(self.prefill_s, 4)
         if self.first_s is not None:
             fields["first_byte_seconds"] = round(self.first_s, 4)
+        if self.decode_s is not None:
+            fields["decode_seconds"] = round(self.decode_s, 4)
+        if self.prompt_tokens is not None:
+            fields["prompt_tokens"] = self.prompt_tokens
+        if self.output_tokens is not None:
+            fields["output_tokens"] = self.output_tokens
+        texts = {
+            "model": self.model,
+            "response": self.response_id,
+            "trace": self.trace_id,
+            "client_id": self.client_id,
+        }
+        fields |= {name: text for name, text in texts.items() if text}
         if self.failures:
             fields["failures"] = ",".join(self.failures)
         return fields

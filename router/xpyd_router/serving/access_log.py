@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 from collections.abc import Callable
 from datetime import UTC, datetime
 
@@ -20,6 +21,7 @@ LOGGER = "xpyd_router.access"
 _FLUSH_S = 0.1
 _FLUSH_BYTES = 64 * 1024
 _STDERR = 2
+_WORD = re.compile(r'[^\s"\x00-\x1f\x7f-\x9f]+')
 
 
 def write_stderr(data: bytes) -> None:
@@ -32,17 +34,25 @@ def write_stderr(data: bytes) -> None:
         return
 
 
+def _plain(value: object) -> object:
+    """`value` as one word: what a client chose may hold spaces, quotes and ends of lines."""
+    if isinstance(value, str) and _WORD.fullmatch(value) is None:
+        return orjson.dumps(value).decode()
+    return value
+
+
 class AccessLog:
-    """See the module. `wall_clock` gives Unix seconds; closed by its owner."""
+    """See the module. `wall_clock` gives Unix seconds; its owner flushes it at the end."""
 
     def __init__(
         self,
         *,
         is_json: bool,
         wall_clock: Callable[[], float],
+        is_on: bool = True,
         write: Callable[[bytes], None] = write_stderr,
     ) -> None:
-        self._is_enabled = logging.getLogger(LOGGER).isEnabledFor(logging.INFO)
+        self._is_enabled = is_on and logging.getLogger(LOGGER).isEnabledFor(logging.INFO)
         self._is_json = is_json
         self._wall_clock = wall_clock
         self._write = write
@@ -63,7 +73,7 @@ class AccessLog:
             entry = {"time": time, "level": "info", "logger": LOGGER, "message": message}
             line = orjson.dumps({**entry, **fields}, option=orjson.OPT_APPEND_NEWLINE)
         else:
-            extras = "".join([f" {key}={value}" for key, value in fields.items()])
+            extras = "".join([f" {key}={_plain(value)}" for key, value in fields.items()])
             line = f"{time} INFO    {LOGGER}: {message}{extras}\n".encode()
         self._lines.append(line)
         self._size += len(line)

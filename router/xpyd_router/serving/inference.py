@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast
 from xpyd_core.errors import ApiError
 from xpyd_router.errors import Answer, EngineRefused
 from xpyd_router.requests.bodies import ENDPOINTS, Endpoint, parse_ask
+from xpyd_router.requests.client_head import HeadReader
 from xpyd_router.requests.outlet import Outlet
 from xpyd_router.requests.trace import Trace
 from xpyd_router.serving.http_protocol import EXTENSION
@@ -26,7 +27,6 @@ logger = logging.getLogger(__name__)
 Scope = MutableMapping[str, Any]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-_MAX_CLIENT_ID = 256
 _CLIENT_CLOSED = 499
 """nginx's status for a client that left; only seen in logs and metrics."""
 _BODY_DEADLINE_S = 60.0
@@ -53,6 +53,7 @@ class Inference:
 
     def __init__(self, surface: Surface) -> None:
         self._surface = surface
+        self._heads = HeadReader(surface.config.forward_headers)
 
     def wrap(self, app: AsgiApp) -> AsgiApp:
         """An application that answers POSTs to the inference routes, and leaves `app` the rest."""
@@ -71,7 +72,7 @@ class Inference:
         """Answer one POST; the access log line is written at its last byte."""
         surface = self._surface
         trace = Trace(endpoint, surface.clock())
-        surface.metrics.began()
+        surface.metrics.requests.began()
         status = _CLIENT_CLOSED
         try:
             body = await _read_body(receive, scope, surface.config.max_body_bytes)
@@ -122,10 +123,16 @@ class Inference:
         self, trace: Trace, body: bytes, scope: Scope, sink: DirectSink | AsgiSink
     ) -> int:
         flow = self._surface.flow
-        client_id = _client_id(scope)
+        head = self._heads.read(scope["headers"])
+        client_id = head.request_id
+        trace.client_id, trace.trace_id = client_id.decode("ascii"), head.trace_id
+        trace.body_bytes = len(body)
         outlet: Outlet | None = None
         try:
-            course = flow.begin(parse_ask(cast(Endpoint, trace.endpoint), body), trace)
+            if head.complaint is not None:
+                raise head.complaint
+            ask = parse_ask(cast(Endpoint, trace.endpoint), body)
+            course = flow.begin(ask, trace, head.forwarded)
             name = (b"x-request-id", client_id or trace.response_id.encode())
             if course.ask.stream:
                 outlet = Outlet(sink, [*_STREAM_HEADERS, name], trace, self._surface.clock)
@@ -155,7 +162,7 @@ class Inference:
         surface = self._surface
         now_s = surface.clock()
         trace.status = status
-        surface.metrics.ended(trace, status, now_s)
+        surface.metrics.requests.ended(trace, status, now_s)
         surface.access_log.add(trace, status, now_s)
 
 
@@ -181,15 +188,6 @@ async def _send_plain(send: Send, error: ApiError, trace: Trace) -> None:
     start = {"type": "http.response.start", "status": answer.status, "headers": [*headers, length]}
     await send(start)
     await send({"type": "http.response.body", "body": answer.body})
-
-
-def _client_id(scope: Scope) -> bytes:
-    """The client's own id: echoed, never parsed, never sent on."""
-    for name, value in scope["headers"]:
-        if name == b"x-request-id":
-            # What is not ASCII has no one form in a header; it would come back as other bytes.
-            return value if len(value) <= _MAX_CLIENT_ID and value.isascii() else b""
-    return b""
 
 
 async def _read_body(receive: Receive, scope: Scope, limit_bytes: int) -> bytes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from xpyd_kv.figures import Distribution
+from xpyd_core.distribution import Distribution
 
 # From a small model's decode step to a full chunk of a large one on a CPU.
 STEP_SECONDS = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from xpyd_kv.figures import Distribution
+from xpyd_core.distribution import Distribution
 from xpyd_kv.session.metrics import KvMetrics
 from xpyd_kv.store.api import StoreFigures
 from xpyd_kv.transport.counters import Counters

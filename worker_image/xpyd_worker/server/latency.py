@@ -7,7 +7,7 @@ E2E - TTFT = sum of its ITL = TPOT x (n - 1). Times are seconds of one monotonic
 
 from __future__ import annotations
 
-from xpyd_kv.figures import Distribution
+from xpyd_core.distribution import Distribution
 from xpyd_worker.engine.request import RequestOutput
 
 # From a token of a small model to a long answer, or a long queue, on a CPU.

@@ -15,7 +15,7 @@ from prometheus_client.core import (
     Metric,
 )
 
-from xpyd_kv.figures import Distribution
+from xpyd_core.distribution import Distribution
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 

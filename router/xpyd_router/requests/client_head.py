@@ -1,0 +1,151 @@
+"""What of a request's head concerns more than its connection. Pure.
+
+The client's own id is echoed; W3C trace context and the headers that the flags name go on to the
+engines, byte for byte. Nothing else does: engines get a head of the router's making. What goes on
+is checked here, whatever server is in front: it must not be able to end a header line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from xpyd_core.errors import ApiError, UserError
+
+MAX_NAMES = 32
+MAX_VALUE_BYTES = 8000
+"""Common servers refuse lines above 8 KiB."""
+MAX_FORWARDED_BYTES = 16 * 1024
+"""All forwarded values of a request: half of what common servers take as a whole head."""
+_MAX_CLIENT_ID = 256
+_MAX_TRACESTATE = 512
+"""As much as W3C asks everybody to pass on."""
+_MAX_TRACEPARENT = 256
+
+_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}")
+_PRINTABLE = re.compile(rb"[ -~]*")
+_VALUE = re.compile(rb"[\t -~\x80-\xff]*")
+_TRACEPARENT = re.compile(
+    rb"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-[ -~]*)?"
+)
+_TRACESTATE = re.compile(
+    rb"(?:[a-z0-9][a-z0-9_*/@-]{0,255}=[ -+\--<>-~]{0,255}[!-+\--<>-~])?(?:[\t ]*,[\t ]*"
+    rb"(?:[a-z0-9][a-z0-9_*/@-]{0,255}=[ -+\--<>-~]{0,255}[!-+\--<>-~])?)*"
+)
+_NEVER = frozenset(
+    (
+        # Of one connection, not of the request (RFC 9110, 7.6.1).
+        *("connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding"),
+        *("upgrade", "proxy-authenticate", "proxy-authorization", "expect"),
+        # Made by the router for each call.
+        *("host", "x-request-id", "x-xpyd-mac"),
+        # Always passed on where they are valid.
+        *("traceparent", "tracestate"),
+    )
+)
+
+
+class ClientHead(NamedTuple):
+    """See the module."""
+
+    request_id: bytes = b""
+    """The client's X-Request-Id: echoed and logged, never parsed, never sent on."""
+    trace_id: str = ""
+    """Of its traceparent, 32 hex digits; empty where it sent no valid one."""
+    forwarded: str = ""
+    """Header lines for the engines, each with its end of line. Latin-1."""
+    complaint: ApiError | None = None
+    """Why the request is refused."""
+
+
+def check_forwarded_names(names: Iterable[str]) -> tuple[str, ...]:
+    """The names, each once. UserError names the one that may not be forwarded, and why."""
+    found: dict[str, str] = {}
+    for name in names:
+        lowered = name.lower()
+        if _NAME.fullmatch(name) is None:
+            raise UserError(f"--forward-header {name!r}: not the name of a header")
+        if lowered in ("traceparent", "tracestate"):
+            raise UserError(
+                f"--forward-header {name}: goes to the engines without it; leave it out"
+            )
+        if lowered in _NEVER or lowered.startswith("content-"):
+            raise UserError(
+                f"--forward-header {name}: belongs to a single connection or body; the router "
+                "makes its own for each call"
+            )
+        found[lowered] = name
+    if len(found) > MAX_NAMES:
+        raise UserError(f"--forward-header: at most {MAX_NAMES} names")
+    return tuple(found.values())
+
+
+class HeadReader:
+    """Reads heads. `names`: the headers to forward, as of `check_forwarded_names`."""
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._forwarded = {name.lower().encode(): name for name in names}
+        self._wanted = frozenset({b"x-request-id", b"traceparent", b"tracestate", *self._forwarded})
+
+    def read(self, headers: Iterable[tuple[bytes, bytes]]) -> ClientHead:
+        """`headers` as ASGI gives them, names in lower case."""
+        wanted = self._wanted
+        found = [pair for pair in headers if pair[0] in wanted]
+        return self._read(found) if found else _EMPTY
+
+    def _read(self, found: list[tuple[bytes, bytes]]) -> ClientHead:
+        request_id = b""
+        parents: list[bytes] = []
+        states: list[bytes] = []
+        lines: list[str] = []
+        size = 0
+        complaint: ApiError | None = None
+        for name, value in found:
+            if name == b"x-request-id":
+                # What is not ASCII has no one form in a header; it would come back as other bytes.
+                is_fit = len(value) <= _MAX_CLIENT_ID and _PRINTABLE.fullmatch(value)
+                request_id = request_id or (value if is_fit else b"")
+            elif name == b"traceparent":
+                parents.append(value)
+            elif name == b"tracestate":
+                states.append(value)
+            else:
+                shown = self._forwarded[name]
+                size += len(value)
+                complaint = complaint or _complaint(shown, value, size)
+                lines.append(f"{shown}: {value.decode('latin-1')}\r\n")
+        trace_id, context = _trace_context(parents, states)
+        if complaint is not None:
+            return ClientHead(request_id, trace_id, complaint=complaint)
+        return ClientHead(request_id, trace_id, context + "".join(lines))
+
+
+_EMPTY = ClientHead()
+
+
+def _complaint(name: str, value: bytes, size: int) -> ApiError | None:
+    if len(value) > MAX_VALUE_BYTES:
+        return ApiError(431, f"header {name}: longer than {MAX_VALUE_BYTES} bytes")
+    if size > MAX_FORWARDED_BYTES:
+        return ApiError(431, f"header {name}: more than {MAX_FORWARDED_BYTES} bytes with others")
+    if _VALUE.fullmatch(value) is None:
+        return ApiError(400, f"header {name}: control characters are not allowed")
+    return None
+
+
+def _trace_context(parents: list[bytes], states: list[bytes]) -> tuple[str, str]:
+    """The trace's id and the lines to pass on. As W3C says, a wrong one is dropped, not an error,
+    and there is no tracestate without a traceparent.
+    """
+    if len(parents) != 1 or len(parents[0]) > _MAX_TRACEPARENT:
+        return "", ""
+    parent = parents[0].strip(b" \t")
+    match = _TRACEPARENT.fullmatch(parent)
+    if match is None or (match[2] is not None and parent.startswith(b"00")):
+        return "", ""
+    lines = f"traceparent: {parent.decode()}\r\n"
+    state = b",".join(states).strip(b" \t")
+    if state and len(state) <= _MAX_TRACESTATE and _TRACESTATE.fullmatch(state):
+        lines += f"tracestate: {state.decode()}\r\n"
+    return match[1].decode(), lines
