@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from hashlib import sha256
 
 DEFAULT_BLOCK_SIZE = 16
-_ROOT = b"xpyd-block-v1"
+SCHEME = "xpyd-block-v1"
+"""The chain's name: another one means other hashes."""
+_ROOT = SCHEME.encode()
 
 
 def token_bytes(token_ids: Sequence[int]) -> bytes:

@@ -64,6 +64,18 @@ class RouterMetrics:
             "Requests refused because instances die of them",
             registry=registry,
         )
+        self.token_counts = Counter(
+            f"{prefix}token_counts",
+            "Requests whose tokens were asked for",
+            ("result",),
+            registry=registry,
+        )
+        self.tokenizer_loads = Counter(
+            f"{prefix}tokenizer_loads",
+            "Tokenizer files asked of engines",
+            ("result",),
+            registry=registry,
+        )
         self._instances = Gauge(
             f"{prefix}instances", "Known instances", ("type", "state"), registry=registry
         )

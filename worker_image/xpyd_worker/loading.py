@@ -16,6 +16,7 @@ from torch import Tensor
 from xpyd_core.compat import compat_factors, compat_key
 from xpyd_core.errors import UserError
 from xpyd_core.sizes import format_bytes
+from xpyd_core.tokenizer_files import TokenizerFiles
 from xpyd_kv.connector.build import MakeStore
 from xpyd_kv.transport.shared_memory import SharedMemory
 from xpyd_kv.wire.messages import MAX_PROBE_BYTES
@@ -42,6 +43,7 @@ from xpyd_worker.runner.load import load_on_cpu, load_on_gpu
 from xpyd_worker.runner.runner import ModelRunner
 from xpyd_worker.runner.tokenizer import Tokenizer
 from xpyd_worker.server.service import ServedModel
+from xpyd_worker.server.tokenizer_files import ServedFiles
 
 _log = logging.getLogger(__name__)
 
@@ -144,6 +146,17 @@ def load(
         producer=kv.connector.producer if kv.connector else None,
         consumer=kv.connector.consumer if kv.connector else None,
     )
+    knows_developer = _template_has(folder, "developer")
+    files = TokenizerFiles(
+        tokenizer=tokenizer.to_json(),
+        chat_templates=tokenizer.chat_templates,
+        special_tokens=tokenizer.template_variables,
+        knows_developer=knows_developer,
+        vocab_size=model_config.vocab_size,
+        max_model_len=max_model_len,
+        block_size=config.block_size,
+        prefix_caching=config.prefix_caching,
+    )
     model = ServedModel(
         names=names,
         tokenizer=tokenizer,
@@ -151,7 +164,8 @@ def load(
         vocab_size=model_config.vocab_size,
         max_model_len=max_model_len,
         created=int(time.time()),
-        knows_developer=_template_has(folder, "developer"),
+        knows_developer=knows_developer,
+        files=ServedFiles.of(files),
     )
     # Asks every token of the vocabulary; now, not when the first long prompt waits for it.
     _ = model.max_token_bytes

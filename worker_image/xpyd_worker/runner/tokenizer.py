@@ -67,7 +67,7 @@ class Tokenizer:
         special = {int(i) for i, token in added.items() if token.special}
         self.special_ids = frozenset(special | {int(i) for i in tokenizer.all_special_ids})
         """Ids that `decode(skip_special_tokens=True)` leaves out."""
-        document = json.loads(self._rust.to_str())
+        document = json.loads(self.to_json())
         decoders = _decoder_types(document.get("decoder"))
         byte_level = "ByteLevel" in decoders
         vocab: Mapping[str, int] = {}
@@ -115,6 +115,10 @@ class Tokenizer:
             return str(self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens))
         decode = self._rust.decode_batch
         return str(decode([list(ids)], skip_special_tokens=skip_special_tokens)[0])
+
+    def to_json(self) -> str:
+        """What `encode` works with, as a tokenizer.json. Slow for a large vocabulary."""
+        return str(self._rust.to_str())
 
     def token_piece(self, token_id: int) -> str:
         """How the vocabulary writes one token; of an id outside of it the empty text."""
@@ -188,6 +192,19 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """Whether the checkpoint brings a chat template."""
         return bool(self._hf.chat_template)
+
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """The checkpoint's chat templates by name; one without a name is `default`."""
+        found: Any = self._hf.chat_template
+        if isinstance(found, str):
+            return {"default": found} if found else {}
+        return dict(cast("Mapping[str, str]", found or {}))
+
+    @property
+    def template_variables(self) -> dict[str, str]:
+        """What templates know beside the conversation: `bos_token` and its like."""
+        return dict(cast("Mapping[str, str]", self._hf.special_tokens_map))
 
     @property
     def eos_id(self) -> int | None:

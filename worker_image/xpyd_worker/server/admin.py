@@ -20,6 +20,7 @@ from xpyd_worker.server.fields import bad
 from xpyd_worker.server.metrics import ServerMetrics
 from xpyd_worker.server.probe import answer_probe
 from xpyd_worker.server.responses import json_body, json_response
+from xpyd_worker.server.tokenizer_files import tokenizer_files_response
 from xpyd_worker.server.tokenizing import detokenize, tokenize
 
 _log = logging.getLogger(__name__)
@@ -100,6 +101,13 @@ class Admin:
         """POST /detokenize."""
         service = self._api.ready_service()
         return json_response(await detokenize(service, await json_body()))
+
+    async def tokenizer_files(self) -> Response:
+        """GET /tokenizer: by which a router counts tokens and hashes blocks as this engine does."""
+        files = self._api.ready_service().model.files
+        if files is None:
+            raise ApiError(404, "this instance gives no tokenizer files")
+        return tokenizer_files_response(files, request.headers.get("If-None-Match", ""))
 
     async def reset_prefix_cache(self) -> Response:
         """POST /reset_prefix_cache: forget cached prefixes that nobody holds."""

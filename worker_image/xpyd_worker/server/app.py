@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from quart import Quart
 
+from xpyd_core import tokenizer_files
 from xpyd_worker.server.admin import Admin
 from xpyd_worker.server.api import Api
 from xpyd_worker.server.asgi import AsgiApp
@@ -31,6 +32,7 @@ def create_app(api: Api, admin: Admin) -> Quart:
         ("/v1/chat/completions", api.chat, post),
         ("/v1/models", api.models, get),
         ("/v1/models/<path:name>", api.model, get),
+        (tokenizer_files.PATH, admin.tokenizer_files, get),
         ("/tokenize", admin.tokenize, post),
         ("/detokenize", admin.detokenize, post),
         ("/health", admin.health, get),

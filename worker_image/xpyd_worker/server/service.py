@@ -17,6 +17,7 @@ from xpyd_kv.session.probing import ProbeResult
 from xpyd_worker.server.bridge import EngineBridge
 from xpyd_worker.server.output_text import Detokenizer
 from xpyd_worker.server.text_threads import TextThreads
+from xpyd_worker.server.tokenizer_files import ServedFiles
 
 ProbePeer = Callable[[Address, Callable[[ProbeResult], None]], None]
 Role = Literal["Prefill", "Decode", "Aggregated"]
@@ -68,6 +69,7 @@ class ServedModel:
     `names`: it answers to each; the first stands in answers where the client named none.
     `vocab_size`: ids the model can embed. `max_model_len`: tokens of prompt and output together.
     `created`: Unix time of the load. `knows_developer`: the chat template has that role.
+    `files`: what routers tokenize by; None where nobody asks for it.
     """
 
     names: tuple[str, ...]
@@ -77,6 +79,7 @@ class ServedModel:
     max_model_len: int
     created: int
     knows_developer: bool = False
+    files: ServedFiles | None = None
 
     def name_for(self, asked: str | None) -> str:
         """The name that the answer carries; 404 for a model that is not served here."""

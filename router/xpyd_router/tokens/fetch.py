@@ -1,0 +1,34 @@
+"""Fetch over aiohttp (see keeper.Fetch)."""
+
+from __future__ import annotations
+
+import aiohttp
+
+from xpyd_core.request_id import Address
+from xpyd_router.tokens.keeper import FetchFailed
+
+_PIECE_BYTES = 256 * 1024
+
+
+class AiohttpFetch:
+    """GETs over a session that its owner closes."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+
+    async def __call__(self, to: Address, path: str, *, max_bytes: int) -> bytes:
+        """See keeper.Fetch."""
+        parts: list[bytes] = []
+        size_bytes = 0
+        try:
+            async with self._session.get(f"http://{to}{path}", allow_redirects=False) as response:
+                if response.status != 200:
+                    raise FetchFailed(f"status {response.status}")
+                async for part in response.content.iter_chunked(_PIECE_BYTES):
+                    size_bytes += len(part)
+                    if size_bytes > max_bytes:
+                        raise FetchFailed(f"more than {max_bytes} bytes")
+                    parts.append(part)
+        except (aiohttp.ClientError, OSError) as error:
+            raise FetchFailed(type(error).__name__) from error
+        return b"".join(parts)

@@ -1,0 +1,138 @@
+"""Keeps a child with the fleet's tokenizer files: fetches, loads, restarts. `shelf` says what.
+
+One fetch at a time, so that one document at most is in memory. The child is started when the first
+engine with files is seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from xpyd_core.request_id import Address
+from xpyd_core.tokenizer_files import MAX_BYTES, PATH
+from xpyd_router.fleet.registry import Instance
+from xpyd_router.metrics import RouterMetrics
+from xpyd_router.tokens.process import ChildEnded, ChildLimits, TokenChild
+from xpyd_router.tokens.shelf import Shelf, Wish
+
+logger = logging.getLogger(__name__)
+
+_FETCH_S = 30.0
+_LOOK_S = 1.0
+"""How often is looked whether the child lives and whether something is due."""
+_MAX_START_BACKOFF_S = 60.0
+
+
+class FetchFailed(Exception):
+    """An engine did not give its files; the message says why, without its address."""
+
+
+class Fetch(Protocol):
+    """GETs from engines. The deadline is the caller's."""
+
+    async def __call__(self, to: Address, path: str, *, max_bytes: int) -> bytes:
+        """The body of a 200; FetchFailed for anything else, and for one longer than `max_bytes`,
+        of which no more than that is read."""
+        ...
+
+
+class Fleet(Protocol):
+    """What is needed of FleetView."""
+
+    @property
+    def instances(self) -> Iterable[Instance]: ...
+
+    async def wait_change(self, timeout_s: float) -> bool: ...
+
+
+class Keeper:
+    """Owner of the child. `run` until cancelled, then `close`."""
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        fetch: Fetch,
+        metrics: RouterMetrics,
+        limits: ChildLimits,
+        clock: Callable[[], float],
+    ) -> None:
+        self._fleet = fleet
+        self._fetch = fetch
+        self._loads = metrics.tokenizer_loads
+        self._limits = limits
+        self._clock = clock
+        self._shelf = Shelf()
+        self._child: TokenChild | None = None
+        self._start_not_before_s = 0.0
+        self._start_backoff_s = 1.0
+
+    def child_with(self, key: str) -> TokenChild | None:
+        """The child, if it has the files of `key`."""
+        child = self._child
+        if child is None or child.has_ended or not self._shelf.is_loaded(key):
+            return None
+        return child
+
+    async def run(self) -> None:
+        """Follow the fleet for ever."""
+        while True:
+            for key in self._shelf.see(self._fleet.instances):
+                if self._child is not None:
+                    self._child.forget(key)
+            child = await self._living_child()
+            wish = self._shelf.wish(self._clock()) if child is not None else None
+            if child is not None and wish is not None:
+                await self._bring(child, wish)
+            else:
+                await self._fleet.wait_change(_LOOK_S)
+
+    async def close(self) -> None:
+        """End the child."""
+        if self._child is not None:
+            await self._child.close()
+
+    async def _living_child(self) -> TokenChild | None:
+        """The child; a new one where it ended, after 1, 2, 4, ... 60 s if it loaded nothing."""
+        now = self._clock()
+        if self._child is not None and self._child.has_ended:
+            await self._child.close()
+            logger.warning("the tokenizing process ended; it is started again")
+            self._shelf.lost(self._child.blamed, now)
+            self._child = None
+        if self._child is None and not self._shelf.is_empty and now >= self._start_not_before_s:
+            self._start_not_before_s = now + self._start_backoff_s
+            self._start_backoff_s = min(2 * self._start_backoff_s, _MAX_START_BACKOFF_S)
+            try:
+                self._child = await TokenChild.start(self._limits)
+            except OSError as error:
+                logger.warning("the tokenizing process cannot be started: %s", error)
+        return self._child
+
+    async def _bring(self, child: TokenChild, wish: Wish) -> None:
+        try:
+            async with asyncio.timeout(_FETCH_S):
+                body = await self._fetch(wish.source.http, PATH, max_bytes=MAX_BYTES)
+            error = await child.load(wish.key, body)
+        except (FetchFailed, TimeoutError) as failure:
+            self._failed(wish, "fetch", str(failure) or "no answer in time")
+        except ChildEnded:
+            self._loads.labels("ended").inc()  # the shelf hears of it when the next is started
+        else:
+            if error:
+                self._failed(wish, "unreadable", error)
+                return
+            self._shelf.loaded(wish, self._clock())
+            self._start_backoff_s = 1.0
+            self._loads.labels("loaded").inc()
+            logger.info("tokenizer files loaded", extra={"compatibility": wish.key})
+
+    def _failed(self, wish: Wish, result: str, why: str) -> None:
+        self._shelf.failed(wish, self._clock())
+        self._loads.labels(result).inc()
+        logger.warning(
+            "no tokenizer files: %s", why[:200], extra={"instance": wish.source.instance.http}
+        )

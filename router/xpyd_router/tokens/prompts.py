@@ -1,0 +1,216 @@
+"""What of a request's JSON becomes tokens, by the engine's rules. Pure.
+
+`estimate_tokens` reads it in the router's own process and takes whatever clients send; the rest
+runs in the child and raises Refused for what engines (xpyd_worker.server) do not take, or would
+read in another way than is known here: there is no exact count then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+BYTES_PER_TOKEN = 4
+"""Of English text in vocabularies of 32 k to 256 k tokens: 3.5 to 4.5."""
+_MESSAGE_TOKENS = 4
+"""What a template puts around one message, about."""
+_MAX_PROMPTS = 256
+_MAX_MESSAGES = 4096
+_MAX_PARTS = 16_384
+_ROLES = ("system", "developer", "user", "assistant")
+
+Prompt = str | Sequence[int]
+
+
+class Refused(Exception):
+    """The request has no exact count; the message says why."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a chat template is rendered with."""
+
+    messages: list[dict[str, str]]
+    tools: list[Any] | None
+    documents: list[Any] | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    variables: Mapping[str, Any]
+    """The client's `chat_template_kwargs`."""
+
+
+def estimate_tokens(fields: Mapping[str, Any], *, is_chat: bool) -> int:
+    """Tokens of the prompts, about: a quarter of their bytes; of ids their number. At least 1."""
+    if not is_chat:
+        return max(1, _estimate_prompt(fields.get("prompt")))
+    messages = fields.get("messages")
+    tokens = 0
+    if isinstance(messages, list):
+        for message in cast("list[object]", messages):
+            if isinstance(message, dict):
+                content = cast("dict[str, object]", message).get("content")
+                tokens += _MESSAGE_TOKENS + _estimate_content(content)
+    return max(1, tokens)
+
+
+def _estimate_text(text: str) -> int:
+    # ASCII strings know that they are it; only others are encoded to be measured.
+    size_bytes = len(text) if text.isascii() else len(text.encode(errors="replace"))
+    return -(-size_bytes // BYTES_PER_TOKEN)
+
+
+def _estimate_prompt(prompt: object) -> int:
+    if isinstance(prompt, str):
+        return _estimate_text(prompt)
+    if not isinstance(prompt, list) or not prompt:
+        return 0
+    items = cast("list[object]", prompt)
+    if not isinstance(items[0], str | list):
+        return len(items)
+    return sum(
+        _estimate_text(item) if isinstance(item, str) else len(cast("list[object]", item))
+        for item in items
+        if isinstance(item, str | list)
+    )
+
+
+def _estimate_content(content: object) -> int:
+    if isinstance(content, str):
+        return _estimate_text(content)
+    if not isinstance(content, list):
+        return 0
+    texts = (
+        cast("dict[str, object]", part).get("text")
+        for part in cast("list[object]", content)
+        if isinstance(part, dict)
+    )
+    return sum(_estimate_text(text) for text in texts if isinstance(text, str))
+
+
+def completion_prompts(fields: Mapping[str, Any]) -> list[Prompt]:
+    """The prompts of a /v1/completions body, each a text or ids, none empty."""
+    value = fields.get("prompt")
+    if isinstance(value, str):
+        found: list[Any] = [value]
+    elif isinstance(value, list) and value:
+        found = cast("list[Any]", value)
+        if _is_id(found[0]):
+            found = [found]
+    else:
+        raise Refused("prompt: no text, ids or list of them")
+    if len(found) > _MAX_PROMPTS:
+        raise Refused(f"prompt: more than {_MAX_PROMPTS}")
+    for one in found:
+        if not isinstance(one, str | list) or not one:
+            raise Refused("prompt: an item is empty or neither text nor ids")
+        if isinstance(one, list) and not all(map(_is_id, cast("list[object]", one))):
+            raise Refused("prompt: an item is no token id")
+    return cast("list[Prompt]", found)
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def conversation(fields: Mapping[str, Any], *, knows_developer: bool) -> Conversation:
+    """The conversation of a /v1/chat/completions body as templates see it."""
+    if fields.get("chat_template"):
+        raise Refused("chat_template: the client's own")
+    value = fields.get("messages")
+    if not isinstance(value, list) or not 0 < len(cast("list[Any]", value)) <= _MAX_MESSAGES:
+        raise Refused("messages: no list, empty or too many")
+    messages = [_message(one) for one in cast("list[object]", value)]
+    if not knows_developer:
+        # OpenAI's newer name for the same thing; templates of older models know one of them.
+        messages = [
+            {**message, "role": "system"} if message["role"] == "developer" else message
+            for message in messages
+        ]
+    continues = flag(fields, "continue_final_message", default=False)
+    generates = flag(fields, "add_generation_prompt", default=True)
+    if continues and generates:
+        raise Refused("continue_final_message: not with add_generation_prompt")
+    variables: object = fields.get("chat_template_kwargs") or {}
+    if not isinstance(variables, dict):
+        raise Refused("chat_template_kwargs: no object")
+    return Conversation(
+        messages=messages,
+        tools=_objects(fields, "tools"),
+        documents=_objects(fields, "documents"),
+        add_generation_prompt=generates,
+        continue_final_message=continues,
+        variables=cast("dict[str, Any]", variables),
+    )
+
+
+def _message(value: object) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise Refused("messages: an item is no object")
+    fields = cast("dict[str, Any]", value)
+    role, name = fields.get("role"), fields.get("name")
+    if role not in _ROLES or any(fields.get(key) for key in ("tool_calls", "function_call")):
+        raise Refused("messages: a role or a member that engines do not take")
+    message = {"role": cast(str, role), "content": _content(fields.get("content"))}
+    if name is None:
+        return message
+    if not isinstance(name, str):
+        raise Refused("messages: a name is no text")
+    return {**message, "name": name}
+
+
+def _content(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or len(cast("list[Any]", value)) > _MAX_PARTS:
+        raise Refused("messages: content that is neither text nor parts")
+    texts: list[str] = []
+    for part in cast("list[object]", value):
+        fields = cast("dict[str, Any]", part) if isinstance(part, dict) else {}
+        text = fields.get("text")
+        if fields.get("type") != "text" or not isinstance(text, str):
+            raise Refused("messages: a part that is no text")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _objects(fields: Mapping[str, Any], name: str) -> list[Any] | None:
+    """A list of objects; None where absent or empty, for which engines tell no difference."""
+    value = fields.get(name)
+    if not value:
+        return None
+    items = cast("list[object]", value) if isinstance(value, list) else []
+    if not items or not all(isinstance(item, dict) for item in items):
+        raise Refused(f"{name}: no list of objects")
+    return list(items)
+
+
+def flag(fields: Mapping[str, Any], name: str, *, default: bool) -> bool:
+    """true or false; `default` where absent."""
+    value = fields.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise Refused(f"{name}: neither true nor false")
+    return value
+
+
+def kept_tokens(fields: Mapping[str, Any], max_model_len: int) -> int | None:
+    """`truncate_prompt_tokens`, vLLM's: so many ids of a prompt's end are kept; -1 means the
+    context's length. None: all of them."""
+    value = fields.get("truncate_prompt_tokens")
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < -1 or value == 0:
+        raise Refused("truncate_prompt_tokens: neither -1 nor above 0")
+    return max_model_len if value == -1 else value
+
+
+def salt(fields: Mapping[str, Any]) -> bytes:
+    """`cache_salt` as it enters the block hashes."""
+    value = fields.get("cache_salt")
+    if value is None:
+        return b""
+    if not isinstance(value, str):
+        raise Refused("cache_salt: no text")
+    return value.encode(errors="replace")

@@ -1,0 +1,127 @@
+"""Which tokenizer files the child must have, and from whom to fetch them. Pure: time is given.
+
+Files are known by the compatibility key, which names the checkpoint. They come from an engine that
+is Ready; when it leaves (a restart may bring another chat template or block size) they are fetched
+again from one that lives, and used meanwhile. `keeper` does what this says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from xpyd_core.request_id import Address
+from xpyd_router.fleet.registry import Instance, InstanceKey
+
+MAX_KEPT = 8
+_REFRESH_S = 10.0
+"""Between two fetches of the same files: a fleet that restarts asks once."""
+_MAX_BACKOFF_DOUBLINGS = 9
+
+
+class Source(NamedTuple):
+    """An engine that has the files."""
+
+    instance: InstanceKey
+    http: Address
+
+
+class Wish(NamedTuple):
+    """Fetch `key` from `source` now."""
+
+    key: str
+    source: Source
+
+
+@dataclass(eq=False)
+class _Entry:
+    sources: tuple[Source, ...] = ()
+    is_loaded: bool = False
+    loaded_from: InstanceKey | None = None
+    not_before_s: float = 0.0
+    failures: int = 0
+    """Since the last success: whom to ask next, and how long to wait."""
+    strikes: int = 0
+    """How often the child died of it. Never forgiven: the same files would kill it again."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether an engine has the files, and the child not those of a living one."""
+        is_fresh = self.is_loaded and any(s.instance == self.loaded_from for s in self.sources)
+        return bool(self.sources) and not is_fresh
+
+
+@dataclass(eq=False)
+class Shelf:
+    """What is there and what is missing, at most `max_kept` checkpoints."""
+
+    max_kept: int = MAX_KEPT
+    _entries: dict[str, _Entry] = field(default_factory=dict[str, _Entry])
+
+    def see(self, instances: Iterable[Instance]) -> list[str]:
+        """Take notice of who is in the fleet; the keys to be forgotten for want of room.
+
+        Checkpoints beyond `max_kept` wait until one has no engine any more.
+        """
+        sources: dict[str, list[Source]] = {}
+        for instance in instances:
+            beat = instance.beat
+            if beat.compatibility and beat.state == "Ready":
+                source = Source(instance.key, instance.http)
+                sources.setdefault(beat.compatibility, []).append(source)
+        for key, entry in self._entries.items():
+            entry.sources = tuple(sources.pop(key, ()))
+        forgotten: list[str] = []
+        for key, found in sources.items():
+            if len(self._entries) >= self.max_kept:
+                unused = next((k for k, e in self._entries.items() if not e.sources), None)
+                if unused is None:
+                    break
+                del self._entries[unused]
+                forgotten.append(unused)
+            self._entries[key] = _Entry(tuple(found))
+        return forgotten
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing that a child would be of use for."""
+        return not any(entry.sources for entry in self._entries.values())
+
+    def is_loaded(self, key: str) -> bool:
+        """Whether the child has the files."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.is_loaded
+
+    def wish(self, now: float) -> Wish | None:
+        """What to fetch now, if anything; after a failure from the next engine."""
+        for key, entry in self._entries.items():
+            if entry.is_wanted and entry.not_before_s <= now:
+                return Wish(key, entry.sources[entry.failures % len(entry.sources)])
+        return None
+
+    def loaded(self, wish: Wish, now: float) -> None:
+        """The child has the files."""
+        if entry := self._entries.get(wish.key):
+            entry.is_loaded, entry.failures = True, 0
+            entry.loaded_from = wish.source.instance
+            entry.not_before_s = now + _REFRESH_S
+
+    def failed(self, wish: Wish, now: float) -> None:
+        """They could not be had or read: another try after 1, 2, 4, ... 512 s."""
+        if entry := self._entries.get(wish.key):
+            entry.not_before_s = now + _backoff_s(entry.failures)
+            entry.failures += 1
+
+    def lost(self, blamed: str | None, now: float) -> None:
+        """The child ended, with all it had, in work for `blamed`: that waits 1, 2, 4, ... 512 s."""
+        for key, entry in self._entries.items():
+            entry.is_loaded = False
+            entry.not_before_s = min(entry.not_before_s, now)
+            if key == blamed:
+                entry.not_before_s = now + _backoff_s(entry.strikes)
+                entry.strikes += 1
+
+
+def _backoff_s(times: int) -> float:
+    return float(2 ** min(times, _MAX_BACKOFF_DOUBLINGS))

@@ -1,0 +1,127 @@
+"""GET /tokenizer: by which routers count tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.worker.server_fakes import Running, run, serving
+from xpyd_core.blocks import SCHEME
+from xpyd_core.tokenizer_files import (
+    MAX_BYTES,
+    TokenizerFiles,
+    decode_tokenizer_files,
+    encode_tokenizer_files,
+)
+from xpyd_worker.server.tokenizer_files import ServedFiles
+
+FILES = TokenizerFiles(tokenizer="é" * 10**6, vocab_size=5, max_model_len=9, block_size=16)
+
+
+def give(server: Running, files: TokenizerFiles) -> None:
+    service = server.api.service
+    assert service is not None
+    server.api.service = replace(service, model=replace(service.model, files=ServedFiles.of(files)))
+
+
+def test_the_document_comes_whole_and_with_its_tag() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            give(server, FILES)
+            answer = await server.client.get("/tokenizer")
+            assert (answer.status_code, answer.headers["Content-Type"]) == (200, "application/json")
+            assert decode_tokenizer_files(answer.content) == FILES
+            assert int(answer.headers["Content-Length"]) == len(answer.content)
+            assert answer.json()["block_hash"] == SCHEME
+            tag = answer.headers["ETag"]
+            for known in (tag, f'"x", W/{tag}', "*"):
+                again = await server.client.get("/tokenizer", headers={"If-None-Match": known})
+                assert (again.status_code, again.content) == (304, b"")
+            other = await server.client.get("/tokenizer", headers={"If-None-Match": '"x"'})
+            assert other.status_code == 200
+            give(server, replace_tokenizer("other"))
+            assert (await server.client.get("/tokenizer")).headers["ETag"] != tag
+
+    run(test())
+
+
+def replace_tokenizer(text: str) -> TokenizerFiles:
+    return TokenizerFiles(tokenizer=text, vocab_size=5, max_model_len=9, block_size=16)
+
+
+def test_it_is_sent_in_pieces_to_a_caller_that_reads_slowly() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            give(server, replace_tokenizer("x" * 32 * 2**20))
+            reader, writer = await asyncio.open_connection(*server.address)
+            writer.write(b"GET /tokenizer HTTP/1.1\r\nHost: x\r\n\r\n")
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert b" 200 " in head.split(b"\r\n")[0]
+            # Nothing more is read, and others are served.
+            answer = await server.post("/v1/completions", {"prompt": "hi", "max_tokens": 2})
+            assert answer.status_code == 200
+            writer.close()
+
+    run(test())
+
+
+def test_without_files_or_before_the_model_is_there_is_no_document() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            assert (await server.client.get("/tokenizer")).status_code == 404
+            assert ServedFiles.of(replace_tokenizer("x" * MAX_BYTES)) is None
+        async with serving(ready=False) as server:
+            assert (await server.client.get("/tokenizer")).status_code == 503
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{}",
+        b"[]",
+        b'{"tokenizer": 3, "vocab_size": 1, "max_model_len": 1, "block_size": 1}',
+        b'{"tokenizer": "x", "vocab_size": 1, "max_model_len": 1, "block_size": 0}',
+        b" " * (MAX_BYTES + 1),
+    ],
+    ids=len,
+)
+def test_what_is_no_document_is_refused(data: bytes) -> None:
+    from xpyd_core.errors import ProtocolError
+
+    with pytest.raises(ProtocolError, match="tokenizer files"):
+        decode_tokenizer_files(data)
+
+
+def test_fields_that_a_newer_engine_adds_are_ignored() -> None:
+    data = encode_tokenizer_files(FILES)
+    assert decode_tokenizer_files(data[:-1] + b',"newer":[1]}') == FILES
+
+
+def test_a_loaded_model_has_the_files_that_its_own_tokenizer_works_with(tmp_path: Path) -> None:
+    import tokenizers
+
+    from xpyd_worker.config import WorkerConfig
+    from xpyd_worker.loading import load
+
+    folder = Path(__file__).parents[2] / "examples" / "demo-model"
+    config: Any = WorkerConfig(model=str(folder), kv_cache_bytes=2**22, block_size=8)
+    loaded = load(config, deliver=lambda _: None, keys=(), incarnation="i", make_store=None)
+    served = loaded.model.files
+    assert served is not None
+    files = decode_tokenizer_files(served.body)
+    assert (files.block_size, files.knows_developer, files.prefix_caching) == (8, True, True)
+    assert files.max_model_len == loaded.model.max_model_len
+    assert files.vocab_size == loaded.model.vocab_size
+    assert files.special_tokens["eos_token"] == "<|end|>"
+    assert "add_generation_prompt" in files.chat_templates["default"]
+    copy: Any = tokenizers.Tokenizer.from_str(files.tokenizer)
+    text = "hello <|user|> world é"
+    ids = loaded.model.tokenizer.encode(text, add_special_tokens=True)
+    assert copy.encode(text, add_special_tokens=True).ids == ids
