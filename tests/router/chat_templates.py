@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import uvloop
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
@@ -162,4 +163,4 @@ def run(work: Coroutine[Any, Any, None]) -> None:
         async with asyncio.timeout(120):
             await work
 
-    asyncio.run(bounded())
+    uvloop.run(bounded())

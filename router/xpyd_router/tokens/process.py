@@ -134,13 +134,15 @@ class TokenChild:
 
         One at a time. Raises ChildEnded, also at the deadline; cancelled, the child ends.
         """
+        if self.has_ended:
+            raise ChildEnded
         self._is_loading = True
         question = _Question(Load(key), body, self._loop.create_future(), self._limits.load_s)
         try:
             async with asyncio.timeout(self._limits.load_s):
                 self._send(question, 0)
                 for start in range(0, len(body), _PIECE_BYTES):
-                    self._stdin.write(body[start : start + _PIECE_BYTES])
+                    self._put(body[start : start + _PIECE_BYTES])
                     await self._stdin.drain()
                 message, _ = await question.answer
         except (OSError, TimeoutError) as error:
@@ -202,7 +204,12 @@ class TokenChild:
 
     def _write(self, message: ToChild, body: bytes, written: int | None = None) -> None:
         """The frame's head, and the first `written` bytes of its body; None: all."""
-        self._stdin.write(frame_head(message, len(body)) + body[:written])
+        self._put(frame_head(message, len(body)) + body[:written])
+
+    def _put(self, data: bytes) -> None:
+        # A pipe that broke is closed before the child's end is read, which is what counts.
+        if not self._stdin.is_closing():
+            self._stdin.write(data)
 
     def _watch(self) -> None:
         """Give the child its time for the question it is at."""
