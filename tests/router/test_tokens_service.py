@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import AsyncGenerator
@@ -207,7 +205,7 @@ def test_a_child_that_is_killed_is_replaced_and_nothing_is_lost() -> None:
         async with fleet() as made:
             made.beat(1, demo_files())
             await made.exact(ask())
-            os.kill(made.child._process.pid, signal.SIGKILL)
+            made.child.kill()
             found = await asyncio.gather(*(made.tokens.count(ask()) for _ in range(20)))
             assert {one.tokens for one in found if not one.is_exact} <= {8}
             await made.exact(ask())

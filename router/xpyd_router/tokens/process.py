@@ -3,6 +3,8 @@
 The child works in order. Few questions are with it; the rest waits here, so that those whose askers
 left or waited too long are never sent. Every wait is bounded: an asker's by `wait_s`, the child's
 own for one question by `answer_s`, after which it is killed.
+
+A request waits for its count: none has a task or timer of its own, one timer looks after all.
 """
 
 from __future__ import annotations
@@ -10,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import subprocess
 import sys
-from asyncio.subprocess import Process
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,63 +73,77 @@ class ChildEnded(Exception):
 Answer = tuple[FromChild, bytes]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Question:
     message: Count | Load
     body: bytes
     answer: asyncio.Future[Answer]
+    asked_s: float
     limit_s: float
+    """How long the child may be at it."""
 
 
-class TokenChild:
+class TokenChild(asyncio.SubprocessProtocol):
     """One child process. Made by `start`, in the event loop that uses it."""
 
-    def __init__(self, process: Process, limits: ChildLimits) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self._process = process
-        self._stdin, self._stdout = process.stdin, process.stdout
+    def __init__(self, limits: ChildLimits) -> None:
         self._limits = limits
         self._loop = asyncio.get_running_loop()
+        self._process: asyncio.SubprocessTransport | None = None
+        self._stdin: asyncio.WriteTransport | None = None
+        self._may_write = asyncio.Event()
+        self._may_write.set()
         self._waiting: deque[_Question] = deque()
         self._waiting_bytes = 0
         self._sent: deque[_Question] = deque()
+        self._head_since_s = 0.0
         self._is_loading = False
-        self._alarm: asyncio.TimerHandle | None = None
+        self._received = bytearray()
+        self._timer: asyncio.TimerHandle | None = None
+        self._ended = asyncio.Event()
         self.blamed: str | None = None
         """The key whose question it died of."""
-        self._reading = self._loop.create_task(self._read())
 
     @classmethod
     async def start(cls, limits: ChildLimits, command: Sequence[str] = COMMAND) -> TokenChild:
         """Start one; OSError where it cannot be."""
         given = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
-        process = await asyncio.create_subprocess_exec(
+        child = cls(limits)
+        await child._loop.subprocess_exec(
+            lambda: child,
             *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None,
             # One text is encoded at a time: threads of the library's own would only cost.
             env={**given, "TOKENIZERS_PARALLELISM": "false"},
             start_new_session=True,
         )
-        return cls(process, limits)
+        return child
 
     @property
     def has_ended(self) -> bool:
         """Whether it answers no more."""
-        return self._reading.done()
+        return self._ended.is_set()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process."""
+        return self._process.get_pid() if self._process is not None else None
 
     async def close(self) -> None:
         """End it, and wait until it is gone."""
         self.kill()
-        await self._reading
         async with asyncio.timeout(_ENDING_S):
-            await self._process.wait()
+            await self._ended.wait()
+        if self._process is not None:
+            self._process.close()
 
     def kill(self) -> None:
         """End it at once. What waits gets ChildEnded."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
 
     async def load(self, key: str, body: bytes) -> str:
         """Have it read tokenizer files; an error's text, empty where it went well.
@@ -137,15 +153,15 @@ class TokenChild:
         if self.has_ended:
             raise ChildEnded
         self._is_loading = True
-        question = _Question(Load(key), body, self._loop.create_future(), self._limits.load_s)
+        question = self._question(Load(key), body, self._limits.load_s)
         try:
             async with asyncio.timeout(self._limits.load_s):
                 self._send(question, 0)
                 for start in range(0, len(body), _PIECE_BYTES):
                     self._put(body[start : start + _PIECE_BYTES])
-                    await self._stdin.drain()
+                    await self._may_write.wait()
                 message, _ = await question.answer
-        except (OSError, TimeoutError) as error:
+        except TimeoutError as error:
             self.kill()
             raise ChildEnded from error
         except asyncio.CancelledError:
@@ -158,26 +174,24 @@ class TokenChild:
 
     def forget(self, key: str) -> None:
         """Have it free tokenizer files. Not while it loads."""
-        if not self.has_ended:
-            self._write(Forget(key), b"")
+        self._write(Forget(key), b"")
 
     async def count(self, key: str, raw: bytes, *, is_chat: bool) -> tuple[int, tuple[bytes, ...]]:
         """Tokens and block hashes of the request `raw`; Uncounted in bounded time."""
         limits = self._limits
         if len(raw) > limits.max_body_bytes:
             raise Uncounted("long")
-        if self.has_ended:
+        if self._ended.is_set():
             raise Uncounted("failed")
         too_many = len(self._waiting) >= limits.max_waiting
         if too_many or self._waiting_bytes + len(raw) > limits.max_waiting_bytes:
             raise Uncounted("busy")
-        answer: asyncio.Future[Answer] = self._loop.create_future()
-        self._waiting.append(_Question(Count(key, is_chat), raw, answer, limits.answer_s))
+        question = self._question(Count(key, is_chat), raw, limits.answer_s)
+        self._waiting.append(question)
         self._waiting_bytes += len(raw)
         self._pump()
         try:
-            async with asyncio.timeout(limits.wait_s):
-                message, hashes = await answer
+            message, hashes = await question.answer
         except TimeoutError as error:
             raise Uncounted("late") from error
         except ChildEnded as error:
@@ -188,6 +202,12 @@ class TokenChild:
         starts = range(0, len(hashes), HASH_BYTES)
         return counted.tokens, tuple(hashes[at : at + HASH_BYTES] for at in starts)
 
+    def _question(self, message: Count | Load, body: bytes, limit_s: float) -> _Question:
+        now = self._loop.time()
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._tick_s, self._look)
+        return _Question(message, body, self._loop.create_future(), now, limit_s)
+
     def _pump(self) -> None:
         """Send what waits, as far as the child may have it; not what nobody waits for any more."""
         while self._waiting and len(self._sent) < self._limits.ahead and not self._is_loading:
@@ -197,9 +217,9 @@ class TokenChild:
                 self._send(question, len(question.body))
 
     def _send(self, question: _Question, written: int) -> None:
+        if not self._sent:
+            self._head_since_s = self._loop.time()
         self._sent.append(question)
-        if len(self._sent) == 1:
-            self._watch()
         self._write(question.message, question.body, written)
 
     def _write(self, message: ToChild, body: bytes, written: int | None = None) -> None:
@@ -207,39 +227,73 @@ class TokenChild:
         self._put(frame_head(message, len(body)) + body[:written])
 
     def _put(self, data: bytes) -> None:
-        # A pipe that broke is closed before the child's end is read, which is what counts.
-        if not self._stdin.is_closing():
+        # A pipe that broke is closed before the child's end is known, which is what counts.
+        if self._stdin is not None and not self._stdin.is_closing():
             self._stdin.write(data)
 
-    def _watch(self) -> None:
-        """Give the child its time for the question it is at."""
-        if self._alarm is not None:
-            self._alarm.cancel()
-        self._alarm = None
-        if self._sent:
-            self._alarm = self._loop.call_later(self._sent[0].limit_s, self.kill)
+    # --- time
 
-    async def _read(self) -> None:
-        """Take answers until the child ends."""
-        try:
-            with contextlib.suppress(asyncio.IncompleteReadError, OSError):
-                while True:
-                    lengths = await self._stdout.readexactly(HEAD.size)
-                    head_bytes, body_bytes = HEAD.unpack(lengths)
-                    head = await self._stdout.readexactly(head_bytes)
-                    body = await self._stdout.readexactly(body_bytes)
-                    self._take(from_child.decode(head), body)
-        finally:
-            self._end()
+    @property
+    def _tick_s(self) -> float:
+        """How often is looked: so late, at most, a limit is noticed."""
+        return min(self._limits.wait_s, self._limits.answer_s, self._limits.load_s) / 4
+
+    def _look(self) -> None:
+        """End waits that are over, and a child that hangs. Runs while there are questions."""
+        now = self._loop.time()
+        if self._sent and now - self._head_since_s >= self._sent[0].limit_s:
+            self.kill()
+        for question in (*self._sent, *self._waiting):
+            is_late = now - question.asked_s >= self._limits.wait_s
+            if is_late and not question.answer.done() and isinstance(question.message, Count):
+                question.answer.set_exception(TimeoutError())
+        is_busy = bool(self._sent or self._waiting)
+        self._timer = self._loop.call_later(self._tick_s, self._look) if is_busy else None
+
+    # --- what the loop calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The process runs."""
+        self._process = cast(asyncio.SubprocessTransport, transport)
+        self._stdin = cast("asyncio.WriteTransport", self._process.get_pipe_transport(0))
+
+    def pause_writing(self) -> None:
+        """The pipe to the child is full."""
+        self._may_write.clear()
+
+    def resume_writing(self) -> None:
+        """It has room again."""
+        self._may_write.set()
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        """Answers, or parts of them."""
+        received = self._received
+        received += data
+        at = 0
+        while len(received) - at >= HEAD.size:
+            head_bytes, body_bytes = HEAD.unpack_from(received, at)
+            begin = at + HEAD.size
+            middle, end = begin + head_bytes, begin + head_bytes + body_bytes
+            if len(received) < end:
+                break
+            self._take(from_child.decode(received[begin:middle]), bytes(received[middle:end]))
+            at = end
+        del received[:at]
+        self._pump()
 
     def _take(self, message: FromChild, body: bytes) -> None:
         question = self._sent.popleft()
+        self._head_since_s = self._loop.time()
         if not question.answer.done():
             question.answer.set_result((message, body))
-        self._watch()
-        self._pump()
 
-    def _end(self) -> None:
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        """It closed a pipe, or a write to it failed: without both it is of no use."""
+        self._may_write.set()
+        self.kill()
+
+    def process_exited(self) -> None:
+        """It is gone."""
         if self._sent:
             self.blamed = self._sent[0].message.key
         for question in (*self._sent, *self._waiting):
@@ -248,6 +302,7 @@ class TokenChild:
         self._sent.clear()
         self._waiting.clear()
         self._waiting_bytes = 0
-        self._watch()
-        self.kill()  # it may have closed its stdout and live
-        self._stdin.close()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._may_write.set()
+        self._ended.set()
