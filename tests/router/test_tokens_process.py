@@ -202,7 +202,8 @@ def test_counts_that_come_while_files_are_written_wait_behind_them() -> None:
     async def test() -> None:
         async with child() as made:
             await made.load("k", files())
-            loading = asyncio.create_task(made.load("other", files()))
+            long = files(special_tokens={"pad": "x" * 2**22})  # more than a pipe takes
+            loading = asyncio.create_task(made.load("other", long))
             await asyncio.sleep(0)
             tokens, _ = await made.count("k", BODY, is_chat=False)
             assert (tokens, await loading) == (3, "")
