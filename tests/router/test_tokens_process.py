@@ -18,6 +18,7 @@ from tests.router.chat_templates import DEMO_MODEL, files_of, run
 from tests.router.fakes import until
 from xpyd_core.tokenizer_files import encode_tokenizer_files
 from xpyd_router.tokens.process import COMMAND, ChildEnded, ChildLimits, TokenChild, Uncounted
+from xpyd_router.tokens.wire import HASH_BYTES, Counted, frame_head
 from xpyd_worker.runner.tokenizer import Tokenizer
 
 LIMITS = ChildLimits(wait_s=60)
@@ -79,6 +80,31 @@ def test_answers_are_those_of_their_questions() -> None:
             assert [tokens for tokens, _ in found] == list(range(1, 101))
 
     run(test())
+
+
+def test_answers_may_come_in_any_pieces() -> None:
+    frames = b"".join(
+        frame_head(Counted(tokens), HASH_BYTES) + bytes((tokens,)) * HASH_BYTES
+        for tokens in range(1, 5)
+    )
+    for size in (1, 7, len(frames) // 2 + 3, len(frames)):
+        code = (
+            "import os, sys, time\n"
+            "os.read(0, 1)\n"
+            f"frames = {frames!r}\n"
+            f"for at in range(0, len(frames), {size}):\n"
+            f"    os.write(1, frames[at : at + {size}])\n"
+            "    time.sleep(0.001)\n"
+            "sys.stdin.buffer.read()\n"
+        )
+
+        async def test(code: str = code) -> None:
+            async with child(LIMITS, (sys.executable, "-c", code)) as made:
+                counts = [made.count("k", BODY, is_chat=False) for _ in range(4)]
+                found = await asyncio.gather(*counts)
+            assert found == [(n, (bytes((n,)) * HASH_BYTES,)) for n in range(1, 5)]
+
+        run(test())
 
 
 def test_files_that_cannot_be_read_are_an_error_and_no_end() -> None:
