@@ -50,7 +50,7 @@ class FakeRouter:
 
 def a_turn(*, p50: float = 1.0, cpu_s: float = 1.0, answered: int = 1000) -> Turn:
     spread = {"p50": p50, "p90": 2 * p50, "p99": 3 * p50, "max": 4 * p50}
-    return Turn(2.0, answered, answered, cpu_s, spread, None, spread)
+    return Turn(2.0, answered, 2 * answered, cpu_s, spread, None, spread)
 
 
 def test_rows_take_turns_in_changing_order_and_who_failed_is_not_asked_again() -> None:
@@ -245,7 +245,7 @@ def test_cpu_is_by_request_and_by_token_and_added_is_to_direct_of_the_same_round
     assert own["measured"]["p50Us"] == [100, 200, 100]
     assert own["added"] == {"p50Us": 80.0, "p99Us": 240.0}
     streams = _reported(found)["cases"]["s512"]["vllm-router"]
-    assert (streams["cpuUsPerToken"], streams["tokensPerS"]) == (1000.0, 500.0)
+    assert (streams["cpuUsPerToken"], streams["tokensPerS"]) == (500.0, 1000.0)
     assert streams["added"] == {"relayP50Us": 180.0, "relayP99Us": 540.0}
 
 
@@ -269,7 +269,7 @@ def test_the_page_has_a_table_for_each_kind_of_load_and_says_what_is_missing(
         "| memory |  | vllm-router | at most 0.50 | 0.33 | yes |",
         "| c64 | direct | 500 | 0.02 / 0.04 / 0.06 |  |  |  |",
         "| c64 | **xpyd** | 500 | 0.10 / 0.20 / 0.30 | 0.08 / 0.24 | 700.0 | 0.35 |",
-        "| s512 | vllm-router | 500 | - / - | 0.20 / 0.60 | 0.18 / 0.54 | 1000.0 | 0.50 |",
+        "| s512 | vllm-router | 1000 | - / - | 0.20 / 0.60 | 0.18 / 0.54 | 500.0 | 0.50 |",
         "| **xpyd** | 41 | 102 |",
         "Not measured: xpyd-2 (not here).",
         "**sglang-router failed in s512**: 9 errors.",
