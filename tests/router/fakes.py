@@ -140,17 +140,22 @@ class Generated:
             }
         return answer
 
+    def running(self) -> dict[str, Any]:
+        """continuous_usage_stats, as if all had been generated at once."""
+        is_asked = (self.body.get("stream_options") or {}).get("continuous_usage_stats")
+        return {"usage": self.usage} if is_asked else {}
+
     def chunks(self) -> Iterator[dict[str, Any]]:
         for position in range(self.limit):
             for choice in range(self.choices):
                 ids = self.ids(choice)
                 if self.emit_from[choice] <= position < len(ids):
                     piece = self.piece(choice, [ids[position]], delta=True)
-                    yield {**self.document, "choices": [piece]}
+                    yield {**self.document, "choices": [piece], **self.running()}
         for choice in range(self.choices):
             piece = self.piece(choice, [], delta=True)
             piece |= {"finish_reason": self.finish(choice), "logprobs": None}
-            yield {**self.document, "choices": [piece]}
+            yield {**self.document, "choices": [piece], **self.running()}
         if (self.body.get("stream_options") or {}).get("include_usage"):
             yield {**self.document, "choices": [], "usage": self.usage}
 

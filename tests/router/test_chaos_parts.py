@@ -147,6 +147,7 @@ def test_a_script_has_every_kind_on_both_sides_and_is_its_seeds() -> None:
     script = faults(3)
     lines = [next(script) for _ in range(24)]
     assert {(f.kind, f.role) for f in lines} == {(k, r) for k in KINDS for r in ("P", "D")}
+    assert {f.kind for f in lines[:12]} == set(KINDS)
     again = faults(3)
     assert lines == [next(again) for _ in range(24)]
     other = faults(4)

@@ -176,9 +176,20 @@ async def to_d(server: Running, ask: Ask, rng: random.Random) -> None:
         await compare(server, "D", ask.endpoint, PAIR, body)
 
 
-@pytest.mark.parametrize("part", ["P", "D", "alone"])
+async def alone(server: Running, ask: Ask, rng: random.Random) -> None:
+    """As it is; and, streamed, behind what each choice said elsewhere: of some choices nothing."""
+    await compare(server, "A", ask.endpoint, UUID, ask.body)
+    wanted = ask.wanted
+    if not wanted.stream or wanted.echo:
+        return
+    given = [first_ids(wanted, rng.randrange(4))[i] for i in range(wanted.choices)]
+    for ids in ([[]] * wanted.choices, given):
+        await compare(server, "A", ask.endpoint, UUID, params_to_d(wanted, ask.body, ids))
+
+
+@pytest.mark.parametrize("part", ["P", "D", "alone", "alone on P"])
 def test_a_call_is_answered_as_the_real_server_does(part: str) -> None:
-    role = {"P": "Prefill", "D": "Decode", "alone": "Aggregated"}[part]
+    role = {"D": "Decode", "alone": "Aggregated"}.get(part, "Prefill")
 
     async def work() -> None:
         async with serving(
@@ -187,8 +198,10 @@ def test_a_call_is_answered_as_the_real_server_does(part: str) -> None:
             for number in range(40):
                 ask = draw(random.Random(number), number)
                 rng = random.Random(number)
-                if part == "alone":
-                    await compare(server, "A", ask.endpoint, UUID, ask.body)
+                if part == "alone" or (part == "alone on P" and ask.wanted.limit == 1):
+                    await alone(server, ask, rng)
+                elif part == "alone on P":
+                    continue
                 elif not ask.wanted.echo:
                     await (to_p if part == "P" else to_d)(server, ask, rng)
 

@@ -131,6 +131,40 @@ def test_an_aggregated_stream_goes_on_at_another(path: str, events_before: int) 
     run(work())
 
 
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+@pytest.mark.parametrize("events_before", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 2])
+def test_one_token_alone_on_p_is_answered_wherever_p_dies(
+    path: str, events_before: int, n: int
+) -> None:
+    async def work() -> None:
+        async with fleet() as fleet_:
+            ps = [await fleet_.engine("P"), await fleet_.engine("P")]
+            await fleet_.engine("D")
+            ps[0].script = ps[1].script = dies_after(events_before)
+            options = {"include_usage": True}
+            got = await fleet_.events(path, max_tokens=1, n=n, stream_options=options)
+            assert [text_of(got, choice) for choice in range(n)] == ["t0.0 ", "t1.0 "][:n]
+            assert sorted(finishes(got)) == [(choice, "length") for choice in range(n)]
+            assert [e for e in got if e == "[DONE]"] == ["[DONE]"] == got[-1:]
+            assert len({event["id"] for event in got[:-1]}) == 1
+            usage = [e["usage"] for e in got[:-1] if e.get("usage")]
+            assert [one["completion_tokens"] for one in usage] == [n]
+
+    run(work())
+
+
+def test_what_shows_the_prompt_is_asked_for_as_it_is() -> None:
+    async def work() -> None:
+        async with fleet() as fleet_:
+            p, d = await fleet_.engine("P"), await fleet_.engine("D")
+            for limit in (1, 6):
+                await fleet_.events(max_tokens=limit, echo=True)
+            assert [call.body.get("kv_transfer_params") for call in p.calls + d.calls] == [None] * 2
+
+    run(work())
+
+
 def test_a_stream_that_failed_everywhere_ends_in_an_error_and_without_done() -> None:
     async def work() -> None:
         async with fleet() as fleet_:
@@ -164,5 +198,26 @@ def test_only_instances_of_the_same_compatibility_go_on() -> None:
             while not d.calls:
                 got = await fleet_.events()
             assert got[-1]["error"]
+
+    run(work())
+
+
+@pytest.mark.parametrize("kinds", ["AA", "PPD"])
+@pytest.mark.parametrize("events_before", [0, 1, 2])
+def test_every_chunk_alone_has_the_running_usage_that_was_asked_for(
+    kinds: str, events_before: int
+) -> None:
+    async def work() -> None:
+        async with fleet() as fleet_:
+            for kind in kinds:
+                engine = await fleet_.engine(kind)
+                if kind != "D":
+                    engine.script = dies_after(events_before)
+            options = {"include_usage": True, "continuous_usage_stats": True}
+            got = await fleet_.events("chat/completions", max_tokens=1, stream_options=options)
+            assert text_of(got) == "t0.0 "
+            assert [e["choices"][0]["delta"].get("role") for e in got[:1]] == ["assistant"]
+            counts = [(e["usage"]["prompt_tokens"], e["choices"] == []) for e in got[:-1]]
+            assert counts == [(5, False)] * (len(got) - 2) + [(5, True)]
 
     run(work())

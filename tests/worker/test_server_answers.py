@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import openai
+import pytest
 
 from tests.worker.server_fakes import EOS, FakeEngine, Running, run, say, serving
 
@@ -166,6 +167,29 @@ def test_a_stop_token_stays_in_the_ids_but_not_in_the_text() -> None:
             assert choice["token_ids"] == list(b"hello")
             assert choice["prompt_token_ids"] == list(b"hi")
             assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", ord("o"))
+
+    run(test())
+
+
+@pytest.mark.parametrize("role", ["Prefill", "Decode", "Aggregated"])
+def test_a_stream_that_begins_under_the_routers_id_shows_the_prompts_ids(role: str) -> None:
+    async def test() -> None:
+        async with serving(role=role) as server:
+            params = {"continue_from": [[], []], "emit_from": [0, 0], "response_id": "cmpl-1"}
+            asked: dict[str, Any] = {"return_token_ids": True, "n": 2, "max_tokens": 1}
+            asked["kv_transfer_params"] = params
+            chunks = await stream(server, "/v1/completions", prompt="hi", **asked)
+            assert [c["choices"][0].get("prompt_token_ids") for c in chunks] == [[*b"hi"]] * 2
+            chat = [{"role": "user", "content": "x"}]
+            chunks = await stream(server, "/v1/chat/completions", messages=chat, **asked)
+            assert [c.get("prompt_token_ids") for c in chunks] == [[*b"user:x\n"], None]
+            assert {c["id"] for c in chunks} == {"cmpl-1"}
+            # What the client has of one choice, it has not of the other.
+            params |= {"continue_from": [[ord("h")], []], "emit_from": [1, 0]}
+            chunks = await stream(server, "/v1/completions", prompt="hi", **asked)
+            shown = {c["choices"][0]["index"]: c["choices"][0] for c in chunks}
+            assert "prompt_token_ids" not in shown[0]
+            assert shown[1]["prompt_token_ids"] == [*b"hi"]
 
     run(test())
 

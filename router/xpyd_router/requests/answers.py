@@ -138,11 +138,11 @@ def _counted(usage: Json, generated: int) -> Json:
     return {"usage": {**usage, "completion_tokens": generated, "total_tokens": total}}
 
 
-def role_events(ask: Ask, head: Head, model: str) -> bytes:
-    """What a chat stream begins with: one role delta per choice."""
+def role_events(ask: Ask, head: Head, model: str, usage: Json) -> bytes:
+    """What a chat stream begins with: one role delta per choice. `usage` counts the prompt."""
     base = _base(ask, head, model)
     if ask.include_usage:
-        base["usage"] = None
+        base |= _counted(usage, 0) if ask.wants_running_usage else {"usage": None}
     delta = {"role": "assistant", "content": ""}
     pieces = (
         {"index": i, "delta": delta, "logprobs": None, "finish_reason": None}

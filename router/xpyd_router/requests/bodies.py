@@ -48,6 +48,8 @@ class Ask:
     """An estimate by the body's length, for policies and limits."""
     output_tokens: int
     """An estimate of what is generated: the limit, where it is no figure of fear."""
+    shows_prompt: bool
+    """The answer holds the prompt's text or logprobs."""
     alone: Literal["P", "D"] | None
     """Where it runs alone: what ends with P's token on P, what shows the prompt's side on D."""
 
@@ -169,6 +171,7 @@ def parse_ask(endpoint: Endpoint, raw: bytes) -> Ask:
         choices=choices,
         prompt_tokens=len(raw) // _BYTES_PER_TOKEN + 1,
         output_tokens=choices * min(limit or _EXPECTED_TOKENS, _MOST_EXPECTED_TOKENS),
+        shows_prompt=shows_prompt,
         alone=alone,
     )
 

@@ -17,6 +17,7 @@ from xpyd_router.requests.answers import (
     ChunkWriter,
     Head,
     PrefillAnswer,
+    chunk_of,
     end_of_stream,
     parse_prefill_answer,
     role_events,
@@ -190,17 +191,23 @@ def first_events(course: Course, prefilled: Prefilled, pair: Pair) -> bytes:
 def can_go_on_alone(course: Course, instance: Instance) -> bool:
     """Whether `instance`, alone, streams with token ids, so that another can go on behind it.
 
-    What shows the prompt's side, and what is over after one token, is asked for as it is.
+    What shows the prompt's side is asked for as it is: who went on would show it again.
     """
-    return instance.is_continuing and (course.sent is not None or course.ask.alone is None)
+    return instance.is_continuing and not course.ask.shows_prompt
 
 
-def begin_alone(course: Course, instance: Instance) -> bytes:
-    """What a stream begins with that one instance serves alone; from here on it is sent."""
-    ask = course.ask
-    ids: list[list[int]] = [[] for _ in range(ask.choices)]
-    course.sent = Sent(ids, instance.beat.compatibility, {}, ask.model)
-    return role_events(ask, course.head, ask.model) if ask.is_chat else b""
+def sent_alone(course: Course, instance: Instance) -> Sent:
+    """What the client will have of a stream that `instance` serves alone: nothing yet."""
+    ids: list[list[int]] = [[] for _ in range(course.ask.choices)]
+    return Sent(ids, instance.beat.compatibility, {}, course.ask.model)
+
+
+def begin_alone(course: Course, sent: Sent, event: bytes) -> bytes:
+    """What goes before `event`, the first of an instance alone; from here on it is sent."""
+    ask, course.sent = course.ask, sent
+    if ask.wants_running_usage and (chunk := chunk_of(event)) is not None:
+        sent.usage = chunk.get("usage") or {}
+    return role_events(ask, course.head, sent.model, sent.usage) if ask.is_chat else b""
 
 
 def alone_params(course: Course) -> dict[str, Any]:

@@ -25,13 +25,13 @@ from xpyd_router.requests.course import (
     Course,
     Prefilled,
     alone_params,
-    begin_alone,
     can_go_on_alone,
     decode_params,
     first_events,
     gave_up,
     last_events,
     prefill_params,
+    sent_alone,
     take_prefill,
 )
 from xpyd_router.requests.outlet import Outlet
@@ -234,9 +234,7 @@ class Flow:
         instance = attempt.instances[-1]
         exchange = await attempt.open(instance, ask, body, self._left_s(course))
         try:
-            if goes_on and course.sent is None:
-                outlet.write(begin_alone(course, instance))
-            sent = course.sent if goes_on else None
+            sent = (course.sent or sent_alone(course, instance)) if goes_on else None
             await self._relay(exchange, Relay(course, attempt, outlet, sent=sent), outlet.sink)
             self._fleet.succeeded(attempt.called)
         finally:

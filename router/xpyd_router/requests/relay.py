@@ -13,7 +13,7 @@ from xpyd_core.errors import ProtocolError
 from xpyd_router.errors import CallFailed
 from xpyd_router.requests.answers import chunk_of, is_server_error, without_token_ids
 from xpyd_router.requests.attempt import Attempt
-from xpyd_router.requests.course import Course, Sent
+from xpyd_router.requests.course import Course, Sent, begin_alone
 from xpyd_router.requests.outlet import Outlet
 from xpyd_router.requests.sse import DONE, EventSplitter
 
@@ -90,8 +90,11 @@ class Relay:
 
     def _shown(self, event: bytes) -> bytes | None:
         """What the client gets of a chunk."""
-        self._course.has_decode_begun = True
         sent = self._sent
+        if not self._course.has_decode_begun:
+            self._course.has_decode_begun = True
+            if sent is not None and self._course.sent is None:
+                self._outlet.write(begin_alone(self._course, sent, event))
         if sent is None:
             return event
         start = event.find(_IDS)

@@ -169,6 +169,9 @@ class Answer:
             transport.write(data)
             return True
         transport.write(data[: self._left])
+        if not self._fate.cut_after_bytes:
+            # As if the connection had been closed while it was idle: the call may come again.
+            self._host.book.uuids.discard((self._call.uuid, self._call.part))
         self._end("cut")
         if self._fate.is_reset:
             sock = transport.get_extra_info("socket")

@@ -7,8 +7,8 @@ from tests.router.chaos.wire import Call, transfer_of
 
 def faults_of(call: Call) -> list[str]:
     """Where the router broke the contract in this call."""
-    if call.part == "alone":
-        return ["a call to one instance has kv_transfer_params"] * bool(call.params)
+    if call.part == "alone" and not call.params:
+        return []
     wrong: list[str] = []
     for choice, ids in enumerate(call.given):
         right = [call.wanted.token(choice, position) for position in range(len(ids))]
@@ -20,7 +20,29 @@ def faults_of(call: Call) -> list[str]:
         wrong.append("no seed")
     elif "seed" in call.body and call.body["seed"] != call.params["seed"]:
         wrong.append("another seed than the client's")
+    if call.part == "alone":
+        return wrong + _faults_alone(call)
     return wrong + (_faults_to_p(call) if call.part == "P" else _faults_to_d(call))
+
+
+def _wrong(to: str, call: Call, checks: dict[str, bool]) -> list[str]:
+    return [f"{to}: {name}: {call.params.get(name)}" for name, holds in checks.items() if not holds]
+
+
+def _faults_alone(call: Call) -> list[str]:
+    """Of an instance alone it is asked that its stream can be gone on with elsewhere."""
+    return _wrong("alone", call, {"stream": call.wanted.stream, **_goes_on(call)})
+
+
+def _goes_on(call: Call) -> dict[str, bool]:
+    lengths = [len(ids) if call.wanted.stream else 0 for ids in call.given]
+    prefix = "chatcmpl-" if call.wanted.is_chat else "cmpl-"
+    return {
+        "continue_from": call.is_continued,
+        "emit_from": call.params.get("emit_from") == lengths,
+        "response_id": str(call.params.get("response_id")).startswith(prefix),
+        "created": isinstance(call.params.get("created"), int),
+    }
 
 
 def _faults_to_p(call: Call) -> list[str]:
@@ -40,14 +62,9 @@ def _faults_to_p(call: Call) -> list[str]:
 
 
 def _faults_to_d(call: Call) -> list[str]:
-    lengths = [len(ids) if call.wanted.stream else 0 for ids in call.given]
-    prefix = "chatcmpl-" if call.wanted.is_chat else "cmpl-"
     checks = {
-        "continue_from": call.is_continued and all(call.given),
-        "emit_from": call.params.get("emit_from") == lengths,
-        "response_id": str(call.params.get("response_id")).startswith(prefix),
-        "created": isinstance(call.params.get("created"), int),
+        **_goes_on(call),
         **{k: call.params.get(k) == v for k, v in transfer_of(call).items()},
         "first_logprobs": call.wanted.stream or "first_logprobs" in call.params,
     }
-    return [f"to D: {name}: {call.params.get(name)}" for name, ok in checks.items() if not ok]
+    return _wrong("to D", call, checks)

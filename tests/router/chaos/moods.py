@@ -43,7 +43,7 @@ def fate_of(call: Call, mood: Mood, rng: random.Random, *, pace: float) -> Fate:
     return Fate(
         mode=mode,
         prefill_s=rng.uniform(0, 0.008) * pace * slow,
-        step_s=rng.uniform(0.0005, 0.008) * pace * min(slow, 8.0),
+        step_s=rng.uniform(0.0005, 0.008) * pace * min(slow, 4.0),
         cut_after_bytes=_cut(call, rng) if mode == "cut" else None,
         is_reset=rng.random() < 0.5,
         steps=rng.randrange(8),

@@ -59,14 +59,16 @@ class Fault:
 
 
 def faults(seed: int) -> Iterator[Fault]:
-    """The script of a seed, without end: every kind on both sides in each round of 24."""
+    """The script of a seed, without end: every kind in each dozen, on the other side in the next."""
     rng = random.Random(seed)
     number = 0
     sides: tuple[Role, Role] = ("P", "D")
     while True:
-        both: list[tuple[str, Role]] = [(kind, role) for kind in KINDS for role in sides]
-        rng.shuffle(both)
-        for kind, role in both:
+        first: list[tuple[str, Role]] = [(kind, rng.choice(sides)) for kind in KINDS]
+        second: list[tuple[str, Role]] = [(k, "D" if role == "P" else "P") for k, role in first]
+        rng.shuffle(first)
+        rng.shuffle(second)
+        for kind, role in (*first, *second):
             yield Fault(
                 number=number,
                 kind=kind,

@@ -227,6 +227,9 @@ class Stream:
         ]
         self._generated = sum(len(ids) for ids in call.given)
         self._begun: set[int] = set()
+        self._extra: Json = {}
+        if wanted.is_chat and wanted.token_ids and not any(call.given):
+            self._extra = {"prompt_token_ids": list(wanted.prompts[0])}
         self._walks = {index: _walk(call, index) for index in range(wanted.choices)}
 
     def __iter__(self) -> Iterator[bytes]:
@@ -248,24 +251,22 @@ class Stream:
             tail = event({**self._head, "choices": [], "usage": usage})
         yield tail + DONE
 
-    def _event(self, choice: Json, extra: Json | None = None) -> bytes:
+    def _event(self, choice: Json) -> bytes:
         wanted = self._call.wanted
-        tail: Json = {}
+        tail, self._extra = self._extra, {}
         if wanted.include_usage:
             tail["usage"] = self._call.usage(self._generated) if wanted.running_usage else None
-        return event({**self._head, "choices": [choice], **(extra or {}), **tail})
+        return event({**self._head, "choices": [choice], **tail})
 
     def _opening(self) -> bytes:
         call, wanted = self._call, self._call.wanted
         if not wanted.is_chat or call.is_continued:
             return b""
-        extra = {"prompt_token_ids": list(wanted.prompts[0])} if wanted.token_ids else {}
         data = b""
         for index in range(wanted.n):
             delta = {"role": "assistant", "content": ""}
             piece = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-            data += self._event(piece, extra)
-            extra = {}
+            data += self._event(piece)
         return data
 
     def _chunk(self, gained: _Gained) -> bytes:
@@ -290,6 +291,6 @@ class Stream:
             choice["stop_reason"] = gained.stop
         if want_ids:
             choice["token_ids"] = gained.ids
-        if wanted.token_ids and not wanted.is_chat and is_first and not call.is_continued:
+        if wanted.token_ids and not wanted.is_chat and is_first and not call.given[index]:
             choice["prompt_token_ids"] = list(wanted.prompts[index // wanted.n])
         return self._event(choice)

@@ -160,7 +160,7 @@ class World:
 
 @contextlib.asynccontextmanager
 async def world(
-    folder: Path, *, prefill: int, decode: int, seed: int = 0, pace: float = 2.0, flags: Any = ()
+    folder: Path, *, prefill: int, decode: int, seed: int = 0, pace: float = 1.0, flags: Any = ()
 ) -> AsyncGenerator[World]:
     """A router with so many mocks, all of them ready; ended on leaving."""
     timeout = aiohttp.ClientTimeout(total=20)

@@ -64,7 +64,7 @@ class CompletionFormat:
         choice = self._choice(delta, head + delta.text, logprobs)
         if continued or options.return_token_ids:
             choice["token_ids"] = delta.token_ids
-        if options.return_token_ids and first and not continued:
+        if options.return_token_ids and first and not self._has_begun(delta.index):
             choice["prompt_token_ids"] = self._job(delta.index).request.prompt
         return choice
 
@@ -138,6 +138,11 @@ class CompletionFormat:
         own = self._own(delta.logprobs, offset) if delta.logprobs else None
         self._text_offset[delta.index] = end_of(own) if own else offset
         return join_logprobs([head, own]) if wanted else None
+
+    def _has_begun(self, choice_index: int) -> bool:
+        """Whether the client has tokens of the choice, from elsewhere."""
+        given = self._options.kv.continue_from
+        return bool(given and given[choice_index])
 
     def _sent_characters(self, choice_index: int) -> int:
         """Characters of the tokens that the client has already."""

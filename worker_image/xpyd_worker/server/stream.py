@@ -73,7 +73,7 @@ class _Chunks:
             "created": head.created,
             "model": head.model,
         }
-        self._extras = format_.extras(continued=bool(options.kv.continue_from))
+        self._extras = format_.extras(continued=any(options.kv.continue_from))
 
     def make(self, choice: dict[str, Any]) -> bytes:
         """One chunk."""
