@@ -209,10 +209,10 @@ def test_every_chunk_alone_has_the_running_usage_that_was_asked_for(
 ) -> None:
     async def work() -> None:
         async with fleet() as fleet_:
+            script = dies_after(events_before)
             for kind in kinds:
                 engine = await fleet_.engine(kind)
-                if kind != "D":
-                    engine.script = dies_after(events_before)
+                engine.script = serve_model if kind == "D" else script
             options = {"include_usage": True, "continuous_usage_stats": True}
             got = await fleet_.events("chat/completions", max_tokens=1, stream_options=options)
             assert text_of(got) == "t0.0 "

@@ -59,7 +59,8 @@ class Fault:
 
 
 def faults(seed: int) -> Iterator[Fault]:
-    """The script of a seed, without end: every kind in each dozen, on the other side in the next."""
+    """The script of a seed, without end: every kind in each dozen, and in the next on the other
+    side."""
     rng = random.Random(seed)
     number = 0
     sides: tuple[Role, Role] = ("P", "D")
