@@ -62,8 +62,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         "--policy",
         default=default.policy,
         metavar="NAME",
-        help="who serves a request: RoundRobin, Random, PowerOfTwo, LeastLoaded or the name of a "
-        "policy that another package brings (default: %(default)s)",
+        help="who serves a request: RoundRobin, Random, PowerOfTwo, LeastLoaded, PrefixAware, "
+        "SessionAffinity or the name of a policy that another package brings (default: %(default)s)",
     )
     add("--prefill-policy", metavar="NAME", help="for prefill instances (default: --policy)")
     add("--decode-policy", metavar="NAME", help="for decode instances (default: --policy)")

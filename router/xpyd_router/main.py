@@ -170,6 +170,7 @@ async def open_router(
             config=config,
             fleet=fleet,
             loads=loads,
+            policy=policy,
             picker=picker,
             upstream=upstream,
             releases=releases,

@@ -134,7 +134,7 @@ def test_all_mistakes_are_reported_at_once():
     document = changed("spec.pools.0.role", "Decode")
     document["metadata"]["name"] = "A"
     document["spec"]["model"]["uri"] = "x"
-    document["spec"]["router"] = {"policy": "PrefixAware", "color": "red"}
+    document["spec"]["router"] = {"policy": "SloAware", "color": "red"}
     document["spec"]["pools"][1] |= {"scaling": {"minReplicas": -1}, "restartPolicy": "Always"}
     lines = complaints(document)
     assert [line.partition(": ")[0] for line in lines] == [
@@ -147,7 +147,7 @@ def test_all_mistakes_are_reported_at_once():
         'unknown field "spec.router.color"; spec.router has replicas, policy, prefillPolicy, '
         "decodePolicy, discoveryPort, service, template",
     ]
-    assert lines[-2].endswith("; PrefixAware is not supported by this version")
+    assert lines[-2].endswith("; SloAware is not supported by this version")
 
 
 @pytest.mark.parametrize(

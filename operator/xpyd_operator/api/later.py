@@ -19,7 +19,7 @@ FIELDS = frozenset(
 )
 """Paths without list indexes."""
 
-_POLICIES = ("PrefixAware", "SessionAffinity", "SloAware")
+_POLICIES = ("SloAware",)
 
 VALUES = {
     "spec.kvTransfer.transport": ("NCCL", "CUDAIPC", "NIXL"),

@@ -15,7 +15,7 @@ from xpyd_router.fleet.registry import InstanceKey
 
 _LEAST_ROOM = 0.05
 """Free part of the KV cache below which an instance counts as this full: costs stay finite."""
-_TOKENS_PER_SLOT = 2048
+TOKENS_PER_SLOT = 2048
 """Context that costs a decode step about as much as one more request in its batch does: an 8B
 model reads 128 KiB of KV per token, and a sequence's own share of a step is some 0.1 ms."""
 _LEAST_WEIGHT = 0.01
@@ -145,7 +145,7 @@ class Load:
         # One for the request itself: among idle ones, scale decides also without a known prompt.
         self.queued_tokens = prompts + foreign * self._mean_prompt_tokens + 1
         context = prompts + self._output_tokens + other_outputs
-        self.decode_cost = (active + 1 + context / _TOKENS_PER_SLOT) * scale
+        self.decode_cost = (active + 1 + context / TOKENS_PER_SLOT) * scale
 
 
 class LoadTable:

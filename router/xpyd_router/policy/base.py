@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
+import msgspec
+
 from xpyd_router.fleet.loads import Load, LoadTable
 from xpyd_router.fleet.registry import Instance, InstanceKey, Snapshot
 
@@ -41,9 +43,14 @@ class Alone(NamedTuple):
     instance: Instance
 
 
-@dataclass(frozen=True)
-class Want:
-    """What a request needs of its instances."""
+Mark = tuple[int, bytes]
+"""A beginning of a prompt: about how many tokens long, and a digest that stands for it."""
+
+
+class Want(msgspec.Struct, frozen=True, gc=False):
+    """What a request needs of its instances. Made for every try: a Struct takes a twelfth of a
+    frozen dataclass's time. It holds nothing that could refer to it.
+    """
 
     model: str
     alone: Literal["P", "D"] | None = None
@@ -55,6 +62,10 @@ class Want:
     on."""
     prompt_tokens: int = 0
     """About how long the prompt is; 0 where nobody knows."""
+    session: str = ""
+    """What the client calls its conversation; only read where a policy needs it."""
+    marks: tuple[Mark, ...] = ()
+    """Beginnings of the prompt, shortest first; only made where a policy needs them."""
 
 
 class Policy(Protocol):
@@ -62,6 +73,22 @@ class Policy(Protocol):
 
     def pick(self, snapshot: Snapshot, want: Want) -> Pair | Alone | None:
         """A choice among the routable instances, or None where there is none."""
+        ...
+
+    def placed(self, choice: Pair | Alone, want: Want) -> int:
+        """The request goes there. Returns about how many tokens of its prompt are to be computed:
+        those that the instance's cache is not known to have.
+        """
+        ...
+
+    @property
+    def needs_session(self) -> bool:
+        """Whether Want.session is read."""
+        ...
+
+    @property
+    def needs_marks(self) -> bool:
+        """Whether Want.marks are read."""
         ...
 
 
@@ -109,9 +136,22 @@ class SidePolicy(Protocol):
     Every policy gives a candidate whose `load.weight` is below 1 less work than its peers.
     """
 
+    needs_session: bool = False
+    """Whether it reads Want.session."""
+    needs_marks: bool = False
+    """Whether it reads Want.marks."""
+
     @abstractmethod
     def choose(self, side: Side, want: Want) -> Candidate:
         """One of `side.candidates`, which are at least one."""
+
+    def placed(self, instance: Instance, want: Want) -> None:
+        """The request goes to `instance`, which this policy chose."""
+
+    def cached_tokens(self, key: InstanceKey, want: Want) -> int:
+        """About how many tokens of the prompt the instance's cache has, as far as is known."""
+        del key, want
+        return 0
 
     def forget(self, key: InstanceKey) -> None:
         """The instance left the fleet for good: drop what is known of it."""

@@ -28,6 +28,10 @@ class PairPolicy:
         self._decode = decode
         self._aggregated = aggregated
         self._loads = loads
+        self._sides = {"P": prefill, "D": decode, "A": aggregated}
+        self.needs_session = any(side.needs_session for side in self._sides.values())
+        self.needs_marks = any(side.needs_marks for side in self._sides.values())
+        self._learns = any(map(_learns, self._sides.values()))
         in_turn = isinstance(prefill, RoundRobin) and isinstance(decode, RoundRobin)
         self._rotation = PairRotation() if in_turn else None
         self._snapshot: Snapshot | None = None
@@ -42,9 +46,19 @@ class PairPolicy:
             return self._pair(lineup, want)
         return _single(self._aggregated, lineup.aggregated, want)
 
+    def placed(self, choice: Pair | Alone, want: Want) -> int:
+        """Tell the policies of both; see Policy."""
+        if not self._learns:
+            return want.prompt_tokens
+        first = choice[0]  # who computes the prompt
+        cached = self._sides[first.beat.type].cached_tokens(first.key, want)
+        for instance in choice:
+            self._sides[instance.beat.type].placed(instance, want)
+        return max(want.prompt_tokens - cached, 1)
+
     def forget(self, key: InstanceKey) -> None:
         """The instance left the fleet for good."""
-        for side in (self._prefill, self._decode, self._aggregated):
+        for side in self._sides.values():
             side.forget(key)
         if self._rotation:
             self._rotation.forget(key)
@@ -74,6 +88,13 @@ class PairPolicy:
         decode = self._decode.choose(lineup.decode, want)
         prefill = self._prefill.choose(lineup.of_decode(decode).prefill, want)
         return Pair(prefill.instance, decode.instance)
+
+
+def _learns(side: SidePolicy) -> bool:
+    """Whether `placed` is anything to it: calls that do nothing are left out."""
+    kind = type(side)
+    is_deaf = kind.placed is SidePolicy.placed and kind.cached_tokens is SidePolicy.cached_tokens
+    return not is_deaf
 
 
 def _single(policy: SidePolicy, side: Side, want: Want) -> Alone | None:

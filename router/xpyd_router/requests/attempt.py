@@ -62,6 +62,8 @@ class Attempt:
         """The place that it takes on the last of them."""
         self.has_answered = False
         """Something of the stream came: the request did not kill its engine by its coming."""
+        self.prefill_tokens = 0
+        """About how much of the prompt the first of them has to compute."""
         self.owes_release = False
         """P was called, and D may hold or get KV that nobody will ask for."""
         self.running: Call | None = None

@@ -44,6 +44,7 @@ _NEVER = frozenset(
         *("traceparent", "tracestate"),
     )
 )
+_READ = (b"x-request-id", b"traceparent", b"tracestate", b"x-session-id")
 
 
 class ClientHead(NamedTuple):
@@ -55,6 +56,8 @@ class ClientHead(NamedTuple):
     """Of its traceparent, 32 hex digits; empty where it sent no valid one."""
     forwarded: str = ""
     """Header lines for the engines, each with its end of line. Latin-1."""
+    session: str = ""
+    """The client's X-Session-Id: read by policies, goes on only where a flag names it."""
     complaint: ApiError | None = None
     """Why the request is refused."""
 
@@ -86,7 +89,7 @@ class HeadReader:
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._forwarded = {name.lower().encode(): name for name in names}
-        self._wanted = frozenset({b"x-request-id", b"traceparent", b"tracestate", *self._forwarded})
+        self._wanted = frozenset((*_READ, *self._forwarded))
 
     def read(self, headers: Iterable[tuple[bytes, bytes]]) -> ClientHead:
         """`headers` as ASGI gives them, names in lower case."""
@@ -96,6 +99,7 @@ class HeadReader:
 
     def _read(self, found: list[tuple[bytes, bytes]]) -> ClientHead:
         request_id = b""
+        session = ""
         parents: list[bytes] = []
         states: list[bytes] = []
         lines: list[str] = []
@@ -110,7 +114,9 @@ class HeadReader:
                 parents.append(value)
             elif name == b"tracestate":
                 states.append(value)
-            else:
+            elif name == b"x-session-id" and len(value) <= _MAX_CLIENT_ID:
+                session = value.decode("latin-1")
+            if name in self._forwarded:
                 shown = self._forwarded[name]
                 size += len(value)
                 complaint = complaint or _complaint(shown, value, size)
@@ -118,7 +124,7 @@ class HeadReader:
         trace_id, context = _trace_context(parents, states)
         if complaint is not None:
             return ClientHead(request_id, trace_id, complaint=complaint)
-        return ClientHead(request_id, trace_id, context + "".join(lines))
+        return ClientHead(request_id, trace_id, context + "".join(lines), session)
 
 
 _EMPTY = ClientHead()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 from xpyd_core.errors import ApiError, ProtocolError
 from xpyd_router.fleet.registry import Instance, InstanceKey
-from xpyd_router.policy.base import Pair
+from xpyd_router.policy.base import Mark, Pair
 from xpyd_router.requests.answers import (
     ChunkWriter,
     Head,
@@ -102,6 +102,10 @@ class Course:
     """Until the answer is whole or its stream has begun; on the router's clock."""
     forwarded: str = ""
     """The client's header lines that engines get."""
+    session: str = ""
+    """What policies know the client's conversation by."""
+    marks: tuple[Mark, ...] = ()
+    """Beginnings of the prompt, for policies."""
     exclude: set[InstanceKey] = field(default_factory=set[InstanceKey])
     failures: int = 0
     refusals: int = 0

@@ -17,7 +17,7 @@ from xpyd_router.fleet.loads import LoadTable
 from xpyd_router.fleet.poison import REFUSED_S
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
-from xpyd_router.policy.base import Alone, Pair, Want
+from xpyd_router.policy.base import Alone, Pair, Policy, Want
 from xpyd_router.requests.answers import Head, error_event, whole_answer
 from xpyd_router.requests.attempt import Attempt
 from xpyd_router.requests.bodies import Ask, prefill_body, splice
@@ -36,6 +36,7 @@ from xpyd_router.requests.course import (
 )
 from xpyd_router.requests.outlet import Outlet
 from xpyd_router.requests.picker import Picker
+from xpyd_router.requests.prefixes import session_in, text_marks
 from xpyd_router.requests.relay import Relay
 from xpyd_router.requests.releases import Releases
 from xpyd_router.requests.trace import Trace
@@ -62,6 +63,7 @@ class Flow:
         config: RouterConfig,
         fleet: FleetView,
         loads: LoadTable,
+        policy: Policy,
         picker: Picker,
         upstream: UpstreamClient,
         releases: Releases,
@@ -73,6 +75,7 @@ class Flow:
         self._config = config
         self._fleet = fleet
         self._loads = loads
+        self._policy = policy
         self._picker = picker
         self._upstream = upstream
         self._releases = releases
@@ -81,9 +84,12 @@ class Flow:
         self._wall_clock = wall_clock
         self._random_bytes = random_bytes
 
-    def begin(self, ask: Ask, trace: Trace, forwarded: str = "") -> Course:
+    def begin(
+        self, ask: Ask, trace: Trace, *, forwarded: str = "", session: str = ""
+    ) -> Course:
         """A course for `ask`, with the response's id; no engine is called. `forwarded`: the
-        client's header lines that engines get.
+        client's header lines that engines get. `session`: what a header calls it; else the body
+        may.
 
         ApiError for a request that engines died of lately.
         """
@@ -91,6 +97,7 @@ class Flow:
         if refused_s := self._fleet.refused_s(ask.raw):
             self._metrics.poisoned_requests.inc()
             raise poisoned(refused_s)
+        policy = self._policy
         drawn = self._random_bytes(24)
         public = drawn[:16].hex()
         trace.response_id = ("chatcmpl-" if ask.is_chat else "cmpl-") + public
@@ -104,6 +111,8 @@ class Flow:
             seed=seed,
             deadline_s=trace.started_s + self._config.request_timeout_s,
             forwarded=forwarded,
+            session=session or (session_in(ask.fields) if policy.needs_session else ""),
+            marks=text_marks(ask.fields, is_chat=ask.is_chat) if policy.needs_marks else (),
         )
 
     async def whole(self, course: Course) -> Answer:
@@ -155,6 +164,8 @@ class Flow:
             exclude=frozenset(course.exclude),
             continue_at=course.sent.compatibility if course.sent else None,
             prompt_tokens=course.ask.prompt_tokens,
+            session=course.session,
+            marks=course.marks,
         )
         give_up = None if course.last_cause == "refused" else lambda: gave_up(course)
         trace, asked_s = course.trace, self._clock()
@@ -169,6 +180,7 @@ class Flow:
             upstream=self._upstream,
             figures=self._metrics.instances,
         )
+        attempt.prefill_tokens = self._policy.placed(choice, want)
         # From now on, also while P computes: D keeps room for what it will be sent.
         attempt.load = self._loads.of(attempt.instances[-1].key)
         attempt.load.begin(course.ask.prompt_tokens, course.ask.output_tokens)
@@ -246,7 +258,7 @@ class Flow:
         params = prefill_params(course, pair) if pair.is_continuing else None
         attempt.owes_release = True
         load = self._loads.of(pair.prefill.key)
-        load.begin(ask.prompt_tokens)
+        load.begin(attempt.prefill_tokens)
         try:
             answer = await attempt.call(
                 pair.prefill,
@@ -266,7 +278,7 @@ class Flow:
                 attempt.owes_release = False
             raise
         finally:
-            load.end(ask.prompt_tokens)
+            load.end(attempt.prefill_tokens)
         if prefilled is not None and prefilled.is_over:  # P itself cancels the transfer
             attempt.owes_release = False
         return prefilled

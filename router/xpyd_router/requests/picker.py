@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from xpyd_core.errors import ApiError
 from xpyd_router.config import RouterConfig

@@ -132,7 +132,7 @@ class Inference:
             if head.complaint is not None:
                 raise head.complaint
             ask = parse_ask(cast(Endpoint, trace.endpoint), body)
-            course = flow.begin(ask, trace, head.forwarded)
+            course = flow.begin(ask, trace, forwarded=head.forwarded, session=head.session)
             name = (b"x-request-id", client_id or trace.response_id.encode())
             if course.ask.stream:
                 outlet = Outlet(sink, [*_STREAM_HEADERS, name], trace, self._surface.clock)
