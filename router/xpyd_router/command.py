@@ -63,7 +63,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         default=default.policy,
         metavar="NAME",
         help="who serves a request: RoundRobin, Random, PowerOfTwo, LeastLoaded, PrefixAware, "
-        "SessionAffinity or the name of a policy that another package brings (default: %(default)s)",
+        "SessionAffinity or the name of a policy of another package (default: %(default)s)",
     )
     add("--prefill-policy", metavar="NAME", help="for prefill instances (default: --policy)")
     add("--decode-policy", metavar="NAME", help="for decode instances (default: --policy)")

@@ -105,7 +105,9 @@ class Service(ApiModel):
     """Its port."""
 
 
-Policy = Literal["RoundRobin", "Random", "PowerOfTwo", "LeastLoaded", "PrefixAware", "SessionAffinity"]
+Policy = Literal[
+    "RoundRobin", "Random", "PowerOfTwo", "LeastLoaded", "PrefixAware", "SessionAffinity"
+]
 """Of the router's own ones (docs/router.md) those that a document may name."""
 
 

@@ -84,9 +84,7 @@ class Flow:
         self._wall_clock = wall_clock
         self._random_bytes = random_bytes
 
-    def begin(
-        self, ask: Ask, trace: Trace, *, forwarded: str = "", session: str = ""
-    ) -> Course:
+    def begin(self, ask: Ask, trace: Trace, *, forwarded: str = "", session: str = "") -> Course:
         """A course for `ask`, with the response's id; no engine is called. `forwarded`: the
         client's header lines that engines get. `session`: what a header calls it; else the body
         may.
