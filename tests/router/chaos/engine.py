@@ -28,7 +28,7 @@ from tests.router.chaos.asks import MODEL
 from tests.router.chaos.moods import Mood
 from tests.router.chaos.truth import CONTEXT
 from tests.router.chaos.wire import Call
-from xpyd_core.keys import release_mac
+from xpyd_core.keys import beat_mac, release_mac
 from xpyd_core.messages import Heartbeat, encode_heartbeat
 
 _KEEP_ALIVE_S = 5.0
@@ -69,8 +69,10 @@ class Engine:
             running=self.host.book.open_calls,
             free_blocks=1000,
             total_blocks=1000,
+            sent_us=time.time_ns() // 1000,
         )
-        self._socket.send(encode_heartbeat(message), zmq.NOBLOCK)
+        frame = encode_heartbeat(message)
+        self._socket.send_multipart([frame, beat_mac(self.key, frame)], zmq.NOBLOCK)
 
     async def serve(self) -> None:
         """Until SIGTERM, then drain."""
