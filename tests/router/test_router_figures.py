@@ -29,7 +29,7 @@ def instance(kind: str, name: str, incarnation: str = "1") -> Instance:
         incarnation=incarnation,
     )
     key = InstanceKey(f"{name}:20001", incarnation)
-    return Instance(key, beat, beat.http, beat.kv, last_beat_s=0.0, expires_at_s=9.0)
+    return Instance(key, beat, beat.http, beat.kv, last_beat_s=0.0, expires_at_s=9.0, period_s=3.0)
 
 
 P = instance("P", "p-0")

@@ -15,7 +15,7 @@ def engine(number: int, key: str = "k", **beat: Any) -> Instance:
         type="P", http_address=address, zmq_address="10.0.0.1:21001", compatibility=key, **beat
     )
     incarnation = beat.get("incarnation", "i")
-    return Instance(InstanceKey(address, incarnation), said, said.http, said.kv, 0, 9)
+    return Instance(InstanceKey(address, incarnation), said, said.http, said.kv, 0, 9, 3)
 
 
 def wished(shelf: Shelf, now: float) -> tuple[str, str] | None:
