@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from xpyd_core.cli import build_parser
 from xpyd_core.errors import ApiError
+from xpyd_core.messages import Heartbeat
 from xpyd_kv.session.metrics import KvMetrics
 from xpyd_kv.store.api import StoreFigures
 from xpyd_kv.transport.counters import Counters
 from xpyd_operator.api.later import FIELDS, VALUES
 from xpyd_operator.kube.metrics import OperatorMetrics
 from xpyd_operator.local.cluster_only import CLUSTER_ONLY
+from xpyd_router.figures.exposition import Exposition
+from xpyd_router.fleet.registry import Instance, InstanceKey
 from xpyd_router.metrics import RouterMetrics
+from xpyd_router.requests.trace import Trace
 from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.server.kv_metrics import kv_samples
 from xpyd_worker.server.metrics import ServerMetrics
@@ -123,20 +126,58 @@ def _documented(heading: str) -> set[Metric]:
     }
 
 
-@pytest.mark.parametrize(
-    ("metrics", "heading"), [(RouterMetrics, "## Router"), (OperatorMetrics, "## Operator")]
-)
-def test_the_metrics_of_router_and_operator_are_those_of_the_page(
-    metrics: Callable[[], object], heading: str
-) -> None:
+def _of_the_library(metrics: object) -> set[Metric]:
     found: set[Metric] = set()
-    for metric in vars(metrics()).values():
+    for metric in vars(metrics).values():
         if isinstance(metric, Counter | Gauge | Histogram):
             family = metric.describe()[0]
             name = f"{family.name}_total" if family.type == "counter" else family.name
             # The names of the labels are nowhere public before a value was counted.
             found.add((name, family.type, ", ".join(metric._labelnames)))
-    assert _documented(heading) == found
+    return found
+
+
+def _written(text: str) -> set[Metric]:
+    found: set[Metric] = set()
+    for family in text_string_to_metric_families(text):
+        if family.name.endswith("_created"):  # the client library's own, not ours
+            continue
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        labels = sorted({key for sample in family.samples for key in sample.labels} - {"le"})
+        found.add((name, family.type, ", ".join(labels)))
+    return found
+
+
+def test_the_metrics_of_the_operator_are_those_of_the_page() -> None:
+    assert _documented("## Operator") == _of_the_library(OperatorMetrics())
+
+
+def test_the_metrics_of_the_router_are_those_of_the_page() -> None:
+    metrics, trace = RouterMetrics(), Trace("completions", 0.0, first_s=0.5)
+    metrics.requests.began()
+    metrics.requests.ended(trace, 200, 1.0)
+    beat = Heartbeat(type="P", http_address="h:1", zmq_address="h:2")
+    instance = Instance(InstanceKey("h:1", ""), beat, beat.http, beat.kv, 0.0, 9.0)
+    metrics.failed(instance, "reset")
+    metrics.instances.paired(instance, instance)
+    call = metrics.instances.call(instance, 1)
+    for _ in range(2):
+        call.streamed(1, 1)
+    call.end()
+    out = Exposition()
+    metrics.requests.write(out)
+    metrics.instances.write(out)
+    counted = _written(out.text().decode())
+    assert _documented("## Router") == _of_the_library(metrics) | counted
+
+
+def test_the_fields_of_the_access_log_are_those_of_the_page() -> None:
+    known = Trace("completions", 0.0, client_id="c", trace_id="t", model="m", response_id="r")
+    known.prefill_s = known.decode_s = known.first_s = 0.1
+    known.prompt_tokens = known.output_tokens = 1
+    known.failures.append("prefill:reset")
+    documented = [name for row in rows("router.md", "## Access log") for name in code(row[0])]
+    assert sorted(documented) == sorted(known.extra(1.0))
 
 
 def test_the_metrics_of_the_engine_are_those_of_the_page() -> None:
@@ -148,13 +189,7 @@ def test_the_metrics_of_the_engine_are_those_of_the_page() -> None:
         block_size=16,
         load_s=1.0,
     )
-    found: set[Metric] = set()
-    for family in text_string_to_metric_families(metrics.render()[0].decode()):
-        if family.name.endswith("_created"):  # the client library's own, not ours
-            continue
-        name = f"{family.name}_total" if family.type == "counter" else family.name
-        labels = sorted({key for sample in family.samples for key in sample.labels} - {"le"})
-        found.add((name, family.type, ", ".join(labels)))
+    found = _written(metrics.render()[0].decode())
     assert _documented("## Engine") | _documented("## KV transfer") == found
 
 
