@@ -102,6 +102,47 @@ def test_the_gaps_of_a_stream_are_those_between_its_chunks() -> None:
     run(work())
 
 
+class Heavy:
+    """An engine that streams one chunk, and after `go` more than all buffers hold."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        self.written = 0
+
+    async def __call__(self, engine: FakeEngine, call: Call, request: Any) -> Any:
+        response = await start_stream(request)
+        event = sse({"choices": [{"index": 0, "text": "x" * 60_000}]})
+        await response.write(event)
+        await self.go.wait()
+        while self.written < 64 * 1024 * 1024:
+            await response.write(event)
+            self.written += len(event)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+def test_a_gap_in_which_the_client_did_not_read_is_not_counted() -> None:
+    async def work() -> None:
+        async with fleet() as fleet_:
+            one = await fleet_.engine("A")
+            one.script = heavy = Heavy()
+            async with await fleet_.post(stream=True) as response:
+                data = await response.content.readline()
+                heavy.go.set()
+                before = -1
+                while heavy.written != before:  # until it stands still: all buffers are full
+                    before = heavy.written
+                    await asyncio.sleep(0.5)
+                data += await response.content.read()
+            await idle(fleet_)
+            on_a = {"engine": one.beat.instance, "phase": "aggregated"}
+            gaps = fleet_.metric("xpyd_router_engine_itl_seconds_count", **on_a)
+            # All but the first have a gap before them; some of these gaps the client made.
+            assert 0 < gaps < data.count(b'"choices"') - 1
+
+    run(work())
+
+
 def test_a_call_that_fails_or_is_given_up_is_in_flight_no_more() -> None:
     async def work() -> None:
         async with fleet() as fleet_:
