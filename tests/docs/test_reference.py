@@ -157,7 +157,7 @@ def test_the_metrics_of_the_router_are_those_of_the_page() -> None:
     metrics.requests.began()
     metrics.requests.ended(trace, 200, 1.0)
     beat = Heartbeat(type="P", http_address="h:1", zmq_address="h:2")
-    instance = Instance(InstanceKey("h:1", ""), beat, beat.http, beat.kv, 0.0, 9.0)
+    instance = Instance(InstanceKey("h:1", ""), beat, beat.http, beat.kv, 0.0, 9.0, 3.0)
     metrics.failed(instance, "reset")
     metrics.instances.paired(instance, instance)
     call = metrics.instances.call(instance, 1)

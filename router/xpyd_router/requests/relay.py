@@ -48,6 +48,8 @@ class Relay:
         self._attempt.has_answered = True
         if self._splitter.is_whole_event(data) and data != DONE and not data.startswith(_ERROR):
             # What nearly every piece is: one chunk, of one token.
+            if self._call is not None:
+                self._call.streamed(1, len(data))
             shown = self._shown(data)
             if shown is not None:
                 self._outlet.write(self._attempt.scrubbed(shown))
