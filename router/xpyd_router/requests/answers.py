@@ -269,12 +269,16 @@ def without_token_ids(chunk: Json, *, keep: bool = False) -> bytes | None:
     return encode_event(chunk)
 
 
+_ENGINE_FAILED = frozenset({"server_error", "InternalServerError"})
+"""Our engines' type, and vLLM's."""
+
+
 def is_server_error(event: bytes) -> bool:
     """Whether `event` says that the engine failed; another engine may succeed."""
     if not event.startswith(b'data: {"error"'):
         return False
     try:
-        return orjson.loads(event_data(event))["error"].get("type") == "server_error"
+        return orjson.loads(event_data(event))["error"].get("type") in _ENGINE_FAILED
     except (orjson.JSONDecodeError, AttributeError):
         return False
 
