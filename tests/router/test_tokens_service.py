@@ -244,12 +244,13 @@ def test_fetch_takes_a_200_of_bounded_length_and_nothing_else() -> None:
         app = web.Application()
         app.router.add_get("/big", big)
         app.router.add_get("/away", away)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        to = Address("127.0.0.1", runner.addresses[0][1])
-        async with aiohttp.ClientSession() as opened:
-            fetch = AiohttpFetch(opened)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(runner.cleanup)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            to = Address("127.0.0.1", runner.addresses[0][1])
+            fetch = AiohttpFetch(await stack.enter_async_context(aiohttp.ClientSession()))
             assert await fetch(to, "/big", max_bytes=1000) == b"x" * 1000
             for path, limit in (("/big", 999), ("/away", 1000), ("/none", 1000)):
                 with pytest.raises(FetchFailed) as failed:
