@@ -130,3 +130,11 @@ def test_names_are_taken_once() -> None:
     assert check_forwarded_names(["X-A", "x-a", "Authorization"]) == ("x-a", "Authorization")
     with pytest.raises(UserError, match="at most 32"):
         check_forwarded_names([f"x-{number}" for number in range(33)])
+
+
+def test_a_session_is_read_and_goes_on_only_where_a_flag_names_it() -> None:
+    named = (b"x-session-id", b"talk \xe9")
+    assert read(named) == ClientHead(session="talk \xe9")
+    head = read(named, names=("X-Session-Id",))
+    assert (head.session, head.forwarded) == ("talk \xe9", "X-Session-Id: talk \xe9\r\n")
+    assert read((b"x-session-id", b"x" * 257)).session == ""

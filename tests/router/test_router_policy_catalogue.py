@@ -38,7 +38,8 @@ def build(**config: str):
 
 
 def test_ours_are_installed_by_name() -> None:
-    assert {"RoundRobin", "Random", "PowerOfTwo", "LeastLoaded"} <= set(installed())
+    ours = {"RoundRobin", "Random", "PowerOfTwo", "LeastLoaded", "PrefixAware", "SessionAffinity"}
+    assert ours <= set(installed())
 
 
 def test_each_side_has_its_own_policy() -> None:

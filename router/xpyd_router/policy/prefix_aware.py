@@ -17,7 +17,7 @@ from xpyd_router.policy.base import Candidate, Mark, Side, SidePolicy, Tools, Wa
 from xpyd_router.policy.least_loaded import LeastLoaded
 
 MAX_MARKS = 262_144
-"""Of all instances of one side: about 35 MB, and the bytes of the digests."""
+"""Of all instances of one side: about 35 MB."""
 _MAX_MARKS_OF_ONE = 8192
 """Some hundred prompts of a thousand tokens."""
 
@@ -93,7 +93,7 @@ class PrefixAware(SidePolicy):
 
     def choose(self, side: Side, want: Want) -> Candidate:
         """See the class."""
-        if not want.marks or not self._caches:
+        if not want.marks:
             return self._others.choose(side, want)
         among, caches, marks, tokens = side.candidates, self._caches, want.marks, want.prompt_tokens
         is_prefill = side.kind == "P"

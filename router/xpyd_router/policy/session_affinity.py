@@ -8,6 +8,7 @@ sessions moves.
 from __future__ import annotations
 
 from hashlib import blake2b
+from math import inf
 
 from xpyd_router.fleet.registry import InstanceKey
 from xpyd_router.policy.base import Candidate, Side, SidePolicy, Tools, Want
@@ -16,8 +17,8 @@ from xpyd_router.policy.least_loaded import LeastLoaded
 _MASK = 2**64 - 1
 _MIX = (0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93)
 """Odd multipliers of known mixers (Weyl's golden ratio; Stafford's search)."""
-_MOST_OF_MEAN = 2.0
-"""Who has more than this many times the mean to do is passed over..."""
+_MOST_OF_LEAST = 2.0
+"""Who has more than this many times as much to do as the least loaded is passed over..."""
 _SLACK = {"P": 8192.0, "D": 8.0, "A": 8.0}
 """...but not for less than this more: prompt tokens (a second or less of work), or requests."""
 
@@ -52,10 +53,11 @@ class SessionAffinity(SidePolicy):
         first: Candidate | None = None
         second: Candidate | None = None
         first_rank = second_rank = -1
-        total = 0.0
+        least = inf
         for one in side.candidates:
             load = one.load
-            total += load.queued_tokens * load.scale if is_prefill else load.decode_cost
+            cost = load.queued_tokens * load.scale if is_prefill else load.decode_cost
+            least = min(cost, least)
             place = rank(self._seed(one.instance.key), session)
             # While it comes back after faults it has only so large a part of its sessions, each
             # with all its requests.
@@ -66,7 +68,7 @@ class SessionAffinity(SidePolicy):
                 first, first_rank = one, place
             elif place > second_rank:
                 second, second_rank = one, place
-        most = _MOST_OF_MEAN * total / len(side.candidates) + _SLACK[side.kind]
+        most = _MOST_OF_LEAST * least + _SLACK[side.kind]
         for one in (first, second):
             if one is not None:
                 load = one.load

@@ -1,7 +1,7 @@
 """What policies compare of requests: the session, and marks of the prompt's beginnings. Pure.
 
 Marks stand at fixed places, every block at first, then ever further apart: what two prompts have in
-common is known to an eighth, with 53 marks for 32 Ki tokens. They are made of the JSON's text, so
+common is known to an eighth, with 58 marks for 32 Ki tokens. They are made of the JSON's text, so
 that they need no tokenizer; four bytes of it are taken for a token.
 """
 
