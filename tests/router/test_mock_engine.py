@@ -183,7 +183,8 @@ async def alone(server: Running, ask: Ask, rng: random.Random) -> None:
     if not wanted.stream or wanted.echo:
         return
     given = [first_ids(wanted, rng.randrange(4))[i] for i in range(wanted.choices)]
-    for ids in ([[]] * wanted.choices, given):
+    nothing: list[list[int]] = [[] for _ in given]
+    for ids in (nothing, given):
         await compare(server, "A", ask.endpoint, UUID, params_to_d(wanted, ask.body, ids))
 
 

@@ -8,7 +8,7 @@ import os
 import random
 import socket
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +188,7 @@ async def flood(engine: FakeEngine, call: Call, request: web.Request) -> web.Str
 
 
 @contextlib.asynccontextmanager
-async def flooding(router: Process, host: str) -> Any:
+async def flooding(router: Process, host: str) -> AsyncGenerator[FakeEngine]:
     """An engine that floods, in this process, known to `router`; its calls."""
     beat = Heartbeat(type="A", http_address=f"{host}:20001", zmq_address=f"{host}:21001")
     engine = FakeEngine(beat, 20001, flood)

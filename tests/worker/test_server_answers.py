@@ -175,7 +175,11 @@ def test_a_stop_token_stays_in_the_ids_but_not_in_the_text() -> None:
 def test_a_stream_that_begins_under_the_routers_id_shows_the_prompts_ids(role: str) -> None:
     async def test() -> None:
         async with serving(role=role) as server:
-            params = {"continue_from": [[], []], "emit_from": [0, 0], "response_id": "cmpl-1"}
+            params: dict[str, Any] = {
+                "continue_from": [[], []],
+                "emit_from": [0, 0],
+                "response_id": "cmpl-1",
+            }
             asked: dict[str, Any] = {"return_token_ids": True, "n": 2, "max_tokens": 1}
             asked["kv_transfer_params"] = params
             chunks = await stream(server, "/v1/completions", prompt="hi", **asked)
