@@ -41,6 +41,28 @@ class RouterMetrics:
         self.waiting = Gauge(
             f"{prefix}waiting", "Requests waiting for a pair to return", registry=registry
         )
+        self.prefill_on_decode = Counter(
+            f"{prefix}prefill_on_decode",
+            "Tries whose prompt D computed because no P was there",
+            registry=registry,
+        )
+        self.queue_length = Gauge(
+            f"{prefix}queue_length", "Requests that wait for a place", registry=registry
+        )
+        self.queue_seconds = Histogram(
+            f"{prefix}queue_seconds",
+            "Time in the queue of requests that had to wait, however it ended",
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        self.rejected = Counter(
+            f"{prefix}rejected", "Requests refused a place", ("reason",), registry=registry
+        )
+        self.tokens_in_flight = Gauge(
+            f"{prefix}tokens_in_flight",
+            "Prompts and allowed outputs of the requests being served",
+            registry=registry,
+        )
         self.heartbeats = Counter(
             f"{prefix}heartbeats", "Messages on the discovery port", ("result",), registry=registry
         )

@@ -1,0 +1,1 @@
+"""How many requests the router works on at once, and who waits: limits, the line, refusals."""
