@@ -12,8 +12,10 @@ from xpyd_core.logs import add_logging_arguments, set_up_logging
 from xpyd_core.messages import HEARTBEAT_PERIOD_S, MISSED_BEATS
 from xpyd_core.pod_env import DISCOVERY_PORT, ROUTER_HTTP_PORT, read_pod_env
 from xpyd_core.sizes import parse_bytes
+from xpyd_router.admission.values import Limits
 from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.health import HealthRules
+from xpyd_router.policy.no_prefill import ON_NO_PREFILL
 from xpyd_router.requests.client_head import check_forwarded_names
 
 _EPILOG = """examples:
@@ -112,14 +114,6 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         help="longest request body (default: %(default)s)",
     )
     add(
-        "--pair-wait-seconds",
-        type=float,
-        default=default.pair_wait_s,
-        metavar="SECONDS",
-        help="how long requests wait for a fleet that lost its last pair, before they get 503 "
-        "(default: %(default)s)",
-    )
-    add(
         "--drain-seconds",
         type=float,
         default=default.drain_s,
@@ -136,7 +130,53 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         "traceparent and tracestate)",
     )
     add("--no-access-log", action="store_true", help="no log line per request")
+    _add_admission(parser)
     add_logging_arguments(parser)
+
+
+def _add_admission(parser: argparse.ArgumentParser) -> None:
+    default = Limits()
+    add = parser.add_argument
+    add(
+        "--max-concurrent-requests",
+        type=int,
+        metavar="N",
+        help="requests in flight; more wait (default: no limit)",
+    )
+    add(
+        "--max-concurrent-tokens",
+        type=int,
+        metavar="N",
+        help="tokens of prompts and allowed outputs in flight; more wait (default: no limit)",
+    )
+    add(
+        "--queue-size",
+        type=int,
+        default=default.queue_entries,
+        metavar="N",
+        help="requests that may wait; more get 429 (default: %(default)s)",
+    )
+    add(
+        "--queue-bytes",
+        default=f"{default.queue_bytes // 2**20}Mi",
+        metavar="SIZE",
+        help="bodies of requests that may wait (default: %(default)s)",
+    )
+    add(
+        "--queue-timeout-seconds",
+        type=float,
+        default=default.queue_timeout_s,
+        metavar="SECONDS",
+        help="how long a request waits for its turn, and how long after the last pair was lost for "
+        "another; then it gets 503 (default: %(default)s)",
+    )
+    add(
+        "--on-no-prefill",
+        choices=ON_NO_PREFILL,
+        default="Queue",
+        help="a request that finds no pair waits, or D computes its prompt, too, or it gets 503 "
+        "(default: %(default)s)",
+    )
 
 
 def read_config(args: argparse.Namespace) -> RouterConfig:
@@ -165,7 +205,15 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         request_timeout_s=args.request_timeout,
         prefill_timeout_s=args.prefill_timeout,
         max_body_bytes=parse_bytes(args.max_body_bytes),
-        pair_wait_s=args.pair_wait_seconds,
+        limits=Limits(
+            requests=args.max_concurrent_requests,
+            tokens=args.max_concurrent_tokens,
+            queue_entries=args.queue_size,
+            queue_bytes=parse_bytes(args.queue_bytes),
+            queue_timeout_s=args.queue_timeout_seconds,
+        ),
+        pair_wait_s=args.queue_timeout_seconds,
+        on_no_prefill=args.on_no_prefill,
         drain_s=args.drain_seconds,
         forward_headers=check_forwarded_names(args.forward_header),
         access_log=not args.no_access_log,
@@ -182,7 +230,10 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         "--request-timeout: expected more than 0": config.request_timeout_s > 0,
         "--prefill-timeout: expected more than 0": config.prefill_timeout_s > 0,
         "--max-body-bytes: expected at least 1Ki": config.max_body_bytes >= 1024,
-        "--pair-wait-seconds: expected 0 or more": config.pair_wait_s >= 0,
+        "--max-concurrent-requests: expected 1 or more": _is_limit(config.limits.requests),
+        "--max-concurrent-tokens: expected 1 or more": _is_limit(config.limits.tokens),
+        "--queue-size: expected 0 to 1000000": 0 <= config.limits.queue_entries <= 1_000_000,
+        "--queue-timeout-seconds: expected 0 or more": config.limits.queue_timeout_s >= 0,
         "--drain-seconds: expected 0 or more": config.drain_s >= 0,
     }
     for complaint, holds in checks.items():
@@ -190,6 +241,10 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
             raise UserError(complaint)
     check_keys_given(config.kv_key_file, insecure=config.kv_insecure, who="a router")
     return config
+
+
+def _is_limit(value: int | None) -> bool:
+    return value is None or value >= 1
 
 
 def _run(args: argparse.Namespace) -> int:

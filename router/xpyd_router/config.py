@@ -7,7 +7,9 @@ from pathlib import Path
 
 from xpyd_core.messages import HEARTBEAT_PERIOD_S, MISSED_BEATS
 from xpyd_core.pod_env import DISCOVERY_PORT, ROUTER_HTTP_PORT
+from xpyd_router.admission.values import Limits
 from xpyd_router.fleet.health import HealthRules
+from xpyd_router.policy.no_prefill import OnNoPrefill
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,13 @@ class RouterConfig:
     """For one call to P: queueing and computing a long prompt on a slow machine."""
     max_body_bytes: int = 32 * 1024 * 1024
     """Longest request body: a million tokens as ids are about 7 MB."""
-    pair_wait_s: float = 30.0
-    """How long after the last successful pick a request waits for a pair: a restart's length."""
+    limits: Limits = field(default_factory=Limits)
+    """What runs at once, and what may wait."""
+    pair_wait_s: float = Limits.queue_timeout_s
+    """How long after the last successful pick a request waits for a pair; one flag sets this and
+    the queue's deadline."""
+    on_no_prefill: OnNoPrefill = "Queue"
+    """What a request does that finds no pair."""
     drain_s: float = 5.0
     """How long to accept after SIGTERM: load balancers take notice of /readiness with delay."""
     forward_headers: tuple[str, ...] = ()

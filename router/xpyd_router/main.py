@@ -26,6 +26,7 @@ import uvloop
 from xpyd_core.errors import UserError
 from xpyd_core.keys import fleet_keys
 from xpyd_core.listen import listen
+from xpyd_router.admission.admission import Admission
 from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.discovery import Discovery
 from xpyd_router.fleet.http_probe import probe_http
@@ -143,7 +144,11 @@ async def open_router(
         logger.warning("--kv-insecure: whoever reaches the engines may read and write their KV")
     clock = time.monotonic
     metrics = RouterMetrics(clock)
-    registry = Registry(period_s=config.heartbeat_interval_s, missed_beats=config.missed_beats)
+    registry = Registry(
+        period_s=config.heartbeat_interval_s,
+        missed_beats=config.missed_beats,
+        decode_alone=config.on_no_prefill == "PrefillOnDecode",
+    )
     loads = LoadTable()
     policy = build_policy(config, loads=loads, random=random.random)
     fleet = FleetView(registry, clock, loads, config.health)
@@ -179,7 +184,16 @@ async def open_router(
             wall_clock=time.time,
             random_bytes=Draws(os.urandom),
         )
-        surface = Surface(config, fleet, flow, metrics, access_log, clock, created=int(time.time()))
+        surface = Surface(
+            config=config,
+            fleet=fleet,
+            admission=Admission(config.limits, metrics, clock),
+            flow=flow,
+            metrics=metrics,
+            access_log=access_log,
+            clock=clock,
+            created=int(time.time()),
+        )
         server = _Server(
             uvicorn.Config(
                 build_app(surface),

@@ -6,7 +6,7 @@ import time
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from xpyd_router.errors import FailureCause
 from xpyd_router.figures.exposition import Exposition
@@ -14,6 +14,7 @@ from xpyd_router.figures.instances import PHASES, InstanceTable
 from xpyd_router.figures.requests import RequestTable
 from xpyd_router.fleet.registry import Instance, Standing
 
+_QUEUE_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _STATES: dict[Standing, str] = {
     "Good": "Ready",
     "Ejected": "Ejected",
@@ -53,7 +54,7 @@ class RouterMetrics:
             f"{prefix}queue_seconds",
             "Time in the queue of requests that had to wait, however it ended",
             registry=registry,
-            buckets=_SECONDS,
+            buckets=_QUEUE_SECONDS,
         )
         self.rejected = Counter(
             f"{prefix}rejected", "Requests refused a place", ("reason",), registry=registry

@@ -145,7 +145,7 @@ def test_all_mistakes_are_reported_at_once():
         "spec.pools",
         "spec.router.policy",
         'unknown field "spec.router.color"; spec.router has replicas, policy, prefillPolicy, '
-        "decodePolicy, discoveryPort, service, template",
+        "decodePolicy, onNoPrefill, limits, queue, discoveryPort, service, template",
     ]
     assert lines[-2].endswith("; SloAware is not supported by this version")
 

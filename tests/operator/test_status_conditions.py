@@ -170,6 +170,21 @@ def test_a_fleet_is_available_while_a_pair_and_a_router_are_ready(lost: str, rea
     assert found(cluster, "RouterReady")[0] == ("False" if lost == "router" else "True")
 
 
+@pytest.mark.parametrize(
+    ("lost", "expected"),
+    [("prefill", ("True", "PrefillOnDecode")), ("decode", ("False", "NoEngines"))],
+)
+def test_decode_instances_that_compute_prompts_make_a_fleet_available(
+    lost: str, expected: tuple[str, str]
+) -> None:
+    cluster = settled(fleet_of(lambda spec: spec.update(router={"onNoPrefill": "PrefillOnDecode"})))
+    assert found(cluster, "Available") == ("True", "Serving")
+    cluster.running(cluster.pods_of(lost), ready=False)
+    cluster.turn()
+    assert found(cluster, "Available") == expected
+    assert found(cluster, "Ready")[0] == "False"
+
+
 def test_aggregated_instances_alone_make_a_fleet_available() -> None:
     cluster = Cluster(fleet_of(lambda spec: spec.update(pools=pools(2, 1))))
     cluster.turn()

@@ -54,6 +54,12 @@ def test_the_environment_gives_defaults_and_flags_win(monkeypatch: pytest.Monkey
         ("--request-timeout", "0"),
         ("--drain-seconds", "-1"),
         ("--max-body-bytes", "lots"),
+        ("--max-concurrent-requests", "0"),
+        ("--max-concurrent-tokens", "0"),
+        ("--queue-size", "-1"),
+        ("--queue-size", "1000001"),
+        ("--queue-bytes", "lots"),
+        ("--queue-timeout-seconds", "-1"),
     ],
 )
 def test_a_wrong_flag_is_named(argv: tuple[str, str]) -> None:

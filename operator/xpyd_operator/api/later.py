@@ -10,7 +10,6 @@ FIELDS = frozenset(
     {
         "spec.pools[].restartPolicy",
         "spec.kvTransfer.verify",
-        "spec.router.onNoPrefill",
         "spec.router.gateway",
         "spec.rollout",
         "spec.autoscaling",

@@ -111,6 +111,27 @@ Policy = Literal[
 """Of the router's own ones (docs/router.md) those that a document may name."""
 
 
+class Limits(ApiModel):
+    """What one router works on at once; further requests wait in its queue."""
+
+    requests: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    """Requests in flight; none: no limit."""
+    tokens: Annotated[int, Field(ge=1, le=2_000_000_000)] | None = None
+    """Tokens in flight, of prompts and allowed outputs together; none: no limit."""
+
+
+class Queue(ApiModel):
+    """Requests that wait in one router: for their turn, or for instances to return."""
+
+    size: Annotated[int, Field(ge=0, le=1_000_000)] = 1024
+    """How many may wait; more get status 429."""
+    memory: Size = "256Mi"
+    """Memory for the bodies of those that wait."""
+    timeout_seconds: Annotated[int, Field(ge=0, le=86400)] = 60
+    """How long a request waits for its turn, and how long after the last pair was lost for another;
+    then it gets status 503."""
+
+
 class Router(ApiModel):
     """The HTTP entry."""
 
@@ -122,6 +143,14 @@ class Router(ApiModel):
     """Another policy for prefill instances; none: `policy`."""
     decode_policy: Policy | None = None
     """Another policy for decode instances; none: `policy`."""
+    on_no_prefill: Literal["Queue", "PrefillOnDecode", "Reject"] = "Queue"
+    """What a request does that finds neither a pair nor an Aggregated instance: wait for one; be
+    computed by a Decode instance alone; get status 503 at once. Without a Decode instance,
+    PrefillOnDecode waits, too."""
+    limits: Limits = Limits()
+    """How much each router works on at once."""
+    queue: Queue = Queue()
+    """How much waits in each router, and how long."""
     discovery_port: Annotated[
         int,
         Field(ge=1024, le=65535),

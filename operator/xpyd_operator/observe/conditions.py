@@ -38,6 +38,7 @@ class _Fleet:
     stopping: bool
     before: Raw
     notices: Sequence[str] = ()
+    decode_alone: bool = False
 
     @property
     def missing(self) -> list[PoolRow]:
@@ -65,13 +66,15 @@ def conditions(
     now: str,
     generation: int,
     notices: Sequence[str] = (),
+    decode_alone: bool = False,
 ) -> list[dict[str, Any]]:
     """`before`: the whole status before; a condition keeps its time while its status stays.
 
     `notices`: what the document asks for that somebody should know of, which Degraded's message
-    says even where nothing is wrong.
+    says even where nothing is wrong. `decode_alone`: Decode instances serve alone where there is no
+    Prefill instance.
     """
-    fleet = _Fleet(pools, problems, stopping, before, notices)
+    fleet = _Fleet(pools, problems, stopping, before, notices, decode_alone)
     verdicts = {
         "Ready": _ready(fleet),
         "Available": _available(fleet),
@@ -164,6 +167,9 @@ def _available(fleet: _Fleet) -> _Verdict:
     if serves(ready):
         parts = [f"{ready[role]} {role}" for role in ROLES if ready[role]]
         return _Verdict(True, "Serving", f"{', '.join(parts)} and {ready[ROUTER]} router ready")
+    if fleet.decode_alone and ready["Decode"]:
+        what = f"no Prefill, {ready['Decode']} Decode and {ready[ROUTER]} router ready"
+        return _Verdict(True, "PrefillOnDecode", f"{what}: Decode instances compute the prompts")
     roles = {row.role for row in fleet.pools}
     none = [role for role in ROLES if role in roles and not ready[role]]
     rows_of = ", ".join(row.progress for row in fleet.pools if row.role in none)

@@ -61,6 +61,7 @@ def fleet_status(
             in_order(problems),
             stopping=want.stopping,
             notices=_notices(fleet),
+            decode_alone=fleet.spec.router.on_no_prefill == "PrefillOnDecode",
             before=before or {},
             now=now,
             generation=generation,

@@ -127,6 +127,20 @@ def _policy_args(router: Router) -> list[str]:
     return [f"--{flag}={said[field]}" for field, flag in flags.items() if field in said]
 
 
+def _admission_args(router: Router) -> list[str]:
+    """Only what is not the router's own default: an upgrade then restarts no router for them."""
+    limits, queue, default = router.limits, router.queue, Router()
+    said = {
+        "--on-no-prefill": (router.on_no_prefill, default.on_no_prefill),
+        "--max-concurrent-requests": (limits.requests, None),
+        "--max-concurrent-tokens": (limits.tokens, None),
+        "--queue-size": (queue.size, default.queue.size),
+        "--queue-bytes": (queue.memory, default.queue.memory),
+        "--queue-timeout-seconds": (queue.timeout_seconds, default.queue.timeout_seconds),
+    }
+    return [f"{flag}={value}" for flag, (value, usual) in said.items() if value != usual]
+
+
 def router_template(fleet: InferenceFleet, *, image: str = "") -> Template:
     """The router's flags."""
     spec = fleet.spec
@@ -135,6 +149,7 @@ def router_template(fleet: InferenceFleet, *, image: str = "") -> Template:
         f"--missed-beats={spec.heartbeat.missed_beats}",
         *_policy_args(spec.router),
         *(["--accept-unsigned-beats"] if spec.heartbeat.accept_unsigned else []),
+        *_admission_args(spec.router),
         *_key_args(spec.kv_transfer),
     )
     pod = _canonical(

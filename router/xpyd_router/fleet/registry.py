@@ -121,11 +121,17 @@ class Candidates:
 
     groups: tuple[Group, ...] = ()
     aggregated: tuple[Instance, ...] = ()
+    takes_decode_alone: bool = False
+    """Whether a D of ours serves whole requests where there is no pair."""
 
     @property
     def is_routable(self) -> bool:
         """Whether a request can be served at all."""
-        return bool(self.aggregated) or any(g.prefill and g.decode for g in self.groups)
+        if self.aggregated or any(g.prefill and g.decode for g in self.groups):
+            return True
+        return self.takes_decode_alone and any(
+            d.is_continuing for g in self.groups for d in g.decode
+        )
 
 
 @dataclass(frozen=True)
@@ -160,7 +166,7 @@ class Snapshot:
         return self.any_model.is_routable or any(c.is_routable for c in self.by_model.values())
 
 
-def _candidates(instances: Iterable[Instance]) -> Candidates:
+def _candidates(instances: Iterable[Instance], *, decode_alone: bool) -> Candidates:
     prefill: dict[str, list[Instance]] = {}
     decode: dict[str, list[Instance]] = {}
     aggregated: list[Instance] = []
@@ -172,7 +178,7 @@ def _candidates(instances: Iterable[Instance]) -> Candidates:
         side.setdefault(instance.beat.compatibility, []).append(instance)
     keys = sorted(prefill.keys() | decode.keys())
     groups = (Group(k, tuple(prefill.get(k, ())), tuple(decode.get(k, ()))) for k in keys)
-    return Candidates(tuple(groups), tuple(aggregated))
+    return Candidates(tuple(groups), tuple(aggregated), decode_alone)
 
 
 def _routable(everyone: Iterable[Instance]) -> list[Instance]:
@@ -190,8 +196,15 @@ def _routable(everyone: Iterable[Instance]) -> list[Instance]:
     return routable
 
 
-def build_snapshot(instances: Iterable[Instance]) -> Snapshot:
-    """The snapshot of `instances`, in the order of their addresses so that turns are stable."""
+def build_snapshot(instances: Iterable[Instance], *, decode_alone: bool = False) -> Snapshot:
+    """The snapshot of `instances`, in the order of their addresses so that turns are stable.
+
+    `decode_alone`: a D serves whole requests where there is no pair (onNoPrefill).
+    """
+
+    def candidates(among: Iterable[Instance]) -> Candidates:
+        return _candidates(among, decode_alone=decode_alone)
+
     everyone = sorted(instances, key=lambda instance: instance.key)
     routable = _routable(everyone)
     unnamed = [instance for instance in routable if not instance.beat.models]
@@ -200,12 +213,12 @@ def build_snapshot(instances: Iterable[Instance]) -> Snapshot:
         for name in dict.fromkeys(instance.beat.models):
             named.setdefault(name, []).append(instance)
     by_model = {
-        name: _candidates(sorted(found + unnamed, key=lambda i: i.key) if unnamed else found)
+        name: candidates(sorted(found + unnamed, key=lambda i: i.key) if unnamed else found)
         for name, found in sorted(named.items())
     }
     return Snapshot(
         by_model=MappingProxyType(by_model),
-        any_model=_candidates(unnamed),
+        any_model=candidates(unnamed),
         known_models=frozenset(model for i in everyone for model in i.beat.models),
         takes_any_model=any(not i.beat.models for i in everyone),
         is_empty=not everyone,
@@ -228,12 +241,13 @@ def key_of(beat: Heartbeat) -> InstanceKey:
 class Registry:
     """The one owner of membership. Every method takes `now` in seconds of one monotonic clock."""
 
-    def __init__(self, *, period_s: float, missed_beats: int) -> None:
+    def __init__(self, *, period_s: float, missed_beats: int, decode_alone: bool = False) -> None:
         self._period_s = period_s
         self._missed_beats = missed_beats
         self._instances: dict[str, Instance] = {}
         self._belongings = Belongings()
         self._past = Past()
+        self._decode_alone = decode_alone
         self._snapshot: Snapshot | None = build_snapshot(())
         self.version = 0
         """Another number whenever who may be picked has changed."""
@@ -245,7 +259,8 @@ class Registry:
         Built when it is asked for: a burst of changes costs one.
         """
         if self._snapshot is None:
-            self._snapshot = build_snapshot(self._instances.values())
+            everyone = self._instances.values()
+            self._snapshot = build_snapshot(everyone, decode_alone=self._decode_alone)
         return self._snapshot
 
     @property

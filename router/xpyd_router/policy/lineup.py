@@ -78,7 +78,10 @@ def build_lineup(found: Candidates, loads: LoadTable, want: Want | None = None) 
             sides = (_side("P", ps, attempt), _side("D", ds, attempt))
             groups.append(PairGroup(group.compatibility, *sides))
     ps = seats((one for g in found.groups for one in g.prefill), lambda one: one.is_continuing)
-    ds = seats((one for g in found.groups for one in g.decode), lambda one: one.is_continuing)
+    ds = seats(
+        (one for g in found.groups for one in g.decode),
+        lambda one: one.is_continuing and may_go_on(one),
+    )
     return Lineup(
         groups=tuple(groups),
         decode=_side("D", (one for g in groups for one in g.decode.candidates), attempt),

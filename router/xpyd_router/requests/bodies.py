@@ -170,7 +170,7 @@ def parse_ask(endpoint: Endpoint, raw: bytes) -> Ask:
         seed=_integer(fields, "seed"),
         choices=choices,
         prompt_tokens=len(raw) // _BYTES_PER_TOKEN + 1,
-        output_tokens=choices * min(limit or _EXPECTED_TOKENS, _MOST_EXPECTED_TOKENS),
+        output_tokens=choices * min(most or _EXPECTED_TOKENS, _MOST_EXPECTED_TOKENS),
         shows_prompt=shows_prompt,
         alone=alone,
     )

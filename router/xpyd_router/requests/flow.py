@@ -167,7 +167,8 @@ class Flow:
         )
         give_up = None if course.last_cause == "refused" else lambda: gave_up(course)
         trace, asked_s = course.trace, self._clock()
-        choice = await self._picker.pick(want, self._pick_deadline_s(course), give_up)
+        deadline_s, body_bytes = self._pick_deadline_s(course), len(course.ask.raw)
+        choice = await self._picker.pick(want, deadline_s, give_up, body_bytes=body_bytes)
         trace.queue_s += self._clock() - asked_s
         attempt = Attempt(
             choice,

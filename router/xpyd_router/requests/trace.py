@@ -29,7 +29,7 @@ class Trace:
     decode: str = ""
     tries: int = 0
     queue_s: float = 0.0
-    """Waited for a pair, in all tries."""
+    """Waited for a place and for a pair, in all tries."""
     prefill_s: float | None = None
     """P's call of the last try."""
     first_s: float | None = None

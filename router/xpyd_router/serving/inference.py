@@ -13,9 +13,13 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Protocol, cast
 
 from xpyd_core.errors import ApiError
+from xpyd_router.admission.admission import Ticket
+from xpyd_router.admission.cost import cost_of
+from xpyd_router.admission.values import PRIORITY_HEADER, read_priority
 from xpyd_router.errors import Answer, EngineRefused
 from xpyd_router.requests.bodies import ENDPOINTS, Endpoint, parse_ask
 from xpyd_router.requests.client_head import HeadReader
+from xpyd_router.requests.course import Course
 from xpyd_router.requests.outlet import Outlet
 from xpyd_router.requests.trace import Trace
 from xpyd_router.serving.http_protocol import EXTENSION
@@ -29,6 +33,7 @@ AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _CLIENT_CLOSED = 499
 """nginx's status for a client that left; only seen in logs and metrics."""
+_PRIORITY = PRIORITY_HEADER.lower().encode()
 _BODY_DEADLINE_S = 60.0
 _ROUTES: dict[str, Endpoint] = {f"/v1/{endpoint}": endpoint for endpoint in ENDPOINTS}
 _STREAM_HEADERS: list[Header] = [
@@ -128,11 +133,13 @@ class Inference:
         trace.client_id, trace.trace_id = client_id.decode("ascii"), head.trace_id
         trace.body_bytes = len(body)
         outlet: Outlet | None = None
+        ticket: Ticket | None = None
         try:
             if head.complaint is not None:
                 raise head.complaint
             ask = parse_ask(cast(Endpoint, trace.endpoint), body)
             course = flow.begin(ask, trace, forwarded=head.forwarded, session=head.session)
+            ticket = await self._enter(course, scope)
             name = (b"x-request-id", client_id or trace.response_id.encode())
             if course.ask.stream:
                 outlet = Outlet(sink, [*_STREAM_HEADERS, name], trace, self._surface.clock)
@@ -154,9 +161,22 @@ class Inference:
                 return 500
             error = ApiError(500, "internal error of the router")
             answer, headers = _refusal(error, client_id or trace.response_id.encode())
+        finally:
+            if ticket is not None:
+                ticket.leave()
         trace.sent_bytes = len(answer.body)
         sink.whole(answer.status, headers, answer.body)
         return answer.status
+
+    async def _enter(self, course: Course, scope: Scope) -> Ticket:
+        """The request's place, for which it may have to wait."""
+        admission, ask, priority = self._surface.admission, course.ask, 0
+        if admission.is_limited:
+            priority = read_priority(ask.fields, _header(scope, _PRIORITY).decode("latin-1"))
+        cost = cost_of(ask)
+        ticket = await admission.enter(cost, priority=priority, deadline_s=course.deadline_s)
+        course.trace.queue_s += ticket.queue_s
+        return ticket
 
     def _finish(self, trace: Trace, status: int) -> None:
         surface = self._surface
@@ -188,6 +208,14 @@ async def _send_plain(send: Send, error: ApiError, trace: Trace) -> None:
     start = {"type": "http.response.start", "status": answer.status, "headers": [*headers, length]}
     await send(start)
     await send({"type": "http.response.body", "body": answer.body})
+
+
+def _header(scope: Scope, wanted: bytes) -> bytes:
+    """The first header of this name, in lower case; empty where there is none."""
+    for name, value in scope["headers"]:
+        if name == wanted:
+            return cast(bytes, value)
+    return b""
 
 
 async def _read_body(receive: Receive, scope: Scope, limit_bytes: int) -> bytes:

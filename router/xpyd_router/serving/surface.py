@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from xpyd_router.admission.admission import Admission
 from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
@@ -18,6 +19,7 @@ class Surface:
 
     config: RouterConfig
     fleet: FleetView
+    admission: Admission
     flow: Flow
     metrics: RouterMetrics
     access_log: AccessLog

@@ -1,0 +1,71 @@
+"""What a fleet document says of its router reaches the router: from the document to its config."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import pytest
+
+from xpyd_operator.api import parse_fleet
+from xpyd_operator.plan import ROUTER, fleet_want
+from xpyd_router.admission.values import Limits
+from xpyd_router.command import command, read_config
+from xpyd_router.config import RouterConfig
+
+
+def args_of(router: dict[str, Any]) -> list[str]:
+    """The router's arguments by a document with these settings."""
+    document = {
+        "apiVersion": "xpyd.dev/v1alpha1",
+        "kind": "InferenceFleet",
+        "metadata": {"name": "f"},
+        "spec": {
+            "model": {"uri": "hf://org/name"},
+            "pools": [{"name": "a", "role": "Aggregated", "resources": {"gpus": 0}}],
+            "router": router,
+            "kvTransfer": {"insecure": True},
+        },
+    }
+    fleet = parse_fleet(json.dumps(document).encode(), source="f")
+    (found,) = [pool for pool in fleet_want(fleet, model="/m").pools if pool.name == ROUTER]
+    return list(found.template.args)
+
+
+def config_of(router: dict[str, Any]) -> RouterConfig:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    command.configure(parser)
+    return read_config(parser.parse_args(args_of(router)))
+
+
+def test_limits_queue_and_an_empty_side_reach_the_router() -> None:
+    found = config_of(
+        {
+            "onNoPrefill": "PrefillOnDecode",
+            "limits": {"requests": 7, "tokens": 8000},
+            "queue": {"size": 9, "memory": "2Mi", "timeoutSeconds": 11},
+        }
+    )
+    assert found.on_no_prefill == "PrefillOnDecode"
+    assert found.limits == Limits(
+        requests=7, tokens=8000, queue_entries=9, queue_bytes=2 << 20, queue_timeout_s=11.0
+    )
+    assert found.pair_wait_s == 11.0
+
+
+@pytest.mark.parametrize("word", ["Queue", "PrefillOnDecode", "Reject"])
+def test_the_router_knows_each_word_of_the_document(word: str) -> None:
+    assert config_of({"onNoPrefill": word}).on_no_prefill == word
+
+
+def test_the_documents_defaults_are_the_routers() -> None:
+    said = config_of({"limits": {}, "queue": {}})
+    assert said == config_of({}) == RouterConfig(kv_insecure=True)
+
+
+def test_what_is_the_routers_default_is_not_said() -> None:
+    queue = {"size": 1024, "memory": "256Mi", "timeoutSeconds": 60}
+    plain = args_of({})
+    assert args_of({"onNoPrefill": "Queue", "limits": {}, "queue": queue}) == plain
+    assert not [arg for arg in plain if "queue" in arg or "max-" in arg]
