@@ -284,6 +284,13 @@ def test_where_all_are_new_all_have_the_same_share() -> None:
     assert found.weights(members(1, 2), 0.0) == {}
 
 
+def test_where_none_is_old_shares_are_compared_with_the_oldest() -> None:
+    found = health(ONE)
+    found.ready(TWO, 5.0)
+    oldest = (1 + WEIGHT_FLOOR) / 2
+    assert found.weights(members(1, 2), 5.0) == {TWO: pytest.approx(WEIGHT_FLOOR / oldest)}
+
+
 def test_where_the_old_ones_are_out_a_new_one_has_its_whole_share() -> None:
     found = health(ONE)
     found.ready(TWO, 100.0)

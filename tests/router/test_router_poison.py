@@ -49,6 +49,16 @@ def test_it_is_open_until_a_probe_tells() -> None:
     assert poison.judge(b"bad", 1.0) == "innocent"
 
 
+def test_who_was_cleared_is_no_suspect_of_what_comes_after() -> None:
+    poison = Poison()
+    poison.blame(instance(1), b"cut", 0.0)
+    poison.lives(instance(1))
+    kill(poison, 1, b"bad", now=1.0)
+    kill(poison, 2, b"cut", b"bad", now=2.0)
+    assert poison.judge(b"cut", 2.0) == "innocent"
+    assert poison.judge(b"bad", 2.0) == "guilty"
+
+
 def test_an_instance_that_answers_and_is_then_replaced_was_the_next_process() -> None:
     poison = Poison()
     kill(poison, 1, b"bad")
