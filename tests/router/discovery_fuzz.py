@@ -12,29 +12,27 @@ import msgspec
 from tests.router.zmtp_kit import GREETING, HELLO, frame, message, ready
 
 BASE = {"type": "A", "http_address": "10.9.0.1:20001", "zmq_address": "10.9.0.1:21001"}
-FIELDS = tuple(
-    [
-        "type",
-        "http_address",
-        "zmq_address",
-        "version",
-        "instance",
-        "incarnation",
-        "fleet",
-        "pool",
-        "revision",
-        "compatibility",
-        "models",
-        "max_model_len",
-        "state",
-        "continuation",
-        "period_ms",
-        "sent_us",
-        "tensor",
-        "running",
-        "free_blocks",
-        "x",
-    ]
+FIELDS = (
+    "type",
+    "http_address",
+    "zmq_address",
+    "version",
+    "instance",
+    "incarnation",
+    "fleet",
+    "pool",
+    "revision",
+    "compatibility",
+    "models",
+    "max_model_len",
+    "state",
+    "continuation",
+    "period_ms",
+    "sent_us",
+    "tensor",
+    "running",
+    "free_blocks",
+    "x",
 )
 Draw = random.Random
 Attack = Callable[[Draw], bytes]

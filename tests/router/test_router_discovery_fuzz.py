@@ -23,6 +23,8 @@ _MAX_GROWTH_BYTES = 64 * 1024 * 1024
 
 async def fuzz(made: Port, rounds: int, seed: int) -> None:
     """Attacks, some at once; after each round the good instance's beat is taken."""
+    errors: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, what: errors.append(what))
     good = await made.instance()
     for number in range(rounds):
         draws = [random.Random(seed + number * _AT_ONCE + n) for n in range(_AT_ONCE)]
@@ -30,6 +32,7 @@ async def fuzz(made: Port, rounds: int, seed: int) -> None:
         taken = made.count("refreshed")
         good.send(beat(running=number))
         await until(lambda taken=taken: made.count("refreshed") > taken)
+        assert errors == []
         assert good.is_open
         assert any(i.http.port == 20001 for i in made.fleet.instances)
     await until(lambda: len(made.discovery.beats) == 1)
