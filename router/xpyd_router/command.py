@@ -70,6 +70,13 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add("--prefill-policy", metavar="NAME", help="for prefill instances (default: --policy)")
     add("--decode-policy", metavar="NAME", help="for decode instances (default: --policy)")
     add(
+        "--local-prefill-tokens",
+        type=int,
+        default=default.local_prefill_tokens,
+        metavar="N",
+        help="prompts with fewer tokens to compute stay on D; 0 = none (default: %(default)s)",
+    )
+    add(
         "--probe-interval",
         type=float,
         default=default.health.probe_interval_s,
@@ -197,6 +204,7 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         policy=args.policy,
         prefill_policy=args.prefill_policy,
         decode_policy=args.decode_policy,
+        local_prefill_tokens=args.local_prefill_tokens,
         health=HealthRules(
             probe_interval_s=args.probe_interval,
             probe_timeout_s=args.probe_timeout,
@@ -227,6 +235,7 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         "--probe-interval: expected 0.1 to 60": 0.1 <= config.health.probe_interval_s <= 60,
         "--probe-timeout: expected 0.1 to 60": 0.1 <= config.health.probe_timeout_s <= 60,
         "--slow-start-seconds: expected 0 to 600": 0 <= config.health.slow_start_s <= 600,
+        "--local-prefill-tokens: expected 0 or more": config.local_prefill_tokens >= 0,
         "--request-timeout: expected more than 0": config.request_timeout_s > 0,
         "--prefill-timeout: expected more than 0": config.prefill_timeout_s > 0,
         "--max-body-bytes: expected at least 1Ki": config.max_body_bytes >= 1024,

@@ -42,6 +42,8 @@ class RouterConfig:
     """Another policy for prefill instances."""
     decode_policy: str | None = None
     """Another policy for decode instances."""
+    local_prefill_tokens: int = 0
+    """Prompts of which fewer tokens are to be computed stay on D; 0: none."""
     health: HealthRules = field(default_factory=HealthRules)
     """How instances are probed, and how slowly they start."""
     request_timeout_s: float = 1800.0

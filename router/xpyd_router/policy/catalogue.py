@@ -40,5 +40,6 @@ def build_policy(
         prefill=make("P", "--prefill-policy", config.prefill_policy or config.policy),
         decode=make("D", "--decode-policy", config.decode_policy or config.policy),
         aggregated=aggregated,
+        local_prefill_tokens=config.local_prefill_tokens,
         loads=loads,
     )

@@ -7,14 +7,16 @@ among the Ps of that D's group. Where both sides go by turns, PairRotation lets 
 from __future__ import annotations
 
 from xpyd_router.fleet.loads import LoadTable
-from xpyd_router.fleet.registry import InstanceKey, Snapshot
+from xpyd_router.fleet.registry import Instance, InstanceKey, Snapshot
 from xpyd_router.policy.base import Alone, Pair, Side, SidePolicy, Want
 from xpyd_router.policy.lineup import Lineup, build_lineup
 from xpyd_router.policy.round_robin import PairRotation, RoundRobin
 
 
 class PairPolicy:
-    """See the module. `aggregated` chooses among instances that are neither P nor D."""
+    """See the module. `aggregated` chooses among instances that are neither P nor D. Prompts of
+    which D would have to compute fewer than `local_prefill_tokens` run on D alone.
+    """
 
     def __init__(
         self,
@@ -22,11 +24,13 @@ class PairPolicy:
         prefill: SidePolicy,
         decode: SidePolicy,
         aggregated: SidePolicy,
+        local_prefill_tokens: int = 0,
         loads: LoadTable,
     ) -> None:
         self._prefill = prefill
         self._decode = decode
         self._aggregated = aggregated
+        self._local_prefill_tokens = local_prefill_tokens
         self._loads = loads
         self._sides = {"P": prefill, "D": decode, "A": aggregated}
         self.needs_session = any(side.needs_session for side in self._sides.values())
@@ -82,12 +86,23 @@ class PairPolicy:
             return _single(self._prefill, lineup.alone_on_prefill, want)
         return _single(self._decode, lineup.alone_on_decode, want)
 
-    def _pair(self, lineup: Lineup, want: Want) -> Pair:
-        if self._rotation:
+    def _pair(self, lineup: Lineup, want: Want) -> Pair | Alone:
+        # Short prompts have their own turns: in those of pairs they would shift the long ones'.
+        is_short = 0 < want.prompt_tokens < self._local_prefill_tokens
+        if self._rotation and not is_short:
             return self._rotation.next(lineup)
         decode = self._decode.choose(lineup.decode, want)
+        if self._local_prefill_tokens and self._stays(decode.instance, want):
+            return Alone(decode.instance)
         prefill = self._prefill.choose(lineup.of_decode(decode).prefill, want)
         return Pair(prefill.instance, decode.instance)
+
+    def _stays(self, decode: Instance, want: Want) -> bool:
+        """Whether D computes the prompt itself. vLLM's cannot parse the id of such a request."""
+        if not decode.is_continuing or not want.prompt_tokens:
+            return False
+        cached = self._decode.cached_tokens(decode.key, want)
+        return want.prompt_tokens - cached < self._local_prefill_tokens
 
 
 def _learns(side: SidePolicy) -> bool:
