@@ -34,8 +34,7 @@ def test_without_the_flag_every_prompt_goes_to_p() -> None:
 
 
 def test_what_ds_cache_has_need_not_be_computed() -> None:
-    fields = {"decode_policy": "PrefixAware", "local_prefill_tokens": 150}
-    bench = Bench(1, 2, "LeastLoaded", **fields)
+    bench = Bench(1, 2, "LeastLoaded", decode_policy="PrefixAware", local_prefill_tokens=150)
     first = bench.pair(ask("a" * 8))
     bench.policy.placed(first, ask("a" * 8))
     assert bench.alone(ask("a" * 9)).instance == first.decode
