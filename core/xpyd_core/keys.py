@@ -46,21 +46,23 @@ def fleet_keys(path: Path | None, *, insecure: bool) -> tuple[bytes, ...]:
     return () if path is None else read_keys(path)
 
 
-def read_keys(path: Path) -> tuple[bytes, ...]:
-    """The keys in `path`, signing key first. UserError for none, too many or a short one."""
+def read_keys(path: Path, what: str = "KV key file") -> tuple[bytes, ...]:
+    """The keys in `path`, signing key first. UserError for none, too many or a short one; it calls
+    the file `what`.
+    """
     try:
         with path.open("rb") as file:
             content = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise UserError(f"KV key file {path}: {error.strerror}") from error
+        raise UserError(f"{what} {path}: {error.strerror}") from error
     keys = tuple(line.strip() for line in content.splitlines() if line.strip())
     if len(content) > _MAX_FILE_BYTES or not 1 <= len(keys) <= MAX_KEYS:
-        raise UserError(f"KV key file {path}: expected 1 to {MAX_KEYS} keys, one per line")
+        raise UserError(f"{what} {path}: expected 1 to {MAX_KEYS} keys, one per line")
     if any(len(key) < MIN_KEY_BYTES for key in keys):
-        raise UserError(f"KV key file {path}: a key must have at least {MIN_KEY_BYTES} bytes")
+        raise UserError(f"{what} {path}: a key must have at least {MIN_KEY_BYTES} bytes")
     if any(not key.strip(b"\0") for key in keys):
         # HMAC fills keys up with zeros: to it this one is the empty key.
-        raise UserError(f"KV key file {path}: zero bytes are no key")
+        raise UserError(f"{what} {path}: zero bytes are no key")
     return keys
 
 

@@ -49,6 +49,12 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         help="take engines that do not sign with the key, too: older ones, and vLLM's",
     )
     add(
+        "--admin-key-file",
+        type=Path,
+        metavar="FILE",
+        help="keys that open /admin, one per line (default: /admin is closed)",
+    )
+    add(
         "--heartbeat-interval-ms",
         type=int,
         default=round(HEARTBEAT_PERIOD_S * 1000),
@@ -199,6 +205,7 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         kv_key_file=args.kv_key_file or env.kv_key_file,
         kv_insecure=args.kv_insecure,
         accept_unsigned_beats=args.accept_unsigned_beats,
+        admin_key_file=args.admin_key_file,
         heartbeat_interval_s=args.heartbeat_interval_ms / 1000,
         missed_beats=args.missed_beats,
         policy=args.policy,

@@ -32,6 +32,8 @@ class RouterConfig:
     """The fleet has no secret."""
     accept_unsigned_beats: bool = False
     """Take beats without the key's signature, too; a fleet without a secret does so anyway."""
+    admin_key_file: Path | None = None
+    """Keys that open /admin; None: it is closed."""
     heartbeat_interval_s: float = HEARTBEAT_PERIOD_S
     """Period assumed for engines whose beat does not say one (vLLM)."""
     missed_beats: int = MISSED_BEATS

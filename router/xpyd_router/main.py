@@ -24,7 +24,7 @@ import uvicorn
 import uvloop
 
 from xpyd_core.errors import UserError
-from xpyd_core.keys import fleet_keys
+from xpyd_core.keys import fleet_keys, read_keys
 from xpyd_core.listen import listen
 from xpyd_router.admission.admission import Admission
 from xpyd_router.config import RouterConfig
@@ -140,6 +140,9 @@ async def open_router(
     Raises UserError for a port that cannot be had and for an unusable key file.
     """
     keys = fleet_keys(config.kv_key_file, insecure=config.kv_insecure)
+    admin_keys = ()
+    if config.admin_key_file is not None:
+        admin_keys = read_keys(config.admin_key_file, "--admin-key-file")
     if config.kv_insecure:
         logger.warning("--kv-insecure: whoever reaches the engines may read and write their KV")
     clock = time.monotonic
@@ -193,6 +196,7 @@ async def open_router(
             access_log=access_log,
             clock=clock,
             created=int(time.time()),
+            admin_keys=admin_keys,
         )
         server = _Server(
             uvicorn.Config(

@@ -128,7 +128,10 @@ class RouterMetrics:
 
 
 def state_of(instance: Instance) -> str:
-    """The state as people see it: its beat's, but for a Ready one that gets no or few requests."""
+    """The state as people see it: its beat's, but for a Ready one that gets no or few requests.
+
+    An operator's cordon stands before what health says: it is why there are no requests.
+    """
     if instance.beat.state != "Ready":
         return instance.beat.state
-    return _STATES[instance.standing]
+    return "Cordoned" if instance.is_cordoned else _STATES[instance.standing]

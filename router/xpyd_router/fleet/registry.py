@@ -72,6 +72,8 @@ class Instance:
     standing: Standing = "Good"
     is_signed: bool = False
     """Its beats are signed with the fleet's key."""
+    is_cordoned: bool = False
+    """An operator wants no new requests on this incarnation."""
 
     @property
     def name(self) -> str:
@@ -81,12 +83,16 @@ class Instance:
     @property
     def is_routable(self) -> bool:
         """Whether new requests may be sent to it."""
-        return self.beat.state == "Ready" and self.standing in ("Good", "HalfOpen")
+        return self._may_be_asked and self.standing in ("Good", "HalfOpen")
 
     @property
     def is_spare(self) -> bool:
         """Whether new requests may be sent to it where its side has nobody better."""
-        return self.beat.state == "Ready" and self.standing in ("Open", "Trial")
+        return self._may_be_asked and self.standing in ("Open", "Trial")
+
+    @property
+    def _may_be_asked(self) -> bool:
+        return self.beat.state == "Ready" and not self.is_cordoned
 
     @property
     def side(self) -> Side:
@@ -324,6 +330,17 @@ class Registry:
         self._rebuild()
         return True
 
+    def cordon(self, key: InstanceKey, *, is_cordoned: bool) -> bool:
+        """Keep new requests from an instance until it leaves, or let them come again; whether that
+        changed anything.
+        """
+        known = self.get(key)
+        if known is None or known.is_cordoned == is_cordoned:
+            return False
+        self._instances[key.http] = replace(known, is_cordoned=is_cordoned)
+        self._rebuild()
+        return True
+
     def _instance(self, beat: Heartbeat, now: float, *, is_signed: bool) -> Instance:
         http, kv = usable_http(beat), usable_kv(beat)
         if not is_readable(beat):
@@ -342,6 +359,7 @@ class Registry:
             kv_text=str(kv),
             standing=known.standing if known else "Good",
             is_signed=is_signed,
+            is_cordoned=known is not None and known.is_cordoned,
         )
 
     def _refusal(

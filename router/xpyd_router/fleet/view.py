@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from xpyd_core.messages import Heartbeat
 from xpyd_router.errors import FailureCause
 from xpyd_router.fleet.health import Health, HealthReport, HealthRules, ProbeResult
-from xpyd_router.fleet.loads import LoadTable
+from xpyd_router.fleet.loads import Load, LoadTable
 from xpyd_router.fleet.poison import fingerprint
 from xpyd_router.fleet.registry import (
     Instance,
@@ -202,6 +202,16 @@ class FleetView:
     def weights(self) -> Mapping[InstanceKey, float]:
         """The shares of those that get less than their full one."""
         return self._health.weights(self._registry.instances, self._clock())
+
+    def cordon(self, key: InstanceKey, *, is_cordoned: bool) -> None:
+        """See Registry.cordon. What the instance has already is left to finish."""
+        before = self._registry.version
+        self._registry.cordon(key, is_cordoned=is_cordoned)
+        self._tell(before)
+
+    def load(self, key: InstanceKey) -> Load:
+        """What the instance has to do now; to be read only."""
+        return self._loads.of(key)
 
     def on_standing(self, listener: OnStanding) -> None:
         """Have `listener` called when an instance's health changes."""

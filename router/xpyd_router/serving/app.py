@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import cast
 
-import orjson
 from prometheus_client import CONTENT_TYPE_LATEST
 from quart import Quart, Response, request
 from werkzeug.exceptions import HTTPException
@@ -17,19 +16,10 @@ from xpyd_router.fleet.registry import Instance
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import state_of
 from xpyd_router.requests.bodies import ENDPOINTS
+from xpyd_router.serving.admin import admin_routes
 from xpyd_router.serving.inference import AsgiApp, Inference
+from xpyd_router.serving.replies import error_reply, json_reply
 from xpyd_router.serving.surface import Surface
-
-
-def _json(payload: object, status: int = 200) -> Response:
-    return Response(orjson.dumps(payload), status, content_type="application/json")
-
-
-def _error_response(error: ApiError) -> Response:
-    response = Response(error.body(), error.status, content_type="application/json")
-    if error.retry_after_s is not None:
-        response.headers["Retry-After"] = str(error.retry_after_s)
-    return response
 
 
 def _describe(fleet: FleetView, instance: Instance, weight: float) -> dict[str, object]:
@@ -75,7 +65,7 @@ def _http_error(error: HTTPException) -> Response:
         413: "the request body is too long",
         408: "the request body did not come in time",
     }
-    response = _error_response(ApiError(status, messages.get(status, error.name)))
+    response = error_reply(ApiError(status, messages.get(status, error.name)))
     for name, value in error.get_headers():
         if name.lower() == "allow":
             response.headers["Allow"] = value
@@ -89,6 +79,7 @@ def build_app(surface: Surface) -> AsgiApp:
     _add_inference(app)
     _add_models(app, surface)
     _add_state(app, surface)
+    app.register_blueprint(admin_routes(surface))
 
     @app.errorhandler(HTTPException)
     async def http_error(error: HTTPException) -> Response:
@@ -121,15 +112,15 @@ def _add_models(app: Quart, surface: Surface) -> None:
     @app.get("/v1/models")
     async def models() -> Response:
         names = surface.fleet.snapshot.models
-        return _json({"object": "list", "data": [describe(name) for name in names]})
+        return json_reply({"object": "list", "data": [describe(name) for name in names]})
 
     @app.get("/v1/models/<path:name>")
     async def model(name: str) -> Response:
         if name in surface.fleet.snapshot.models:
-            return _json(describe(name))
+            return json_reply(describe(name))
         message = f"The model `{name[:200]}` does not exist."
         error = ApiError(404, message, param="model", code="model_not_found")
-        return _error_response(error)
+        return error_reply(error)
 
     _ = models, model
 
@@ -137,15 +128,15 @@ def _add_models(app: Quart, surface: Surface) -> None:
 def _add_state(app: Quart, surface: Surface) -> None:
     @app.get("/health")
     async def health() -> Response:
-        return _json({"status": "ok"})
+        return json_reply({"status": "ok"})
 
     @app.get("/readiness")
     async def readiness() -> Response:
         if surface.is_draining:
-            return _json({"status": "draining"}, 503)
+            return json_reply({"status": "draining"}, 503)
         if not surface.fleet.snapshot.is_ready:
-            return _json({"status": "no instances"}, 503)
-        return _json({"status": "ready"})
+            return json_reply({"status": "no instances"}, 503)
+        return json_reply({"status": "ready"})
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -157,6 +148,6 @@ def _add_state(app: Quart, surface: Surface) -> None:
         fleet = surface.fleet
         weights = fleet.weights()
         found = [_describe(fleet, i, weights.get(i.key, 1.0)) for i in fleet.instances]
-        return _json({"instances": found})
+        return json_reply({"instances": found})
 
     _ = health, readiness, metrics, instances

@@ -16,7 +16,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from xpyd_router.serving.sinks import DirectSink
 
 HEAD_DEADLINE_S = 30.0
+MAX_HEAD_BYTES = 64 * 1024
+"""Of a head that comes in several reads, beyond the first: uvicorn would keep all of it."""
 STALL_S = 1800.0
+_TOO_LONG = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
+    b"content-length: 0\r\nconnection: close\r\n\r\n"
+)
 EXTENSION = "xpyd.direct"
 """The scope's extension by which an application finds this protocol."""
 
@@ -24,13 +30,16 @@ EXTENSION = "xpyd.direct"
 class ClientProtocol(HttpToolsProtocol):
     """uvicorn's protocol; a head that is not whole `HEAD_DEADLINE_S` after the connection was made,
     or after its first byte, closes the connection, as does a client that takes nothing of its
-    answer for `stall_s`: it may hold a place on an engine.
+    answer for `stall_s`: it may hold a place on an engine. A head that goes on for more than
+    `MAX_HEAD_BYTES` is refused.
     """
 
     head_deadline_s = HEAD_DEADLINE_S
     stall_s = STALL_S
     _head_timer: asyncio.TimerHandle | None = None
     _is_in_head = False
+    _head_bytes = 0
+    """Read since the read in which the last head began."""
     _stall_timer: asyncio.TimerHandle | None = None
     _sink: DirectSink | None = None
     _serving: RequestResponseCycle | None = None
@@ -43,15 +52,20 @@ class ClientProtocol(HttpToolsProtocol):
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
+        self._head_bytes += len(data)
         super().data_received(data)
-        if self._is_in_head and self._head_timer is None:
-            self._expect_head()
+        if self._is_in_head:
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse_head()
+            elif self._head_timer is None:
+                self._expect_head()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         # uvicorn's type of a scope leaves the key out; ASGI has it.
         self.scope["extensions"] = {EXTENSION: self}  # type: ignore[typeddict-unknown-key]
         self._is_in_head = True
+        self._head_bytes = 0
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
@@ -126,6 +140,12 @@ class ClientProtocol(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _refuse_head(self) -> None:
+        # Before an answer that is still being written a status would be part of it.
+        if self._serving is None or self._serving.response_complete:
+            self.transport.write(_TOO_LONG)
+        self.transport.close()
 
     def _close_late(self) -> None:
         self._head_timer = None

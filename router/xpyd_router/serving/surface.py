@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from xpyd_router.admission.admission import Admission
 from xpyd_router.config import RouterConfig
@@ -26,4 +26,6 @@ class Surface:
     clock: Callable[[], float]
     created: int
     """Unix time of the start: `created` of the models."""
+    admin_keys: tuple[bytes, ...] = field(default=(), repr=False)
+    """What opens /admin; none: it is closed."""
     is_draining: bool = False

@@ -1,0 +1,248 @@
+"""The admin API: its key, cordons from the registry up to the picks, and drains by poll."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.router.beats import beat
+from tests.router.fakes import FakeEngine, Fleet, fleet, pair, run, until
+from xpyd_core.errors import UserError
+from xpyd_router.fleet.registry import Registry, key_of
+from xpyd_router.serving.admin import is_admin
+from xpyd_router.serving.http_protocol import MAX_HEAD_BYTES
+
+KEY = "an-admin-key-of-a-test"
+AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    path = tmp_path / "admin.key"
+    path.write_text(f"{KEY}\nanother-admin-key-of-it\n")
+    return path
+
+
+async def call(made: Fleet, method: str, path: str, **headers: str) -> tuple[int, Any]:
+    url = f"{made.base}/admin/{path}"
+    async with made.http.request(method, url, headers=headers or AUTHORIZED) as response:
+        return response.status, await response.json()
+
+
+async def states(made: Fleet) -> dict[str, str]:
+    async with made.http.get(f"{made.base}/instances") as response:
+        rows = (await response.json())["instances"]
+    return {row["http_address"]: row["state"] for row in rows}
+
+
+def registry_of(*beats: Any) -> Registry:
+    registry = Registry(period_s=3.0, missed_beats=3)
+    for each in beats:
+        assert registry.apply(each, 0.0)[0] == "new"
+    return registry
+
+
+def test_a_cordon_takes_an_instance_out_until_its_incarnation_leaves() -> None:
+    first = beat("A", incarnation="one", models=("m",))
+    registry = registry_of(first)
+    key, before = key_of(first), registry.version
+    assert registry.cordon(key, is_cordoned=True)
+    assert registry.version != before
+    assert not registry.snapshot.is_ready
+    assert registry.snapshot.knows("m")
+    assert not registry.cordon(key, is_cordoned=True)
+    registry.apply(first, 1.0)
+    assert not registry.snapshot.is_ready, "a beat lifted the cordon"
+    registry.apply(beat("A", incarnation="two", models=("m",)), 2.0)
+    assert registry.snapshot.is_ready
+    assert not registry.cordon(key, is_cordoned=True), "the incarnation is gone"
+
+
+@pytest.mark.parametrize("standing", ["Good", "HalfOpen", "Open", "Trial"])
+def test_a_cordoned_instance_is_not_asked_however_it_stands(standing: Any) -> None:
+    only = beat("A", incarnation="one", models=("m",))
+    registry = registry_of(only)
+    registry.stand(key_of(only), standing)
+    assert registry.snapshot.is_ready
+    registry.cordon(key_of(only), is_cordoned=True)
+    assert not registry.snapshot.is_ready
+    registry.cordon(key_of(only), is_cordoned=False)
+    assert registry.snapshot.is_ready
+
+
+def test_only_a_bearer_with_a_whole_key_is_an_admin() -> None:
+    keys = (b"first-key", b"second-key")
+    assert is_admin(keys, "Bearer first-key")
+    assert is_admin(keys, "bearer  second-key")
+    for wrong in (
+        "",
+        "first-key",
+        "Basic first-key",
+        "Bearer",
+        "Bearer first",
+        "Bearer first-keyé",
+    ):
+        assert not is_admin(keys, wrong)
+    assert not is_admin((), "Bearer ")
+
+
+PATHS = [
+    ("GET", "state"),
+    ("GET", "instances/x"),
+    ("POST", "instances/x/cordon"),
+    ("POST", "instances/x/uncordon"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), PATHS)
+def test_every_route_is_closed_without_the_key(key_file: Path, method: str, path: str) -> None:
+    async def work() -> None:
+        async with fleet() as made:
+            status, body = await call(made, method, path)
+            assert status == 403
+            assert "--admin-key-file" in body["error"]["message"]
+        async with fleet(admin_key_file=key_file) as made:
+            status, body = await call(made, method, path, Authorization="Bearer wrong")
+            assert (status, body["error"]["type"]) == (401, "authentication_error")
+            async with made.http.request(method, f"{made.base}/admin/{path}") as response:
+                assert response.status == 401
+                assert response.headers["WWW-Authenticate"] == "Bearer"
+            status, body = await call(made, method, path)
+            assert status == (200 if path == "state" else 404)
+            assert KEY not in repr(made.router.surface)
+
+    run(work())
+
+
+def test_cordoned_instances_get_no_requests_until_uncordoned(key_file: Path) -> None:
+    async def work() -> None:
+        async with pair(admin_key_file=key_file) as (made, _, first):
+            second = await made.engine("D")
+            name = first.beat.instance
+            status, row = await call(made, "POST", f"instances/{name}/cordon")
+            assert (status, row["state"], row["is_cordoned"]) == (200, "Cordoned", True)
+            assert (await states(made))[first.beat.http_address] == "Cordoned"
+            text = made.router.surface.metrics.render(made.router.surface.fleet.instances)
+            assert b'xpyd_router_instances{state="Cordoned",type="D"} 1.0' in text
+            for _ in range(4):
+                await made.json()
+            await made.beat(first)
+            await made.json()
+            assert (first.served, second.served) == (0, 5)
+            address = first.beat.http_address
+            status, row = await call(made, "POST", f"instances/{address}/uncordon")
+            assert (status, row["state"], row["is_cordoned"]) == (200, "Ready", False)
+            for _ in range(4):
+                await made.json()
+            assert first.served == 2
+
+    run(work())
+
+
+def test_a_cordon_leaves_what_runs_and_its_end_can_be_polled(key_file: Path) -> None:
+    async def work() -> None:
+        async with fleet(admin_key_file=key_file) as made:
+            engine = await made.engine("A")
+            end = asyncio.Event()
+            serve = engine.script
+
+            async def held(engine: FakeEngine, call: Any, request: Any) -> Any:
+                await end.wait()
+                return await serve(engine, call, request)
+
+            engine.script = held
+            asked = asyncio.create_task(made.json())
+            await until(lambda: engine.served == 1)
+            path = f"instances/{engine.beat.http_address}"
+            status, row = await call(made, "POST", f"{path}/cordon")
+            assert (status, row["in_flight"], row["others_in_flight"]) == (200, 1, 0)
+            async with await made.post() as refused:
+                assert refused.status == 503
+            await made.beat(engine, running=3)
+            status, row = await call(made, "GET", path)
+            assert (row["in_flight"], row["others_in_flight"]) == (1, 2)
+            end.set()
+            assert (await asked)["usage"]["completion_tokens"] == 4
+            await made.beat(engine, running=0)
+            status, row = await call(made, "GET", path)
+            assert (row["in_flight"], row["others_in_flight"]) == (0, 0)
+            status, state = await call(made, "GET", "state")
+            assert state == {"is_draining": False, "instances": [row]}
+
+    run(work())
+
+
+def test_a_name_that_two_have_is_refused(key_file: Path) -> None:
+    async def work() -> None:
+        async with fleet(admin_key_file=key_file) as made:
+            await made.engine("A", instance="same")
+            other = await made.engine("A", instance="same")
+            status, body = await call(made, "POST", "instances/same/cordon")
+            assert status == 409
+            assert "http_address" in body["error"]["message"]
+            status, _ = await call(made, "POST", f"instances/{other.beat.http_address}/cordon")
+            assert status == 200
+            assert sorted((await states(made)).values()) == ["Cordoned", "Ready"]
+
+    run(work())
+
+
+def test_an_unusable_key_file_is_named(tmp_path: Path) -> None:
+    async def work() -> None:
+        (tmp_path / "short").write_text("short\n")
+        with pytest.raises(UserError, match=r"--admin-key-file .*16 bytes"):
+            async with fleet(admin_key_file=tmp_path / "short"):
+                pass
+
+    run(work())
+
+
+def heads_begun(made: Fleet) -> int:
+    """Connections that have said a part of a head."""
+    # uvicorn's own list; nothing else tells that a part of a head has been read.
+    connections = made.router._server.server_state.connections  # pyright: ignore[reportPrivateUsage]
+    return sum(getattr(c, "_is_in_head", False) for c in connections)
+
+
+@pytest.mark.parametrize(("more_bytes", "status"), [(0, b"200"), (1, b"431")])
+def test_a_head_that_does_not_end_is_refused(more_bytes: int, status: bytes) -> None:
+    async def work() -> None:
+        async with fleet() as made:
+            port = made.router.http_port
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: ")
+            await until(lambda: heads_begun(made) == 1)
+            # All of it must be read for the bound to be passed: no reset takes the answer away.
+            writer.write(b"a" * (MAX_HEAD_BYTES + more_bytes))
+            if not more_bytes:
+                writer.write(b"\r\n\r\n")
+            assert (await reader.readline()).split()[1] == status
+            writer.transport.abort()
+
+    run(work())
+
+
+def test_a_body_does_not_count_for_the_next_head() -> None:
+    async def work() -> None:
+        async with fleet() as made:
+            port = made.router.http_port
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            body = b"a" * (2 * MAX_HEAD_BYTES)
+            writer.write(
+                b"POST /health HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+            )
+            writer.write(body)
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert b" 405 " in head
+            length = int(head.lower().partition(b"content-length: ")[2].split()[0])
+            await reader.readexactly(length)
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n")
+            await until(lambda: heads_begun(made) == 1)
+            writer.write(b"\r\n")
+            assert (await reader.readline()).split()[1] == b"200"
+            writer.transport.abort()
+
+    run(work())
