@@ -83,6 +83,11 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         help="prompts with fewer tokens to compute stay on D; 0 = none (default: %(default)s)",
     )
     add(
+        "--exact-prefixes",
+        action="store_true",
+        help="PrefixAware compares tokens, counted before each pick, instead of text",
+    )
+    add(
         "--probe-interval",
         type=float,
         default=default.health.probe_interval_s,
@@ -212,6 +217,7 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         prefill_policy=args.prefill_policy,
         decode_policy=args.decode_policy,
         local_prefill_tokens=args.local_prefill_tokens,
+        exact_prefixes=args.exact_prefixes,
         health=HealthRules(
             probe_interval_s=args.probe_interval,
             probe_timeout_s=args.probe_timeout,

@@ -46,6 +46,8 @@ class RouterConfig:
     """Another policy for decode instances."""
     local_prefill_tokens: int = 0
     """Prompts of which fewer tokens are to be computed stay on D; 0: none."""
+    exact_prefixes: bool = False
+    """Policies that go by prefixes get the engines' own block hashes, not marks of the text."""
     health: HealthRules = field(default_factory=HealthRules)
     """How instances are probed, and how slowly they start."""
     request_timeout_s: float = 1800.0

@@ -35,6 +35,7 @@ from xpyd_router.fleet.prober import Prober
 from xpyd_router.fleet.registry import Registry
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
+from xpyd_router.policy.base import Policy
 from xpyd_router.policy.catalogue import build_policy
 from xpyd_router.requests.draws import Draws
 from xpyd_router.requests.flow import Flow
@@ -44,6 +45,7 @@ from xpyd_router.serving.access_log import AccessLog
 from xpyd_router.serving.app import build_app
 from xpyd_router.serving.http_protocol import ClientProtocol
 from xpyd_router.serving.surface import Surface
+from xpyd_router.tokens.service import Tokens
 from xpyd_router.upstream.client import UpstreamClient
 
 logger = logging.getLogger(__name__)
@@ -88,6 +90,18 @@ def _protocol(config: RouterConfig) -> type[ClientProtocol]:
         stall_s = config.request_timeout_s
 
     return Protocol
+
+
+def _tokens(
+    config: RouterConfig, policy: Policy, fleet: FleetView, metrics: RouterMetrics
+) -> Tokens | None:
+    """Who counts tokens, where a policy asks for it."""
+    if not (config.exact_prefixes and policy.needs_marks):
+        return None
+    from xpyd_router.tokens.fetch import AiohttpFetch  # some megabytes that others do without
+
+    fetch = AiohttpFetch(_source_host(config))
+    return Tokens(fleet=fleet, fetch=fetch, metrics=metrics, clock=time.monotonic)
 
 
 @dataclass
@@ -168,6 +182,7 @@ async def open_router(
             accepts_unsigned=config.kv_insecure or config.accept_unsigned_beats,
         )
         upstream = UpstreamClient(_source_host(config))
+        tokens = _tokens(config, policy, fleet, metrics)
         fleet.on_lost(upstream.lose)
         access_log = AccessLog(
             is_json=config.logs_json, wall_clock=time.time, is_on=config.access_log
@@ -186,6 +201,7 @@ async def open_router(
             clock=clock,
             wall_clock=time.time,
             random_bytes=Draws(os.urandom),
+            tokens=tokens,
         )
         surface = Surface(
             config=config,
@@ -213,7 +229,8 @@ async def open_router(
             )
         )
         prober = Prober(fleet, metrics, partial(probe_http, local_host=_source_host(config)))
-        watching = [asyncio.create_task(work) for work in (discovery.run(), prober.run())]
+        works = [discovery.run(), prober.run(), *([tokens.run()] if tokens else [])]
+        watching = [asyncio.create_task(work) for work in works]
         for task in watching:
             task.add_done_callback(_report_death)
         try:
@@ -231,7 +248,7 @@ async def open_router(
             for task in watching:
                 task.cancel()
             await asyncio.gather(*watching, return_exceptions=True)
-            await releases.close()
+            await asyncio.gather(releases.close(), *([tokens.close()] if tokens else []))
             await upstream.close()
             access_log.flush()
             discovery.close()
@@ -239,7 +256,7 @@ async def open_router(
 
 def _report_death(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        logger.critical("discovery or probing stopped: %r", error)
+        logger.critical("discovery, probing or counting stopped: %r", error)
 
 
 async def _serve(config: RouterConfig) -> None:

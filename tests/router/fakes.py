@@ -233,6 +233,8 @@ class FakeEngine:
     """Choice -> number of tokens after which it ends with `stop`."""
     calls: list[Call] = field(default_factory=list)
     releases: list[tuple[str, str]] = field(default_factory=list)
+    files: bytes | None = None
+    """What it answers to GET /tokenizer."""
     runner: web.AppRunner | None = None
     health_status: int | None = 200
     """What /health answers; None: nothing, ever."""
@@ -263,6 +265,11 @@ class FakeEngine:
         if self.health_status is None:
             await asyncio.Event().wait()
         return web.json_response({}, status=self.health_status or 500)
+
+    async def tokenizer(self, request: web.Request) -> web.Response:
+        if self.files is None:
+            raise web.HTTPNotFound
+        return web.Response(body=self.files, content_type="application/json")
 
     async def release(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -304,6 +311,7 @@ class Fleet:
         app.router.add_post("/v1/chat/completions", engine.handle)
         app.router.add_post("/kv/release", engine.release)
         app.router.add_get("/health", engine.health)
+        app.router.add_get("/tokenizer", engine.tokenizer)
         engine.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await engine.runner.setup()
         site = web.TCPSite(engine.runner, "127.0.0.1", 0)

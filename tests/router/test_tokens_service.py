@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import orjson
 import pytest
 from aiohttp import web
@@ -250,7 +249,7 @@ def test_fetch_takes_a_200_of_bounded_length_and_nothing_else() -> None:
             await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", 0).start()
             to = Address("127.0.0.1", runner.addresses[0][1])
-            fetch = AiohttpFetch(await stack.enter_async_context(aiohttp.ClientSession()))
+            fetch = AiohttpFetch("127.0.0.1")
             assert await fetch(to, "/big", max_bytes=1000) == b"x" * 1000
             for path, limit in (("/big", 999), ("/away", 1000), ("/none", 1000)):
                 with pytest.raises(FetchFailed) as failed:

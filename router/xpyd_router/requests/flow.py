@@ -36,12 +36,13 @@ from xpyd_router.requests.course import (
 )
 from xpyd_router.requests.outlet import Outlet
 from xpyd_router.requests.picker import Picker
-from xpyd_router.requests.prefixes import session_in, text_marks
+from xpyd_router.requests.prefixes import hash_marks, session_in, text_marks
 from xpyd_router.requests.relay import Relay
 from xpyd_router.requests.releases import Releases
 from xpyd_router.requests.trace import Trace
 from xpyd_router.requests.usage import tokens_in
 from xpyd_router.serving.sinks import Sink
+from xpyd_router.tokens.service import Tokens
 from xpyd_router.upstream.client import UpstreamClient
 from xpyd_router.upstream.exchange import Exchange
 
@@ -71,6 +72,7 @@ class Flow:
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
         random_bytes: Callable[[int], bytes],
+        tokens: Tokens | None = None,
     ) -> None:
         self._config = config
         self._fleet = fleet
@@ -83,6 +85,7 @@ class Flow:
         self._clock = clock
         self._wall_clock = wall_clock
         self._random_bytes = random_bytes
+        self._tokens = tokens
 
     def begin(self, ask: Ask, trace: Trace, *, forwarded: str = "", session: str = "") -> Course:
         """A course for `ask`, with the response's id; no engine is called. `forwarded`: the
@@ -115,6 +118,7 @@ class Flow:
 
     async def whole(self, course: Course) -> Answer:
         """The whole answer. Raises ApiError, or EngineRefused with an engine's 4xx."""
+        await self._mark(course)
         while True:
             attempt = await self._pick(course)
             try:
@@ -140,7 +144,15 @@ class Flow:
             outlet.write(error_event(body))
             outlet.end()
 
+    async def _mark(self, course: Course) -> None:
+        """Have the engines' own hashes for marks, where the router counts tokens."""
+        if self._tokens is not None:
+            counted = await self._tokens.count(course.ask)
+            if counted.hashes:
+                course.marks = hash_marks(counted.hashes, counted.block_tokens)
+
     async def _stream(self, course: Course, outlet: Outlet) -> None:
+        await self._mark(course)
         while True:
             attempt = await self._pick(course)
             try:

@@ -2,12 +2,13 @@
 
 Marks stand at fixed places, every block at first, then ever further apart: what two prompts have in
 common is known to an eighth, with 58 marks for 32 Ki tokens. They are made of the JSON's text, so
-that they need no tokenizer; four bytes of it are taken for a token.
+that they need no tokenizer, and four bytes of it are taken for a token; or, where the router counts
+tokens, they are the engines' own block hashes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -69,3 +70,10 @@ def text_marks(fields: Mapping[str, Any], *, is_chat: bool) -> tuple[Mark, ...]:
         marks.append((tokens, hasher.digest()))
         before = end
     return tuple(marks)
+
+
+def hash_marks(hashes: Sequence[bytes], block_tokens: int) -> tuple[Mark, ...]:
+    """Marks of a prompt whose full blocks have these hashes."""
+    return tuple(
+        (blocks * block_tokens, hashes[blocks - 1]) for blocks in _BLOCKS if blocks <= len(hashes)
+    )

@@ -65,6 +65,11 @@ class Checkpoint:
             files.chat_templates, files.special_tokens, max_characters=limits.max_characters
         )
 
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block."""
+        return self._files.block_size
+
     def count(self, fields: Mapping[str, Any], *, is_chat: bool) -> Counts:
         """What the engine will have of a request with these `fields`; Refused where it has none."""
         prompts = self._chat_ids(fields) if is_chat else self._completion_ids(fields)

@@ -88,10 +88,10 @@ class Child:
         self._known.pop(key, None)  # two at once may be too much
         try:
             files = decode_tokenizer_files(body)
-            self._known[key] = Checkpoint(files, self._limits, cpu_limit)
+            made = self._known[key] = Checkpoint(files, self._limits, cpu_limit)
         except (ProtocolError, UserError, MemoryError) as error:
             return Loaded(str(error) or type(error).__name__)
-        return Loaded()
+        return Loaded(block_tokens=made.block_tokens)
 
     def _count(self, key: str, body: bytes, is_chat: bool) -> tuple[Counted, bytes]:
         known = self._known.get(key)

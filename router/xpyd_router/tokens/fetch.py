@@ -11,17 +11,21 @@ _PIECE_BYTES = 256 * 1024
 
 
 class AiohttpFetch:
-    """GETs over a session that its owner closes."""
+    """GETs, each on a connection of its own: there are few. `local_host` is their source."""
 
-    def __init__(self, session: aiohttp.ClientSession) -> None:
-        self._session = session
+    def __init__(self, local_host: str | None = None) -> None:
+        self._local = (local_host, 0) if local_host else None
 
     async def __call__(self, to: Address, path: str, *, max_bytes: int) -> bytes:
         """See keeper.Fetch."""
         parts: list[bytes] = []
         size_bytes = 0
         try:
-            async with self._session.get(f"http://{to}{path}", allow_redirects=False) as response:
+            connector = aiohttp.TCPConnector(local_addr=self._local)
+            async with (
+                aiohttp.ClientSession(connector=connector) as http,
+                http.get(f"http://{to}{path}", allow_redirects=False) as response,
+            ):
                 if response.status != 200:
                     raise FetchFailed(f"status {response.status}")
                 async for part in response.content.iter_chunked(_PIECE_BYTES):

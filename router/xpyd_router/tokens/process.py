@@ -101,6 +101,8 @@ class TokenChild(asyncio.SubprocessProtocol):
         self._received = bytearray()
         self._timer: asyncio.TimerHandle | None = None
         self._ended = asyncio.Event()
+        self.block_tokens: dict[str, int] = {}
+        """Tokens of a block, by the key of what is loaded."""
         self.blamed: str | None = None
         """The key whose question it died of."""
 
@@ -170,10 +172,13 @@ class TokenChild(asyncio.SubprocessProtocol):
         finally:
             self._is_loading = False
         self._pump()
-        return cast(Loaded, message).error
+        loaded = cast(Loaded, message)
+        self.block_tokens[key] = loaded.block_tokens
+        return loaded.error
 
     def forget(self, key: str) -> None:
         """Have it free tokenizer files. Not while it loads."""
+        self.block_tokens.pop(key, None)
         self._write(Forget(key), b"")
 
     async def count(self, key: str, raw: bytes, *, is_chat: bool) -> tuple[int, tuple[bytes, ...]]:

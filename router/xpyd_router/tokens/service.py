@@ -23,12 +23,13 @@ class Prompted(NamedTuple):
 
     `tokens`: of all prompts together. `hashes`: of the first prompt's full blocks, as the prefix
     cache of the engine has them that gave the files (and with its block size); at most 2,048, and
-    none where there is no exact count or no prefix cache.
+    none where there is no exact count or no prefix cache. `block_tokens`: tokens of each of them.
     """
 
     tokens: int
     hashes: tuple[bytes, ...]
     is_exact: bool
+    block_tokens: int = 0
 
 
 class Tokens:
@@ -75,7 +76,7 @@ class Tokens:
                 if child is not None:
                     tokens, hashes = await child.count(key, ask.raw, is_chat=ask.is_chat)
                     self._counted["exact"].inc()
-                    return Prompted(tokens, hashes, True)
+                    return Prompted(tokens, hashes, True, child.block_tokens[key])
             self._counted["unknown"].inc()
         except Uncounted as uncounted:
             self._counted[uncounted.reason].inc()

@@ -35,9 +35,10 @@ class Count(msgspec.Struct, frozen=True, tag="count"):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
-    """`error` is empty where it went well."""
+    """`error` is empty where it went well. `block_tokens`: of the blocks that hashes are of."""
 
     error: str = ""
+    block_tokens: int = 0
 
 
 class Counted(msgspec.Struct, frozen=True, tag="counted"):
