@@ -72,7 +72,7 @@ def test_the_flags_of_a_program_are_those_of_its_page(command: str, page: str) -
     assert list(table) == list(actions)
     for flag, action in actions.items():
         default = action.default
-        if default in (None, False, []):
+        if default is None or default is False or default == []:
             assert not re.fullmatch(r"`[\d.]+`", table[flag]), flag
         elif default is True:
             assert table[flag] == "on", flag
