@@ -100,8 +100,9 @@ def test_a_rows_result_does_not_depend_on_the_batch() -> None:
     x = torch.randn(30, HIDDEN, generator=torch.Generator().manual_seed(1))
     together = block(x, step)
     for index in range(30):
+        # A processor's library sums one row and thirty in orders of its own.
         torch.testing.assert_close(
-            block(x[index : index + 1], step)[0], together[index], rtol=1e-5, atol=1e-5
+            block(x[index : index + 1], step)[0], together[index], rtol=1e-4, atol=5e-5
         )
 
 
