@@ -186,7 +186,9 @@ class Fleet:
         ip = f"{self.subnet}.1"
         timing = ["--heartbeat-interval-ms", str(self.heartbeat_ms), "--missed-beats", "4"]
         address = ["--host", ip, "--port", "10001", "--discovery-host", ip]
-        argv = ["xpyd_core", "router", *address, *timing, "--drain-seconds", "0.2", *flags]
+        # By turns, so that a test knows that every instance is asked.
+        turns = ("--policy", "RoundRobin", "--slow-start-seconds", "0")
+        argv = ["xpyd_core", "router", *address, *timing, "--drain-seconds", "0.2", *turns, *flags]
         pod = {"XPYD_HTTP_PORT": "10001", "XPYD_KV_KEY_FILE": str(self.key_file), **(env or {})}
         process = self._spawn("router-0", ip, argv, pod)
         wait_for("router health", lambda: self._answers(process, "/health"), START_TIMEOUT_S)

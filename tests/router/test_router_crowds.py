@@ -152,7 +152,8 @@ def leave_nothing(folder: Path, clients: int) -> None:
             await crowd(world_, 0, clients)  # pools, caches and the allocator have what they want
             before_bytes = resident_bytes(router)
             await crowd(world_, clients, clients)
-            assert router.open_files() <= files
+            # A probe may be under way.
+            assert router.open_files() <= files + len(world_.mocks)
             grown_bytes = resident_bytes(router) - before_bytes
             left_bytes = _SETTLING_BYTES + 1024 * clients
             assert grown_bytes < left_bytes, f"{grown_bytes} bytes for {clients} clients"

@@ -109,6 +109,8 @@ class Course:
     exclude: set[InstanceKey] = field(default_factory=set[InstanceKey])
     failures: int = 0
     refusals: int = 0
+    breaks: int = 0
+    """Calls that broke off without any answer: instances may have died of it."""
     last_cause: str = ""
     sent: Sent | None = None
     extends: bool = True

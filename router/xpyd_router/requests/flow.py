@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 MAX_TRIES = 3
 # A refusal (503) costs its engine nothing, so a rolling restart may give several in a row.
 _MAX_REFUSALS = 16
+_BREAKS = frozenset({"reset", "incomplete", "lost"})
 
 
 class Flow:
@@ -333,7 +334,10 @@ class Flow:
         )
         extra = {"request": attempt.uuid, "instance": instance.name, "tries": course.trace.tries}
         logger.warning("%s call failed: %s", phase, cause, extra=extra)
-        if is_suspect and await self._fleet.convicts(course.ask.raw):
+        if cause in _BREAKS and not attempt.has_answered:
+            course.breaks += 1
+        # Of one body that many clients send, each request is judged by what it met itself.
+        if is_suspect and course.breaks >= 2 and await self._fleet.convicts(course.ask.raw):
             self._metrics.poisoned_requests.inc()
             raise poisoned(REFUSED_S)
         if course.has_decode_begun and course.sent is None:
