@@ -96,12 +96,15 @@ def test_their_heartbeats_register_and_ours_of_three_fields_are_the_same_bytes(k
     run(work())
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-@pytest.mark.parametrize(
+both_endpoints = pytest.mark.parametrize(
     ("path", "stem", "text"),
     [("completions", "completions", " city in the"), ("chat/completions", "chat", "A city in")],
     ids=["completions", "chat"],
 )
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@both_endpoints
 def test_whole_answers_are_ds_and_show_no_address(
     path: str, stem: str, text: str, suffix: str
 ) -> None:
@@ -126,11 +129,7 @@ def test_whole_answers_are_ds_and_show_no_address(
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-@pytest.mark.parametrize(
-    ("path", "stem", "text"),
-    [("completions", "completions", " city in the"), ("chat/completions", "chat", "A city in")],
-    ids=["completions", "chat"],
-)
+@both_endpoints
 def test_streams_are_ds_and_show_no_address_however_they_are_cut(
     path: str, stem: str, text: str, suffix: str
 ) -> None:

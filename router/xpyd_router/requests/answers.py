@@ -141,14 +141,21 @@ def _counted(usage: Json, generated: int) -> Json:
 def role_events(ask: Ask, head: Head, model: str, usage: Json) -> bytes:
     """What a chat stream begins with: one role delta per choice. `usage` counts the prompt."""
     base = _base(ask, head, model)
-    if ask.include_usage:
-        base |= _counted(usage, 0) if ask.wants_running_usage else {"usage": None}
+    chunks = (_with_usage(ask, {**base, "choices": [_role(i)]}, usage) for i in range(ask.choices))
+    return b"".join(map(encode_event, chunks))
+
+
+def _role(index: int) -> Json:
+    """The choice that a chat stream begins with."""
     delta = {"role": "assistant", "content": ""}
-    pieces = (
-        {"index": i, "delta": delta, "logprobs": None, "finish_reason": None}
-        for i in range(ask.choices)
-    )
-    return b"".join(encode_event({**base, "choices": [piece]}) for piece in pieces)
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _with_usage(ask: Ask, chunk: Json, usage: Json, generated: int = 0) -> Json:
+    """`chunk` with what the client wants of the tokens so far: all, null, or nothing."""
+    if ask.wants_running_usage:
+        return chunk | _counted(usage, generated)
+    return chunk | {"usage": None} if ask.include_usage else chunk
 
 
 def end_of_stream(ask: Ask, head: Head, model: str, usage: Json, generated: int) -> bytes:
@@ -179,9 +186,7 @@ class ChunkWriter:
             return []
         events: list[bytes] = []
         for choice in self._answer.choices:
-            delta = {"role": "assistant", "content": ""}
-            piece = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
-            chunk = self._chunk([piece], 0)
+            chunk = self._chunk([_role(choice.index)], 0)
             if self._ask.wants_token_ids and "prompt_token_ids" in self._answer.document:
                 chunk["prompt_token_ids"] = self._answer.document["prompt_token_ids"]
             events.append(encode_event(chunk))
@@ -209,9 +214,7 @@ class ChunkWriter:
 
     def _chunk(self, choices: list[Json], generated: int) -> Json:
         chunk = {**self._base, "choices": choices}
-        if self._ask.wants_running_usage:
-            return chunk | _counted(self._usage, generated)
-        return chunk | {"usage": None} if self._ask.include_usage else chunk
+        return _with_usage(self._ask, chunk, self._usage, generated)
 
     def _piece(self, choice: FirstChoice) -> Json | None:
         """One choice of the first content chunk; None where it would say nothing."""
