@@ -13,8 +13,11 @@ from typing import Literal, NamedTuple
 from xpyd_core.errors import ApiError, XpydError
 
 FailureCause = Literal[
-    "connect", "reset", "incomplete", "timeout", "lost", "too_large", "refused", "status", "answer"
-]
+    "connect", "reset", "incomplete", "timeout", "lost", "too_large", "refused", "status", "answer",
+    "transfer",
+]  # fmt: skip
+TRANSFER_FAILED = "kv_transfer_failed"
+"""The code of a D to which the KV did not come: the pair's fault, of either of the two."""
 
 
 class Answer(NamedTuple):

@@ -9,7 +9,7 @@ import pytest
 
 from tests.router.beats import beat
 from xpyd_router.errors import FailureCause
-from xpyd_router.fleet.breaker import CONSECUTIVE, OPEN_S
+from xpyd_router.fleet.breaker import CONSECUTIVE, OPEN_S, WINDOW_S
 from xpyd_router.fleet.health import (
     SILENT,
     SILENT_AND_LATE,
@@ -18,6 +18,7 @@ from xpyd_router.fleet.health import (
     HealthRules,
     ProbeResult,
 )
+from xpyd_router.fleet.poison import Break, judge
 from xpyd_router.fleet.registry import Instance, InstanceKey, Registry
 
 ONE = InstanceKey("10.0.0.1:20001", "inc")
@@ -38,9 +39,8 @@ def fail(
     key: InstanceKey = ONE,
     body: bytes = b"a",
     now: float = 0.0,
-    has_answered: bool = False,
-) -> bool:
-    return found.failed(key, cause, body, has_answered=has_answered, now=now)
+) -> Break | None:
+    return found.failed(key, cause, body, now)
 
 
 def probe(
@@ -72,6 +72,7 @@ def next_probe_s(found: Health, now: float) -> float:
         ("refused", "Good"),
         ("too_large", "Good"),
         ("lost", "Good"),
+        ("transfer", "Good"),
     ],
 )
 def test_a_call_that_broke_off_ejects_at_once(cause: Any, standing: str) -> None:
@@ -130,7 +131,7 @@ def test_who_is_ejected_again_and_again_stays_out_for_longer() -> None:
 def test_one_request_that_breaks_off_again_does_not_make_it_stay_out_longer() -> None:
     found, now = health(ONE), 100.0
     for _ in range(5):
-        fail(found, "reset", body=b"same", now=now, has_answered=True)
+        fail(found, "reset", body=b"same", now=now)
         probe(found, now=now)
         assert found.standing(ONE) == "Good"
         now += 1.0
@@ -220,47 +221,99 @@ def test_who_failed_once_is_forgotten_when_nothing_follows() -> None:
     assert found._records[ONE].breaker is None
 
 
-def test_a_request_is_a_suspect_when_two_instances_broke_off_under_it() -> None:
+def met(broken: Break | None) -> Break:
+    assert broken is not None
+    return broken
+
+
+def test_a_break_is_a_death_when_a_probe_finds_nobody() -> None:
     found = health(ONE, TWO)
-    assert not fail(found, "reset", body=b"bad")
-    assert fail(found, "reset", key=TWO, body=b"bad")
-    assert found.poison.judge(b"bad", 0.0) == "open"
+    breaks = [met(fail(found, "reset", key=key)) for key in (ONE, TWO)]
+    assert judge(breaks) == "open"
     probe(found, "connect")
+    assert judge(breaks) == "open"
     probe(found, "connect", key=TWO)
-    assert found.poison.judge(b"bad", 0.0) == "guilty"
+    assert judge(breaks) == "guilty"
 
 
-def test_instances_that_answer_probes_were_not_killed() -> None:
+def test_a_break_is_none_when_the_instance_answers_a_probe() -> None:
     found = health(ONE, TWO)
-    fail(found, "reset", body=b"cut")
-    probe(found)
-    assert not fail(found, "reset", key=TWO, body=b"cut")
+    breaks = [met(fail(found, "incomplete", key=key)) for key in (ONE, TWO)]
+    probe(found, "connect")
+    probe(found, key=TWO)
+    assert judge(breaks) == "innocent"
 
 
 @pytest.mark.parametrize(
-    ("cause", "has_answered"),
-    [("reset", True), ("connect", False), ("timeout", False), ("status", False)],
+    "cause", ["connect", "timeout", "status", "refused", "answer", "too_large", "transfer"]
 )
-def test_only_a_call_without_any_answer_makes_a_suspect(cause: Any, has_answered: bool) -> None:
-    found = health(ONE, TWO)
-    for key in (ONE, TWO):
-        assert not fail(found, cause, key=key, body=b"x", has_answered=has_answered)
+def test_only_a_call_that_broke_off_may_be_a_death(cause: Any) -> None:
+    assert fail(health(ONE), cause) is None
+
+
+def test_a_frozen_instance_is_a_death_only_for_whom_it_had() -> None:
+    found = health(ONE)
+    probe(found, "timeout", now=1.0)
+    assert probe(found, "timeout", now=2.0, is_late=True)
+    assert met(fail(found, "lost", now=2.0)).fate == "dead"
+    probe(found, now=3.0)
+    assert met(fail(found, "reset", now=4.0)).fate == "open"
 
 
 def test_an_instance_that_vanished_without_goodbye_counts_as_dead() -> None:
     found = health(ONE, TWO)
-    for key in (ONE, TWO):
-        found.leave(key, 1.0, is_death=True)
-        suspect = fail(found, "lost", key=key, body=b"bad", now=1.0)
-    assert suspect
-    assert found.poison.judge(b"bad", 1.0) == "guilty"
+    found.leave(ONE, 1.0, is_death=True)
+    assert met(fail(found, "lost", now=1.0)).fate == "dead"
 
 
-def test_an_instance_that_said_goodbye_was_not_killed() -> None:
+@pytest.mark.parametrize("cause", ["reset", "incomplete", "lost"])
+def test_an_instance_that_drained_was_not_killed(cause: Any) -> None:
+    found = health(ONE)
+    before = met(fail(found, "reset"))
+    found.leave(ONE, 1.0, is_death=False)
+    assert before.fate == "alive"
+    found.leave(ONE, 2.0, is_death=True)  # its grace was over
+    assert fail(found, cause, now=2.0) is None
+    assert before.fate == "alive"
+
+
+THREE = InstanceKey("10.0.0.3:20001", "inc")
+
+
+def fail_transfers(found: Health, *pairs: tuple[InstanceKey, InstanceKey]) -> None:
+    """As many as open a breaker, each of another request."""
+    for number in range(CONSECUTIVE + 1):
+        prefill, decode = pairs[number % len(pairs)]
+        found.transfer_failed(prefill, decode, bytes([number]), 0.0)
+
+
+def test_transfers_that_fail_between_two_count_for_neither() -> None:
     found = health(ONE, TWO)
+    fail_transfers(found, (ONE, TWO))
+    assert not found.breakers
+
+
+def test_transfers_that_fail_with_several_partners_count_for_what_they_share() -> None:
+    found = health(ONE, TWO, THREE)
+    fail_transfers(found, (ONE, TWO), (ONE, THREE))
+    assert [found.standing(key) for key in (ONE, TWO, THREE)] == ["Open", "Good", "Good"]
+
+
+def test_partners_long_apart_do_not_count_together() -> None:
+    found = health(ONE, TWO, THREE)
+    for number in range(2 * CONSECUTIVE):
+        partner = (TWO, THREE)[number % 2]
+        found.transfer_failed(ONE, partner, bytes([number]), number * WINDOW_S)
+    assert not found.breakers
+
+
+def test_after_a_failed_transfer_both_are_probed() -> None:
+    found = health(ONE, TWO)
+    found.plan.take(100.0, 9)
     for key in (ONE, TWO):
-        found.leave(key, 1.0, is_death=False)
-        assert not fail(found, "reset", key=key, body=b"x", now=1.0)
+        probe(found, key=key, now=100.0)
+    found.transfer_failed(ONE, TWO, b"a", 100.1)
+    assert set(found.plan.take(100.1, 9)) == {ONE, TWO}
 
 
 def members(*hosts: int, now: float = 0.0) -> tuple[Instance, ...]:

@@ -1,21 +1,16 @@
-"""Which request kills instances: suspicion, proof, and the ones that had bad luck."""
+"""Which broken calls were deaths, which requests they convict, and which bodies are refused."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 
-from xpyd_router.fleet.poison import KILLS, MEMORY_S, REFUSED_S, Poison, fingerprint
+from xpyd_router.fleet.poison import KILLS, REFUSED_S, Break, Poison, fingerprint, judge
 from xpyd_router.fleet.registry import InstanceKey
 
 
 def instance(number: int) -> InstanceKey:
     return InstanceKey(f"10.0.0.{number}:20001", "inc")
-
-
-def kill(poison: Poison, number: int, *suspects: bytes, now: float = 0.0) -> None:
-    for suspect in suspects:
-        poison.blame(instance(number), suspect, now)
-    poison.died(instance(number), now)
 
 
 def test_a_fingerprint_depends_on_body_and_key() -> None:
@@ -26,134 +21,124 @@ def test_a_fingerprint_depends_on_body_and_key() -> None:
 
 def test_one_death_convicts_nobody_and_two_do() -> None:
     poison = Poison()
-    kill(poison, 1, b"bad")
-    assert poison.judge(b"bad", 0.0) == "innocent"
-    kill(poison, 2, b"bad")
-    assert poison.judge(b"bad", 0.0) == "guilty"
-    assert poison.judge(b"other", 0.0) == "innocent"
+    first = poison.broke(instance(1), 0.0)
+    poison.died(instance(1), 0.0)
+    assert judge([first]) == "innocent"
+    second = poison.broke(instance(2), 1.0)
+    assert judge([first, second]) == "open"
+    poison.died(instance(2), 1.0)
+    assert judge([first, second]) == "guilty"
 
 
-def test_two_deaths_of_one_instance_count_once() -> None:
+def test_who_was_there_at_one_of_two_deaths_is_innocent() -> None:
+    """As many send the same body: each is judged by what it met itself."""
     poison = Poison()
-    kill(poison, 1, b"bad")
-    kill(poison, 1, b"bad")
-    assert poison.judge(b"bad", 0.0) == "innocent"
+    both: list[Break] = []
+    for number in (1, 2):
+        both.append(poison.broke(instance(number), 0.0))
+        poison.died(instance(number), 0.0)
+    assert [judge([one]) for one in both] == ["innocent", "innocent"]
 
 
-def test_it_is_open_until_a_probe_tells() -> None:
+def test_calls_that_break_off_together_met_one_death() -> None:
     poison = Poison()
-    kill(poison, 1, b"bad")
-    poison.blame(instance(2), b"bad", 1.0)
-    assert poison.judge(b"bad", 1.0) == "open"
-    poison.lives(instance(2))
-    assert poison.judge(b"bad", 1.0) == "innocent"
+    broken = poison.broke(instance(1), 0.0)
+    assert poison.broke(instance(1), 0.1) is broken
+    poison.died(instance(1), 0.2)
+    assert poison.broke(instance(1), 0.3) is broken
 
 
-def test_who_was_cleared_is_no_suspect_of_what_comes_after() -> None:
+def test_an_instance_that_answers_was_not_killed() -> None:
     poison = Poison()
-    poison.blame(instance(1), b"cut", 0.0)
+    cut = poison.broke(instance(1), 0.0)
     poison.lives(instance(1))
-    kill(poison, 1, b"bad", now=1.0)
-    kill(poison, 2, b"cut", b"bad", now=2.0)
-    assert poison.judge(b"cut", 2.0) == "innocent"
-    assert poison.judge(b"bad", 2.0) == "guilty"
+    assert cut.fate == "alive"
+    again = poison.broke(instance(1), 20.0)
+    poison.died(instance(1), 20.0)
+    assert (cut.fate, again.fate) == ("alive", "dead")
 
 
 def test_an_instance_that_answers_and_is_then_replaced_was_the_next_process() -> None:
     poison = Poison()
-    kill(poison, 1, b"bad")
-    poison.blame(instance(2), b"bad", 1.0)
-    poison.lives(instance(2))
-    poison.died(instance(2), 5.0)
-    assert poison.judge(b"bad", 5.0) == "guilty"
+    broken = poison.broke(instance(1), 1.0)
+    poison.lives(instance(1))
+    poison.died(instance(1), 5.0)
+    assert broken.fate == "dead"
 
 
 def test_a_death_long_after_an_answered_probe_is_another_matter() -> None:
     poison = Poison()
-    kill(poison, 1, b"bad")
-    poison.blame(instance(2), b"bad", 1.0)
-    poison.lives(instance(2))
-    poison.died(instance(2), 60.0)
-    assert poison.judge(b"bad", 60.0) == "innocent"
+    broken = poison.broke(instance(1), 1.0)
+    poison.lives(instance(1))
+    poison.died(instance(1), 60.0)
+    assert broken.fate == "alive"
 
 
-def test_where_instances_die_anyway_two_deaths_convict_nobody() -> None:
+def test_a_death_is_known_for_a_while_to_calls_that_end_with_it() -> None:
     poison = Poison()
-    kill(poison, 1, b"unlucky")
-    kill(poison, 2)
-    kill(poison, 3, b"unlucky")
-    assert poison.judge(b"unlucky", 0.0) == "guilty"  # one other death may be chance
-    kill(poison, 4)
-    assert poison.judge(b"unlucky", 0.0) == "innocent"
+    assert poison.death_of(instance(1)) is None
+    poison.died(instance(1), 0.0)
+    death = poison.death_of(instance(1))
+    assert death is not None
+    assert death.fate == "dead"
+    poison.tick(61.0)
+    assert poison.death_of(instance(1)) is None
 
 
-def test_other_deaths_long_before_do_not_speak_for_a_request() -> None:
+def test_a_convicted_body_is_refused_for_a_while() -> None:
     poison = Poison()
-    for number in range(1, 5):
-        kill(poison, number, now=0.0)
-    kill(poison, 5, b"bad", now=31.0)
-    kill(poison, 6, b"bad", now=32.0)
-    assert poison.judge(b"bad", 32.0) == "guilty"
-
-
-def test_deaths_are_forgotten() -> None:
-    poison = Poison()
-    kill(poison, 1, b"bad", now=0.0)
-    kill(poison, 2, b"bad", now=MEMORY_S - 1)
-    assert poison.judge(b"bad", MEMORY_S - 1) == "guilty"
-    assert poison.judge(b"bad", MEMORY_S) == "innocent"
-
-
-def test_a_convicted_request_is_refused_for_a_while() -> None:
-    poison = Poison()
-    assert poison.is_empty
+    assert not poison.refused
     poison.convict(b"bad", 10.0)
-    assert not poison.is_empty
+    assert poison.refused
     assert poison.left_s(b"bad", 11.0) == REFUSED_S - 1
     assert poison.left_s(b"other", 11.0) == 0.0
     assert poison.left_s(b"bad", 10.0 + REFUSED_S) == 0.0
     poison.tick(10.0 + REFUSED_S)
-    assert poison.is_empty
+    assert not poison.refused
+
+
+def test_a_body_that_is_served_after_all_is_refused_no_more() -> None:
+    poison = Poison()
+    poison.convict(b"unlucky", 10.0)
+    poison.acquit(b"other")
+    assert poison.left_s(b"unlucky", 10.0) == REFUSED_S
+    poison.acquit(b"unlucky")
+    assert not poison.refused
 
 
 def test_what_it_keeps_is_bounded() -> None:
     poison = Poison()
-    for number in range(3000):
+    for number in range(6000):
         poison.convict(number.to_bytes(2, "big"), float(number) / 100)
-        poison.blame(instance(number), b"x", 0.0)
-        poison.blame(instance(-1), number.to_bytes(2, "big"), 0.0)
-    assert len(poison._convicted) == 1024
-    assert poison.left_s((2999).to_bytes(2, "big"), 30.0) > 0.0
-    assert len(poison._deaths) == 256
-    assert max(len(death.suspects) for death in poison._deaths.values()) <= 1024
+        poison.broke(instance(number), 0.0)
+    assert len(poison.refused) == 1024
+    assert poison.left_s((5999).to_bytes(2, "big"), 60.0) > 0.0
+    assert len(poison._last) == 4096
 
 
 def test_random_walk_convicts_only_who_was_there() -> None:
-    """Nobody is guilty without KILLS sure deaths that it was suspected of."""
+    """Nobody is guilty without KILLS deaths of instances at which it broke off."""
     draw = random.Random(3)
     verdicts: set[str] = set()
     for _ in range(300):
         poison, now = Poison(), 0.0
-        sure: dict[bytes, set[InstanceKey]] = {}
-        waiting: dict[InstanceKey, set[bytes]] = {}
-        dead: dict[InstanceKey, set[bytes]] = {}
+        breaks: dict[str, set[Break]] = {"a": set(), "b": set(), "c": set()}
+        visited: dict[str, set[InstanceKey]] = {"a": set(), "b": set(), "c": set()}
+        deaths: Counter[InstanceKey] = Counter()
         for _ in range(30):
             now += draw.random()
-            key, suspect = instance(draw.randrange(6)), draw.choice([b"a", b"b", b"c"])
-            act = draw.choice(["blame", "blame", "died", "lives"])
-            if act == "blame":
-                poison.blame(key, suspect, now)
-                waiting.setdefault(key, set()).add(suspect)
+            key, request = instance(draw.randrange(6)), draw.choice("abc")
+            act = draw.choice(["broke", "broke", "died", "lives"])
+            if act == "broke":
+                breaks[request].add(poison.broke(key, now))
+                visited[request].add(key)
             elif act == "died":
                 poison.died(key, now)
-                dead.setdefault(key, set()).update(waiting.get(key, set()))
+                deaths[key] += 1
             else:
                 poison.lives(key)
-            for key_, blamed in dead.items():
-                for one in blamed | waiting.get(key_, set()):
-                    sure.setdefault(one, set()).add(key_)
-            verdict = poison.judge(suspect, now)
+            verdict = judge(breaks[request])
             verdicts.add(verdict)
             if verdict == "guilty":
-                assert len(sure.get(suspect, set())) >= KILLS
+                assert sum(deaths[key] for key in visited[request]) >= KILLS
     assert verdicts == {"innocent", "open", "guilty"}

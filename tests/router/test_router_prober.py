@@ -197,7 +197,7 @@ def test_a_connect_error_ejects_at_once_and_the_probe_brings_it_back() -> None:
         async with fleet(health=PATIENT) as fleet_:
             one, _ = await fleet_.engine("A"), await fleet_.engine("A")
             view = fleet_.router.surface.fleet
-            view.failed(instance(fleet_, one), "connect", b"x", has_answered=False)
+            view.failed(instance(fleet_, one), "connect", b"x")
             assert standing(fleet_, one) == "Ejected"
             await until(lambda: standing(fleet_, one) == "Good")
             assert one.probes == 1

@@ -9,7 +9,7 @@ registry. Four things act together:
 - The breaker (`breaker`) stops requests to an instance that is reached and yet fails.
 - Slow start: an instance that (re)appears gets few requests at first, then more.
 
-`poison` looks for the request that kills instances.
+`poison` learns which broken calls were deaths: it looks for the request that kills instances.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from typing import Literal, NamedTuple
 
 from xpyd_router.errors import FailureCause
 from xpyd_router.fleet.breaker import Breaker, BreakerState
-from xpyd_router.fleet.poison import Poison
+from xpyd_router.fleet.poison import Break, Poison
 from xpyd_router.fleet.probe_plan import ProbePlan
 from xpyd_router.fleet.registry import Instance, InstanceKey, Side, Standing
+from xpyd_router.fleet.transfers import Transfers
 
 ProbeResult = Literal["ok", "connect", "reset", "timeout", "status", "void"]
 """Any answer below 500; nobody listens; closed without an answer; none in time; an answer of 5xx or
 that is not HTTP; a probe that says nothing because of a fault here."""
 
 _EJECTING = frozenset({"connect", "reset", "incomplete"})
-_STRIKES = frozenset({"reset", "incomplete", "timeout", "status", "answer"})
-"""The instance's own faults. Not: refused (full, draining), lost (seen by its beats), too_large."""
+STRIKES = frozenset({"reset", "incomplete", "timeout", "status", "answer"})
+"""The instance's own faults. Not: refused (full, draining), lost (seen by its beats), too_large,
+transfer (see `transfers`)."""
 _KILLING = frozenset({"reset", "incomplete", "lost"})
 
 SILENT_AND_LATE = 2
@@ -120,6 +122,7 @@ class Health:
         self.breakers: dict[InstanceKey, Breaker] = {}
         """Of those that failed lately. Empty: `succeeded` need not be called."""
         self.poison = Poison()
+        self._transfers = Transfers()
         self.plan = ProbePlan(interval_s=rules.probe_interval_s, draw=draw)
 
     def ready(self, key: InstanceKey, now: float) -> bool:
@@ -136,36 +139,50 @@ class Health:
 
     def leave(self, key: InstanceKey, now: float, *, is_death: bool) -> None:
         """`key` is gone or takes no requests any more; `is_death`: it did not say so."""
-        for table in (self._records, self._rising, self.breakers):
+        record = self._records.pop(key, None)
+        for table in (self._rising, self.breakers):
             table.pop(key, None)
         self.plan.discard(key)
-        if is_death:
+        self._transfers.forget(key)
+        if not is_death:
+            self.poison.lives(key)
+        elif record is not None:
             self.poison.died(key, now)
 
     def failed(
-        self,
-        key: InstanceKey,
-        cause: FailureCause,
-        suspect: bytes,
-        *,
-        has_answered: bool,
-        now: float,
-    ) -> bool:
-        """Take a failed call of the request `suspect`; whether it now looks like one that kills
-        instances. `has_answered`: the instance had begun to answer this call.
+        self, key: InstanceKey, cause: FailureCause, suspect: bytes, now: float
+    ) -> Break | None:
+        """Take a failed call of a request whose body has the fingerprint `suspect` (for STRIKES).
+        The break that the request met, where the instance may have died under it.
         """
         record = self._records.get(key)
         is_killing = cause in _KILLING
-        if is_killing and not has_answered and (record is not None or cause == "lost"):
-            self.poison.blame(key, suspect, now)
         # What fails while it is ejected began before: the same fault once more.
         if record is not None and not record.eject_cause:
-            if cause in _STRIKES:
+            if cause in STRIKES:
                 self._breaker(key, record).failed(suspect, now)
             if cause in _EJECTING:
                 self._eject(record, cause, now, suspect=suspect if is_killing else b"")
                 self.plan.hasten(key, now)
-        return is_killing and self.poison.judge(suspect, now) != "innocent"
+        if not is_killing:
+            return None
+        # Who drains is ended by others: only Ready instances have a record, or leave a death.
+        return self.poison.death_of(key) if record is None else self.poison.broke(key, now)
+
+    def transfer_failed(
+        self, prefill: InstanceKey, decode: InstanceKey, suspect: bytes, now: float
+    ) -> list[InstanceKey]:
+        """The KV did not come from P to D; for whom of them it counted. Either may be dead: both
+        are probed.
+        """
+        counted = self._transfers.failed(prefill, decode, now)
+        self.plan.hasten(prefill, now)
+        self.plan.hasten(decode, now)
+        for key in counted:
+            record = self._records.get(key)
+            if record is not None and not record.eject_cause:
+                self._breaker(key, record).failed(suspect, now)
+        return counted
 
     def succeeded(self, key: InstanceKey, now: float) -> None:
         """A call was served. Need only be called for those in `breakers`."""

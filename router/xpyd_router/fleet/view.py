@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from xpyd_core.messages import Heartbeat
 from xpyd_router.errors import FailureCause
-from xpyd_router.fleet.health import Health, HealthReport, HealthRules, ProbeResult
+from xpyd_router.fleet.health import STRIKES, Health, HealthReport, HealthRules, ProbeResult
 from xpyd_router.fleet.loads import Load, LoadTable
-from xpyd_router.fleet.poison import fingerprint
+from xpyd_router.fleet.poison import Break, fingerprint, judge
 from xpyd_router.fleet.registry import (
     Instance,
     InstanceKey,
@@ -121,44 +121,53 @@ class FleetView:
             self._settle(instance.key)
             self._tell(before)
 
-    def failed(
-        self, instance: Instance, cause: FailureCause, body: bytes, *, has_answered: bool
-    ) -> bool:
-        """A call failed; `body` is the client's, `has_answered`: the instance had begun to answer.
-
-        True: instances died while they had this request. Then ask `convicts` before it is tried
-        again.
+    def failed(self, instance: Instance, cause: FailureCause, body: bytes) -> Break | None:
+        """A call that carried the client's `body` failed. The break that its request met, where
+        the instance may have died of it: ask `convicts` before it is tried again.
         """
         before, now = self._registry.version, self._clock()
-        suspect = fingerprint(body, self._secret)
-        is_suspect = self._health.failed(
-            instance.key, cause, suspect, has_answered=has_answered, now=now
-        )
+        suspect = fingerprint(body, self._secret) if cause in STRIKES else b""
+        met = self._health.failed(instance.key, cause, suspect, now)
         self._settle(instance.key)
         self._tell(before)
-        return is_suspect
+        return met
 
-    async def convicts(self, body: bytes) -> bool:
-        """Whether the request is to be tried no more, because instances die of it; it is refused
-        from now on. Waits for the probes that tell whether they died, but for no longer than one.
+    def transfer_failed(self, prefill: Instance, decode: Instance, body: bytes) -> None:
+        """D says that the KV of a request with this `body` did not come from P."""
+        before, now = self._registry.version, self._clock()
+        suspect = fingerprint(body, self._secret)
+        for key in self._health.transfer_failed(prefill.key, decode.key, suspect, now):
+            self._settle(key)
+        self._tell(before)
+
+    async def convicts(self, breaks: Sequence[Break], body: bytes) -> bool:
+        """Whether the request that met these is to be tried no more, because instances die of it;
+        its `body` is refused from now on. Waits for the probes that tell whether they died, but for
+        no longer than one; whoever is silent for so long counts as dead.
         """
-        poison, suspect = self._health.poison, fingerprint(body, self._secret)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.rules.probe_timeout_s + _VERDICT_SLACK_S):
-                while poison.judge(suspect, self._clock()) == "open":
+                while judge(breaks) == "open":
                     await self._probed.wait()
-        now = self._clock()
-        if poison.judge(suspect, now) == "innocent":
+        if judge(breaks) == "innocent":
             return False
-        poison.convict(suspect, now)
+        self._health.poison.convict(fingerprint(body, self._secret), self._clock())
         return True
 
+    @property
+    def refused(self) -> Mapping[bytes, float]:
+        """The fingerprints of bodies that are refused; always the same object. While it is empty
+        `refused_s` and `acquit` need not be called.
+        """
+        return self._health.poison.refused
+
     def refused_s(self, body: bytes) -> float:
-        """For how long the request is refused because instances died of it; 0: it is not."""
-        poison = self._health.poison
-        if poison.is_empty:
-            return 0.0
-        return poison.left_s(fingerprint(body, self._secret), self._clock())
+        """For how long this body is refused because instances died of it; 0: it is not."""
+        return self._health.poison.left_s(fingerprint(body, self._secret), self._clock())
+
+    def acquit(self, body: bytes) -> None:
+        """A request with this body was served."""
+        self._health.poison.acquit(fingerprint(body, self._secret))
 
     def take_probes(self, limit: int) -> list[Instance]:
         """Whom to probe now; each must be told by `probed`."""

@@ -14,6 +14,7 @@ from typing import Any, cast
 import orjson
 
 from xpyd_core.errors import ProtocolError
+from xpyd_router.errors import TRANSFER_FAILED, FailureCause
 from xpyd_router.requests.bodies import Ask
 from xpyd_router.requests.sse import DONE, encode_event, event_data
 
@@ -276,14 +277,19 @@ _ENGINE_FAILED = frozenset({"server_error", "InternalServerError"})
 """Our engines' type, and vLLM's."""
 
 
-def is_server_error(event: bytes) -> bool:
-    """Whether `event` says that the engine failed; another engine may succeed."""
+def failure_in(event: bytes) -> FailureCause | None:
+    """What failed where `event` says that the engine did, so that another may succeed; None for
+    other events.
+    """
     if not event.startswith(b'data: {"error"'):
-        return False
+        return None
     try:
-        return orjson.loads(event_data(event))["error"].get("type") in _ENGINE_FAILED
+        error = orjson.loads(event_data(event))["error"]
+        if error.get("code") == TRANSFER_FAILED:
+            return "transfer"
+        return "status" if error.get("type") in _ENGINE_FAILED else None
     except (orjson.JSONDecodeError, AttributeError):
-        return False
+        return None
 
 
 def error_event(body: bytes) -> bytes:

@@ -12,7 +12,7 @@ import orjson
 
 from xpyd_core.errors import ApiError
 from xpyd_core.request_id import pair_id_text
-from xpyd_router.errors import Answer, CallFailed, EngineRefused
+from xpyd_router.errors import TRANSFER_FAILED, Answer, CallFailed, EngineRefused
 from xpyd_router.figures.instances import Call, InstanceTable
 from xpyd_router.fleet.loads import Load
 from xpyd_router.fleet.registry import Instance
@@ -60,8 +60,8 @@ class Attempt:
         """Who was called last."""
         self.load: Load | None = None
         """The place that it takes on the last of them."""
-        self.has_answered = False
-        """Something of the stream came: the request did not kill its engine by its coming."""
+        self.is_suspect = False
+        """An instance died under an earlier try of its request."""
         self.prefill_tokens = 0
         """About how much of the prompt the first of them has to compute."""
         self.owes_release = False
@@ -80,7 +80,7 @@ class Attempt:
         """
         self.called = instance
         if self._fleet.is_lost(instance.key):
-            raise CallFailed("lost")
+            raise CallFailed("connect")  # it does not exist any more, and did not get the request
         self.running = self._figures.call(instance, len(body))
         try:
             exchange = await self._upstream.start(
@@ -143,8 +143,9 @@ class Attempt:
     def _refuse(self, answer: Answer) -> None:
         error = _error_in(answer.body)
         if not 400 <= answer.status < 500:
-            is_transfer = error is not None and error.get("code") == "kv_transfer_failed"
-            raise CallFailed("refused" if answer.status == 503 and not is_transfer else "status")
+            if error is not None and error.get("code") == TRANSFER_FAILED:
+                raise CallFailed("transfer")
+            raise CallFailed("refused" if answer.status == 503 else "status")
         body = self.scrubbed_error(answer.body)
         if error is None:
             body = ApiError(answer.status, "the engine refused the request").body()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 from xpyd_core.errors import ApiError, ProtocolError
+from xpyd_router.fleet.poison import Break
 from xpyd_router.fleet.registry import Instance, InstanceKey
 from xpyd_router.policy.base import Mark, Pair
 from xpyd_router.requests.answers import (
@@ -26,6 +27,9 @@ from xpyd_router.requests.bodies import Ask
 from xpyd_router.requests.sse import DONE
 from xpyd_router.requests.trace import Trace
 
+_SERVED_TOKENS = 32
+"""A request that kills in its stream does so at one place: tries behind it get a few tokens each,
+P's and those of the steps under way."""
 TokenIds = tuple[tuple[int, ...], ...]
 """Ids per choice, in OpenAI's order: i*n+j for choice j of prompt i."""
 
@@ -109,14 +113,29 @@ class Course:
     exclude: set[InstanceKey] = field(default_factory=set[InstanceKey])
     failures: int = 0
     refusals: int = 0
-    breaks: int = 0
-    """Calls that broke off without any answer: instances may have died of it."""
+    shunned: tuple[frozenset[InstanceKey], ...] = ()
+    """Whom the next try does without, if it can: the first of these that leaves somebody."""
+    breaks: list[Break] = field(default_factory=list[Break])
+    """Those under it, a few tokens apart: instances may have died of it."""
+    broke_at_tokens: int = 0
+    """How much the client had at the last of them."""
     last_cause: str = ""
     sent: Sent | None = None
     extends: bool = True
     """Whether P's next token is the client's; else P only makes the KV."""
     has_decode_begun: bool = False
     """Events of D (or of the instance alone) went out. Without `sent` nobody can go on behind."""
+
+    def met(self, broken: Break) -> None:
+        """An instance broke off under it. Where much was streamed since the last time, that one
+        served the request and died of something else.
+        """
+        had_tokens = sum(map(len, self.sent.token_ids)) if self.sent else 0
+        if had_tokens - self.broke_at_tokens >= _SERVED_TOKENS:
+            self.breaks.clear()
+        if broken not in self.breaks:
+            self.breaks.append(broken)
+        self.broke_at_tokens = had_tokens
 
 
 def _may_extend(ask: Ask, sent: Sent, context: int) -> bool:

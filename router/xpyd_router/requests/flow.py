@@ -11,10 +11,8 @@ from collections.abc import Callable
 
 from xpyd_core.errors import ApiError, ProtocolError
 from xpyd_router.config import RouterConfig
-from xpyd_router.errors import Answer, CallFailed, EngineRefused, poisoned
-from xpyd_router.figures.instances import PHASES
+from xpyd_router.errors import Answer, CallFailed, EngineRefused
 from xpyd_router.fleet.loads import LoadTable
-from xpyd_router.fleet.poison import REFUSED_S
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.policy.base import Alone, Pair, Policy, Want
@@ -34,6 +32,7 @@ from xpyd_router.requests.course import (
     sent_alone,
     take_prefill,
 )
+from xpyd_router.requests.failures import Failures
 from xpyd_router.requests.outlet import Outlet
 from xpyd_router.requests.picker import Picker
 from xpyd_router.requests.prefixes import hash_marks, session_in, text_marks
@@ -47,11 +46,6 @@ from xpyd_router.upstream.client import UpstreamClient
 from xpyd_router.upstream.exchange import Exchange
 
 logger = logging.getLogger(__name__)
-
-MAX_TRIES = 3
-# A refusal (503) costs its engine nothing, so a rolling restart may give several in a row.
-_MAX_REFUSALS = 16
-_BREAKS = frozenset({"reset", "incomplete", "lost"})
 
 
 class Flow:
@@ -77,6 +71,7 @@ class Flow:
     ) -> None:
         self._config = config
         self._fleet = fleet
+        self._failures = Failures(config=config, fleet=fleet, metrics=metrics, clock=clock)
         self._loads = loads
         self._policy = policy
         self._picker = picker
@@ -96,9 +91,8 @@ class Flow:
         ApiError for a request that engines died of lately.
         """
         trace.model = ask.model
-        if refused_s := self._fleet.refused_s(ask.raw):
-            self._metrics.poisoned_requests.inc()
-            raise poisoned(refused_s)
+        if self._failures.refused:
+            self._failures.refuse(ask)
         policy = self._policy
         drawn = self._random_bytes(24)
         public = drawn[:16].hex()
@@ -125,9 +119,11 @@ class Flow:
             try:
                 answer = await self._try_whole(course, attempt)
                 course.trace.prompt_tokens, course.trace.output_tokens = tokens_in(answer.body)
+                if self._failures.refused:
+                    self._failures.served(course.ask)
                 return answer
             except CallFailed as failure:
-                await self._after_failure(course, attempt, failure)
+                await self._failures.after(course, attempt, failure)
             finally:
                 self._over(course, attempt)
 
@@ -158,9 +154,11 @@ class Flow:
             attempt = await self._pick(course)
             try:
                 await self._try_stream(course, attempt, outlet)
+                if self._failures.refused:
+                    self._failures.served(course.ask)
                 return
             except CallFailed as failure:
-                await self._after_failure(course, attempt, failure)
+                await self._failures.after(course, attempt, failure)
             finally:
                 self._over(course, attempt)
             if last := last_events(course):
@@ -181,7 +179,9 @@ class Flow:
         give_up = None if course.last_cause == "refused" else lambda: gave_up(course)
         trace, asked_s = course.trace, self._clock()
         deadline_s, body_bytes = self._pick_deadline_s(course), len(course.ask.raw)
-        choice = await self._picker.pick(want, deadline_s, give_up, body_bytes=body_bytes)
+        choice = await self._picker.pick(
+            want, deadline_s, give_up, body_bytes=body_bytes, shunned=course.shunned
+        )
         trace.queue_s += self._clock() - asked_s
         attempt = Attempt(
             choice,
@@ -197,6 +197,8 @@ class Flow:
         attempt.load = self._loads.of(attempt.instances[-1].key)
         attempt.load.begin(course.ask.prompt_tokens, course.ask.output_tokens)
         self._fleet.began(attempt.instances)
+        if course.breaks:
+            self._failures.suspect(attempt)
         if isinstance(choice, Pair):
             self._metrics.instances.paired(choice.prefill, choice.decode)
         trace.request, trace.tries = attempt.uuid, trace.tries + 1
@@ -215,6 +217,8 @@ class Flow:
         """
         if attempt.load is not None:
             attempt.load.end(course.ask.prompt_tokens, course.ask.output_tokens)
+        if attempt.is_suspect:
+            self._failures.over(attempt)
         if attempt.called.beat.type == "P":
             course.trace.prefill_s = attempt.call_s
         else:
@@ -321,36 +325,6 @@ class Flow:
         if course.has_decode_begun:
             return self._config.request_timeout_s
         return course.deadline_s - self._clock()
-
-    async def _after_failure(self, course: Course, attempt: Attempt, failure: CallFailed) -> None:
-        """Count, tell and remember it; returns when another try is due, else raises ApiError."""
-        instance, cause = attempt.called, failure.cause
-        phase = PHASES[instance.beat.type]
-        self._metrics.failed(instance, cause)
-        course.trace.failures.append(f"{phase}:{cause}")
-        course.last_cause = cause
-        is_suspect = self._fleet.failed(
-            instance, cause, course.ask.raw, has_answered=attempt.has_answered
-        )
-        extra = {"request": attempt.uuid, "instance": instance.name, "tries": course.trace.tries}
-        logger.warning("%s call failed: %s", phase, cause, extra=extra)
-        if cause in _BREAKS and not attempt.has_answered:
-            course.breaks += 1
-        # Of one body that many clients send, each request is judged by what it met itself.
-        if is_suspect and course.breaks >= 2 and await self._fleet.convicts(course.ask.raw):
-            self._metrics.poisoned_requests.inc()
-            raise poisoned(REFUSED_S)
-        if course.has_decode_begun and course.sent is None:
-            raise ApiError(502, "the generating instance failed", code="decode_failed")
-        course.exclude.add(instance.key)
-        if cause == "refused":
-            course.refusals += 1
-        else:
-            course.failures += 1
-        is_late = not course.has_decode_begun and self._clock() >= course.deadline_s
-        if course.failures >= MAX_TRIES or course.refusals >= _MAX_REFUSALS or is_late:
-            raise gave_up(course)
-        self._metrics.retried(instance)
 
 
 def _nothing() -> None:

@@ -7,13 +7,13 @@ model was served shortly before. A fleet that never served is answered 503 at on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
 from xpyd_core.errors import ApiError
 from xpyd_router.config import RouterConfig
-from xpyd_router.fleet.registry import Snapshot
+from xpyd_router.fleet.registry import InstanceKey, Snapshot
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.policy.base import Alone, Pair, Policy, Want
@@ -51,11 +51,18 @@ class Picker:
         give_up: Callable[[], ApiError] | None,
         *,
         body_bytes: int = 0,
+        shunned: Sequence[frozenset[InstanceKey]] = (),
     ) -> Pair | Alone:
-        """A choice, at latest at `deadline_s`. Raises ApiError: 404 for an unknown model, 503 where
-        nobody is ready, `give_up()` where only those that failed are left. Without it they are
-        waited for as well: they refused, because they are being replaced.
+        """A choice, at latest at `deadline_s`; without the first of `shunned` that leaves one.
+
+        Raises ApiError: 404 for an unknown model, 503 where nobody is ready, `give_up()` where only
+        those that failed are left. Without it they are waited for as well: they refused, because
+        they are being replaced.
         """
+        for some in shunned:
+            fewer = replace(want, exclude=want.exclude | some)
+            if choice := self._policy.pick(self._fleet.snapshot, fewer):
+                return choice
         while True:
             snapshot = self._fleet.snapshot
             if choice := self._policy.pick(snapshot, want):

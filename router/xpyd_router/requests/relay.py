@@ -11,7 +11,7 @@ import orjson
 
 from xpyd_core.errors import ProtocolError
 from xpyd_router.errors import CallFailed
-from xpyd_router.requests.answers import chunk_of, is_server_error, without_token_ids
+from xpyd_router.requests.answers import chunk_of, failure_in, without_token_ids
 from xpyd_router.requests.attempt import Attempt
 from xpyd_router.requests.course import Course, Sent, begin_alone
 from xpyd_router.requests.outlet import Outlet
@@ -45,7 +45,6 @@ class Relay:
         if self.is_done:
             return
         self._attempt.owes_release = False
-        self._attempt.has_answered = True
         if self._splitter.is_whole_event(data) and data != DONE and not data.startswith(_ERROR):
             # What nearly every piece is: one chunk, of one token.
             if self._call is not None:
@@ -86,8 +85,8 @@ class Relay:
 
     def _error(self, event: bytes) -> bytes:
         may_go_on = self._sent is not None or not self._course.has_decode_begun
-        if may_go_on and is_server_error(event):
-            raise CallFailed("status")
+        if may_go_on and (cause := failure_in(event)):
+            raise CallFailed(cause)
         return self._attempt.scrubbed_error(event)
 
     def _shown(self, event: bytes) -> bytes | None:

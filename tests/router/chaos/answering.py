@@ -5,7 +5,9 @@ engine's mood makes of them.
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 import socket
 import struct
 import time
@@ -16,7 +18,7 @@ from typing import IO, Protocol
 import orjson
 
 from tests.router.chaos.contract import faults_of
-from tests.router.chaos.moods import Fate, Mood, fate_of
+from tests.router.chaos.moods import Fate, Mood, fate_of, lethal_step
 from tests.router.chaos.wire import DONE, Call, Stream, event, whole
 
 _ERROR = {"message": "the engine could not run this request", "type": "server_error"}
@@ -83,6 +85,7 @@ class Answer:
         self._steps: Iterator[bytes] = iter(())
         self._step = 0
         self._is_open = False
+        self._dies_at = lethal_step(call)
 
     def begin(self) -> None:
         """Take the call, or refuse it."""
@@ -97,6 +100,8 @@ class Answer:
         self._is_open = True
         book.open_calls += 1
         book.write("begin", call, self._fate.mode)
+        if self._dies_at == 0:
+            _die()
         self._left = self._fate.cut_after_bytes
         if self._fate.mode != "hang":
             self._later(self._fate.prefill_s, self._first)
@@ -149,6 +154,8 @@ class Answer:
     def _next(self) -> None:
         fate = self._fate
         self._step += 1
+        if self._step == self._dies_at:
+            _die()
         is_trouble = fate.mode in ("error_event", "early_end") and self._step > fate.steps
         data = None if is_trouble else next(self._steps, None)
         if data is not None and not data.endswith(DONE):
@@ -180,6 +187,11 @@ class Answer:
         else:
             transport.close()
         return False
+
+
+def _die() -> None:
+    """As a process does that crashes: without a word."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _chunk(data: bytes) -> bytes:

@@ -45,7 +45,8 @@ class Outcome:
 
 
 class Load:
-    """`clients` of them against the router at `url`, until `is_enough`."""
+    """`clients` of them against the router at `url`, until `is_enough`; they ask what `draw` gives
+    for a request's number."""
 
     def __init__(
         self,
@@ -55,12 +56,14 @@ class Load:
         clients: int,
         exposure: Exposure,
         is_enough: Callable[[int], bool],
+        draw: Callable[[random.Random, int], Ask] = draw,
     ) -> None:
         self._url = url
         self._seed = seed
         self._clients = clients
         self._exposure = exposure
         self._is_enough = is_enough
+        self._draw = draw
         self._next = 0
         self.outcome = Outcome()
 
@@ -75,7 +78,7 @@ class Load:
     async def _client(self, session: aiohttp.ClientSession) -> None:
         while not self._is_enough(self._next):
             number, self._next = self._next, self._next + 1
-            ask = draw(random.Random(f"{self._seed}/{number}"), number)
+            ask = self._draw(random.Random(f"{self._seed}/{number}"), number)
             self._exposure.begin_request(number)
             start_s = time.time()
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -48,6 +49,20 @@ def fate_of(call: Call, mood: Mood, rng: random.Random, *, pace: float) -> Fate:
         is_reset=rng.random() < 0.5,
         steps=rng.randrange(8),
     )
+
+
+_LETHAL = re.compile(r"kills (P|D)(?: at step (\d+))?")
+
+
+def lethal(role: str, steps: int = 0) -> str:
+    """A prompt of which those of `role` die: at once, or after so many steps of their stream."""
+    return f"kills {role}" + (f" at step {steps}" if steps else "")
+
+
+def lethal_step(call: Call) -> int | None:
+    """The step of its answer at which the engine dies of this call; 0: before it."""
+    found = _LETHAL.fullmatch(str(call.body.get("prompt")))
+    return int(found[2] or 0) if found and found[1] == call.part else None
 
 
 def _cut(call: Call, rng: random.Random) -> int:
