@@ -7,6 +7,7 @@ import pytest
 
 from tests.router.beats import beat
 from tests.router.choosing import make_policy
+from xpyd_router.fleet.poison import Break
 from xpyd_router.fleet.registry import Registry
 from xpyd_router.policy.base import Pair, Want
 from xpyd_router.requests.answers import Head
@@ -64,3 +65,28 @@ def test_at_the_contexts_last_token_p_adds_none(
     assert tried.extends == extends
     assert ("continue_from" in params) == extends
     assert ("client_max_tokens" in params) == extends
+
+
+def broke_at(tokens: list[int]) -> int:
+    """How many deaths a stream has met that broke when the client had so many tokens."""
+    tried = course(Sent([[]], "k", {}, "m"))
+    for had in tokens:
+        assert tried.sent is not None
+        tried.sent.token_ids[0] = [7] * had
+        tried.met(Break(0.0))
+    return len(tried.breaks)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "deaths"),
+    [([0, 1], 2), ([500, 503], 2), ([5, 36], 2), ([5, 37], 1), ([0, 40, 41, 90], 1)],
+)
+def test_who_streamed_much_did_not_die_of_the_same(tokens: list[int], deaths: int) -> None:
+    assert broke_at(tokens) == deaths
+
+
+def test_one_death_is_met_once() -> None:
+    tried, broken = course(), Break(0.0)
+    for _ in range(2):
+        tried.met(broken)
+    assert tried.breaks == [broken]

@@ -1,0 +1,175 @@
+"""What a failed try is held against: the instance, the pair's transfer, or the request itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, cast
+
+import pytest
+
+from tests.router.beats import beat
+from tests.router.fakes import Call, FakeEngine, answer, die, fleet, run, serve_model, until
+from tests.router.test_router_course import course
+from xpyd_core.errors import ApiError
+from xpyd_router.config import RouterConfig
+from xpyd_router.errors import CallFailed
+from xpyd_router.fleet.health import HealthRules
+from xpyd_router.fleet.poison import fingerprint
+from xpyd_router.fleet.registry import Instance, Registry
+from xpyd_router.fleet.view import FleetView
+from xpyd_router.metrics import RouterMetrics
+from xpyd_router.policy.base import Alone
+from xpyd_router.requests.attempt import Attempt
+from xpyd_router.requests.failures import Failures
+
+PATIENT = HealthRules(probe_interval_s=60.0, slow_start_s=0.0)
+NO_KV: dict[str, Any] = {"error": {"message": "no KV", "code": "kv_transfer_failed"}}
+
+
+def view_of(*kinds: str) -> FleetView:
+    view = FleetView(Registry(period_s=3.0, missed_beats=3), time.monotonic)
+    for host, kind in enumerate(kinds, start=1):
+        view.apply(beat(kind, host=host))
+    return view
+
+
+def failures_of(view: FleetView, **config: Any) -> Failures:
+    metrics = RouterMetrics(time.monotonic)
+    return Failures(config=RouterConfig(**config), fleet=view, metrics=metrics, clock=lambda: 0.0)
+
+
+def attempt_at(instance: Instance, call_s: float) -> Attempt:
+    """A try that called `instance`, without a network."""
+    unused = cast(Any, None)
+    made = Attempt(
+        Alone(instance), uuid="u", public="p", forwarded="",
+        fleet=unused, upstream=unused, figures=unused,
+    )  # fmt: skip
+    made.call_s = call_s
+    return made
+
+
+@pytest.mark.parametrize(
+    ("kind", "call_s", "counts"),
+    [("P", 0.4, False), ("P", 0.5, True), ("D", 4.9, False), ("D", 5.0, True)],
+)
+def test_a_timeout_counts_against_who_had_half_of_its_time(
+    kind: str, call_s: float, counts: bool
+) -> None:
+    async def work() -> None:
+        view = view_of(kind)
+        failures = failures_of(view, prefill_timeout_s=1.0, request_timeout_s=10.0)
+        tried = course()
+        await failures.after(tried, attempt_at(view.instances[0], call_s), CallFailed("timeout"))
+        assert bool(view._health.breakers) == counts
+        assert tried.exclude == {view.instances[0].key}
+
+    run(work())
+
+
+def test_a_request_whose_body_was_convicted_meanwhile_is_not_tried_again() -> None:
+    async def work() -> None:
+        view = view_of("A")
+        failures, tried = failures_of(view), course()
+        view._health.poison.convict(fingerprint(tried.ask.raw, view._secret), time.monotonic())
+        with pytest.raises(ApiError, match="refused") as caught:
+            await failures.after(tried, attempt_at(view.instances[0], 1.0), CallFailed("status"))
+        assert caught.value.status == 422
+
+    run(work())
+
+
+def test_a_body_that_is_served_after_all_is_refused_no_more() -> None:
+    async def work() -> None:
+        async with fleet() as fleet_:
+            engine, may_go = await fleet_.engine("A"), asyncio.Event()
+
+            async def script(one: FakeEngine, call: Call, request: Any) -> Any:
+                await may_go.wait()
+                return await serve_model(one, call, request)
+
+            engine.script = script
+            running = asyncio.create_task(fleet_.json())
+            await until(lambda: engine.served == 1)
+            view = fleet_.router.surface.fleet
+            body = fingerprint(engine.calls[0].raw, view._secret)
+            view._health.poison.convict(body, view.now_s)
+            async with await fleet_.post() as response:
+                assert response.status == 422
+            may_go.set()
+            await running
+            assert not view.refused
+            await fleet_.json()
+
+    run(work())
+
+
+def test_requests_that_met_the_same_death_are_tried_apart() -> None:
+    """Else the next death would say as little as the first about which of them it was."""
+
+    async def work() -> None:
+        async with fleet(policy="SessionAffinity", health=PATIENT) as fleet_:
+            engines = [await fleet_.engine("A") for _ in range(3)]
+
+            def asked() -> int:
+                return sum(engine.served for engine in engines)
+
+            async def script(engine: FakeEngine, call: Call, request: Any) -> Any:
+                is_first = asked() <= 2
+                await until(lambda: asked() >= (2 if is_first else 4))
+                return await (die if is_first else serve_model)(engine, call, request)
+
+            for engine in engines:
+                engine.script = script
+            await asyncio.gather(*(fleet_.json(user="one", prompt=p) for p in ("a", "b")))
+            assert sorted(e.served for e in engines) == [1, 1, 2]
+            assert not fleet_.router.surface.flow._failures._suspected
+
+    run(work())
+
+
+def test_a_failed_transfer_is_tried_on_a_pair_that_shares_nobody_with_it() -> None:
+    async def work() -> None:
+        async with fleet(policy="SessionAffinity") as fleet_:
+            ps = [await fleet_.engine("P") for _ in range(3)]
+            ds = [await fleet_.engine("D") for _ in range(3)]
+            turns = iter([answer(503, NO_KV)])
+
+            async def script(engine: FakeEngine, call: Call, request: Any) -> Any:
+                return await next(turns, serve_model)(engine, call, request)
+
+            for d in ds:
+                d.script = script
+            await fleet_.json(user="one")
+            assert sorted(e.served for e in ps) == [0, 1, 1]
+            assert sorted(e.served for e in ds) == [0, 1, 1]
+            errors = fleet_.metric("xpyd_router_errors_total", phase="decode", cause="transfer")
+            assert errors == 1
+
+    run(work())
+
+
+@pytest.mark.parametrize("kinds", ["PD", "PPD", "PDD"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failed_transfer_is_tried_again_where_there_is_no_other_pair(
+    kinds: str, stream: bool
+) -> None:
+    async def work() -> None:
+        async with fleet(policy="SessionAffinity") as fleet_:
+            engines = [await fleet_.engine(kind) for kind in kinds]
+            turns = iter([answer(503, NO_KV)])
+
+            async def script(engine: FakeEngine, call: Call, request: Any) -> Any:
+                return await next(turns, serve_model)(engine, call, request)
+
+            for engine in engines:
+                if engine.beat.type == "D":
+                    engine.script = script
+            async with await fleet_.post(user="one", stream=stream) as response:
+                text = await response.text()
+                assert response.status == 200, text
+            twice = [e.beat.type for e in engines if e.served == 2]
+            assert twice == {"PD": ["P", "D"], "PPD": ["D"], "PDD": ["P"]}[kinds]
+
+    run(work())
