@@ -15,7 +15,7 @@ from xpyd_router.requests.answers import (
     ChunkWriter,
     Head,
     chunk_of,
-    is_server_error,
+    failure_in,
     parse_prefill_answer,
     scrub,
     whole_answer,
@@ -180,11 +180,19 @@ def test_what_is_no_chunk_of_choices_is_told_apart(other: bytes) -> None:
     assert chunk_of(other) is None
 
 
-def test_only_an_engines_own_failure_counts_as_one() -> None:
-    assert is_server_error(event(error={"type": "server_error"}))
-    assert not is_server_error(event(error={"type": "invalid_request_error"}))
-    assert not is_server_error(event(error="x"))
-    assert not is_server_error(event(choices=[]))
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        ({"type": "server_error"}, "status"),
+        ({"type": "InternalServerError"}, "status"),
+        ({"type": "server_error", "code": "kv_transfer_failed"}, "transfer"),
+        ({"type": "invalid_request_error"}, None),
+        ("x", None),
+    ],
+)
+def test_only_an_engines_own_failure_counts_as_one(error: Any, cause: str | None) -> None:
+    assert failure_in(event(error=error)) == cause
+    assert failure_in(event(choices=[], error=error)) is None
 
 
 def test_internal_ids_are_replaced_wherever_they_stand() -> None:
