@@ -15,8 +15,9 @@ from xpyd_core.sizes import parse_bytes
 from xpyd_router.admission.values import Limits
 from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.health import HealthRules
+from xpyd_router.policy.base import Slo
 from xpyd_router.policy.no_prefill import ON_NO_PREFILL
-from xpyd_router.requests.client_head import check_forwarded_names
+from xpyd_router.requests.client_head import MAX_SLO_MS, check_forwarded_names
 
 _EPILOG = """examples:
   xpyd router --kv-key-file kv.key               on 127.0.0.1:10001, engines beat to port 30001
@@ -71,10 +72,23 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         default=default.policy,
         metavar="NAME",
         help="who serves a request: RoundRobin, Random, PowerOfTwo, LeastLoaded, PrefixAware, "
-        "SessionAffinity or the name of a policy of another package (default: %(default)s)",
+        "SessionAffinity, SloAware or the name of a policy of another package "
+        "(default: %(default)s)",
     )
     add("--prefill-policy", metavar="NAME", help="for prefill instances (default: --policy)")
     add("--decode-policy", metavar="NAME", help="for decode instances (default: --policy)")
+    add(
+        "--slo-ttft-ms",
+        type=int,
+        metavar="N",
+        help="time to the first token that a request may take (default: no objective)",
+    )
+    add(
+        "--slo-itl-ms",
+        type=int,
+        metavar="N",
+        help="mean time between its tokens (default: no objective)",
+    )
     add(
         "--local-prefill-tokens",
         type=int,
@@ -217,6 +231,7 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         prefill_policy=args.prefill_policy,
         decode_policy=args.decode_policy,
         local_prefill_tokens=args.local_prefill_tokens,
+        slo=Slo(_seconds(args.slo_ttft_ms), _seconds(args.slo_itl_ms)),
         exact_prefixes=args.exact_prefixes,
         health=HealthRules(
             probe_interval_s=args.probe_interval,
@@ -249,6 +264,8 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         "--probe-timeout: expected 0.1 to 60": 0.1 <= config.health.probe_timeout_s <= 60,
         "--slow-start-seconds: expected 0 to 600": 0 <= config.health.slow_start_s <= 600,
         "--local-prefill-tokens: expected 0 or more": config.local_prefill_tokens >= 0,
+        f"--slo-ttft-ms: expected 1 to {MAX_SLO_MS}": _is_slo(config.slo.ttft_s),
+        f"--slo-itl-ms: expected 1 to {MAX_SLO_MS}": _is_slo(config.slo.itl_s),
         "--request-timeout: expected more than 0": config.request_timeout_s > 0,
         "--prefill-timeout: expected more than 0": config.prefill_timeout_s > 0,
         "--max-body-bytes: expected at least 1Ki": config.max_body_bytes >= 1024,
@@ -263,6 +280,14 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
             raise UserError(complaint)
     check_keys_given(config.kv_key_file, insecure=config.kv_insecure, who="a router")
     return config
+
+
+def _seconds(milliseconds: int | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
+
+
+def _is_slo(value_s: float | None) -> bool:
+    return value_s is None or 1 <= value_s * 1000 <= MAX_SLO_MS
 
 
 def _is_limit(value: int | None) -> bool:

@@ -9,6 +9,7 @@ from xpyd_core.messages import HEARTBEAT_PERIOD_S, MISSED_BEATS
 from xpyd_core.pod_env import DISCOVERY_PORT, ROUTER_HTTP_PORT
 from xpyd_router.admission.values import Limits
 from xpyd_router.fleet.health import HealthRules
+from xpyd_router.policy.base import NO_SLO, Slo
 from xpyd_router.policy.no_prefill import OnNoPrefill
 
 
@@ -48,6 +49,8 @@ class RouterConfig:
     """Prompts of which fewer tokens are to be computed stay on D; 0: none."""
     exact_prefixes: bool = False
     """Policies that go by prefixes get the engines' own block hashes, not marks of the text."""
+    slo: Slo = NO_SLO
+    """Objectives of requests that name none."""
     health: HealthRules = field(default_factory=HealthRules)
     """How instances are probed, and how slowly they start."""
     request_timeout_s: float = 1800.0

@@ -35,10 +35,11 @@ from xpyd_router.fleet.prober import Prober
 from xpyd_router.fleet.registry import Registry
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
-from xpyd_router.policy.base import Policy
+from xpyd_router.policy.base import NO_SLO, Policy
 from xpyd_router.policy.catalogue import build_policy
 from xpyd_router.requests.draws import Draws
 from xpyd_router.requests.flow import Flow
+from xpyd_router.requests.objectives import Objectives
 from xpyd_router.requests.picker import Picker
 from xpyd_router.requests.releases import Releases
 from xpyd_router.serving.access_log import AccessLog
@@ -102,6 +103,22 @@ def _tokens(
 
     fetch = AiohttpFetch(_source_host(config))
     return Tokens(fleet=fleet, fetch=fetch, metrics=metrics, clock=time.monotonic)
+
+
+def _objectives(
+    config: RouterConfig, policy: Policy, fleet: FleetView, loads: LoadTable, metrics: RouterMetrics
+) -> Objectives | None:
+    """Who learns how fast instances are, where a policy or an objective asks for it."""
+    if not policy.needs_paces and config.slo == NO_SLO:
+        return None
+    return Objectives(
+        config.slo,
+        fleet=fleet,
+        loads=loads,
+        figures=metrics.instances,
+        table=metrics.objectives,
+        clock=time.monotonic,
+    )
 
 
 @dataclass
@@ -202,6 +219,7 @@ async def open_router(
             wall_clock=time.time,
             random_bytes=Draws(os.urandom),
             tokens=tokens,
+            objectives=(objectives := _objectives(config, policy, fleet, loads, metrics)),
         )
         surface = Surface(
             config=config,
@@ -229,8 +247,8 @@ async def open_router(
             )
         )
         prober = Prober(fleet, metrics, partial(probe_http, local_host=_source_host(config)))
-        works = [discovery.run(), prober.run(), *([tokens.run()] if tokens else [])]
-        watching = [asyncio.create_task(work) for work in works]
+        works = (discovery, prober, tokens, objectives)
+        watching = [asyncio.create_task(work.run()) for work in works if work is not None]
         for task in watching:
             task.add_done_callback(_report_death)
         try:
@@ -256,7 +274,7 @@ async def open_router(
 
 def _report_death(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        logger.critical("discovery, probing or counting stopped: %r", error)
+        logger.critical("discovery, probing, counting or sampling stopped: %r", error)
 
 
 async def _serve(config: RouterConfig) -> None:

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from xpyd_router.errors import FailureCause
 from xpyd_router.figures.exposition import Exposition
 from xpyd_router.figures.instances import PHASES, InstanceTable
+from xpyd_router.figures.objectives import ObjectiveTable
 from xpyd_router.figures.requests import RequestTable
 from xpyd_router.fleet.registry import Instance, Standing
 
@@ -30,6 +31,7 @@ class RouterMetrics:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.requests = RequestTable()
         self.instances = InstanceTable(clock)
+        self.objectives = ObjectiveTable()
         self._registry = registry = CollectorRegistry()
         prefix = "xpyd_router_"
         self.errors = Counter(
@@ -124,6 +126,7 @@ class RouterMetrics:
         out = Exposition()
         self.requests.write(out)
         self.instances.write(out)
+        self.objectives.write(out)
         return generate_latest(self._registry) + out.text()
 
 

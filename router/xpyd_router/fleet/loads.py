@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from xpyd_core.messages import Heartbeat
+from xpyd_router.fleet.pace import Pace
 from xpyd_router.fleet.registry import InstanceKey
 
 _LEAST_ROOM = 0.05
@@ -56,12 +57,15 @@ class Load:
         "decode_cost",
         "foreign_requests",
         "key",
+        "pace",
         "queued_tokens",
         "scale",
     )
 
     def __init__(self, key: InstanceKey) -> None:
         self.key = key
+        self.pace = Pace()
+        """How fast the instance works; learned where a policy or objectives need it."""
         self._requests = 0
         self._prompt_tokens = 0
         self._output_tokens = 0

@@ -47,6 +47,18 @@ Mark = tuple[int, bytes]
 """A beginning of a prompt: about how many tokens long, and a digest that stands for it."""
 
 
+class Slo(NamedTuple):
+    """What a request may take; None: no objective."""
+
+    ttft_s: float | None = None
+    """From the request to its first token; in a Want what is left of that, which may be below 0."""
+    itl_s: float | None = None
+    """Between two tokens, in the mean of an answer (its TPOT)."""
+
+
+NO_SLO = Slo()
+
+
 class Want(msgspec.Struct, frozen=True, gc=False):
     """What a request needs of its instances. Made for every try: a Struct takes a twelfth of a
     frozen dataclass's time. It holds nothing that could refer to it.
@@ -66,6 +78,10 @@ class Want(msgspec.Struct, frozen=True, gc=False):
     """What the client calls its conversation; only read where a policy needs it."""
     marks: tuple[Mark, ...] = ()
     """Beginnings of the prompt, shortest first; only made where a policy needs them."""
+    output_tokens: int = 0
+    """About how long the answer will be; 0 where nobody knows."""
+    slo: Slo = NO_SLO
+    """What it may take; only set where the paces of instances are learned."""
 
 
 class Policy(Protocol):
@@ -89,6 +105,11 @@ class Policy(Protocol):
     @property
     def needs_marks(self) -> bool:
         """Whether Want.marks are read."""
+        ...
+
+    @property
+    def needs_paces(self) -> bool:
+        """Whether Load.pace and Want.slo are read."""
         ...
 
 
@@ -140,6 +161,8 @@ class SidePolicy(Protocol):
     """Whether it reads Want.session."""
     needs_marks: bool = False
     """Whether it reads Want.marks."""
+    needs_paces: bool = False
+    """Whether it reads Load.pace and Want.slo."""
 
     @abstractmethod
     def choose(self, side: Side, want: Want) -> Candidate:

@@ -35,6 +35,7 @@ class PairPolicy:
         self._sides = {"P": prefill, "D": decode, "A": aggregated}
         self.needs_session = any(side.needs_session for side in self._sides.values())
         self.needs_marks = any(side.needs_marks for side in self._sides.values())
+        self.needs_paces = any(side.needs_paces for side in self._sides.values())
         self._learns = any(map(_learns, self._sides.values()))
         in_turn = isinstance(prefill, RoundRobin) and isinstance(decode, RoundRobin)
         self._rotation = PairRotation() if in_turn else None

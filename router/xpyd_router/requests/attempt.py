@@ -64,6 +64,8 @@ class Attempt:
         """An instance died under an earlier try of its request."""
         self.prefill_tokens = 0
         """About how much of the prompt the first of them has to compute."""
+        self.waiting_tokens = 0.0
+        """Prompt tokens on the last of them when it was picked, its own included."""
         self.owes_release = False
         """P was called, and D may hold or get KV that nobody will ask for."""
         self.running: Call | None = None

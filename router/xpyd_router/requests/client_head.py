@@ -12,12 +12,15 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from xpyd_core.errors import ApiError, UserError
+from xpyd_router.policy.base import NO_SLO, Slo
 
 MAX_NAMES = 32
 MAX_VALUE_BYTES = 8000
 """Common servers refuse lines above 8 KiB."""
 MAX_FORWARDED_BYTES = 16 * 1024
 """All forwarded values of a request: half of what common servers take as a whole head."""
+MAX_SLO_MS = 3_600_000
+"""An hour: longer than any request may take."""
 _MAX_CLIENT_ID = 256
 _MAX_TRACESTATE = 512
 """As much as W3C asks everybody to pass on."""
@@ -33,6 +36,8 @@ _TRACESTATE = re.compile(
     rb"(?:[a-z0-9][a-z0-9_*/@-]{0,255}=[ -+\--<>-~]{0,255}[!-+\--<>-~])?(?:[\t ]*,[\t ]*"
     rb"(?:[a-z0-9][a-z0-9_*/@-]{0,255}=[ -+\--<>-~]{0,255}[!-+\--<>-~])?)*"
 )
+_NUMBER = re.compile(rb"[0-9]{1,16}(\.[0-9]{1,16})?")
+_SLO = {b"x-slo-ttft-ms": "ttft_s", b"x-slo-tpot-ms": "itl_s"}
 _NEVER = frozenset(
     (
         # Of one connection, not of the request (RFC 9110, 7.6.1).
@@ -44,7 +49,10 @@ _NEVER = frozenset(
         *("traceparent", "tracestate"),
     )
 )
-_READ = (b"x-request-id", b"traceparent", b"tracestate", b"x-session-id")
+_READ = (
+    *(b"x-request-id", b"traceparent", b"tracestate", b"x-session-id"),
+    *(b"x-slo-ttft-ms", b"x-slo-tpot-ms"),
+)
 
 
 class ClientHead(NamedTuple):
@@ -58,6 +66,8 @@ class ClientHead(NamedTuple):
     """Header lines for the engines, each with its end of line. Latin-1."""
     session: str = ""
     """The client's X-Session-Id: read by policies, goes on only where a flag names it."""
+    slo: Slo = NO_SLO
+    """Its objectives; the names of the headers are llm-d's."""
     complaint: ApiError | None = None
     """Why the request is refused."""
 
@@ -100,6 +110,7 @@ class HeadReader:
     def _read(self, found: list[tuple[bytes, bytes]]) -> ClientHead:
         request_id = b""
         session = ""
+        slo = NO_SLO
         parents: list[bytes] = []
         states: list[bytes] = []
         lines: list[str] = []
@@ -116,6 +127,9 @@ class HeadReader:
                 states.append(value)
             elif name == b"x-session-id" and len(value) <= _MAX_CLIENT_ID:
                 session = value.decode("latin-1")
+            elif name in _SLO:
+                slo, wrong = _take_slo(slo, name, value)
+                complaint = complaint or wrong
             if name in self._forwarded:
                 shown = self._forwarded[name]
                 size += len(value)
@@ -124,10 +138,19 @@ class HeadReader:
         trace_id, context = _trace_context(parents, states)
         if complaint is not None:
             return ClientHead(request_id, trace_id, complaint=complaint)
-        return ClientHead(request_id, trace_id, context + "".join(lines), session)
+        return ClientHead(request_id, trace_id, context + "".join(lines), session, slo)
 
 
 _EMPTY = ClientHead()
+
+
+def _take_slo(slo: Slo, name: bytes, value: bytes) -> tuple[Slo, ApiError | None]:
+    """`slo` with this header's, or what is wrong with it."""
+    if _NUMBER.fullmatch(value) is None or not 0 < float(value) <= MAX_SLO_MS:
+        shown = name.decode().title()
+        message = f"header {shown}: expected milliseconds, above 0 and at most {MAX_SLO_MS}"
+        return slo, ApiError(400, message, param=shown)
+    return slo._replace(**{_SLO[name]: float(value) / 1000}), None
 
 
 def _complaint(name: str, value: bytes, size: int) -> ApiError | None:

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, cast
 from xpyd_core.errors import ApiError, ProtocolError
 from xpyd_router.fleet.poison import Break
 from xpyd_router.fleet.registry import Instance, InstanceKey
-from xpyd_router.policy.base import Mark, Pair
+from xpyd_router.policy.base import NO_SLO, Mark, Pair, Slo
+from xpyd_router.policy.forecast import Forecast
 from xpyd_router.requests.answers import (
     ChunkWriter,
     Head,
@@ -110,6 +111,12 @@ class Course:
     """What policies know the client's conversation by."""
     marks: tuple[Mark, ...] = ()
     """Beginnings of the prompt, for policies."""
+    slo: Slo = NO_SLO
+    """What the client may expect; only where paces are learned."""
+    forecast: Forecast | None = None
+    """What was expected when it was placed first."""
+    placed_s: float = 0.0
+    """When that was, after the request came."""
     exclude: set[InstanceKey] = field(default_factory=set[InstanceKey])
     failures: int = 0
     refusals: int = 0
@@ -125,6 +132,8 @@ class Course:
     """Whether P's next token is the client's; else P only makes the KV."""
     has_decode_begun: bool = False
     """Events of D (or of the instance alone) went out. Without `sent` nobody can go on behind."""
+    was_interrupted: bool = False
+    """The client did not take what came for a while."""
 
     def met(self, broken: Break) -> None:
         """An instance broke off under it. Where much was streamed since the last time, that one

@@ -15,10 +15,11 @@ from xpyd_router.errors import Answer, CallFailed, EngineRefused
 from xpyd_router.fleet.loads import LoadTable
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
-from xpyd_router.policy.base import Alone, Pair, Policy, Want
+from xpyd_router.policy.base import NO_SLO, Alone, Pair, Policy, Want
 from xpyd_router.requests.answers import Head, error_event, whole_answer
 from xpyd_router.requests.attempt import Attempt
 from xpyd_router.requests.bodies import Ask, prefill_body, splice
+from xpyd_router.requests.client_head import ClientHead
 from xpyd_router.requests.course import (
     Course,
     Prefilled,
@@ -33,6 +34,7 @@ from xpyd_router.requests.course import (
     take_prefill,
 )
 from xpyd_router.requests.failures import Failures
+from xpyd_router.requests.objectives import Objectives
 from xpyd_router.requests.outlet import Outlet
 from xpyd_router.requests.picker import Picker
 from xpyd_router.requests.prefixes import hash_marks, session_in, text_marks
@@ -68,6 +70,7 @@ class Flow:
         wall_clock: Callable[[], float],
         random_bytes: Callable[[int], bytes],
         tokens: Tokens | None = None,
+        objectives: Objectives | None = None,
     ) -> None:
         self._config = config
         self._fleet = fleet
@@ -82,11 +85,10 @@ class Flow:
         self._wall_clock = wall_clock
         self._random_bytes = random_bytes
         self._tokens = tokens
+        self._objectives = objectives
 
-    def begin(self, ask: Ask, trace: Trace, *, forwarded: str = "", session: str = "") -> Course:
-        """A course for `ask`, with the response's id; no engine is called. `forwarded`: the
-        client's header lines that engines get. `session`: what a header calls it; else the body
-        may.
+    def begin(self, ask: Ask, trace: Trace, client: ClientHead) -> Course:
+        """A course for `ask` under the head `client`, with the response's id; no engine is called.
 
         ApiError for a request that engines died of lately.
         """
@@ -106,9 +108,10 @@ class Flow:
             public=public,
             seed=seed,
             deadline_s=trace.started_s + self._config.request_timeout_s,
-            forwarded=forwarded,
-            session=session or (session_in(ask.fields) if policy.needs_session else ""),
+            forwarded=client.forwarded,
+            session=client.session or (session_in(ask.fields) if policy.needs_session else ""),
             marks=text_marks(ask.fields, is_chat=ask.is_chat) if policy.needs_marks else (),
+            slo=self._objectives.of(client.slo) if self._objectives else NO_SLO,
         )
 
     async def whole(self, course: Course) -> Answer:
@@ -121,6 +124,8 @@ class Flow:
                 course.trace.prompt_tokens, course.trace.output_tokens = tokens_in(answer.body)
                 if self._failures.refused:
                     self._failures.served(course.ask)
+                if self._objectives is not None:
+                    self._objectives.answered(course, attempt)
                 return answer
             except CallFailed as failure:
                 await self._failures.after(course, attempt, failure)
@@ -132,14 +137,20 @@ class Flow:
 
         Raises as `whole` while nothing has been written; later an error is the last event.
         """
+        is_whole = is_refused = False
         try:
             await self._stream(course, outlet)
+            is_whole = True
         except (ApiError, EngineRefused) as error:
+            is_refused = isinstance(error, EngineRefused)
             if not outlet.has_begun:
                 raise
             body = error.body() if isinstance(error, ApiError) else error.answer.body
             outlet.write(error_event(body))
             outlet.end()
+        finally:
+            if self._objectives is not None and not is_refused:
+                self._objectives.judge(course, is_whole=is_whole)
 
     async def _mark(self, course: Course) -> None:
         """Have the engines' own hashes for marks, where the router counts tokens."""
@@ -175,6 +186,8 @@ class Flow:
             prompt_tokens=course.ask.prompt_tokens,
             session=course.session,
             marks=course.marks,
+            output_tokens=course.ask.output_tokens,
+            slo=self._objectives.left(course) if self._objectives else NO_SLO,
         )
         give_up = None if course.last_cause == "refused" else lambda: gave_up(course)
         trace, asked_s = course.trace, self._clock()
@@ -193,9 +206,12 @@ class Flow:
             figures=self._metrics.instances,
         )
         attempt.prefill_tokens = self._policy.placed(choice, want)
+        if self._objectives is not None:
+            self._objectives.placed(course, choice, attempt.prefill_tokens)
         # From now on, also while P computes: D keeps room for what it will be sent.
         attempt.load = self._loads.of(attempt.instances[-1].key)
         attempt.load.begin(course.ask.prompt_tokens, course.ask.output_tokens)
+        attempt.waiting_tokens = attempt.load.queued_tokens
         self._fleet.began(attempt.instances)
         if course.breaks:
             self._failures.suspect(attempt)
@@ -267,6 +283,8 @@ class Flow:
             self._fleet.succeeded(attempt.called)
         finally:
             attempt.end(exchange)
+        if self._objectives is not None and isinstance(choice, Alone):
+            self._objectives.streamed(course, attempt)
 
     async def _prefill(self, course: Course, attempt: Attempt, pair: Pair) -> Prefilled | None:
         """P's answer, or None where the pair does not continue: then it is dropped."""
@@ -275,6 +293,7 @@ class Flow:
         attempt.owes_release = True
         load = self._loads.of(pair.prefill.key)
         load.begin(attempt.prefill_tokens)
+        waiting_tokens = load.queued_tokens
         try:
             answer = await attempt.call(
                 pair.prefill,
@@ -283,6 +302,8 @@ class Flow:
                 min(self._config.prefill_timeout_s, self._left_s(course)),
             )
             course.trace.prefill_s = attempt.call_s
+            if self._objectives is not None and attempt.call_s is not None:
+                load.pace.first.observe(waiting_tokens, attempt.call_s)
             prefilled = take_prefill(course, answer.body) if params is not None else None
             self._fleet.succeeded(pair.prefill)
         except ProtocolError as error:

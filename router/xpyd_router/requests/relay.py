@@ -80,6 +80,7 @@ class Relay:
 
     def interrupted(self) -> None:
         """The client had not taken what came, and does now."""
+        self._course.was_interrupted = True
         if self._call is not None:
             self._call.interrupted()
 

@@ -138,7 +138,7 @@ class Inference:
             if head.complaint is not None:
                 raise head.complaint
             ask = parse_ask(cast(Endpoint, trace.endpoint), body)
-            course = flow.begin(ask, trace, forwarded=head.forwarded, session=head.session)
+            course = flow.begin(ask, trace, head)
             ticket = await self._enter(course, scope)
             name = (b"x-request-id", client_id or trace.response_id.encode())
             if course.ask.stream:
