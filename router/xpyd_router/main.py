@@ -200,6 +200,7 @@ async def open_router(
         )
         upstream = UpstreamClient(_source_host(config))
         tokens = _tokens(config, policy, fleet, metrics)
+        objectives = _objectives(config, policy, fleet, loads, metrics)
         fleet.on_lost(upstream.lose)
         access_log = AccessLog(
             is_json=config.logs_json, wall_clock=time.time, is_on=config.access_log
@@ -219,7 +220,7 @@ async def open_router(
             wall_clock=time.time,
             random_bytes=Draws(os.urandom),
             tokens=tokens,
-            objectives=(objectives := _objectives(config, policy, fleet, loads, metrics)),
+            objectives=objectives,
         )
         surface = Surface(
             config=config,
@@ -247,8 +248,11 @@ async def open_router(
             )
         )
         prober = Prober(fleet, metrics, partial(probe_http, local_host=_source_host(config)))
-        works = (discovery, prober, tokens, objectives)
-        watching = [asyncio.create_task(work.run()) for work in works if work is not None]
+        watching = [
+            asyncio.create_task(work.run())
+            for work in (discovery, prober, tokens, objectives)
+            if work is not None
+        ]
         for task in watching:
             task.add_done_callback(_report_death)
         try:

@@ -14,7 +14,10 @@ from xpyd_core.errors import UserError
 from xpyd_router.command import command, read_config
 from xpyd_router.policy.base import Alone, Pair, Want
 
-POLICIES = ["RoundRobin", "Random", "PowerOfTwo", "LeastLoaded", "PrefixAware", "SessionAffinity"]
+POLICIES = [
+    *("RoundRobin", "Random", "PowerOfTwo", "LeastLoaded", "PrefixAware", "SessionAffinity"),
+    "SloAware",
+]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

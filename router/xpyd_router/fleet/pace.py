@@ -55,7 +55,7 @@ class Line:
         return self._weight > 0.0
 
     def observe(self, x: float, y: float) -> None:
-        """Take one observation; neither is negative, and x + `offset` is above 0."""
+        """Take one observation: x above 0, y not below."""
         self._weight = self._weight * _MEMORY + 1.0
         part = 1.0 / self._weight
         dx, dy = x - self._mean_x, y - self._mean_y
@@ -64,14 +64,12 @@ class Line:
         rest = 1.0 - part
         self._variance = rest * (self._variance + part * dx * dx)
         self._covariance = rest * (self._covariance + part * dx * dy)
-        shifted = self._mean_x + self._offset
-        usual = self._mean_y / shifted
-        doubt = _LEAST_SPREAD * shifted * shifted
+        usual = self._mean_y / (self._mean_x + self._offset)
+        doubt = _LEAST_SPREAD * self._mean_x * self._mean_x
         slope = (self._covariance + doubt * usual) / (self._variance + doubt)
         # A base below 0 would make the slope too steep for light loads: then through the origin.
-        steepest = self._mean_y / self._mean_x if self._mean_x > 0.0 else slope
-        self.slope = min(max(slope, 0.0), steepest)
-        self.base = self._mean_y - self.slope * self._mean_x
+        self.slope = min(max(slope, 0.0), self._mean_y / self._mean_x)
+        self.base = max(self._mean_y - self.slope * self._mean_x, 0.0)
 
     def at(self, x: float) -> float:
         """y as it is expected at x."""
