@@ -165,9 +165,10 @@ def test_the_metrics_of_the_router_are_those_of_the_page() -> None:
     for _ in range(2):
         call.streamed(1, 1)
     call.end()
+    metrics.objectives.count("ttft", predicted="met", result="met")
     out = Exposition()
-    metrics.requests.write(out)
-    metrics.instances.write(out)
+    for table in (metrics.requests, metrics.instances, metrics.objectives):
+        table.write(out)
     counted = _written(out.text().decode())
     assert _documented("## Router") == _of_the_library(metrics) | counted
 

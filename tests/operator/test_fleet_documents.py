@@ -134,7 +134,8 @@ def test_all_mistakes_are_reported_at_once():
     document = changed("spec.pools.0.role", "Decode")
     document["metadata"]["name"] = "A"
     document["spec"]["model"]["uri"] = "x"
-    document["spec"]["router"] = {"policy": "SloAware", "color": "red"}
+    document["spec"]["kvTransfer"] = {"transport": "NIXL"}
+    document["spec"]["router"] = {"color": "red"}
     document["spec"]["pools"][1] |= {"scaling": {"minReplicas": -1}, "restartPolicy": "Always"}
     lines = complaints(document)
     assert [line.partition(": ")[0] for line in lines] == [
@@ -143,11 +144,11 @@ def test_all_mistakes_are_reported_at_once():
         "spec.pools[1].scaling.minReplicas",
         'unknown field "spec.pools[1].restartPolicy"; not supported by this version',
         "spec.pools",
-        "spec.router.policy",
+        "spec.kvTransfer.transport",
         'unknown field "spec.router.color"; spec.router has replicas, policy, prefillPolicy, '
-        "decodePolicy, onNoPrefill, limits, queue, discoveryPort, service, template",
+        "decodePolicy, slo, onNoPrefill, limits, queue, discoveryPort, service, template",
     ]
-    assert lines[-2].endswith("; SloAware is not supported by this version")
+    assert lines[-2].endswith("; NIXL is not supported by this version")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from xpyd_operator.plan import ROUTER, fleet_want
 from xpyd_router.admission.values import Limits
 from xpyd_router.command import command, read_config
 from xpyd_router.config import RouterConfig
+from xpyd_router.policy.base import Slo
 
 
 def args_of(router: dict[str, Any]) -> list[str]:
@@ -54,13 +55,22 @@ def test_limits_queue_and_an_empty_side_reach_the_router() -> None:
     assert found.pair_wait_s == 11.0
 
 
+def test_policies_and_objectives_reach_the_router() -> None:
+    found = config_of(
+        {"policy": "SloAware", "slo": {"ttftMilliseconds": 800, "itlMilliseconds": 40}}
+    )
+    assert found.policy == "SloAware"
+    assert found.slo == Slo(ttft_s=0.8, itl_s=0.04)
+    assert config_of({"slo": {"itlMilliseconds": 40}}).slo == Slo(ttft_s=None, itl_s=0.04)
+
+
 @pytest.mark.parametrize("word", ["Queue", "PrefillOnDecode", "Reject"])
 def test_the_router_knows_each_word_of_the_document(word: str) -> None:
     assert config_of({"onNoPrefill": word}).on_no_prefill == word
 
 
 def test_the_documents_defaults_are_the_routers() -> None:
-    said = config_of({"limits": {}, "queue": {}})
+    said = config_of({"limits": {}, "queue": {}, "slo": {}})
     assert said == config_of({}) == RouterConfig(kv_insecure=True)
 
 

@@ -18,12 +18,7 @@ FIELDS = frozenset(
 )
 """Paths without list indexes."""
 
-_POLICIES = ("SloAware",)
-
 VALUES = {
     "spec.kvTransfer.transport": ("NCCL", "CUDAIPC", "NIXL"),
-    "spec.router.policy": _POLICIES,
-    "spec.router.prefillPolicy": _POLICIES,
-    "spec.router.decodePolicy": _POLICIES,
 }
 """Path without list indexes -> values of its enum."""

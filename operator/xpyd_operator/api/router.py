@@ -106,9 +106,24 @@ class Service(ApiModel):
 
 
 Policy = Literal[
-    "RoundRobin", "Random", "PowerOfTwo", "LeastLoaded", "PrefixAware", "SessionAffinity"
+    "RoundRobin",
+    "Random",
+    "PowerOfTwo",
+    "LeastLoaded",
+    "PrefixAware",
+    "SessionAffinity",
+    "SloAware",
 ]
 """Of the router's own ones (docs/router.md) those that a document may name."""
+
+
+class Slo(ApiModel):
+    """What a request may take that does not say it itself."""
+
+    ttft_milliseconds: Annotated[int, Field(ge=1, le=3_600_000)] | None = None
+    """From the request to its first token; none: no objective."""
+    itl_milliseconds: Annotated[int, Field(ge=1, le=3_600_000)] | None = None
+    """Between two of its tokens, in the mean; none: no objective."""
 
 
 class Limits(ApiModel):
@@ -143,6 +158,8 @@ class Router(ApiModel):
     """Another policy for prefill instances; none: `policy`."""
     decode_policy: Policy | None = None
     """Another policy for decode instances; none: `policy`."""
+    slo: Slo = Slo()
+    """Objectives of requests: SloAware places by them, and metrics count who met them."""
     on_no_prefill: Literal["Queue", "PrefillOnDecode", "Reject"] = "Queue"
     """What a request does that finds neither a pair nor an Aggregated instance: wait for one; be
     computed by a Decode instance alone; get status 503 at once. Without a Decode instance,

@@ -127,10 +127,12 @@ def _policy_args(router: Router) -> list[str]:
     return [f"--{flag}={said[field]}" for field, flag in flags.items() if field in said]
 
 
-def _admission_args(router: Router) -> list[str]:
+def _serving_args(router: Router) -> list[str]:
     """Only what is not the router's own default: an upgrade then restarts no router for them."""
-    limits, queue, default = router.limits, router.queue, Router()
+    limits, queue, slo, default = router.limits, router.queue, router.slo, Router()
     said = {
+        "--slo-ttft-ms": (slo.ttft_milliseconds, None),
+        "--slo-itl-ms": (slo.itl_milliseconds, None),
         "--on-no-prefill": (router.on_no_prefill, default.on_no_prefill),
         "--max-concurrent-requests": (limits.requests, None),
         "--max-concurrent-tokens": (limits.tokens, None),
@@ -149,7 +151,7 @@ def router_template(fleet: InferenceFleet, *, image: str = "") -> Template:
         f"--missed-beats={spec.heartbeat.missed_beats}",
         *_policy_args(spec.router),
         *(["--accept-unsigned-beats"] if spec.heartbeat.accept_unsigned else []),
-        *_admission_args(spec.router),
+        *_serving_args(spec.router),
         *_key_args(spec.kv_transfer),
     )
     pod = _canonical(
