@@ -31,24 +31,23 @@ def test_of_a_slow_and_a_fast_engine_on_each_side_more_objectives_are_met(seed: 
         policy: met(
             Simulation([FAST_P, SLOW_P], [FAST_D, SLOW_D], policy, 8.0, 300, SLO, seed=seed).run()
         )
-        for policy in ("SloAware", "LeastLoaded", "RoundRobin")
+        for policy in ("SloAware", "LeastLoaded")
     }
     assert found["SloAware"] > 0.93
     assert found["LeastLoaded"] < found["SloAware"] - 0.1
-    assert found["RoundRobin"] < found["SloAware"] - 0.1
 
 
 def test_equal_engines_share_evenly() -> None:
-    done = Simulation([FAST_P] * 2, [FAST_D] * 2, "SloAware", 10.0, 300, SLO).run()
+    done = Simulation([FAST_P] * 2, [FAST_D] * 2, "SloAware", 10.0, 200, SLO).run()
     for tally in (Counter(d.prefill for d in done), Counter(d.decode for d in done)):
-        assert min(tally.values()) > 110
+        assert min(tally.values()) > 70
     assert met(done) > 0.97
 
 
 def test_without_objectives_the_expected_time_is_least() -> None:
     fleet = [FAST_P, SLOW_P], [FAST_D, SLOW_D]
-    ours = Simulation(*fleet, "SloAware", 8.0, 300).run()
-    others = Simulation(*fleet, "LeastLoaded", 8.0, 300).run()
+    ours = Simulation(*fleet, "SloAware", 8.0, 200).run()
+    others = Simulation(*fleet, "LeastLoaded", 8.0, 200).run()
 
     def total_s(done: list) -> float:
         return sum(d.ttft_s for d in done), sum(d.itl_s for d in done)
