@@ -22,7 +22,6 @@ from xpyd_router.fleet.view import FleetView
 from xpyd_router.policy.base import NO_SLO, Pair, Slo, Want
 from xpyd_router.requests.objectives import Objectives
 
-
 _AT_ONCE = 5
 """Tokens between two looks at how many the others are: a fifth of the events."""
 

@@ -58,6 +58,23 @@ def test_times_never_fall_with_the_load_and_are_never_below_0() -> None:
         assert 0.0 <= line.at(0) <= line.at(100)
 
 
+def test_a_line_that_would_begin_below_0_goes_through_the_origin_and_the_mean() -> None:
+    line = Line()
+    for _ in range(50):
+        line.observe(10, 0.0)
+        line.observe(20, 10.0)
+    assert line.base == 0.0
+    assert line.at(15) == pytest.approx(5.0, rel=0.05)
+
+
+def test_loads_that_hardly_differ_say_nothing_of_a_slope() -> None:
+    line = Line()
+    for _ in range(50):
+        line.observe(999, 0.11)
+        line.observe(1001, 0.09)
+    assert line.at(4000) == pytest.approx(0.4, rel=0.1)
+
+
 def test_one_observation_is_known() -> None:
     line = Line()
     assert not line.is_known

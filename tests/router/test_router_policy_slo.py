@@ -96,6 +96,14 @@ def test_the_one_that_used_least_of_its_room_is_taken() -> None:
     assert {bench.p_index(want(500, 0.5)) for _ in range(4)} == {0}
 
 
+def test_a_slow_d_with_more_of_its_room_left_is_taken_before_a_fast_one() -> None:
+    bench = Known([(0.0, 1 / 5000)], [(0.010, 0.001), (0.020, 0.002)])
+    for _ in range(8):
+        bench.load(bench.d[0]).begin(0)  # of 18 more that it may have
+    assert {bench.d_index(want(itl_s=0.030)) for _ in range(4)} == {1}
+    assert {bench.d_index(want()) for _ in range(4)} == {0}
+
+
 def test_idle_ones_are_all_unused_and_the_fastest_is_taken() -> None:
     bench = Known([(0.0, 1 / 5000), (0.0, 1 / 20000)], [(0.02, 0.001), (0.01, 0.001)])
     assert {bench.p_index(want(500, 0.5, 0.05)) for _ in range(4)} == {1}
