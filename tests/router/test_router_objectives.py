@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from typing import Any, cast
 
 import pytest
 from aiohttp import web
@@ -25,15 +26,19 @@ from tests.router.fakes import (
     start_stream,
     until,
 )
+from tests.router.test_router_course import course
 from xpyd_core.errors import UserError
 from xpyd_router.command import command, read_config
 from xpyd_router.figures.instances import InstanceTable
 from xpyd_router.figures.objectives import ObjectiveTable
 from xpyd_router.fleet.loads import LoadTable
+from xpyd_router.fleet.pace import Pace
 from xpyd_router.fleet.registry import Registry
 from xpyd_router.fleet.view import FleetView
-from xpyd_router.policy.base import NO_SLO, Slo
+from xpyd_router.policy.base import NO_SLO, Alone, Slo
+from xpyd_router.requests.attempt import Attempt
 from xpyd_router.requests.client_head import HeadReader
+from xpyd_router.requests.course import Course, Sent
 from xpyd_router.requests.objectives import Objectives
 
 LOOSE, STRICT = Slo(3000.0, 3000.0), Slo(1e-9, 1e-9)
@@ -274,12 +279,13 @@ class Sampled:
         (self.instance,) = view.instances
         self.load = loads.of(self.instance.key)
         self.figures = InstanceTable(lambda: self.now_s)
+        self.table = ObjectiveTable()
         self.objectives = Objectives(
             NO_SLO,
             fleet=view,
             loads=loads,
             figures=self.figures,
-            table=ObjectiveTable(),
+            table=self.table,
             clock=lambda: self.now_s,
         )
 
@@ -328,3 +334,115 @@ def test_what_a_name_had_before_its_process_is_not_the_processes() -> None:
         call.streamed(1, 1)
     world.objectives.sample()
     assert not world.load.pace.gap.is_known
+
+
+def given(ttft_s: float | None = None, itl_s: float | None = None, ids: int = 0) -> Course:
+    """A request that came 10 s before the sampled world's beginning; the client has `ids`."""
+    sent = Sent([list(range(ids))], "k", {}, "m") if ids else None
+    made = course(sent)
+    made.trace.started_s, made.slo = 90.0, Slo(ttft_s, itl_s)
+    return made
+
+
+def test_time_that_passed_is_taken_off_and_whoever_has_a_first_token_wants_none() -> None:
+    world = Sampled()
+    assert world.objectives.left(given(15.0, 0.1)) == Slo(5.0, 0.1)
+    assert world.objectives.left(given(4.0)) == Slo(-6.0, None)
+    assert world.objectives.left(given(15.0, 0.1, ids=3)) == Slo(None, 0.1)
+    assert world.objectives.left(given(None, 0.1)) == Slo(None, 0.1)
+
+
+def verdicts(world: Sampled) -> dict[tuple[str, str, str], int]:
+    """What is counted."""
+    return dict(world.table.counts)
+
+
+def test_what_is_said_is_of_the_first_try_and_with_the_time_before_it() -> None:
+    world = Sampled()
+    for _ in range(40):
+        world.load.pace.first.observe(1000, 3.0)
+        world.load.pace.gap.observe(1, 0.05)
+    asked = given(12.0, 0.1, ids=5)
+    for _ in range(2):
+        world.objectives.placed(asked, Alone(world.instance), 999)
+        for _ in range(90):
+            world.load.pace.first.observe(1000, 1.0)
+    assert asked.forecast is not None
+    assert asked.forecast.ttft_s == pytest.approx(3.0)
+    asked.trace.first_s = 11.0
+    world.now_s = 101.0 + 0.2
+    world.objectives.judge(asked, is_whole=True)
+    # 10 s before, 3 s from the pick on; four gaps in 0.2 s.
+    assert verdicts(world) == {("ttft", "missed", "met"): 1, ("itl", "met", "met"): 1}
+
+
+@pytest.mark.parametrize("reason", ["cut", "paused", "one token"])
+def test_gaps_that_are_not_the_engines_are_not_judged(reason: str) -> None:
+    world = Sampled()
+    asked = given(None, 0.1, ids=1 if reason == "one token" else 3)
+    world.objectives.placed(asked, Alone(world.instance), 10)
+    asked.trace.first_s = 1.0
+    asked.was_interrupted = reason == "paused"
+    world.objectives.judge(asked, is_whole=reason != "cut")
+    assert verdicts(world) == {}
+
+
+def test_of_several_choices_the_longest_tells_the_gaps() -> None:
+    world = Sampled()
+    asked = given(None, 0.1, ids=11)
+    assert asked.sent is not None
+    asked.sent.token_ids.append([1] * 11)
+    world.objectives.placed(asked, Alone(world.instance), 10)
+    asked.trace.first_s = 8.5  # ten gaps in 1.5 s
+    world.objectives.judge(asked, is_whole=True)
+    assert verdicts(world) == {("itl", "unknown", "missed"): 1}
+
+
+def tried(world: Sampled, call_s: float) -> Attempt:
+    """A try that ended now, on the instance alone."""
+    made = Attempt(
+        Alone(world.instance),
+        uuid="0" * 32,
+        public="1" * 32,
+        forwarded="",
+        fleet=cast(Any, None),
+        upstream=cast(Any, None),
+        figures=world.figures,
+    )
+    made.load, made.waiting_tokens, made.call_s = world.load, 100.0, call_s
+    return made
+
+
+def test_the_first_token_of_one_alone_is_told_from_its_own_call() -> None:
+    world, asked = Sampled(), given()
+    asked.trace.first_s = 8.0
+    world.objectives.streamed(asked, tried(world, call_s=1.5))
+    assert not world.load.pace.first.is_known  # it came 2 s ago, from an earlier try
+    world.objectives.streamed(asked, tried(world, call_s=2.25))
+    assert world.load.pace.first.at(100) == pytest.approx(0.25)
+
+
+def test_the_time_per_token_of_a_whole_answer_is_of_one_choice() -> None:
+    world, asked = Sampled(), given()
+    asked.ask = course(n=4, max_tokens=20).ask
+    asked.trace.output_tokens = 80
+    world.load.begin(10)
+    world.objectives.answered(asked, tried(world, call_s=2.0))
+    assert world.load.pace.gap.at(1) == pytest.approx(0.1)
+
+
+def test_a_sample_counts_the_requests_between_its_ends() -> None:
+    world = Sampled()
+    calls = [world.figures.call(world.instance, 0) for _ in range(8)]
+    for call in calls:
+        world.load.begin(1)
+        call.streamed(1, 1)
+    world.objectives.sample()
+    world.now_s += 0.05
+    for call in calls:
+        call.streamed(1, 1)
+        world.load.end(1)
+    world.objectives.sample()
+    other = Pace()
+    other.gap.observe(4.0, 0.05)
+    assert world.load.pace.gap.at(20) == pytest.approx(other.gap.at(20))

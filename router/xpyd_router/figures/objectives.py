@@ -22,11 +22,12 @@ class ObjectiveTable:
     """Owner of these counts."""
 
     def __init__(self) -> None:
-        self._counts: Counter[tuple[Objective, Word, Word]] = Counter()
+        self.counts: Counter[tuple[Objective, Word, Word]] = Counter()
+        """By objective, what was expected, and the result."""
 
     def count(self, objective: Objective, *, predicted: Word, result: Word) -> None:
         """A request ended."""
-        self._counts[objective, predicted, result] += 1
+        self.counts[objective, predicted, result] += 1
 
     def write(self, out: Exposition) -> None:
         """All of them as one metric."""
@@ -36,6 +37,6 @@ class ObjectiveTable:
             "Streams with an objective",
             [
                 (f'objective="{objective}",predicted="{predicted}",result="{result}"', count)
-                for (objective, predicted, result), count in sorted(self._counts.items())
+                for (objective, predicted, result), count in sorted(self.counts.items())
             ],
         )
