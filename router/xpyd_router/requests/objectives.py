@@ -121,8 +121,6 @@ class Objectives:
         """
         seen: dict[InstanceKey, _Seen] = {}
         for instance in self._fleet.instances:
-            if instance.beat.type == "P":
-                continue
             load, gaps = self._loads.of(instance.key), self._figures.of(instance).itl_s
             now = seen[instance.key] = _Seen(gaps.count, gaps.sum, load.active)
             before = self._seen.get(instance.key, now)
