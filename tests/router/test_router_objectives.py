@@ -446,3 +446,23 @@ def test_a_sample_counts_the_requests_between_its_ends() -> None:
     other = Pace()
     other.gap.observe(4.0, 0.05)
     assert world.load.pace.gap.at(20) == pytest.approx(other.gap.at(20))
+
+
+def test_a_clients_objective_decides_who_serves_it() -> None:
+    async def body() -> None:
+        async with fleet(policy="SloAware") as fleet_:
+            await fleet_.engine("P")
+            fast, slow = await fleet_.engine("D"), await fleet_.engine("D")
+            for engine, gap_s in ((fast, 0.001), (slow, 0.002)):
+                load = fleet_.router.surface.fleet.load(key_of(engine.beat))
+                for requests in (1, 40) * 20:
+                    load.pace.gap.observe(requests, gap_s * (10 + requests))
+            load = fleet_.router.surface.fleet.load(key_of(fast.beat))
+            for _ in range(8):
+                load.begin(0)  # of 18 more with which it still meets 30 ms
+            await fleet_.json()
+            assert (fast.served, slow.served) == (1, 0)
+            await fleet_.json(headers={"X-Slo-Tpot-Ms": "30"})
+            assert (fast.served, slow.served) == (1, 1)
+
+    run(body())
