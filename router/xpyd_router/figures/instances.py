@@ -110,7 +110,9 @@ class Call:
             return
         now_s = self._clock()
         last_s, self._last_s = self._last_s, now_s
-        if last_s > 0:
+        if last_s > 0 and chunks == 1:
+            figures.itl_s.observe(now_s - last_s)
+        elif last_s > 0:
             # Several at once waited for each other on the way: each took its part of the gap.
             figures.itl_s.observe_each((now_s - last_s) / chunks, chunks)
         elif last_s == 0:

@@ -300,6 +300,6 @@ def error_event(body: bytes) -> bytes:
 def scrub(data: bytes, secrets: Sequence[bytes], public: bytes) -> bytes:
     """`data` with every internal id replaced by the response's own: engines put theirs in `id`."""
     for secret in secrets:
-        if secret in data:
+        if data.find(secret) >= 0:  # for bytes, `in` makes an exception first, and drops it
             data = data.replace(secret, public)
     return data

@@ -46,8 +46,8 @@ class Attempt:
         self._upstream = upstream
         self._figures = figures
         self._forwarded = forwarded
-        self._public = public.encode()
-        self._uuid = uuid.encode()
+        self.public_bytes = public.encode()
+        self.uuid_bytes = uuid.encode()
         self.request_id = uuid
         self.instances: tuple[Instance, ...]
         if isinstance(choice, Pair):
@@ -55,7 +55,8 @@ class Attempt:
             self.instances = (choice.prefill, choice.decode)
         else:
             self.instances = (choice.instance,)
-        self._secrets = (self.request_id.encode(), self._uuid)
+        self.secret = self.request_id.encode()
+        """The internal id: holds the addresses of both."""
         self.called = self.instances[0]
         """Who was called last."""
         self.load: Load | None = None
@@ -121,9 +122,9 @@ class Attempt:
 
     def scrubbed(self, data: bytes) -> bytes:
         """`data` without the internal ids."""
-        if self._uuid not in data:
+        if data.find(self.uuid_bytes) < 0:
             return data
-        return scrub(data, self._secrets, self._public)
+        return scrub(data, (self.secret, self.uuid_bytes), self.public_bytes)
 
     def scrubbed_error(self, body: bytes) -> bytes:
         """An engine's error without internal ids and without engine addresses."""

@@ -27,17 +27,18 @@ class Outlet:
         self._clock = clock
         self.has_begun = False
         """Something is on the client's wire: errors are events from here on."""
+        self.sent_bytes = 0
 
     def write(self, data: bytes) -> None:
         """Send `data`, which may be empty."""
         if not data:
             return
-        trace = self._trace
         if not self.has_begun:
             self.has_begun = True
+            trace = self._trace
             trace.first_s = self._clock() - trace.started_s
             self.sink.start(200, self._headers)
-        trace.sent_bytes += len(data)
+        self.sent_bytes += len(data)
         self.sink.write(data)
 
     def end(self) -> None:

@@ -17,6 +17,8 @@ from xpyd_router.requests.course import Course, Sent, begin_alone
 from xpyd_router.requests.outlet import Outlet
 from xpyd_router.requests.sse import DONE, EventSplitter
 
+_CHUNK = b'data: {"id"'
+_LINE_END = b"}\n\n"
 _IDS = b',"token_ids":['
 _ERROR = b'data: {"error"'
 
@@ -32,28 +34,53 @@ class Relay:
         self._course = course
         self._attempt = attempt
         self._call = attempt.running
+        self._secret = attempt.secret
+        self._uuid = attempt.uuid_bytes
+        self._public = attempt.public_bytes
+        self._id_at = -1
         self._outlet = outlet
         self._sent = sent
         self._keeps_ids = course.ask.wants_token_ids
         self._is_single = sent is not None and len(sent.token_ids) == 1
         self._splitter = EventSplitter()
+        self._is_flowing = False
+        """The stream has begun, and what comes next begins an event."""
         self.is_done = False
         """The engine's last event has come, and the answer was ended."""
 
     def feed(self, data: bytes) -> None:
         """Bytes of the stream, in any cut. Raises CallFailed when another engine should go on."""
+        if self._is_flowing and data.startswith(_CHUNK):
+            end = data.find(b"\n")
+            if end == len(data) - 2 and data.endswith(_LINE_END):
+                # What nearly every piece is: one chunk, of one token.
+                if self._call is not None:
+                    self._call.streamed(1, end)
+                shown = data if self._sent is None else self._shown(data)
+                if shown is not None:
+                    self._outlet.write(self._scrubbed(shown))
+                return
         if self.is_done:
             return
         self._attempt.owes_release = False
-        if self._splitter.is_whole_event(data) and data != DONE and not data.startswith(_ERROR):
-            # What nearly every piece is: one chunk, of one token.
-            if self._call is not None:
-                self._call.streamed(1, len(data))
-            shown = self._shown(data)
-            if shown is not None:
-                self._outlet.write(self._attempt.scrubbed(shown))
-            return
         self._feed_events(data)
+        self._is_flowing = (
+            self._splitter.is_empty and self._course.has_decode_begun and not self.is_done
+        )
+
+    def _scrubbed(self, event: bytes) -> bytes:
+        """`event` without the internal id.
+
+        The id stands in all chunks of a stream at the same place: to look there, and only for its
+        uuid behind it, takes a third of a search for all of it.
+        """
+        at, secret = self._id_at, self._secret
+        if at > 0 and event.startswith(secret, at):
+            event = event[:at] + self._public + event[at + len(secret) :]
+        if event.find(self._uuid) < 0:
+            return event
+        self._id_at = event.find(secret)
+        return self._attempt.scrubbed(event)
 
     def _feed_events(self, data: bytes) -> None:
         """Pieces of events, several at once, and the last one."""
@@ -71,7 +98,7 @@ class Relay:
                     self.is_done = True
                     break
                 if (shown := self._shown(event)) is not None:
-                    kept.append(self._attempt.scrubbed(shown))
+                    kept.append(self._scrubbed(shown))
         finally:
             # Also before a failure: what is noted as sent has to be.
             self._outlet.write(b"".join(kept))
@@ -101,11 +128,17 @@ class Relay:
             return event
         start = event.find(_IDS)
         if start < 0:
-            return None if b'"choices":[]' in event and sent.repeats_usage() else event
+            is_usage = event.find(b'"choices":[]') >= 0
+            return None if is_usage and sent.repeats_usage() else event
         # Inside a JSON string the quotes would be escaped: this is a key.
         end = event.find(b"]", start)
-        is_plain = self._is_single and b'"finish_reason":null' in event and b'""' not in event
-        if not is_plain or event.find(b"[", end) >= 0:
+        is_plain = (
+            self._is_single
+            and event.find(b'"finish_reason":null') >= 0
+            and event.find(b'""') < 0
+            and event.find(b"[", end) < 0
+        )
+        if not is_plain:
             return self._shown_carefully(event, sent)
         sent.token_ids[0].extend(orjson.loads(event[start + len(_IDS) - 1 : end + 1]))
         return event if self._keeps_ids else event[:start] + event[end + 1 :]

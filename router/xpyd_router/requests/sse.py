@@ -19,17 +19,10 @@ class EventSplitter:
         self._max_event_bytes = max_event_bytes
         self._rest = b""
 
-    def is_whole_event(self, data: bytes) -> bool:
-        """Whether `data` is one event as `push` gives them, and nothing was kept before it: then it
-        needs no `push`.
-        """
-        return (
-            not self._rest
-            and data.startswith(b"data:")
-            and data.find(b"\n\n") == len(data) - 2
-            and b"\r" not in data
-            and len(data) <= self._max_event_bytes
-        )
+    @property
+    def is_empty(self) -> bool:
+        """Nothing of an event is kept: what comes now begins one."""
+        return not self._rest
 
     def push(self, data: bytes) -> list[bytes]:
         """The events that `data` completes, each ending in one blank line (`\\n\\n`).
@@ -37,7 +30,7 @@ class EventSplitter:
         Raises ProtocolError when one grows past the bound.
         """
         rest = self._rest + data if self._rest else data
-        if b"\r" in rest:
+        if rest.find(b"\r") >= 0:  # for bytes, `in` makes an exception first, and drops it
             # A cut may part \r from \n: keep it back until its partner is here.
             keep = b"\r" if rest.endswith(b"\r") else b""
             rest = rest[: len(rest) - len(keep)].replace(b"\r\n", b"\n") + keep

@@ -164,6 +164,8 @@ class Inference:
         finally:
             if ticket is not None:
                 ticket.leave()
+            if outlet is not None:
+                trace.sent_bytes = outlet.sent_bytes
         trace.sent_bytes = len(answer.body)
         sink.whole(answer.status, headers, answer.body)
         return answer.status

@@ -80,21 +80,32 @@ class UpstreamClient:
         if (idle := self._take_idle(to)) is not None:
             exchange = self._send(idle, head, body, owner, due_s)
             try:
-                return await self._answered(exchange)
+                await exchange.head()
+                return exchange
             except CallFailed as failure:
+                self.end(exchange)
                 # Closed as we sent: the engine has seen nothing of the request. Later it may have
                 # died of it.
                 is_stale = self._loop.time() - sent_s < _STALE_S
                 if failure.cause != "reset" or exchange.has_answered or not is_stale:
                     raise
                 stale = failure
+            except BaseException:
+                self.end(exchange)
+                raise
             try:
                 connection = await self._connect(to, timeout_s)
             except CallFailed:
                 raise stale from None
         else:
             connection = await self._connect(to, timeout_s)
-        return await self._answered(self._send(connection, head, body, owner, due_s))
+        exchange = self._send(connection, head, body, owner, due_s)
+        try:
+            await exchange.head()
+        except BaseException:
+            self.end(exchange)
+            raise
+        return exchange
 
     def _send(
         self,
@@ -106,16 +117,9 @@ class UpstreamClient:
     ) -> Exchange:
         exchange = Exchange(owner, self._loop, due_s)
         self._active.add(exchange)
-        self._arm()
+        if self._sweep_timer is None:
+            self._arm()
         connection.send(exchange, head, body)
-        return exchange
-
-    async def _answered(self, exchange: Exchange) -> Exchange:
-        try:
-            await exchange.head()
-        except BaseException:
-            self.end(exchange)
-            raise
         return exchange
 
     def end(self, exchange: Exchange) -> None:
@@ -149,7 +153,8 @@ class UpstreamClient:
                 return
             connection.idle_since_s = self._loop.time()
             idle.append(connection)
-            self._arm()
+            if self._sweep_timer is None:
+                self._arm()
 
         def on_lost(connection: Connection) -> None:
             self._connections.discard(connection)
@@ -182,7 +187,7 @@ class UpstreamClient:
         self._sweep_timer = None
         now_s = self._loop.time()
         for exchange in tuple(self._active):
-            if exchange.due_s <= now_s:
+            if exchange.is_due(now_s):
                 exchange.fail("timeout")
         oldest_s = now_s - _IDLE_S
         for to, idle in tuple(self._idle.items()):

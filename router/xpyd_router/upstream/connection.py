@@ -1,16 +1,87 @@
-"""One connection to an engine: bytes in, an Exchange fed. At most one exchange at a time."""
+"""One connection to an engine: bytes in, an Exchange fed. At most one exchange at a time.
+
+What an engine sends is nearly always a whole small answer in one read, or one chunk of a stream.
+Both are recognised by their bytes (`whole_answer`, `whole_chunks`) and never reach the HTTP parser:
+its calls back into Python cost more than all else here. Everything else it parses.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import cast
+from typing import NamedTuple, cast
 
 import httptools
 
-from xpyd_router.upstream.exchange import Exchange
+from xpyd_router.upstream.exchange import MAX_HEAD_BYTES, Exchange
 
 _LENGTHS = frozenset({b"content-length", b"transfer-encoding"})
+_LENGTH = b"\r\ncontent-length:"
+_TYPE = b"\r\ncontent-type:"
+_MAX_LENGTH_DIGITS = 15
+_MAX_CHUNK_LINE_BYTES = 10
+_HEX = b"0123456789abcdefABCDEF"
+
+
+class WholeAnswer(NamedTuple):
+    """A 200 whose body is as long as it says, on a connection that stays."""
+
+    content_type: bytes
+    body: bytes
+
+
+def whole_answer(data: bytes) -> WholeAnswer | None:
+    """The answer that `data` is; None where it is more, less, or anything but the plainest form."""
+    if not data.startswith(b"HTTP/1.1 200 "):
+        return None
+    end = data.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES)
+    if end < 0:
+        return None
+    head = data[:end].lower()
+    start = head.find(_LENGTH)
+    if (
+        start < 0
+        or head.find(_LENGTH, start + 1) >= 0
+        or head.find(b"\r\ntransfer-encoding:") >= 0
+        or head.find(b"\r\nconnection:") >= 0
+        or head.find(b"\r\nretry-after:") >= 0
+    ):
+        return None
+    start += len(_LENGTH)
+    stop = head.find(b"\r", start)
+    digits = (head[start:] if stop < 0 else head[start:stop]).strip(b" ")
+    is_whole = digits.isdigit() and len(digits) <= _MAX_LENGTH_DIGITS
+    if not is_whole or len(data) - end - 4 != int(digits):
+        return None
+    content_type = b""
+    start = head.find(_TYPE)
+    if start >= 0:
+        start += len(_TYPE)
+        stop = head.find(b"\r", start)
+        content_type = data[start : end if stop < 0 else stop].strip(b" ")
+    return WholeAnswer(content_type, data[end + 4 :])
+
+
+def whole_chunks(data: bytes) -> bytes | None:
+    """The payload of the chunks that `data` is; None where one is cut, or is the last one."""
+    total = len(data)
+    line = data.find(b"\r\n", 0, _MAX_CHUNK_LINE_BYTES)
+    if line <= 0 or data[:line].strip(_HEX):  # int() takes more than HTTP does
+        return None
+    end = line + 2 + int(data[:line], 16)
+    if end + 2 == total and end > line + 2:
+        return data[line + 2 : end] if data.endswith(b"\r\n") else None
+    payloads: list[bytes] = []
+    while data[end : end + 2] == b"\r\n" and end > line + 2:
+        payloads.append(data[line + 2 : end])
+        start = end + 2
+        if start == total:
+            return b"".join(payloads)
+        line = data.find(b"\r\n", start, start + _MAX_CHUNK_LINE_BYTES)
+        if line <= start or data[start:line].strip(_HEX):
+            return None
+        end = line + 2 + int(data[start:line], 16)
+    return None
 
 
 class Connection(asyncio.Protocol):
@@ -29,6 +100,9 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._exchange: Exchange | None = None
         self._pieces: list[bytes] = []
+        self._has_begun = False
+        """The parser has seen something of the answer."""
+        self._is_between_chunks = False
         self._is_bounded = False
         self._is_interim = False
         self._has_ended = False
@@ -44,8 +118,8 @@ class Connection(asyncio.Protocol):
         """Begin an exchange; the connection is idle and usable."""
         assert self._transport is not None
         self._exchange = exchange
-        self._has_ended = self._is_bounded = False
-        exchange.carried_by(self)
+        self._has_begun = self._has_ended = self._is_bounded = self._is_between_chunks = False
+        exchange.carrier = self
         if len(body) <= 65536:
             self._transport.write(head + body)
         else:
@@ -90,7 +164,19 @@ class Connection(asyncio.Protocol):
             # An engine that speaks unasked is out of step: what it says next would be another's.
             self.abort()
             return
+        if self._is_between_chunks and (payload := whole_chunks(data)) is not None:
+            exchange.on_bytes(payload)
+            return
         exchange.has_answered = True
+        if not self._has_begun:
+            if (answer := whole_answer(data)) is not None:
+                self._may_keep = self._has_ended = True
+                exchange.on_whole(answer.content_type, answer.body)
+                return
+            self._has_begun = True
+        self._parse(exchange, data)
+
+    def _parse(self, exchange: Exchange, data: bytes) -> None:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError:
@@ -140,6 +226,14 @@ class Connection(asyncio.Protocol):
         if self._exchange is not None and not self._is_interim:
             self._exchange.on_head(status)
 
+    def on_chunk_header(self) -> None:
+        """See httptools."""
+        self._is_between_chunks = False
+
+    def on_chunk_complete(self) -> None:
+        """See httptools."""
+        self._is_between_chunks = True
+
     def on_body(self, body: bytes) -> None:
         """See httptools."""
         self._pieces.append(body)
@@ -150,3 +244,4 @@ class Connection(asyncio.Protocol):
             return
         self._may_keep = self._parser.should_keep_alive()
         self._has_ended = True
+        self._is_between_chunks = False

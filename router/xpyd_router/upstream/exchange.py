@@ -54,8 +54,11 @@ class Exchange:
     has_answered = False
     """A byte of the answer has come."""
     is_whole = False
-    _carrier: Carrier | None = None
-    _done: asyncio.Future[None] | None = None
+    carrier: Carrier | None = None
+    """The connection on which it was sent, which writes this."""
+    _waiter: asyncio.Future[None] | None = None
+    """Of the caller, for the head or for the end."""
+    _waits_for_end = False
     _consumer: Callable[[bytes], None] | None = None
     _size = 0
     _limit_bytes = _WAITING_BYTES
@@ -64,6 +67,8 @@ class Exchange:
     _is_paused = False
     _is_closed = False
     _gap_s = math.inf
+    _has_news = False
+    """A piece came since `is_due` was asked: per token, to set a mark is cheaper than a time."""
     _left_s = math.inf
 
     def __init__(
@@ -71,15 +76,18 @@ class Exchange:
     ) -> None:
         self.owner = owner
         self.due_s = due_s
-        self._time = loop.time
-        self._head: asyncio.Future[None] = loop.create_future()
+        self._loop = loop
         self._body: list[bytes] = []
 
     # What the caller does.
 
     async def head(self) -> None:
         """Wait until the answer's head is here; CallFailed when it does not come."""
-        await self._head
+        if not self.status and self._failure is None:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        if not self.status and self._failure is not None:
+            raise CallFailed(self._failure)
 
     async def read(self, limit_bytes: int = MAX_ANSWER_BYTES) -> Answer:
         """The whole answer; CallFailed `incomplete` when it broke off, `too_large` above the limit.
@@ -91,7 +99,8 @@ class Exchange:
         if self._size > limit_bytes:
             self.fail("too_large")
         self.resume()
-        await self._finished()
+        if not self.is_whole or self._failure is not None:
+            await self._finished()
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
         return Answer(self.status, body, self.content_type, self.retry_after)
 
@@ -103,36 +112,44 @@ class Exchange:
         self._consumer = consumer
         if self._body:
             waiting, self._body = b"".join(self._body), []
-            self._consume(waiting)
+            self.on_bytes(waiting)
         self.resume()
         await self._finished()
 
     def bound_gaps(self, gap_s: float) -> None:
         """From now on it is due `gap_s` after each piece that comes, and not while it is paused."""
         self._gap_s = gap_s
-        self.due_s = self._time() + gap_s
+        self.due_s = self._loop.time() + gap_s
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether its time is up; asked by the client's sweep, some times a second."""
+        if self._has_news:
+            self._has_news = False
+            if not self._is_paused:
+                self.due_s = now_s + self._gap_s
+        return self.due_s <= now_s
 
     def pause(self) -> None:
         """Read no more from the engine until `resume`: the client's buffer is full."""
-        if not self._is_paused and self._carrier is not None and not self.is_whole:
+        if not self._is_paused and self.carrier is not None and not self.is_whole:
             self._is_paused = True
-            self._left_s = self.due_s - self._time()
+            self._left_s = self.due_s - self._loop.time()
             self.due_s = math.inf
-            self._carrier.pause_reading()
+            self.carrier.pause_reading()
 
     def resume(self) -> None:
         """Go on reading."""
-        if self._is_paused and self._carrier is not None:
+        if self._is_paused and self.carrier is not None:
             self._is_paused = False
-            self.due_s = self._time() + self._left_s
-            self._carrier.resume_reading()
+            self.due_s = self._loop.time() + self._left_s
+            self.carrier.resume_reading()
 
     def close(self) -> None:
         """Free the connection: kept where the answer is whole, else closed. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
-        carrier, self._carrier = self._carrier, None
+        carrier, self.carrier = self.carrier, None
         self._body, self._consumer = [], None
         if carrier is None:
             return
@@ -148,18 +165,9 @@ class Exchange:
         if self.is_whole or self._failure is not None:
             return
         self._failure = cause
-        if not self._head.done():
-            self._head.set_exception(CallFailed(cause))
-            # Nobody may wait any more; the failure is told by `close` then.
-            self._head.exception()
-        if self._done is not None and not self._done.done():
-            self._done.set_result(None)
+        self._wake()
 
     # What the connection does.
-
-    def carried_by(self, carrier: Carrier) -> None:
-        """The connection on which it was sent."""
-        self._carrier = carrier
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header line of the answer; the name in lower case."""
@@ -175,41 +183,49 @@ class Exchange:
     def on_head(self, status: int) -> None:
         """All headers are here."""
         self.status = status
-        if not self._head.done():
-            self._head.set_result(None)
+        if not self._waits_for_end:
+            self._wake()
 
     def on_bytes(self, data: bytes) -> None:
         """A piece of the body."""
         if self._consumer is not None:
-            self.due_s = self._time() + self._gap_s
-            self._consume(data)
+            self._has_news = True
+            try:
+                self._consumer(data)
+            except CallFailed as failure:
+                self.fail(failure.cause)
             return
         self._body.append(data)
         self._size += len(data)
         if self._size > self._limit_bytes:
-            if self._done is None:  # nobody reads yet
-                self.pause()
-            else:
+            if self._waits_for_end:
                 self.fail("too_large")
+            else:  # nobody reads yet
+                self.pause()
+
+    def on_whole(self, content_type: bytes, body: bytes) -> None:
+        """A whole answer with status 200, in one piece."""
+        self.content_type = content_type.decode("latin-1")
+        self.status = 200
+        self.on_bytes(body)
+        self.on_end()
+        self._wake()
 
     def on_end(self) -> None:
         """The answer is whole."""
-        if self._failure is not None:
-            return
-        self.is_whole = True
-        if self._done is not None and not self._done.done():
-            self._done.set_result(None)
+        if self._failure is None:
+            self.is_whole = True
+            self._wake()
 
-    def _consume(self, data: bytes) -> None:
-        assert self._consumer is not None
-        try:
-            self._consumer(data)
-        except CallFailed as failure:
-            self.fail(failure.cause)
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     async def _finished(self) -> None:
+        self._waits_for_end = True
         if not self.is_whole and self._failure is None:
-            self._done = asyncio.get_running_loop().create_future()
-            await self._done
+            self._waiter = self._loop.create_future()
+            await self._waiter
         if self._failure is not None:
             raise CallFailed(self._failure)
