@@ -25,7 +25,7 @@ from tests.router.fakes import (
     until,
 )
 from xpyd_router.requests.trace import Trace
-from xpyd_router.serving.access_log import AccessLog
+from xpyd_router.serving.access_log import AccessLog, as_words
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
@@ -248,6 +248,19 @@ def test_what_a_client_chose_cannot_make_lines_or_fields(
     run(work())
     [line] = b"".join(written).splitlines()
     assert line.endswith(rb'model="a b\"\n2026 x=1" client_id="x status=1"')
+
+
+def test_a_line_of_text_has_the_fields_of_json() -> None:
+    full = Trace("completions", 0.0, model="m", client_id="c", trace_id="t", response_id="r")
+    full.prefill_s, full.first_s, full.decode_s = 0.25, 0.5, 0.125
+    full.prompt_tokens, full.output_tokens, full.failures = 3, 4, ["prefill:reset", "decode:lost"]
+    full.prefill, full.decode, full.request, full.tries = "p-0", "d-0", "f" * 32, 2
+    for trace in (full, Trace("completions", 0.0)):
+        words = as_words(trace, 1.5).split()
+        assert [word.partition("=")[0] for word in words] == list(trace.extra(1.5))
+        for word, value in zip(words, trace.extra(1.5).values(), strict=True):
+            text = word.partition("=")[2]
+            assert float(text) == value if isinstance(value, float) else text == str(value)
 
 
 def test_trace_context_and_named_headers_reach_both_and_nothing_else() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import msgspec
 import orjson
 
 from xpyd_core.errors import ProtocolError
@@ -21,8 +22,7 @@ from xpyd_router.requests.sse import DONE, encode_event, event_data
 Json = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Head:
+class Head(msgspec.Struct, frozen=True, gc=False):
     """What every chunk and answer of one response shares; made by the router."""
 
     response_id: str

@@ -8,9 +8,9 @@ spliced in; nothing else of it is encoded again.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+import msgspec
 import orjson
 
 from xpyd_core.errors import ApiError
@@ -27,9 +27,10 @@ _COMPLETIONS_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions without the field."""
 
 
-@dataclass(frozen=True)
-class Ask:
-    """A client's request: its bytes and what the router reads in them."""
+class Ask(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """A client's request: its bytes and what the router reads in them. Made for every request: a
+    Struct takes a twelfth of a frozen dataclass's time.
+    """
 
     endpoint: Endpoint
     raw: bytes

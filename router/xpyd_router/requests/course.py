@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
+import msgspec
+
 from xpyd_core.errors import ApiError, ProtocolError
 from xpyd_router.fleet.poison import Break
 from xpyd_router.fleet.registry import Instance, InstanceKey
@@ -93,8 +95,7 @@ class Prefilled(NamedTuple):
         return self.is_news and self.answer.is_over
 
 
-@dataclass
-class Course:
+class Course(msgspec.Struct, kw_only=True):
     """See the module. One owner: the task that serves the request."""
 
     ask: Ask
@@ -117,12 +118,12 @@ class Course:
     """What was expected when it was placed first."""
     placed_s: float = 0.0
     """When that was, after the request came."""
-    exclude: set[InstanceKey] = field(default_factory=set[InstanceKey])
+    exclude: set[InstanceKey] = set()
     failures: int = 0
     refusals: int = 0
     shunned: tuple[frozenset[InstanceKey], ...] = ()
     """Whom the next try does without, if it can: the first of these that leaves somebody."""
-    breaks: list[Break] = field(default_factory=list[Break])
+    breaks: list[Break] = []
     """Those under it, a few tokens apart: instances may have died of it."""
     broke_at_tokens: int = 0
     """How much the client had at the last of them."""

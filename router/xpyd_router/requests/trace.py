@@ -6,11 +6,10 @@ monotonic clock's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
 
-@dataclass(slots=True)
-class Trace:
+class Trace(msgspec.Struct):
     """One request's record; one owner, the task that serves it."""
 
     endpoint: str
@@ -41,7 +40,7 @@ class Trace:
     """Of all choices; None where no engine told."""
     sent_bytes: int = 0
     status: int = 0
-    failures: list[str] = field(default_factory=list[str])
+    failures: list[str] = []
     """Why tries failed, in order: `prefill:reset`."""
 
     def extra(self, now_s: float) -> dict[str, object]:

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import lru_cache
 
 import orjson
 
@@ -34,11 +35,45 @@ def write_stderr(data: bytes) -> None:
         return
 
 
-def _plain(value: object) -> object:
-    """`value` as one word: what a client chose may hold spaces, quotes and ends of lines."""
-    if isinstance(value, str) and _WORD.fullmatch(value) is None:
-        return orjson.dumps(value).decode()
-    return value
+@lru_cache(maxsize=1024)
+def _word(text: str) -> str:
+    """`text` as one word: what a client or an engine chose may hold spaces, quotes and ends of
+    lines. Names of engines and models come again and again.
+    """
+    return text if _WORD.fullmatch(text) else orjson.dumps(text).decode()
+
+
+def as_words(trace: Trace, now_s: float) -> str:
+    """The fields of `Trace.extra` as a line of text has them. Made for every request, so nothing is
+    looked at twice.
+    """
+    line = (
+        f" request={trace.request or '-'} prefill={_word(trace.prefill or '-')}"
+        f" decode={_word(trace.decode or '-')} tries={trace.tries}"
+        f" seconds={now_s - trace.started_s:.4f} queue_seconds={trace.queue_s:.4f}"
+        f" bytes={trace.sent_bytes}"
+    )
+    if trace.prefill_s is not None:
+        line += f" prefill_seconds={trace.prefill_s:.4f}"
+    if trace.first_s is not None:
+        line += f" first_byte_seconds={trace.first_s:.4f}"
+    if trace.decode_s is not None:
+        line += f" decode_seconds={trace.decode_s:.4f}"
+    if trace.prompt_tokens is not None:
+        line += f" prompt_tokens={trace.prompt_tokens}"
+    if trace.output_tokens is not None:
+        line += f" output_tokens={trace.output_tokens}"
+    if trace.model:
+        line += f" model={_word(trace.model)}"
+    if trace.response_id:
+        line += f" response={trace.response_id}"
+    if trace.trace_id:
+        line += f" trace={trace.trace_id}"
+    if trace.client_id:
+        line += f" client_id={_word(trace.client_id)}"
+    if trace.failures:
+        line += f" failures={','.join(trace.failures)}"
+    return line
 
 
 class AccessLog:
@@ -66,15 +101,14 @@ class AccessLog:
         """The line of a request that ended; `now_s` on the trace's clock."""
         if not self._is_enabled:
             return
-        fields = trace.extra(now_s)
         message = f"POST /v1/{trace.endpoint} {status}"
         time = self._time()
         if self._is_json:
             entry = {"time": time, "level": "info", "logger": LOGGER, "message": message}
+            fields = trace.extra(now_s)
             line = orjson.dumps({**entry, **fields}, option=orjson.OPT_APPEND_NEWLINE)
         else:
-            extras = "".join([f" {key}={_plain(value)}" for key, value in fields.items()])
-            line = f"{time} INFO    {LOGGER}: {message}{extras}\n".encode()
+            line = f"{time} INFO    {LOGGER}: {message}{as_words(trace, now_s)}\n".encode()
         self._lines.append(line)
         self._size += len(line)
         if self._size >= _FLUSH_BYTES:

@@ -165,6 +165,8 @@ class Exchange:
         if self.is_whole or self._failure is not None:
             return
         self._failure = cause
+        if self._consumer is not None:
+            self._consumer = _drop  # another engine may go on already
         self._wake()
 
     # What the connection does.
@@ -229,3 +231,7 @@ class Exchange:
             await self._waiter
         if self._failure is not None:
             raise CallFailed(self._failure)
+
+
+def _drop(data: bytes) -> None:
+    del data
