@@ -87,7 +87,7 @@ def build_app(surface: Surface) -> AsgiApp:
 
     # Quart's decorators register them; pyright sees names that nobody reads.
     _ = http_error
-    return Inference(surface).wrap(cast(AsgiApp, app))
+    return Inference(surface, cast(AsgiApp, app))
 
 
 def _add_inference(app: Quart) -> None:

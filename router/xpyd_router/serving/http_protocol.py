@@ -1,21 +1,26 @@
-"""uvicorn's HTTP connections with a deadline for each head, and a hook for direct answers.
+"""uvicorn's HTTP connections, with deadlines that it lacks, and a short way for inference requests.
 
 uvicorn closes a connection that is idle between requests, but waits for ever for the first request,
 and for the rest of a head that began: a few thousand such connections would use up the file limit.
-Its `send` tells an application nothing of a client that left; DirectSink is told at once.
+
+A POST to an inference route, with its length told and nothing unusual about it, is read here and
+answered by `inference` through a DirectSink: no ASGI scope, no messages, no task per message. All
+other requests are uvicorn's, and reach the application as ASGI.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Protocol, cast
 
-from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from xpyd_router.serving.sinks import DirectSink
+from xpyd_router.requests.bodies import ENDPOINTS, Endpoint
+from xpyd_router.serving.sinks import DirectSink, Header
 
 HEAD_DEADLINE_S = 30.0
+BODY_DEADLINE_S = 60.0
 MAX_HEAD_BYTES = 64 * 1024
 """Of a head that comes in several reads, beyond the first: uvicorn would keep all of it."""
 STALL_S = 1800.0
@@ -23,8 +28,74 @@ _TOO_LONG = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
     b"content-length: 0\r\nconnection: close\r\n\r\n"
 )
-EXTENSION = "xpyd.direct"
-"""The scope's extension by which an application finds this protocol."""
+_ROUTES: dict[bytes, Endpoint] = {f"/v1/{endpoint}".encode(): endpoint for endpoint in ENDPOINTS}
+_UNUSUAL = frozenset((b"transfer-encoding", b"expect", b"upgrade"))
+
+
+class DirectApp(Protocol):
+    """What the protocol asks of an application that answers inference requests itself."""
+
+    max_body_bytes: int
+
+    def now_s(self) -> float:
+        """Now, on the clock of `began_s`."""
+        ...
+
+    async def serve_direct(
+        self,
+        endpoint: Endpoint,
+        headers: Sequence[Header],
+        body: bytes,
+        sink: DirectSink,
+        began_s: float,
+    ) -> None:
+        """Answer a request that is whole."""
+        ...
+
+    def broke_off(self, endpoint: Endpoint, sink: DirectSink | None, began_s: float) -> None:
+        """A body that did not come in time is refused through `sink`; None: its client left."""
+        ...
+
+
+class DirectRequest:
+    """A request that is served without ASGI. It stands where uvicorn has its `cycle`, with the
+    names that uvicorn reads there.
+    """
+
+    __slots__ = (
+        "began_s",
+        "disconnected",
+        "endpoint",
+        "headers",
+        "is_read",
+        "keep_alive",
+        "parts",
+        "response_complete",
+    )
+
+    def __init__(
+        self, endpoint: Endpoint, headers: list[Header], began_s: float, *, keep_alive: bool
+    ) -> None:
+        self.endpoint: Endpoint = endpoint
+        self.headers = headers
+        self.began_s = began_s
+        self.keep_alive = keep_alive
+        self.parts: list[bytes] = []
+        self.is_read = False
+        """The whole body is here."""
+        self.response_complete = False
+        self.disconnected = False
+
+    @property
+    def message_event(self) -> DirectRequest:
+        """uvicorn wakes its cycle by it: nobody waits here."""
+        return self
+
+    def set(self) -> None:
+        """See message_event."""
+
+
+_common: tuple[object, bytes] = (None, b"")
 
 
 class ClientProtocol(HttpToolsProtocol):
@@ -34,21 +105,30 @@ class ClientProtocol(HttpToolsProtocol):
     `MAX_HEAD_BYTES` is refused.
     """
 
+    # uvicorn calls only what DirectRequest has, too, and says nothing of None.
+    cycle: RequestResponseCycle | DirectRequest | None  # type: ignore[assignment]
     head_deadline_s = HEAD_DEADLINE_S
+    body_deadline_s = BODY_DEADLINE_S
     stall_s = STALL_S
     _head_timer: asyncio.TimerHandle | None = None
     _is_in_head = False
     _head_bytes = 0
     """Read since the read in which the last head began."""
+    _body_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
+    _idle_timer: asyncio.TimerHandle | None = None
+    _idle_since_s = 0.0
+    _direct: DirectRequest | None = None
+    """The one that is read or served now."""
     _sink: DirectSink | None = None
-    _serving: RequestResponseCycle | None = None
-    """The request that the application has; `cycle` is the last one that came, with pipelining
-    another."""
+    _app: DirectApp | None = None
 
     # uvicorn narrows asyncio's BaseTransport in the same way.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        app = cast(object, self.app)
+        if hasattr(app, "serve_direct"):
+            self._app = cast(DirectApp, app)
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
@@ -59,28 +139,60 @@ class ClientProtocol(HttpToolsProtocol):
                 self._refuse_head()
             elif self._head_timer is None:
                 self._expect_head()
+        direct = self._direct
+        if direct is not None and not direct.is_read and self._body_timer is None:
+            self._body_timer = self.loop.call_later(self.body_deadline_s, self._body_late)
 
     def on_message_begin(self) -> None:
-        super().on_message_begin()
-        # uvicorn's type of a scope leaves the key out; ASGI has it.
-        self.scope["extensions"] = {EXTENSION: self}  # type: ignore[typeddict-unknown-key]
+        # uvicorn makes its scope here: only those who need it shall pay for it.
+        self.url = b""
+        self.headers = []
+        self.expect_100_continue = False
         self._is_in_head = True
         self._head_bytes = 0
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
-        self._forget_head()
+        if self._head_timer is not None:
+            self._forget_head()
+        if self._app is not None and self._is_direct(self._app):
+            return
+        url, headers, expects = self.url, self.headers, self.expect_100_continue
+        super().on_message_begin()
+        self.url, self.expect_100_continue = url, expects
+        self.headers.extend(headers)
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        direct = self._direct
+        if direct is not None and self.cycle is direct:
+            direct.parts.append(body)
+        else:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        direct = self._direct
+        if direct is None or self.cycle is not direct:
+            super().on_message_complete()
+        elif not direct.response_complete:
+            direct.is_read = True
+            if self._body_timer is not None:
+                self._forget_body()
+            self._serve(direct)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_head()
         self._forget_taking()
+        self._forget_body()
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
         super().connection_lost(exc)
-        if self._serving is not None:
-            self._serving.disconnected = True
+        direct, self._direct = self._direct, None
         sink, self._sink = self._sink, None
         if sink is not None:
             sink.lose()
+        elif direct is not None and self._app is not None:
+            self._app.broke_off(direct.endpoint, None, direct.began_s)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -94,43 +206,95 @@ class ClientProtocol(HttpToolsProtocol):
         if self._sink is not None:
             self._sink.resume()
 
-    def direct_sink(self, on_lost: Callable[[], None]) -> DirectSink | None:
-        """A sink for the request that the application has; None where only ASGI will do.
-
-        That is HTTP/1.0, which knows no chunks, and a client that is gone.
-        """
-        cycle = self._serving
-        if cycle is None or cycle.disconnected or cycle.scope["http_version"] != "1.1":
-            return None
-        self._sink = sink = DirectSink(self, on_lost)
-        sink.is_paused = self.flow.write_paused
-        return sink
-
     @property
-    def common_headers(self) -> list[tuple[bytes, bytes]]:
+    def common_head(self) -> bytes:
         """See sinks.Connected."""
-        return self.server_state.default_headers
+        global _common  # uvicorn makes the list anew each second, for all connections
+        headers = self.server_state.default_headers
+        if headers is not _common[0]:
+            _common = (headers, b"".join([b"%b: %b\r\n" % header for header in headers]))
+        return _common[1]
 
     @property
     def keeps_alive(self) -> bool:
         """See sinks.Connected."""
-        return self._serving is not None and self._serving.keep_alive
+        return self._direct is not None and self._direct.keep_alive
 
     def answered(self) -> None:
         """See sinks.Connected."""
         self._sink = None
-        cycle = self._serving
-        assert cycle is not None
-        cycle.response_started = cycle.response_complete = True
-        cycle.message_event.set()
-        if not cycle.keep_alive:
+        direct, self._direct = self._direct, None
+        assert direct is not None
+        direct.response_complete = True
+        if not direct.keep_alive:
             self.transport.close()
-        cycle.on_response()
+        elif self.pipeline or self.flow.read_paused:
+            self.on_response_complete()
+        else:
+            # uvicorn's own timer of idle connections is made and cancelled for each request.
+            self._idle_since_s = self.loop.time()
+            if self._idle_timer is None:
+                self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._look_idle)
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        # Without this hook of uvicorn no request is known to be served, and all go through ASGI.
-        self._serving = cycle
-        super()._start_asgi_task(cycle, app)
+    def _is_direct(self, app: DirectApp) -> bool:
+        """Whether the request whose head is here goes the short way; then it has begun."""
+        endpoint = _ROUTES.get(self.url)
+        before = self.cycle
+        if endpoint is None or (before is not None and not before.response_complete):
+            return False
+        parser = self.parser
+        assert parser is not None
+        if parser.get_method() != b"POST" or parser.get_http_version() != "1.1":
+            return False
+        size = b""
+        for name, value in self.headers:
+            if name == b"content-length":
+                size = value
+            elif name in _UNUSUAL:
+                return False
+        if not size.isdigit() or int(size) > app.max_body_bytes:
+            return False
+        direct = DirectRequest(
+            endpoint, self.headers, app.now_s(), keep_alive=parser.should_keep_alive()
+        )
+        self._direct = self.cycle = direct
+        return True
+
+    def _serve(self, direct: DirectRequest) -> None:
+        assert self._app is not None
+        parts = direct.parts
+        body = parts[0] if len(parts) == 1 else b"".join(parts)
+        sink = DirectSink(self)
+        sink.is_paused = self.flow.write_paused
+        task = self.loop.create_task(
+            self._app.serve_direct(direct.endpoint, direct.headers, body, sink, direct.began_s)
+        )
+        sink.on_lost = task.cancel
+        self._sink = sink
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    def _body_late(self) -> None:
+        self._body_timer = None
+        direct = self._direct
+        if direct is not None and self._app is not None:
+            direct.keep_alive = False
+            self._app.broke_off(direct.endpoint, DirectSink(self), direct.began_s)
+
+    def _forget_body(self) -> None:
+        if self._body_timer is not None:
+            self._body_timer.cancel()
+            self._body_timer = None
+
+    def _look_idle(self) -> None:
+        self._idle_timer = None
+        if self._is_in_head or (self.cycle is not None and not self.cycle.response_complete):
+            return  # the next answer's end sets it again
+        left_s = self._idle_since_s + self.timeout_keep_alive - self.loop.time()
+        if left_s > 0:
+            self._idle_timer = self.loop.call_later(left_s, self._look_idle)
+        else:
+            self.timeout_keep_alive_handler()
 
     def _expect_head(self) -> None:
         self._forget_head()
@@ -143,7 +307,7 @@ class ClientProtocol(HttpToolsProtocol):
 
     def _refuse_head(self) -> None:
         # Before an answer that is still being written a status would be part of it.
-        if self._serving is None or self._serving.response_complete:
+        if self.cycle is None or self.cycle.response_complete:
             self.transport.write(_TOO_LONG)
         self.transport.close()
 

@@ -1,7 +1,8 @@
-"""The inference routes: raw ASGI around Quart, so that a request costs little more than its bytes.
+"""The inference routes: before Quart, so that a request costs little more than its bytes.
 
-`wrap` puts them before the Quart app. Under our uvicorn protocol answers go straight to the
-client's transport; under another server, or for an HTTP/1.0 client, through ASGI's `send`.
+Under our uvicorn protocol a usual request comes by `serve_direct`, and its answer goes straight to
+the client's transport. Under another server, or for an unusual one (HTTP/1.0, a body of unknown
+length, pipelining), it comes and goes as raw ASGI. Both meet in `_answer`.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, Protocol, cast
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from typing import Any, cast
 
 from xpyd_core.errors import ApiError
 from xpyd_router.admission.admission import Ticket
@@ -22,7 +23,7 @@ from xpyd_router.requests.client_head import HeadReader
 from xpyd_router.requests.course import Course
 from xpyd_router.requests.outlet import Outlet
 from xpyd_router.requests.trace import Trace
-from xpyd_router.serving.http_protocol import EXTENSION
+from xpyd_router.serving.http_protocol import BODY_DEADLINE_S
 from xpyd_router.serving.sinks import AsgiSink, DirectSink, Header, Receive, Send
 from xpyd_router.serving.surface import Surface
 
@@ -34,7 +35,6 @@ AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 _CLIENT_CLOSED = 499
 """nginx's status for a client that left; only seen in logs and metrics."""
 _PRIORITY = PRIORITY_HEADER.lower().encode()
-_BODY_DEADLINE_S = 60.0
 _ROUTES: dict[str, Endpoint] = {f"/v1/{endpoint}": endpoint for endpoint in ENDPOINTS}
 _STREAM_HEADERS: list[Header] = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -47,31 +47,53 @@ class _ClientLeft(Exception):
     """The client closed its connection before its request was whole."""
 
 
-class _Direct(Protocol):
-    """Our uvicorn protocol, as the scope gives it."""
-
-    def direct_sink(self, on_lost: Callable[[], None]) -> DirectSink | None: ...
-
-
 class Inference:
-    """See the module. Knows no engine; every error is OpenAI's JSON."""
+    """See the module: the application that uvicorn gets. It answers POSTs to the inference routes,
+    and leaves `app` the rest. Knows no engine; every error is OpenAI's JSON.
+    """
 
-    def __init__(self, surface: Surface) -> None:
+    def __init__(self, surface: Surface, app: AsgiApp) -> None:
         self._surface = surface
+        self._app = app
         self._heads = HeadReader(surface.config.forward_headers)
+        self.max_body_bytes = surface.config.max_body_bytes
+        self.now_s = surface.clock
 
-    def wrap(self, app: AsgiApp) -> AsgiApp:
-        """An application that answers POSTs to the inference routes, and leaves `app` the rest."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] == "http" and scope["method"] == "POST":
+            endpoint = _ROUTES.get(scope["path"])
+            if endpoint is not None:
+                await self.serve(endpoint, scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
-        async def routed(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["type"] == "http" and scope["method"] == "POST":
-                endpoint = _ROUTES.get(scope["path"])
-                if endpoint is not None:
-                    await self.serve(endpoint, scope, receive, send)
-                    return
-            await app(scope, receive, send)
+    async def serve_direct(
+        self,
+        endpoint: Endpoint,
+        headers: Sequence[Header],
+        body: bytes,
+        sink: DirectSink,
+        began_s: float,
+    ) -> None:
+        """See http_protocol.DirectApp."""
+        trace = Trace(endpoint, began_s)
+        self._surface.metrics.requests.began()
+        status = _CLIENT_CLOSED
+        try:
+            status = await self._answer(trace, body, headers, sink)
+        finally:
+            self._finish(trace, status)
 
-        return routed
+    def broke_off(self, endpoint: Endpoint, sink: DirectSink | None, began_s: float) -> None:
+        """See http_protocol.DirectApp."""
+        trace, status = Trace(endpoint, began_s), _CLIENT_CLOSED
+        self._surface.metrics.requests.began()
+        if sink is not None:
+            answer, headers = _refusal(_late(), b"")
+            status, trace.sent_bytes = answer.status, len(answer.body)
+            sink.whole(answer.status, headers, answer.body)
+        self._finish(trace, status)
 
     async def serve(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one POST; the access log line is written at its last byte."""
@@ -98,20 +120,11 @@ class Inference:
     ) -> int:
         """Answer the request `body`; the status for log and metrics."""
         task = cast("asyncio.Task[None]", asyncio.current_task())
-
-        def on_lost() -> None:
-            task.cancel()
-
-        sink: DirectSink | AsgiSink | None = None
-        if extension := scope.get("extensions", {}).get(EXTENSION):
-            sink = cast(_Direct, extension).direct_sink(on_lost)
-        if sink is not None:
-            return await self._answer(trace, body, scope, sink)
-        sink = AsgiSink(send, on_lost, self._surface.config.request_timeout_s)
+        sink = AsgiSink(send, task.cancel, self._surface.config.request_timeout_s)
         watch = asyncio.create_task(_watch(receive, sink))
         pump = asyncio.create_task(sink.run())
         try:
-            status = await self._answer(trace, body, scope, sink)
+            status = await self._answer(trace, body, scope["headers"], sink)
             if not sink.is_lost:
                 await pump
             return status
@@ -125,10 +138,10 @@ class Inference:
             await asyncio.gather(watch, pump, return_exceptions=True)
 
     async def _answer(
-        self, trace: Trace, body: bytes, scope: Scope, sink: DirectSink | AsgiSink
+        self, trace: Trace, body: bytes, headers_in: Sequence[Header], sink: DirectSink | AsgiSink
     ) -> int:
         flow = self._surface.flow
-        head = self._heads.read(scope["headers"])
+        head = self._heads.read(headers_in)
         client_id = head.request_id
         trace.client_id, trace.trace_id = client_id.decode("ascii"), head.trace_id
         trace.body_bytes = len(body)
@@ -139,7 +152,7 @@ class Inference:
                 raise head.complaint
             ask = parse_ask(cast(Endpoint, trace.endpoint), body)
             course = flow.begin(ask, trace, head)
-            ticket = await self._enter(course, scope)
+            ticket = await self._enter(course, headers_in)
             name = (b"x-request-id", client_id or trace.response_id.encode())
             if course.ask.stream:
                 outlet = Outlet(sink, [*_STREAM_HEADERS, name], trace, self._surface.clock)
@@ -170,11 +183,11 @@ class Inference:
         sink.whole(answer.status, headers, answer.body)
         return answer.status
 
-    async def _enter(self, course: Course, scope: Scope) -> Ticket:
+    async def _enter(self, course: Course, headers: Sequence[Header]) -> Ticket:
         """The request's place, for which it may have to wait."""
         admission, ask, priority = self._surface.admission, course.ask, 0
         if admission.is_limited:
-            priority = read_priority(ask.fields, _header(scope, _PRIORITY).decode("latin-1"))
+            priority = read_priority(ask.fields, _header(headers, _PRIORITY).decode("latin-1"))
         cost = cost_of(ask)
         ticket = await admission.enter(cost, priority=priority, deadline_s=course.deadline_s)
         course.trace.queue_s += ticket.queue_s
@@ -212,12 +225,9 @@ async def _send_plain(send: Send, error: ApiError, trace: Trace) -> None:
     await send({"type": "http.response.body", "body": answer.body})
 
 
-def _header(scope: Scope, wanted: bytes) -> bytes:
+def _header(headers: Sequence[Header], wanted: bytes) -> bytes:
     """The first header of this name, in lower case; empty where there is none."""
-    for name, value in scope["headers"]:
-        if name == wanted:
-            return cast(bytes, value)
-    return b""
+    return next((value for name, value in headers if name == wanted), b"")
 
 
 async def _read_body(receive: Receive, scope: Scope, limit_bytes: int) -> bytes:
@@ -236,7 +246,7 @@ async def _read_body(receive: Receive, scope: Scope, limit_bytes: int) -> bytes:
     parts: list[bytes] = []
     size = 0
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_BODY_DEADLINE_S):
+        async with asyncio.timeout(BODY_DEADLINE_S):
             while message["type"] == "http.request":
                 parts.append(message.get("body", b""))
                 size += len(parts[-1])
@@ -246,7 +256,11 @@ async def _read_body(receive: Receive, scope: Scope, limit_bytes: int) -> bytes:
                     return b"".join(parts)
                 message = await receive()
             raise _ClientLeft
-    raise ApiError(408, "the request body did not come in time")
+    raise _late()
+
+
+def _late() -> ApiError:
+    return ApiError(408, "the request body did not come in time")
 
 
 def _too_long() -> ApiError:

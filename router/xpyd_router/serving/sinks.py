@@ -73,8 +73,8 @@ class Connected(Protocol):
         ...
 
     @property
-    def common_headers(self) -> Sequence[Header]:
-        """What stands in every response, such as the date."""
+    def common_head(self) -> bytes:
+        """Header lines that stand in every response, such as the date."""
         ...
 
 
@@ -95,10 +95,10 @@ _STATUS_LINES = {status: _status_line(status) for status in range(200, 600)}
 class DirectSink:
     """Writes HTTP/1.1 to the client's transport: nothing between an engine's bytes and it."""
 
-    def __init__(self, connection: Connected, on_lost: Callable[[], None]) -> None:
+    def __init__(self, connection: Connected) -> None:
         self._connection = connection
         self._write = connection.transport.write
-        self._on_lost = on_lost
+        self.on_lost: Callable[[], object] = _nothing
         self.on_pause: Callable[[], None] = _nothing
         self.on_resume: Callable[[], None] = _nothing
         self.is_paused = False
@@ -149,12 +149,12 @@ class DirectSink:
         """The client is gone."""
         if not self.is_lost:
             self.is_lost = True
-            self._on_lost()
+            self.on_lost()
 
     def _head(self, status: int, headers: Sequence[Header]) -> bytes:
-        lines = [_STATUS_LINES[status]]
-        lines += [b"%b: %b\r\n" % header for header in self._connection.common_headers]
-        lines += [b"%b: %b\r\n" % header for header in headers]
+        lines = [_STATUS_LINES[status], self._connection.common_head]
+        for name, value in headers:
+            lines += (name, b": ", value, b"\r\n")
         if not self._connection.keeps_alive:
             lines.append(b"connection: close\r\n")
         return b"".join(lines)
@@ -167,7 +167,7 @@ class AsgiSink:
     for `stall_s` counts as gone: it holds a place on an engine.
     """
 
-    def __init__(self, send: Send, on_lost: Callable[[], None], stall_s: float) -> None:
+    def __init__(self, send: Send, on_lost: Callable[[], object], stall_s: float) -> None:
         self._send = send
         self._on_lost = on_lost
         self._stall_s = stall_s
