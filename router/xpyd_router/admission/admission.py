@@ -100,6 +100,13 @@ class Admission:
         """What the requests with a ticket of this process take together."""
         return Cost(self._row[REQUESTS], self._row[TOKENS])
 
+    def at_once(self, cost: Cost) -> Ticket | None:
+        """A place where nothing limits any; else `enter`."""
+        cost = self._gate.bounded(cost)
+        if self._gate.is_limited or not self._gate.enter(cost, 0):
+            return None
+        return Ticket(self._give_back, cost, self._clock())
+
     async def enter(self, cost: Cost, *, priority: int = 0, deadline_s: float = math.inf) -> Ticket:
         """A place, at once or when it is this request's turn; lower priorities are earlier.
 

@@ -112,7 +112,7 @@ class Attempt:
         """POST `body` and read the whole answer within `timeout_s`; raises as `open`."""
         exchange = await self.open(instance, ask, body, timeout_s)
         try:
-            answer = await exchange.read()
+            answer = exchange.answer if exchange.is_whole else await exchange.read()
             if self.running is not None:
                 is_first_token = instance.beat.type == "P"
                 self.running.answered(len(answer.body), is_first_token=is_first_token)

@@ -13,6 +13,7 @@ from xpyd_core.errors import ApiError, ProtocolError
 from xpyd_router.config import RouterConfig
 from xpyd_router.errors import Answer, CallFailed, EngineRefused
 from xpyd_router.fleet.loads import LoadTable
+from xpyd_router.fleet.registry import InstanceKey
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.policy.base import NO_SLO, Alone, Pair, Policy, Want
@@ -48,6 +49,9 @@ from xpyd_router.upstream.client import UpstreamClient
 from xpyd_router.upstream.exchange import Exchange
 
 logger = logging.getLogger(__name__)
+
+
+_NOBODY: frozenset[InstanceKey] = frozenset()
 
 
 class Flow:
@@ -116,7 +120,8 @@ class Flow:
 
     async def whole(self, course: Course) -> Answer:
         """The whole answer. Raises ApiError, or EngineRefused with an engine's 4xx."""
-        await self._mark(course)
+        if self._tokens is not None:
+            await self._mark(course, self._tokens)
         while True:
             attempt = await self._pick(course)
             try:
@@ -152,15 +157,15 @@ class Flow:
             if self._objectives is not None and not is_refused:
                 self._objectives.judge(course, is_whole=is_whole)
 
-    async def _mark(self, course: Course) -> None:
+    async def _mark(self, course: Course, tokens: Tokens) -> None:
         """Have the engines' own hashes for marks, where the router counts tokens."""
-        if self._tokens is not None:
-            counted = await self._tokens.count(course.ask)
-            if counted.hashes:
-                course.marks = hash_marks(counted.hashes, counted.block_tokens)
+        counted = await tokens.count(course.ask)
+        if counted.hashes:
+            course.marks = hash_marks(counted.hashes, counted.block_tokens)
 
     async def _stream(self, course: Course, outlet: Outlet) -> None:
-        await self._mark(course)
+        if self._tokens is not None:
+            await self._mark(course, self._tokens)
         while True:
             attempt = await self._pick(course)
             try:
@@ -181,7 +186,7 @@ class Flow:
         want = Want(
             course.ask.model,
             alone=None if course.sent else course.ask.alone,
-            exclude=frozenset(course.exclude),
+            exclude=frozenset(course.exclude) if course.exclude else _NOBODY,
             continue_at=course.sent.compatibility if course.sent else None,
             prompt_tokens=course.ask.prompt_tokens,
             session=course.session,
@@ -189,13 +194,19 @@ class Flow:
             output_tokens=course.ask.output_tokens,
             slo=self._objectives.left(course) if self._objectives else NO_SLO,
         )
-        give_up = None if course.last_cause == "refused" else lambda: gave_up(course)
-        trace, asked_s = course.trace, self._clock()
-        deadline_s, body_bytes = self._pick_deadline_s(course), len(course.ask.raw)
-        choice = await self._picker.pick(
-            want, deadline_s, give_up, body_bytes=body_bytes, shunned=course.shunned
-        )
-        trace.queue_s += self._clock() - asked_s
+        trace = course.trace
+        choice = None if course.shunned else self._picker.at_once(want)
+        if choice is None:
+            give_up = None if course.last_cause == "refused" else lambda: gave_up(course)
+            asked_s, deadline_s = self._clock(), self._pick_deadline_s(course)
+            choice = await self._picker.pick(
+                want,
+                deadline_s,
+                give_up,
+                body_bytes=len(course.ask.raw),
+                shunned=course.shunned,
+            )
+            trace.queue_s += self._clock() - asked_s
         attempt = Attempt(
             choice,
             uuid=self._random_bytes(16).hex(),
@@ -257,7 +268,8 @@ class Flow:
         answer = await attempt.call(attempt.instances[-1], ask, body, self._left_s(course))
         self._fleet.succeeded(attempt.called)
         attempt.owes_release = False
-        return answer._replace(body=attempt.scrubbed(answer.body))
+        body = attempt.scrubbed(answer.body)
+        return Answer(answer.status, body, answer.content_type, answer.retry_after)
 
     async def _try_stream(self, course: Course, attempt: Attempt, outlet: Outlet) -> None:
         ask, choice = course.ask, attempt.choice

@@ -44,6 +44,12 @@ class Picker:
         self._waiting_bytes = 0
         self._served_s: dict[str, float] = {}
 
+    def at_once(self, want: Want) -> Pair | Alone | None:
+        """What nearly every request gets: a choice of the policy's, without waiting."""
+        if choice := self._policy.pick(self._fleet.snapshot, want):
+            self._remember(want.model)
+        return choice
+
     async def pick(
         self,
         want: Want,

@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol, cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from xpyd_router.requests.bodies import ENDPOINTS, Endpoint
 from xpyd_router.serving.sinks import DirectSink, Header
@@ -105,8 +105,6 @@ class ClientProtocol(HttpToolsProtocol):
     `MAX_HEAD_BYTES` is refused.
     """
 
-    # uvicorn calls only what DirectRequest has, too, and says nothing of None.
-    cycle: RequestResponseCycle | DirectRequest | None  # type: ignore[assignment]
     head_deadline_s = HEAD_DEADLINE_S
     body_deadline_s = BODY_DEADLINE_S
     stall_s = STALL_S
@@ -126,9 +124,9 @@ class ClientProtocol(HttpToolsProtocol):
     # uvicorn narrows asyncio's BaseTransport in the same way.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        app = cast(object, self.app)
-        if hasattr(app, "serve_direct"):
-            self._app = cast(DirectApp, app)
+        # A plain ASGI application has no such method: then all requests are uvicorn's.
+        if hasattr(cast(object, self.__dict__["app"]), "serve_direct"):
+            self._app = cast(DirectApp, self.__dict__["app"])
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
@@ -165,14 +163,14 @@ class ClientProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         direct = self._direct
-        if direct is not None and self.cycle is direct:
+        if direct is not None and self._is_last(direct):
             direct.parts.append(body)
         else:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
         direct = self._direct
-        if direct is None or self.cycle is not direct:
+        if direct is None or not self._is_last(direct):
             super().on_message_complete()
         elif not direct.response_complete:
             direct.is_read = True
@@ -236,11 +234,20 @@ class ClientProtocol(HttpToolsProtocol):
             if self._idle_timer is None:
                 self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._look_idle)
 
+    @property
+    def _is_busy(self) -> bool:
+        """A request is read or served."""
+        cycle = cast("DirectRequest | None", self.cycle)
+        return cycle is not None and not cycle.response_complete
+
+    def _is_last(self, direct: DirectRequest) -> bool:
+        """Whether what the parser gives belongs to it: with pipelining another may have come."""
+        return cast(object, self.cycle) is direct
+
     def _is_direct(self, app: DirectApp) -> bool:
         """Whether the request whose head is here goes the short way; then it has begun."""
         endpoint = _ROUTES.get(self.url)
-        before = self.cycle
-        if endpoint is None or (before is not None and not before.response_complete):
+        if endpoint is None or self._is_busy:
             return False
         parser = self.parser
         assert parser is not None
@@ -257,7 +264,9 @@ class ClientProtocol(HttpToolsProtocol):
         direct = DirectRequest(
             endpoint, self.headers, app.now_s(), keep_alive=parser.should_keep_alive()
         )
-        self._direct = self.cycle = direct
+        self._direct = direct
+        # uvicorn calls only what DirectRequest has, too.
+        self.cycle = direct  # type: ignore[assignment]
         return True
 
     def _serve(self, direct: DirectRequest) -> None:
@@ -288,7 +297,7 @@ class ClientProtocol(HttpToolsProtocol):
 
     def _look_idle(self) -> None:
         self._idle_timer = None
-        if self._is_in_head or (self.cycle is not None and not self.cycle.response_complete):
+        if self._is_in_head or self._is_busy:
             return  # the next answer's end sets it again
         left_s = self._idle_since_s + self.timeout_keep_alive - self.loop.time()
         if left_s > 0:
@@ -307,7 +316,7 @@ class ClientProtocol(HttpToolsProtocol):
 
     def _refuse_head(self) -> None:
         # Before an answer that is still being written a status would be part of it.
-        if self.cycle is None or self.cycle.response_complete:
+        if not self._is_busy:
             self.transport.write(_TOO_LONG)
         self.transport.close()
 

@@ -18,7 +18,7 @@ from xpyd_router.admission.admission import Ticket
 from xpyd_router.admission.cost import cost_of
 from xpyd_router.admission.values import PRIORITY_HEADER, read_priority
 from xpyd_router.errors import Answer, EngineRefused
-from xpyd_router.requests.bodies import ENDPOINTS, Endpoint, parse_ask
+from xpyd_router.requests.bodies import ENDPOINTS, Ask, Endpoint, parse_ask
 from xpyd_router.requests.client_head import HeadReader
 from xpyd_router.requests.course import Course
 from xpyd_router.requests.outlet import Outlet
@@ -152,7 +152,7 @@ class Inference:
                 raise head.complaint
             ask = parse_ask(cast(Endpoint, trace.endpoint), body)
             course = flow.begin(ask, trace, head)
-            ticket = await self._enter(course, headers_in)
+            ticket = self._at_once(ask) or await self._enter(course, headers_in)
             name = (b"x-request-id", client_id or trace.response_id.encode())
             if course.ask.stream:
                 outlet = Outlet(sink, [*_STREAM_HEADERS, name], trace, self._surface.clock)
@@ -182,6 +182,9 @@ class Inference:
         trace.sent_bytes = len(answer.body)
         sink.whole(answer.status, headers, answer.body)
         return answer.status
+
+    def _at_once(self, ask: Ask) -> Ticket | None:
+        return self._surface.admission.at_once(cost_of(ask))
 
     async def _enter(self, course: Course, headers: Sequence[Header]) -> Ticket:
         """The request's place, for which it may have to wait."""

@@ -80,7 +80,8 @@ class UpstreamClient:
         if (idle := self._take_idle(to)) is not None:
             exchange = self._send(idle, head, body, owner, due_s)
             try:
-                await exchange.head()
+                await exchange.begun()
+                exchange.check()
                 return exchange
             except CallFailed as failure:
                 self.end(exchange)
@@ -101,7 +102,8 @@ class UpstreamClient:
             connection = await self._connect(to, timeout_s)
         exchange = self._send(connection, head, body, owner, due_s)
         try:
-            await exchange.head()
+            await exchange.begun()
+            exchange.check()
         except BaseException:
             self.end(exchange)
             raise

@@ -81,13 +81,25 @@ class Exchange:
 
     # What the caller does.
 
-    async def head(self) -> None:
-        """Wait until the answer's head is here; CallFailed when it does not come."""
-        if not self.status and self._failure is None:
-            self._waiter = self._loop.create_future()
-            await self._waiter
+    def begun(self) -> asyncio.Future[None]:
+        """Done when the answer's head is here, or will not come: then `check` it. For one caller,
+        once; no coroutine, because every call to an engine waits here.
+        """
+        self._waiter = waiter = self._loop.create_future()
+        if self.status or self._failure is not None:
+            waiter.set_result(None)
+        return waiter
+
+    def check(self) -> None:
+        """CallFailed where the head did not come."""
         if not self.status and self._failure is not None:
             raise CallFailed(self._failure)
+
+    @property
+    def answer(self) -> Answer:
+        """The whole answer, of one that is whole."""
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        return Answer(self.status, body, self.content_type, self.retry_after)
 
     async def read(self, limit_bytes: int = MAX_ANSWER_BYTES) -> Answer:
         """The whole answer; CallFailed `incomplete` when it broke off, `too_large` above the limit.
@@ -99,10 +111,8 @@ class Exchange:
         if self._size > limit_bytes:
             self.fail("too_large")
         self.resume()
-        if not self.is_whole or self._failure is not None:
-            await self._finished()
-        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        return Answer(self.status, body, self.content_type, self.retry_after)
+        await self._finished()
+        return self.answer
 
     async def relay(self, consumer: Callable[[bytes], None]) -> None:
         """Give each piece of the body to `consumer` as it comes; returns at its proper end.
