@@ -18,6 +18,7 @@ from tests.router.bench.page import BEGIN, with_measured
 from tests.router.bench.programs import Programs
 from tests.router.bench.report import RATIOS, report
 from tests.router.bench.rounds import Cores, Found, Plan, take_turns
+from tests.router.bench.interpreter import Interpreter
 from tests.router.bench.routers import ContenderFailed, Ports, Router, argv_of
 from tests.router.bench.shape import CASES, OWN, ROWS, Case, Times
 from tests.router.bench.turns import Turn, load_words, turn
@@ -90,7 +91,7 @@ def test_the_router_has_cores_of_its_own() -> None:
 
 def test_each_row_is_told_of_all_engines_in_its_own_way() -> None:
     ports = Ports(http=80, discovery=81, metrics=82)
-    own = argv_of(ROWS["xpyd-2"], ports, _MOCKS, ["--log-level", "info"])
+    own = argv_of(ROWS["xpyd-2"], ports, _MOCKS, ["--log-level", "info"], python="py")
     assert own[own.index("--policy") + 1] == "LeastLoaded"
     assert own[-6:] == ["--discovery-port", "81", "--processes", "2", "--log-level", "info"]
     for row, is_own in ((ROWS[OWN], False), (ROWS["xpyd-continuing"], True)):
@@ -104,7 +105,7 @@ def test_each_row_is_told_of_all_engines_in_its_own_way() -> None:
 
 
 def test_engines_stay_known_for_longer_than_others_may_take_in_a_case() -> None:
-    words = argv_of(ROWS[OWN], Ports(), _MOCKS)
+    words = argv_of(ROWS[OWN], Ports(), _MOCKS, python="py")
     value = {flag: words[words.index(flag) + 1] for flag in words if flag.startswith("--h")}
     beats_missed = int(words[words.index("--missed-beats") + 1])
     known_s = beats_missed * int(value["--heartbeat-interval-ms"]) / 1000
@@ -220,7 +221,7 @@ def found() -> Found:
 
 def _reported(found: Found) -> dict[str, Any]:
     cases = [case for case in CASES if case.name in ("c64", "s512")]
-    plan = Plan([], cases, 3, Times(), ["--x"])
+    plan = Plan([], cases, 3, Times(), ["--x"], Interpreter("py", "3.0"))
     return json.loads(json.dumps(report(found, plan, {"xpyd-2": "not here"})))
 
 

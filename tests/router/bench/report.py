@@ -5,7 +5,6 @@ A ratio is ours to a peer's, of one round; the figure is the median of the round
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -88,7 +87,7 @@ def report(found: Found, plan: Plan, absent: Mapping[str, str]) -> dict[str, Any
         "absent": dict(absent),
         "ownArgs": list(plan.own_args),
         "rounds": plan.rounds,
-        "versions": {"xpyd": version("xpyd"), **PEERS, "python": platform.python_version()},
+        "versions": {"xpyd": version("xpyd"), **PEERS, "python": plan.python.version},
         "machine": machine(),
     }
 

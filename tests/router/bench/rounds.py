@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from tests.router.bench.interpreter import Interpreter, fastest
 from tests.router.bench.mocks import Mocks, engines
 from tests.router.bench.programs import Programs
 from tests.router.bench.routers import ContenderFailed, Router, running
@@ -24,13 +25,14 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run. `own_args`: more flags of `xpyd router`."""
+    """What is run. `own_args`: more flags of `xpyd router`; `python`: what runs it."""
 
     rows: Sequence[Row]
     cases: Sequence[Case]
     rounds: int
     times: Times
     own_args: Sequence[str] = ()
+    python: Interpreter = field(default_factory=fastest)
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,14 @@ def _started(
         return None
     own_args = plan.own_args if row.program == "xpyd" else ()
     return stack.enter_context(
-        running(row, mocks, folder, cores=cores.router(row), own_args=own_args)
+        running(
+            row,
+            mocks,
+            folder,
+            cores=cores.router(row),
+            python=plan.python.path,
+            own_args=own_args,
+        )
     )
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from tests.bench_environments import NotHere, cache, run, uv
 from tests.bench_process import Processes, free_port
+from tests.router.bench.interpreter import own_path
 from tests.router.bench.mocks import Mocks, beating, beats
 from tests.router.bench.shape import Program, Row
 
@@ -113,11 +115,15 @@ def _own_flags() -> str:
     return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=_START_S).stdout
 
 
-def argv_of(row: Row, ports: Ports, mocks: Mocks, own_args: Sequence[str] = ()) -> list[str]:
-    """The command line. The peers take the policy that costs them least: round robin."""
+def argv_of(
+    row: Row, ports: Ports, mocks: Mocks, own_args: Sequence[str] = (), *, python: str
+) -> list[str]:
+    """The command line; `python` runs ours. The peers take the policy that costs them least: round
+    robin.
+    """
     http = [*_LOOPBACK, "--port", str(ports.http)]
     if row.program == "xpyd":
-        own = [str(ROOT / ".venv/bin/xpyd"), "router", *http, *_OWN_ARGS, *_FEATURES]
+        own = [python, "-P", "-m", "xpyd_core", "router", *http, *_OWN_ARGS, *_FEATURES]
         processes = ["--processes", str(row.processes)] if row.processes > 1 else []
         return [*own, "--discovery-port", str(ports.discovery), *processes, *own_args]
     program = str(peer_environment() / "bin" / row.program)
@@ -138,20 +144,27 @@ def _static(mocks: Mocks) -> Iterable[str]:
 
 @contextmanager
 def running(
-    row: Row, mocks: Mocks, folder: Path, *, cores: str, own_args: Sequence[str] = ()
+    row: Row,
+    mocks: Mocks,
+    folder: Path,
+    *,
+    cores: str,
+    python: str = sys.executable,
+    own_args: Sequence[str] = (),
 ) -> Generator[Router]:
-    """The router while the block runs, ready. ContenderFailed."""
+    """The router while the block runs, ready; `python` runs ours. ContenderFailed."""
     ports = Ports()
     log = folder / f"{row.name}.log"
+    is_ours = row.program == "xpyd"
     with log.open("ab") as output:
         process = subprocess.Popen(
-            ["taskset", "-c", cores, *argv_of(row, ports, mocks, own_args)],
+            ["taskset", "-c", cores, *argv_of(row, ports, mocks, own_args, python=python)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             cwd=folder,
-            env={**os.environ, "NO_COLOR": "1"},
+            env={**os.environ, "NO_COLOR": "1", **({"PYTHONPATH": own_path()} if is_ours else {})},
         )
     router = Router(row, process, log, ports.http)
     try:
