@@ -13,12 +13,12 @@ import pytest
 from tests.bench_process import Processes
 from tests.bench_report import END
 from tests.router.bench import __main__ as bench
+from tests.router.bench.interpreter import Interpreter
 from tests.router.bench.mocks import Mocks, beats
 from tests.router.bench.page import BEGIN, with_measured
 from tests.router.bench.programs import Programs
 from tests.router.bench.report import RATIOS, report
 from tests.router.bench.rounds import Cores, Found, Plan, take_turns
-from tests.router.bench.interpreter import Interpreter
 from tests.router.bench.routers import ContenderFailed, Ports, Router, argv_of
 from tests.router.bench.shape import CASES, OWN, ROWS, Case, Times
 from tests.router.bench.turns import Turn, load_words, turn
