@@ -1,4 +1,4 @@
-"""What benchmarks share of environments for others' programs: made with uv, in the cache."""
+"""Environments for programs of others that benchmarks and tests run: made with uv, in the cache."""
 
 from __future__ import annotations
 
@@ -21,6 +21,21 @@ def cache() -> Path:
 def uv() -> str:
     """The program, which scripts/setup.sh has put into the cache where there was none."""
     return shutil.which("uv") or str(cache() / "uv/bin/uv")
+
+
+def environment(folder: Path, *pins: str, timeout_s: float) -> Path:
+    """`folder`, a virtual environment with these packages, made if it is not there. NotHere.
+
+    One that was cut short is made anew. Making and installing take `timeout_s` each at most.
+    """
+    ready = folder / "ready"
+    if not ready.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        run([uv(), "venv", "--quiet", "--python", "python3", str(folder)], timeout_s)
+        python = str(folder / "bin/python")
+        run([uv(), "pip", "install", "--quiet", "--python", python, *pins], timeout_s)
+        ready.touch()
+    return folder
 
 
 def run(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.bench_environments import NotHere, cache, run, uv
+from tests.bench_environments import NotHere, cache, environment
 from tests.e2e.harness import Fleet, empty_fleet, http, wait_for
 
 pytestmark = pytest.mark.slow
@@ -31,16 +30,9 @@ GREEDY = {"temperature": 0}
 @pytest.fixture(scope="module")
 def program() -> Path:
     """The installed vllm-router."""
-    folder = cache() / f"vllm-router-{VERSION}"
-    ready = folder / "ready"
     try:
-        if not ready.exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            run([uv(), "venv", "--quiet", "--python", "python3", str(folder)], INSTALL_S)
-            python = str(folder / "bin/python")
-            package = f"vllm-router=={VERSION}"
-            run([uv(), "pip", "install", "--quiet", "--python", python, package], INSTALL_S)
-            ready.touch()
+        pin = f"vllm-router=={VERSION}"
+        folder = environment(cache() / f"vllm-router-{VERSION}", pin, timeout_s=INSTALL_S)
     except NotHere as error:
         # CI has a registry: there it must not be skipped.
         say = pytest.fail if os.environ.get("XPYD_CLUSTER_REQUIRED") else pytest.skip

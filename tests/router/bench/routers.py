@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.bench_environments import NotHere, cache, run, uv
+from tests.bench_environments import NotHere, cache, environment
 from tests.bench_process import Processes, free_port
 from tests.router.bench.interpreter import own_path
 from tests.router.bench.mocks import Mocks, beating, beats
@@ -87,15 +86,9 @@ class Router(Processes):
 def peer_environment() -> Path:
     """The peers' environment, made if it is not there. NotHere."""
     pins = [f"{name}=={number}" for name, number in PEERS.items()]
-    folder = cache() / "bench-router" / "-".join(PEERS.values())
-    ready = folder / "ready"
-    if not ready.exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        run([uv(), "venv", "--quiet", "--python", "python3", str(folder)], _INSTALL_S)
-        python = str(folder / "bin/python")
-        run([uv(), "pip", "install", "--quiet", "--python", python, *pins], _INSTALL_S)
-        ready.touch()
-    return folder
+    return environment(
+        cache() / "bench-router" / "-".join(PEERS.values()), *pins, timeout_s=_INSTALL_S
+    )
 
 
 def absent(row: Row) -> str:
