@@ -1,9 +1,14 @@
-"""Connections that say nothing, or half a head, are closed in time; router and worker alike."""
+"""Connections that say nothing, or half a head, are closed in time, and lost ones are forgotten:
+of router and worker alike."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import socket
+import struct
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -25,6 +30,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 async def serving(protocol: type) -> AsyncIterator[tuple[str, int]]:
     quick = type("Quick", (protocol,), {"head_deadline_s": 0.2})
     config = uvicorn.Config(app, host="127.0.0.13", port=0, http=quick, lifespan="off")
+    config.timeout_keep_alive = 3600
     config.log_config = None
     server = uvicorn.Server(config)
     with contextlib.ExitStack() as stack:
@@ -74,5 +80,30 @@ def test_a_second_half_head_on_a_used_connection_is_closed(protocol: type) -> No
             writer.write(b"GET / HTTP/1.1\r\nX-Half")
             await reader.read()  # to the end: closed
             writer.close()
+
+    _run(work())
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_connection_that_the_client_reset_after_its_answer_is_forgotten(protocol: Any) -> None:
+    made: list[weakref.ref[Any]] = []
+
+    def connection_made(self: Any, transport: asyncio.Transport) -> None:
+        made.append(weakref.ref(self))
+        protocol.connection_made(self, transport)
+
+    async def work() -> None:
+        noted = type("Noted", (protocol,), {"connection_made": connection_made})
+        async with serving(noted) as address:
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            await reader.readuntil(b"ok")
+            # Closed without lingering: a reset, not an end.
+            linger = struct.pack("ii", 1, 0)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            writer.transport.abort()
+            while made[0]() is not None:  # the deadline is _run's
+                await asyncio.sleep(0.05)
+                gc.collect()
 
     _run(work())

@@ -185,6 +185,8 @@ class ClientProtocol(HttpToolsProtocol):
         if self._idle_timer is not None:
             self._idle_timer.cancel()
         super().connection_lost(exc)
+        # uvicorn forgets it only where the client closed, not where it reset the connection.
+        self._unset_keepalive_if_required()
         direct, self._direct = self._direct, None
         sink, self._sink = self._sink, None
         if sink is not None:

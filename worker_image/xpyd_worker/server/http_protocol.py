@@ -36,6 +36,8 @@ class HeadDeadlineProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_head()
         super().connection_lost(exc)
+        # uvicorn forgets it only where the client closed, not where it reset the connection.
+        self._unset_keepalive_if_required()
 
     def _expect_head(self) -> None:
         self._forget_head()
