@@ -121,8 +121,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=default.health.slow_start_s,
         metavar="SECONDS",
-        help="until an instance that came, or came back, has its full share of requests; 0 = at "
-        "once (default: %(default)s)",
+        help="until an instance that joined others, or came back, has its full share of requests; "
+        "0 = at once (default: %(default)s)",
     )
     add(
         "--request-timeout",

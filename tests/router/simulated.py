@@ -73,7 +73,6 @@ class Simulation:
         self._view = FleetView(Registry(period_s=3.0, missed_beats=3), self._clock, self._loads)
         for beat in (*self._p, *self._d):
             self._view.apply(beat)
-        self._loads_full()
         self._policy = make_policy(self.policy, loads=self._loads)
         self._figures = InstanceTable(self._clock)
         objectives = Objectives(
@@ -94,11 +93,6 @@ class Simulation:
                 group.create_task(self._serve(prompt, output))
                 await asyncio.sleep(chance.expovariate(self.rate))
         sampling.cancel()
-
-    def _loads_full(self) -> None:
-        """Slow start is not what is looked at here."""
-        for load in self._loads:
-            load.weight = 1.0
 
     async def _serve(self, prompt: int, output: int) -> None:
         came_s = self._clock()

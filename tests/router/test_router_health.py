@@ -19,16 +19,19 @@ from xpyd_router.fleet.health import (
     ProbeResult,
 )
 from xpyd_router.fleet.poison import Break, judge
-from xpyd_router.fleet.registry import Instance, InstanceKey, Registry
+from xpyd_router.fleet.registry import Instance, InstanceKey, Registry, side_of
+from xpyd_router.fleet.view import FleetView
 
 ONE = InstanceKey("10.0.0.1:20001", "inc")
 TWO = InstanceKey("10.0.0.2:20001", "inc")
+THREE = InstanceKey("10.0.0.3:20001", "inc")
+SIDE = side_of(beat("D"))
 
 
 def health(*keys: InstanceKey, seed: int = 1, **rules: float) -> Health:
     found = Health(HealthRules(**rules), random.Random(seed).random)
     for key in keys:
-        found.ready(key, 0.0)
+        found.ready(key, SIDE, 0.0)
     return found
 
 
@@ -85,7 +88,7 @@ def test_a_call_that_broke_off_ejects_at_once(cause: Any, standing: str) -> None
 def test_a_beat_does_not_bring_it_back_and_a_probe_does() -> None:
     found = health(ONE)
     fail(found, now=1.0)
-    found.ready(ONE, 3.0)
+    found.ready(ONE, SIDE, 3.0)
     assert found.standing(ONE) == "Ejected"
     probe(found, now=4.0)
     assert found.standing(ONE) == "Good"
@@ -184,7 +187,7 @@ def test_the_first_beat_of_a_frozen_instance_has_it_probed_at_once() -> None:
     for now in (4.0, 6.0, 8.0, 10.0, 12.0, 14.0):
         probe(found, "timeout", now=now, is_late=True)
     assert next_probe_s(found, 14.0) == 16.0
-    found.ready(ONE, 15.0)
+    found.ready(ONE, SIDE, 15.0)
     assert found.plan.take(15.0, 9) == [ONE]
 
 
@@ -325,7 +328,7 @@ def members(*hosts: int, now: float = 0.0) -> tuple[Instance, ...]:
 
 def test_a_new_instance_begins_with_little_and_grows() -> None:
     found = health(ONE)
-    found.ready(TWO, 100.0)
+    found.ready(TWO, SIDE, 100.0)
     both = members(1, 2)
     shares = [found.weights(both, 100.0 + age_s).get(TWO, 1.0) for age_s in (0.0, 5.0, 10.0)]
     assert shares == pytest.approx([WEIGHT_FLOOR, (1 + WEIGHT_FLOOR) / 2, 1.0])
@@ -337,16 +340,53 @@ def test_where_all_are_new_all_have_the_same_share() -> None:
     assert found.weights(members(1, 2), 0.0) == {}
 
 
-def test_where_none_is_old_shares_are_compared_with_the_oldest() -> None:
+def test_who_begins_within_the_fleets_first_moments_begins_with_the_others() -> None:
     found = health(ONE)
-    found.ready(TWO, 5.0)
-    oldest = (1 + WEIGHT_FLOOR) / 2
-    assert found.weights(members(1, 2), 5.0) == {TWO: pytest.approx(WEIGHT_FLOOR / oldest)}
+    found.ready(TWO, SIDE, 9.9)
+    assert found.weights(members(1, 2), 9.9) == {}
+    found.ready(THREE, SIDE, 10.0)
+    assert found.weights(members(1, 2, 3), 10.0) == {THREE: WEIGHT_FLOOR}
+
+
+def test_an_old_instance_of_another_side_or_one_that_left_is_nobody_to_join() -> None:
+    found = health(ONE)
+    found.ready(TWO, side_of(beat("P")), 100.0)
+    found.leave(ONE, 101.0, is_death=True)
+    found.ready(THREE, SIDE, 102.0)
+    assert found.share(TWO, 102.0) == found.share(THREE, 102.0) == 1.0
+
+
+def test_where_none_is_whole_shares_are_compared_with_the_largest() -> None:
+    found = health(ONE)
+    found.ready(TWO, SIDE, 100.0)
+    found.ready(THREE, SIDE, 105.0)
+    found.leave(ONE, 105.0, is_death=False)
+    largest = (1 + WEIGHT_FLOOR) / 2
+    assert found.weights(members(2, 3), 105.0) == {THREE: pytest.approx(WEIGHT_FLOOR / largest)}
+
+
+def test_an_idle_new_fleet_is_used_evenly_and_who_joins_it_later_is_not() -> None:
+    now = 0.0
+    view = FleetView(Registry(period_s=3.0, missed_beats=3), lambda: now)
+    for host in (1, 2, 3):
+        view.apply(beat("D", host=host))
+        view.tick()
+        now += 0.5
+    keys = [instance.key for instance in view.instances]
+    assert [view.load(key).weight for key in keys] == [1.0, 1.0, 1.0]
+    now = 60.0
+    view.apply(beat("D", host=4))
+    (late,) = (one.key for one in view.instances if one.key not in keys)
+    for age_s, weight in ((0.0, WEIGHT_FLOOR), (5.0, (1 + WEIGHT_FLOOR) / 2), (10.0, 1.0)):
+        now = 60.0 + age_s
+        view.tick()
+        assert view.load(late).weight == pytest.approx(weight)
+    assert [view.load(key).weight for key in keys] == [1.0, 1.0, 1.0]
 
 
 def test_where_the_old_ones_are_out_a_new_one_has_its_whole_share() -> None:
     found = health(ONE)
-    found.ready(TWO, 100.0)
+    found.ready(TWO, SIDE, 100.0)
     registry = Registry(period_s=3.0, missed_beats=3)
     for host in (1, 2):
         registry.apply(beat("D", host=host, incarnation="inc"), 100.0)
@@ -366,7 +406,7 @@ def test_slow_start_is_only_for_who_was_away_for_a_while() -> None:
 
 def test_without_slow_start_all_shares_are_whole() -> None:
     found = health(ONE, slow_start_s=0.0)
-    found.ready(TWO, 100.0)
+    found.ready(TWO, SIDE, 100.0)
     assert found.weights(members(1, 2), 100.0) == {}
 
 
@@ -396,7 +436,7 @@ def act_at_random(found: Health, key: InstanceKey, now: float, draw: random.Rand
         probe(found, result, key=key, now=now, is_late=draw.random() < 0.5)
         return f"probe {result}"
     elif act == "beat":
-        found.ready(key, now)
+        found.ready(key, SIDE, now)
     elif act == "tick":
         found.tick(now)
     elif act == "trial" and found.standing(key) == "HalfOpen":

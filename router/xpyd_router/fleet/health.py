@@ -7,7 +7,8 @@ registry. Four things act together:
   back. A beat does not: it comes from another socket than the answers.
 - Probes (`probe_plan`) find instances whose HTTP is dead or frozen though nobody calls them.
 - The breaker (`breaker`) stops requests to an instance that is reached and yet fails.
-- Slow start: an instance that (re)appears gets few requests at first, then more.
+- Slow start: an instance that comes back, or joins others that serve, gets few requests at first,
+  then more.
 
 `poison` learns which broken calls were deaths: it looks for the request that kills instances.
 """
@@ -65,7 +66,7 @@ class HealthRules:
     probe_timeout_s: float = 2.0
     """Deadline of one probe."""
     slow_start_s: float = 10.0
-    """Until an instance that (re)appeared has its full share; 0: at once."""
+    """Until one that joined others, or came back, has its full share; 0: at once."""
 
 
 class HealthReport(NamedTuple):
@@ -84,8 +85,10 @@ class HealthReport(NamedTuple):
 class _Record:
     """One Ready instance. It ends with the instance, or when it no longer says Ready."""
 
-    rising_since_s: float
-    """When its slow start began."""
+    side: Side
+    came_s: float
+    rising_since_s: float = 0.0
+    """When its slow start began, if it had one."""
     eject_cause: str = ""
     ejected_s: float = 0.0
     hold_until_s: float = 0.0
@@ -125,12 +128,14 @@ class Health:
         self._transfers = Transfers()
         self.plan = ProbePlan(interval_s=rules.probe_interval_s, draw=draw)
 
-    def ready(self, key: InstanceKey, now: float) -> bool:
+    def ready(self, key: InstanceKey, side: Side, now: float) -> bool:
         """A Ready beat of `key`; whether it is new."""
         record = self._records.get(key)
         if record is None:
-            record = self._records[key] = _Record(now)
-            self._rise(key, record, now)
+            joins = self._has_served(side, now)
+            record = self._records[key] = _Record(side, now)
+            if joins:
+                self._rise(key, record, now)
             self.plan.add(key, now)
             return True
         if record.eject_cause and record.silent_probes:
@@ -278,6 +283,13 @@ class Health:
         for side, _, weight in found:
             best[side] = max(weight, best.get(side, 0.0))
         return {key: weight / best[side] for side, key, weight in found if weight < best[side]}
+
+    def _has_served(self, side: Side, now: float) -> bool:
+        """Whether some of `side` have been there for long. Those that begin together, with the
+        fleet or the router, share its requests alike.
+        """
+        since_s = now - self._rules.slow_start_s
+        return any(one.side == side and one.came_s <= since_s for one in self._records.values())
 
     def _rise(self, key: InstanceKey, record: _Record, now: float) -> None:
         record.rising_since_s = now

@@ -49,6 +49,11 @@ Side = tuple[str, str, tuple[str, ...]]
 """Instances that can stand in for each other: type, compatibility key, models."""
 
 
+def side_of(beat: Heartbeat) -> Side:
+    """Whom the instance that beats so can stand in for."""
+    return beat.type, beat.compatibility, beat.models
+
+
 class InstanceKey(NamedTuple):
     """One process start at one HTTP address."""
 
@@ -97,7 +102,7 @@ class Instance:
     @property
     def side(self) -> Side:
         """Those that can stand in for it have the same."""
-        return self.beat.type, self.beat.compatibility, self.beat.models
+        return side_of(self.beat)
 
     def is_late(self, now: float) -> bool:
         """Whether a beat is missing."""

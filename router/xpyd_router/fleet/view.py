@@ -26,6 +26,7 @@ from xpyd_router.fleet.registry import (
     Snapshot,
     Standing,
     key_of,
+    side_of,
 )
 
 _MAX_LOST = 1024
@@ -89,7 +90,7 @@ class FleetView:
         if outcome in ("new", "refreshed", "replaced", "gone"):
             if beat.state != "Ready":
                 self._health.leave(key, now, is_death=False)
-            elif self._health.ready(key, now):
+            elif self._health.ready(key, side_of(beat), now):
                 self._start(key)
             self._settle(key)
         self._bury(dead, now)
