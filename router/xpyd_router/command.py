@@ -140,6 +140,14 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         help="for one call to a prefill instance (default: %(default)s)",
     )
     add(
+        "--max-tries",
+        type=int,
+        default=default.max_tries,
+        metavar="N",
+        help="of a request that fails, in all; a refusal by an engine that is full or drains is "
+        "none (default: %(default)s)",
+    )
+    add(
         "--max-body-bytes",
         default=f"{default.max_body_bytes // 2**20}Mi",
         metavar="SIZE",
@@ -240,6 +248,7 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         ),
         request_timeout_s=args.request_timeout,
         prefill_timeout_s=args.prefill_timeout,
+        max_tries=args.max_tries,
         max_body_bytes=parse_bytes(args.max_body_bytes),
         limits=Limits(
             requests=args.max_concurrent_requests,
@@ -268,6 +277,7 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         f"--slo-itl-ms: expected 1 to {MAX_SLO_MS}": _is_slo(config.slo.itl_s),
         "--request-timeout: expected more than 0": config.request_timeout_s > 0,
         "--prefill-timeout: expected more than 0": config.prefill_timeout_s > 0,
+        "--max-tries: expected 1 to 100": 1 <= config.max_tries <= 100,
         "--max-body-bytes: expected at least 1Ki": config.max_body_bytes >= 1024,
         "--max-concurrent-requests: expected 1 or more": _is_limit(config.limits.requests),
         "--max-concurrent-tokens: expected 1 or more": _is_limit(config.limits.tokens),

@@ -57,6 +57,8 @@ class RouterConfig:
     """For a whole answer or a stream's first byte, and for each gap in a stream; vllm-router's."""
     prefill_timeout_s: float = 300.0
     """For one call to P: queueing and computing a long prompt on a slow machine."""
+    max_tries: int = 3
+    """Of a request in all, within its deadline; a refusal (503) is none."""
     max_body_bytes: int = 32 * 1024 * 1024
     """Longest request body: a million tokens as ids are about 7 MB."""
     limits: Limits = field(default_factory=Limits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from tests.router.fakes import (
     text_of,
     until,
 )
+from xpyd_core.errors import UserError
 from xpyd_core.keys import release_mac
+from xpyd_router.command import command, read_config
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
@@ -229,6 +232,32 @@ def test_a_failure_with_nobody_else_to_ask_is_the_answer() -> None:
             assert p.served == 1
 
     run(work())
+
+
+@pytest.mark.parametrize("most", [1, 2, 5])
+def test_a_request_is_tried_as_often_as_the_flag_says(most: int) -> None:
+    async def work() -> None:
+        async with fleet(max_tries=most) as fleet_:
+            for kind in "PPPPPPD":
+                await fleet_.engine(kind)
+            for engine in fleet_.engines[:6]:
+                engine.script = answer(500, ERROR)
+            async with await fleet_.post() as response:
+                assert response.status == 502
+                assert f"after {most} tries" in (await response.json())["error"]["message"]
+            assert sum(engine.served for engine in fleet_.engines) == most
+
+    run(work())
+
+
+def test_the_flag_for_tries_is_checked() -> None:
+    parser = argparse.ArgumentParser()
+    command.configure(parser)
+    for given, kept in ((["--max-tries=1"], 1), ([], 3), (["--max-tries=100"], 100)):
+        assert read_config(parser.parse_args(["--kv-insecure", *given])).max_tries == kept
+    for given in ("0", "101"):
+        with pytest.raises(UserError, match="--max-tries: expected 1 to 100"):
+            read_config(parser.parse_args(["--kv-insecure", f"--max-tries={given}"]))
 
 
 def test_refusals_of_draining_instances_cost_no_tries() -> None:

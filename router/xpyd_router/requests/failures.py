@@ -25,7 +25,6 @@ from xpyd_router.requests.course import Course, gave_up
 
 logger = logging.getLogger(__name__)
 
-MAX_TRIES = 3
 # A refusal (503) costs its engine nothing, so a rolling restart may give several in a row.
 _MAX_REFUSALS = 16
 
@@ -88,7 +87,8 @@ class Failures:
         else:
             course.failures += 1
         is_late = not course.has_decode_begun and self._clock() >= course.deadline_s
-        if course.failures >= MAX_TRIES or course.refusals >= _MAX_REFUSALS or is_late:
+        is_last = course.failures >= self._config.max_tries or course.refusals >= _MAX_REFUSALS
+        if is_last or is_late:
             raise gave_up(course)
         self._metrics.retried(instance)
 
