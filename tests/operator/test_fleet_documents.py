@@ -146,7 +146,8 @@ def test_all_mistakes_are_reported_at_once():
         "spec.pools",
         "spec.kvTransfer.transport",
         'unknown field "spec.router.color"; spec.router has replicas, policy, prefillPolicy, '
-        "decodePolicy, slo, onNoPrefill, limits, queue, discoveryPort, service, template",
+        "decodePolicy, slo, localPrefillTokens, onNoPrefill, limits, queue, discoveryPort, "
+        "service, template",
     ]
     assert lines[-2].endswith("; NIXL is not supported by this version")
 

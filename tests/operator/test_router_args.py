@@ -64,6 +64,10 @@ def test_policies_and_objectives_reach_the_router() -> None:
     assert config_of({"slo": {"itlMilliseconds": 40}}).slo == Slo(ttft_s=None, itl_s=0.04)
 
 
+def test_how_long_a_prompt_stays_on_d_reaches_the_router() -> None:
+    assert config_of({"localPrefillTokens": 300}).local_prefill_tokens == 300
+
+
 @pytest.mark.parametrize("word", ["Queue", "PrefillOnDecode", "Reject"])
 def test_the_router_knows_each_word_of_the_document(word: str) -> None:
     assert config_of({"onNoPrefill": word}).on_no_prefill == word
@@ -77,5 +81,6 @@ def test_the_documents_defaults_are_the_routers() -> None:
 def test_what_is_the_routers_default_is_not_said() -> None:
     queue = {"size": 1024, "memory": "256Mi", "timeoutSeconds": 60}
     plain = args_of({})
-    assert args_of({"onNoPrefill": "Queue", "limits": {}, "queue": queue}) == plain
-    assert not [arg for arg in plain if "queue" in arg or "max-" in arg]
+    said = {"onNoPrefill": "Queue", "localPrefillTokens": 0, "limits": {}, "queue": queue}
+    assert args_of(said) == plain
+    assert not [arg for arg in plain if "queue" in arg or "max-" in arg or "local" in arg]

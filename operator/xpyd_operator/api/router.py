@@ -160,6 +160,8 @@ class Router(ApiModel):
     """Another policy for decode instances; none: `policy`."""
     slo: Slo = Slo()
     """Objectives of requests: SloAware places by them, and metrics count who met them."""
+    local_prefill_tokens: Annotated[int, Field(ge=0, le=10_000_000)] = 0
+    """Prompts with fewer tokens to compute run on a Decode instance alone; 0: none."""
     on_no_prefill: Literal["Queue", "PrefillOnDecode", "Reject"] = "Queue"
     """What a request does that finds neither a pair nor an Aggregated instance: wait for one; be
     computed by a Decode instance alone; get status 503 at once. Without a Decode instance,

@@ -133,6 +133,7 @@ def _serving_args(router: Router) -> list[str]:
     said = {
         "--slo-ttft-ms": (slo.ttft_milliseconds, None),
         "--slo-itl-ms": (slo.itl_milliseconds, None),
+        "--local-prefill-tokens": (router.local_prefill_tokens, default.local_prefill_tokens),
         "--on-no-prefill": (router.on_no_prefill, default.on_no_prefill),
         "--max-concurrent-requests": (limits.requests, None),
         "--max-concurrent-tokens": (limits.tokens, None),
