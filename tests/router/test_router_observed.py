@@ -24,6 +24,7 @@ from tests.router.fakes import (
     start_stream,
     until,
 )
+from xpyd_router.admission.values import Limits
 from xpyd_router.requests.trace import Trace
 from xpyd_router.serving.access_log import AccessLog, as_words
 
@@ -214,6 +215,28 @@ def test_a_line_has_all_phases_tokens_and_the_clients_ids(
                 assert min(parts[1:]) > 0
             assert 0 < streamed["first_byte_seconds"] <= streamed["seconds"]
             assert "first_byte_seconds" not in at_once
+
+    run(work())
+
+
+@pytest.mark.parametrize(("limits", "said"), [(Limits(requests=1), [0, -1, 100]), (Limits(), [])])
+def test_a_line_has_the_priority_that_admission_went_by(
+    limits: Limits,
+    said: list[int],
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    caplog.set_level(logging.INFO, "xpyd_router")
+
+    async def work() -> None:
+        async with pair(logs_json=True, limits=limits) as (fleet_, _, __):
+            await fleet_.json()
+            await fleet_.json(priority=-1)
+            await fleet_.json(priority=-1, headers={"X-Xpyd-Priority": "Low"})
+            await idle(fleet_)
+            lines = [orjson.loads(line) for line in lines_of(capfd, fleet_)]
+            assert len(lines) == 3
+            assert [line["priority"] for line in lines if "priority" in line] == said
 
     run(work())
 

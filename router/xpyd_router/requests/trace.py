@@ -29,6 +29,8 @@ class Trace(msgspec.Struct):
     tries: int = 0
     queue_s: float = 0.0
     """Waited for a place and for a pair, in all tries."""
+    priority: int | None = None
+    """Its place in line, lower is earlier; None where there are no limits: none is read."""
     prefill_s: float | None = None
     """P's call of the last try."""
     first_s: float | None = None
@@ -54,6 +56,8 @@ class Trace(msgspec.Struct):
             "queue_seconds": round(self.queue_s, 4),
             "bytes": self.sent_bytes,
         }
+        if self.priority is not None:
+            fields["priority"] = self.priority
         if self.prefill_s is not None:
             fields["prefill_seconds"] = round(self.prefill_s, 4)
         if self.first_s is not None:

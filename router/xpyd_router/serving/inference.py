@@ -191,6 +191,7 @@ class Inference:
         admission, ask, priority = self._surface.admission, course.ask, 0
         if admission.is_limited:
             priority = read_priority(ask.fields, _header(headers, _PRIORITY).decode("latin-1"))
+            course.trace.priority = priority
         cost = cost_of(ask)
         ticket = await admission.enter(cost, priority=priority, deadline_s=course.deadline_s)
         course.trace.queue_s += ticket.queue_s
