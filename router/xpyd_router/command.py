@@ -99,7 +99,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--exact-prefixes",
         action="store_true",
-        help="PrefixAware compares tokens, counted before each pick, instead of text",
+        help="count each prompt's tokens: PrefixAware compares them instead of text, and other "
+        "policies and limits have no estimate",
     )
     add(
         "--probe-interval",

@@ -48,7 +48,8 @@ class RouterConfig:
     local_prefill_tokens: int = 0
     """Prompts of which fewer tokens are to be computed stay on D; 0: none."""
     exact_prefixes: bool = False
-    """Policies that go by prefixes get the engines' own block hashes, not marks of the text."""
+    """Policies and limits get the engines' own token counts and block hashes, not estimates
+    and marks of the text."""
     slo: Slo = NO_SLO
     """Objectives of requests that name none."""
     health: HealthRules = field(default_factory=HealthRules)

@@ -93,11 +93,9 @@ def _protocol(config: RouterConfig) -> type[ClientProtocol]:
     return Protocol
 
 
-def _tokens(
-    config: RouterConfig, policy: Policy, fleet: FleetView, metrics: RouterMetrics
-) -> Tokens | None:
-    """Who counts tokens, where a policy asks for it."""
-    if not (config.exact_prefixes and policy.needs_marks):
+def _tokens(config: RouterConfig, fleet: FleetView, metrics: RouterMetrics) -> Tokens | None:
+    """Who counts tokens, where a flag asks for it."""
+    if not config.exact_prefixes:
         return None
     from xpyd_router.tokens.fetch import AiohttpFetch  # some megabytes that others do without
 
@@ -199,7 +197,7 @@ async def open_router(
             accepts_unsigned=config.kv_insecure or config.accept_unsigned_beats,
         )
         upstream = UpstreamClient(_source_host(config))
-        tokens = _tokens(config, policy, fleet, metrics)
+        tokens = _tokens(config, fleet, metrics)
         objectives = _objectives(config, policy, fleet, loads, metrics)
         fleet.on_lost(upstream.lose)
         access_log = AccessLog(

@@ -34,6 +34,7 @@ def course(sent: Sent | None = None, **fields: object) -> Course:
         public="1",
         seed=3,
         deadline_s=60.0,
+        prompt_tokens=1,
         sent=sent,
     )
 

@@ -77,7 +77,9 @@ async def busy(limits: Limits) -> AsyncGenerator[tuple[Fleet, FakeEngine, asynci
 def test_a_request_costs_a_quarter_of_its_bytes_and_what_it_may_put_out(
     endpoint: Any, body: bytes, tokens: int
 ) -> None:
-    assert cost_of(parse_ask(endpoint, body)) == Cost(1, tokens, len(body))
+    ask = parse_ask(endpoint, body)
+    assert cost_of(ask, ask.prompt_tokens) == Cost(1, tokens, len(body))
+    assert cost_of(ask, ask.prompt_tokens + 70) == Cost(1, tokens + 70, len(body))
 
 
 def test_a_second_request_waits_until_the_first_is_answered() -> None:

@@ -1,4 +1,4 @@
-"""PrefixAware by the engines' own block hashes: requests go where their tokens are."""
+"""By the engines' own counts and block hashes: where requests go, and what they cost."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from tests.router.chat_templates import DEMO_MODEL, files_of, run
-from tests.router.fakes import Fleet, fleet
+from tests.router.fakes import Call, FakeEngine, Fleet, fleet, serve_model, until
 from xpyd_core.tokenizer_files import encode_tokenizer_files
+from xpyd_router.admission.values import Limits
 from xpyd_router.requests.prefixes import hash_marks
 from xpyd_worker.runner.tokenizer import Tokenizer
 
@@ -32,18 +33,75 @@ async def served(made: Fleet, prompt: Any) -> int:
     return index
 
 
+async def counting(made: Fleet, kinds: str, tokenizer: Tokenizer) -> None:
+    """Engines with files, which the router has read."""
+    for kind in kinds:
+        engine = await made.engine(kind)
+        engine.files = encode_tokenizer_files(files_of(tokenizer))
+    async with asyncio.timeout(60):
+        while not made.metric("xpyd_router_token_counts_total", result="exact"):
+            await made.json(prompt="x")
+            await asyncio.sleep(0.05)
+
+
+def test_limits_and_loads_go_by_counted_tokens() -> None:
+    async def test() -> None:
+        tokenizer = Tokenizer.load(DEMO_MODEL)
+        limits = Limits(tokens=100_000)
+        async with fleet(limits=limits, exact_prefixes=True) as made:
+            await counting(made, "A", tokenizer)
+            (engine,) = made.engines
+            text = "the quick brown fox " * 30
+            tokens = len(tokenizer.encode(text, add_special_tokens=True))
+            assert abs(tokens - len(text) // 4) > 20  # no estimate
+            (instance,) = made.router.surface.fleet.instances
+            load = made.router.surface.fleet.load(instance.key)
+            before = engine.served
+            release = asyncio.Event()
+
+            async def hold(engine: FakeEngine, call: Call, request: Any) -> Any:
+                await release.wait()
+                return await serve_model(engine, call, request)
+
+            engine.script = hold
+            request = asyncio.create_task(made.json(prompt=text, max_tokens=7))
+            await until(lambda: engine.served > before)
+            assert made.router.surface.admission.in_flight.tokens == tokens + 7
+            assert load.own.prompt_tokens == tokens
+            release.set()
+            await request
+            await until(lambda: load.own.prompt_tokens == 0)
+            assert made.router.surface.admission.in_flight.tokens == 0
+
+    run(test())
+
+
+def test_a_prompt_stays_on_d_by_its_counted_tokens() -> None:
+    async def test() -> None:
+        tokenizer = Tokenizer.load(DEMO_MODEL)
+        for text in ("the quick brown fox " * 30, "x9% " * 100):
+            tokens = len(tokenizer.encode(text, add_special_tokens=True))
+            for least, is_short in ((tokens, False), (tokens + 1, True)):
+                async with fleet(exact_prefixes=True, local_prefill_tokens=least) as made:
+                    await counting(made, "PD", tokenizer)
+                    p, _ = made.engines
+                    before = p.served
+                    await made.json(prompt=text)
+                    assert (p.served == before) == is_short
+
+    run(test())
+
+
 @pytest.mark.parametrize("is_exact", [True, False])
 def test_a_prompt_as_ids_goes_where_its_text_went(is_exact: bool) -> None:
     async def test() -> None:
         tokenizer = Tokenizer.load(DEMO_MODEL)
         async with fleet(policy="PrefixAware", exact_prefixes=is_exact) as made:
-            for _ in range(2):
-                engine = await made.engine("A")
-                engine.files = encode_tokenizer_files(files_of(tokenizer))
-            counts = made.router.surface.metrics.token_counts.labels("exact")._value
-            while is_exact and not counts.get():
-                await made.json(prompt="x")
-                await asyncio.sleep(0.05)
+            if is_exact:
+                await counting(made, "AA", tokenizer)
+            else:
+                for _ in range(2):
+                    await made.engine("A")
             texts = [await served(made, prompt) for prompt in PROMPTS]
             assert set(texts) == {0, 1}
             ids = [

@@ -46,7 +46,7 @@ class Ask(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     choices: int
     """Of all prompts together."""
     prompt_tokens: int
-    """An estimate by the body's length, for policies and limits."""
+    """An estimate by the body's length, for policies and limits that have no count."""
     output_tokens: int
     """An estimate of what is generated: the limit, where it is no figure of fear."""
     shows_prompt: bool

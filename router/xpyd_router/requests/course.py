@@ -106,6 +106,8 @@ class Course(msgspec.Struct, kw_only=True):
     seed: int
     deadline_s: float
     """Until the answer is whole or its stream has begun; on the router's clock."""
+    prompt_tokens: int
+    """Counted, or estimated."""
     forwarded: str = ""
     """The client's header lines that engines get."""
     session: str = ""

@@ -89,6 +89,7 @@ class Flow:
         self._wall_clock = wall_clock
         self._random_bytes = random_bytes
         self._tokens = tokens
+        self.counts_tokens = tokens is not None
         self._objectives = objectives
 
     def begin(self, ask: Ask, trace: Trace, client: ClientHead) -> Course:
@@ -113,15 +114,25 @@ class Flow:
             seed=seed,
             deadline_s=trace.started_s + self._config.request_timeout_s,
             forwarded=client.forwarded,
+            prompt_tokens=ask.prompt_tokens,
             session=client.session or (session_in(ask.fields) if policy.needs_session else ""),
             marks=text_marks(ask.fields, is_chat=ask.is_chat) if policy.needs_marks else (),
             slo=self._objectives.of(client.slo) if self._objectives else NO_SLO,
         )
 
+    async def count(self, course: Course) -> None:
+        """Have the engines' own count and hashes of the prompt for estimate and marks, in bounded
+        time. Need only be called where `counts_tokens`, before what goes by them.
+        """
+        if self._tokens is None:
+            return
+        counted = await self._tokens.count(course.ask)
+        course.prompt_tokens = counted.tokens
+        if counted.hashes:
+            course.marks = hash_marks(counted.hashes, counted.block_tokens)
+
     async def whole(self, course: Course) -> Answer:
         """The whole answer. Raises ApiError, or EngineRefused with an engine's 4xx."""
-        if self._tokens is not None:
-            await self._mark(course, self._tokens)
         while True:
             attempt = await self._pick(course)
             try:
@@ -157,15 +168,7 @@ class Flow:
             if self._objectives is not None and not is_refused:
                 self._objectives.judge(course, is_whole=is_whole)
 
-    async def _mark(self, course: Course, tokens: Tokens) -> None:
-        """Have the engines' own hashes for marks, where the router counts tokens."""
-        counted = await tokens.count(course.ask)
-        if counted.hashes:
-            course.marks = hash_marks(counted.hashes, counted.block_tokens)
-
     async def _stream(self, course: Course, outlet: Outlet) -> None:
-        if self._tokens is not None:
-            await self._mark(course, self._tokens)
         while True:
             attempt = await self._pick(course)
             try:
@@ -188,7 +191,7 @@ class Flow:
             alone=None if course.sent else course.ask.alone,
             exclude=frozenset(course.exclude) if course.exclude else _NOBODY,
             continue_at=course.sent.compatibility if course.sent else None,
-            prompt_tokens=course.ask.prompt_tokens,
+            prompt_tokens=course.prompt_tokens,
             session=course.session,
             marks=course.marks,
             output_tokens=course.ask.output_tokens,
@@ -221,7 +224,7 @@ class Flow:
             self._objectives.placed(course, choice, attempt.prefill_tokens)
         # From now on, also while P computes: D keeps room for what it will be sent.
         attempt.load = self._loads.of(attempt.instances[-1].key)
-        attempt.load.begin(course.ask.prompt_tokens, course.ask.output_tokens)
+        attempt.load.begin(course.prompt_tokens, course.ask.output_tokens)
         attempt.waiting_tokens = attempt.load.queued_tokens
         self._fleet.began(attempt.instances)
         if course.breaks:
@@ -243,7 +246,7 @@ class Flow:
         nobody will ask for.
         """
         if attempt.load is not None:
-            attempt.load.end(course.ask.prompt_tokens, course.ask.output_tokens)
+            attempt.load.end(course.prompt_tokens, course.ask.output_tokens)
         if attempt.is_suspect:
             self._failures.over(attempt)
         if attempt.called.beat.type == "P":

@@ -152,7 +152,9 @@ class Inference:
                 raise head.complaint
             ask = parse_ask(cast(Endpoint, trace.endpoint), body)
             course = flow.begin(ask, trace, head)
-            ticket = self._at_once(ask) or await self._enter(course, headers_in)
+            if flow.counts_tokens:
+                await flow.count(course)
+            ticket = self._at_once(course) or await self._enter(course, headers_in)
             name = (b"x-request-id", client_id or trace.response_id.encode())
             if course.ask.stream:
                 outlet = Outlet(sink, [*_STREAM_HEADERS, name], trace, self._surface.clock)
@@ -183,8 +185,8 @@ class Inference:
         sink.whole(answer.status, headers, answer.body)
         return answer.status
 
-    def _at_once(self, ask: Ask) -> Ticket | None:
-        return self._surface.admission.at_once(cost_of(ask))
+    def _at_once(self, course: Course) -> Ticket | None:
+        return self._surface.admission.at_once(cost_of(course.ask, course.prompt_tokens))
 
     async def _enter(self, course: Course, headers: Sequence[Header]) -> Ticket:
         """The request's place, for which it may have to wait."""
@@ -192,7 +194,7 @@ class Inference:
         if admission.is_limited:
             priority = read_priority(ask.fields, _header(headers, _PRIORITY).decode("latin-1"))
             course.trace.priority = priority
-        cost = cost_of(ask)
+        cost = cost_of(ask, course.prompt_tokens)
         ticket = await admission.enter(cost, priority=priority, deadline_s=course.deadline_s)
         course.trace.queue_s += ticket.queue_s
         return ticket
