@@ -18,7 +18,7 @@ from xpyd_router.admission.admission import Ticket
 from xpyd_router.admission.cost import cost_of
 from xpyd_router.admission.values import PRIORITY_HEADER, read_priority
 from xpyd_router.errors import Answer, EngineRefused
-from xpyd_router.requests.bodies import ENDPOINTS, Ask, Endpoint, parse_ask
+from xpyd_router.requests.bodies import ENDPOINTS, Endpoint, parse_ask
 from xpyd_router.requests.client_head import HeadReader
 from xpyd_router.requests.course import Course
 from xpyd_router.requests.outlet import Outlet
@@ -152,8 +152,6 @@ class Inference:
                 raise head.complaint
             ask = parse_ask(cast(Endpoint, trace.endpoint), body)
             course = flow.begin(ask, trace, head)
-            if flow.counts_tokens:
-                await flow.count(course)
             ticket = self._at_once(course) or await self._enter(course, headers_in)
             name = (b"x-request-id", client_id or trace.response_id.encode())
             if course.ask.stream:
@@ -186,10 +184,14 @@ class Inference:
         return answer.status
 
     def _at_once(self, course: Course) -> Ticket | None:
+        if self._surface.flow.counts_tokens:
+            return None
         return self._surface.admission.at_once(cost_of(course.ask, course.prompt_tokens))
 
     async def _enter(self, course: Course, headers: Sequence[Header]) -> Ticket:
-        """The request's place, for which it may have to wait."""
+        """The request's place, for which it may have to wait; counted before, where it is."""
+        if self._surface.flow.counts_tokens:
+            await self._surface.flow.count(course)
         admission, ask, priority = self._surface.admission, course.ask, 0
         if admission.is_limited:
             priority = read_priority(ask.fields, _header(headers, _PRIORITY).decode("latin-1"))
