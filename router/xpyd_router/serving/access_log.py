@@ -53,6 +53,8 @@ def as_words(trace: Trace, now_s: float) -> str:
         f" seconds={now_s - trace.started_s:.4f} queue_seconds={trace.queue_s:.4f}"
         f" bytes={trace.sent_bytes}"
     )
+    if trace.priority is not None:
+        line += f" priority={trace.priority}"
     if trace.prefill_s is not None:
         line += f" prefill_seconds={trace.prefill_s:.4f}"
     if trace.first_s is not None:
