@@ -298,8 +298,9 @@ def run_router(config: RouterConfig) -> int:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GC_THRESHOLD, 20, 50)
-    # uvicorn's own start and stop lines say what ours say.
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    # uvicorn's start and stop lines say what ours say; its warnings are of single requests that are
+    # no HTTP, of which anybody may send any number.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(config))
     return 0

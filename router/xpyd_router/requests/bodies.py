@@ -17,7 +17,11 @@ from xpyd_core.errors import ApiError
 
 Endpoint = Literal["completions", "chat/completions"]
 ENDPOINTS: tuple[Endpoint, ...] = ("completions", "chat/completions")
-_MAX_NAME = 512
+MAX_NAME_CHARACTERS = 512
+MAX_CHOICES = 16_384
+"""Of all prompts: the router keeps something for each. Engines allow fewer."""
+MAX_DEPTH = 254
+"""Of lists and objects in the body: orjson reads more of them than it writes."""
 _BYTES_PER_TOKEN = 4
 """Of English text; without the model's tokenizer a body's length is what is known."""
 _EXPECTED_TOKENS = 256
@@ -132,17 +136,25 @@ def _prompts(fields: Mapping[str, Any], endpoint: Endpoint) -> int:
     return len(cast("list[Any]", prompt)) if isinstance(first, str | list) else 1
 
 
+def _choices(fields: Mapping[str, Any], endpoint: Endpoint) -> int:
+    each, prompts = _integer(fields, "n", 1) or 1, _prompts(fields, endpoint)
+    if each * prompts > MAX_CHOICES:
+        field = "n" if each > 1 else "prompt"
+        raise _bad(field, f"expected at most {MAX_CHOICES} choices (prompts x n)")
+    return each * prompts
+
+
 def parse_ask(endpoint: Endpoint, raw: bytes) -> Ask:
     """The request in `raw`; ApiError 400 that names the field and what is allowed."""
     fields = _load(raw)
     model = fields.get("model")
-    if not isinstance(model, str) or not 0 < len(model) <= _MAX_NAME:
+    if not isinstance(model, str) or not 0 < len(model) <= MAX_NAME_CHARACTERS:
         raise _bad("model", "you must provide the model's name as a string")
     if fields.get("kv_transfer_params") is not None:
         raise _bad("kv_transfer_params", "set by the router, not by clients")
     stream = _boolean(fields, "stream")
     include_usage, running_usage = _stream_options(fields, stream)
-    choices = (_integer(fields, "n", 1) or 1) * _prompts(fields, endpoint)
+    choices = _choices(fields, endpoint)
     shows_prompt = _shows_prompt(fields, endpoint)
     limit = _limit(fields, endpoint)
     if limit == 0 and not shows_prompt:
@@ -177,11 +189,21 @@ def parse_ask(endpoint: Endpoint, raw: bytes) -> Ask:
     )
 
 
+def _too_deep(fields: Mapping[str, Any]) -> ApiError:
+    for name, value in fields.items():
+        try:
+            orjson.dumps({name: value})
+        except TypeError:
+            return _bad(name[:MAX_NAME_CHARACTERS], f"nested more than {MAX_DEPTH} levels deep")
+    return ApiError(400, f"the body is nested more than {MAX_DEPTH} levels deep")
+
+
 def prefill_body(ask: Ask, params: Mapping[str, Any] | None = None) -> bytes:
     """P's body: one token behind what it continues, not streamed.
 
     `params` is None for an engine without continuation; else {seed, client_max_tokens,
-    continue_from?}, with one list of ids per choice in continue_from.
+    continue_from?}, with one list of ids per choice in continue_from. ApiError 400 for a field that
+    is nested too deeply.
     """
     fields = dict(ask.fields)
     limit = 1
@@ -197,7 +219,10 @@ def prefill_body(ask: Ask, params: Mapping[str, Any] | None = None) -> bytes:
         fields["max_completion_tokens"] = limit
     if fields.get("min_tokens") is not None:
         fields["min_tokens"] = min(fields["min_tokens"], limit)
-    return orjson.dumps(fields)
+    try:
+        return orjson.dumps(fields)
+    except TypeError as error:  # all else that was read can be written
+        raise _too_deep(ask.fields) from error
 
 
 def splice(raw: bytes, params: Mapping[str, Any]) -> bytes:

@@ -305,6 +305,7 @@ class Flow:
         """P's answer, or None where the pair does not continue: then it is dropped."""
         ask = course.ask
         params = prefill_params(course, pair) if pair.is_continuing else None
+        body = prefill_body(ask, params)
         attempt.owes_release = True
         load = self._loads.of(pair.prefill.key)
         load.begin(attempt.prefill_tokens)
@@ -313,7 +314,7 @@ class Flow:
             answer = await attempt.call(
                 pair.prefill,
                 ask,
-                prefill_body(ask, params),
+                body,
                 min(self._config.prefill_timeout_s, self._left_s(course)),
             )
             course.trace.prefill_s = attempt.call_s

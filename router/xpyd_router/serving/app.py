@@ -74,7 +74,8 @@ def _http_error(error: HTTPException) -> Response:
 
 def build_app(surface: Surface) -> AsgiApp:
     """The application; `surface` lives as long as it."""
-    app = Quart("xpyd_router")
+    app = Quart("xpyd_router", static_folder=None)
+    app.url_map.merge_slashes = False  # another path, not a redirect that clients may not follow
     app.config["MAX_CONTENT_LENGTH"] = surface.config.max_body_bytes
     _add_inference(app)
     _add_models(app, surface)

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import Protocol, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from xpyd_core.errors import ApiError
 from xpyd_router.requests.bodies import ENDPOINTS, Endpoint
 from xpyd_router.serving.sinks import DirectSink, Header
 
@@ -24,10 +26,6 @@ BODY_DEADLINE_S = 60.0
 MAX_HEAD_BYTES = 64 * 1024
 """Of a head that comes in several reads, beyond the first: uvicorn would keep all of it."""
 STALL_S = 1800.0
-_TOO_LONG = (
-    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
-    b"content-length: 0\r\nconnection: close\r\n\r\n"
-)
 _ROUTES: dict[bytes, Endpoint] = {f"/v1/{endpoint}".encode(): endpoint for endpoint in ENDPOINTS}
 _UNUSUAL = frozenset((b"transfer-encoding", b"expect", b"upgrade"))
 
@@ -134,7 +132,7 @@ class ClientProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self._is_in_head:
             if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse_head()
+                self._refuse(431, f"the request's head is longer than {MAX_HEAD_BYTES} bytes")
             elif self._head_timer is None:
                 self._expect_head()
         direct = self._direct
@@ -316,10 +314,20 @@ class ClientProtocol(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
 
-    def _refuse_head(self) -> None:
+    def send_400_response(self, msg: str) -> None:
+        # uvicorn calls it for what its parser refuses.
+        self._refuse(400, "this is not valid HTTP/1.1")
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer what is no request, and close the connection."""
         # Before an answer that is still being written a status would be part of it.
         if not self._is_busy:
-            self.transport.write(_TOO_LONG)
+            body = ApiError(status, message).body()
+            head = (
+                f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json"
+                f"\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            )
+            self.transport.write(head.encode() + body)
         self.transport.close()
 
     def _close_late(self) -> None:

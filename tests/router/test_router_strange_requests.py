@@ -1,0 +1,167 @@
+"""What no well-behaved client sends: each gets an error that says why, in OpenAI's form, and costs
+the router nothing. Bytes on a socket: HTTP clients would not send them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from tests.router.fakes import fleet, hang, pair, run, until
+
+
+def post(body: bytes, *headers: bytes) -> bytes:
+    lines = (b"POST /v1/completions HTTP/1.1", b"Host: x", *headers)
+    return b"\r\n".join((*lines, b"Content-Length: %d" % len(body), b"", body))
+
+
+def get(path: bytes, method: bytes = b"GET") -> bytes:
+    return method + b" " + path + b" HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+def nested(levels: int) -> bytes:
+    value = b"[" * levels + b"]" * levels
+    return post(b'{"model": "m", "prompt": "x", "extra": ' + value + b"}")
+
+
+async def answer_to(port: int, request: bytes) -> tuple[int, dict[str, str], bytes]:
+    """The status, headers and body of the answer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    with contextlib.closing(writer):
+        writer.write(request)
+        lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        headers = dict(line.lower().split(": ", 1) for line in lines[1:-2])
+        body = await reader.readexactly(int(headers["content-length"]))
+    return int(lines[0].split()[1]), headers, body
+
+
+def refused(answer: tuple[int, dict[str, str], bytes], status: int, param: str | None) -> str:
+    """The message of a refusal in OpenAI's form."""
+    assert answer[0] == status, answer
+    assert answer[1]["content-type"] == "application/json"
+    error = json.loads(answer[2])["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+    return error["message"]
+
+
+FIELDS = {
+    "too deep to be written for P": (nested(300), "extra"),
+    "too deep to be read": (nested(5000), None),
+    "choices without end": (post(b'{"model":"m","prompt":"x","n":9223372036854775807}'), "n"),
+    "a stream of them on P alone": (
+        post(b'{"model":"m","prompt":"x","n":100000000,"max_tokens":1,"stream":true}'),
+        "n",
+    ),
+    "prompts without end": (
+        post(b'{"model":"m","max_tokens":1,"prompt":[' + b'"",' * 20_000 + b'""]}'),
+        "prompt",
+    ),
+    "not a number": (post(b'{"model":"m","prompt":"x","temperature":NaN}'), None),
+    "more than a number": (post(b'{"model":"m","prompt":"x","temperature":1e999}'), None),
+    "a seed above 64 bits": (
+        post(b'{"model":"m","prompt":"x","seed":36893488147419103232}'),
+        "seed",
+    ),
+    "half a character": (post(b'{"model":"m","prompt":"\\ud800"}'), None),
+    "no UTF-8": (post(b'{"model":"m","prompt":"\xff"}'), None),
+    "two bodies": (post(b'{"model":"m","prompt":"x"}{}'), None),
+    "the last of two fields counts": (post(b'{"model":"m","prompt":"x","n":1,"n":0}'), "n"),
+    "compressed": (post(b"\x1f\x8b\x08\x00", b"Content-Encoding: gzip"), None),
+    "nothing": (post(b""), None),
+}
+
+
+@pytest.mark.parametrize("case", FIELDS)
+def test_a_strange_body_is_the_clients_error(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    request, param = FIELDS[case]
+
+    async def work() -> None:
+        async with pair() as (fleet_, p, d):
+            message = refused(await answer_to(fleet_.router.http_port, request), 400, param)
+            assert param is None or message.startswith(f"{param}: ")
+            assert p.served + d.served == 0
+            assert not d.releases
+            await until(lambda: fleet_.metric("xpyd_router_in_flight") == 0)
+        assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+    run(work())
+
+
+HEADS = {
+    "a NUL in a header": (b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: a\x00b\r\n\r\n", 400),
+    "a header without a name": (b"GET /health HTTP/1.1\r\nHost: x\r\n: x\r\n\r\n", 400),
+    "no ASCII in the path": (get(b"/h\xffealth"), 400),
+    "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),
+    "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
+    "a tunnel": (get(b"x:443", b"CONNECT"), 400),
+    "two lengths": (post(b"{}", b"Content-Length: 3"), 400),
+    "length and chunks": (post(b"{}", b"Transfer-Encoding: chunked"), 400),
+    "a head without end": (b"GET /health HTTP/1.1\r\nX-A: " + b"a" * 200_000, 431),
+    "NUL and others in the path": (get(b"/v1/models/%00%ff%0a"), 404),
+    "two slashes": (get(b"/v1//models"), 404),
+    "dots": (get(b"/v1/models/../../etc/passwd"), 404),
+    "no folder of static files": (get(b"/static/x"), 404),
+    "the asterisk": (get(b"*", b"OPTIONS"), 404),
+}
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_a_strange_head_is_the_clients_error(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    request, status = HEADS[case]
+
+    async def work() -> None:
+        async with fleet() as fleet_:
+            answer = await answer_to(fleet_.router.http_port, request)
+            refused(answer, status, "model" if case == "dots" else None)
+            assert (answer[1].get("connection") == "close") == (status != 404)
+        assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+    run(work())
+
+
+def test_no_status_is_written_into_a_running_answer() -> None:
+    async def work() -> None:
+        async with pair() as (fleet_, p, _):
+            p.script = hang
+            port = fleet_.router.http_port
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(post(b'{"model": "m", "prompt": "x", "stream": true}'))
+            await until(lambda: p.served == 1)
+            writer.write(b"\x00\x00 no request\r\n\r\n")
+            assert await reader.read() == b""
+            writer.close()
+            await until(lambda: p.calls[0].is_closed)
+
+    run(work())
+
+
+METHODS: list[tuple[str, str, int, set[str]]] = [
+    ("HEAD", "/health", 200, set()),
+    ("OPTIONS", "/v1/completions", 200, {"POST", "OPTIONS"}),
+    ("HEAD", "/v1/completions", 405, {"POST", "OPTIONS"}),
+    ("PUT", "/v1/chat/completions", 405, {"POST", "OPTIONS"}),
+    ("TRACE", "/health", 405, {"GET", "HEAD", "OPTIONS"}),
+    ("QUERY", "/v1/models", 405, {"GET", "HEAD", "OPTIONS"}),
+    ("DELETE", "/admin/state", 405, {"GET", "HEAD", "OPTIONS"}),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "status", "allowed"), METHODS)
+def test_other_methods(method: str, path: str, status: int, allowed: set[str]) -> None:
+    async def work() -> None:
+        async with fleet() as fleet_:
+            async with fleet_.http.request(method, fleet_.base + path) as response:
+                assert response.status == status
+                body: Any = await response.read()
+                assert (method == "HEAD") <= (body == b"")
+                found = response.headers.get("Allow", "")
+                assert set(found.replace(" ", "").split(",")) - {""} == allowed
+
+    run(work())
