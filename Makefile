@@ -34,7 +34,7 @@ type: setup ## pyright, strict
 imports: setup ## import-linter: who may import whom
 	$(BIN)/lint-imports
 
-generate: setup ## Write the CRDs and the API reference from the models
+generate: setup ## Write the CRDs, the API reference and the router's OpenAPI document from the code
 	@$(BIN)/python scripts/generate.py
 
 verify: lint type imports ## All checks and the tests that need no running fleet

@@ -13,10 +13,10 @@ from xpyd_router.figures.exposition import Exposition
 from xpyd_router.figures.instances import PHASES, InstanceTable
 from xpyd_router.figures.objectives import ObjectiveTable
 from xpyd_router.figures.requests import RequestTable
-from xpyd_router.fleet.registry import Instance, Standing
+from xpyd_router.fleet.registry import Instance, ShownState, Standing
 
 _QUEUE_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
-_STATES: dict[Standing, str] = {
+_STATES: dict[Standing, ShownState] = {
     "Good": "Ready",
     "Ejected": "Ejected",
     "Open": "CircuitOpen",
@@ -130,7 +130,7 @@ class RouterMetrics:
         return generate_latest(self._registry) + out.text()
 
 
-def state_of(instance: Instance) -> str:
+def state_of(instance: Instance) -> ShownState:
     """The state as people see it: its beat's, but for a Ready one that gets no or few requests.
 
     An operator's cordon stands before what health says: it is why there are no requests.

@@ -83,6 +83,9 @@ class Generated:
         prompts = body.get("prompt")
         several = isinstance(prompts, list) and prompts and isinstance(prompts[0], str)
         self.choices = int(body.get("n") or 1) * (len(prompts) if several else 1)
+        is_stream = body.get("stream") or False
+        chat = "chat.completion.chunk" if is_stream else "chat.completion"
+        self.object = chat if self.is_chat else "text_completion"
         self.limit = body.get("max_completion_tokens") or body.get("max_tokens") or 16
         self.before = [list(ids) for ids in params.get("continue_from") or [[]] * self.choices]
         self.is_decode = "emit_from" in params
@@ -94,9 +97,10 @@ class Generated:
             "completion_tokens": generated,
             "total_tokens": 5 + generated,
         }
+        prefix = "chatcmpl" if self.is_chat else "cmpl"
         self.document = {
-            "id": params.get("response_id") or f"cmpl-{call.request_id}",
-            "object": "x",
+            "id": params.get("response_id") or f"{prefix}-{call.request_id}",
+            "object": self.object,
             "created": params.get("created") or 1234,
             "model": body["model"],
         }
@@ -276,6 +280,19 @@ class FakeEngine:
         self.releases.append((body["uuid"], request.headers.get("X-Xpyd-Mac", "")))
         return web.json_response({})
 
+    async def start(self) -> None:
+        """Listen on a free port."""
+        app = web.Application()
+        app.router.add_post("/v1/completions", self.handle)
+        app.router.add_post("/v1/chat/completions", self.handle)
+        app.router.add_post("/kv/release", self.release)
+        app.router.add_get("/health", self.health)
+        app.router.add_get("/tokenizer", self.tokenizer)
+        self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
+        self.port = self.runner.addresses[0][1]
+
     async def stop(self) -> None:
         if self.runner is not None:
             for site in tuple(self.runner.sites):
@@ -306,17 +323,7 @@ class Fleet:
         """Start an engine of `kind` P, D or A and let it beat once."""
         number = next(_instance_numbers)
         engine = FakeEngine(Heartbeat(type=kind, http_address="x:1", zmq_address="x:1"), 0)
-        app = web.Application()
-        app.router.add_post("/v1/completions", engine.handle)
-        app.router.add_post("/v1/chat/completions", engine.handle)
-        app.router.add_post("/kv/release", engine.release)
-        app.router.add_get("/health", engine.health)
-        app.router.add_get("/tokenizer", engine.tokenizer)
-        engine.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-        await engine.runner.setup()
-        site = web.TCPSite(engine.runner, "127.0.0.1", 0)
-        await site.start()
-        engine.port = engine.runner.addresses[0][1]
+        await engine.start()
         self.stack.push_async_callback(engine.stop)
         ours = {
             "instance": f"{kind.lower()}-{number}",

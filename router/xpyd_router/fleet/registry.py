@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from xpyd_core.errors import ProtocolError
-from xpyd_core.messages import Heartbeat
+from xpyd_core.messages import Heartbeat, InstanceState
 from xpyd_core.request_id import Address
 from xpyd_router.fleet.claims import (
     FOR_EVER,
@@ -42,6 +42,8 @@ Outcome = Literal[
     "new", "refreshed", "replaced", "gone", "repeated", "stale", "skewed", "unsigned", "conflict",
     "full",
 ]  # fmt: skip
+ShownState = Literal[InstanceState, "Ejected", "CircuitOpen", "HalfOpen", "Cordoned"]
+"""An instance's state as people see it."""
 Standing = Literal["Good", "HalfOpen", "Trial", "Open", "Ejected"]
 """What `health` says of a Ready instance. HalfOpen: one request may try whether it works again;
 Trial: that one is under way; Open: its breaker is; Ejected: it cannot be reached."""

@@ -16,6 +16,7 @@ from xpyd_router.fleet.registry import Instance
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import state_of
 from xpyd_router.serving.replies import error_reply, json_reply
+from xpyd_router.serving.shapes import AdminInstance, AdminState
 from xpyd_router.serving.surface import Surface
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ def admin_routes(surface: Surface) -> Blueprint:
     @routes.get("/state")
     async def state() -> Response:
         rows = [_describe(fleet, instance) for instance in fleet.instances]
-        return json_reply({"is_draining": surface.is_draining, "instances": rows})
+        return json_reply(AdminState(is_draining=surface.is_draining, instances=rows))
 
     @routes.get("/instances/<name>")
     async def show(name: str) -> Response:
@@ -87,16 +88,16 @@ def _find(fleet: FleetView, name: str) -> Instance:
     return found[0]
 
 
-def _describe(fleet: FleetView, instance: Instance) -> dict[str, object]:
+def _describe(fleet: FleetView, instance: Instance) -> AdminInstance:
     load = fleet.load(instance.key)
     ours = load.own.requests
-    return {
-        "instance": instance.name,
-        "type": instance.beat.type,
-        "state": state_of(instance),
-        "is_cordoned": instance.is_cordoned,
-        "http_address": instance.key.http,
-        "incarnation": instance.beat.incarnation,
-        "in_flight": ours,
-        "others_in_flight": load.active - ours,
-    }
+    return AdminInstance(
+        instance=instance.name,
+        type=instance.beat.type,
+        state=state_of(instance),
+        is_cordoned=instance.is_cordoned,
+        http_address=instance.key.http,
+        incarnation=instance.beat.incarnation,
+        in_flight=ours,
+        others_in_flight=load.active - ours,
+    )

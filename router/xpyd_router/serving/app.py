@@ -7,53 +7,69 @@ from __future__ import annotations
 
 from typing import cast
 
+import orjson
 from prometheus_client import CONTENT_TYPE_LATEST
 from quart import Quart, Response, request
 from werkzeug.exceptions import HTTPException
 
+from xpyd_core import __version__
 from xpyd_core.errors import ApiError
 from xpyd_router.fleet.registry import Instance
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import state_of
+from xpyd_router.openapi.document import openapi_document
 from xpyd_router.requests.bodies import ENDPOINTS
+from xpyd_router.requests.client_head import HeadReader
 from xpyd_router.serving.admin import admin_routes
 from xpyd_router.serving.inference import AsgiApp, Inference
 from xpyd_router.serving.replies import error_reply, json_reply
+from xpyd_router.serving.shapes import (
+    Alive,
+    InstanceHealth,
+    InstanceLoad,
+    InstanceReport,
+    Instances,
+    Model,
+    ModelList,
+    NotReady,
+    Ready,
+    Version,
+)
 from xpyd_router.serving.surface import Surface
 
 
-def _describe(fleet: FleetView, instance: Instance, weight: float) -> dict[str, object]:
+def _describe(fleet: FleetView, instance: Instance, weight: float) -> InstanceReport:
     """One line of /instances."""
     beat, health = instance.beat, fleet.report(instance.key)
-    return {
-        "instance": instance.name,
-        "type": beat.type,
-        "state": state_of(instance),
-        "http_address": str(instance.http),
-        "zmq_address": str(instance.kv),
-        "incarnation": beat.incarnation,
-        "age_seconds": round(max(0.0, fleet.now_s - instance.last_beat_s), 3),
-        "health": {
-            "ejected_by": health.cause or None,
-            "ejected_seconds": round(health.ejected_s, 3),
-            "breaker": health.breaker,
-            "open_seconds": round(health.open_s, 3),
-            "weight": round(weight, 3),
-        },
-        "models": list(beat.models),
-        "compatibility": beat.compatibility,
-        "continuation": beat.continuation,
-        "fleet": beat.fleet,
-        "pool": beat.pool,
-        "revision": beat.revision,
-        "max_model_len": beat.max_model_len,
-        "load": {
-            "running": beat.running,
-            "waiting": beat.waiting,
-            "free_blocks": beat.free_blocks,
-            "total_blocks": beat.total_blocks,
-        },
-    }
+    return InstanceReport(
+        instance=instance.name,
+        type=beat.type,
+        state=state_of(instance),
+        http_address=str(instance.http),
+        zmq_address=str(instance.kv),
+        incarnation=beat.incarnation,
+        age_seconds=round(max(0.0, fleet.now_s - instance.last_beat_s), 3),
+        health=InstanceHealth(
+            ejected_by=health.cause or None,
+            ejected_seconds=round(health.ejected_s, 3),
+            breaker=health.breaker,
+            open_seconds=round(health.open_s, 3),
+            weight=round(weight, 3),
+        ),
+        models=list(beat.models),
+        compatibility=beat.compatibility,
+        continuation=beat.continuation,
+        fleet=beat.fleet,
+        pool=beat.pool,
+        revision=beat.revision,
+        max_model_len=beat.max_model_len,
+        load=InstanceLoad(
+            running=beat.running,
+            waiting=beat.waiting,
+            free_blocks=beat.free_blocks,
+            total_blocks=beat.total_blocks,
+        ),
+    )
 
 
 def _http_error(error: HTTPException) -> Response:
@@ -74,21 +90,35 @@ def _http_error(error: HTTPException) -> Response:
 
 def build_app(surface: Surface) -> AsgiApp:
     """The application; `surface` lives as long as it."""
+    return Inference(surface, cast(AsgiApp, quart_app(surface)))
+
+
+def quart_app(surface: Surface) -> Quart:
+    """All routes; those of inference are here only as names."""
     app = Quart("xpyd_router", static_folder=None)
     app.url_map.merge_slashes = False  # another path, not a redirect that clients may not follow
     app.config["MAX_CONTENT_LENGTH"] = surface.config.max_body_bytes
     _add_inference(app)
     _add_models(app, surface)
     _add_state(app, surface)
+    _add_about(app)
     app.register_blueprint(admin_routes(surface))
+
+    heads = HeadReader()
 
     @app.errorhandler(HTTPException)
     async def http_error(error: HTTPException) -> Response:
         return _http_error(error)
 
+    @app.after_request
+    async def echo(response: Response) -> Response:
+        if client_id := heads.read(request.scope["headers"]).request_id:
+            response.headers["X-Request-Id"] = client_id.decode("ascii")
+        return response
+
     # Quart's decorators register them; pyright sees names that nobody reads.
-    _ = http_error
-    return Inference(surface, cast(AsgiApp, app))
+    _ = http_error, echo
+    return app
 
 
 def _add_inference(app: Quart) -> None:
@@ -102,18 +132,13 @@ async def _unreachable() -> Response:
 
 
 def _add_models(app: Quart, surface: Surface) -> None:
-    def describe(model: str) -> dict[str, object]:
-        return {
-            "id": model,
-            "object": "model",
-            "created": surface.created,
-            "owned_by": "xpyd",
-        }
+    def describe(name: str) -> Model:
+        return Model(id=name, created=surface.created)
 
     @app.get("/v1/models")
     async def models() -> Response:
         names = surface.fleet.snapshot.models
-        return json_reply({"object": "list", "data": [describe(name) for name in names]})
+        return json_reply(ModelList(data=[describe(name) for name in names]))
 
     @app.get("/v1/models/<path:name>")
     async def model(name: str) -> Response:
@@ -129,15 +154,15 @@ def _add_models(app: Quart, surface: Surface) -> None:
 def _add_state(app: Quart, surface: Surface) -> None:
     @app.get("/health")
     async def health() -> Response:
-        return json_reply({"status": "ok"})
+        return json_reply(Alive())
 
     @app.get("/readiness")
     async def readiness() -> Response:
         if surface.is_draining:
-            return json_reply({"status": "draining"}, 503)
+            return json_reply(NotReady(status="draining"), 503)
         if not surface.fleet.snapshot.is_ready:
-            return json_reply({"status": "no instances"}, 503)
-        return json_reply({"status": "ready"})
+            return json_reply(NotReady(status="no instances"), 503)
+        return json_reply(Ready())
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -149,6 +174,20 @@ def _add_state(app: Quart, surface: Surface) -> None:
         fleet = surface.fleet
         weights = fleet.weights()
         found = [_describe(fleet, i, weights.get(i.key, 1.0)) for i in fleet.instances]
-        return json_reply({"instances": found})
+        return json_reply(Instances(instances=found))
 
     _ = health, readiness, metrics, instances
+
+
+def _add_about(app: Quart) -> None:
+    document = orjson.dumps(openapi_document(__version__))
+
+    @app.get("/version")
+    async def version() -> Response:
+        return json_reply(Version(version=__version__))
+
+    @app.get("/openapi.json")
+    async def openapi() -> Response:
+        return Response(document, content_type="application/json")
+
+    _ = version, openapi

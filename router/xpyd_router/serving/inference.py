@@ -107,7 +107,7 @@ class Inference:
             pass
         except ApiError as error:
             status = error.status
-            await _send_plain(send, error, trace)
+            await _send_plain(send, error, trace, self._heads.read(scope["headers"]).request_id)
         except asyncio.CancelledError:
             self._finish(trace, status)
             raise
@@ -223,9 +223,9 @@ def _refusal(error: ApiError | EngineRefused, name: bytes) -> tuple[Answer, list
     return answer, headers
 
 
-async def _send_plain(send: Send, error: ApiError, trace: Trace) -> None:
+async def _send_plain(send: Send, error: ApiError, trace: Trace, client_id: bytes) -> None:
     """Refuse a request whose body is not read to its end: only ASGI servers can tidy that up."""
-    answer, headers = _refusal(error, b"")
+    answer, headers = _refusal(error, client_id)
     length = (b"content-length", str(len(answer.body)).encode())
     trace.sent_bytes = len(answer.body)
     start = {"type": "http.response.start", "status": answer.status, "headers": [*headers, length]}

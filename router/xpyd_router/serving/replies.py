@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import orjson
+import msgspec
 from quart import Response
 
 from xpyd_core.errors import ApiError
+from xpyd_router.serving.shapes import Shape
 
 
-def json_reply(payload: object, status: int = 200) -> Response:
+def json_reply(payload: Shape, status: int = 200) -> Response:
     """`payload` as JSON."""
-    return Response(orjson.dumps(payload), status, content_type="application/json")
+    return Response(msgspec.json.encode(payload), status, content_type="application/json")
 
 
 def error_reply(error: ApiError) -> Response:

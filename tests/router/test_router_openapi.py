@@ -1,0 +1,199 @@
+"""The published document says what the code has: its routes, its errors, its fields, its examples."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import orjson
+import pytest
+import schemathesis
+
+import xpyd_router
+from tests.router.fakes import fleet, run
+from xpyd_core import __version__
+from xpyd_core.errors import ApiError
+from xpyd_router.admission.admission import _REFUSALS
+from xpyd_router.openapi.document import openapi_document
+from xpyd_router.openapi.errors import ERRORS
+from xpyd_router.openapi.requests import chat_request, completion_request
+from xpyd_router.requests.bodies import ENDPOINTS, parse_ask
+from xpyd_router.serving.app import quart_app
+from xpyd_worker.server.openai_types import parse_chat, parse_completion
+
+DOCUMENT = openapi_document(__version__)
+ROUTER = Path(xpyd_router.__file__).parent
+# Calls whose status is no literal: where, and which statuses they give.
+COMPUTED: dict[str, set[tuple[int, str | None]]] = {
+    "serving/app.py": {(404, None), (405, None), (408, None), (413, None)},
+    "serving/http_protocol.py": {(400, None), (431, None)},
+    "admission/admission.py": {(status, code) for status, code, _ in _REFUSALS.values()},
+    "requests/attempt.py": set(),  # an engine's own 4xx, which is 4XX in the document
+}
+SAID_BY_ENGINES = {(400, "context_length_exceeded")}
+
+
+def test_the_document_is_openapi() -> None:
+    schemathesis.openapi.from_dict(DOCUMENT).validate()
+    names = set(re.findall(r'"#/(components/[^"]+)"', json.dumps(DOCUMENT)))
+    for name in names:
+        found: Any = DOCUMENT
+        for part in name.split("/"):
+            found = found[part]
+
+
+def test_a_router_publishes_it() -> None:
+    async def work() -> None:
+        async with fleet() as f:
+            async with f.http.get(f"{f.base}/openapi.json") as response:
+                assert response.content_type == "application/json"
+                assert await response.json() == DOCUMENT
+            async with f.http.get(f"{f.base}/version") as response:
+                assert await response.json() == {"version": __version__}
+
+    run(work())
+
+
+def test_every_route_is_described_and_no_other() -> None:
+    found: set[tuple[str, str]] = set()
+
+    async def work() -> None:
+        async with fleet() as fleet_:
+            for rule in quart_app(fleet_.router.surface).url_map.iter_rules():
+                path = re.sub(r"<(?:path:)?(\w+)>", r"{\1}", rule.rule)
+                # Every path has OPTIONS, and with GET also HEAD.
+                methods = set(rule.methods or ()) - {"OPTIONS", "HEAD"}
+                found.update((path, method.lower()) for method in methods)
+
+    run(work())
+    described = {
+        (path, method)
+        for path, item in DOCUMENT["paths"].items()
+        for method in item
+        if method != "parameters"
+    }
+    assert found == described
+
+
+def raised() -> set[tuple[int, str | None]]:
+    """Status and code of every ApiError in the router's source."""
+    found: set[tuple[int, str | None]] = set()
+    for path in ROUTER.rglob("*.py"):
+        where = str(path.relative_to(ROUTER))
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Call) and getattr(node.func, "id", "") == "ApiError"):
+                continue
+            codes = [k.value for k in node.keywords if k.arg == "code"]
+            if isinstance(node.args[0], ast.Constant):
+                code = ast.literal_eval(codes[0]) if codes else None
+                found.add((node.args[0].value, code))
+            elif where != "openapi/errors.py":  # examples of the document itself
+                assert where in COMPUTED, f"{where}:{node.lineno}: which statuses are these?"
+                found |= COMPUTED[where]
+    return found
+
+
+def test_every_error_of_the_code_is_listed_and_no_other() -> None:
+    assert {(kind.status, kind.code) for kind in ERRORS} == raised() | SAID_BY_ENGINES
+
+
+def test_every_error_of_inference_is_an_answer_of_it() -> None:
+    elsewhere = {401, 403, 405, 409}
+    wanted = {str(kind.status) for kind in ERRORS} - {str(s) for s in elsewhere}
+    for endpoint in ENDPOINTS:
+        responses = DOCUMENT["paths"][f"/v1/{endpoint}"]["post"]["responses"]
+        assert set(responses) == wanted | {"200", "4XX"}
+
+
+def test_the_table_of_errors_on_the_page_is_the_same() -> None:
+    page = (Path(__file__).parents[2] / "docs/router.md").read_text()
+    section = page.partition("\n## Errors\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (\d{3}(?:, \d{3})*) \| (?:`(\w+)`)? *\|", section, re.M)
+    found = {(int(one), code or None) for statuses, code in rows for one in statuses.split(", ")}
+    assert found == {(kind.status, kind.code) for kind in ERRORS}
+
+
+def validator(schema: dict[str, Any]) -> Any:
+    return jsonschema_rs.Draft202012Validator({**schema, "components": DOCUMENT["components"]})
+
+
+def examples() -> list[tuple[dict[str, Any], Any]]:
+    """Each example with its schema."""
+    found: list[tuple[dict[str, Any], Any]] = []
+
+    def look(node: Any) -> None:
+        if isinstance(node, dict):
+            if "schema" in node:
+                values = [one["value"] for one in node.get("examples", {}).values()]
+                values += [node["example"]] if "example" in node else []
+                found.extend((node["schema"], value) for value in values)
+            for value in node.values():
+                look(value)
+
+    look(DOCUMENT)
+    return found
+
+
+def test_examples_fit_their_schemas() -> None:
+    found = examples()
+    assert len(found) > 25
+    for schema, value in found:
+        if isinstance(value, str):  # a stream: the schema is of each event
+            events = value.split("\n\n")[:-1]
+            assert events[-1] == "data: [DONE]"
+            inner = schema["else"]["properties"]["data"]["contentSchema"]
+            for event in events[:-1]:
+                validator(inner).validate(json.loads(event.removeprefix("data: ")))
+        else:
+            validator(schema).validate(value)
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_requests_of_the_examples_are_taken(endpoint: Any) -> None:
+    parse = parse_completion if endpoint == "completions" else parse_chat
+    content = DOCUMENT["paths"][f"/v1/{endpoint}"]["post"]["requestBody"]["content"]
+    for example in content["application/json"]["examples"].values():
+        ask = parse_ask(endpoint, orjson.dumps(example["value"]))
+        parse(ask.fields)
+
+
+BODIES = {"completions": completion_request(), "chat/completions": chat_request()}
+WRONG: dict[str, tuple[Any, ...]] = {
+    "boolean": (0, 1, "true", [], {}),
+    "integer": (True, 1.5, "1", [1], {}),
+    "object": (True, 1, "x", []),
+    "string": (1, True, ["m"], {}, ""),
+    "null": ({}, {"seed": 1}, [], True, 0),
+}
+
+
+@pytest.mark.parametrize("endpoint", BODIES)
+def test_the_router_checks_what_the_document_says_that_it_checks(endpoint: Any) -> None:
+    fields = BODIES[endpoint]["properties"]
+    checked = {name: s for name, s in fields.items() if s["x-checked-by"] == "router"}
+    assert len(checked) >= 9
+    for name, schema in checked.items():
+        kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        values = list(WRONG[kinds[0]])
+        if "minimum" in schema and name != "seed":  # any integer is a seed: it goes on as it is
+            values.append(schema["minimum"] - 1)
+        if name == "n":
+            values.append(schema["maximum"] + 1)
+        for value in values:
+            body = {"model": "m", "stream": name == "stream_options", name: value}
+            with pytest.raises(ApiError) as error:
+                parse_ask(endpoint, orjson.dumps(body))
+            assert (error.value.status, error.value.param) == (400, name), value
+        if "null" in kinds:
+            parse_ask(endpoint, orjson.dumps({"model": "m", name: None}))
+
+
+@pytest.mark.parametrize("name", ["include_usage", "continuous_usage_stats"])
+def test_it_checks_the_options_of_streams(name: str) -> None:
+    body = {"model": "m", "stream": True, "stream_options": {name: 1}}
+    with pytest.raises(ApiError, match=name):
+        parse_ask("completions", orjson.dumps(body))
