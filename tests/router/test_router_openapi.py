@@ -1,4 +1,4 @@
-"""The published document says what the code has: its routes, its errors, its fields, its examples."""
+"""The published document says what the code has: routes, errors, fields, examples."""
 
 from __future__ import annotations
 
