@@ -117,6 +117,11 @@ def test_choices_stops_logprobs_and_usage_come_as_the_clients_types() -> None:
     run(work())
 
 
+async def probed(fleet_: Fleet) -> None:
+    """Those that died were asked how they are: no connection is under way when the test ends."""
+    await until(lambda: all(engine.probes for engine in fleet_.engines if engine.calls))
+
+
 FAILURES: dict[str, tuple[Any, type[openai.APIStatusError], int, str | None]] = {
     "wrong field": (
         answer(
@@ -160,6 +165,8 @@ def test_a_failure_is_the_class_that_users_catch(case: str, stream: bool) -> Non
             assert ("retry-after" in error.value.response.headers) == (status == 503)
             if case == "wrong field":
                 assert error.value.param == "top_k"
+            if script is die:
+                await probed(fleet_)
             if script is hang:
                 calls = [call for engine in fleet_.engines for call in engine.calls]
                 await until(lambda: bool(calls) and all(call.is_closed for call in calls))
@@ -200,6 +207,7 @@ def test_a_stream_that_fails_raises_in_the_loop_over_it() -> None:
             with pytest.raises(openai.APIError, match="generating instance failed") as error:
                 await anext(stream)
             assert error.value.code == "decode_failed"
+            await probed(fleet_)
 
     run(work())
 
