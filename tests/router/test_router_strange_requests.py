@@ -141,6 +141,46 @@ def test_no_status_is_written_into_a_running_answer() -> None:
     run(work())
 
 
+UPGRADE = (b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings: AAMAAABk")
+CHUNKED = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + b"\r\n".join(UPGRADE) + b"\r\n"
+    b'Transfer-Encoding: chunked\r\n\r\n1d\r\n{"model": "m", "prompt": "x"}\r\n0\r\n\r\n'
+)
+
+
+@pytest.mark.parametrize("cut", [None, 100, -20, -1])
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_the_body_of_a_client_that_would_rather_speak_http_2_is_read(
+    cut: int | None, is_chunked: bool
+) -> None:
+    whole = CHUNKED if is_chunked else post(b'{"model": "m", "prompt": "x"}', *UPGRADE)
+
+    async def work() -> None:
+        async with pair() as (fleet_, _, d):
+            reader, writer = await asyncio.open_connection("127.0.0.1", fleet_.router.http_port)
+            writer.write(whole[:cut])
+            if cut is not None:
+                async with fleet_.http.get(f"{fleet_.base}/health"):  # what was sent is read first
+                    writer.write(whole[cut:])
+            answer = await reader.read()  # to the end: the connection is not used again
+            assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+            assert b"connection: close\r\n" in answer
+            assert d.calls[0].body["prompt"] == "x"
+            writer.close()
+
+    run(work())
+
+
+def test_a_wish_to_upgrade_without_a_body_is_passed_over() -> None:
+    async def work() -> None:
+        async with fleet() as fleet_:
+            port = fleet_.router.http_port
+            wish = b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"\r\n".join(UPGRADE) + b"\r\n\r\n"
+            assert (await answer_to(port, wish))[0] == 200
+
+    run(work())
+
+
 METHODS: list[tuple[str, str, int, set[str]]] = [
     ("HEAD", "/health", 200, set()),
     ("OPTIONS", "/v1/completions", 200, {"POST", "OPTIONS"}),

@@ -11,10 +11,12 @@ other requests are uvicorn's, and reach the application as ASGI.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Protocol, cast
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from xpyd_core.errors import ApiError
@@ -26,6 +28,7 @@ BODY_DEADLINE_S = 60.0
 MAX_HEAD_BYTES = 64 * 1024
 """Of a head that comes in several reads, beyond the first: uvicorn would keep all of it."""
 STALL_S = 1800.0
+_FRAMING = (b"content-length", b"transfer-encoding")
 _ROUTES: dict[bytes, Endpoint] = {f"/v1/{endpoint}".encode(): endpoint for endpoint in ENDPOINTS}
 _UNUSUAL = frozenset((b"transfer-encoding", b"expect", b"upgrade"))
 
@@ -96,6 +99,14 @@ class DirectRequest:
 _common: tuple[object, bytes] = (None, b"")
 
 
+class _Body:
+    """What a parser calls that reads a single body: no head, and nothing behind it."""
+
+    def __init__(self, protocol: HttpToolsProtocol) -> None:
+        self.on_body = protocol.on_body
+        self.on_message_complete = protocol.on_message_complete
+
+
 class ClientProtocol(HttpToolsProtocol):
     """uvicorn's protocol; a head that is not whole `HEAD_DEADLINE_S` after the connection was made,
     or after its first byte, closes the connection, as does a client that takes nothing of its
@@ -130,6 +141,8 @@ class ClientProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)
         super().data_received(data)
+        if self._upgrade_at is not None:
+            self._go_on_in_http(data)
         if self._is_in_head:
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(431, f"the request's head is longer than {MAX_HEAD_BYTES} bytes")
@@ -313,6 +326,27 @@ class ClientProtocol(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _unsupported_upgrade_warning(self) -> None:
+        # uvicorn calls it as it handles the parser's exception.
+        error = sys.exception()
+        assert isinstance(error, httptools.HttpParserUpgrade)
+        self._upgrade_at = error.args[0]
+
+    def _go_on_in_http(self, data: bytes) -> None:
+        """Read the body of a request that would rather upgrade: servers may ignore the wish (RFC
+        9110, 7.8), and some clients have it with each first request. The parser takes what follows
+        the head for another protocol, so a second one reads it.
+        """
+        at, self._upgrade_at = self._upgrade_at, None
+        framing = [header for header in self.headers if header[0] in _FRAMING]
+        if not framing:
+            return
+        self.cycle.more_body, self.cycle.keep_alive = True, False
+        self.parser = httptools.HttpRequestParser(_Body(self))
+        lines = b"".join([b"%b: %b\r\n" % header for header in framing])
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n" + lines + b"\r\n")
+        super().data_received(data[at:])
 
     def send_400_response(self, msg: str) -> None:
         # uvicorn calls it for what its parser refuses.
