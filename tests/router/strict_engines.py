@@ -33,7 +33,9 @@ async def strict(engine: FakeEngine, call: Call, request: web.Request) -> web.St
     try:
         is_chat = call.path.endswith("chat/completions")
         options = (parse_chat if is_chat else parse_completion)(call.body).options
-        if (options.max_tokens or 0) > CONTEXT_TOKENS:
+        # P is asked for one token, and told what D will be asked for.
+        params = call.body.get("kv_transfer_params") or {}
+        if max(options.max_tokens or 0, params.get("client_max_tokens") or 0) > CONTEXT_TOKENS:
             raise ApiError(400, "too long", param="max_tokens", code="context_length_exceeded")
     except ApiError as error:
         return web.json_response(orjson.loads(error.body()), status=error.status)
