@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
 from http import HTTPStatus
-from typing import Protocol, cast
+from typing import cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from xpyd_core.errors import ApiError
 from xpyd_router.requests.bodies import ENDPOINTS, Endpoint
-from xpyd_router.serving.sinks import DirectSink, Header
+from xpyd_router.serving.direct import DirectApp, DirectRequest
+from xpyd_router.serving.sinks import DirectSink
 
 HEAD_DEADLINE_S = 30.0
 BODY_DEADLINE_S = 60.0
@@ -31,69 +31,6 @@ STALL_S = 1800.0
 _FRAMING = (b"content-length", b"transfer-encoding")
 _ROUTES: dict[bytes, Endpoint] = {f"/v1/{endpoint}".encode(): endpoint for endpoint in ENDPOINTS}
 _UNUSUAL = frozenset((b"transfer-encoding", b"expect", b"upgrade"))
-
-
-class DirectApp(Protocol):
-    """What the protocol asks of an application that answers inference requests itself."""
-
-    max_body_bytes: int
-
-    def now_s(self) -> float:
-        """Now, on the clock of `began_s`."""
-        ...
-
-    async def serve_direct(
-        self,
-        endpoint: Endpoint,
-        headers: Sequence[Header],
-        body: bytes,
-        sink: DirectSink,
-        began_s: float,
-    ) -> None:
-        """Answer a request that is whole."""
-        ...
-
-    def broke_off(self, endpoint: Endpoint, sink: DirectSink | None, began_s: float) -> None:
-        """A body that did not come in time is refused through `sink`; None: its client left."""
-        ...
-
-
-class DirectRequest:
-    """A request that is served without ASGI. It stands where uvicorn has its `cycle`, with the
-    names that uvicorn reads there.
-    """
-
-    __slots__ = (
-        "began_s",
-        "disconnected",
-        "endpoint",
-        "headers",
-        "is_read",
-        "keep_alive",
-        "parts",
-        "response_complete",
-    )
-
-    def __init__(
-        self, endpoint: Endpoint, headers: list[Header], began_s: float, *, keep_alive: bool
-    ) -> None:
-        self.endpoint: Endpoint = endpoint
-        self.headers = headers
-        self.began_s = began_s
-        self.keep_alive = keep_alive
-        self.parts: list[bytes] = []
-        self.is_read = False
-        """The whole body is here."""
-        self.response_complete = False
-        self.disconnected = False
-
-    @property
-    def message_event(self) -> DirectRequest:
-        """uvicorn wakes its cycle by it: nobody waits here."""
-        return self
-
-    def set(self) -> None:
-        """See message_event."""
 
 
 _common: tuple[object, bytes] = (None, b"")
@@ -127,6 +64,8 @@ class ClientProtocol(HttpToolsProtocol):
     _idle_since_s = 0.0
     _direct: DirectRequest | None = None
     """The one that is read or served now."""
+    _upgrade_at: int | None = None
+    """Where, in what was read, the parser stopped behind a head that asks for another protocol."""
     _sink: DirectSink | None = None
     _app: DirectApp | None = None
 
@@ -203,7 +142,7 @@ class ClientProtocol(HttpToolsProtocol):
         if sink is not None:
             sink.lose()
         elif direct is not None and self._app is not None:
-            self._app.broke_off(direct.endpoint, None, direct.began_s)
+            self._app.broke_off(direct, None)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -284,13 +223,9 @@ class ClientProtocol(HttpToolsProtocol):
 
     def _serve(self, direct: DirectRequest) -> None:
         assert self._app is not None
-        parts = direct.parts
-        body = parts[0] if len(parts) == 1 else b"".join(parts)
         sink = DirectSink(self)
         sink.is_paused = self.flow.write_paused
-        task = self.loop.create_task(
-            self._app.serve_direct(direct.endpoint, direct.headers, body, sink, direct.began_s)
-        )
+        task = self.loop.create_task(self._app.serve_direct(direct, sink))
         sink.on_lost = task.cancel
         self._sink = sink
         self.tasks.add(task)
@@ -301,7 +236,7 @@ class ClientProtocol(HttpToolsProtocol):
         direct = self._direct
         if direct is not None and self._app is not None:
             direct.keep_alive = False
-            self._app.broke_off(direct.endpoint, DirectSink(self), direct.began_s)
+            self._app.broke_off(direct, DirectSink(self))
 
     def _forget_body(self) -> None:
         if self._body_timer is not None:

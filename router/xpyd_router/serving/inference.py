@@ -23,6 +23,7 @@ from xpyd_router.requests.client_head import HeadReader
 from xpyd_router.requests.course import Course
 from xpyd_router.requests.outlet import Outlet
 from xpyd_router.requests.trace import Trace
+from xpyd_router.serving.direct import DirectRequest
 from xpyd_router.serving.http_protocol import BODY_DEADLINE_S
 from xpyd_router.serving.sinks import AsgiSink, DirectSink, Header, Receive, Send
 from xpyd_router.serving.surface import Surface
@@ -68,29 +69,22 @@ class Inference:
                 return
         await self._app(scope, receive, send)
 
-    async def serve_direct(
-        self,
-        endpoint: Endpoint,
-        headers: Sequence[Header],
-        body: bytes,
-        sink: DirectSink,
-        began_s: float,
-    ) -> None:
-        """See http_protocol.DirectApp."""
-        trace = Trace(endpoint, began_s)
+    async def serve_direct(self, request: DirectRequest, sink: DirectSink) -> None:
+        """See DirectApp."""
+        trace = Trace(request.endpoint, request.began_s)
         self._surface.metrics.requests.began()
         status = _CLIENT_CLOSED
         try:
-            status = await self._answer(trace, body, headers, sink)
+            status = await self._answer(trace, request.body, request.headers, sink)
         finally:
             self._finish(trace, status)
 
-    def broke_off(self, endpoint: Endpoint, sink: DirectSink | None, began_s: float) -> None:
-        """See http_protocol.DirectApp."""
-        trace, status = Trace(endpoint, began_s), _CLIENT_CLOSED
+    def broke_off(self, request: DirectRequest, sink: DirectSink | None) -> None:
+        """See DirectApp."""
+        trace, status = Trace(request.endpoint, request.began_s), _CLIENT_CLOSED
         self._surface.metrics.requests.began()
         if sink is not None:
-            answer, headers = _refusal(_late(), b"")
+            answer, headers = _refusal(_late(), self._heads.read(request.headers).request_id)
             status, trace.sent_bytes = answer.status, len(answer.body)
             sink.whole(answer.status, headers, answer.body)
         self._finish(trace, status)

@@ -1,0 +1,73 @@
+"""An inference request that our uvicorn protocol reads itself, and who answers it.
+
+`http_protocol` makes one per request of the usual form; `inference` answers it through a DirectSink.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from xpyd_router.requests.bodies import Endpoint
+from xpyd_router.serving.sinks import DirectSink, Header
+
+
+class DirectApp(Protocol):
+    """What the protocol asks of an application that answers inference requests itself."""
+
+    max_body_bytes: int
+
+    def now_s(self) -> float:
+        """Now, on the clock of `began_s`."""
+        ...
+
+    async def serve_direct(self, request: DirectRequest, sink: DirectSink) -> None:
+        """Answer a request that is whole."""
+        ...
+
+    def broke_off(self, request: DirectRequest, sink: DirectSink | None) -> None:
+        """A body that did not come in time is refused through `sink`; None: its client left."""
+        ...
+
+
+class DirectRequest:
+    """A request that is served without ASGI. It stands where uvicorn has its `cycle`, with the
+    names that uvicorn reads there.
+    """
+
+    __slots__ = (
+        "began_s",
+        "disconnected",
+        "endpoint",
+        "headers",
+        "is_read",
+        "keep_alive",
+        "parts",
+        "response_complete",
+    )
+
+    def __init__(
+        self, endpoint: Endpoint, headers: list[Header], began_s: float, *, keep_alive: bool
+    ) -> None:
+        self.endpoint: Endpoint = endpoint
+        self.headers = headers
+        self.began_s = began_s
+        self.keep_alive = keep_alive
+        self.parts: list[bytes] = []
+        self.is_read = False
+        """The whole body is here."""
+        self.response_complete = False
+        self.disconnected = False
+
+    @property
+    def body(self) -> bytes:
+        """What came of it."""
+        parts = self.parts
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    @property
+    def message_event(self) -> DirectRequest:
+        """uvicorn wakes its cycle by it: nobody waits here."""
+        return self
+
+    def set(self) -> None:
+        """See message_event."""
