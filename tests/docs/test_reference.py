@@ -176,7 +176,7 @@ def test_the_metrics_of_the_router_are_those_of_the_page() -> None:
 def test_the_fields_of_the_access_log_are_those_of_the_page() -> None:
     known = Trace("completions", 0.0, client_id="c", trace_id="t", model="m", response_id="r")
     known.prefill_s = known.decode_s = known.first_s = 0.1
-    known.prompt_tokens = known.output_tokens = 1
+    known.prompt_tokens = known.output_tokens = known.priority = 1
     known.failures.append("prefill:reset")
     documented = [name for row in rows("router.md", "## Access log") for name in code(row[0])]
     assert sorted(documented) == sorted(known.extra(1.0))

@@ -1,6 +1,6 @@
 """An inference request that our uvicorn protocol reads itself, and who answers it.
 
-`http_protocol` makes one per request of the usual form; `inference` answers it through a DirectSink.
+`http_protocol` makes one per request of the usual form; `inference` answers it, by a DirectSink.
 """
 
 from __future__ import annotations
