@@ -25,24 +25,26 @@ def loopback_beside(host: str) -> str | None:
     return "127.0.0.1" if address.version == 4 else "::1"
 
 
-def listen(host: str, port: int, *, backlog: int) -> list[socket.socket]:
+def listen(host: str, port: int, *, backlog: int, reuse_port: bool = False) -> list[socket.socket]:
     """Non-blocking listeners on `host` (first) and the loopback address beside it, on one port.
 
-    Raises OSError when `host` cannot be had; the loopback is done without where it is taken.
+    `reuse_port`: other processes of the same user may listen there, too; the kernel spreads
+    connections over them. Raises OSError when `host` cannot be had; the loopback is done without
+    where it is taken.
     """
-    sockets = [_server(host, port, backlog)]
+    sockets = [_server(host, port, backlog, reuse_port)]
     beside = loopback_beside(host)
     if beside is not None:
         real_port: int = sockets[0].getsockname()[1]
         try:
-            sockets.append(_server(beside, real_port, backlog))
+            sockets.append(_server(beside, real_port, backlog, reuse_port))
         except OSError as error:
             _log.warning("not listening on %s:%d too: %s", beside, real_port, error.strerror)
     return sockets
 
 
-def _server(host: str, port: int, backlog: int) -> socket.socket:
+def _server(host: str, port: int, backlog: int, reuse_port: bool) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.create_server((host, port), family=family, backlog=backlog)
+    sock = socket.create_server((host, port), family=family, backlog=backlog, reuse_port=reuse_port)
     sock.setblocking(False)
     return sock

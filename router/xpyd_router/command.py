@@ -35,6 +35,14 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         default=ROUTER_HTTP_PORT,
         help="HTTP port; 0 = any free one (default: %(default)s)",
     )
+    add(
+        "--processes",
+        type=int,
+        default=default.processes,
+        metavar="N",
+        help="processes that serve HTTP on it; with more than 1, one more owns discovery "
+        "(default: %(default)s)",
+    )
     add("--discovery-host", help="address that engines beat to (default: --host)")
     add(
         "--discovery-port",
@@ -227,6 +235,7 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
     config = RouterConfig(
         host=host,
         port=args.port,
+        processes=args.processes,
         discovery_host=args.discovery_host or host,
         discovery_port=args.discovery_port,
         fleet=env.fleet,
@@ -267,6 +276,7 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
     )
     checks = {
         "--port: expected 0 to 65535": 0 <= config.port < 65536,
+        "--processes: expected 1 to 64": 1 <= config.processes <= 64,
         "--discovery-port: expected 0 to 65535": 0 <= config.discovery_port < 65536,
         "--heartbeat-interval-ms: expected 50 to 60000": 0.05 <= config.heartbeat_interval_s <= 60,
         "--missed-beats: expected 1 to 100": 1 <= config.missed_beats <= 100,

@@ -17,6 +17,8 @@ from xpyd_router.policy.no_prefill import OnNoPrefill
 class RouterConfig:
     """What `xpyd router` runs with."""
 
+    processes: int = 1
+    """Processes that serve HTTP. More than one share the port; one more owns discovery."""
     host: str = "127.0.0.1"
     """Literal address of the HTTP port."""
     port: int = ROUTER_HTTP_PORT

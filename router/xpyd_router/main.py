@@ -2,6 +2,7 @@
 
 At the first signal /readiness turns 503 while requests are still taken for `drain_s`; then no more
 are accepted, running ones finish, and the exit status is 0. A second signal ends at once.
+`serving.server` is the half that serves; with several processes `processes.owner` takes over.
 """
 
 from __future__ import annotations
@@ -9,18 +10,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import ipaddress
 import logging
-import os
-import random
 import signal
 import socket
 import time
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
-import uvicorn
 import uvloop
 
 from xpyd_core.errors import UserError
@@ -35,272 +33,185 @@ from xpyd_router.fleet.prober import Prober
 from xpyd_router.fleet.registry import Registry
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
-from xpyd_router.policy.base import NO_SLO, Policy
-from xpyd_router.policy.catalogue import build_policy
-from xpyd_router.requests.draws import Draws
-from xpyd_router.requests.flow import Flow
-from xpyd_router.requests.objectives import Objectives
-from xpyd_router.requests.picker import Picker
-from xpyd_router.requests.releases import Releases
 from xpyd_router.serving.access_log import AccessLog
-from xpyd_router.serving.app import build_app
-from xpyd_router.serving.http_protocol import ClientProtocol
+from xpyd_router.serving.server import (
+    BACKLOG,
+    Parts,
+    Serving,
+    make_policy,
+    open_serving,
+    source_host,
+)
 from xpyd_router.serving.surface import Surface
-from xpyd_router.tokens.service import Tokens
-from xpyd_router.upstream.client import UpstreamClient
+from xpyd_router.serving.whole import OneProcess
 
 logger = logging.getLogger(__name__)
 
-_BACKLOG = 4096
 _GC_THRESHOLD = 20_000
 """Requests make next to no cycles: collecting every 700 objects cost a twentieth of the time."""
-_KEEP_ALIVE_S = 75
-"""Longer than what clients and load balancers keep idle connections, so that they close first."""
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without its own signal handlers: `main` has the drain."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None]:
-        yield
-
-
-def _listen(config: RouterConfig) -> list[socket.socket]:
-    try:
-        return listen(config.host, config.port, backlog=_BACKLOG)
-    except OSError as error:
-        where = f"{config.host}:{config.port}"
-        raise UserError(f"HTTP on {where}: {error.strerror or error}") from error
-
-
-def _source_host(config: RouterConfig) -> str | None:
-    """The pod's own loopback address, where it has one: then the engines see who calls."""
-    for host in (config.discovery_host, config.host):
-        with contextlib.suppress(ValueError):
-            address = ipaddress.ip_address(host)
-            if address.version == 4 and address.is_loopback and host != "127.0.0.1":
-                return host
-    return None
-
-
-def _protocol(config: RouterConfig) -> type[ClientProtocol]:
-    """uvicorn makes the connections, with no word of ours: so the figure is the class's."""
-
-    class Protocol(ClientProtocol):
-        stall_s = config.request_timeout_s
-
-    return Protocol
-
-
-def _tokens(config: RouterConfig, fleet: FleetView, metrics: RouterMetrics) -> Tokens | None:
-    """Who counts tokens, where a flag asks for it."""
-    if not config.exact_prefixes:
-        return None
-    from xpyd_router.tokens.fetch import AiohttpFetch  # some megabytes that others do without
-
-    fetch = AiohttpFetch(_source_host(config))
-    return Tokens(fleet=fleet, fetch=fetch, metrics=metrics, clock=time.monotonic)
-
-
-def _objectives(
-    config: RouterConfig, policy: Policy, fleet: FleetView, loads: LoadTable, metrics: RouterMetrics
-) -> Objectives | None:
-    """Who learns how fast instances are, where a policy or an objective asks for it."""
-    if not policy.needs_paces and config.slo == NO_SLO:
-        return None
-    return Objectives(
-        config.slo,
-        fleet=fleet,
-        loads=loads,
-        figures=metrics.instances,
-        table=metrics.objectives,
-        clock=time.monotonic,
-    )
-
-
-@dataclass
+@dataclass(frozen=True)
 class RunningRouter:
     """A router that serves until `run` returns. Ports are the real ones."""
 
-    surface: Surface
-    http_port: int
+    serving: Serving
     discovery_port: int
-    _server: _Server
-    _listeners: list[socket.socket]
-    _drain_s: float
-    _stop: asyncio.Event
-    _force: asyncio.Event
+
+    @property
+    def surface(self) -> Surface:
+        """What it serves with."""
+        return self.serving.surface
+
+    @property
+    def http_port(self) -> int:
+        """Where clients connect."""
+        return self.serving.http_port
 
     def stop(self) -> None:
         """Begin the drain; a second call ends at once."""
-        if self._stop.is_set():
-            self._server.force_exit = True
-            self._force.set()
-        self.surface.is_draining = True
-        self._stop.set()
+        self.serving.stop()
 
     async def run(self) -> None:
         """Serve until `stop`, then drain."""
-        serving = asyncio.create_task(self._server.serve(sockets=self._listeners))
-        stopping = asyncio.create_task(self._drain())
-        done, _ = await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if serving in done:
-            stopping.cancel()
-        await serving
-
-    async def _drain(self) -> None:
-        await self._stop.wait()
-        logger.info("draining: accepting for %g s more", self._drain_s)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._drain_s):
-                await self._force.wait()
-        self._server.should_exit = True
+        await self.serving.run()
 
 
-@contextlib.asynccontextmanager
-async def open_router(
-    config: RouterConfig, protocol: type[asyncio.Protocol] | None = None
-) -> AsyncGenerator[RunningRouter]:
-    """A router with its ports bound and discovery running; leaving frees everything.
-
-    `protocol` is uvicorn's `http`; None: ours, whose answers go straight to the transport.
-
-    Raises UserError for a port that cannot be had and for an unusable key file.
-    """
+def read_secrets(config: RouterConfig) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+    """The fleet's keys and the admin API's. UserError for an unusable file."""
     keys = fleet_keys(config.kv_key_file, insecure=config.kv_insecure)
     admin_keys = ()
     if config.admin_key_file is not None:
         admin_keys = read_keys(config.admin_key_file, "--admin-key-file")
     if config.kv_insecure:
         logger.warning("--kv-insecure: whoever reaches the engines may read and write their KV")
-    clock = time.monotonic
-    metrics = RouterMetrics(clock)
-    registry = Registry(
+    return keys, admin_keys
+
+
+def make_registry(config: RouterConfig) -> Registry:
+    """An empty one with the rules of `config`."""
+    return Registry(
         period_s=config.heartbeat_interval_s,
         missed_beats=config.missed_beats,
         decode_alone=config.on_no_prefill == "PrefillOnDecode",
     )
+
+
+def make_discovery(
+    config: RouterConfig, fleet: FleetView, metrics: RouterMetrics, keys: tuple[bytes, ...]
+) -> Discovery:
+    """The bound discovery port. UserError where it cannot be had."""
+    return Discovery(
+        fleet,
+        metrics,
+        host=config.discovery_host,
+        port=config.discovery_port,
+        name=config.fleet,
+        keys=keys,
+        accepts_unsigned=config.kv_insecure or config.accept_unsigned_beats,
+    )
+
+
+def make_prober(config: RouterConfig, fleet: FleetView, metrics: RouterMetrics) -> Prober:
+    """Who probes the instances of `fleet`."""
+    return Prober(fleet, metrics, partial(probe_http, local_host=source_host(config)))
+
+
+def _listen(config: RouterConfig) -> list[socket.socket]:
+    try:
+        return listen(config.host, config.port, backlog=BACKLOG)
+    except OSError as error:
+        where = f"{config.host}:{config.port}"
+        raise UserError(f"HTTP on {where}: {error.strerror or error}") from error
+
+
+@contextlib.asynccontextmanager
+async def open_router(
+    config: RouterConfig, protocol: type[asyncio.Protocol] | None = None
+) -> AsyncGenerator[RunningRouter]:
+    """A router of one process with its ports bound and discovery running; leaving frees everything.
+
+    `protocol` is uvicorn's `http`; None: ours, whose answers go straight to the transport.
+
+    Raises UserError for a port that cannot be had and for an unusable key file.
+    """
+    keys, admin_keys = read_secrets(config)
+    clock = time.monotonic
+    metrics = RouterMetrics(clock)
     loads = LoadTable()
-    policy = build_policy(config, loads=loads, random=random.random)
-    fleet = FleetView(registry, clock, loads, config.health)
-    fleet.on_gone(policy.forget)
-    with contextlib.ExitStack() as sockets:
-        listeners = [sockets.enter_context(listener) for listener in _listen(config)]
-        discovery = Discovery(
-            fleet,
-            metrics,
-            host=config.discovery_host,
-            port=config.discovery_port,
-            name=config.fleet,
-            keys=keys,
-            accepts_unsigned=config.kv_insecure or config.accept_unsigned_beats,
-        )
-        upstream = UpstreamClient(_source_host(config))
-        tokens = _tokens(config, fleet, metrics)
-        objectives = _objectives(config, policy, fleet, loads, metrics)
-        fleet.on_lost(upstream.lose)
-        access_log = AccessLog(
+    fleet = FleetView(make_registry(config), clock, loads, config.health)
+    parts = Parts(
+        config=config,
+        fleet=fleet,
+        loads=loads,
+        policy=make_policy(config, fleet, loads),
+        metrics=metrics,
+        whole=OneProcess(fleet, metrics),
+        admission=Admission(config.limits, metrics, clock),
+        access_log=AccessLog(
             is_json=config.logs_json, wall_clock=time.time, is_on=config.access_log
-        )
-        releases = Releases(upstream, metrics, keys[0])
-        picker = Picker(config=config, fleet=fleet, policy=policy, metrics=metrics, clock=clock)
-        flow = Flow(
-            config=config,
-            fleet=fleet,
-            loads=loads,
-            policy=policy,
-            picker=picker,
-            upstream=upstream,
-            releases=releases,
-            metrics=metrics,
-            clock=clock,
-            wall_clock=time.time,
-            random_bytes=Draws(os.urandom),
-            tokens=tokens,
-            objectives=objectives,
-        )
-        surface = Surface(
-            config=config,
-            fleet=fleet,
-            admission=Admission(config.limits, metrics, clock),
-            flow=flow,
-            metrics=metrics,
-            access_log=access_log,
-            clock=clock,
-            created=int(time.time()),
-            admin_keys=admin_keys,
-        )
-        server = _Server(
-            uvicorn.Config(
-                build_app(surface),
-                http=protocol or _protocol(config),
-                ws="none",
-                lifespan="off",
-                backlog=_BACKLOG,
-                access_log=False,
-                log_config=None,
-                proxy_headers=False,  # nothing asks who the client is
-                server_header=False,
-                timeout_keep_alive=_KEEP_ALIVE_S,
-            )
-        )
-        prober = Prober(fleet, metrics, partial(probe_http, local_host=_source_host(config)))
-        watching = [
-            asyncio.create_task(work.run())
-            for work in (discovery, prober, tokens, objectives)
-            if work is not None
-        ]
-        for task in watching:
-            task.add_done_callback(_report_death)
-        try:
-            yield RunningRouter(
-                surface=surface,
-                http_port=listeners[0].getsockname()[1],
-                discovery_port=discovery.port,
-                _server=server,
-                _listeners=listeners,
-                _drain_s=config.drain_s,
-                _stop=asyncio.Event(),
-                _force=asyncio.Event(),
-            )
-        finally:
-            for task in watching:
-                task.cancel()
-            await asyncio.gather(*watching, return_exceptions=True)
-            await asyncio.gather(releases.close(), *([tokens.close()] if tokens else []))
-            await upstream.close()
-            access_log.flush()
-            discovery.close()
-
-
-def _report_death(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.critical("discovery, probing, counting or sampling stopped: %r", error)
+        ),
+        keys=keys,
+        admin_keys=admin_keys,
+        created=int(time.time()),
+        clock=clock,
+    )
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(listener) for listener in _listen(config)]
+        discovery = make_discovery(config, fleet, metrics, keys)
+        stack.callback(discovery.close)
+        prober = make_prober(config, fleet, metrics)
+        works = (discovery.run(), prober.run())
+        async with open_serving(parts, listeners, protocol, works) as serving:
+            yield RunningRouter(serving, discovery.port)
 
 
 async def _serve(config: RouterConfig) -> None:
     async with open_router(config) as router:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, router.stop)
-        logger.info(
-            "router listens on http://%s:%d, discovery on %s:%d",
-            *(config.host, router.http_port, config.discovery_host, router.discovery_port),
-        )
-        await router.run()
+        await serve_until_signal(router, config)
+
+
+class Running(Protocol):
+    """A RunningRouter, or the owner of several processes."""
+
+    @property
+    def http_port(self) -> int: ...
+    @property
+    def discovery_port(self) -> int: ...
+    def stop(self) -> None: ...
+    async def run(self) -> None: ...
+
+
+async def serve_until_signal(router: Running, config: RouterConfig) -> None:
+    """Run it; the first signal drains it, the second ends it."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, router.stop)
+    logger.info(
+        "router listens on http://%s:%d, discovery on %s:%d",
+        *(config.host, router.http_port, config.discovery_host, router.discovery_port),
+    )
+    await router.run()
     logger.info("drained, bye")
 
 
-def run_router(config: RouterConfig) -> int:
-    """Serve until a signal; the exit status."""
+def tune_process() -> None:
+    """Settings of a process that serves."""
     # What is imported stays: the collector need not look at it again and again.
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GC_THRESHOLD, 20, 50)
-    # uvicorn's start and stop lines say what ours say; its warnings are of single requests that are
-    # no HTTP, of which anybody may send any number.
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    # uvicorn's own start and stop lines say what ours say.
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+
+
+def run_router(config: RouterConfig) -> int:
+    """Serve until a signal; the exit status."""
+    if config.processes > 1:
+        from xpyd_router.processes.owner import run_owner
+
+        return run_owner(config)
+    tune_process()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(config))
     return 0

@@ -101,6 +101,11 @@ class RouterMetrics:
             ("result",),
             registry=registry,
         )
+        self.workers = Gauge(f"{prefix}workers", "Processes that serve requests", registry=registry)
+        self.workers.set(1)
+        self.worker_deaths = Counter(
+            f"{prefix}worker_deaths", "Processes that ended and were replaced", registry=registry
+        )
         self._instances = Gauge(
             f"{prefix}instances", "Known instances", ("type", "state"), registry=registry
         )

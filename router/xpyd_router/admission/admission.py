@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from xpyd_core.errors import ApiError
-from xpyd_router.admission.gate import REQUESTS, TOKENS, WAITING, Gate, Row
+from xpyd_router.admission.gate import COLUMNS, REQUESTS, TOKENS, WAITING, Gate, Row
 from xpyd_router.admission.line import Entry
 from xpyd_router.admission.values import Cost, Limits
 from xpyd_router.metrics import RouterMetrics
@@ -78,7 +78,7 @@ class Admission:
         self._limits = limits
         self._metrics = metrics
         self._clock = clock
-        self._row: Row = [0, 0, 0] if row is None else row
+        self._row: Row = [0] * COLUMNS if row is None else row
         self._gate = Gate[_Waiter](limits, self._row, others)
         self._give_back = self._leave
         self._tick: asyncio.TimerHandle | None = None

@@ -13,16 +13,23 @@ reads the others'; between two processes nothing is handed over, so a process wi
 from __future__ import annotations
 
 import math
-from collections.abc import MutableSequence, Sequence
-from typing import Final, Generic
+from collections.abc import Sequence
+from typing import Final, Generic, Protocol
 
 from xpyd_router.admission.line import E, Line
 from xpyd_router.admission.values import Cost, Limits
 
-REQUESTS, TOKENS, WAITING = range(3)
-"""Columns of a row: requests and tokens in flight, requests in line."""
-Row = MutableSequence[int]
-"""A list, or a piece of shared memory."""
+COLUMNS = 4
+REQUESTS, TOKENS, WAITING, WAITING_BYTES = range(COLUMNS)
+"""Columns of a row: requests and tokens in flight, requests in line, and their bodies."""
+
+
+class Row(Protocol):
+    """A list, or a piece of shared memory."""
+
+    def __getitem__(self, column: int, /) -> int: ...
+    def __setitem__(self, column: int, value: int, /) -> None: ...
+
 
 _LARGEST = 2**40
 """Of one request where nothing limits it: sums of such stay within the 64 bits of a row."""
@@ -95,6 +102,7 @@ class Gate(Generic[E]):
         was_waiting = self._line.remove(entry)
         if was_waiting:
             self._row[WAITING] -= 1
+            self._row[WAITING_BYTES] -= entry.cost.body_bytes
         return was_waiting
 
     def admit(self) -> list[E]:
@@ -142,12 +150,14 @@ class Gate(Generic[E]):
 
     def _fits_line(self, cost: Cost, held_bytes: int, entries: int) -> bool:
         limits = self._limits
+        held_bytes += self._elsewhere(WAITING_BYTES)
         fits_bytes = held_bytes + cost.body_bytes <= limits.queue_bytes
-        return entries < limits.queue_entries and fits_bytes
+        return entries + self._elsewhere(WAITING) < limits.queue_entries and fits_bytes
 
     def _add(self, entry: E) -> None:
         self._line.add(entry)
         self._row[WAITING] += 1
+        self._row[WAITING_BYTES] += entry.cost.body_bytes
 
     def _elsewhere(self, column: int) -> int:
         return sum(row[column] for row in self._others)

@@ -30,11 +30,13 @@ ProbeResult = Literal["ok", "connect", "reset", "timeout", "status", "void"]
 """Any answer below 500; nobody listens; closed without an answer; none in time; an answer of 5xx or
 that is not HTTP; a probe that says nothing because of a fault here."""
 
-_EJECTING = frozenset({"connect", "reset", "incomplete"})
+EJECTING = frozenset({"connect", "reset", "incomplete"})
+"""Causes that take an instance out at once."""
 STRIKES = frozenset({"reset", "incomplete", "timeout", "status", "answer"})
 """The instance's own faults. Not: refused (full, draining), lost (seen by its beats), too_large,
 transfer (see `transfers`)."""
-_KILLING = frozenset({"reset", "incomplete", "lost"})
+KILLING = frozenset({"reset", "incomplete", "lost"})
+"""Causes that an instance's death may have."""
 
 SILENT_AND_LATE = 2
 """Probes without an answer, its beat late as well: the process is frozen or unreachable. With the
@@ -161,12 +163,12 @@ class Health:
         The break that the request met, where the instance may have died under it.
         """
         record = self._records.get(key)
-        is_killing = cause in _KILLING
+        is_killing = cause in KILLING
         # What fails while it is ejected began before: the same fault once more.
         if record is not None and not record.eject_cause:
             if cause in STRIKES:
                 self._breaker(key, record).failed(suspect, now)
-            if cause in _EJECTING:
+            if cause in EJECTING:
                 self._eject(record, cause, now, suspect=suspect if is_killing else b"")
                 self.plan.hasten(key, now)
         if not is_killing:

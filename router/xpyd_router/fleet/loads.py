@@ -84,6 +84,11 @@ class Load:
         return Work(self._requests, self._prompt_tokens, self._output_tokens)
 
     @property
+    def ours(self) -> int:
+        """Requests on the instance that this router sent, all its processes together."""
+        return self._requests + self._others.requests
+
+    @property
     def active(self) -> int:
         """Requests on the instance, whoever sent them."""
         return self._requests + self._others.requests + self.foreign_requests
@@ -174,7 +179,7 @@ class LoadTable:
         """A beat of a member of the fleet; its first one makes the entry."""
         load = self._loads.get(key)
         if load is None:
-            load = self._loads[key] = Load(key)
+            load = self._loads[key] = self._make(key)
         load.take(beat)
 
     def keep(self, members: Collection[InstanceKey]) -> list[InstanceKey]:
@@ -183,3 +188,6 @@ class LoadTable:
         for key in gone:
             del self._loads[key]
         return gone
+
+    def _make(self, key: InstanceKey) -> Load:
+        return Load(key)

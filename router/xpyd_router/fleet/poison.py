@@ -9,7 +9,7 @@ refused for a while, whoever sends it, so that a client that tries again does no
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from typing import Literal
 
@@ -29,6 +29,8 @@ _MAX_REFUSED = 1024
 Fate = Literal["open", "dead", "alive"]
 """Open until a probe, a beat or their absence tells."""
 Verdict = Literal["innocent", "open", "guilty"]
+OnFate = Callable[[InstanceKey, Fate], None]
+"""What calls to an instance broke off of is open now, or known."""
 
 
 def fingerprint(body: bytes, key: bytes) -> bytes:
@@ -62,40 +64,59 @@ class Poison:
         self.refused: OrderedDict[bytes, float] = OrderedDict()
         """Fingerprints of refused bodies, and until when. Empty: nobody need make one."""
         self._last: OrderedDict[InstanceKey, Break] = OrderedDict()
+        self._on_fate: list[OnFate] = []
+
+    def on_fate(self, listener: OnFate) -> None:
+        """Have `listener` called when a break begins, and when its fate turns out."""
+        self._on_fate.append(listener)
 
     def broke(self, key: InstanceKey, now: float) -> Break:
         """A call that had been sent to `key` broke off; all that do so until its fate is known
         share one Break.
         """
         last = self._last.get(key)
-        return self._add(key, now) if last is None or last.fate == "alive" else last
+        if last is None or last.fate == "alive":
+            last = self._add(key, now)
+            self._tell(key, "open")
+        return last
 
     def death_of(self, key: InstanceKey) -> Break | None:
         """How `key` died lately, if it did."""
         last = self._last.get(key)
         return last if last is not None and last.fate == "dead" else None
 
+    def deaths(self) -> list[tuple[InstanceKey, float]]:
+        """Who died lately, and when that began, the oldest first."""
+        return [(key, one.at_s) for key, one in self._last.items() if one.fate == "dead"]
+
     def died(self, key: InstanceKey, now: float) -> None:
         """`key` is dead: a probe was not answered, its beats ended, or another took its place."""
         last = self._last.get(key)
         if last is None or (last.fate == "alive" and now - last.at_s > _RESTART_S):
             last = self._add(key, now)
-        last.fate = "dead"
+        if last.fate != "dead":
+            last.fate = "dead"
+            self._tell(key, "dead")
 
     def lives(self, key: InstanceKey) -> None:
         """`key` answered a probe, or said goodbye: what broke off was a call, not an instance."""
         last = self._last.get(key)
-        if last is None:
+        if last is None or last.fate == "alive":
             return
         if last.fate == "open":
             last.fate = "alive"
-        elif last.fate == "dead":
+        else:
             del self._last[key]  # it was frozen: what breaks off from now on is another matter
+        self._tell(key, "alive")
 
     def convict(self, suspect: bytes, now: float) -> None:
         """Refuse the body of this fingerprint for REFUSED_S."""
+        self.refuse(suspect, now + REFUSED_S)
+
+    def refuse(self, suspect: bytes, until_s: float) -> None:
+        """Refuse the body of this fingerprint until then."""
         self.refused.pop(suspect, None)
-        self.refused[suspect] = now + REFUSED_S
+        self.refused[suspect] = until_s
         if len(self.refused) > _MAX_REFUSED:
             self.refused.popitem(last=False)
 
@@ -113,6 +134,10 @@ class Poison:
             self._last.popitem(last=False)
         while self.refused and next(iter(self.refused.values())) <= now:
             self.refused.popitem(last=False)
+
+    def _tell(self, key: InstanceKey, fate: Fate) -> None:
+        for listener in self._on_fate:
+            listener(key, fate)
 
     def _add(self, key: InstanceKey, now: float) -> Break:
         self._last.pop(key, None)

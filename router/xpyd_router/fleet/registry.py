@@ -317,7 +317,12 @@ class Registry:
 
     def expire(self, now: float) -> tuple[InstanceKey, ...]:
         """Remove whose time to live has passed; returns them. They may come back."""
-        gone = [i for i in self._instances.values() if i.expires_at_s <= now]
+        gone = [i.key for i in self._instances.values() if i.expires_at_s <= now]
+        return self.drop(gone)
+
+    def drop(self, keys: Iterable[InstanceKey]) -> tuple[InstanceKey, ...]:
+        """Remove these, as if their time to live had passed; returns those that were there."""
+        gone = [found for key in keys if (found := self.get(key)) is not None]
         for instance in gone:
             self._past.put(instance.key, instance.beat.sent_us)
             self._remove(instance)

@@ -17,7 +17,7 @@ from xpyd_core.messages import Heartbeat
 from xpyd_router.errors import FailureCause
 from xpyd_router.fleet.health import STRIKES, Health, HealthReport, HealthRules, ProbeResult
 from xpyd_router.fleet.loads import Load, LoadTable
-from xpyd_router.fleet.poison import Break, fingerprint, judge
+from xpyd_router.fleet.poison import Break, Fate, fingerprint, judge
 from xpyd_router.fleet.registry import (
     Instance,
     InstanceKey,
@@ -56,7 +56,8 @@ class FleetView:
         self._slow: set[InstanceKey] = set()
         self._health = Health(self.rules, random.random)
         self._on_standing: list[OnStanding] = []
-        self._probed = asyncio.Event()
+        self._judged = asyncio.Event()
+        self._health.poison.on_fate(self._wake_judges)
         self._secret = os.urandom(16)
         self._changed = asyncio.Event()
         self._listeners: list[Callable[[Iterable[InstanceKey]], None]] = []
@@ -135,9 +136,11 @@ class FleetView:
 
     def transfer_failed(self, prefill: Instance, decode: Instance, body: bytes) -> None:
         """D says that the KV of a request with this `body` did not come from P."""
+        self._transfer_failed(prefill.key, decode.key, fingerprint(body, self._secret))
+
+    def _transfer_failed(self, prefill: InstanceKey, decode: InstanceKey, suspect: bytes) -> None:
         before, now = self._registry.version, self._clock()
-        suspect = fingerprint(body, self._secret)
-        for key in self._health.transfer_failed(prefill.key, decode.key, suspect, now):
+        for key in self._health.transfer_failed(prefill, decode, suspect, now):
             self._settle(key)
         self._tell(before)
 
@@ -149,7 +152,7 @@ class FleetView:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.rules.probe_timeout_s + _VERDICT_SLACK_S):
                 while judge(breaks) == "open":
-                    await self._probed.wait()
+                    await self._judged.wait()
         if judge(breaks) == "innocent":
             return False
         self._health.poison.convict(fingerprint(body, self._secret), self._clock())
@@ -190,8 +193,6 @@ class FleetView:
         self._settle(key)
         if known is not None and self._health.standing(key) != "Ejected":
             self._lost.pop(key, None)
-        self._probed.set()
-        self._probed = asyncio.Event()
         self._tell(before)
 
     def tick(self) -> None:
@@ -247,6 +248,10 @@ class FleetView:
     def on_gone(self, forget: Callable[[InstanceKey], None]) -> None:
         """Have `forget` called with each that left the fleet, for whatever reason."""
         self._forgetting.append(forget)
+
+    def _wake_judges(self, _key: InstanceKey, _fate: Fate) -> None:
+        self._judged.set()
+        self._judged = asyncio.Event()
 
     def _bury(self, keys: Sequence[InstanceKey], now: float) -> None:
         """They died without a goodbye."""

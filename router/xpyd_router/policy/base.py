@@ -149,6 +149,8 @@ class Tools:
     loads: LoadTable
     random: Callable[[], float]
     """Evenly distributed in [0, 1)."""
+    first_turn: int = 0
+    """Where turns begin: each process of a router at another place."""
 
 
 class SidePolicy(Protocol):

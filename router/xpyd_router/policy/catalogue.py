@@ -24,6 +24,7 @@ def build_policy(
     *,
     loads: LoadTable,
     random: Callable[[], float],
+    first_turn: int = 0,
     known: dict[str, EntryPoint] | None = None,
 ) -> PairPolicy:
     """The policy that `config` names; UserError for a name that no package has."""
@@ -33,7 +34,7 @@ def build_policy(
         if name not in entries:
             raise UserError(f"{flag}: no policy {name!r}; there are {', '.join(sorted(entries))}")
         factory: SideFactory = entries[name].load()
-        return factory(Tools(kind, loads, random))
+        return factory(Tools(kind, loads, random, first_turn))
 
     aggregated = make("A", "--policy", config.policy)
     return PairPolicy(

@@ -45,10 +45,9 @@ class LeastLoaded(SidePolicy):
     """The least loaded; equals take turns, so that an idle fleet is used evenly."""
 
     def __init__(self, tools: Tools) -> None:
-        del tools  # the loads come with the candidates
         # Second tries have their own turns, else of two idle instances every first try would meet
         # the same, failing one.
-        self._turns = [0, 0]
+        self._turns = [tools.first_turn, tools.first_turn]
 
     def choose(self, side: Side, want: Want) -> Candidate:
         """The one of the least cost."""

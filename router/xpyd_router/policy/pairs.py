@@ -37,8 +37,9 @@ class PairPolicy:
         self.needs_marks = any(side.needs_marks for side in self._sides.values())
         self.needs_paces = any(side.needs_paces for side in self._sides.values())
         self._learns = any(map(_learns, self._sides.values()))
-        in_turn = isinstance(prefill, RoundRobin) and isinstance(decode, RoundRobin)
-        self._rotation = PairRotation() if in_turn else None
+        self._rotation = None
+        if isinstance(prefill, RoundRobin) and isinstance(decode, RoundRobin):
+            self._rotation = PairRotation(prefill.first_turn)
         self._snapshot: Snapshot | None = None
         self._lineups: dict[str, Lineup] = {}
 

@@ -83,7 +83,7 @@ class PrefixAware(SidePolicy):
         self._others = LeastLoaded(tools)
         self._caches: dict[InstanceKey, _Cache] = {}
         self._most_marks = _MAX_MARKS_OF_ONE
-        self._turns = [0, 0]
+        self._turns = [tools.first_turn, tools.first_turn]
         """Of first and of second tries (see LeastLoaded)."""
 
     @property

@@ -20,12 +20,13 @@ _MOST_PASSES = 64
 class _Turns:
     """One counter for each competition, and what the light ones have saved up."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_turn: int) -> None:
+        self._first_turn = first_turn
         self._turns: dict[tuple[str, ...], int] = {}
         self._credits: dict[InstanceKey, float] = {}
 
     def next(self, rota: tuple[str, ...]) -> int:
-        turn = self._turns.pop(rota, 0)
+        turn = self._turns.pop(rota, self._first_turn)
         self._turns[rota] = turn + 1  # the order of the dict is the order of use
         if len(self._turns) > _MAX_ROTAS:
             del self._turns[next(iter(self._turns))]
@@ -48,8 +49,8 @@ class RoundRobin(SidePolicy):
     """Turns over the candidates of one side."""
 
     def __init__(self, tools: Tools) -> None:
-        del tools  # turns need none
-        self._turns = _Turns()
+        self.first_turn = tools.first_turn
+        self._turns = _Turns(tools.first_turn)
 
     def choose(self, side: Side, want: Want) -> Candidate:
         """The next in turn."""
@@ -69,8 +70,8 @@ class RoundRobin(SidePolicy):
 class PairRotation:
     """Turns over all pairs, for two sides that both go by turns."""
 
-    def __init__(self) -> None:
-        self._turns = _Turns()
+    def __init__(self, first_turn: int = 0) -> None:
+        self._turns = _Turns(first_turn)
 
     def next(self, lineup: Lineup) -> Pair:
         """The next pair; `lineup` has at least one group."""

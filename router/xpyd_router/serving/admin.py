@@ -58,20 +58,21 @@ def admin_routes(surface: Surface) -> Blueprint:
 
     @routes.post("/instances/<name>/cordon")
     async def cordon(name: str) -> Response:
-        return _cordon(fleet, name, is_cordoned=True)
+        return await _cordon(surface, name, is_cordoned=True)
 
     @routes.post("/instances/<name>/uncordon")
     async def uncordon(name: str) -> Response:
-        return _cordon(fleet, name, is_cordoned=False)
+        return await _cordon(surface, name, is_cordoned=False)
 
     # Quart's decorators register them; pyright sees names that nobody reads.
     _ = check, refuse, state, show, cordon, uncordon
     return routes
 
 
-def _cordon(fleet: FleetView, name: str, *, is_cordoned: bool) -> Response:
+async def _cordon(surface: Surface, name: str, *, is_cordoned: bool) -> Response:
+    fleet = surface.fleet
     instance = _find(fleet, name)
-    fleet.cordon(instance.key, is_cordoned=is_cordoned)
+    await surface.whole.cordon(instance.key, is_cordoned=is_cordoned)
     logger.info("%s %s", "cordoned" if is_cordoned else "uncordoned", instance.name)
     return json_reply(_describe(fleet, _find(fleet, instance.key.http)))
 
@@ -90,7 +91,6 @@ def _find(fleet: FleetView, name: str) -> Instance:
 
 def _describe(fleet: FleetView, instance: Instance) -> AdminInstance:
     load = fleet.load(instance.key)
-    ours = load.own.requests
     return AdminInstance(
         instance=instance.name,
         type=instance.beat.type,
@@ -98,6 +98,6 @@ def _describe(fleet: FleetView, instance: Instance) -> AdminInstance:
         is_cordoned=instance.is_cordoned,
         http_address=instance.key.http,
         incarnation=instance.beat.incarnation,
-        in_flight=ours,
-        others_in_flight=load.active - ours,
+        in_flight=load.ours,
+        others_in_flight=load.foreign_requests,
     )

@@ -166,7 +166,10 @@ def _add_state(app: Quart, surface: Surface) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        text = surface.metrics.render(surface.fleet.instances)
+        try:
+            text = await surface.whole.metrics()
+        except ApiError as error:
+            return error_reply(error)
         return Response(text, content_type=CONTENT_TYPE_LATEST)
 
     @app.get("/instances")

@@ -11,6 +11,7 @@ from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.requests.flow import Flow
 from xpyd_router.serving.access_log import AccessLog
+from xpyd_router.serving.whole import Whole
 
 
 @dataclass
@@ -22,6 +23,8 @@ class Surface:
     admission: Admission
     flow: Flow
     metrics: RouterMetrics
+    """Of this process."""
+    whole: Whole
     access_log: AccessLog
     clock: Callable[[], float]
     created: int

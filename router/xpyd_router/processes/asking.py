@@ -1,0 +1,67 @@
+"""What a worker asks its owner, and the answers: within a deadline, or none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from itertools import count
+
+from xpyd_core.errors import ApiError
+from xpyd_router.fleet.registry import InstanceKey
+from xpyd_router.processes.events import (
+    AskMetrics,
+    Cordon,
+    Done,
+    Metrics,
+    ToOwner,
+    ToWorker,
+)
+
+_ANSWER_S = 5.0
+_MAX_OPEN = 4096
+
+Answer = Metrics | Done
+
+
+class Asking:
+    """One per worker: a serving.whole.Whole. `tell` reaches the owner."""
+
+    def __init__(self, tell: Callable[[ToOwner], None]) -> None:
+        self._tell = tell
+        self._numbers = count(1)
+        self._open: dict[int, asyncio.Future[Answer]] = {}
+
+    def take(self, event: ToWorker) -> None:
+        """An answer; other events are not for here."""
+        if isinstance(event, Metrics | Done):
+            answer = self._open.get(event.ask)
+            if answer is not None and not answer.done():
+                answer.set_result(event)
+
+    async def metrics(self) -> bytes:
+        """See Whole."""
+        answer = await self._ask(AskMetrics, _ANSWER_S)
+        assert isinstance(answer, Metrics)
+        return answer.text
+
+    async def cordon(self, key: InstanceKey, *, is_cordoned: bool) -> None:
+        """See Whole."""
+        await self._ask(lambda ask: Cordon(ask, key, is_cordoned), _ANSWER_S)
+
+    async def _ask(self, question: Callable[[int], ToOwner], deadline_s: float) -> Answer:
+        number = next(self._numbers)
+        if len(self._open) >= _MAX_OPEN:
+            raise _no_answer()
+        self._open[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._tell(question(number))
+            async with asyncio.timeout(deadline_s):
+                return await self._open[number]
+        except TimeoutError as error:
+            raise _no_answer() from error
+        finally:
+            del self._open[number]
+
+
+def _no_answer() -> ApiError:
+    return ApiError(503, "the router's processes do not answer each other; try again")

@@ -1,0 +1,210 @@
+"""A worker's fleet: the owner's, as its events tell.
+
+Membership follows by the same rules from the same beats. Health is the owner's word; a call that
+broke off takes its instance out here at once, and the owner's answer, a moment later, says how it
+stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from xpyd_router.errors import FailureCause
+from xpyd_router.fleet.health import EJECTING, KILLING, STRIKES, HealthReport, HealthRules
+from xpyd_router.fleet.loads import Load
+from xpyd_router.fleet.poison import Break, fingerprint
+from xpyd_router.fleet.registry import Instance, InstanceKey, Registry, key_of
+from xpyd_router.fleet.view import FleetView
+from xpyd_router.processes.events import (
+    Acquit,
+    Acquitted,
+    Beat,
+    Began,
+    Broke,
+    Convict,
+    Convicted,
+    Cordoned,
+    Failed,
+    Found,
+    Lost,
+    Removed,
+    Stood,
+    Succeeded,
+    ToOwner,
+    ToWorker,
+    TransferFailed,
+    Weights,
+)
+from xpyd_router.processes.shared_loads import SharedLoadTable
+
+
+class Mirror(FleetView):
+    """A FleetView that the owner's events write. `tell` reaches the owner."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        clock: Callable[[], float],
+        loads: SharedLoadTable,
+        rules: HealthRules,
+        *,
+        secret: bytes,
+        tell: Callable[[ToOwner], None],
+    ) -> None:
+        super().__init__(registry, clock, loads, rules)
+        self._shared = loads
+        self._secret = secret
+        self._owner = tell
+        self._stood: dict[InstanceKey, Stood] = {}
+        self._counted: set[InstanceKey] = set()
+        self._weights: dict[InstanceKey, float] = {}
+        self.on_gone(self._forget)
+
+    def take(self, event: ToWorker) -> None:
+        """What the owner says of the fleet; other events are not for here."""
+        before = self._registry.version
+        match event:
+            case Beat():
+                self._beat(event)
+            case Removed(keys):
+                self._lose(self._registry.drop(keys))
+            case Stood():
+                self._stand(event)
+            case Weights(weights):
+                for key, weight in weights:
+                    self._weigh(key, weight)
+            case Lost(keys):
+                self._lose(keys)
+            case Found(key):
+                self._lost.pop(key, None)
+            case Broke():
+                self._learn(event)
+            case Convicted(suspect, until_s):
+                self._health.poison.refuse(suspect, until_s)
+            case Acquitted(suspect):
+                self._health.poison.acquit(suspect)
+            case Cordoned(key, is_cordoned):
+                self._registry.cordon(key, is_cordoned=is_cordoned)
+            case _:
+                return
+        self._tell(before)
+
+    def began(self, instances: Iterable[Instance]) -> None:
+        """See FleetView. Each worker may begin a trial before it has heard of another's."""
+        if self._counted:
+            trials = [one.key for one in instances if self._breaker_is(one.key, "HalfOpen")]
+            if trials:
+                before = self._registry.version
+                for key in trials:
+                    self._registry.stand(key, "Trial")
+                self._tell(before)
+                self._owner(Began(tuple(trials)))
+
+    def succeeded(self, instance: Instance) -> None:
+        """See FleetView."""
+        if self._counted and instance.key in self._counted:
+            self._owner(Succeeded(instance.key))
+
+    def failed(self, instance: Instance, cause: FailureCause, body: bytes) -> Break | None:
+        """See FleetView. The break is this worker's own; its fate is the owner's word."""
+        key, before, poison = instance.key, self._registry.version, self._health.poison
+        if cause in EJECTING:
+            self._registry.stand(key, "Ejected")
+            self._tell(before)
+        suspect = fingerprint(body, self._secret) if cause in STRIKES else b""
+        self._owner(Failed(key, cause, suspect))
+        if cause not in KILLING:
+            return None
+        now, known = self.now_s, self._registry.get(key)
+        poison.tick(now)
+        is_ready = known is not None and known.beat.state == "Ready"
+        return poison.broke(key, now) if is_ready else poison.death_of(key)
+
+    def transfer_failed(self, prefill: Instance, decode: Instance, body: bytes) -> None:
+        """See FleetView."""
+        self._owner(TransferFailed(prefill.key, decode.key, fingerprint(body, self._secret)))
+
+    async def convicts(self, breaks: Sequence[Break], body: bytes) -> bool:
+        """See FleetView; the other workers refuse the body, too."""
+        is_guilty = await super().convicts(breaks, body)
+        if is_guilty:
+            self._owner(Convict(fingerprint(body, self._secret)))
+        return is_guilty
+
+    def refused_s(self, body: bytes) -> float:
+        """See FleetView."""
+        self._health.poison.tick(self.now_s)
+        return super().refused_s(body)
+
+    def acquit(self, body: bytes) -> None:
+        """See FleetView."""
+        suspect = fingerprint(body, self._secret)
+        if suspect in self.refused:
+            self._health.poison.acquit(suspect)
+            self._owner(Acquit(suspect))
+
+    def report(self, key: InstanceKey) -> HealthReport:
+        """See FleetView."""
+        stood, now = self._stood.get(key), self.now_s
+        if stood is None:
+            return HealthReport("", 0.0, "Closed", 0.0)
+        ejected_s = max(0.0, now - stood.ejected_at_s) if stood.cause else 0.0
+        open_s = max(0.0, stood.open_until_s - now)
+        return HealthReport(stood.cause, ejected_s, stood.breaker, open_s)
+
+    def weights(self) -> Mapping[InstanceKey, float]:
+        """See FleetView."""
+        return self._weights
+
+    def load(self, key: InstanceKey) -> Load:
+        """See FleetView; with what the other workers have there now."""
+        self._shared.refresh_one(key)
+        return super().load(key)
+
+    def _beat(self, event: Beat) -> None:
+        key = key_of(event.beat)
+        signed_age_s = 0.0 if event.is_signed else None  # the owner has looked at its age
+        outcome, dead = self._registry.apply(event.beat, event.at_s, signed_age_s)
+        if outcome == "new":
+            self._lost.pop(key, None)
+        if event.beat.state != "Gone":
+            self._shared.bind(key, event.slot)
+            self._shared.take(key, event.beat)
+        self._lose(dead)
+
+    def _learn(self, broke: Broke) -> None:
+        poison = self._health.poison
+        poison.tick(self.now_s)  # nothing else lets time pass here
+        match broke.fate:
+            case "open":
+                poison.broke(broke.key, broke.at_s)
+            case "dead":
+                poison.died(broke.key, broke.at_s)
+            case "alive":
+                poison.lives(broke.key)
+
+    def _stand(self, stood: Stood) -> None:
+        key = stood.key
+        if self._registry.get(key) is None:
+            return
+        self._stood[key] = stood
+        (self._counted.add if stood.is_counted else self._counted.discard)(key)
+        self._registry.stand(key, stood.standing)
+
+    def _weigh(self, key: InstanceKey, weight: float) -> None:
+        if self._registry.get(key) is None:
+            return
+        if weight < 1.0:
+            self._weights[key] = weight
+        else:
+            self._weights.pop(key, None)
+        self._loads.of(key).weight = weight
+
+    def _breaker_is(self, key: InstanceKey, standing: str) -> bool:
+        known = self._registry.get(key)
+        return known is not None and known.standing == standing
+
+    def _forget(self, key: InstanceKey) -> None:
+        self._stood.pop(key, None)
+        self._weights.pop(key, None)
+        self._counted.discard(key)

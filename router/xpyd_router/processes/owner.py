@@ -1,0 +1,202 @@
+"""The owner of a router of several processes: discovery, probes, health, and the workers.
+
+It serves no request. What a worker tells of its calls changes the fleet here, and what changes is
+told to all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from dataclasses import replace
+
+import uvloop
+
+from xpyd_router.config import RouterConfig
+from xpyd_router.main import (
+    make_discovery,
+    make_prober,
+    make_registry,
+    read_secrets,
+    serve_until_signal,
+)
+from xpyd_router.metrics import RouterMetrics
+from xpyd_router.processes.events import (
+    Acquit,
+    AskMetrics,
+    Began,
+    Convict,
+    Cordon,
+    Done,
+    Failed,
+    Metrics,
+    Present,
+    Succeeded,
+    Text,
+    ToOwner,
+    ToWorker,
+    TransferFailed,
+    Welcome,
+    encode_config,
+)
+from xpyd_router.processes.memory import make_memory, map_rows
+from xpyd_router.processes.owner_view import OwnerView
+from xpyd_router.processes.ports import reserve
+from xpyd_router.processes.staff import Staff, Worker
+from xpyd_router.processes.texts import Texts
+
+logger = logging.getLogger(__name__)
+
+_MAX_ANSWERING = 4096
+"""Questions of all workers under way; who asks more gets no answer."""
+
+
+class Owner:
+    """See the module. Ports are the real ones."""
+
+    def __init__(
+        self, config: RouterConfig, memory: int, reserved: Sequence[socket.socket]
+    ) -> None:
+        self.http_port: int = reserved[0].getsockname()[1]
+        self.metrics = RouterMetrics(time.monotonic)
+        self._config = replace(config, port=self.http_port)
+        self._keys, self._admin_keys = read_secrets(config)
+        self._created = int(time.time())
+        self._rows = map_rows(memory, config.processes)
+        self.fleet = OwnerView(make_registry(config), time.monotonic, config.health, self._publish)
+        self.staff = Staff(
+            processes=config.processes,
+            port=self.http_port,
+            memory=memory,
+            metrics=self.metrics,
+            greet=self._greeting,
+            take=self._take,
+            ended=self._ended,
+        )
+        self._texts = Texts(lambda: self.metrics.render(self.fleet.instances))
+        self._answering: set[asyncio.Task[None]] = set()
+        self._discovery = make_discovery(config, self.fleet, self.metrics, self._keys)
+        self._prober = make_prober(config, self.fleet, self.metrics)
+
+    @property
+    def discovery_port(self) -> int:
+        """Where engines beat to."""
+        return self._discovery.port
+
+    def stop(self) -> None:
+        """Have all workers drain; a second call ends them at once."""
+        self.staff.drain()
+
+    async def run(self) -> None:
+        """Until all workers have drained, after `stop`."""
+        await self.staff.wait()
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncGenerator[None]:
+        """Everything runs within; UserError where a worker does not start."""
+        watching = [
+            asyncio.create_task(work) for work in (self._discovery.run(), self._prober.run())
+        ]
+        for task in watching:
+            task.add_done_callback(_report_death)
+        try:
+            await self.staff.open()
+            yield
+        finally:
+            await self.staff.close()
+            for task in (*watching, *self._answering):
+                task.cancel()
+            await asyncio.gather(*watching, *self._answering, return_exceptions=True)
+            self._discovery.close()
+
+    def _publish(self, event: ToWorker) -> None:
+        self.staff.tell(event)
+
+    def _greeting(self) -> list[ToWorker]:
+        welcome = Welcome(
+            encode_config(self._config),
+            self._keys,
+            self._admin_keys,
+            self.fleet.secret,
+            self._created,
+            logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower(),
+        )
+        return [welcome, *self.fleet.present(), Present()]
+
+    def _ended(self, worker: Worker) -> None:
+        self._rows.zero(worker.number)
+        self._texts.retire(worker)
+
+    def _take(self, worker: Worker, event: ToOwner) -> None:
+        """What a worker tells or asks."""
+        match event:
+            case Began():
+                for stood in self.fleet.take_began(event):
+                    worker.send(stood)
+            case Succeeded(key):
+                self.fleet.take_succeeded(key)
+            case Failed():
+                worker.send(self.fleet.take_failed(event))
+            case TransferFailed():
+                self.fleet.take_transfer_failed(event)
+            case Convict(suspect):
+                self.fleet.take_convict(suspect)
+            case Acquit(suspect):
+                self.fleet.take_acquit(suspect)
+            case Cordon(ask, key, is_cordoned):
+                self.fleet.cordon(key, is_cordoned=is_cordoned)
+                worker.send(Done(ask))
+            case Text():
+                self._texts.take(worker, event)
+            case AskMetrics(ask):
+                self._answer(self._gather(worker, ask))
+            case _:
+                raise AssertionError(event)
+
+    def _answer(self, work: Coroutine[None, None, None]) -> None:
+        if len(self._answering) >= _MAX_ANSWERING:
+            work.close()
+            return
+        task = asyncio.create_task(work)
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+    async def _gather(self, worker: Worker, ask: int) -> None:
+        worker.send(Metrics(ask, await self._texts.gather(self.staff.workers)))
+
+
+@contextlib.asynccontextmanager
+async def open_owner(config: RouterConfig) -> AsyncGenerator[Owner]:
+    """A router of several processes, with all of them listening; leaving ends them.
+
+    Raises UserError for a port that cannot be had and for an unusable key file.
+    """
+    with contextlib.ExitStack() as stack:
+        reserved = [stack.enter_context(one) for one in reserve(config.host, config.port)]
+        memory = make_memory(config.processes)
+        stack.callback(os.close, memory)
+        owner = Owner(config, memory, reserved)
+        async with owner.open():
+            yield owner
+
+
+def _report_death(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.critical("discovery or probing stopped: %r", error)
+
+
+async def _serve(config: RouterConfig) -> None:
+    async with open_owner(config) as owner:
+        await serve_until_signal(owner, config)
+
+
+def run_owner(config: RouterConfig) -> int:
+    """Serve until a signal; the exit status."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(config))
+    return 0

@@ -1,0 +1,202 @@
+"""The owner's fleet: beats, probes and the workers' calls in; what the workers must know out.
+
+Each change is published once, in the order in which it happened; `present` is the same for a worker
+that comes later. Health is decided here alone: workers tell what happened to their calls, and hear
+how instances stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from xpyd_core.messages import Heartbeat
+from xpyd_router.fleet.health import HealthRules, ProbeResult
+from xpyd_router.fleet.registry import Instance, InstanceKey, Outcome, Registry, key_of
+from xpyd_router.fleet.view import FleetView
+from xpyd_router.processes.events import (
+    Acquitted,
+    Beat,
+    Began,
+    Broke,
+    Convicted,
+    Cordoned,
+    Failed,
+    Found,
+    Lost,
+    Removed,
+    Stood,
+    ToWorker,
+    TransferFailed,
+    Weights,
+)
+from xpyd_router.processes.rows import Slots
+
+_TAKEN = frozenset({"new", "refreshed", "replaced", "gone"})
+
+
+class OwnerView(FleetView):
+    """A FleetView whose changes are published."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        clock: Callable[[], float],
+        rules: HealthRules,
+        publish: Callable[[ToWorker], None],
+    ) -> None:
+        super().__init__(registry, clock, rules=rules)
+        self._publish = publish
+        self._slots = Slots()
+        self._stood: dict[InstanceKey, Stood] = {}
+        self._weighed: Mapping[InstanceKey, float] = {}
+        self._touched: dict[InstanceKey, None] = {}
+        self._after: list[ToWorker] = []
+        self.on_gone(self._forget)
+        # At once: whoever is told that an instance is gone asks how it went.
+        self._health.poison.on_fate(lambda key, fate: publish(Broke(key, fate, self.now_s)))
+
+    @property
+    def secret(self) -> bytes:
+        """What fingerprints of bodies are made with."""
+        return self._secret
+
+    def present(self) -> list[ToWorker]:
+        """All that a new worker has to know."""
+        events: list[ToWorker] = []
+        for instance in self.instances:
+            events.append(self._beat(instance.beat, instance))
+            if instance.is_cordoned:
+                events.append(Cordoned(instance.key, True))
+        events += self._stood.values()
+        events.append(Lost(tuple(i.key for i in self.instances if self.is_lost(i.key))))
+        events.append(Weights(tuple(self._weighed.items())))
+        events += [Broke(key, "dead", at_s) for key, at_s in self._health.poison.deaths()]
+        return [*events, *(Convicted(*found) for found in self.refused.items())]
+
+    def apply(self, beat: Heartbeat, signed_age_s: float | None = None) -> Outcome:
+        """See FleetView."""
+        outcome = super().apply(beat, signed_age_s)
+        if outcome in _TAKEN:
+            self._publish(self._beat(beat, self._registry.get(key_of(beat))))
+        self._flush()
+        return outcome
+
+    def expire(self) -> tuple[InstanceKey, ...]:
+        """See FleetView."""
+        gone = super().expire()
+        if gone:
+            self._publish(Removed(gone))
+        self._flush()
+        return gone
+
+    def cordon(self, key: InstanceKey, *, is_cordoned: bool) -> None:
+        """See FleetView."""
+        super().cordon(key, is_cordoned=is_cordoned)
+        self._publish(Cordoned(key, is_cordoned))
+
+    def probed(self, instance: Instance, result: ProbeResult, began_s: float) -> None:
+        """See FleetView."""
+        was_lost = self.is_lost(instance.key)
+        super().probed(instance, result, began_s)
+        self._flush()
+        if was_lost and not self.is_lost(instance.key):
+            self._publish(Found(instance.key))
+
+    def tick(self) -> None:
+        """See FleetView."""
+        super().tick()
+        self._flush()
+        now = self.weights()
+        changed = {key: weight for key, weight in now.items() if self._weighed.get(key) != weight}
+        changed |= dict.fromkeys(self._weighed.keys() - now.keys(), 1.0)
+        self._weighed = dict(now)
+        if changed:
+            self._publish(Weights(tuple(changed.items())))
+
+    def take_began(self, event: Began) -> Sequence[Stood]:
+        """A worker's request is the trial of these; how they stand now."""
+        found = [one for key in event.keys if (one := self._registry.get(key)) is not None]
+        super().began(found)
+        self._flush()
+        return [self._standing(one.key) for one in found]
+
+    def take_succeeded(self, key: InstanceKey) -> None:
+        """A worker's call was served."""
+        if (found := self._registry.get(key)) is not None:
+            super().succeeded(found)
+            self._flush()
+
+    def take_failed(self, event: Failed) -> Stood:
+        """A worker's call failed; how the instance stands now."""
+        before, key = self._registry.version, event.key
+        self._health.failed(key, event.cause, event.suspect, self.now_s)
+        self._settle(key)
+        self._tell(before)
+        self._flush()
+        return self._standing(key)
+
+    def take_transfer_failed(self, event: TransferFailed) -> None:
+        """The KV of a worker's request did not come."""
+        self._transfer_failed(event.prefill, event.decode, event.suspect)
+        self._flush()
+
+    def take_convict(self, suspect: bytes) -> None:
+        """Instances died under a worker's request: all refuse its body."""
+        self._health.poison.convict(suspect, self.now_s)
+        self._publish(Convicted(suspect, self.refused[suspect]))
+
+    def take_acquit(self, suspect: bytes) -> None:
+        """A worker served a body that is refused."""
+        self._health.poison.acquit(suspect)
+        self._publish(Acquitted(suspect))
+
+    def _beat(self, beat: Heartbeat, instance: Instance | None) -> Beat:
+        if instance is None:  # a goodbye
+            return Beat(beat, self.now_s, False, -1)
+        slot = self._slots.of(instance.key)
+        return Beat(beat, instance.last_beat_s, instance.is_signed, slot)
+
+    def _settle(self, key: InstanceKey) -> None:
+        super()._settle(key)
+        self._touched[key] = None
+
+    def _start(self, key: InstanceKey) -> None:
+        super()._start(key)
+        weight = self._loads.of(key).weight
+        self._weighed = {**self._weighed, key: weight}
+        self._after.append(Weights(((key, weight),)))
+
+    def _lose(self, keys: Sequence[InstanceKey]) -> None:
+        super()._lose(keys)
+        if keys:
+            self._after.append(Lost(tuple(keys)))
+
+    def _forget(self, key: InstanceKey) -> None:
+        self._slots.free(key)
+        self._stood.pop(key, None)
+
+    def _standing(self, key: InstanceKey) -> Stood:
+        now, report = self.now_s, self._health.report(key, self.now_s)
+        return Stood(
+            key,
+            self._health.standing(key),
+            report.cause,
+            round(now - report.ejected_s, 2) if report.cause else 0.0,
+            report.breaker,
+            round(now + report.open_s, 2) if report.open_s else 0.0,
+            key in self._health.breakers,
+        )
+
+    def _flush(self) -> None:
+        """Publish what followed from the last change."""
+        after, self._after = self._after, []
+        for event in after:
+            self._publish(event)
+        touched, self._touched = self._touched, {}
+        for key in touched:
+            if self._registry.get(key) is None:
+                continue
+            stood = self._standing(key)
+            if self._stood.get(key, Stood(key)) != stood:
+                self._stood[key] = stood
+                self._publish(stood)

@@ -1,0 +1,198 @@
+"""A worker: `python -m xpyd_router.processes.worker`, started by the owner.
+
+It serves HTTP on the shared port. Signals are the owner's to hear; when the owner ends, this
+process stops accepting at once, finishes its requests within a deadline, and ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+
+import uvloop
+
+from xpyd_core.logs import set_up_logging
+from xpyd_router.admission.admission import Admission
+from xpyd_router.main import make_registry, tune_process
+from xpyd_router.metrics import RouterMetrics
+from xpyd_router.processes.asking import Asking
+from xpyd_router.processes.channel import Channel
+from xpyd_router.processes.events import (
+    Drain,
+    GiveText,
+    Ping,
+    Pong,
+    Present,
+    Ready,
+    Text,
+    ToOwner,
+    ToWorker,
+    Welcome,
+    decode_config,
+    to_worker,
+)
+from xpyd_router.processes.lines import write_lines
+from xpyd_router.processes.memory import map_rows
+from xpyd_router.processes.mirror import Mirror
+from xpyd_router.processes.ports import join
+from xpyd_router.processes.shared_loads import FreshPolicy, SharedLoadTable
+from xpyd_router.serving.access_log import AccessLog
+from xpyd_router.serving.server import BACKLOG, Parts, Serving, make_policy, open_serving
+
+logger = logging.getLogger("xpyd_router.processes.worker")
+
+_WELCOME_S = 30.0
+ORPHAN_S = 30.0
+"""For the requests of a worker without owner: nobody replaces it, and instances come and go."""
+
+
+class Worker:
+    """One worker process, from its first event on. `send` reaches the owner."""
+
+    def __init__(self, number: int, processes: int, memory: int) -> None:
+        self._number = number
+        self._rows = map_rows(memory, processes)
+        self._early: deque[ToWorker] = deque()
+        self._has_come = asyncio.Event()
+        self._take: Callable[[ToWorker], None] | None = None
+        self._serving: Serving | None = None
+        self._is_orphan = False
+        self._is_over = False
+        self._send: Callable[[ToOwner], None] = lambda _: None
+
+    def take(self, event: ToWorker) -> None:
+        """An event of the owner's."""
+        if self._take is None:
+            self._early.append(event)
+            self._has_come.set()
+        else:
+            self._take(event)
+
+    def lose_owner(self) -> None:
+        """The owner ended, or does not read."""
+        if self._is_over:
+            return
+        self._is_orphan = True
+        self._has_come.set()
+        if self._serving is not None:
+            logger.error("the router's owner is gone: finishing what runs, for %g s", ORPHAN_S)
+            self._serving.close_ports()
+            asyncio.get_running_loop().call_later(ORPHAN_S, os._exit, 1)
+
+    async def run(self, sock: socket.socket) -> int:
+        """Serve until the owner says Drain, or is gone; the exit status."""
+        channel = await Channel[ToWorker].open(sock, to_worker, self.take, self.lose_owner)
+        self._send = channel.send
+        try:
+            async with asyncio.timeout(_WELCOME_S):
+                await self._has_come.wait()
+            if self._is_orphan:
+                return 1
+            welcome = self._early.popleft()
+            assert isinstance(welcome, Welcome)
+            await self._serve(welcome)
+        finally:
+            self._is_over = True
+            channel.close()
+        return 1 if self._is_orphan else 0
+
+    async def _serve(self, welcome: Welcome) -> None:
+        config = decode_config(welcome.config)
+        set_up_logging(welcome.log_level, "json" if config.logs_json else "text")
+        tune_process()
+        metrics = RouterMetrics(time.monotonic)
+        loads = SharedLoadTable(self._rows, self._number)
+        asking = Asking(self._send)
+        fleet = Mirror(
+            make_registry(config),
+            time.monotonic,
+            loads,
+            config.health,
+            secret=welcome.secret,
+            tell=self._send,
+        )
+        policy = make_policy(config, fleet, loads, first_turn=self._number)
+        admission = Admission(
+            config.limits,
+            metrics,
+            time.monotonic,
+            row=self._rows.admission(self._number),
+            others=self._rows.other_admissions(self._number),
+        )
+        parts = Parts(
+            config=config,
+            fleet=fleet,
+            loads=loads,
+            policy=FreshPolicy(policy, loads, time.monotonic),
+            metrics=metrics,
+            whole=asking,
+            admission=admission,
+            access_log=AccessLog(
+                is_json=config.logs_json,
+                wall_clock=time.time,
+                is_on=config.access_log,
+                write=write_lines,
+            ),
+            keys=welcome.keys,
+            admin_keys=welcome.admin_keys,
+            created=welcome.created,
+        )
+        present = asyncio.Event()
+
+        def take(event: ToWorker) -> None:
+            match event:
+                case Ping():
+                    self._send(Pong())
+                case GiveText(ask):
+                    self._send(Text(ask, metrics.render(fleet.instances)))
+                case Present():
+                    present.set()
+                case Drain():
+                    if self._serving is not None:
+                        self._serving.stop()
+                case _:
+                    asking.take(event)
+                    fleet.take(event)
+
+        while self._early:
+            take(self._early.popleft())
+        self._take = take
+        async with asyncio.timeout(_WELCOME_S):
+            await present.wait()
+        listeners = join(config.host, config.port, BACKLOG)
+        async with open_serving(parts, listeners) as serving:
+            self._serving = serving
+            if self._is_orphan:
+                return
+            self._send(Ready())
+            await serving.run()
+
+
+def main() -> int:
+    """Serve; the exit status."""
+    parser = argparse.ArgumentParser(prog="xpyd router worker")
+    parser.add_argument("--worker", type=int, required=True, help="its number, from 1")
+    parser.add_argument("--of", type=int, required=True, help="how many there are")
+    parser.add_argument("--port", type=int, required=True, help="that it serves")
+    parser.add_argument("--channel", type=int, required=True, help="descriptor, to the owner")
+    parser.add_argument("--memory", type=int, required=True, help="descriptor, of the counters")
+    args = parser.parse_args()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    for descriptor in (args.channel, args.memory):
+        os.set_inheritable(descriptor, False)
+    sock = socket.socket(fileno=args.channel)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(Worker(args.worker - 1, args.of, args.memory).run(sock))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
