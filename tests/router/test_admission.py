@@ -213,7 +213,7 @@ def test_a_place_handed_to_a_client_that_left_goes_to_the_next(leaves_first: boo
 
 def test_a_place_that_another_process_gave_back_is_found():
     async def scenario() -> None:
-        theirs: Row = [2, 0, 0]
+        theirs: Row = [2, 0, 0, 0]
         door, _ = admission(Limits(requests=2), theirs)
         waiting = asyncio.create_task(door.enter(Cost()))
         await asyncio.sleep(10.0)

@@ -13,7 +13,7 @@ from xpyd_router.admission.values import Cost, Limits
 
 
 def gate(limits: Limits, *others: Row) -> tuple[Gate[Entry], Row]:
-    row: Row = [0, 0, 0]
+    row: Row = [0, 0, 0, 0]
     return Gate[Entry](limits, row, others), row
 
 
@@ -24,9 +24,9 @@ def entry(tokens: int = 0, priority: int = 0, body_bytes: int = 0) -> Entry:
 def test_without_limits_everybody_goes_on_and_is_counted():
     found, row = gate(Limits())
     assert all(found.enter(Cost(1, 10**9), 0) for _ in range(1000))
-    assert list(row) == [1000, 1000 * 10**9, 0]
+    assert row == [1000, 1000 * 10**9, 0, 0]
     found.leave(Cost(1, 10**9), 1.0)
-    assert list(row) == [999, 999 * 10**9, 0]
+    assert row == [999, 999 * 10**9, 0, 0]
 
 
 def test_a_place_goes_to_the_first_in_line_and_not_to_who_comes_just_then():
@@ -156,7 +156,7 @@ def test_the_mean_time_follows_what_is_seen():
 
 
 def test_limits_count_what_other_processes_have_in_flight():
-    theirs: Row = [2, 70, 0]
+    theirs: Row = [2, 70, 0, 0]
     found, row = gate(Limits(requests=3, tokens=100), theirs)
     assert not found.enter(Cost(1, 31), 0)
     waiter = entry(31)
@@ -164,7 +164,7 @@ def test_limits_count_what_other_processes_have_in_flight():
     assert found.admit() == []
     theirs[TOKENS] = 69
     assert found.admit() == [waiter]
-    assert list(row) == [1, 31, 0]
+    assert row == [1, 31, 0, 0]
     theirs[REQUESTS] = 0
     theirs[WAITING] = 1
     assert not found.enter(Cost(), 0), "somebody waits in another process: no barging"
@@ -246,6 +246,17 @@ def test_random_walks_do_as_the_model_does(seed: int):
             assert found.remove(one)
             assert found.admit() == model.admit()
         in_flight = sum(cost.tokens for cost in model.running)
-        assert list(row) == [len(model.running), in_flight, len(model.line)]
+        waiting_bytes = sum(one.cost.body_bytes for one in model.line)
+        assert row == [len(model.running), in_flight, len(model.line), waiting_bytes]
         assert row[REQUESTS] <= requests
         assert row[TOKENS] <= tokens
+
+
+@pytest.mark.parametrize(
+    ("theirs", "fits"),
+    [([0, 0, 2, 0], True), ([0, 0, 3, 0], False), ([0, 0, 0, 90], True), ([0, 0, 0, 91], False)],
+    ids=["room for one", "no place", "bytes for one", "no bytes"],
+)
+def test_the_queues_bounds_hold_for_all_processes_together(theirs: Row, fits: bool) -> None:
+    found, _ = gate(Limits(requests=1, queue_entries=3, queue_bytes=100), theirs)
+    assert found.line_up(entry(body_bytes=10))[0] is fits

@@ -203,7 +203,7 @@ def test_an_unusable_key_file_is_named(tmp_path: Path) -> None:
 def heads_begun(made: Fleet) -> int:
     """Connections that have said a part of a head."""
     # uvicorn's own list; nothing else tells that a part of a head has been read.
-    connections = made.router._server.server_state.connections  # pyright: ignore[reportPrivateUsage]
+    connections = made.router.serving._server.server_state.connections  # pyright: ignore[reportPrivateUsage]
     return sum(getattr(c, "_is_in_head", False) for c in connections)
 
 

@@ -49,6 +49,8 @@ def test_the_environment_gives_defaults_and_flags_win(monkeypatch: pytest.Monkey
     "argv",
     [
         ("--port", "70000"),
+        ("--processes", "0"),
+        ("--processes", "65"),
         ("--missed-beats", "0"),
         ("--heartbeat-interval-ms", "0"),
         ("--request-timeout", "0"),
@@ -184,11 +186,12 @@ async def process(*argv: str) -> AsyncGenerator[tuple[asyncio.subprocess.Process
         await child.communicate()
 
 
+@pytest.mark.parametrize("processes", ["1", "2"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_drains_the_process_and_it_exits_0(number: signal.Signals) -> None:
+def test_a_signal_drains_the_process_and_it_exits_0(number: signal.Signals, processes: str) -> None:
     async def work() -> None:
         async with (
-            process("--drain-seconds", "0.2") as (child, url),
+            process("--drain-seconds", "0.2", "--processes", processes) as (child, url),
             aiohttp.ClientSession() as http,
         ):
             async with http.get(f"{url}/health") as response:

@@ -1,0 +1,246 @@
+"""A router of several real processes and fake engines; its owner runs in the test's own loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import aiohttp
+import zmq
+import zmq.asyncio
+
+from tests.bench_process import free_port
+from tests.router.fakes import FakeEngine, Fleet, replace_beat
+from xpyd_core.messages import encode_heartbeat
+from xpyd_router.config import RouterConfig
+from xpyd_router.fleet.health import HealthRules
+from xpyd_router.main import RunningRouter
+from xpyd_router.metrics import RouterMetrics
+from xpyd_router.processes.owner import Owner, open_owner
+from xpyd_router.processes.staff import Worker
+
+PATIENCE_S = 60.0
+"""For the whole of a test: processes take a second or two to start, more where all cores work."""
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    """Run one test's coroutine under a deadline."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await work
+
+    asyncio.run(bounded())
+
+
+async def when(holds: Callable[[], Awaitable[bool]]) -> None:
+    """Wait until `holds` gives true; the test's deadline bounds it."""
+    while not await holds():  # noqa: ASYNC110 - another process has no event of ours
+        await asyncio.sleep(0.02)
+
+
+@dataclass
+class _Surface:
+    metrics: RouterMetrics
+
+
+@dataclass
+class _Router:
+    """What Fleet uses of a RunningRouter."""
+
+    owner: Owner
+
+    @property
+    def http_port(self) -> int:
+        return self.owner.http_port
+
+    @property
+    def discovery_port(self) -> int:
+        return self.owner.discovery_port
+
+    @property
+    def surface(self) -> _Surface:
+        return _Surface(self.owner.metrics)
+
+
+def _holder(pids: list[int], port: int, peer_port: int) -> int | None:
+    """The process that has accepted the connection, as the kernel tells."""
+    want = f" 0100007F:{port:04X} 0100007F:{peer_port:04X} "
+    for line in Path("/proc/net/tcp").read_text().splitlines():
+        if want in line:
+            link = f"socket:[{line.split()[9]}]"
+            for pid in pids:
+                for entry in Path(f"/proc/{pid}/fd").iterdir():
+                    with contextlib.suppress(OSError):
+                        if os.readlink(entry) == link:
+                            return pid
+    return None
+
+
+@dataclass
+class Client:
+    """One connection to one worker."""
+
+    base: str
+    http: aiohttp.ClientSession
+
+    async def post(self, **body: Any) -> aiohttp.ClientResponse:
+        """POST a completion."""
+        content = {"model": "m", "prompt": "San Francisco is a", "max_tokens": 4, **body}
+        return await self.http.post(f"{self.base}/v1/completions", json=content)
+
+    async def status(self, **body: Any) -> int:
+        """The status of one, read to its end."""
+        async with await self.post(**body) as response:
+            await response.read()
+            return response.status
+
+    async def get(self, path: str) -> Any:
+        """GET JSON."""
+        async with self.http.get(f"{self.base}{path}") as response:
+            return await response.json()
+
+    async def states(self) -> dict[str, str]:
+        """The state of each instance by name."""
+        return {
+            one["instance"]: one["state"] for one in (await self.get("/instances"))["instances"]
+        }
+
+    async def knows(self, names: set[str]) -> bool:
+        """Whether these are the instances."""
+        return set(await self.states()) == names
+
+    async def has_state(self, engine: FakeEngine, state: str) -> bool:
+        """Whether an instance is in this state."""
+        return (await self.states()).get(engine.beat.instance) == state
+
+    async def samples(self) -> dict[str, float]:
+        """/metrics."""
+        async with self.http.get(f"{self.base}/metrics") as response:
+            assert response.status == 200
+            text = await response.text()
+        lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, _, value in lines}
+
+
+class Several(Fleet):
+    """A Fleet whose router has several processes."""
+
+    @property
+    def owner(self) -> Owner:
+        return cast(_Router, self.router).owner
+
+    @property
+    def workers(self) -> list[Worker]:
+        return self.owner.staff.workers
+
+    async def client(self, number: int) -> Client:
+        """A new connection to worker `number`, counted from 0."""
+        pids = [worker.pid for worker in self.workers if worker.pid is not None]
+        while True:
+            port = free_port()
+            connector = aiohttp.TCPConnector(
+                limit=1, keepalive_timeout=2 * PATIENCE_S, local_addr=("127.0.0.1", port)
+            )
+            http = aiohttp.ClientSession(connector=connector)
+            self.stack.push_async_callback(http.close)
+            async with http.get(f"{self.base}/health") as response:
+                await response.read()  # else the connection is not kept
+            pid = await asyncio.to_thread(_holder, pids, self.owner.http_port, port)
+            if pid == self.workers[number].pid:
+                return Client(self.base, http)
+            await http.close()
+
+    async def clients(self) -> list[Client]:
+        """One connection to each worker."""
+        return [await self.client(number) for number in range(len(self.workers))]
+
+    async def known_to_all(self, clients: list[Client]) -> None:
+        """Until every worker knows every engine."""
+        names = {engine.beat.instance for engine in self.engines}
+        for client in clients:
+            await when(lambda c=client: c.knows(names))
+
+
+@contextlib.asynccontextmanager
+async def several(processes: int = 2, **config: Any) -> AsyncGenerator[Several]:
+    """A router of so many workers on free ports of 127.0.0.1, serving, with no engines yet."""
+    defaults = RouterConfig(
+        processes=processes,
+        health=HealthRules(slow_start_s=0.0),
+        port=0,
+        discovery_port=0,
+        kv_insecure=True,
+        heartbeat_interval_s=PATIENCE_S,  # engines beat once
+        pair_wait_s=0.0,
+        drain_s=0.0,
+        request_timeout_s=PATIENCE_S,
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        owner = await stack.enter_async_context(open_owner(replace(defaults, **config)))
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        context = zmq.asyncio.Context()
+        stack.callback(context.destroy, 0)
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect(f"tcp://127.0.0.1:{owner.discovery_port}")
+        yield Several(cast(RunningRouter, _Router(owner)), http, dealer, stack, None)
+
+
+class Elsewhere(Fleet):
+    """A Fleet whose router is another process: nobody tells when a beat was taken."""
+
+    async def beat(self, engine: FakeEngine, **changes: Any) -> None:
+        """Send one beat."""
+        engine.beat = replace_beat(engine.beat, changes)
+        await self.dealer.send(encode_heartbeat(engine.beat))
+
+
+@dataclass
+class _Ports:
+    http_port: int
+
+
+@contextlib.asynccontextmanager
+async def routed(
+    *argv: str,
+) -> AsyncGenerator[tuple[asyncio.subprocess.Process, Elsewhere]]:
+    """A real `xpyd router` of two workers as a process, with no engines yet."""
+    ports = free_port(), free_port()
+    async with contextlib.AsyncExitStack() as stack:
+        child = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", "import sys; from xpyd_core.cli import main; sys.exit(main())"),
+            *("router", "--kv-insecure", "--processes", "2", "--drain-seconds", "0"),
+            *("--port", str(ports[0]), "--discovery-port", str(ports[1]), *argv),
+            stderr=asyncio.subprocess.PIPE,
+        )
+        assert child.stderr is not None
+        said = b""
+        try:
+            while b"listens on " not in said:
+                said = await child.stderr.readline()
+                assert said, "the router ended before it listened"
+            reading = asyncio.create_task(child.stderr.read())
+            context = zmq.asyncio.Context()
+            stack.callback(context.destroy, 0)
+            dealer = context.socket(zmq.DEALER)
+            dealer.connect(f"tcp://127.0.0.1:{ports[1]}")
+            http = await stack.enter_async_context(aiohttp.ClientSession())
+            router = cast(RunningRouter, _Ports(ports[0]))
+            yield child, Elsewhere(router, http, dealer, stack, None)
+        finally:
+            if child.returncode is None:
+                child.terminate()
+            await child.wait()
+        await reading
+
+
+def children(pid: int) -> list[int]:
+    """The process's own."""
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(word) for word in text.split()]

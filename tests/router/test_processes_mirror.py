@@ -1,0 +1,361 @@
+"""Workers know what the owner knows: the same fleet, the same health, whenever they came."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterable
+
+import pytest
+
+from xpyd_core.messages import Heartbeat
+from xpyd_router.fleet.health import HealthRules, ProbeResult
+from xpyd_router.fleet.poison import Break, fingerprint
+from xpyd_router.fleet.registry import Instance, InstanceKey, Registry
+from xpyd_router.fleet.view import FleetView
+from xpyd_router.processes.events import (
+    Acquit,
+    Began,
+    Convict,
+    Failed,
+    Splitter,
+    Succeeded,
+    ToOwner,
+    ToWorker,
+    TransferFailed,
+    frame,
+    to_worker,
+)
+from xpyd_router.processes.mirror import Mirror
+from xpyd_router.processes.owner_view import OwnerView
+from xpyd_router.processes.rows import Rows, size_bytes
+from xpyd_router.processes.shared_loads import SharedLoadTable
+
+RULES = HealthRules(slow_start_s=5.0)
+
+
+class World:
+    """An owner and workers on one clock. What a worker says reaches the owner at once."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.owner = OwnerView(registry(), self.clock, RULES, self.publish)
+        self.workers: list[Mirror] = []
+        self.published = 0
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def publish(self, event: ToWorker) -> None:
+        self.published += 1
+        for worker in self.workers:
+            tell(worker, event)
+
+    def worker(self) -> Mirror:
+        loads = SharedLoadTable(Rows(memoryview(bytearray(size_bytes(1))), 1), 0)
+
+        def hear(event: ToOwner) -> None:
+            match event:
+                case Failed():
+                    tell(made, self.owner.take_failed(event))
+                case Succeeded(key):
+                    self.owner.take_succeeded(key)
+                case Began():
+                    for stood in self.owner.take_began(event):
+                        tell(made, stood)
+                case TransferFailed():
+                    self.owner.take_transfer_failed(event)
+                case Convict(suspect):
+                    self.owner.take_convict(suspect)
+                case Acquit(suspect):
+                    self.owner.take_acquit(suspect)
+                case _:
+                    raise AssertionError(event)
+
+        made = Mirror(
+            *(registry(), self.clock, loads, RULES),
+            secret=self.owner.secret,
+            tell=hear,
+        )
+        for event in self.owner.present():
+            tell(made, event)
+        self.workers.append(made)
+        return made
+
+
+def registry() -> Registry:
+    return Registry(period_s=3.0, missed_beats=3)
+
+
+def tell(worker: Mirror, event: ToWorker) -> None:
+    for body in Splitter().feed(frame(event)):
+        worker.take(to_worker.decode(body))
+
+
+def shown(fleet: FleetView) -> object:
+    """All that may differ between two views of one fleet."""
+    weights = fleet.weights()
+    return (
+        [
+            (i.key, i.beat, i.standing, i.is_cordoned, i.is_signed, i.expires_at_s, i.kv_text)
+            for i in fleet.instances
+        ],
+        [rounded(fleet, i.key) for i in fleet.instances],
+        {i.key: round(weights.get(i.key, 1.0), 6) for i in fleet.instances},
+        [fleet.is_lost(i.key) for i in fleet.instances],
+        fleet.snapshot.is_ready,
+        fleet.snapshot.models,
+    )
+
+
+def rounded(fleet: FleetView, key: InstanceKey) -> object:
+    found = fleet.report(key)
+    return (found.cause, round(found.ejected_s, 1), found.breaker, round(found.open_s, 1))
+
+
+def beat(number: int, incarnation: int = 0, **other: object) -> Heartbeat:
+    kind = "P" if number % 2 else "D"
+    return Heartbeat(
+        type=kind,
+        http_address=f"127.0.0.1:{100 + number}",
+        zmq_address=f"127.0.0.1:{2000 + 10 * number}",
+        incarnation=str(incarnation),
+        models=("m",),
+        compatibility="k",
+        continuation=1,
+        **other,  # pyright: ignore[reportArgumentType] - named by the tests
+    )
+
+
+class History:
+    """What happens to a fleet by chance."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        self.world = world
+        self.draw = random.Random(seed)
+        self.incarnations = [0] * 5
+        self.sent_us = 1
+        self.met: list[tuple[float, Break, Break]] = []
+        """Breaks of workers, when they came, and the owner's."""
+        self.actions: list[Callable[[], None]] = [
+            *(self.beat, self.beat, self.fail, self.transfer),
+            *(self.serve, self.probe, self.wait),
+        ]
+
+    def step(self) -> None:
+        """One event."""
+        (self.cordon if self.draw.random() < 0.02 else self.draw.choice(self.actions))()
+        self.world.owner.tick()
+
+    def one(self, of: FleetView) -> Instance | None:
+        return self.draw.choice(of.instances) if of.instances else None
+
+    def beat(self) -> None:
+        self.sent_us += 1
+        number = self.draw.randrange(5)
+        if self.draw.random() < 0.1:
+            self.incarnations[number] += 1
+        state = self.draw.choices(("Ready", "Draining", "Gone"), (20, 1, 1))[0]
+        of = self.incarnations[number]
+        self.world.owner.apply(beat(number, of, sent_us=self.sent_us, state=state, running=number))
+
+    def fail(self) -> None:
+        worker = self.draw.choice(self.world.workers)
+        if (found := self.one(worker)) is not None:
+            cause = self.draw.choice(("connect", "reset", "lost", "status", "timeout", "refused"))
+            met = worker.failed(found, cause, b"%d" % self.draw.randrange(4))
+            theirs = last_break(self.world.owner, found.key)
+            if met is not None and theirs is not None:
+                self.met = [*self.met[-99:], (self.world.now_s, met, theirs)]
+
+    def transfer(self) -> None:
+        worker = self.draw.choice(self.world.workers)
+        p, d = ([i for i in worker.instances if i.beat.type == kind] for kind in ("P", "D"))
+        if p and d:
+            worker.transfer_failed(self.draw.choice(p), self.draw.choice(d), b"x")
+
+    def serve(self) -> None:
+        worker = self.draw.choice(self.world.workers)
+        if (found := self.one(worker)) is not None:
+            worker.began([found])
+            worker.succeeded(found)
+
+    def probe(self) -> None:
+        if (found := self.one(self.world.owner)) is not None:
+            result = self.draw.choices(("ok", "connect", "timeout", "status"), (6, 1, 3, 1))[0]
+            self.world.owner.probed(found, result, self.world.now_s)
+
+    def wait(self) -> None:
+        self.world.now_s += self.draw.choice((0.1, 1.0, 4.0))
+        self.world.owner.expire()
+
+    def cordon(self) -> None:
+        if (found := self.one(self.world.owner)) is not None:
+            self.world.owner.cordon(found.key, is_cordoned=self.draw.random() < 0.5)
+
+
+def last_break(fleet: FleetView, key: InstanceKey) -> Break | None:
+    return fleet._health.poison._last.get(key)  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_after_any_history_all_workers_show_what_the_owner_shows(seed: int) -> None:
+    world = World()
+    history = History(world, seed)
+    world.worker()
+    world.worker()
+    fates: set[str] = set()
+    for step in range(600):
+        history.step()
+        if step == 300:
+            world.worker()
+        for number, worker in enumerate(world.workers):
+            assert shown(worker) == shown(world.owner), (step, number)
+        for at_s, met, theirs in history.met:
+            assert met.fate == theirs.fate, (step, at_s)
+        fates |= {theirs.fate for _, _, theirs in history.met}
+    assert fates == {"open", "dead", "alive"}
+    assert world.published > 300
+
+
+def test_an_instance_is_out_of_its_own_worker_before_the_owner_answers() -> None:
+    world = World()
+    world.owner.apply(beat(0))
+    worker = world.worker()
+    heard: list[ToOwner] = []
+    worker._owner = heard.append  # pyright: ignore[reportPrivateUsage] - the owner is slow
+    [found] = worker.instances
+    worker.failed(found, "connect", b"x")
+    assert [one.standing for one in worker.instances] == ["Ejected"]
+    [event] = heard
+    assert isinstance(event, Failed)
+    assert [one.standing for one in world.owner.instances] == ["Good"]
+
+
+def test_a_provisional_ejection_ends_where_the_owner_does_not_share_it() -> None:
+    world = World()
+    worker = world.worker()
+    world.owner.apply(beat(0, state="Draining", sent_us=1))
+    [found] = worker.instances
+    # Of one that drains no health is kept: the owner says that it stands well.
+    worker.failed(found, "reset", b"x")
+    world.owner.apply(beat(0, sent_us=2))
+    assert [one.standing for one in worker.instances] == ["Good"]
+
+
+def test_a_request_that_one_worker_had_convicted_all_refuse() -> None:
+    async def work() -> None:
+        world = World()
+        worker, other = world.worker(), world.worker()
+        for number in range(2):
+            world.owner.apply(beat(2 * number))
+        breaks = kill(world, worker, worker.instances)
+        assert other.refused_s(b"poison") == 0.0
+        assert await worker.convicts(breaks, b"poison")
+        late = world.worker()
+        for one in (worker, other, late):
+            assert one.refused_s(b"poison") == pytest.approx(300.0)
+            assert one.refused_s(b"another") == 0.0
+        world.now_s += 301.0
+        assert late.refused_s(b"poison") == 0.0
+        assert not late.refused
+
+    asyncio.run(work())
+
+
+def kill(world: World, worker: Mirror, instances: Iterable[Instance]) -> list[Break]:
+    """They die under a request of `worker`."""
+    breaks: list[Break] = []
+    for found in instances:
+        met = worker.failed(found, "reset", b"poison")
+        assert met is not None
+        breaks.append(met)
+        world.owner.probed(found, "connect", world.now_s)
+    return breaks
+
+
+def test_a_body_that_one_worker_serves_after_all_is_refused_by_none() -> None:
+    world = World()
+    worker, other = world.worker(), world.worker()
+    heard = world.published
+    worker.acquit(b"nobody refuses this")
+    assert world.published == heard
+    world.owner.take_convict(fingerprint(b"poison", world.owner.secret))
+    other.acquit(b"poison")
+    assert not worker.refused
+    assert not other.refused
+    assert not world.owner.refused
+
+
+def test_a_worker_waits_for_the_probe_that_tells_what_broke_off() -> None:
+    async def work(result: ProbeResult, *, is_guilty: bool) -> None:
+        world = World()
+        worker = world.worker()
+        for number in range(2):
+            world.owner.apply(beat(2 * number))
+        first, second = worker.instances
+        breaks = kill(world, worker, [first])
+        met = worker.failed(second, "reset", b"poison")
+        assert met is not None
+        judging = asyncio.create_task(worker.convicts([*breaks, met], b"poison"))
+        await asyncio.sleep(0)
+        assert not judging.done()
+        world.owner.probed(second, result, world.now_s)
+        async with asyncio.timeout(1.0):  # the rules allow it 2.5 s without the owner's word
+            assert await judging is is_guilty
+        assert bool(world.owner.refused) is is_guilty
+
+    asyncio.run(work("connect", is_guilty=True))
+    asyncio.run(work("ok", is_guilty=False))
+
+
+def test_a_call_that_ends_because_its_instance_vanished_met_its_death() -> None:
+    world = World()
+    worker = world.worker()
+    world.owner.apply(beat(0))
+    [found] = worker.instances
+    met: list[Break | None] = []
+    worker.on_lost(lambda _: met.append(worker.failed(found, "lost", b"x")))
+    world.now_s += 60.0
+    world.owner.expire()
+    assert {one and one.fate for one in met} == {"dead"}
+
+
+def test_a_new_worker_knows_who_died_lately() -> None:
+    world = World()
+    world.owner.apply(beat(0))
+    [found] = world.owner.instances
+    world.owner.probed(found, "connect", world.now_s)
+    met = world.worker().failed(found, "reset", b"x")
+    assert met is not None
+    assert met.fate == "dead"
+
+
+def test_transfers_that_fail_in_several_workers_count_together() -> None:
+    world = World()
+    workers = [world.worker(), world.worker()]
+    for number in range(3):
+        world.owner.apply(beat(number))
+    d, p, other = sorted(world.owner.instances, key=lambda one: one.name)
+    assert (d.beat.type, p.beat.type, other.beat.type) == ("D", "P", "D")
+    # No worker sees more than one partner fail: together they see what P's failures share.
+    for number in range(3):
+        for worker, partner in zip(workers, (d, other), strict=True):
+            worker.transfer_failed(p, partner, b"%d" % number)
+    for worker in workers:
+        standings = {one.name: one.standing for one in worker.instances}
+        assert standings == {d.name: "Good", p.name: "Open", other.name: "Good"}
+
+
+def test_only_calls_of_instances_that_failed_lately_are_told_to_the_owner() -> None:
+    world = World()
+    world.owner.apply(beat(0))
+    world.owner.apply(beat(2))
+    worker = world.worker()
+    first, second = worker.instances
+    worker.failed(first, "status", b"x")
+    heard: list[ToOwner] = []
+    worker._owner = heard.append  # pyright: ignore[reportPrivateUsage] - to count what is told
+    worker.succeeded(first)
+    worker.succeeded(second)
+    assert heard == [Succeeded(first.key)]
