@@ -66,11 +66,20 @@ class Processes:
             _kill(pid, number)
 
 
+_given: set[int] = set()
+
+
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of 127.0.0.1 that nobody listens on, and that was not given here before: whom it
+    was given to may not listen yet.
+    """
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        if port not in _given:
+            _given.add(port)
+            return port
 
 
 def tree(pid: int) -> list[int]:
