@@ -156,11 +156,14 @@ def test_logs_and_chat_work_on_the_running_fleet(two_by_two: Local) -> None:
     assert {line.rpartition(" ")[2] for line in ups} == {"shm"}
 
 
-def test_3p1d_serves_in_the_foreground_and_ctrl_c_drains_it(tmp_path: Path) -> None:
+def test_3p1d_behind_two_processes_serves_in_the_foreground_and_ctrl_c_drains_it(
+    tmp_path: Path,
+) -> None:
     local = Local("three", tmp_path / "state")
     document = DOCUMENT.replace("NAME", "three")
     document = document.replace("Prefill, replicas: 2", "Prefill, replicas: 3")
     document = document.replace("Decode, replicas: 2", "Decode, replicas: 1")
+    document += "  router: {processes: 2}\n"
     (tmp_path / "fleet.yaml").write_text(document)
     process = local.start("up", "-f", str(tmp_path / "fleet.yaml"))
     try:
@@ -168,7 +171,10 @@ def test_3p1d_serves_in_the_foreground_and_ctrl_c_drains_it(tmp_path: Path) -> N
         wait_for("its state", socket.exists, 30)
         wait_for("its supervisor", lambda: _runs(local), 30)
         local.wait_ready()
-        endpoint, pids = local.status()["endpoint"], local.pids()
+        endpoint, pids = local.status()["endpoint"], [*local.pids().values()]
+        assert b"\nxpyd_router_workers 2\n" in http(f"{endpoint}/metrics")[1]
+        workers = _children(local.pids()["three-router-0"])
+        assert len(workers) == 2
         assert len({_ask(endpoint) for _ in range(6)}) == 1
         roles = [pod["role"] for pod in local.pods().values()]
         assert (roles.count("Prefill"), roles.count("Decode")) == (3, 1)
@@ -177,7 +183,12 @@ def test_3p1d_serves_in_the_foreground_and_ctrl_c_drains_it(tmp_path: Path) -> N
         out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert "three-decode-0 |" in " ".join((out + err).split())
-    assert not [pid for pid in pids.values() if Path(f"/proc/{pid}").exists()]
+    assert not [pid for pid in (*pids, *workers) if Path(f"/proc/{pid}").exists()]
+
+
+def _children(pid: int) -> list[int]:
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(word) for word in text.split()]
 
 
 def _runs(local: Local) -> bool:

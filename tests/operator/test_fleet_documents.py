@@ -145,9 +145,9 @@ def test_all_mistakes_are_reported_at_once():
         'unknown field "spec.pools[1].restartPolicy"; not supported by this version',
         "spec.pools",
         "spec.kvTransfer.transport",
-        'unknown field "spec.router.color"; spec.router has replicas, policy, prefillPolicy, '
-        "decodePolicy, slo, localPrefillTokens, onNoPrefill, limits, queue, discoveryPort, "
-        "service, template",
+        'unknown field "spec.router.color"; spec.router has replicas, processes, policy, '
+        "prefillPolicy, decodePolicy, slo, localPrefillTokens, onNoPrefill, limits, queue, "
+        "discoveryPort, service, template",
     ]
     assert lines[-2].endswith("; NIXL is not supported by this version")
 

@@ -64,6 +64,11 @@ def test_policies_and_objectives_reach_the_router() -> None:
     assert config_of({"slo": {"itlMilliseconds": 40}}).slo == Slo(ttft_s=None, itl_s=0.04)
 
 
+@pytest.mark.parametrize("processes", [1, 2, 64])
+def test_its_processes_reach_the_router(processes: int) -> None:
+    assert config_of({"processes": processes}).processes == processes
+
+
 def test_how_long_a_prompt_stays_on_d_reaches_the_router() -> None:
     assert config_of({"localPrefillTokens": 300}).local_prefill_tokens == 300
 
@@ -81,6 +86,13 @@ def test_the_documents_defaults_are_the_routers() -> None:
 def test_what_is_the_routers_default_is_not_said() -> None:
     queue = {"size": 1024, "memory": "256Mi", "timeoutSeconds": 60}
     plain = args_of({})
-    said = {"onNoPrefill": "Queue", "localPrefillTokens": 0, "limits": {}, "queue": queue}
+    said = {
+        "processes": 1,
+        "onNoPrefill": "Queue",
+        "localPrefillTokens": 0,
+        "limits": {},
+        "queue": queue,
+    }
     assert args_of(said) == plain
-    assert not [arg for arg in plain if "queue" in arg or "max-" in arg or "local" in arg]
+    unsaid = ("queue", "max-", "local", "processes")
+    assert not [arg for arg in plain if any(word in arg for word in unsaid)]

@@ -152,6 +152,8 @@ class Router(ApiModel):
 
     replicas: Annotated[int, Field(ge=1, le=64)] = 2
     """Router pods in a cluster; local mode runs one."""
+    processes: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes of each router that serve HTTP; more than 1 where one core is too slow."""
     policy: Policy = "LeastLoaded"
     """Which instances a request gets."""
     prefill_policy: Policy | None = None

@@ -131,6 +131,7 @@ def _serving_args(router: Router) -> list[str]:
     """Only what is not the router's own default: an upgrade then restarts no router for them."""
     limits, queue, slo, default = router.limits, router.queue, router.slo, Router()
     said = {
+        "--processes": (router.processes, default.processes),
         "--slo-ttft-ms": (slo.ttft_milliseconds, None),
         "--slo-itl-ms": (slo.itl_milliseconds, None),
         "--local-prefill-tokens": (router.local_prefill_tokens, default.local_prefill_tokens),
