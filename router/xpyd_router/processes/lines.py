@@ -1,10 +1,8 @@
-"""Whole lines to standard error from several processes: none is cut by another's."""
+"""Whole lines to one pipe from several processes: none is cut by another's. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
-from xpyd_router.serving.access_log import write_stderr
+from collections.abc import Iterator
 
 MOST_BYTES = 4096
 """Linux' PIPE_BUF: a write of so much to a pipe comes out in one piece."""
@@ -21,9 +19,3 @@ def pieces(data: bytes) -> Iterator[bytes]:
             end = data.find(b"\n", begin) + 1 or len(data)
         yield data[begin:end]
         begin = end
-
-
-def write_lines(data: bytes, write: Callable[[bytes], None] = write_stderr) -> None:
-    """Have whole lines written."""
-    for piece in pieces(data):
-        write(piece)

@@ -39,12 +39,12 @@ from xpyd_router.processes.events import (
     decode_config,
     to_worker,
 )
-from xpyd_router.processes.lines import write_lines
+from xpyd_router.processes.lines import pieces
 from xpyd_router.processes.memory import map_rows
 from xpyd_router.processes.mirror import Mirror
 from xpyd_router.processes.ports import join
 from xpyd_router.processes.shared_loads import FreshPolicy, SharedLoadTable
-from xpyd_router.serving.access_log import AccessLog
+from xpyd_router.serving.access_log import AccessLog, write_stderr
 from xpyd_router.serving.server import BACKLOG, Parts, Serving, make_policy, open_serving
 
 logger = logging.getLogger("xpyd_router.processes.worker")
@@ -139,7 +139,7 @@ class Worker:
                 is_json=config.logs_json,
                 wall_clock=time.time,
                 is_on=config.access_log,
-                write=write_lines,
+                write=_write_lines,
             ),
             keys=welcome.keys,
             admin_keys=welcome.admin_keys,
@@ -174,6 +174,12 @@ class Worker:
                 return
             self._send(Ready())
             await serving.run()
+
+
+def _write_lines(data: bytes) -> None:
+    """To standard error, which the other processes have as well."""
+    for piece in pieces(data):
+        write_stderr(piece)
 
 
 def main() -> int:
