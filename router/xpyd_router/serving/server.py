@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import uvicorn
 
@@ -30,6 +31,7 @@ from xpyd_router.requests.flow import Flow
 from xpyd_router.requests.objectives import Objectives
 from xpyd_router.requests.picker import Picker
 from xpyd_router.requests.releases import Releases
+from xpyd_router.serving.accepting import Acceptor
 from xpyd_router.serving.access_log import AccessLog
 from xpyd_router.serving.app import build_app
 from xpyd_router.serving.http_protocol import ClientProtocol
@@ -46,11 +48,32 @@ _KEEP_ALIVE_S = 75
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its own signal handlers: `Serving` has the drain."""
+    """uvicorn without its own signal handlers, for `Serving` has the drain, and with our way to
+    take connections."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])
+        acceptors = [Acceptor(one, self._make_protocol) for one in sockets or ()]
+        self.servers = cast("list[asyncio.Server]", acceptors)
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self.servers = []
+        try:
+            await super().serve(sockets)
+        finally:
+            # uvloop cannot close a loop in which somebody still waits for a file.
+            for one in self.servers:
+                one.close()
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        # uvicorn's type says only that it is an asyncio.Protocol.
+        make = cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class)
+        state = self.lifespan.state
+        return make(config=self.config, server_state=self.server_state, app_state=state)
 
 
 @dataclass
