@@ -59,7 +59,7 @@ def test_rows_take_turns_in_changing_order_and_who_failed_is_not_asked_again() -
     routers: dict[str, Any] = {name: FakeRouter(name, running) for name in ("xpyd", "one", "two")}
     found, seen = Found(), list[str]()
 
-    def of(router: Any) -> Turn:
+    def of(router: Any, _: Case) -> Turn:
         name = "direct" if router is None else router.name
         seen.append(name)
         if name == "one" and seen.count("one") == 3:
@@ -221,7 +221,7 @@ def found() -> Found:
 
 def _reported(found: Found) -> dict[str, Any]:
     cases = [case for case in CASES if case.name in ("c64", "s512")]
-    plan = Plan([], cases, 3, Times(), ["--x"], Interpreter("py", "3.0"))
+    plan = Plan([], cases, 3, 4, Times(), ["--x"], Interpreter("py", "3.0"))
     return json.loads(json.dumps(report(found, plan, {"xpyd-2": "not here"})))
 
 
@@ -233,9 +233,30 @@ def test_a_ratio_is_of_one_round_and_the_median_of_the_rounds_is_taken(found: Fo
     # 0.6, 1.2 and 0.7: the medians of both sides would give 0.7, too, but of 0.7 and 1.0.
     assert of["CPU per request", "vllm-router"]["reached"] == 0.7
     assert of["CPU per request", "vllm-router"]["holds"] is True
+    assert of["CPU per request", "vllm-router"]["measured"] == [0.6, 1.2, 0.7]
     assert of["memory", "vllm-router"]["reached"] == 0.333
     found.after_gib[OWN] = 0.2
     assert [one["holds"] for one in _reported(found)["ratios"]] == [True, True, False]
+
+
+def test_where_turns_were_repeated_ratios_are_of_these(found: Found) -> None:
+    for row, cpu_s in ((OWN, 0.9), ("vllm-router", 1.0)):
+        found.duels[row, "c64"] = [a_turn(cpu_s=cpu_s * slow) for slow in (1, 3)]
+    of = {(one["name"], one["case"]): one for one in _reported(found)["ratios"]}
+    assert of["CPU per request", "c64"]["measured"] == [0.9, 0.9]
+    assert of["CPU per request", "c64"]["holds"] is False
+    assert of["CPU per token", "s512"]["measured"] == [0.6, 0.6, 0.6]
+
+
+def test_repeated_turns_are_noted_apart() -> None:
+    found, rows = Found(), dict.fromkeys(["xpyd", "vllm-router"])
+
+    def of(_: Any, case: Case) -> Turn:
+        return a_turn(answered=case.count)
+
+    take_turns(rows, CASES[2], 0, found, turns=found.duels, a_turn=of, say=lambda _: None)
+    assert not found.turns
+    assert [one.answered for one in found.duels["xpyd", "c64"]] == [64]
 
 
 def test_cpu_is_by_request_and_by_token_and_added_is_to_direct_of_the_same_round(
@@ -266,8 +287,8 @@ def test_the_page_has_a_table_for_each_kind_of_load_and_says_what_is_missing(
     page = with_measured(f"before\n{BEGIN}old\n{END}after\n", _reported(found))
     assert (page[:7], page[-6:], "old" in page) == ("before\n", "after\n", False)
     for line in (
-        "| CPU per request | c64 | vllm-router | at most 0.75 | 0.60 | yes |",
-        "| memory |  | vllm-router | at most 0.50 | 0.33 | yes |",
+        "| CPU per request | c64 | vllm-router | at most 0.75 | 0.60 | 0.60 to 0.70 | yes |",
+        "| memory |  | vllm-router | at most 0.50 | 0.33 |  | yes |",
         "| c64 | direct | 500 | 0.02 / 0.04 / 0.06 |  |  |  |",
         "| c64 | **xpyd** | 500 | 0.10 / 0.20 / 0.30 | 0.08 / 0.24 | 700.0 | 0.35 |",
         "| s512 | vllm-router | 1000 | - / - | 0.20 / 0.60 | 0.18 / 0.54 | 500.0 | 0.50 |",
@@ -276,7 +297,7 @@ def test_the_page_has_a_table_for_each_kind_of_load_and_says_what_is_missing(
         "**sglang-router failed in s512**: 9 errors.",
     ):
         assert f"{line}\n" in page
-    assert "Rounds: 3. Ours with `--x`." in page
+    assert "Rounds: 3, duels: 4. Ours with `--x`." in page
 
 
 def test_the_page_shows_what_the_json_has() -> None:

@@ -33,7 +33,8 @@ from tests.router.bench.shape import (
     Times,
 )
 
-ROUNDS = 3
+ROUNDS = 2
+DUELS = 5
 _QUICK_ROWS = ["direct", "xpyd", "vllm-router"]
 _QUICK_TIMES = Times(warm_s=0.5, seconds=2.0, ramp_s=1.0)
 _FILES = 4 * max(STREAMS)
@@ -82,6 +83,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--streams", type=_numbers, metavar="N,...", help="streams, and no other case")
     add("--prompt-bytes", type=_numbers, metavar="N,...", help="of the closed loops' prompts")
     add("--rounds", type=int, default=ROUNDS, help="default: %(default)s")
+    add(
+        "--duels",
+        type=int,
+        default=DUELS,
+        help="repetitions of what ratios are of (default: %(default)s)",
+    )
     add("--seconds", type=float, help="of each turn, its warm-up not counted (default: 3, quick 2)")
     add("--own-args", type=shlex.split, default=[], help="more for `xpyd router`")
     add("--quick", action="store_true", help=f"one round of {','.join(_QUICK_ROWS)} at 64")
@@ -116,6 +123,7 @@ def _plan(options: argparse.Namespace, left_out: dict[str, str]) -> Plan:
         rows=[ROWS[name] for name in names if name not in left_out],
         cases=cases,
         rounds=1 if options.quick else options.rounds,
+        duels=0 if options.quick else options.duels,
         times=times,
         own_args=options.own_args,
     )

@@ -33,22 +33,29 @@ def _where(made: dict[str, Any]) -> str:
     return (
         f"{made['date']}: {machine['cores']} cores ({machine['processor']}), "
         f"{machine['memoryGiB']} GiB, Linux {machine['linux']}; {versions}. "
-        f"Rounds: {made['rounds']}.{flags}{left_out}"
+        f"Rounds: {made['rounds']}, duels: {made['duels']}.{flags}{left_out}"
     )
 
 
 def _ratios(made: dict[str, Any]) -> list[str]:
     if not made["ratios"]:
         return []
-    lines = ["| ours to a peer's | case | peer | wanted | reached | |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| ours to a peer's | case | peer | wanted | reached | (least to most) | |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for one in made["ratios"]:
         aim = f"at most {one['aim']:.2f}" if one["aim"] is not None else ""
         word = {True: "yes", False: "missed", None: ""}[one["holds"]]
         lines.append(
             f"| {one['name']} | {one['case']} | {one['peer']} | {aim} | {one['reached']:.2f} "
-            f"| {word} |"
+            f"| {_spread(one['measured'])} | {word} |"
         )
     return lines
+
+
+def _spread(measured: list[float]) -> str:
+    return f"{min(measured):.2f} to {max(measured):.2f}" if len(measured) > 1 else ""
 
 
 def _closed(cases: dict[str, Any]) -> list[str]:

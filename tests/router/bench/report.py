@@ -1,6 +1,6 @@
 """From turns to the numbers that are kept, with what they were measured on. Pure but for versions.
 
-A ratio is ours to a peer's, of one round; the figure is the median of the rounds.
+A ratio is ours to a peer's, of turns one behind the other; the figure is the median of the duels.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ def report(found: Found, plan: Plan, absent: Mapping[str, str]) -> dict[str, Any
         "absent": dict(absent),
         "ownArgs": list(plan.own_args),
         "rounds": plan.rounds,
+        "duels": plan.duels,
         "versions": {"xpyd": version("xpyd"), **PEERS, "python": plan.python.version},
         "machine": machine(),
     }
@@ -136,28 +137,26 @@ def _ratios(found: Found) -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = []
     for ratio in RATIOS:
         for peer in PEERS:
-            reached = _ratio(found, ratio, peer)
-            if reached is None:
+            measured = _measured(found, ratio, peer)
+            if not measured:
                 continue
+            reached = round(median(measured), 3)
             aim = ratio.aim if peer == "vllm-router" else None
             made.append(
                 {"name": ratio.name, "case": ratio.case, "peer": peer, "aim": aim}
                 | {"reached": reached, "holds": None if aim is None else reached <= aim}
+                | {"measured": [round(one, 3) for one in measured]}
             )
     return made
 
 
-def _ratio(found: Found, ratio: Ratio, peer: str) -> float | None:
+def _measured(found: Found, ratio: Ratio, peer: str) -> list[float]:
     if ratio.figure == "memory":
         if not {OWN, peer} <= found.after_gib.keys():
-            return None
-        return round(found.after_gib[OWN] / found.after_gib[peer], 3)
+            return []
+        return [found.after_gib[OWN] / found.after_gib[peer]]
     of = figures_of(ratio.case)[ratio.figure]
-    pairs = zip(
-        found.turns.get((OWN, ratio.case), []),
-        found.turns.get((peer, ratio.case), []),
-        strict=False,
-    )
+    turns = found.duels if (OWN, ratio.case) in found.duels else found.turns
+    pairs = zip(turns.get((OWN, ratio.case), []), turns.get((peer, ratio.case), []), strict=False)
     known = [(of(a), of(b)) for a, b in pairs]
-    values = [a / b for a, b in known if a is not None and b]
-    return round(median(values), 3) if values else None
+    return [a / b for a, b in known if a is not None and b]

@@ -16,8 +16,8 @@ from pathlib import Path
 from tests.router.bench.interpreter import Interpreter, fastest
 from tests.router.bench.mocks import Mocks, engines
 from tests.router.bench.programs import Programs
-from tests.router.bench.routers import ContenderFailed, Router, running
-from tests.router.bench.shape import Case, Row, Times
+from tests.router.bench.routers import PEERS, ContenderFailed, Router, running
+from tests.router.bench.shape import DUEL_CASES, OWN, Case, Row, Times
 from tests.router.bench.turns import Turn, turn
 
 Say = Callable[[str], None]
@@ -30,6 +30,7 @@ class Plan:
     rows: Sequence[Row]
     cases: Sequence[Case]
     rounds: int
+    duels: int
     times: Times
     own_args: Sequence[str] = ()
     python: Interpreter = field(default_factory=fastest)
@@ -61,6 +62,10 @@ class Found:
     turns: dict[tuple[str, str], list[Turn]] = field(
         default_factory=dict[tuple[str, str], list[Turn]]
     )
+    duels: dict[tuple[str, str], list[Turn]] = field(
+        default_factory=dict[tuple[str, str], list[Turn]]
+    )
+    """The same of the repeated turns, that ratios are of."""
     failed: dict[tuple[str, str], str] = field(default_factory=dict[tuple[str, str], str])
 
 
@@ -76,10 +81,15 @@ def measure(plan: Plan, programs: Programs, folder: Path, say: Say) -> Found:
                 found.idle_gib[name] = router.rss_gib()
                 router.stop()
                 say(f"{name}: pid {router.process.pid}, {found.idle_gib[name] * 1024:.0f} MiB")
+        a_turn = partial(_turn, mocks=mocks, times=plan.times, programs=programs)
         for number in range(plan.rounds):
             for case in plan.cases:
-                a_turn = partial(_turn, case=case, mocks=mocks, times=plan.times, programs=programs)
                 take_turns(routers, case, number, found, a_turn=a_turn, say=say)
+        rivals = {name: one for name, one in routers.items() if name == OWN or name in PEERS}
+        for case in plan.cases:
+            for number in range(plan.duels if case.name in DUEL_CASES and len(rivals) > 1 else 0):
+                # Together they are done within seconds.
+                take_turns(rivals, case, number, found, turns=found.duels, a_turn=a_turn, say=say)
         for name, router in routers.items():
             if router is not None and router.process.poll() is None:
                 found.after_gib[name] = router.rss_gib()
@@ -105,7 +115,7 @@ def _started(
 
 
 def _turn(
-    router: Router | None, *, case: Case, mocks: Mocks, times: Times, programs: Programs
+    router: Router | None, case: Case, *, mocks: Mocks, times: Times, programs: Programs
 ) -> Turn:
     port = mocks.decodes[0] if router is None else router.port
     return turn(programs.load, case, port, times, router)
@@ -117,10 +127,13 @@ def take_turns(
     number: int,
     found: Found,
     *,
-    a_turn: Callable[[Router | None], Turn],
+    turns: dict[tuple[str, str], list[Turn]] | None = None,
+    a_turn: Callable[[Router | None, Case], Turn],
     say: Say,
 ) -> None:
-    """All but those who failed in this case, one after another; who comes first changes."""
+    """All but those who failed in this case, one after another; who comes first changes.
+    They are noted in `turns`, else in those of `found`."""
+    noted = found.turns if turns is None else turns
     names = list(routers)
     for name in [*names[number % len(names) :], *names[: number % len(names)]]:
         key = (name, case.name)
@@ -131,13 +144,13 @@ def take_turns(
             if router is not None:
                 router.go_on()
                 router.wait_ready()
-            one = a_turn(router)
+            one = a_turn(router, case)
         except ContenderFailed as error:
             found.failed[key] = str(error)
-            found.turns.pop(key, None)
+            noted.pop(key, None)
             say(f"round {number + 1}, {case.name}, {name} FAILED: {error}")
         else:
-            found.turns.setdefault(key, []).append(one)
+            noted.setdefault(key, []).append(one)
             say(f"round {number + 1}, {case.name}, {name}: {one.said}")
         if router is not None:
             router.stop()

@@ -28,10 +28,10 @@ ROWS = {
     for row in (
         Row(DIRECT, "direct"),
         Row(OWN, "xpyd"),
-        Row("xpyd-continuing", "xpyd", wire="xpyd"),
-        Row("xpyd-2", "xpyd", processes=2),
         Row("vllm-router", "vllm-router"),
         Row("sglang-router", "sglang-router"),
+        Row("xpyd-continuing", "xpyd", wire="xpyd"),
+        Row("xpyd-2", "xpyd", processes=2),
     )
 }
 
@@ -51,6 +51,8 @@ class Case:
         return f"{self.kind[0]}{self.count}{long}"
 
 
+DUEL_CASES = {"c64", "c256", "s512"}
+"""The cases that ratios are of: there our turns and the peers' are repeated, close together."""
 SHORT_BYTES, LONG_BYTES = 512, 32 * 1024
 CONCURRENCIES = (1, 16, 64, 256)
 STREAMS = (512, 2048)
