@@ -6,9 +6,14 @@ import random
 from collections import Counter
 
 import pytest
+from msgspec.structs import replace
 
 from tests.router.choosing import Bench, key_of, make_policy, snapshot, some
-from xpyd_router.policy.base import Pair, Want
+from xpyd_core.messages import Heartbeat
+from xpyd_router.fleet.loads import Load, LoadTable
+from xpyd_router.policy.base import Candidate, Pair, Side, Tools, Want
+from xpyd_router.policy.pairs import PairPolicy
+from xpyd_router.policy.session_affinity import SessionAffinity
 
 
 def of(session: int) -> Want:
@@ -107,6 +112,98 @@ def test_who_comes_back_has_a_part_of_its_sessions_each_as_a_whole() -> None:
     assert [bench.d_index(of(session)) for session in range(2000)] == light
     assert 0.15 < light.count(0) / homes.count(0) < 0.35
     assert all(old == new for old, new in zip(homes, light, strict=True) if old != 0)
+
+
+def occupy(load: Load, requests: int, prompt_tokens: int = 0) -> None:
+    for _ in range(requests):
+        load.begin(prompt_tokens)
+
+
+@pytest.mark.parametrize(
+    ("kind", "little", "much"),
+    [("P", (1, 8000), (1, 400)), ("D", (8, 0), (9, 0)), ("A", (8, 0), (9, 0))],
+)
+def test_a_session_leaves_its_home_only_for_much_less_to_do(
+    kind: str, little: tuple[int, int], much: tuple[int, int]
+) -> None:
+    bench = Bench(3, 3, "SessionAffinity") if kind != "A" else Bench(0, 0, "SessionAffinity", a=3)
+
+    def home() -> Heartbeat:
+        choice = bench.policy.pick(bench.snapshot, of(1))
+        assert choice is not None
+        return choice[0 if kind != "D" else 1].beat
+
+    first = home()
+    occupy(bench.load(first), *little)
+    assert home() == first
+    occupy(bench.load(first), *much)
+    assert home() != first
+
+
+def test_the_prompts_of_a_prefill_instance_count_for_more_where_its_room_ends() -> None:
+    bench = Bench(2, 1, "SessionAffinity")
+    home = bench.p_index(of(1))
+    occupy(bench.load(bench.p[home]), 1, 5000)
+    assert bench.p_index(of(1)) == home
+    full = replace(bench.p[home], running=1, free_blocks=100, total_blocks=1000)
+    bench.loads.take(key_of(full), full)
+    assert bench.p_index(of(1)) == 1 - home
+
+
+def test_who_is_passed_over_is_stood_in_for_by_the_next_of_the_sessions_order() -> None:
+    """It has its sessions alone: each goes where it would be at home if the first were gone."""
+    bench = Bench(1, 5, "SessionAffinity")
+    homes = [bench.d_index(of(session)) for session in range(60)]
+    for session, home in enumerate(homes):
+        without = bench.d_index(replace(of(session), exclude=frozenset({key_of(bench.d[home])})))
+        load = bench.load(bench.d[home])
+        occupy(load, 30)
+        assert bench.d_index(of(session)) == without
+        for _ in range(30):
+            load.end(0)
+
+
+def test_an_engine_that_starts_anew_at_its_address_has_its_sessions_again() -> None:
+    before = [*some("P", 1), *some("D", 4, incarnation="first")]
+    after = [before[0], *(replace(one, incarnation=f"{n}") for n, one in enumerate(before[1:]))]
+
+    def homes(policy: PairPolicy, beats: list[Heartbeat]) -> list[str]:
+        picks = [policy.pick(snapshot(*beats), of(session)) for session in range(60)]
+        return [pick.decode.key.http for pick in picks if isinstance(pick, Pair)]
+
+    policy = make_policy("SessionAffinity")
+    assert len(set(homes(policy, before))) == 4
+    assert homes(policy, after) == homes(policy, before)
+    assert homes(make_policy("SessionAffinity"), after) == homes(policy, before)
+
+
+def test_nothing_is_kept_of_those_that_left() -> None:
+    loads = LoadTable()
+    policy = SessionAffinity(Tools("D", loads, random.Random(1).random))
+    for _ in range(50):
+        found = snapshot(*some("P", 1), *some("D", 2)).any_model.groups[0].decode
+        policy.choose(
+            Side("D", tuple(Candidate(one, loads.of(one.key)) for one in found), ()), of(1)
+        )
+        for one in found:
+            policy.forget(one.key)
+    assert not policy._seeds  # pyright: ignore[reportPrivateUsage] - what would grow
+
+
+@pytest.mark.parametrize("kind", ["P", "D"])
+def test_who_comes_back_to_a_busy_fleet_draws_nobody_but_its_part(kind: str) -> None:
+    """It is idle, but those that it may not have stay where their caches are."""
+    bench = Bench(4, 1, "SessionAffinity") if kind == "P" else Bench(1, 4, "SessionAffinity")
+    index, side = (bench.p_index, bench.p) if kind == "P" else (bench.d_index, bench.d)
+    homes = [index(of(session)) for session in range(200)]
+    for one in side[1:]:
+        occupy(bench.load(one), 40, 1000)
+    back = bench.load(side[0])
+    back.weight = 0.1
+    now = [index(of(session)) for session in range(200)]
+    stayed = sum(old == new for old, new in zip(homes, now, strict=True) if old != 0)
+    assert stayed >= 0.8 * sum(home != 0 for home in homes)
+    assert now.count(0) < 40
 
 
 def test_without_a_session_the_least_loaded_is_taken() -> None:

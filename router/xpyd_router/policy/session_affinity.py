@@ -56,13 +56,13 @@ class SessionAffinity(SidePolicy):
         least = inf
         for one in side.candidates:
             load = one.load
-            cost = load.queued_tokens * load.scale if is_prefill else load.decode_cost
-            least = min(cost, least)
             place = rank(self._seed(one.instance.key), session)
             # While it comes back after faults it has only so large a part of its sessions, each
-            # with all its requests.
+            # with all its requests. To the others it is not there: that it is idle moves nobody.
             if load.weight < 1.0 and (place & 0xFFFFFFFF) / 2**32 >= load.weight:
                 continue
+            cost = load.queued_tokens * load.scale if is_prefill else load.decode_cost
+            least = min(cost, least)
             if place > first_rank:
                 second, second_rank = first, first_rank
                 first, first_rank = one, place
