@@ -91,6 +91,57 @@ def test_a_decode_instance_is_taken_for_its_kv_unless_its_batch_is_long() -> Non
     assert {bench.d_index() for _ in range(4)} == {1 - home}
 
 
+def test_a_short_prompt_is_worth_no_more_than_its_own_tokens() -> None:
+    """Marks come of an estimate; a count of the tokens may be far below it."""
+    bench = Bench(2, 1, "PrefixAware")
+    home = bench.p.index(place(bench, ask("a" * 50)).prefill.beat)
+    bench.load(bench.p[home]).begin(1000)
+    counted = replace(ask("a" * 50), prompt_tokens=100)
+    assert {bench.p_index(counted) for _ in range(4)} == {1 - home}
+    policy = bench.policy._prefill  # pyright: ignore[reportPrivateUsage] - what others build on
+    assert policy.cached_tokens(key_of(bench.p[home]), counted) == 100
+
+
+def test_a_prefill_instance_whose_room_ends_is_spared() -> None:
+    bench = Bench(2, 1, "PrefixAware")
+    home = bench.p.index(place(bench, ask("a" * 9)).prefill.beat)
+    bench.load(bench.p[home]).begin(200)
+    assert {bench.p_index(ask("a" * 9)) for _ in range(4)} == {home}
+    bench.load(bench.p[home]).weight = 0.1
+    assert {bench.p_index(ask("a" * 9)) for _ in range(4)} == {1 - home}
+
+
+def test_the_fuller_a_decode_instance_is_the_more_its_kv_is_worth() -> None:
+    """As its requests: each of them takes four times the room that it does elsewhere."""
+    bench = Bench(1, 2, "LeastLoaded", decode_policy="PrefixAware")
+    want = ask("a" * 41)  # worth two requests
+    home = bench.d.index(place(bench, want).decode.beat)
+    full, other = bench.load(bench.d[home]), bench.load(bench.d[1 - home])
+    full.weight = 0.25
+    for _ in range(3):
+        full.begin(0)
+    for _ in range(6):
+        other.begin(0)
+    assert {bench.d_index(want) for _ in range(4)} == {1 - home}
+    for _ in range(2):
+        other.begin(0)
+    assert {bench.d_index(want) for _ in range(4)} == {home}
+    assert {bench.d_index() for _ in range(4)} == {1 - home}
+
+
+@pytest.mark.parametrize("side", ["P", "D"])
+def test_a_request_without_marks_goes_to_the_least_loaded(side: str) -> None:
+    bench = Bench(3, 3, "PrefixAware")
+    place(bench, ask("a" * 9))
+    index, beats = (bench.p_index, bench.p) if side == "P" else (bench.d_index, bench.d)
+    for busy in (0, 2):
+        bench.load(beats[busy]).begin(500)
+    assert {index(Want("m", prompt_tokens=900)) for _ in range(6)} == {1}
+    for busy in (0, 2):
+        bench.load(beats[busy]).end(500)
+    assert Counter(index(Want("m", prompt_tokens=900)) for _ in range(9)) == {0: 3, 1: 3, 2: 3}
+
+
 def test_a_request_alone_is_noted_where_it_ran() -> None:
     bench = Bench(2, 1, "PrefixAware")
     want = replace(ask("a" * 9), alone="P")
@@ -142,6 +193,21 @@ def test_all_caches_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
         if number % 50 == 49:
             bench.policy.forget(key_of(bench.p[chance.randrange(8)]))
     assert max(seen) > 80
+
+
+def test_those_that_stay_share_what_one_that_left_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_aware, "MAX_MARKS", 100)
+    bench = Bench(10, 1, "PrefixAware", decode_policy="LeastLoaded")
+    for number in range(10):
+        place(bench, ask(chr(500 + number) * 30))
+    last = key_of(bench.p[0])
+    for one in bench.p[1:]:
+        bench.policy.forget(key_of(one))
+    others = frozenset(key_of(one) for one in bench.p[1:])
+    want = replace(ask("z" * 60), exclude=others)
+    place(bench, want)
+    policy = bench.policy._prefill  # pyright: ignore[reportPrivateUsage] - the bound is its own
+    assert policy.cached_tokens(last, want) == 6000
 
 
 def test_equals_take_turns_and_second_tries_have_their_own() -> None:

@@ -14,7 +14,6 @@ from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
 from xpyd_router.fleet.loads import TOKENS_PER_SLOT
 from xpyd_router.fleet.registry import Instance, InstanceKey
 from xpyd_router.policy.base import Candidate, Mark, Side, SidePolicy, Tools, Want
-from xpyd_router.policy.least_loaded import LeastLoaded
 
 MAX_MARKS = 262_144
 """Of all instances of one side: about 35 MB."""
@@ -80,7 +79,6 @@ class PrefixAware(SidePolicy):
     needs_marks = True
 
     def __init__(self, tools: Tools) -> None:
-        self._others = LeastLoaded(tools)
         self._caches: dict[InstanceKey, _Cache] = {}
         self._most_marks = _MAX_MARKS_OF_ONE
         self._turns = [tools.first_turn, tools.first_turn]
@@ -93,8 +91,6 @@ class PrefixAware(SidePolicy):
 
     def choose(self, side: Side, want: Want) -> Candidate:
         """See the class."""
-        if not want.marks:
-            return self._others.choose(side, want)
         among, caches, marks, tokens = side.candidates, self._caches, want.marks, want.prompt_tokens
         is_prefill = side.kind == "P"
         again = bool(want.exclude)
