@@ -23,7 +23,7 @@ TEXTS = corpus.Corpus(
 def folder(tmp_path_factory):
     torch.set_num_threads(1)
     out = tmp_path_factory.mktemp("trained")
-    train.train(TEXTS, out, train.Plan(steps=2, minutes=10.0))
+    train.train(TEXTS, out, train.Plan(steps=1, minutes=10.0))
     return out
 
 

@@ -96,6 +96,18 @@ def interpreted_library() -> Iterator[None]:
             running.popitem()[1].restore()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The interpreter takes seconds for a case, and in 16 bits only rounding differs: of each test
+    the first case runs in them, the others in `make soak` (and on a GPU in all dtypes)."""
+    seen: set[str] = set()
+    for item in items:
+        name, _, case = item.nodeid.partition("[")
+        if case.startswith("interpreted-float16"):
+            if name in seen:
+                item.add_marker(pytest.mark.soak)
+            seen.add(name)
+
+
 def interpreted() -> Any:
     """The package's modules once more, their kernels as functions of the interpreter: what is
     decorated while the knob is set is interpreted for good."""
