@@ -348,7 +348,7 @@ class Flow:
         if sink.is_paused:
             exchange.pause()
         try:
-            await exchange.relay(relay.feed)
+            await exchange.relay(relay.feed, relay.take_frame if relay.passes_frames else None)
         except CallFailed:
             if not relay.is_done:
                 raise

@@ -28,6 +28,8 @@ class Outlet:
         self.has_begun = False
         """Something is on the client's wire: errors are events from here on."""
         self.sent_bytes = 0
+        self.takes_frames = sink.write_frame is not None
+        self._write_frame = sink.write_frame or sink.write
 
     def write(self, data: bytes) -> None:
         """Send `data`, which may be empty."""
@@ -40,6 +42,13 @@ class Outlet:
             self.sink.start(200, self._headers)
         self.sent_bytes += len(data)
         self.sink.write(data)
+
+    def write_frame(self, frame: bytes, size_bytes: int) -> None:
+        """Send an HTTP chunk with `size_bytes` in it, where something was sent before and the sink
+        has `write_frame`.
+        """
+        self.sent_bytes += size_bytes
+        self._write_frame(frame)
 
     def end(self) -> None:
         """The answer is whole."""

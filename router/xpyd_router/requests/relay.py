@@ -10,6 +10,7 @@ from __future__ import annotations
 import orjson
 
 from xpyd_core.errors import ProtocolError
+from xpyd_router.chunks import CHUNK_LINES, KNOWN_LINES, size_in
 from xpyd_router.errors import CallFailed
 from xpyd_router.requests.answers import chunk_of, failure_in, without_token_ids
 from xpyd_router.requests.attempt import Attempt
@@ -19,6 +20,7 @@ from xpyd_router.requests.sse import DONE, EventSplitter
 
 _CHUNK = b'data: {"id"'
 _LINE_END = b"}\n\n"
+_FRAME_END = _LINE_END + b"\r\n"
 _IDS = b',"token_ids":['
 _ERROR = b'data: {"error"'
 
@@ -37,16 +39,49 @@ class Relay:
         self._secret = attempt.secret
         self._uuid = attempt.uuid_bytes
         self._public = attempt.public_bytes
-        self._id_at = -1
+        self._id_at: int = -1
         self._outlet = outlet
         self._sent = sent
         self._keeps_ids = course.ask.wants_token_ids
         self._is_single = sent is not None and len(sent.token_ids) == 1
         self._splitter = EventSplitter()
+        self.passes_frames = sent is None and outlet.takes_frames
+        """Chunks of the engine can be chunks of the answer, with another id in them."""
+        self._came = self._goes = b""
+        """How they begin, up to the id and with it: from the engine, and to the client."""
         self._is_flowing = False
         """The stream has begun, and what comes next begins an event."""
         self.is_done = False
         """The engine's last event has come, and the answer was ended."""
+
+    def take_frame(self, frame: bytes) -> bool:
+        """Pass on what was read where an HTTP chunk begins, if it is one chunk with one event of
+        the usual form. Nothing is taken out of the frame but its beginning; all else is `feed`'s.
+        """
+        came = self._came
+        if not came or not self._is_flowing:
+            return False
+        frame_bytes = len(frame)
+        size = size_in(frame_bytes)
+        if size >= KNOWN_LINES:
+            return False
+        line = CHUNK_LINES[size]
+        at = len(line) + len(came)
+        if (
+            len(line) + size + 2 != frame_bytes
+            or not frame.startswith(line)
+            or not frame.startswith(came, len(line))
+            or frame.find(b"\n", at) != frame_bytes - 4
+            or not frame.endswith(_FRAME_END)
+            or frame.find(self._uuid, at) >= 0
+        ):
+            return False
+        if self._call is not None:
+            self._call.streamed(1, size)
+        goes = self._goes
+        size += len(goes) - len(came)
+        self._outlet.write_frame(b"".join((CHUNK_LINES[size], goes, frame[at:])), size)
+        return True
 
     def feed(self, data: bytes) -> None:
         """Bytes of the stream, in any cut. Raises CallFailed when another engine should go on."""
@@ -55,7 +90,7 @@ class Relay:
             if end == len(data) - 2 and data.endswith(_LINE_END):
                 # What nearly every piece is: one chunk, of one token.
                 if self._call is not None:
-                    self._call.streamed(1, end)
+                    self._call.streamed(1, end + 2)
                 shown = data if self._sent is None else self._shown(data)
                 if shown is not None:
                     self._outlet.write(self._scrubbed(shown))
@@ -77,10 +112,19 @@ class Relay:
         at, secret = self._id_at, self._secret
         if at > 0 and event.startswith(secret, at):
             event = event[:at] + self._public + event[at + len(secret) :]
-        if event.find(self._uuid) < 0:
+            if event.find(self._uuid) < 0:
+                return event
+        elif event.find(self._uuid) < 0:
             return event
-        self._id_at = event.find(secret)
+        else:
+            self._learn(event)
         return self._attempt.scrubbed(event)
+
+    def _learn(self, event: bytes) -> None:
+        self._id_at = at = event.find(self._secret)
+        is_usual = event.startswith(_CHUNK) and at > 0 and len(self._public) <= len(self._secret)
+        if self.passes_frames and is_usual:
+            self._came, self._goes = event[:at] + self._secret, event[:at] + self._public
 
     def _feed_events(self, data: bytes) -> None:
         """Pieces of events, several at once, and the last one."""

@@ -164,9 +164,14 @@ class Connection(asyncio.Protocol):
             # An engine that speaks unasked is out of step: what it says next would be another's.
             self.abort()
             return
-        if self._is_between_chunks and (payload := whole_chunks(data)) is not None:
-            exchange.on_bytes(payload)
-            return
+        if self._is_between_chunks:
+            take_frame = exchange.take_frame
+            if take_frame is not None and take_frame(data):
+                exchange.has_news = True
+                return
+            if (payload := whole_chunks(data)) is not None:
+                exchange.on_bytes(payload)
+                return
         exchange.has_answered = True
         if not self._has_begun:
             if (answer := whole_answer(data)) is not None:

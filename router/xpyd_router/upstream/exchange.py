@@ -60,6 +60,8 @@ class Exchange:
     """Of the caller, for the head or for the end."""
     _waits_for_end = False
     _consumer: Callable[[bytes], None] | None = None
+    take_frame: Callable[[bytes], bool] | None = None
+    """What `connection` offers each read to between two chunks, before it reads them itself."""
     _size = 0
     _limit_bytes = _WAITING_BYTES
     _head_bytes = 0
@@ -67,7 +69,7 @@ class Exchange:
     _is_paused = False
     _is_closed = False
     _gap_s = math.inf
-    _has_news = False
+    has_news = False
     """A piece came since `is_due` was asked: per token, to set a mark is cheaper than a time."""
     _left_s = math.inf
 
@@ -114,12 +116,18 @@ class Exchange:
         await self._finished()
         return self.answer
 
-    async def relay(self, consumer: Callable[[bytes], None]) -> None:
+    async def relay(
+        self,
+        consumer: Callable[[bytes], None],
+        take_frame: Callable[[bytes], bool] | None = None,
+    ) -> None:
         """Give each piece of the body to `consumer` as it comes; returns at its proper end.
 
-        `consumer` may raise CallFailed, which ends the exchange and is raised here.
+        `consumer` may raise CallFailed, which ends the exchange and is raised here. `take_frame`
+        may have what was read between two chunks, still framed, and says whether it took it.
         """
         self._consumer = consumer
+        self.take_frame = take_frame
         if self._body:
             waiting, self._body = b"".join(self._body), []
             self.on_bytes(waiting)
@@ -133,8 +141,8 @@ class Exchange:
 
     def is_due(self, now_s: float) -> bool:
         """Whether its time is up; asked by the client's sweep, some times a second."""
-        if self._has_news:
-            self._has_news = False
+        if self.has_news:
+            self.has_news = False
             if not self._is_paused:
                 self.due_s = now_s + self._gap_s
         return self.due_s <= now_s
@@ -160,7 +168,7 @@ class Exchange:
             return
         self._is_closed = True
         carrier, self.carrier = self.carrier, None
-        self._body, self._consumer = [], None
+        self._body, self._consumer, self.take_frame = [], None, None
         if carrier is None:
             return
         if self.is_whole:
@@ -175,6 +183,7 @@ class Exchange:
         if self.is_whole or self._failure is not None:
             return
         self._failure = cause
+        self.take_frame = None
         if self._consumer is not None:
             self._consumer = _drop  # another engine may go on already
         self._wake()
@@ -201,7 +210,7 @@ class Exchange:
     def on_bytes(self, data: bytes) -> None:
         """A piece of the body."""
         if self._consumer is not None:
-            self._has_news = True
+            self.has_news = True
             try:
                 self._consumer(data)
             except CallFailed as failure:
