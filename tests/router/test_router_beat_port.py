@@ -52,6 +52,10 @@ class Client:
             while await self.reader.read(65536):
                 pass
 
+    def abort(self) -> None:
+        """End it at once. The writer must outlive that: dropped first, it warns of itself."""
+        self.writer.transport.abort()
+
     @property
     def is_open(self) -> bool:
         return not self.reader.at_eof() and self.reader.exception() is None
@@ -100,7 +104,7 @@ async def port(**limits: Any) -> AsyncGenerator[Port]:
         yield made
     finally:
         for client in made.clients:
-            client.writer.transport.abort()
+            client.abort()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         discovery.close()

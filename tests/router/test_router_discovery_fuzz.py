@@ -63,12 +63,12 @@ def test_attacks_for_minutes_leave_memory_and_the_instance_as_they_were() -> Non
         async with port(handshake_s=2.0, message_s=2.0) as made:
             await fuzz(made, rounds=50, seed=SEED)
             for client in made.clients:
-                client.writer.transport.abort()
+                client.abort()
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             end, seed = time.monotonic() + 120, SEED + 10**6
             while time.monotonic() < end:
                 await fuzz(made, rounds=25, seed=seed)
-                made.clients.pop().writer.transport.abort()
+                made.clients.pop().abort()
                 await until(lambda: not len(made.discovery.beats))
                 seed += 10**6
             grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
