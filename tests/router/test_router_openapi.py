@@ -192,6 +192,28 @@ def test_the_router_checks_what_the_document_says_that_it_checks(endpoint: Any) 
             parse_ask(endpoint, orjson.dumps({"model": "m", name: None}))
 
 
+ANY_VALUES: tuple[Any, ...] = (
+    *(True, 0, 1, -3, 1.5, 1e9, 2**70, "", "x", "x" * 2000),
+    *([], [""], [-1], [1.5], [[]], [{}], ["x"] * 300, [1] * 300, {}, {"x": 1}),
+)
+
+
+@pytest.mark.parametrize("endpoint", BODIES)
+def test_our_engines_check_what_the_document_says_that_engines_check(endpoint: Any) -> None:
+    fields = BODIES[endpoint]["properties"]
+    checked = {name: s for name, s in fields.items() if s["x-checked-by"] == "engine"}
+    parse = parse_completion if endpoint == "completions" else parse_chat
+    body = {"model": "m", "prompt": "x", "messages": [{"role": "user", "content": "x"}]}
+    for name, schema in checked.items():
+        wrong = [value for value in ANY_VALUES if not validator(schema).is_valid(value)]
+        assert len(wrong) > 5
+        for value in wrong:
+            with pytest.raises(ApiError) as error:
+                parse({**body, name: value})
+            assert error.value.status == 400
+            assert (error.value.param or "").startswith(name), (name, value)
+
+
 @pytest.mark.parametrize("name", ["include_usage", "continuous_usage_stats"])
 def test_it_checks_the_options_of_streams(name: str) -> None:
     body = {"model": "m", "stream": True, "stream_options": {name: 1}}

@@ -101,6 +101,8 @@ def test_defaults_are_openais() -> None:
         ("stream_options", {"include_usage": True}),
         ("model", 5),
         ("cache_salt", 5),
+        ("user", 5),
+        ("prompt_cache_key", ["x"]),
         ("suffix", "tail"),
         ("best_of", 3),
         ("response_format", {"type": "json_object"}),

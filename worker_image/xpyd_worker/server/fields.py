@@ -92,14 +92,14 @@ class Fields:
             raise bad(self.name(name), f"expected true or false, got {shown(value)}")
         return value
 
-    def text(self, name: str, max_characters: int) -> str | None:
-        """A string of at most `max_characters`."""
+    def text(self, name: str, max_characters: int | None = None) -> str | None:
+        """A string of at most `max_characters`; None: of any length."""
         value = self.get(name)
         if value is None:
             return None
         if not isinstance(value, str):
             raise bad(self.name(name), f"expected a string, got {shown(value)}")
-        if len(value) > max_characters:
+        if max_characters is not None and len(value) > max_characters:
             raise bad(self.name(name), f"at most {max_characters} characters, got {len(value)}")
         return value
 

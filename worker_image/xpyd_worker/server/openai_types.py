@@ -30,6 +30,8 @@ MAX_LOGPROBS = 20
 # Larger than any context; a number above the context gets its own message.
 MAX_TOKENS = 2**62
 _INT_64 = 2**63
+_LABELS = ("user", "prompt_cache_key")
+"""Whose a request is. Routers read them; only a wrong type matters here."""
 _ROLES = ("system", "developer", "user", "assistant")
 
 Prompt = str | tuple[int, ...]
@@ -125,6 +127,8 @@ def parse_chat(body: Mapping[str, Any]) -> ChatCall:
 def _options(
     fields: Fields, *, max_tokens: int | None, logprobs: int | None, prompts: int
 ) -> Options:
+    for label in _LABELS:
+        fields.text(label)
     stream = fields.boolean("stream")
     include_usage, running_usage = _stream_usage(fields, stream=stream)
     n = fields.integer("n", 1, MAX_N) or 1
