@@ -81,8 +81,9 @@ class Generated:
         self.params = params = body.get("kv_transfer_params") or {}
         self.is_chat = call.path.endswith("chat/completions")
         prompts = body.get("prompt")
-        several = isinstance(prompts, list) and prompts and isinstance(prompts[0], str)
-        self.choices = int(body.get("n") or 1) * (len(prompts) if several else 1)
+        several = isinstance(prompts, list) and prompts and not isinstance(prompts[0], int)
+        self.prompts = len(prompts) if several else 1
+        self.choices = int(body.get("n") or 1) * self.prompts
         is_stream = body.get("stream") or False
         chat = "chat.completion.chunk" if is_stream else "chat.completion"
         self.object = chat if self.is_chat else "text_completion"
@@ -138,9 +139,9 @@ class Generated:
         answer = {**self.document, "choices": pieces, "usage": self.usage}
         if self.params and not self.is_decode:
             answer["kv_transfer_params"] = {
-                "transfer": ["granted"],
+                "transfer": ["granted"] * self.prompts,
                 "decode_incarnation": "d-inc",
-                "prompt_digest": ["ab" * 32],
+                "prompt_digest": ["ab" * 32] * self.prompts,
             }
         return answer
 
