@@ -239,24 +239,17 @@ async def _read_body(receive: Receive, scope: Scope, limit_bytes: int) -> bytes:
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit() and int(value) > limit_bytes:
             raise _too_long()
-    message = await receive()
-    if message["type"] == "http.request" and not message.get("more_body"):
-        body = cast(bytes, message.get("body", b""))
-        if len(body) > limit_bytes:
-            raise _too_long()
-        return body
     parts: list[bytes] = []
     size = 0
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(BODY_DEADLINE_S):
-            while message["type"] == "http.request":
+            while (message := await receive())["type"] == "http.request":
                 parts.append(message.get("body", b""))
                 size += len(parts[-1])
                 if size > limit_bytes:
                     raise _too_long()
                 if not message.get("more_body"):
                     return b"".join(parts)
-                message = await receive()
             raise _ClientLeft
     raise _late()
 
