@@ -48,3 +48,25 @@ def test_a_body_of_which_nothing_comes_is_refused(head: bytes) -> None:
             await until(lambda: fleet_.metric("xpyd_router_in_flight") == 0)
 
     run(work())
+
+
+ANSWERED = {
+    "too long": (b"POST /v1/completions", b"99999999999", b" 413 "),
+    "of no interest": (b"GET /health", b"10", b" 200 "),
+    "for nobody": (b"POST /v1/nothing", b"10", b" 404 "),
+}
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("case", ANSWERED)
+def test_a_body_that_goes_on_behind_its_answer_has_an_end(case: str) -> None:
+    line, length, status = ANSWERED[case]
+
+    async def work() -> None:
+        async with fleet() as fleet_:
+            head = line + b" HTTP/1.1\r\nHost: x\r\nContent-Length: " + length + b"\r\n\r\n"
+            reader = await say(fleet_, head, b"a", b"b")
+            assert status in await reader.readuntil(b"\r\n\r\n")
+            await reader.read()  # to the end: closed
+
+    run(work())

@@ -39,7 +39,6 @@ class DirectRequest:
         "disconnected",
         "endpoint",
         "headers",
-        "is_read",
         "keep_alive",
         "parts",
         "response_complete",
@@ -53,8 +52,6 @@ class DirectRequest:
         self.began_s = began_s
         self.keep_alive = keep_alive
         self.parts: list[bytes] = []
-        self.is_read = False
-        """The whole body is here."""
         self.response_complete = False
         self.disconnected = False
 

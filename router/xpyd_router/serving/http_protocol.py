@@ -56,6 +56,7 @@ class ClientProtocol(HttpToolsProtocol):
     stall_s = STALL_S
     _head_timer: asyncio.TimerHandle | None = None
     _is_in_head = False
+    _is_in_body = False
     _head_bytes = 0
     """Read since the read in which the last head began."""
     _body_timer: asyncio.TimerHandle | None = None
@@ -87,9 +88,8 @@ class ClientProtocol(HttpToolsProtocol):
                 self._refuse(431, f"the request's head is longer than {MAX_HEAD_BYTES} bytes")
             elif self._head_timer is None:
                 self._expect_head()
-        direct = self._direct
-        if direct is not None and not direct.is_read and self._body_timer is None:
-            self._body_timer = self.loop.call_later(self.body_deadline_s, self._body_late)
+        if self._is_in_body and self._body_timer is None:
+            self._expect_body()
 
     def on_message_begin(self) -> None:
         # uvicorn makes its scope here: only those who need it shall pay for it.
@@ -101,6 +101,7 @@ class ClientProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
+        self._is_in_body = True
         if self._head_timer is not None:
             self._forget_head()
         if self._app is not None and self._is_direct(self._app):
@@ -119,13 +120,13 @@ class ClientProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._is_in_body = False
+        if self._body_timer is not None:
+            self._forget_body()
         direct = self._direct
         if direct is None or not self._is_last(direct):
             super().on_message_complete()
         elif not direct.response_complete:
-            direct.is_read = True
-            if self._body_timer is not None:
-                self._forget_body()
             self._serve(direct)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -231,10 +232,17 @@ class ClientProtocol(HttpToolsProtocol):
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
+    def _expect_body(self) -> None:
+        self._body_timer = self.loop.call_later(self.body_deadline_s, self._body_late)
+
     def _body_late(self) -> None:
         self._body_timer = None
         direct = self._direct
-        if direct is not None and self._app is not None:
+        if not self._is_busy:
+            self.transport.close()  # answered before its end, which nobody will read
+        elif direct is None or not self._is_last(direct):
+            self._expect_body()  # whoever reads it has a deadline of its own
+        elif self._app is not None:
             direct.keep_alive = False
             self._app.broke_off(direct, DirectSink(self))
 
@@ -277,6 +285,7 @@ class ClientProtocol(HttpToolsProtocol):
         framing = [header for header in self.headers if header[0] in _FRAMING]
         if not framing:
             return
+        self._is_in_body = True
         self.cycle.more_body, self.cycle.keep_alive = True, False
         self.parser = httptools.HttpRequestParser(_Body(self))
         lines = b"".join([b"%b: %b\r\n" % header for header in framing])
