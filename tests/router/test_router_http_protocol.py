@@ -19,18 +19,20 @@ from xpyd_router.serving.http_protocol import ClientProtocol as RouterProtocol
 from xpyd_worker.server.http_protocol import HeadDeadlineProtocol as WorkerProtocol
 
 PROTOCOLS = [RouterProtocol, WorkerProtocol]
+LONG = b"x" * 32 * 1024
+"""More than fits between `Narrow` and a client, and less than what pauses an answer."""
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": b"ok"})
+    await send({"type": "http.response.body", "body": b"ok" if scope["path"] == "/" else LONG})
 
 
 @contextlib.asynccontextmanager
-async def serving(protocol: type) -> AsyncIterator[tuple[str, int]]:
+async def serving(protocol: type, keep_alive_s: int = 3600) -> AsyncIterator[tuple[str, int]]:
     quick = type("Quick", (protocol,), {"head_deadline_s": 0.2})
     config = uvicorn.Config(app, host="127.0.0.13", port=0, http=quick, lifespan="off")
-    config.timeout_keep_alive = 3600
+    config.timeout_keep_alive = keep_alive_s
     config.log_config = None
     server = uvicorn.Server(config)
     with contextlib.ExitStack() as stack:
@@ -105,5 +107,44 @@ def test_a_connection_that_the_client_reset_after_its_answer_is_forgotten(protoc
             while made[0]() is not None:  # the deadline is _run's
                 await asyncio.sleep(0.05)
                 gc.collect()
+
+    _run(work())
+
+
+class Narrow(RouterProtocol):
+    """Next to nothing of an answer is under way without having been taken."""
+
+    stall_s = 0.2
+    lost: asyncio.Event
+
+    def connection_made(self, transport: Any) -> None:
+        sock = transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.lost.set()
+
+
+@pytest.mark.parametrize("reason", ["Connection: close", "it was idle", "the server ends"])
+def test_a_client_that_takes_nothing_does_not_keep_a_connection_that_closes(reason: str) -> None:
+    async def work() -> None:
+        narrow: Any = type("Noted", (Narrow,), {"lost": asyncio.Event()})
+        ends = reason == "the server ends"
+        keep_alive_s = 0 if reason == "it was idle" else 3600
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            async with serving(narrow, keep_alive_s) as address:
+                loop = asyncio.get_running_loop()
+                await loop.sock_connect(client, address)
+                header = b"Connection: close" if reason == "Connection: close" else b"X-A: b"
+                await loop.sock_sendall(client, b"GET /long HTTP/1.1\r\n" + header + b"\r\n\r\n")
+                begun = await loop.sock_recv(client, 100)
+                assert b" 200 " in begun
+                if not ends:
+                    await narrow.lost.wait()
+            assert narrow.lost.is_set()
 
     _run(work())

@@ -153,9 +153,22 @@ class ClientProtocol(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._forget_taking()
+        if not self.transport.is_closing():
+            self._forget_taking()
         if self._sink is not None:
             self._sink.resume()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch_close()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._watch_close()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._watch_close()
 
     @property
     def common_head(self) -> bytes:
@@ -178,7 +191,7 @@ class ClientProtocol(HttpToolsProtocol):
         assert direct is not None
         direct.response_complete = True
         if not direct.keep_alive:
-            self.transport.close()
+            self._close()
         elif self.pipeline or self.flow.read_paused:
             self.on_response_complete()
         else:
@@ -239,7 +252,7 @@ class ClientProtocol(HttpToolsProtocol):
         self._body_timer = None
         direct = self._direct
         if not self._is_busy:
-            self.transport.close()  # answered before its end, which nobody will read
+            self._close()  # answered before its end, which nobody will read
         elif direct is None or not self._is_last(direct):
             self._expect_body()  # whoever reads it has a deadline of its own
         elif self._app is not None:
@@ -306,14 +319,23 @@ class ClientProtocol(HttpToolsProtocol):
                 f"\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
             )
             self.transport.write(head.encode() + body)
-        self.transport.close()
+        self._close()
 
     def _close_late(self) -> None:
         self._head_timer = None
+        self._close()
+
+    def _close(self) -> None:
         self.transport.close()
+        self._watch_close()
+
+    def _watch_close(self) -> None:
+        """A connection that closes does so when all that was written is taken."""
+        if self.transport.is_closing() and self.transport.get_write_buffer_size():
+            self._expect_taking()
 
     def _expect_taking(self) -> None:
-        """The client's buffer is full: it must take some of it in time, or it counts as gone."""
+        """The client must take some of what was written in time, or it counts as gone."""
         self._forget_taking()
         waiting = self.transport.get_write_buffer_size()
         self._stall_timer = self.loop.call_later(self.stall_s, self._check_taking, waiting)
