@@ -11,7 +11,7 @@ import logging
 
 import pytest
 
-from tests.router.fakes import fleet, hang, pair, run, until
+from tests.router.fakes import fleet, hang, pair, parse_events, run, text_of, until
 
 
 def post(body: bytes, *headers: bytes) -> bytes:
@@ -201,5 +201,24 @@ def test_other_methods(method: str, path: str, status: int, allowed: set[str]) -
                 assert await response.read() == b""
             found = response.headers.get("Allow", "")
             assert set(found.replace(" ", "").split(",")) - {""} == allowed
+
+    run(work())
+
+
+def test_a_stream_for_an_http_1_0_client_has_no_chunks_and_ends_with_its_connection() -> None:
+    body = b'{"model": "m", "prompt": "x", "max_tokens": 3, "stream": true}'
+    old = post(body, b"Connection: keep-alive").replace(b"HTTP/1.1", b"HTTP/1.0")
+
+    async def work() -> None:
+        async with pair() as (fleet_, _, __):
+            reader, writer = await asyncio.open_connection("127.0.0.1", fleet_.router.http_port)
+            writer.write(old)
+            head, _, events = (await reader.read()).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+            assert b"\r\nconnection: close" in head
+            assert b"transfer-encoding" not in head
+            assert text_of(parse_events(events)) == "t0.0 t0.1 t0.2 "
+            assert events.endswith(b"data: [DONE]\n\n")
+            writer.close()
 
     run(work())

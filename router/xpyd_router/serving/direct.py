@@ -42,15 +42,24 @@ class DirectRequest:
         "keep_alive",
         "parts",
         "response_complete",
+        "takes_chunks",
     )
 
     def __init__(
-        self, endpoint: Endpoint, headers: list[Header], began_s: float, *, keep_alive: bool
+        self,
+        endpoint: Endpoint,
+        headers: list[Header],
+        began_s: float,
+        *,
+        keep_alive: bool,
+        takes_chunks: bool,
     ) -> None:
         self.endpoint: Endpoint = endpoint
         self.headers = headers
         self.began_s = began_s
         self.keep_alive = keep_alive
+        self.takes_chunks = takes_chunks
+        """Else the end of the connection is the end of a stream: HTTP/1.0 has no chunks."""
         self.parts: list[bytes] = []
         self.response_complete = False
         self.disconnected = False

@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from xpyd_core.errors import ApiError
 from xpyd_router.requests.bodies import ENDPOINTS, Endpoint
 from xpyd_router.serving.direct import DirectApp, DirectRequest
-from xpyd_router.serving.sinks import DirectSink
+from xpyd_router.serving.sinks import DirectSink, UnframedSink
 
 HEAD_DEADLINE_S = 30.0
 BODY_DEADLINE_S = 60.0
@@ -217,7 +217,8 @@ class ClientProtocol(HttpToolsProtocol):
             return False
         parser = self.parser
         assert parser is not None
-        if parser.get_method() != b"POST" or parser.get_http_version() != "1.1":
+        version = parser.get_http_version()
+        if parser.get_method() != b"POST" or version not in ("1.1", "1.0"):
             return False
         size = b""
         for name, value in self.headers:
@@ -227,8 +228,13 @@ class ClientProtocol(HttpToolsProtocol):
                 return False
         if not size.isdigit() or int(size) > app.max_body_bytes:
             return False
+        takes_chunks = version == "1.1"
         direct = DirectRequest(
-            endpoint, self.headers, app.now_s(), keep_alive=parser.should_keep_alive()
+            endpoint,
+            self.headers,
+            app.now_s(),
+            keep_alive=takes_chunks and parser.should_keep_alive(),
+            takes_chunks=takes_chunks,
         )
         self._direct = direct
         # uvicorn calls only what DirectRequest has, too.
@@ -237,7 +243,7 @@ class ClientProtocol(HttpToolsProtocol):
 
     def _serve(self, direct: DirectRequest) -> None:
         assert self._app is not None
-        sink = DirectSink(self)
+        sink = DirectSink(self) if direct.takes_chunks else UnframedSink(self)
         sink.is_paused = self.flow.write_paused
         task = self.loop.create_task(self._app.serve_direct(direct, sink))
         sink.on_lost = task.cancel

@@ -1,8 +1,8 @@
 """The inference routes: before Quart, so that a request costs little more than its bytes.
 
 Under our uvicorn protocol a usual request comes by `serve_direct`, and its answer goes straight to
-the client's transport. Under another server, or for an unusual one (HTTP/1.0, a body of unknown
-length, pipelining), it comes and goes as raw ASGI. Both meet in `_answer`.
+the client's transport. Under another server, or for an unusual one (a body of unknown length,
+pipelining), it comes and goes as raw ASGI. Both meet in `_answer`.
 """
 
 from __future__ import annotations

@@ -166,8 +166,27 @@ class DirectSink:
         return b"".join(lines)
 
 
+class UnframedSink(DirectSink):
+    """For HTTP/1.0 clients, whose connection closes behind each answer: that ends a stream."""
+
+    def start(self, status: int, headers: Sequence[Header]) -> None:
+        """See Sink."""
+        if not self.is_lost:
+            self._write(self._head(status, headers) + b"\r\n")
+
+    def write(self, data: bytes) -> None:
+        """See Sink."""
+        if not self.is_lost:
+            self._write(data)
+
+    def end(self) -> None:
+        """See Sink."""
+        if not self.is_lost:
+            self._connection.answered()
+
+
 class AsgiSink:
-    """Writes through ASGI's send, for servers other than ours and for HTTP/1.0 clients.
+    """Writes through ASGI's send, for servers other than ours and for unusual requests.
 
     `run` sends what was written, until the end; its caller awaits it. A client that takes nothing
     for `stall_s` counts as gone: it holds a place on an engine.
