@@ -24,6 +24,12 @@ _EPILOG = """examples:
   xpyd router --host 10.0.1.1 --kv-insecure      a fleet without a secret, or engines of vLLM
   curl http://127.0.0.1:10001/instances          what it knows of the engines"""
 
+_DAY_S = 86400
+"""The longest wait, of any kind: timers do not take any number."""
+_DAY = f"at most {_DAY_S}"
+_MOST = 2**40
+"""Of what is in flight: processes share such counts as 64 bits."""
+
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     default = RouterConfig()
@@ -259,12 +265,12 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         request_timeout_s=args.request_timeout,
         prefill_timeout_s=args.prefill_timeout,
         max_tries=args.max_tries,
-        max_body_bytes=parse_bytes(args.max_body_bytes),
+        max_body_bytes=_size("--max-body-bytes", args.max_body_bytes),
         limits=Limits(
             requests=args.max_concurrent_requests,
             tokens=args.max_concurrent_tokens,
             queue_entries=args.queue_size,
-            queue_bytes=parse_bytes(args.queue_bytes),
+            queue_bytes=_size("--queue-bytes", args.queue_bytes),
             queue_timeout_s=args.queue_timeout_seconds,
         ),
         pair_wait_s=args.queue_timeout_seconds,
@@ -286,15 +292,17 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         "--local-prefill-tokens: expected 0 or more": config.local_prefill_tokens >= 0,
         f"--slo-ttft-ms: expected 1 to {MAX_SLO_MS}": _is_slo(config.slo.ttft_s),
         f"--slo-itl-ms: expected 1 to {MAX_SLO_MS}": _is_slo(config.slo.itl_s),
-        "--request-timeout: expected more than 0": config.request_timeout_s > 0,
-        "--prefill-timeout: expected more than 0": config.prefill_timeout_s > 0,
+        f"--request-timeout: expected more than 0, {_DAY}": _is_wait(config.request_timeout_s),
+        f"--prefill-timeout: expected more than 0, {_DAY}": _is_wait(config.prefill_timeout_s),
         "--max-tries: expected 1 to 100": 1 <= config.max_tries <= 100,
         "--max-body-bytes: expected at least 1Ki": config.max_body_bytes >= 1024,
-        "--max-concurrent-requests: expected 1 or more": _is_limit(config.limits.requests),
-        "--max-concurrent-tokens: expected 1 or more": _is_limit(config.limits.tokens),
+        f"--max-concurrent-requests: expected 1 to {_MOST}": _is_limit(config.limits.requests),
+        f"--max-concurrent-tokens: expected 1 to {_MOST}": _is_limit(config.limits.tokens),
         "--queue-size: expected 0 to 1000000": 0 <= config.limits.queue_entries <= 1_000_000,
-        "--queue-timeout-seconds: expected 0 or more": config.limits.queue_timeout_s >= 0,
-        "--drain-seconds: expected 0 or more": config.drain_s >= 0,
+        f"--queue-timeout-seconds: expected 0 or more, {_DAY}": (
+            0 <= config.limits.queue_timeout_s <= _DAY_S
+        ),
+        f"--drain-seconds: expected 0 or more, {_DAY}": 0 <= config.drain_s <= _DAY_S,
     }
     for complaint, holds in checks.items():
         if not holds:
@@ -311,8 +319,19 @@ def _is_slo(value_s: float | None) -> bool:
     return value_s is None or 1 <= value_s * 1000 <= MAX_SLO_MS
 
 
+def _is_wait(value_s: float) -> bool:
+    return 0 < value_s <= _DAY_S
+
+
 def _is_limit(value: int | None) -> bool:
-    return value is None or value >= 1
+    return value is None or 1 <= value <= _MOST
+
+
+def _size(flag: str, text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except UserError as error:
+        raise UserError(f"{flag}: {error}") from error
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -54,18 +54,24 @@ def test_the_environment_gives_defaults_and_flags_win(monkeypatch: pytest.Monkey
         ("--missed-beats", "0"),
         ("--heartbeat-interval-ms", "0"),
         ("--request-timeout", "0"),
+        ("--request-timeout", "inf"),
+        ("--prefill-timeout", "nan"),
+        ("--prefill-timeout", "86401"),
         ("--drain-seconds", "-1"),
+        ("--drain-seconds", "inf"),
         ("--max-body-bytes", "lots"),
         ("--max-concurrent-requests", "0"),
         ("--max-concurrent-tokens", "0"),
+        ("--max-concurrent-tokens", "1099511627777"),
         ("--queue-size", "-1"),
         ("--queue-size", "1000001"),
         ("--queue-bytes", "lots"),
         ("--queue-timeout-seconds", "-1"),
+        ("--queue-timeout-seconds", "inf"),
     ],
 )
 def test_a_wrong_flag_is_named(argv: tuple[str, str]) -> None:
-    with pytest.raises(UserError, match=r"^(--[-a-z]+:|'lots')"):
+    with pytest.raises(UserError, match=f"^{argv[0]}: "):
         read_config(flags("--kv-insecure", *argv))
 
 
