@@ -11,8 +11,9 @@ import pytest
 import zmq
 from aiohttp import web
 
-from tests.router.fakes import FakeEngine, Fleet, fleet, run
-from xpyd_core.request_id import is_dialable, parse_pair_id
+from tests.router.fakes import FakeEngine, Fleet, fleet, run, until
+from xpyd_core.request_id import Address, is_dialable, parse_pair_id
+from xpyd_router.source import source_for
 
 
 @contextlib.asynccontextmanager
@@ -68,6 +69,37 @@ def test_a_fleet_on_ipv6_or_by_names_serves_and_its_ids_can_be_dialled(host: str
             )
 
     run(work())
+
+
+def test_a_router_on_a_loopback_address_of_its_own_calls_engines_elsewhere() -> None:
+    async def work() -> None:
+        async with fleet(host="127.0.3.1", discovery_host="127.0.0.1") as fleet_:
+            engine = await moved_to(fleet_, "A", "::1")
+            url = f"http://127.0.3.1:{fleet_.router.http_port}/v1/completions"
+            body = {"model": "m", "prompt": "x", "max_tokens": 3}
+            async with fleet_.http.post(url, json=body) as response:
+                assert response.status == 200, await response.text()
+            await until(lambda: fleet_.metric("xpyd_router_probes_total", result="ok") > 0)
+            assert engine.served == 1
+            assert not fleet_.metric("xpyd_router_probes_total", result="connect")
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("to", "local", "source"),
+    [
+        ("127.1.2.3", "127.0.3.1", ("127.0.3.1", 0)),
+        ("127.1.2.3", None, None),
+        ("10.0.0.1", "127.0.3.1", None),
+        ("::1", "127.0.3.1", None),
+        ("localhost", "127.0.3.1", None),
+    ],
+)
+def test_who_is_called_from_the_routers_own_loopback_address(
+    to: str, local: str | None, source: tuple[str, int] | None
+) -> None:
+    assert source_for(Address(to, 20001), local) == source
 
 
 def test_a_name_that_nobody_resolves_fails_its_calls_and_shows_in_no_answer() -> None:

@@ -13,6 +13,7 @@ from typing import cast
 
 from xpyd_core.request_id import Address
 from xpyd_router.fleet.health import ProbeResult
+from xpyd_router.source import source_for
 
 _STATUS_LINE = re.compile(rb"HTTP/1\.[01] ([1-5][0-9]{2})")
 _STATUS_LINE_BYTES = 12
@@ -49,7 +50,7 @@ class _StatusReader(asyncio.Protocol):
 
 
 async def probe_http(to: Address, timeout_s: float, local_host: str | None = None) -> ProbeResult:
-    """Probe `to`, within `timeout_s`; `local_host` is the source address, where given."""
+    """Probe `to`, within `timeout_s`; `local_host` as of source_for."""
     loop = asyncio.get_running_loop()
     request = f"GET /health HTTP/1.1\r\nHost: {to}\r\nConnection: close\r\n\r\n".encode("ascii")
     done: asyncio.Future[ProbeResult] = loop.create_future()
@@ -59,7 +60,7 @@ async def probe_http(to: Address, timeout_s: float, local_host: str | None = Non
             transport, _ = await loop.create_connection(
                 lambda: _StatusReader(request, done),
                 *(to.host, to.port),
-                local_addr=(local_host, 0) if local_host else None,
+                local_addr=source_for(to, local_host),
             )
             return await done
     except TimeoutError:

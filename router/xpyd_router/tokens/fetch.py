@@ -5,23 +5,24 @@ from __future__ import annotations
 import aiohttp
 
 from xpyd_core.request_id import Address
+from xpyd_router.source import source_for
 from xpyd_router.tokens.keeper import FetchFailed
 
 _PIECE_BYTES = 256 * 1024
 
 
 class AiohttpFetch:
-    """GETs, each on a connection of its own: there are few. `local_host` is their source."""
+    """GETs, each on a connection of its own: there are few. `local_host` as of source_for."""
 
     def __init__(self, local_host: str | None = None) -> None:
-        self._local = (local_host, 0) if local_host else None
+        self._local_host = local_host
 
     async def __call__(self, to: Address, path: str, *, max_bytes: int) -> bytes:
         """See keeper.Fetch."""
         parts: list[bytes] = []
         size_bytes = 0
         try:
-            connector = aiohttp.TCPConnector(local_addr=self._local)
+            connector = aiohttp.TCPConnector(local_addr=source_for(to, self._local_host))
             async with (
                 aiohttp.ClientSession(connector=connector) as http,
                 http.get(f"http://{to}{path}", allow_redirects=False) as response,

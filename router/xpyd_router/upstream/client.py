@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from xpyd_core.request_id import Address
 from xpyd_router.errors import CallFailed
 from xpyd_router.fleet.registry import InstanceKey
+from xpyd_router.source import source_for
 from xpyd_router.upstream.connection import Connection
 from xpyd_router.upstream.exchange import Exchange
 
@@ -30,12 +31,11 @@ _STALE_S = 0.1
 class UpstreamClient:
     """See the module. Used in one event loop; closed by its owner.
 
-    `local_host`, where given, is the source address of every connection (local fleets give each pod
-    its own loopback address).
+    `local_host` is the router's own loopback address, where it has one (see source_for).
     """
 
     def __init__(self, local_host: str | None = None) -> None:
-        self._local = (local_host, 0) if local_host else None
+        self._local_host = local_host
         self._loop = asyncio.get_running_loop()
         self._idle: dict[Address, list[Connection]] = {}
         self._connections: set[Connection] = set()
@@ -172,7 +172,7 @@ class UpstreamClient:
         try:
             async with asyncio.timeout(min(CONNECT_TIMEOUT_S, timeout_s)):
                 transport, connection = await self._loop.create_connection(
-                    make, to.host, to.port, local_addr=self._local
+                    make, to.host, to.port, local_addr=source_for(to, self._local_host)
                 )
         except (OSError, TimeoutError) as error:
             raise CallFailed("connect") from error
