@@ -205,6 +205,7 @@ def test_a_line_has_all_phases_tokens_and_the_clients_ids(
             await idle(fleet_)
             streamed, at_once = map(orjson.loads, lines_of(capfd, fleet_))
             for line, response in ((streamed, events[0]["id"]), (at_once, whole["id"])):
+                assert (line["path"], line["status"]) == ("/v1/completions", 200)
                 assert line["trace"] == TRACE
                 assert line["client_id"] == "mine"
                 assert line["response"] == response
@@ -215,6 +216,25 @@ def test_a_line_has_all_phases_tokens_and_the_clients_ids(
                 assert min(parts[1:]) > 0
             assert 0 < streamed["first_byte_seconds"] <= streamed["seconds"]
             assert "first_byte_seconds" not in at_once
+
+    run(work())
+
+
+def test_tokens_of_a_stream_that_passes_as_it_is_are_those_of_its_last_chunk(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.INFO, "xpyd_router")
+
+    async def work() -> None:
+        async with fleet(logs_json=True) as fleet_:
+            await fleet_.engine("P", is_ours=False)
+            await fleet_.engine("D", is_ours=False)
+            await fleet_.events(stream_options={"include_usage": True})
+            await fleet_.events()
+            await idle(fleet_)
+            told, untold = map(orjson.loads, lines_of(capfd, fleet_))
+            assert (told["prompt_tokens"], told["output_tokens"]) == (5, 4)
+            assert "output_tokens" not in untold
 
     run(work())
 

@@ -17,12 +17,15 @@ from xpyd_router.requests.attempt import Attempt
 from xpyd_router.requests.course import Course, Sent, begin_alone
 from xpyd_router.requests.outlet import Outlet
 from xpyd_router.requests.sse import DONE, EventSplitter
+from xpyd_router.requests.usage import tokens_in
 
 _CHUNK = b'data: {"id"'
 _LINE_END = b"}\n\n"
 _FRAME_END = _LINE_END + b"\r\n"
 _IDS = b',"token_ids":['
 _ERROR = b'data: {"error"'
+_NO_CHOICES = b'"choices":[]'
+"""The chunk that counts a stream's tokens."""
 
 
 class Relay:
@@ -169,10 +172,13 @@ class Relay:
             if sent is not None and self._course.sent is None:
                 self._outlet.write(begin_alone(self._course, sent, event))
         if sent is None:
+            if event.find(_NO_CHOICES) >= 0:
+                trace = self._course.trace
+                trace.prompt_tokens, trace.output_tokens = tokens_in(event)
             return event
         start = event.find(_IDS)
         if start < 0:
-            is_usage = event.find(b'"choices":[]') >= 0
+            is_usage = event.find(_NO_CHOICES) >= 0
             return None if is_usage and sent.repeats_usage() else event
         # Inside a JSON string the quotes would be escaped: this is a key.
         end = event.find(b"]", start)

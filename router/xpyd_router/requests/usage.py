@@ -1,4 +1,4 @@
-"""The token counts in a whole answer, without reading all of it as JSON. Pure."""
+"""Token counts of a whole answer, or of a stream's last chunk: not all is read as JSON. Pure."""
 
 from __future__ import annotations
 

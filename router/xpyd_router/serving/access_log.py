@@ -103,10 +103,12 @@ class AccessLog:
         """The line of a request that ended; `now_s` on the trace's clock."""
         if not self._is_enabled:
             return
-        message = f"POST /v1/{trace.endpoint} {status}"
+        path = f"/v1/{trace.endpoint}"
+        message = f"POST {path} {status}"
         time = self._time()
         if self._is_json:
             entry = {"time": time, "level": "info", "logger": LOGGER, "message": message}
+            entry |= {"path": path, "status": status}
             fields = trace.extra(now_s)
             line = orjson.dumps({**entry, **fields}, option=orjson.OPT_APPEND_NEWLINE)
         else:
