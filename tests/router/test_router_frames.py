@@ -62,13 +62,17 @@ class Stream:
         sink = DirectSink(self.client)  # type: ignore[arg-type]
         if not takes_frames:
             sink.write_frame = None
-        self.outlet = Outlet(sink, [], Trace("completions", 0.0), lambda: 1.0)
+        self.trace = Trace("completions", 0.0)
+        self.outlet = Outlet(sink, [], self.trace, lambda: 1.0)
         attempt: Any = SimpleNamespace(
             running=self.seen, secret=SECRET, uuid_bytes=UUID, public_bytes=PUBLIC
         )
         attempt.scrubbed = lambda data: scrub(data, (SECRET, UUID), PUBLIC)
         course: Any = SimpleNamespace(
-            ask=SimpleNamespace(wants_token_ids=False), has_decode_begun=False, sent=None
+            ask=SimpleNamespace(wants_token_ids=False),
+            has_decode_begun=False,
+            sent=None,
+            trace=self.trace,
         )
         self.relay = Relay(course, attempt, self.outlet, sent=None)
         self.taken = 0
@@ -131,6 +135,15 @@ def test_events_of_all_sizes_pass_with_the_clients_id() -> None:
     assert stream.seen.chunks == len(events) - 1
     assert stream.seen.size_bytes == sum(map(len, events))
     assert stream.outlet.sent_bytes == len(body_of(answer))
+
+
+def test_the_chunk_with_the_usage_is_read() -> None:
+    usage = b'data: {"id":"cmpl-' + SECRET + b'","choices":[],"usage":{"prompt_tokens":5,'
+    usage += b'"completion_tokens":7}}\n\n'
+    stream, answer = run([*map(chunk, [event(200), event(200), usage, DONE]), b"0\r\n\r\n"])
+    assert stream.taken == 1
+    assert (stream.trace.prompt_tokens, stream.trace.output_tokens) == (5, 7)
+    assert usage.replace(SECRET, PUBLIC) in body_of(answer)
 
 
 def test_a_sink_without_frames_gets_the_same() -> None:

@@ -22,6 +22,8 @@ from xpyd_router.requests.usage import tokens_in
 _CHUNK = b'data: {"id"'
 _LINE_END = b"}\n\n"
 _FRAME_END = _LINE_END + b"\r\n"
+_BRACE = ord("}")
+"""Before the last one in a chunk with the stream's usage."""
 _IDS = b',"token_ids":['
 _ERROR = b'data: {"error"'
 _NO_CHOICES = b'"choices":[]'
@@ -76,6 +78,7 @@ class Relay:
             or not frame.startswith(came, len(line))
             or frame.find(b"\n", at) != frame_bytes - 4
             or not frame.endswith(_FRAME_END)
+            or frame[-6] == _BRACE
             or frame.find(self._uuid, at) >= 0
         ):
             return False
@@ -94,7 +97,8 @@ class Relay:
                 # What nearly every piece is: one chunk, of one token.
                 if self._call is not None:
                     self._call.streamed(1, end + 2)
-                shown = data if self._sent is None else self._shown(data)
+                is_plain = self._sent is None and data[-4] != _BRACE
+                shown = data if is_plain else self._shown(data)
                 if shown is not None:
                     self._outlet.write(self._scrubbed(shown))
                 return
