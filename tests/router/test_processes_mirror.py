@@ -157,7 +157,9 @@ class History:
             self.incarnations[number] += 1
         state = self.draw.choices(("Ready", "Draining", "Gone"), (20, 1, 1))[0]
         of = self.incarnations[number]
-        self.world.owner.apply(beat(number, of, sent_us=self.sent_us, state=state, running=number))
+        signed_age_s = self.draw.choice((0.0, 1.0, None))
+        said = beat(number, of, sent_us=self.sent_us, state=state, running=number)
+        self.world.owner.apply(said, signed_age_s)
 
     def fail(self) -> None:
         worker = self.draw.choice(self.world.workers)

@@ -64,7 +64,7 @@ class OwnerView(FleetView):
         """All that a new worker has to know."""
         events: list[ToWorker] = []
         for instance in self.instances:
-            events.append(self._beat(instance.beat, instance))
+            events.append(self._beat(instance.beat, is_signed=instance.is_signed))
             if instance.is_cordoned:
                 events.append(Cordoned(instance.key, True))
         events += self._stood.values()
@@ -77,7 +77,7 @@ class OwnerView(FleetView):
         """See FleetView."""
         outcome = super().apply(beat, signed_age_s)
         if outcome in _TAKEN:
-            self._publish(self._beat(beat, self._registry.get(key_of(beat))))
+            self._publish(self._beat(beat, is_signed=signed_age_s is not None))
         self._flush()
         return outcome
 
@@ -150,11 +150,11 @@ class OwnerView(FleetView):
         self._health.poison.acquit(suspect)
         self._publish(Acquitted(suspect))
 
-    def _beat(self, beat: Heartbeat, instance: Instance | None) -> Beat:
+    def _beat(self, beat: Heartbeat, *, is_signed: bool) -> Beat:
+        instance = self._registry.get(key_of(beat))
         if instance is None:  # a goodbye
-            return Beat(beat, self.now_s, False, -1)
-        slot = self._slots.of(instance.key)
-        return Beat(beat, instance.last_beat_s, instance.is_signed, slot)
+            return Beat(beat, self.now_s, is_signed, -1)
+        return Beat(beat, instance.last_beat_s, is_signed, self._slots.of(instance.key))
 
     def _settle(self, key: InstanceKey) -> None:
         super()._settle(key)
