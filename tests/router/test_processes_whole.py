@@ -310,3 +310,42 @@ def test_workers_whose_owner_is_killed_finish_what_runs_and_end() -> None:
 def is_refused(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_a_worker_that_starts_while_the_router_drains_does_not_hold_it_up() -> None:
+    async def work() -> None:
+        async with several(2) as made:
+            gate = Gate()
+            _, d, clients = await with_pair(made)
+            d.script = gate
+            running = await begin(clients[1])
+            await until(lambda: d.served == 1)
+            pid = made.workers[0].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            # Its successor was told to drain before it read the first word.
+            await until(lambda: made.workers[0].pid not in (pid, None))
+            made.owner.stop()
+            await until(lambda: made.workers[0].pid is None)
+            gate.open.set()
+            assert await running == 200
+            await made.owner.run()
+
+    run(work())
+
+
+def test_a_worker_that_is_stuck_while_the_router_drains_is_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("xpyd_router.processes.staff.MAX_MISSES", 2)
+
+    async def work() -> None:
+        async with several(2) as made:
+            pid = made.workers[1].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGSTOP)
+            made.owner.stop()
+            await made.owner.run()
+            assert all(worker.pid is None for worker in made.workers)
+
+    run(work())

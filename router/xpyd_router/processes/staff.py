@@ -32,6 +32,7 @@ from xpyd_router.processes.events import (
 logger = logging.getLogger(__name__)
 
 _START_S = 60.0
+"""For a worker from its start until it listens."""
 _PING_S = 1.0
 MAX_MISSES = 15
 """Pings without an answer, a second apart, after which a worker is stuck. It answers between two
@@ -101,13 +102,14 @@ class Staff:
         self._ready = asyncio.Event()
         self._ending = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._watching: asyncio.Task[None] | None = None
         self._deaths = 0
         metrics.workers.set_function(lambda: sum(worker.is_ready for worker in self.workers))
 
     async def open(self) -> None:
         """Start all; returns when all listen. UserError where one cannot."""
         self._tasks = [asyncio.create_task(self._keep(worker)) for worker in self.workers]
-        self._tasks.append(asyncio.create_task(self._watch()))
+        self._watching = asyncio.create_task(self._watch())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_START_S):
                 await self._ready.wait()
@@ -121,6 +123,9 @@ class Staff:
             worker.kill()
         if self._tasks:
             await asyncio.wait(self._tasks)
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
 
     def tell(self, event: ToWorker) -> None:
         """Tell everyone."""
@@ -219,18 +224,16 @@ class Staff:
                 self._take(worker, event)
 
     async def _watch(self) -> None:
-        """Ping everyone; kill who is stuck."""
-        while not self._ending.is_set():
+        """Ping everyone; kill who is stuck, also while it starts or drains."""
+        while True:
             for worker in self.workers:
-                if worker.is_ready:
-                    worker.misses += 1
-                    if worker.misses > MAX_MISSES:
-                        logger.error("worker %d is stuck: killed", worker.number + 1)
-                        worker.kill()
+                worker.misses += 1
+                may_miss = MAX_MISSES if worker.is_ready else _START_S / _PING_S
+                if worker.process is not None and worker.misses > may_miss:
+                    logger.error("worker %d is stuck: killed", worker.number + 1)
+                    worker.kill()
             self.tell(Ping())
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_PING_S):
-                    await self._ending.wait()
+            await asyncio.sleep(_PING_S)
 
     def _kill_all(self) -> None:
         for worker in self.workers:

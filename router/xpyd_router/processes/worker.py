@@ -65,6 +65,7 @@ class Worker:
         self._take: Callable[[ToWorker], None] | None = None
         self._serving: Serving | None = None
         self._is_orphan = False
+        self._is_draining = False
         self._is_over = False
         self._send: Callable[[ToOwner], None] = lambda _: None
 
@@ -156,6 +157,7 @@ class Worker:
                 case Present():
                     present.set()
                 case Drain():
+                    self._is_draining = True
                     if self._serving is not None:
                         self._serving.stop()
                 case _:
@@ -167,11 +169,11 @@ class Worker:
         self._take = take
         async with asyncio.timeout(_WELCOME_S):
             await present.wait()
+        if self._is_orphan or self._is_draining:
+            return
         listeners = join(config.host, config.port, BACKLOG)
         async with open_serving(parts, listeners) as serving:
             self._serving = serving
-            if self._is_orphan:
-                return
             self._send(Ready())
             await serving.run()
 
