@@ -55,9 +55,11 @@ async def chaos(
     script: Iterator[Fault],
     faults_wanted: int,
     seed: int,
+    processes: int,
 ) -> tuple[Outcome, str]:
     """The outcome, and what to show of it."""
-    async with world(folder, prefill=size, decode=size, seed=seed) as world_:
+    flags = ("--processes", str(processes))
+    async with world(folder, prefill=size, decode=size, seed=seed, flags=flags) as world_:
         before = world_.router.open_files()
         exposure, timeline = Exposure(), Timeline()
         director = Director(world_, script, exposure, timeline)
@@ -89,7 +91,14 @@ async def chaos(
 
 
 def judge(
-    folder: Path, *, requests: int, faults_wanted: int, seed: int, limit_s: float, size: int = 4
+    folder: Path,
+    *,
+    requests: int,
+    faults_wanted: int,
+    seed: int,
+    limit_s: float,
+    size: int = 4,
+    processes: int = 1,
 ) -> None:
     seed = int(os.environ.get("XPYD_CHAOS_SEED", seed))
 
@@ -102,6 +111,7 @@ def judge(
                 script=faults(seed),
                 faults_wanted=faults_wanted,
                 seed=seed,
+                processes=processes,
             )
         assert not outcome.failures, shown
         assert outcome.answered >= requests
@@ -112,8 +122,13 @@ def judge(
 
 
 @pytest.mark.slow
-def test_a_thousand_requests_among_failing_engines_are_all_answered_right(tmp_path: Path) -> None:
-    judge(tmp_path, requests=1000, faults_wanted=12, seed=1, limit_s=400)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_thousand_requests_among_failing_engines_are_all_answered_right(
+    tmp_path: Path, processes: int
+) -> None:
+    judge(
+        tmp_path, requests=1000, faults_wanted=12, seed=1, limit_s=400, processes=processes
+    )
 
 
 @pytest.mark.soak

@@ -20,7 +20,7 @@ from xpyd_router.policy.base import Want
 from xpyd_router.processes import events
 from xpyd_router.processes.events import Beat, Failed, Splitter, Stood, frame, to_owner, to_worker
 from xpyd_router.processes.lines import MOST_BYTES, pieces
-from xpyd_router.processes.merge import Families, merge, parse, retire
+from xpyd_router.processes.merge import merge, parse, retire
 from xpyd_router.processes.rows import SLOTS, Rows, Slots, cell_of, size_bytes, total
 from xpyd_router.processes.shared_loads import FreshPolicy, SharedLoadTable
 
@@ -234,13 +234,21 @@ def test_shares_are_summed_and_what_all_know_is_taken_once() -> None:
 
 
 def test_counters_do_not_fall_when_a_process_ends_but_gauges_do() -> None:
-    past: Families = {}
-    retire(past, parse(text(3, 2, 1)))
-    retire(past, parse(text(10, 0, 9)))
+    past = retire(retire({}, parse(text(3, 2, 1))), parse(text(10, 0, 9)))
     found = samples(merge(parse(text(0, 0, 0)), [parse(text(4, 5, 2))], past))
     assert (found["x_requests_total"], found["x_seconds_count"], found["x_waiting"]) == (17, 7, 2)
     again = samples(merge(parse(text(0, 0, 0)), [parse(text(4, 5, 2))], past))
     assert again == found, "a scrape adds nothing to the past"
+
+
+def test_a_process_that_ends_changes_nothing_under_a_merge_in_another_thread() -> None:
+    past = retire({}, parse(text(3, 2, 1)))
+    before = merge({}, [], past)
+    ended = text(10, 0, 9).replace(b'"200"', b'"500"')
+    both = retire(past, parse(ended))
+    assert merge({}, [], past) == before
+    found = parse(merge({}, [], both))["x_requests_total"].samples
+    assert sorted(found.values()) == [3, 10]
 
 
 # --- lines

@@ -58,12 +58,18 @@ def merge(owners: Families, workers: Iterable[Families], past: Families | None =
     return _text(whole)
 
 
-def retire(past: Families, ended: Families) -> None:
-    """A process ended that had counted `ended`."""
-    if sum(len(family.samples) for family in past.values()) > MAX_PAST_SERIES:
-        past.clear()
-    lasting = {n: f for n, f in ended.items() if f.kind in _LASTING and n not in OWNERS_ALONE}
-    _add(past, lasting)
+def retire(past: Families, ended: Families) -> Families:
+    """`past` with that of a process that ended and had counted `ended`; what was given stays as it
+    is, since another thread may be merging it.
+    """
+    kept: Families = {}
+    if sum(len(family.samples) for family in past.values()) <= MAX_PAST_SERIES:
+        _add(kept, past)
+    _add(
+        kept,
+        {n: f for n, f in ended.items() if f.kind in _LASTING and n not in OWNERS_ALONE},
+    )
+    return kept
 
 
 def _add(whole: Families, part: Families) -> None:

@@ -37,7 +37,7 @@ class Texts:
         """Its process ended: what it counted, as far as anybody has seen it, remains."""
         last = self._last.pop(worker, None)
         if last is not None:
-            retire(self._past, last)
+            self._past = retire(self._past, last)
 
     async def gather(self, workers: list[Worker]) -> bytes:
         """The whole router's metrics."""
