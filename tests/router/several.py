@@ -206,15 +206,20 @@ class _Ports:
     http_port: int
 
 
+_MAIN = "import sys; from xpyd_core.cli import main; sys.exit(main())"
+
+
 @contextlib.asynccontextmanager
 async def routed(
-    *argv: str,
+    *argv: str, prelude: str = ""
 ) -> AsyncGenerator[tuple[asyncio.subprocess.Process, Elsewhere]]:
-    """A real `xpyd router` of two workers as a process, with no engines yet."""
+    """A real `xpyd router` of two workers as a process, with no engines yet; `prelude` is Python
+    that it runs first.
+    """
     ports = free_port(), free_port()
     async with contextlib.AsyncExitStack() as stack:
         child = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", "import sys; from xpyd_core.cli import main; sys.exit(main())"),
+            *(sys.executable, "-c", f"{prelude}\n{_MAIN}"),
             *("router", "--kv-insecure", "--processes", "2", "--drain-seconds", "0"),
             *("--port", str(ports[0]), "--discovery-port", str(ports[1]), *argv),
             stderr=asyncio.subprocess.PIPE,

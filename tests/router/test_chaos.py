@@ -19,6 +19,7 @@ from tests.router.chaos.load import Load, Outcome
 from tests.router.chaos.report import report
 from tests.router.chaos.script import Exposure, Fault, Timeline, faults
 from tests.router.chaos.world import World, world
+from tests.router.several import children
 
 CLIENTS = 24
 # Idle connections that a router may keep to each mock, and to clients that come again.
@@ -34,6 +35,12 @@ async def at_rest(world_: World) -> None:
         return in_flight == 0 and not any(state["open_calls"] for state in states)
 
     await world_.until("every call of an engine ends", is_idle)
+
+
+def open_files(world_: World) -> int:
+    """Of all the router's processes."""
+    pid = world_.router.popen.pid
+    return sum(len(os.listdir(f"/proc/{one}/fd")) for one in (pid, *children(pid)))
 
 
 def hits_of(calls: str) -> int:
@@ -60,7 +67,7 @@ async def chaos(
     """The outcome, and what to show of it."""
     flags = ("--processes", str(processes))
     async with world(folder, prefill=size, decode=size, seed=seed, flags=flags) as world_:
-        before = world_.router.open_files()
+        before = open_files(world_)
         exposure, timeline = Exposure(), Timeline()
         director = Director(world_, script, exposure, timeline)
         playing = asyncio.create_task(director.play(faults_wanted))
@@ -75,7 +82,8 @@ async def chaos(
         await playing
         await at_rest(world_)
         assert world_.router.popen.poll() is None
-        assert world_.router.open_files() <= before + _POOLED_FILES
+        assert (await world_.metrics()).get("xpyd_router_worker_deaths_total", 0) == 0
+        assert open_files(world_) <= before + processes * _POOLED_FILES
         log, calls = world_.router.log, world_.calls_path.read_text()
         outcome.hits = hits_of(calls)
         assert not (words := mocks_words(folder)), f"a mock engine complains: {words}"
@@ -126,9 +134,7 @@ def judge(
 def test_a_thousand_requests_among_failing_engines_are_all_answered_right(
     tmp_path: Path, processes: int
 ) -> None:
-    judge(
-        tmp_path, requests=1000, faults_wanted=12, seed=1, limit_s=400, processes=processes
-    )
+    judge(tmp_path, requests=1000, faults_wanted=12, seed=1, limit_s=400, processes=processes)
 
 
 @pytest.mark.soak

@@ -53,6 +53,8 @@ async def poison(world_: World, prompt: str, role: str, *, stream: bool, status:
     assert (got, error["code"]) == (status, "poisoned_request")
     assert "refused" in error["message"]
     assert not any(mock.host in json.dumps(error) for mock in world_.mocks.values())
+    # Whoever has said how often that was has heard of it: all processes of the router, too.
+    assert (await world_.metrics())["xpyd_router_poisoned_requests_total"] == 1
     for _ in range(5):
         got, error = await ask_poisoned(world_, prompt, stream=stream)
         assert (got, error["code"]) == (422, "poisoned_request")
@@ -109,6 +111,19 @@ def test_two_engines_die_of_a_poisoned_request_and_the_others_are_served(
             poisoning = poison(world_, lethal(role, step), role, stream=stream, status=status)
             outcome = await beside(world_, poisoning, exposure=Exposure(), clients=OTHERS)
             assert not [failure.lines for failure in outcome.failures]
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("role", ["P", "D"])
+def test_two_processes_of_a_router_stop_it_as_one_does(tmp_path: Path, role: str) -> None:
+    async def work() -> None:
+        flags = ("--processes", "2")
+        async with (
+            asyncio.timeout(LIMIT_S),
+            world(tmp_path, prefill=3, decode=3, flags=flags) as world_,
+        ):
+            await poison(world_, lethal(role, 0), role, stream=False, status=422)
 
     asyncio.run(work())
 

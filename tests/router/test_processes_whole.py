@@ -178,6 +178,9 @@ def test_a_killed_worker_takes_only_its_own_requests_with_it_and_is_replaced() -
             os.kill(pid, signal.SIGKILL)
             with pytest.raises(aiohttp.ClientError):
                 await doomed
+            await until(lambda: made.workers[0].pid != pid)
+            counted = made.owner._rows.row(0)  # pyright: ignore[reportPrivateUsage] - all see it
+            assert not any(counted), "what the dead one had in flight"
             await until(lambda: is_replaced(made, pid))
             # Its place was given back: the limit of two lets another in beside the kept one.
             next_client = await made.client(0)
@@ -303,6 +306,24 @@ def test_workers_whose_owner_is_killed_finish_what_runs_and_end() -> None:
                 gate.open.set()
                 assert await running == 200
             await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+
+    run(work())
+
+
+# prctl(PR_SET_CHILD_SUBREAPER): orphans become its children, as they do a container's process 1.
+ADOPTS = "import ctypes; assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0"
+
+
+def test_what_a_killed_worker_leaves_behind_is_no_zombie_of_an_owner_that_is_process_1() -> None:
+    async def work() -> None:
+        async with routed("--exact-prefixes", prelude=ADOPTS) as (owner, made):
+            await made.engine("P", compatibility="k")
+            workers = children(owner.pid)
+            await until(lambda: all(children(pid) for pid in workers))
+            [counting] = children(workers[0])
+            os.kill(workers[0], signal.SIGKILL)
+            await until(lambda: not Path(f"/proc/{counting}").exists())
+            assert owner.returncode is None
 
     run(work())
 

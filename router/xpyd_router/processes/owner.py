@@ -45,6 +45,7 @@ from xpyd_router.processes.events import (
     encode_config,
 )
 from xpyd_router.processes.memory import make_memory, map_rows
+from xpyd_router.processes.orphans import reap_orphans
 from xpyd_router.processes.owner_view import OwnerView
 from xpyd_router.processes.ports import reserve
 from xpyd_router.processes.staff import Staff, Worker
@@ -187,12 +188,19 @@ async def open_owner(config: RouterConfig) -> AsyncGenerator[Owner]:
 
 def _report_death(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        logger.critical("discovery or probing stopped: %r", error)
+        logger.critical("discovery, probing or reaping stopped: %r", error)
 
 
 async def _serve(config: RouterConfig) -> None:
     async with open_owner(config) as owner:
-        await serve_until_signal(owner, config)
+        reaping = asyncio.create_task(
+            reap_orphans(lambda: [worker.pid for worker in owner.staff.workers])
+        )
+        reaping.add_done_callback(_report_death)
+        try:
+            await serve_until_signal(owner, config)
+        finally:
+            reaping.cancel()
 
 
 def run_owner(config: RouterConfig) -> int:
