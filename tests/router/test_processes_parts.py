@@ -25,6 +25,7 @@ from xpyd_router.processes.rows import SLOTS, Rows, Slots, cell_of, size_bytes, 
 from xpyd_router.processes.shared_loads import FreshPolicy, SharedLoadTable
 
 KEY = InstanceKey("127.0.0.1:1", "a")
+OTHER = InstanceKey("127.0.0.1:9", "b")
 BEAT = Heartbeat(type="D", http_address="127.0.0.1:1", zmq_address="127.0.0.1:2", incarnation="a")
 
 
@@ -138,6 +139,31 @@ def test_a_worker_sees_its_own_calls_at_once_and_anothers_when_it_looks() -> Non
     mine.of(KEY).end(100, 20)
     theirs.refresh()
     assert theirs.of(KEY).ours == 0
+
+
+def test_requests_that_met_a_death_keep_apart_over_all_workers() -> None:
+    mine, theirs = two_tables()
+    mine.suspect([KEY, OTHER])  # the other one has left meanwhile
+    mine.suspect([KEY])
+    theirs.suspect([KEY])
+    assert (mine.suspected(), theirs.suspected()) == ({KEY, OTHER}, {KEY})
+    mine.clear([KEY, OTHER])
+    theirs.clear([KEY])
+    assert (mine.suspected(), theirs.suspected()) == ({KEY}, {KEY})
+    mine.clear([KEY])
+    assert not mine.suspected() | theirs.suspected()
+
+
+def test_the_next_instance_in_a_slot_has_no_suspects_of_the_one_before() -> None:
+    mine, theirs = two_tables()
+    mine.suspect([KEY])
+    for table in (mine, theirs):
+        table.keep([])
+        table.bind(OTHER, 5)
+        table.take(OTHER, BEAT)
+    assert not theirs.suspected()
+    mine.clear([KEY])
+    assert not mine.suspected() | theirs.suspected()
 
 
 def test_a_beat_counts_as_foreign_only_what_no_worker_sent() -> None:

@@ -15,6 +15,7 @@ from xpyd_core.errors import ApiError
 from xpyd_router.config import RouterConfig
 from xpyd_router.errors import CallFailed
 from xpyd_router.fleet.health import HealthRules
+from xpyd_router.fleet.loads import LoadTable
 from xpyd_router.fleet.poison import fingerprint
 from xpyd_router.fleet.registry import Instance, Registry
 from xpyd_router.fleet.view import FleetView
@@ -36,7 +37,13 @@ def view_of(*kinds: str) -> FleetView:
 
 def failures_of(view: FleetView, **config: Any) -> Failures:
     metrics = RouterMetrics(time.monotonic)
-    return Failures(config=RouterConfig(**config), fleet=view, metrics=metrics, clock=lambda: 0.0)
+    return Failures(
+        config=RouterConfig(**config),
+        fleet=view,
+        loads=LoadTable(),
+        metrics=metrics,
+        clock=lambda: 0.0,
+    )
 
 
 def attempt_at(instance: Instance, call_s: float) -> Attempt:
@@ -124,7 +131,7 @@ def test_requests_that_met_the_same_death_are_tried_apart() -> None:
                 engine.script = script
             await asyncio.gather(*(fleet_.json(user="one", prompt=p) for p in ("a", "b")))
             assert sorted(e.served for e in engines) == [1, 1, 2]
-            assert not fleet_.router.surface.flow._failures._suspected
+            assert not fleet_.router.surface.flow._loads.suspected()
 
     run(work())
 

@@ -7,7 +7,8 @@ Reading costs plain attribute reads, because a policy reads every candidate for 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from xpyd_core.messages import Heartbeat
@@ -162,6 +163,7 @@ class LoadTable:
 
     def __init__(self) -> None:
         self._loads: dict[InstanceKey, Load] = {}
+        self._suspects: Counter[InstanceKey] = Counter()
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -188,6 +190,21 @@ class LoadTable:
         for key in gone:
             del self._loads[key]
         return gone
+
+    def suspect(self, keys: Iterable[InstanceKey]) -> None:
+        """A request that met a death is tried there, until `clear` with the same ones."""
+        self._suspects.update(keys)
+
+    def clear(self, keys: Iterable[InstanceKey]) -> None:
+        """That try is over."""
+        for key in keys:
+            self._suspects[key] -= 1
+            if not self._suspects[key]:
+                del self._suspects[key]
+
+    def suspected(self) -> frozenset[InstanceKey]:
+        """Where such requests are now."""
+        return frozenset(self._suspects)
 
     def _make(self, key: InstanceKey) -> Load:
         return Load(key)

@@ -1,8 +1,9 @@
 """Counters that all processes read: one row for each, written by it alone. Pure: memory is given.
 
 A row has the worker's place in the limits (columns of `admission.gate`) and, for each slot, what it
-has in flight on the instance there. A cell is an int64 at a multiple of eight bytes: it is read and
-written whole. Nothing is locked: a sum may be of two moments that lie some microseconds apart.
+has in flight on the instance there, and how many of those requests met a death. A cell is an int64
+at a multiple of eight bytes: it is read and written whole. Nothing is locked: a sum may be of two
+moments that lie some microseconds apart.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from xpyd_router.fleet.registry import MAX_INSTANCES, InstanceKey
 
 SLOTS = MAX_INSTANCES + 1024
 """More than instances: a slot that became free rests, till every worker has noticed."""
-_SLOT_CELLS = 3
+_SLOT_CELLS = 4
+SUSPECTS = 3
+"""The cell behind a slot's Work: requests that met a death and are tried there."""
 _HEAD_CELLS = 8
 _ROW_CELLS = _HEAD_CELLS + SLOTS * _SLOT_CELLS
 CELL_BYTES = 8

@@ -6,13 +6,13 @@ to the worker's own row as well, where the others read it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 from xpyd_core.messages import Heartbeat
 from xpyd_router.fleet.loads import Load, LoadTable, Work
 from xpyd_router.fleet.registry import InstanceKey, Snapshot
 from xpyd_router.policy.base import Alone, Pair, Policy, Want
-from xpyd_router.processes.rows import Rows, cell_of, total, write
+from xpyd_router.processes.rows import SUSPECTS, Rows, cell_of, total, write
 
 _LEAST_AGE_S = 0.001
 """What others have is read again after this time: some dozen requests at full speed."""
@@ -30,6 +30,7 @@ class SharedLoad(Load):
         self._row: memoryview | list[int] = row
         self._cell = cell
         write(row, cell, self.own)
+        self.set_suspects(0)
 
     def begin(self, prompt_tokens: int, output_tokens: int = 0) -> None:
         """See Load."""
@@ -51,10 +52,20 @@ class SharedLoad(Load):
         """Count what other processes have there now."""
         self.set_others(total(others, self._cell))
 
+    def set_suspects(self, count: int) -> None:
+        """How many requests that met a death this process tries there."""
+        self._row[self._cell + SUSPECTS] = count
+
+    def is_suspected_by(self, others: list[memoryview]) -> bool:
+        """Whether other processes try such a request there."""
+        cell = self._cell + SUSPECTS
+        return any(row[cell] for row in others)
+
     def unbind(self) -> None:
         """The instance left: its slot is somebody else's soon. Calls that run still end here."""
         write(self._row, self._cell, Work())
-        self._row, self._cell = [0, 0, 0], 0
+        self.set_suspects(0)
+        self._row, self._cell = [0, 0, 0, 0], 0
 
 
 class SharedLoadTable(LoadTable):
@@ -95,6 +106,29 @@ class SharedLoadTable(LoadTable):
         """The same for one instance."""
         if (load := self._bound.get(key)) is not None:
             load.refresh(self._others)
+
+    def suspect(self, keys: Iterable[InstanceKey]) -> None:
+        """See LoadTable."""
+        keys = tuple(keys)
+        super().suspect(keys)
+        self._write_suspects(keys)
+
+    def clear(self, keys: Iterable[InstanceKey]) -> None:
+        """See LoadTable."""
+        keys = tuple(keys)
+        super().clear(keys)
+        self._write_suspects(keys)
+
+    def suspected(self) -> frozenset[InstanceKey]:
+        """See LoadTable; with what the other processes try now."""
+        others = self._others
+        theirs = (key for key, load in self._bound.items() if load.is_suspected_by(others))
+        return super().suspected().union(theirs)
+
+    def _write_suspects(self, keys: Iterable[InstanceKey]) -> None:
+        for key in keys:
+            if (load := self._bound.get(key)) is not None:
+                load.set_suspects(self._suspects[key])
 
     def _make(self, key: InstanceKey) -> Load:
         load = SharedLoad(key, self._row, cell_of(self._slots[key]))

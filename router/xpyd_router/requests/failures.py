@@ -7,15 +7,14 @@ them); a request answers for the instances that died under it (`fleet.poison` ha
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable
 
 from xpyd_core.errors import ApiError
 from xpyd_router.config import RouterConfig
 from xpyd_router.errors import CallFailed, FailureCause, poisoned
 from xpyd_router.figures.instances import PHASES
+from xpyd_router.fleet.loads import LoadTable
 from xpyd_router.fleet.poison import KILLS, REFUSED_S
-from xpyd_router.fleet.registry import InstanceKey
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.policy.base import Pair
@@ -37,14 +36,15 @@ class Failures:
         *,
         config: RouterConfig,
         fleet: FleetView,
+        loads: LoadTable,
         metrics: RouterMetrics,
         clock: Callable[[], float],
     ) -> None:
         self._config = config
         self._fleet = fleet
+        self._loads = loads
         self._metrics = metrics
         self._clock = clock
-        self._suspected: Counter[InstanceKey] = Counter()
         self.refused = fleet.refused
         """While it is empty, `refuse` and `served` need not be called."""
 
@@ -61,14 +61,11 @@ class Failures:
     def suspect(self, attempt: Attempt) -> None:
         """A request under which an instance died is tried again there, until `over`."""
         attempt.is_suspect = True
-        self._suspected.update(one.key for one in attempt.instances)
+        self._loads.suspect(one.key for one in attempt.instances)
 
     def over(self, attempt: Attempt) -> None:
         """A suspect's try has ended."""
-        for one in attempt.instances:
-            self._suspected[one.key] -= 1
-            if not self._suspected[one.key]:
-                del self._suspected[one.key]
+        self._loads.clear(one.key for one in attempt.instances)
 
     async def after(self, course: Course, attempt: Attempt, failure: CallFailed) -> None:
         """Count, tell and remember it; returns when another try is due, else raises ApiError."""
@@ -112,7 +109,7 @@ class Failures:
         if self.refused:
             self.refuse(ask)  # its body's, convicted meanwhile
         # Those that met the same death keep apart: then the next one tells them from each other.
-        course.shunned = (frozenset(self._suspected),) if course.breaks else ()
+        course.shunned = (self._loads.suspected(),) if course.breaks else ()
 
     def _had_its_time(self, attempt: Attempt) -> bool:
         """Whether the instance had at least half of what a call may take. A request that waited

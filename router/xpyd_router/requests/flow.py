@@ -78,7 +78,9 @@ class Flow:
     ) -> None:
         self._config = config
         self._fleet = fleet
-        self._failures = Failures(config=config, fleet=fleet, metrics=metrics, clock=clock)
+        self._failures = Failures(
+            config=config, fleet=fleet, loads=loads, metrics=metrics, clock=clock
+        )
         self._loads = loads
         self._policy = policy
         self._picker = picker
