@@ -40,12 +40,13 @@ async def refusal(task: asyncio.Task[Ticket]) -> tuple[int, str | None, int | No
 
 def test_a_place_is_had_without_giving_up_the_turn():
     async def scenario() -> None:
-        door, _ = admission(Limits(requests=1))
+        door, metrics = admission(Limits(requests=1))
         coroutine = door.enter(Cost(1, 7))
         with pytest.raises(StopIteration) as done:
             coroutine.send(None)
         ticket: Ticket = done.value.value
         assert door.in_flight == Cost(1, 7)
+        assert sample(metrics, "xpyd_router_tokens_in_flight") == 7
         assert ticket.queue_s == 0.0
         ticket.leave()
         ticket.leave()

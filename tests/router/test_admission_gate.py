@@ -138,6 +138,18 @@ def test_retry_after_is_the_lines_length_by_the_rate_within_bounds(
     assert found.retry_after_s() == expected_s
 
 
+def test_retry_after_counts_the_lines_and_places_of_all_processes():
+    theirs: Row = [4, 0, 0, 0]
+    found, _ = gate(Limits(requests=8), theirs)
+    for held_s in (2.0, None):
+        assert all(found.enter(Cost(), 0) for _ in range(4))
+        if held_s is not None:
+            for _ in range(4):
+                found.leave(Cost(), held_s)
+    theirs[WAITING] = 9
+    assert found.retry_after_s() == 3, "10 by 8 / 2 s"
+
+
 def test_the_mean_time_follows_what_is_seen():
     found, _ = gate(Limits(requests=1))
     found.enter(Cost(), 0)

@@ -153,6 +153,20 @@ def test_without_a_file_it_rests_and_goes_on(
     _run(uvloop.new_event_loop, work())
 
 
+def test_while_it_rests_it_does_not_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accepting, "_REST_S", 1000.0)
+    monkeypatch.setattr(Full, "refusals", [errno.EMFILE] * 2)
+
+    async def work() -> None:
+        with _meeting(1, Full(fileno=_listener().detach())):
+            await _until(lambda: len(Full.refusals) == 1)
+            for _ in range(20):
+                await asyncio.sleep(0.001)
+            assert len(Full.refusals) == 1
+
+    _run(uvloop.new_event_loop, work())
+
+
 def test_who_has_left_before_it_began_does_no_harm() -> None:
     async def work() -> None:
         listener = _listener()

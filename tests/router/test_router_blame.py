@@ -20,8 +20,9 @@ from xpyd_router.fleet.poison import fingerprint
 from xpyd_router.fleet.registry import Instance, Registry
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
-from xpyd_router.policy.base import Alone
+from xpyd_router.policy.base import Alone, Pair
 from xpyd_router.requests.attempt import Attempt
+from xpyd_router.requests.course import Sent
 from xpyd_router.requests.failures import Failures
 
 PATIENT = HealthRules(probe_interval_s=60.0, slow_start_s=0.0)
@@ -46,11 +47,12 @@ def failures_of(view: FleetView, **config: Any) -> Failures:
     )
 
 
-def attempt_at(instance: Instance, call_s: float) -> Attempt:
-    """A try that called `instance`, without a network."""
+def attempt_at(called: Instance | Pair, call_s: float) -> Attempt:
+    """A try that called these, without a network."""
     unused = cast(Any, None)
     made = Attempt(
-        Alone(instance), uuid="u", public="p", forwarded="",
+        Alone(called) if isinstance(called, Instance) else called,
+        uuid="u", public="p", forwarded="",
         fleet=unused, upstream=unused, figures=unused,
     )  # fmt: skip
     made.call_s = call_s
@@ -71,6 +73,74 @@ def test_a_timeout_counts_against_who_had_half_of_its_time(
         await failures.after(tried, attempt_at(view.instances[0], call_s), CallFailed("timeout"))
         assert bool(view._health.breakers) == counts
         assert tried.exclude == {view.instances[0].key}
+        assert tried.trace.failures == [{"P": "prefill:timeout", "D": "decode:timeout"}[kind]]
+
+    run(work())
+
+
+def test_refusals_cost_no_tries_but_are_bounded() -> None:
+    async def work() -> None:
+        view = view_of("A")
+        failures, tried = failures_of(view, max_tries=1), course()
+        for _ in range(15):
+            await failures.after(tried, attempt_at(view.instances[0], 1.0), CallFailed("refused"))
+        with pytest.raises(ApiError) as caught:
+            await failures.after(tried, attempt_at(view.instances[0], 1.0), CallFailed("refused"))
+        assert (caught.value.status, caught.value.retry_after_s) == (503, 1)
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"), [(None, "decode_failed"), (Sent([[7]], "", {}, "m"), "")]
+)
+def test_a_stream_is_tried_again_only_where_its_tokens_are_known(
+    sent: Sent | None, code: str
+) -> None:
+    """However long it lasts: the request's deadline is for its beginning."""
+
+    async def work() -> None:
+        view = view_of("A")
+        failures, tried = failures_of(view), course(sent)
+        tried.has_decode_begun, tried.deadline_s = True, -1.0
+        failed = failures.after(tried, attempt_at(view.instances[0], 1.0), CallFailed("status"))
+        if not code:
+            await failed
+            return
+        with pytest.raises(ApiError) as caught:
+            await failed
+        assert (caught.value.status, caught.value.code) == (502, code)
+
+    run(work())
+
+
+def test_a_request_that_two_instances_died_of_is_refused_and_its_body_with_it() -> None:
+    async def work() -> None:
+        view = view_of("A", "A")
+        failures, tried = failures_of(view), course()
+        one, other = view.instances
+        for each in (one, other):
+            view._health.poison.died(each.key, view.now_s)
+        await failures.after(tried, attempt_at(one, 1.0), CallFailed("reset"))
+        with pytest.raises(ApiError) as caught:
+            await failures.after(tried, attempt_at(other, 1.0), CallFailed("reset"))
+        assert (caught.value.status, caught.value.code) == (422, "poisoned_request")
+        with pytest.raises(ApiError, match="refused"):
+            failures.refuse(tried.ask)
+        counted = failures._metrics.render(()).decode()
+        assert "xpyd_router_poisoned_requests_total 2.0" in counted
+
+    run(work())
+
+
+def test_a_request_whose_time_is_up_is_not_tried_again() -> None:
+    async def work() -> None:
+        view = view_of("A")
+        failures, tried = failures_of(view), course()
+        tried.deadline_s = 0.0
+        with pytest.raises(ApiError) as caught:
+            await failures.after(tried, attempt_at(view.instances[0], 1.0), CallFailed("status"))
+        assert caught.value.status == 502
 
     run(work())
 
@@ -132,6 +202,20 @@ def test_requests_that_met_the_same_death_are_tried_apart() -> None:
             await asyncio.gather(*(fleet_.json(user="one", prompt=p) for p in ("a", "b")))
             assert sorted(e.served for e in engines) == [1, 1, 2]
             assert not fleet_.router.surface.flow._loads.suspected()
+
+    run(work())
+
+
+def test_failed_transfers_count_against_who_they_have_in_common() -> None:
+    async def work() -> None:
+        view = view_of("P", "P", "D")
+        failures, tried = failures_of(view), course()
+        (d,) = (one for one in view.instances if one.beat.type == "D")
+        for p in (one for one in view.instances if one.beat.type == "P"):
+            assert not view._health.breakers
+            await failures.after(tried, attempt_at(Pair(p, d), 1.0), CallFailed("transfer"))
+        assert set(view._health.breakers) == {d.key}
+        assert not tried.exclude
 
     run(work())
 

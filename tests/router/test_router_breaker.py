@@ -31,7 +31,7 @@ def play(calls: str, *, step_s: float = 0.0) -> Breaker:
     breaker, now = Breaker(), 100.0
     for call in calls:
         if call == ".":
-            breaker.succeeded(now)
+            breaker.succeeded()
         else:
             breaker.failed(call.encode(), now)
         now += step_s
@@ -72,7 +72,7 @@ def test_after_its_time_one_trial_decides() -> None:
     assert not breaker.is_on_trial
     breaker.begin_trial(OPEN_S)
     assert breaker.is_on_trial
-    breaker.succeeded(OPEN_S + 1)
+    breaker.succeeded()
     assert breaker.state == "Closed"
     assert breaker.is_idle(OPEN_S + 1)
 
@@ -89,7 +89,7 @@ def test_each_failed_trial_doubles_the_time_up_to_a_bound() -> None:
     assert waits == [OPEN_S, 2 * OPEN_S, 4 * OPEN_S, 8 * OPEN_S, LONGEST_OPEN_S, LONGEST_OPEN_S]
     now += LONGEST_OPEN_S
     breaker.tick(now)
-    breaker.succeeded(now)
+    breaker.succeeded()
     for number in range(CONSECUTIVE):
         breaker.failed(bytes([number]), now)
     assert breaker.left_s(now) == OPEN_S
@@ -108,8 +108,9 @@ def test_a_trial_without_an_end_makes_room_for_another() -> None:
 
 def test_calls_that_began_before_it_opened_change_nothing() -> None:
     breaker = opened()
-    breaker.failed(b"late", 1.0)
-    breaker.succeeded(2.0)
+    for number in range(CONSECUTIVE):
+        breaker.failed(b"late%d" % number, 1.0)
+    breaker.succeeded()
     breaker.begin_trial(3.0)
     assert (breaker.state, breaker.left_s(0.0)) == ("Open", OPEN_S)
 
@@ -133,7 +134,7 @@ def test_random_walk_agrees_with_a_list_of_calls() -> None:
             if now < window_ends_s:
                 calls.append(body)
             if body is None:
-                breaker.succeeded(now)
+                breaker.succeeded()
             else:
                 breaker.failed(body, now)
             failed = [one for one in calls if one is not None]

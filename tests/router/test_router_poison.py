@@ -74,6 +74,16 @@ def test_a_death_long_after_an_answered_probe_is_another_matter() -> None:
     assert broken.fate == "alive"
 
 
+def test_an_instance_that_was_taken_for_dead_and_answers_has_no_death_to_answer_for() -> None:
+    poison = Poison()
+    frozen = poison.broke(instance(1), 1.0)
+    poison.died(instance(1), 2.0)
+    poison.lives(instance(1))
+    assert poison.death_of(instance(1)) is None
+    assert frozen.fate == "dead"
+    assert poison.broke(instance(1), 5.0).fate == "open"
+
+
 def test_a_death_is_known_for_a_while_to_calls_that_end_with_it() -> None:
     poison = Poison()
     assert poison.death_of(instance(1)) is None

@@ -127,6 +127,18 @@ def test_who_has_few_kv_blocks_left_is_spared() -> None:
     assert {bench.d_index() for _ in range(4)} == {1}
 
 
+@pytest.mark.parametrize("policy", ["PowerOfTwo", "LeastLoaded"])
+def test_a_p_of_few_kv_blocks_is_spared_by_what_the_prompt_would_wait_for(policy: str) -> None:
+    bench, want = Bench(2, 1, policy), Want("m", prompt_tokens=1000)
+    full = replace(bench.p[0], free_blocks=100, total_blocks=1000)
+    bench.loads.take(key_of(full), full)  # a token there counts for ten
+    assert {bench.p_index(want) for _ in range(8)} == {1}
+    bench.load(bench.p[1]).begin(500)
+    assert {bench.p_index(want) for _ in range(8)} == {1}
+    bench.load(bench.p[1]).begin(19_500)
+    assert {bench.p_index(want) for _ in range(8)} == {0}
+
+
 def test_mixed_fleets_share_by_room() -> None:
     """A D with four times the KV gets more, and neither is filled while the other has room."""
     bench = Bench(1, 2, "LeastLoaded")

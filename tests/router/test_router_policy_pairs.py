@@ -152,3 +152,14 @@ def test_each_model_has_its_own_instances(name: str) -> None:
         assert all(one.beat in allowed for one in choice)
         if not group:
             assert [one.beat for one in choice] == beats[""]
+
+
+def test_names_that_clients_make_up_leave_nothing_behind() -> None:
+    found, policy = (
+        snapshot(*some("P", 1, models=("x",)), *some("D", 1, models=("x",))),
+        make_policy(),
+    )
+    for number in range(50):
+        assert policy.pick(found, Want(f"made-up-{number}")) is None
+        assert policy.pick(found, Want("x"))
+    assert len(policy._lineups) == 2  # pyright: ignore[reportPrivateUsage] - what would grow

@@ -121,6 +121,27 @@ def test_a_d_is_filled_up_to_its_objective_and_no_further() -> None:
     assert placed == {0: 19, 1: 5} or placed == {0: 20, 1: 4}
 
 
+def test_the_request_itself_counts_in_the_gap_that_is_expected() -> None:
+    bench = Known([(0.0, 1 / 5000)], [(0.010, 0.010), (0.020, 0.002)])
+    for one in bench.d:
+        bench.load(one).begin(0)  # with this request 0.030 and 0.024 s
+    assert {bench.d_index(want(itl_s=0.025)) for _ in range(4)} == {1}
+
+
+def test_an_aggregated_instance_has_as_little_room_as_the_scarcer_of_both() -> None:
+    bench = Bench(0, 0, "SloAware", a=2)
+    for one in bench.a:
+        pace = bench.load(one).pace
+        for x in (1, 40) * 20:
+            pace.first.observe(100 * x, 0.1 * x)
+            pace.gap.observe(x, 0.010 + 0.0001 * x)
+    bench.load(bench.a[0]).begin(800)  # of its time to the first token it has used most
+    for _ in range(4):
+        bench.load(bench.a[1]).begin(75)  # of both about a third
+    asked = want(100, 1.0, 0.0111)
+    assert {bench.alone(asked).instance.beat for _ in range(4)} == {bench.a[1]}
+
+
 def test_where_nobody_meets_it_the_least_late_is_taken() -> None:
     bench = Known([(0.0, 1 / 4000), (0.0, 1 / 5000)], [(0.050, 0.001), (0.040, 0.001)])
     assert {bench.p_index(want(8000, 0.5)) for _ in range(4)} == {1}

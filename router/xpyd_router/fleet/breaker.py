@@ -84,20 +84,19 @@ class Breaker:
         ):
             self._open(now)
 
-    def succeeded(self, now: float) -> None:
-        """Count a call that was served."""
+    def succeeded(self) -> None:
+        """Count a call that was served; outside a window the next failure forgets it."""
         if self.state == "HalfOpen":
             self.state = "Closed"
             self._open_s = OPEN_S
             self._trial_ends_s = self._window_ends_s = 0.0
-        elif self.state == "Closed" and now < self._window_ends_s:
-            self._successes += 1
-            self._consecutive = 0
+            return
+        self._successes += 1
+        self._consecutive = 0
 
     def begin_trial(self, now: float) -> None:
         """A request goes to the half-open instance: no other may before it has ended."""
-        if self.state == "HalfOpen":
-            self._trial_ends_s = now + TRIAL_S
+        self._trial_ends_s = now + TRIAL_S
 
     def tick(self, now: float) -> None:
         """Let time pass: open becomes half-open, a trial without an end is given up."""

@@ -197,7 +197,7 @@ class Health:
         if breaker is None or record is None:
             return
         was_closed = breaker.state == "Closed"
-        breaker.succeeded(now)
+        breaker.succeeded()
         if not was_closed and breaker.state == "Closed":
             self._rise(key, record, now)
 

@@ -69,11 +69,6 @@ class Sent:
             self.ended.add(index)
         return True
 
-    def repeats_usage(self) -> bool:
-        """Take the chunk that counts the tokens; whether the client has had one."""
-        had, self.has_usage = self.has_usage, True
-        return had
-
     @property
     def is_over(self) -> bool:
         """Whether every choice has ended."""

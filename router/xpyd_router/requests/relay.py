@@ -182,8 +182,9 @@ class Relay:
             return event
         start = event.find(_IDS)
         if start < 0:
-            is_usage = event.find(_NO_CHOICES) >= 0
-            return None if is_usage and sent.repeats_usage() else event
+            if event.find(_NO_CHOICES) >= 0:
+                sent.has_usage = True
+            return event
         # Inside a JSON string the quotes would be escaped: this is a key.
         end = event.find(b"]", start)
         is_plain = (

@@ -118,7 +118,7 @@ class Connection(asyncio.Protocol):
         """Begin an exchange; the connection is idle and usable."""
         assert self._transport is not None
         self._exchange = exchange
-        self._has_begun = self._has_ended = self._is_bounded = self._is_between_chunks = False
+        self._has_begun = self._has_ended = self._is_bounded = False
         exchange.carrier = self
         if len(body) <= 65536:
             self._transport.write(head + body)
@@ -206,7 +206,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio."""
         exchange, self._exchange = self._exchange, None
-        if exchange is not None and not self._has_ended:
+        if exchange is not None:
             if exchange.status and not self._is_bounded and exc is None:
                 exchange.on_end()  # the answer's length was told by the end of the connection
             else:

@@ -204,8 +204,7 @@ class Exchange:
     def on_head(self, status: int) -> None:
         """All headers are here."""
         self.status = status
-        if not self._waits_for_end:
-            self._wake()
+        self._wake()
 
     def on_bytes(self, data: bytes) -> None:
         """A piece of the body."""
