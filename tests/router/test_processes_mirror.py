@@ -311,7 +311,18 @@ def test_a_worker_waits_for_the_probe_that_tells_what_broke_off() -> None:
     asyncio.run(work("ok", is_guilty=False))
 
 
-def test_a_call_that_ends_because_its_instance_vanished_met_its_death() -> None:
+def test_a_call_that_ends_because_its_instance_was_replaced_met_its_death() -> None:
+    world = World()
+    worker = world.worker()
+    world.owner.apply(beat(0))
+    [found] = worker.instances
+    met: list[Break | None] = []
+    worker.on_lost(lambda _: met.append(worker.failed(found, "lost", b"x")))
+    world.owner.apply(beat(0, incarnation="the next", sent_us=1))
+    assert {one and one.fate for one in met} == {"dead"}
+
+
+def test_a_call_that_ends_because_its_instance_is_silent_met_no_death() -> None:
     world = World()
     worker = world.worker()
     world.owner.apply(beat(0))
@@ -320,7 +331,7 @@ def test_a_call_that_ends_because_its_instance_vanished_met_its_death() -> None:
     worker.on_lost(lambda _: met.append(worker.failed(found, "lost", b"x")))
     world.now_s += 60.0
     world.owner.expire()
-    assert {one and one.fate for one in met} == {"dead"}
+    assert set(met) == {None}
 
 
 def test_a_new_worker_knows_who_died_lately() -> None:

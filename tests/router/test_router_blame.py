@@ -157,6 +157,25 @@ def test_a_request_whose_body_was_convicted_meanwhile_is_not_tried_again() -> No
     run(work())
 
 
+def test_a_request_is_not_convicted_where_no_probe_tells_in_time() -> None:
+    async def work() -> None:
+        rules = HealthRules(probe_timeout_s=0.01)
+        view = FleetView(Registry(period_s=3.0, missed_beats=3), time.monotonic, rules=rules)
+        for host in (1, 2):
+            view.apply(beat("A", host=host))
+        broken = [view.failed(one, "reset", b"x") for one in view.instances]
+        breaks = [one for one in broken if one is not None]
+        assert len(breaks) == 2
+        assert not await view.convicts(breaks, b"x")
+        assert not view.refused
+        for one in view.instances:
+            view.probed(one, "connect", view.now_s)
+        assert await view.convicts(breaks, b"x")
+        assert view.refused_s(b"x") > 0
+
+    run(work())
+
+
 def test_a_body_that_is_served_after_all_is_refused_no_more() -> None:
     async def work() -> None:
         async with fleet() as fleet_:

@@ -175,7 +175,7 @@ def test_a_silent_instance_is_probed_again_without_a_pause() -> None:
     assert next_probe_s(found, 4.0) == 4.0
 
 
-def test_a_frozen_instance_is_told_dead_once() -> None:
+def test_a_frozen_instance_is_told_once() -> None:
     found = health(ONE)
     said = [probe(found, "timeout", now=float(n), is_late=True) for n in range(6)]
     assert said == [False, True, False, False, False, False]
@@ -254,28 +254,44 @@ def test_only_a_call_that_broke_off_may_be_a_death(cause: Any) -> None:
     assert fail(health(ONE), cause) is None
 
 
-def test_a_frozen_instance_is_a_death_only_for_whom_it_had() -> None:
-    found = health(ONE)
-    probe(found, "timeout", now=1.0)
-    assert probe(found, "timeout", now=2.0, is_late=True)
-    assert met(fail(found, "lost", now=2.0)).fate == "dead"
-    probe(found, now=3.0)
-    assert met(fail(found, "reset", now=4.0)).fate == "open"
-
-
-def test_an_instance_that_vanished_without_goodbye_counts_as_dead() -> None:
+def test_an_instance_that_is_silent_is_not_dead() -> None:
+    """It may be slow, or its machine."""
     found = health(ONE, TWO)
-    found.leave(ONE, 1.0, is_death=True)
-    assert met(fail(found, "lost", now=1.0)).fate == "dead"
+    breaks = [met(fail(found, "reset", key=ONE, now=0.0))]
+    for now in (1.0, 2.0):
+        probe(found, "timeout", key=ONE, now=now, is_late=True)
+        probe(found, "timeout", key=TWO, now=now, is_late=True)
+    breaks.append(met(fail(found, "lost", key=TWO, now=2.0)))
+    found.leave(ONE, 3.0, "silent")
+    found.leave(TWO, 3.0, "silent")
+    assert judge(breaks) == "open"
+    assert fail(found, "lost", key=TWO, now=3.0) is None
+
+
+def test_a_frozen_instance_that_is_killed_is_a_death() -> None:
+    found = health(ONE, TWO)
+    for now in (1.0, 2.0):
+        probe(found, "timeout", now=now, is_late=True)
+    broken = met(fail(found, "lost", now=2.0))
+    probe(found, "connect", now=3.0)
+    assert broken.fate == "dead"
+
+
+def test_an_instance_that_was_replaced_had_died() -> None:
+    found = health(ONE, TWO)
+    broken = met(fail(found, "reset", now=0.0))
+    found.leave(ONE, 1.0, "replaced")
+    assert broken.fate == "dead"
+    assert met(fail(found, "lost", now=1.0)) is broken
 
 
 @pytest.mark.parametrize("cause", ["reset", "incomplete", "lost"])
 def test_an_instance_that_drained_was_not_killed(cause: Any) -> None:
     found = health(ONE)
     before = met(fail(found, "reset"))
-    found.leave(ONE, 1.0, is_death=False)
+    found.leave(ONE, 1.0, "goodbye")
     assert before.fate == "alive"
-    found.leave(ONE, 2.0, is_death=True)  # its grace was over
+    found.leave(ONE, 2.0, "replaced")  # its grace was over
     assert fail(found, cause, now=2.0) is None
     assert before.fate == "alive"
 
@@ -351,7 +367,7 @@ def test_who_begins_within_the_fleets_first_moments_begins_with_the_others() -> 
 def test_an_old_instance_of_another_side_or_one_that_left_is_nobody_to_join() -> None:
     found = health(ONE)
     found.ready(TWO, side_of(beat("P")), 100.0)
-    found.leave(ONE, 101.0, is_death=True)
+    found.leave(ONE, 101.0, "silent")
     found.ready(THREE, SIDE, 102.0)
     assert found.share(TWO, 102.0) == found.share(THREE, 102.0) == 1.0
 
@@ -360,7 +376,7 @@ def test_where_none_is_whole_shares_are_compared_with_the_largest() -> None:
     found = health(ONE)
     found.ready(TWO, SIDE, 100.0)
     found.ready(THREE, SIDE, 105.0)
-    found.leave(ONE, 105.0, is_death=False)
+    found.leave(ONE, 105.0, "goodbye")
     largest = (1 + WEIGHT_FLOOR) / 2
     assert found.weights(members(2, 3), 105.0) == {THREE: pytest.approx(WEIGHT_FLOOR / largest)}
 
@@ -413,7 +429,7 @@ def test_without_slow_start_all_shares_are_whole() -> None:
 def test_what_left_is_forgotten() -> None:
     found = health(ONE)
     fail(found, "status")
-    found.leave(ONE, 1.0, is_death=False)
+    found.leave(ONE, 1.0, "goodbye")
     assert not any((found._records, found._rising, found.breakers))
     found.succeeded(ONE, 2.0)
     assert not probe(found, "timeout", now=3.0)

@@ -29,6 +29,9 @@ from xpyd_router.fleet.transfers import Transfers
 ProbeResult = Literal["ok", "connect", "reset", "timeout", "status", "void"]
 """Any answer below 500; nobody listens; closed without an answer; none in time; an answer of 5xx or
 that is not HTTP; a probe that says nothing because of a fault here."""
+Parting = Literal["goodbye", "replaced", "silent"]
+"""How an instance leaves: it said so; another process took its place; its beats did not come, and
+nobody knows why."""
 
 EJECTING = frozenset({"connect", "reset", "incomplete"})
 """Causes that take an instance out at once."""
@@ -103,6 +106,9 @@ class _Record:
     silent_probes: int = 0
     """The last ones, in a row."""
     is_dead: bool = False
+    """Nobody listens there."""
+    is_frozen: bool = False
+    """It, or its machine, does nothing; that is no death."""
     breaker: Breaker | None = None
 
     @property
@@ -144,16 +150,16 @@ class Health:
             self.plan.hasten(key, now)  # it was frozen, and goes on
         return False
 
-    def leave(self, key: InstanceKey, now: float, *, is_death: bool) -> None:
-        """`key` is gone or takes no requests any more; `is_death`: it did not say so."""
+    def leave(self, key: InstanceKey, now: float, how: Parting) -> None:
+        """`key` is gone or takes no requests any more."""
         record = self._records.pop(key, None)
         for table in (self._rising, self.breakers):
             table.pop(key, None)
         self.plan.discard(key)
         self._transfers.forget(key)
-        if not is_death:
+        if how == "goodbye":
             self.poison.lives(key)
-        elif record is not None:
+        elif how == "replaced" and record is not None:
             self.poison.died(key, now)
 
     def failed(
@@ -204,8 +210,8 @@ class Health:
     def probed(
         self, key: InstanceKey, result: ProbeResult, *, began_s: float, is_late: bool, now: float
     ) -> bool:
-        """Take a probe's result; whether the instance is now known to be dead or frozen, so that
-        calls to it will not end. `is_late`: its beat is.
+        """Take a probe's result; whether the instance is now known to be frozen, so that calls to it
+        will not end. `is_late`: its beat is.
         """
         record = self._records.get(key)
         if record is None:
@@ -224,12 +230,13 @@ class Health:
             is_over = is_frozen or record.silent_probes >= SILENT
         if (is_over or result == "connect") and not record.eject_cause:
             self._eject(record, result, now)
-        is_news = not record.is_dead and (is_frozen or result == "connect")
-        if is_news:
+        if result == "connect" and not record.is_dead:
             record.is_dead = True
             self.poison.died(key, now)
+        is_news = is_frozen and not record.is_frozen
+        record.is_frozen |= is_frozen
         self.plan.again(key, now, self._wait_s(record))
-        return is_news and is_frozen
+        return is_news
 
     def begin_trial(self, key: InstanceKey, now: float) -> None:
         """A request is about to go to `key`; need only be called for those in `breakers`."""
@@ -319,7 +326,7 @@ class Health:
             self.plan.again(key, now, 0.0)  # it may have been answered before the fault
             return
         record.failed_probes = record.silent_probes = 0
-        record.is_dead = False
+        record.is_dead = record.is_frozen = False
         self.poison.lives(key)
         if record.eject_cause and now < record.hold_until_s:
             self.plan.again(key, now, record.hold_until_s - now)

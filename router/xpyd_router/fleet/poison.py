@@ -3,7 +3,9 @@
 A request is blamed, never a body: many clients may send the same one while an instance dies of
 something else. A request that itself met KILLS deaths is convicted, and from then on its body is
 refused for a while, whoever sends it, so that a client that tries again does not kill two more.
-`requests.course` holds the breaks that one request met, `health` tells which of them were deaths.
+`requests.course` holds the breaks that one request met, `health` tells which of them were deaths:
+those after which nobody listens at the address any more, or another process does. Silence is none,
+it also comes from a machine that is busy.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _MAX_BREAKS = 4096
 _MAX_REFUSED = 1024
 
 Fate = Literal["open", "dead", "alive"]
-"""Open until a probe, a beat or their absence tells."""
+"""Open until a probe or a beat tells."""
 Verdict = Literal["innocent", "open", "guilty"]
 OnFate = Callable[[InstanceKey, Fate], None]
 """What calls to an instance broke off of is open now, or known."""
@@ -90,7 +92,7 @@ class Poison:
         return [(key, one.at_s) for key, one in self._last.items() if one.fate == "dead"]
 
     def died(self, key: InstanceKey, now: float) -> None:
-        """`key` is dead: a probe was not answered, its beats ended, or another took its place."""
+        """`key` is dead: nobody listens there, or another took its place."""
         last = self._last.get(key)
         if last is None or (last.fate == "alive" and now - last.at_s > _RESTART_S):
             last = self._add(key, now)
@@ -106,7 +108,7 @@ class Poison:
         if last.fate == "open":
             last.fate = "alive"
         else:
-            del self._last[key]  # it was frozen: what breaks off from now on is another matter
+            del self._last[key]  # it is there again: what breaks off from now on is another matter
         self._tell(key, "alive")
 
     def convict(self, suspect: bytes, now: float) -> None:

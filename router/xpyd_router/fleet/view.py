@@ -15,7 +15,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from xpyd_core.messages import Heartbeat
 from xpyd_router.errors import FailureCause
-from xpyd_router.fleet.health import STRIKES, Health, HealthReport, HealthRules, ProbeResult
+from xpyd_router.fleet.health import (
+    STRIKES,
+    Health,
+    HealthReport,
+    HealthRules,
+    Parting,
+    ProbeResult,
+)
 from xpyd_router.fleet.loads import Load, LoadTable
 from xpyd_router.fleet.poison import Break, Fate, fingerprint, judge
 from xpyd_router.fleet.registry import (
@@ -90,11 +97,11 @@ class FleetView:
             self._loads.take(key, beat)
         if outcome in ("new", "refreshed", "replaced", "gone"):
             if beat.state != "Ready":
-                self._health.leave(key, now, is_death=False)
+                self._health.leave(key, now, "goodbye")
             elif self._health.ready(key, side_of(beat), now):
                 self._start(key)
             self._settle(key)
-        self._bury(dead, now)
+        self._bury(dead, now, "replaced")
         self._tell(before)
         return outcome
 
@@ -102,7 +109,7 @@ class FleetView:
         """Remove who missed its beats, and end the calls that wait for it."""
         before, now = self._registry.version, self._clock()
         gone = self._registry.expire(now)
-        self._bury(gone, now)
+        self._bury(gone, now, "silent")
         self._tell(before)
         return gone
 
@@ -147,13 +154,13 @@ class FleetView:
     async def convicts(self, breaks: Sequence[Break], body: bytes) -> bool:
         """Whether the request that met these is to be tried no more, because instances die of it;
         its `body` is refused from now on. Waits for the probes that tell whether they died, but for
-        no longer than one; whoever is silent for so long counts as dead.
+        no longer than one: who is silent may be slow, and nobody is blamed for that.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.rules.probe_timeout_s + _VERDICT_SLACK_S):
                 while judge(breaks) == "open":
                     await self._judged.wait()
-        if judge(breaks) == "innocent":
+        if judge(breaks) != "guilty":
             return False
         self._health.poison.convict(fingerprint(body, self._secret), self._clock())
         return True
@@ -253,10 +260,10 @@ class FleetView:
         self._judged.set()
         self._judged = asyncio.Event()
 
-    def _bury(self, keys: Sequence[InstanceKey], now: float) -> None:
+    def _bury(self, keys: Sequence[InstanceKey], now: float, how: Parting) -> None:
         """They died without a goodbye."""
         for key in keys:
-            self._health.leave(key, now, is_death=True)
+            self._health.leave(key, now, how)
         self._lose(keys)
 
     def _settle(self, key: InstanceKey) -> None:
