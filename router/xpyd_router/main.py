@@ -24,6 +24,7 @@ import uvloop
 from xpyd_core.errors import UserError
 from xpyd_core.keys import fleet_keys, read_keys
 from xpyd_core.listen import listen
+from xpyd_core.request_id import Address
 from xpyd_router.admission.admission import Admission
 from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.discovery import Discovery
@@ -188,8 +189,9 @@ async def serve_until_signal(router: Running, config: RouterConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, router.stop)
     logger.info(
-        "router listens on http://%s:%d, discovery on %s:%d",
-        *(config.host, router.http_port, config.discovery_host, router.discovery_port),
+        "router listens on http://%s, discovery on %s",
+        Address(config.host, router.http_port),
+        Address(config.discovery_host, router.discovery_port),
     )
     await router.run()
     logger.info("drained, bye")

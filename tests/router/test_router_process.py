@@ -208,6 +208,16 @@ def test_a_signal_drains_the_process_and_it_exits_0(number: signal.Signals, proc
     run(work())
 
 
+def test_the_start_line_gives_an_ipv6_address_as_urls_do() -> None:
+    async def work() -> None:
+        async with process("--host", "::1", "--discovery-host", "::1") as (_, url):
+            assert url.startswith("http://[::1]:")
+            async with aiohttp.ClientSession() as http, http.get(f"{url}/metrics") as response:
+                assert response.status == 200
+
+    run(work())
+
+
 def test_a_second_signal_ends_a_router_that_still_streams() -> None:
     async def work() -> None:
         async with pair() as (fleet_, _, d):
