@@ -16,6 +16,9 @@ FailureCause = Literal[
     "connect", "reset", "incomplete", "timeout", "lost", "too_large", "refused", "status", "answer",
     "transfer",
 ]  # fmt: skip
+BROKEN: frozenset[str] = frozenset({"connect", "reset", "incomplete", "lost"})
+"""Causes after which an engine that is well may serve the same request: only the connection broke.
+"""
 TRANSFER_FAILED = "kv_transfer_failed"
 """The code of a D to which the KV did not come: the pair's fault, of either of the two."""
 

@@ -201,6 +201,34 @@ def test_a_body_that_is_served_after_all_is_refused_no_more() -> None:
     run(work())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_where_all_broke_off_who_lives_is_tried_again(stream: bool) -> None:
+    async def work() -> None:
+        async with fleet(health=PATIENT) as fleet_:
+            engines = [await fleet_.engine("A") for _ in range(2)]
+
+            def asked() -> int:
+                return sum(engine.served for engine in engines)
+
+            def are_well() -> bool:
+                found = fleet_.router.surface.fleet.instances
+                return sum(one.standing == "Good" for one in found) == 2
+
+            async def script(engine: FakeEngine, call: Call, request: Any) -> Any:
+                # The first is there again when the second breaks off: none is to be waited for.
+                await until(are_well)
+                return await (die if asked() <= 2 else serve_model)(engine, call, request)
+
+            for engine in engines:
+                engine.script = script
+            async with await fleet_.post(stream=stream) as response:
+                text = await response.text()
+                assert response.status == 200, text
+            assert sorted(engine.served for engine in engines) == [1, 2]
+
+    run(work())
+
+
 def test_requests_that_met_the_same_death_are_tried_apart() -> None:
     """Else the next death would say as little as the first about which of them it was."""
 

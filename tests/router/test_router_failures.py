@@ -398,7 +398,7 @@ def test_a_request_that_nobody_answers_ends_with_504() -> None:
 
 def test_requests_wait_for_the_only_p_to_come_back() -> None:
     async def work() -> None:
-        async with pair(pair_wait_s=20.0) as (fleet_, p, _):
+        async with pair(pair_wait_s=20.0, max_tries=100) as (fleet_, p, _):
             p.script = die
             running = [asyncio.create_task(fleet_.json()) for _ in range(4)]
             await until(lambda: fleet_.metric("xpyd_router_waiting") == 4)

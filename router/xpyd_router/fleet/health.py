@@ -210,8 +210,8 @@ class Health:
     def probed(
         self, key: InstanceKey, result: ProbeResult, *, began_s: float, is_late: bool, now: float
     ) -> bool:
-        """Take a probe's result; whether the instance is now known to be frozen, so that calls to it
-        will not end. `is_late`: its beat is.
+        """Take a probe's result; whether the instance is now known to be frozen, so that calls
+        to it will not end. `is_late`: its beat is.
         """
         record = self._records.get(key)
         if record is None:

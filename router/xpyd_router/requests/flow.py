@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from xpyd_core.errors import ApiError, ProtocolError
 from xpyd_router.config import RouterConfig
-from xpyd_router.errors import Answer, CallFailed, EngineRefused
+from xpyd_router.errors import BROKEN, Answer, CallFailed, EngineRefused
 from xpyd_router.fleet.loads import LoadTable
 from xpyd_router.fleet.registry import InstanceKey
 from xpyd_router.fleet.view import FleetView
@@ -210,6 +210,7 @@ class Flow:
                 give_up,
                 body_bytes=len(course.ask.raw),
                 shunned=course.shunned,
+                may_repeat=course.last_cause in BROKEN,
             )
             trace.queue_s += self._clock() - asked_s
         attempt = Attempt(

@@ -58,12 +58,13 @@ class Picker:
         *,
         body_bytes: int = 0,
         shunned: Sequence[frozenset[InstanceKey]] = (),
+        may_repeat: bool = False,
     ) -> Pair | Alone:
         """A choice, at latest at `deadline_s`; without the first of `shunned` that leaves one.
 
         Raises ApiError: 404 for an unknown model, 503 where nobody is ready, `give_up()` where only
         those that failed are left. Without it they are waited for as well: they refused, because
-        they are being replaced.
+        they are being replaced. With `may_repeat` they are tried again at once.
         """
         for some in shunned:
             fewer = replace(want, exclude=want.exclude | some)
@@ -80,6 +81,9 @@ class Picker:
                 return choice
             everyone = replace(want, exclude=frozenset())
             only_tried = bool(want.exclude) and self._has_any(snapshot, everyone)
+            if only_tried and may_repeat:
+                want = everyone
+                continue
             if only_tried and give_up:
                 raise give_up()
             now_s = self._clock()
