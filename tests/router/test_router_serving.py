@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+from typing import Any
 
 import orjson
 import pytest
+from aiohttp import web
 
-from tests.router.fakes import fleet, pair, run, text_of
+from tests.router.fakes import (
+    Call,
+    FakeEngine,
+    Generated,
+    fleet,
+    pair,
+    run,
+    sse,
+    start_stream,
+    text_of,
+    until,
+)
 
 PAIR_ID = r"___prefill_addr_127\.0\.0\.1:\d+___decode_addr_127\.0\.0\.1:\d+_[0-9a-f]{32}"
 
@@ -69,5 +83,28 @@ def test_1p3d_and_3p1d_take_turns() -> None:
                     await fleet_.json()
                 assert [e.served for e in engines if e.beat.type == "P"] == [6 // ps] * ps
                 assert [e.served for e in engines if e.beat.type == "D"] == [6 // ds] * ds
+
+    run(work())
+
+
+def test_an_engine_that_does_not_end_its_body_behind_done_is_left() -> None:
+    async def work() -> None:
+        async with fleet() as fleet_:
+            engine = await fleet_.engine("A")
+
+            async def script(one: FakeEngine, call: Call, request: web.Request) -> Any:
+                response = await start_stream(request)
+                for chunk in Generated(one, call).chunks():
+                    await response.write(sse(chunk))
+                await response.write(b"data: [DONE]\n\n")
+                while True:  # what comes still is no reason to stay
+                    await response.write(b": and more\n\n")
+                    await asyncio.sleep(0.05)
+
+            engine.script = script
+            events = await fleet_.events()
+            assert events[-1] == "[DONE]"
+            await until(lambda: fleet_.router.surface.flow._upstream.open_connections == 0)
+            assert fleet_.router.surface.fleet.instances, "its beats were missed first"
 
     run(work())

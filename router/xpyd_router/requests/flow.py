@@ -51,6 +51,8 @@ from xpyd_router.upstream.exchange import Exchange
 logger = logging.getLogger(__name__)
 
 
+_BODY_END_S = 1.0
+"""For the end of an engine's body behind its last event; else the connection is not kept."""
 _NOBODY: frozenset[InstanceKey] = frozenset()
 
 
@@ -347,6 +349,7 @@ class Flow:
             exchange.resume()
 
         exchange.bound_gaps(self._config.request_timeout_s)
+        relay.on_done = lambda: exchange.end_within(_BODY_END_S)
         sink.on_pause, sink.on_resume = exchange.pause, resume
         if sink.is_paused:
             exchange.pause()

@@ -7,6 +7,8 @@ in the course, so that another D can go on behind it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import orjson
 
 from xpyd_core.errors import ProtocolError
@@ -58,6 +60,8 @@ class Relay:
         """The stream has begun, and what comes next begins an event."""
         self.is_done = False
         """The engine's last event has come, and the answer was ended."""
+        self.on_done: Callable[[], None] | None = None
+        """Called then."""
 
     def take_frame(self, frame: bytes) -> bool:
         """Pass on what was read where an HTTP chunk begins, if it is one chunk with one event of
@@ -155,6 +159,8 @@ class Relay:
             self._outlet.write(b"".join(kept))
         if self.is_done:
             self._outlet.end()
+            if self.on_done is not None:
+                self.on_done()
 
     def interrupted(self) -> None:
         """The client had not taken what came, and does now."""

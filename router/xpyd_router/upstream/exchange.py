@@ -72,6 +72,7 @@ class Exchange:
     has_news = False
     """A piece came since `is_due` was asked: per token, to set a mark is cheaper than a time."""
     _left_s = math.inf
+    _end_by_s = math.inf
 
     def __init__(
         self, owner: InstanceKey | None, loop: asyncio.AbstractEventLoop, due_s: float
@@ -139,8 +140,14 @@ class Exchange:
         self._gap_s = gap_s
         self.due_s = self._loop.time() + gap_s
 
+    def end_within(self, left_s: float) -> None:
+        """What matters of the body has come: it is due in `left_s`, whatever comes still."""
+        self._end_by_s = self._loop.time() + left_s
+
     def is_due(self, now_s: float) -> bool:
         """Whether its time is up; asked by the client's sweep, some times a second."""
+        if now_s >= self._end_by_s:
+            return True
         if self.has_news:
             self.has_news = False
             if not self._is_paused:
