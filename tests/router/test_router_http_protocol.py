@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import socket
 import struct
 import weakref
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import uvicorn
 
+from tests.router.fakes import fleet, run
 from xpyd_router.serving.http_protocol import ClientProtocol as RouterProtocol
 from xpyd_worker.server.http_protocol import HeadDeadlineProtocol as WorkerProtocol
 
@@ -148,3 +150,18 @@ def test_a_client_that_takes_nothing_does_not_keep_a_connection_that_closes(reas
             assert narrow.lost.is_set()
 
     _run(work())
+
+
+def test_what_is_no_http_is_answered_without_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    """Else strangers fill the log."""
+
+    async def work() -> None:
+        async with fleet() as fleet_:
+            reader, writer = await asyncio.open_connection("127.0.0.1", fleet_.router.http_port)
+            writer.write(b"no HTTP\r\n\r\n")
+            assert b" 400 " in await reader.readline()
+            writer.close()
+
+    with caplog.at_level(logging.WARNING, "uvicorn.error"):
+        run(work())
+    assert "Invalid HTTP request" not in caplog.text

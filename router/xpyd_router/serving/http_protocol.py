@@ -11,6 +11,7 @@ other requests are uvicorn's, and reach the application as ASGI.
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from http import HTTPStatus
 from typing import cast
@@ -33,6 +34,9 @@ _ROUTES: dict[bytes, Endpoint] = {f"/v1/{endpoint}".encode(): endpoint for endpo
 _UNUSUAL = frozenset((b"transfer-encoding", b"expect", b"upgrade"))
 
 
+_logger = logging.getLogger("uvicorn.error.clients")
+# One per request that is none: strangers would fill the log. Errors pass.
+_logger.addFilter(lambda record: record.levelno != logging.WARNING)
 _common: tuple[object, bytes] = (None, b"")
 
 
@@ -73,6 +77,7 @@ class ClientProtocol(HttpToolsProtocol):
     # uvicorn narrows asyncio's BaseTransport in the same way.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.logger = _logger
         # A plain ASGI application has no such method: then all requests are uvicorn's.
         if hasattr(cast(object, self.__dict__["app"]), "serve_direct"):
             self._app = cast(DirectApp, self.__dict__["app"])
