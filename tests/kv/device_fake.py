@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+import mmap
 import random
 import threading
 from collections import deque
@@ -83,7 +84,8 @@ class Machine:
     # --- memory
 
     def allocate(self, size: int, process: str, *, is_host: bool) -> Allocation:
-        data = memoryview(bytearray(size))
+        # Zeros that cost nothing until they are touched; a bytearray writes them all.
+        data = memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         address = _address_of(data) if is_host else self.reserve(size)
         allocation = Allocation(address, data, process, is_host)
         self._allocations[address] = allocation

@@ -83,7 +83,7 @@ def test_every_layer_and_head_comes_once_from_an_owner_in_800_layouts_of_powers_
     assert seen == 800
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(pair=layout_pairs(), salt=SALTS, data=st.data())
 def test_every_token_of_every_head_and_layer_comes_once_from_an_owner(
     pair: Pair, salt: int, data: st.DataObject

@@ -1,4 +1,5 @@
-"""One transfer, and every fault before and after each single thing that its connection delivers."""
+"""One transfer, and every fault before and after each single thing that its connection delivers;
+"before" and "after" of the same delivery only together with the soak tests."""
 
 from __future__ import annotations
 
@@ -72,16 +73,30 @@ def test_an_undisturbed_transfer_lands(place: str) -> None:
     assert outcome.boundaries >= (9 if place in ("put", "stashed") else 17)
 
 
+def strike_every_delivery(fault: str, place: str, *sides: str) -> None:
+    """One run for each delivery, struck on these sides of it by turns."""
+    for boundary in range(1, undisturbed(place).boundaries + 1):
+        when = sides[boundary % len(sides)]
+        outcome = run(transfer(place, Strike(fault, boundary=boundary, when=when)))
+        if fault in PASSING and (fault, place) not in LOST and place != "orphan":
+            assert outcome.outcomes["landed"] == 1, (boundary, when, outcome.outcomes)
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("fault", [*FAULTS, *TRICKS])
 def test_a_fault_before_or_after_any_delivery_ends_the_transfer_cleanly(
     fault: str, place: str
 ) -> None:
-    for boundary in range(1, undisturbed(place).boundaries + 1):
-        for when in ("before", "after"):
-            outcome = run(transfer(place, Strike(fault, boundary=boundary, when=when)))
-            if fault in PASSING and (fault, place) not in LOST and place != "orphan":
-                assert outcome.outcomes["landed"] == 1, (boundary, when, outcome.outcomes)
+    strike_every_delivery(fault, place, "after", "before")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("fault", [*FAULTS, *TRICKS])
+def test_a_fault_on_the_other_side_of_any_delivery_ends_the_transfer_cleanly(
+    fault: str, place: str
+) -> None:
+    strike_every_delivery(fault, place, "before", "after")
 
 
 def test_a_frame_that_outlives_its_epoch_costs_the_next_one_nothing() -> None:
