@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+import pytest
 
 from tests.worker.engine_fakes import BLOCK, EOS, FakeExecutor, alone, kv_of, next_token
 from tests.worker.transfer_fakes import FakeConsumer, FakeProducer
@@ -13,6 +16,12 @@ from xpyd_worker.engine.inbox import Inbox
 from xpyd_worker.engine.limits import Limits, Policy
 from xpyd_worker.engine.request import EngineRequest, RequestOutput, SamplingParams
 from xpyd_worker.engine.stopping import StopRules
+
+
+def seeds(quick: int, whole: int) -> list[Any]:
+    """Parameters of a walk: the first few, and as `make soak` all of them."""
+    rest = (pytest.param(seed, marks=pytest.mark.soak) for seed in range(quick, whole))
+    return [*range(quick), *rest]
 
 
 class Bench:

@@ -72,9 +72,9 @@ def make_step(
     for (before, new), count in zip(lengths, blocks, strict=True):
         table = [ids.pop() for _ in range(count)]
         spans.append(Span(before, new, table))
-        for position in range(before):
-            slot = cache[table[position // block_size], :, position % block_size]
-            slot.copy_(torch.randn(kv_heads, 2 * head_dim))
+        at = torch.arange(before)
+        held = torch.tensor(table)[at // block_size]
+        cache[held, :, at % block_size] = torch.randn(before, kv_heads, 2 * head_dim)
     rows = sum(new for _before, new in lengths)
     qkv = torch.randn(rows, heads + 2 * kv_heads, head_dim).to(dtype)
     turns = torch.rand(rows, head_dim // 2) * 6
