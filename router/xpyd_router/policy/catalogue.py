@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from types import MappingProxyType
 
 from xpyd_core.errors import UserError
 from xpyd_router.config import RouterConfig
@@ -14,9 +16,11 @@ from xpyd_router.policy.pairs import PairPolicy
 GROUP = "xpyd.router.policies"
 
 
-def installed() -> dict[str, EntryPoint]:
-    """The policies of all installed packages by name."""
-    return {entry.name: entry for entry in entry_points(group=GROUP)}
+@cache
+def installed() -> Mapping[str, EntryPoint]:
+    """The policies of all installed packages by name. Looked up once for a process: the metadata
+    of every package is read for it."""
+    return MappingProxyType({entry.name: entry for entry in entry_points(group=GROUP)})
 
 
 def build_policy(
@@ -25,7 +29,7 @@ def build_policy(
     loads: LoadTable,
     random: Callable[[], float],
     first_turn: int = 0,
-    known: dict[str, EntryPoint] | None = None,
+    known: Mapping[str, EntryPoint] | None = None,
 ) -> PairPolicy:
     """The policy that `config` names; UserError for a name that no package has."""
     entries = installed() if known is None else known

@@ -5,6 +5,7 @@ The inference routes stand before it, in `inference`.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import cast
 
 import orjson
@@ -182,8 +183,14 @@ def _add_state(app: Quart, surface: Surface) -> None:
     _ = health, readiness, metrics, instances
 
 
+@cache
+def _openapi_json() -> bytes:
+    """The same for every app of a process."""
+    return orjson.dumps(openapi_document(__version__))
+
+
 def _add_about(app: Quart) -> None:
-    document = orjson.dumps(openapi_document(__version__))
+    document = _openapi_json()
 
     @app.get("/version")
     async def version() -> Response:
