@@ -9,6 +9,8 @@ PACKAGES := core kv_transfer router worker_image operator
 PY_PATHS := $(PACKAGES) tests examples scripts hatch_build.py
 PYTEST := $(BIN)/python -m pytest
 PYTEST_ARGS ?=
+# Processes of `make verify`'s tests; 0: one after another in pytest's own, as a debugger wants it.
+WORKERS ?= 2
 # A machine with a GPU has its own Python with torch, triton, numpy, pytest and msgspec, and perhaps
 # no network: nothing is installed there, and these tests import nothing else.
 GPU_PYTHON ?= python3
@@ -41,7 +43,7 @@ generate: setup ## Write the CRDs, the API reference and the router's OpenAPI do
 	@$(BIN)/python scripts/generate.py
 
 verify: lint type imports ## All checks and the tests that need no running fleet
-	$(PYTEST) -q -m "not gpu and not cluster and not soak and not slow" $(PYTEST_ARGS)
+	$(PYTEST) -q -n $(WORKERS) --dist loadfile -m "not gpu and not cluster and not soak and not slow" --durations=10 $(PYTEST_ARGS)
 
 test: setup ## Every test that needs no root, Go or GPU
 	$(PYTEST) -m "not gpu and not cluster and not soak$(if $(ONLY_SLOW), and slow)" --durations=10 $(PYTEST_ARGS)
