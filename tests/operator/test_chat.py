@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -121,14 +122,20 @@ class Terminal:
     def __init__(self, *arguments: str) -> None:
         self.master, slave = pty.openpty()
         argv = [sys.executable, "-m", "xpyd_core", "chat", *arguments]
-        self.child = subprocess.Popen(
-            argv, stdin=slave, stdout=slave, stderr=slave, start_new_session=True
-        )
+        # In the background of a script pytest ignores SIGINT, and so would the child.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            self.child = subprocess.Popen(
+                argv, stdin=slave, stdout=slave, stderr=slave, start_new_session=True
+            )
+        finally:
+            signal.signal(signal.SIGINT, before)
         os.close(slave)
         self.seen = ""
 
     def expect(self, text: str) -> None:
         while text not in self.seen:
+            assert select.select([self.master], [], [], 60)[0], (text, self.seen)
             self.seen += os.read(self.master, 4096).decode()
         self.seen = self.seen.partition(text)[2]
 
