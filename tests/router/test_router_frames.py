@@ -15,7 +15,7 @@ from xpyd_router.requests.answers import scrub
 from xpyd_router.requests.outlet import Outlet
 from xpyd_router.requests.relay import Relay
 from xpyd_router.requests.trace import Trace
-from xpyd_router.serving.sinks import DirectSink
+from xpyd_router.serving.sinks import DirectSink, UnframedSink
 from xpyd_router.upstream.connection import Connection
 from xpyd_router.upstream.exchange import Exchange
 
@@ -57,9 +57,12 @@ class Seen:
 class Stream:
     """An engine's stream on its way: connection, exchange, relay, outlet and sink, all real."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, *, takes_frames: bool = True) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, *, is_framed: bool = True, takes_frames: bool = True
+    ) -> None:
         self.client, self.seen = Wire(), Seen()
-        sink = DirectSink(self.client)  # type: ignore[arg-type]
+        kind = DirectSink if is_framed else UnframedSink
+        sink = kind(self.client)  # type: ignore[arg-type]
         if not takes_frames:
             sink.write_frame = None
         self.trace = Trace("completions", 0.0)
@@ -152,6 +155,13 @@ def test_a_sink_without_frames_gets_the_same() -> None:
     (one, direct), (other, plain) = run(pieces), run(pieces, takes_frames=False)
     assert (one.taken, other.taken) == (4, 0)
     assert direct == plain
+
+
+def test_a_client_without_chunks_gets_none() -> None:
+    events = [event(200) for _ in range(5)]
+    stream, answer = run([*map(chunk, [*events, DONE]), b"0\r\n\r\n"], is_framed=False)
+    assert stream.taken == 0
+    assert answer.endswith(b"\r\n\r\n" + b"".join([*events, DONE]).replace(SECRET, PUBLIC))
 
 
 @pytest.mark.parametrize(

@@ -169,6 +169,10 @@ class DirectSink:
 class UnframedSink(DirectSink):
     """For HTTP/1.0 clients, whose connection closes behind each answer: that ends a stream."""
 
+    def __init__(self, connection: Connected) -> None:
+        super().__init__(connection)
+        self.write_frame = None
+
     def start(self, status: int, headers: Sequence[Header]) -> None:
         """See Sink."""
         if not self.is_lost:
