@@ -87,9 +87,9 @@ class Poison:
         last = self._last.get(key)
         return last if last is not None and last.fate == "dead" else None
 
-    def deaths(self) -> list[tuple[InstanceKey, float]]:
-        """Who died lately, and when that began, the oldest first."""
-        return [(key, one.at_s) for key, one in self._last.items() if one.fate == "dead"]
+    def known(self) -> list[tuple[InstanceKey, Break]]:
+        """What broke off lately, the oldest first; not what turned out to be alive."""
+        return [(key, one) for key, one in self._last.items() if one.fate != "alive"]
 
     def died(self, key: InstanceKey, now: float) -> None:
         """`key` is dead: nobody listens there, or another took its place."""

@@ -70,7 +70,7 @@ class OwnerView(FleetView):
         events += self._stood.values()
         events.append(Lost(tuple(i.key for i in self.instances if self.is_lost(i.key))))
         events.append(Weights(tuple(self._weighed.items())))
-        events += [Broke(key, "dead", at_s) for key, at_s in self._health.poison.deaths()]
+        events += [Broke(key, one.fate, one.at_s) for key, one in self._health.poison.known()]
         return [*events, *(Convicted(*found) for found in self.refused.items())]
 
     def apply(self, beat: Heartbeat, signed_age_s: float | None = None) -> Outcome:
