@@ -50,15 +50,16 @@ class RequestTable:
 
     def __init__(self) -> None:
         self._endpoints: dict[str, EndpointFigures] = {}
-        self._in_flight = 0
+        self.in_flight = 0
+        """Requests that came and are not answered yet."""
 
     def began(self) -> None:
         """A request came."""
-        self._in_flight += 1
+        self.in_flight += 1
 
     def ended(self, trace: Trace, status: int, now_s: float) -> None:
         """It was answered, or its client left."""
-        self._in_flight -= 1
+        self.in_flight -= 1
         figures = self._endpoints.get(trace.endpoint)
         if figures is None:
             figures = self._endpoints[trace.endpoint] = EndpointFigures()
@@ -67,7 +68,7 @@ class RequestTable:
     def write(self, out: Exposition) -> None:
         """All figures as metrics."""
         found = [(f'endpoint="{name}"', f) for name, f in sorted(self._endpoints.items())]
-        out.numbers("xpyd_router_in_flight", "gauge", "Requests served", [("", self._in_flight)])
+        out.numbers("xpyd_router_in_flight", "gauge", "Requests served", [("", self.in_flight)])
         out.numbers(
             "xpyd_router_requests_total",
             "counter",

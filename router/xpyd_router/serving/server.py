@@ -36,6 +36,7 @@ from xpyd_router.serving.access_log import AccessLog
 from xpyd_router.serving.app import build_app
 from xpyd_router.serving.http_protocol import ClientProtocol
 from xpyd_router.serving.surface import Surface
+from xpyd_router.serving.trimming import trim_after_bursts, trimmer
 from xpyd_router.serving.whole import Whole
 from xpyd_router.tokens.service import Tokens
 from xpyd_router.upstream.client import UpstreamClient
@@ -171,6 +172,8 @@ async def open_serving(
         )
     )
     own = [one.run() for one in (tokens, objectives) if one is not None]
+    if (trim := trimmer()) is not None:
+        own.append(trim_after_bursts(lambda: parts.metrics.requests.in_flight, trim))
     watching = [asyncio.create_task(work) for work in (*works, *own)]
     for task in watching:
         task.add_done_callback(_report_death)

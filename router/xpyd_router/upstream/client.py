@@ -77,7 +77,7 @@ class UpstreamClient:
         """
         sent_s = self._loop.time()
         due_s = sent_s + timeout_s
-        if (idle := self._take_idle(to)) is not None:
+        if (idle := self._take_idle(to, sent_s - _IDLE_S)) is not None:
             exchange = self._send(idle, head, body, owner, due_s)
             try:
                 await exchange.begun()
@@ -136,10 +136,9 @@ class UpstreamClient:
             if exchange.owner in gone:
                 exchange.fail("lost")
 
-    def _take_idle(self, to: Address) -> Connection | None:
+    def _take_idle(self, to: Address, oldest_s: float) -> Connection | None:
         """A kept connection; the youngest, so that the others may go."""
         idle = self._idle.get(to)
-        oldest_s = self._loop.time() - _IDLE_S
         while idle:
             connection = idle.pop()
             if connection.is_usable and connection.idle_since_s >= oldest_s:
@@ -149,7 +148,9 @@ class UpstreamClient:
 
     async def _connect(self, to: Address, timeout_s: float) -> Connection:
         def on_free(connection: Connection) -> None:
-            idle = self._idle.setdefault(to, [])
+            idle = self._idle.get(to)
+            if idle is None:
+                idle = self._idle[to] = []
             if len(idle) >= _MAX_IDLE or self._is_closed:
                 connection.abort()
                 return

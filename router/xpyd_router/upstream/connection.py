@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import cast
 
 import httptools
 
@@ -23,43 +23,35 @@ _MAX_CHUNK_LINE_BYTES = 10
 _HEX = b"0123456789abcdefABCDEF"
 
 
-class WholeAnswer(NamedTuple):
-    """A 200 whose body is as long as it says, on a connection that stays."""
-
-    content_type: bytes
-    body: bytes
-
-
-def whole_answer(data: bytes) -> WholeAnswer | None:
-    """The answer that `data` is; None where it is more, less, or anything but the plainest form."""
+def whole_answer(data: bytes) -> tuple[bytes, bytes] | None:
+    """Content type and body of the 200 that `data` is, where it is exactly that and its connection
+    stays; None where it is more, less, or anything but the plainest form.
+    """
     if not data.startswith(b"HTTP/1.1 200 "):
         return None
     end = data.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES)
     if end < 0:
         return None
     head = data[:end].lower()
-    start = head.find(_LENGTH)
+    _, found, rest = head.partition(_LENGTH)
     if (
-        start < 0
-        or head.find(_LENGTH, start + 1) >= 0
+        not found
+        or rest.find(_LENGTH) >= 0
         or head.find(b"\r\ntransfer-encoding:") >= 0
         or head.find(b"\r\nconnection:") >= 0
         or head.find(b"\r\nretry-after:") >= 0
     ):
         return None
-    start += len(_LENGTH)
-    stop = head.find(b"\r", start)
-    digits = (head[start:] if stop < 0 else head[start:stop]).strip(b" ")
-    is_whole = digits.isdigit() and len(digits) <= _MAX_LENGTH_DIGITS
-    if not is_whole or len(data) - end - 4 != int(digits):
+    digits = rest.partition(b"\r")[0].strip(b" ")
+    if not digits.isdigit() or len(digits) > _MAX_LENGTH_DIGITS:
         return None
-    content_type = b""
-    start = head.find(_TYPE)
-    if start >= 0:
-        start += len(_TYPE)
-        stop = head.find(b"\r", start)
-        content_type = data[start : end if stop < 0 else stop].strip(b" ")
-    return WholeAnswer(content_type, data[end + 4 :])
+    body = data[end + 4 :]
+    if len(body) != int(digits):
+        return None
+    start = head.find(_TYPE) + len(_TYPE)
+    if start < len(_TYPE):
+        return b"", body
+    return data[start:end].partition(b"\r")[0].strip(b" "), body
 
 
 def whole_chunks(data: bytes) -> bytes | None:
@@ -116,14 +108,15 @@ class Connection(asyncio.Protocol):
 
     def send(self, exchange: Exchange, head: bytes, body: bytes) -> None:
         """Begin an exchange; the connection is idle and usable."""
-        assert self._transport is not None
+        transport = self._transport
+        assert transport is not None
         self._exchange = exchange
         self._has_begun = self._has_ended = self._is_bounded = False
         exchange.carrier = self
         if len(body) <= 65536:
-            self._transport.write(head + body)
+            transport.write(head + body)
         else:
-            self._transport.writelines((head, body))
+            transport.writelines((head, body))
 
     # Exchange's Carrier.
 
@@ -140,7 +133,8 @@ class Connection(asyncio.Protocol):
     def give_back(self) -> None:
         """See Carrier."""
         self._exchange = None
-        if self._may_keep and self.is_usable:
+        transport = self._transport
+        if self._may_keep and transport is not None and not transport.is_closing():
             self._on_free(self)
         else:
             self.abort()
@@ -176,7 +170,7 @@ class Connection(asyncio.Protocol):
         if not self._has_begun:
             if (answer := whole_answer(data)) is not None:
                 self._may_keep = self._has_ended = True
-                exchange.on_whole(answer.content_type, answer.body)
+                exchange.on_whole(*answer)
                 return
             self._has_begun = True
         self._parse(exchange, data)

@@ -47,40 +47,61 @@ class Exchange:
     `due_s` is on the event loop's clock; the client's sweep fails an exchange whose time has come.
     """
 
-    # As defaults of the class they cost nothing per call: most calls change few of them.
-    status = 0
-    content_type = ""
-    retry_after: str | None = None
-    has_answered = False
-    """A byte of the answer has come."""
-    is_whole = False
-    carrier: Carrier | None = None
-    """The connection on which it was sent, which writes this."""
-    _waiter: asyncio.Future[None] | None = None
-    """Of the caller, for the head or for the end."""
-    _waits_for_end = False
-    _consumer: Callable[[bytes], None] | None = None
-    take_frame: Callable[[bytes], bool] | None = None
-    """What `connection` offers each read to between two chunks, before it reads them itself."""
-    _size = 0
-    _limit_bytes = _WAITING_BYTES
-    _head_bytes = 0
-    _failure: FailureCause | None = None
-    _is_paused = False
-    _is_closed = False
-    _gap_s = math.inf
-    has_news = False
-    """A piece came since `is_due` was asked: per token, to set a mark is cheaper than a time."""
-    _left_s = math.inf
-    _end_by_s = math.inf
+    __slots__ = (
+        "_body",
+        "_consumer",
+        "_end_by_s",
+        "_failure",
+        "_gap_s",
+        "_head_bytes",
+        "_is_paused",
+        "_left_s",
+        "_limit_bytes",
+        "_loop",
+        "_size",
+        "_waiter",
+        "_waits_for_end",
+        "carrier",
+        "content_type",
+        "due_s",
+        "has_answered",
+        "has_news",
+        "is_whole",
+        "owner",
+        "retry_after",
+        "status",
+        "take_frame",
+    )
 
     def __init__(
         self, owner: InstanceKey | None, loop: asyncio.AbstractEventLoop, due_s: float
     ) -> None:
         self.owner = owner
         self.due_s = due_s
+        self.status = 0
+        self.content_type = ""
+        self.retry_after: str | None = None
+        self.has_answered = False
+        """A byte of the answer has come."""
+        self.is_whole = False
+        self.carrier: Carrier | None = None
+        """The connection on which it was sent, which writes this."""
+        self.take_frame: Callable[[bytes], bool] | None = None
+        """What `connection` offers each read to between two chunks, before it reads them itself."""
+        self.has_news = False
+        """A piece came since `is_due` was asked; per token, a mark is cheaper than a time."""
         self._loop = loop
+        self._waiter: asyncio.Future[None] | None = None
+        """Of the caller, for the head or for the end."""
+        self._waits_for_end = False
+        self._consumer: Callable[[bytes], None] | None = None
         self._body: list[bytes] = []
+        self._size = 0
+        self._limit_bytes = _WAITING_BYTES
+        self._head_bytes = 0
+        self._failure: FailureCause | None = None
+        self._is_paused = False
+        self._gap_s = self._left_s = self._end_by_s = math.inf
 
     # What the caller does.
 
@@ -171,13 +192,13 @@ class Exchange:
 
     def close(self) -> None:
         """Free the connection: kept where the answer is whole, else closed. Idempotent."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        carrier, self.carrier = self.carrier, None
-        self._body, self._consumer, self.take_frame = [], None, None
+        carrier = self.carrier
         if carrier is None:
             return
+        self.carrier = None
+        self._body = []
+        if self._consumer is not None:
+            self._consumer = self.take_frame = None
         if self.is_whole:
             if self._is_paused:
                 carrier.resume_reading()
@@ -234,9 +255,12 @@ class Exchange:
         """A whole answer with status 200, in one piece."""
         self.content_type = content_type.decode("latin-1")
         self.status = 200
-        self.on_bytes(body)
-        self.on_end()
-        self._wake()
+        self._body.append(body)  # nobody consumes it: `relay` comes after the head
+        if self._failure is None:
+            self.is_whole = True
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def on_end(self) -> None:
         """The answer is whole."""

@@ -13,6 +13,7 @@ import shlex
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from tests.bench_environments import NotHere
@@ -36,7 +37,7 @@ from tests.router.bench.shape import (
 ROUNDS = 2
 DUELS = 5
 _QUICK_ROWS = ["direct", "xpyd", "vllm-router"]
-_QUICK_TIMES = Times(warm_s=0.5, seconds=2.0, ramp_s=1.0)
+_QUICK_TIMES = Times(warm_s=0.5, seconds=2.0, ramp_s=1.0, rest_s=3.0)
 _FILES = 4 * max(STREAMS)
 """A router has two for each stream, and P's side may stay open."""
 
@@ -111,7 +112,7 @@ def _plan(options: argparse.Namespace, left_out: dict[str, str]) -> Plan:
     names: list[str] = options.rows or (_QUICK_ROWS if options.quick else list(ROWS))
     times = _QUICK_TIMES if options.quick else Times()
     if options.seconds is not None:
-        times = Times(times.warm_s, options.seconds, times.ramp_s)
+        times = replace(times, seconds=options.seconds)
     is_whole = names == list(ROWS) and cases == list(CASES) and options.seconds is None
     if options.output is None and is_whole and not options.quick:
         options.output = ROOT / "docs/benchmarks/router.json"

@@ -100,7 +100,7 @@ def _memory(made: dict[str, Any]) -> list[str]:
     if not made["memoryMib"]:
         return []
     return [
-        "| memory (RSS), MiB | idle | after all loads |",
+        "| memory (RSS), MiB | idle | 10 s after all loads |",
         "|---|---|---|",
         *(
             f"| {_shown(row)} | {one['idle']:.0f} | {one['after']:.0f} |"

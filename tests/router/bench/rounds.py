@@ -7,6 +7,7 @@ one round; and the order changes from round to round, so that nobody always come
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -54,8 +55,8 @@ class Cores:
 
 @dataclass
 class Found:
-    """By row: RSS before any load and after all of it; by row and case, a Turn per round, or why
-    there are none: who failed once in a case is not asked for it again."""
+    """By row: RSS before any load and some time after all of it; by row and case, a Turn per round,
+    or why there are none: who failed once in a case is not asked for it again."""
 
     idle_gib: dict[str, float] = field(default_factory=dict[str, float])
     after_gib: dict[str, float] = field(default_factory=dict[str, float])
@@ -90,9 +91,12 @@ def measure(plan: Plan, programs: Programs, folder: Path, say: Say) -> Found:
             for number in range(plan.duels if case.name in DUEL_CASES and len(rivals) > 1 else 0):
                 # Together they are done within seconds.
                 take_turns(rivals, case, number, found, turns=found.duels, a_turn=a_turn, say=say)
-        for name, router in routers.items():
-            if router is not None and router.process.poll() is None:
-                found.after_gib[name] = router.rss_gib()
+        alive = {n: one for n, one in routers.items() if one and one.process.poll() is None}
+        for router in alive.values():
+            router.go_on()
+        say(f"memory, after {plan.times.rest_s:g} s without load")
+        time.sleep(plan.times.rest_s)
+        found.after_gib |= {name: router.rss_gib() for name, router in alive.items()}
     return found
 
 

@@ -69,3 +69,5 @@ class Times:
     warm_s: float = 1.0
     seconds: float = 3.0
     ramp_s: float = 2.0
+    rest_s: float = 10.0
+    """Behind the last turn, before memory is read."""
