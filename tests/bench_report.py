@@ -18,6 +18,23 @@ def put_measured(page: str, begin: str, measured: str) -> str:
     return before + begin + measured + END + after
 
 
+def where_measured(made: dict[str, Any]) -> str:
+    """When, on which machine, and with which versions."""
+    machine = made["machine"]
+    versions = ", ".join(f"{name} {number}" for name, number in made["versions"].items())
+    return (
+        f"{made['date']}: {machine['cores']} cores ({machine['processor']}), "
+        f"{machine['memoryGiB']} GiB, Linux {machine['linux']}; {versions}. "
+    )
+
+
+def not_measured(made: dict[str, Any]) -> str:
+    """With which flags of ours, and what is not there."""
+    flags = f" Ours with `{' '.join(made['ownArgs'])}`." if made["ownArgs"] else ""
+    absent = (f"\nNot measured: {name} ({why})." for name, why in made["absent"].items())
+    return flags + "".join(absent)
+
+
 def write_report(
     made: dict[str, Any], output: Path, renew: Callable[[str, dict[str, Any]], str]
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.bench_report import put_measured
+from tests.bench_report import not_measured, put_measured, where_measured
 from tests.router.bench.shape import OWN
 
 BEGIN = "<!-- measured: `make bench-router` writes it -->\n"
@@ -24,17 +24,11 @@ def tables(made: dict[str, Any]) -> str:
 
 
 def _where(made: dict[str, Any]) -> str:
-    machine = made["machine"]
-    versions = ", ".join(f"{name} {number}" for name, number in made["versions"].items())
-    left_out = "".join(f"\nNot measured: {name} ({why})." for name, why in made["absent"].items())
-    for one in made["failed"]:
-        left_out += f"\n**{one['row']} failed in {one['case']}**: {one['why']}."
-    flags = f" Ours with `{' '.join(made['ownArgs'])}`." if made["ownArgs"] else ""
-    return (
-        f"{made['date']}: {machine['cores']} cores ({machine['processor']}), "
-        f"{machine['memoryGiB']} GiB, Linux {machine['linux']}; {versions}. "
-        f"Rounds: {made['rounds']}, duels: {made['duels']}.{flags}{left_out}"
+    failed = "".join(
+        f"\n**{one['row']} failed in {one['case']}**: {one['why']}." for one in made["failed"]
     )
+    turns = f"Rounds: {made['rounds']}, duels: {made['duels']}."
+    return where_measured(made) + turns + not_measured(made) + failed
 
 
 def _ratios(made: dict[str, Any]) -> list[str]:

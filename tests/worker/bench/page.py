@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.bench_report import put_measured
+from tests.bench_report import not_measured, put_measured, where_measured
 from tests.worker.bench.rounds import OWN, PEER
 from tests.worker.bench.shape import CASES
 
@@ -32,15 +32,8 @@ def _measured(made: dict[str, Any]) -> str:
 
 
 def _where(made: dict[str, Any]) -> str:
-    machine = made["machine"]
-    versions = ", ".join(f"{name} {number}" for name, number in made["versions"].items())
-    left_out = "".join(f"\nNot measured: {name} ({why})." for name, why in made["absent"].items())
-    flags = f" Ours with `{' '.join(made['ownArgs'])}`." if made["ownArgs"] else ""
-    return (
-        f"{made['date']}: {machine['cores']} cores ({machine['processor']}), "
-        f"{machine['memoryGiB']} GiB, Linux {machine['linux']}; {versions}. {made['threads']} "
-        f"threads on the cores {made['cores']}, rounds: {made['rounds']}.{flags}{left_out}"
-    )
+    threads = f"{made['threads']} threads on the cores {made['cores']}"
+    return where_measured(made) + f"{threads}, rounds: {made['rounds']}." + not_measured(made)
 
 
 def _aims(made: dict[str, Any]) -> list[str]:
