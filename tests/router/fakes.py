@@ -34,14 +34,18 @@ server: contextvars.ContextVar[str] = contextvars.ContextVar("server", default="
 """`direct`: answers go straight to the transport; `plain`: through ASGI's send."""
 
 
-def run(work: Coroutine[Any, Any, None]) -> None:
-    """Run one test's coroutine under a deadline."""
+Loop = Callable[[], asyncio.AbstractEventLoop]
+
+
+def run(work: Coroutine[Any, Any, None], loop: Loop | None = None) -> None:
+    """Run one test's coroutine under a deadline. `loop` makes another loop than asyncio's own."""
 
     async def bounded() -> None:
         async with asyncio.timeout(DEADLINE_S):
             await work
 
-    asyncio.run(bounded())
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(bounded())
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -13,7 +13,6 @@ from tests.router.fakes import FakeEngine, Fleet, fleet, pair, run, until
 from xpyd_core.errors import UserError
 from xpyd_router.fleet.registry import Registry, key_of
 from xpyd_router.serving.admin import is_admin
-from xpyd_router.serving.http_protocol import MAX_HEAD_BYTES
 
 KEY = "an-admin-key-of-a-test"
 AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
@@ -196,53 +195,5 @@ def test_an_unusable_key_file_is_named(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"--admin-key-file .*16 bytes"):
             async with fleet(admin_key_file=tmp_path / "short"):
                 pass
-
-    run(work())
-
-
-def heads_begun(made: Fleet) -> int:
-    """Connections that have said a part of a head."""
-    # uvicorn's own list; nothing else tells that a part of a head has been read.
-    connections = made.router.serving._server.server_state.connections  # pyright: ignore[reportPrivateUsage]
-    return sum(getattr(c, "_is_in_head", False) for c in connections)
-
-
-@pytest.mark.parametrize(("more_bytes", "status"), [(0, b"200"), (1, b"431")])
-def test_a_head_that_does_not_end_is_refused(more_bytes: int, status: bytes) -> None:
-    async def work() -> None:
-        async with fleet() as made:
-            port = made.router.http_port
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: ")
-            await until(lambda: heads_begun(made) == 1)
-            # All of it must be read for the bound to be passed: no reset takes the answer away.
-            writer.write(b"a" * (MAX_HEAD_BYTES + more_bytes))
-            if not more_bytes:
-                writer.write(b"\r\n\r\n")
-            assert (await reader.readline()).split()[1] == status
-            writer.transport.abort()
-
-    run(work())
-
-
-def test_a_body_does_not_count_for_the_next_head() -> None:
-    async def work() -> None:
-        async with fleet() as made:
-            port = made.router.http_port
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            body = b"a" * (2 * MAX_HEAD_BYTES)
-            writer.write(
-                b"POST /health HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
-            )
-            writer.write(body)
-            head = await reader.readuntil(b"\r\n\r\n")
-            assert b" 405 " in head
-            length = int(head.lower().partition(b"content-length: ")[2].split()[0])
-            await reader.readexactly(length)
-            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n")
-            await until(lambda: heads_begun(made) == 1)
-            writer.write(b"\r\n")
-            assert (await reader.readline()).split()[1] == b"200"
-            writer.transport.abort()
 
     run(work())

@@ -11,6 +11,7 @@ other requests are uvicorn's, and reach the application as ASGI.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sys
 from http import HTTPStatus
@@ -22,15 +23,17 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from xpyd_core.errors import ApiError
 from xpyd_router.requests.bodies import ENDPOINTS, Endpoint
 from xpyd_router.serving.direct import DirectApp, DirectRequest
+from xpyd_router.serving.lingering import CycleTransport, Lingering
 from xpyd_router.serving.sinks import DirectSink, UnframedSink
 
 HEAD_DEADLINE_S = 30.0
 BODY_DEADLINE_S = 60.0
 MAX_HEAD_BYTES = 64 * 1024
-"""Of a head that comes in several reads, beyond the first: uvicorn would keep all of it."""
+"""uvicorn would take any. A part of a head behind another request is not counted: one read's."""
 STALL_S = 1800.0
 _FRAMING = (b"content-length", b"transfer-encoding")
 _ROUTES: dict[bytes, Endpoint] = {f"/v1/{endpoint}".encode(): endpoint for endpoint in ENDPOINTS}
+_PATHS = frozenset(f"/v1/{endpoint}" for endpoint in ENDPOINTS)
 _UNUSUAL = frozenset((b"transfer-encoding", b"expect", b"upgrade"))
 
 
@@ -51,8 +54,8 @@ class _Body:
 class ClientProtocol(HttpToolsProtocol):
     """uvicorn's protocol; a head that is not whole `HEAD_DEADLINE_S` after the connection was made,
     or after its first byte, closes the connection, as does a client that takes nothing of its
-    answer for `stall_s`: it may hold a place on an engine. A head that goes on for more than
-    `MAX_HEAD_BYTES` is refused.
+    answer for `stall_s`: it may hold a place on an engine. A head of more than `MAX_HEAD_BYTES` is
+    refused; so much behind a body that is no part of it ends the connection.
     """
 
     head_deadline_s = HEAD_DEADLINE_S
@@ -62,7 +65,10 @@ class ClientProtocol(HttpToolsProtocol):
     _is_in_head = False
     _is_in_body = False
     _head_bytes = 0
-    """Read since the read in which the last head began."""
+    """Read since the last end of a head, piece of a body or end of a request: so in a head all of
+    it, or all but a part in the read in which another request ended.
+    """
+    _is_head_too_long = False
     _body_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
     _idle_timer: asyncio.TimerHandle | None = None
@@ -88,13 +94,25 @@ class ClientProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self._upgrade_at is not None:
             self._go_on_in_http(data)
-        if self._is_in_head:
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse(431, f"the request's head is longer than {MAX_HEAD_BYTES} bytes")
-            elif self._head_timer is None:
-                self._expect_head()
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._end_of_patience()
+        if self._is_in_head and self._head_timer is None:
+            self._expect_head()
         if self._is_in_body and self._body_timer is None:
             self._expect_body()
+
+    def eof_received(self) -> bool:
+        """Whether the connection stays open for an answer to a client that sends no more.
+
+        Not for one of the inference routes: a client whose process ended looks the same, and
+        engines shall not work for it. Other answers take moments.
+        """
+        if not self._is_busy or self._direct is not None or self._is_in_body or self.pipeline:
+            return False
+        if self.scope["path"] in _PATHS:
+            return False
+        self.cycle.keep_alive = False
+        return True
 
     def on_message_begin(self) -> None:
         # uvicorn makes its scope here: only those who need it shall pay for it.
@@ -102,9 +120,12 @@ class ClientProtocol(HttpToolsProtocol):
         self.headers = []
         self.expect_100_continue = False
         self._is_in_head = True
-        self._head_bytes = 0
 
     def on_headers_complete(self) -> None:
+        if self._head_bytes > MAX_HEAD_BYTES and self._parsed_bytes() > MAX_HEAD_BYTES:
+            self._is_head_too_long = True
+            raise ValueError  # what the parser then raises leads to send_400_response
+        self._head_bytes = 0
         self._is_in_head = False
         self._is_in_body = True
         if self._head_timer is not None:
@@ -116,8 +137,11 @@ class ClientProtocol(HttpToolsProtocol):
         self.url, self.expect_100_continue = url, expects
         self.headers.extend(headers)
         super().on_headers_complete()
+        self.headers = []  # trailers come here, and are not the application's
+        self.cycle.transport = CycleTransport(self.transport, self._close_behind_answer)
 
     def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
         direct = self._direct
         if direct is not None and self._is_last(direct):
             direct.parts.append(body)
@@ -125,6 +149,7 @@ class ClientProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._head_bytes = 0
         self._is_in_body = False
         if self._body_timer is not None:
             self._forget_body()
@@ -196,7 +221,7 @@ class ClientProtocol(HttpToolsProtocol):
         assert direct is not None
         direct.response_complete = True
         if not direct.keep_alive:
-            self._close()
+            self._close_behind_answer()
         elif self.pipeline or self.flow.read_paused:
             self.on_response_complete()
         else:
@@ -306,7 +331,7 @@ class ClientProtocol(HttpToolsProtocol):
         the head for another protocol, so a second one reads it.
         """
         at, self._upgrade_at = self._upgrade_at, None
-        framing = [header for header in self.headers if header[0] in _FRAMING]
+        framing = [header for header in self.scope["headers"] if header[0] in _FRAMING]
         if not framing:
             return
         self._is_in_body = True
@@ -318,23 +343,58 @@ class ClientProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         # uvicorn calls it for what its parser refuses.
-        self._refuse(400, "this is not valid HTTP/1.1")
+        if self._is_head_too_long:
+            self._refuse_head()
+        else:
+            self._refuse(400, "this is not valid HTTP/1.1")
+
+    def _parsed_bytes(self) -> int:
+        """The length of the head whose end is here, as it is usually written."""
+        return len(self.url) + sum([len(name) + len(value) + 4 for name, value in self.headers])
+
+    def _end_of_patience(self) -> None:
+        """Bytes came for long that are no body."""
+        if self._is_in_head:
+            self._refuse_head()
+        elif self._is_in_body:
+            self._close()  # trailers, or extensions of a chunk, without end
+
+    def _refuse_head(self) -> None:
+        self._refuse(431, f"the request's head is longer than {MAX_HEAD_BYTES} bytes")
 
     def _refuse(self, status: int, message: str) -> None:
         """Answer what is no request, and close the connection."""
-        # Before an answer that is still being written a status would be part of it.
-        if not self._is_busy:
-            body = ApiError(status, message).body()
-            head = (
-                f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json"
-                f"\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
-            )
-            self.transport.write(head.encode() + body)
-        self._close()
+        self._is_in_head = False
+        if self._is_busy:
+            self._close()  # in an answer that is still being written a status would be part of it
+            return
+        body = ApiError(status, message).body()
+        head = (
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json"
+            f"\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self._linger()
 
     def _close_late(self) -> None:
         self._head_timer = None
         self._close()
+
+    def _close_behind_answer(self) -> None:
+        if self._is_in_body:
+            self._linger()
+        else:
+            self._close()
+
+    def _linger(self) -> None:
+        """Close behind an answer whose client is still sending."""
+        self._forget_head()
+        if self.transport.is_closing():
+            return
+        self.transport.set_protocol(Lingering(self, self._close))
+        self.flow.resume_reading()
+        with contextlib.suppress(OSError):  # asyncio's, where the client has just reset it
+            self.transport.write_eof()
 
     def _close(self) -> None:
         self.transport.close()
