@@ -105,6 +105,27 @@ def test_a_body_does_not_count_for_the_head_before_it_nor_for_the_next() -> None
     run(work())
 
 
+def test_trailers_do_not_count_for_the_next_head() -> None:
+    start = b"POST /health HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n"
+    long = b"X-Long: " + b"a" * (MAX_HEAD_BYTES // 2 + 1000)
+
+    async def work() -> None:
+        async with fleet() as made:
+            reader, writer = await asyncio.open_connection("127.0.0.1", made.router.http_port)
+            writer.write(start)
+            await read_answer(reader, 405)
+            writer.write(b"0\r\n" + long + b"\r\n\r\n")
+            async with made.http.get(f"{made.base}/health"):
+                pass  # what was sent is read first
+            writer.write(b"GET /health HTTP/1.1\r\n" + long)
+            await until(lambda: heads_begun(made) == 1)
+            writer.write(b"\r\n\r\n")
+            await read_answer(reader, 200)
+            writer.close()
+
+    run(work())
+
+
 def test_a_head_behind_another_request_does_not_count_it() -> None:
     request = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: %b\r\n\r\n"
     half = request % (b"a" * (MAX_HEAD_BYTES // 2 + 1000))

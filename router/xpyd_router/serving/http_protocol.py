@@ -101,7 +101,8 @@ class ClientProtocol(HttpToolsProtocol):
         if self._is_in_body and self._body_timer is None:
             self._expect_body()
 
-    def eof_received(self) -> bool:
+    # asyncio's type is bool | None, which uvicorn narrows to None.
+    def eof_received(self) -> bool:  # type: ignore[override]
         """Whether the connection stays open for an answer to a client that sends no more.
 
         Not for one of the inference routes: a client whose process ended looks the same, and
