@@ -151,16 +151,33 @@ def test_a_replayed_goodbye_does_not_end_the_next_incarnation(key_file: Path) ->
     run(work())
 
 
+@pytest.mark.parametrize(
+    ("accepts", "key", "reason"),
+    [
+        (False, None, " 127.0.0.1: a beat without signature; give the engine the fleet's key"),
+        (False, OTHER_KEY, " 127.0.0.1: a beat signed with another key"),
+        (True, None, " 127.0.0.1 127.0.0.1:20001: a beat without the router's key"),
+    ],
+)
 def test_the_log_says_what_is_wrong_and_what_to_do_but_never_the_key(
-    key_file: Path, caplog: pytest.LogCaptureFixture
+    *,
+    accepts: bool,
+    key: bytes | None,
+    reason: str,
+    key_file: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def work() -> None:
-        async with fleet(kv_key_file=key_file) as fleet_:
+        async with fleet(kv_key_file=key_file, accept_unsigned_beats=accepts) as fleet_:
+            signed = frame_of()
+            await result_of(fleet_, signed, beat_mac(KEY, signed))
             with caplog.at_level(logging.WARNING, "xpyd_router.fleet.discovery"):
-                await result_of(fleet_, frame_of())
+                frame = frame_of()
+                await result_of(fleet_, frame, *([] if key is None else [beat_mac(key, frame)]))
 
     run(work())
     (line,) = [r.getMessage() for r in caplog.records if "discovery" in r.name]
-    assert "--accept-unsigned-beats" in line
-    assert "127.0.0.1" in line
+    assert reason in line
+    # The advice is what this router has not got yet.
+    assert ("--accept-unsigned-beats" in line) == (key is None and not accepts)
     assert KEY.decode() not in caplog.text

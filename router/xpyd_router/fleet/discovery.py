@@ -119,7 +119,8 @@ class Discovery:
         if beat is not None and outcome in _TOLD:
             logger.info("instance %s: %s", name, outcome, extra={"type": beat.type})
         elif outcome not in _GOOD:
-            self._complain(f"{peer} {name}: {_WHY[outcome]}")
+            reason = "imposed" if outcome == "unsigned" and self._accepts_unsigned else outcome
+            self._complain(f"{peer} {name}".rstrip() + f": {_WHY[reason]}")
         return outcome in _GOOD
 
     def _apply(self, beat: Heartbeat, *, is_signed: bool) -> str:
@@ -153,8 +154,10 @@ def _has_mac(frames: tuple[bytes, ...]) -> bool:
 
 _WHY = {
     "forged": "a beat signed with another key; is the key file the same on both sides?",
-    "unsigned": "a beat without signature, or without it for an instance that signs; give the "
-    "engine the fleet's key, or the router --accept-unsigned-beats",
+    "unsigned": "a beat without signature; give the engine the fleet's key, or the router "
+    "--accept-unsigned-beats",
+    "imposed": "a beat without the router's key, where an instance with it is at that address; is "
+    "the key file the same on both sides?",
     "foreign": "an instance of another fleet beats here",
     "stale": "a beat older than one that came before, or of an instance that was replaced; do two "
     "engines have one HTTP address?",
