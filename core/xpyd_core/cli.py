@@ -7,6 +7,8 @@ because its extra is not installed answers with the pip line that brings it.
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -117,6 +119,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command; the exit status is its own, 2 for wrong input, 130 after Ctrl-C."""
+    if os.getpid() == 1:
+        # A container's first process hears only of signals that it handles: this one ends it as it
+        # ends any other, till the sub-command handles it.
+        signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     args = build_parser().parse_args(argv)
     try:
         return args.run_command(args)

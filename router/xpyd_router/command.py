@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 from pathlib import Path
+from types import FrameType
 
 from xpyd_core.cli import Command
 from xpyd_core.errors import UserError
@@ -334,7 +337,14 @@ def _size(flag: str, text: str) -> int:
         raise UserError(f"{flag}: {error}") from error
 
 
+def _leave(_number: int, _frame: FrameType | None) -> None:
+    os._exit(0)
+
+
 def _run(args: argparse.Namespace) -> int:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # Nothing has begun that would need an end; `main` takes them over.
+        signal.signal(number, _leave)
     set_up_logging(args.log_level, args.log_format)
     config = read_config(args)
     from xpyd_router.main import run_router

@@ -1,8 +1,9 @@
 """Puts the router together, serves, drains at SIGTERM or SIGINT.
 
 At the first signal /readiness turns 503 while requests are still taken for `drain_s`; then no more
-are accepted, running ones finish, and the exit status is 0. A second signal ends at once.
-`serving.server` is the half that serves; with several processes `processes.owner` takes over.
+are accepted, running ones finish, and the exit status is 0. A second signal ends at once, one that
+comes before it listens ends the start. `serving.server` is the half that serves; with several
+processes `processes.owner` takes over.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -48,6 +49,8 @@ from xpyd_router.serving.whole import OneProcess
 
 logger = logging.getLogger(__name__)
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""Those that end a router."""
 _GC_THRESHOLD = 20_000
 """Requests make next to no cycles: collecting every 700 objects cost a twentieth of the time."""
 
@@ -167,11 +170,6 @@ async def open_router(
             yield RunningRouter(serving, discovery.port)
 
 
-async def _serve(config: RouterConfig) -> None:
-    async with open_router(config) as router:
-        await serve_until_signal(router, config)
-
-
 class Running(Protocol):
     """A RunningRouter, or the owner of several processes."""
 
@@ -183,18 +181,40 @@ class Running(Protocol):
     async def run(self) -> None: ...
 
 
-async def serve_until_signal(router: Running, config: RouterConfig) -> None:
-    """Run it; the first signal drains it, the second ends it."""
+async def serve_until_signal(
+    opening: contextlib.AbstractAsyncContextManager[Running], config: RouterConfig
+) -> None:
+    """Open a router and run it; the first signal drains it, the second ends it. One that comes
+    before it is open cancels `opening`, which frees what it has.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+
+    def leave() -> None:
+        if not task.cancelling():  # a second one does not cut short what is freed
+            task.cancel()
+
+    _on_signals(leave)
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            router = await stack.enter_async_context(opening)
+        except asyncio.CancelledError:
+            logger.info("told to end before it listened, bye")
+            return
+        _on_signals(router.stop)
+        logger.info(
+            "router listens on http://%s, discovery on %s",
+            Address(config.host, router.http_port),
+            Address(config.discovery_host, router.discovery_port),
+        )
+        await router.run()
+        logger.info("drained, bye")
+
+
+def _on_signals(act: Callable[[], None]) -> None:
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, router.stop)
-    logger.info(
-        "router listens on http://%s, discovery on %s",
-        Address(config.host, router.http_port),
-        Address(config.discovery_host, router.discovery_port),
-    )
-    await router.run()
-    logger.info("drained, bye")
+    for number in SIGNALS:
+        loop.add_signal_handler(number, act)
 
 
 def tune_process() -> None:
@@ -215,5 +235,5 @@ def run_router(config: RouterConfig) -> int:
         return run_owner(config)
     tune_process()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(config))
+        runner.run(serve_until_signal(open_router(config), config))
     return 0

@@ -138,8 +138,18 @@ def test_a_thousand_requests_among_failing_engines_are_all_answered_right(
 
 
 @pytest.mark.soak
-def test_20_000_requests_among_failing_engines_are_all_answered_right(tmp_path: Path) -> None:
-    judge(tmp_path, requests=20_000, faults_wanted=120, seed=11, limit_s=3000)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_20_000_requests_among_failing_engines_are_all_answered_right(
+    tmp_path: Path, processes: int
+) -> None:
+    judge(
+        tmp_path,
+        requests=20_000,
+        faults_wanted=120,
+        seed=11,
+        limit_s=3000,
+        processes=processes,
+    )
 
 
 def test_requests_among_well_engines_are_all_answered_right(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""What a worker asks its owner, and the answers: within a deadline, or none."""
+"""What a worker asks its owner, and the answers: within a deadline, or none; and whether the owner
+is heard at all.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,16 @@ from xpyd_router.processes.events import (
     Cordon,
     Done,
     Metrics,
+    Ping,
+    Pong,
     ToOwner,
     ToWorker,
 )
 
 _ANSWER_S = 5.0
 _MAX_OPEN = 4096
+SILENCE_S = 10.0
+"""Without a ping, which come every second: then the owner is stuck."""
 
 Answer = Metrics | Done
 
@@ -26,14 +32,24 @@ Answer = Metrics | Done
 class Asking:
     """One per worker: a serving.whole.Whole. `tell` reaches the owner."""
 
-    def __init__(self, tell: Callable[[ToOwner], None]) -> None:
+    def __init__(self, tell: Callable[[ToOwner], None], clock: Callable[[], float]) -> None:
         self._tell = tell
+        self._clock = clock
+        self._heard_s = clock()
         self._numbers = count(1)
         self._open: dict[int, asyncio.Future[Answer]] = {}
 
+    @property
+    def is_current(self) -> bool:
+        """See Whole."""
+        return self._clock() - self._heard_s < SILENCE_S
+
     def take(self, event: ToWorker) -> None:
-        """An answer; other events are not for here."""
-        if isinstance(event, Metrics | Done):
+        """An answer, or a sign of life; other events are not for here."""
+        if isinstance(event, Ping):
+            self._heard_s = self._clock()
+            self._tell(Pong())
+        elif isinstance(event, Metrics | Done):
             answer = self._open.get(event.ask)
             if answer is not None and not answer.done():
                 answer.set_result(event)

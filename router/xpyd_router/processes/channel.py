@@ -1,7 +1,7 @@
 """One end of the socket pair between owner and worker: events in, events out, in order.
 
 What is sent in one turn of the loop is written at once. What the other side does not read is held
-up to a bound, and no longer than a deadline: then the other side counts as stuck.
+up to a bound, and where there is a deadline, no longer: then the other side counts as stuck.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ class Channel(asyncio.Protocol, Generic[E]):
         decoder: msgspec.msgpack.Decoder[E],
         take: Callable[[E], None],
         lost: Callable[[], None],
+        *,
+        read_deadline_s: float | None,
     ) -> None:
+        self._read_deadline_s = read_deadline_s
         self._decoder = decoder
         self._take = take
         self._lost = lost
@@ -52,11 +55,17 @@ class Channel(asyncio.Protocol, Generic[E]):
         decoder: msgspec.msgpack.Decoder[E],
         take: Callable[[E], None],
         lost: Callable[[], None],
+        *,
+        read_deadline_s: float | None = READ_DEADLINE_S,
     ) -> Channel[E]:
         """The channel over `sock`, which it owns from now on."""
+
+        def make() -> Channel[E]:
+            return cls(decoder, take, lost, read_deadline_s=read_deadline_s)
+
         sock.setblocking(False)
         loop = asyncio.get_running_loop()
-        _, channel = await loop.create_unix_connection(lambda: cls(decoder, take, lost), sock=sock)
+        _, channel = await loop.create_unix_connection(make, sock=sock)
         return channel
 
     def send(self, event: ToWorker | ToOwner) -> None:
@@ -94,7 +103,8 @@ class Channel(asyncio.Protocol, Generic[E]):
             self.close()
 
     def pause_writing(self) -> None:
-        self._deadline = self._loop.call_later(READ_DEADLINE_S, self._give_up)
+        if self._read_deadline_s is not None:
+            self._deadline = self._loop.call_later(self._read_deadline_s, self._give_up)
 
     def resume_writing(self) -> None:
         if self._deadline is not None:

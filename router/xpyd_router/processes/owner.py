@@ -191,14 +191,16 @@ def _report_death(task: asyncio.Task[None]) -> None:
         logger.critical("discovery, probing or reaping stopped: %r", error)
 
 
-async def _serve(config: RouterConfig) -> None:
+@contextlib.asynccontextmanager
+async def _open_process(config: RouterConfig) -> AsyncGenerator[Owner]:
+    """`open_owner`, in a process that has no other children."""
     async with open_owner(config) as owner:
         reaping = asyncio.create_task(
             reap_orphans(lambda: [worker.pid for worker in owner.staff.workers])
         )
         reaping.add_done_callback(_report_death)
         try:
-            await serve_until_signal(owner, config)
+            yield owner
         finally:
             reaping.cancel()
 
@@ -206,5 +208,5 @@ async def _serve(config: RouterConfig) -> None:
 def run_owner(config: RouterConfig) -> int:
     """Serve until a signal; the exit status."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(config))
+        runner.run(serve_until_signal(_open_process(config), config))
     return 0

@@ -10,12 +10,14 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
 from xpyd_core.errors import UserError
+from xpyd_router.main import SIGNALS
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.processes.channel import Channel
 from xpyd_router.processes.events import (
@@ -201,16 +203,22 @@ class Staff:
 
     def _start(self, worker: Worker, channel: socket.socket) -> subprocess.Popen[bytes]:
         descriptors = (channel.fileno(), self._memory)
-        return subprocess.Popen(
-            [
-                *(sys.executable, "-P", "-m", "xpyd_router.processes.worker"),
-                *("--worker", str(worker.number + 1), "--of", str(len(self.workers))),
-                *("--port", str(self._port)),
-                *("--channel", str(descriptors[0]), "--memory", str(descriptors[1])),
-            ],
-            stdin=subprocess.DEVNULL,
-            pass_fds=descriptors,
-        )
+        # Ctrl-C is for all processes of a terminal: the worker sets free what it inherits blocked
+        # when it ignores it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            return subprocess.Popen(
+                [
+                    *(sys.executable, "-P", "-m", "xpyd_router.processes.worker"),
+                    *("--worker", str(worker.number + 1), "--of", str(len(self.workers))),
+                    *("--port", str(self._port)),
+                    *("--channel", str(descriptors[0]), "--memory", str(descriptors[1])),
+                ],
+                stdin=subprocess.DEVNULL,
+                pass_fds=descriptors,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def _hear(self, worker: Worker, event: ToOwner) -> None:
         match event:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import logging
 import os
 import signal
@@ -21,15 +22,13 @@ import uvloop
 
 from xpyd_core.logs import set_up_logging
 from xpyd_router.admission.admission import Admission
-from xpyd_router.main import make_registry, tune_process
+from xpyd_router.main import SIGNALS, make_registry, tune_process
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.processes.asking import Asking
 from xpyd_router.processes.channel import Channel
 from xpyd_router.processes.events import (
     Drain,
     GiveText,
-    Ping,
-    Pong,
     Present,
     Ready,
     Text,
@@ -49,6 +48,7 @@ from xpyd_router.serving.server import BACKLOG, Parts, Serving, make_policy, ope
 
 logger = logging.getLogger("xpyd_router.processes.worker")
 
+_PR_SET_PDEATHSIG = 1
 _WELCOME_S = 30.0
 ORPHAN_S = 30.0
 """For the requests of a worker without owner: nobody replaces it, and instances come and go."""
@@ -90,7 +90,10 @@ class Worker:
 
     async def run(self, sock: socket.socket) -> int:
         """Serve until the owner says Drain, or is gone; the exit status."""
-        channel = await Channel[ToWorker].open(sock, to_worker, self.take, self.lose_owner)
+        # An owner that is stuck may go on: it is not left for what it does not read.
+        channel = await Channel[ToWorker].open(
+            sock, to_worker, self.take, self.lose_owner, read_deadline_s=None
+        )
         self._send = channel.send
         try:
             async with asyncio.timeout(_WELCOME_S):
@@ -111,7 +114,7 @@ class Worker:
         tune_process()
         metrics = RouterMetrics(time.monotonic)
         loads = SharedLoadTable(self._rows, self._number)
-        asking = Asking(self._send)
+        asking = Asking(self._send, time.monotonic)
         fleet = Mirror(
             make_registry(config),
             time.monotonic,
@@ -150,8 +153,6 @@ class Worker:
 
         def take(event: ToWorker) -> None:
             match event:
-                case Ping():
-                    self._send(Pong())
                 case GiveText(ask):
                     self._send(Text(ask, metrics.render(fleet.instances)))
                 case Present():
@@ -184,6 +185,13 @@ def _write_lines(data: bytes) -> None:
         write_stderr(piece)
 
 
+def _wake_with_owner() -> None:
+    """Have the kernel continue this process, where it is stopped, when the owner's ends: else its
+    port would stay open, and nobody would be there.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+
+
 def main() -> int:
     """Serve; the exit status."""
     parser = argparse.ArgumentParser(prog="xpyd router worker")
@@ -193,8 +201,10 @@ def main() -> int:
     parser.add_argument("--channel", type=int, required=True, help="descriptor, to the owner")
     parser.add_argument("--memory", type=int, required=True, help="descriptor, of the counters")
     args = parser.parse_args()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    _wake_with_owner()
     for descriptor in (args.channel, args.memory):
         os.set_inheritable(descriptor, False)
     sock = socket.socket(fileno=args.channel)

@@ -161,6 +161,8 @@ def _add_state(app: Quart, surface: Surface) -> None:
     async def readiness() -> Response:
         if surface.is_draining:
             return json_reply(NotReady(status="draining"), 503)
+        if not surface.whole.is_current:
+            return json_reply(NotReady(status="no word of the instances"), 503)
         if not surface.fleet.snapshot.is_ready:
             return json_reply(NotReady(status="no instances"), 503)
         return json_reply(Ready())

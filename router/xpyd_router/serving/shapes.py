@@ -51,9 +51,9 @@ class Ready(Shape, frozen=True, kw_only=True):
 
 
 class NotReady(Shape, frozen=True, kw_only=True):
-    """They are not: no pair can be picked, or the router ends."""
+    """They are not: no pair can be picked, the router ends, or its owning process is stuck."""
 
-    status: Literal["draining", "no instances"]
+    status: Literal["draining", "no instances", "no word of the instances"]
 
 
 class Version(Shape, frozen=True, kw_only=True):

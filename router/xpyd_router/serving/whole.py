@@ -15,6 +15,11 @@ from xpyd_router.metrics import RouterMetrics
 class Whole(Protocol):
     """The router as its clients see it."""
 
+    @property
+    def is_current(self) -> bool:
+        """Whether this process knows how the fleet stands now, not only how it stood."""
+        ...
+
     async def metrics(self) -> bytes:
         """The text exposition. Raises ApiError 503 where it cannot be had."""
         ...
@@ -28,6 +33,8 @@ class Whole(Protocol):
 
 class OneProcess:
     """A router of one process."""
+
+    is_current = True
 
     def __init__(self, fleet: FleetView, metrics: RouterMetrics) -> None:
         self._fleet = fleet

@@ -1,0 +1,169 @@
+"""Processes of a router that are stopped (SIGSTOP), as by a debugger or a machine that swaps: who
+notices, and what clients see meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from tests.router.fakes import pair, run, until
+from tests.router.several import Client, children, routed, several, when
+from tests.router.several import run as run_several
+from xpyd_router.processes.asking import SILENCE_S, Asking
+from xpyd_router.processes.channel import Channel
+from xpyd_router.processes.events import (
+    Acquit,
+    Ping,
+    Pong,
+    Splitter,
+    ToOwner,
+    ToWorker,
+    to_owner,
+    to_worker,
+)
+
+MORE_THAN_BUFFERS = [Acquit(bytes(1000))] * 2000
+"""2 MB: a socket and its transport hold some hundred KB."""
+
+
+def test_a_worker_is_current_as_long_as_its_owner_is_heard() -> None:
+    now_s, told = 100.0, list[ToOwner]()
+    asking = Asking(told.append, lambda: now_s)
+    now_s += SILENCE_S - 1
+    assert asking.is_current
+    now_s += 1
+    assert not asking.is_current
+    asking.take(Ping())
+    assert asking.is_current
+    assert told == [Pong()]
+
+
+def test_a_router_that_is_not_current_is_not_ready_and_serves() -> None:
+    class Old:
+        is_current = False
+
+    async def work() -> None:
+        async with pair() as (fleet_, _, d):
+            fleet_.router.surface.whole = Old()  # pyright: ignore[reportAttributeAccessIssue]
+            async with fleet_.http.get(f"{fleet_.base}/readiness") as response:
+                assert response.status == 503
+                assert await response.json() == {"status": "no word of the instances"}
+            async with fleet_.http.get(f"{fleet_.base}/health") as response:
+                assert response.status == 200
+            await fleet_.json()
+            assert d.served == 1
+
+    run(work())
+
+
+@pytest.mark.parametrize("deadline_s", [None, 0.0])
+def test_who_does_not_read_is_waited_for_without_a_deadline(deadline_s: float | None) -> None:
+    async def work() -> bool:
+        ours, theirs = socket.socketpair()
+        lost = asyncio.Event()
+        channel = await Channel[ToWorker].open(
+            ours, to_worker, lambda _: None, lost.set, read_deadline_s=deadline_s
+        )
+        for event in MORE_THAN_BUFFERS:
+            channel.send(event)
+        # Past the deadline of 0 s: written first, then counted as stuck.
+        for _ in range(5):
+            await asyncio.sleep(0)
+        if lost.is_set():
+            theirs.close()
+            return False
+        reader, writer = await asyncio.open_connection(sock=theirs)
+        splitter, found = Splitter(), list[ToOwner]()
+        while len(found) < len(MORE_THAN_BUFFERS):
+            found += [to_owner.decode(b) for b in splitter.feed(await reader.read(2**20))]
+        assert found == MORE_THAN_BUFFERS
+        channel.close()
+        await lost.wait()
+        writer.close()
+        return True
+
+    async def bounded() -> bool:
+        async with asyncio.timeout(30):
+            return await work()
+
+    assert asyncio.run(bounded()) is (deadline_s is None)
+
+
+def is_refused(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+async def status_of(client: Client, path: str) -> int:
+    async with client.http.get(f"{client.base}{path}") as response:
+        await response.read()
+        return response.status
+
+
+@pytest.mark.slow
+def test_workers_of_a_stopped_owner_serve_on_say_so_and_are_ready_when_it_goes_on() -> None:
+    async def work() -> None:
+        async with routed() as (owner, made):
+            await made.engine("P")
+            await made.engine("D")
+            names = {engine.beat.instance for engine in made.engines}
+            async with aiohttp.ClientSession() as http:
+                client = Client(f"http://127.0.0.1:{made.router.http_port}", http)
+                await when(lambda: client.knows(names))
+                assert await status_of(client, "/readiness") == 200
+                owner.send_signal(signal.SIGSTOP)
+                await when(lambda: is_status(client, "/readiness", 503))
+                assert await status_of(client, "/health") == 200
+                assert await client.status() == 200
+                owner.send_signal(signal.SIGCONT)
+                await when(lambda: is_status(client, "/readiness", 200))
+
+    async def is_status(client: Client, path: str, status: int) -> bool:
+        return await status_of(client, path) == status
+
+    run_several(work())
+
+
+@pytest.mark.slow
+def test_a_stopped_worker_of_a_killed_owner_ends_and_its_port_is_free() -> None:
+    async def work() -> None:
+        async with routed() as (owner, made):
+            workers = children(owner.pid)
+            os.kill(workers[1], signal.SIGSTOP)
+            owner.kill()
+            await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+            assert is_refused(made.router.http_port)
+
+    run_several(work())
+
+
+@pytest.mark.slow
+def test_signals_for_all_of_a_terminal_are_blocked_in_a_worker_till_it_ignores_them() -> None:
+    async def work() -> None:
+        async with several(2) as made:
+            place = made.workers[0]
+            pid = place.pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda: place.pid not in (pid, None))
+            assert {signal.SIGINT, signal.SIGTERM} <= signals(place.pid, "SigBlk", "SigIgn")
+            await until(lambda: place.is_ready)
+            assert {signal.SIGINT, signal.SIGTERM} <= signals(place.pid, "SigIgn")
+            assert not signals(place.pid, "SigBlk")
+
+    def signals(pid: int | None, *masks: str) -> set[int]:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        found = dict(line.split(":", 1) for line in lines)
+        bits = 0
+        for mask in masks:
+            bits |= int(found[mask], 16)
+        return {number for number in range(1, 65) if bits >> (number - 1) & 1}
+
+    run_several(work())
