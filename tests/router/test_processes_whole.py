@@ -208,8 +208,12 @@ def test_a_stuck_worker_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) 
         async with several(2) as made:
             pid = made.workers[1].pid
             assert pid is not None
+            its_client = await made.client(1)
             os.kill(pid, signal.SIGSTOP)
+            unanswered = await begin(its_client)
             await until(lambda: made.workers[1].pid not in (pid, None))
+            with pytest.raises(aiohttp.ClientError):
+                await unanswered
             await until(lambda: made.workers[1].is_ready)
             await made.engine("P")
             await made.engine("D")
