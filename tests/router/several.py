@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
@@ -241,6 +242,7 @@ async def routed(
         finally:
             if child.returncode is None:
                 child.terminate()
+                child.send_signal(signal.SIGCONT)  # where a test that failed has stopped it
             await child.wait()
         await reading
 
