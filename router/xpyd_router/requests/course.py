@@ -292,7 +292,8 @@ def decode_params(course: Course, prefilled: Prefilled, *, is_stream: bool) -> d
 
 def gave_up(course: Course) -> ApiError:
     """The last word of a request that failed wherever it was tried; names no instance."""
-    tries = f"after {course.trace.tries} tries"
+    count = course.trace.tries
+    tries = "after one try" if count == 1 else f"after {count} tries"
     if course.last_cause == "timeout":
         return ApiError(504, f"the instances did not answer in time, {tries}", code="timeout")
     if course.last_cause == "refused":
