@@ -137,7 +137,7 @@ ERRORS: tuple[ErrorKind, ...] = (
         504,
         "timeout",
         "Engines did not answer in time.",
-        "the instances did not answer in time, after 1 tries",
+        "the instances did not answer in time, after one try",
     ),
 )
 _NAMES = {
