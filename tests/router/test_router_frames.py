@@ -54,6 +54,14 @@ class Seen:
         self.size_bytes += size_bytes
 
 
+class FramingSink(DirectSink):
+    """One that takes no frames, but makes its own."""
+
+    @property
+    def write_frame(self) -> None:
+        return None
+
+
 class Stream:
     """An engine's stream on its way: connection, exchange, relay, outlet and sink, all real."""
 
@@ -62,9 +70,9 @@ class Stream:
     ) -> None:
         self.client, self.seen = Wire(), Seen()
         kind = DirectSink if is_framed else UnframedSink
+        if is_framed and not takes_frames:
+            kind = FramingSink
         sink = kind(self.client)  # type: ignore[arg-type]
-        if not takes_frames:
-            sink.write_frame = None
         self.trace = Trace("completions", 0.0)
         self.outlet = Outlet(sink, [], self.trace, lambda: 1.0)
         attempt: Any = SimpleNamespace(

@@ -6,12 +6,15 @@ import asyncio
 import contextlib
 import socket
 import struct
+from typing import Any
 
 import pytest
 import uvloop
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from tests.router.fakes import Loop, fleet, run, until
 from xpyd_router.serving import lingering
+from xpyd_router.serving.http_protocol import ClientProtocol
 
 LOOPS = [uvloop.new_event_loop, asyncio.new_event_loop]
 MORE = 8 * 1024 * 1024
@@ -133,6 +136,35 @@ def test_the_router_ends_without_waiting_for_them(
     async def work() -> None:
         async with fleet() as made:
             _, writer = await refused(made.router.http_port)
+        writer.close()
+
+    run(work(), loop)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_what_follows_a_last_answer_is_not_begun(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The parser reads on behind an old client's request; that we close is told with the answer."""
+    monkeypatch.setattr(lingering, "LINGER_S", 3600.0)
+    began: list[str] = []
+    begin = ClientProtocol._start_asgi_task  # pyright: ignore[reportPrivateUsage]
+
+    def note(self: ClientProtocol, cycle: RequestResponseCycle, app: Any) -> None:
+        began.append(cycle.scope["path"])
+        begin(self, cycle, app)
+
+    monkeypatch.setattr(ClientProtocol, "_start_asgi_task", note)
+
+    async def work() -> None:
+        async with fleet() as made:
+            reader, writer = await asyncio.open_connection("127.0.0.1", made.router.http_port)
+            writer.write(b"GET /health HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+            writer.write(b"POST /v1/nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nabc")
+            assert (await reader.read()).count(b"HTTP/1.1 ") == 1
+        # Left while the client still holds its side: nothing waits for it.
+        assert began == ["/health"]
+        assert not [one for one in caplog.records if one.exc_info]
         writer.close()
 
     run(work(), loop)

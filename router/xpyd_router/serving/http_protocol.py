@@ -69,6 +69,8 @@ class ClientProtocol(HttpToolsProtocol):
     it, or all but a part in the read in which another request ended.
     """
     _is_head_too_long = False
+    _is_lingering = False
+    """All of the answers is written; see `lingering`."""
     _body_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
     _idle_timer: asyncio.TimerHandle | None = None
@@ -96,8 +98,9 @@ class ClientProtocol(HttpToolsProtocol):
             self._go_on_in_http(data)
         if self._head_bytes > MAX_HEAD_BYTES:
             self._end_of_patience()
-        if self._is_in_head and self._head_timer is None:
-            self._expect_head()
+        is_between = self._head_bytes and not self._is_in_body and not self._is_busy
+        if (self._is_in_head or is_between) and self._head_timer is None:
+            self._expect_head()  # also behind empty lines: uvicorn forgot its own deadline
         if self._is_in_body and self._body_timer is None:
             self._expect_body()
 
@@ -108,12 +111,12 @@ class ClientProtocol(HttpToolsProtocol):
         Not for one of the inference routes: a client whose process ended looks the same, and
         engines shall not work for it. Other answers take moments.
         """
-        if not self._is_busy or self._direct is not None or self._is_in_body or self.pipeline:
-            return False
-        if self.scope["path"] in _PATHS:
-            return False
-        self.cycle.keep_alive = False
-        return True
+        is_whole = self._is_busy and not self._is_in_body and not self.pipeline
+        if is_whole and self._direct is None and self.scope["path"] not in _PATHS:
+            self.cycle.keep_alive = False
+            return True
+        self._close()
+        return False
 
     def on_message_begin(self) -> None:
         # uvicorn makes its scope here: only those who need it shall pay for it.
@@ -157,6 +160,8 @@ class ClientProtocol(HttpToolsProtocol):
         direct = self._direct
         if direct is None or not self._is_last(direct):
             super().on_message_complete()
+            if self.cycle.response_complete:  # before its end, which ended uvicorn's own deadline
+                self._expect_head()
         elif not direct.response_complete:
             self._serve(direct)
 
@@ -175,6 +180,9 @@ class ClientProtocol(HttpToolsProtocol):
             sink.lose()
         elif direct is not None and self._app is not None:
             self._app.broke_off(direct, None)
+        # They refer back: the memory of both would stay until the next collection.
+        self.cycle = None  # type: ignore[assignment]
+        self.pipeline.clear()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -190,10 +198,15 @@ class ClientProtocol(HttpToolsProtocol):
             self._sink.resume()
 
     def on_response_complete(self) -> None:
+        if self._is_lingering:
+            return  # what came behind a last answer is not begun
         super().on_response_complete()
         self._watch_close()
 
     def shutdown(self) -> None:
+        if self._is_lingering:
+            self._close()
+            return
         super().shutdown()
         self._watch_close()
 
@@ -390,8 +403,12 @@ class ClientProtocol(HttpToolsProtocol):
     def _linger(self) -> None:
         """Close behind an answer whose client is still sending."""
         self._forget_head()
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()  # of the answer before
+            self._idle_timer = None
         if self.transport.is_closing():
             return
+        self._is_lingering = True
         self.transport.set_protocol(Lingering(self, self._close))
         self.flow.resume_reading()
         with contextlib.suppress(OSError):  # asyncio's, where the client has just reset it

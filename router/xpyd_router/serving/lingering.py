@@ -34,6 +34,10 @@ class Lingering(asyncio.Protocol):
         if self._dropped_bytes > MAX_DROPPED_BYTES:
             self._close()
 
+    def eof_received(self) -> None:
+        """See asyncio: the client has said all that it will."""
+        self._close()
+
     def pause_writing(self) -> None:
         """See asyncio."""
         self._owner.pause_writing()

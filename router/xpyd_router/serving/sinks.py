@@ -38,8 +38,11 @@ class Sink(Protocol):
     is_paused: bool
     is_lost: bool
     """The client is gone."""
-    write_frame: Callable[[bytes], None] | None
-    """Like `write`, of a piece that is an HTTP chunk already; None where the sink cannot."""
+
+    @property
+    def write_frame(self) -> Callable[[bytes], None] | None:
+        """Like `write`, of a piece that is an HTTP chunk already; None where the sink cannot."""
+        ...
 
     def whole(self, status: int, headers: Sequence[Header], body: bytes) -> None:
         """The whole answer."""
@@ -99,12 +102,16 @@ class DirectSink:
     def __init__(self, connection: Connected) -> None:
         self._connection = connection
         self._write = connection.transport.write
-        self.write_frame: Callable[[bytes], None] | None = self._write_frame
         self.on_lost: Callable[[], object] = _nothing
         self.on_pause: Callable[[], None] = _nothing
         self.on_resume: Callable[[], None] = _nothing
         self.is_paused = False
         self.is_lost = False
+
+    @property
+    def write_frame(self) -> Callable[[bytes], None] | None:
+        """See Sink. Not an attribute: it would refer back, and a sink is made for each request."""
+        return self._write_frame
 
     def whole(self, status: int, headers: Sequence[Header], body: bytes) -> None:
         """See Sink."""
@@ -169,9 +176,9 @@ class DirectSink:
 class UnframedSink(DirectSink):
     """For HTTP/1.0 clients, whose connection closes behind each answer: that ends a stream."""
 
-    def __init__(self, connection: Connected) -> None:
-        super().__init__(connection)
-        self.write_frame = None
+    @property
+    def write_frame(self) -> None:
+        """See Sink."""
 
     def start(self, status: int, headers: Sequence[Header]) -> None:
         """See Sink."""

@@ -1,0 +1,117 @@
+"""What a connection leaves: no memory once it is closed, and no socket that nobody watches."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+import weakref
+
+import pytest
+import uvloop
+
+from tests.router.fakes import Fleet, Loop, fleet, pair, run, until
+from xpyd_router.serving.http_protocol import ClientProtocol
+
+LOOPS = [uvloop.new_event_loop, asyncio.new_event_loop]
+BODY = b'{"model": "m", "prompt": "x", "stream": %b}'
+LAST = {
+    "whole": BODY % b"false",
+    "a stream": BODY % b"true",
+    "refused": b"{}",
+    "of another route": None,
+}
+
+
+def connections(made: Fleet) -> set[ClientProtocol]:
+    """uvicorn's own list."""
+    state = made.router.serving._server.server_state  # pyright: ignore[reportPrivateUsage]
+    return state.connections  # type: ignore[return-value]
+
+
+def post(body: bytes) -> bytes:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    return head % len(body) + body
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("case", LAST)
+def test_the_memory_of_a_connection_is_free_at_once(case: str, loop: Loop) -> None:
+    """It holds its last request's body, and the garbage collector seldom comes."""
+    body = LAST[case]
+    request = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" if body is None else post(body)
+
+    async def work() -> None:
+        async with pair() as (made, _, _d):
+            gc.disable()
+            _, writer = await asyncio.open_connection("127.0.0.1", made.router.http_port)
+            writer.write(request)
+            await until(lambda: any(_is_answered(one) for one in connections(made)))
+            (kept,) = [weakref.ref(one) for one in connections(made)]
+            writer.close()
+            await until(lambda: kept() is None)
+
+    try:
+        run(work(), loop)
+    finally:
+        gc.enable()
+
+
+def _is_answered(connection: ClientProtocol) -> bool:
+    cycle = connection.cycle
+    return bool(cycle) and cycle.response_complete
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("case", ["an empty line", "the rest of a body"])
+def test_what_comes_behind_an_answer_does_not_keep_a_connection(
+    case: str, loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """uvicorn's deadline of idle connections ends with any byte, and begins with an answer."""
+    monkeypatch.setattr(ClientProtocol, "head_deadline_s", 0.3)
+    requests = {
+        "an empty line": (b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", b"\r\n"),
+        "the rest of a body": (
+            b"POST /v1/x HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\n{}",
+            b"{}",
+        ),
+    }
+    first, rest = requests[case]
+
+    async def work() -> None:
+        async with fleet() as made:
+            reader, writer = await asyncio.open_connection("127.0.0.1", made.router.http_port)
+            writer.write(first)
+            head = await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(int(head.partition(b"content-length: ")[2].split()[0]))
+            writer.write(rest)
+            assert await reader.read() == b""
+            writer.close()
+
+    run(work(), loop)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_who_says_no_more_must_take_its_answers(loop: Loop) -> None:
+    """A little that is not taken does not pause the writer, and would wait for ever."""
+
+    async def work() -> None:
+        async with fleet(request_timeout_s=0.3) as made:
+            sock = socket.socket()
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            await asyncio.to_thread(sock.connect, ("127.0.0.1", made.router.http_port))
+            sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            await until(lambda: any(_is_answered(one) for one in connections(made)))
+            (connection,) = connections(made)
+            # As an answer of this size, which the client does not take.
+            own = connection.transport.get_extra_info("socket")
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            while connection.transport.get_write_buffer_size() < 32768:
+                connection.transport.write(b"a" * 4096)
+                await asyncio.sleep(0.005)  # both kernels take what they can
+            assert not connection.flow.write_paused
+            sock.shutdown(socket.SHUT_WR)
+            await until(lambda: not connections(made))
+            sock.close()
+
+    run(work(), loop)
