@@ -5,12 +5,26 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
+import struct
 import weakref
 
 import pytest
 import uvloop
+from aiohttp import web
 
-from tests.router.fakes import Fleet, Loop, fleet, pair, run, until
+from tests.router.fakes import (
+    Call,
+    FakeEngine,
+    Fleet,
+    Generated,
+    Loop,
+    fleet,
+    pair,
+    run,
+    sse,
+    start_stream,
+    until,
+)
 from xpyd_router.serving.http_protocol import ClientProtocol
 
 LOOPS = [uvloop.new_event_loop, asyncio.new_event_loop]
@@ -115,3 +129,44 @@ def test_who_says_no_more_must_take_its_answers(loop: Loop) -> None:
             sock.close()
 
     run(work(), loop)
+
+
+FRAMES = {
+    "of a known length": b"Content-Length: %d\r\n\r\n%b",
+    "in chunks": b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("frame", FRAMES.values(), ids=FRAMES.keys())
+def test_the_engine_of_a_client_that_resets_stops_with_more_in_its_pipeline(
+    frame: bytes, loop: Loop
+) -> None:
+    """A connection with a pipeline is not read: the next write shows that nobody is there."""
+    body = BODY % b"true"
+    request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + frame % (len(body), body)
+
+    async def work() -> None:
+        async with pair() as (made, _, d):
+            d.script = stream_on
+            reader, writer = await asyncio.open_connection("127.0.0.1", made.router.http_port)
+            writer.write(request + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            await reader.readuntil(b"t0.1 ")
+            sock = writer.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
+            await until(lambda: d.calls[0].is_closed)
+            await until(lambda: made.metric("xpyd_router_in_flight") == 0)
+
+    run(work(), loop)
+
+
+async def stream_on(engine: FakeEngine, call: Call, request: web.Request) -> web.StreamResponse:
+    """An engine that streams for ever."""
+    response = await start_stream(request)
+    generated = Generated(engine, call)
+    while True:
+        piece = generated.piece(0, [1], delta=True)
+        chunk = {"id": "x", "object": generated.object, "model": "m", "choices": [piece]}
+        await response.write(sse(chunk))
+        await asyncio.sleep(0.01)

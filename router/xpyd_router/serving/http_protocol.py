@@ -15,16 +15,19 @@ import contextlib
 import logging
 import sys
 from http import HTTPStatus
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from xpyd_core.errors import ApiError
 from xpyd_router.requests.bodies import ENDPOINTS, Endpoint
 from xpyd_router.serving.direct import DirectApp, DirectRequest
 from xpyd_router.serving.lingering import CycleTransport, Lingering
 from xpyd_router.serving.sinks import DirectSink, UnframedSink
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGI3Application
 
 HEAD_DEADLINE_S = 30.0
 BODY_DEADLINE_S = 60.0
@@ -80,6 +83,8 @@ class ClientProtocol(HttpToolsProtocol):
     _upgrade_at: int | None = None
     """Where, in what was read, the parser stopped behind a head that asks for another protocol."""
     _sink: DirectSink | None = None
+    _served: RequestResponseCycle | None = None
+    """uvicorn's last request whose answer began; `cycle` is the last that came."""
     _app: DirectApp | None = None
 
     # uvicorn narrows asyncio's BaseTransport in the same way.
@@ -172,6 +177,10 @@ class ClientProtocol(HttpToolsProtocol):
         if self._idle_timer is not None:
             self._idle_timer.cancel()
         super().connection_lost(exc)
+        served, self._served = self._served, None
+        if served is not None:  # uvicorn tells only the last that came
+            served.disconnected = True
+            served.message_event.set()
         # uvicorn forgets it only where the client closed, not where it reset the connection.
         self._unset_keepalive_if_required()
         direct, self._direct = self._direct, None
@@ -196,6 +205,10 @@ class ClientProtocol(HttpToolsProtocol):
             self._forget_taking()
         if self._sink is not None:
             self._sink.resume()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._served = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
         if self._is_lingering:
