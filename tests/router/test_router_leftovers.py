@@ -161,6 +161,24 @@ def test_the_engine_of_a_client_that_resets_stops_with_more_in_its_pipeline(
     run(work(), loop)
 
 
+@pytest.mark.parametrize("loop", LOOPS)
+def test_half_a_head_behind_a_request_does_not_end_its_answer(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ClientProtocol, "head_deadline_s", 0.1)
+
+    async def work() -> None:
+        async with pair() as (made, _, d):
+            d.script = stream_on
+            reader, writer = await asyncio.open_connection("127.0.0.1", made.router.http_port)
+            writer.write(post(BODY % b"true") + b"GET /health HT")
+            for _ in range(60):  # of one every 10 ms
+                await reader.readuntil(b"t0.1 ")
+            writer.close()
+
+    run(work(), loop)
+
+
 async def stream_on(engine: FakeEngine, call: Call, request: web.Request) -> web.StreamResponse:
     """An engine that streams for ever."""
     response = await start_stream(request)

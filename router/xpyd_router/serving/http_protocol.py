@@ -405,7 +405,10 @@ class ClientProtocol(HttpToolsProtocol):
 
     def _close_late(self) -> None:
         self._head_timer = None
-        self._close()
+        if self._is_busy:
+            self._expect_head()  # of the next request: the answer to the last one goes on
+        else:
+            self._close()
 
     def _close_behind_answer(self) -> None:
         if self._is_in_body:
