@@ -225,10 +225,10 @@ def test_kubectl_scale_changes_the_pool_and_the_same_document_does_not_undo_it(
     )
     apply(plane, namespace, fleet("chat"))
     labels = {"metadata": {"labels": {"touched": "yes"}}}
+    turns = operator.turns()  # before: the operator may have looked when kubectl is back
     plane.kubectl(
         "-n", namespace, "patch", "fleet/chat", "--type=merge", f"-p={json.dumps(labels)}"
     )
-    turns = operator.turns()
     wait_for(lambda: operator.turns() > turns, 20, "the operator looked again")
     assert replicas(plane, namespace, "decode") == [3]
     with pytest.raises(ClusterError, match="maxReplicas"):
