@@ -18,6 +18,7 @@ SEED = 7
 # A schema cannot say the rules between fields (stream_options needs stream, min_tokens is at most
 # max_tokens), so some of what fits it is refused.
 NOT_CHECKED = "positive_data_acceptance"
+_MAX_EVENTS = 1_000_000
 
 
 def judge(fleet: Fleet, *, examples: int, phases: str, request_timeout_s: int = 20) -> None:
@@ -31,6 +32,8 @@ def judge(fleet: Fleet, *, examples: int, phases: str, request_timeout_s: int = 
         "--exclude-checks": NOT_CHECKED,
         "--request-timeout": str(request_timeout_s),
     }
+    # By default it leaves a stream after 20 events; ours are read to their ends.
+    (fleet.folder / "schemathesis.toml").write_text(f"max-stream-events = {_MAX_EVENTS}\n")
     command = [sys.executable, "-m", "schemathesis.cli", "run", "--no-color", "--no-shrink"]
     hooks = {"SCHEMATHESIS_HOOKS": "tests.router.schemathesis_hooks", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -44,11 +47,12 @@ def judge(fleet: Fleet, *, examples: int, phases: str, request_timeout_s: int = 
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert "Traceback" not in fleet.router.log, fleet.router.log[-4000:]
-    # It really got through to the engines: streams and whole answers, and refusals.
+    # It really got through to the engines: streams and whole answers, and refusals; of each a
+    # quarter of the examples, since many that fit the schema are refused.
     for endpoint in ("completions", "chat/completions"):
         for status in (200, 400):
             name = f"xpyd_router_requests_total{{endpoint={endpoint},status={status}}}"
-            assert fleet.router.metric(name) > examples, fleet.router.metrics()
+            assert fleet.router.metric(name) > examples // 4, fleet.router.metrics()
 
 
 def test_a_router_answers_as_its_document_says(tmp_path: Path) -> None:
