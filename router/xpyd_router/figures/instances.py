@@ -83,7 +83,7 @@ class InstanceFigures:
 class Call:
     """One call to an instance, from its beginning to `end`, which must follow."""
 
-    __slots__ = ("_clock", "_figures", "_last_s", "_started_s", "_took_s")
+    __slots__ = ("_clock", "_figures", "_last_s", "_started_s")
 
     def __init__(
         self, figures: InstanceFigures, clock: Callable[[], float], sent_bytes: int
@@ -92,17 +92,15 @@ class Call:
         self._clock = clock
         self._started_s = clock()
         self._last_s = 0.0
-        self._took_s = -1.0
         figures.calls += 1
         figures.sent_bytes += sent_bytes
 
     def answered(self, size_bytes: int, *, is_first_token: bool) -> None:
-        """The whole answer is here: the call is as good as over."""
+        """The whole answer is here."""
         figures = self._figures
         figures.received_bytes += size_bytes
-        self._took_s = took_s = self._clock() - self._started_s
         if is_first_token:
-            figures.ttft_s.observe(took_s)
+            figures.ttft_s.observe(self._clock() - self._started_s)
 
     def streamed(self, chunks: int, size_bytes: int) -> None:
         """A piece of the stream came, with this many chunks. Called for every token."""
@@ -127,9 +125,7 @@ class Call:
 
     def end(self) -> float:
         """The call is over, however it went; seconds that it took."""
-        seconds = self._took_s
-        if seconds < 0:
-            seconds = self._clock() - self._started_s
+        seconds = self._clock() - self._started_s
         self._figures.call_s.observe(seconds)
         return seconds
 
@@ -153,8 +149,7 @@ class InstanceTable:
 
     def call(self, instance: Instance, sent_bytes: int) -> Call:
         """A call to `instance` begins."""
-        figures = self._by_key.get(instance.key) or self._enter(instance)
-        return Call(figures, self._clock, sent_bytes)
+        return Call(self.of(instance), self._clock, sent_bytes)
 
     def paired(self, prefill: Instance, decode: Instance) -> None:
         """P and D were picked for a try."""

@@ -47,10 +47,6 @@ class Load:
     """
 
     __slots__ = (
-        "_base_active",
-        "_base_output_tokens",
-        "_base_prompt_tokens",
-        "_foreign_tokens",
         "_mean_prompt_tokens",
         "_others",
         "_output_tokens",
@@ -81,7 +77,7 @@ class Load:
         self._room = 1.0
         self._share = 0.0
         self._mean_prompt_tokens = _FIRST_MEAN_TOKENS
-        self._settle()
+        self._compute()
 
     @property
     def own(self) -> Work:
@@ -108,7 +104,7 @@ class Load:
     @weight.setter
     def weight(self, weight: float) -> None:
         self._weight = min(max(weight, _LEAST_WEIGHT), 1.0)
-        self._settle()
+        self._compute()
 
     def begin(self, prompt_tokens: int, output_tokens: int = 0) -> None:
         """A call to the instance begins, that is expected to make `output_tokens`; `end` with the
@@ -131,7 +127,7 @@ class Load:
         """What the router's other processes have in flight there."""
         if work != self._others:
             self._others = work
-            self._settle()
+            self._compute()
 
     def take(self, beat: Heartbeat) -> None:
         """What the engine says of itself.
@@ -147,32 +143,19 @@ class Load:
             free = min(beat.free_blocks / beat.total_blocks, 1.0)
             self._share = (1.0 - free) / max(self.active, 1)
             self._room = free + self._share * self.active
-        self._settle()
-
-    def _settle(self) -> None:
-        """After what changes seldom: the part that others have, and the scale."""
-        others, foreign = self._others, self.foreign_requests
-        self._base_active = others.requests + foreign
-        self._base_prompt_tokens = others.prompt_tokens
-        self._base_output_tokens = others.output_tokens
-        # One for the request itself: among idle ones, scale decides also without a known prompt.
-        self._foreign_tokens = foreign * self._mean_prompt_tokens + 1
-        self._rescale()
         self._compute()
 
-    def _rescale(self) -> None:
-        room = self._room - self._share * (self._base_active + self._requests)
-        self.scale = 1.0 / ((room if room > _LEAST_ROOM else _LEAST_ROOM) * self._weight)
-
     def _compute(self) -> None:
-        """After each change of our own calls."""
-        if self._share:
-            self._rescale()
-        prompts = self._base_prompt_tokens + self._prompt_tokens
-        self.queued_tokens = prompts + self._foreign_tokens
-        context = prompts + self._base_output_tokens + self._output_tokens
-        active = self._base_active + self._requests
-        self.decode_cost = (active + 1 + context / TOKENS_PER_SLOT) * self.scale
+        other_requests, other_prompts, other_outputs = self._others
+        foreign = self.foreign_requests
+        active = self._requests + other_requests + foreign
+        room = self._room - self._share * active
+        self.scale = scale = 1.0 / ((room if room > _LEAST_ROOM else _LEAST_ROOM) * self._weight)
+        prompts = self._prompt_tokens + other_prompts
+        # One for the request itself: among idle ones, scale decides also without a known prompt.
+        self.queued_tokens = prompts + foreign * self._mean_prompt_tokens + 1
+        context = prompts + self._output_tokens + other_outputs
+        self.decode_cost = (active + 1 + context / TOKENS_PER_SLOT) * scale
 
 
 class LoadTable:

@@ -6,7 +6,6 @@ CallFailed, every wait has a deadline, and internal ids and addresses stay insid
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
 from typing import Any, cast
 
 import orjson
@@ -30,22 +29,6 @@ class Attempt:
     `forwarded`: the client's header lines that engines get, each with its end of line.
     """
 
-    # As defaults of the class they cost nothing per try: most tries change few of them.
-    load: Load | None = None
-    """The place that it takes on the last of them."""
-    is_suspect = False
-    """An instance died under an earlier try of its request."""
-    prefill_tokens = 0
-    """About how much of the prompt the first of them has to compute."""
-    waiting_tokens = 0.0
-    """Prompt tokens on the last of them when it was picked, its own included."""
-    owes_release = False
-    """P was called, and D may hold or get KV that nobody will ask for."""
-    running: Call | None = None
-    """The call that runs: one at a time."""
-    call_s: float | None = None
-    """How long the last call took."""
-
     def __init__(
         self,
         choice: Pair | Alone,
@@ -63,26 +46,33 @@ class Attempt:
         self._upstream = upstream
         self._figures = figures
         self._forwarded = forwarded
-        self._public = public
+        self.public_bytes = public.encode()
         self.uuid_bytes = uuid.encode()
-        self.instances: tuple[Instance, ...] = choice
+        self.request_id = uuid
+        self.instances: tuple[Instance, ...]
         if isinstance(choice, Pair):
-            prefill, decode = choice
-            self.request_id = pair_id_text(prefill.kv_text, decode.kv_text, uuid)
+            self.request_id = pair_id_text(choice.prefill.kv_text, choice.decode.kv_text, uuid)
+            self.instances = (choice.prefill, choice.decode)
         else:
-            self.request_id = uuid
+            self.instances = (choice.instance,)
+        self.secret = self.request_id.encode()
+        """The internal id: holds the addresses of both."""
         self.called = self.instances[0]
         """Who was called last."""
-
-    @property
-    def public_bytes(self) -> bytes:
-        """What replaces internal ids."""
-        return self._public.encode()
-
-    @property
-    def secret(self) -> bytes:
-        """The internal id: holds the addresses of both."""
-        return self.request_id.encode()
+        self.load: Load | None = None
+        """The place that it takes on the last of them."""
+        self.is_suspect = False
+        """An instance died under an earlier try of its request."""
+        self.prefill_tokens = 0
+        """About how much of the prompt the first of them has to compute."""
+        self.waiting_tokens = 0.0
+        """Prompt tokens on the last of them when it was picked, its own included."""
+        self.owes_release = False
+        """P was called, and D may hold or get KV that nobody will ask for."""
+        self.running: Call | None = None
+        """The call that runs: one at a time."""
+        self.call_s: float | None = None
+        """How long the last call took."""
 
     async def open(self, instance: Instance, ask: Ask, body: bytes, timeout_s: float) -> Exchange:
         """POST `body`; the exchange of a 2xx answer, whose body is still to be read. The caller
@@ -91,8 +81,18 @@ class Attempt:
         `timeout_s` counts until the answer's head. Raises EngineRefused for a 4xx, CallFailed for
         what may succeed elsewhere.
         """
+        self.called = instance
+        if self._fleet.is_lost(instance.key):
+            raise CallFailed("connect")  # it does not exist any more, and did not get the request
+        self.running = self._figures.call(instance, len(body))
         try:
-            exchange = await self._started(instance, ask, body, timeout_s)
+            exchange = await self._upstream.start(
+                instance.http,
+                self._head(instance, ask, len(body)),
+                body,
+                owner=instance.key,
+                timeout_s=timeout_s,
+            )
         except BaseException:
             self._end_call()
             raise
@@ -110,40 +110,15 @@ class Attempt:
 
     async def call(self, instance: Instance, ask: Ask, body: bytes, timeout_s: float) -> Answer:
         """POST `body` and read the whole answer within `timeout_s`; raises as `open`."""
-        try:
-            exchange = await self._started(instance, ask, body, timeout_s)
-        except BaseException:
-            self._end_call()
-            raise
+        exchange = await self.open(instance, ask, body, timeout_s)
         try:
             answer = exchange.answer if exchange.is_whole else await exchange.read()
-            if answer.status >= 300:
-                self._refuse(answer)
             if self.running is not None:
                 is_first_token = instance.beat.type == "P"
                 self.running.answered(len(answer.body), is_first_token=is_first_token)
             return answer
         finally:
             self.end(exchange)
-
-    def _started(
-        self, instance: Instance, ask: Ask, body: bytes, timeout_s: float
-    ) -> Awaitable[Exchange]:
-        """The call, as what is to be awaited: a coroutine of its own would be resumed in between
-        with each answer.
-        """
-        self.called = instance
-        if self._fleet.is_lost(instance.key):
-            raise CallFailed("connect")  # it does not exist any more, and did not get the request
-        self.running = self._figures.call(instance, len(body))
-        head = (
-            f"POST /v1/{ask.endpoint} HTTP/1.1\r\nHost: {instance.key.http}\r\n"
-            f"Content-Type: application/json\r\nX-Request-Id: {self.request_id}\r\n"
-            f"{self._forwarded}Content-Length: {len(body)}\r\n\r\n"
-        )
-        return self._upstream.start(
-            instance.http, head.encode("latin-1"), body, owner=instance.key, timeout_s=timeout_s
-        )
 
     def scrubbed(self, data: bytes) -> bytes:
         """`data` without the internal ids."""
@@ -160,6 +135,13 @@ class Attempt:
         running, self.running = self.running, None
         if running is not None:
             self.call_s = running.end()
+
+    def _head(self, instance: Instance, ask: Ask, length: int) -> bytes:
+        return (
+            f"POST /v1/{ask.endpoint} HTTP/1.1\r\nHost: {instance.key.http}\r\n"
+            f"Content-Type: application/json\r\nX-Request-Id: {self.request_id}\r\n"
+            f"{self._forwarded}Content-Length: {length}\r\n\r\n"
+        ).encode("latin-1")
 
     def _refuse(self, answer: Answer) -> None:
         error = _error_in(answer.body)

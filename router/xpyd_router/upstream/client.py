@@ -148,9 +148,7 @@ class UpstreamClient:
 
     async def _connect(self, to: Address, timeout_s: float) -> Connection:
         def on_free(connection: Connection) -> None:
-            idle = self._idle.get(to)
-            if idle is None:
-                idle = self._idle[to] = []
+            idle = self._idle.setdefault(to, [])
             if len(idle) >= _MAX_IDLE or self._is_closed:
                 connection.abort()
                 return

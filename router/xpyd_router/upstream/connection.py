@@ -133,8 +133,7 @@ class Connection(asyncio.Protocol):
     def give_back(self) -> None:
         """See Carrier."""
         self._exchange = None
-        transport = self._transport
-        if self._may_keep and transport is not None and not transport.is_closing():
+        if self._may_keep and self.is_usable:
             self._on_free(self)
         else:
             self.abort()

@@ -258,9 +258,7 @@ class Exchange:
         self._body.append(body)  # nobody consumes it: `relay` comes after the head
         if self._failure is None:
             self.is_whole = True
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        self._wake()
 
     def on_end(self) -> None:
         """The answer is whole."""
