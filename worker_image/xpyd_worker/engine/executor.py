@@ -71,12 +71,14 @@ class ScheduledSequence:
 class StepInput:
     """One flat batch: the sequences' tokens one behind the other, no padding.
 
-    `block_copies` (source, destination) are done before the forward.
+    `block_copies` (source, destination) are done before the forward. `kv` is what the producer has
+    to tell ranks that send KV themselves; opaque here.
     """
 
     step: int
     sequences: tuple[ScheduledSequence, ...]
     block_copies: tuple[tuple[int, int], ...] = ()
+    kv: bytes = b""
 
     @property
     def tokens(self) -> int:

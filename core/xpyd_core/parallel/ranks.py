@@ -1,0 +1,98 @@
+"""Ranks of a parallel engine: their numbers on each axis, and who shares a group with whom. Pure.
+
+Ranks count along ExternalDP x DP x PP x PCP x TP, the last fastest (Megatron's order, as in vLLM),
+so the ranks of a tensor group are neighbours and a pod that holds whole stages holds a run of
+ranks. ExternalDP are replicas outside of the engine; PCP (prefill context) is in the layout so that
+it may come, and is 1 everywhere. Used by whoever starts ranks, connects them or draws them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+Groups = tuple[tuple[int, ...], ...]
+"""Groups of one kind, each with its ranks in the order of their numbers in the group."""
+
+
+class Place(NamedTuple):
+    """Where one rank stands: its number on each axis."""
+
+    external: int
+    data: int
+    stage: int
+    context: int
+    tensor: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Length of each axis, at least 1."""
+
+    external: int = 1
+    data: int = 1
+    pipeline: int = 1
+    context: int = 1
+    tensor: int = 1
+
+    @property
+    def replica(self) -> int:
+        """Ranks that hold one copy of the model together: an instance without data parallelism."""
+        return self.pipeline * self.context * self.tensor
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.external * self.data * self.replica
+
+    @property
+    def output_rank(self) -> int:
+        """The rank within a replica that tells what was drawn: the first of the last stage."""
+        return self.replica - self.tensor * self.context
+
+    def place(self, rank: int) -> Place:
+        """Where `rank` stands."""
+        rest, tensor = divmod(rank, self.tensor)
+        rest, context = divmod(rest, self.context)
+        rest, stage = divmod(rest, self.pipeline)
+        external, data = divmod(rest, self.data)
+        return Place(external, data, stage, context, tensor)
+
+    def rank(self, place: Place) -> int:
+        """Who stands at `place`."""
+        number = place.external * self.data + place.data
+        number = number * self.pipeline + place.stage
+        number = number * self.context + place.context
+        return number * self.tensor + place.tensor
+
+    @property
+    def tensor_groups(self) -> Groups:
+        """Ranks that share each layer of a stage."""
+        size = self.tensor
+        return tuple(tuple(range(at, at + size)) for at in range(0, self.world, size))
+
+    @property
+    def pipeline_groups(self) -> Groups:
+        """Ranks that hold the same share of one replica's stages, first stage first."""
+        return tuple(
+            tuple(self.rank(Place(e, d, stage, c, t)) for stage in range(self.pipeline))
+            for e, d, t, c in itertools.product(
+                range(self.external), range(self.data), range(self.tensor), range(self.context)
+            )
+        )
+
+    @property
+    def data_groups(self) -> Groups:
+        """Ranks that hold the same part of the model in each replica."""
+        return tuple(
+            tuple(self.rank(Place(e, data, s, c, t)) for data in range(self.data))
+            for e, t, s, c in itertools.product(
+                range(self.external), range(self.tensor), range(self.pipeline), range(self.context)
+            )
+        )
+
+
+def group_of(groups: Groups, rank: int) -> tuple[int, ...]:
+    """The one of `groups` that `rank` is in; its index there is its number in the group."""
+    return next(group for group in groups if rank in group)

@@ -1,0 +1,156 @@
+"""ORACLES 35 to 38, 45, 49, 50 and 52: who holds which layers, ranks on their axes, groups."""
+
+from __future__ import annotations
+
+import pytest
+
+from xpyd_core.errors import UserError
+from xpyd_core.parallel.checks import Shape, check_parallel
+from xpyd_core.parallel.partition import parse_override, partition, stage_sizes
+from xpyd_core.parallel.ranks import Place, Sizes, group_of
+
+PARTITIONS = {
+    (32, 4): [8, 8, 8, 8],
+    (22, 4): [5, 6, 6, 5],
+    (5, 3): [2, 2, 1],
+    (4, 3): [1, 2, 1],
+    (3, 2): [2, 1],
+    (21, 4): [5, 5, 6, 5],
+    (23, 4): [6, 6, 6, 5],
+    (7, 4): [2, 2, 2, 1],
+    (10, 3): [3, 4, 3],
+    (11, 3): [4, 4, 3],
+    (61, 2): [31, 30],
+    (61, 4): [15, 15, 16, 15],
+    (30, 8): [3, 4, 4, 4, 4, 4, 4, 3],
+    (80, 4): [20, 20, 20, 20],
+}
+
+
+@pytest.mark.parametrize(("case", "sizes"), PARTITIONS.items(), ids=str)
+def test_36_layers_that_remain_go_before_the_last_stage(
+    case: tuple[int, int], sizes: list[int]
+) -> None:
+    assert stage_sizes(*case) == sizes
+    ranges = partition(*case)
+    assert [len(each) for each in ranges] == sizes
+    assert [layer for each in ranges for layer in each] == list(range(case[0]))
+
+
+@pytest.mark.parametrize("stages", range(1, 12))
+def test_36_the_last_stage_never_gets_one_more_and_the_first_only_when_all_others_do(
+    stages: int,
+) -> None:
+    for layers in range(stages, 80):
+        each, rest = divmod(layers, stages)
+        sizes = stage_sizes(layers, stages)
+        assert sum(sizes) == layers
+        assert sizes[-1] == each
+        if stages > 1:
+            assert (sizes[0] == each + 1) == (rest == stages - 1)
+
+
+def test_36_a_stage_without_a_layer_is_refused() -> None:
+    with pytest.raises(UserError, match="4 stages for 3 layers"):
+        stage_sizes(3, 4)
+
+
+@pytest.mark.parametrize(("text", "layers"), [("5,6,5,6", 22), ("4,6,6,4", 20)], ids=["22", "20"])
+def test_37_the_variable_overrides_the_rule(text: str, layers: int) -> None:
+    ranges = partition(layers, 4, parse_override(text))
+    assert [len(each) for each in ranges] == [int(part) for part in text.split(",")]
+    assert ranges[1] == range(ranges[0].stop, ranges[0].stop + 6)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("5,6,5", "3 stages; --pipeline-parallel-size is 4"),
+        ("5,6,5,5", "21 layers; the model has 22"),
+        ("11,11,0,0", "one layer at least"),
+        ("5,six,5,6", "expected numbers with commas"),
+        ("5,-6,5,6", "expected numbers with commas"),
+        (",", "expected numbers with commas"),
+    ],
+)
+def test_37_what_does_not_go_together_is_refused(text: str, complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        partition(22, 4, parse_override(text))
+
+
+def test_45_results_come_from_the_first_rank_of_the_last_stage() -> None:
+    assert Sizes(pipeline=4, tensor=2).output_rank == 6
+    assert Sizes(pipeline=2, tensor=4).output_rank == 4
+    assert Sizes(pipeline=1, tensor=8).output_rank == 0
+    assert Sizes(pipeline=2, context=2, tensor=2).output_rank == 4
+
+
+def test_49_groups_of_two_replicas_of_two_stages_of_four() -> None:
+    sizes = Sizes(data=2, pipeline=2, tensor=4)
+    assert sizes.tensor_groups == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15))
+    pairs = ((0, 4), (1, 5), (2, 6), (3, 7), (8, 12), (9, 13), (10, 14), (11, 15))
+    assert sizes.pipeline_groups == pairs
+    pairs = ((0, 8), (4, 12), (1, 9), (5, 13), (2, 10), (6, 14), (3, 11), (7, 15))
+    assert sizes.data_groups == pairs
+
+
+def test_49_groups_of_other_sizes() -> None:
+    assert Sizes(pipeline=2, tensor=4).pipeline_groups == ((0, 4), (1, 5), (2, 6), (3, 7))
+    sizes = Sizes(pipeline=4, tensor=2)
+    assert sizes.tensor_groups == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert sizes.pipeline_groups == ((0, 2, 4, 6), (1, 3, 5, 7))
+    sizes = Sizes(pipeline=2, context=2, tensor=2)
+    assert sizes.pipeline_groups == ((0, 4), (2, 6), (1, 5), (3, 7))
+
+
+def test_49_and_52_every_rank_is_in_one_group_of_each_kind() -> None:
+    sizes = Sizes(external=2, data=3, pipeline=2, context=2, tensor=3)
+    assert sizes.world == 72
+    assert sizes.replica == 12
+    for groups in (sizes.tensor_groups, sizes.pipeline_groups, sizes.data_groups):
+        assert sorted(rank for group in groups for rank in group) == list(range(72))
+    for rank in range(72):
+        place = sizes.place(rank)
+        assert sizes.rank(place) == rank
+        assert group_of(sizes.tensor_groups, rank).index(rank) == place.tensor
+        assert group_of(sizes.pipeline_groups, rank).index(rank) == place.stage
+        assert group_of(sizes.data_groups, rank).index(rank) == place.data
+
+
+def test_50_the_number_in_a_group_is_not_the_rank() -> None:
+    sizes = Sizes(data=2, pipeline=2, tensor=4)
+    assert group_of(sizes.tensor_groups, 14).index(14) == 2
+    assert sizes.place(14) == Place(external=0, data=1, stage=1, context=0, tensor=2)
+
+
+SHAPE = Shape(layers=22, heads=32, kv_heads=8, intermediate_sizes=frozenset({5632}))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "complaint"),
+    [
+        (Sizes(tensor=5), "5 does not divide the model's 32 attention heads"),
+        (Sizes(tensor=64), "64 does not divide the model's 32 attention heads"),
+        (Sizes(pipeline=23), "23 stages for 22 layers"),
+    ],
+)
+def test_35_a_bad_combination_is_refused_with_its_numbers(sizes: Sizes, complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        check_parallel(SHAPE, sizes)
+
+
+def test_35_ranks_and_kv_heads_divide_one_another() -> None:
+    check_parallel(SHAPE, Sizes(tensor=16, pipeline=22))
+    few = Shape(layers=2, heads=12, kv_heads=4, intermediate_sizes=frozenset({96}))
+    with pytest.raises(UserError, match="6 ranks for 4 KV heads"):
+        check_parallel(few, Sizes(tensor=6))
+    odd = Shape(layers=2, heads=8, kv_heads=8, intermediate_sizes=frozenset({100}))
+    with pytest.raises(UserError, match="8 does not divide the MLP's intermediate size of 100"):
+        check_parallel(odd, Sizes(tensor=8))
+    check_parallel(odd, Sizes(tensor=4))
+
+
+def test_35_all_complaints_are_said_at_once() -> None:
+    with pytest.raises(UserError) as failure:
+        check_parallel(SHAPE, Sizes(tensor=5, pipeline=30))
+    assert len(str(failure.value).splitlines()) == 3 + 1

@@ -1,0 +1,160 @@
+"""The seams between a rank's model and the other ranks of its engine. Documented here only.
+
+A rank holds a `Part` of the model. Within a stage its tensor group adds up what each rank computed
+of a layer; between stages hidden states go on, and what the last stage drew comes back. `ALONE` is
+a rank without others. All calls of one rank come from one thread, in the same order on all ranks;
+every wait has a deadline and raises GroupError when it has passed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from xpyd_core.errors import XpydError
+
+
+class GroupError(XpydError):
+    """Another rank of the group does not answer. The rank cannot go on: its process ends, and the
+    instance with it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one rank holds: `layers` (absolute indices) of the model's stages, and of each layer the
+    share `tensor_rank` of `tensor_size`. The first stage has the embedding; the last one the last
+    norm, the head and the sampler."""
+
+    layers: range
+    stage: int = 0
+    stages: int = 1
+    tensor_rank: int = 0
+    tensor_size: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether tokens enter here."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether tokens are drawn here."""
+        return self.stage == self.stages - 1
+
+
+class TensorGroup(Protocol):
+    """The ranks that share each layer of a stage."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the group."""
+        ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' `x` [rows, n], the same bits on each. `x` is given away: the result
+        may be in its memory."""
+        ...
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """All ranks' `x` [rows, n] beside each other, by rank: [rows, n * size]."""
+        ...
+
+
+class Hidden(NamedTuple):
+    """What one stage gives the next, each [rows, hidden]: `x` is what its last layer would add to
+    `residual`."""
+
+    x: Tensor
+    residual: Tensor
+
+
+class Incoming(Protocol):
+    """Hidden states on their way here."""
+
+    def get(self) -> Hidden:
+        """Wait for them, once, and give them in buffers whose addresses never change: they are
+        overwritten by the next step's."""
+        ...
+
+
+class Boundary(Protocol):
+    """A rank's neighbours: the same tensor share of the stage before and of the one behind."""
+
+    def begin_step(self) -> None:
+        """Wait until what the step before sent has left."""
+        ...
+
+    def receive(self, rows: int) -> Incoming:
+        """Begin to receive; not on the first stage. The wait is at the first use."""
+        ...
+
+    def send(self, hidden: Hidden) -> None:
+        """Begin to send, and keep the tensors until they have left; not on the last stage."""
+        ...
+
+
+class Sampled(NamedTuple):
+    """What one step drew for its requests: `tokens` int64 [requests, most tokens of a step], and
+    how many of each row count, `num_sampled` int32 [requests]; `num_rejected` int32 [requests] of
+    the tokens that entered the step's forward turned out wrong (speculation; 0 without)."""
+
+    tokens: Tensor
+    num_sampled: Tensor
+    num_rejected: Tensor
+
+
+class IncomingSampled(Protocol):
+    """Drawn tokens on their way here."""
+
+    def get(self) -> Sampled:
+        """Wait for them. On the host."""
+        ...
+
+
+class Feedback(Protocol):
+    """From the last stage to all others, the same tensor share each."""
+
+    def tell(self, sampled: Sampled) -> None:
+        """On the last stage, once a step that draws: `sampled` is on the host. Does not wait."""
+        ...
+
+    def receive(self, requests: int, width: int = 1) -> IncomingSampled:
+        """On the others: begin to receive what the last stage drew in its next step that draws."""
+        ...
+
+
+class Parallel(Protocol):
+    """What a rank has of the others."""
+
+    @property
+    def part(self) -> Part: ...
+
+    @property
+    def tensor(self) -> TensorGroup: ...
+
+    @property
+    def boundary(self) -> Boundary: ...
+
+    @property
+    def feedback(self) -> Feedback: ...
+
+
+class _NoGroup:
+    """A group of one."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x
+
+
+NO_GROUP: TensorGroup = _NoGroup()
