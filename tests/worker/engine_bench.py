@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -43,11 +43,12 @@ class Bench:
         threshold: int = 0,
         policy: Policy = "fcfs",
         depth: int = 1,
+        make_executor: Callable[[int, Limits, int], FakeExecutor] = FakeExecutor,
     ) -> None:
         limits = Limits(seqs, budget, max_waiting, recompute, threshold, policy)
         self.now = 100.0
         self.model_len = model_len
-        self.executor = FakeExecutor(blocks, limits, depth)
+        self.executor = make_executor(blocks, limits, depth)
         self.pool = BlockManager(blocks, block_size=BLOCK, enable_prefix_caching=caching)
         self.producer = FakeProducer(self.pool, self.executor, linger) if sends else None
         self.consumer = FakeConsumer(self.pool, self.executor) if receives else None

@@ -1,0 +1,187 @@
+"""What a rank does with each step: read it, run its part of the model, and keep its states right.
+
+    message -> StepDecoder -> runner (its Part) -> last stage: draws, tells the others, answers
+                    ^                             other stages: begin to receive what is drawn
+                    '------ RequestStates <------ the update that every step ends with
+
+On other stages than the last the draws of a step are waited for when a later step first needs them,
+so that what is under way between the stages stays under way. It must not know processes, sockets or
+the queue of requests.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from xpyd_kv.ranks.api import RankSender
+from xpyd_worker.engine.executor import Finished, Running, StepInput, StepOutput
+from xpyd_worker.parallel.api import IncomingSampled, Parallel, Sampled
+from xpyd_worker.ranks.request_states import RequestStates
+from xpyd_worker.ranks.step_decoder import StepDecoder
+from xpyd_worker.ranks.step_messages import Chunk, StepMessage, decode_step, encode_output
+
+
+class Runner(Protocol):
+    """The rank's part of the model, as Executor.launch runs it; hidden states come and go inside.
+    Other stages than the last give an output without samples."""
+
+    def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Running: ...
+
+
+@dataclass(frozen=True)
+class _Share:
+    """Slots of a step's sequences and how many tokens each had."""
+
+    slots: list[int]
+    query_lens: list[int]
+
+
+@dataclass(frozen=True)
+class _Awaited:
+    """Draws on their way here, and for whom."""
+
+    share: _Share
+    incoming: IncomingSampled
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step that this rank has begun."""
+
+    _running: Running
+    _answers: bool
+
+    def finish(self) -> bytes | None:
+        """Wait for this rank's share; once, in the order of the steps. On the output rank the
+        encoded StepOutput, None elsewhere. Raises like Running.wait."""
+        output = self._running.wait()
+        return encode_output(output) if self._answers else None
+
+
+class RankWork:
+    """Runs the steps of one rank, in their order. One thread."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        states: RequestStates,
+        *,
+        parallel: Parallel,
+        kv_sender: RankSender | None = None,
+    ) -> None:
+        self._runner = runner
+        self._states = states
+        self._part = parallel.part
+        self._feedback = parallel.feedback
+        self._kv_sender = kv_sender
+        self._decoder = StepDecoder(states.slots, states)
+        # The oldest first; no more than there are steps under way.
+        self._awaited: deque[_Awaited] = deque()
+
+    def launch(self, encoded: bytes) -> LaunchedStep:
+        """Begin a step. Raises MessageError for bytes that are none, GroupError where another rank
+        does not answer, and what the runner raises: the ranks cannot go on together then."""
+        message = decode_step(encoded)
+        self._catch_up(message)
+        step = self._decoder.read(message)
+        running = self._run(step)
+        part = self._part
+        if part.is_last:
+            running = self._draw(message, step, running)
+        else:
+            self._await_draws(message, step)
+        return LaunchedStep(running, part.is_last and not part.tensor_rank)
+
+    def _run(self, step: StepInput) -> Running:
+        sender = self._kv_sender
+        if sender is None:
+            return self._runner.launch(step, _no_layer_done)
+        sender.begin_step(step.kv)
+        try:
+            running = self._runner.launch(step, sender.layer_done)
+        except BaseException:
+            sender.step_done(failed=True)
+            raise
+        sender.step_done(failed=False)
+        return running
+
+    def _catch_up(self, message: StepMessage) -> None:
+        """Take in draws on their way, in order, until none is left that a sequence of this step
+        needs, nor one older than the steps that can be under way."""
+        # The rows of further chunks drew nothing.
+        needed = {row.slot for row in message.rows if not isinstance(row, Chunk)}
+        awaited = self._awaited
+        count = max(
+            (n for n, one in enumerate(awaited, 1) if not needed.isdisjoint(one.share.slots)),
+            default=0,
+        )
+        for _ in range(max(count, len(awaited) - self._part.stages + 1)):
+            one = awaited.popleft()
+            self._states.post_update(one.share.slots, one.share.query_lens, one.incoming.get())
+
+    def _draw(self, message: StepMessage, step: StepInput, running: Running) -> Running:
+        """On the last stage."""
+        output = running.wait()
+        share = _Share(
+            [row.slot for row in message.rows], [len(one.token_ids) for one in step.sequences]
+        )
+        sampled = sampled_rows(step, output)
+        if not self._part.is_first and (asking := _asking(step)):
+            self._feedback.tell(_rows(sampled, asking))
+        self._states.post_update(share.slots, share.query_lens, sampled)
+        return Finished(output)
+
+    def _await_draws(self, message: StepMessage, step: StepInput) -> None:
+        """On the others: sequences that draw nothing are done with the step, the rest are when
+        their draws have come."""
+        asking = _asking(step)
+        resting = [n for n, one in enumerate(step.sequences) if not one.samples]
+
+        def share(places: list[int]) -> _Share:
+            return _Share(
+                [message.rows[n].slot for n in places],
+                [len(step.sequences[n].token_ids) for n in places],
+            )
+
+        if resting:
+            rest = share(resting)
+            self._states.post_update(rest.slots, rest.query_lens, None)
+        if asking:
+            incoming = self._feedback.receive(len(asking))
+            self._awaited.append(_Awaited(share(asking), incoming))
+
+
+def _asking(step: StepInput) -> list[int]:
+    """Places of the sequences that draw: the rows of Sampled, on every stage."""
+    return [n for n, one in enumerate(step.sequences) if one.samples]
+
+
+def sampled_rows(step: StepInput, output: StepOutput) -> Sampled:
+    """What was drawn for each of a step's sequences. Where choices fork, no token is their
+    sequence's: the engine says which one goes on with which."""
+    tokens: list[list[int]] = []
+    counts: list[int] = []
+    for one in step.sequences:
+        drawn = output.samples.get(one.seq_id, ())
+        is_one = len(drawn) == 1
+        tokens.append([drawn[0].token_id if is_one else 0])
+        counts.append(int(is_one))
+    return Sampled(
+        torch.tensor(tokens, dtype=torch.int64),
+        torch.tensor(counts, dtype=torch.int32),
+        torch.zeros(len(counts), dtype=torch.int32),
+    )
+
+
+def _rows(sampled: Sampled, places: list[int]) -> Sampled:
+    """Of these sequences only."""
+    return Sampled(*(one[torch.tensor(places)] for one in sampled))
+
+
+def _no_layer_done(_layer: int) -> None:
+    """Nobody sends KV."""
