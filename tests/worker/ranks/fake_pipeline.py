@@ -1,0 +1,202 @@
+"""The ranks of an engine in one thread: real RankWork over a fake stage each, whose KV counts.
+
+A stage keeps KV by slot of its own cache, made from all hidden states before; what it hands on is
+right only as long as that KV is. So a stage that is wrong about a position, a block or a token
+changes what is drawn. A rank that waits lets the later ones work, in an order drawn at random: each
+may be as late as it can.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from tests.worker.engine_fakes import BLOCK, FakeExecutor, chain, next_token
+from xpyd_worker.engine.executor import (
+    Finished,
+    Running,
+    ScheduledSequence,
+    StepInput,
+    StepOutput,
+)
+from xpyd_worker.engine.limits import Limits
+from xpyd_worker.engine.request import SampledToken
+from xpyd_worker.parallel.api import NO_GROUP, Boundary, Part, Sampled, TensorGroup
+from xpyd_worker.ranks.request_states import RequestStates
+from xpyd_worker.ranks.step_encoder import StepEncoder
+from xpyd_worker.ranks.step_messages import decode_output
+from xpyd_worker.ranks.step_work import RankWork
+
+MOST_TOKENS = 512
+_ROOT = 12345
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Hidden state of one token: the token, and what a right stage's KV is up to it."""
+
+    token: int
+    kv: int
+
+
+class FakeStage:
+    """A rank's part of a model: takes a step's hidden states, hands on its own."""
+
+    def __init__(self, num_blocks: int, *, before: deque[list[Flow]], after: deque[list[Flow]]):
+        self.memory: list[list[int | None]] = [[None] * BLOCK for _ in range(num_blocks)]
+        self.is_first = self.is_last = False
+        self.before, self.after = before, after
+        self.steps: list[StepInput] = []
+
+    def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Running:
+        self.steps.append(step)
+        for source, destination in step.block_copies:
+            self.memory[destination] = list(self.memory[source])
+        coming = deque(() if self.is_first else self.before.popleft())
+        leaving: list[Flow] = []
+        samples: dict[int, tuple[SampledToken, ...]] = {}
+        for one in step.sequences:
+            kv = self._kv_before(one)
+            for place, token in enumerate(one.token_ids):
+                true = coming.popleft() if coming else Flow(token, chain(kv, token))
+                kv = chain(kv, true.token)
+                at = one.start + place
+                self.memory[one.block_ids[at // BLOCK]][at % BLOCK] = kv
+                spoilt = 0 if kv == true.kv else 1 + kv % 7
+                leaving.append(Flow(true.token + spoilt, true.kv))
+            if self.is_last and one.samples:
+                samples[one.seq_id] = tuple(
+                    SampledToken(next_token(kv, s.choice_index, s.position, one.sampling))
+                    for s in one.samples
+                )
+        assert not coming
+        if not self.is_last:
+            self.after.append(leaving)
+        layer_done(0)
+        return Finished(StepOutput(samples, {}))
+
+    def _kv_before(self, one: ScheduledSequence) -> int:
+        if not one.start:
+            return _ROOT
+        at = one.start - 1
+        return self.memory[one.block_ids[at // BLOCK]][at % BLOCK] or 0
+
+
+@dataclass
+class _Incoming:
+    """What the last stage will have drawn, once it got there."""
+
+    feedback: FakeFeedback
+    requests: int
+
+    def get(self) -> Sampled:
+        while not self.feedback.told:
+            self.feedback.let_others_work()
+        sampled = self.feedback.told.popleft()
+        assert sampled.tokens.shape == (self.requests, 1)
+        assert sampled.tokens.dtype == torch.int64
+        assert sampled.num_sampled.dtype == sampled.num_rejected.dtype == torch.int32
+        return sampled
+
+
+@dataclass
+class FakeFeedback:
+    """One rank's end of it."""
+
+    let_others_work: Callable[[], None]
+    others: list[FakeFeedback] = field(default_factory=list["FakeFeedback"])
+    told: deque[Sampled] = field(default_factory=deque[Sampled])
+
+    def tell(self, sampled: Sampled) -> None:
+        for other in self.others:
+            other.told.append(sampled)
+
+    def receive(self, requests: int, width: int = 1) -> _Incoming:
+        assert requests
+        return _Incoming(self, requests)
+
+
+@dataclass(frozen=True)
+class FakeParallel:
+    """What a rank has of the others; its stage hands on hidden states itself."""
+
+    part: Part
+    feedback: FakeFeedback
+    tensor: TensorGroup = NO_GROUP
+
+    @property
+    def boundary(self) -> Boundary:
+        raise AssertionError("the runner's")
+
+
+class FakePipeline(FakeExecutor):
+    """An engine's executor over `stages` ranks."""
+
+    stages = 2
+    states_of: tuple[type[RequestStates], ...] = ()
+
+    def __init__(self, num_blocks: int, limits: Limits, depth: int = 1) -> None:
+        super().__init__(num_blocks, limits, depth)
+        slots = 2 * limits.max_num_seqs
+        self.encoder = StepEncoder(slots)
+        flows = [deque[list[Flow]]() for _ in range(self.stages + 1)]
+        self.parts = [
+            FakeStage(num_blocks, before=flows[n], after=flows[n + 1]) for n in range(self.stages)
+        ]
+        self.parts[0].is_first = self.parts[-1].is_last = True
+        feedbacks = [FakeFeedback(self._work_one) for _ in range(self.stages)]
+        feedbacks[-1].others = feedbacks[:-1]
+        self.ranks: list[RankWork] = []
+        for stage, runner in enumerate(self.parts):
+            part = Part(layers=range(stage, stage + 1), stage=stage, stages=self.stages)
+            make_states = self.states_of[stage] if self.states_of else RequestStates
+            states = make_states(slots, MOST_TOKENS)
+            parallel = FakeParallel(part, feedbacks[stage])
+            self.ranks.append(RankWork(runner, states, parallel=parallel))
+        self.inboxes: list[deque[bytes]] = [deque() for _ in range(self.stages)]
+        self.busy: set[int] = set()
+        self.answers: deque[bytes] = deque()
+        self.rng = random.Random(num_blocks)
+
+    def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Running:
+        self._check(step)
+        self.steps.append(step)
+        message = self.encoder.encode(step)
+        for inbox in self.inboxes:
+            inbox.append(message)
+        return _Awaited(self, step)
+
+    def take(self, step: StepInput) -> StepOutput:
+        while not self.answers:
+            self._work_one()
+        output = decode_output(self.answers.popleft())
+        self.encoder.drawn(step.step, output)
+        return output
+
+    def _work_one(self) -> None:
+        """One rank takes one step, if the one before it has."""
+        able = [
+            n
+            for n, inbox in enumerate(self.inboxes)
+            if inbox and n not in self.busy and (n == 0 or self.parts[n].before)
+        ]
+        rank = self.rng.choice(able)
+        self.busy.add(rank)
+        answer = self.ranks[rank].launch(self.inboxes[rank].popleft()).finish()
+        self.busy.discard(rank)
+        assert (answer is not None) == (rank == self.stages - 1)
+        if answer is not None:
+            self.answers.append(answer)
+
+
+@dataclass(frozen=True)
+class _Awaited:
+    pipeline: FakePipeline
+    step: StepInput
+
+    def wait(self) -> StepOutput:
+        return self.pipeline.take(self.step)

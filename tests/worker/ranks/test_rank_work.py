@@ -1,0 +1,55 @@
+"""RankWork on every stage of a pipeline: whoever is late, each request has its own tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.worker.engine_bench import Bench, make_request, prompt_of, seeds
+from tests.worker.ranks.fake_pipeline import FakePipeline
+from tests.worker.test_engine_walks import Walk
+from xpyd_worker.parallel.api import Sampled
+from xpyd_worker.ranks.request_states import RequestStates
+
+
+class Forgetful(RequestStates):
+    """Leaves out the update that a step ends with."""
+
+    def post_update(self, slots: object, query_lens: object, sampled: Sampled | None) -> None:
+        pass
+
+
+def pipeline(stages: int, *states: type[RequestStates]) -> type[FakePipeline]:
+    class Pipeline(FakePipeline):
+        pass
+
+    Pipeline.stages, Pipeline.states_of = stages, states
+    return Pipeline
+
+
+def bench_of(*states: type[RequestStates]) -> Bench:
+    bench = Bench(make_executor=pipeline(len(states), *states))
+    bench.submit(make_request("r", prompt_of(7), ignore_eos=True, min_tokens=8))
+    bench.run()
+    return bench
+
+
+def test_a_pipeline_gives_a_request_its_tokens():
+    bench_of(RequestStates, RequestStates, RequestStates).assert_as_alone("r")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_stage_without_the_update_spoils_the_text_from_the_second_token_on(stage: int):
+    states: list[type[RequestStates]] = [RequestStates] * 3
+    right = bench_of(*states).tokens("r")
+    states[stage] = Forgetful
+    wrong = bench_of(*states).tokens("r")
+    assert wrong[0] == right[0]
+    assert wrong[1] != right[1]
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("seed", seeds(2, 6))
+def test_walks_over_a_pipeline_give_every_request_its_own_tokens(seed: int, stages: int):
+    walk = Walk(seed, make_executor=pipeline(stages), blocks=14, seqs=5, budget=9, model_len=48)  # pyright: ignore
+    walk.run(300)
+    assert walk.bench.core.stats().preemptions > 0
