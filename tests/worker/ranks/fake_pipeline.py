@@ -68,6 +68,7 @@ class FakeStage:
                 self.memory[one.block_ids[at // BLOCK]][at % BLOCK] = kv
                 spoilt = 0 if kv == true.kv else 1 + kv % 7
                 leaving.append(Flow(true.token + spoilt, true.kv))
+                kv += spoilt if self.is_last else 0
             if self.is_last and one.samples:
                 samples[one.seq_id] = tuple(
                     SampledToken(next_token(kv, s.choice_index, s.position, one.sampling))

@@ -113,7 +113,7 @@ class RankWork:
     def _catch_up(self, message: StepMessage) -> None:
         """Take in draws on their way, in order, until none is left that a sequence of this step
         needs, nor one older than the steps that can be under way."""
-        # The rows of further chunks drew nothing.
+        # Who has a further chunk drew no token of its own before.
         needed = {row.slot for row in message.rows if not isinstance(row, Chunk)}
         awaited = self._awaited
         count = max(
@@ -137,10 +137,10 @@ class RankWork:
         return Finished(output)
 
     def _await_draws(self, message: StepMessage, step: StepInput) -> None:
-        """On the others: sequences that draw nothing are done with the step, the rest are when
-        their draws have come."""
+        """On the others: sequences that nothing is drawn for are done with the step, the rest are
+        when their draws have come."""
         asking = _asking(step)
-        resting = [n for n, one in enumerate(step.sequences) if not one.samples]
+        resting = [n for n, one in enumerate(step.sequences) if len(one.samples) != 1]
 
         def share(places: list[int]) -> _Share:
             return _Share(
@@ -157,13 +157,13 @@ class RankWork:
 
 
 def _asking(step: StepInput) -> list[int]:
-    """Places of the sequences that draw: the rows of Sampled, on every stage."""
-    return [n for n, one in enumerate(step.sequences) if one.samples]
+    """Places of the sequences that a token is drawn for: the rows of Sampled, on every stage. Where
+    choices fork none is their sequence's: the engine says who goes on with which."""
+    return [n for n, one in enumerate(step.sequences) if len(one.samples) == 1]
 
 
 def sampled_rows(step: StepInput, output: StepOutput) -> Sampled:
-    """What was drawn for each of a step's sequences. Where choices fork, no token is their
-    sequence's: the engine says which one goes on with which."""
+    """What was drawn for each of a step's sequences."""
     tokens: list[list[int]] = []
     counts: list[int] = []
     for one in step.sequences:
