@@ -62,8 +62,9 @@ def make_model(
     decoder = build_model(config, dtype, kernels, device)
     for group in decoder.weight_groups():
         group.allocate(device)
-        for name, tensor in group.checkpoint_tensors().items():
-            tensor.copy_(_weight(name, tensor.shape))
+        for name, stored in group.checkpoint_tensors().items():
+            for piece in stored.pieces:
+                piece.destination.copy_(_weight(name, stored.shape)[piece.slices])
         group.pack(kernels)
     return decoder
 
@@ -110,7 +111,7 @@ def gpu_runner(
     return ModelRunner(model, config, kernels, cache, device=gpu, graphs=graphs, draw=draw)
 
 
-def _weight(name: str, shape: torch.Size) -> Tensor:
+def _weight(name: str, shape: tuple[int, ...]) -> Tensor:
     """Large enough that tokens differ."""
     made = torch.randn(shape, generator=torch.Generator().manual_seed(crc32(name.encode())))
     return 1 + 0.2 * made if "norm" in name else 0.15 * made

@@ -65,8 +65,9 @@ class Model:
         decoder = build_model(self.config, self.dtype, self.kernels, self.device)
         for group in decoder.weight_groups():
             group.allocate(self.device)
-            for name, tensor in group.checkpoint_tensors().items():
-                tensor.copy_(_weight(name, tensor.shape))
+            for name, stored in group.checkpoint_tensors().items():
+                for piece in stored.pieces:
+                    piece.destination.copy_(_weight(name, stored.shape)[piece.slices])
             group.pack(self.kernels)
         shape = KvShape(self.config.num_kv_heads, self.config.head_dim, BLOCK_SIZE, self.dtype)
         size = (2 * len(texts), shape.kv_heads, BLOCK_SIZE, 2 * shape.head_dim)
@@ -104,7 +105,7 @@ def _positions(span: Span) -> range:
     return range(span.start, span.start + span.count)
 
 
-def _weight(name: str, shape: torch.Size) -> Tensor:
+def _weight(name: str, shape: tuple[int, ...]) -> Tensor:
     """Numbers of its own for each name, large enough that tokens differ."""
     made = torch.randn(shape, generator=torch.Generator().manual_seed(crc32(name.encode())))
     return 1 + 0.2 * made if "norm" in name else 0.15 * made

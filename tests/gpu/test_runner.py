@@ -138,7 +138,7 @@ def on_gpu(kit: Kit, limits: GpuLimits) -> ModelRunner:
     counters.release()
     free = counters.free()
     model = make_model(config, kernels, device.torch_device, kit.dtype)
-    runner, _ = fit(
+    found = fit(
         model,
         config,
         kernels,
@@ -147,7 +147,7 @@ def on_gpu(kit: Kit, limits: GpuLimits) -> ModelRunner:
         limits=limits,
         free_at_start=free,
     )
-    return runner
+    return found.make_runner()
 
 
 @pytest.mark.parametrize("use_graphs", [True, False])

@@ -44,7 +44,9 @@ def make_block(
     experts = Experts(COUNT, PER_TOKEN, SIZE, is_normalized, names=MlpNames(("gate", "up"), "down"))
     block, kernels = ExpertMlps(HIDDEN, experts, dtype), CountingKernels()
     block.allocate(torch.device("cpu"))
-    tensors = block.checkpoint_tensors("")
+    tensors = {
+        name: stored.pieces[0].destination for name, stored in block.checkpoint_tensors("").items()
+    }
     generator = torch.Generator().manual_seed(3)
     for tensor in tensors.values():
         tensor.copy_(torch.randn(tensor.shape, generator=generator))

@@ -57,7 +57,7 @@ class Made:
 
         self.runner: ModelRunner
         self.use: GpuUse
-        self.runner, self.use = fit(
+        found = fit(
             model,
             CONFIG,
             kernels,
@@ -65,8 +65,8 @@ class Made:
             gpu=gpu,
             limits=limits,
             free_at_start=78 * MIB,
-            make_memory=make_memory,
         )
+        self.runner, self.use = found.make_runner(make_memory=make_memory), found.use
 
 
 def test_the_cache_gets_what_the_share_leaves() -> None:

@@ -301,10 +301,10 @@ def test_experts_stand_where_the_two_fields_leave_them(
 
 
 def test_the_sizes_of_vectors_are_those_of_the_layers_there_are() -> None:
-    assert parsed({}).vector_sizes == {64, 128}
-    assert parsed({}, MIXTRAL).vector_sizes == {64, 128}
-    assert parsed({}, QWEN3_MOE).vector_sizes == {64, 24}
-    assert parsed({"mlp_only_layers": [0]}, QWEN3_MOE).vector_sizes == {64, 128, 24}
+    assert parsed({}).vector_sizes() == {64, 128}
+    assert parsed({}, MIXTRAL).vector_sizes() == {64, 128}
+    assert parsed({}, QWEN3_MOE).vector_sizes() == {64, 24}
+    assert parsed({"mlp_only_layers": [0]}, QWEN3_MOE).vector_sizes() == {64, 128, 24}
 
 
 def test_experts_have_the_sizes_of_their_family() -> None:

@@ -16,6 +16,7 @@ from xpyd_worker.kernels.api import Kernels
 from xpyd_worker.kernels.plain import PlainKernels
 from xpyd_worker.model.loader import WeightGroup, load_weights
 from xpyd_worker.model.registry import build_model, load_config
+from xpyd_worker.model.shards import Stored
 from xpyd_worker.model.source import resolve_checkpoint
 
 SINGLE = "model.safetensors"
@@ -30,16 +31,19 @@ class Recorded:
         self._group = group
         self.tensors: dict[str, torch.Tensor] = {}
 
-    def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
+    def checkpoint_tensors(self) -> dict[str, Stored]:
         return self._group.checkpoint_tensors()
 
     def allocate(self, device: torch.device) -> None:
         self._group.allocate(device)
-        for tensor in self.checkpoint_tensors().values():
-            tensor.fill_(float("nan"))
+        for stored in self.checkpoint_tensors().values():
+            for piece in stored.pieces:
+                piece.destination.fill_(float("nan"))
 
     def pack(self, kernels: Kernels) -> None:
-        self.tensors = self.checkpoint_tensors()
+        for name, stored in self.checkpoint_tensors().items():
+            (piece,) = stored.pieces
+            self.tensors[name] = piece.destination
         self._group.pack(kernels)
 
 

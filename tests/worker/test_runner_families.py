@@ -191,7 +191,7 @@ def test_odd_shapes(family: str, changes: dict[str, Any], tmp_path: Path) -> Non
 def logits(folder: Path, tokens: list[int], dtype: torch.dtype) -> torch.Tensor:
     """Our model's logits [tokens, vocab] of one sequence."""
     config = load_config(folder)
-    kernels = choose_kernels(vector_sizes=config.vector_sizes, head_dim=config.head_dim)
+    kernels = choose_kernels(vector_sizes=config.vector_sizes(), head_dim=config.head_dim)
     device = torch.device("cpu")
     model = build_model(config, dtype, kernels, device)
     load_weights(

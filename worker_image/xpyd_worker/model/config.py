@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+from xpyd_core.parallel.checks import Shape
 from xpyd_worker.model.fields import Fields
 from xpyd_worker.model.rope import RopeConfig, read_rope
 
@@ -113,12 +114,27 @@ class ModelConfig:
         return len(self.layers)
 
     @property
-    def vector_sizes(self) -> frozenset[int]:
-        """How long the vectors are that norms and activations work on, but for those of heads."""
+    def intermediate_sizes(self) -> frozenset[int]:
+        """Of the MLPs that there are, experts' included."""
         experts = (layer.experts for layer in self.layers if layer.experts is not None)
         is_dense = any(layer.experts is None for layer in self.layers)
         dense = {self.intermediate_size} if is_dense else set[int]()
-        return frozenset({self.hidden_size} | dense | {each.intermediate_size for each in experts})
+        return frozenset(dense | {each.intermediate_size for each in experts})
+
+    @property
+    def shape(self) -> Shape:
+        """What decides over how many ranks the model can be divided."""
+        return Shape(
+            layers=self.num_layers,
+            heads=self.num_heads,
+            kv_heads=self.num_kv_heads,
+            intermediate_sizes=self.intermediate_sizes,
+        )
+
+    def vector_sizes(self, ranks: int = 1) -> frozenset[int]:
+        """How long the vectors are that norms and activations work on, but for those of heads,
+        where each layer is divided over `ranks`."""
+        return frozenset({self.hidden_size, *(size // ranks for size in self.intermediate_sizes)})
 
 
 _NAMES = Names()

@@ -2,7 +2,8 @@
 
 Takes a flat [tokens, hidden] batch without padding and a paged KV cache. Each layer stores its keys
 and values, tells the caller, then attends. How each operator runs is the Kernels' matter
-(xpyd_worker.kernels.api). It must not know requests, block management or sampling.
+(xpyd_worker.kernels.api); which layers, and which share of each, a rank of several has, that of
+xpyd_worker.parallel.api. It must not know requests, block management or sampling.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from xpyd_worker.kernels.api import Kernels, Plan
 from xpyd_worker.model.attention import Attention
 from xpyd_worker.model.config import ModelConfig
+from xpyd_worker.model.ends import Ends
 from xpyd_worker.model.experts import ExpertMlps
-from xpyd_worker.model.layers import Linear, Norm, StepContext
+from xpyd_worker.model.layers import Norm, StepContext
 from xpyd_worker.model.mlp import Mlp
 from xpyd_worker.model.rotary import Rotary
+from xpyd_worker.model.shards import Stored, all_of
+from xpyd_worker.parallel.api import NO_GROUP, Hidden, Incoming, Part, TensorGroup
 
 if TYPE_CHECKING:
     # A forward needs no safetensors.
@@ -30,10 +33,19 @@ if TYPE_CHECKING:
 class DecoderLayer:
     """Attention and MLP or experts, each behind a norm and around a residual."""
 
-    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        dtype: torch.dtype,
+        *,
+        place: int,
+        group: TensorGroup,
+    ) -> None:
+        """Layer `index` of the model, which is `place` of those that are here."""
         self._index = index
-        self._attention = Attention(config, index, dtype)
-        self._mlp, self._mlp_name = _feed_forward(config, index, dtype)
+        self._attention = Attention(config, index, dtype, place=place, group=group)
+        self._mlp, self._mlp_name = _feed_forward(config, index, dtype, group)
         eps = config.rms_norm_eps
         self._input_norm = Norm(config.hidden_size, eps=eps, dtype=dtype)
         self._mlp_norm = Norm(config.hidden_size, eps=eps, dtype=dtype)
@@ -60,86 +72,63 @@ class DecoderLayer:
         self._attention.pack(kernels)
         self._mlp.pack(kernels)
 
-    def checkpoint_tensors(self) -> dict[str, Tensor]:
+    def checkpoint_tensors(self) -> dict[str, Stored]:
         """Checkpoint name -> where it goes."""
         prefix = f"model.layers.{self._index}."
         return {
-            f"{prefix}input_layernorm.weight": self._input_norm.weight,
-            f"{prefix}post_attention_layernorm.weight": self._mlp_norm.weight,
+            f"{prefix}input_layernorm.weight": all_of(self._input_norm.weight),
+            f"{prefix}post_attention_layernorm.weight": all_of(self._mlp_norm.weight),
             **self._attention.checkpoint_tensors(f"{prefix}self_attn."),
             **self._mlp.checkpoint_tensors(f"{prefix}{self._mlp_name}."),
         }
 
 
 def _feed_forward(
-    config: ModelConfig, index: int, dtype: torch.dtype
+    config: ModelConfig, index: int, dtype: torch.dtype, group: TensorGroup
 ) -> tuple[Mlp | ExpertMlps, str]:
     """What follows attention in a layer, and its name in the checkpoint."""
     experts = config.layers[index].experts
     if experts is not None:
-        return ExpertMlps(config.hidden_size, experts, dtype), experts.block
+        return ExpertMlps(config.hidden_size, experts, dtype, group), experts.block
     mlp = Mlp(
         config.hidden_size,
         config.intermediate_size,
         bias=config.mlp_bias,
         names=config.names.mlp,
         dtype=dtype,
+        group=group,
     )
     return mlp, "mlp"
 
 
-class Ends:
-    """What stands before the layers and behind them: embedding, last norm and head."""
-
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
-        self._is_tied = config.tie_word_embeddings
-        self._head = Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
-        self._embedding = torch.empty_like(self._head.weight)
-        self._norm = Norm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """[tokens] -> [tokens, hidden], the caller's to write to."""
-        return F.embedding(token_ids, self._embedding)
-
-    def logits(self, hidden: Tensor, kernels: Kernels) -> Tensor:
-        """Last norm and head over [rows, hidden] -> float32 [rows, vocab]."""
-        x = kernels.rms_norm(hidden, self._norm.weight, self._norm.eps)
-        return self._head(x).to(torch.float32)
-
-    def allocate(self, device: torch.device) -> None:
-        """Memory for all weights."""
-        self._head.allocate(device)
-        self._norm.allocate(device)
-        self._embedding = self._head.weight
-        if not self._is_tied:
-            self._embedding = torch.empty_like(self._head.weight)
-
-    def pack(self, kernels: Kernels) -> None:
-        """All weights are read."""
-        self._head.pack(kernels)
-
-    def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Checkpoint name -> where it goes."""
-        tensors = {
-            "model.embed_tokens.weight": self._embedding,
-            "model.norm.weight": self._norm.weight,
-        }
-        if not self._is_tied:
-            tensors["lm_head.weight"] = self._head.weight
-        return tensors
-
-
 class Decoder:
-    """The whole model, to be loaded to `device`. It has no memory until the loader filled its
-    `weight_groups`."""
+    """A rank's part of the model, to be loaded to `device`. It has no memory until the loader
+    filled its `weight_groups`."""
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, kernels: Kernels, device: torch.device
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        kernels: Kernels,
+        device: torch.device,
+        *,
+        part: Part | None = None,
+        group: TensorGroup = NO_GROUP,
     ) -> None:
+        """`part`: which layers (None: all); `group`: with whom each of them is shared."""
+        self.part = part or Part(layers=range(config.num_layers))
         self._kernels = kernels
-        self._ends = Ends(config, dtype)
-        self._layers = [DecoderLayer(config, i, dtype) for i in range(config.num_layers)]
+        self._ends = Ends(config, dtype, self.part, group)
+        self._layers = [
+            DecoderLayer(config, index, dtype, place=place, group=group)
+            for place, index in enumerate(self.part.layers)
+        ]
         self._rotary = Rotary(config, device)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that are here."""
+        return len(self._layers)
 
     def weight_groups(self) -> Sequence[WeightGroup]:
         """Its weights in the pieces they are read and packed in."""
@@ -147,25 +136,43 @@ class Decoder:
 
     def forward(
         self,
-        token_ids: Tensor,
+        entering: Tensor | Incoming,
         positions: Tensor,
         caches: Sequence[Tensor],
         plan: Plan,
         kv_stored: Callable[[int], None],
     ) -> Tensor:
-        """Hidden states [tokens, hidden] before the last norm, for a flat batch.
+        """Hidden states [tokens, hidden] before the last norm; on the last stage. See `stage`."""
+        x, residual = self.stage(entering, positions, caches, plan, kv_stored)
+        return residual.add_(x)
 
-        `token_ids` and `positions` are [tokens] int64, `caches` one per layer, `plan` of the
-        model's kernels. Layer i calls `kv_stored(i)` when the keys and values of all tokens stand
-        in its cache.
+    def stage(
+        self,
+        entering: Tensor | Incoming,
+        positions: Tensor,
+        caches: Sequence[Tensor],
+        plan: Plan,
+        kv_stored: Callable[[int], None],
+    ) -> Hidden:
+        """What the layers that are here make of a flat batch.
+
+        `entering` are token ids on the first stage, else what the stage before gives, which is
+        waited for when all else is ready. Token ids and `positions` are [tokens] int64, `caches`
+        one per layer that is here, `plan` of the model's kernels. Layer i of those that are here
+        calls `kv_stored(i)` when the keys and values of all tokens stand in its cache.
         """
         step = StepContext(self._kernels, self._rotary(positions), caches, plan, kv_stored)
-        residual = self._ends.embed(token_ids)
         x: Tensor | None = None
+        if isinstance(entering, Tensor):
+            residual = self._ends.embed(entering)
+        else:
+            x, residual = entering.get()
         for layer in self._layers:
             x = layer(x, residual, step)
-        return residual if x is None else residual.add_(x)
+        assert x is not None, "a stage has a layer"
+        return Hidden(x, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Last norm and head over chosen rows [rows, hidden] -> float32 [rows, vocab]."""
+        """Last norm and head over chosen rows [rows, hidden] -> float32 [rows, vocab]; on the last
+        stage."""
         return self._ends.logits(hidden, self._kernels)

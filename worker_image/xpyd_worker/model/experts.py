@@ -13,17 +13,24 @@ from torch import Tensor
 from xpyd_worker.kernels.api import Experts as PackedExperts
 from xpyd_worker.kernels.api import Kernels
 from xpyd_worker.model.config import Experts
-from xpyd_worker.model.layers import Linear, StepContext, rows_by_name
+from xpyd_worker.model.layers import Linear, StepContext
+from xpyd_worker.model.shards import Stored, by_name, share, whole
+from xpyd_worker.parallel.api import NO_GROUP, TensorGroup
 
 
 class ExpertMlps:
     """Router and experts of one layer, in the place of its MLP. The experts' weights have no memory
     before `allocate` and after `pack`."""
 
-    def __init__(self, hidden: int, experts: Experts, dtype: torch.dtype) -> None:
-        self._experts = experts
-        self._router = Linear(hidden, experts.count, bias=False, dtype=dtype)
-        count, size = experts.count, experts.intermediate_size
+    def __init__(
+        self, hidden: int, experts: Experts, dtype: torch.dtype, group: TensorGroup = NO_GROUP
+    ) -> None:
+        """Each rank of `group` has the router and a share of every expert."""
+        self._experts, self._group = experts, group
+        self._hidden, self._inner = whole(hidden), share(experts.intermediate_size, group)
+        router = (whole(experts.count),)
+        self._router = Linear(self._hidden, router, bias=False, dtype=dtype)
+        count, size = experts.count, len(self._inner.held)
         self._gate_up = torch.empty(count, 2 * size, hidden, dtype=dtype, device="meta")
         self._down = torch.empty(count, hidden, size, dtype=dtype, device="meta")
         self._packed: PackedExperts | None = None
@@ -36,7 +43,7 @@ class ExpertMlps:
             per_token=self._experts.per_token,
             is_normalized=self._experts.is_normalized,
         )
-        return self._packed(x, weights, chosen, step.plan)
+        return self._group.all_reduce(self._packed(x, weights, chosen, step.plan))
 
     def allocate(self, device: torch.device) -> None:
         """Memory for all weights."""
@@ -51,14 +58,15 @@ class ExpertMlps:
         self._gate_up = torch.empty_like(self._gate_up, device="meta")
         self._down = torch.empty_like(self._down, device="meta")
 
-    def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
+    def checkpoint_tensors(self, prefix: str) -> dict[str, Stored]:
         """Checkpoint name -> where it goes; `prefix` is the block's."""
-        names, size = self._experts.names, self._experts.intermediate_size
+        names, hidden, inner = self._experts.names, self._hidden, self._inner
         tensors = self._router.checkpoint_tensors(prefix, ("gate",))
         for index in range(self._experts.count):
             expert = f"{prefix}experts.{index}."
-            tensors |= rows_by_name(self._gate_up[index], expert, names.gate_up, (size, size))
-            tensors |= rows_by_name(self._down[index], expert, (names.down,))
+            gate_up, down = self._gate_up[index], self._down[index]
+            tensors |= by_name(gate_up, expert, names.gate_up, rows=(inner, inner), columns=hidden)
+            tensors |= by_name(down, expert, (names.down,), rows=(hidden,), columns=inner)
         return tensors
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from xpyd_worker.kernels.api import Kernels, Plan
 from xpyd_worker.kernels.api import Linear as PackedLinear
+from xpyd_worker.model.shards import Cut, Stored, by_name
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,16 @@ class StepContext:
 
 class Linear:
     """y = x W^T + b. `weight` [out, in] and `bias` [out] have no memory before `allocate` and after
-    `pack`."""
+    `pack`. Of inputs and outputs a rank may hold a part (see `shards`)."""
 
     def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype
+        self, inputs: Cut, outputs: Sequence[Cut], *, bias: bool, dtype: torch.dtype
     ) -> None:
-        self.weight = torch.empty(out_features, in_features, dtype=dtype, device="meta")
-        self.bias = torch.empty(out_features, dtype=dtype, device="meta") if bias else None
+        """`outputs`: what is computed together, one behind the other."""
+        self._inputs, self._outputs = inputs, outputs
+        rows = sum(len(cut.held) for cut in outputs)
+        self.weight = torch.empty(rows, len(inputs.held), dtype=dtype, device="meta")
+        self.bias = torch.empty(rows, dtype=dtype, device="meta") if bias else None
         self._packed: PackedLinear | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -54,30 +58,13 @@ class Linear:
         self.weight = torch.empty_like(self.weight, device="meta")
         self.bias = None if self.bias is None else torch.empty_like(self.bias, device="meta")
 
-    def checkpoint_tensors(
-        self, prefix: str, names: Sequence[str], sizes: Sequence[int] = ()
-    ) -> dict[str, Tensor]:
-        """Checkpoint name -> where it goes: under one name all rows, or under each name as many as
-        `sizes` says."""
-        tensors = rows_by_name(self.weight, prefix, names, sizes)
+    def checkpoint_tensors(self, prefix: str, names: Sequence[str]) -> dict[str, Stored]:
+        """Checkpoint name -> where it goes: each of the outputs under its own of `names`, or all
+        under one."""
+        tensors = by_name(self.weight, prefix, names, rows=self._outputs, columns=self._inputs)
         if self.bias is not None:
-            tensors |= rows_by_name(self.bias, prefix, names, sizes, kind="bias")
+            tensors |= by_name(self.bias, prefix, names, rows=self._outputs, kind="bias")
         return tensors
-
-
-def rows_by_name(
-    tensor: Tensor,
-    prefix: str,
-    names: Sequence[str],
-    sizes: Sequence[int] = (),
-    *,
-    kind: str = "weight",
-) -> dict[str, Tensor]:
-    """Checkpoint name -> its part of `tensor`: under one name all rows, or under each name as many
-    as `sizes` says."""
-    split = [tensor.shape[0]] if len(names) == 1 else list(sizes)
-    parts = zip(names, torch.split(tensor, split), strict=True)
-    return {f"{prefix}{name}.{kind}": part for name, part in parts}
 
 
 class Norm:

@@ -1,14 +1,14 @@
 """Reads safetensors straight into a model's weights, fused projections included, group by group.
 
-Only what the model names is read, from mapped files, once; dtype is converted on the way. It must
-not know layers: the model says which checkpoint tensor goes where. Pickled checkpoints (.bin) are
-refused.
+Only what the model names is read, from mapped files, once: of a tensor of which other ranks have
+the rest, the pieces that are for this one. The dtype is converted on the way. It must not know
+layers: the model says which checkpoint tensor goes where. Pickled checkpoints (.bin) are refused.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from xpyd_core.errors import UserError
 from xpyd_worker.kernels.api import Kernels
+from xpyd_worker.model.shards import Stored
 
 _INDEX = "model.safetensors.index.json"
 _SHOWN_NAMES = 5
@@ -26,8 +27,8 @@ _SHOWN_NAMES = 5
 class WeightGroup(Protocol):
     """Weights that are read and packed together: peak memory is what is packed and one group."""
 
-    def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Checkpoint name -> the (part of a) weight that it fills; together they fill all. Without
+    def checkpoint_tensors(self) -> dict[str, Stored]:
+        """Checkpoint name -> the (parts of) weights that it fills; together they fill all. Without
         memory before `allocate`."""
         ...
 
@@ -47,18 +48,22 @@ def load_weights(
     kernels: Kernels,
     device: torch.device,
     is_tied: bool,
+    known: Set[str] | None = None,
 ) -> None:
     """Fill `groups` from the checkpoint in `folder`, one after the other, and pack each.
 
-    `is_tied`: the head is the embedding, so a stored `lm_head.weight` is left out. Raises UserError
-    naming tensors that are missing, that the model has no place for, or whose shape differs.
+    `is_tied`: the head is the embedding, so a stored `lm_head.weight` is left out. `known`: names
+    that belong to the whole model, where `groups` are a rank's part of it (None: they are all).
+    Raises UserError naming tensors that are missing, that the model has no place for, or whose
+    shape differs; the first two alike on all ranks.
     """
     files = _tensor_files(folder)
-    wanted = {name for group in groups for name in group.checkpoint_tensors()}
-    missing = sorted(wanted - files.keys())
+    if known is None:
+        known = {name for group in groups for name in group.checkpoint_tensors()}
+    missing = sorted(known - files.keys())
     if missing:
         raise UserError(f"model: {folder} lacks {_names(missing)}")
-    unexpected = sorted(name for name in files.keys() - wanted if not _is_ignored(name, is_tied))
+    unexpected = sorted(name for name in files.keys() - known if not _is_ignored(name, is_tied))
     if unexpected:
         raise UserError(
             f"model: {folder} has {_names(unexpected)}, for which its config.json leaves no place"
@@ -77,24 +82,28 @@ def _is_ignored(name: str, is_tied: bool) -> bool:
     return name.endswith(".rotary_emb.inv_freq") or (is_tied and name == "lm_head.weight")
 
 
-def _read_file(path: Path, destinations: Mapping[str, Tensor]) -> None:
+def _read_file(path: Path, destinations: Mapping[str, Stored]) -> None:
     try:
         with _open(path) as file:
-            for name, destination in destinations.items():
-                source: Tensor = file.get_tensor(name)
-                if source.shape != destination.shape:
-                    raise UserError(
-                        f"model: {name} in {path} has shape {list(source.shape)}; config.json asks "
-                        f"for {list(destination.shape)}"
-                    )
-                if not source.dtype.is_floating_point or source.dtype.itemsize < 2:
-                    raise UserError(
-                        f"model: {name} in {path} is {source.dtype}: quantized "
-                        "checkpoints are not supported"
-                    )
-                destination.copy_(source)
+            for name, stored in destinations.items():
+                _read_pieces(file.get_slice(name), stored, f"{name} in {path}")
     except (OSError, SafetensorError) as error:
         raise UserError(f"model: cannot read {path}: {error}") from error
+
+
+def _read_pieces(source: Any, stored: Stored, what: str) -> None:  # noqa: ANN401 - a Rust class
+    shape = cast("list[int]", source.get_shape())
+    if shape != list(stored.shape):
+        raise UserError(
+            f"model: {what} has shape {shape}; config.json asks for {list(stored.shape)}"
+        )
+    for piece in stored.pieces:
+        read: Tensor = source[piece.slices]
+        if not read.dtype.is_floating_point or read.dtype.itemsize < 2:
+            raise UserError(
+                f"model: {what} is {read.dtype}: quantized checkpoints are not supported"
+            )
+        piece.destination.copy_(read)
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:

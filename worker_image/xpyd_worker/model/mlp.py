@@ -8,22 +8,33 @@ from torch import Tensor
 from xpyd_worker.kernels.api import Kernels
 from xpyd_worker.model.config import MlpNames
 from xpyd_worker.model.layers import Linear, StepContext
+from xpyd_worker.model.shards import Stored, is_first, share, whole
+from xpyd_worker.parallel.api import NO_GROUP, TensorGroup
 
 
 class Mlp:
     """down(silu(gate(x)) * up(x)), with gate and up in one linear."""
 
     def __init__(
-        self, hidden: int, size: int, *, bias: bool, names: MlpNames, dtype: torch.dtype
+        self,
+        hidden: int,
+        size: int,
+        *,
+        bias: bool,
+        names: MlpNames,
+        dtype: torch.dtype,
+        group: TensorGroup = NO_GROUP,
     ) -> None:
-        self._names = names
-        self._size = size
-        self._gate_up = Linear(hidden, 2 * size, bias=bias, dtype=dtype)
-        self._down = Linear(size, hidden, bias=bias, dtype=dtype)
+        """Each rank of `group` has a share of the `size` numbers between the two linears."""
+        self._names, self._group = names, group
+        inner = share(size, group)
+        self._gate_up = Linear(whole(hidden), (inner, inner), bias=bias, dtype=dtype)
+        has_bias = bias and is_first(group)
+        self._down = Linear(inner, (whole(hidden),), bias=has_bias, dtype=dtype)
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
-        return self._down(step.kernels.silu_mul(self._gate_up(x)))
+        return self._group.all_reduce(self._down(step.kernels.silu_mul(self._gate_up(x))))
 
     def allocate(self, device: torch.device) -> None:
         """Memory for all weights."""
@@ -35,10 +46,9 @@ class Mlp:
         self._gate_up.pack(kernels)
         self._down.pack(kernels)
 
-    def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
+    def checkpoint_tensors(self, prefix: str) -> dict[str, Stored]:
         """Checkpoint name -> where it goes."""
-        sizes = (self._size, self._size)
         return {
-            **self._gate_up.checkpoint_tensors(prefix, self._names.gate_up, sizes),
+            **self._gate_up.checkpoint_tensors(prefix, self._names.gate_up),
             **self._down.checkpoint_tensors(prefix, (self._names.down,)),
         }

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from xpyd_worker.kernels.api import Kernels
     from xpyd_worker.model.decoder import Decoder
+    from xpyd_worker.parallel.api import Parallel
 
 FAMILIES: tuple[Family, ...] = (
     llama.FAMILY,
@@ -56,12 +57,20 @@ def parse_config(config: Json, generation: Json) -> ModelConfig:
 
 
 def build_model(
-    config: ModelConfig, dtype: torch.dtype, kernels: Kernels, device: torch.device
+    config: ModelConfig,
+    dtype: torch.dtype,
+    kernels: Kernels,
+    device: torch.device,
+    *,
+    parallel: Parallel | None = None,
 ) -> Decoder:
-    """The model for `config` in `dtype`, without weights; those go to `device`."""
+    """The model for `config` in `dtype`, without weights; those go to `device`. `parallel`: which
+    part of it, and with whom (None: all of it)."""
     from xpyd_worker.model.decoder import Decoder
 
-    return Decoder(config, dtype, kernels, device)
+    if parallel is None:
+        return Decoder(config, dtype, kernels, device)
+    return Decoder(config, dtype, kernels, device, part=parallel.part, group=parallel.tensor)
 
 
 def _family(fields: Fields) -> Family:

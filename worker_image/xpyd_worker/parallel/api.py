@@ -17,8 +17,8 @@ from xpyd_core.errors import XpydError
 
 
 class GroupError(XpydError):
-    """Another rank of the group does not answer. The rank cannot go on: its process ends, and the
-    instance with it."""
+    """Another rank of the group does not answer, or this one cannot do its part of a step that the
+    others wait for. The rank cannot go on: its process ends, and the instance with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,11 @@ class Part:
         """Whether tokens are drawn here."""
         return self.stage == self.stages - 1
 
+    @property
+    def ranks(self) -> int:
+        """That hold the model together."""
+        return self.stages * self.tensor_size
+
 
 class TensorGroup(Protocol):
     """The ranks that share each layer of a stage."""
@@ -57,11 +62,11 @@ class TensorGroup(Protocol):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' `x` [rows, n], the same bits on each. `x` is given away: the result
-        may be in its memory."""
+        may be in its memory. The result is the caller's, to keep and to write to."""
         ...
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """All ranks' `x` [rows, n] beside each other, by rank: [rows, n * size]."""
+        """All ranks' `x` [rows, n] beside each other, by rank: [rows, n * size], the caller's."""
         ...
 
 

@@ -24,11 +24,18 @@ from xpyd_worker.engine.request import SamplingParams
 from xpyd_worker.kernels.api import KvShape, Plan
 from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.decoder import Decoder
+from xpyd_worker.parallel.api import Parallel
 from xpyd_worker.runner.device import Gpu, StaticKernels
 from xpyd_worker.runner.draws import draw_for
 from xpyd_worker.runner.gpu_memory import GpuUse, kv_cache_bytes, lacks_memory, profile
 from xpyd_worker.runner.graphs import DecodeGraphs, PlanBuffer, padded_sizes
-from xpyd_worker.runner.kv_cache import KvCache, MakeMemory, blocks_in_budget, cache_bytes
+from xpyd_worker.runner.kv_cache import (
+    KvCache,
+    MakeMemory,
+    agreed_blocks,
+    blocks_in_budget,
+    cache_bytes,
+)
 from xpyd_worker.runner.runner import ModelRunner
 
 _log = logging.getLogger(__name__)
@@ -74,6 +81,38 @@ class GpuLimits:
         return "--gpu-memory-utilization" if self.cache_bytes is None else "--kv-cache-memory"
 
 
+@dataclass(frozen=True)
+class GpuFit:
+    """A rank's part of a model on its GPU, and the KV blocks for which its share of the memory has
+    room. Ranks whose cache is one agree on the least of their numbers before they make a runner."""
+
+    maker: Maker
+    num_blocks: int
+    use: GpuUse
+
+    def make_runner(
+        self, num_blocks: int | None = None, *, make_memory: MakeMemory | None = None
+    ) -> ModelRunner:
+        """With a cache of so many blocks, or as many as there is room for, in memory of torch's
+        allocator or in that of `make_memory`. UserError where that memory is not there."""
+        maker, blocks = self.maker, agreed_blocks(self.num_blocks, num_blocks)
+        layers = maker.model.num_layers
+        size = cache_bytes(maker.shape, num_layers=layers, num_blocks=blocks)
+        with maker.gpu.use():
+            try:
+                memory = (make_memory or maker.zeros)(size)
+                cache = KvCache(maker.shape, num_layers=layers, num_blocks=blocks, memory=memory)
+                graphs = maker.graphs(cache)
+            except RuntimeError as error:
+                if not lacks_memory(error):
+                    raise
+                raise UserError(
+                    f"a KV cache of {format_bytes(size)} does not fit into the GPU's memory beside "
+                    f"the model and its graphs; lower {maker.limits.flag}"
+                ) from error
+            return maker.runner(cache, graphs)
+
+
 def fit(
     model: Decoder,
     config: ModelConfig,
@@ -83,47 +122,30 @@ def fit(
     gpu: Gpu,
     limits: GpuLimits,
     free_at_start: int,
-    make_memory: MakeMemory | None = None,
-) -> tuple[ModelRunner, GpuUse]:
-    """A runner whose cache fills the share. `model` is loaded, and made of `kernels`;
-    `free_at_start` were free before it was.
+    parallel: Parallel | None = None,
+) -> GpuFit:
+    """How much KV fits beside `model`, which is loaded, and made of `kernels`; `free_at_start` were
+    free before it was. `parallel`: the ranks that measure at the same time.
 
-    Raises UserError where the share is too small, or the memory of a given size is not there.
+    Raises UserError where the share is too small.
     """
-    maker = _Maker(model, config, kernels, shape, gpu, limits)
+    maker = Maker(model, config, kernels, shape, gpu, limits, parallel)
     with gpu.use():
         use = maker.measure(free_at_start)
-        budget = limits.cache_bytes
-        if budget is None:
-            left = kv_cache_bytes(
-                use.found,
-                utilization=limits.utilization,
-                graphs=use.graphs,
-                beside=limits.beside_bytes,
-            )
-            budget = left * 100 // (100 + limits.beside_percent)
-        num_blocks = blocks_in_budget(shape, config.num_layers, budget, limits.flag)
-        size = cache_bytes(shape, num_layers=config.num_layers, num_blocks=num_blocks)
-        try:
-            cache = KvCache(
-                shape,
-                num_layers=config.num_layers,
-                num_blocks=num_blocks,
-                memory=(make_memory or maker.zeros)(size),
-            )
-            graphs = maker.graphs(cache)
-        except RuntimeError as error:
-            if not lacks_memory(error):
-                raise
-            raise UserError(
-                f"a KV cache of {format_bytes(size)} does not fit into the GPU's memory beside the "
-                f"model and its graphs; lower {limits.flag}"
-            ) from error
-        return maker.runner(cache, graphs), use
+    budget = limits.cache_bytes
+    if budget is None:
+        left = kv_cache_bytes(
+            use.found,
+            utilization=limits.utilization,
+            graphs=use.graphs,
+            beside=limits.beside_bytes,
+        )
+        budget = left * 100 // (100 + limits.beside_percent)
+    return GpuFit(maker, blocks_in_budget(shape, model.num_layers, budget, limits.flag), use)
 
 
 @dataclass(frozen=True)
-class _Maker:
+class Maker:
     """What both runners are made of."""
 
     model: Decoder
@@ -132,6 +154,7 @@ class _Maker:
     shape: KvShape
     gpu: Gpu
     limits: GpuLimits
+    parallel: Parallel | None
 
     def zeros(self, size_bytes: int) -> Tensor:
         """Memory of torch's allocator."""
@@ -147,12 +170,15 @@ class _Maker:
             device=self.gpu,
             graphs=graphs,
             draw=draw_for(self.gpu.torch_device),
+            parallel=self.parallel,
         )
 
     def graphs(self, cache: KvCache) -> DecodeGraphs | None:
-        """Graphs of decoding steps over this cache."""
+        """Graphs of decoding steps over this cache. None for one of several stages: a graph cannot
+        hold that it waits for another rank on the host. Sums over a tensor group are captured, as
+        NCCL's operators are launches like others; on more than one GPU this was not run yet."""
         limits = self.limits
-        if not limits.use_graphs:
+        if not limits.use_graphs or self.model.part.stages > 1:
             return None
 
         def forward(token_ids: Tensor, positions: Tensor, plan: Plan) -> Tensor:
@@ -197,10 +223,10 @@ class _Maker:
 
     def _measured(self, free_at_start: int) -> GpuUse:
         counters, block_size = self.gpu.counters(), self.shape.block_size
-        size = cache_bytes(self.shape, num_layers=self.config.num_layers, num_blocks=1)
+        size = cache_bytes(self.shape, num_layers=self.model.num_layers, num_blocks=1)
         cache = KvCache(
             self.shape,
-            num_layers=self.config.num_layers,
+            num_layers=self.model.num_layers,
             num_blocks=1,
             memory=self.zeros(size),
         )

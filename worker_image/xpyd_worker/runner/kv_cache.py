@@ -81,6 +81,16 @@ def cache_bytes(shape: KvShape, *, num_layers: int, num_blocks: int) -> int:
     return shape.block_bytes * num_blocks * num_layers
 
 
+def agreed_blocks(fitting: int, agreed: int | None) -> int:
+    """Blocks of a cache that has room for `fitting`, where several ranks agreed on a number (None:
+    there is one rank). Raises ValueError for more than fit."""
+    if agreed is None:
+        return fitting
+    if not 1 <= agreed <= fitting:
+        raise ValueError(f"{agreed} blocks were agreed on; 1 to {fitting} fit here")
+    return agreed
+
+
 def host_memory(size_bytes: int) -> Tensor:
     """Zeros, uint8, that take memory when they are first written, in huge pages where there are
     some. UserError when the system does not give so many."""

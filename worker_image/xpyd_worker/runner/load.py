@@ -1,13 +1,21 @@
-"""From a checkpoint folder to a runner, on the CPU or on a GPU. Slow and blocking."""
+"""From a checkpoint folder to a runner, on the CPU or on a GPU. Slow and blocking.
+
+In two phases, as ranks that hold a model together have to agree in between: `fit_on_*` loads the
+weights and says for how many KV blocks there is room; `make_runner` of what it gives takes the
+number that all ranks have room for. One rank alone does both at once: `load_on_*`.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
 from xpyd_core.errors import UserError
+from xpyd_core.parallel.checks import check_parallel
+from xpyd_core.parallel.ranks import Sizes
 from xpyd_core.sizes import format_bytes
 from xpyd_worker.kernels.api import Kernels, KvShape
 from xpyd_worker.kernels.cpu.kernels import choose_kernels
@@ -15,12 +23,14 @@ from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.decoder import Decoder
 from xpyd_worker.model.loader import load_weights
 from xpyd_worker.model.registry import build_model
+from xpyd_worker.parallel.api import Parallel, Part
 from xpyd_worker.runner.device import CPU, Gpu
-from xpyd_worker.runner.gpu_fit import GpuLimits, fit
+from xpyd_worker.runner.gpu_fit import GpuFit, GpuLimits, fit
 from xpyd_worker.runner.gpu_memory import GpuUse
 from xpyd_worker.runner.kv_cache import (
     KvCache,
     MakeMemory,
+    agreed_blocks,
     blocks_in_budget,
     cache_bytes,
     host_memory,
@@ -29,6 +39,55 @@ from xpyd_worker.runner.runner import ModelRunner
 
 # The GPU's attention keeps whole heads in a program's shared memory; wider ones do not fit there.
 _MOST_HEAD_DIM_GPU = 256
+
+
+@dataclass(frozen=True)
+class CpuFit:
+    """A rank's part of a model, loaded, and the KV blocks for which its budget has room. Ranks
+    whose cache is one agree on the least of their numbers before they make a runner."""
+
+    model: Decoder
+    config: ModelConfig
+    kernels: Kernels
+    shape: KvShape
+    num_blocks: int
+    parallel: Parallel | None
+
+    def make_runner(
+        self, num_blocks: int | None = None, *, make_memory: MakeMemory = host_memory
+    ) -> ModelRunner:
+        """With a cache of so many blocks, or as many as there is room for. UserError where the
+        system does not give its memory."""
+        blocks = agreed_blocks(self.num_blocks, num_blocks)
+        layers = self.model.num_layers
+        memory = make_memory(cache_bytes(self.shape, num_layers=layers, num_blocks=blocks))
+        cache = KvCache(self.shape, num_layers=layers, num_blocks=blocks, memory=memory)
+        return ModelRunner(self.model, self.config, self.kernels, cache, parallel=self.parallel)
+
+
+def fit_on_cpu(
+    folder: Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    kv_cache_bytes: int,
+    block_size_tokens: int = DEFAULT_BLOCK_SIZE,
+    parallel: Parallel | None = None,
+) -> CpuFit:
+    """Read what this rank has of the checkpoint in `folder`; its KV cache may have at most
+    `kv_cache_bytes`. Nothing is said to other ranks.
+
+    Raises UserError for a checkpoint that does not fit `config`, a model that cannot be divided so,
+    or a budget below one block.
+    """
+    part = _part(config, parallel)
+    shape = _shape(config, part, dtype, block_size_tokens)
+    num_blocks = blocks_in_budget(shape, len(part.layers), kv_cache_bytes)
+    kernels = choose_kernels(
+        vector_sizes=config.vector_sizes(part.tensor_size), head_dim=config.head_dim
+    )
+    model = _load_model(folder, config, dtype=dtype, kernels=kernels, device=CPU, parallel=parallel)
+    return CpuFit(model, config, kernels, shape, num_blocks, parallel)
 
 
 def load_on_cpu(
@@ -44,16 +103,17 @@ def load_on_cpu(
 
     Raises UserError for a checkpoint that does not fit `config` or a budget below one block.
     """
-    shape = _shape(config, dtype, block_size_tokens)
-    num_blocks = blocks_in_budget(shape, config.num_layers, kv_cache_bytes)
-    kernels = choose_kernels(vector_sizes=config.vector_sizes, head_dim=config.head_dim)
-    model = _load_model(folder, config, dtype=dtype, kernels=kernels, device=CPU)
-    memory = make_memory(cache_bytes(shape, num_layers=config.num_layers, num_blocks=num_blocks))
-    cache = KvCache(shape, num_layers=config.num_layers, num_blocks=num_blocks, memory=memory)
-    return ModelRunner(model, config, kernels, cache)
+    found = fit_on_cpu(
+        folder,
+        config,
+        dtype=dtype,
+        kv_cache_bytes=kv_cache_bytes,
+        block_size_tokens=block_size_tokens,
+    )
+    return found.make_runner(make_memory=make_memory)
 
 
-def load_on_gpu(
+def fit_on_gpu(
     folder: Path,
     config: ModelConfig,
     *,
@@ -61,14 +121,16 @@ def load_on_gpu(
     gpu: Gpu,
     limits: GpuLimits,
     block_size_tokens: int = DEFAULT_BLOCK_SIZE,
-    make_memory: MakeMemory | None = None,
-) -> tuple[ModelRunner, GpuUse]:
-    """Read the checkpoint in `folder` to the GPU, and give its KV cache what is left of the share
-    that `limits` name, in memory of torch's allocator or in that of `make_memory`.
+    parallel: Parallel | None = None,
+) -> GpuFit:
+    """Read what this rank has of the checkpoint in `folder` to its GPU, and find out how many KV
+    blocks the share that `limits` name has room for. All ranks of the model do it at once, with the
+    same limits: they run the largest step together.
 
-    Raises UserError for a checkpoint that does not fit `config` or whose heads are too wide, or a
-    share that is too small.
+    Raises UserError for a checkpoint that does not fit `config` or whose heads are too wide, a
+    model that cannot be divided so, or a share that is too small.
     """
+    part = _part(config, parallel)
     if config.head_dim > _MOST_HEAD_DIM_GPU:
         raise UserError(
             f"config.json: head_dim: {config.head_dim}; on a GPU heads have at most "
@@ -82,7 +144,12 @@ def load_on_gpu(
         kernels = gpu.kernels()
         try:
             model = _load_model(
-                folder, config, dtype=dtype, kernels=kernels, device=gpu.torch_device
+                folder,
+                config,
+                dtype=dtype,
+                kernels=kernels,
+                device=gpu.torch_device,
+                parallel=parallel,
             )
         except torch.OutOfMemoryError as error:
             raise UserError(
@@ -93,16 +160,51 @@ def load_on_gpu(
         model,
         config,
         kernels,
-        _shape(config, dtype, block_size_tokens),
+        _shape(config, part, dtype, block_size_tokens),
         gpu=gpu,
         limits=limits,
         free_at_start=free,
-        make_memory=make_memory,
+        parallel=parallel,
     )
 
 
-def _shape(config: ModelConfig, dtype: torch.dtype, block_size_tokens: int) -> KvShape:
-    return KvShape(config.num_kv_heads, config.head_dim, block_size_tokens, dtype)
+def load_on_gpu(
+    folder: Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    gpu: Gpu,
+    limits: GpuLimits,
+    block_size_tokens: int = DEFAULT_BLOCK_SIZE,
+    make_memory: MakeMemory | None = None,
+) -> tuple[ModelRunner, GpuUse]:
+    """Read the checkpoint in `folder` to the GPU, and give its KV cache what is left of the share
+    that `limits` name, in memory of torch's allocator or in that of `make_memory`. Raises as
+    `fit_on_gpu`."""
+    found = fit_on_gpu(
+        folder,
+        config,
+        dtype=dtype,
+        gpu=gpu,
+        limits=limits,
+        block_size_tokens=block_size_tokens,
+    )
+    return found.make_runner(make_memory=make_memory), found.use
+
+
+def _part(config: ModelConfig, parallel: Parallel | None) -> Part:
+    """What is to be loaded. UserError where the model cannot be divided so."""
+    if parallel is None:
+        return Part(layers=range(config.num_layers))
+    part = parallel.part
+    # Stages may be of any lengths; whether they are all layers, who made them has checked.
+    check_parallel(config.shape, Sizes(tensor=part.tensor_size))
+    return part
+
+
+def _shape(config: ModelConfig, part: Part, dtype: torch.dtype, block_size_tokens: int) -> KvShape:
+    kv_heads = max(1, config.num_kv_heads // part.tensor_size)
+    return KvShape(kv_heads, config.head_dim, block_size_tokens, dtype)
 
 
 def _load_model(
@@ -112,13 +214,19 @@ def _load_model(
     dtype: torch.dtype,
     kernels: Kernels,
     device: torch.device,
+    parallel: Parallel | None,
 ) -> Decoder:
-    model = build_model(config, dtype, kernels, device)
+    model = build_model(config, dtype, kernels, device, parallel=parallel)
+    known = None
+    if parallel is not None and parallel.part.ranks > 1:
+        everything = build_model(config, dtype, kernels, CPU).weight_groups()
+        known = {name for group in everything for name in group.checkpoint_tensors()}
     load_weights(
         folder,
         model.weight_groups(),
         kernels=kernels,
         device=device,
         is_tied=config.tie_word_embeddings,
+        known=known,
     )
     return model

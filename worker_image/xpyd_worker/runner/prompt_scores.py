@@ -74,6 +74,10 @@ class PromptScores:
         return read
 
 
+NO_SCORES = PromptScores({}, {})
+"""Of a step that scores nothing."""
+
+
 class PromptScorer:
     """Scores prompt tokens, one step after the other. One thread."""
 

@@ -5,6 +5,11 @@ runs on while the engine prepares the next, and what the host wants of it is fet
 waited for. The runner owns weights and KV cache; it must not know queues, requests' lives or who
 else reads the cache. It touches no global state of torch: the number of threads is the program's
 choice.
+
+Of several ranks each launches every step, in the same order. What they do together follows from the
+step alone: which sequences take part, how many rows go from stage to stage, who draws. So a step
+that is not sound is refused by all of them alike, and none waits for another. Each rank of the last
+stage draws from the same logits, so the same.
 """
 
 from __future__ import annotations
@@ -19,9 +24,10 @@ from torch import Tensor
 
 from xpyd_core.errors import XpydError
 from xpyd_worker.engine.executor import Running, StepInput, StepOutput
-from xpyd_worker.kernels.api import Kernels
+from xpyd_worker.kernels.api import Kernels, Plan
 from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.decoder import Decoder
+from xpyd_worker.parallel.api import Boundary, GroupError, Incoming, Parallel
 from xpyd_worker.runner.adjustments import Adjustments
 from xpyd_worker.runner.batch import Batch, BatchRows, build_batch, faults
 from xpyd_worker.runner.device import Device, HostDevice, Mark, reach
@@ -30,7 +36,7 @@ from xpyd_worker.runner.gpu_memory import lacks_memory
 from xpyd_worker.runner.graphs import DecodeGraphs
 from xpyd_worker.runner.inputs import fill_drawn, put_ints
 from xpyd_worker.runner.kv_cache import KvCache
-from xpyd_worker.runner.prompt_scores import PromptScorer, PromptScores
+from xpyd_worker.runner.prompt_scores import NO_SCORES, PromptScorer
 from xpyd_worker.runner.results import StepResults
 from xpyd_worker.runner.sampler import Drawn, SampleRow, sample
 
@@ -70,10 +76,16 @@ class ModelRunner:
         device: Device | None = None,
         graphs: DecodeGraphs | None = None,
         draw: Draw = draw,
+        parallel: Parallel | None = None,
     ) -> None:
         """`model` is loaded, and made of `kernels`; all of it is on `device` (None: the CPU), and
-        `graphs` are of its forward over this cache. `draw`: how tokens are drawn there."""
+        `graphs` are of its forward over this cache. `draw`: how tokens are drawn there. `parallel`:
+        the other ranks that `model` was built with; None where there are none."""
         self._model = model
+        self._has_others = parallel is not None and parallel.part.ranks > 1
+        self._boundary: Boundary | None = None
+        if parallel is not None and parallel.part.stages > 1:
+            self._boundary = parallel.boundary
         self._kernels = kernels
         self._device = device or HostDevice()
         self._graphs = graphs
@@ -84,9 +96,10 @@ class ModelRunner:
         self._last = _LastDraw()
         self.kv_cache = kv_cache
         self.weight_bytes = sum(
-            tensor.numel() * tensor.itemsize
+            piece.destination.numel() * piece.destination.itemsize
             for group in model.weight_groups()
-            for tensor in group.checkpoint_tensors().values()
+            for stored in group.checkpoint_tensors().values()
+            for piece in stored.pieces
         )
         self.counters = RunnerCounters()
 
@@ -103,11 +116,19 @@ class ModelRunner:
     def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Running:
         """Start one step; see Executor. Want of memory is an XpydError, and so are other failures
         of torch where they end with the step. What a GPU does not recover from is raised as it
-        comes, here or by the step's `wait`: the engine ends."""
+        comes, here or by the step's `wait`: the engine ends.
+
+        Of several ranks one that fails leaves others waiting for its part of the step. So all this
+        is a GroupError then, as it is when another does not answer: the rank's process must end.
+        A plain XpydError is only what all ranks raise alike, before anything is sent. On all stages
+        but the last the output has no samples and no scores.
+        """
         try:
             with self._device.use(), torch.inference_mode():
                 return self._launch(step, layer_done)
         except RuntimeError as error:
+            if self._has_others:
+                raise GroupError(f"step {step.step} failed on this rank: {error}") from error
             if lacks_memory(error):
                 raise XpydError(f"step {step.step} did not fit into memory: {error}") from error
             if self._device.is_lost_by_an_error:
@@ -126,16 +147,19 @@ class ModelRunner:
         )
         sound = [one for one in step.sequences if one.seq_id not in failed]
         if not sound:
-            nothing = StepResults(failed, PromptScores({}, {}), (), None)
-            return _Launched(step.step, self._device.mark(), nothing)
+            return self._launched(step.step, StepResults(failed, NO_SCORES, (), None))
         batch = build_batch(sound, before.places)
         asking = [rows for rows in batch.rows if rows.sequence.samples]
         hidden, asked = self._forward(batch, asking, before, _logged(layer_done, step.step))
+        if hidden is None:
+            return self._launched(step.step, StepResults(failed, NO_SCORES, (), None))
         prompts = self._scorer.score(hidden, batch.rows)
         drawn = self._sample(hidden.index_select(0, asked), asking) if asking else None
         sequences = tuple(rows.sequence for rows in asking)
-        results = StepResults(failed, prompts, sequences, drawn).to_host()
-        return _Launched(step.step, self._device.mark(), results)
+        return self._launched(step.step, StepResults(failed, prompts, sequences, drawn))
+
+    def _launched(self, step: int, results: StepResults) -> Running:
+        return _Launched(step, results.to_host(), self._device.mark())
 
     def _forward(
         self,
@@ -143,9 +167,9 @@ class ModelRunner:
         asking: list[BatchRows],
         before: _LastDraw,
         layer_done: Callable[[int], None],
-    ) -> tuple[Tensor, Tensor]:
-        """The step's one forward: hidden states [tokens, hidden], and which rows of them are asked
-        for a token."""
+    ) -> tuple[Tensor | None, Tensor]:
+        """The step's one forward: hidden states [tokens, hidden], None where they went to the next
+        stage; and which rows of them are asked for a token."""
         self.counters.forwards += 1
         self.counters.prompt_tokens_computed += batch.prompt_tokens
         self.counters.output_tokens_computed += len(batch.token_ids) - batch.prompt_tokens
@@ -160,13 +184,36 @@ class ModelRunner:
             self.counters.graph_replays += 1
             at, places, asked = put_ints(some, on)
             return graphs.run(batch.token_ids, batch.spans, fill), asked
+        incoming = self._begin_stage(len(batch.token_ids))
         token_ids, positions, at, places, asked = put_ints(
             [batch.token_ids, batch.positions, *some], on
         )
         plan = self._kernels.plan(batch.spans, self.kv_cache.shape)
         fill(token_ids)
+        entering = token_ids if incoming is None else incoming
+        return self._run(entering, positions, plan, layer_done), asked
+
+    def _begin_stage(self, rows: int) -> Incoming | None:
+        """Before the forward of `rows` tokens: what comes of the stage before, if there is one. The
+        buffers that it comes into may be on their way still, sent by the step before."""
+        if self._boundary is None:
+            return None
+        self._boundary.begin_step()
+        return None if self._model.part.is_first else self._boundary.receive(rows)
+
+    def _run(
+        self,
+        entering: Tensor | Incoming,
+        positions: Tensor,
+        plan: Plan,
+        layer_done: Callable[[int], None],
+    ) -> Tensor | None:
+        """The layers of this stage, and what they give to the next one if there is one."""
         layers = self.kv_cache.layers
-        return self._model.forward(token_ids, positions, layers, plan, layer_done), asked
+        if self._boundary is None or self._model.part.is_last:
+            return self._model.forward(entering, positions, layers, plan, layer_done)
+        self._boundary.send(self._model.stage(entering, positions, layers, plan, layer_done))
+        return None
 
     def _sample(self, hidden: Tensor, asking: list[BatchRows]) -> Drawn:
         """Tokens for the last rows [asking, hidden] of sequences that ask for some; only these rows
@@ -191,7 +238,9 @@ class ModelRunner:
                 for spec in sequence.samples
             ]
         drawn = sample(self._model.logits(hidden), wanted, self._draw)
-        self._last = _LastDraw(drawn.tokens, places)
+        # The first of several stages does not know it: there the caller does, or waits.
+        if self._boundary is None:
+            self._last = _LastDraw(drawn.tokens, places)
         return drawn
 
 
@@ -200,8 +249,8 @@ class _Launched:
     """A step on its way, and the mark behind the copies of its results."""
 
     step: int
-    mark: Mark
     results: StepResults
+    mark: Mark
 
     def wait(self) -> StepOutput:
         """See Running. Raises DeviceLostError where the device does not answer."""
