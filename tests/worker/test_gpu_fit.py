@@ -19,7 +19,8 @@ from tests.gpu.models import BLOCK_SIZE, CPU, cpu_runner, make_model, model_conf
 from tests.worker.runner_driver import Driver
 from xpyd_core.errors import UserError
 from xpyd_worker.engine.executor import StepInput
-from xpyd_worker.runner.gpu_fit import GpuLimits, fit, largest, warm_ups
+from xpyd_worker.runner.gpu_fit import fit
+from xpyd_worker.runner.gpu_limits import GpuLimits, largest, warm_ups
 from xpyd_worker.runner.gpu_memory import GpuUse
 from xpyd_worker.runner.kv_cache import host_memory
 from xpyd_worker.runner.load import load_on_gpu

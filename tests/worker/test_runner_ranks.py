@@ -14,10 +14,8 @@ import torch
 
 from tests.worker.rank_fakes import Ranks
 from tests.worker.runner_driver import (
-    GREEDY,
     DrivenSequence,
     Driver,
-    fork_by_copy,
     make_runner,
     oracle_logits,
     tiny_checkpoint,
@@ -122,3 +120,182 @@ def test_chunks_decodes_and_forks_write_what_transformers_writes(
     driver.step([(source, 1), (fork, 1)], copies=copies)
     assert fork.output == source.output
     assert_greedy(oracle, fork)
+
+
+def test_stages_work_on_different_batches_at_once(
+    models: Callable[[str], tuple[Path, Any]], start: Start
+) -> None:
+    """A stage begins with the next step while what it sent is still on its way."""
+    folder, oracle = models("qwen3")
+    ranks = start(folder, Sizes(tensor=2, pipeline=3))
+    driver = Driver(ranks)
+    sequences = [driver.add(prompt) for prompt in prompts(4, 20, 3, 33)]
+    for _ in range(4):
+        running = [
+            ranks.launch(
+                StepInput(
+                    driver.steps,
+                    (driver.schedule(one, len(one.tokens) - one.computed),),
+                ),
+                lambda layer: None,
+            )
+            for one in sequences
+        ]
+        for one, step in zip(sequences, running, strict=True):
+            one.computed = len(one.tokens)
+            one.output.append(step.wait().samples[one.seq_id][0].token_id)
+    assert_greedy(oracle, *sequences)
+
+
+def test_a_layer_has_two_sums_and_a_step_two_more_exchanges(
+    models: Callable[[str], tuple[Path, Any]], start: Start
+) -> None:
+    """Behind attention and MLP or experts; the embedding's, and the logits of rows that draw."""
+    for name in ("llama", "mixtral", "qwen3_moe"):
+        ranks = start(models(name)[0], Sizes(tensor=2, pipeline=2))
+        driver = Driver(ranks)
+        driver.step([(driver.add(prompts(1, 7)[0]), 7)])
+        one_sum = ("all_reduce", 7 * 64 * 4)
+        first, last = (ranks.parallel[rank].tensor.calls for rank in (0, 2))
+        assert first == [one_sum] * (1 + 2 * 3)
+        # 307 tokens are 154 per rank, 192 with padding.
+        assert last == [one_sum] * (2 * 2) + [("all_gather", 192 * 4)]
+
+
+def test_a_chunk_that_draws_nothing_gathers_no_logits(
+    models: Callable[[str], tuple[Path, Any]], start: Start
+) -> None:
+    ranks = start(models("llama")[0], Sizes(tensor=2))
+    driver = Driver(ranks)
+    driver.step([(driver.add(prompts(1, 7)[0]), 4)])
+    assert {what for what, _ in ranks.parallel[1].tensor.calls} == {"all_reduce"}
+
+
+def test_a_stage_waits_receives_computes_and_sends_in_this_order(
+    models: Callable[[str], tuple[Path, Any]], start: Start
+) -> None:
+    ranks = start(models("llama")[0], Sizes(pipeline=3))
+    # What it computes is in the same list: its layers, counted from its own first.
+    for layers, one in zip(ranks.layers_done, ranks.parallel, strict=True):
+        one.boundary.events = layers
+    driver = Driver(ranks)
+    driver.step([(driver.add(prompts(1, 7)[0]), 7)])
+    first, middle, last = ranks.layers_done
+    assert first == ["begin_step", 0, 1, "send"]
+    assert middle == ["begin_step", "receive 7", "get", 0, 1, "send"]
+    assert last == ["begin_step", "receive 7", "get", 0]
+
+
+def test_an_override_says_which_layers_a_stage_has(
+    models: Callable[[str], tuple[Path, Any]], start: Start
+) -> None:
+    folder, oracle = models("llama")
+    ranks = start(folder, Sizes(pipeline=2), override=(1, 4))
+    assert [len(runner.kv_cache.layers) for runner in ranks.runners] == [1, 4]
+    driver = Driver(ranks)
+    batch = [driver.add(prompt) for prompt in prompts(3, 30, 2)]
+    driver.run(batch, tokens=3)
+    assert_greedy(oracle, *batch)
+
+
+def test_all_ranks_have_as_many_blocks_as_the_one_that_has_the_fewest(
+    models: Callable[[str], tuple[Path, Any]], start: Start
+) -> None:
+    ranks = start(models("llama")[0], Sizes(tensor=4, pipeline=2))
+    fits, runners = ranks.fits, ranks.runners
+    assert {runner.num_blocks for runner in runners} == {64}
+    # One KV head on each, in 3 layers and in 2.
+    assert {runner.kv_cache.shape.kv_heads for runner in runners} == {1}
+    assert [len(runner.kv_cache.layers) for runner in runners] == [3] * 4 + [2] * 4
+    assert fits[0].make_runner(5).num_blocks == 5
+    for wrong in (0, 65):
+        with pytest.raises(ValueError, match=f"{wrong} blocks were agreed on; 1 to 64 fit here"):
+            fits[0].make_runner(wrong)
+
+
+def test_drawn_and_scored_alike_on_all_ranks_and_as_on_one(
+    models: Callable[[str], tuple[Path, Any]], start: Start
+) -> None:
+    """At a temperature, with penalties; two choices at once; prompts' and tokens' logprobs."""
+    folder, _ = models("qwen2")
+    found: list[tuple[Any, ...]] = []
+    for runner in (make_runner(folder), start(folder, Sizes(tensor=2, pipeline=2))):
+        driver = Driver(runner)
+        options = with_params(
+            temperature=1.0, seed=5, logprobs=2, prompt_logprobs=1, repetition_penalty=1.3
+        )
+        sequence = driver.add(prompts(6, 40)[0], options)
+        driver.run([sequence], tokens=8, budget=16)
+        two = replace(
+            driver.schedule(driver.add(prompts(7, 9)[0], with_params(temperature=1.0)), 9),
+            samples=(SampleSpec(0, 0), SampleSpec(1, 0)),
+        )
+        drawn = runner.launch(StepInput(50, (two,)), lambda layer: None).wait().samples[two.seq_id]
+        found.append((sequence, [one.token_id for one in drawn]))
+    (one, both), (several, as_well) = found
+    assert (several.output, as_well) == (one.output, both)
+    assert len(several.prompt_logprobs) == 39
+    for got, expected in zip(
+        [*several.prompt_logprobs, *several.output_logprobs],
+        [*one.prompt_logprobs, *one.output_logprobs],
+        strict=True,
+    ):
+        assert (got.token_id, got.rank) == (expected.token_id, expected.rank)
+        assert got.logprob == pytest.approx(expected.logprob, abs=1e-4)
+
+
+def test_a_sequence_that_must_not_run_is_left_out_by_all_ranks_alike(
+    models: Callable[[str], tuple[Path, Any]], start: Start
+) -> None:
+    folder, oracle = models("llama")
+    ranks = start(folder, Sizes(tensor=2, pipeline=2))
+    driver = Driver(ranks)
+    good, bad = (driver.add(prompt) for prompt in prompts(8, 12, 5))
+    wrong = replace(driver.schedule(bad, 5), block_ids=(64,))
+    step = ranks.launch(StepInput(1, (wrong, driver.schedule(good, 12))), lambda layer: None).wait()
+    assert step.failed.keys() == {bad.seq_id}
+    good.output.append(step.samples[good.seq_id][0].token_id)
+    assert_greedy(oracle, good)
+    # Where nothing is left nobody is asked for anything.
+    before = [(list(one.tensor.calls), list(one.boundary.events)) for one in ranks.parallel]
+    assert ranks.launch(StepInput(2, (wrong,)), lambda layer: None).wait().failed == step.failed
+    # A step that is refused whole is refused by all, and the next one is as sound as ever.
+    refused = ranks.launch(StepInput(3, (), ((64, 0),)), lambda layer: None).outcomes()
+    assert {type(outcome) for outcome in refused} == {XpydError}
+    assert [(one.tensor.calls, one.boundary.events) for one in ranks.parallel] == before
+
+
+@pytest.mark.parametrize("sizes", [Sizes(tensor=2), Sizes(pipeline=2), Sizes()])
+def test_a_rank_that_lacks_memory_cannot_go_on_and_one_alone_can(
+    sizes: Sizes, models: Callable[[str], tuple[Path, Any]], start: Start
+) -> None:
+    folder, _ = models("llama")
+    ranks = start(folder, sizes)
+
+    def full(x: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("DefaultCPUAllocator: can't allocate memory")
+
+    ranks.runners[0]._kernels.silu_mul = full
+    driver = Driver(ranks)
+    sequence = driver.add(prompts(1, 7)[0])
+    outcomes = ranks.launch(
+        StepInput(1, (driver.schedule(sequence, 7),)), lambda layer: None
+    ).outcomes()
+    kind = GroupError if sizes.world > 1 else XpydError
+    assert [type(outcome) for outcome in outcomes] == [kind] * sizes.world
+    assert "allocate memory" in str(outcomes[0])
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (3, ["3 does not divide the model's 4 attention heads", "3 ranks for 2 KV heads"]),
+        (8, ["8 does not divide the model's 4 attention heads"]),
+    ],
+)
+def test_a_model_that_cannot_be_divided_so_is_refused_with_the_numbers(
+    tensor: int, words: list[str], models: Callable[[str], tuple[Path, Any]], start: Start
+) -> None:
+    with pytest.raises(UserError) as caught:
+        start(models("llama")[0], Sizes(tensor=tensor))
+    assert all(word in str(caught.value) for word in words), str(caught.value)

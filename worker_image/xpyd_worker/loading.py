@@ -36,7 +36,7 @@ from xpyd_worker.model.registry import load_config
 from xpyd_worker.model.source import resolve_checkpoint
 from xpyd_worker.runner.device import CudaDevice, choose_device, compute_capability
 from xpyd_worker.runner.dtypes import cpu_is_fast_in, resolve_dtype, resolve_gpu_dtype
-from xpyd_worker.runner.gpu_fit import GpuLimits
+from xpyd_worker.runner.gpu_limits import GpuLimits
 from xpyd_worker.runner.gpu_memory import GpuUse
 from xpyd_worker.runner.kv_cache import host_memory
 from xpyd_worker.runner.load import load_on_cpu, load_on_gpu

@@ -25,7 +25,8 @@ from xpyd_worker.model.loader import load_weights
 from xpyd_worker.model.registry import build_model
 from xpyd_worker.parallel.api import Parallel, Part
 from xpyd_worker.runner.device import CPU, Gpu
-from xpyd_worker.runner.gpu_fit import GpuFit, GpuLimits, fit
+from xpyd_worker.runner.gpu_fit import GpuFit, fit
+from xpyd_worker.runner.gpu_limits import GpuLimits
 from xpyd_worker.runner.gpu_memory import GpuUse
 from xpyd_worker.runner.kv_cache import (
     KvCache,
