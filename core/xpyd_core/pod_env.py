@@ -18,6 +18,17 @@ KV_PORT = 21001
 ROUTER_HTTP_PORT = 10001
 DISCOVERY_PORT = 30001
 ROLES = ("Prefill", "Decode", "Aggregated")
+LAST_PORT = 65535
+
+
+def data_port(kv_port: int, rank: int) -> int:
+    """Where rank `rank` of an instance of several listens for KV, on its own pod's address."""
+    return kv_port + 1 + rank
+
+
+def rendezvous_port(kv_port: int) -> int:
+    """Where the ranks of an instance of several pods meet: on its first pod's address."""
+    return kv_port - 1
 
 
 @dataclass(frozen=True)
@@ -44,8 +55,8 @@ def _port(environ: Mapping[str, str], name: str, default: int) -> int:
     text = environ.get(name, "")
     if not text:
         return default
-    if not text.isdigit() or not 0 < int(text) < 65536:
-        raise UserError(f"{name}={text!r}: expected a port, 1 to 65535")
+    if not text.isdigit() or not 0 < int(text) <= LAST_PORT:
+        raise UserError(f"{name}={text!r}: expected a port, 1 to {LAST_PORT}")
     return int(text)
 
 

@@ -88,7 +88,7 @@ class ApiModel(BaseModel):
     def _keeps_its_rules(self, info: ValidationInfo) -> Self:
         is_local = info.context == LOCAL
         raise_all(
-            mistake(broken(rule.text), *rule.field.split(".") if rule.field else ())
+            mistake(broken(rule.told(self)), *rule.field.split(".") if rule.field else ())
             for rule in self.rules
             if not (rule.in_cluster and is_local) and not rule.holds(self)
         )

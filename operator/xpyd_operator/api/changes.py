@@ -33,4 +33,4 @@ def refused_scale(fleet: InferenceFleet, pool: str, replicas: int) -> str:
         max_replicas=found.scaling.max_replicas,
     )
     broken = [rule for rule in PoolSpec.rules if not rule.holds(scaled)]
-    return f"spec.{broken[0].field}: {broken[0].text}" if broken else ""
+    return f"spec.{broken[0].field}: {broken[0].told(scaled)}" if broken else ""

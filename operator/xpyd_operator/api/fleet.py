@@ -11,12 +11,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from xpyd_core.pod_env import HTTP_PORT, LAST_PORT, data_port, rendezvous_port
 from xpyd_operator.api.base import DNS_LABEL, ApiModel
 from xpyd_operator.api.model import Engine, Model
 from xpyd_operator.api.pod import Annotations, Labels
 from xpyd_operator.api.pool import POOL_ROLES, Pool
 from xpyd_operator.api.router import Drain, Heartbeat, KvTransfer, NetworkPolicy, Router
-from xpyd_operator.api.rules import Check, Unique, matching
+from xpyd_operator.api.rules import Check, Numbers, Unique, matching, rule
 
 API_VERSION = "xpyd.dev/v1alpha1"
 KIND = "InferenceFleet"
@@ -50,6 +51,14 @@ class Metadata(ApiModel):
     """Annotations of the fleet."""
 
 
+_RANKS = "p.parallelism.tensor * p.parallelism.pipeline"
+_PORTS_CLASH = (
+    f"{_RANKS} > 1 && (self.kvTransfer.port + {_RANKS} > {LAST_PORT} || "
+    f"(self.kvTransfer.port - 1 <= {HTTP_PORT} && self.kvTransfer.port + {_RANKS} >= {HTTP_PORT}))"
+)
+_FIRST_CLASH = f"self.pools.filter(p, {_PORTS_CLASH})[0]"
+
+
 class Spec(ApiModel):
     """What the user wants."""
 
@@ -74,6 +83,33 @@ class Spec(ApiModel):
     """How a leaving instance finishes."""
     network_policy: NetworkPolicy = NetworkPolicy()
     """Who may reach the fleet's ports."""
+
+    @rule(
+        f"self.pools.all(p, !({_PORTS_CLASH}))",
+        f"instances of several ranks use the ports from port - 1 to port + tensor * pipeline, which "
+        f"must end by {LAST_PORT} and not hold {HTTP_PORT}, where engines serve HTTP: "
+        "set another port",
+        field="kvTransfer.port",
+        numbers=Numbers(
+            "pool %s of %d ranks, port %d",
+            f"{_FIRST_CLASH}.name, {_FIRST_CLASH}.parallelism.tensor * "
+            f"{_FIRST_CLASH}.parallelism.pipeline, self.kvTransfer.port",
+            lambda spec: spec.clashing_ports(),
+        ),
+    )
+    def _has_ports_for_ranks(self) -> bool:
+        return not self.clashing_ports()
+
+    def clashing_ports(self) -> tuple[()] | tuple[str, int, int]:
+        """The first pool whose ranks have no ports, its ranks and the KV port; () for none."""
+        port = self.kv_transfer.port
+        for pool in self.pools:
+            ranks = pool.parallelism.ranks
+            last = data_port(port, ranks - 1)
+            holds_http = rendezvous_port(port) <= HTTP_PORT <= last
+            if ranks > 1 and (last > LAST_PORT or holds_http):
+                return pool.name, ranks, port
+        return ()
 
 
 class InferenceFleet(ApiModel):

@@ -143,6 +143,10 @@ class EnvVar(ApiModel):
         return not self.value or self.value_from is None
 
 
+_OF_POOLS = ("-tp", "-pp", "--tensor-parallel-size", "--pipeline-parallel-size")
+"""The worker's flags that pools give: the pods of an instance follow from them."""
+
+
 class Engine(ApiModel):
     """What every engine gets beside what the fleet decides."""
 
@@ -153,7 +157,19 @@ class Engine(ApiModel):
     ] = ""
     """Image of the engines in a cluster; none: the operator's default."""
     args: Annotated[
-        tuple[Annotated[str, Field(max_length=1024), Plain], ...],
+        tuple[
+            Annotated[
+                str,
+                Field(max_length=1024),
+                Plain,
+                Check(
+                    f"!self.matches('^({'|'.join(_OF_POOLS)})(=|$)')",
+                    "must not say how an instance splits the model: use spec.pools[].parallelism",
+                    lambda arg: arg.partition("=")[0] not in _OF_POOLS,
+                ),
+            ],
+            ...,
+        ],
         Field(strict=False, max_length=128),
     ] = ()
     """Flags of `xpyd worker`; they come last, so they win."""

@@ -8,11 +8,13 @@ from pydantic import Field
 
 from xpyd_operator.api.base import DNS_LABEL, ApiModel, DnsName, Size
 from xpyd_operator.api.pod import PodTemplate, shaped_like
-from xpyd_operator.api.rules import Check, ListCheck, matching, rule, transition
+from xpyd_operator.api.rules import Check, ListCheck, Numbers, matching, rule, transition
 
 Role = Literal["Prefill", "Decode", "Aggregated"]
 ROUTER = "router"
 """The router's place in pod names; a pool of this name would take it."""
+MOST_CPU_RANKS = 64
+"""Processes of one pod; one with GPUs has at most as many as Resources.gpus allows."""
 POOL_NAME = matching(
     DNS_LABEL, "must be a DNS label of at most 16 characters that begins with a letter"
 )
@@ -35,12 +37,25 @@ POOL_ROLES = ListCheck(
 
 
 class Parallelism(ApiModel):
-    """How one instance splits the model. The pods of an instance follow from it."""
+    """How one instance splits the model: tensor * pipeline ranks, each a process with a GPU of its
+    own or, in an instance on the CPU, a share of the cores. Any layout of Prefill pools goes with
+    any of Decode pools."""
 
     tensor: Annotated[int, Field(ge=1, le=64)] = 1
-    """Devices that share each layer."""
+    """Ranks that share each layer; they must divide the model's attention heads, and never leave
+    their pod."""
     pipeline: Annotated[int, Field(ge=1, le=64)] = 1
-    """Groups of devices that share the layers among them."""
+    """Stages, which share the layers among them; each has `tensor` ranks."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes of one instance that hold a part of the model."""
+        return self.tensor * self.pipeline
+
+    @property
+    def layout(self) -> str:
+        """For people: TP2xPP2."""
+        return f"TP{self.tensor}xPP{self.pipeline}"
 
 
 class Resources(ApiModel):
@@ -126,27 +141,60 @@ class Pool(ApiModel):
     """Merged into the engines' pods in a cluster; the engine's container is `engine`."""
 
     @rule(
-        "self.resources.gpus <= 0 || "
-        "self.parallelism.tensor * self.parallelism.pipeline <= self.resources.gpus || "
-        "self.parallelism.tensor * self.parallelism.pipeline % self.resources.gpus == 0",
-        "parallelism.tensor * pipeline must fit in one pod or fill a whole number of pods of "
-        "resources.gpus each",
-        field="parallelism",
+        "self.resources.gpus <= 0 || self.parallelism.tensor < 1 || "
+        "self.resources.gpus % self.parallelism.tensor == 0",
+        "parallelism.tensor must divide resources.gpus, or a stage would straddle pods: "
+        "set resources.gpus to a multiple of parallelism.tensor",
+        field="parallelism.tensor",
+        numbers=Numbers(
+            "tensor %d, gpus %d",
+            "self.parallelism.tensor, self.resources.gpus",
+            lambda pool: (pool.parallelism.tensor, pool.resources.gpus),
+        ),
     )
-    def _fills_pods(self) -> bool:
-        gpus, size = self.resources.gpus, self.parallelism.tensor * self.parallelism.pipeline
-        return gpus == 0 or size <= gpus or size % gpus == 0
+    def _tensor_stays_in_a_pod(self) -> bool:
+        gpus = self.resources.gpus
+        return gpus == 0 or gpus % self.parallelism.tensor == 0
 
     @rule(
         "self.resources.gpus <= 0 || self.parallelism.tensor < 1 || "
-        "(self.parallelism.tensor <= self.resources.gpus && "
-        "self.resources.gpus % self.parallelism.tensor == 0)",
-        "parallelism.tensor must divide resources.gpus: a tensor group never leaves its pod",
-        field="parallelism.tensor",
+        "self.resources.gpus % self.parallelism.tensor != 0 || "
+        "self.parallelism.tensor * self.parallelism.pipeline % self.resources.gpus == 0",
+        "parallelism.tensor * pipeline must fill whole pods, or GPUs would idle: "
+        "set resources.gpus to a divisor of it",
+        field="parallelism",
+        numbers=Numbers(
+            "%d * %d = %d ranks, gpus %d",
+            "self.parallelism.tensor, self.parallelism.pipeline, "
+            "self.parallelism.tensor * self.parallelism.pipeline, self.resources.gpus",
+            lambda pool: (*pool.layout_numbers, pool.resources.gpus),
+        ),
     )
-    def _tensor_stays_in_a_pod(self) -> bool:
-        gpus, tensor = self.resources.gpus, self.parallelism.tensor
-        return gpus == 0 or (tensor <= gpus and gpus % tensor == 0)
+    def _fills_pods(self) -> bool:
+        gpus, parallelism = self.resources.gpus, self.parallelism
+        # What straddles pods is told of by the rule before.
+        return gpus == 0 or gpus % parallelism.tensor != 0 or parallelism.ranks % gpus == 0
+
+    @rule(
+        "self.resources.gpus != 0 || "
+        f"self.parallelism.tensor * self.parallelism.pipeline <= {MOST_CPU_RANKS}",
+        f"an instance on the CPU is one pod of at most {MOST_CPU_RANKS} ranks: "
+        "lower parallelism.tensor or parallelism.pipeline",
+        field="parallelism",
+        numbers=Numbers(
+            "%d * %d = %d ranks",
+            "self.parallelism.tensor, self.parallelism.pipeline, "
+            "self.parallelism.tensor * self.parallelism.pipeline",
+            lambda pool: pool.layout_numbers,
+        ),
+    )
+    def _fits_a_cpu_pod(self) -> bool:
+        return self.resources.gpus != 0 or self.parallelism.ranks <= MOST_CPU_RANKS
+
+    @property
+    def layout_numbers(self) -> tuple[int, int, int]:
+        """Ranks that share a layer, stages, and all ranks of an instance."""
+        return self.parallelism.tensor, self.parallelism.pipeline, self.parallelism.ranks
 
     @rule(
         "!has(self.replicas) || (self.replicas >= self.scaling.minReplicas && "

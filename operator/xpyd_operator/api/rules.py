@@ -60,6 +60,24 @@ def raise_all(mistakes: Iterable[InitErrorDetails]) -> None:
 
 
 @dataclass(frozen=True)
+class Numbers(Generic[M]):
+    """What a broken rule's message ends with, in parentheses: the values at fault.
+
+    `text`: with %d and %s, which CEL's format and Python's % read alike; `cel`: the values as CEL,
+    `of`: as Python has them.
+    """
+
+    text: str
+    cel: str
+    of: Callable[[M], tuple[int | str, ...]]
+
+    def expression(self, message: str) -> str:
+        """`message` with them, as a CEL expression."""
+        quoted = message.replace("\\", "\\\\").replace("'", "\\'").replace("%", "%%")
+        return f"'{quoted} ({self.text})'.format([{self.cel}])"
+
+
+@dataclass(frozen=True)
 class _Fields:
     """A rule over fields of a model; `field` names the one at fault, camelCase.
 
@@ -90,6 +108,19 @@ class Rule(_Fields, Generic[M]):
     """A method of a model that must hold."""
 
     holds: Callable[[M], bool]
+    numbers: Numbers[M] | None = None
+
+    def schema(self) -> dict[str, str]:
+        """As the API server wants it, which falls back to the message where numbers fail."""
+        found = super().schema()
+        if self.numbers:
+            found["messageExpression"] = self.numbers.expression(self.message)
+        return found
+
+    def told(self, model: M) -> str:
+        """What the API server says of `model`, which breaks the rule, after the path."""
+        numbers = self.numbers
+        return f"{self.text} ({numbers.text % numbers.of(model)})" if numbers else self.text
 
 
 @dataclass(frozen=True)
@@ -100,13 +131,19 @@ class Transition(_Fields, Generic[M]):
 
 
 def rule(
-    cel: str, message: str, *, field: str = "", missing: bool = False, in_cluster: bool = False
+    cel: str,
+    message: str,
+    *,
+    field: str = "",
+    missing: bool = False,
+    in_cluster: bool = False,
+    numbers: Numbers[M] | None = None,
 ) -> Callable[[Callable[[M], bool]], Rule[M]]:
     """Makes a method of an ApiModel the twin of `cel`: True where the rule holds.
 
     `missing`: what breaks the rule is that `field` is not there. `in_cluster`: not of local mode.
     """
-    return lambda holds: Rule(cel, message, field, missing, in_cluster, holds)
+    return lambda holds: Rule(cel, message, field, missing, in_cluster, holds, numbers)
 
 
 def transition(
