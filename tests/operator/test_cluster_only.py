@@ -34,7 +34,8 @@ def test_a_fleet_on_cpus_is_taken_and_nothing_is_said() -> None:
 
 
 def test_gpus_are_refused_also_where_they_are_the_default() -> None:
-    wanted = fleet({"spec.pools.0.resources": {"gpus": 2}, "spec.pools.1.resources": {}})
+    wanted = {"spec.pools.0.resources": {"gpus": 2}, "spec.pools.1.resources": {}}
+    wanted = fleet({**wanted, "spec.pools.0.parallelism": {"tensor": 2}})
     fix = "local mode runs CPU instances only; write `resources: {gpus: 0}`"
     assert refusals(wanted) == [
         f"spec.pools[0].resources.gpus: 2: {fix}",

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from tests.operator.object_samples import FOLDER, SETTINGS, objects_of, site_of, workloads_of
+from xpyd_core.pod_env import rendezvous_port
 from xpyd_operator.api import InferenceFleet, parse_fleet
 from xpyd_operator.objects import (
     kv_secret,
@@ -22,6 +23,7 @@ from xpyd_operator.objects import (
     uses_host_path,
     workload_objects,
 )
+from xpyd_operator.objects.pods import engine_ports
 from xpyd_operator.plan import fleet_want
 
 DOCUMENT = yaml.safe_load((FOLDER / "full.fleet.yaml").read_text())
@@ -65,7 +67,8 @@ EDITS = [
     ("engine.env.0.valueFrom", {"fieldRef": {"fieldPath": "spec.hostIP"}}),
     ("engine.env", [{"name": "A", "value": "1"}]),
     ("engine.env", list(reversed(DOCUMENT["spec"]["engine"]["env"]))),
-    ("pools.0.parallelism", {"tensor": 1}), ("pools.0.resources.gpus", 4),
+    ("pools.0.parallelism", {"pipeline": 2}), ("pools.0.parallelism.pipeline", 2),
+    ("pools.1.parallelism", {"tensor": 2, "pipeline": 4}), ("pools.1.resources.gpus", 8),
     ("pools.0.resources.gpuResourceName", "amd.com/gpu"),
     ("pools.0.resources", {"gpus": 2, "deviceClassName": "gpu.example"}),
     ("pools.0.resources.sharedMemory", "1Gi"), ("pools.0.template", {"spec": {"hostPID": True}}),
@@ -253,7 +256,8 @@ def test_a_models_uri_is_a_folder_of_the_pod(uri, folder):
     ("tensor", "pipeline", "gpus", "pods"),
     [
         (1, 1, 1, 1),
-        (1, 1, 8, 1),
+        (1, 8, 2, 4),
+        (2, 8, 8, 2),
         (2, 1, 2, 1),
         (4, 2, 4, 2),
         (4, 2, 8, 1),
@@ -414,9 +418,31 @@ def test_every_ranks_kv_port_is_open_to_the_fleets_engines():
     assert [port for port in range(21000, 21012) if admits(rules, engine, port)] == list(
         range(21001, 21010)
     )
-    rules = ingress(changed(("spec.kvTransfer.port", 65535)), "engines")
+    rules = ingress(changed(("spec.kvTransfer.port", 65527)), "engines")
     assert admits(rules, engine, 65535)
     assert not admits(rules, engine, 65536)
+
+
+def test_ranks_of_several_pods_meet_on_a_port_that_only_their_pool_reaches():
+    rules = ingress(changed(), "engines")
+    admitted = {
+        pool: admits(rules, names.pool_labels("llama70b", pool, "Decode"), rendezvous_port(21001))
+        for pool in ("prefill", "decode", "router")
+    }
+    assert admitted == {"prefill": False, "decode": True, "router": False}
+
+
+def test_a_pods_ports_are_those_of_its_own_ranks():
+    fleet = changed(("spec.kvTransfer.port", 22001))
+    ports = {
+        pool.name: {k: v for k, v in engine_ports(fleet, pool).items() if k != "http"}
+        for pool in fleet.spec.pools
+    }
+    first = {"kv": 22001, "data-0": 22002, "data-1": 22003}
+    assert ports["prefill"] == first
+    assert ports["decode"] == {**first, "data-2": 22004, "data-3": 22005}  # of 8, in 2 pods
+    alone = near()
+    assert engine_ports(alone, alone.spec.pools[0]) == {"http": 20001, "kv": 21001}
 
 
 def test_scrapers_need_a_namespace_that_an_administrator_labelled():

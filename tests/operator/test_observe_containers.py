@@ -225,7 +225,15 @@ def test_one_crash_or_one_after_long_is_not_yet_a_loop(restarts: int, ran_s: int
     cluster = new_cluster()
     cluster.crashed(decodes(cluster), log="boom", restarts=restarts, ran_s=ran_s)
     cluster.running(decodes(cluster), ready=False)
-    assert [reason for _, reason, _ in told(cluster)] == ["ModelLoading"]
+    some = "1 restart" if restarts == 1 else f"{restarts} restarts"
+    assert told(cluster) == [
+        (
+            "Waiting",
+            "ModelLoading",
+            "decode: the model is loading since 10:00:00Z (2 of 2 pods, POD1): "
+            f"after exit code 1, {some}: boom",
+        )
+    ]
 
 
 def test_the_first_exit_is_told_and_waited_for() -> None:

@@ -84,6 +84,7 @@ def test_a_status_says_where_the_fleet_is_and_what_it_has() -> None:
     assert status["pools"][2] == {
         "name": "decode",
         "role": "Decode",
+        "layout": "TP1xPP1",
         "replicas": 2,
         "declaredReplicas": 2,
         "readyReplicas": 2,
@@ -411,6 +412,7 @@ def test_pool_objects_get_their_counts_generation_and_selector() -> None:
     assert statuses.keys() == {"prefill", "decode"}
     assert statuses["decode"] == {
         "observedGeneration": 3,
+        "layout": "TP1xPP1",
         "replicas": 1,
         "readyReplicas": 1,
         "updatedReplicas": 1,

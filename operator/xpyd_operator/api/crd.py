@@ -73,6 +73,7 @@ def pool_crd() -> Schema:
         columns=(
             _column("Fleet", ".spec.fleetName", "fleet that the pool belongs to"),
             _column("Role", ".spec.role", "what its instances do"),
+            _column("Layout", ".status.layout", "ranks of an instance: TP2xPP2"),
             _column("Desired", ".spec.replicas", "instances wanted", kind="integer"),
             _column("Ready", ".status.readyReplicas", "instances that serve", kind="integer"),
             _column("Draining", ".status.drainingReplicas", "instances leaving", kind="integer"),

@@ -59,6 +59,18 @@ _PORTS_CLASH = (
 _FIRST_CLASH = f"self.pools.filter(p, {_PORTS_CLASH})[0]"
 
 
+def _clash(spec: Spec) -> tuple[str | int, ...]:
+    """The first pool whose ranks have no ports, its ranks and the KV port; () for none."""
+    port = spec.kv_transfer.port
+    for pool in spec.pools:
+        ranks = pool.parallelism.ranks
+        last = data_port(port, ranks - 1)
+        holds_http = rendezvous_port(port) <= HTTP_PORT <= last
+        if ranks > 1 and (last > LAST_PORT or holds_http):
+            return pool.name, ranks, port
+    return ()
+
+
 class Spec(ApiModel):
     """What the user wants."""
 
@@ -86,30 +98,19 @@ class Spec(ApiModel):
 
     @rule(
         f"self.pools.all(p, !({_PORTS_CLASH}))",
-        f"instances of several ranks use the ports from port - 1 to port + tensor * pipeline, which "
-        f"must end by {LAST_PORT} and not hold {HTTP_PORT}, where engines serve HTTP: "
+        "instances of several ranks use the ports from port - 1 to port + tensor * pipeline, "
+        f"which must end by {LAST_PORT} and not hold {HTTP_PORT}, where engines serve HTTP: "
         "set another port",
         field="kvTransfer.port",
         numbers=Numbers(
             "pool %s of %d ranks, port %d",
             f"{_FIRST_CLASH}.name, {_FIRST_CLASH}.parallelism.tensor * "
             f"{_FIRST_CLASH}.parallelism.pipeline, self.kvTransfer.port",
-            lambda spec: spec.clashing_ports(),
+            _clash,
         ),
     )
     def _has_ports_for_ranks(self) -> bool:
-        return not self.clashing_ports()
-
-    def clashing_ports(self) -> tuple[()] | tuple[str, int, int]:
-        """The first pool whose ranks have no ports, its ranks and the KV port; () for none."""
-        port = self.kv_transfer.port
-        for pool in self.pools:
-            ranks = pool.parallelism.ranks
-            last = data_port(port, ranks - 1)
-            holds_http = rendezvous_port(port) <= HTTP_PORT <= last
-            if ranks > 1 and (last > LAST_PORT or holds_http):
-                return pool.name, ranks, port
-        return ()
+        return not _clash(self)
 
 
 class InferenceFleet(ApiModel):

@@ -112,6 +112,19 @@ class Scaling(ApiModel):
         return self.max_replicas is None or self.min_replicas <= self.max_replicas
 
 
+def _ranks(pool: Pool) -> tuple[int, ...]:
+    parallelism = pool.parallelism
+    return parallelism.tensor, parallelism.pipeline, parallelism.ranks
+
+
+def _ranks_and_gpus(pool: Pool) -> tuple[int, ...]:
+    return *_ranks(pool), pool.resources.gpus
+
+
+def _tensor_and_gpus(pool: Pool) -> tuple[int, ...]:
+    return pool.parallelism.tensor, pool.resources.gpus
+
+
 class Pool(ApiModel):
     """Instances of one role."""
 
@@ -149,7 +162,7 @@ class Pool(ApiModel):
         numbers=Numbers(
             "tensor %d, gpus %d",
             "self.parallelism.tensor, self.resources.gpus",
-            lambda pool: (pool.parallelism.tensor, pool.resources.gpus),
+            _tensor_and_gpus,
         ),
     )
     def _tensor_stays_in_a_pod(self) -> bool:
@@ -167,7 +180,7 @@ class Pool(ApiModel):
             "%d * %d = %d ranks, gpus %d",
             "self.parallelism.tensor, self.parallelism.pipeline, "
             "self.parallelism.tensor * self.parallelism.pipeline, self.resources.gpus",
-            lambda pool: (*pool.layout_numbers, pool.resources.gpus),
+            _ranks_and_gpus,
         ),
     )
     def _fills_pods(self) -> bool:
@@ -185,16 +198,11 @@ class Pool(ApiModel):
             "%d * %d = %d ranks",
             "self.parallelism.tensor, self.parallelism.pipeline, "
             "self.parallelism.tensor * self.parallelism.pipeline",
-            lambda pool: pool.layout_numbers,
+            _ranks,
         ),
     )
     def _fits_a_cpu_pod(self) -> bool:
         return self.resources.gpus != 0 or self.parallelism.ranks <= MOST_CPU_RANKS
-
-    @property
-    def layout_numbers(self) -> tuple[int, int, int]:
-        """Ranks that share a layer, stages, and all ranks of an instance."""
-        return self.parallelism.tensor, self.parallelism.pipeline, self.parallelism.ranks
 
     @rule(
         "!has(self.replicas) || (self.replicas >= self.scaling.minReplicas && "

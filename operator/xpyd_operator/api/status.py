@@ -17,6 +17,7 @@ from xpyd_operator.api.rules import Unique
 
 Count = Annotated[int, Field(ge=0, le=2147483647)]
 Generation = Annotated[int, Field(ge=0, json_schema_extra={"format": "int64"})]
+Layout = Annotated[str, Field(max_length=16)]
 MAX_MESSAGE = 32768
 """Characters of a condition's message."""
 MAX_POOLS = 32
@@ -47,6 +48,8 @@ class FleetPoolStatus(ApiModel):
     """Name of the pool."""
     role: Role | Literal["router"] | None = None
     """What its instances do."""
+    layout: Layout | None = None
+    """How one instance splits the model: TP2xPP2 is 2 ranks that share each layer, in 2 stages."""
     replicas: Count | None = None
     """Instances wanted now."""
     declared_replicas: Count | None = None
@@ -100,6 +103,8 @@ class PoolStatus(ApiModel):
 
     observed_generation: Generation | None = None
     """The metadata.generation that this status is about."""
+    layout: Layout | None = None
+    """How one instance splits the model: TP2xPP2 is 2 ranks that share each layer, in 2 stages."""
     replicas: Count | None = None
     """Instances there are."""
     ready_replicas: Count | None = None

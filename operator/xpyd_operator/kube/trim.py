@@ -25,6 +25,7 @@ _POD_METADATA = (
     "annotations",
     "creationTimestamp",
     "deletionTimestamp",
+    "deletionGracePeriodSeconds",
     "finalizers",
     "ownerReferences",
 )

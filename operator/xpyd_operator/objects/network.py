@@ -11,14 +11,12 @@ labels of namespaces are an administrator's, while any tenant may label a pod.
 
 from __future__ import annotations
 
-from xpyd_core.pod_env import HTTP_PORT, ROUTER_HTTP_PORT
+from xpyd_core.pod_env import HTTP_PORT, ROUTER_HTTP_PORT, data_port
 from xpyd_operator.api import InferenceFleet
 from xpyd_operator.objects import names
 from xpyd_operator.objects.meta import metadata
 from xpyd_operator.objects.pods import pods_per_instance
 from xpyd_operator.objects.values import JsonObject, Site
-
-_LAST_PORT = 65535
 
 
 def network_policies(fleet: InferenceFleet, site: Site) -> tuple[JsonObject, ...]:
@@ -52,15 +50,13 @@ def _port(number: int) -> JsonObject:
 def _kv_ports(fleet: InferenceFleet) -> JsonObject:
     """The KV port, and one after it for each rank where an instance has several."""
     first = fleet.spec.kv_transfer.port
-    ranks = max(p.parallelism.tensor * p.parallelism.pipeline for p in fleet.spec.pools)
-    if ranks == 1:
-        return _port(first)
-    return {**_port(first), "endPort": min(first + ranks, _LAST_PORT)}
+    ranks = max(pool.parallelism.ranks for pool in fleet.spec.pools)
+    return _port(first) if ranks == 1 else _port(first) | {"endPort": data_port(first, ranks - 1)}
 
 
 def _inside_instances(fleet: InferenceFleet) -> list[JsonObject]:
-    """Pods of one instance talk on ports that their libraries choose. A policy cannot tell the
-    instances of a pool apart, so the pool's pods may reach each other."""
+    """Ranks of one instance meet on one port and then talk on ports that their libraries choose. A
+    policy cannot tell the instances of a pool apart, so the pool's pods may reach each other."""
     return [
         {"from": [{"podSelector": {"matchLabels": names.pool_selector(fleet.name, pool.name)}}]}
         for pool in fleet.spec.pools

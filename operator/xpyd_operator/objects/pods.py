@@ -9,7 +9,7 @@ the namespace and the discovery address are added here and are in no revision.
 
 from __future__ import annotations
 
-from xpyd_core.pod_env import HTTP_PORT, ROUTER_HTTP_PORT
+from xpyd_core.pod_env import HTTP_PORT, ROUTER_HTTP_PORT, data_port
 from xpyd_operator.api import InferenceFleet, Pool
 from xpyd_operator.objects import names
 from xpyd_operator.objects.overrides import merged
@@ -41,8 +41,7 @@ _ROUTER_START_S = 120
 
 def pods_per_instance(pool: Pool) -> int:
     """Pods that make up one instance: as many as its ranks need with `gpus` each."""
-    ranks = pool.parallelism.tensor * pool.parallelism.pipeline
-    return max(1, ranks // pool.resources.gpus) if pool.resources.gpus else 1
+    return pool.parallelism.ranks // (pool.resources.gpus or pool.parallelism.ranks)
 
 
 def engine_pod(
@@ -50,7 +49,8 @@ def engine_pod(
 ) -> JsonObject:
     """The pod template of an engine. `leads` False: another pod of the instance, not its first.
 
-    Only the first pod of an instance serves HTTP, so only it has probes.
+    Only the first pod of an instance serves HTTP and speaks for its ranks, so only it has probes; a
+    rank that is stuck elsewhere ends it. Ranks count through the pods in their order.
     """
     shares = shares_sockets(fleet, pool)
     container: JsonObject = {
@@ -65,16 +65,13 @@ def engine_pod(
             *model_mounts(fleet),
         ],
     }
-    kv_port = _port("kv", fleet.spec.kv_transfer.port)
     if leads:
         container |= {
-            "ports": [_port("http", HTTP_PORT), kv_port],
+            "ports": [_port(name, port) for name, port in engine_ports(fleet, pool).items()],
             "startupProbe": _probe("/live", period_s=1, failures=_START_S, timeout_s=2),
             "livenessProbe": _probe("/live", period_s=10, failures=6, timeout_s=5),
             "readinessProbe": _probe("/health", period_s=1, failures=3, timeout_s=2),
         }
-    else:
-        container["ports"] = [kv_port]
     shared_memory = {"medium": "Memory", "sizeLimit": pool.resources.shared_memory}
     volumes = [
         *common_volumes(fleet, site.uid),
@@ -91,6 +88,15 @@ def engine_pod(
         claim = names.workload_name(fleet.name, workload.pool, workload.revision)
         pod["spec"]["resourceClaims"] = [{"name": GPU_CLAIM, "resourceClaimTemplateName": claim}]
     return merged(pod, pool.template or {})
+
+
+def engine_ports(fleet: InferenceFleet, pool: Pool) -> dict[str, int]:
+    """What an instance's first pod listens on, by name. Its other pods have one template for all of
+    them, which cannot say whose ranks listen where; a pod need not name its ports to use them."""
+    kv_port, ranks = fleet.spec.kv_transfer.port, pool.parallelism.ranks
+    here = ranks // pods_per_instance(pool) if ranks > 1 else 0
+    data = {f"data-{rank}": data_port(kv_port, rank) for rank in range(here)}
+    return {"http": HTTP_PORT, "kv": kv_port, **data}
 
 
 def router_pod(fleet: InferenceFleet, workload: Workload, site: Site) -> JsonObject:

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
 
-from xpyd_core.pod_env import HTTP_PORT, ROUTER_HTTP_PORT
+from xpyd_core.pod_env import ROUTER_HTTP_PORT
 from xpyd_operator.api import InferenceFleet
 from xpyd_operator.objects import names
 from xpyd_operator.objects.overrides import APPENDED, MERGE_KEYS
+from xpyd_operator.objects.pods import engine_ports
 from xpyd_operator.objects.sockets import shares_sockets, user_of
 from xpyd_operator.objects.values import JsonObject
 
@@ -50,7 +51,7 @@ def template_problems(fleet: InferenceFleet) -> tuple[str, ...]:
     for index, pool in enumerate(spec.pools):
         engine = _Ours(
             names.ENGINE_CONTAINER,
-            {"http": HTTP_PORT, "kv": spec.kv_transfer.port},
+            engine_ports(fleet, pool),
             "set by xpyd; use spec.engine.args",
             (pool.resources.gpu_resource_name or names.DEFAULT_GPU_RESOURCE,),
         )

@@ -73,7 +73,11 @@ def _deployment(
 def _leader_worker_set(
     fleet: InferenceFleet, pool: Pool, workload: Workload, site: Site
 ) -> JsonObject:
-    """LeaderWorkerSet itself gives the pods LWS_LEADER_ADDRESS, LWS_GROUP_SIZE and their index."""
+    """LeaderWorkerSet itself gives the pods LWS_LEADER_ADDRESS, LWS_GROUP_SIZE and their index.
+
+    The others begin with the first, which is not ready before they are there, and an instance goes
+    down whole: where a container ended, all pods of its group are made again.
+    """
     name = names.group_workload_name(fleet.name, workload.pool, workload.revision)
     return {
         "apiVersion": "leaderworkerset.x-k8s.io/v1",

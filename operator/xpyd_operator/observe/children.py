@@ -115,6 +115,11 @@ def is_leaving(obj: Raw) -> bool:
     return bool(text(obj, "metadata", "deletionTimestamp"))
 
 
+def is_grouped(pod: Raw) -> bool:
+    """Whether it is one of the pods of an instance that LeaderWorkerSet made."""
+    return bool(text(pod, "metadata", "labels", GROUP_INDEX))
+
+
 def workloads(children: Children) -> list[Raw]:
     """Deployments and LeaderWorkerSets that name their pool and revision, in a stable order."""
     found = [*children.deployments, *children.leader_worker_sets]

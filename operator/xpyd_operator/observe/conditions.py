@@ -4,9 +4,10 @@ All are always there, and all but Degraded are good when they are True.
 
 Ready: every pool has its instances of the newest revision ready, and the router its own.
 Available: a request can be answered now. Progressing: something still moves; its reason says why
-since the fleet was last settled, which is all that this remembers from status to status.
-Degraded: something is wrong that waiting does not mend. RouterReady, CapacityAvailable: what
-Ready waits for, each alone. A reason is one of Kubernetes' own words where it has one.
+since the fleet was last settled, which is remembered from status to status.
+Degraded: something is wrong that waiting does not mend; that an instance of several pods falls
+again and again is remembered, too, until all is ready. RouterReady, CapacityAvailable: what Ready
+waits for, each alone. A reason is one of Kubernetes' own words where it has one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from xpyd_operator.observe.crashes import RECREATED
 from xpyd_operator.observe.pools import ROLES, PoolRow, by_role, serves
 from xpyd_operator.observe.problems import Problem
 from xpyd_operator.observe.raw import Raw, condition, moment, rows, short, text
@@ -206,10 +208,21 @@ def _movement(fleet: _Fleet) -> str:
 
 def _degraded(fleet: _Fleet) -> _Verdict:
     found = [p for p in fleet.problems if p.kind == "Degraded"]
+    if not found and (earlier := _falls_again(fleet)):
+        return earlier
     if not found:
         message = "; ".join(["nothing needs to be done", *fleet.notices])
         return _Verdict(False, "AsExpected", message)
     return _Verdict(True, found[0].reason, "; ".join([_told("", found), *fleet.notices]))
+
+
+def _falls_again(fleet: _Fleet) -> _Verdict | None:
+    """What was wrong with an instance whose new pods are not ready yet: nothing counts its ends,
+    and between two of them it would look well."""
+    old = condition_of(fleet.before, "Degraded")
+    if not fleet.missing or text(old, "status") != "True" or text(old, "reason") != RECREATED:
+        return None
+    return _Verdict(True, RECREATED, text(old, "message"))
 
 
 def _router_ready(fleet: _Fleet) -> _Verdict:

@@ -1,7 +1,11 @@
 """What a container's exits say: exit code, memory limit, the last line that it logged. Pure.
 
 Engines and routers are rendered with `terminationMessagePolicy: FallbackToLogsOnError`, so kubelet
-puts the end of a failed container's log where its termination message belongs.
+puts the end of a failed container's log where its termination message belongs. An engine whose rank
+died ends its log with which one and why.
+
+A container that ended is started again in its pod. Of an instance of several pods LeaderWorkerSet
+then deletes all and makes others: restarts are never counted, and an exit is seen in passing only.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from xpyd_operator.observe.raw import (
     at,
     count,
     fields,
+    moment,
     rows,
     seconds_between,
     short,
@@ -31,6 +36,8 @@ STABLE_S = 600.0
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT[\d:.,]+(Z|[+-]\d\d:?\d\d)?\s+", re.ASCII)
 _SIGNALS = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
 _SIGNALLED = 128
+RECREATED = "InstanceRecreated"
+"""All pods of an instance are made again, since one of them failed."""
 _LOOP = "CrashLoopBackOff"
 _CRASHES = "the container crashes"
 _OUT_OF_MEMORY = "OOMKilled"
@@ -72,6 +79,33 @@ def crash(spec: Raw, status: Raw) -> Crash | None:
     if loops:
         return Crash(True, _LOOP, _CRASHES, detail)
     return Crash(False, "ContainerExited", "the container ended and is started again", detail)
+
+
+def exit_before(status: Raw) -> str:
+    """How the container ended before it was started this time; "": it never failed."""
+    exited = fields(status, "lastState", "terminated")
+    if not count(exited, "exitCode"):
+        return ""
+    return _with_line(f"{exit_text(exited)}, {_times(count(status, 'restartCount'))}", exited)
+
+
+def fall(pod: Raw) -> Crash | None:
+    """What a pod that is being deleted did before: the exit for which its whole instance leaves.
+
+    None where all its containers ran well until the API server was asked to delete it.
+    """
+    end = moment(text(pod, "metadata", "deletionTimestamp"))
+    grace_s = count(pod, "metadata", "deletionGracePeriodSeconds")
+    for status in rows(pod, "status", "containerStatuses"):
+        exited = fields(status, "state", "terminated") or fields(status, "lastState", "terminated")
+        ended = moment(text(exited, "finishedAt"))
+        if not count(exited, "exitCode") or end is None or ended is None:
+            continue
+        if (end - ended).total_seconds() >= grace_s:
+            ran_s = seconds_between(text(exited, "startedAt"), text(exited, "finishedAt")) or 0.0
+            what = "a pod of the instance ended, and all of its pods are made again"
+            return Crash(ran_s < STABLE_S, RECREATED, what, _with_line(exit_text(exited), exited))
+    return None
 
 
 def exit_text(exited: Raw) -> str:

@@ -90,6 +90,9 @@ def _states(before: Raw, after: Raw) -> list[EventText]:
     no_room = text(room, "status") == "False" and _status(before, "CapacityAvailable") != "False"
     if no_room and text(room, "reason") != text(degraded, "reason"):
         found.append(EventText("Warning", "NoCapacity", text(room, "message")))
+    lost = _status(before, "Ready") == "True" and _status(after, "Ready") == "False"
+    if lost and text(condition_of(after, "Progressing"), "reason") == "Recovering":
+        found.append(EventText("Warning", "Recovering", _message(after, "Ready")))
     if _status(before, "Available") == "True" and _status(after, "Available") == "False":
         found.append(EventText("Warning", "Unavailable", _message(after, "Available")))
     if _status(after, "Ready") == "True" and _status(before, "Ready") != "True":

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from xpyd_operator.objects.names import ENGINE_CONTAINER, ROUTER_CONTAINER
-from xpyd_operator.observe.crashes import crash
+from xpyd_operator.observe.crashes import crash, exit_before, fall
 from xpyd_operator.observe.raw import (
     Raw,
     at,
@@ -75,14 +75,19 @@ def camel(reason: str, otherwise: str) -> str:
     return reason if _REASON.fullmatch(reason) else otherwise
 
 
-def leaving(pod: Raw, now: str) -> Finding:
-    """How a pod that is being deleted does. The API server's time is that of its end, not start."""
+def leaving(pod: Raw, now: str, *, grouped: bool = False) -> Finding:
+    """How a pod that is being deleted does. The API server's time is that of its end, not start.
+
+    `grouped`: it is one of several pods of an instance, which go together.
+    """
     deadline = text(pod, "metadata", "deletionTimestamp")
     late_s = seconds_between(deadline, now)
     if late_s is not None and late_s > STUCK_S:
         what = f"should have been gone by {clock(deadline)}"
         cause = f"its node {_node(pod)} does not answer, or a finalizer holds it"
         return Finding("Degraded", "StuckTerminating", what, cause)
+    if grouped and (fell := fall(pod)):
+        return Finding("Degraded" if fell.loops else "Waiting", fell.reason, fell.what, fell.detail)
     return Finding("Waiting", "Draining", f"draining, gone by {clock(deadline)} at the latest")
 
 
@@ -231,5 +236,7 @@ def _starting(pod: Raw, spec: Raw, statuses: Iterable[Raw]) -> Finding:
         what = "runs and waits for engines to route to"
         return Finding("Waiting", "WaitingForEngines", what)
     if name == ENGINE_CONTAINER:
-        return Finding("Waiting", "ModelLoading", f"the model is loading {since}")
+        before = exit_before(lagging[0])
+        detail = f"after {before}" if before else ""
+        return Finding("Waiting", "ModelLoading", f"the model is loading {since}", detail)
     return Finding("Waiting", "NotReady", f"container {short(name, 63)} is not ready {since}")

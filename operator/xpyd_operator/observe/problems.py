@@ -13,6 +13,7 @@ from xpyd_operator.observe.children import (
     NOTHING,
     Children,
     Key,
+    is_grouped,
     is_leaving,
     key_of,
     name_of,
@@ -21,6 +22,7 @@ from xpyd_operator.observe.children import (
     spec_of,
     workloads,
 )
+from xpyd_operator.observe.crashes import RECREATED
 from xpyd_operator.observe.pods import Finding, Kind, camel, leaving, unready
 from xpyd_operator.observe.raw import (
     Raw,
@@ -104,7 +106,10 @@ def _of_pods(
     for pod in alive:
         leaves = is_leaving(pod)
         stay += not leaves
-        finding = leaving(pod, now) if leaves else unready(pod, spec_of(pod, specs), now)
+        if leaves:
+            finding = leaving(pod, now, grouped=is_grouped(pod))
+        else:
+            finding = unready(pod, spec_of(pod, specs), now)
         if finding:
             groups.setdefault((finding.kind, finding.reason), []).append((name_of(pod), finding))
     problems: list[Problem] = []
@@ -114,7 +119,7 @@ def _of_pods(
             # The last of them to end is the one to wait for.
             name, finding = max(found, key=lambda item: (item[1].what, item[0]))
         # Of those that leave, none is missed.
-        among = "" if reason in ("Draining", "StuckTerminating") else f" of {stay}"
+        among = "" if reason in ("Draining", "StuckTerminating", RECREATED) else f" of {stay}"
         some = f"{len(found)}{among} {'pod' if f'{len(found)}{among}' == '1' else 'pods'}"
         detail = f": {finding.detail}" if finding.detail else ""
         message = f"{pool}: {finding.what} ({some}, {short(name, 80)}){detail}"

@@ -7,7 +7,7 @@ has ever been ready.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from xpyd_operator.api import InferenceFleet
@@ -53,6 +53,7 @@ def fleet_status(
     """
     rows = pool_rows(want, seen, children)
     port = fleet.spec.router.service.port
+    layouts = _layouts(fleet)
     status: dict[str, Any] = {
         "observedGeneration": generation,
         "endpoint": endpoint(fleet.name, namespace, port),
@@ -66,7 +67,7 @@ def fleet_status(
             now=now,
             generation=generation,
         ),
-        "pools": [_pool(row) for row in rows[:MAX_POOLS]],
+        "pools": [_pool(row, layouts) for row in rows[:MAX_POOLS]],
         "summary": _summary(fleet, rows),
     }
     if key_secret:
@@ -83,6 +84,7 @@ def pool_statuses(
         for p in children.pools
         if is_pool_object(p)
     }
+    layouts = _layouts(fleet)
     grouped = {pool.name for pool in fleet.spec.pools if pods_per_instance(pool) > 1}
     found: dict[str, dict[str, Any]] = {}
     for row in pool_rows(want, seen, children):
@@ -100,6 +102,8 @@ def pool_statuses(
             "drainingReplicas": row.draining,
             "selector": selector_text(selector),
         }
+        if row.name in layouts:
+            found[row.name]["layout"] = layouts[row.name]
     return found
 
 
@@ -109,7 +113,12 @@ def _notices(fleet: InferenceFleet) -> tuple[str, ...]:
     return tuple(text for text, holds in found.items() if holds)
 
 
-def _pool(row: PoolRow) -> dict[str, Any]:
+def _layouts(fleet: InferenceFleet) -> dict[str, str]:
+    """How the instances of each pool of the document split the model."""
+    return {pool.name: pool.parallelism.layout for pool in fleet.spec.pools}
+
+
+def _pool(row: PoolRow, layouts: Mapping[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "name": row.name,
         "role": row.role,
@@ -118,6 +127,8 @@ def _pool(row: PoolRow) -> dict[str, Any]:
         "updatedReplicas": row.updated,
         "drainingReplicas": row.draining,
     }
+    if row.name in layouts:
+        found["layout"] = layouts[row.name]
     if row.declared is not None:
         found["declaredReplicas"] = row.declared
     if row.revision:

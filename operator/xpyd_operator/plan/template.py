@@ -94,7 +94,7 @@ def engine_template(fleet: InferenceFleet, pool: Pool, *, model: str, image: str
 
 
 def _parallel_args(pool: Pool) -> list[str]:
-    """vLLM's names for them. Left out at 1, the only value that our engines know so far."""
+    """vLLM's names for them. Left out at 1, so that an instance of one rank keeps its revision."""
     sizes = {"tensor": pool.parallelism.tensor, "pipeline": pool.parallelism.pipeline}
     return [f"--{name}-parallel-size={size}" for name, size in sizes.items() if size > 1]
 
