@@ -1,9 +1,10 @@
 """The seams between a rank's model and the other ranks of its engine. Documented here only.
 
 A rank holds a `Part` of the model. Within a stage its tensor group adds up what each rank computed
-of a layer; between stages hidden states go on, and what the last stage drew comes back. `ALONE` is
-a rank without others. All calls of one rank come from one thread, in the same order on all ranks;
-every wait has a deadline and raises GroupError when it has passed.
+of a layer; between stages hidden states go on, and what the last stage drew comes back.
+`open_parallel` (state.py) makes them; `alone` (alone.py) is a rank without others. All calls of one
+rank come from one thread, in the same order on all ranks; every wait has a deadline and raises
+GroupError when it has passed.
 """
 
 from __future__ import annotations

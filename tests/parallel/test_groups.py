@@ -1,0 +1,74 @@
+"""Groups of ranks, made over one address (ORACLES.md 49 to 53): who is in which, what goes over
+them, how they end. Real processes over Gloo."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.parallel.rank_kit import Seat, run_ranks
+from xpyd_core.parallel.ranks import Sizes
+from xpyd_worker.parallel.groups import group_by_name
+
+TP2_PP2 = Sizes(tensor=2, pipeline=2)
+KINDS = ("world", "tensor", "pipeline", "data")
+
+
+def _groups(state: Any) -> dict[str, Any]:
+    return {
+        "world": state.world,
+        "tensor": state.tensor_group,
+        "pipeline": state.pipeline_group,
+        "data": state.data_group,
+    }
+
+
+def places(seat: Seat, sizes: Sizes) -> dict[str, Any]:
+    with seat.open(sizes) as state:
+        found: dict[str, Any] = {}
+        for kind, group in _groups(state).items():
+            assert group_by_name(group.unique_name) is group
+            assert group.device_group.ranks == group.cpu_group.ranks == group.ranks
+            found[kind] = (group.ranks, group.rank_in_group, group.is_first, group.is_last)
+            found[f"{kind} ends"] = (
+                group.first_rank,
+                group.last_rank,
+                group.next_rank,
+                group.prev_rank,
+            )
+            assert (group.rank, group.local_rank) == (seat.rank, seat.rank)
+        found["part"] = state.part
+        return found
+
+
+def test_ranks_know_their_groups_and_parts():
+    found = run_ranks(places, 4, TP2_PP2)
+    assert [one["tensor"][0] for one in found] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert [one["pipeline"][0] for one in found] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert [one["data"][0] for one in found] == [(0,), (1,), (2,), (3,)]
+    assert [one["world"][0] for one in found] == [(0, 1, 2, 3)] * 4
+    # Rank 3: the last of its pipeline group, number 1 there; behind it comes the first.
+    assert found[3]["pipeline"] == ((1, 3), 1, False, True)
+    assert found[3]["pipeline ends"] == (1, 3, 1, 1)
+    assert found[1]["world ends"] == (0, 3, 2, 0)
+    assert [one["part"].layers for one in found] == [range(6), range(6), range(6, 12), range(6, 12)]
+    assert [one["part"].is_last for one in found] == [False, False, True, True]
+    assert [one["part"].tensor_rank for one in found] == [0, 1, 0, 1]
+
+
+def sums(seat: Seat, sizes: Sizes) -> Any:
+    with seat.open(sizes) as state:
+        mine = torch.arange(6.0).view(2, 3) + 10 * seat.rank
+        total = state.tensor.all_reduce(mine.clone())
+        beside = state.tensor.all_gather(mine)
+        return total.tolist(), beside.tolist()
+
+
+def test_a_tensor_group_adds_up_and_gathers_among_its_own_ranks():
+    found = run_ranks(sums, 4, TP2_PP2)
+    base = torch.arange(6.0).view(2, 3)
+    for rank, (total, beside) in enumerate(found):
+        pair = (0, 1) if rank < 2 else (2, 3)
+        assert total == (2 * base + 10 * sum(pair)).tolist()
+        assert beside == torch.cat([base + 10 * one for one in pair], dim=1).tolist()

@@ -1,0 +1,134 @@
+"""Opens what one rank has of the others, and closes it in the opposite order.
+
+Called once by a rank's process, before it loads its part of the model. See `api.py` for what comes
+of it, xpyd_core.parallel.ranks for who is in which group.
+"""
+
+from __future__ import annotations
+
+import socket
+from contextlib import ExitStack
+from typing import Self
+
+import torch
+
+from xpyd_core.parallel.ranks import Groups, Sizes, group_of
+from xpyd_worker.parallel.alone import NO_BOUNDARY, NO_FEEDBACK
+from xpyd_worker.parallel.api import NO_GROUP, Boundary, Feedback, Part, TensorGroup
+from xpyd_worker.parallel.boundary import HiddenSize, StageBoundary
+from xpyd_worker.parallel.distributed import (
+    Rendezvous,
+    Store,
+    gloo_device,
+    gloo_group,
+    nccl_group,
+)
+from xpyd_worker.parallel.feedback import StageFeedback
+from xpyd_worker.parallel.groups import GroupCoordinator
+from xpyd_worker.parallel.ops import OpsTensorGroup
+
+
+class ParallelState:
+    """See Parallel. `close` it, or use it in a `with`."""
+
+    def __init__(
+        self, part: Part, groups: dict[str, GroupCoordinator], hidden: HiddenSize, owned: ExitStack
+    ) -> None:
+        """`groups` are owned by `owned`. See `open_parallel`."""
+        self._part = part
+        self.world, self.tensor_group = groups["world"], groups["tensor"]
+        self.pipeline_group, self.data_group = groups["pipeline"], groups["data"]
+        self._owned = owned
+        self._tensor = OpsTensorGroup(self.tensor_group) if part.tensor_size > 1 else NO_GROUP
+        self._boundary: Boundary = NO_BOUNDARY
+        self._feedback: Feedback = NO_FEEDBACK
+        if part.stages > 1:
+            self._boundary = StageBoundary(self.pipeline_group, self.tensor_group, hidden)
+            self._feedback = StageFeedback(self.pipeline_group)
+
+    @property
+    def part(self) -> Part:
+        return self._part
+
+    @property
+    def tensor(self) -> TensorGroup:
+        return self._tensor
+
+    @property
+    def boundary(self) -> Boundary:
+        return self._boundary
+
+    @property
+    def feedback(self) -> Feedback:
+        return self._feedback
+
+    def close(self) -> None:
+        """End all groups, the last made first. What waits in one fails."""
+        self._owned.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_parallel(
+    sizes: Sizes,
+    *,
+    rank: int,
+    local_rank: int,
+    at: Rendezvous,
+    device: torch.device,
+    layers: tuple[range, ...],
+    hidden: HiddenSize,
+) -> ParallelState:
+    """Meet the other ranks and make the groups. `layers`: of each stage (partition()); `hidden`: of
+    the largest step. Raises GroupError, naming who does not come within `at.connect_s`."""
+    place = sizes.place(rank)
+    part = Part(
+        layers=layers[place.stage],
+        stage=place.stage,
+        stages=sizes.pipeline,
+        tensor_rank=place.tensor,
+        tensor_size=sizes.tensor,
+    )
+    kinds: dict[str, Groups] = {
+        "world": (tuple(range(sizes.world)),),
+        "tensor": sizes.tensor_groups,
+        "pipeline": sizes.pipeline_groups,
+        "data": sizes.data_groups,
+    }
+    store = Store(at, rank, sizes.world)
+    gloo = gloo_device(at.address)
+    groups: dict[str, GroupCoordinator] = {}
+    with ExitStack() as stack:
+        for kind, all_of_kind in kinds.items():
+            ranks = group_of(all_of_kind, rank)
+            # The same on all its members, and nobody else's.
+            name = f"{kind}-{all_of_kind.index(ranks)}"
+            cpu_group = gloo_group(store, f"{name}-cpu", ranks, device=gloo, at=at)
+            stack.callback(cpu_group.close)
+            if device.type == "cpu":
+                device_group = gloo_group(store, f"{name}-device", ranks, device=gloo, at=at)
+            else:
+                device_group = nccl_group(store, f"{name}-device", ranks, device=device, at=at)
+            stack.callback(device_group.close)
+            groups[kind] = GroupCoordinator(
+                kind,
+                device_group=device_group,
+                cpu_group=cpu_group,
+                device=device,
+                local_rank=local_rank,
+            )
+            stack.callback(groups[kind].close)
+        return ParallelState(part, groups, hidden, stack.pop_all())
+
+
+def own_address(host: str, port: int) -> str:
+    """The address of this machine from which it reaches host:port."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    family, kind, protocol, _, to = found[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(to)  # a datagram socket sends nothing yet
+        return str(probe.getsockname()[0])
