@@ -46,12 +46,13 @@ class LocalFleet:
         (folder / "model" / "config.json").write_text("{}")
         self.children: list[subprocess.Popen[bytes]] = []
 
-    def write(self, args=(), *, prefill=1, decode=2, drain=30, extra="", head="") -> None:
+    def write(self, args=(), *, prefill=1, decode=2, drain=30, layout=None) -> None:
         pools = [("prefill", "Prefill", prefill), ("decode", "Decode", decode)]
         rows = [
             {"name": pool, "role": role, "replicas": replicas, "resources": {"gpus": 0}}
             for pool, role, replicas in pools
         ]
+        rows[1]["parallelism"] = layout or {}
         spec = {
             "model": {"uri": "file://model"},
             "engine": {"args": list(args)},

@@ -34,21 +34,17 @@ def test_a_fleet_on_cpus_is_taken_and_nothing_is_said() -> None:
 
 
 def test_gpus_are_refused_also_where_they_are_the_default() -> None:
-    wanted = {"spec.pools.0.resources": {"gpus": 2}, "spec.pools.1.resources": {}}
-    wanted = fleet({**wanted, "spec.pools.0.parallelism": {"tensor": 2}})
+    wanted = fleet(
+        {
+            "spec.pools.0.resources": {"gpus": 2},
+            "spec.pools.0.parallelism": {"tensor": 2},
+            "spec.pools.1.resources": {},
+        }
+    )
     fix = "local mode runs CPU instances only; write `resources: {gpus: 0}`"
     assert refusals(wanted) == [
         f"spec.pools[0].resources.gpus: 2: {fix}",
         f"spec.pools[1].resources.gpus: 1 (the default): {fix}",
-    ]
-
-
-def test_instances_of_several_processes_are_refused() -> None:
-    wanted = fleet({"spec.pools.1.parallelism": {"tensor": 2, "pipeline": 3}})
-    fix = "local mode runs one process per instance; leave it out"
-    assert refusals(wanted) == [
-        f"spec.pools[1].parallelism.tensor: 2: {fix}",
-        f"spec.pools[1].parallelism.pipeline: 3: {fix}",
     ]
 
 

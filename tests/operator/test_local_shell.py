@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -122,6 +123,41 @@ def test_scaling_starts_and_drains_instances_and_touches_no_other(running, capsy
     assert is_gone(more["decode-2"])
     assert is_gone(more["decode-1"])
     assert "t-decode: 3 -> 1 replicas\nt-decode: 1 ready\n" in capsys.readouterr().out
+
+
+def test_an_instance_of_several_ranks_is_one_process_of_ours_with_its_layout(fleet, capsys):
+    fleet.write(decode=1, layout={"tensor": 2, "pipeline": 2})
+    assert fleet.up() == 0
+    argv = fleet.start_line("decode-0")["argv"]
+    assert {"--tensor-parallel-size=2", "--pipeline-parallel-size=2"} <= set(argv)
+    threads = max(1, len(os.sched_getaffinity(0)) // 5)
+    assert f"--threads={threads}" in argv
+    assert not [arg for arg in fleet.start_line("prefill-0")["argv"] if "parallel" in arg]
+    view = fleet.view()
+    assert {p.name: p.layout for p in view.pools} == {
+        "router": "", "prefill": "TP1xPP1", "decode": "TP2xPP2",
+    }  # fmt: skip
+    layouts = {name: pod.layout for name, pod in fleet.pods().items()}
+    assert layouts == {"router-0": "", "prefill-0": "TP1xPP1", "decode-0": "TP2xPP2"}
+    capsys.readouterr()
+    show_status("t", as_json=False)
+    rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()[7:]]
+    assert rows == [
+        ["POD", "ROLE", "LAYOUT"],
+        ["t-router-0", "Router", "-"],
+        ["t-decode-0", "Decode", "TP2xPP2"],
+        ["t-prefill-0", "Prefill", "TP1xPP1"],
+    ]
+
+
+def test_a_layout_that_does_not_fit_the_model_leaves_a_running_fleet_as_it_is(running, tmp_path):
+    pids = running.pids()
+    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 8}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    running.write(layout={"pipeline": 3})
+    with pytest.raises(UserError, match=r"spec\.pools\[1\]\.parallelism\.pipeline: 3 stages for 2"):
+        running.up()
+    assert running.pids() == pids
 
 
 def test_an_unchanged_document_undoes_no_scaling_and_a_changed_one_replaces_what_it_changes(

@@ -24,7 +24,7 @@ from xpyd_operator.local.memory import (
 GIB = 1 << 30
 
 
-def fleet(args=(), kv=None):
+def fleet(args=(), kv=None, parallelism=None):
     document = {
         "apiVersion": "xpyd.dev/v1alpha1",
         "kind": "InferenceFleet",
@@ -34,7 +34,12 @@ def fleet(args=(), kv=None):
             "engine": {"args": list(args)},
             "pools": [
                 {"name": "p", "role": "Prefill", "resources": {"gpus": 0}},
-                {"name": "d", "role": "Decode", "resources": {"gpus": 0}},
+                {
+                    "name": "d",
+                    "role": "Decode",
+                    "resources": {"gpus": 0},
+                    "parallelism": parallelism or {},
+                },
             ],
             "kvTransfer": kv or {},
         },
@@ -42,9 +47,10 @@ def fleet(args=(), kv=None):
     return parse_fleet(json.dumps(document).encode(), source="f")
 
 
-def plan(available, *, args=(), kv=None, replicas=(1, 3), cores=8, weights=0):
+def plan(available, *, args=(), kv=None, replicas=(1, 3), cores=8, weights=0, parallelism=None):
     machine = Machine(available, cores)
-    return plan_memory(fleet(args, kv), replicas, machine, weights_bytes=weights)
+    document = fleet(args, kv, parallelism)
+    return plan_memory(document, replicas, machine, weights_bytes=weights)
 
 
 def test_a_large_machine_gives_each_engine_its_most():
@@ -92,8 +98,42 @@ def test_cores_are_shared_and_nobody_gets_none(cores, replicas, threads):
     assert plan(64 * GIB, cores=cores, replicas=replicas).threads == threads
 
 
+def test_each_rank_is_a_process_with_kv_of_its_own_and_a_share_of_the_weights():
+    kv = {"bufferSize": "64Mi", "hostPoolSize": "256Mi"}
+    found = plan(
+        64 * GIB,
+        args=["--kv-cache-memory=100Mi"],
+        kv=kv,
+        weights=GIB,
+        parallelism={"tensor": 2, "pipeline": 3},
+    )
+    p, d = found.of("p"), found.of("d")
+    assert p.total_bytes == PROCESS_BYTES + GIB + 100 * MIB
+    assert d.total_bytes == 7 * PROCESS_BYTES + GIB + 6 * 420 * MIB
+    assert found.total_bytes == p.total_bytes + 3 * d.total_bytes
+    head, of_p, of_d, total = found.table().splitlines()
+    assert head.split()[2:5] == ["engines", "ranks", "process"]
+    assert of_p.split()[:5] == ["p", "1", "1", "700.0", "MiB"]
+    assert of_d.split()[:5] == ["d", "3", "6", "4.8", "GiB"]
+    assert of_d.split()[7:] == ["600.0", "MiB", "384.0", "MiB", "1.5", "GiB"]
+    assert total.endswith("1 CPU threads each rank")
+
+
+def test_cores_are_shared_among_the_ranks_of_all_engines():
+    layout = {"tensor": 2, "pipeline": 2}
+    assert plan(64 * GIB, cores=18, replicas=(1, 2), parallelism=layout).threads == 2
+    assert plan(64 * GIB, cores=2, replicas=(1, 2), parallelism=layout).threads == 1
+
+
+def test_a_fleet_whose_ranks_do_not_fit_is_refused_where_one_rank_would():
+    assert plan(4 * GIB, replicas=(1, 1))
+    with pytest.raises(UserError, match="the fleet does not fit this machine"):
+        plan(4 * GIB, replicas=(1, 1), parallelism={"tensor": 4})
+
+
 @settings(max_examples=60, deadline=None)
 @given(
+    layout=st.sampled_from([{}, {"tensor": 2}, {"tensor": 2, "pipeline": 4}]),
     available=st.integers(0, 200 * GIB),
     replicas=st.tuples(st.integers(0, 8), st.integers(0, 8)),
     cache=st.none() | st.integers(1, 4096),
@@ -102,18 +142,25 @@ def test_cores_are_shared_and_nobody_gets_none(cores, replicas, threads):
     weights=st.integers(0, 8 * GIB),
 )
 def test_a_plan_always_fits_and_keeps_what_was_given(
-    available, replicas, cache, buffer, pool, weights
+    layout, available, replicas, cache, buffer, pool, weights
 ):
     args = [] if cache is None else [f"--kv-cache-memory={cache}Mi"]
     kv = {"bufferSize": buffer} if buffer else {}
     kv |= {} if pool is None else {"hostPoolSize": f"{pool}Mi"}
     try:
-        found = plan(available, args=args, kv=kv, replicas=replicas, weights=weights)
+        found = plan(
+            available, args=args, kv=kv, replicas=replicas, weights=weights, parallelism=layout
+        )
     except UserError:
         # Right only if even the least of what is open does not fit.
-        least = PROCESS_BYTES + weights + (CACHE_LEAST_BYTES if cache is None else cache * MIB)
+        least = CACHE_LEAST_BYTES if cache is None else cache * MIB
         most_buffer = least + GIB  # 99 % of the cache, or the 1 GiB that was asked for
-        most = sum(replicas) * (least + most_buffer + (pool or 0) * MIB)
+        of_a_rank = least + most_buffer + (pool or 0) * MIB
+        ranks = (1, layout.get("tensor", 1) * layout.get("pipeline", 1))
+        most = sum(
+            count * ((each + 1) * PROCESS_BYTES + weights + each * of_a_rank)
+            for count, each in zip(replicas, ranks, strict=True)
+        )
         assert most > available * 8 // 10
         return
     assert found.total_bytes <= found.usable_bytes or sum(replicas) == 0

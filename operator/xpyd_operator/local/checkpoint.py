@@ -1,6 +1,6 @@
 """The fleet's model as seen from this machine: where it is, and how much memory its weights take.
 
-Reads names and sizes only; what is in the checkpoint is the worker's business.
+Reads names, sizes and config.json; what else is in the checkpoint is the worker's business.
 """
 
 from __future__ import annotations
@@ -45,15 +45,22 @@ def weights_bytes(model: str, args: Sequence[str]) -> int:
     if "://" in model:
         return 0
     on_disk = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
-    widened = _stored_dtype(Path(model)) in _HALF and flag_value(args, "--dtype") not in _HALF
+    widened = _stored_dtype(model) in _HALF and flag_value(args, "--dtype") not in _HALF
     return on_disk * (2 if widened else 1)
 
 
-def _stored_dtype(folder: Path) -> str:
+def read_config(model: str) -> dict[str, Any]:
+    """The checkpoint's config.json; empty for what is not on this machine or is no such file."""
+    if "://" in model:
+        return {}
     try:
-        with (folder / "config.json").open("rb") as file:
+        with (Path(model) / "config.json").open("rb") as file:
             read: object = json.loads(file.read(_MAX_CONFIG_BYTES))
-    except (OSError, ValueError):
-        return ""
-    config = cast("dict[str, Any]", read) if isinstance(read, dict) else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return cast("dict[str, Any]", read) if isinstance(read, dict) else {}
+
+
+def _stored_dtype(model: str) -> str:
+    config = read_config(model)
     return str(config.get("dtype") or config.get("torch_dtype") or "")

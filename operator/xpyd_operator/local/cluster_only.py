@@ -38,7 +38,7 @@ CLUSTER_ONLY = frozenset(
 def check_local(fleet: InferenceFleet, *, source: str) -> None:
     """UserError with all that local mode cannot run; `source` names the document."""
     lines = [
-        line for index, pool in enumerate(fleet.spec.pools) for line in _too_large(index, pool)
+        line for index, pool in enumerate(fleet.spec.pools) for line in _with_gpus(index, pool)
     ]
     lines += template_problems(fleet)
     if lines:
@@ -46,19 +46,13 @@ def check_local(fleet: InferenceFleet, *, source: str) -> None:
         raise UserError("\n  ".join([f"{source}: {count}", *lines]))
 
 
-def _too_large(index: int, pool: Pool) -> Iterator[str]:
-    path = f"spec.pools[{index}]"
+def _with_gpus(index: int, pool: Pool) -> Iterator[str]:
     if gpus := pool.resources.gpus:
         given = "" if "gpus" in pool.resources.model_fields_set else " (the default)"
         yield (
-            f"{path}.resources.gpus: {gpus}{given}: local mode runs CPU instances only; "
-            "write `resources: {gpus: 0}`"
+            f"spec.pools[{index}].resources.gpus: {gpus}{given}: local mode runs CPU instances "
+            "only; write `resources: {gpus: 0}`"
         )
-    sizes = {"tensor": pool.parallelism.tensor, "pipeline": pool.parallelism.pipeline}
-    for name, size in sizes.items():
-        if size > 1:
-            what = "local mode runs one process per instance; leave it out"
-            yield f"{path}.parallelism.{name}: {size}: {what}"
 
 
 def cluster_only(fleet: InferenceFleet) -> str:

@@ -3,6 +3,9 @@
 A size that the document or engine.args give is honoured, or the fleet is refused with the numbers;
 only sizes that nobody gave are chosen here. Scaling later starts instances with the same plan: an
 instance that runs is never resized.
+
+An instance of several ranks is a process for each of them and one that serves HTTP. The weights are
+divided among the ranks, and each has a KV cache, a buffer and a host pool of the sizes given.
 """
 
 from __future__ import annotations
@@ -30,10 +33,12 @@ _POOL_FLAG = "--kv-host-pool-size"
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """One engine of a pool, in bytes. `args`: the flags for the sizes that were chosen here."""
+    """One engine of a pool, in bytes; cache, buffer and host pool are those of one rank. `args`:
+    the flags for the sizes that were chosen here."""
 
     pool: str
     engines: int
+    ranks: int
     weights_bytes: int
     cache_bytes: int
     buffer_bytes: int
@@ -43,13 +48,13 @@ class EngineMemory:
     @property
     def total_bytes(self) -> int:
         """All of one engine."""
-        parts = self.weights_bytes + self.cache_bytes + self.buffer_bytes + self.host_pool_bytes
-        return PROCESS_BYTES + parts
+        of_a_rank = self.cache_bytes + self.buffer_bytes + self.host_pool_bytes
+        return _fixed_bytes(self.ranks, self.weights_bytes) + self.ranks * of_a_rank
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The plan of a fleet; `threads` for each engine."""
+    """The plan of a fleet; `threads` for each rank of each engine."""
 
     usable_bytes: int
     threads: int
@@ -66,29 +71,33 @@ class MemoryPlan:
 
     def table(self) -> str:
         """The plan for people."""
+        has_ranks = any(e.ranks > 1 for e in self.pools)
+        count = ("engines", "ranks") if has_ranks else ("engines",)
         rows: list[tuple[str, ...]] = [
-            ("memory plan", "engines", "process", "weights", "KV cache", "buffer", "host pool")
+            ("memory plan", *count, "process", "weights", "KV cache", "buffer", "host pool")
         ]
         for e in self.pools:
-            parts = (PROCESS_BYTES, e.weights_bytes, e.cache_bytes, e.buffer_bytes)
-            sizes = [format_bytes(part) for part in (*parts, e.host_pool_bytes)]
-            rows.append((e.pool, str(e.engines), *sizes))
+            of_ranks = (e.cache_bytes, e.buffer_bytes, e.host_pool_bytes)
+            parts = (_fixed_bytes(e.ranks, 0), e.weights_bytes, *(e.ranks * b for b in of_ranks))
+            counts = (str(e.engines), str(e.ranks))[: len(count)]
+            rows.append((e.pool, *counts, *map(format_bytes, parts)))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         total = f"{format_bytes(self.total_bytes)} of {format_bytes(self.usable_bytes)} usable"
-        return "\n".join([*lines, f"total {total}; {self.threads} CPU threads each"])
+        each = "each rank" if has_ranks else "each"
+        return "\n".join([*lines, f"total {total}; {self.threads} CPU threads {each}"])
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Sizes of one pool's engines as far as somebody gave them; None: to be chosen."""
+    """Sizes of one rank of a pool's engines as far as somebody gave them; None: to be chosen."""
 
     cache: int | None
     buffer_text: str
     host_pool: int | None
 
     def least(self) -> int:
-        """Bytes of an engine when everything to be chosen is as small as it may be."""
+        """Bytes of a rank when everything to be chosen is as small as it may be."""
         cache = self.cache if self.cache is not None else CACHE_LEAST_BYTES
         return cache + self.buffer(cache) + (self.host_pool or 0)
 
@@ -101,20 +110,28 @@ def plan_memory(
 ) -> MemoryPlan:
     """Sizes for `replicas[i]` engines of pool i; UserError with the numbers if they do not fit."""
     pools = fleet.spec.pools
-    engines = sum(replicas)
+    ranks = [pool.parallelism.ranks for pool in pools]
+    all_ranks = sum(count * each for count, each in zip(replicas, ranks, strict=True))
     usable = machine.available_bytes * USABLE_PERCENT // 100
     sizes = [_given(fleet, pool) for pool in pools]
-    fixed = PROCESS_BYTES + weights_bytes
-    least = sum(count * (fixed + size.least()) for count, size in zip(replicas, sizes, strict=True))
-    spare = (usable - least) // max(1, engines)
+    least = sum(
+        count * (_fixed_bytes(each, weights_bytes) + each * size.least())
+        for count, each, size in zip(replicas, ranks, sizes, strict=True)
+    )
+    spare = (usable - least) // max(1, all_ranks)
     found = tuple(
         _fit(pool, count, size, spare, weights_bytes)
         for pool, count, size in zip(pools, replicas, sizes, strict=True)
     )
-    plan = MemoryPlan(usable, max(1, machine.cores // max(1, engines)), found)
-    if engines and spare < 0:
+    plan = MemoryPlan(usable, max(1, machine.cores // max(1, all_ranks)), found)
+    if all_ranks and spare < 0:
         raise UserError(_refusal(plan, machine))
     return plan
+
+
+def _fixed_bytes(ranks: int, weights_bytes: int) -> int:
+    """An engine without its KV: its processes and the weights that they share out."""
+    return PROCESS_BYTES * (1 if ranks == 1 else 1 + ranks) + weights_bytes
 
 
 def check_room(plan: MemoryPlan, pool: str, more: int, machine: Machine) -> None:
@@ -156,7 +173,7 @@ def _given(fleet: InferenceFleet, pool: Pool) -> _Sizes:
 
 
 def _fit(pool: Pool, engines: int, size: _Sizes, spare: int, weights_bytes: int) -> EngineMemory:
-    """Give an engine its part of the spare memory: a third to the host pool, the rest to cache."""
+    """Give a rank its part of the spare memory: a third to the host pool, the rest to cache."""
     args: list[str] = []
     spare = max(0, spare)
     host_pool = size.host_pool
@@ -174,6 +191,7 @@ def _fit(pool: Pool, engines: int, size: _Sizes, spare: int, weights_bytes: int)
     return EngineMemory(
         pool=pool.name,
         engines=engines,
+        ranks=pool.parallelism.ranks,
         weights_bytes=weights_bytes,
         cache_bytes=cache,
         buffer_bytes=size.buffer(cache),

@@ -15,7 +15,7 @@ from xpyd_operator.local.pods import ROUTER_HOST, Site
 from xpyd_operator.local.state import FleetRecord, PodRecord
 from xpyd_operator.local.supervisor import Supervisor
 from xpyd_operator.local.views import FleetView, PodView, PoolView
-from xpyd_operator.plan import ROUTER
+from xpyd_operator.plan import ROUTER, layout_of
 from xpyd_operator.plan.keep import backoff_s
 
 
@@ -40,6 +40,7 @@ def handle(supervisor: Supervisor, ask: Ask, now: float) -> Answer:
 def view_of(supervisor: Supervisor, now: float) -> FleetView:
     """The fleet as it is now; `now` in the supervisor's clock."""
     status, site = supervisor.status, supervisor.roster.site
+    layouts = {pool.name: pool.parallelism.layout for pool in supervisor.fleet.spec.pools}
     return FleetView(
         fleet=site.fleet,
         endpoint=site.endpoint,
@@ -48,7 +49,9 @@ def view_of(supervisor: Supervisor, now: float) -> FleetView:
         message=status.message if status else "",
         supervisor_pid=supervisor.identity.pid,
         pools=tuple(
-            PoolView(p.name, _role(p.role), p.replicas, p.ready, p.revision)
+            PoolView(
+                p.name, _role(p.role), p.replicas, p.ready, p.revision, layouts.get(p.name, "")
+            )
             for p in (status.pools if status else ())
         ),
         pods=tuple(_pod_view(pod, site, now) for pod in supervisor.roster),
@@ -109,6 +112,7 @@ def _pod_view(pod: PodProcess, site: Site, now: float) -> PodView:
         reason=reason,
         log=str(pod.log),
         exit_status=pod.last_exit,
+        layout=layout_of(pod.pod.template),
     )
 
 

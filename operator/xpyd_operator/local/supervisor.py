@@ -19,6 +19,7 @@ from xpyd_operator.api import InferenceFleet
 from xpyd_operator.api.changes import refused_changes, refused_scale
 from xpyd_operator.local import probe
 from xpyd_operator.local.checkpoint import locate_model, weights_bytes
+from xpyd_operator.local.layouts import check_layouts
 from xpyd_operator.local.machine import read_machine
 from xpyd_operator.local.memory import MemoryPlan, check_room, plan_memory
 from xpyd_operator.local.pod_process import PodProcess
@@ -139,6 +140,7 @@ class Supervisor:
         if wrong := refused_changes(self.fleet, fleet):
             raise UserError("\n".join(wrong))
         model = locate_model(fleet.spec.model.uri, folder)
+        check_layouts(fleet, model)
         want = fleet_want(fleet, model=model)
         memory = self._plan_memory(fleet, want, model)
         old = {pool.name: pool for pool in self._want.pools}

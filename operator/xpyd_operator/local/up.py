@@ -26,6 +26,7 @@ from xpyd_operator.local import control, service
 from xpyd_operator.local.checkpoint import locate_model, weights_bytes
 from xpyd_operator.local.cluster_only import check_local, cluster_only
 from xpyd_operator.local.console import PrefixWriter, Streamer
+from xpyd_operator.local.layouts import check_layouts
 from xpyd_operator.local.machine import read_machine
 from xpyd_operator.local.memory import MemoryPlan, plan_memory
 from xpyd_operator.local.pods import ROUTER_HOST, Program, Site, xpyd_program
@@ -97,8 +98,10 @@ def _load(options: UpOptions) -> InferenceFleet:
 
 
 def plan_fleet_memory(fleet: InferenceFleet, folder: Path) -> MemoryPlan:
-    """The memory plan on this machine now; UserError when model or memory are missing."""
+    """The memory plan on this machine now; UserError when model or memory are missing, or where the
+    model cannot be divided as its pools say."""
     model = locate_model(fleet.spec.model.uri, folder)
+    check_layouts(fleet, model)
     pools = pools_wanted(fleet_want(fleet, model=model), ())
     replicas = [pool.replicas for pool in pools if pool.name != ROUTER]
     check_addresses(sum(replicas))

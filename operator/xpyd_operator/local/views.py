@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import msgspec
 
+ONE_RANK = "TP1xPP1"
+
 
 class PodView(msgspec.Struct, frozen=True):
-    """One pod. `state`: Starting, Ready, NotReady, Draining, Restarting or Orphaned.
+    """One instance. `state`: Starting, Ready, NotReady, Draining, Restarting or Orphaned.
 
     `http` and `kv` are its addresses (`kv` empty for the router), `reason` says why it is not
     Ready, `failures` counts exits in a row, `restarts` all of them; `exit_status` is the last
-    process's (negative: the signal that killed it), null before a first exit.
+    process's (negative: the signal that killed it), null before a first exit. `layout`: how it
+    splits the model, such as TP2xPP2; empty for the router.
     """
 
     name: str
@@ -31,16 +34,18 @@ class PodView(msgspec.Struct, frozen=True):
     reason: str = ""
     log: str = ""
     exit_status: int | None = None
+    layout: str = ""
 
 
 class PoolView(msgspec.Struct, frozen=True):
-    """One pool; `desired` and `ready` count instances."""
+    """One pool; `desired` and `ready` count instances, `layout` is that of new ones."""
 
     name: str
     role: str
     desired: int
     ready: int
     revision: str
+    layout: str = ""
 
 
 class FleetView(msgspec.Struct, frozen=True):
@@ -66,12 +71,19 @@ def view_tables(view: FleetView) -> str:
     state = view.reason if not view.message else f"{view.reason} ({view.message})"
     pools = [("POOL", "ROLE", "DESIRED", "READY", "REVISION")]
     pools += [(p.name, p.role, str(p.desired), str(p.ready), p.revision) for p in view.pools]
-    pods = [("POD", "ROLE", "STATE", "HTTP", "PID", "RESTARTS", "AGE")]
+    # A fleet whose instances are one rank each has nothing to tell apart here.
+    has_layouts = any(pod.layout not in ("", ONE_RANK) for pod in view.pods)
+    layout = ("LAYOUT",) if has_layouts else ()
+    pods: list[tuple[str, ...]] = [
+        ("POD", "ROLE", *layout, "STATE", "HTTP", "PID", "RESTARTS", "AGE")
+    ]
     for pod in view.pods:
         shown = f"{pod.state} ({pod.reason})" if pod.reason else pod.state
         pid = str(pod.pid) if pod.pid else "-"
         restarts = str(pod.restarts)
-        pods.append((pod.name, pod.role, shown, pod.http, pid, restarts, age(pod.age_s)))
+        layout = (pod.layout or "-",) if has_layouts else ()
+        rest = (shown, pod.http, pid, restarts, age(pod.age_s))
+        pods.append((pod.name, pod.role, *layout, *rest))
     parts = [f"fleet {view.fleet}  {state}  {view.endpoint}"]
     parts += [table(rows) for rows in (pools, pods) if len(rows) > 1]
     return "\n\n".join(parts)

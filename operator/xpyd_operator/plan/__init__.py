@@ -9,7 +9,7 @@ time comes in as an argument. Applying a plan twice changes nothing the second t
 
 from xpyd_operator.plan.fleet import plan, pool_replicas, pools_wanted
 from xpyd_operator.plan.keep import keep
-from xpyd_operator.plan.template import INSECURE_FLAG, fleet_want, revision_of
+from xpyd_operator.plan.template import INSECURE_FLAG, fleet_want, layout_of, revision_of
 from xpyd_operator.plan.values import (
     MOST_REPLICAS,
     ROUTER,
@@ -63,6 +63,7 @@ __all__ = [
     "WorkloadSeen",
     "fleet_want",
     "keep",
+    "layout_of",
     "plan",
     "pool_replicas",
     "pools_wanted",

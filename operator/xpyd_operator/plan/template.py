@@ -14,7 +14,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from xpyd_operator.api import InferenceFleet, KvTransfer, Pool, Router
+from xpyd_core.parallel.checks import PIPELINE, TENSOR
+from xpyd_operator.api import InferenceFleet, KvTransfer, Parallelism, Pool, Router
 from xpyd_operator.plan.values import MOST_REPLICAS, ROUTER, FleetWant, PoolWant, Template
 
 INSECURE_FLAG = "--kv-insecure"
@@ -95,8 +96,17 @@ def engine_template(fleet: InferenceFleet, pool: Pool, *, model: str, image: str
 
 def _parallel_args(pool: Pool) -> list[str]:
     """vLLM's names for them. Left out at 1, so that an instance of one rank keeps its revision."""
-    sizes = {"tensor": pool.parallelism.tensor, "pipeline": pool.parallelism.pipeline}
-    return [f"--{name}-parallel-size={size}" for name, size in sizes.items() if size > 1]
+    sizes = {TENSOR: pool.parallelism.tensor, PIPELINE: pool.parallelism.pipeline}
+    return [f"{flag}={size}" for flag, size in sizes.items() if size > 1]
+
+
+def layout_of(template: Template) -> str:
+    """How an instance of the template splits the model, for people; "" for a router."""
+    if template.role == ROUTER:
+        return ""
+    given = dict(arg.split("=", 1) for arg in template.args if arg.startswith((TENSOR, PIPELINE)))
+    tensor, pipeline = int(given.get(TENSOR, 1)), int(given.get(PIPELINE, 1))
+    return Parallelism(tensor=tensor, pipeline=pipeline).layout
 
 
 def _kv_args(kv: KvTransfer, role: str) -> list[str]:

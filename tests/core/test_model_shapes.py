@@ -1,0 +1,59 @@
+"""The shape that decides how a model can be divided, read from a config.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from xpyd_core.parallel.checks import Shape
+from xpyd_core.parallel.config import shape_of
+
+PLAIN: dict[str, Any] = {
+    "num_hidden_layers": 22,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 96,
+}
+
+
+def sizes(**fields: Any) -> set[int]:
+    shape = shape_of({**PLAIN, **fields})
+    assert shape is not None
+    return set(shape.intermediate_sizes)
+
+
+def test_a_shape_is_layers_heads_and_the_sizes_of_mlps() -> None:
+    assert shape_of(PLAIN) == Shape(
+        layers=22, heads=32, kv_heads=8, intermediate_sizes=frozenset({96})
+    )
+
+
+def test_without_a_number_of_kv_heads_each_head_has_its_own() -> None:
+    shape = shape_of({**PLAIN, "num_key_value_heads": None})
+    assert shape is not None
+    assert shape.kv_heads == 32
+
+
+def test_experts_sizes_count_and_that_of_plain_layers_only_where_there_are_some() -> None:
+    assert sizes(num_local_experts=8) == {96}
+    experts = {"num_experts": 128, "moe_intermediate_size": 48}
+    assert sizes(**experts) == {48}
+    assert sizes(**experts, mlp_only_layers=[], decoder_sparse_step=1) == {48}
+    assert sizes(**experts, mlp_only_layers=[3]) == {48, 96}
+    assert sizes(**experts, decoder_sparse_step=2) == {48, 96}
+    assert sizes(n_routed_experts=4, moe_intermediate_size=48, first_k_dense_replace=1) == {48, 96}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_hidden_layers", None),
+        ("num_attention_heads", "32"),
+        ("num_attention_heads", True),
+        ("num_hidden_layers", -1),
+        ("intermediate_size", 0),
+    ],
+)
+def test_what_does_not_say_its_shape_has_none(field: str, value: Any) -> None:
+    assert shape_of({**PLAIN, field: value}) is None
