@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xpyd_core.errors import UserError
+from xpyd_core.parallel.partition import PARTITION_VARIABLE, parse_override
 from xpyd_core.request_id import Address, parse_address
 
 HTTP_PORT = 20001
@@ -49,6 +50,8 @@ class PodEnv:
     pool: str = ""
     instance: str = ""
     revision: str = ""
+    layer_partition: tuple[int, ...] = ()
+    """VLLM_PP_LAYER_PARTITION: layers of each pipeline stage; () where it is not set."""
 
 
 def _port(environ: Mapping[str, str], name: str, default: int) -> int:
@@ -83,4 +86,5 @@ def read_pod_env(environ: Mapping[str, str] | None = None) -> PodEnv:
         pool=environ.get("XPYD_POOL", ""),
         instance=environ.get("XPYD_INSTANCE", ""),
         revision=environ.get("XPYD_REVISION", ""),
+        layer_partition=parse_override(environ.get(PARTITION_VARIABLE, "")),
     )

@@ -30,6 +30,7 @@ from xpyd_worker.config import (
     check_config,
 )
 from xpyd_worker.engine.limits import POLICIES
+from xpyd_worker.ranks.messages import Logs
 
 _EPILOG = """examples:
   xpyd worker --model examples/demo-model
@@ -93,7 +94,25 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--threads",
         type=int,
         metavar="N",
-        help="CPU threads of the forward pass (default: OMP_NUM_THREADS, else all cores)",
+        help="CPU threads of the forward pass, of each rank (default: OMP_NUM_THREADS, else all "
+        "cores, which ranks share)",
+    )
+    add(
+        "--tensor-parallel-size",
+        "-tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks that share each layer (default: %(default)s)",
+    )
+    add(
+        "--pipeline-parallel-size",
+        "-pp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="stages that hold the layers one behind the other; how many each: "
+        "VLLM_PP_LAYER_PARTITION, e.g. 5,6,6,5 (default: %(default)s)",
     )
 
 
@@ -275,6 +294,10 @@ def read_config(args: argparse.Namespace, env: PodEnv | None = None) -> WorkerCo
         prefix_caching=args.enable_prefix_caching,
         seed=args.seed,
         threads=args.threads,
+        tensor_parallel_size=args.tensor_parallel_size,
+        pipeline_parallel_size=args.pipeline_parallel_size,
+        # Of one stage there is nothing to override; the variable is for the pools with more.
+        layer_partition=env.layer_partition if args.pipeline_parallel_size > 1 else (),
         role=cast("Role", args.role or env.role),  # both are checked against ROLES
         host=_host(args.host, env),
         port=env.http_port if args.port is None else args.port,
@@ -351,7 +374,7 @@ def _run(args: argparse.Namespace) -> int:
     config = read_config(args)
     from xpyd_worker.main import run
 
-    status = run(config)
+    status = run(config, logs=Logs(args.log_level, args.log_format))
     # Everything is closed; unloading torch module by module would take a second more, in which a
     # drain, a scale-down or a restart waits for nothing.
     logging.shutdown()

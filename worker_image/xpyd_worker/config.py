@@ -11,6 +11,8 @@ from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
 from xpyd_core.errors import UserError
 from xpyd_core.keys import check_keys_given
 from xpyd_core.messages import HEARTBEAT_PERIOD_S
+from xpyd_core.parallel.checks import PIPELINE, TENSOR
+from xpyd_core.parallel.ranks import Sizes
 from xpyd_core.pod_env import HTTP_PORT, KV_PORT
 from xpyd_core.request_id import Address, is_dialable
 from xpyd_kv.transport.settings import TRANSPORTS
@@ -29,6 +31,8 @@ DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]?))?")
 AUTO_BATCHED_TOKENS = 512
 # On a GPU it takes a tenth of a second, and fewer tokens would leave it idle.
 AUTO_BATCHED_TOKENS_GPU = 2048
+MAX_PARALLEL = 64
+"""Of each axis."""
 GIB = 1024**3
 MIB = 1024**2
 CPU_CACHE_BYTES = GIB
@@ -72,7 +76,13 @@ class WorkerConfig:
     seed: int | None = None
     """Base of the seeds drawn for requests that come without one; None: another at each start."""
     threads: int | None = None
-    """Threads of torch; None: torch's own choice (OMP_NUM_THREADS, else the cores)."""
+    """Threads of torch, of each rank; None: OMP_NUM_THREADS, else the cores, which ranks share."""
+    tensor_parallel_size: int = 1
+    """Ranks that share each layer."""
+    pipeline_parallel_size: int = 1
+    """Stages that hold the layers one behind the other."""
+    layer_partition: tuple[int, ...] = ()
+    """Layers of each stage; () as `xpyd_core.parallel.partition` divides them."""
 
     role: Role = "Aggregated"
     host: str = "127.0.0.1"
@@ -123,6 +133,16 @@ class WorkerConfig:
     """The revision of the pool's template, for heartbeats."""
 
     @property
+    def sizes(self) -> Sizes:
+        """How the model is divided over ranks."""
+        return Sizes(tensor=self.tensor_parallel_size, pipeline=self.pipeline_parallel_size)
+
+    @property
+    def cpu_cache_bytes(self) -> int:
+        """The paged KV cache of each rank on a CPU."""
+        return CPU_CACHE_BYTES if self.kv_cache_bytes is None else self.kv_cache_bytes
+
+    @property
     def kv_address(self) -> Address:
         """What stands in request ids for this instance."""
         return self.kv_advertise or Address(self.host, self.kv_port)
@@ -171,6 +191,28 @@ def check_config(config: WorkerConfig) -> None:
         )
 
 
+def _parallel_checks(config: WorkerConfig) -> list[tuple[str, bool]]:
+    is_one = config.sizes.replica == 1
+    return [
+        (f"{TENSOR}: expected 1 to {MAX_PARALLEL}", _is_parallel(config.tensor_parallel_size)),
+        (f"{PIPELINE}: expected 1 to {MAX_PARALLEL}", _is_parallel(config.pipeline_parallel_size)),
+        (
+            f"--device {config.device}: with several ranks each takes the GPU of its own number; "
+            "give cuda",
+            is_one or ":" not in config.device,
+        ),
+        (
+            f"--role {config.role}: an engine of several ranks does not move KV yet; give "
+            f"{TENSOR} 1 and {PIPELINE} 1, or the role Aggregated",
+            is_one or not config.moves_kv,
+        ),
+    ]
+
+
+def _is_parallel(size: int) -> bool:
+    return 1 <= size <= MAX_PARALLEL
+
+
 def _is_unset_or(value: int | None, low: int, high: int) -> bool:
     return value is None or low <= value <= high
 
@@ -213,6 +255,7 @@ def _checks(config: WorkerConfig) -> list[tuple[str, bool]]:
         ),
         ("--seed: expected 0 to 2**64 - 1", _is_unset_or(config.seed, 0, 2**64 - 1)),
         ("--threads: expected 1 to 1024", _is_unset_or(config.threads, 1, 1024)),
+        *_parallel_checks(config),
         ("--port: expected 0 to 65535", 0 <= config.port < 65536),
         # A request id is dialled only from 1024 on, so a lower KV port could never be reached.
         ("--kv-port: expected 1024 to 65535", 1024 <= config.kv_port < 65536),

@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from xpyd_core.compat import compat_factors, compat_key
 from xpyd_core.errors import UserError
-from xpyd_core.sizes import format_bytes
+from xpyd_core.parallel.checks import check_parallel
 from xpyd_core.tokenizer_files import TokenizerFiles
 from xpyd_kv.connector.build import MakeStore
-from xpyd_kv.transport.shared_memory import SharedMemory
-from xpyd_kv.wire.messages import MAX_PROBE_BYTES
-from xpyd_worker.config import CPU_CACHE_BYTES, WorkerConfig
+from xpyd_worker.config import WorkerConfig
 from xpyd_worker.engine.api import Deliver
 from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.core import EngineCore
@@ -28,24 +24,20 @@ from xpyd_worker.engine.inbox import Inbox
 from xpyd_worker.engine.limits import Limits
 from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.engine.stopping import StopRules
-from xpyd_worker.kv_device import DeviceCache, beside, open_cache, paged
 from xpyd_worker.kv_setup import Kv, KvParts, make_kv
-from xpyd_worker.memory import give_back, log_memory, memory_table, resident_bytes
+from xpyd_worker.memory import give_back, log_memory
 from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.registry import load_config
 from xpyd_worker.model.source import resolve_checkpoint
-from xpyd_worker.runner.device import CudaDevice, choose_device, compute_capability
-from xpyd_worker.runner.dtypes import cpu_is_fast_in, resolve_dtype, resolve_gpu_dtype
-from xpyd_worker.runner.gpu_limits import GpuLimits
-from xpyd_worker.runner.gpu_memory import GpuUse
-from xpyd_worker.runner.kv_cache import host_memory
-from xpyd_worker.runner.load import load_on_cpu, load_on_gpu
-from xpyd_worker.runner.runner import ModelRunner
+from xpyd_worker.ranks.loss import Loss
+from xpyd_worker.ranks.messages import Logs
+from xpyd_worker.ready_model import ReadyModel
 from xpyd_worker.runner.tokenizer import Tokenizer
 from xpyd_worker.server.service import ServedModel
 from xpyd_worker.server.tokenizer_files import ServedFiles
 
 _log = logging.getLogger(__name__)
+_OWN_LOGS = Logs()
 
 
 @dataclass(frozen=True)
@@ -54,15 +46,28 @@ class Loaded:
 
     model: ServedModel
     engine: EngineCore
-    runner: ModelRunner
+    ready: ReadyModel
     kv: Kv
     compatibility: str
-    dtype: str
-    cache_bytes: int
+
+    @property
+    def loss(self) -> Loss | None:
+        """Which rank was lost; None while all are there, or there are none."""
+        instance = self.ready.instance
+        return None if instance is None else instance.loss
+
+    def close(self, *, engine_s: float, kv_s: float) -> None:
+        """End the engine, the KV transfer and the ranks, in this order; the first two have so much
+        time."""
+        self.engine.stop(engine_s)
+        self.kv.close(kv_s)
+        instance = self.ready.instance
+        if instance is not None:
+            instance.close(in_order=instance.loss is None and not self.engine.is_running)
 
     def stats(self) -> EngineStats:
         """The engine's figures; what entered forwards as the runner counted it."""
-        counters = self.runner.counters
+        counters = self.ready.executor.counters
         return replace(
             self.engine.stats(),
             forwards=counters.forwards,
@@ -78,36 +83,62 @@ def load(
     keys: tuple[bytes, ...],
     incarnation: str,
     make_store: MakeStore | None,
+    logs: Logs = _OWN_LOGS,
 ) -> Loaded:
-    """Load what `config` names. UserError for a checkpoint or a size that cannot work."""
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    """Load what `config` names. UserError for a checkpoint or a size that cannot work. `logs`: how
+    ranks in processes of their own log."""
     folder = resolve_checkpoint(config.model, config.revision)
     model_config = load_config(folder)
-    ready = _make_runner(config, folder, model_config, choose_device(config.device))
-    runner = ready.runner
+    ready = _make_ready(config, folder, model_config, logs)
+    with ExitStack() as stack:
+        if ready.instance is not None:
+            stack.callback(ready.instance.close)
+        loaded = _assemble(
+            config,
+            folder,
+            model_config,
+            ready,
+            deliver=deliver,
+            keys=keys,
+            incarnation=incarnation,
+            make_store=make_store,
+        )
+        stack.pop_all()
+    return loaded
+
+
+def _assemble(
+    config: WorkerConfig,
+    folder: Path,
+    model_config: ModelConfig,
+    ready: ReadyModel,
+    *,
+    deliver: Deliver,
+    keys: tuple[bytes, ...],
+    incarnation: str,
+    make_store: MakeStore | None,
+) -> Loaded:
+    num_blocks = ready.executor.num_blocks
     tokenizer = Tokenizer.load(folder)
-    by_share = ready.gpu_use is not None and config.kv_cache_bytes is None
+    by_share = ready.on_gpu and config.kv_cache_bytes is None
     sizing = "--gpu-memory-utilization" if by_share else "--kv-cache-memory"
-    max_model_len = _context(config, model_config, runner.num_blocks, sizing)
+    max_model_len = _context(config, model_config, num_blocks, sizing)
     names = config.served_model_names or (_own_name(config.model, folder),)
-    dtype_name = str(runner.kv_cache.shape.dtype).removeprefix("torch.")
     # Without a revision the weights' own fingerprint stands in the key, which is what matters.
     factors = compat_factors(
-        folder, model=_own_name(config.model, folder), revision="", kv_dtype=dtype_name
+        folder, model=_own_name(config.model, folder), revision="", kv_dtype=ready.dtype
     )
     pool = BlockManager(
-        runner.num_blocks,
+        num_blocks,
         block_size=config.block_size,
         enable_prefix_caching=config.prefix_caching,
     )
     inbox = Inbox()
     kv = Kv()
-    if config.moves_kv:
-        memory = paged(runner.kv_cache.layers, ready.gpu_cache)
+    if ready.kv is not None:
         parts = KvParts(
-            memory=memory,
-            cache=memory.regions,
+            memory=ready.kv.memory,
+            cache=ready.kv.memory.regions,
             pool=pool,
             wake=inbox.wake,
             factors=factors,
@@ -115,28 +146,19 @@ def load(
             incarnation=incarnation,
             max_model_len=max_model_len,
             buffer_bytes=config.buffer_bytes(ready.cache_bytes),
-            shared=ready.shared,
-            gpu=ready.gpu_cache,
+            shared=ready.kv.shared,
+            gpu=ready.kv.gpu,
         )
         kv = make_kv(config, parts, make_store)
     give_back()
-    log_memory(
-        memory_table(
-            config,
-            weight_bytes=runner.weight_bytes,
-            cache_bytes=ready.cache_bytes,
-            num_blocks=runner.num_blocks,
-            resident_bytes=resident_bytes(),
-            gpu=ready.gpu_use,
-        )
-    )
+    log_memory(ready.memory())
     engine = EngineCore(
-        runner,
+        ready.executor,
         pool=pool,
         inbox=inbox,
         limits=Limits(
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.batched_tokens(on_gpu=ready.gpu_use is not None),
+            max_num_batched_tokens=config.batched_tokens(on_gpu=ready.on_gpu),
             recompute_without_kv=config.kv_recompute,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             policy=config.scheduling_policy,
@@ -169,85 +191,19 @@ def load(
     )
     # Asks every token of the vocabulary; now, not when the first long prompt waits for it.
     _ = model.max_token_bytes
-    return Loaded(model, engine, runner, kv, compat_key(factors), dtype_name, ready.cache_bytes)
+    return Loaded(model, engine, ready, kv, compat_key(factors))
 
 
-@dataclass(frozen=True)
-class _Ready:
-    """A runner, and what the memory of its cache is. `gpu_use` is there only where it is a GPU's,
-    `gpu_cache` where KV moves from there, `shared` where other processes may read the cache."""
+def _make_ready(config: WorkerConfig, folder: Path, model: ModelConfig, logs: Logs) -> ReadyModel:
+    """The model, here or on ranks. What one rank needs of torch is imported only for it."""
+    check_parallel(model.shape, config.sizes, config.layer_partition)
+    if config.sizes.replica > 1:
+        from xpyd_worker.ranks.loading import load_ranks
 
-    runner: ModelRunner
-    gpu_use: GpuUse | None = None
-    shared: SharedMemory | None = None
-    gpu_cache: DeviceCache | None = None
+        return load_ranks(config, logs)
+    from xpyd_worker.one_rank import load_one_rank
 
-    @property
-    def cache_bytes(self) -> int:
-        """Of all layers."""
-        return sum(layer.nbytes for layer in self.runner.kv_cache.layers)
-
-
-def _make_runner(
-    config: WorkerConfig, folder: Path, model: ModelConfig, device: torch.device
-) -> _Ready:
-    if device.type == "cuda":
-        return _make_gpu_runner(config, folder, model, device)
-    dtype = resolve_dtype(config.dtype, model.dtype, is_fast=cpu_is_fast_in(model.dtype))
-    shared: list[SharedMemory] = []
-
-    def share(size_bytes: int) -> Tensor:
-        # Its end is for probes.
-        size = size_bytes + MAX_PROBE_BYTES
-        try:
-            shared.append(SharedMemory(size))
-        except UserError as error:
-            raise UserError(f"--kv-cache-memory: {format_bytes(size)}: {error}") from error
-        return torch.frombuffer(shared[0].buffer, dtype=torch.uint8)
-
-    runner = load_on_cpu(
-        folder,
-        model,
-        dtype=dtype,
-        kv_cache_bytes=CPU_CACHE_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes,
-        block_size_tokens=config.block_size,
-        make_memory=share if config.shares_kv else host_memory,
-    )
-    return _Ready(runner, shared=shared[0] if shared else None)
-
-
-def _make_gpu_runner(
-    config: WorkerConfig, folder: Path, model: ModelConfig, device: torch.device
-) -> _Ready:
-    capability = compute_capability(device)
-    _log.info(
-        "device %s: %s, compute capability %d.%d",
-        device,
-        torch.cuda.get_device_name(device),
-        *capability,
-    )
-    cache = open_cache(config, device)
-    kept = beside(config)
-    runner, use = load_on_gpu(
-        folder,
-        model,
-        dtype=resolve_gpu_dtype(config.dtype, model.dtype, capability=capability),
-        gpu=CudaDevice(device),
-        limits=GpuLimits(
-            utilization=config.gpu_memory_utilization,
-            cache_bytes=config.kv_cache_bytes,
-            beside_bytes=kept.size_bytes,
-            beside_percent=kept.percent,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.batched_tokens(on_gpu=True),
-            max_model_len=config.max_model_len or model.max_positions,
-            # A graph tells nobody of its layers, and D waits for those of P.
-            use_graphs=not config.enforce_eager and config.role != "Prefill",
-        ),
-        block_size_tokens=config.block_size,
-        make_memory=None if cache is None else cache.allocate,
-    )
-    return _Ready(runner, gpu_use=use, gpu_cache=cache)
+    return load_one_rank(config, folder, model)
 
 
 def _own_name(model: str, folder: Path) -> str:

@@ -24,6 +24,7 @@ import uvloop
 from xpyd_core.errors import UserError
 from xpyd_core.keys import fleet_keys
 from xpyd_core.messages import Heartbeat
+from xpyd_core.parallel.checks import check_parallel
 from xpyd_core.sizes import format_bytes
 from xpyd_kv.connector.build import MakeStore
 from xpyd_worker.config import WorkerConfig
@@ -32,6 +33,8 @@ from xpyd_worker.load_thread import run_unless
 from xpyd_worker.model.registry import load_config
 from xpyd_worker.model.source import resolve_checkpoint
 from xpyd_worker.process_age import process_age_s
+from xpyd_worker.ranks.loss import Loss, RankLostError
+from xpyd_worker.ranks.messages import Logs
 from xpyd_worker.server.admin import Admin, DrainState, Process
 from xpyd_worker.server.api import Api
 from xpyd_worker.server.app import create_app
@@ -61,22 +64,34 @@ _KV_CLOSE_S = 2.0
 _TRACES_CLOSE_S = 2.0
 _WAITING_REQUESTS = 1024
 EXIT_FAILED = 1
+_LOGS = Logs()
 
 
-def run(config: WorkerConfig, *, store_factory: MakeStore | None = None) -> int:
+def run(config: WorkerConfig, *, logs: Logs = _LOGS, store_factory: MakeStore | None = None) -> int:
     """Serve until a signal; the exit status. UserError for what the user can mend.
 
-    `store_factory` replaces D's KV store.
+    `logs`: how ranks log. `store_factory` replaces D's KV store.
     """
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_Worker(config, store_factory).serve())
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            worker = _Worker(config, logs, store_factory)
+            status = runner.run(worker.serve())
+    except RankLostError as error:
+        _log.critical("the instance cannot start: %s", error)
+        return EXIT_FAILED
+    if worker.loss is not None:
+        # Once more, behind what others had to say: the last line is what a container is known by.
+        _log.critical("the instance ended: %s", worker.loss.text)
+    return status
 
 
 class _Worker:
     """One process' parts and their order."""
 
-    def __init__(self, config: WorkerConfig, store_factory: MakeStore | None) -> None:
+    def __init__(self, config: WorkerConfig, logs: Logs, store_factory: MakeStore | None) -> None:
         self._config = config
+        self._logs = logs
+        self.loss: Loss | None = None
         self._store_factory = store_factory
         self._keys = fleet_keys(config.kv_key_file, insecure=config.kv_insecure)
         if config.moves_kv and config.kv_insecure:
@@ -166,18 +181,21 @@ class _Worker:
         """The loaded parts; slow, on the load's thread."""
         # What is wrong with a checkpoint is said before torch is imported, which takes seconds;
         # HTTP answers meanwhile.
-        load_config(resolve_checkpoint(self._config.model, self._config.revision))
+        config = self._config
+        model = load_config(resolve_checkpoint(config.model, config.revision))
+        check_parallel(model.shape, config.sizes, config.layer_partition)
         prepare_for_torch()
         # HTTP waits less long for an engine whose steps are short, and the other way round.
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         from xpyd_worker.loading import load
 
         return load(
-            self._config,
+            config,
             deliver=self._bridge.deliver,
             keys=self._keys,
             incarnation=self._incarnation,
             make_store=self._store_factory,
+            logs=self._logs,
         )
 
     async def _serve_loaded(self, loaded: Loaded, port: int, serving: asyncio.Task[None]) -> int:
@@ -223,8 +241,7 @@ class _Worker:
                 self._api.service.threads.close()
             if self._lifecycle.state != "Gone":
                 self._lifecycle.become("Gone")
-            await asyncio.to_thread(loaded.engine.stop, _ENGINE_STOP_S)
-            await asyncio.to_thread(loaded.kv.close, _KV_CLOSE_S)
+            await asyncio.to_thread(loaded.close, engine_s=_ENGINE_STOP_S, kv_s=_KV_CLOSE_S)
             await heartbeat.close()
 
     def _age_s(self) -> float:
@@ -235,7 +252,7 @@ class _Worker:
     async def _until_the_end(self, loaded: Loaded, serving: asyncio.Task[None]) -> int:
         while not self._signals and self._drain_end_s is None:
             if self._has_failed(loaded, serving):
-                return EXIT_FAILED
+                return self._failure_status
             await self._pause(_POLL_S)
         self._begin_drain()
         return await self._drain(loaded, serving)
@@ -259,7 +276,7 @@ class _Worker:
         answers = self._server.server_state.tasks
         while self._bridge.open_requests or answers or not loaded.engine.is_idle():
             if self._has_failed(loaded, serving):
-                return EXIT_FAILED
+                return self._failure_status
             if self._signals > 1 or loop.time() >= end:
                 why = "a second signal" if self._signals > 1 else "--drain-timeout"
                 _log.warning("%s: %d requests are cut", why, self._bridge.open_requests)
@@ -268,10 +285,17 @@ class _Worker:
         _log.info("drained")
         return 0
 
+    @property
+    def _failure_status(self) -> int:
+        return EXIT_FAILED if self.loss is None else self.loss.status
+
     def _has_failed(self, loaded: Loaded, serving: asyncio.Task[None]) -> bool:
         """Whether the engine's thread or the HTTP server has ended by itself: then nothing can be
         served any more, and whoever waits is told."""
-        if loaded.engine.failure is not None:
+        if loaded.loss is not None:
+            self.loss = loaded.loss
+            _log.critical("the instance lost a rank: %s", self.loss.text)
+        elif loaded.engine.failure is not None:
             _log.critical("the engine failed: %r", loaded.engine.failure)
         elif loaded.kv.loss.reason:
             _log.critical("the KV transfer failed: %s", loaded.kv.loss.reason)
@@ -319,10 +343,10 @@ class _Worker:
             port,
             extra={
                 "role": config.role,
-                "dtype": loaded.dtype,
+                "dtype": loaded.ready.dtype,
                 "max_model_len": loaded.model.max_model_len,
-                "kv_blocks": loaded.runner.num_blocks,
-                "kv_cache": format_bytes(loaded.cache_bytes).replace(" ", ""),
+                "kv_blocks": loaded.ready.executor.num_blocks,
+                "kv_cache": format_bytes(loaded.ready.cache_bytes).replace(" ", ""),
                 "kv_address": str(config.kv_address) if config.moves_kv else "none",
                 "routers": routers,
                 "compatibility": loaded.compatibility,

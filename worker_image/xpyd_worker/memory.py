@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from xpyd_core.sizes import format_bytes
 from xpyd_worker.config import WorkerConfig
-from xpyd_worker.runner.gpu_memory import GpuUse
+
+if TYPE_CHECKING:
+    from xpyd_worker.runner.gpu_memory import GpuUse
 
 _log = logging.getLogger(__name__)
 

@@ -106,6 +106,11 @@ class EngineCore:
         """Why the engine's thread ended by itself; None while it runs."""
         return self._failure
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine's thread has begun and not ended."""
+        return self._thread.is_alive()
+
     def start(self) -> None:
         """Start the engine's thread."""
         self._thread.start()

@@ -116,10 +116,9 @@ class Session:
             parts, self._parts = self._parts, None
             if parts is None:
                 return
-            parts[0].engine.stop(_STOP_S)
+            parts[0].close(engine_s=_STOP_S, kv_s=_STOP_S)
             self._loop.call_soon_threadsafe(self._end.set)
             self._thread.join(_STOP_S)
-            parts[0].kv.close(_STOP_S)
             parts[1].threads.close()
         del parts
         # The parts know each other in circles; the memory is large enough not to wait for it.

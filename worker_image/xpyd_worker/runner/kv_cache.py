@@ -61,6 +61,11 @@ class KvCache:
 
         self.layers: tuple[Tensor, ...] = tuple(map(layer, range(num_layers)))
 
+    @property
+    def size_bytes(self) -> int:
+        """Of all layers."""
+        return sum(layer.nbytes for layer in self.layers)
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy block source -> destination in every layer, all sources read before any write. The
         device is not waited for. Raises XpydError for blocks that the cache has not."""

@@ -1,0 +1,90 @@
+"""A rank without a model: `python -m tests.ranks.fake_rank`, started as the real one is.
+
+A step is JSON: what each rank does with it, by its number (`"*"`: all); the output rank answers
+what it was told. At the start it does what the model's name says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from typing import Any
+
+from xpyd_core.errors import UserError
+from xpyd_kv.ranks.api import Channel
+from xpyd_worker.ranks.loss import MissesOthersError
+from xpyd_worker.ranks.messages import Ready, Start
+from xpyd_worker.ranks.process import main
+
+
+class Step:
+    def __init__(self, output: bytes | None) -> None:
+        self._output = output
+
+    def finish(self) -> bytes | None:
+        return self._output
+
+
+class FakeProgram:
+    def __init__(self, start: Start, channel: Channel) -> None:
+        self._start = start
+        self._told: dict[str, Any] = json.loads(start.config.model)
+        self._blocks = 0
+        self._do("open")
+        channel.listen(lambda message: channel.post(b"%d heard " % start.rank + message))
+
+    def _do(self, when: str) -> Any:
+        told = self._told.get(f"{when} {self._start.rank}") or self._told.get(f"{when} *")
+        return None if told is None else act(told)
+
+    def load(self) -> int:
+        self._do("load")
+        return int(self._told.get("blocks", [7] * 64)[self._start.rank])
+
+    def make(self, blocks: int) -> Ready:
+        self._do("make")
+        self._blocks = blocks
+        return Ready(blocks, 100, 200, None, "float32", 1, False)
+
+    def launch(self, message: bytes) -> Step:
+        told = json.loads(message)
+        rank = self._start.rank
+        told_me = told.get(str(rank)) or told.get("*")
+        if told_me:
+            act(told_me)
+        if rank != self._start.sizes.output_rank:
+            return Step(None)
+        answer = {"rank": rank, "blocks": self._blocks, "say": told.get("say")}
+        return Step(json.dumps(answer).encode())
+
+    def close(self) -> None:
+        self._do("close")
+
+
+def act(what: str) -> None:
+    match what.split(":", 1):
+        case ["user", text]:
+            raise UserError(text)
+        case ["misses"]:
+            raise MissesOthersError("the others do not answer")
+        case ["fail", text]:
+            raise ValueError(text)
+        case ["exit", status]:
+            os._exit(int(status))
+        case ["kill"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        case ["stop"]:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case ["hang"]:
+            time.sleep(3600)
+        case ["spin"]:
+            while True:
+                pass
+        case _:
+            raise AssertionError(what)
+
+
+if __name__ == "__main__":
+    main(FakeProgram)

@@ -1,0 +1,79 @@
+"""Instances of fake ranks: real processes, no model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from xpyd_core.parallel.ranks import Sizes
+from xpyd_worker.config import WorkerConfig
+from xpyd_worker.engine.executor import StepInput
+from xpyd_worker.ranks.executor import RankedExecutor
+from xpyd_worker.ranks.instance import Instance
+from xpyd_worker.ranks.loss import Loss
+from xpyd_worker.ranks.messages import Logs
+
+COMMAND = (sys.executable, "-m", "tests.ranks.fake_rank")
+WAIT_S = 120.0
+
+
+class JsonSteps:
+    """Steps are JSON, so that a test can say in one what each rank does."""
+
+    def encode(self, step: Any) -> bytes:
+        return json.dumps(step).encode()
+
+
+def executor_of(
+    instance: Instance, *, depth: int = 2, deadline_s: float = WAIT_S
+) -> RankedExecutor:
+    return RankedExecutor(
+        instance,
+        num_blocks=1,
+        depth=depth,
+        encoder=JsonSteps(),
+        decode=json.loads,
+        step_deadline_s=deadline_s,
+    )
+
+
+def step(executor: RankedExecutor, what: dict[str, Any]) -> Any:
+    """One step from its launch to its end."""
+    return cast(Any, executor.launch(cast(StepInput, what), lambda _: None).wait())
+
+
+def make(sizes: Sizes, **told: Any) -> Instance:
+    """Not started. `told`: what the ranks do as they start, e.g. `{"load 1": "exit:3"}`."""
+    config = WorkerConfig(model=json.dumps(told))
+    return Instance(config, sizes, logs=Logs("warning"), command=COMMAND)
+
+
+@contextmanager
+def started(sizes: Sizes, **told: Any) -> Iterator[Instance]:
+    """Ready for steps; ended as is due."""
+    instance = make(sizes, **told)
+    try:
+        instance.start()
+        yield instance
+    finally:
+        instance.close(in_order=instance.loss is None)
+
+
+def loss_of(instance: Instance) -> Loss:
+    """Wait for it."""
+    assert instance.settled.wait(WAIT_S), "no loss was noticed"
+    assert instance.loss is not None
+    return instance.loss
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process is there, and no zombie."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"

@@ -1,0 +1,175 @@
+"""Ranks as real processes: their start, steps through the ring, and every way in which one goes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ranks.kit import WAIT_S, executor_of, is_alive, loss_of, make, started, step
+from xpyd_core.errors import UserError
+from xpyd_core.parallel.ranks import Sizes
+from xpyd_worker.ranks.instance import Instance
+from xpyd_worker.ranks.loss import (
+    EXIT_RANK_ENDED,
+    EXIT_RANK_SILENT,
+    EXIT_STEP_STUCK,
+    RankLostError,
+)
+
+TWO = Sizes(pipeline=2)
+FOUR = Sizes(pipeline=2, tensor=2)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Instance]:
+    with started(FOUR, blocks=[9, 5, 8, 7]) as instance:
+        yield instance
+
+
+def test_steps_are_answered_by_the_first_rank_of_the_last_stage(four: Instance) -> None:
+    executor = executor_of(four)
+    assert [step(executor, {"say": n}) for n in range(50)] == [
+        {"rank": 2, "blocks": 5, "say": n} for n in range(50)
+    ], "and each rank has as many blocks as fit on the smallest"
+
+
+def test_steps_under_way_are_waited_for_in_order(four: Instance) -> None:
+    executor = executor_of(four)
+    under_way = [executor.launch({"say": n}, lambda _: None) for n in range(4)]  # type: ignore[arg-type]
+    assert [one.wait()["say"] for one in under_way] == [0, 1, 2, 3]  # type: ignore[index]
+
+
+def test_a_step_longer_than_the_ring_arrives(four: Instance) -> None:
+    text = "x" * (3 << 20)
+    assert step(executor_of(four), {"say": text})["say"] == text
+
+
+def test_channels_carry_messages_to_a_rank_and_back(four: Instance) -> None:
+    got: list[bytes] = []
+    all_here = threading.Event()
+
+    def hear(message: bytes) -> None:
+        got.append(message)
+        if len(got) == 100:
+            all_here.set()
+
+    four.channels[3].listen(hear)
+    for n in range(100):
+        four.channels[3].post(b"%d" % n)
+    assert all_here.wait(WAIT_S)
+    assert got == [b"3 heard %d" % n for n in range(100)]
+
+
+def test_ranks_leave_in_order_and_nothing_is_left(capfd: pytest.CaptureFixture[str]) -> None:
+    before, threads = set(os.listdir("/proc/self/fd")), threading.active_count()
+    with started(TWO) as instance:
+        pids = [instance.who(rank).pid for rank in range(2)]
+        step(executor_of(instance), {"say": 1})
+    assert not any(map(is_alive, pids))
+    assert instance.loss is None
+    assert set(os.listdir("/proc/self/fd")) == before
+    assert threading.active_count() == threads
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_step_under_way_and_the_other_rank(rank: int) -> None:
+    with started(TWO) as instance:
+        pids = [instance.who(r).pid for r in range(2)]
+        running = executor_of(instance).launch({"*": "hang"}, lambda _: None)  # type: ignore[arg-type]
+        os.kill(pids[rank], signal.SIGKILL)
+        with pytest.raises(
+            RankLostError, match=rf"rank {rank} \(stage {rank}, .* ended by SIGKILL"
+        ):
+            running.wait()
+        assert not any(map(is_alive, pids))
+        assert loss_of(instance).status == EXIT_RANK_ENDED
+        with pytest.raises(RankLostError):
+            executor_of(instance).launch({}, lambda _: None)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_noticed_while_nothing_runs() -> None:
+    with started(TWO) as instance:
+        pids = [instance.who(r).pid for r in range(2)]
+        os.kill(pids[1], signal.SIGSTOP)
+        loss = loss_of(instance)
+        assert loss.status == EXIT_RANK_SILENT
+        assert f"rank 1 (stage 1, tensor share 0, pid {pids[1]})" in loss.text
+        assert not any(map(is_alive, pids))
+
+
+@pytest.mark.slow
+def test_a_step_in_which_all_wait_is_stuck() -> None:
+    with started(TWO) as instance:
+        with pytest.raises(RankLostError, match="a step is stuck: no rank has computed anything"):
+            step(executor_of(instance), {"*": "hang"})
+        assert loss_of(instance).status == EXIT_STEP_STUCK
+
+
+def test_a_step_that_does_not_end_is_given_up() -> None:
+    with started(TWO) as instance:
+        with pytest.raises(RankLostError, match=r"a step is stuck: no answer within 0\.5 s"):
+            step(executor_of(instance, deadline_s=0.5), {"*": "spin"})
+        assert loss_of(instance).status == EXIT_STEP_STUCK
+
+
+def test_a_rank_that_fails_in_a_step_says_why(capfd: pytest.CaptureFixture[str]) -> None:
+    with started(TWO) as instance:
+        with pytest.raises(RankLostError, match=r"rank 0 .*: no such kernel"):
+            step(executor_of(instance), {"0": "fail:no such kernel", "1": "misses"})
+        assert loss_of(instance).status == EXIT_RANK_ENDED
+    assert "ValueError: no such kernel" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("when", ["open", "load", "make"])
+@pytest.mark.parametrize(
+    ("does", "error", "match"),
+    [
+        ("user:--dtype: none", UserError, r"--dtype: none \(rank 1 \(stage 1"),
+        ("exit:7", RankLostError, r"rank 1 .* ended with status 7"),
+        ("kill", RankLostError, r"rank 1 .* ended by SIGKILL; was it short of memory"),
+    ],
+)
+def test_a_start_that_fails_is_one_error_and_leaves_nothing(
+    when: str, does: str, error: type[Exception], match: str
+) -> None:
+    instance = make(TWO, **{f"{when} 1": does})
+    try:
+        with pytest.raises(error, match=match):
+            instance.start()
+        assert not any(is_alive(instance.who(rank).pid) for rank in range(2))
+    finally:
+        instance.close()
+
+
+def test_a_rank_that_waits_for_one_that_does_not_come_is_ended_by_close() -> None:
+    instance = make(TWO, **{"load 1": "hang"})
+
+    def start() -> None:
+        with pytest.raises(RankLostError, match="was closed"):
+            instance.start()
+
+    starting = threading.Thread(target=start)
+    starting.start()
+    while not all(is_alive(instance.who(rank).pid) for rank in range(2)):
+        starting.join(0.01)
+    pids = [instance.who(rank).pid for rank in range(2)]
+    instance.close()
+    starting.join(WAIT_S)
+    assert not starting.is_alive()
+    assert not any(map(is_alive, pids))
+
+
+def test_a_command_that_cannot_be_started_is_a_loss() -> None:
+    instance = make(TWO)
+    instance._pod._command = ("/does/not/exist",)  # pyright: ignore[reportPrivateUsage]
+    try:
+        with pytest.raises(RankLostError, match="No such file"):
+            instance.start()
+    finally:
+        instance.close()

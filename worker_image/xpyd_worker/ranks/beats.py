@@ -1,0 +1,92 @@
+"""What each rank shows of itself, in memory that it shares with the process that watches it.
+
+A thread of the rank's own counts; so a process that is stopped, or that does not let any of its
+threads run, is seen, and one that computes for long is not taken for dead. Figures are read one by
+one while they change: each is one aligned word that only grows, which is all that is needed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from typing import NamedTuple
+
+BEAT_S = 0.25
+_WORDS = 8  # a cache line for each rank
+
+
+class Beat(NamedTuple):
+    """One look at a rank: how often it has beaten, how often it has begun and ended to work on
+    steps, and what its threads have computed, in ns of a processor."""
+
+    beats: int = 0
+    begun: int = 0
+    ended: int = 0
+    processor_ns: int = 0
+
+    @property
+    def is_working(self) -> bool:
+        """Whether the rank is in a step, be it that it waits there for other ranks."""
+        return self.begun > self.ended
+
+
+class BeatPage:
+    """The figures of all ranks of one pod."""
+
+    def __init__(self, ranks: int, descriptor: int | None = None) -> None:
+        """Make the memory, or map what `descriptor` names."""
+        size = ranks * _WORDS * 8
+        if descriptor is None:
+            descriptor = os.memfd_create("xpyd-beats", os.MFD_CLOEXEC)
+            os.ftruncate(descriptor, size)
+        self.descriptor = descriptor
+        self._memory = mmap.mmap(descriptor, size)
+        self._words = memoryview(self._memory).cast("Q")
+
+    def look(self, index: int) -> Beat:
+        """What the rank shows now."""
+        return Beat(*self._words[index * _WORDS : index * _WORDS + len(Beat._fields)])
+
+    def slot(self, index: int) -> Slot:
+        """The rank's own side of it."""
+        start = index * _WORDS
+        return Slot(self._words[start : start + len(Beat._fields)])
+
+    def close(self) -> None:
+        """Unmap and close."""
+        self._words.release()
+        self._memory.close()
+        os.close(self.descriptor)
+
+
+class Slot:
+    """Where one rank writes. `begin` and `end`: the thread that runs its steps."""
+
+    def __init__(self, words: memoryview) -> None:
+        self._words = words
+
+    def begin(self) -> None:
+        """Work on a step begins."""
+        self._words[1] += 1
+
+    def end(self) -> None:
+        """It ends."""
+        self._words[2] += 1
+
+    def beat(self) -> None:
+        """The beating thread's turn."""
+        self._words[3] = time.process_time_ns()
+        self._words[0] += 1
+
+
+def beat_forever(slot: Slot) -> None:
+    """Start the thread that beats until the process ends."""
+
+    def run() -> None:
+        while True:
+            slot.beat()
+            time.sleep(BEAT_S)
+
+    threading.Thread(target=run, name="beats", daemon=True).start()

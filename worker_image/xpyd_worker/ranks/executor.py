@@ -1,0 +1,111 @@
+"""The engine's Executor over ranks: a step out to all of them, what came of it from one. No torch.
+
+On the engine's thread. Which ranks there are, and what becomes of them, is the instance's matter.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from xpyd_worker.engine.executor import Running, StepInput, StepOutput
+from xpyd_worker.ranks.instance import Instance
+
+STEP_DEADLINE_S = 120.0
+"""As of one rank (runner): the longest step of the largest model takes seconds."""
+
+
+class Encoder(Protocol):
+    """Steps as bytes; keeps what the ranks know already."""
+
+    def encode(self, step: StepInput) -> bytes:
+        """One step. In the order in which they are launched."""
+        ...
+
+
+@dataclass
+class RankedCounters:
+    """What entered forwards since the start. Written by the engine's thread only."""
+
+    forwards: int = 0
+    prompt_tokens_computed: int = 0
+    output_tokens_computed: int = 0
+
+    def count(self, step: StepInput) -> None:
+        """A step is launched."""
+        prompt = 0
+        for one in step.sequences:
+            prompt += min(len(one.token_ids), max(0, one.prompt_tokens - one.start))
+        self.forwards += 1
+        self.prompt_tokens_computed += prompt
+        self.output_tokens_computed += step.tokens - prompt
+
+
+class RankedExecutor:
+    """See Executor. Where a rank goes, `launch` and `wait` raise RankLostError: the engine ends."""
+
+    def __init__(
+        self,
+        instance: Instance,
+        *,
+        num_blocks: int,
+        depth: int,
+        encoder: Encoder,
+        decode: Callable[[bytes], StepOutput],
+        step_deadline_s: float = STEP_DEADLINE_S,
+    ) -> None:
+        self._instance = instance
+        self._encoder = encoder
+        self._decode = decode
+        self._deadline_s = step_deadline_s
+        self._outputs: deque[bytes] = deque()
+        self._poll = select.poll()
+        self._responses = {one.fileno(): rank for rank, one in enumerate(instance.responses)}
+        for descriptor in (*self._responses, instance.lost_fd):
+            self._poll.register(descriptor, select.POLLIN)
+        self.num_blocks = num_blocks
+        self.depth = depth
+        self.counters = RankedCounters()
+
+    def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Running:
+        """See Executor. `layer_done` is for one rank; here each tells its own sender."""
+        self._instance.publish(self._encoder.encode(step))
+        self.counters.count(step)
+        return _Launched(self)
+
+    def take(self) -> StepOutput:
+        """What came of the oldest step not taken yet."""
+        end_s = time.monotonic() + self._deadline_s
+        while not self._outputs:
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                raise self._instance.stuck(self._deadline_s)
+            for descriptor, _ in self._poll.poll(left_s * 1000 + 1):
+                self._receive(descriptor)
+        return self._decode(self._outputs.popleft())
+
+    def _receive(self, descriptor: int) -> None:
+        rank = self._responses.get(descriptor)
+        if rank is None:
+            raise self._instance.error()
+        while (response := self._instance.responses[rank].take()) is not None:
+            if response.failure is None:
+                self._outputs.append(response.output)
+            else:
+                # The judge says which of those that fail was the first; `lost_fd` follows.
+                self._instance.failed(rank, response.failure)
+
+
+class _Launched:
+    """A step on its way."""
+
+    def __init__(self, executor: RankedExecutor) -> None:
+        self._executor = executor
+
+    def wait(self) -> StepOutput:
+        """See Running."""
+        return self._executor.take()

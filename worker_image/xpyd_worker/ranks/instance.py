@@ -1,0 +1,214 @@
+"""All ranks of an instance, as its engine's process has them: started, spoken to, watched, ended.
+
+The load's thread starts it and closes it, the engine's thread publishes steps and reads answers,
+the links' thread takes what ranks send, the watch's says when one is lost. Then all are gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import socket
+import threading
+from collections.abc import Sequence
+from typing import TypeVar
+
+from xpyd_core.errors import ProtocolError, UserError
+from xpyd_core.parallel.ranks import Sizes
+from xpyd_worker.config import WorkerConfig
+from xpyd_worker.ranks.frames import Frame, Kind
+from xpyd_worker.ranks.judge import Judge
+from xpyd_worker.ranks.links import LinkChannel, Links
+from xpyd_worker.ranks.loss import EXIT_STEP_STUCK, Failure, Loss, RankLostError, Who, who
+from xpyd_worker.ranks.messages import (
+    Agreed,
+    Failed,
+    Fits,
+    FromRank,
+    Logs,
+    Meet,
+    Opened,
+    Ready,
+    Start,
+    decode_from_rank,
+)
+from xpyd_worker.ranks.pod import COMMAND, Pod
+from xpyd_worker.ranks.responses import Responses
+from xpyd_worker.ranks.ring import NotReadError, RingFds
+from xpyd_worker.ranks.watch import Watch
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T", Opened, Fits, Ready)
+_PUBLISH_S = 30.0
+"""A rank that computes reads its next step only then; what fits into the ring does not wait."""
+_SETTLE_S = 15.0
+"""The judge says earlier who was lost first."""
+_CLOSE_S = 2.0
+
+
+class Instance:
+    """The ranks of `sizes`. `start` it once, `close` it in any case."""
+
+    def __init__(
+        self, config: WorkerConfig, sizes: Sizes, *, logs: Logs, command: Sequence[str] = COMMAND
+    ) -> None:
+        self._config = config
+        self._sizes = sizes
+        self._logs = logs
+        self._links = Links("rank-links")
+        self._started: queue.SimpleQueue[tuple[int, FromRank] | None] = queue.SimpleQueue()
+        self._pod = Pod(range(sizes.replica), sizes, self._links, self._take, command)
+        self._judge = Judge(sizes.replica, self.who)
+        self._watch = Watch(self._pod, self._judge, others=lambda: (), lost=self._on_loss)
+        self.settled = threading.Event()
+        self.loss: Loss | None = None
+        """Why the instance cannot go on; the ranks are gone then."""
+        self.lost_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        """Readable from then on."""
+        self.responses = [Responses(fds) for fds in self._pod.responses]
+        """By rank. The engine's thread reads them."""
+        self.channels = [LinkChannel(rank, self._pod.post) for rank in range(sizes.replica)]
+        """By rank: the KV transfer's way to it."""
+
+    def who(self, rank: int) -> Who:
+        """As people are told of it."""
+        return who(rank, self._sizes, pid=self._pod.pid(rank))
+
+    # --- the load's thread
+
+    def start(self) -> tuple[Ready, ...]:
+        """Start the ranks and wait until steps may come; what each has. Raises UserError for what
+        the user can mend, RankLostError for the rest; `close` it then, too."""
+        with _listen(self._config.host) as listener:
+            address = listener.getsockname()[:2]
+
+            def make_start(rank: int, ring: RingFds, responses: RingFds, beats: int) -> Start:
+                return Start(
+                    config=self._config,
+                    sizes=self._sizes,
+                    rank=rank,
+                    pod_rank=rank,
+                    pod_ranks=self._sizes.replica,
+                    rendezvous=address,
+                    address=self._config.host,
+                    listener=listener.fileno() if rank == 0 else None,
+                    ring=ring,
+                    responses=responses,
+                    beats=beats,
+                    logs=self._logs,
+                )
+
+            self._watch.start(make_start)
+            self._collect(Opened)
+        self._tell(Meet())
+        blocks = min(one.blocks for one in self._collect(Fits))
+        self._tell(Agreed(blocks))
+        ready = self._collect(Ready)
+        self._watch.report(Judge.started)
+        return ready
+
+    def _tell(self, message: Meet | Agreed) -> None:
+        for rank in range(self._sizes.replica):
+            self._pod.tell(rank, message)
+
+    def _collect(self, kind: type[_T]) -> tuple[_T, ...]:
+        """One of every rank, by rank."""
+        found: dict[int, _T] = {}
+        while len(found) < self._sizes.replica:
+            one = self._started.get()
+            if one is None:
+                raise self.error()
+            rank, message = one
+            if not isinstance(message, kind):
+                raise RankLostError(f"{self.who(rank)} said {message!r}, not {kind.__name__}")
+            found[rank] = message
+        return tuple(found[rank] for rank in sorted(found))
+
+    def error(self) -> Exception:
+        """What to raise: the loss, or else that it was closed."""
+        if self.loss is None:
+            return RankLostError("the instance was closed")
+        if self.loss.is_user_error:
+            return UserError(self.loss.text)
+        return RankLostError(self.loss.text)
+
+    def close(self, *, in_order: bool = False) -> None:
+        """End all ranks, `in_order` when no step is under way, and give back what was shared."""
+        self._watch.close(in_order=in_order)
+        # Whoever still waits hears of it.
+        self._started.put(None)
+        os.eventfd_write(self.lost_fd, 1)
+        self._links.close(_CLOSE_S)
+        for one in self.responses:
+            one.close()
+        self._pod.close()
+        self._watch.release()
+        os.close(self.lost_fd)
+
+    # --- the engine's thread
+
+    def publish(self, message: bytes) -> None:
+        """A step, to all ranks. RankLostError."""
+        if self.loss is not None:
+            raise self.error()
+        try:
+            self._pod.publish(message, within_s=_PUBLISH_S)
+        except NotReadError as error:
+            rank = self._pod.ranks[error.reader]
+            loss = Loss(
+                f"{self.who(rank)} has not read its steps for {_PUBLISH_S:g} s", EXIT_STEP_STUCK
+            )
+            raise self._give_up(loss) from error
+
+    def failed(self, rank: int, failure: Failure) -> None:
+        """The rank answered a step with why it ends."""
+        self._watch.report(lambda judge: judge.failed(rank, failure))
+
+    def stuck(self, deadline_s: float) -> Exception:
+        """No answer to a step has come in time: end all; what to raise."""
+        return self._give_up(
+            Loss(f"a step is stuck: no answer within {deadline_s:g} s", EXIT_STEP_STUCK)
+        )
+
+    def _give_up(self, loss: Loss) -> Exception:
+        self._watch.report(lambda judge: judge.give_up(loss))
+        self.settled.wait(_SETTLE_S)
+        return self.error()
+
+    # --- the links' thread
+
+    def _take(self, frame: Frame) -> None:
+        rank = frame.rank
+        if frame.kind == Kind.CHANNEL:
+            self.channels[rank].take(frame.body)
+            return
+        if frame.kind != Kind.CONTROL:
+            raise ProtocolError(f"a frame of kind {frame.kind.name} from {self.who(rank)}")
+        message = decode_from_rank(frame.body)
+        if isinstance(message, Failed):
+            failure = message.failure
+            self._watch.report(lambda judge: judge.failed(rank, failure))
+        else:
+            self._started.put((rank, message))
+
+    # --- the watch's thread
+
+    def _on_loss(self, loss: Loss) -> None:
+        self.loss = loss
+        self.settled.set()
+        self._started.put(None)
+        os.eventfd_write(self.lost_fd, 1)
+
+
+def _listen(host: str) -> socket.socket:
+    """Where the ranks find each other: any free port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.bind((host, 0))
+        sock.listen(128)
+    except OSError as error:
+        sock.close()
+        raise UserError(f"--host: cannot listen on {host}: {error.strerror}") from error
+    return sock

@@ -1,0 +1,82 @@
+"""Why an instance cannot go on, said so that its last log line and its exit status tell. Pure."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+from xpyd_core.parallel.ranks import Sizes
+
+# Exit statuses of an instance that lost a rank (docs/parallel.md).
+EXIT_RANK_ENDED = 11
+EXIT_RANK_SILENT = 12
+EXIT_STEP_STUCK = 13
+EXIT_POD_LOST = 14
+# Exit statuses of a rank's process.
+RANK_FAILED = 1
+RANK_MISSES_OTHERS = 75
+
+
+class RankLostError(Exception):
+    """The instance has lost a rank. No XpydError: nothing can be computed any more, so the engine
+    ends, and whoever started the process starts another."""
+
+
+class MissesOthersError(Exception):
+    """In a rank: another does not answer it."""
+
+
+@dataclass(frozen=True)
+class Who:
+    """A rank, as people are told of it. `pod`: its number in the instance where there are several;
+    `pid`: 0 where the process is not there yet."""
+
+    rank: int
+    stage: int
+    tensor_rank: int
+    pid: int = 0
+    pod: int | None = None
+
+    def __str__(self) -> str:
+        pod = "" if self.pod is None else f"pod {self.pod}, "
+        pid = f", pid {self.pid}" if self.pid else ""
+        share = f"stage {self.stage}, tensor share {self.tensor_rank}"
+        return f"rank {self.rank} ({pod}{share}{pid})"
+
+
+def who(rank: int, sizes: Sizes, *, pid: int = 0, pod: int | None = None) -> Who:
+    """Rank `rank` of an instance of these sizes."""
+    place = sizes.place(rank)
+    return Who(rank, place.stage, place.tensor, pid, pod)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The first that went wrong: a sentence that names the rank, and the instance's exit status.
+    `is_user_error`: what the user can mend, said while the ranks started."""
+
+    text: str
+    status: int
+    is_user_error: bool = False
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank ends, in its own words. `misses_others`: another did not answer it, so it is not
+    the first that went."""
+
+    text: str
+    is_user_error: bool = False
+    misses_others: bool = False
+
+
+def how_ended(returncode: int) -> str:
+    """A process' end, from what Popen says of it."""
+    if returncode >= 0:
+        return f"ended with status {returncode}"
+    try:
+        name = signal.Signals(-returncode).name
+    except ValueError:
+        name = f"signal {-returncode}"
+    hint = "; was it short of memory?" if -returncode == signal.SIGKILL else ""
+    return f"was ended by {name}{hint}"

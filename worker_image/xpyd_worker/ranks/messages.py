@@ -1,0 +1,122 @@
+"""What the engine's process and a rank tell each other while the instance starts. Pure.
+
+main --Start--> rank    what to load, and where its ring and the others are
+     <-Opened--         it has opened them, torch is imported
+     --Meet--->         all have: make the groups, load the weights
+     <--Fits---         so many blocks of KV fit beside them
+     --Agreed->         so many are made on every rank: the least
+     <--Ready--         steps may come
+     <-Failed--         any time: why the rank ends
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from xpyd_core.errors import ProtocolError
+from xpyd_core.parallel.ranks import Sizes
+from xpyd_worker.config import WorkerConfig
+from xpyd_worker.ranks.loss import Failure
+from xpyd_worker.ranks.ring import RingFds
+
+
+class Logs(msgspec.Struct, frozen=True):
+    """How ranks log: the engine's --log-level and --log-format."""
+
+    level: str = "info"
+    format: str = "text"
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """`pod_rank` and `pod_ranks`: the rank's number among those of its pod, and how many these are.
+    `rendezvous`: where rank 0's store listens, and `listener` its socket's descriptor, on rank 0.
+    `address`: what the rank may listen on. The others are descriptors, too."""
+
+    config: WorkerConfig
+    sizes: Sizes
+    rank: int
+    pod_rank: int
+    pod_ranks: int
+    rendezvous: tuple[str, int]
+    address: str
+    listener: int | None
+    ring: RingFds
+    responses: RingFds
+    beats: int
+    logs: Logs
+
+
+class Opened(msgspec.Struct, frozen=True, tag=True):
+    """See above."""
+
+
+class Meet(msgspec.Struct, frozen=True, tag=True):
+    """See above."""
+
+
+class Fits(msgspec.Struct, frozen=True, tag=True):
+    """Blocks of KV that this rank has room for."""
+
+    blocks: int
+
+
+class Agreed(msgspec.Struct, frozen=True, tag=True):
+    """Blocks of KV that every rank makes."""
+
+    blocks: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """What the rank has: blocks of KV, as agreed; bytes of its weights and of its KV cache, what is
+    resident of its process (None: the system does not say), the dtype's name, and how many steps
+    its device takes at once. `on_gpu`: where weights and cache are."""
+
+    blocks: int
+    weight_bytes: int
+    cache_bytes: int
+    resident_bytes: int | None
+    dtype: str
+    depth: int
+    on_gpu: bool
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """Why the rank ends."""
+
+    failure: Failure
+
+
+ToRank = Start | Meet | Agreed
+FromRank = Opened | Fits | Ready | Failed
+
+_to_rank = msgspec.msgpack.Decoder(ToRank, dec_hook=lambda kind, value: _path(kind, value))
+_from_rank = msgspec.msgpack.Decoder(FromRank)
+
+
+def encode(message: ToRank | FromRank) -> bytes:
+    """For a frame of kind CONTROL."""
+    return msgspec.msgpack.encode(message, enc_hook=str)
+
+
+def decode_to_rank(data: bytes) -> ToRank:
+    """Raises ProtocolError."""
+    try:
+        return _to_rank.decode(data)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"not a message of this version: {error}") from error
+
+
+def decode_from_rank(data: bytes) -> FromRank:
+    """Raises ProtocolError."""
+    try:
+        return _from_rank.decode(data)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"not a message of this version: {error}") from error
+
+
+def _path(kind: type, value: object) -> object:
+    if kind is Path:
+        return Path(str(value))
+    raise NotImplementedError(kind)

@@ -1,0 +1,238 @@
+"""A rank: `python -m xpyd_worker.ranks.process`, started by `host`.
+
+    main thread: start-up, then steps     links' thread: what the engine's process says     beats
+
+Signals are the engine's process' to hear: this one ends when it is told to, when it fails, or with
+that process. torch is imported by what `program` makes, and only there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from xpyd_core.errors import UserError
+from xpyd_core.logs import set_up_logging
+from xpyd_kv.ranks.api import Channel
+from xpyd_worker.ranks.beats import BeatPage, Slot, beat_forever
+from xpyd_worker.ranks.frames import Frame, Kind
+from xpyd_worker.ranks.links import Link, LinkChannel, Links
+from xpyd_worker.ranks.loss import RANK_FAILED, RANK_MISSES_OTHERS, Failure, MissesOthersError
+from xpyd_worker.ranks.messages import (
+    Agreed,
+    Failed,
+    Fits,
+    FromRank,
+    Meet,
+    Opened,
+    Ready,
+    Start,
+    ToRank,
+    decode_to_rank,
+    encode,
+)
+from xpyd_worker.ranks.responses import Answers
+from xpyd_worker.ranks.ring import RingReader
+from xpyd_worker.torch_env import prepare_for_torch
+
+_log = logging.getLogger(__name__)
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_FLUSH_S = 2.0
+
+_T = TypeVar("_T")
+
+
+class LaunchedStep(Protocol):
+    """A step under way on a rank."""
+
+    def finish(self) -> bytes | None:
+        """Wait for it, once: what came of it where this is the output rank, None elsewhere."""
+        ...
+
+
+class Program(Protocol):
+    """What a rank computes. Any call raises UserError for what the user can mend, and
+    MissesOthersError where another rank is at fault."""
+
+    def load(self) -> int:
+        """Meet the other ranks and load the weights; blocks of KV that fit beside them."""
+        ...
+
+    def make(self, blocks: int) -> Ready:
+        """Make the KV cache."""
+        ...
+
+    def launch(self, message: bytes) -> LaunchedStep:
+        """Start a step; see RankWork."""
+        ...
+
+    def close(self) -> None:
+        """Leave the other ranks. When no step is under way."""
+        ...
+
+
+MakeProgram = Callable[[Start, Channel], Program]
+
+
+class _Main:
+    """The link to the engine's process, as this one's main thread has it."""
+
+    def __init__(self, sock: socket.socket, rank: int) -> None:
+        self._rank = rank
+        self._come: queue.SimpleQueue[ToRank] = queue.SimpleQueue()
+        self._links = Links(f"rank-{rank}-link")
+        self._link: Link = self._links.add(sock, self._take, self._lose)
+        self.channel = LinkChannel(rank, self._link.post)
+
+    def tell(self, message: FromRank) -> None:
+        """Say it."""
+        self._link.post(Frame(Kind.CONTROL, self._rank, encode(message)))
+
+    def hear(self) -> ToRank:
+        """The next that it says; this process ends with it."""
+        return self._come.get()
+
+    def close(self) -> None:
+        """Send what was posted."""
+        self._links.close(_FLUSH_S)
+
+    def _take(self, frame: Frame) -> None:
+        if frame.kind == Kind.CONTROL:
+            self._come.put(decode_to_rank(frame.body))
+        else:
+            self.channel.take(frame.body)
+
+    def _lose(self, reason: str) -> None:
+        # Nobody is left who would hear of it, and nothing here must outlive the instance.
+        os._exit(RANK_FAILED)
+
+
+class _Rank(logging.Filter):
+    """Says in each line which rank it is of."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.rank = self._rank
+        return True
+
+
+def run_steps(
+    program: Program, ring: RingReader, answers: Answers, slot: Slot, *, is_output: bool, depth: int
+) -> None:
+    """Steps as they come, until an empty message. The output rank finishes a step as soon as no
+    other has come; the others when so many are under way that the engine must have had the answer:
+    what they finish waits for the last stage, and the next step must not wait for that."""
+    under_way: deque[LaunchedStep] = deque()
+
+    def finish() -> None:
+        output = under_way.popleft().finish()
+        if output is not None:
+            answers.done(output)
+
+    while True:
+        message = ring.read(0 if under_way and is_output else None)
+        if message == b"":
+            return
+        slot.begin()
+        if message is None or len(under_way) == depth:
+            finish()
+        if message is not None:
+            under_way.append(program.launch(message))
+        slot.end()
+
+
+def serve(main: _Main, start: Start, make_program: MakeProgram) -> int:
+    """The life of a rank that knows what it is; its exit status."""
+    sizes, rank = start.sizes, start.rank
+    page = BeatPage(start.pod_ranks, start.beats)
+    slot = page.slot(start.pod_rank)
+    beat_forever(slot)
+    answers = Answers(start.responses)
+    is_running = False
+    try:
+        program = make_program(start, main.channel)
+        ring = RingReader(start.ring)
+        main.tell(Opened())
+        _expect(main, Meet)
+        main.tell(Fits(program.load()))
+        ready = program.make(_expect(main, Agreed).blocks)
+        main.tell(ready)
+        is_running = True
+        depth = sizes.pipeline if sizes.pipeline > 1 else ready.depth
+        is_output = rank == sizes.output_rank
+        run_steps(program, ring, answers, slot, is_output=is_output, depth=depth)
+        program.close()
+    except Exception as error:  # the process' edge: the engine's process is told, and ends all
+        misses = isinstance(error, MissesOthersError)
+        is_user_error = isinstance(error, UserError)
+        if not misses and not is_user_error:
+            _log.exception("rank %d fails", rank)
+        failure = Failure(str(error) or repr(error), is_user_error, misses)
+        if is_running:
+            answers.failed(failure)
+        else:
+            main.tell(Failed(failure))
+        return RANK_MISSES_OTHERS if misses else RANK_FAILED
+    return 0
+
+
+def _expect(main: _Main, kind: type[_T]) -> _T:
+    message = main.hear()
+    assert isinstance(message, kind), f"{message!r} where {kind} was to come"
+    return message
+
+
+def _bind_to(parent: int) -> None:
+    """End with the process that started this one, also where that is killed or this one stopped."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(RANK_FAILED)
+
+
+def _model_program(start: Start, channel: Channel) -> Program:
+    prepare_for_torch()
+    from xpyd_worker.ranks.program import RankProgram
+
+    return RankProgram(start, channel)
+
+
+def main(make_program: MakeProgram = _model_program) -> None:
+    """Run the rank that the arguments and then the link name. Does not return."""
+    parser = argparse.ArgumentParser(prog="xpyd rank")
+    parser.add_argument("--rank", type=int, required=True, help="its number")
+    parser.add_argument("--place", required=True, help="for people who read ps")
+    parser.add_argument("--link", type=int, required=True, help="descriptor, to who started it")
+    parser.add_argument("--parent", type=int, required=True, help="who started it")
+    args = parser.parse_args()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    _bind_to(args.parent)
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, f"xpyd-rank-{args.rank}".encode(), 0, 0, 0)
+    link = _Main(socket.socket(fileno=args.link), args.rank)
+    start = _expect(link, Start)
+    set_up_logging(start.logs.level, start.logs.format)
+    logging.getLogger().handlers[0].addFilter(_Rank(args.rank))
+    status = serve(link, start, make_program)
+    link.close()
+    logging.shutdown()
+    sys.stdout.flush()
+    # What is left is memory; unloading torch module by module would take a second.
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

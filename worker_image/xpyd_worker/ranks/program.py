@@ -1,0 +1,165 @@
+"""What a rank runs: its part of the model. A rank's way to torch: `process` imports this module
+when the rank beats already, and what torch reads of the environment is set.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import torch
+
+from xpyd_core.parallel.partition import partition
+from xpyd_kv.ranks.api import Channel
+from xpyd_worker.config import WorkerConfig
+from xpyd_worker.memory import give_back, resident_bytes
+from xpyd_worker.model.registry import load_config
+from xpyd_worker.model.source import resolve_checkpoint
+from xpyd_worker.one_rank import cpu_dtype, dtype_name, gpu_dtype, gpu_limits
+from xpyd_worker.parallel.api import GroupError
+from xpyd_worker.parallel.boundary import HiddenSize
+from xpyd_worker.parallel.distributed import Rendezvous
+from xpyd_worker.parallel.state import ParallelState, open_parallel
+from xpyd_worker.ranks.loading import slots
+from xpyd_worker.ranks.loss import MissesOthersError
+from xpyd_worker.ranks.messages import Ready, Start
+from xpyd_worker.ranks.process import LaunchedStep
+from xpyd_worker.ranks.request_states import RequestStates
+from xpyd_worker.ranks.step_work import RankWork
+from xpyd_worker.runner.device import CPU, CudaDevice, choose_device
+from xpyd_worker.runner.gpu_fit import GpuFit
+from xpyd_worker.runner.load import CpuFit, fit_on_cpu, fit_on_gpu
+
+
+class RankProgram:
+    """See Program."""
+
+    def __init__(self, start: Start, channel: Channel) -> None:
+        """`channel`: where the KV transfer's ranks hear of it."""
+        config = start.config
+        self._start = start
+        self._channel = channel
+        torch.set_num_threads(_threads(config, start.pod_ranks))
+        self._folder = resolve_checkpoint(config.model, config.revision)
+        self._model = load_config(self._folder)
+        self._device = _device(config, start.pod_rank)
+        on_gpu = self._device.type == "cuda"
+        self._dtype = (
+            gpu_dtype(config, self._model, self._device)
+            if on_gpu
+            else cpu_dtype(config, self._model)
+        )
+        self._parallel: ParallelState | None = None
+        self._fit: CpuFit | GpuFit | None = None
+        self._work: RankWork | None = None
+
+    def load(self) -> int:
+        """See Program."""
+        with _group_errors():
+            self._parallel = parallel = self._meet()
+            config, model = self._start.config, self._model
+            if self._device.type == "cuda":
+                self._fit = fit_on_gpu(
+                    self._folder,
+                    model,
+                    dtype=self._dtype,
+                    gpu=CudaDevice(self._device),
+                    limits=gpu_limits(config, model),
+                    block_size_tokens=config.block_size,
+                    parallel=parallel,
+                )
+            else:
+                self._fit = fit_on_cpu(
+                    self._folder,
+                    model,
+                    dtype=self._dtype,
+                    kv_cache_bytes=config.cpu_cache_bytes,
+                    block_size_tokens=config.block_size,
+                    parallel=parallel,
+                )
+            return self._fit.num_blocks
+
+    def _meet(self) -> ParallelState:
+        start, config, model = self._start, self._start.config, self._model
+        host, port = start.rendezvous
+        listener = None if start.listener is None else socket.socket(fileno=start.listener)
+        return open_parallel(
+            start.sizes,
+            rank=start.rank,
+            local_rank=start.pod_rank,
+            at=Rendezvous(host=host, port=port, address=start.address, listener=listener),
+            device=self._device,
+            layers=partition(model.num_layers, start.sizes.pipeline, config.layer_partition),
+            hidden=HiddenSize(
+                most_rows=config.batched_tokens(on_gpu=self._device.type == "cuda"),
+                width=model.hidden_size,
+                dtype=self._dtype,
+            ),
+        )
+
+    def make(self, blocks: int) -> Ready:
+        """See Program."""
+        assert self._fit is not None, "load comes before"
+        assert self._parallel is not None, "load comes before"
+        config = self._start.config
+        with _group_errors():
+            runner = self._fit.make_runner(blocks)
+        most_tokens = config.max_model_len or self._model.max_positions
+        states = RequestStates(slots(config), min(most_tokens, blocks * config.block_size))
+        self._work = RankWork(runner, states, parallel=self._parallel)
+        give_back()
+        return Ready(
+            blocks=blocks,
+            weight_bytes=runner.weight_bytes,
+            cache_bytes=runner.kv_cache.size_bytes,
+            resident_bytes=resident_bytes(),
+            dtype=dtype_name(runner),
+            depth=runner.depth,
+            on_gpu=self._device != CPU,
+        )
+
+    def launch(self, message: bytes) -> LaunchedStep:
+        """See Program."""
+        assert self._work is not None, "make comes before"
+        with _group_errors():
+            return _Launched(self._work.launch(message))
+
+    def close(self) -> None:
+        """See Program."""
+        if self._parallel is not None:
+            self._parallel.close()
+
+
+class _Launched:
+    def __init__(self, step: LaunchedStep) -> None:
+        self._step = step
+
+    def finish(self) -> bytes | None:
+        with _group_errors():
+            return self._step.finish()
+
+
+@contextmanager
+def _group_errors() -> Generator[None]:
+    """Say it in a way that needs no torch."""
+    try:
+        yield
+    except GroupError as error:
+        raise MissesOthersError(str(error)) from error
+
+
+def _threads(config: WorkerConfig, pod_ranks: int) -> int:
+    """Of one rank: the machine's cores are shared."""
+    if config.threads is not None:
+        return config.threads
+    if "OMP_NUM_THREADS" in os.environ:
+        return torch.get_num_threads()
+    return max(1, len(os.sched_getaffinity(0)) // pod_ranks)
+
+
+def _device(config: WorkerConfig, pod_rank: int) -> torch.device:
+    """The GPU of the rank's number in its pod, or the CPU."""
+    chosen = choose_device(config.device)
+    return chosen if chosen == CPU else choose_device(f"cuda:{pod_rank}")

@@ -1,0 +1,61 @@
+"""What loading gives, on one rank or on several, before there is an engine. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from xpyd_kv.device.paged import DevicePagedMemory, PagedMemory
+from xpyd_kv.transport.shared_memory import SharedMemory
+from xpyd_worker.engine.executor import Executor
+from xpyd_worker.memory import MemoryUse
+
+if TYPE_CHECKING:
+    from xpyd_worker.kv_device import DeviceCache
+    from xpyd_worker.ranks.instance import Instance
+
+
+class StepCounters(Protocol):
+    """What entered forwards since the start."""
+
+    @property
+    def forwards(self) -> int: ...
+
+    @property
+    def prompt_tokens_computed(self) -> int: ...
+
+    @property
+    def output_tokens_computed(self) -> int: ...
+
+
+class CountingExecutor(Executor, Protocol):
+    """One that counts what it runs."""
+
+    @property
+    def counters(self) -> StepCounters: ...
+
+
+@dataclass(frozen=True)
+class OwnKv:
+    """A KV cache that stands in this process' reach. `shared` where other processes may read it,
+    `gpu` where KV moves from a GPU."""
+
+    memory: PagedMemory | DevicePagedMemory
+    shared: SharedMemory | None
+    gpu: DeviceCache | None
+
+
+@dataclass(frozen=True)
+class ReadyModel:
+    """A model that can run steps. `dtype`: of weights and KV; `cache_bytes`: of all ranks. `kv` is
+    there where KV moves and the cache is this process'; `instance` where there are ranks."""
+
+    executor: CountingExecutor
+    dtype: str
+    cache_bytes: int
+    on_gpu: bool
+    memory: Callable[[], Sequence[MemoryUse]]
+    """The table of what it takes."""
+    kv: OwnKv | None = None
+    instance: Instance | None = None
