@@ -64,7 +64,12 @@ def _flag(action: argparse.Action) -> str:
 
 @pytest.mark.parametrize(
     ("command", "page"),
-    [("worker", "engine.md"), ("router", "router.md"), ("operator", "operator.md")],
+    [
+        ("worker", "engine.md"),
+        ("router", "router.md"),
+        ("operator", "operator.md"),
+        ("advise", "advise.md"),
+    ],
 )
 def test_the_flags_of_a_program_are_those_of_its_page(command: str, page: str) -> None:
     table = {code(row[0])[0]: row[1] for row in rows(page, "## Flags")}

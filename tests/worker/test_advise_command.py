@@ -1,0 +1,189 @@
+"""`xpyd advise`: its flags, its two outputs, and the fleet document that it prints."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.advice import MODELS, advice, devices, facts
+from xpyd_core.cli import build_parser, main
+from xpyd_operator.api.load import parse_fleet
+from xpyd_worker.advise.document import snippet
+from xpyd_worker.advise.notes import notes_of
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["advise", *words]) == 0
+    return capsys.readouterr().out
+
+
+def run_json(capsys: pytest.CaptureFixture[str], model: str, *words: str) -> dict[str, Any]:
+    return json.loads(run(capsys, str(MODELS / model), "--output", "json", *words))
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["advise", str(MODELS / "llama-70b"), *words]) == 2
+    return capsys.readouterr().err
+
+
+def test_the_table_has_both_trees_the_layout_and_its_numbers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = run(capsys, str(MODELS / "deepseek-v3"), "--gpus", "16x80G", "--utilization", "0.92")
+    lines = text.splitlines()
+    assert lines[0] == (
+        "deepseek-v3: DeepseekV3ForCausalLM, 61 layers, 256 experts in 58 layers, "
+        "671.0 B parameters in fp8"
+    )
+    assert any(line.startswith("tree 1: ") and line.endswith("TP 8 x PP 2") for line in lines)
+    assert any(line.startswith("tree 2: ") and "TP 8 x PP 2 x EP 8" in line for line in lines)
+    assert any(line.startswith("they differ in EP (1 and 8, taken 8): ") for line in lines)
+    assert "layout: TP 8 x PP 2 x EP 8" in lines
+    assert "does not serve the model: config.json: architectures" in text
+    assert "does not deal experts out yet (EP)" in text
+
+
+def test_json_has_bytes_and_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_json(capsys, "llama-70b", "--gpus", "8", "--concurrency", "1")
+    assert found["model"]["served"] is True
+    assert found["layout"] == {"tensor": 8, "pipeline": 1, "expert": 1, "data": 1}
+    assert found["memory"]["kv_token_bytes"] == 327_680
+    assert found["memory"]["device_kv_token_bytes"] == 40_960
+    assert found["steps"][0]["all_reduces"]["count"] == 160
+    assert found["steps"][0]["all_reduces"]["each_bytes"] == 16_384
+    assert found["steps"][0]["boundaries"] is None
+    assert [tree["questions"]["one device holds it"] for tree in found["trees"]] == [False, False]
+    assert found["moves"] is None
+
+
+def test_kv_blocks_are_what_the_share_leaves(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--gpus", "8", "--gpu-memory", "80G", "--utilization", "0.5", "--reserve", "1G")
+    found = run_json(capsys, "llama-70b", *words)["memory"]
+    room = 40 * 10**9 - 10**9 - found["device_weights_bytes"]
+    assert found["kv_blocks"] == room // (16 * found["device_kv_token_bytes"])
+
+
+def test_stages_that_are_not_alike_have_room_for_the_smallest() -> None:
+    model = facts("llama-70b")
+    found = advice(model, devices(3, 1, memory_bytes=60 * 10**9), concurrency=1)
+    assert (found.layout.tensor, found.layout.pipeline) == (1, 3)
+    layer = sum(vars(model.layers[0]).values())
+    assert found.memory.weights_bytes == 2 * (27 * layer + model.embedding)  # of 27, 27, 26
+
+
+def test_roles_say_what_their_steps_send_and_what_moving_kv_takes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    prefill = run_json(capsys, "llama-70b", "--gpus", "8", "--role", "Prefill")
+    decode = run_json(capsys, "llama-70b", "--gpus", "8", "--role", "Decode", "--peers", "3")
+    assert [step["tokens"] for step in prefill["steps"]] == [2048]
+    assert [step["tokens"] for step in decode["steps"]] == [16]
+    assert decode["moves"]["nccl_bytes"] == {"16": 300_000_000, "8": 156_000_000}
+    assert decode["moves"]["prompt_bytes"] == 8192 * 327_680
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (("--gpus", "0"), "--gpus: '0'"),
+        (("--gpus", "5000"), "expected 1 to 1024"),
+        (("--gpus", "8x80GB"), "is not a size"),
+        (("--gpus", "12"), "12 are not whole nodes of 8"),
+        (("--gpus", "12", "--nodes", "5"), "do not fill 5 nodes alike"),
+        (("--gpus", "16", "--nodes", "2", "--gpus-per-node", "4"), "do not fill 2 nodes alike"),
+        (("--gpus", "32", "--nodes", "1"), "has at most 16"),
+        (("--gpus", "8", "--context", "9000"), "the model takes at most 8192"),
+        (("--gpus", "8", "--context", "0"), "--context: 0; expected a number above 0"),
+        (("--gpus", "8", "--utilization", "1.5"), "expected a share of 1"),
+        (("--gpus", "8", "--params", "nan"), "--params: nan"),
+        (("--gpus", "8", "--reserve", "79G"), "--reserve: 79000000000 bytes leave nothing"),
+        (("--gpus", "1"), "141.1 GB of weights and 42.9 GB of KV .* it takes 3 nodes of 1"),
+        (
+            ("--gpus", "1x3G"),
+            "nor into any number of them",
+        ),
+        (("--gpus", "8", "--revision", "main"), "only hf:// models have revisions"),
+    ],
+)
+def test_wrong_input_is_refused_with_its_flag(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], complaint: str
+) -> None:
+    error = refusal(capsys, *words)
+    assert re.search(complaint, error), error
+
+
+def test_nodes_are_another_way_to_say_devices_of_a_node(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for words in (("--nodes", "4"), ("--gpus-per-node", "4")):
+        found = run_json(capsys, "llama-70b", "--gpus", "16", *words)
+        assert found["layout"]["tensor"] == 4
+        assert found["idle_gpus"] == 12
+
+
+NAMES = ("llama-70b", "llama-8b", "mixtral-8x7b", "deepseek-v3", "llama-405b-fp8")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("role", ["Aggregated", "Prefill", "Decode"])
+def test_the_fleet_document_is_accepted(name: str, role: str) -> None:
+    found = advice(facts(name), devices(4, 8), role=role, throughput=True)
+    spec = yaml.safe_load(snippet(found))["spec"]
+    pool = spec["pools"][0]
+    other = {"Aggregated": None, "Prefill": "Decode", "Decode": "Prefill"}[role]
+    if other is not None:
+        spec["pools"].append({"name": other.lower(), "role": other})
+    document = {
+        "apiVersion": "xpyd.dev/v1alpha1",
+        "kind": "InferenceFleet",
+        "metadata": {"name": "advised"},
+        "spec": {**spec, "model": {"uri": "hf://org/name"}},
+    }
+    fleet = parse_fleet(yaml.safe_dump(document).encode(), source="advice")
+    accepted = fleet.spec.pools[0]
+    assert accepted.parallelism.tensor == found.layout.tensor == pool["parallelism"]["tensor"]
+    assert accepted.parallelism.pipeline == found.layout.pipeline
+    assert (accepted.resources.gpus, accepted.replicas) == (found.pod_gpus, found.layout.data)
+
+
+def test_its_engine_flags_are_the_workers() -> None:
+    args = yaml.safe_load(snippet(advice(facts("llama-8b"), devices(1, 1))))["spec"]["engine"][
+        "args"
+    ]
+    found = build_parser().parse_args(["worker", "--model", "m", *args])
+    assert (found.max_model_len, found.max_num_seqs) == (4096, 16)
+    assert found.gpu_memory_utilization == 0.92
+
+
+def test_what_the_engine_cannot_do_and_what_is_left_is_said() -> None:
+    def notes(name: str, nodes: int, **fields: object) -> str:
+        return "\n".join(notes_of(advice(facts(name), devices(nodes, 8), **fields)))
+
+    assert "DP 8 is 8 replicas of the pool" in notes("llama-8b", 1)
+    assert "EP" in notes("mixtral-8x7b", 1)
+    assert "elastic EP (ranks that come and go) excludes PP" in notes("deepseek-v3", 2)
+    assert "one latent (MLA), whole on each rank" in notes("deepseek-v3", 2)
+    assert "16 of 24 devices are left: --throughput or" in notes("llama-70b", 3)
+    assert "8 of 24 devices are left: they do not hold" in notes("deepseek-v3", 3, throughput=True)
+    assert "there are no devices for one" in notes("llama-70b", 1, high_availability=True)
+    assert "neither tree asks for availability" in notes("llama-70b", 2, high_availability=True)
+    wide = notes_of(advice(facts("llama-70b"), devices(1, 16)))
+    assert "16 ranks share 8 KV heads: each head is kept 2 times" in wide
+    without = notes_of(advice(facts("llama-70b"), devices(1, 8, within="pcie")))
+    assert any("without NVLink the bytes of all-reduces take 7 times as long" in n for n in without)
+    assert notes("llama-70b", 1) == ""
+
+
+def test_it_runs_without_torch() -> None:
+    code = (
+        "import sys; from xpyd_core.cli import main;"
+        f"main(['advise', {str(MODELS / 'llama-70b')!r}, '--gpus', '8']);"
+        "assert not {'torch', 'transformers', 'numpy', 'pydantic'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)

@@ -1,0 +1,246 @@
+"""What of a model decides how to divide it, read from any decoder-only family's config.json. Pure.
+
+It takes the usual field names, also those of families that the engine does not serve, and counts
+parameters as a decoder with gated MLPs has them: attention with KV heads or a latent (MLA), experts
+in all layers or in some. Biases and norms of heads are left out: they are less than a thousandth.
+Every layer counts as one of full attention: a model with windows needs less KV than is said here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from xpyd_core.parallel.checks import Shape
+from xpyd_worker.advise.formats import (
+    DTYPE_BYTES,
+    Overrides,
+    Weights,
+    read_dtype,
+    read_quantization,
+    weights_of,
+)
+from xpyd_worker.model.fields import Fields, Json
+
+_MOST_LAYERS = 4096
+_EXPERT_COUNTS = ("num_local_experts", "n_routed_experts", "num_experts")
+_NOT_GATED = frozenset({"starcoder2", "phi", "gpt_neox", "nemotron", "opt"})
+_TIED_BY_DEFAULT = ("gemma",)
+
+
+@dataclass(frozen=True)
+class LayerParams:
+    """Parameters of one layer: what a tensor group divides, and the experts."""
+
+    shared: int
+    experts: int = 0
+
+
+@dataclass(frozen=True)
+class ExpertFacts:
+    """`count` experts in each of `layers` layers, `per_token` of them for each token."""
+
+    count: int
+    per_token: int
+    layers: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """One model. `kv_numbers`: of KV for one token in one layer. `kv_heads`: in how many parts a
+    tensor group can divide them; 0: a latent, which each rank keeps whole. `embedding` and `head`:
+    parameters; a tied head is the embedding's and counts 0."""
+
+    architecture: str
+    hidden: int
+    heads: int
+    kv_heads: int
+    kv_numbers: int
+    intermediate_sizes: frozenset[int]
+    layers: tuple[LayerParams, ...]
+    embedding: int
+    head: int
+    max_positions: int
+    experts: ExpertFacts | None
+    dtype: str
+    weights: Weights
+
+    @property
+    def element_bytes(self) -> int:
+        """Of a number of hidden states and KV."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def expert_element_bytes(self) -> int:
+        """Of a number of hidden states on the way to experts: experts in fp8 are sent fp8."""
+        return 1 if self.weights.label == "fp8" else self.element_bytes
+
+    @property
+    def parameters(self) -> int:
+        """All of them, as computed."""
+        layers = sum(layer.shared + layer.experts for layer in self.layers)
+        return layers + self.embedding + self.head
+
+    @property
+    def weights_bytes(self) -> int:
+        """One whole copy."""
+        layers = sum(layer.shared + layer.experts for layer in self.layers)
+        outer = self.embedding + self.head
+        return int(self.weights.of_layers(layers) + self.weights.of_outer(outer))
+
+    @property
+    def shape(self) -> Shape:
+        """What can be divided; a latent does not limit it."""
+        return Shape(
+            layers=len(self.layers),
+            heads=self.heads,
+            kv_heads=self.kv_heads or self.heads,
+            intermediate_sizes=self.intermediate_sizes,
+        )
+
+
+def read_facts(config: Json, *, files_bytes: int | None, overrides: Overrides) -> ModelFacts:
+    """The facts from config.json's content. `files_bytes`: what the weights' files hold, if that is
+    known; it counts unless the user says otherwise. UserError naming the field."""
+    outer, fields = Fields(config), Fields(config)
+    if isinstance(config.get("text_config"), dict):  # a model of more than text: its decoder
+        fields = outer.inner("text_config")
+    experts, layers = _read_layers(fields)
+    is_latent = fields.get("kv_lora_rank") is not None
+    heads = fields.whole("num_attention_heads")
+    kv_heads = fields.whole("num_key_value_heads", heads)
+    if is_latent:
+        kv_numbers = fields.whole("kv_lora_rank") + fields.whole("qk_rope_head_dim")
+    else:
+        kv_numbers = 2 * kv_heads * _head_dim(fields)
+    embedding = fields.whole("vocab_size") * fields.whole("hidden_size")
+    dtype = overrides.dtype or read_dtype(fields, outer)
+    facts = ModelFacts(
+        architecture=_architecture(outer),
+        hidden=fields.whole("hidden_size"),
+        heads=heads,
+        kv_heads=0 if is_latent else kv_heads,
+        kv_numbers=kv_numbers,
+        intermediate_sizes=_intermediate_sizes(fields, experts, len(layers)),
+        layers=layers,
+        embedding=embedding,
+        head=0 if _is_tied(fields, outer) else embedding,
+        max_positions=fields.whole("max_position_embeddings"),
+        experts=experts,
+        dtype=dtype,
+        weights=weights_of(dtype, overrides.quantization or read_quantization(outer)),
+    )
+    return _with_total(facts, files_bytes, overrides)
+
+
+def _with_total(facts: ModelFacts, files_bytes: int | None, overrides: Overrides) -> ModelFacts:
+    """`facts` with the total that the user or the files say in place of the computed one."""
+    weights = facts.weights
+    if overrides.params is not None:
+        total, source = Fraction(overrides.params) * weights.bits / 8, "--params"
+    elif files_bytes and overrides.dtype is None and overrides.quantization is None:
+        total, source = Fraction(files_bytes), "the files"
+    else:
+        return facts
+    scaled = replace(weights, scale=total / facts.weights_bytes, source=source)
+    return replace(facts, weights=scaled)
+
+
+def _read_layers(fields: Fields) -> tuple[ExpertFacts | None, tuple[LayerParams, ...]]:
+    count = fields.whole("num_hidden_layers")
+    if count > _MOST_LAYERS:
+        raise fields.refusal("num_hidden_layers", f"at most {_MOST_LAYERS}")
+    hidden = fields.whole("hidden_size")
+    attention = _attention(fields) + 2 * hidden  # the two norms
+    mlps = 2 if fields.get("model_type") in _NOT_GATED else 3
+    dense = LayerParams(attention + mlps * hidden * fields.whole("intermediate_size"))
+    name = next((name for name in _EXPERT_COUNTS if _is_many(fields.get(name))), None)
+    if name is None:
+        return None, (dense,) * count
+    experts = fields.whole(name)
+    size = fields.whole("moe_intermediate_size", fields.whole("intermediate_size"))
+    always = _always_on(fields, size)
+    mixed = LayerParams(
+        attention + hidden * experts + mlps * hidden * always, mlps * hidden * size * experts
+    )
+    layers = tuple(mixed if _has_experts(fields, i) else dense for i in range(count))
+    with_experts = sum(layer is mixed for layer in layers)
+    return ExpertFacts(experts, _per_token(fields), with_experts), layers
+
+
+def _attention(fields: Fields) -> int:
+    """Parameters of one layer's projections."""
+    hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
+    if fields.get("kv_lora_rank") is None:
+        size = _head_dim(fields)
+        return 2 * hidden * size * (heads + fields.whole("num_key_value_heads", heads))
+    latent, rope = fields.whole("kv_lora_rank"), fields.whole("qk_rope_head_dim")
+    nope, value = fields.whole("qk_nope_head_dim"), fields.whole("v_head_dim")
+    queries = heads * (nope + rope)
+    if fields.get("q_lora_rank") is None:
+        query = hidden * queries
+    else:
+        query = fields.whole("q_lora_rank") * (hidden + queries)
+    return (
+        query + hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden
+    )
+
+
+def _head_dim(fields: Fields) -> int:
+    hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
+    return fields.whole("head_dim", max(hidden // heads, 1))
+
+
+def _always_on(fields: Fields, size: int) -> int:
+    """Width of the experts that every token goes through."""
+    if _is_number(fields.get("shared_expert_intermediate_size")):
+        return fields.whole("shared_expert_intermediate_size")
+    if _is_number(fields.get("n_shared_experts")):
+        return fields.whole("n_shared_experts") * size
+    return 0
+
+
+def _per_token(fields: Fields) -> int:
+    name = "num_experts_per_tok"
+    return fields.whole("moe_topk" if fields.get("moe_topk") is not None else name)
+
+
+def _has_experts(fields: Fields, layer: int) -> bool:
+    first = fields.get("first_k_dense_replace")
+    if isinstance(first, int) and layer < first:
+        return False
+    if layer in fields.array("mlp_only_layers"):
+        return False
+    if layer % fields.whole("moe_layer_freq", 1):
+        return False
+    return (layer + 1) % fields.whole("decoder_sparse_step", 1) == 0
+
+
+def _intermediate_sizes(fields: Fields, experts: ExpertFacts | None, layers: int) -> frozenset[int]:
+    if experts is None:
+        return frozenset({fields.whole("intermediate_size")})
+    size = fields.whole("moe_intermediate_size", fields.whole("intermediate_size"))
+    is_mixed = experts.layers < layers
+    return frozenset({size} | ({fields.whole("intermediate_size")} if is_mixed else set[int]()))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_many(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 1
+
+
+def _architecture(fields: Fields) -> str:
+    names = fields.array("architectures")
+    name = names[0] if names else fields.get("model_type")
+    if not isinstance(name, str):
+        raise fields.refusal("architectures", "a list of one name")
+    return name
+
+
+def _is_tied(fields: Fields, outer: Fields) -> bool:
+    family = str(fields.get("model_type") or outer.get("model_type") or "")
+    default = outer.flag("tie_word_embeddings", default=family.startswith(_TIED_BY_DEFAULT))
+    return fields.flag("tie_word_embeddings", default=default)
