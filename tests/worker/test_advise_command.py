@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.advice import MODELS, advice, devices, facts
 from xpyd_core.cli import build_parser, main
 from xpyd_operator.api.load import parse_fleet
 from xpyd_worker.advise.document import snippet
+from xpyd_worker.advise.fit import Division, memory_of
 from xpyd_worker.advise.notes import notes_of
 
 
@@ -75,6 +77,24 @@ def test_stages_that_are_not_alike_have_room_for_the_smallest() -> None:
     assert (found.layout.tensor, found.layout.pipeline) == (1, 3)
     layer = sum(vars(model.layers[0]).values())
     assert found.memory.weights_bytes == 2 * (27 * layer + model.embedding)  # of 27, 27, 26
+
+
+def test_a_tied_head_on_a_stage_of_its_own_is_a_copy_of_the_embedding() -> None:
+    # The last stage is the fullest here: the first three layers have no experts.
+    model = facts("deepseek-v3")
+    tied = replace(model, head=0)
+    budget = 1000 * 10**9
+    assert memory_of(tied, Division(1, 2), budget) == memory_of(model, Division(1, 2), budget)
+    alone = [memory_of(each, Division(1), budget).weights_bytes for each in (model, tied)]
+    assert alone[0] - alone[1] == 2 * model.head
+
+
+def test_more_ranks_than_kv_heads_keep_each_head_more_than_once() -> None:
+    tokens = [
+        memory_of(facts("llama-70b"), Division(tensor), 100 * 10**9).kv_token_bytes
+        for tensor in (1, 4, 8, 16)
+    ]
+    assert tokens == [327_680, 81_920, 40_960, 40_960]
 
 
 def test_roles_say_what_their_steps_send_and_what_moving_kv_takes(
