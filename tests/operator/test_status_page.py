@@ -45,7 +45,7 @@ def _of_code() -> set[str]:
             names = _assigned(node)
             if names & {"reason", "_CANNOT_START", "_MISSING_APIS", "INVALID", "INVALID_TEMPLATE"}:
                 found |= set(_words(node))
-            if names & {"_LOOP", "_OUT_OF_MEMORY", "_DRAINING"}:
+            if names & {"_LOOP", "RECREATED", "_OUT_OF_MEMORY", "_DRAINING"}:
                 found |= set(_words(node))
             if isinstance(node, ast.FunctionDef) and node.name == "_movement":
                 found |= set(_words(node))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from xpyd_core.errors import UserError
+from xpyd_core.parallel.config import shape_of
 from xpyd_worker.model.config import LayerConfig, ModelConfig
 from xpyd_worker.model.registry import load_config, parse_config
 from xpyd_worker.model.rope import Llama3Scaling, RopeConfig, YarnScaling
@@ -417,3 +418,19 @@ def test_a_folder_is_read_with_its_generation_config(tmp_path: Path) -> None:
     assert load_config(tmp_path).eos_token_ids == (3,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [4]}')
     assert load_config(tmp_path).eos_token_ids == (3, 4)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        LLAMA,
+        QWEN3 | {"num_key_value_heads": 1},
+        MIXTRAL,
+        QWEN3_MOE,
+        QWEN3_MOE | {"mlp_only_layers": [1]},
+        QWEN3_MOE | {"decoder_sparse_step": 2},
+    ],
+)
+def test_who_reads_no_families_sees_the_same_shape_to_divide(fields: dict[str, Any]) -> None:
+    """`xpyd up` checks layouts by it before an engine loads the model."""
+    assert shape_of(fields) == parse_config(fields, {}).shape

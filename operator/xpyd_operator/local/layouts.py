@@ -32,6 +32,7 @@ def check_layouts(
         for index, pool in enumerate(fleet.spec.pools)
         for line in _mistakes(f"spec.pools[{index}].parallelism", pool, shape, override)
     ]
+    lines = list(dict.fromkeys(lines))  # a variable that is no list is one mistake for all pools
     if lines:
         count = f"{len(lines)} mistakes" if len(lines) > 1 else "1 mistake"
         raise UserError("\n  ".join([f"{model}/config.json: {count}", *lines]))
@@ -42,9 +43,7 @@ def _mistakes(path: str, pool: Pool, shape: Shape, override: str) -> Iterator[st
     parallelism = pool.parallelism
     sizes = Sizes(tensor=parallelism.tensor, pipeline=parallelism.pipeline)
     try:
-        # Of one stage there is nothing to override; the variable is for the pools with more.
-        given = parse_override(override) if sizes.pipeline > 1 else ()
-        check_parallel(shape, sizes, given)
+        check_parallel(shape, sizes, parse_override(override))
     except UserError as error:
         for line in str(error).splitlines():
             words = line.replace(TENSOR, f"{path}.tensor").replace(PIPELINE, f"{path}.pipeline")
