@@ -31,9 +31,9 @@ def stage_sizes(layers: int, stages: int) -> list[int]:
 
 
 def partition(layers: int, stages: int, override: Sequence[int] = ()) -> tuple[range, ...]:
-    """The layers of each stage, half-open. `override`: how many instead of the rule's; one stage has
-    nothing to override, and the variable may be for other engines of a fleet. UserError, with the
-    numbers, where they do not go together."""
+    """The layers of each stage, half-open. `override`: how many instead of the rule's; one stage
+    has nothing to override, and the variable may be for other engines of a fleet. UserError, with
+    the numbers, where they do not go together."""
     is_given = bool(override) and stages > 1
     sizes = check_override(layers, stages, override) if is_given else stage_sizes(layers, stages)
     return tuple(range(*ends) for ends in pairwise(accumulate(sizes, initial=0)))
