@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -101,6 +102,30 @@ def test_an_autoscaler_scales_a_pool_by_its_pods_cpu_and_back(
     fleet.wait_pool("all", 1, timeout_s=180)
 
 
+def _goes_down_whole_and_returns(fleet: FleetOnNode) -> None:
+    """One pod of the instance fails: both are made again, and the fleet has said why."""
+    said = "rank 3 (pod 1, stage 1, tensor share 1) was ended by SIGKILL"
+    before = {pod["metadata"]["uid"] for pod in fleet.pods("decode")}
+    victim = max(fleet.pods("decode"), key=lambda pod: len(pod["metadata"]["name"]))
+    url = f"http://127.0.0.1:20001/fail?text={quote(said)}"
+    fleet.kubectl("exec", victim["metadata"]["name"], "--", "/testpod", "get", url)
+
+    def told() -> bool:
+        events = fleet.get("events", "--field-selector=involvedObject.name=chat")["items"]
+        return any(
+            e["reason"] in ("Recovering", "Degraded") and said in e["message"] for e in events
+        )
+
+    wait_for(told, 60, "an Event names the rank", explain=fleet.explain)
+
+    def is_new() -> bool:
+        pods = fleet.pods("decode")
+        return len(pods) == 2 and not before & {pod["metadata"]["uid"] for pod in pods}
+
+    wait_for(is_new, 60, "both pods are made again", explain=fleet.explain)
+    fleet.wait_ready(60)
+
+
 def test_an_instance_of_several_pods_is_a_group_with_what_engines_need_to_find_each_other(
     node_cluster: Cluster, fleet: FleetOnNode
 ) -> None:
@@ -152,6 +177,7 @@ def test_an_instance_of_several_pods_is_a_group_with_what_engines_need_to_find_e
         # The fleet's status and the pools' are written one after the other.
         wait_for(lambda: counts() == (1, 1), 30, "the pool counts its group as one")
         assert fleet.get("fleet", "chat")["status"]["summary"]["gpus"] == 6
+        _goes_down_whole_and_returns(fleet)
         fleet.scale("decode", 2)
         # 8 GPUs: two groups of two pods with two each leave none for prefill, which has its own.
         wait_for(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from xpyd_operator.observe.conditions import condition_of
+from xpyd_operator.observe.crashes import RECREATED
 from xpyd_operator.observe.raw import Raw, count, rows, seconds_between, short, text
 from xpyd_operator.plan import ROUTER
 
@@ -90,14 +91,23 @@ def _states(before: Raw, after: Raw) -> list[EventText]:
     no_room = text(room, "status") == "False" and _status(before, "CapacityAvailable") != "False"
     if no_room and text(room, "reason") != text(degraded, "reason"):
         found.append(EventText("Warning", "NoCapacity", text(room, "message")))
-    lost = _status(before, "Ready") == "True" and _status(after, "Ready") == "False"
-    if lost and text(condition_of(after, "Progressing"), "reason") == "Recovering":
+    if _has_lost(before, after):
         found.append(EventText("Warning", "Recovering", _message(after, "Ready")))
     if _status(before, "Available") == "True" and _status(after, "Available") == "False":
         found.append(EventText("Warning", "Unavailable", _message(after, "Available")))
     if _status(after, "Ready") == "True" and _status(before, "Ready") != "True":
         found += _became_ready(before, after)
     return found
+
+
+def _has_lost(before: Raw, after: Raw) -> bool:
+    """Whether a fleet that was well lost an instance, or it is seen only now for what."""
+    ready, earlier = condition_of(after, "Ready"), condition_of(before, "Ready")
+    moves = text(condition_of(after, "Progressing"), "reason")
+    if text(ready, "status") != "False" or moves != "Recovering":
+        return False
+    reasons = text(earlier, "reason"), text(ready, "reason")
+    return text(earlier, "status") == "True" or (reasons[1] == RECREATED != reasons[0])
 
 
 def _became_ready(before: Raw, after: Raw) -> list[EventText]:

@@ -2,7 +2,8 @@
 // namespaces (pause), and stands in for whatever a test wants to run in a pod.
 //
 //	testpod pause
-//	testpod serve [PORT]        HTTP: / the pod's name, /env its environment, /burn?ms=N uses CPU
+//	testpod serve [PORT]        HTTP: / the pod's name, /env its environment, /burn?ms=N uses CPU,
+//	                            /fail?text=T ends with it
 //	testpod get URL [TIMEOUT]   prints the answer's body; status 1 unless it is a 2xx
 //	testpod burn                uses one CPU until it is stopped
 //	testpod fail [TEXT]         prints the text and ends with status 1
@@ -123,6 +124,14 @@ func serve(port string) error {
 		burn(time.Duration(milliseconds) * time.Millisecond)
 		fmt.Fprintln(answer, hostname)
 	})
+	failed := make(chan error, 1)
+	http.HandleFunc("/fail", func(answer http.ResponseWriter, request *http.Request) {
+		fmt.Fprintln(answer, hostname)
+		select {
+		case failed <- errors.New(or(request.URL.Query().Get("text"), "told to fail")):
+		default:
+		}
+	})
 	server := &http.Server{Addr: ":" + port}
 	stop, cancel := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
 	defer cancel()
@@ -131,6 +140,8 @@ func serve(port string) error {
 	select {
 	case err := <-ended:
 		return err
+	case err := <-failed:
+		return errors.Join(server.Shutdown(context.Background()), err)
 	case <-stop.Done():
 		return server.Shutdown(context.Background())
 	}
