@@ -46,6 +46,8 @@ def cache_on(device: FakeDevice, world: World | None = None) -> DeviceCache:
 class DeviceRunner:
     """An Executor: a runner of the CPU whose steps wait for their turn on a fake GPU."""
 
+    draws_ahead = True
+
     def __init__(
         self,
         runner: ModelRunner,

@@ -18,10 +18,31 @@ from xpyd_worker.engine.request import EngineRequest, RequestOutput, SamplingPar
 from xpyd_worker.engine.stopping import StopRules
 
 
+# How many steps are under way: one, one more that is drawn ahead for, or those of a pipeline.
+Way = dict[str, int | bool]
+ONE_OR_AHEAD: list[Way] = [{"depth": 1}, {"depth": 2}]
+PIPELINES: list[Way] = [{"depth": n, "draws_ahead": False} for n in (2, 3, 4)]
+
+
 def seeds(quick: int, whole: int) -> list[Any]:
     """Parameters of a walk: the first few, and as `make soak` all of them."""
     rest = (pytest.param(seed, marks=pytest.mark.soak) for seed in range(quick, whole))
     return [*range(quick), *rest]
+
+
+def walks(quick: int, whole: int) -> list[Any]:
+    """Parameters (seed, way) of a walk in each way to have steps under way; one quick one in each
+    pipeline."""
+    drawn_ahead = [(seed, way, seed >= quick) for way in ONE_OR_AHEAD for seed in range(whole)]
+    pipelined = [(seed, way, seed > 0) for way in PIPELINES for seed in range(whole)]
+    return [
+        pytest.param(
+            *(seed, way),
+            marks=[pytest.mark.soak] if is_rest else [],
+            id=f"{seed}-{'ahead' if way.get('draws_ahead', True) else 'stages'}{way['depth']}",
+        )
+        for seed, way, is_rest in drawn_ahead + pipelined
+    ]
 
 
 class Bench:
@@ -43,14 +64,18 @@ class Bench:
         threshold: int = 0,
         policy: Policy = "fcfs",
         depth: int = 1,
-        make_executor: Callable[[int, Limits, int], FakeExecutor] = FakeExecutor,
+        draws_ahead: bool = True,
+        ranks_send: bool = False,
+        make_executor: Callable[[int, Limits, int, bool], FakeExecutor] = FakeExecutor,
     ) -> None:
         limits = Limits(seqs, budget, max_waiting, recompute, threshold, policy)
         self.now = 100.0
         self.model_len = model_len
-        self.executor = make_executor(blocks, limits, depth)
+        self.executor = make_executor(blocks, limits, depth, draws_ahead)
         self.pool = BlockManager(blocks, block_size=BLOCK, enable_prefix_caching=caching)
-        self.producer = FakeProducer(self.pool, self.executor, linger) if sends else None
+        self.producer = (
+            FakeProducer(self.pool, self.executor, linger, ranks_send) if sends else None
+        )
         self.consumer = FakeConsumer(self.pool, self.executor) if receives else None
         self.outputs: dict[str, list[RequestOutput]] = {}
         self.requests: dict[str, EngineRequest] = {}

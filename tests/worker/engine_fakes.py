@@ -94,23 +94,27 @@ class _Later:
 class FakeExecutor:
     """Keeps KV by slot, checks each step against the Executor's contract, and draws tokens.
 
-    With depth 2 nothing of a step happens before it is waited for: the latest that a device may be.
+    With a depth over 1 nothing of a step happens before it is waited for: the latest that a device
+    may be, or a pipeline.
     """
 
-    def __init__(self, num_blocks: int, limits: Limits, depth: int = 1) -> None:
+    def __init__(
+        self, num_blocks: int, limits: Limits, depth: int = 1, draws_ahead: bool = True
+    ) -> None:
         self.num_blocks = num_blocks
         self.memory: list[list[int | None]] = [[None] * BLOCK for _ in range(num_blocks)]
         self.steps: list[StepInput] = []
         self.fail_with: Exception | None = None
         self.during: Callable[[StepInput], None] = lambda step: None
         self.depth = depth
+        self.draws_ahead = draws_ahead
         self.refuse_with: Exception | None = None
         # Requests that nothing can be drawn for.
         self.unlucky: set[str] = set()
         # Launched and not run; what the last step that ran drew, by sequence.
         self.launched: deque[StepInput] = deque()
         self._drawn: dict[int, int] = {}
-        # Of the last step that ran, if it failed: what comes behind it in them does not matter.
+        # Of steps that failed: what comes behind it in them does not matter.
         self._spoilt: set[int] = set()
         self._limits = limits
 
@@ -149,14 +153,13 @@ class FakeExecutor:
         for source, destination in step.block_copies:
             self.memory[destination] = list(self.memory[source])
         before = [self._kv_before(sequence) for sequence in step.sequences]
-        spoilt, self._spoilt = self._spoilt, set()
         self.during(step)
         if self.fail_with is not None:
             error, self.fail_with = self.fail_with, None
             for sequence in step.sequences:
                 for offset in range(len(sequence.token_ids)):
                     self.write(sequence.block_ids, sequence.start + offset, -1)
-            self._spoilt = {sequence.seq_id for sequence in step.sequences}
+            self._spoilt |= {sequence.seq_id for sequence in step.sequences}
             raise error
         samples: dict[int, tuple[SampledToken, ...]] = {}
         scores: dict[int, tuple[TokenLogprob, ...]] = {}
@@ -166,7 +169,7 @@ class FakeExecutor:
             for offset, token in enumerate(sequence.token_ids):
                 kv = chain(kv, token)
                 self.write(sequence.block_ids, sequence.start + offset, kv)
-            if sequence.seq_id not in spoilt:
+            if sequence.seq_id not in self._spoilt:
                 self._check_known(sequence, kv)
             if sequence.log_id in self.unlucky:
                 failed[sequence.seq_id] = "no token"
@@ -188,24 +191,34 @@ class FakeExecutor:
         written: set[int] = set()
         read: set[int] = set()
         for sequence in step.sequences:
+            self._check_under_way(sequence)
             end = sequence.start + len(sequence.token_ids)
             assert sequence.token_ids
             is_ahead = sequence.token_ids == (DRAWN_BEFORE,)
             assert is_ahead or DRAWN_BEFORE not in sequence.token_ids
-            assert not is_ahead or self._is_drawn(sequence)
+            assert not is_ahead or (self.draws_ahead and self._is_drawn(sequence))
             threshold = self._limits.long_prefill_token_threshold
             assert not threshold or len(sequence.token_ids) <= threshold
             assert len(set(sequence.block_ids)) == len(sequence.block_ids)
             assert len(sequence.block_ids) * BLOCK >= end
-            first, last = sequence.start // BLOCK, -(-end // BLOCK)
-            mine = set(sequence.block_ids[first:last])
+            mine = _written(sequence)
             assert not mine & written, "two sequences write into one block"
             written |= mine
-            read |= set(sequence.block_ids[:first])
+            read |= set(sequence.block_ids) - mine
         assert not written & read, "a block is written while another sequence reads it"
         for source, destination in step.block_copies:
             assert destination in written
             assert source != destination
+
+    def _check_under_way(self, sequence: ScheduledSequence) -> None:
+        """Whatever the steps under way still do, they and this sequence leave each other alone."""
+        mine, used = _written(sequence), set(sequence.block_ids)
+        for other in (one for step in self.launched for one in step.sequences):
+            if other.seq_id != sequence.seq_id:
+                assert not mine & set(other.block_ids), "writes what a step under way uses"
+                assert not used & _written(other), "uses what a step under way writes"
+            else:
+                assert self.draws_ahead or not other.samples, "its token is being drawn"
 
     def _is_drawn(self, sequence: ScheduledSequence) -> bool:
         """Whether the step before, still under way, draws its one token for the place before."""
@@ -244,3 +257,9 @@ class FakeExecutor:
             for offset, token in enumerate(sequence.token_ids)
             if 0 < sequence.start + offset < sequence.prompt_tokens
         )
+
+
+def _written(sequence: ScheduledSequence) -> set[int]:
+    """Blocks that it writes to."""
+    end = sequence.start + len(sequence.token_ids)
+    return set(sequence.block_ids[sequence.start // BLOCK : -(-end // BLOCK)])

@@ -1,8 +1,8 @@
 """Random walks of whole engines: whatever happens, each request's tokens are those it has alone.
 
 Arrivals, aborts, preemptions, forks, continuations, failing steps and KV that comes, comes late or
-never, over pools of a few blocks; step by step, and with steps launched one ahead. The fakes check
-each step; the end is checked here.
+never, over pools of a few blocks; step by step, with steps launched one ahead, and in a pipeline.
+The fakes check each step; the end is checked here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import random
 
 import pytest
 
-from tests.worker.engine_bench import Bench, StepFailed, make_request, seeds
+from tests.worker.engine_bench import Bench, StepFailed, Way, make_request, walks
 from tests.worker.engine_fakes import BLOCK
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_worker.engine.request import EngineRequest, ReceiveFrom, SendTo
@@ -154,52 +154,55 @@ class Walk:
             bench.assert_begins_as_alone(request_id)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("seed", seeds(4, 8))
-def test_an_aggregated_engine_gives_every_request_its_own_tokens(seed: int, depth: int):
-    walk = Walk(seed, depth=depth, blocks=14, seqs=5, budget=9, model_len=48)
+@pytest.mark.parametrize(("seed", "way"), walks(4, 8))
+def test_an_aggregated_engine_gives_every_request_its_own_tokens(seed: int, way: Way):
+    walk = Walk(seed, **way, blocks=14, seqs=5, budget=9, model_len=48)
     walk.run(300)
     assert walk.bench.core.stats().preemptions > 0
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("seed", seeds(2, 4))
-def test_so_it_does_without_a_prefix_cache(seed: int, depth: int):
-    walk = Walk(seed, depth=depth, blocks=14, seqs=5, budget=9, model_len=48, caching=False)
+@pytest.mark.parametrize(("seed", "way"), walks(2, 4))
+def test_so_it_does_without_a_prefix_cache(seed: int, way: Way):
+    walk = Walk(seed, **way, blocks=14, seqs=5, budget=9, model_len=48, caching=False)
     walk.run(300)
     assert walk.bench.core.stats().prefix_hit_tokens == 0
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("seed", seeds(4, 8))
-def test_a_sending_engine_sends_what_it_computed_and_frees_it(seed: int, depth: int):
-    walk = Walk(seed, depth=depth, blocks=24, seqs=5, budget=9, model_len=48, sends=True)
+@pytest.mark.parametrize(("seed", "way"), walks(4, 8))
+def test_a_sending_engine_sends_what_it_computed_and_frees_it(seed: int, way: Way):
+    walk = Walk(seed, **way, blocks=24, seqs=5, budget=9, model_len=48, sends=True)
     walk.run(300)
     assert any(call[0] == "cached" for call in walk.bench.producer.calls)  # pyright: ignore
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("seed", seeds(5, 10))
-def test_a_receiving_engine_uses_landed_kv_and_recomputes_what_does_not_come(seed: int, depth: int):
-    walk = Walk(seed, depth=depth, blocks=20, seqs=5, budget=9, model_len=48, receives=True)
+@pytest.mark.parametrize(("seed", "way"), walks(2, 8))
+def test_so_it_does_where_ranks_send_and_steps_follow_each_other(seed: int, way: Way):
+    sizes = {**way, "blocks": 24, "seqs": 5, "budget": 9, "model_len": 48}
+    walk = Walk(seed, sends=True, ranks_send=True, **sizes)
+    walk.run(300)
+    assert len(walk.bench.producer.offers) > 20  # pyright: ignore
+    assert all(step.kv for step in walk.bench.executor.steps)
+
+
+@pytest.mark.parametrize(("seed", "way"), walks(5, 10))
+def test_a_receiving_engine_uses_landed_kv_and_recomputes_what_does_not_come(seed: int, way: Way):
+    walk = Walk(seed, **way, blocks=20, seqs=5, budget=9, model_len=48, receives=True)
     walk.run(300)
     stats = walk.bench.core.stats()
     assert stats.received_tokens > 0
     assert {"late", "died", "preempted"} & set(stats.kv_recomputed)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("seed", seeds(2, 4))
-def test_one_sequence_at_a_time_is_enough_for_all(seed: int, depth: int):
-    walk = Walk(seed, depth=depth, blocks=12, seqs=1, budget=2, model_len=48, receives=True)
+@pytest.mark.parametrize(("seed", "way"), walks(2, 4))
+def test_one_sequence_at_a_time_is_enough_for_all(seed: int, way: Way):
+    walk = Walk(seed, **way, blocks=12, seqs=1, budget=2, model_len=48, receives=True)
     walk.run(300)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("role", [{}, {"sends": True}, {"receives": True}])
-@pytest.mark.parametrize("seed", seeds(2, 4))
-def test_so_it_does_by_priority_and_with_a_threshold(seed: int, role: dict[str, bool], depth: int):
-    sizes = {"depth": depth, "blocks": 20, "seqs": 5, "budget": 9, "model_len": 48, "threshold": 4}
+@pytest.mark.parametrize(("seed", "way"), walks(2, 4))
+def test_so_it_does_by_priority_and_with_a_threshold(seed: int, role: dict[str, bool], way: Way):
+    sizes = {**way, "blocks": 20, "seqs": 5, "budget": 9, "model_len": 48, "threshold": 4}
     walk = Walk(seed, policy="priority", **sizes, **role)
     walk.run(300)
     assert walk.bench.core.stats().preemptions > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -26,13 +27,22 @@ class Offer:
 class FakeProducer:
     """Holds blocks as the real one does, and checks that what it sends is right when it may."""
 
-    def __init__(self, pool: BlockManager, executor: FakeExecutor, linger: int = 2) -> None:
+    def __init__(
+        self,
+        pool: BlockManager,
+        executor: FakeExecutor,
+        linger: int = 2,
+        ranks_send: bool = False,
+    ) -> None:
+        self.ranks_send = ranks_send
         self.offers: dict[TransferKey, Offer] = {}
         self.calls: list[tuple[object, ...]] = []
         self.layers: list[int] = []
         self.hold: Callable[[float], float | None] = lambda now: None
         self._pool, self._executor, self._linger = pool, executor, linger
-        self._staged: set[TransferKey] = set()
+        # Tokens that stand behind a step, by prompt: of the one being staged, of those under way.
+        self._staged: dict[TransferKey, int] = {}
+        self._steps: deque[dict[TransferKey, int]] = deque()
 
     def offer(
         self,
@@ -57,28 +67,34 @@ class FakeProducer:
     def stage(self, key: TransferKey, block_ids: Sequence[int], tokens: int) -> None:
         self.calls.append(("stage", key, tokens))
         self._hold(key, block_ids, tokens)
-        self._staged.add(key)
+        self._staged[key] = tokens
+
+    def step_chunks(self) -> bytes:
+        self._steps.append(self._staged)
+        self._staged = {}
+        assert self.ranks_send or len(self._steps) == 1, "a step is staged before the last is done"
+        return f"{len(self._steps[-1])} chunks".encode() if self.ranks_send else b""
 
     def layer_done(self, layer: int) -> None:
         self.layers.append(layer)
 
     def step_done(self, *, failed: bool = False) -> None:
-        for key in self._staged:
+        for key, tokens in self._steps.popleft().items():
             offer = self.offers[key]
             if failed:
                 self.cancel(key, "failed")
+            if offer.state == "none":
                 continue
-            self._check(offer, offer.staged)
+            self._check(offer, tokens)
             if offer.done == len(offer.token_ids):
                 offer.polls_left = self._linger
-        self._staged.clear()
 
     def held_until(self, now: float) -> float | None:
-        assert not self._staged, "asked in the middle of a step"
+        assert self.ranks_send or not self._steps, "asked in the middle of a step"
         return self.hold(now)
 
     def status(self, key: TransferKey) -> SendStatus:
-        assert key not in self._staged, "asked in the middle of a step"
+        assert self.ranks_send or not self._is_under_way(key), "asked in the middle of a step"
         return SendStatus(self.offers[key].state, "d-1")
 
     def cancel(self, key: TransferKey, reason: str) -> None:
@@ -88,12 +104,14 @@ class FakeProducer:
 
     def is_settled(self, key: TransferKey) -> bool:
         offer = self.offers.get(key)
-        return offer is None or (offer.state == "none" and not offer.blocks)
+        if offer is None:
+            return True
+        return offer.state == "none" and not offer.blocks and not self._is_under_way(key)
 
     def poll(self, now: float) -> None:
-        for offer in self.offers.values():
+        for key, offer in self.offers.items():
             over = offer.state == "none" or offer.done == len(offer.token_ids)
-            if over and offer.blocks:
+            if over and offer.blocks and not self._is_under_way(key):
                 offer.polls_left -= 1
                 if offer.polls_left <= 0:
                     self._pool.release(offer.blocks)
@@ -101,6 +119,9 @@ class FakeProducer:
 
     def has_work(self) -> bool:
         return any(offer.blocks for offer in self.offers.values())
+
+    def _is_under_way(self, key: TransferKey) -> bool:
+        return any(key in staged for staged in self._steps)
 
     def _hold(self, key: TransferKey, block_ids: Sequence[int], tokens: int) -> None:
         offer = self.offers[key]

@@ -114,6 +114,14 @@ class Producer(Protocol):
     """P's half. It takes its own references on the blocks it sends and drops them when no read can
     follow, so the engine frees its own as if there were no transfer."""
 
+    @property
+    def ranks_send(self) -> bool:
+        """Whether ranks send, each when its layers stand. If not, `layer_done` is called here, and
+        a step is staged only when the one before is done. If they do, several may be under way:
+        they are done in the order in which they were staged, and `stage`, `status`, `cancel` and
+        `poll` come between. A chunk of what is cancelled may still be in a step under way."""
+        ...
+
     def offer(
         self,
         key: TransferKey,
@@ -137,17 +145,22 @@ class Producer(Protocol):
         """The first `tokens` (whole blocks) were in the local prefix cache: sendable at once."""
         ...
 
+    def step_chunks(self) -> bytes:
+        """What the ranks have to be told of the chunks staged since the last call: those of one
+        step (StepInput.kv), though it may have none. b'' where they do not send."""
+        ...
+
     def layer_done(self, layer: int) -> None:
         """During the forward: layer `layer` of all staged chunks stands in the cache. Hot path."""
         ...
 
     def step_done(self, *, failed: bool = False) -> None:
-        """After the forward: staged chunks are complete (or the step failed: cancel them). A
-        transfer whose offered tokens are all computed is committed."""
+        """After the forward of the oldest step: its staged chunks are complete (or the step failed:
+        cancel them). A transfer whose offered tokens are all computed is committed."""
         ...
 
     def held_until(self, now: float) -> float | None:
-        """Until when the step that has just ended must wait for D, at most; None: it need not, or
+        """Until when the step that is just done must wait for D, at most; None: it need not, or
         not any more. Ask after `step_done`, at each wake-up and at that time, until the answer is
         None; use no other method but these before. Always None but in mode put."""
         ...

@@ -54,6 +54,8 @@ _USUAL = frozenset({"stopped", "aborted"})
 class KvProducer:
     """See xpyd_kv.connector.api.Producer."""
 
+    ranks_send = False
+
     def __init__(
         self,
         *,
@@ -173,6 +175,9 @@ class KvProducer:
         )
         for _, end_layer in groups:
             self._group_ends.setdefault(end_layer - 1, []).append(chunk)
+
+    def step_chunks(self) -> bytes:
+        return b""
 
     def layer_done(self, layer: int) -> None:
         # Hot path: called for each layer of each step, usually with nothing to hand over.

@@ -39,8 +39,10 @@ class CodedExecutor(FakeExecutor):
 
     slots_per_sequence = 2
 
-    def __init__(self, num_blocks: int, limits: Limits, depth: int = 1) -> None:
-        super().__init__(num_blocks, limits, depth)
+    def __init__(
+        self, num_blocks: int, limits: Limits, depth: int = 1, draws_ahead: bool = True
+    ) -> None:
+        super().__init__(num_blocks, limits, depth, draws_ahead)
         slots = self.slots_per_sequence * limits.max_num_seqs
         self.encoder = StepEncoder(slots)
         self.states = RequestStates(slots, MOST_TOKENS)

@@ -140,8 +140,10 @@ class FakePipeline(FakeExecutor):
     stages = 2
     states_of: tuple[type[RequestStates], ...] = ()
 
-    def __init__(self, num_blocks: int, limits: Limits, depth: int = 1) -> None:
-        super().__init__(num_blocks, limits, depth)
+    def __init__(
+        self, num_blocks: int, limits: Limits, depth: int = 1, draws_ahead: bool = True
+    ) -> None:
+        super().__init__(num_blocks, limits, depth, draws_ahead)
         slots = 2 * limits.max_num_seqs
         self.encoder = StepEncoder(slots)
         flows = [deque[list[Flow]]() for _ in range(self.stages + 1)]
@@ -166,12 +168,15 @@ class FakePipeline(FakeExecutor):
     def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Running:
         self._check(step)
         self.steps.append(step)
+        self.launched.append(step)
+        assert len(self.launched) <= self.depth
         message = self.encoder.encode(step)
         for inbox in self.inboxes:
             inbox.append(message)
         return _Awaited(self, step)
 
     def take(self, step: StepInput) -> StepOutput:
+        assert self.launched.popleft() is step, "steps are waited for in order"
         while not self.answers:
             self._work_one()
         output = decode_output(self.answers.popleft())

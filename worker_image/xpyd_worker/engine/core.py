@@ -5,7 +5,7 @@
 
 One thread owns the scheduler, the block manager, the executor and the connectors' engine side. It
 sleeps when nothing can run: until input, a wake-up, or the connectors' next deadline. Where the
-executor takes two steps at once, one is made and launched while a device computes the one before.
+executor takes several steps at once, they are made and launched while the oldest is computed.
 It must not know HTTP, tensors or sockets.
 """
 
@@ -83,11 +83,17 @@ class EngineCore:
         self._producer = producer
         self._consumer = consumer
         self._clock = clock
+        # Who is told of each layer here cannot tell two steps apart.
+        is_single = producer is not None and not producer.ranks_send
+        self._depth = 1 if is_single else executor.depth
         self._scheduler = Scheduler(
-            pool, limits=limits, rules=rules, producer=producer, consumer=consumer
+            pool,
+            limits=limits,
+            rules=rules,
+            producer=producer,
+            consumer=consumer,
+            stages=1 if executor.draws_ahead else self._depth,
         )
-        # P is told of each layer, and holds its steps for D: one step at a time.
-        self._depth = 1 if producer else executor.depth
         # The oldest first, at most `_depth`.
         self._under_way: deque[_UnderWay] = deque()
         self._last_over_s = 0.0
@@ -220,6 +226,9 @@ class EngineCore:
         try:
             running = self._executor.launch(step.input, self._layer_done)
         except XpydError as error:
+            # Steps end in their order.
+            while self._under_way:
+                self._finish(self._under_way.popleft())
             self._failed(step, error)
         except Exception:
             self._step_done(failed=True)
@@ -240,7 +249,8 @@ class EngineCore:
         else:
             now = self._clock()
             self._scheduler.stats.steps.observe(
-                # Its own time: it begins when the one before is over.
+                # Its own time: it begins when the one before is over. In a pipeline that is what
+                # the step adds, once its stages overlap.
                 seconds=now - max(one.begun_s, self._last_over_s),
                 tokens=step.input.tokens,
                 sequences=len(step.input.sequences),

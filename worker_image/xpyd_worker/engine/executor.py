@@ -1,6 +1,6 @@
 """The seam between the engine and the model: one step in, its samples out.
 
-On one rank the runner implements it in the engine's thread; with TP and PP it will stand for worker
+On one rank the runner implements it in the engine's thread; with TP and PP it stands for worker
 processes. The engine never sees a tensor, the executor never sees a queue of requests.
 """
 
@@ -14,7 +14,7 @@ from xpyd_worker.engine.request import SampledToken, SamplingParams, TokenLogpro
 
 DRAWN_BEFORE = -1
 """Stands for the token that the step launched before this one draws for the same sequence, the only
-one it draws for it: the engine does not know it yet, the device does. Only where depth is 2."""
+one it draws for it: the engine does not know it yet, the device does. Only where draws_ahead."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,16 @@ class Executor(Protocol):
 
     @property
     def depth(self) -> int:
-        """How many steps may be under way at once: 1, or 2 where a device computes one while the
-        engine prepares the next. They are waited for in order."""
+        """How many steps may be under way at once: 1, 2 where a device computes one while the
+        engine prepares the next, or as many as a pipeline has stages. They are waited for in
+        order."""
+        ...
+
+    @property
+    def draws_ahead(self) -> bool:
+        """Whether a step may take a token that the one before it still draws (DRAWN_BEFORE). If
+        not, and the depth is more than 1, steps go through a pipeline of `depth` stages, and a
+        sequence is in no step behind the one that draws its token before that is known."""
         ...
 
     def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Running:

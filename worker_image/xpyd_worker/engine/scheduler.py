@@ -9,9 +9,11 @@ gets a part is simply not computed yet, so chunked prefill and mixed batches nee
 own, and a decode waits for one chunk at most. When blocks run out the last in rank is preempted
 and goes back to its place in the queue.
 
-One step more may be made before the last one is over: its sequences compute tokens that are still
-being drawn. Whoever turns out to have ended has taken part for nothing, and keeps its blocks until
-that step is over. It must not know tensors, sockets or threads.
+Further steps may be made before the last one is over. Where a device draws ahead, one: its
+sequences compute tokens that are still being drawn, and who turns out to have ended has taken part
+for nothing. In a pipeline as many as it has stages: a prompt's chunks follow each other, and a
+decode is in one step at a time. Blocks stay until no step under way writes to them. It must not
+know tensors, sockets or threads.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.book import RequestBook
 from xpyd_worker.engine.executor import StepOutput
 from xpyd_worker.engine.limits import Limits
+from xpyd_worker.engine.pipeline import decodes_per_step
 from xpyd_worker.engine.request import (
     EngineRequest,
     EngineStats,
@@ -59,12 +62,16 @@ class Scheduler:
         rules: StopRules,
         producer: Producer | None = None,
         consumer: Consumer | None = None,
+        stages: int = 1,
     ) -> None:
+        """`stages`: of the pipeline that steps go through, so many may be under way; 1: none, a
+        step behind one that is not over has the tokens that this draws."""
         self.stats = EngineStats(blocks_total=pool.num_blocks, blocks_free=pool.num_free)
         self._pool = pool
         self._limits = limits
         self._rules = rules
         self._consumer = consumer
+        self._stages = stages
         self._sending = Sending(producer)
         self._tables = BlockTables(pool)
         self._book = RequestBook(
@@ -158,10 +165,11 @@ class Scheduler:
     def schedule(self, now: float) -> ScheduledStep | None:
         """The next step, or None when nothing can run now.
 
-        Behind a step that is not over only one that all who run can take part in; when it is over
-        the step is waited for, and asked for again.
+        Where a device draws ahead, behind a step that is not over only one that all who run can
+        take part in; when it is over the step is waited for, and asked for again.
         """
-        if self._under_way and any(sequence.hangs for sequence in self._running):
+        is_ahead = self._stages == 1 and bool(self._under_way)
+        if is_ahead and any(sequence.hangs for sequence in self._running):
             return None
         parts: list[tuple[Sequence, int]] = []
         budget = self._schedule_running(parts)
@@ -237,9 +245,24 @@ class Scheduler:
             room = self._limits.max_num_seqs - len(self._running)
             self._place(self._advance.take(sequence, _samples(part, result), room))
 
+    def _shares(self) -> dict[int, int]:
+        """By id, tokens of each running sequence that the next step may compute."""
+        due = {sequence.seq_id: self._due(sequence) for sequence in self._running}
+        if self._stages > 1:
+            ready = [seq_id for seq_id, count in due.items() if count == 1]
+            most = decodes_per_step(
+                sum(s.remaining == 1 or s.drawing > 0 for s in self._running),
+                ready=len(ready),
+                stages=self._stages,
+                free=self._stages - len(self._under_way),
+            )
+            due.update(dict.fromkeys(ready[most:], 0))
+        return due
+
     def _due(self, sequence: Sequence) -> int:
-        """Tokens of a running sequence that the next step may compute."""
         if sequence.drawing:
+            if self._stages > 1:
+                return 0
             state = sequence.state
             if self._rules.is_last(
                 sequence.output_position() - 1,
@@ -250,9 +273,10 @@ class Scheduler:
         return sequence.remaining
 
     def _schedule_running(self, parts: list[tuple[Sequence, int]]) -> int | None:
-        """What is left of the budget. None when blocks lack and a step is under way: whom it draws
-        a token for is not preempted, and whoever ends in it makes room."""
-        due = {sequence.seq_id: self._due(sequence) for sequence in self._running}
+        """What is left of the budget. Whose blocks a step under way writes to is not preempted: None
+        where a device draws ahead, and who ends in that step makes room; 0 in a pipeline, where
+        those before in rank go on."""
+        due = self._shares()
         budget, index = self._limits.max_num_batched_tokens, 0
         # Tokens kept for decodes further behind. The budget is at least max_num_seqs, so each has
         # its own, and the first prompt at least one.
@@ -266,8 +290,8 @@ class Scheduler:
             if not count:
                 continue
             while not self._tables.grow(sequence, sequence.reached + count):
-                if self._under_way:
-                    return None
+                if self._running[-1].in_flight:
+                    return None if self._stages == 1 else 0
                 # The last in rank. None of those behind `sequence` is in this step yet.
                 victim = self._running.pop()
                 kept -= victim is not sequence and due[victim.seq_id] == 1

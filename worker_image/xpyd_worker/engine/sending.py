@@ -65,8 +65,15 @@ class Sending:
         state = sequence.state
         if self._producer is None or state.send is None or not self._is_offered(state):
             return
+        if sequence.reached >= state.offered_tokens:
+            # All of them are in steps under way.
+            return
         tokens = min(tokens, state.offered_tokens)
         self._producer.stage(state.send.key, tuple(sequence.blocks), tokens)
+
+    def step_chunks(self) -> bytes:
+        """What ranks that send have to know of the step that was staged."""
+        return self._producer.step_chunks() if self._producer else b""
 
     def computed(self, sequence: Sequence) -> None:
         """After the forward: once all offered tokens are computed, the transfer goes on alone."""

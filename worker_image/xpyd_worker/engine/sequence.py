@@ -141,8 +141,8 @@ class Sequence:
 
     @property
     def hangs(self) -> bool:
-        """Whether its next step cannot be made before the one under way is over: choices fork at
-        the token that is being drawn, or the next draw reads it."""
+        """Whether its next step cannot be made before the one under way is over, though a device
+        draws ahead: choices fork at the token that is being drawn, or the next draw reads it."""
         if not self.drawing:
             return False
         return self.is_trunk or self.state.request.sampling.reads_tokens
@@ -154,7 +154,7 @@ class Sequence:
         self.drawing += draws
 
     def land(self, count: int, draws: int) -> None:
-        """The oldest step under way is over, or one that never began."""
+        """The oldest step under way is over, or the last one, which never began."""
         self.in_flight -= 1
         self.launched -= count
         self.drawing -= draws

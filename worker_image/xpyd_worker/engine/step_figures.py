@@ -21,7 +21,8 @@ STEP_SEQUENCES = tuple(float(2**power) for power in range(12))
 @dataclass
 class StepFigures:
     """Distributions over the steps that succeeded. `seconds`: the forward and the sampling, without
-    scheduling and, in mode put, without waiting for D."""
+    scheduling and, in mode put, without waiting for D; of a step behind another, from when that was
+    over."""
 
     seconds: Distribution = field(default_factory=lambda: Distribution(STEP_SECONDS))
     tokens: Distribution = field(default_factory=lambda: Distribution(STEP_TOKENS))

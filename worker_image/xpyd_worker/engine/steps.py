@@ -73,7 +73,12 @@ class StepMaker:
             sequence.launch(count, len(scheduled.samples))
             made.append(Part(sequence, scheduled))
         self._steps += 1
-        step = StepInput(self._steps, tuple(part.scheduled for part in made), tuple(copies))
+        step = StepInput(
+            self._steps,
+            tuple(part.scheduled for part in made),
+            tuple(copies),
+            self._sending.step_chunks(),
+        )
         return ScheduledStep(step, tuple(made))
 
     def _scheduled(self, sequence: Sequence, end: int) -> ScheduledSequence:

@@ -66,6 +66,8 @@ class _LastDraw:
 class ModelRunner:
     """Runs steps on one model; implements the engine's Executor."""
 
+    draws_ahead = True
+
     def __init__(
         self,
         model: Decoder,
