@@ -17,7 +17,6 @@ from xpyd_worker.engine.limits import Limits, Policy
 from xpyd_worker.engine.request import EngineRequest, RequestOutput, SamplingParams
 from xpyd_worker.engine.stopping import StopRules
 
-
 # How many steps are under way: one, one more that is drawn ahead for, or those of a pipeline.
 Way = dict[str, int | bool]
 ONE_OR_AHEAD: list[Way] = [{"depth": 1}, {"depth": 2}]

@@ -249,14 +249,17 @@ class Scheduler:
         """By id, tokens of each running sequence that the next step may compute."""
         due = {sequence.seq_id: self._due(sequence) for sequence in self._running}
         if self._stages > 1:
-            ready = [seq_id for seq_id, count in due.items() if count == 1]
+            # Who has waited longest goes first.
+            ready = sorted(
+                (s for s in self._running if due[s.seq_id] == 1), key=lambda s: s.last_step
+            )
             most = decodes_per_step(
                 sum(s.remaining == 1 or s.drawing > 0 for s in self._running),
                 ready=len(ready),
                 stages=self._stages,
                 free=self._stages - len(self._under_way),
             )
-            due.update(dict.fromkeys(ready[most:], 0))
+            due.update((s.seq_id, 0) for s in ready[most:])
         return due
 
     def _due(self, sequence: Sequence) -> int:
@@ -273,9 +276,9 @@ class Scheduler:
         return sequence.remaining
 
     def _schedule_running(self, parts: list[tuple[Sequence, int]]) -> int | None:
-        """What is left of the budget. Whose blocks a step under way writes to is not preempted: None
-        where a device draws ahead, and who ends in that step makes room; 0 in a pipeline, where
-        those before in rank go on."""
+        """What is left of the budget. Whose blocks a step under way writes to is not preempted: so
+        None where a device draws ahead, and who ends in that step makes room; 0 in a pipeline,
+        where those before in rank go on."""
         due = self._shares()
         budget, index = self._limits.max_num_batched_tokens, 0
         # Tokens kept for decodes further behind. The budget is at least max_num_seqs, so each has

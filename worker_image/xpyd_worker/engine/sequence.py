@@ -105,6 +105,7 @@ class Sequence:
 
     What a step under way computes and draws is counted apart (`launched`, `drawing`) until it is
     over; as long as there is such a step (`in_flight`) the blocks stay, even if the sequence ends.
+    `last_step` is the number of the last one that computed tokens of it, for a fork of its trunk.
     `choice` is None in a trunk: its tokens are the prompt's alone. `blocks` is its table; one
     reference on each is the sequence's. `copy` is (source, destination) of a block that must be
     copied in the sequence's first step; the source has a reference more until that is over.
@@ -118,6 +119,7 @@ class Sequence:
     in_flight: int = 0
     launched: int = 0
     drawing: int = 0
+    last_step: int = 0
     blocks: list[int] = field(default_factory=list[int])
     hashes: list[bytes] = field(default_factory=list[bytes])
     num_registered: int = 0
@@ -147,8 +149,9 @@ class Sequence:
             return False
         return self.is_trunk or self.state.request.sampling.reads_tokens
 
-    def launch(self, count: int, draws: int) -> None:
-        """A step begins that computes the next `count` tokens and draws `draws`."""
+    def launch(self, step: int, count: int, draws: int) -> None:
+        """Step number `step` begins; it computes the next `count` tokens and draws `draws`."""
+        self.last_step = step
         self.in_flight += 1
         self.launched += count
         self.drawing += draws

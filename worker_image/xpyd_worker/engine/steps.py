@@ -62,6 +62,7 @@ class StepMaker:
     def make(self, parts: Iterable[tuple[Sequence, int]]) -> ScheduledStep:
         """A step in which each sequence computes its next so many tokens; its table has room. It
         counts as under way from here on."""
+        self._steps += 1
         made: list[Part] = []
         copies: list[tuple[int, int]] = []
         for sequence, count in parts:
@@ -70,9 +71,8 @@ class StepMaker:
             if sequence.copy is not None and not sequence.in_flight:
                 copies.append(sequence.copy)
             scheduled = self._scheduled(sequence, end)
-            sequence.launch(count, len(scheduled.samples))
+            sequence.launch(self._steps, count, len(scheduled.samples))
             made.append(Part(sequence, scheduled))
-        self._steps += 1
         step = StepInput(
             self._steps,
             tuple(part.scheduled for part in made),

@@ -74,6 +74,7 @@ class BlockTables:
         self._pool.retain(source.blocks[:full])
         child.blocks = shared
         child.num_computed = source.num_computed
+        child.last_step = source.last_step
         child.hashes = source.hashes[:full]
         child.num_registered = min(full, source.num_registered)
         return True

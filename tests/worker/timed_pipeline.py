@@ -1,0 +1,69 @@
+"""A pipeline in virtual time under an engine: each stage takes a step when it has done the last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.worker.engine_bench import Bench
+from tests.worker.engine_fakes import FakeExecutor
+from xpyd_worker.engine.executor import Running, StepInput, StepOutput
+from xpyd_worker.engine.limits import Limits
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A step whose last stage ends at `end`; who waits for it lets that much time pass."""
+
+    pipeline: TimedPipeline
+    running: Running
+    end: float
+
+    def wait(self) -> StepOutput:
+        pipeline = self.pipeline
+        pipeline.waited_with.append(len(pipeline.launched))
+        pipeline.bench.now = max(pipeline.bench.now, self.end)
+        return self.running.wait()
+
+
+class TimedPipeline(FakeExecutor):
+    """Its stages need `cost` of a step each."""
+
+    stages = 4
+    bench: Bench
+
+    def __init__(self, num_blocks: int, limits: Limits, depth: int, draws_ahead: bool) -> None:
+        super().__init__(num_blocks, limits, depth, draws_ahead)
+        self.cost: Callable[[StepInput], float] = lambda step: 10.0
+        # By stage, when it began and ended each step; steps under way when one was waited for.
+        self.spans: list[list[tuple[float, float]]] = [[] for _ in range(self.stages)]
+        self.waited_with: list[int] = []
+
+    def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Running:
+        running = super().launch(step, layer_done)
+        at, cost = self.bench.now, self.cost(step)
+        for spans in self.spans:
+            begin = max(at, spans[-1][1]) if spans else at
+            at = begin + cost
+            spans.append((begin, at))
+        return _Timed(self, running, at)
+
+    def bubble(self) -> float:
+        """Which share of its time the pipeline's stages were idle."""
+        begin, end = self.spans[0][0][0], self.spans[-1][-1][1]
+        busy = sum(end - begin for spans in self.spans for begin, end in spans)
+        return 1 - busy / (self.stages * (end - begin))
+
+
+def timed(stages: int = 4, *, queue: bool = True, **options: int) -> tuple[Bench, TimedPipeline]:
+    """An engine over a pipeline that begins at time 0; without the `queue` one step at a time."""
+
+    class Pipeline(TimedPipeline):
+        pass
+
+    Pipeline.stages = stages
+    depth = stages if queue else 1
+    bench = Bench(depth=depth, draws_ahead=False, make_executor=Pipeline, **options)  # pyright: ignore
+    assert isinstance(bench.executor, TimedPipeline)
+    bench.now, bench.executor.bench = 0.0, bench
+    return bench, bench.executor
