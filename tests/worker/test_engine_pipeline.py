@@ -172,6 +172,19 @@ def test_a_fork_or_a_draw_that_reads_tokens_keeps_nobody_else_waiting(options: d
         bench.assert_as_alone(name)
 
 
+def test_forked_choices_take_their_turn_with_the_first_of_them():
+    bench = pipeline(2)
+    submit(bench, "a")
+    submit(bench, "b")
+    bench.turns(3)
+    submit(bench, "r", n=3)
+    bench.turns(3)
+    before, _, step = bench.executor.steps[-3:]
+    assert shares(before) == {"b": 1, "r": 6}
+    drawn = [(s.log_id, s.samples[0].choice_index) for s in step.sequences]
+    assert drawn == [("b", 0), ("r", 0), ("r", 1)]
+
+
 def test_blocks_of_an_aborted_prompt_stay_until_all_its_chunks_are_over():
     bench = pipeline(3, budget=BLOCK, seqs=4, blocks=8)
     submit(bench, length=4 * BLOCK)

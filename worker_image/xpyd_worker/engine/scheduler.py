@@ -276,9 +276,9 @@ class Scheduler:
         return sequence.remaining
 
     def _schedule_running(self, parts: list[tuple[Sequence, int]]) -> int | None:
-        """What is left of the budget. Whose blocks a step under way writes to is not preempted: so
-        None where a device draws ahead, and who ends in that step makes room; 0 in a pipeline,
-        where those before in rank go on."""
+        """What is left of the budget. Where blocks lack and a device draws ahead, None: whoever ends
+        in the step under way makes room. In a pipeline 0, if the last in rank is in a step: those
+        before go on, until that one can be preempted."""
         due = self._shares()
         budget, index = self._limits.max_num_batched_tokens, 0
         # Tokens kept for decodes further behind. The budget is at least max_num_seqs, so each has
@@ -293,8 +293,10 @@ class Scheduler:
             if not count:
                 continue
             while not self._tables.grow(sequence, sequence.reached + count):
+                if self._stages == 1 and self._under_way:
+                    return None
                 if self._running[-1].in_flight:
-                    return None if self._stages == 1 else 0
+                    return 0
                 # The last in rank. None of those behind `sequence` is in this step yet.
                 victim = self._running.pop()
                 kept -= victim is not sequence and due[victim.seq_id] == 1
