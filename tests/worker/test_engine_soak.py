@@ -16,7 +16,7 @@ from types import FunctionType, ModuleType
 
 import pytest
 
-from tests.worker.engine_bench import Bench, StepFailed
+from tests.worker.engine_bench import ONE_OR_AHEAD, PIPELINES, Bench, StepFailed, Way
 from tests.worker.engine_fakes import BLOCK
 from xpyd_worker.engine.request import EngineRequest, SamplingParams
 
@@ -49,7 +49,7 @@ OPTIONS: Mapping[str, Draw] = {
 class Soak:
     """One engine, the hand that plays with it, and the sizes seen each time it came to rest."""
 
-    def __init__(self, seed: int, depth: int) -> None:
+    def __init__(self, seed: int, way: Way) -> None:
         self.rng = random.Random(seed)
         # 60 blocks hold two of the longest requests.
         self.bench = Bench(
@@ -59,7 +59,7 @@ class Soak:
             model_len=120,
             threshold=16,
             policy="priority",
-            depth=depth,
+            **way,
         )
         # Those that end otherwise than alone, and of these whose client has left.
         self.cut: set[str] = set()
@@ -178,11 +178,11 @@ def bytes_of(root: object) -> int:
     return total
 
 
-def _soak(requests: int, seed: int, depth: int, caplog: pytest.LogCaptureFixture) -> None:
+def _soak(requests: int, seed: int, way: Way, caplog: pytest.LogCaptureFixture) -> None:
     # pytest keeps what is logged; that would count as growth.
     caplog.set_level(logging.CRITICAL, "xpyd_worker")
     print(f"seed {seed}")  # noqa: T201
-    soak = Soak(seed, depth)
+    soak = Soak(seed, way)
     soak.run(requests)
     stats = soak.bench.core.stats()
     assert soak.count >= requests
@@ -198,16 +198,16 @@ def test_the_soak_draws_every_sampling_option() -> None:
     assert OPTIONS.keys() == {field.name for field in fields(SamplingParams)}
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("way", [*ONE_OR_AHEAD, PIPELINES[-1]])
 def test_a_thousand_requests_leave_no_block_behind_and_nothing_grows(
-    depth: int, caplog: pytest.LogCaptureFixture
+    way: Way, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _soak(1000, 6, depth, caplog)
+    _soak(1000, 6, way, caplog)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("way", [*ONE_OR_AHEAD, *PIPELINES])
 def test_twenty_thousand_requests_leave_no_block_behind_and_nothing_grows(
-    depth: int, caplog: pytest.LogCaptureFixture
+    way: Way, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _soak(20_000, random.SystemRandom().randrange(2**32), depth, caplog)
+    _soak(20_000, random.SystemRandom().randrange(2**32), way, caplog)

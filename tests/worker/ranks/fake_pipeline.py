@@ -164,12 +164,14 @@ class FakePipeline(FakeExecutor):
         self.busy: set[int] = set()
         self.answers: deque[bytes] = deque()
         self.rng = random.Random(num_blocks)
+        self.most_launched = 0
 
     def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Running:
         self._check(step)
         self.steps.append(step)
         self.launched.append(step)
-        assert len(self.launched) <= self.depth
+        self.most_launched = max(self.most_launched, len(self.launched))
+        assert self.most_launched <= self.depth
         message = self.encoder.encode(step)
         for inbox in self.inboxes:
             inbox.append(message)

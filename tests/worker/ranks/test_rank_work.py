@@ -47,9 +47,17 @@ def test_a_stage_without_the_update_spoils_the_text_from_the_second_token_on(sta
     assert wrong[1] != right[1]
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("seed", seeds(2, 6))
-def test_walks_over_a_pipeline_give_every_request_its_own_tokens(seed: int, stages: int):
-    walk = Walk(seed, make_executor=pipeline(stages), blocks=14, seqs=5, budget=9, model_len=48)  # pyright: ignore
+@pytest.mark.parametrize("is_filled", [False, True])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("seed", seeds(1, 6))
+def test_walks_over_a_pipeline_give_every_request_its_own_tokens(
+    seed: int, stages: int, is_filled: bool
+):
+    sizes = {"blocks": 14, "seqs": 5, "budget": 9, "model_len": 48}
+    depth = stages if is_filled else 1
+    walk = Walk(seed, make_executor=pipeline(stages), depth=depth, draws_ahead=False, **sizes)  # pyright: ignore
     walk.run(300)
+    executor = walk.bench.executor
+    assert isinstance(executor, FakePipeline)
+    assert executor.most_launched == depth
     assert walk.bench.core.stats().preemptions > 0

@@ -1,7 +1,7 @@
 """Random walks of the real scheduler: each rank makes the same StepInput of what it is sent.
 
-Forks, preemptions, continuations, adopted KV, evicted slots, steps that fail, and steps launched
-one ahead (DRAWN_BEFORE): the executor under the walks checks every step.
+Forks, preemptions, continuations, adopted KV, evicted slots, steps that fail, steps launched one
+ahead (DRAWN_BEFORE) and those of a pipeline: the executor under the walks checks every step.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from tests.worker.engine_bench import seeds
+from tests.worker.engine_bench import Way, walks
 from tests.worker.ranks.coded_executor import CodedExecutor, CrowdedExecutor
 from tests.worker.test_engine_walks import Walk
 from xpyd_worker.ranks.step_messages import Ahead, Chunk, Full, Going
@@ -26,19 +26,17 @@ def walk(seed: int, make_executor: type[CodedExecutor], **options: int | bool) -
     return Counter(map(type, executor.rows))
 
 
-@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("make_executor", [CodedExecutor, CrowdedExecutor])
-@pytest.mark.parametrize("seed", seeds(2, 6))
+@pytest.mark.parametrize(("seed", "way"), walks(2, 6))
 def test_the_ranks_make_the_step_that_was_sent(
-    seed: int, make_executor: type[CodedExecutor], depth: int
+    seed: int, make_executor: type[CodedExecutor], way: Way
 ):
-    rows = walk(seed, make_executor, depth=depth, blocks=14)
-    assert rows[Going if depth == 1 else Ahead] > rows[Full] / 2
+    rows = walk(seed, make_executor, **way, blocks=14)
+    assert rows[Ahead if way == {"depth": 2} else Going] > rows[Full] / 2
     assert min(rows[Chunk], rows[Full]) > 10
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("seed", seeds(2, 6))
-def test_so_they_do_of_sequences_whose_kv_was_received(seed: int, depth: int):
-    rows = walk(seed, CodedExecutor, depth=depth, blocks=20, receives=True)
+@pytest.mark.parametrize(("seed", "way"), walks(2, 6))
+def test_so_they_do_of_sequences_whose_kv_was_received(seed: int, way: Way):
+    rows = walk(seed, CodedExecutor, **way, blocks=20, receives=True)
     assert min(rows[Chunk], rows[Full]) > 10
