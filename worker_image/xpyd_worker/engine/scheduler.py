@@ -276,9 +276,9 @@ class Scheduler:
         return sequence.remaining
 
     def _schedule_running(self, parts: list[tuple[Sequence, int]]) -> int | None:
-        """What is left of the budget. Where blocks lack and a device draws ahead, None: whoever ends
-        in the step under way makes room. In a pipeline 0, if the last in rank is in a step: those
-        before go on, until that one can be preempted."""
+        """What is left of the budget. Where blocks lack behind a step of a device that draws ahead
+        None: whoever ends in it makes room. In a pipeline 0, if the last in rank is in a step:
+        those before go on, until that one can be preempted."""
         due = self._shares()
         budget, index = self._limits.max_num_batched_tokens, 0
         # Tokens kept for decodes further behind. The budget is at least max_num_seqs, so each has

@@ -64,7 +64,7 @@ class StepEncoder:
 
     def drawn(self, step: int, output: StepOutput) -> None:
         """What came of a step: its tokens need not be sent back to the ranks that drew them. To be
-        called before the step behind it is encoded; left out, it costs bytes, not tokens."""
+        called before a sequence's next step is encoded; left out, it costs bytes, not tokens."""
         for seq_id, samples in output.samples.items():
             known = self._known.get(seq_id)
             if known is not None and known.drawn_in == step and len(samples) == 1:
