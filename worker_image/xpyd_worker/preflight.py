@@ -1,7 +1,8 @@
 """What a machine must give an instance of several ranks, looked at before they start.
 
 What is missing would otherwise show as a start that hangs, as slow steps or as a bare error from
-deep inside a library. Called by the main process; it must not know torch.
+deep inside a library. Files are looked at by who starts ranks, the rest by ranks on GPUs. It must
+not know torch.
 """
 
 from __future__ import annotations
@@ -24,21 +25,17 @@ INFINIBAND = Path("/sys/class/infiniband")
 """Where the kernel lists devices with RDMA: InfiniBand, RoCE, EFA."""
 
 
-def prepare(
-    *,
-    ranks: int,
-    nodes: int,
-    on_gpu: bool,
-    environ: Mapping[str, str],
-    infiniband: Path = INFINIBAND,
+def prepare_files(ranks: int) -> None:
+    """Raise this process' file limit, which its children inherit; a warning in the log where it
+    stays low for the `ranks` of this pod."""
+    _warn(file_warning(raise_file_limit(), ranks))
+
+
+def look_at_network(
+    nodes: int, environ: Mapping[str, str], *, infiniband: Path = INFINIBAND
 ) -> None:
-    """Raise this process' file limit, which its children inherit, and log a warning for what will
-    hurt. `ranks`: of this pod; `nodes`: that the instance's stages stand on."""
-    found = [file_warning(raise_file_limit(), ranks)]
-    if on_gpu:
-        found.append(socket_warning(nodes, environ, has_rdma=_has_entries(infiniband)))
-    for warning in filter(None, found):
-        _log.warning(warning)
+    """A warning in the log where NCCL will use sockets between the `nodes` of an instance."""
+    _warn(socket_warning(nodes, environ, has_rdma=_has_entries(infiniband)))
 
 
 def check_devices(found: int, ranks: int) -> None:
@@ -90,6 +87,11 @@ def socket_warning(nodes: int, environ: Mapping[str, str], *, has_rdma: bool) ->
         f"{nodes} nodes, and NCCL will use TCP sockets between them: {reason}. With InfiniBand or "
         "RoCE give the pods its devices; NCCL_DEBUG=INFO shows which network is used"
     )
+
+
+def _warn(warning: str | None) -> None:
+    if warning is not None:
+        _log.warning(warning)
 
 
 def _has_entries(folder: Path) -> bool:

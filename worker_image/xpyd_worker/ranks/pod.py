@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from xpyd_core.parallel.ranks import Sizes
+from xpyd_worker.preflight import prepare_files
 from xpyd_worker.ranks.beats import Beat, BeatPage
 from xpyd_worker.ranks.frames import Frame, Kind
 from xpyd_worker.ranks.links import Link, Links
@@ -59,6 +60,7 @@ class Pod:
 
     def spawn(self, make_start: MakeStart) -> None:
         """Start the processes. OSError when the system does not let us; `kill` then."""
+        prepare_files(len(self.ranks))
         for index, rank in enumerate(self.ranks):
             start = make_start(
                 rank, self._ring.of_reader(index), self.responses[index], self._page.descriptor

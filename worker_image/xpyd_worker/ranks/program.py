@@ -22,6 +22,7 @@ from xpyd_worker.parallel.api import GroupError
 from xpyd_worker.parallel.boundary import HiddenSize
 from xpyd_worker.parallel.distributed import Rendezvous
 from xpyd_worker.parallel.state import ParallelState, open_parallel
+from xpyd_worker.preflight import check_devices, look_at_network
 from xpyd_worker.ranks.loading import slots
 from xpyd_worker.ranks.loss import MissesOthersError
 from xpyd_worker.ranks.messages import Ready, Start
@@ -44,7 +45,7 @@ class RankProgram:
         torch.set_num_threads(_threads(config, start.pod_ranks))
         self._folder = resolve_checkpoint(config.model, config.revision)
         self._model = load_config(self._folder)
-        self._device = _device(config, start.pod_rank)
+        self._device = _device(start)
         on_gpu = self._device.type == "cuda"
         self._dtype = (
             gpu_dtype(config, self._model, self._device)
@@ -159,7 +160,12 @@ def _threads(config: WorkerConfig, pod_ranks: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // pod_ranks)
 
 
-def _device(config: WorkerConfig, pod_rank: int) -> torch.device:
-    """The GPU of the rank's number in its pod, or the CPU."""
-    chosen = choose_device(config.device)
-    return chosen if chosen == CPU else choose_device(f"cuda:{pod_rank}")
+def _device(start: Start) -> torch.device:
+    """The GPU of the rank's number in its pod, or the CPU. UserError where there are too few."""
+    chosen = choose_device(start.config.device)
+    if chosen == CPU:
+        return chosen
+    check_devices(torch.cuda.device_count(), start.pod_ranks)
+    if start.pod_rank == 0:
+        look_at_network(start.sizes.replica // start.pod_ranks, os.environ)
+    return choose_device(f"cuda:{start.pod_rank}")
