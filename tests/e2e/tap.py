@@ -7,13 +7,13 @@ the LAYOUTs that pass. DATA is counted by its body, SHARED by the bytes that it 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from xpyd_kv.plan.transfers import TransferPlan
-from xpyd_kv.wire.fit import plan_between
+from xpyd_kv.plan.transfers import TransferPlan, plan_transfers
+from xpyd_kv.wire.fit import engines_of, pair_on
 from xpyd_kv.wire.frames import DataBegin, Decoder, Frame, Limits
-from xpyd_kv.wire.messages import Data, Layout, Message, Shared
+from xpyd_kv.wire.messages import Data, Hello, Layout, Message, Shared
 
 
 class Seen(NamedTuple):
@@ -37,6 +37,7 @@ class _Ears:
 
     of_dialler: Decoder
     of_acceptor: Decoder
+    hellos: dict[str, Hello] = field(default_factory=dict[str, Hello])
 
     @classmethod
     def new(cls) -> _Ears:
@@ -62,12 +63,20 @@ class Tap:
                 self._frame(ears, from_dialler, event.message)
 
     def _frame(self, ears: _Ears, from_dialler: bool, message: Message) -> None:
+        if isinstance(message, Hello):
+            ears.hellos["dialler" if from_dialler else "acceptor"] = message
         if isinstance(message, Layout):
             self.layouts[from_dialler] = message
             if from_dialler:
                 # The last of the handshake: what each side takes bounds what the other sends.
-                ears.of_acceptor.limits = Limits.of(message, message)
-                ears.of_dialler.limits = Limits.of(self.layouts[False], message)
+                pair = pair_on(
+                    message,
+                    self.layouts[False],
+                    dialler=ears.hellos["dialler"],
+                    acceptor=ears.hellos["acceptor"],
+                )
+                ears.of_acceptor.limits = Limits.of(message, pair)
+                ears.of_dialler.limits = Limits.of(self.layouts[False], pair)
         length = 0
         if isinstance(message, Shared):
             length = ears.of_dialler.limits.data_bytes(message)
@@ -98,7 +107,7 @@ class Tap:
 
     def plan(self) -> TransferPlan:
         """What the planner says of these two."""
-        return plan_between(self.layouts[True], self.layouts[False])
+        return plan_transfers(*engines_of(self.layouts[True], self.layouts[False]))
 
     def forget(self) -> None:
         """Begin to count anew; connections and layouts stay known. Only while nothing passes."""

@@ -10,6 +10,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import blake2b
 from itertools import count
 from typing import Any
@@ -18,10 +19,12 @@ from tests.kv.kvfakes import LAYOUT, FakeMemory, FakePool
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.connector.api import KvLayout, KvMemory, Landed, NoKv
 from xpyd_kv.connector.build import Connector, KvSettings, build, wire_layout
+from xpyd_kv.plan.pairs import Pair
 from xpyd_kv.store.api import Landing, StoreFigures
 from xpyd_kv.store.landing_store import LandingStore, StoreLimits
 from xpyd_kv.transport.api import Done, Handler
 from xpyd_kv.wire import messages as wire
+from xpyd_kv.wire.fit import pair_on
 
 D_ADDRESS = Address("127.0.0.2", 21001)
 WIRE_LAYOUT = wire_layout(LAYOUT, factors={}, max_tokens=4096)
@@ -41,6 +44,14 @@ class SimPeer:
     hello: wire.Hello
     layout: wire.Layout = WIRE_LAYOUT
     transport: str = "tcp"
+    ours: wire.Layout = WIRE_LAYOUT
+    is_data: bool = False
+
+    @cached_property
+    def pair(self) -> Pair | None:
+        """As the handshake makes it."""
+        layouts = (self.layout, self.ours) if self.address is None else (self.ours, self.layout)
+        return pair_on(*layouts, dialler=self.hello, acceptor=self.hello)
 
 
 @dataclass
@@ -89,7 +100,7 @@ class SimEndpoint:
     def call(self, function: Callable[[], None]) -> None:
         self.calls.append(function)
 
-    def connect(self, address: Address) -> SimPeer | None:
+    def connect(self, address: Address, *, data: bool = False) -> SimPeer | None:
         link = self.world.link
         if link is not None and address == D_ADDRESS:
             return link.at_p
@@ -280,7 +291,9 @@ class World:
                 for side in ("P", "D")
             }  # fmt: skip
             of_d = wire_layout(self.d_layout, factors={}, max_tokens=4096)
-            self.link = Link(SimPeer(address, hello["D"], of_d), SimPeer(None, hello["P"]))
+            self.link = Link(
+                SimPeer(address, hello["D"], of_d), SimPeer(None, hello["P"], ours=of_d)
+            )
             self.handler("P").peer_up(self.link.at_p)
             self.handler("D").peer_up(self.link.at_d)
 

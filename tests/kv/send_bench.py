@@ -12,8 +12,9 @@ from xpyd_kv.plan.frames import Area
 from xpyd_kv.session.events import SendEvent
 from xpyd_kv.session.limits import KvLimits
 from xpyd_kv.session.metrics import KvMetrics
-from xpyd_kv.session.outgoing import OfferRequest, ReadyArea
+from xpyd_kv.session.outgoing import OfferRequest
 from xpyd_kv.session.sending import SendSession
+from xpyd_kv.session.source import ReadyArea
 from xpyd_kv.transport.api import Done
 from xpyd_kv.wire import messages as wire
 from xpyd_kv.wire.messages import Mode
@@ -60,7 +61,7 @@ class Bench:
             self.session.peer_up(self.peer)
 
     # What the session uses of an Endpoint.
-    def connect(self, address: Address) -> Any:
+    def connect(self, address: Address, *, data: bool = False) -> Any:
         self.dialled.append(address)
         return self.peer if self.connected else None
 

@@ -19,7 +19,7 @@ from xpyd_kv.session.events import (
     SendGranted,
     SendStashed,
 )
-from xpyd_kv.session.outgoing import ReadyArea
+from xpyd_kv.session.source import ReadyArea
 from xpyd_kv.store.api import Stash
 from xpyd_kv.store.landing_store import LandingStore, StoreLimits
 from xpyd_kv.wire import messages as wire

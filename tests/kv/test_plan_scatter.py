@@ -18,7 +18,8 @@ def _scatter(source: int, destination: int, *, heads: int, row_bytes: int = 1) -
         EngineLayout(kv_heads=heads, tp=1, stages=((0,),), block_size=size, row_bytes=row_bytes)
         for size in (source, destination)
     )
-    return scatter_of(plan_transfers(p, d))
+    (segment,) = plan_transfers(p, d).segments
+    return scatter_of(p, d, segment)
 
 
 def _body(first: int, end: int, *, size: int, heads: int, row_bytes: int) -> list[tuple[int, ...]]:

@@ -34,7 +34,7 @@ class Bench:
             outcomes=self.outcomes,
         )
 
-    def connect(self, address: Address) -> Any:
+    def connect(self, address: Address, *, data: bool = False) -> Any:
         self.dialled.append(address)
         return next((peer for peer in self.connected if peer.address == address), None)
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 
 from tests.kv.kvfakes import with_block_size
-from tests.kv.kvsim import WIRE_LAYOUT, SimPeer
+from tests.kv.kvsim import SimPeer
 from tests.kv.receive_bench import BLOCKS, HELLO, KEY, LAYERS, REF, TOKENS, Bench
 from xpyd_core.blocks import token_bytes
 from xpyd_core.errors import ProtocolError
@@ -105,15 +104,6 @@ def test_another_peer_can_neither_offer_nor_send_nor_cancel_a_running_transfer(
     assert all(bench.data(seq) for seq in range(LAYERS))
     bench.commit()
     assert bench.told() == [ReceiveLanded(KEY, 0)]
-
-
-def test_a_p_with_another_cache_shape_is_refused(bench: Bench) -> None:
-    # As many bytes in a block of twice as many tokens.
-    other = msgspec.structs.replace(WIRE_LAYOUT, block_size=8)
-    blocks = 2 * len(other.layers)
-    bench.offer(peer=SimPeer(None, HELLO, other), total_bytes=blocks * other.block_bytes)
-    assert bench.said() == ["CANCEL layout"]
-    assert not bench.events
 
 
 @pytest.mark.parametrize(

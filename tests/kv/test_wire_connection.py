@@ -212,8 +212,6 @@ def test_what_both_see_in_the_hellos_is_refused_without_a_word(p_changes, d_chan
         ({"stages": ((0, 2),)}, "layers"),
         ({"layers": (1,), "stages": ((0, 1),)}, "layers"),
         ({"kv_heads": 2, "block_bytes": 256, "total_kv_heads": 1}, "kv_heads"),
-        ({"stages": ((0,), (1,)), "layers": (0,)}, "stages"),
-        ({"tp": 2}, "tp"),
         ({"total_kv_heads": 4}, "kv_heads"),
         ({"total_kv_heads": 3, "tp": 2}, "tp"),
         ({"is_mla": True}, "is_mla"),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kv.wire_samples import KEYS, LAYOUT, SAMPLES
+from tests.kv.wire_samples import KEYS, LAYOUT, PAIR, SAMPLES
 from xpyd_core.errors import ProtocolError
 from xpyd_kv.wire.errors import IllegalMoveError
 from xpyd_kv.wire.frames import (
@@ -26,7 +26,7 @@ from xpyd_kv.wire.frames import (
 )
 from xpyd_kv.wire.messages import Cancel, Data, Done, Grant, Nack, Offer, Ping, Probe
 
-LIMITS = Limits.of(LAYOUT, LAYOUT)
+LIMITS = Limits.of(LAYOUT, PAIR)
 STREAM = b"".join(sample.raw for sample in SAMPLES)
 # What a decoder may hold: one control frame; here the longest is 16 + 65,535 + 4 x max_tokens.
 MOST_KEPT_BYTES = 16 + 65_535 + 4 * MAX_NACK_FRAMES

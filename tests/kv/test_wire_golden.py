@@ -11,6 +11,7 @@ from tests.kv.wire_samples import (
     FOLDER,
     KEY,
     LAYOUT,
+    PAIR,
     SAMPLES,
     Sample,
     bytes_of,
@@ -41,7 +42,7 @@ def test_the_decoder_reads_the_golden_bytes(sample: Sample):
     raw = bytes_of((FOLDER / f"{sample.name}.hex").read_text())
     events = [
         (event.header, bytes(event.data)) if isinstance(event, DataChunk) else event
-        for event in Decoder(Limits.of(LAYOUT, LAYOUT)).feed(raw)
+        for event in Decoder(Limits.of(LAYOUT, PAIR)).feed(raw)
         if not isinstance(event, DataChunk)
     ]
     if isinstance(sample.message, Data):

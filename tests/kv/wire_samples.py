@@ -14,6 +14,7 @@ import msgspec
 
 from xpyd_core.blocks import token_bytes
 from xpyd_kv.wire.auth import auth_mac
+from xpyd_kv.wire.fit import pair_on
 from xpyd_kv.wire.frames import PREFIX_BYTES, encode
 from xpyd_kv.wire.messages import (
     Auth,
@@ -59,6 +60,12 @@ LAYOUT = Layout(
 LAYOUT_OF_A_RANK = msgspec.structs.replace(
     LAYOUT, layers=(2, 3), total_kv_heads=2, tp=2, stages=((0, 1), (2, 3))
 )
+# And of the first rank, which is what the engine says of itself; a D's, so it is dialled.
+LAYOUT_OF_AN_ENGINE = msgspec.structs.replace(
+    LAYOUT_OF_A_RANK,
+    layers=(0, 1),
+    ranks=tuple(f"127.1.1.3:{port}" for port in range(21002, 21006)),
+)
 DIALLER_HELLO = Hello(
     major=1,
     minor=0,
@@ -75,6 +82,7 @@ ACCEPTOR_HELLO = Hello(
     role="D",
     nonce=bytes(range(32, 64)),
 )
+RANK_HELLO = msgspec.structs.replace(DIALLER_HELLO, rank=2, data=True)
 
 
 def _mac(*, by_dialler: bool) -> bytes:
@@ -86,6 +94,7 @@ def _mac(*, by_dialler: bool) -> bytes:
     )
 
 
+PAIR = pair_on(LAYOUT, LAYOUT, dialler=DIALLER_HELLO, acceptor=ACCEPTOR_HELLO)
 _TOKENS = token_bytes([5, 6, 70_000])
 _BLOCK = bytes(range(128))
 _SUM = bytes.fromhex("85c6174c7ff4c46b")  # xxh3-64 of _BLOCK
@@ -109,10 +118,12 @@ class Sample(NamedTuple):
 SAMPLES = (
     Sample("hello_dialler", DIALLER_HELLO),
     Sample("hello_acceptor", ACCEPTOR_HELLO),
+    Sample("hello_of_a_rank", RANK_HELLO),
     Sample("auth_dialler", Auth(mac=_mac(by_dialler=True))),
     Sample("auth_acceptor", Auth(mac=_mac(by_dialler=False))),
     Sample("layout", LAYOUT),
     Sample("layout_of_a_rank", LAYOUT_OF_A_RANK),
+    Sample("layout_of_an_engine", LAYOUT_OF_AN_ENGINE),
     Sample("refuse", Refuse(reason="incompatible", factor="kv_dtype")),
     Sample(
         "offer",

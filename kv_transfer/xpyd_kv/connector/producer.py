@@ -40,8 +40,9 @@ from xpyd_kv.session.events import (
 )
 from xpyd_kv.session.limits import KvLimits
 from xpyd_kv.session.metrics import KvMetrics
-from xpyd_kv.session.outgoing import OfferRequest, ReadyArea
+from xpyd_kv.session.outgoing import OfferRequest
 from xpyd_kv.session.sending import SendSession
+from xpyd_kv.session.source import ReadyArea
 from xpyd_kv.store.api import Store
 from xpyd_kv.transport.api import Endpoint
 from xpyd_kv.wire.messages import Mode

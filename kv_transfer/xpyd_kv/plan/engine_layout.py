@@ -90,6 +90,12 @@ class EngineLayout:
         return self.heads_per_rank * self.block_size * self.row_bytes
 
     @property
+    def bytes_per_block(self) -> int:
+        """One block of all layers and heads, each once."""
+        layers = sum(map(len, self.stages))
+        return layers * self.heads * self.block_size * self.row_bytes
+
+    @property
     def num_ranks(self) -> int:
         return self.tp * len(self.stages)
 

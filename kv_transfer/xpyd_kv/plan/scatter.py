@@ -1,9 +1,10 @@
 """Where the blocks that one rank of P sends belong in the blocks of one rank of D. Pure.
 
-For block sizes that differ, one dividing the other: P sends its own blocks whole, and D reads each
-of them in parts. A block of either side is [heads, tokens, row], so a P block within a larger D
-block has one run for each head, and so has each D block that a larger P block reaches over. What
-P's last block has behind D's last one, past the prompt's end, is surplus: it belongs nowhere.
+P sends of each of its blocks the heads that D's rank has, and D reads them in parts. Block sizes
+may differ, one dividing the other. A block of either side is [heads, tokens, row], so a P block
+within a larger D block has one run for each head, and so has each D block that a larger P block
+reaches over. What P's last block has behind D's last one, past the prompt's end, is surplus: it
+belongs nowhere.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from xpyd_kv.plan.pieces import Run
-from xpyd_kv.plan.transfers import Segment, TransferPlan
+from xpyd_kv.plan.engine_layout import EngineLayout
+from xpyd_kv.plan.pieces import Run, runs, units
+from xpyd_kv.plan.transfers import Segment
 
 
 class Part(NamedTuple):
-    """The next `length_bytes` of a P block: at `offset_bytes` of the `block`-th D block, counted
-    from the one in which the P block begins."""
+    """The next `length_bytes` of what is sent of a P block: at `offset_bytes` of the `block`-th D
+    block, counted from the one in which the P block begins."""
 
     block: int
     offset_bytes: int
@@ -69,29 +71,46 @@ class Scatter:
         return spans
 
 
-def scatter_of(plan: TransferPlan) -> Scatter:
-    """For a plan of one rank each, which has one segment: everything."""
-    (segment,) = plan.segments
-    source, destination = plan.source, plan.destination
+def scatter_of(source: EngineLayout, destination: EngineLayout, segment: Segment) -> Scatter:
+    """For what `segment` says of the blocks of its two ranks."""
     period = max(1, destination.block_size // source.block_size)
     return Scatter(
         source.block_size,
         destination.block_size,
         destination.block_bytes,
-        tuple(tuple(_parts(plan, segment, index)) for index in range(period)),
+        tuple(tuple(_parts(source, destination, segment, index)) for index in range(period)),
     )
 
 
-def _parts(plan: TransferPlan, segment: Segment, index: int) -> list[Part]:
+def _parts(
+    source: EngineLayout, destination: EngineLayout, segment: Segment, index: int
+) -> list[Part]:
     """The parts of the `index`-th P block, which are its units' runs on D in the order in which
     their bytes stand on P."""
-    size = plan.source.block_size
-    units = plan.units((index + 1) * size, skip_tokens=index * size)
-    begin = units[0].destination_block
+    size = source.block_size
+    pieces = units(
+        (index + 1) * size,
+        skip_tokens=index * size,
+        source_block_size=size,
+        destination_block_size=destination.block_size,
+    )
+    begin = pieces[0].destination_block
     found: list[tuple[int, Part]] = []
-    for unit in units:
-        reads = plan.source_runs(segment, unit)
-        writes = plan.destination_runs(segment, unit)
+    for unit in pieces:
+        reads = runs(
+            source,
+            first_head=segment.source_head,
+            heads=segment.heads,
+            first_token=unit.source_token,
+            tokens=unit.tokens,
+        )
+        writes = runs(
+            destination,
+            first_head=segment.destination_head,
+            heads=segment.heads,
+            first_token=unit.destination_token,
+            tokens=unit.tokens,
+        )
         for read, write, length in _refined(reads, writes):
             found.append((read, Part(unit.destination_block - begin, write, length)))
     return [part for _, part in sorted(found)]

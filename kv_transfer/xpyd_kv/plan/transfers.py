@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.plan import pieces
@@ -114,7 +115,7 @@ def plan_transfers(
     """The plan from P's layout to D's. It is the same for salts that are equal modulo the source's
     `replicas`, so a pair of engines needs as many plans and no more. LayoutError names the factor
     by which the two do not fit."""
-    _check(source, destination)
+    check_fit(source, destination)
     segments = tuple(
         segment
         for source_stage, destination_stage, layers in _common_layers(source, destination)
@@ -142,7 +143,47 @@ def plan_transfers(
     )
 
 
-def _check(source: EngineLayout, destination: EngineLayout) -> None:
+@lru_cache(maxsize=256)
+def pairs_between(
+    source: EngineLayout, destination: EngineLayout, salt: int
+) -> frozenset[tuple[int, int]]:
+    """The (rank of P, rank of D) between which a transfer of this salt moves anything. Give it the
+    salt modulo `source.replicas`: what it finds is kept."""
+    plan = plan_transfers(source, destination, salt=salt)
+    return frozenset((segment.source, segment.destination) for segment in plan.segments)
+
+
+def segment_between(
+    source: EngineLayout, destination: EngineLayout, *, source_rank: int, destination_rank: int
+) -> Segment | None:
+    """What the one rank sends the other in each transfer in which it sends anything; None where it
+    never does. The salt only chooses among pairs: what moves between two ranks is always the same,
+    since replicas hold one head. LayoutError as in `plan_transfers`, or for a rank that is none."""
+    check_fit(source, destination)
+    for name, rank, engine in (("P", source_rank, source), ("D", destination_rank, destination)):
+        if not 0 <= rank < engine.num_ranks:
+            raise LayoutError("rank", f"{rank} of {name}, which has {engine.num_ranks}")
+    held = frozenset(source.layers_of(source_rank))
+    layers = tuple(layer for layer in destination.layers_of(destination_rank) if layer in held)
+    if not layers:
+        return None
+    segments = (
+        segment
+        for salt in range(source.replicas)
+        for segment in _segments_of(
+            source,
+            destination,
+            source_base=source_rank // source.tp * source.tp,
+            rank=destination_rank,
+            layers=layers,
+            salt=salt,
+        )
+    )
+    return next((segment for segment in segments if segment.source == source_rank), None)
+
+
+def check_fit(source: EngineLayout, destination: EngineLayout) -> None:
+    """LayoutError, with the factor, where no KV can move from P's layout to D's."""
     if source.is_mla != destination.is_mla:
         raise LayoutError("is_mla", f"{source.is_mla} on P, {destination.is_mla} on D")
     if source.heads != destination.heads:

@@ -12,7 +12,7 @@ from xpyd_core.errors import XpydError
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.session.deadlines import Deadlines
 from xpyd_kv.session.events import ReceiveEnded, ReceiveEvent, ReceiveQuiet
-from xpyd_kv.session.incoming import RECEIVE_MOVES, Incoming, ReceiveState, lease_of
+from xpyd_kv.session.incoming import RECEIVE_MOVES, RECEIVING, Incoming, ReceiveState, lease_of
 from xpyd_kv.session.limits import KvLimits
 from xpyd_kv.session.metrics import KvMetrics
 from xpyd_kv.session.outgoing import cancel_of, cancelled_of
@@ -35,13 +35,16 @@ class Arrivals:
         report: Callable[[ReceiveEvent], None],
         metrics: KvMetrics,
         tombstones: Tombstones,
+        stop: Callable[[Incoming, str], None],
     ) -> None:
+        """`stop`: our ranks take no more of it."""
         self._endpoint = endpoint
         self._limits = limits
         self._clock = clock
         self._report = report
         self._metrics = metrics
         self._over = tombstones
+        self._stop = stop
         self._live: dict[TransferKey, Incoming] = {}
         self._quiescing: dict[_Ref, Incoming] = {}
         self._deadlines: Deadlines[_Ref] = Deadlines()
@@ -115,10 +118,12 @@ class Arrivals:
         self.move(transfer, ReceiveState.CANCELLING)
         self._quiescing[transfer.key, transfer.epoch] = transfer
         self.arm(transfer)
+        if transfer.pairs:
+            self._stop(transfer, reason)
 
     def settle(self, transfer: Incoming) -> None:
         """Answer CANCEL and free the landing as soon as no frame is being written."""
-        if transfer.writing:
+        if transfer.writing or transfer.pairs:
             return
         if transfer.owes_cancelled:
             transfer.owes_cancelled = False
@@ -127,12 +132,23 @@ class Arrivals:
             self._quiet(transfer)
 
     def peer_down(self, peer: Peer) -> None:
-        """The connection is closed: nothing of this peer lands any more."""
+        """The connection is closed: nothing lands any more, but what our ranks still take."""
         for transfer in [t for t in self._quiescing.values() if t.peer is peer]:
-            self._quiet(transfer)
+            self._peer_is_gone(transfer)
+            self.settle(transfer)
         for transfer in [t for t in self._live.values() if t.peer is peer]:
-            if transfer.state is not ReceiveState.LANDED:
+            if transfer.state is ReceiveState.LANDED:
+                continue
+            self._peer_is_gone(transfer)
+            if transfer.pairs:
+                self.begin_quiescing(transfer, "peer_lost")
+            else:
                 self.withdraw(transfer, "peer_lost")
+
+    def _peer_is_gone(self, transfer: Incoming) -> None:
+        transfer.writing = 0
+        transfer.peer_quiet = True
+        transfer.owes_cancelled = False
 
     def _end(self, transfer: Incoming, reason: str) -> None:
         self.drop(transfer)
@@ -158,6 +174,9 @@ class Arrivals:
         elif transfer.state in _UNANSWERED:
             at = transfer.next_renewal_s
             self._deadlines.set(ref, at if _is_kept(transfer) else min(at, self._expiry(transfer)))
+        elif transfer.placing is None and transfer.state in RECEIVING:
+            # Our ranks have the leases of what they take.
+            self._deadlines.clear(ref)
         else:
             self._deadlines.set(ref, self._expiry(transfer))
 
@@ -172,9 +191,10 @@ class Arrivals:
         for ref in self._deadlines.due(now):
             quiescing = self._quiescing.get(ref)
             if quiescing is not None:
-                # Only a closed connection proves that no write can land.
                 self.arm(quiescing)
-                self._endpoint.disconnect(quiescing.peer, "CANCEL was not answered")
+                if not quiescing.peer_quiet or quiescing.writing:
+                    # Only a closed connection proves that no write can land.
+                    self._endpoint.disconnect(quiescing.peer, "CANCEL was not answered")
                 continue
             transfer = self._live[ref[0]]
             waits = transfer.state in _UNANSWERED

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import sha256
 
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.plan.frames import Area
 from xpyd_kv.session.placing import Placing
-from xpyd_kv.store.api import Landing
+from xpyd_kv.store.api import Room
 from xpyd_kv.transport.api import Peer
 from xpyd_kv.wire import messages as wire
 from xpyd_kv.wire.messages import Mode
@@ -129,17 +129,25 @@ class Incoming:
     epoch: int
     peer: Peer
     tokens: int
-    placing: Placing
     activity_s: float
+    # Where frames go; None: our ranks take them.
+    placing: Placing | None = None
     mode: Mode = "put_async"
     granted_s: float = 0.0
     state: ReceiveState = ReceiveState.OFFERED
     expected: bool = False
     skip_tokens: int = 0
-    landing: Landing | None = None
+    landing: Room | None = None
     ledger: Ledger | None = None
     # Frames that are being written into the landing.
     writing: int = 0
+    # Where our ranks take them: the pairs (rank of P, rank of ours) that are neither here nor
+    # quiet, and our ranks that were not heard to know of it.
+    pairs: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
+    unopened: set[int] = field(default_factory=set[int])
+    transports: set[str] = field(default_factory=set[str])
+    # Of one rank, which forgets it as soon as it is complete: its engine has the landing.
+    is_of_rank: bool = False
     nacked: bool = False
     # CANCELLING: P said CANCELLED or CANCEL, or is gone; and whether it is owed a CANCELLED.
     peer_quiet: bool = False

@@ -9,6 +9,7 @@ from hashlib import sha256
 from xpyd_core.blocks import blocks_for
 from xpyd_core.errors import ProtocolError
 from xpyd_kv.wire import messages as wire
+from xpyd_kv.wire.fit import engine_layout_of
 
 
 def check_offer(offer: wire.Offer, body: bytes, theirs: wire.Layout) -> None:
@@ -17,8 +18,9 @@ def check_offer(offer: wire.Offer, body: bytes, theirs: wire.Layout) -> None:
         raise ProtocolError("OFFER: number of tokens")
     if sha256(body).digest() != offer.digest:
         raise ProtocolError("OFFER: digest of the token ids")
-    cells = blocks_for(offer.tokens, theirs.block_size) * len(theirs.layers)
-    if offer.total_bytes != cells * theirs.block_bytes:
+    engine = engine_layout_of(theirs)
+    blocks = blocks_for(offer.tokens, engine.block_size)
+    if offer.total_bytes != blocks * engine.bytes_per_block:
         raise ProtocolError("OFFER: total bytes")
 
 

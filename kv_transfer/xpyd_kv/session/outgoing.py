@@ -8,10 +8,10 @@ from enum import StrEnum
 from hashlib import sha256
 
 from xpyd_core.request_id import Address, TransferKey
-from xpyd_kv.connector.api import KvLayout, KvMemory
-from xpyd_kv.device.api import View
+from xpyd_kv.connector.api import KvLayout
 from xpyd_kv.plan.frames import Area, split
-from xpyd_kv.store.api import Stash
+from xpyd_kv.session.source import ReadyArea, Source
+from xpyd_kv.store.api import Room
 from xpyd_kv.transport.api import Peer
 from xpyd_kv.wire import messages as wire
 from xpyd_kv.wire.messages import Mode
@@ -32,7 +32,8 @@ class SendState(StrEnum):
 
 _S = SendState
 SEND_MOVES: dict[SendState, frozenset[SendState]] = {
-    _S.INIT: frozenset({_S.OFFERED, _S.ENDED}),
+    # To GRANTED: one rank to another, of what their engines have agreed on.
+    _S.INIT: frozenset({_S.OFFERED, _S.GRANTED, _S.ENDED}),
     _S.OFFERED: frozenset({_S.GRANTED, _S.CANCELLING, _S.ENDED}),
     _S.GRANTED: frozenset({_S.STREAMING, _S.CANCELLING, _S.ENDED}),
     _S.STREAMING: frozenset({_S.COMMITTED, _S.CANCELLING, _S.ENDED}),
@@ -41,6 +42,10 @@ SEND_MOVES: dict[SendState, frozenset[SendState]] = {
     _S.CANCELLING: frozenset({_S.ENDED}),
     _S.ENDED: frozenset(),
 }
+
+
+PairName = tuple[int, int]
+"""A rank of P and a rank of D."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +63,13 @@ class OfferRequest:
 
 
 @dataclass(frozen=True)
-class ReadyArea:
-    """An area that stands in the cache; `block_ids` are its blocks, `area.first_block` first."""
+class Granted:
+    """What a rank that begins to send is told: the D process that has room (its `incarnation`, and
+    the number of its rank), and what that has already."""
 
-    area: Area
-    block_ids: tuple[int, ...]
+    incarnation: str
+    rank: int
+    skip_tokens: int
 
 
 def joined(areas: Sequence[ReadyArea], *, block_bytes: int, most_bytes: int) -> list[ReadyArea]:
@@ -103,7 +110,15 @@ class Outgoing:
     # When the prefill had ended.
     completed_s: float = 0.0
     state: SendState = SendState.INIT
+    # Of a transfer that begins as granted: see SendSession.begin.
+    granted: Granted | None = None
     peer: Peer | None = None
+    # Where its frames are read; None: until the peer is known, and where ranks send them.
+    source: Source | None = None
+    # Where ranks send: the pairs of them that are not over, and how many areas each has sent.
+    pairs: set[PairName] = field(default_factory=set[PairName])
+    flushed_by: dict[PairName, int] = field(default_factory=dict[PairName, int])
+    transports: set[str] = field(default_factory=set[str])
     # When D was last sent the OFFER, with how many areas handed over; whether it has answered by
     # LEASE, and for how long that was.
     offered_s: float = 0.0
@@ -112,7 +127,7 @@ class Outgoing:
     lease_s: float = 0.0
     skip_blocks: int = 0
     # What is read instead of the blocks.
-    stash: Stash | None = None
+    stash: Room | None = None
     # Areas that were handed over, and how many of them were reported as sent.
     handed: int = 0
     flushed: int = 0
@@ -143,31 +158,23 @@ def offer_of(request: OfferRequest, layout: KvLayout) -> wire.Offer:
     )
 
 
-def cut(transfer: Outgoing, layout: KvLayout, max_frame_bytes: int, *, join_bytes: int) -> range:
+def cut(transfer: Outgoing, source: Source, max_frame_bytes: int, *, join_bytes: int) -> range:
     """Make frames of what waits, without what D has; their seqs. Groups of layers that have piled
     up go together, up to `join_bytes`."""
-    waiting = joined(transfer.waiting, block_bytes=layout.block_bytes, most_bytes=join_bytes)
+    block_bytes = source.block_bytes
+    ours = source.cut(transfer.waiting)
+    waiting = joined(ours, block_bytes=block_bytes, most_bytes=join_bytes)
     transfer.waiting = []
     first_seq = len(transfer.frames)
     for ready in waiting:
         area = ready.area.behind(transfer.skip_blocks)
-        parts = area and split(
-            area, block_bytes=layout.block_bytes, max_frame_bytes=max_frame_bytes
-        )
+        parts = area and split(area, block_bytes=block_bytes, max_frame_bytes=max_frame_bytes)
         for part in parts or ():
             start = part.first_block - ready.area.first_block
             ids = ready.block_ids[start : start + part.end_block - part.first_block]
-            length = part.cells * layout.block_bytes
+            length = part.cells * block_bytes
             transfer.frames.append(SentFrame(ReadyArea(part, ids), length))
     return range(first_seq, len(transfer.frames))
-
-
-def views_of(transfer: Outgoing, ready: ReadyArea, memory: KvMemory) -> Sequence[View]:
-    """The bytes of one frame, in the order of a DATA body, where they stand now."""
-    area = ready.area
-    if transfer.stash is not None:
-        return transfer.stash.views(*area)
-    return memory.views(range(area.first_layer, area.end_layer), ready.block_ids)
 
 
 def data_of(request: OfferRequest, seq: int, area: Area) -> wire.Data:

@@ -1,26 +1,24 @@
 """Where the bytes of a DATA frame go on D: a landing's views, whole or in parts.
 
-DATA holds P's blocks. Where D's have the same size they go block for block into the landing; else
-each is cut as the plan between the two caches says. Made once for a peer; no I/O, no clock.
+DATA holds of P's blocks what both ranks have. Where that is a whole block on both sides it goes
+block for block into the landing; else each is cut as the plan between the two caches says. Made
+once for a peer; no I/O, no clock.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 from xpyd_core.blocks import blocks_for
-from xpyd_kv.connector.api import KvLayout
 from xpyd_kv.device.api import View
-from xpyd_kv.plan.engine_layout import EngineLayout, LayoutError
+from xpyd_kv.plan.engine_layout import LayoutError
 from xpyd_kv.plan.frames import Area
-from xpyd_kv.plan.scatter import Scatter, Span, scatter_of
-from xpyd_kv.plan.transfers import plan_transfers
-from xpyd_kv.store.api import Landing
-from xpyd_kv.wire import messages as wire
-from xpyd_kv.wire.fit import engine_layout_of
+from xpyd_kv.plan.pairs import Pair
+from xpyd_kv.plan.scatter import Span
+from xpyd_kv.store.api import Room
 
 # Of one peer: frames of a transfer differ in their layers, seldom in their blocks. Those of a frame
 # of 32 MiB take half a megabyte.
@@ -36,42 +34,34 @@ class _Cut(NamedTuple):
 
 
 class Placing:
-    """How the blocks of one P go into D's. `source_size`, `destination_size`: tokens of a block;
-    `source_bytes`: of a P block of one layer; `scatter`: None for block for block."""
+    """How what comes of a pair's P blocks goes into D's. `layers`: that both ranks have;
+    `source_size`: tokens of a P block; `source_bytes`: what comes of one of one layer."""
 
-    def __init__(
-        self,
-        *,
-        source_size: int,
-        source_bytes: int,
-        destination_size: int,
-        scatter: Scatter | None,
-    ) -> None:
-        self.source_size = source_size
-        self.source_bytes = source_bytes
-        self._size = destination_size
-        self._scatter = scatter
+    def __init__(self, pair: Pair) -> None:
+        self.layers = pair.layers
+        self.source_size = pair.source.block_size
+        self.source_bytes = pair.block_bytes
+        self._size = pair.destination.block_size
+        self._scatter = pair.scatter
+        self._layers = pair.destination_layers
         self._cuts: dict[object, tuple[list[_Cut], int]] = {}
 
-    @property
-    def alignment_tokens(self) -> int:
-        """What is skipped must be a multiple of this: there blocks of both sides begin."""
-        return max(self.source_size, self._size)
-
-    def views(
-        self, landing: Landing, area: Area, *, skip_tokens: int, tokens: int
-    ) -> Sequence[View]:
-        """Room for the area's bytes (its blocks are P's) in the landing of what follows the first
-        `skip_tokens` of a prompt of `tokens`."""
+    def views(self, room: Room, area: Area, *, skip_tokens: int, tokens: int) -> Sequence[View]:
+        """Room for the area's bytes (its layers are the pair's, its blocks P's) in that of what
+        follows the first `skip_tokens` of a prompt of `tokens`."""
         skip = skip_tokens // self._size
         first_layer, end_layer, first_block, end_block = area
+        layers = self._layers[first_layer:end_layer]
+        found: list[View] = []
         if self._scatter is None:
-            return landing.views(first_layer, end_layer, first_block - skip, end_block - skip)
+            blocks = first_block - skip, end_block - skip
+            for begin, end in _runs(layers):
+                found += room.views(begin, end, *blocks)
+            return found
         last = blocks_for(tokens, self._size)
         first, end = self._scatter.destination_blocks(first_block, end_block)
-        found: list[View] = []
-        for layer in range(first_layer, end_layer):
-            blocks = landing.views(layer, layer + 1, first - skip, min(end, last) - skip)
+        for layer in layers:
+            blocks = room.views(layer, layer + 1, first - skip, min(end, last) - skip)
             key = (first_block, end_block, last, *map(len, blocks))
             if key not in self._cuts:
                 spans = self._scatter.spans(first_block, end_block, last_block=last)
@@ -88,28 +78,27 @@ class Placing:
         self._cuts[key] = cuts
 
 
-def placing_of(theirs: wire.Layout, ours: KvLayout, *, on_device: bool) -> Placing:
-    """For a P whose rank has the cache `theirs`. LayoutError when it does not fit ours, or when
-    surplus could come to a GPU's memory, where there is nothing to put it."""
-    if on_device and theirs.block_size > ours.block_size:
+def placing_of(pair: Pair, *, on_device: bool) -> Placing:
+    """LayoutError when surplus could come to a GPU's memory, where there is nothing to put it."""
+    check_surplus(pair.source.block_size, pair.destination.block_size, on_device=on_device)
+    return Placing(pair)
+
+
+def check_surplus(theirs: int, ours: int, *, on_device: bool) -> None:
+    """LayoutError as in `placing_of`, for P's block size and D's."""
+    if on_device and theirs > ours:
         raise LayoutError("block_size", "P's must not be larger where D's cache is on a GPU")
-    plan = plan_transfers(
-        engine_layout_of(theirs),
-        EngineLayout(
-            kv_heads=ours.kv_heads,
-            tp=1,
-            stages=(ours.layers,),
-            block_size=ours.block_size,
-            row_bytes=ours.block_bytes // (ours.kv_heads * ours.block_size),
-        ),
-    )
-    is_equal = theirs.block_size == ours.block_size
-    return Placing(
-        source_size=theirs.block_size,
-        source_bytes=theirs.block_bytes,
-        destination_size=ours.block_size,
-        scatter=None if is_equal else scatter_of(plan),
-    )
+
+
+def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The ranges that ascending places make."""
+    begin = at = places[0]
+    for place in places[1:]:
+        if place != at + 1:
+            yield begin, at + 1
+            begin = place
+        at = place
+    yield begin, at + 1
 
 
 def _cuts_of(spans: Sequence[Span], lengths: Sequence[int]) -> tuple[list[_Cut], int]:

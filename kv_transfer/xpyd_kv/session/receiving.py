@@ -18,8 +18,17 @@ from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.connector.api import KvLayout, OfferedPrompt
 from xpyd_kv.device.api import View
 from xpyd_kv.plan.engine_layout import LayoutError
+from xpyd_kv.ranks.api import Opening
 from xpyd_kv.session.arrivals import Arrivals
-from xpyd_kv.session.events import ReceiveEvent, ReceiveLanded, ReceiveOffered, ReceiveQuiet
+from xpyd_kv.session.awaited import Awaited
+from xpyd_kv.session.events import (
+    ReceiveEnded,
+    ReceiveEvent,
+    ReceiveLanded,
+    ReceiveOffered,
+    ReceiveQuiet,
+)
+from xpyd_kv.session.fanin import Fanin
 from xpyd_kv.session.incoming import (
     RECEIVING,
     Incoming,
@@ -34,9 +43,9 @@ from xpyd_kv.session.limits import KvLimits
 from xpyd_kv.session.metrics import KvMetrics
 from xpyd_kv.session.offers import check_offer, token_ids_of
 from xpyd_kv.session.outgoing import cancel_of, cancelled_of
-from xpyd_kv.session.placing import Placing, placing_of
+from xpyd_kv.session.placing import Placing, check_surplus, placing_of
 from xpyd_kv.session.tombstones import Tombstones
-from xpyd_kv.store.api import Landing
+from xpyd_kv.store.api import Room
 from xpyd_kv.transport.api import Endpoint, Peer
 from xpyd_kv.wire import messages as wire
 from xpyd_kv.wire.frames import MAX_NACK_FRAMES
@@ -58,7 +67,9 @@ class ReceiveSession:
         clock: Callable[[], float],
         report: Callable[[ReceiveEvent], None],
         metrics: KvMetrics,
+        fanin: Fanin | None = None,
     ) -> None:
+        """`fanin`: from our ranks, where DATA may come to them; None: we are one of them."""
         self._endpoint = endpoint
         self._layout = layout
         self._on_device = on_device
@@ -74,7 +85,12 @@ class ReceiveSession:
             report=report,
             metrics=metrics,
             tombstones=self._over,
+            stop=self._stop,
         )
+        self._fanin = fanin
+        if fanin is not None:
+            fanin.owner = self
+        self._awaited = Awaited(limits.lease_s)
         # Of the connected peers that have offered something; None: their cache does not fit.
         self._placings: dict[Peer, Placing | None] = {}
         self._expected: set[TransferKey] = set()
@@ -83,30 +99,24 @@ class ReceiveSession:
     @property
     def open_transfers(self) -> int:
         """Transfers that are live or not yet quiet."""
-        return len(self._arrivals)
+        return len(self._arrivals) + len(self._awaited)
 
     # --- from the engine's side
 
-    def grant(self, key: TransferKey, epoch: int, landing: Landing, skip_tokens: int) -> None:
+    def grant(self, key: TransferKey, epoch: int, landing: Room, skip_tokens: int) -> None:
         """The transfer may land there; the first `skip_tokens` tokens are here already."""
         transfer = self._arrivals.live(key)
         if transfer is None or transfer.epoch != epoch or transfer.landing is not None:
             # It ended meanwhile: nothing was written, nothing will be.
             self._report(ReceiveQuiet(key, epoch))
             return
-        placing = transfer.placing
         transfer.landing = landing
         transfer.skip_tokens = skip_tokens
-        transfer.ledger = Ledger(
-            num_layers=len(self._layout.layers),
-            first_block=skip_tokens // placing.source_size,
-            end_block=-(-transfer.tokens // placing.source_size),
-            block_bytes=placing.source_bytes,
-        )
-        self._arrivals.move(transfer, ReceiveState.GRANTED)
-        transfer.granted_s = transfer.activity_s = self._clock()
-        self._arrivals.arm(transfer)
-        self._endpoint.send(transfer.peer, grant_of(transfer))
+        if transfer.placing is not None:
+            transfer.ledger = _ledger_of(transfer, transfer.placing)
+            self.opened(transfer)
+        elif self._fanin is not None:
+            self._fanin.open(transfer)
 
     def defer(self, key: TransferKey, epoch: int) -> None:
         """No room yet: P keeps its blocks, for as long as LEASEs tell it to."""
@@ -142,6 +152,102 @@ class ReceiveSession:
         for transfer in self._arrivals.all_live():
             if transfer.key.uuid == uuid:
                 self._arrivals.end(transfer, "released")
+
+    # --- a rank's, from its engine
+
+    def open(self, opening: Opening) -> None:
+        """Take what a rank of P sends of this transfer."""
+        older = self._awaited.add(opening, self._clock())
+        if older is not None:
+            self._lost(older, "replaced")
+
+    def stop(self, key: TransferKey, epoch: int, reason: str) -> None:
+        """Take no more of it. ReceiveQuiet follows, unless it was reported before."""
+        opening = self._awaited.take(key, epoch)
+        if opening is not None:
+            self._lost(opening, reason)
+            return
+        transfer = self._arrivals.live(key)
+        if transfer is not None and transfer.epoch == epoch:
+            self._arrivals.give_up(transfer, reason)
+        elif self._arrivals.quiescing(key, epoch) is None:
+            self._report(ReceiveQuiet(key, epoch))
+
+    def _lost(self, opening: Opening, reason: str) -> None:
+        """Nothing has come of it, and what comes is refused."""
+        self._over.end(opening.key, opening.epoch, self._clock())
+        self._metrics.ended(reason)
+        self._report(ReceiveEnded(opening.key, opening.epoch, reason))
+        self._report(ReceiveQuiet(opening.key, opening.epoch))
+
+    def _bind(self, peer: Peer, key: TransferKey, epoch: int) -> None:
+        """The first that is heard of an awaited transfer."""
+        opening = self._awaited.take(key, epoch, peer) if len(self._awaited) else None
+        placing = self._placing(peer) if opening is not None else None
+        if opening is None:
+            return
+        if placing is None:
+            self._lost(opening, "layout")
+            return
+        now = self._clock()
+        transfer = Incoming(
+            key,
+            epoch,
+            peer,
+            opening.tokens,
+            activity_s=now,
+            granted_s=now,
+            placing=placing,
+            state=ReceiveState.GRANTED,
+            skip_tokens=opening.skip_tokens,
+            landing=opening.room,
+            is_of_rank=True,
+        )
+        transfer.ledger = _ledger_of(transfer, placing)
+        live = self._arrivals.live(key)
+        if live is not None:
+            self._arrivals.end(live, "replaced")
+        self._arrivals.add(transfer)
+
+    # --- what becomes of a transfer: see Fanin's Owner
+
+    def find(self, key: TransferKey, epoch: int) -> Incoming | None:
+        """The transfer, live or quiescing."""
+        live = self._arrivals.live(key)
+        if live is not None and live.epoch == epoch:
+            return live
+        return self._arrivals.quiescing(key, epoch)
+
+    def opened(self, transfer: Incoming) -> None:
+        """Whoever takes the bytes can: GRANT."""
+        self._arrivals.move(transfer, ReceiveState.GRANTED)
+        transfer.granted_s = transfer.activity_s = self._clock()
+        self._arrivals.arm(transfer)
+        self._endpoint.send(transfer.peer, grant_of(transfer))
+
+    def landed(self, transfer: Incoming, transport: str) -> None:
+        """All of it is here, and agrees with what P sent."""
+        self._arrivals.move(transfer, ReceiveState.LANDED)
+        self._arrivals.arm(transfer)
+        self._metrics.ended("")
+        self._metrics.transferred(transport, self._clock() - transfer.granted_s)
+        if transfer.placing is not None:
+            self._endpoint.send(transfer.peer, done_of(transfer))
+        if transfer.is_of_rank:
+            self._arrivals.drop(transfer)
+        self._report(ReceiveLanded(transfer.key, transfer.epoch))
+
+    def give_up(self, transfer: Incoming, reason: str) -> None:
+        """It cannot go on."""
+        self._arrivals.give_up(transfer, reason)
+
+    def settle(self, transfer: Incoming) -> None:
+        """One that is given up may be quiet."""
+        self._arrivals.settle(transfer)
+
+    def _stop(self, transfer: Incoming, reason: str) -> None:
+        if self._fanin is not None:
+            self._fanin.stop(transfer, reason)
 
     def drain(self) -> None:
         """Refuse OFFERs from now on; what is under way finishes."""
@@ -180,6 +286,7 @@ class ReceiveSession:
     def data_begin(self, peer: Peer, header: wire.Data, length: int) -> Sequence[View] | None:
         """Where the frame's bytes go. A late or wrong one goes nowhere, and P is told."""
         key = TransferKey(header.uuid, header.prompt_index)
+        self._bind(peer, key, header.epoch)
         transfer = self._arrivals.live(key)
         refusal = self._data_refusal(peer, transfer, header, length)
         if transfer is None or refusal is not None:
@@ -190,6 +297,7 @@ class ReceiveSession:
             return None
         assert transfer.landing is not None
         assert transfer.ledger is not None
+        assert transfer.placing is not None
         if transfer.state is ReceiveState.GRANTED:
             self._arrivals.move(transfer, ReceiveState.STREAMING)
         transfer.ledger.begin(header)
@@ -215,6 +323,7 @@ class ReceiveSession:
         if transfer.state is ReceiveState.CANCELLING:
             self._arrivals.settle(transfer)
             return
+        assert transfer.placing is not None
         if intact:
             self._metrics.received_frames += 1
             self._metrics.received_bytes += area_of(header).cells * transfer.placing.source_bytes
@@ -227,7 +336,11 @@ class ReceiveSession:
     def tick(self, now: float) -> float | None:
         """Deadlines."""
         self._over.purge(now)
-        return self._arrivals.tick(now)
+        for opening in self._awaited.due(now):
+            self._metrics.leases_expired += 1
+            self._lost(opening, "lease_expired")
+        times = (self._arrivals.tick(now), self._awaited.next())
+        return min((time for time in times if time is not None), default=None)
 
     # --- frames from P
 
@@ -238,10 +351,10 @@ class ReceiveSession:
         if live is not None and live.epoch == offer.epoch and live.peer is peer:
             self._answer_again(live)
             return
-        placing = self._placing(peer)
-        refusal = self._offer_refusal(peer, key, offer) if placing is not None else "layout"
-        if placing is None or refusal is not None:
-            self._endpoint.send(peer, cancel_of(key, offer.epoch, refusal or ""))
+        placing = None if peer.pair is None else self._placing(peer)
+        refusal = self._offer_refusal(peer, key, offer)
+        if refusal is not None:
+            self._endpoint.send(peer, cancel_of(key, offer.epoch, refusal))
             return
         if live is not None:
             # P counts up when it offers anew; the old landing is freed when it is quiet.
@@ -252,8 +365,8 @@ class ReceiveSession:
             offer.epoch,
             peer,
             offer.tokens,
-            placing,
             activity_s=now,
+            placing=placing,
             mode=offer.mode,
             expected=key in self._expected,
             # P waits `offer_s`: an engine in a long step must not cost the transfer.
@@ -261,24 +374,27 @@ class ReceiveSession:
         )
         self._arrivals.add(transfer)
         prompt = OfferedPrompt(token_ids_of(body), offer.prompt_tokens)
-        self._report(
-            ReceiveOffered(
-                key, offer.epoch, prompt, offer.salt, placing.alignment_tokens, offer.mode
-            )
-        )
+        # There blocks of both sides begin.
+        alignment = max(peer.layout.block_size, self._layout.block_size)
+        self._report(ReceiveOffered(key, offer.epoch, prompt, offer.salt, alignment, offer.mode))
 
     def _placing(self, peer: Peer) -> Placing | None:
+        assert peer.pair is not None
         if peer not in self._placings:
             try:
-                self._placings[peer] = placing_of(
-                    peer.layout, self._layout, on_device=self._on_device
-                )
+                self._placings[peer] = placing_of(peer.pair, on_device=self._on_device)
             except LayoutError:
                 self._placings[peer] = None
         return self._placings[peer]
 
     def _offer_refusal(self, peer: Peer, key: TransferKey, offer: wire.Offer) -> str | None:
         live = self._arrivals.live(key)
+        try:
+            check_surplus(
+                peer.layout.block_size, self._layout.block_size, on_device=self._on_device
+            )
+        except LayoutError:
+            return "layout"
         if self._draining:
             return "draining"
         if live is not None and (live.peer is not peer or live.epoch >= offer.epoch):
@@ -328,12 +444,7 @@ class ReceiveSession:
         self._arrivals.touch(transfer)
         missing = transfer.ledger.missing(commit.frames)
         if not missing and transfer.ledger.agrees(commit):
-            self._arrivals.move(transfer, ReceiveState.LANDED)
-            self._arrivals.arm(transfer)
-            self._metrics.ended("")
-            self._metrics.transferred(peer.transport, self._clock() - transfer.granted_s)
-            self._endpoint.send(peer, done_of(transfer))
-            self._report(ReceiveLanded(key, commit.epoch))
+            self.landed(transfer, peer.transport)
         elif 0 < len(missing) <= MAX_NACK_FRAMES and not transfer.nacked:
             transfer.nacked = True
             self._endpoint.send(peer, *nack_of(transfer, missing))
@@ -343,6 +454,7 @@ class ReceiveSession:
     def _on_cancel(self, peer: Peer, message: wire.Cancel) -> None:
         key = TransferKey(message.uuid, message.prompt_index)
         now = self._clock()
+        self._bind(peer, key, message.epoch)
         transfer = self._arrivals.quiescing(key, message.epoch)
         if transfer is not None and transfer.peer is peer:
             transfer.owes_cancelled = True
@@ -354,7 +466,8 @@ class ReceiveSession:
                 self._over.end(key, message.epoch, now)
             self._endpoint.send(peer, cancelled_of(key, message.epoch))
             return
-        if transfer.state is ReceiveState.LANDED or not transfer.writing:
+        is_busy = bool(transfer.writing or transfer.pairs)
+        if transfer.state is ReceiveState.LANDED or not is_busy:
             self._arrivals.withdraw(transfer, "cancelled")
             self._endpoint.send(peer, cancelled_of(key, message.epoch))
             return
@@ -368,3 +481,12 @@ class ReceiveSession:
         if transfer is not None and transfer.peer is peer:
             transfer.peer_quiet = True
             self._arrivals.settle(transfer)
+
+
+def _ledger_of(transfer: Incoming, placing: Placing) -> Ledger:
+    return Ledger(
+        num_layers=placing.layers,
+        first_block=transfer.skip_tokens // placing.source_size,
+        end_block=-(-transfer.tokens // placing.source_size),
+        block_bytes=placing.source_bytes,
+    )

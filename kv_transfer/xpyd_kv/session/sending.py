@@ -2,7 +2,9 @@
 
 It is the Handler of P's Endpoint. The engine's side calls `offer`, `ready`, `complete` and `cancel`
 through `Endpoint.call`, so everything here runs on the I/O thread; results go to `report`. It reads
-the clock it was given and knows neither sockets nor threads nor the engine.
+the clock it was given and knows neither sockets nor threads nor the engine. Frames are Shipping's;
+where P or D has several ranks, their ranks send them (Fanout), each pair of ranks by a SendSession
+of its own, which `begin`s as granted.
 
 A transfer's blocks are read from GRANT (or PULL, in mode get) until SendEnded is reported: not
 while a frame is queued, not before D has answered a CANCEL, and at once when the connection is
@@ -11,9 +13,7 @@ closed. A stash given before GRANT is read in their place, and as long.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from xpyd_core.errors import ProtocolError, XpydError
 from xpyd_core.request_id import Address, TransferKey
@@ -23,33 +23,28 @@ from xpyd_kv.session.events import (
     SendDeferred,
     SendEnded,
     SendEvent,
-    SendFlushed,
     SendGranted,
     SendStashed,
 )
+from xpyd_kv.session.fanout import Fanout
 from xpyd_kv.session.limits import MAX_LEASE_S, KvLimits
 from xpyd_kv.session.metrics import KvMetrics
-from xpyd_kv.session.outbox import Outbox
 from xpyd_kv.session.outgoing import (
     SEND_MOVES,
+    Granted,
     OfferRequest,
     Outgoing,
-    ReadyArea,
     SendState,
-    SentFrame,
     cancel_of,
-    commit_of,
-    cut,
-    data_of,
     offer_of,
-    views_of,
 )
 from xpyd_kv.session.probing import Probes
-from xpyd_kv.store.api import Stash
+from xpyd_kv.session.shipping import SENDING, Shipping
+from xpyd_kv.session.source import ReadyArea, Source
+from xpyd_kv.store.api import Room, Stash
 from xpyd_kv.transport.api import Endpoint, Peer
 from xpyd_kv.wire import messages as wire
 
-_SENDING = frozenset({SendState.GRANTED, SendState.STREAMING})
 _UNGRANTED = frozenset({SendState.INIT, SendState.OFFERED})
 # An OFFER that D defers is repeated while P computes, when so much of its lease is over.
 _REPEAT_AT = 0.5
@@ -77,21 +72,30 @@ class SendSession:
         clock: Callable[[], float],
         report: Callable[[SendEvent], None],
         metrics: KvMetrics,
+        fanout: Fanout | None = None,
     ) -> None:
+        """`fanout`: to our ranks, where DATA may go from them; None: we are one of them."""
         self._endpoint = endpoint
         self._memory = memory
         self._limits = limits
-        self._max_frame_bytes = max_frame_bytes
-        self._join_bytes = join_bytes
         self._clock = clock
-        self._report = report
+        self.report = report
         self._metrics = metrics
         self._transfers: dict[TransferKey, Outgoing] = {}
         self._deadlines: Deadlines[TransferKey] = Deadlines()
         # DONE transfers whose KV may still be withdrawn: epoch and peer.
         self._done: Remembered[TransferKey, tuple[int, Peer]] = Remembered(limits.tombstone_s)
-        # Those that are up.
-        self._peers: dict[Peer, Outbox] = {}
+        self._shipping = Shipping(
+            endpoint,
+            owner=self,
+            limits=limits,
+            max_frame_bytes=max_frame_bytes,
+            join_bytes=join_bytes,
+            metrics=metrics,
+        )
+        self._fanout = fanout
+        if fanout is not None:
+            fanout.owner = self
         self._draining: set[Peer] = set()
         self.probes = Probes(endpoint, probe_s=limits.probe_s, clock=clock, outcomes=metrics.probes)
 
@@ -104,63 +108,68 @@ class SendSession:
 
     def offer(self, request: OfferRequest) -> None:
         """Begin a transfer: dial if needed, then OFFER."""
-        transfer = Outgoing(request, since_s=self._clock())
-        self._transfers[request.key] = transfer
-        self._metrics.open_transfers += 1
-        self._arm(transfer, self._limits.dial_s)
-        peer = self._endpoint.connect(request.address)
-        if peer is not None and transfer.state is SendState.INIT:
-            self._send_offer(transfer, peer)
+        self._add(Outgoing(request, since_s=self._clock()))
+
+    def begin(self, request: OfferRequest, granted: Granted, stash: Room | None) -> None:
+        """Between two ranks, whose engines have agreed: dial if needed, then send. `stash`: what is
+        read instead of the blocks."""
+        self._add(Outgoing(request, since_s=self._clock(), granted=granted, stash=stash))
 
     def ready(self, key: TransferKey, epoch: int, areas: Sequence[ReadyArea]) -> None:
         """These areas stand in the cache."""
-        transfer = self._find(key, epoch)
+        transfer = self.find(key, epoch)
         if transfer is None or transfer.state is SendState.CANCELLING:
             return
-        transfer.waiting.extend(areas)
         transfer.handed += len(areas)
-        self._pump(transfer)
+        if not transfer.pairs:
+            transfer.waiting.extend(areas)
+            self._shipping.pump(transfer)
+        elif self._fanout is not None:
+            self._fanout.ready(transfer, areas)
 
     def complete(self, key: TransferKey, epoch: int) -> None:
         """No more areas follow: COMMIT when all is sent."""
-        transfer = self._find(key, epoch)
+        transfer = self.find(key, epoch)
         if transfer is not None and transfer.state is not SendState.CANCELLING:
             transfer.complete = True
             transfer.completed_s = self._clock()
             self._keep_offer(transfer)
-            self._pump(transfer)
+            if not transfer.pairs:
+                self._shipping.pump(transfer)
+            elif self._fanout is not None:
+                self._fanout.complete(transfer)
 
     def stash(self, key: TransferKey, epoch: int, stash: Stash) -> None:
         """A complete transfer's KV stands here too: read it from here, if no frame was made yet.
         SendStashed says whether; nothing does where SendEnded was reported before."""
-        transfer = self._find(key, epoch)
+        transfer = self.find(key, epoch)
         if transfer is None:
             return
         taken = transfer.state in _UNGRANTED
         if taken:
             transfer.stash = stash
-        self._report(SendStashed(key, epoch, taken))
+        self.report(SendStashed(key, epoch, taken))
 
     def cancel(self, key: TransferKey, epoch: int, reason: str) -> None:
         """Stop it; also withdraws KV that D has and no request has adopted."""
-        transfer = self._find(key, epoch)
+        transfer = self.find(key, epoch)
         if transfer is not None:
-            self._give_up(transfer, reason)
+            self.give_up(transfer, reason)
             return
         done = self._done.get(key, self._clock())
         if done is not None and done[0] == epoch:
             self._done.drop(key)
-            if done[1] in self._peers:
+            if done[1] in self._shipping:
                 self._endpoint.send(done[1], cancel_of(key, epoch, reason))
 
     # --- Handler
 
     def peer_up(self, peer: Peer) -> None:
         """A connection stands: OFFER what waited for it."""
-        self._peers[peer] = Outbox(self._limits.ahead_bytes)
+        self._shipping.peer_up(peer)
         for transfer in list(self._transfers.values()):
             if transfer.state is SendState.INIT and transfer.request.address == peer.address:
-                self._send_offer(transfer, peer)
+                self._meet(transfer, peer)
         self.probes.peer_up(peer)
 
     def dial_failed(self, address: Address, reason: str) -> None:
@@ -172,11 +181,23 @@ class SendSession:
 
     def peer_down(self, peer: Peer, reason: str) -> None:
         """Nothing of ours is read for this peer any more."""
-        self._peers.pop(peer, None)
+        self._shipping.peer_down(peer)
         self._draining.discard(peer)
         for transfer in list(self._transfers.values()):
-            if transfer.peer is peer:
-                self._end(transfer, transfer.reason or "peer_lost")
+            if transfer.peer is not peer:
+                continue
+            transfer.in_flight = 0
+            transfer.reason = transfer.reason or "peer_lost"
+            if transfer.state is SendState.CANCELLING:
+                transfer.peer_quiet = True
+                transfer.owes_cancelled = False
+                self.settle(transfer)
+            elif transfer.pairs:
+                # Our ranks may still be sending.
+                transfer.peer_quiet = True
+                self._begin_cancelling(transfer)
+            else:
+                self._end(transfer, transfer.reason)
         self.probes.peer_down(peer, reason)
 
     def message(self, peer: Peer, message: wire.Message, body: bytes) -> None:
@@ -197,7 +218,7 @@ class SendSession:
                 | wire.Cancelled()
             ):
                 key = TransferKey(message.uuid, message.prompt_index)
-                transfer = self._find(key, message.epoch)
+                transfer = self.find(key, message.epoch)
                 if transfer is not None and transfer.peer is peer:
                     self._on_answer(transfer, message, body)
             case _:
@@ -218,37 +239,62 @@ class SendSession:
         for key in self._deadlines.due(now):
             transfer = self._transfers[key]
             if transfer.state is SendState.CANCELLING and transfer.peer is not None:
-                # Only a closed connection proves that nothing is read any more.
-                self._arm(transfer, self._limits.cancel_s)
-                self._endpoint.disconnect(transfer.peer, "CANCEL was not answered")
+                self.arm(transfer, self._limits.cancel_s)
+                if not transfer.peer_quiet or transfer.in_flight:
+                    # Only a closed connection proves that nothing is read any more.
+                    self._endpoint.disconnect(transfer.peer, "CANCEL was not answered")
             else:
-                self._metrics.leases_expired += transfer.state in _SENDING
-                self._give_up(transfer, _TIMEOUTS[transfer.state])
+                self._metrics.leases_expired += transfer.state in SENDING
+                self.give_up(transfer, _TIMEOUTS[transfer.state])
         times = (self._deadlines.next(), self.probes.tick(now))
         return min((time for time in times if time is not None), default=None)
 
     # --- moves
 
-    def _find(self, key: TransferKey, epoch: int) -> Outgoing | None:
+    def find(self, key: TransferKey, epoch: int) -> Outgoing | None:
+        """The transfer of `key` that is not over, if it is of this epoch."""
         transfer = self._transfers.get(key)
         return transfer if transfer is not None and transfer.request.epoch == epoch else None
 
-    def _move(self, transfer: Outgoing, state: SendState) -> None:
+    def _add(self, transfer: Outgoing) -> None:
+        self._transfers[transfer.request.key] = transfer
+        self._metrics.open_transfers += 1
+        self.arm(transfer, self._limits.dial_s)
+        is_rank = transfer.granted is not None
+        peer = self._endpoint.connect(transfer.request.address, data=is_rank)
+        if peer is not None and transfer.state is SendState.INIT:
+            self._meet(transfer, peer)
+
+    def move(self, transfer: Outgoing, state: SendState) -> None:
+        """See Owner; XpydError for a move that the table does not have."""
         if state not in SEND_MOVES[transfer.state]:
             raise XpydError(f"{transfer.request.key}: {transfer.state.name} -> {state.name}")
         transfer.state = state
 
-    def _arm(self, transfer: Outgoing, after_s: float) -> None:
+    def arm(self, transfer: Outgoing, after_s: float) -> None:
+        """See Owner."""
         self._deadlines.set(transfer.request.key, self._clock() + after_s)
 
-    def _send_offer(self, transfer: Outgoing, peer: Peer) -> None:
-        request = transfer.request
+    def _meet(self, transfer: Outgoing, peer: Peer) -> None:
+        """The peer is there: OFFER, or send."""
+        request, granted = transfer.request, transfer.granted
+        if granted is not None and (
+            (granted.incarnation, granted.rank) != (peer.hello.incarnation, peer.hello.rank)
+        ):
+            self._end(transfer, "restarted")
+            return
         if peer in self._draining or request.tokens > peer.layout.max_tokens:
             self._end(transfer, "draining" if peer in self._draining else "too_long")
             return
         transfer.peer = peer
-        self._move(transfer, SendState.OFFERED)
-        self._arm(transfer, self._limits.offer_s)
+        if peer.pair is not None:
+            transfer.source = Source(self._memory, peer.pair)
+        if granted is not None:
+            self._granted(transfer, granted.skip_tokens)
+            self._shipping.pump(transfer)
+            return
+        self.move(transfer, SendState.OFFERED)
+        self.arm(transfer, self._limits.offer_s)
         self._say_offer(transfer, peer)
 
     def _say_offer(self, transfer: Outgoing, peer: Peer) -> None:
@@ -263,7 +309,7 @@ class SendSession:
         if state is SendState.CANCELLING:
             if isinstance(message, wire.Cancelled):
                 transfer.peer_quiet = True
-                self._settle(transfer)
+                self.settle(transfer)
             return
         match message:
             case wire.Grant() | wire.Pull() if state is SendState.OFFERED:
@@ -272,15 +318,11 @@ class SendSession:
                 self._on_lease(transfer, message)
             case wire.Done() if state is SendState.COMMITTED:
                 assert transfer.peer is not None
-                now = self._clock()
-                self._done.set(transfer.request.key, (transfer.request.epoch, transfer.peer), now)
-                self._metrics.transferred(transfer.peer.transport, now - transfer.granted_s)
-                self._metrics.after_prefill_s.observe(now - transfer.completed_s)
-                self._end(transfer, "")
+                self.delivered(transfer, transfer.peer.transport)
             case wire.Done():
                 raise ProtocolError("DONE before COMMIT")
             case wire.Nack() if state is SendState.COMMITTED:
-                self._on_nack(transfer, message, body)
+                self._shipping.send_again(transfer, message, body)
             case _:
                 # Repeated or late answers change nothing.
                 return
@@ -288,12 +330,12 @@ class SendSession:
     def _on_lease(self, transfer: Outgoing, message: wire.Lease) -> None:
         assert transfer.peer is not None
         transfer.lease_s = min(message.ttl_ms / 1000, MAX_LEASE_S)
-        self._arm(transfer, transfer.lease_s)
+        self.arm(transfer, transfer.lease_s)
         if not transfer.deferred:
             transfer.deferred = True
             request = transfer.request
             incarnation = transfer.peer.hello.incarnation
-            self._report(SendDeferred(request.key, request.epoch, incarnation))
+            self.report(SendDeferred(request.key, request.epoch, incarnation))
         if not transfer.complete:
             self._keep_offer(transfer)
 
@@ -313,33 +355,28 @@ class SendSession:
             name = type(message).__name__.upper()
             raise ProtocolError(f"{name} skips {message.skip_tokens} tokens")
         assert transfer.peer is not None
-        transfer.skip_blocks = message.skip_tokens // block_size
-        self._move(transfer, SendState.GRANTED)
-        self._arm(transfer, self._limits.lease_s)
-        transfer.granted_s = self._clock()
+        self._granted(transfer, message.skip_tokens)
         self._metrics.grant_wait.observe(transfer.granted_s - transfer.since_s)
         request = transfer.request
-        self._report(
+        self.report(
             SendGranted(request.key, request.epoch, transfer.peer.hello.incarnation),
         )
-        self._pump(transfer)
+        if transfer.source is not None:
+            self._shipping.pump(transfer)
+        elif self._fanout is not None:
+            # The ranks have the deadlines of what they send.
+            self._deadlines.clear(request.key)
+            self._fanout.start(transfer, message.skip_tokens)
 
-    def _on_nack(self, transfer: Outgoing, message: wire.Nack, body: bytes) -> None:
-        if len(body) != 4 * message.frames:
-            raise ProtocolError("NACK: length of the body")
-        wanted = sorted({seq for (seq,) in struct.iter_unpack("<I", body)})
-        if not wanted or wanted[-1] >= len(transfer.frames):
-            raise ProtocolError("NACK: no such frame")
-        if transfer.resent:
-            self._give_up(transfer, "nack")
-            return
-        transfer.resent = True
-        self._move(transfer, SendState.STREAMING)
-        self._send_frames(transfer, wanted)
+    def _granted(self, transfer: Outgoing, skip_tokens: int) -> None:
+        transfer.skip_blocks = skip_tokens // self._memory.layout.block_size
+        self.move(transfer, SendState.GRANTED)
+        self.arm(transfer, self._limits.lease_s)
+        transfer.granted_s = self._clock()
 
     def _on_cancel(self, peer: Peer, message: wire.Cancel) -> None:
         key = TransferKey(message.uuid, message.prompt_index)
-        transfer = self._find(key, message.epoch)
+        transfer = self.find(key, message.epoch)
         if transfer is None or transfer.peer is not peer:
             self._send_cancelled(peer, key, message.epoch)
             return
@@ -351,9 +388,10 @@ class SendSession:
             is_word = message.reason.isidentifier()
             transfer.reason = message.reason if is_word else "cancelled_by_peer"
             self._begin_cancelling(transfer)
-        self._settle(transfer)
+        self.settle(transfer)
 
-    def _give_up(self, transfer: Outgoing, reason: str) -> None:
+    def give_up(self, transfer: Outgoing, reason: str) -> None:
+        """See Owner; also by the engine's side."""
         if transfer.state is SendState.CANCELLING:
             return
         if transfer.peer is None:
@@ -366,13 +404,15 @@ class SendSession:
 
     def _begin_cancelling(self, transfer: Outgoing) -> None:
         """Only what the endpoint has is still in flight."""
-        self._move(transfer, SendState.CANCELLING)
-        self._arm(transfer, self._limits.cancel_s)
-        if transfer.peer in self._peers:
-            transfer.in_flight -= self._peers[transfer.peer].drop(transfer)
+        self.move(transfer, SendState.CANCELLING)
+        self.arm(transfer, self._limits.cancel_s)
+        self._shipping.drop(transfer)
+        if transfer.pairs and self._fanout is not None:
+            self._fanout.cancel(transfer)
 
-    def _settle(self, transfer: Outgoing) -> None:
-        if transfer.in_flight:
+    def settle(self, transfer: Outgoing) -> None:
+        """See Owner; one that is given up ends when nothing of it is in flight any more."""
+        if transfer.in_flight or transfer.pairs:
             return
         if transfer.owes_cancelled and transfer.peer is not None:
             transfer.owes_cancelled = False
@@ -387,95 +427,22 @@ class SendSession:
     def _end(self, transfer: Outgoing, reason: str) -> None:
         if transfer.state is SendState.ENDED:
             return
-        self._move(transfer, SendState.ENDED)
+        self.move(transfer, SendState.ENDED)
         request = transfer.request
         del self._transfers[request.key]
         self._deadlines.clear(request.key)
         self._metrics.open_transfers -= 1
         self._metrics.ended(reason)
-        self._report(SendEnded(request.key, request.epoch, reason))
+        if self._fanout is not None:
+            self._fanout.forget(request.key, request.epoch)
+        self.report(SendEnded(request.key, request.epoch, reason))
 
-    # --- frames
-
-    def _pump(self, transfer: Outgoing) -> None:
-        """Send what is ready and granted; COMMIT after the last byte."""
-        if transfer.state not in _SENDING:
-            return
+    def delivered(self, transfer: Outgoing, transport: str) -> None:
+        """D has all of it, by `transport`."""
         assert transfer.peer is not None
-        max_frame_bytes = min(self._max_frame_bytes, transfer.peer.layout.max_data_bytes)
-        seqs = cut(transfer, self._memory.layout, max_frame_bytes, join_bytes=self._join_bytes)
-        if seqs:
-            if transfer.state is SendState.GRANTED:
-                self._move(transfer, SendState.STREAMING)
-            self._send_frames(transfer, seqs)
-        self._arm_progress(transfer)
-        self._report_flushed(transfer)
-        self._commit_if_sent(transfer)
-
-    def _report_flushed(self, transfer: Outgoing) -> None:
-        """Only in PUT does anybody wait for it."""
-        request = transfer.request
-        if request.mode != "put" or transfer.in_flight or transfer.flushed == transfer.handed:
-            return
-        transfer.flushed = transfer.handed
-        self._report(SendFlushed(request.key, request.epoch, transfer.flushed))
-
-    def _arm_progress(self, transfer: Outgoing) -> None:
-        if transfer.state in _SENDING:
-            self._arm(transfer, self._limits.lease_s)
-
-    def _send_frames(self, transfer: Outgoing, seqs: Sequence[int]) -> None:
-        assert transfer.peer is not None
-        outbox = self._peers[transfer.peer]
-        # All of them count before the first is sent: `done` may be called at once.
-        transfer.in_flight += len(seqs)
-        for seq in seqs:
-            send = partial(self._send_frame, transfer, transfer.peer, seq)
-            outbox.put(transfer, transfer.frames[seq].length, send)
-
-    def _send_frame(self, transfer: Outgoing, peer: Peer, seq: int) -> None:
-        frame = transfer.frames[seq]
-        area = frame.ready.area
-
-        def make_header() -> wire.Data | None:
-            return data_of(transfer.request, seq, area) if transfer.state in _SENDING else None
-
-        def done(checksum: bytes | None) -> None:
-            self._frame_done(transfer, frame, checksum)
-            if peer in self._peers:
-                self._peers[peer].done(frame.length)
-
-        views = views_of(transfer, frame.ready, self._memory)
-        self._endpoint.send_data(peer, make_header, views, done)
-
-    def _frame_done(self, transfer: Outgoing, frame: SentFrame, checksum: bytes | None) -> None:
-        transfer.in_flight -= 1
-        if checksum is not None:
-            frame.checksum = checksum
-            self._metrics.sent_frames += 1
-            self._metrics.sent_bytes += frame.length
-            if not transfer.complete:
-                self._metrics.overlapped_bytes += frame.length
-        if transfer.state is SendState.CANCELLING:
-            self._settle(transfer)
-        elif transfer.state in _SENDING:
-            if checksum is None:
-                self._give_up(transfer, "peer_lost")
-                self._settle(transfer)
-                return
-            self._arm_progress(transfer)
-            self._report_flushed(transfer)
-            self._commit_if_sent(transfer)
-
-    def _commit_if_sent(self, transfer: Outgoing) -> None:
-        peer = transfer.peer
-        if (
-            transfer.state is not SendState.STREAMING
-            or not transfer.complete
-            or transfer.in_flight
-            or peer is None
-        ):
-            return
-        self._move(transfer, SendState.COMMITTED)
-        self._arm(transfer, self._limits.done_s)
-        self._endpoint.send(peer, commit_of(transfer))
+        now = self._clock()
+        self._done.set(transfer.request.key, (transfer.request.epoch, transfer.peer), now)
+        self._metrics.transferred(transport, now - transfer.granted_s)
+        # Ranks may have sent all before the engine hears that its last step is over.
+        self._metrics.after_prefill_s.observe(now - (transfer.completed_s or now))
+        self._end(transfer, "")

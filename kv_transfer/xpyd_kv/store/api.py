@@ -34,7 +34,18 @@ class StoreFigures:
     pool_fragmentation: float = 0.0
 
 
-class Landing(Protocol):
+class Room(Protocol):
+    """Memory for blocks of all layers of a rank, as the I/O thread sees it."""
+
+    def views(
+        self, first_layer: int, end_layer: int, first_block: int, end_block: int
+    ) -> Sequence[View]:
+        """The bytes of the area in the order of a DATA body: for each layer, for each block. Blocks
+        count from the room's first. Any thread, while the room is held."""
+        ...
+
+
+class Landing(Room, Protocol):
     """Memory for `num_blocks` blocks of all layers, leased to one transfer. Given back exactly
     once: by `free`, or by an `adopt` that succeeds; a second time raises XpydError."""
 
@@ -52,13 +63,6 @@ class Landing(Protocol):
         """Whether `adopt` has taken blocks, into which a device still copies."""
         ...
 
-    def views(
-        self, first_layer: int, end_layer: int, first_block: int, end_block: int
-    ) -> Sequence[View]:
-        """Writable bytes of the area in the order of a DATA body: for each layer, for each block.
-        Blocks count from the landing's first. Any thread, while the landing is held."""
-        ...
-
     def adopt(self) -> list[int] | None:
         """The blocks of the paged cache that hold the bytes now, one reference on each the
         caller's. None (and nothing changed) when the pool has no blocks to copy into; None also
@@ -71,7 +75,7 @@ class Landing(Protocol):
         ...
 
 
-class Stash(Protocol):
+class Stash(Room, Protocol):
     """Memory beside the paged cache that keeps the KV of `num_blocks` blocks of all layers. Given
     back exactly once, by `free`; a second time raises XpydError."""
 
@@ -88,13 +92,6 @@ class Stash(Protocol):
         """Copy `num_blocks` blocks of the paged cache here, in this order, once. A device says when
         that is through (None: it is); until then nothing here is read, and the blocks are not given
         back. DeviceError when the device fails."""
-        ...
-
-    def views(
-        self, first_layer: int, end_layer: int, first_block: int, end_block: int
-    ) -> Sequence[View]:
-        """The bytes of the area in the order of a DATA body. Any thread, while the stash is
-        held."""
         ...
 
     def free(self) -> None:

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from xpyd_core.request_id import Address
 from xpyd_kv.device.api import View
+from xpyd_kv.plan.pairs import Pair
 from xpyd_kv.wire.messages import Data, Hello, Layout, Message
 
 Done = Callable[[bytes | None], None]
@@ -45,6 +46,17 @@ class Peer(Protocol):
     def layout(self) -> Layout:
         """What the peer announced. OFFER must not exceed its `max_tokens`, the KV bytes of a DATA
         frame not its `max_data_bytes`. Its cache fits ours; the block size may differ."""
+        ...
+
+    @property
+    def is_data(self) -> bool:
+        """Whether the connection is one of two ranks; else it is one of two engines."""
+        ...
+
+    @property
+    def pair(self) -> Pair | None:
+        """What DATA moves here. None: no DATA, which goes over connections of the engines'
+        ranks."""
         ...
 
 
@@ -106,9 +118,10 @@ class Endpoint(Protocol):
         thread has ended."""
         ...
 
-    def connect(self, address: Address) -> Peer | None:
+    def connect(self, address: Address, *, data: bool = False) -> Peer | None:
         """The peer at `address` if connected; else dial it (once at a time) and return None:
-        peer_up or dial_failed follows. A failed AUTH and a quarantine are remembered for 30 s."""
+        peer_up or dial_failed follows. A failed AUTH and a quarantine are remembered for 30 s.
+        `data`: as one rank does another; an address is dialled in one of the two ways."""
         ...
 
     def disconnect(self, peer: Peer, reason: str) -> None:

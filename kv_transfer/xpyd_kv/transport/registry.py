@@ -44,7 +44,7 @@ class Registry:
         self._further: dict[Stream, None] = {}
         self._peers: dict[Stream, None] = {}
         self._by_address: dict[Address, Stream] = {}
-        self._by_instance: dict[tuple[str, int], Stream] = {}
+        self._by_instance: dict[tuple[str, int, bool], Stream] = {}
         self._refusals: _Memory[str] = _Memory(failed_auth_s)
         self._avoided: _Memory[frozenset[str]] = _Memory(path_retry_s)
 
@@ -71,8 +71,8 @@ class Registry:
         return self._by_address.get(address)
 
     def peer_of(self, hello: Hello) -> Stream | None:
-        """The peer that is this instance."""
-        return self._by_instance.get((hello.engine_id, hello.rank))
+        """The peer that is this instance, or this rank of it: a dialler's HELLO."""
+        return self._by_instance.get((hello.engine_id, hello.rank, hello.data))
 
     def is_dialling(self, address: Address) -> bool:
         return address in self._dials
@@ -92,7 +92,7 @@ class Registry:
         self._peers[stream] = None
         if stream.address is not None:
             self._by_address[stream.address] = stream
-        instance = (stream.hello.engine_id, stream.hello.rank)
+        instance = (stream.hello.engine_id, stream.hello.rank, stream.is_data)
         older = self._by_instance.get(instance)
         self._by_instance[instance] = stream
         return older
@@ -109,7 +109,7 @@ class Registry:
         del self._peers[stream]
         if address is not None and self._by_address.get(address) is stream:
             del self._by_address[address]
-        instance = (stream.hello.engine_id, stream.hello.rank)
+        instance = (stream.hello.engine_id, stream.hello.rank, stream.is_data)
         if self._by_instance.get(instance) is stream:
             del self._by_instance[instance]
 

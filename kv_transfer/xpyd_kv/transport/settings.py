@@ -67,9 +67,11 @@ class Identity:
     gpu: str = ""
     """The uuid of the GPU that holds the cache."""
 
-    def hello(self, nonce: bytes, transports: tuple[str, ...] = ("tcp",)) -> Hello:
+    def hello(
+        self, nonce: bytes, transports: tuple[str, ...] = ("tcp",), *, data: bool = False
+    ) -> Hello:
         """The HELLO of one connection; `nonce` is 32 random bytes, never used twice.
-        `transports`: what this side can move DATA with."""
+        `transports`: what this side can move DATA with; `data`: it is a rank's, to another."""
         return Hello(
             major=MAJOR,
             minor=MINOR,
@@ -81,6 +83,7 @@ class Identity:
             transports=transports,
             host=self.host,
             gpu=self.gpu,
+            data=data,
         )
 
 

@@ -17,6 +17,7 @@ from functools import partial
 from xpyd_core.errors import ProtocolError
 from xpyd_core.request_id import Address
 from xpyd_kv.device.api import View, is_on_host, on_host
+from xpyd_kv.plan.pairs import Pair
 from xpyd_kv.transport import sockets
 from xpyd_kv.transport.api import Done, Handler
 from xpyd_kv.transport.body import Body
@@ -123,6 +124,14 @@ class Stream:
     @property
     def layout(self) -> Layout:
         return self.protocol.peer.layout
+
+    @property
+    def is_data(self) -> bool:
+        return self.protocol.is_data
+
+    @property
+    def pair(self) -> Pair | None:
+        return self.protocol.pair
 
     @property
     def due(self) -> float:

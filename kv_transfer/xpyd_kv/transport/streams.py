@@ -45,9 +45,9 @@ _POLL_S = 0.001
 class Context:
     """What the parts of one endpoint share."""
 
-    terms: Callable[[tuple[str, ...], Collection[str]], Terms]
-    """Our side of a new connection, with a nonce of its own; given what its socket can carry, and
-    what to do without."""
+    terms: Callable[[tuple[str, ...], Collection[str], bool], Terms]
+    """Our side of a new connection, with a nonce of its own; given what its socket can carry, what
+    to do without, and whether we dial as one rank does another."""
     session: SessionCalls
     selector: WakeableSelector
     counters: Counters
@@ -95,15 +95,17 @@ class Streams:
         *,
         remote: str,
         address: Address | None = None,
+        data: bool = False,
         main: Stream | None = None,
         number: int = 0,
     ) -> None:
-        """A new connection: accepted, or being dialled to `address`; the further one of this
-        `number` of `main`."""
+        """A new connection: accepted, or being dialled to `address` (`data`: as one rank does
+        another); the further one of this `number` of `main`."""
         context, times = self._context, self._context.deadlines
         without = self.registry.avoided(address, now) if address is not None else ()
+        terms = context.terms(sockets.usable(sock), without, data)
         protocol = Connection(
-            self._terms(sock, without, address, main, number),
+            terms if address is None else links.of_group(terms, main, number),
             dialler=address is not None,
             deadline=now + times.connect_s + times.auth_s,
             pulse=Pulse(times.ping_s, times.missed_pings),
@@ -133,17 +135,6 @@ class Streams:
         self._timer_at = min(self._timer_at, stream.due)
         self.guard(stream, partial(sockets.prepare, sock))
         self._watch(stream, READ if address is None else WRITE)
-
-    def _terms(
-        self,
-        sock: socket.socket,
-        without: Collection[str],
-        address: Address | None,
-        main: Stream | None,
-        number: int,
-    ) -> Terms:
-        terms = self._context.terms(sockets.usable(sock), without)
-        return terms if address is None else links.of_group(terms, main, number)
 
     def touch(self, stream: Stream) -> None:
         """`stream` has something to write."""
@@ -293,7 +284,15 @@ class Streams:
             except OSError as error:
                 _log.warning("KV peer at %s: a further connection failed: %s", main.remote, error)
                 return
-            self.add(sock, now, remote=main.remote, address=address, main=main, number=number)
+            self.add(
+                sock,
+                now,
+                remote=main.remote,
+                address=address,
+                data=main.is_data,
+                main=main,
+                number=number,
+            )
 
     def _attach(self, stream: Stream) -> None:
         """A further connection is the data path's from now on. Raises where it has no peer."""

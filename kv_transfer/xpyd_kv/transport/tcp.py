@@ -35,7 +35,7 @@ from xpyd_kv.transport.streams import Context, Streams
 from xpyd_kv.transport.striped import StripedPath
 from xpyd_kv.transport.unix import SocketFolder
 from xpyd_kv.wire.errors import IllegalMoveError
-from xpyd_kv.wire.handshake import DIALLER_ROLE, OVER_TCP, OVER_UNIX, Terms
+from xpyd_kv.wire.handshake import DIALLER_ROLE, OVER_TCP, OVER_UNIX, Takes, Terms
 from xpyd_kv.wire.messages import Data, Goaway, Hello, Layout, Message
 
 _log = logging.getLogger(__name__)
@@ -60,8 +60,8 @@ def _nothing(_checksum: bytes | None) -> None:
 class TcpEndpoint:
     """See xpyd_kv.transport.api.Endpoint.
 
-    `listen` None: dials only. Port 0 takes a free one (`listen_address`). `source_host` is the
-    literal ip that dialled connections come from ('' = the system's choice). `keys` are the fleet's
+    `takes`: whose connections it takes. `listen` None: dials only. Port 0 takes a free one
+    (`listen_address`). `source_host` is the literal ip that dialled connections come from ('' = the system's choice). `keys` are the fleet's
     (UserError when there is none). `transports` may be used, where they can be: `uds` and `shm`
     need `socket_dir`, the folder of Unix sockets that the instances of this machine share; all but
     `uds` and `tcp` need their data path in `paths`, which on P must have memory to lend, and
@@ -78,6 +78,7 @@ class TcpEndpoint:
         identity: Identity,
         layout: Layout,
         keys: tuple[bytes, ...],
+        takes: Takes = "both",
         listen: Address | None = None,
         source_host: str = "",
         transports: tuple[str, ...] = TRANSPORTS,
@@ -121,14 +122,17 @@ class TcpEndpoint:
             return transport not in by_name or by_name[transport].can_use(theirs)
 
         context = Context(
-            terms=lambda usable, without: Terms(
+            terms=lambda usable, without, data: Terms(
                 identity.hello(
-                    nonce(), tuple(name for name in self._transports if name not in without)
+                    nonce(),
+                    tuple(name for name in self._transports if name not in without),
+                    data=data,
                 ),
                 layout,
                 keys,
                 usable,
                 can_use,
+                takes,
             ),
             session=self._session,
             selector=self._selector,
@@ -191,7 +195,7 @@ class TcpEndpoint:
 
     # --- on the I/O thread, for the session
 
-    def connect(self, address: Address) -> Peer | None:
+    def connect(self, address: Address, *, data: bool = False) -> Peer | None:
         self._check_thread()
         registry, now = self._streams.registry, self._clock()
         peer = registry.peer_at(address)
@@ -202,7 +206,7 @@ class TcpEndpoint:
         elif refusal := registry.refusal(address, now):
             self._report_dial(address, refusal)
         else:
-            self._dial(address, now)
+            self._dial(address, now, data=data)
         return None
 
     def disconnect(self, peer: Peer, reason: str) -> None:
@@ -285,7 +289,7 @@ class TcpEndpoint:
 
     # --- dialling
 
-    def _dial(self, address: Address, now: float) -> None:
+    def _dial(self, address: Address, now: float, *, data: bool) -> None:
         sock = self._folder.dial(address) if self._folder is not None else None
         try:
             if sock is None and not set(OVER_TCP) & set(self._transports):
@@ -296,7 +300,7 @@ class TcpEndpoint:
         except OSError:
             self._report_dial(address, "unreachable")
         else:
-            self._streams.add(sock, now, remote=str(address), address=address)
+            self._streams.add(sock, now, remote=str(address), address=address, data=data)
 
     def _report_dial(self, address: Address, reason: str) -> None:
         self._session.later(partial(self._session.handler.dial_failed, address, reason))

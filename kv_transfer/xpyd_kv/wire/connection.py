@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from xpyd_kv.plan.pairs import Pair
 from xpyd_kv.wire.errors import IllegalMoveError, RefusedError, SilentPeerError
 from xpyd_kv.wire.frames import (
     DataBegin,
@@ -56,10 +57,18 @@ _FROM_EITHER: frozenset[type[Message]] = frozenset(
     (Cancel, Cancelled, Ping, Pong, Goaway, Refuse),
 )
 _FROM: dict[str, frozenset[type[Message]]] = {
-    DIALLER_ROLE: _FROM_EITHER | {Offer, Data, Commit, Probe},
-    ACCEPTOR_ROLE: _FROM_EITHER | {Grant, Pull, Done, Nack, Lease, Probed},
+    DIALLER_ROLE: _FROM_EITHER | {Probe},
+    ACCEPTOR_ROLE: _FROM_EITHER | {Probed},
 }
-# More of it where DATA moves beside the socket.
+# More of it: between engines, where DATA moves, and where it moves beside the socket.
+_FROM_ENGINE: dict[str, frozenset[type[Message]]] = {
+    DIALLER_ROLE: frozenset((Offer,)),
+    ACCEPTOR_ROLE: frozenset((Grant, Pull, Lease)),
+}
+_FROM_RANK: dict[str, frozenset[type[Message]]] = {
+    DIALLER_ROLE: frozenset((Data, Commit)),
+    ACCEPTOR_ROLE: frozenset((Done, Nack)),
+}
 _FROM_LENT: dict[str, frozenset[type[Message]]] = {
     DIALLER_ROLE: frozenset((Region, Shared)),
     ACCEPTOR_ROLE: frozenset((Copied,)),
@@ -104,6 +113,7 @@ class Connection:
         self.ours = ours.hello
         """What we say of ourselves."""
         self._role = ours.hello.role
+        self._is_dialler = dialler
         self._layout = ours.layout
         # Nothing of the handshake has a body: no limit is needed before the peer's LAYOUT.
         self._decoder = Decoder(Limits(), frozenset((Hello,)))
@@ -134,6 +144,18 @@ class Connection:
         if self._opened is None:
             raise IllegalMoveError("the connection is not open")
         return self._opened
+
+    @property
+    def is_data(self) -> bool:
+        """Whether it is between two ranks, as the dialler's HELLO says. Not before that has
+        come."""
+        hello = self.ours if self._is_dialler else self._handshake.hello
+        return hello is not None and hello.data
+
+    @property
+    def pair(self) -> Pair | None:
+        """What DATA moves here, once open; None: no DATA comes here."""
+        return self._handshake.pair
 
     @property
     def data_left(self) -> int:
@@ -195,7 +217,7 @@ class Connection:
 
     @property
     def block_bytes(self) -> int:
-        """One block of one layer in DATA: P's."""
+        """One block of one layer in DATA: P's, or what of it is for D's rank."""
         return self._peer_limits.block_bytes
 
     @property
@@ -229,7 +251,12 @@ class Connection:
         self._due = now + self._pulse.ping_s
 
     def _legal(self, role: str) -> frozenset[type[Message]]:
-        return _FROM[role] | _FROM_LENT[role] if self.transport in LENT else _FROM[role]
+        legal = _FROM[role]
+        if not self.is_data:
+            legal |= _FROM_ENGINE[role]
+        if self.pair is not None:
+            legal |= _FROM_RANK[role]
+        return legal | _FROM_LENT[role] if self.transport in LENT else legal
 
     def _heard(self, now: float) -> None:
         if self._opened is not None:
@@ -247,9 +274,8 @@ class Connection:
         assert shake.hello is not None
         assert shake.layout is not None
         self._opened = Opened(shake.hello, shake.layout)
-        source = self._layout if self._role == DIALLER_ROLE else shake.layout
-        self._decoder.limits = Limits.of(self._layout, source)
-        self._peer_limits = Limits.of(shake.layout, source)
+        self._decoder.limits = Limits.of(self._layout, shake.pair)
+        self._peer_limits = Limits.of(shake.layout, shake.pair)
         # None: what a later minor version adds is skipped where it says that it may be.
         self._decoder.allowed = self._legal(shake.hello.role) | {None}
         self._heard(now)

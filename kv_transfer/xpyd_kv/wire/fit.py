@@ -1,32 +1,57 @@
-"""Which two LAYOUTs go together, and the plan between them. Pure.
+"""Which two LAYOUTs go together, and what moves between the two sides of a connection. Pure.
 
 What is to be equal beside the compatibility factors is the model's part of the shape: layers, KV
 heads, the bytes of a token. How an engine cuts it is its own matter: the block size, and tensor and
-pipeline ranks, which this version can describe but not yet connect.
+pipeline ranks. Where one of two engines has several ranks, the first connection between them, the
+control connection, is the engines' own: DATA goes over connections between their ranks.
 """
 
 from __future__ import annotations
 
 from xpyd_kv.plan.engine_layout import EngineLayout, LayoutError
-from xpyd_kv.plan.transfers import TransferPlan, plan_transfers
-from xpyd_kv.wire.messages import Layout
+from xpyd_kv.plan.pairs import Pair, pair_of
+from xpyd_kv.plan.transfers import check_fit
+from xpyd_kv.wire.messages import Hello, Layout
 
 _EQUAL = ("head_dim", "dtype")
 
 
-def plan_between(source: Layout, destination: Layout) -> TransferPlan:
-    """The plan from P's rank to D's. LayoutError names the field of LAYOUT by which the two do not
-    fit."""
+def engines_of(source: Layout, destination: Layout) -> tuple[EngineLayout, EngineLayout]:
+    """P's engine and D's. LayoutError names the field of LAYOUT by which the two do not fit."""
     for name in _EQUAL:
         if getattr(source, name) != getattr(destination, name):
             raise LayoutError(name, "P's and D's differ")
     engines = engine_layout_of(source), engine_layout_of(destination)
-    plan = plan_transfers(*engines)
-    for engine in engines:
-        if engine.num_ranks > 1:
-            name = "tp" if engine.tp > 1 else "stages"
-            raise LayoutError(name, f"{engine.num_ranks} ranks; this version connects one to one")
-    return plan
+    check_fit(*engines)
+    if destination.ranks and len(destination.ranks) != engines[1].num_ranks:
+        text = f"{len(destination.ranks)} addresses for {engines[1].num_ranks} ranks"
+        raise LayoutError("ranks", text)
+    return engines
+
+
+def is_ranked(source: Layout, destination: Layout) -> bool:
+    """Whether DATA of these two engines goes between their ranks."""
+    return any(layout.tp > 1 or len(layout.stages) > 1 for layout in (source, destination))
+
+
+def pair_on(source: Layout, destination: Layout, *, dialler: Hello, acceptor: Hello) -> Pair | None:
+    """What DATA moves on a connection of these two; None on a control connection, which has none.
+    LayoutError where they do not fit."""
+    engines = engines_of(source, destination)
+    if not dialler.data:
+        if is_ranked(source, destination):
+            if engines[1].num_ranks > 1 and not destination.ranks:
+                raise LayoutError("ranks", "D has several and says nothing of where they are")
+            return None
+        return pair_of(*engines, source_rank=0, destination_rank=0)
+    pair = pair_of(*engines, source_rank=dialler.rank, destination_rank=acceptor.rank)
+    for engine, rank, layout in (
+        (engines[0], dialler.rank, source),
+        (engines[1], acceptor.rank, destination),
+    ):
+        if layout.layers != engine.layers_of(rank):
+            raise LayoutError("rank", f"the layers are not those of rank {rank}")
+    return pair
 
 
 def engine_layout_of(layout: Layout) -> EngineLayout:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from xpyd_core.errors import ProtocolError
+from xpyd_kv.plan.pairs import Pair
 from xpyd_kv.wire.errors import IllegalMoveError
 from xpyd_kv.wire.messages import (
     CHECKSUM_BYTES,
@@ -90,7 +91,8 @@ FrameEvent = Frame | DataBegin | DataChunk | DataEnd
 
 @dataclass(frozen=True)
 class Limits:
-    """What one side takes, from the LAYOUT that it announced. The blocks of DATA are P's."""
+    """What one side takes, from the LAYOUT that it announced. The blocks of DATA are P's, or the
+    part of them that is for D's rank."""
 
     max_tokens: int = 0
     max_data_bytes: int = DEFAULT_MAX_DATA_BYTES
@@ -98,15 +100,16 @@ class Limits:
     layers: int = 0
 
     @classmethod
-    def of(cls, receiver: Layout, source: Layout) -> Limits:
-        """What `receiver` takes of a connection on which `source` is P's."""
+    def of(cls, receiver: Layout, pair: Pair | None) -> Limits:
+        """What `receiver` takes of a connection on which `pair` moves; None: no DATA."""
+        block_bytes = 0 if pair is None else pair.block_bytes
         # One block must always fit, however small the limit was set.
-        data_bytes = max(receiver.max_data_bytes, source.block_bytes)
+        data_bytes = max(receiver.max_data_bytes, block_bytes)
         return cls(
             max_tokens=receiver.max_tokens,
             max_data_bytes=min(data_bytes, _MAX_BODY_BYTES - CHECKSUM_BYTES),
-            block_bytes=source.block_bytes,
-            layers=len(source.layers),
+            block_bytes=block_bytes,
+            layers=0 if pair is None else pair.layers,
         )
 
     def max_body_bytes(self, kind: type[Message]) -> int:
@@ -122,7 +125,7 @@ class Limits:
         if kind is Probe:
             return MAX_PROBE_BYTES
         if kind is Shared:
-            return RUN_BYTES * (self.max_data_bytes // max(1, self.block_bytes))
+            return RUN_BYTES * (self.max_data_bytes // self.block_bytes if self.block_bytes else 0)
         return 0
 
     def fault(self, message: Message, body_bytes: int) -> str:

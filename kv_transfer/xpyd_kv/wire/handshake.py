@@ -18,16 +18,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
 from xpyd_core.compat import differing_factors
 from xpyd_core.errors import ProtocolError
 from xpyd_kv.plan.engine_layout import LayoutError
+from xpyd_kv.plan.pairs import Pair
 from xpyd_kv.wire import errors
 from xpyd_kv.wire.auth import auth_mac, key_of
 from xpyd_kv.wire.errors import RefusedError
-from xpyd_kv.wire.fit import plan_between
+from xpyd_kv.wire.fit import pair_on
 from xpyd_kv.wire.frames import Frame, encode
 from xpyd_kv.wire.messages import MAJOR, Auth, Hello, Layout, Message, Refuse
 
@@ -39,6 +41,9 @@ OVER_TCP = ("cuda_ipc", "nixl", "nccl", "striped", "tcp")
 OVER_UNIX = ("cuda_ipc", "nixl", "nccl", "shm", "uds")
 # Those of them that move DATA beside the socket, by REGION, SHARED and COPIED.
 LENT = frozenset(("cuda_ipc", "nixl", "nccl", "shm", "striped"))
+
+
+Takes = Literal["engines", "ranks", "both"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,8 @@ class Terms:
     keys: tuple[bytes, ...]
     usable: tuple[str, ...] = ("tcp",)
     can_use: Callable[[str, Hello], bool] = lambda transport, theirs: True
+    takes: Takes = "both"
+    """Whose connections an acceptor takes: those of engines, of ranks (HELLO's `data`), or both."""
 
 
 def common_transport(usable: Iterable[str], ours: Hello, theirs: Hello) -> str:
@@ -62,16 +69,17 @@ def common_transport(usable: Iterable[str], ours: Hello, theirs: Hello) -> str:
     return next((name for name in usable if name in both), "")
 
 
-def incompatibility(source: Layout, destination: Layout) -> RefusedError | None:
-    """By which factor, or else by which part of the shape, no KV can move from P to D."""
+def fitting(source: Layout, destination: Layout, *, dialler: Hello, acceptor: Hello) -> Pair | None:
+    """What DATA moves on this connection from P to D; None: none, it is the control connection of
+    engines with ranks. RefusedError names the factor, or else the part of the shape, by which no KV
+    can move."""
     factors = differing_factors(source.factors, destination.factors)
     if factors:
-        return RefusedError(errors.INCOMPATIBLE, factor=factors[0])
+        raise RefusedError(errors.INCOMPATIBLE, factor=factors[0])
     try:
-        plan_between(source, destination)
+        return pair_on(source, destination, dialler=dialler, acceptor=acceptor)
     except LayoutError as error:
-        return RefusedError(errors.INCOMPATIBLE, factor=error.factor, detail=error.detail)
-    return None
+        raise RefusedError(errors.INCOMPATIBLE, factor=error.factor, detail=error.detail) from error
 
 
 class Handshake:
@@ -88,6 +96,8 @@ class Handshake:
         self.hello: Hello | None = None
         self.transport = ""
         self.layout: Layout | None = None
+        self.pair: Pair | None = None
+        """What DATA moves on this connection, once done; None: no DATA comes here."""
         self.refusal: RefusedError | None = None
         self.expected: type[Message] = Hello
 
@@ -134,9 +144,9 @@ class Handshake:
     def _adapt(self, theirs: Hello) -> None:
         """Name only what can be used with this dialler."""
         named = self._hello.transports
-        fitting = tuple(name for name in named if self._ours.can_use(name, theirs))
-        if fitting != named:
-            self._hello = msgspec.structs.replace(self._hello, transports=fitting)
+        usable = tuple(name for name in named if self._ours.can_use(name, theirs))
+        if usable != named:
+            self._hello = msgspec.structs.replace(self._hello, transports=usable)
             self._our_hello = encode(self._hello)
 
     def _hello_fault(self, theirs: Hello) -> str:
@@ -170,13 +180,19 @@ class Handshake:
         return layout if self._dialler else self._auth(key) + layout
 
     def _receive_layout(self, layout: Layout) -> bytes:
+        assert self.hello is not None
         self.layout = layout
         ours = self._ours.layout
-        pair = (ours, layout) if self._dialler else (layout, ours)
-        refusal = self.refusal = incompatibility(*pair)
-        if refusal is None:
-            return b""
-        return encode(Refuse(reason=refusal.reason, factor=refusal.factor))
+        layouts = (ours, layout) if self._dialler else (layout, ours)
+        hellos = (self._hello, self.hello) if self._dialler else (self.hello, self._hello)
+        try:
+            if not self._dialler and self._ours.takes not in ("both", _kind(self.hello)):
+                raise RefusedError(errors.ROLE)
+            self.pair = fitting(*layouts, dialler=hellos[0], acceptor=hellos[1])
+        except RefusedError as refusal:
+            self.refusal = refusal
+            return encode(Refuse(reason=refusal.reason, factor=refusal.factor))
+        return b""
 
     def _auth(self, key: bytes) -> bytes:
         dialler_hello, acceptor_hello = self._hellos()
@@ -191,3 +207,7 @@ class Handshake:
     def _hellos(self) -> tuple[bytes, bytes]:
         pair = (self._our_hello, self._their_hello)
         return pair if self._dialler else (pair[1], pair[0])
+
+
+def _kind(dialler: Hello) -> Takes:
+    return "ranks" if dialler.data else "engines"

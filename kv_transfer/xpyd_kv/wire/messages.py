@@ -30,6 +30,8 @@ _U32 = Annotated[int, msgspec.Meta(ge=0, le=0xFFFF_FFFF)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=0xFFFF_FFFF)]
 _U63 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Size = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+# An ip and a port; who dials it looks closer.
+_Address = Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Za-z.:\[\]%]+\Z", max_length=64)]
 _Ranks = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 _Layers = Annotated[tuple[_U16, ...], msgspec.Meta(min_length=1, max_length=1024)]
 Mode = Literal["put_async", "put", "get"]
@@ -58,6 +60,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """P: random for each peer of it; further connections name the first one's."""
     link: _U16 = 0
     """P: 0 on the first connection of a group, which is the peer; the others carry DATA only."""
+    data: bool = False
+    """The connection is between two ranks: it carries what follows GRANT."""
 
 
 class Auth(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -73,7 +77,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rank's, `total_kv_heads` (0: `kv_heads`), `tp`, `stages` (the layers of each pipeline stage;
     empty: `layers` alone) and `is_mla` the engine's. `fit` says which two go together.
     `max_tokens` is the longest prompt that the sender takes in an OFFER, `max_data_bytes` the most
-    KV bytes in a DATA body.
+    KV bytes in a DATA body. `ranks`: where each rank of a D that has several takes connections.
     """
 
     factors: Annotated[
@@ -91,6 +95,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tp: _Ranks = 1
     stages: Annotated[tuple[_Layers, ...], msgspec.Meta(max_length=1024)] = ()
     is_mla: bool = False
+    ranks: Annotated[tuple[_Address, ...], msgspec.Meta(max_length=1024)] = ()
 
 
 class Refuse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -65,7 +65,7 @@ class SimEndpoint:
         self.calls.append(function)
         self.wake()
 
-    def connect(self, address: Address) -> SimStream | None:
+    def connect(self, address: Address, *, data: bool = False) -> SimStream | None:
         stream = self.by_address.get(address)
         if stream is None and address not in self.dialling:
             if self._flush_by is not None:

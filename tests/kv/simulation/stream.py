@@ -5,14 +5,17 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from tests.kv.simulation.link import Control, Link, Pipe
 from tests.kv.simulation.memory import SourceView, TargetView
 from xpyd_core.request_id import Address
 from xpyd_kv.connector.build import wire_layout
+from xpyd_kv.plan.pairs import Pair
 from xpyd_kv.transport.api import Done
 from xpyd_kv.wire import messages as wire
+from xpyd_kv.wire.fit import pair_on
 
 if TYPE_CHECKING:
     from tests.kv.simulation.endpoint import SimEndpoint
@@ -54,6 +57,7 @@ class SimStream:
         self.hello: wire.Hello | None = None
         theirs = endpoint.process.world.plan.layout_of("P" if address is None else "D")
         self.layout = wire_layout(theirs, factors={}, max_tokens=4096)
+        self.is_data = False
         self.transport = "tcp"
         self.is_up = False
         self.closing: str | None = None
@@ -71,6 +75,15 @@ class SimStream:
         self.views: Sequence[TargetView | memoryview] | None = None
         self.written = 0
         self.heard_at = endpoint.process.world.schedule.now
+
+    @cached_property
+    def pair(self) -> Pair | None:
+        """As the handshake makes it."""
+        assert self.hello is not None
+        ours = self.endpoint.process.world.plan.layout_of("D" if self.address is None else "P")
+        ours = wire_layout(ours, factors={}, max_tokens=4096)
+        layouts = (self.layout, ours) if self.address is None else (ours, self.layout)
+        return pair_on(*layouts, dialler=self.hello, acceptor=self.hello)
 
     @property
     def has_output(self) -> bool:
