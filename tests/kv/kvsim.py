@@ -18,7 +18,8 @@ from typing import Any
 from tests.kv.kvfakes import LAYOUT, FakeMemory, FakePool
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.connector.api import KvLayout, KvMemory, Landed, NoKv
-from xpyd_kv.connector.build import Connector, KvSettings, build, wire_layout
+from xpyd_kv.connector.build import Connector, KvSettings, build
+from xpyd_kv.connector.layouts import wire_layout
 from xpyd_kv.plan.pairs import Pair
 from xpyd_kv.store.api import Landing, StoreFigures
 from xpyd_kv.store.landing_store import LandingStore, StoreLimits

@@ -13,7 +13,8 @@ from typing import Any
 from tests.kv.kvfakes import LAYOUT, FakeMemory, FakePool
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.connector.api import KvLayout, Landed, NoKv, Wait
-from xpyd_kv.connector.build import Connector, KvSettings, build, wire_layout
+from xpyd_kv.connector.build import Connector, KvSettings, build
+from xpyd_kv.connector.layouts import wire_layout
 from xpyd_kv.transport.api import Handler, Peer
 from xpyd_kv.transport.settings import Identity
 from xpyd_kv.transport.shared_memory import SharedMemory, SharedMemoryPath

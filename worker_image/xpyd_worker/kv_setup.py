@@ -12,14 +12,8 @@ from typing import TYPE_CHECKING, Literal
 
 from xpyd_core.request_id import Address
 from xpyd_kv.connector.api import BlockPool, KvMemory
-from xpyd_kv.connector.build import (
-    Connector,
-    KvSettings,
-    MakeStore,
-    build,
-    default_store,
-    wire_layout,
-)
+from xpyd_kv.connector.build import Connector, KvSettings, MakeStore, build, default_store
+from xpyd_kv.connector.layouts import wire_layout
 from xpyd_kv.device.api import DeviceError, View
 from xpyd_kv.device.paged import DevicePagedMemory
 from xpyd_kv.session.limits import KvLimits

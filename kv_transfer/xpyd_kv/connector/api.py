@@ -154,6 +154,11 @@ class Producer(Protocol):
         """During the forward: layer `layer` of all staged chunks stands in the cache. Hot path."""
         ...
 
+    def step_message(self) -> bytes:
+        """Once for each step, before it is launched: StepInput.kv, which tells ranks that send KV
+        themselves what was staged and cached for it. b'' where there is nothing to tell."""
+        ...
+
     def step_done(self, *, failed: bool = False) -> None:
         """After the forward of the oldest step: its staged chunks are complete (or the step failed:
         cancel them). A transfer whose offered tokens are all computed is committed."""

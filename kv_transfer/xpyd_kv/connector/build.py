@@ -7,20 +7,29 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, TypeVar
 
 from xpyd_core.errors import XpydError
 from xpyd_core.request_id import Address, TransferKey
-from xpyd_kv.connector.api import BlockPool, KvLayout, KvMemory, OfferedPrompt
+from xpyd_kv.connector.api import BlockPool, KvMemory, OfferedPrompt
+from xpyd_kv.connector.chunks import StepChunks
 from xpyd_kv.connector.compute_gate import ComputeGate
 from xpyd_kv.connector.consumer import KvConsumer
-from xpyd_kv.connector.producer import KvProducer
-from xpyd_kv.device.api import View
+from xpyd_kv.connector.handler import LateHandler
+from xpyd_kv.connector.offered import Prompt
+from xpyd_kv.connector.producer import KvProducer, MakeChunks
 from xpyd_kv.plan.frames import FrameLimits
+from xpyd_kv.ranks.chunks import ToldChunks
+from xpyd_kv.ranks.engine import RankedEngine, engine_of
+from xpyd_kv.ranks.local import LocalReceivingRank, LocalSendingRank
+from xpyd_kv.ranks.remote import Ears, RankedCopies, RemoteReceivingRank, RemoteSendingRank
+from xpyd_kv.ranks.store import RankedStore
 from xpyd_kv.session.events import ReceiveEvent, ReceiveOffered, SendEvent
+from xpyd_kv.session.fanin import Fanin
+from xpyd_kv.session.fanout import Fanout
 from xpyd_kv.session.limits import KvLimits
 from xpyd_kv.session.metrics import KvMetrics
 from xpyd_kv.session.probing import ProbeResult, Probes
@@ -28,7 +37,7 @@ from xpyd_kv.session.receiving import ReceiveSession
 from xpyd_kv.session.sending import SendSession
 from xpyd_kv.store.api import Store
 from xpyd_kv.store.landing_store import LandingStore, StoreLimits
-from xpyd_kv.transport.api import Endpoint, Handler, Peer
+from xpyd_kv.transport.api import Endpoint, Handler
 from xpyd_kv.wire import messages as wire
 
 _Event = TypeVar("_Event")
@@ -87,130 +96,207 @@ def build(
     settings: KvSettings | None = None,
     make_store: MakeStore = default_store,
     clock: Callable[[], float] = time.monotonic,
+    ranks: RankedEngine | None = None,
 ) -> Connector:
     """The parts of a P or a D, endpoint not started.
 
     `wake` is called on the I/O thread when the engine's loop should poll. `clock` must be the
-    engine's and the endpoint's own clock.
+    engine's and the endpoint's own clock. `ranks`: they have the cache and move it themselves, so
+    that `memory` is their BookMemory, and the store is theirs.
     """
-    settings = settings or KvSettings()
-    if role == "P":
-        return _build_producer(make_endpoint, memory, pool, wake, settings, clock, make_store)
-    return _build_consumer(make_endpoint, memory, pool, wake, settings, clock, make_store)
-
-
-def wire_layout(
-    layout: KvLayout,
-    *,
-    factors: dict[str, str],
-    max_tokens: int,
-    max_data_bytes: int = wire.DEFAULT_MAX_DATA_BYTES,
-) -> wire.Layout:
-    """The LAYOUT frame for a cache: what an endpoint says of it. `max_tokens`: longest prompt;
-    `max_data_bytes`: longest frame that it takes."""
-    return wire.Layout(
-        factors=factors,
-        layers=layout.layers,
-        kv_heads=layout.kv_heads,
-        head_dim=layout.head_dim,
-        block_size=layout.block_size,
-        dtype=layout.dtype,
-        block_bytes=layout.block_bytes,
-        max_tokens=max_tokens,
-        max_data_bytes=max_data_bytes,
+    builder = _Builder(
+        make_endpoint, memory, pool, wake, settings or KvSettings(), clock, make_store, ranks
     )
+    return builder.producer() if role == "P" else builder.consumer()
 
 
-def _build_producer(
-    make_endpoint: MakeEndpoint,
+@dataclass(frozen=True)
+class _Builder:
+    """What both roles are made of."""
+
+    make_endpoint: MakeEndpoint
+    memory: KvMemory
+    pool: BlockPool
+    wake: Callable[[], None]
+    settings: KvSettings
+    clock: Callable[[], float]
+    make_store: MakeStore
+    ranks: RankedEngine | None
+
+    def producer(self) -> Connector:
+        events: deque[SendEvent] = deque()
+        metrics = KvMetrics()
+        gate = ComputeGate(self.clock)
+        handler = LateHandler(gate)
+        endpoint = self.make_endpoint(handler)
+        make_session = partial(self._send_session, endpoint)
+        copies = None
+        if self.ranks is None:
+            local = LocalSendingRank(
+                make_session,
+                call=endpoint.call,
+                metrics=metrics,
+                tombstone_s=self.settings.limits.tombstone_s,
+                clock=self.clock,
+            )
+            fanout = Fanout([local.rank], engine_of(self.memory.layout))
+            local.on_report = fanout.on_report
+            handler.rank = local.rank
+        else:
+            channels = self.ranks.channels
+            fanout = Fanout([RemoteSendingRank(c) for c in channels], self.ranks.layout)
+            copies = RankedCopies(channels, self.wake)
+            Ears(
+                channels,
+                call=endpoint.call,
+                metrics=metrics,
+                copies=copies,
+                on_sent=fanout.on_report,
+            )
+        session = make_session(_reporter(events, self.wake), metrics=metrics, fanout=fanout)
+        handler.session = session
+        # The other modes have no KV that would wait long for D alone.
+        store = self._store(copies) if self.settings.mode == "get" else None
+        producer = KvProducer(
+            endpoint=endpoint,
+            session=session,
+            events=events,
+            memory=self.memory,
+            gate=gate,
+            pool=self.pool,
+            mode=self.settings.mode,
+            store=store,
+            limits=self.settings.limits,
+            make_chunks=self._make_chunks(),
+            metrics=metrics,
+            clock=self.clock,
+        )
+        return Connector(endpoint, metrics, producer=producer, store=store, probes=session.probes)
+
+    def consumer(self) -> Connector:
+        events: deque[ReceiveEvent] = deque()
+        prompts: dict[TransferKey, OfferedPrompt] = {}
+        metrics = KvMetrics()
+        gate = ComputeGate(self.clock)
+        handler = LateHandler(gate)
+        endpoint = self.make_endpoint(handler)
+        post = _reporter(events, self.wake)
+
+        def report(event: ReceiveEvent) -> None:
+            if isinstance(event, ReceiveOffered):
+                prompts[event.key] = event.prompt
+            post(event)
+
+        make_session = partial(self._receive_session, endpoint)
+        copies = None
+        if self.ranks is None:
+            local = LocalReceivingRank(make_session, call=endpoint.call, metrics=metrics)
+            fanin = Fanin([local], engine_of(self.memory.layout))
+            local.on_report = fanin.on_report
+            handler.rank = local.rank
+        else:
+            channels = self.ranks.channels
+            fanin = Fanin([RemoteReceivingRank(c) for c in channels], self.ranks.layout)
+            copies = RankedCopies(channels, self.wake)
+            Ears(
+                channels,
+                call=endpoint.call,
+                metrics=metrics,
+                copies=copies,
+                on_received=fanin.on_report,
+            )
+        session = make_session(report, metrics=metrics, fanin=fanin)
+        handler.session = session
+        store = self._store(copies)
+        consumer = KvConsumer(
+            endpoint=endpoint,
+            session=session,
+            events=events,
+            prompts=prompts,
+            store=store,
+            pool=self.pool,
+            memory=self.memory,
+            gate=gate,
+            limits=self.settings.limits,
+            metrics=metrics,
+        )
+        return Connector(endpoint, metrics, consumer=consumer, store=store)
+
+    def _send_session(
+        self,
+        endpoint: Endpoint,
+        report: Callable[[SendEvent], None],
+        *,
+        metrics: KvMetrics,
+        fanout: Fanout | None = None,
+    ) -> SendSession:
+        return send_session(
+            endpoint,
+            report,
+            memory=self.memory,
+            settings=self.settings,
+            clock=self.clock,
+            metrics=metrics,
+            fanout=fanout,
+        )
+
+    def _receive_session(
+        self,
+        endpoint: Endpoint,
+        report: Callable[[ReceiveEvent], None],
+        *,
+        metrics: KvMetrics,
+        fanin: Fanin | None = None,
+    ) -> ReceiveSession:
+        return ReceiveSession(
+            endpoint,
+            layout=self.memory.layout,
+            on_device=self.memory.device is not None,
+            limits=self.settings.limits,
+            clock=self.clock,
+            report=report,
+            metrics=metrics,
+            fanin=fanin,
+        )
+
+    def _store(self, copies: RankedCopies | None) -> Store:
+        if self.ranks is None or copies is None:
+            return self.make_store(self.settings.store, self.memory, self.pool)
+        unit_bytes = self.ranks.layout.held_bytes_per_block
+        return RankedStore(
+            self.settings.store, unit_bytes=unit_bytes, pool=self.pool, copies=copies
+        )
+
+    def _make_chunks(self) -> MakeChunks:
+        layout = self.memory.layout
+        if self.ranks is not None:
+            return lambda ready: ToldChunks(layers=len(layout.layers), ready=ready)
+        mode, limits = self.settings.mode, self.settings.frames
+        return lambda ready: StepChunks[Prompt](layout, mode=mode, limits=limits, ready=ready)
+
+
+def send_session(
+    endpoint: Endpoint,
+    report: Callable[[SendEvent], None],
+    *,
     memory: KvMemory,
-    pool: BlockPool,
-    wake: Callable[[], None],
     settings: KvSettings,
     clock: Callable[[], float],
-    make_store: MakeStore,
-) -> Connector:
-    events: deque[SendEvent] = deque()
-    metrics = KvMetrics()
-    gate = ComputeGate(clock)
-    handler = _LateHandler(gate)
-    endpoint = make_endpoint(handler)
-    session = SendSession(
+    metrics: KvMetrics,
+    fanout: Fanout | None = None,
+) -> SendSession:
+    """A SendSession as the settings say."""
+    return SendSession(
         endpoint,
         memory=memory,
         limits=settings.limits,
         max_frame_bytes=settings.frames.max_frame_bytes,
         join_bytes=settings.frames.join_bytes,
         clock=clock,
-        report=_reporter(events, wake),
-        metrics=metrics,
-    )
-    handler.session = session
-    # The other modes have no KV that would wait long for D alone.
-    store = make_store(settings.store, memory, pool) if settings.mode == "get" else None
-    producer = KvProducer(
-        endpoint=endpoint,
-        session=session,
-        events=events,
-        memory=memory,
-        gate=gate,
-        pool=pool,
-        mode=settings.mode,
-        store=store,
-        limits=settings.limits,
-        frame_limits=settings.frames,
-        metrics=metrics,
-        clock=clock,
-    )
-    return Connector(endpoint, metrics, producer=producer, store=store, probes=session.probes)
-
-
-def _build_consumer(
-    make_endpoint: MakeEndpoint,
-    memory: KvMemory,
-    pool: BlockPool,
-    wake: Callable[[], None],
-    settings: KvSettings,
-    clock: Callable[[], float],
-    make_store: MakeStore,
-) -> Connector:
-    events: deque[ReceiveEvent] = deque()
-    prompts: dict[TransferKey, OfferedPrompt] = {}
-    metrics = KvMetrics()
-    gate = ComputeGate(clock)
-    handler = _LateHandler(gate)
-    endpoint = make_endpoint(handler)
-    post = _reporter(events, wake)
-
-    def report(event: ReceiveEvent) -> None:
-        if isinstance(event, ReceiveOffered):
-            prompts[event.key] = event.prompt
-        post(event)
-
-    session = ReceiveSession(
-        endpoint,
-        layout=memory.layout,
-        on_device=memory.device is not None,
-        limits=settings.limits,
-        clock=clock,
         report=report,
         metrics=metrics,
+        fanout=fanout,
     )
-    handler.session = session
-    store = make_store(settings.store, memory, pool)
-    consumer = KvConsumer(
-        endpoint=endpoint,
-        session=session,
-        events=events,
-        prompts=prompts,
-        store=store,
-        pool=pool,
-        memory=memory,
-        gate=gate,
-        limits=settings.limits,
-        metrics=metrics,
-    )
-    return Connector(endpoint, metrics, consumer=consumer, store=store)
 
 
 def _reporter(events: deque[_Event], wake: Callable[[], None]) -> Callable[[_Event], None]:
@@ -219,37 +305,3 @@ def _reporter(events: deque[_Event], wake: Callable[[], None]) -> Callable[[_Eve
         wake()
 
     return report
-
-
-class _LateHandler:
-    """Endpoint and session need each other; the session comes second, before `start`."""
-
-    session: SendSession | ReceiveSession
-
-    def __init__(self, gate: ComputeGate) -> None:
-        self._gate = gate
-
-    def peer_up(self, peer: Peer) -> None:
-        self.session.peer_up(peer)
-
-    def dial_failed(self, address: Address, reason: str) -> None:
-        self.session.dial_failed(address, reason)
-
-    def peer_down(self, peer: Peer, reason: str) -> None:
-        self.session.peer_down(peer, reason)
-
-    def message(self, peer: Peer, message: wire.Message, body: bytes) -> None:
-        self.session.message(peer, message, body)
-
-    def data_begin(self, peer: Peer, header: wire.Data, length: int) -> Sequence[View] | None:
-        return self.session.data_begin(peer, header, length)
-
-    def data_end(
-        self, peer: Peer, header: wire.Data, checksum: bytes, *, stored: bool, intact: bool
-    ) -> None:
-        self.session.data_end(peer, header, checksum, stored=stored, intact=intact)
-
-    def tick(self, now: float) -> float | None:
-        polls_at = self._gate.poll()
-        ticks_at = self.session.tick(now)
-        return min((t for t in (polls_at, ticks_at) if t is not None), default=None)

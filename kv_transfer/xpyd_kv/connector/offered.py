@@ -48,18 +48,6 @@ class Prompt:
         return self.computed and not self.deferred
 
 
-@dataclass
-class Chunk:
-    """Blocks [first_block, end_block) of one prompt that the running step completes."""
-
-    prompt: Prompt
-    first_block: int
-    end_block: int
-    block_ids: tuple[int, ...]
-    # First layer that was not handed over.
-    next_layer: int = 0
-
-
 @dataclass(frozen=True)
 class Hold:
     """A step that has ended and waits for D (PUT), at most until `until_s`."""

@@ -18,16 +18,17 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 from xpyd_core.blocks import blocks_for, token_bytes
 from xpyd_core.errors import XpydError
 from xpyd_core.request_id import Address, TransferKey, is_dialable
 from xpyd_kv.connector.api import BlockPool, KvMemory, SendStatus
+from xpyd_kv.connector.chunks import Chunk
 from xpyd_kv.connector.compute_gate import ComputeGate
-from xpyd_kv.connector.offered import Chunk, Hold, Prompt, Settled
+from xpyd_kv.connector.offered import Hold, Prompt, Settled
 from xpyd_kv.connector.pressure import Pressure
 from xpyd_kv.device.api import Event
-from xpyd_kv.plan.frames import Area, FrameLimits, frames, layer_groups
 from xpyd_kv.rate_limit import RateLimits
 from xpyd_kv.session.deadlines import Remembered
 from xpyd_kv.session.events import (
@@ -52,6 +53,23 @@ _log = logging.getLogger(__name__)
 _USUAL = frozenset({"stopped", "aborted"})
 
 
+class Chunks(Protocol):
+    """The chunks of the steps under way: StepChunks, or ToldChunks where ranks send them."""
+
+    def cached(self, owner: Prompt, first: int, block_ids: tuple[int, ...]) -> None: ...
+
+    def add(self, owner: Prompt, first: int, block_ids: tuple[int, ...]) -> None: ...
+
+    def layer_done(self, layer: int) -> None: ...
+
+    def message(self) -> bytes: ...
+
+    def end(self, *, failed: bool) -> Sequence[Chunk[Prompt]]: ...
+
+
+MakeChunks = Callable[[Callable[[Prompt, Sequence[ReadyArea]], None]], Chunks]
+
+
 class KvProducer:
     """See xpyd_kv.connector.api.Producer."""
 
@@ -69,11 +87,12 @@ class KvProducer:
         mode: Mode,
         store: Store | None,
         limits: KvLimits,
-        frame_limits: FrameLimits,
+        make_chunks: MakeChunks,
         metrics: KvMetrics,
         clock: Callable[[], float],
     ) -> None:
-        """`store`: where to move KV that waits to be pulled; None: nowhere."""
+        """`store`: where to move KV that waits to be pulled; None: nowhere. `make_chunks`: given
+        what hands areas over."""
         self._call = endpoint.call
         self._session = session
         self._events = events
@@ -83,15 +102,12 @@ class KvProducer:
         self._pool = pool
         self._mode: Mode = mode
         self._limits = limits
-        self._frame_limits = frame_limits
         self._metrics = metrics
         self._clock = clock
         self._prompts: dict[TransferKey, Prompt] = {}
         self._settled: Remembered[TransferKey, Settled] = Remembered(limits.tombstone_s)
         self._warnings = RateLimits()
-        # Of the running step: its chunks, and those whose group of layers ends with a layer.
-        self._chunks: list[Chunk] = []
-        self._group_ends: dict[int, list[Chunk]] = {}
+        self._chunks = make_chunks(self._ready)
         self._hold: Hold | None = None
         self._pressure = Pressure(
             call_after=self._call_after,
@@ -143,18 +159,7 @@ class KvProducer:
         first, end = len(prompt.held), tokens // self._layout.block_size
         if first >= end:
             return
-        ids = self._take(prompt, block_ids, end)
-        if self._mode == "put":
-            self._chunks.append(Chunk(prompt, first, end, ids))
-            return
-        areas = frames(
-            len(self._layout.layers),
-            first,
-            end,
-            block_bytes=self._layout.block_bytes,
-            limits=self._frame_limits,
-        )
-        self._ready(prompt, [ReadyArea(area, _ids_of(area, first, ids)) for area in areas])
+        self._chunks.cached(prompt, first, self._take(prompt, block_ids, end))
 
     def stage(self, key: TransferKey, block_ids: Sequence[int], tokens: int) -> None:
         prompt = self._sendable(key)
@@ -165,42 +170,30 @@ class KvProducer:
         end = prompt.num_blocks if is_last else tokens // self._layout.block_size
         if first >= end:
             return
-        chunk = Chunk(prompt, first, end, self._take(prompt, block_ids, end))
-        self._chunks.append(chunk)
-        if self._mode == "put":
-            return
-        groups = layer_groups(
-            len(self._layout.layers),
-            self._layout.block_bytes * (end - first),
-            self._frame_limits.group_bytes,
-        )
-        for _, end_layer in groups:
-            self._group_ends.setdefault(end_layer - 1, []).append(chunk)
+        self._chunks.add(prompt, first, self._take(prompt, block_ids, end))
 
     def step_chunks(self) -> bytes:
         return b""
 
     def layer_done(self, layer: int) -> None:
-        # Hot path: called for each layer of each step, usually with nothing to hand over.
-        for chunk in self._group_ends.get(layer, ()):
-            self._hand_over(chunk, layer + 1)
+        self._chunks.layer_done(layer)
+
+    def step_message(self) -> bytes:
+        return self._chunks.message()
 
     def step_done(self, *, failed: bool = False) -> None:
-        chunks, self._chunks = self._chunks, []
-        self._group_ends = {}
+        chunks = self._chunks.end(failed=failed)
         for chunk in chunks:
-            prompt = chunk.prompt
+            prompt = chunk.owner
             if failed:
                 self.cancel(prompt.key, "step_failed")
-                continue
-            self._hand_over(chunk, len(self._layout.layers))
-            if chunk.end_block == prompt.num_blocks:
+            elif chunk.end_block == prompt.num_blocks:
                 prompt.computed = True
                 complete = partial(self._session.complete, prompt.key, prompt.epoch)
                 self._when_written(prompt, complete)
         if self._mode == "put" and chunks and not failed:
             now = self._clock()
-            prompts = tuple(dict.fromkeys(chunk.prompt for chunk in chunks))
+            prompts = tuple(dict.fromkeys(chunk.owner for chunk in chunks))
             self._hold = Hold(prompts, now, now + self._limits.hold_s)
 
     def held_until(self, now: float) -> float | None:
@@ -264,13 +257,6 @@ class KvProducer:
         prompt.held.extend(ids)
         return ids
 
-    def _hand_over(self, chunk: Chunk, end_layer: int) -> None:
-        if chunk.next_layer >= end_layer:
-            return
-        area = Area(chunk.next_layer, end_layer, chunk.first_block, chunk.end_block)
-        chunk.next_layer = end_layer
-        self._ready(chunk.prompt, [ReadyArea(area, chunk.block_ids)])
-
     def _ready(self, prompt: Prompt, areas: Sequence[ReadyArea]) -> None:
         prompt.handed += len(areas)
         self._when_written(prompt, partial(self._session.ready, prompt.key, prompt.epoch, areas))
@@ -328,10 +314,6 @@ class KvProducer:
         more = f" ({left_out} more like it before)" if left_out else ""
         text = "KV of %s is not sent: %s%s"
         _log.log(level, text, key, reason, more, extra={"request": key.uuid})
-
-
-def _ids_of(area: Area, first_block: int, ids: tuple[int, ...]) -> tuple[int, ...]:
-    return ids[area.first_block - first_block : area.end_block - first_block]
 
 
 def _status(settled: Settled) -> SendStatus:

@@ -96,6 +96,11 @@ class EngineLayout:
         return layers * self.heads * self.block_size * self.row_bytes
 
     @property
+    def held_bytes_per_block(self) -> int:
+        """One block of all layers on all ranks: replicas count."""
+        return sum(map(len, self.stages)) * self.tp * self.block_bytes
+
+    @property
     def num_ranks(self) -> int:
         return self.tp * len(self.stages)
 

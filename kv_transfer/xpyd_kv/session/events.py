@@ -3,7 +3,7 @@ engine's."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.connector.api import OfferedPrompt
@@ -79,10 +79,12 @@ class ReceiveOffered:
 
 @dataclass(frozen=True)
 class ReceiveLanded:
-    """All bytes stand in the landing and agree with COMMIT. No write follows."""
+    """All bytes stand in the landing and agree with COMMIT. No write follows. `transport` has moved
+    them."""
 
     key: TransferKey
     epoch: int
+    transport: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)

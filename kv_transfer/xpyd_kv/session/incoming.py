@@ -32,7 +32,8 @@ _R = ReceiveState
 RECEIVE_MOVES: dict[ReceiveState, frozenset[ReceiveState]] = {
     _R.OFFERED: frozenset({_R.DEFERRED, _R.GRANTED, _R.CANCELLING}),
     _R.DEFERRED: frozenset({_R.GRANTED, _R.CANCELLING}),
-    _R.GRANTED: frozenset({_R.STREAMING, _R.CANCELLING}),
+    # To LANDED: ranks took it.
+    _R.GRANTED: frozenset({_R.STREAMING, _R.LANDED, _R.CANCELLING}),
     _R.STREAMING: frozenset({_R.LANDED, _R.CANCELLING}),
     _R.LANDED: frozenset(),
     _R.CANCELLING: frozenset(),

@@ -235,7 +235,7 @@ class ReceiveSession:
             self._endpoint.send(transfer.peer, done_of(transfer))
         if transfer.is_of_rank:
             self._arrivals.drop(transfer)
-        self._report(ReceiveLanded(transfer.key, transfer.epoch))
+        self._report(ReceiveLanded(transfer.key, transfer.epoch, transport))
 
     def give_up(self, transfer: Incoming, reason: str) -> None:
         """It cannot go on."""

@@ -7,7 +7,6 @@ are also what a P stashes KV in.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from xpyd_core.errors import XpydError
 from xpyd_core.request_id import TransferKey
@@ -15,6 +14,7 @@ from xpyd_kv.connector.api import BlockPool, KvMemory
 from xpyd_kv.device.api import Event, View
 from xpyd_kv.store.api import LandingKind, StashKind
 from xpyd_kv.store.copier import Copier
+from xpyd_kv.store.rooms import BlockRoom, Piece, PieceRoom
 
 
 class LeaseError(XpydError):
@@ -40,7 +40,7 @@ class DirectLanding:
         self.num_blocks = len(block_ids)
         self.size_bytes = len(block_ids) * memory.layout.bytes_per_block
         self._block_ids = list(block_ids)
-        self._memory = memory
+        self._room = BlockRoom(memory, self._block_ids)
         self._pool = pool
         self._on_end = on_end
         self._held = True
@@ -50,8 +50,7 @@ class DirectLanding:
     ) -> Sequence[View]:
         """As the memory gives them: neighbours may be one."""
         self._check()
-        blocks = self._block_ids[first_block:end_block]
-        return self._memory.views(range(first_layer, end_layer), blocks)
+        return self._room.views(first_layer, end_layer, first_block, end_block)
 
     def adopt(self) -> list[int] | None:
         """The blocks themselves; nothing is copied."""
@@ -73,14 +72,6 @@ class DirectLanding:
         self._on_end()
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Memory of `num_blocks` blocks of all layers: layer after layer, its blocks side by side."""
-
-    memory: View
-    num_blocks: int
-
-
 class PieceLanding:
     """Memory beside the paged cache: one piece of the device buffer, or extents of the host pool.
     A Landing, and a Stash."""
@@ -98,10 +89,10 @@ class PieceLanding:
     ) -> None:
         self.owner = owner
         self.kind: StashKind = kind
-        self.num_blocks = sum(piece.num_blocks for piece in pieces)
-        self.size_bytes = self.num_blocks * memory.layout.bytes_per_block
         self._pieces: list[Piece] = list(pieces)
-        self._memory = memory
+        self._room = PieceRoom(memory, self._pieces)
+        self.num_blocks = self._room.num_blocks
+        self.size_bytes = self.num_blocks * memory.layout.bytes_per_block
         self._pool = pool
         self._copier = copier
         self._on_end = on_end
@@ -116,24 +107,7 @@ class PieceLanding:
     ) -> Sequence[View]:
         """One view for each layer and piece that the area touches."""
         self._check()
-        return [
-            view
-            for layer in range(first_layer, end_layer)
-            for view in self._layer_views(layer, first_block, end_block)
-        ]
-
-    def _layer_views(self, layer: int, first_block: int, end_block: int) -> list[View]:
-        size = self._memory.layout.block_bytes
-        views: list[View] = []
-        start = 0
-        for piece in self._pieces:
-            low = max(first_block - start, 0)
-            high = min(end_block - start, piece.num_blocks)
-            if low < high:
-                row = layer * piece.num_blocks
-                views.append(piece.memory[(row + low) * size : (row + high) * size])
-            start += piece.num_blocks
-        return views
+        return self._room.views(first_layer, end_layer, first_block, end_block)
 
     @property
     def is_copying(self) -> bool:
@@ -160,24 +134,13 @@ class PieceLanding:
     def fill(self, block_ids: Sequence[int]) -> Event | None:
         """The bytes of these blocks."""
         self._check()
-        here, blocks = self._views_beside(block_ids)
-        size = self._memory.layout.block_bytes
-        targets = [run[at : at + size] for run in here for at in range(0, len(run), size)]
-        self._filling = self._copier.copy(targets, blocks)
+        here, blocks = self._room.beside(block_ids)
+        self._filling = self._copier.copy(self._room.in_blocks(here), blocks)
         return self._filling
 
     def _copy_into(self, block_ids: Sequence[int]) -> Event | None:
-        here, blocks = self._views_beside(block_ids)
+        here, blocks = self._room.beside(block_ids)
         return self._copier.copy(blocks, here)
-
-    def _views_beside(self, block_ids: Sequence[int]) -> tuple[list[View], list[View]]:
-        """What is here, and as many bytes of the paged cache, layer by layer."""
-        here: list[View] = []
-        blocks: list[View] = []
-        for layer in range(len(self._memory.layout.layers)):
-            here += self._layer_views(layer, 0, self.num_blocks)
-            blocks += [self._memory.block_view(layer, block) for block in block_ids]
-        return here, blocks
 
     def free(self) -> None:
         """Give the memory back to the buffer or the host pool."""

@@ -24,7 +24,8 @@ from xpyd_kv.store.api import Landing, StashKind, StoreFigures
 from xpyd_kv.store.arena import Arena
 from xpyd_kv.store.buddy import Extent
 from xpyd_kv.store.copier import Copier
-from xpyd_kv.store.landing import DirectLanding, Piece, PieceLanding
+from xpyd_kv.store.landing import DirectLanding, PieceLanding
+from xpyd_kv.store.rooms import Piece
 
 
 @dataclass(frozen=True)

@@ -61,12 +61,13 @@ class TcpEndpoint:
     """See xpyd_kv.transport.api.Endpoint.
 
     `takes`: whose connections it takes. `listen` None: dials only. Port 0 takes a free one
-    (`listen_address`). `source_host` is the literal ip that dialled connections come from ('' = the system's choice). `keys` are the fleet's
-    (UserError when there is none). `transports` may be used, where they can be: `uds` and `shm`
-    need `socket_dir`, the folder of Unix sockets that the instances of this machine share; all but
-    `uds` and `tcp` need their data path in `paths`, which on P must have memory to lend, and
-    `probe_room` is a piece of that memory for PROBEs. `connections` is how many further ones a P
-    makes to each D (`striped`); 0 (and with `staging`): none, and a D takes none.
+    (`listen_address`). `source_host` is the literal ip that dialled connections come from ('' =
+    the system's choice). `keys` are the fleet's (UserError when there is none). `transports`
+    may be used, where they can be: `uds` and `shm` need `socket_dir`, the folder of Unix
+    sockets that the instances of this machine share; all but `uds` and `tcp` need their data
+    path in `paths`, which on P must have memory to lend, and `probe_room` is a piece of that
+    memory for PROBEs. `connections` is how many further ones a P makes to each D (`striped`); 0
+    (and with `staging`): none, and a D takes none.
     A cache on a GPU needs `staging` for the sockets, whose slabs on D hold the longest frame that
     `layout` allows and one read. `clock` and `nonce` (32 random bytes) are replaced in tests.
     """

@@ -21,7 +21,8 @@ from tests.kv.bench.memory import Ring
 from tests.kv.bench.shape import BLOCK_TOKENS, LAYERS, Case
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.connector.api import KvMemory, Landed, Wait
-from xpyd_kv.connector.build import Connector, KvSettings, build, wire_layout
+from xpyd_kv.connector.build import Connector, KvSettings, build
+from xpyd_kv.connector.layouts import wire_layout
 from xpyd_kv.device.paged import PagedMemory
 from xpyd_kv.store.landing_store import StoreLimits
 from xpyd_kv.transport.api import Handler

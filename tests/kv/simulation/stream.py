@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tests.kv.simulation.link import Control, Link, Pipe
 from tests.kv.simulation.memory import SourceView, TargetView
 from xpyd_core.request_id import Address
-from xpyd_kv.connector.build import wire_layout
+from xpyd_kv.connector.layouts import wire_layout
 from xpyd_kv.plan.pairs import Pair
 from xpyd_kv.transport.api import Done
 from xpyd_kv.wire import messages as wire

@@ -1,0 +1,247 @@
+"""One rank's end of the Channel: what the engine says is done, what comes of it is told.
+
+On the rank's I/O thread, but for the step's chunks (`StepSender`), which come on the runner's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from xpyd_core.request_id import Address, TransferKey
+from xpyd_kv.connector.api import KvMemory
+from xpyd_kv.connector.chunks import StepChunks
+from xpyd_kv.connector.compute_gate import ComputeGate
+from xpyd_kv.device.api import DeviceError
+from xpyd_kv.plan.frames import FrameLimits
+from xpyd_kv.ranks import messages as told
+from xpyd_kv.ranks.api import (
+    Channel,
+    Opened,
+    Opening,
+    PairEnded,
+    PairFlushed,
+    PairLanded,
+    PairLost,
+    PairQuiet,
+    ReceiveReport,
+    Sending,
+    SendReport,
+    Target,
+)
+from xpyd_kv.ranks.figures import FigureBook
+from xpyd_kv.ranks.receives import RankReceives
+from xpyd_kv.ranks.rooms import Rooms
+from xpyd_kv.ranks.sends import RankSends
+from xpyd_kv.session.source import ReadyArea
+from xpyd_kv.wire.messages import Mode
+
+Call = Callable[[Callable[[], None]], None]
+
+
+class Mouth:
+    """Tells the engine. From any thread."""
+
+    def __init__(self, channel: Channel, figures: FigureBook) -> None:
+        self._channel = channel
+        self._figures = figures
+
+    def sent(self, key: TransferKey, epoch: int, report: SendReport) -> None:
+        """What becomes of a pair of a P's rank."""
+        names = told.names_of(key, epoch)
+        match report:
+            case PairFlushed():
+                self._post(
+                    told.Flushed(**names, destination=report.destination, areas=report.areas)
+                )
+            case PairEnded():
+                self._post(
+                    told.Ended(
+                        **names,
+                        destination=report.destination,
+                        reason=report.reason,
+                        transport=report.transport,
+                        figures=self._figures.take(),
+                    )
+                )
+
+    def received(self, key: TransferKey, epoch: int, report: ReceiveReport) -> None:
+        """What becomes of a pair of a D's rank."""
+        names = told.names_of(key, epoch)
+        match report:
+            case Opened():
+                self._post(told.Taking(**names))
+            case PairLanded():
+                self._post(
+                    told.Landed(
+                        **names,
+                        source=report.source,
+                        transport=report.transport,
+                        figures=self._figures.take(),
+                    )
+                )
+            case PairLost():
+                self._post(
+                    told.Lost(
+                        **names,
+                        source=report.source,
+                        reason=report.reason,
+                        figures=self._figures.take(),
+                    )
+                )
+            case PairQuiet():
+                self._post(told.Quiet(**names, source=report.source))
+
+    def copied(self, number: int, *, failed: bool = False) -> None:
+        """A copy is through."""
+        self._post(told.Copied(number=number, failed=failed))
+
+    def _post(self, message: told.FromRank) -> None:
+        self._channel.post(told.encode(message))
+
+
+@dataclass(frozen=True)
+class RankAgent:
+    """Does what the engine says: `sends` of a P's rank, `receives` of a D's."""
+
+    call: Call
+    memory: KvMemory
+    rooms: Rooms
+    gate: ComputeGate
+    mouth: Mouth
+    sends: RankSends | None = None
+    receives: RankReceives | None = None
+
+    def heard(self, message: bytes) -> None:
+        """On the Channel's thread."""
+        self.call(partial(self._do, told.decode_to_rank(message)))
+
+    def _do(self, message: told.ToRank) -> None:
+        match message:
+            case told.Copy():
+                self._copy(message)
+            case told.Send() | told.Cancel() | told.Forget() if self.sends is not None:
+                self._send(self.sends, message)
+            case told.Open() | told.Stop() if self.receives is not None:
+                self._receive(self.receives, message)
+            case _:
+                return
+
+    def _send(self, sends: RankSends, message: told.Send | told.Cancel | told.Forget) -> None:
+        key, epoch = TransferKey(message.uuid, message.prompt_index), message.epoch
+        match message:
+            case told.Send():
+                stash = None if message.stash is None else self.rooms.room(message.stash)
+                sends.send(
+                    Sending(
+                        key=key,
+                        epoch=epoch,
+                        tokens=message.tokens,
+                        skip_tokens=message.skip_tokens,
+                        mode=message.mode,
+                        incarnation=message.incarnation,
+                        targets=tuple(
+                            Target(rank, Address(host, port))
+                            for rank, host, port in message.targets
+                        ),
+                        stash=stash,
+                    )
+                )
+            case told.Cancel():
+                sends.cancel(key, epoch, message.reason)
+            case told.Forget():
+                sends.forget(key, epoch)
+
+    def _receive(self, receives: RankReceives, message: told.Open | told.Stop) -> None:
+        key, epoch = TransferKey(message.uuid, message.prompt_index), message.epoch
+        if isinstance(message, told.Stop):
+            receives.stop(key, epoch, message.reason)
+            return
+        receives.open(
+            Opening(
+                key=key,
+                epoch=epoch,
+                engine_id=message.engine_id,
+                incarnation=message.incarnation,
+                tokens=message.tokens,
+                skip_tokens=message.skip_tokens,
+                sources=message.sources,
+                room=self.rooms.room(message.place),
+            )
+        )
+        opened = partial(self.mouth.received, key, epoch, Opened())
+        # On a GPU the model may still read what these blocks held before.
+        event = self.memory.written()
+        if event is None:
+            opened()
+        else:
+            self.gate.add(event, opened, partial(receives.stop, key, epoch, "device_failed"))
+
+    def _copy(self, copy: told.Copy) -> None:
+        try:
+            event = self.rooms.copy(copy.place, copy.block_ids, into_cache=copy.into_cache)
+        except DeviceError:
+            self.mouth.copied(copy.number, failed=True)
+            return
+        done = partial(self.mouth.copied, copy.number)
+        if event is None:
+            done()
+        else:
+            self.gate.add(event, done, partial(done, failed=True))
+
+
+class StepSender:
+    """See RankSender. On the runner's thread."""
+
+    def __init__(
+        self,
+        sends: RankSends,
+        *,
+        call: Call,
+        memory: KvMemory,
+        gate: ComputeGate,
+        mode: Mode,
+        limits: FrameLimits,
+    ) -> None:
+        self._sends = sends
+        self._call = call
+        self._memory = memory
+        self._gate = gate
+        self._chunks = StepChunks[_Name](memory.layout, mode=mode, limits=limits, ready=self._ready)
+        self._ends: list[_Name] = []
+
+    def begin_step(self, chunks: bytes) -> None:
+        """See RankSender."""
+        for chunk in told.decode_chunks(chunks):
+            name = (TransferKey(chunk.uuid, chunk.prompt_index), chunk.epoch)
+            if chunk.is_cached:
+                self._chunks.cached(name, chunk.first_block, chunk.block_ids)
+            else:
+                self._chunks.add(name, chunk.first_block, chunk.block_ids)
+            if chunk.is_last:
+                self._ends.append(name)
+
+    def layer_done(self, layer: int) -> None:
+        """See RankSender. Hot path."""
+        self._chunks.layer_done(layer)
+
+    def step_done(self, *, failed: bool) -> None:
+        """See RankSender."""
+        self._chunks.end(failed=failed)
+        ends, self._ends = self._ends, []
+        for name in () if failed else ends:
+            self._when_written(name, partial(self._sends.complete, *name))
+
+    def _ready(self, name: _Name, areas: Sequence[ReadyArea]) -> None:
+        self._when_written(name, partial(self._sends.ready, *name, areas))
+
+    def _when_written(self, name: _Name, call: Callable[[], None]) -> None:
+        event = self._memory.written()
+        if event is not None:
+            fail = partial(self._sends.cancel, *name, "device_failed")
+            call = partial(self._gate.add, event, call, fail)
+        self._call(call)
+
+
+_Name = tuple[TransferKey, int]

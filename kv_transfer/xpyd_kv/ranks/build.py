@@ -1,0 +1,106 @@
+"""Puts one rank's half of the transfer together, in the rank's own process.
+
+Its main calls `build_rank` once, starts `endpoint`, and gives `sender` to the runner.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from xpyd_kv.connector.api import KvMemory
+from xpyd_kv.connector.build import KvSettings, MakeEndpoint, send_session
+from xpyd_kv.connector.compute_gate import ComputeGate
+from xpyd_kv.connector.handler import LateHandler
+from xpyd_kv.plan.engine_layout import EngineLayout
+from xpyd_kv.ranks.agent import Mouth, RankAgent, StepSender
+from xpyd_kv.ranks.api import Channel
+from xpyd_kv.ranks.figures import FigureBook
+from xpyd_kv.ranks.receives import RankReceives
+from xpyd_kv.ranks.rooms import Rooms
+from xpyd_kv.ranks.sends import RankSends
+from xpyd_kv.ranks.store import units_of
+from xpyd_kv.session.events import ReceiveEvent
+from xpyd_kv.session.metrics import KvMetrics
+from xpyd_kv.session.receiving import ReceiveSession
+from xpyd_kv.transport.api import Endpoint
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """Start and close `endpoint`, then close `rooms`. `sender` is a P's, for its runner."""
+
+    endpoint: Endpoint
+    rooms: Rooms
+    metrics: KvMetrics
+    sender: StepSender | None = None
+
+
+def build_rank(
+    role: Literal["P", "D"],
+    *,
+    channel: Channel,
+    make_endpoint: MakeEndpoint,
+    memory: KvMemory,
+    engine: EngineLayout,
+    settings: KvSettings,
+    clock: Callable[[], float] = time.monotonic,
+) -> RankPart:
+    """The parts of one rank of a P or a D, endpoint not started; it listens to `channel` from now
+    on. `memory` is the rank's cache, `engine` all of it; `settings` are the engine's. UserError
+    when there is less memory than buffer and pool take."""
+    has_store = role == "D" or settings.mode == "get"
+    units = units_of(settings.store, engine.held_bytes_per_block) if has_store else (0, 0)
+    rooms = Rooms(memory, units)
+    gate = ComputeGate(clock)
+    handler = LateHandler(gate)
+    endpoint = make_endpoint(handler)
+    metrics = KvMetrics()
+    mouth = Mouth(channel, FigureBook(metrics))
+    agent = partial(
+        RankAgent, call=endpoint.call, memory=memory, rooms=rooms, gate=gate, mouth=mouth
+    )
+    if role == "D":
+
+        def receive_session(report: Callable[[ReceiveEvent], None]) -> ReceiveSession:
+            return ReceiveSession(
+                endpoint,
+                layout=memory.layout,
+                on_device=memory.device is not None,
+                limits=settings.limits,
+                clock=clock,
+                report=report,
+                metrics=metrics,
+            )
+
+        receives = RankReceives(receive_session, report=mouth.received)
+        handler.rank = receives
+        channel.listen(agent(receives=receives).heard)
+        return RankPart(endpoint, rooms, metrics)
+    sends = RankSends(
+        partial(
+            send_session,
+            endpoint,
+            memory=memory,
+            settings=settings,
+            clock=clock,
+            metrics=metrics,
+        ),
+        report=mouth.sent,
+        tombstone_s=settings.limits.tombstone_s,
+        clock=clock,
+    )
+    handler.rank = sends
+    channel.listen(agent(sends=sends).heard)
+    sender = StepSender(
+        sends,
+        call=endpoint.call,
+        memory=memory,
+        gate=gate,
+        mode=settings.mode,
+        limits=settings.frames,
+    )
+    return RankPart(endpoint, rooms, metrics, sender)

@@ -1,0 +1,67 @@
+"""An engine whose cache is divided over ranks, as its process sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xpyd_core.errors import XpydError
+from xpyd_kv.connector.api import KvLayout
+from xpyd_kv.device.api import View
+from xpyd_kv.plan.engine_layout import EngineLayout
+from xpyd_kv.ranks.api import Channel
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankedEngine:
+    """`layout` is all of the cache's, `channels` lead to the ranks, by their numbers."""
+
+    layout: EngineLayout
+    channels: Sequence[Channel]
+    dtype: str
+    head_dim: int
+
+
+class BookMemory:
+    """A KvMemory of numbers only: what all ranks hold together, each layer and head once."""
+
+    device = None
+
+    def __init__(self, engine: RankedEngine) -> None:
+        layout = engine.layout
+        self._layout = KvLayout(
+            layers=tuple(sorted(layer for stage in layout.stages for layer in stage)),
+            kv_heads=layout.heads,
+            head_dim=engine.head_dim,
+            block_size=layout.block_size,
+            dtype=engine.dtype,
+            block_bytes=layout.heads * layout.block_size * layout.row_bytes,
+        )
+
+    @property
+    def layout(self) -> KvLayout:
+        """Of one that held all."""
+        return self._layout
+
+    def block_view(self, layer: int, block_id: int) -> View:
+        """Not in this process."""
+        raise XpydError("the bytes stand on the ranks")
+
+    def views(self, layers: Sequence[int], block_ids: Sequence[int]) -> Sequence[View]:
+        """Not in this process."""
+        raise XpydError("the bytes stand on the ranks")
+
+    def written(self) -> None:
+        """The ranks see to it."""
+
+
+def engine_of(layout: KvLayout, *, is_mla: bool = False) -> EngineLayout:
+    """The engine of one rank that has this cache."""
+    return EngineLayout(
+        kv_heads=layout.kv_heads,
+        tp=1,
+        stages=(layout.layers,),
+        block_size=layout.block_size,
+        row_bytes=layout.block_bytes // (layout.kv_heads * layout.block_size),
+        is_mla=is_mla,
+    )

@@ -1,0 +1,230 @@
+"""The ranks of an engine, as its process talks to them: each over a Channel.
+
+What they are told is encoded here and posted; what they say is taken to the I/O thread. Copies
+(`RankedCopies`) are begun on the engine's thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from xpyd_core.request_id import TransferKey
+from xpyd_kv.device.api import DeviceError
+from xpyd_kv.ranks import figures
+from xpyd_kv.ranks import messages as told
+from xpyd_kv.ranks.api import (
+    Channel,
+    Figures,
+    Opened,
+    Opening,
+    PairEnded,
+    PairFlushed,
+    PairLanded,
+    PairLost,
+    PairQuiet,
+    ReceiveReport,
+    Sending,
+    SendReport,
+)
+from xpyd_kv.ranks.messages import Place
+from xpyd_kv.ranks.store import place_of
+from xpyd_kv.session.metrics import KvMetrics
+from xpyd_kv.session.source import ReadyArea
+
+Call = Callable[[Callable[[], None]], None]
+"""Endpoint.call."""
+OnSent = Callable[[int, TransferKey, int, SendReport], None]
+"""Fanout.on_report."""
+OnReceived = Callable[[int, TransferKey, int, ReceiveReport], None]
+"""Fanin.on_report."""
+
+
+class RemoteSendingRank:
+    """See SendingRank. Its runner tells it what stands in its cache."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def send(self, sending: Sending) -> None:
+        stash = None if sending.stash is None else place_of(sending.stash)
+        self._post(
+            told.Send(
+                **told.names_of(sending.key, sending.epoch),
+                tokens=sending.tokens,
+                skip_tokens=sending.skip_tokens,
+                mode=sending.mode,
+                incarnation=sending.incarnation,
+                targets=tuple((t.rank, t.address.host, t.address.port) for t in sending.targets),
+                stash=stash,
+            )
+        )
+
+    def ready(self, key: TransferKey, epoch: int, areas: Sequence[ReadyArea]) -> None:
+        """Nothing."""
+
+    def complete(self, key: TransferKey, epoch: int) -> None:
+        """Nothing."""
+
+    def cancel(self, key: TransferKey, epoch: int, reason: str) -> None:
+        self._post(told.Cancel(**told.names_of(key, epoch), reason=reason))
+
+    def forget(self, key: TransferKey, epoch: int) -> None:
+        self._post(told.Forget(**told.names_of(key, epoch)))
+
+    def _post(self, message: told.ToRank) -> None:
+        self._channel.post(told.encode(message))
+
+
+class RemoteReceivingRank:
+    """See ReceivingRank."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def open(self, opening: Opening) -> None:
+        message = told.Open(
+            **told.names_of(opening.key, opening.epoch),
+            engine_id=opening.engine_id,
+            incarnation=opening.incarnation,
+            tokens=opening.tokens,
+            skip_tokens=opening.skip_tokens,
+            sources=opening.sources,
+            place=place_of(opening.room),
+        )
+        self._channel.post(told.encode(message))
+
+    def stop(self, key: TransferKey, epoch: int, reason: str) -> None:
+        self._channel.post(told.encode(told.Stop(**told.names_of(key, epoch), reason=reason)))
+
+
+class _Ticket:
+    """One copy on all ranks: an Event."""
+
+    def __init__(self, ranks: int) -> None:
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._left = ranks
+        self._failed = False
+
+    def one_done(self, *, failed: bool) -> None:
+        """Any thread: one rank is through."""
+        with self._lock:
+            self._left -= 1
+            self._failed = self._failed or failed
+            if not self._left:
+                self._done.set()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no rank has anything to say of it any more."""
+        return self._done.is_set()
+
+    def is_done(self) -> bool:
+        """See Event."""
+        if not self._done.is_set():
+            return False
+        if self._failed:
+            raise DeviceError("a rank's device has failed in a copy")
+        return True
+
+    def wait(self, timeout_s: float) -> bool:
+        """See Event."""
+        self._done.wait(timeout_s)
+        return self.is_done()
+
+
+class RankedCopies:
+    """Copies between the cache and what stands beside it, on every rank. `wake`: one is through."""
+
+    def __init__(self, channels: Sequence[Channel], wake: Callable[[], None]) -> None:
+        self._channels = channels
+        self._wake = wake
+        self._tickets: dict[int, _Ticket] = {}
+        self._number = 0
+
+    def begin(self, place: Place, block_ids: Sequence[int], *, into_cache: bool) -> _Ticket:
+        """Engine thread. What is copied stays as it is until the ticket is done."""
+        self._number += 1
+        ticket = self._tickets[self._number] = _Ticket(len(self._channels))
+        message = told.encode(
+            told.Copy(
+                number=self._number, place=place, block_ids=tuple(block_ids), into_cache=into_cache
+            )
+        )
+        for channel in self._channels:
+            channel.post(message)
+        # Those that are through were taken by whoever waited for them.
+        self._tickets = {n: t for n, t in self._tickets.items() if not t.is_settled}
+        return ticket
+
+    def on_copied(self, copied: told.Copied) -> None:
+        """Any thread: a rank is through."""
+        ticket = self._tickets.get(copied.number)
+        if ticket is not None:
+            ticket.one_done(failed=copied.failed)
+            self._wake()
+
+
+class Ears:
+    """Hears all ranks of one engine. On each Channel's thread, and on to the I/O thread."""
+
+    def __init__(
+        self,
+        channels: Sequence[Channel],
+        *,
+        call: Call,
+        metrics: KvMetrics,
+        copies: RankedCopies,
+        on_sent: OnSent | None = None,
+        on_received: OnReceived | None = None,
+    ) -> None:
+        self._call = call
+        self._metrics = metrics
+        self._copies = copies
+        self._on_sent = on_sent
+        self._on_received = on_received
+        for rank, channel in enumerate(channels):
+            channel.listen(partial(self._heard, rank))
+
+    def _heard(self, rank: int, message: bytes) -> None:
+        said = told.decode_from_rank(message)
+        if isinstance(said, told.Copied):
+            self._copies.on_copied(said)
+        else:
+            self._call(partial(self._report, rank, said))
+
+    def _report(self, rank: int, said: told.FromRank) -> None:
+        assert not isinstance(said, told.Copied)
+        counted = getattr(said, "figures", None)
+        if isinstance(counted, Figures):
+            figures.add(self._metrics, counted)
+        key = TransferKey(said.uuid, said.prompt_index)
+        match said:
+            case told.Flushed() | told.Ended() if self._on_sent is not None:
+                self._on_sent(rank, key, said.epoch, _sent(said))
+            case told.Taking() | told.Landed() | told.Lost() | told.Quiet() if (
+                self._on_received is not None
+            ):
+                self._on_received(rank, key, said.epoch, _received(said))
+            case _:
+                return
+
+
+def _sent(said: told.Flushed | told.Ended) -> SendReport:
+    if isinstance(said, told.Flushed):
+        return PairFlushed(said.destination, said.areas)
+    return PairEnded(said.destination, said.reason, said.transport)
+
+
+def _received(said: told.Taking | told.Landed | told.Lost | told.Quiet) -> ReceiveReport:
+    match said:
+        case told.Taking():
+            return Opened()
+        case told.Landed():
+            return PairLanded(said.source, said.transport)
+        case told.Lost():
+            return PairLost(said.source, said.reason)
+        case told.Quiet():
+            return PairQuiet(said.source)

@@ -1,0 +1,92 @@
+"""A rank's memory for transfers: its cache, and its share of buffer and pool beside it.
+
+The engine's books say which units and blocks are whose; here is what they are made of. On the
+rank's I/O thread.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from typing import cast
+
+from xpyd_core.errors import UserError, XpydError
+from xpyd_core.sizes import format_bytes
+from xpyd_kv.connector.api import KvMemory
+from xpyd_kv.device.api import DeviceView, Event, View
+from xpyd_kv.ranks.messages import Place, Where
+from xpyd_kv.store.api import Room
+from xpyd_kv.store.arena import Arena
+from xpyd_kv.store.buddy import Extent
+from xpyd_kv.store.copier import Copier
+from xpyd_kv.store.rooms import BlockRoom, Piece, PieceRoom
+
+
+class Rooms:
+    """`units`: of buffer and pool, as `store.units_of` reckons them."""
+
+    def __init__(self, memory: KvMemory, units: tuple[int, int]) -> None:
+        """UserError, naming the flag, when there is less memory than they take."""
+        self._memory = memory
+        self._copier = Copier(memory.device)
+        unit_bytes = memory.layout.bytes_per_block
+        buffer_bytes, pool_bytes = (count * unit_bytes for count in units)
+        device = memory.device
+        self._arenas: dict[Where, Arena] = {}
+        if buffer_bytes and device is not None:
+            self._arenas["buffer"] = Arena(device.allocate(buffer_bytes), unit_bytes)
+        elif buffer_bytes:
+            self._arenas["buffer"] = Arena(_host_memory(buffer_bytes), unit_bytes)
+        if pool_bytes and device is not None:
+            self._arenas["pool"] = Arena(device.allocate_pinned(pool_bytes), unit_bytes)
+        elif pool_bytes:
+            self._arenas["pool"] = Arena(_host_memory(pool_bytes), unit_bytes)
+
+    @property
+    def regions(self) -> Sequence[View]:
+        """The memory beside the cache."""
+        return [arena.memory for arena in self._arenas.values()]
+
+    def room(self, place: Place) -> Room:
+        """Where that is. XpydError for what is not here."""
+        if place.where == "blocks":
+            return BlockRoom(self._memory, place.blocks)
+        return self._beside(place)
+
+    def copy(self, place: Place, block_ids: Sequence[int], *, into_cache: bool) -> Event | None:
+        """Begin to copy between the place and blocks of the cache; when that is through (None: it
+        is). DeviceError."""
+        room = self._beside(place)
+        here, blocks = room.beside(block_ids)
+        if into_cache:
+            return self._copier.copy(blocks, here)
+        return self._copier.copy(room.in_blocks(here), blocks)
+
+    def close(self, deadline_s: float) -> None:
+        """Give a device's memory back."""
+        device = self._memory.device
+        if not self._copier.close(deadline_s) or device is None:
+            return
+        for where, arena in self._arenas.items():
+            if where == "buffer":
+                device.free(cast("DeviceView", arena.memory))
+            else:
+                device.free_pinned(cast("memoryview", arena.memory))
+
+    def _beside(self, place: Place) -> PieceRoom:
+        arena = self._arenas.get(place.where)
+        if arena is None:
+            raise XpydError(f"this rank has no {place.where}")
+        extents = [Extent(*extent) for extent in place.extents]
+        return PieceRoom(self._memory, [Piece(arena.view(e), e.units) for e in extents])
+
+
+def _host_memory(size_bytes: int) -> memoryview:
+    """Its pages come from the system when they are first touched."""
+    try:
+        return memoryview(mmap.mmap(-1, size_bytes))
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f"--kv-host-pool-size: the system does not give {format_bytes(size_bytes)} ({error}); "
+            "give a smaller size"
+        ) from error

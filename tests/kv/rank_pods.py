@@ -1,0 +1,339 @@
+"""Engines of any layout with real endpoints, ranks and all, in one process: the test is the engine.
+
+Each rank has an endpoint, an I/O thread and a cache of its own. A Channel is a pair of function
+calls. What stands in a cache says whose it is: prompt, layer, head, token.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from tests.kv.kvfakes import FakeMemory, FakePool
+from xpyd_core.blocks import blocks_for
+from xpyd_core.request_id import Address, TransferKey
+from xpyd_kv.connector.api import KvLayout, Landed, NoKv
+from xpyd_kv.connector.build import KvSettings, build
+from xpyd_kv.connector.layouts import engine_wire_layout, wire_layout
+from xpyd_kv.plan.engine_layout import EngineLayout
+from xpyd_kv.ranks.build import RankPart, build_rank
+from xpyd_kv.ranks.engine import BookMemory, RankedEngine
+from xpyd_kv.transport.api import Handler
+from xpyd_kv.transport.settings import Identity
+from xpyd_kv.transport.shared_memory import SharedMemory, SharedMemoryPath
+from xpyd_kv.transport.tcp import TcpEndpoint
+
+PATIENCE_S = 20.0
+KEY = b"the fleet's key, long enough"
+MAX_TOKENS = 1000
+HOST = "127.0.0.1"
+ROW_BYTES = 8
+
+
+def engine_of(
+    tp: int, stages: Sequence[Sequence[int]], *, kv_heads: int = 2, block_size: int = 4
+) -> EngineLayout:
+    """A small model's cache."""
+    return EngineLayout(
+        kv_heads=kv_heads,
+        tp=tp,
+        stages=tuple(map(tuple, stages)),
+        block_size=block_size,
+        row_bytes=ROW_BYTES,
+    )
+
+
+def layout_of(engine: EngineLayout, rank: int) -> KvLayout:
+    """Of one rank's cache."""
+    return KvLayout(
+        layers=engine.layers_of(rank),
+        kv_heads=engine.heads_per_rank,
+        head_dim=1,
+        block_size=engine.block_size,
+        dtype="float32",
+        block_bytes=engine.block_bytes,
+    )
+
+
+class Pipe:
+    """One Channel, both of its ends. What is posted before anybody listens waits."""
+
+    def __init__(self) -> None:
+        self.of_engine, self.of_rank = _End(), _End()
+        self.of_engine.other, self.of_rank.other = self.of_rank, self.of_engine
+
+
+class _End:
+    other: _End
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._waiting: list[bytes] = []
+        self._handle: Callable[[bytes], None] | None = None
+        self.is_cut = False
+
+    def post(self, message: bytes) -> None:
+        if not self.is_cut:
+            self.other.take(message)
+
+    def listen(self, handle: Callable[[bytes], None]) -> None:
+        with self._lock:
+            self._handle = handle
+            waiting, self._waiting = self._waiting, []
+            for message in waiting:
+                handle(message)
+
+    def take(self, message: bytes) -> None:
+        with self._lock:
+            if self._handle is None:
+                self._waiting.append(message)
+            else:
+                self._handle(message)
+
+
+class Side:
+    """A P or a D of any layout."""
+
+    def __init__(
+        self,
+        role: Literal["P", "D"],
+        engine: EngineLayout,
+        *,
+        settings: KvSettings | None = None,
+        blocks: int = 64,
+        transports: tuple[str, ...] = ("tcp",),
+        folder: Path | None = None,
+    ) -> None:
+        self.role: Literal["P", "D"] = role
+        self.engine = engine
+        self.settings = settings or KvSettings()
+        self.pool = FakePool(blocks, engine.block_size)
+        self._options: dict[str, Any] = {"transports": transports, "socket_dir": folder}
+        self.shared = [self._share(rank, blocks) for rank in range(engine.num_ranks)]
+        self.memories = [
+            FakeMemory(blocks, layout_of(engine, rank), shared and shared.buffer)
+            for rank, shared in enumerate(self.shared)
+        ]
+        self.parts: list[RankPart] = []
+        self.pipes: list[Pipe] = []
+        self.is_ranked = engine.num_ranks > 1
+        if self.is_ranked:
+            for rank in range(engine.num_ranks):
+                self._start_rank(rank)
+        ranked = RankedEngine(
+            layout=engine,
+            channels=[pipe.of_engine for pipe in self.pipes],
+            dtype="float32",
+            head_dim=1,
+        )
+        self.kv = build(
+            role,
+            make_endpoint=self._make_main(ranked),
+            memory=BookMemory(ranked) if self.is_ranked else self.memories[0],
+            pool=self.pool,
+            wake=lambda: None,
+            settings=self.settings,
+            ranks=ranked if self.is_ranked else None,
+        )
+        self.kv.endpoint.start()
+
+    def _share(self, rank: int, blocks: int) -> SharedMemory | None:
+        if self.role != "P" or "shm" not in self._options["transports"]:
+            return None
+        return SharedMemory(blocks * layout_of(self.engine, rank).bytes_per_block)
+
+    def _start_rank(self, rank: int) -> None:
+        pipe = Pipe()
+        layout = layout_of(self.engine, rank)
+
+        def make(handler: Handler) -> TcpEndpoint:
+            return TcpEndpoint(
+                handler,
+                identity=Identity(f"pod-{self.role}", f"incarnation-{self.role}", self.role, rank),
+                layout=wire_layout(
+                    layout, factors={"model": "m"}, max_tokens=MAX_TOKENS, engine=self.engine
+                ),
+                keys=(KEY,),
+                takes="ranks",
+                listen=Address(HOST, 0) if self.role == "D" else None,
+                paths=(SharedMemoryPath(self.shared[rank]),),
+                **self._options,
+            )
+
+        part = build_rank(
+            self.role,
+            channel=pipe.of_rank,
+            make_endpoint=make,
+            memory=self.memories[rank],
+            engine=self.engine,
+            settings=self.settings,
+        )
+        part.endpoint.start()
+        self.pipes.append(pipe)
+        self.parts.append(part)
+
+    def _make_main(self, ranked: RankedEngine) -> Callable[[Handler], TcpEndpoint]:
+        def make(handler: Handler) -> TcpEndpoint:
+            factors = {"model": "m"}
+            if self.is_ranked:
+                said = engine_wire_layout(
+                    ranked, factors=factors, max_tokens=MAX_TOKENS, ranks=self.addresses
+                )
+            else:
+                layout = self.memories[0].layout
+                said = wire_layout(layout, factors=factors, max_tokens=MAX_TOKENS)
+            return TcpEndpoint(
+                handler,
+                identity=Identity(f"pod-{self.role}", f"incarnation-{self.role}", self.role),
+                layout=said,
+                keys=(KEY,),
+                takes="engines" if self.is_ranked else "both",
+                listen=Address(HOST, 0) if self.role == "D" else None,
+                paths=(SharedMemoryPath(self.shared[0]),),
+                **self._options,
+            )
+
+        return make
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        found = (address_of(part.endpoint) for part in self.parts)
+        return tuple(found) if self.role == "D" else ()
+
+    def close(self) -> None:
+        self.kv.endpoint.close(2.0)
+        for part in self.parts:
+            part.endpoint.close(2.0)
+            part.rooms.close(1.0)
+        for shared in self.shared:
+            if shared is not None:
+                shared.close()
+
+    # --- P's engine
+
+    def compute(
+        self,
+        key: TransferKey,
+        ids: Sequence[int],
+        peer: Address,
+        *,
+        chunk: int = 100,
+        cached: int = 0,
+        on_layer: Callable[[], None] = lambda: None,
+    ) -> list[int]:
+        """Offer and prefill a prompt; its blocks, the engine's references on them kept."""
+        producer = self.kv.producer
+        assert producer is not None
+        blocks = self.pool.take(blocks_for(len(ids), self.engine.block_size))
+        assert blocks is not None
+        now = time.monotonic()
+        producer.offer(key, peer, ids, prompt_tokens=len(ids), salt=b"", now=now)
+        if cached:
+            self._fill(blocks, ids[0], range(cached // self.engine.block_size))
+            producer.cached(key, blocks, cached)
+        for start in range(cached, len(ids), chunk):
+            end = min(start + chunk, len(ids))
+            producer.stage(key, blocks, end)
+            size = self.engine.block_size
+            self._step(blocks, ids[0], range(start // size, blocks_for(end, size)), on_layer)
+        return blocks
+
+    def _step(
+        self, blocks: list[int], seed: int, indices: range, on_layer: Callable[[], None]
+    ) -> None:
+        producer = self.kv.producer
+        assert producer is not None
+        message = producer.step_message()
+        assert bool(message) <= self.is_ranked
+        for rank, memory in enumerate(self.memories):
+            sender = self.parts[rank].sender if self.parts else None
+            if sender is not None:
+                sender.begin_step(message)
+            for layer in range(len(memory.layout.layers)):
+                self._fill_layer(rank, layer, blocks, seed, indices)
+                on_layer()
+                (producer if sender is None else sender).layer_done(layer)
+            if sender is not None:
+                sender.step_done(failed=False)
+        producer.step_done()
+
+    def _fill(self, blocks: list[int], seed: int, indices: range) -> None:
+        for rank, memory in enumerate(self.memories):
+            for layer in range(len(memory.layout.layers)):
+                self._fill_layer(rank, layer, blocks, seed, indices)
+
+    def _fill_layer(
+        self, rank: int, layer: int, blocks: list[int], seed: int, indices: range
+    ) -> None:
+        for index in indices:
+            view = self.memories[rank].block_view(layer, blocks[index])
+            view[:] = self._wanted(rank, layer, seed, index)
+
+    def _wanted(self, rank: int, layer: int, seed: int, index: int) -> bytes:
+        engine = self.engine
+        absolute = engine.layers_of(rank)[layer]
+        size = engine.block_size
+        return b"".join(
+            row_of(seed, absolute, head, token)
+            for head in engine.heads_of(rank)
+            for token in range(index * size, (index + 1) * size)
+        )
+
+    # --- D's engine
+
+    def holds(self, blocks: Sequence[int], seed: int, tokens: int) -> bool:
+        """Whether every rank's blocks hold the prompt's KV, as far as it reaches."""
+        size = self.engine.block_size
+        for rank, memory in enumerate(self.memories):
+            for layer in range(len(memory.layout.layers)):
+                for index, block in enumerate(blocks):
+                    found = memory.block_view(layer, block)
+                    wanted = self._wanted(rank, layer, seed, index)
+                    used = min(size, tokens - index * size) * ROW_BYTES
+                    for at in range(0, len(found), size * ROW_BYTES):
+                        if found[at : at + used] != wanted[at : at + used]:
+                            return False
+        return True
+
+    def admit(self, key: TransferKey, ids: Sequence[int]) -> Landed | NoKv | None:
+        consumer = self.kv.consumer
+        assert consumer is not None
+        answer = consumer.admit(key, ids, seats=8, now=time.monotonic())
+        return answer if isinstance(answer, Landed | NoKv) else None
+
+
+def row_of(seed: int, layer: int, head: int, token: int) -> bytes:
+    """K and V of one token of one head of one layer."""
+    return bytes((seed % 251, layer + 1, head + 1, token % 256, token // 256, 7, 7, 7))
+
+
+def address_of(endpoint: Any) -> Address:
+    assert endpoint.listen_address is not None
+    return endpoint.listen_address
+
+
+@contextmanager
+def sides(p: EngineLayout, d: EngineLayout, **options: Any) -> Iterator[tuple[Side, Side]]:
+    """One of each, closed at the end."""
+    of_d = options.pop("d", {})
+    at_d = Side("D", d, **{**options, **of_d})
+    try:
+        at_p = Side("P", p, **options)
+        try:
+            yield at_p, at_d
+        finally:
+            at_p.close()
+    finally:
+        at_d.close()
+
+
+def until(condition: Callable[[], Any], what: str = "") -> Any:
+    deadline = time.monotonic() + PATIENCE_S
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"it did not come: {what}"
+        time.sleep(0.001)
+    return value
