@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Literal
 from xpyd_core.request_id import Address
 from xpyd_kv.connector.api import BlockPool, KvMemory
 from xpyd_kv.connector.build import Connector, KvSettings, MakeStore, build, default_store
-from xpyd_kv.connector.layouts import wire_layout
+from xpyd_kv.connector.layouts import engine_wire_layout, wire_layout
 from xpyd_kv.device.api import DeviceError, View
 from xpyd_kv.device.paged import DevicePagedMemory
+from xpyd_kv.ranks.engine import RankedEngine
 from xpyd_kv.session.limits import KvLimits
 from xpyd_kv.store.api import Store
 from xpyd_kv.store.landing_store import StoreLimits
@@ -24,6 +25,7 @@ from xpyd_kv.transport.counters import Counters
 from xpyd_kv.transport.settings import Identity
 from xpyd_kv.transport.shared_memory import SharedMemory
 from xpyd_kv.transport.tcp import TcpEndpoint
+from xpyd_kv.wire.messages import Layout
 from xpyd_worker.config import Role, WorkerConfig
 from xpyd_worker.kv_ways import Ways, ways_of_gpu, ways_of_host
 
@@ -118,6 +120,10 @@ class KvParts:
     Kv closes it."""
     gpu: DeviceCache | None = None
     """What `memory` stands in on a GPU. Kv closes it."""
+    ranks: RankedEngine | None = None
+    """Who has the cache, where they are several; `memory` is a BookMemory then."""
+    rank_addresses: tuple[Address, ...] = ()
+    """Where a D's ranks listen."""
 
 
 def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None = None) -> Kv:
@@ -125,7 +131,7 @@ def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None =
 
     `make_store` replaces the store. UserError, naming the flag, for a host pool that cannot be had.
     """
-    role: Literal["P", "D"] = "P" if config.role == "Prefill" else "D"
+    role = letter_of(config)
     endpoints: list[TcpEndpoint] = []
     stores: list[Store] = []
     loss = Loss()
@@ -134,27 +140,16 @@ def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None =
     def make_endpoint(handler: Handler) -> TcpEndpoint:
         endpoint = TcpEndpoint(
             handler,
-            # Unique in the fleet, and a restart has the same one. Not the KV address: P does not
-            # listen on it, so that two on one host may share it.
-            identity=Identity(
-                f"{config.host}/{config.port}",
-                parts.incarnation,
-                role,
-                host=ways.host,
-                gpu=ways.gpu,
-            ),
-            layout=wire_layout(
-                parts.memory.layout,
-                factors=parts.factors,
-                max_tokens=parts.max_model_len,
-                max_data_bytes=ways.max_data_bytes,
-            ),
+            identity=identity_of(config, parts.incarnation, ways),
+            layout=_layout(parts, ways),
             keys=parts.keys,
+            takes="both" if parts.ranks is None else "engines",
             listen=Address(config.host, config.kv_port) if role == "D" else None,
             source_host=config.host,
             transports=config.kv_transports,
             socket_dir=config.kv_socket_dir,
-            connections=ways.connections,
+            # Between engines of ranks it moves nothing.
+            connections=ways.connections if parts.ranks is None else 0,
             paths=ways.paths,
             staging=ways.staging,
             probe_room=ways.probe_room,
@@ -169,17 +164,9 @@ def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None =
             memory=parts.memory,
             pool=parts.pool,
             wake=parts.wake,
-            settings=KvSettings(
-                limits=KvLimits(lease_s=config.kv_lease_s, hold_s=config.kv_wait_s),
-                frames=ways.frames,
-                store=StoreLimits(
-                    direct_free=config.kv_direct_free,
-                    buffer_bytes=parts.buffer_bytes,
-                    pool_bytes=config.kv_host_pool_bytes,
-                ),
-                mode=config.kv_mode,
-            ),
+            settings=settings_of(config, ways, parts.buffer_bytes),
             make_store=make_store or default_store,
+            ranks=parts.ranks,
         )
     except BaseException:
         # It holds sockets before it is started.
@@ -189,6 +176,49 @@ def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None =
     if connector.store is not None:
         stores.append(connector.store)
     return Kv(connector, endpoints[0].counters, ways, parts.shared, parts.gpu, loss)
+
+
+def letter_of(config: WorkerConfig) -> Literal["P", "D"]:
+    """The role of an instance that moves KV."""
+    return "P" if config.role == "Prefill" else "D"
+
+
+def identity_of(config: WorkerConfig, incarnation: str, ways: Ways, *, rank: int = 0) -> Identity:
+    """Who this process is to its peers."""
+    # Unique in the fleet, and a restart has the same one. Not the KV address: P does not listen on
+    # it, so that two on one host may share it.
+    name = f"{config.host}/{config.port}"
+    return Identity(name, incarnation, letter_of(config), rank=rank, host=ways.host, gpu=ways.gpu)
+
+
+def settings_of(config: WorkerConfig, ways: Ways, buffer_bytes: int) -> KvSettings:
+    """What the flags say; the same in the engine's process and its ranks'."""
+    return KvSettings(
+        limits=KvLimits(lease_s=config.kv_lease_s, hold_s=config.kv_wait_s),
+        frames=ways.frames,
+        store=StoreLimits(
+            direct_free=config.kv_direct_free,
+            buffer_bytes=buffer_bytes,
+            pool_bytes=config.kv_host_pool_bytes,
+        ),
+        mode=config.kv_mode,
+    )
+
+
+def _layout(parts: KvParts, ways: Ways) -> Layout:
+    if parts.ranks is not None:
+        return engine_wire_layout(
+            parts.ranks,
+            factors=parts.factors,
+            max_tokens=parts.max_model_len,
+            ranks=parts.rank_addresses,
+        )
+    return wire_layout(
+        parts.memory.layout,
+        factors=parts.factors,
+        max_tokens=parts.max_model_len,
+        max_data_bytes=ways.max_data_bytes,
+    )
 
 
 def _ways(

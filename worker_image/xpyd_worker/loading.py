@@ -16,6 +16,7 @@ from xpyd_core.errors import UserError
 from xpyd_core.parallel.checks import check_parallel
 from xpyd_core.tokenizer_files import TokenizerFiles
 from xpyd_kv.connector.build import MakeStore
+from xpyd_kv.ranks.engine import BookMemory
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.engine.api import Deliver
 from xpyd_worker.engine.block_manager import BlockManager
@@ -28,7 +29,7 @@ from xpyd_worker.kv_setup import Kv, KvParts, make_kv
 from xpyd_worker.memory import give_back, log_memory
 from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.registry import load_config
-from xpyd_worker.model.source import resolve_checkpoint
+from xpyd_worker.model.source import own_name, resolve_checkpoint
 from xpyd_worker.ranks.loss import Loss
 from xpyd_worker.ranks.messages import Logs
 from xpyd_worker.ready_model import ReadyModel
@@ -89,7 +90,7 @@ def load(
     ranks in processes of their own log."""
     folder = resolve_checkpoint(config.model, config.revision)
     model_config = load_config(folder)
-    ready = _make_ready(config, folder, model_config, logs)
+    ready = _make_ready(config, folder, model_config, logs, incarnation)
     with ExitStack() as stack:
         if ready.instance is not None:
             stack.callback(ready.instance.close)
@@ -123,10 +124,10 @@ def _assemble(
     by_share = ready.on_gpu and config.kv_cache_bytes is None
     sizing = "--gpu-memory-utilization" if by_share else "--kv-cache-memory"
     max_model_len = _context(config, model_config, num_blocks, sizing)
-    names = config.served_model_names or (_own_name(config.model, folder),)
+    names = config.served_model_names or (own_name(config.model, folder),)
     # Without a revision the weights' own fingerprint stands in the key, which is what matters.
     factors = compat_factors(
-        folder, model=_own_name(config.model, folder), revision="", kv_dtype=ready.dtype
+        folder, model=own_name(config.model, folder), revision="", kv_dtype=ready.dtype
     )
     pool = BlockManager(
         num_blocks,
@@ -135,7 +136,26 @@ def _assemble(
     )
     inbox = Inbox()
     kv = Kv()
-    if ready.kv is not None:
+    ranked = ready.ranked_kv
+    if ranked is not None:
+        parts = KvParts(
+            memory=BookMemory(ranked.engine),
+            cache=(),
+            pool=pool,
+            wake=inbox.wake,
+            factors=factors,
+            keys=keys,
+            incarnation=incarnation,
+            max_model_len=max_model_len,
+            buffer_bytes=config.buffer_bytes(
+                num_blocks * ranked.engine.layout.held_bytes_per_block
+            ),
+            shared=ranked.shared,
+            ranks=ranked.engine,
+            rank_addresses=ranked.addresses,
+        )
+        kv = make_kv(config, parts)
+    elif ready.kv is not None:
         parts = KvParts(
             memory=ready.kv.memory,
             cache=ready.kv.memory.regions,
@@ -194,21 +214,18 @@ def _assemble(
     return Loaded(model, engine, ready, kv, compat_key(factors))
 
 
-def _make_ready(config: WorkerConfig, folder: Path, model: ModelConfig, logs: Logs) -> ReadyModel:
+def _make_ready(
+    config: WorkerConfig, folder: Path, model: ModelConfig, logs: Logs, incarnation: str
+) -> ReadyModel:
     """The model, here or on ranks. What one rank needs of torch is imported only for it."""
     check_parallel(model.shape, config.sizes, config.layer_partition)
     if config.sizes.replica > 1:
         from xpyd_worker.ranks.loading import load_ranks
 
-        return load_ranks(config, logs)
+        return load_ranks(config, logs, incarnation)
     from xpyd_worker.one_rank import load_one_rank
 
     return load_one_rank(config, folder, model)
-
-
-def _own_name(model: str, folder: Path) -> str:
-    """The checkpoint's name where none is given: `org/name` of the hub, else the folder's."""
-    return model.removeprefix("hf://") if model.startswith("hf://") else folder.resolve().name
 
 
 def _template_has(folder: Path, role: str) -> bool:

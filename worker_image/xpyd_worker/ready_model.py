@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from xpyd_core.request_id import Address
 from xpyd_kv.device.paged import DevicePagedMemory, PagedMemory
+from xpyd_kv.ranks.engine import RankedEngine
 from xpyd_kv.transport.shared_memory import SharedMemory
 from xpyd_worker.engine.executor import Executor
 from xpyd_worker.memory import MemoryUse
@@ -47,6 +49,16 @@ class OwnKv:
 
 
 @dataclass(frozen=True)
+class RankedKv:
+    """A KV cache that ranks have. `addresses`: where a D's listen. `shared`: memory for probes,
+    where ranks lend theirs."""
+
+    engine: RankedEngine
+    addresses: tuple[Address, ...]
+    shared: SharedMemory | None
+
+
+@dataclass(frozen=True)
 class ReadyModel:
     """A model that can run steps. `dtype`: of weights and KV; `cache_bytes`: of all ranks. `kv` is
     there where KV moves and the cache is this process'; `instance` where there are ranks."""
@@ -58,4 +70,6 @@ class ReadyModel:
     memory: Callable[[], Sequence[MemoryUse]]
     """The table of what it takes."""
     kv: OwnKv | None = None
+    ranked_kv: RankedKv | None = None
+    """Where KV moves and the cache is divided over ranks."""
     instance: Instance | None = None

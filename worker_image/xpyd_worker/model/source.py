@@ -52,3 +52,8 @@ def _from_hub(name: str, revision: str | None) -> Path:
         raise UserError(
             f"model: cannot get hf://{name}: {reason}. Without a network name a local folder"
         ) from error
+
+
+def own_name(model: str, folder: Path) -> str:
+    """The checkpoint's name where none is given: `org/name` of the hub, else the folder's."""
+    return model.removeprefix("hf://") if model.startswith("hf://") else folder.resolve().name

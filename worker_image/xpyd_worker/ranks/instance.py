@@ -51,11 +51,18 @@ class Instance:
     """The ranks of `sizes`. `start` it once, `close` it in any case."""
 
     def __init__(
-        self, config: WorkerConfig, sizes: Sizes, *, logs: Logs, command: Sequence[str] = COMMAND
+        self,
+        config: WorkerConfig,
+        sizes: Sizes,
+        *,
+        logs: Logs,
+        command: Sequence[str] = COMMAND,
+        incarnation: str = "",
     ) -> None:
         self._config = config
         self._sizes = sizes
         self._logs = logs
+        self._incarnation = incarnation
         self._links = Links("rank-links")
         self._started: queue.SimpleQueue[tuple[int, FromRank] | None] = queue.SimpleQueue()
         self._pod = Pod(range(sizes.replica), sizes, self._links, self._take, command)
@@ -97,6 +104,7 @@ class Instance:
                     responses=responses,
                     beats=beats,
                     logs=self._logs,
+                    incarnation=self._incarnation,
                 )
 
             self._watch.start(make_start)

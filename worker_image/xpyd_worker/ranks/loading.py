@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from xpyd_core.request_id import Address
+from xpyd_kv.ranks.engine import RankedEngine
+from xpyd_kv.transport.shared_memory import SharedMemory
+from xpyd_kv.wire.messages import MAX_PROBE_BYTES
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.memory import MemoryUse
 from xpyd_worker.ranks.executor import RankedExecutor
@@ -11,13 +15,13 @@ from xpyd_worker.ranks.instance import Instance
 from xpyd_worker.ranks.messages import Logs, Ready
 from xpyd_worker.ranks.step_encoder import StepEncoder
 from xpyd_worker.ranks.step_messages import decode_output
-from xpyd_worker.ready_model import ReadyModel
+from xpyd_worker.ready_model import RankedKv, ReadyModel
 
 
-def load_ranks(config: WorkerConfig, logs: Logs) -> ReadyModel:
+def load_ranks(config: WorkerConfig, logs: Logs, incarnation: str) -> ReadyModel:
     """Start the ranks and have each load its part. UserError for what the user can mend,
     RankLostError for the rest; no rank is left then."""
-    instance = Instance(config, config.sizes, logs=logs)
+    instance = Instance(config, config.sizes, logs=logs, incarnation=incarnation)
     try:
         ready = instance.start()
     except BaseException:
@@ -38,7 +42,26 @@ def load_ranks(config: WorkerConfig, logs: Logs) -> ReadyModel:
         cache_bytes=sum(one.cache_bytes for one in ready),
         on_gpu=first.on_gpu,
         memory=lambda: _memory(ready),
+        ranked_kv=_ranked_kv(config, instance, ready),
         instance=instance,
+    )
+
+
+def _ranked_kv(config: WorkerConfig, instance: Instance, ready: Sequence[Ready]) -> RankedKv | None:
+    """None where KV does not move."""
+    kv = ready[0].kv
+    if kv is None:
+        return None
+    addresses = [one.kv.address for one in ready if one.kv is not None]
+    return RankedKv(
+        engine=RankedEngine(
+            layout=kv.engine,
+            channels=instance.channels,
+            dtype=ready[0].dtype,
+            head_dim=kv.head_dim,
+        ),
+        addresses=tuple(Address(*address) for address in addresses if address is not None),
+        shared=SharedMemory(MAX_PROBE_BYTES) if config.shares_kv else None,
     )
 
 

@@ -17,6 +17,7 @@ import msgspec
 
 from xpyd_core.errors import ProtocolError
 from xpyd_core.parallel.ranks import Sizes
+from xpyd_kv.plan.engine_layout import EngineLayout
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.ranks.loss import Failure
 from xpyd_worker.ranks.ring import RingFds
@@ -46,6 +47,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     responses: RingFds
     beats: int
     logs: Logs
+    incarnation: str = ""
+    """The engine's, to peers."""
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):
@@ -68,6 +71,15 @@ class Agreed(msgspec.Struct, frozen=True, tag=True):
     blocks: int
 
 
+class KvReady(msgspec.Struct, frozen=True):
+    """Of an instance that moves KV: how its cache is divided, and where this rank of a D listens
+    for it."""
+
+    engine: EngineLayout
+    head_dim: int
+    address: tuple[str, int] | None
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """What the rank has: blocks of KV, as agreed; bytes of its weights and of its KV cache, what is
     resident of its process (None: the system does not say), the dtype's name, and how many steps
@@ -80,6 +92,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     dtype: str
     depth: int
     on_gpu: bool
+    kv: KvReady | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

@@ -11,12 +11,15 @@ from contextlib import contextmanager
 
 import torch
 
+from xpyd_core.errors import UserError
 from xpyd_core.parallel.partition import partition
+from xpyd_kv.device.paged import PagedMemory
 from xpyd_kv.ranks.api import Channel
 from xpyd_worker.config import WorkerConfig
+from xpyd_worker.kv_rank import CacheMemory, RankKv, engine_layout, start_rank_kv
 from xpyd_worker.memory import give_back, resident_bytes
 from xpyd_worker.model.registry import load_config
-from xpyd_worker.model.source import resolve_checkpoint
+from xpyd_worker.model.source import own_name, resolve_checkpoint
 from xpyd_worker.one_rank import cpu_dtype, dtype_name, gpu_dtype, gpu_limits
 from xpyd_worker.parallel.api import GroupError
 from xpyd_worker.parallel.boundary import HiddenSize
@@ -25,13 +28,14 @@ from xpyd_worker.parallel.state import ParallelState, open_parallel
 from xpyd_worker.preflight import check_devices, look_at_network
 from xpyd_worker.ranks.loading import slots
 from xpyd_worker.ranks.loss import MissesOthersError
-from xpyd_worker.ranks.messages import Ready, Start
+from xpyd_worker.ranks.messages import KvReady, Ready, Start
 from xpyd_worker.ranks.process import LaunchedStep
 from xpyd_worker.ranks.request_states import RequestStates
 from xpyd_worker.ranks.step_work import RankWork
 from xpyd_worker.runner.device import CPU, CudaDevice, choose_device
 from xpyd_worker.runner.gpu_fit import GpuFit
 from xpyd_worker.runner.load import CpuFit, fit_on_cpu, fit_on_gpu
+from xpyd_worker.runner.runner import ModelRunner
 
 
 class RankProgram:
@@ -47,6 +51,11 @@ class RankProgram:
         self._model = load_config(self._folder)
         self._device = _device(start)
         on_gpu = self._device.type == "cuda"
+        if on_gpu and config.moves_kv:
+            raise UserError(
+                f"--role {config.role}: ranks on GPUs do not move KV yet; give --device cpu, "
+                "one rank, or the role Aggregated"
+            )
         self._dtype = (
             gpu_dtype(config, self._model, self._device)
             if on_gpu
@@ -55,6 +64,7 @@ class RankProgram:
         self._parallel: ParallelState | None = None
         self._fit: CpuFit | GpuFit | None = None
         self._work: RankWork | None = None
+        self._kv: RankKv | None = None
 
     def load(self) -> int:
         """See Program."""
@@ -105,11 +115,18 @@ class RankProgram:
         assert self._fit is not None, "load comes before"
         assert self._parallel is not None, "load comes before"
         config = self._start.config
+        cache = CacheMemory(config)
         with _group_errors():
-            runner = self._fit.make_runner(blocks)
+            runner = self._make_runner(blocks, cache)
+        kv = self._start_kv(runner, cache) if config.moves_kv else None
         most_tokens = config.max_model_len or self._model.max_positions
         states = RequestStates(slots(config), min(most_tokens, blocks * config.block_size))
-        self._work = RankWork(runner, states, parallel=self._parallel)
+        self._work = RankWork(
+            runner,
+            states,
+            parallel=self._parallel,
+            kv_sender=None if self._kv is None else self._kv.sender,
+        )
         give_back()
         return Ready(
             blocks=blocks,
@@ -119,7 +136,34 @@ class RankProgram:
             dtype=dtype_name(runner),
             depth=runner.depth,
             on_gpu=self._device != CPU,
+            kv=kv,
         )
+
+    def _make_runner(self, blocks: int, cache: CacheMemory) -> ModelRunner:
+        fit = self._fit
+        assert fit is not None, "load comes before"
+        if isinstance(fit, CpuFit):
+            return fit.make_runner(blocks, make_memory=cache.make)
+        return fit.make_runner(blocks)
+
+    def _start_kv(self, runner: ModelRunner, cache: CacheMemory) -> KvReady:
+        start, config, model = self._start, self._start.config, self._model
+        stages = partition(model.num_layers, start.sizes.pipeline, config.layer_partition)
+        stage = stages[start.sizes.place(start.rank).stage]
+        memory = PagedMemory(runner.kv_cache.layers, layers=tuple(stage))
+        engine = engine_layout(config, memory, kv_heads=model.num_kv_heads, stages=stages)
+        self._kv = start_rank_kv(
+            config,
+            rank=start.rank,
+            incarnation=start.incarnation,
+            channel=self._channel,
+            cache=memory,
+            shared=cache.shared,
+            engine=engine,
+            folder=self._folder,
+            model_name=own_name(config.model, self._folder),
+        )
+        return KvReady(engine, model.head_dim, self._kv.address)
 
     def launch(self, message: bytes) -> LaunchedStep:
         """See Program."""
@@ -129,6 +173,8 @@ class RankProgram:
 
     def close(self) -> None:
         """See Program."""
+        if self._kv is not None:
+            self._kv.close()
         if self._parallel is not None:
             self._parallel.close()
 
