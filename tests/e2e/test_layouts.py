@@ -1,0 +1,59 @@
+"""P and D whose models are divided over ranks, each in its own way: KV goes from rank to rank."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import Fleet, fleet
+from tests.e2e.oracle import Case
+
+pytestmark = pytest.mark.slow
+CASES = 4
+# (tensor, pipeline) of P and of D.
+PAIRS = [
+    ((2, 1), (1, 2)),
+    ((2, 2), (1, 1)),
+    ((1, 1), (4, 1)),
+    ((4, 1), (1, 1)),
+    ((1, 2), (2, 1)),
+    ((1, 1), (2, 2)),
+    ((4, 1), (2, 1)),
+    ((2, 1), (4, 1)),
+    ((2, 1), (2, 1)),
+    ((1, 2), (1, 1)),
+    ((1, 1), (1, 2)),
+    ((2, 2), (4, 1)),
+]
+
+
+def _ranks(sizes: tuple[int, int]) -> tuple[str, ...]:
+    tensor, pipeline = map(str, sizes)
+    return ("--tensor-parallel-size", tensor, "--pipeline-parallel-size", pipeline)
+
+
+def _ask(running: Fleet, case: Case) -> tuple[int, ...]:
+    answer = running.complete(
+        prompt=list(case.prompt), max_tokens=len(case.ids), ignore_eos=True, return_token_ids=True
+    )
+    return tuple(answer["choices"][0]["token_ids"])
+
+
+@pytest.mark.parametrize(("of_p", "of_d"), PAIRS)
+def test_greedy_tokens_are_those_of_one_process_and_d_computes_no_prompt(
+    tmp_path: Path, cases: list[Case], of_p: tuple[int, int], of_d: tuple[int, int]
+) -> None:
+    # Half of the pairs over shared memory, the others over TCP.
+    transport = "shm" if PAIRS.index((of_p, of_d)) % 2 else "tcp"
+    flags = ("--kv-socket-dir", str(tmp_path / "kv"), "--kv-transport", transport)
+    small = ("--max-num-batched-tokens", "72", "--max-num-seqs", "8", "--kv-group-bytes", "1")
+    with fleet(tmp_path) as running:
+        p = running.start_engine("Prefill", *flags, *small, "--threads", "1", *_ranks(of_p))
+        failing = ("--kv-on-failure", "fail", "--threads", "1")
+        d = running.start_engine("Decode", *flags, *failing, *_ranks(of_d))
+        running.wait_ready(p, d)
+        for case in cases[:CASES]:
+            assert _ask(running, case) == case.ids
+        received = d.metric("xpyd_kv_received_bytes_total")
+        assert received == p.metric("xpyd_kv_sent_bytes_total") > 0
+        assert d.metric("xpyd_engine_prompt_tokens_computed_total") == 0
+        assert d.metric("xpyd_kv_recomputed_requests_total") == 0
