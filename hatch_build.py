@@ -2,9 +2,9 @@
 installs.
 
 Each library lands beside its sources, from where its package loads it (xpyd_kv.native,
-xpyd_worker.kernels.cpu), and makes the wheel one for this platform. Without a compiler, or with one
-that fails, the wheel has none and fits every platform: all that is done in C can be done in Python,
-more slowly.
+xpyd_worker.kernels.cpu, xpyd_worker.parallel.native), and makes the wheel one for this platform.
+Without a compiler, or with one that fails, the wheel has none and fits every platform: all that is
+done in C can be done in Python, more slowly.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ _VECTOR_FLAGS = (
     "-Wno-psabi",
 )
 _CPU = "worker_image/xpyd_worker/kernels/cpu/"
+_PARALLEL = "worker_image/xpyd_worker/parallel/native/"
 # Levels of the instruction set that have a library each; other machines: the compiler's default.
 _LEVELS = {"x86_64": ("x86-64-v4", "x86-64-v3")}
 _TIMEOUT_S = 300.0
@@ -50,15 +51,19 @@ def libraries() -> list[Library]:
     """All of them, for this machine."""
     machine = platform.machine()
     levels = _LEVELS.get(machine, ())
-    sources = tuple(f"{_CPU}{name}.cpp" for name in ("attention", "elementwise", "matvec"))
+    operators = tuple(f"{_CPU}{name}.cpp" for name in ("attention", "elementwise", "matvec"))
     named = [(level, (*_VECTOR_FLAGS, f"-march={level}")) for level in levels]
     return [
         Library(
             "kv_transfer/xpyd_kv/native/copy_runs.so", ("kv_transfer/xpyd_kv/native/copy_runs.c",)
         ),
         *(
-            Library(f"{_CPU}operators.{name}.so", sources, ("CXX", "c++"), flags)
+            Library(f"{path}.{name}.so", sources, ("CXX", "c++"), flags)
             for name, flags in named or [(machine, _VECTOR_FLAGS)]
+            for path, sources in (
+                (f"{_CPU}operators", operators),
+                (f"{_PARALLEL}collectives", (f"{_PARALLEL}collectives.cpp",)),
+            )
         ),
     ]
 

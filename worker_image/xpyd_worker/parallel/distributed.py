@@ -80,7 +80,7 @@ class Store:
         missing = self.roll_call("start", range(world), within_s=at.connect_s)
         if missing:
             raise GroupError(
-                f"{_named(missing)} did not come to {where} within {at.connect_s:g} s; "
+                f"{named(missing)} did not come to {where} within {at.connect_s:g} s; "
                 f"{world} ranks were to"
             )
 
@@ -213,7 +213,7 @@ class ProcessGroup:
             self._failures += 1
             call = f"failed/{self.name}/{self._failures}"
             missing = self._store.roll_call(call, self.ranks, within_s=_SOON_S)
-            who = f"{_named(missing)} did not take part" if missing else "all ranks are there"
+            who = f"{named(missing)} did not take part" if missing else "all ranks are there"
             raise GroupError(f"{what} in group {self.name}: {who}: {_first_line(error)}") from error
 
 
@@ -273,6 +273,7 @@ def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
 
 
-def _named(ranks: list[int]) -> str:
+def named(ranks: list[int]) -> str:
+    """As a message has them."""
     numbers = ", ".join(map(str, ranks))
     return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"

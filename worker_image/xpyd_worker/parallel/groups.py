@@ -34,6 +34,15 @@ class FastReduce(Protocol):
         ...
 
 
+class FastGather(Protocol):
+    """A faster all-gather, of one host's ranks and for what stands in its memory."""
+
+    def all_gather(self, out: Tensor, share: Tensor, rows: int) -> None:
+        """`out` [rows, size, n] of all ranks' `share` [rows, n], both contiguous. With one row
+        `share` may be this rank's place in `out`. Raises GroupError."""
+        ...
+
+
 class GroupCoordinator:
     """One group, as one of its ranks has it."""
 
@@ -46,8 +55,9 @@ class GroupCoordinator:
         device: torch.device,
         local_rank: int,
         fast: FastReduce | None = None,
+        fast_gather: FastGather | None = None,
     ) -> None:
-        """Takes `fast` over; the process groups stay their maker's."""
+        """Takes `fast` over; all else stays its maker's."""
         assert device_group.ranks == cpu_group.ranks, "two process groups, one set of ranks"
         self.kind = kind
         self.device = device
@@ -61,7 +71,7 @@ class GroupCoordinator:
         """The number in the world."""
         self.local_rank = local_rank
         """The number on this host, and of its GPU."""
-        self._fast = fast
+        self._fast, self._fast_gather = fast, fast_gather
         self.unique_name = f"{kind}:{_next_number(kind)}"
         _groups[self.unique_name] = self
 
@@ -105,13 +115,20 @@ class GroupCoordinator:
 
     def all_gather_flat(self, out: Tensor, share: Tensor) -> None:
         """All ranks' `share` one behind the other in `out`, of which it may be a part."""
-        self.device_group.all_gather(out, share)
+        if self._fast_gather is not None and share.numel():
+            self._fast_gather.all_gather(out, share, 1)
+        else:
+            self.device_group.all_gather(out, share)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """All ranks' `x` [rows, n] beside each other: [rows, n * size]."""
         rows, width = x.shape
+        if self._fast_gather is not None and x.numel():
+            beside = x.new_empty(rows, self.size * width)
+            self._fast_gather.all_gather(beside, x.contiguous(), rows)
+            return beside
         out = x.new_empty(self.size, rows, width)
-        self.all_gather_flat(out, x.contiguous())
+        self.device_group.all_gather(out, x.contiguous())
         return out.transpose(0, 1).reshape(rows, self.size * width)
 
     def close(self) -> None:

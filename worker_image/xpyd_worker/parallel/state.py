@@ -6,6 +6,7 @@ of it, xpyd_core.parallel.ranks for who is in which group.
 
 from __future__ import annotations
 
+import os
 import socket
 from contextlib import ExitStack
 from typing import Self
@@ -26,6 +27,7 @@ from xpyd_worker.parallel.distributed import (
 from xpyd_worker.parallel.feedback import StageFeedback
 from xpyd_worker.parallel.groups import GroupCoordinator
 from xpyd_worker.parallel.ops import OpsTensorGroup
+from xpyd_worker.parallel.shared_memory import Host, open_shared_memory
 
 
 class ParallelState:
@@ -101,6 +103,8 @@ def open_parallel(
     }
     store = Store(at, rank, sizes.world)
     gloo = gloo_device(at.address)
+    # Perhaps some are on other hosts; that only costs what looking around saves.
+    host = Host(ranks=sizes.world, cores=len(os.sched_getaffinity(0)))
     groups: dict[str, GroupCoordinator] = {}
     with ExitStack() as stack:
         for kind, all_of_kind in kinds.items():
@@ -114,12 +118,18 @@ def open_parallel(
             else:
                 device_group = nccl_group(store, f"{name}-device", ranks, device=device, at=at)
             stack.callback(device_group.close)
+            fast = None
+            if kind == "tensor" and device.type == "cpu" and len(ranks) > 1:
+                # They share a host (xpyd_core.parallel); of the others some do not.
+                fast = open_shared_memory(store, name, ranks, at=at, host=host)
             groups[kind] = GroupCoordinator(
                 kind,
                 device_group=device_group,
                 cpu_group=cpu_group,
                 device=device,
                 local_rank=local_rank,
+                fast=fast,
+                fast_gather=fast,
             )
             stack.callback(groups[kind].close)
         return ParallelState(part, groups, hidden, stack.pop_all())

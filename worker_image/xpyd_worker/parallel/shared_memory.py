@@ -1,0 +1,204 @@
+"""Collectives of ranks that share a host, over memory that all of them have mapped.
+
+The first of the group makes it, the others open it (shared_pages.py); what is done in it is
+native/collectives.cpp's. Where that was not built, or a rank cannot open the memory, all ranks of
+the group agree to stay with Gloo.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from xpyd_worker.kernels.cpu.library import TYPES
+from xpyd_worker.parallel import native
+from xpyd_worker.parallel.api import GroupError
+from xpyd_worker.parallel.distributed import Rendezvous, Store, named
+from xpyd_worker.parallel.shared_pages import NotShared, Pages, make_pages, open_pages
+
+_log = logging.getLogger(__name__)
+
+PIECE_BYTES = 256 << 10
+"""Of a tensor that goes through the memory at once: two of them fit a core's cache for each rank of
+a small group (docs/benchmarks/parallel.md). Larger tensors go in pieces."""
+SHARES_FROM_BYTES = 32 << 10
+"""From here on three ranks and more add up a share each; below the second meeting costs more."""
+SPIN_S = 50e-6
+"""How long a rank looks for the others at most before it sleeps, where each has a core: to sleep
+and to be woken takes about that long."""
+_MOST_RANKS = 32
+
+
+@dataclass(frozen=True)
+class Host:
+    """What a group has to itself of a host."""
+
+    ranks: int
+    """That compute there at the same time, of all groups."""
+
+    cores: int
+
+    @property
+    def spin_s(self) -> float:
+        """Who waits must not take the core of whom it waits for."""
+        return SPIN_S if self.cores >= self.ranks else 0.0
+
+
+class SharedMemoryCollectives:
+    """See FastReduce and FastGather. Made by `open_shared_memory`."""
+
+    def __init__(
+        self,
+        name: str,
+        ranks: tuple[int, ...],
+        rank_in_group: int,
+        *,
+        memory: mmap.mmap,
+        processes: list[int],
+        within_s: float,
+        spin_s: float,
+    ) -> None:
+        """Takes over the memory, and `processes`: descriptors of the ranks' (-1: none)."""
+        library = native.library()
+        assert library is not None
+        self._library, self._name, self._ranks = library, name, ranks
+        self._memory, self._processes = memory, processes
+        # Both hold addresses that the member has.
+        self._at: ctypes.c_char | None = ctypes.c_char.from_buffer(memory)
+        self._descriptors = (ctypes.c_int32 * len(processes))(*processes)
+        self._member = native.Member(
+            shared=ctypes.addressof(self._at),
+            processes=ctypes.addressof(self._descriptors),
+            rank=rank_in_group,
+            ranks=len(ranks),
+            piece_bytes=PIECE_BYTES,
+            most_spin_ns=int(spin_s * 1e9),
+            within_ns=int(within_s * 1e9),
+        )
+        self._reference = ctypes.byref(self._member)
+        self._shares_from = SHARES_FROM_BYTES if len(ranks) > 2 else PIECE_BYTES + 1
+
+    def takes(self, x: Tensor) -> bool:
+        """See FastReduce."""
+        return x.dtype in TYPES and x.is_contiguous()
+
+    def all_reduce(self, x: Tensor) -> None:
+        """See FastReduce."""
+        failed = self._library.xpyd_all_reduce(
+            self._reference, TYPES[x.dtype], x.data_ptr(), x.numel(), self._shares_from
+        )
+        if failed:
+            raise self._error("all_reduce", failed)
+
+    def all_gather(self, out: Tensor, share: Tensor, rows: int) -> None:
+        """See FastGather."""
+        failed = self._library.xpyd_all_gather(
+            self._reference,
+            share.data_ptr(),
+            out.data_ptr(),
+            rows,
+            share.numel() // rows * share.element_size(),
+        )
+        if failed:
+            raise self._error("all_gather", failed)
+
+    def close(self) -> None:
+        """Whoever waits in it fails. It goes with the last rank that has it."""
+        if self._at is None:
+            return
+        self._library.xpyd_leave(self._reference)
+        # The memory cannot be unmapped while somebody holds its address.
+        self._at = None
+        self._memory.close()
+        for descriptor in self._processes:
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def _error(self, what: str, outcome: int) -> GroupError:
+        blamed = self._member.blamed
+        who = [rank for at, rank in enumerate(self._ranks) if blamed >> at & 1]
+        within_s = self._member.within_ns / 1e9
+        why = {
+            native.MISSING: f"did not take part within {within_s:g} s",
+            native.ENDED: "did not take part: the process has ended",
+            native.CLOSED: "did not take part: the group is closed there",
+            native.ELSEWHERE: "did not take part: another call, size or type of tensor there",
+        }[outcome]
+        return GroupError(f"{what} in group {self._name}: {named(who) or 'a rank'} {why}")
+
+
+def open_shared_memory(
+    store: Store, name: str, ranks: tuple[int, ...], *, at: Rendezvous, host: Host
+) -> SharedMemoryCollectives | None:
+    """`ranks`, this one among them. None, on all of them, where one of them cannot; then the log
+    says why. GroupError where one says nothing."""
+    key, pages, word = f"memory/{name}", None, ""
+    with ExitStack() as stack:
+        try:
+            pages = _pages(store, key, ranks, at)
+            stack.callback(pages.close)
+        except NotShared as error:
+            word = str(error)
+        store.put(f"{key}/{store.rank}", (word or str(os.getpid())).encode())
+        words = [store.take(f"{key}/{r}", of=r, within_s=at.connect_s).decode() for r in ranks]
+        refused = {
+            rank: word for rank, word in zip(ranks, words, strict=True) if not word.isdigit()
+        }
+        if pages is None or refused:
+            if pages is not None:
+                pages.memory.close()
+            if store.rank == ranks[0]:
+                why = "; ".join(f"rank {rank}: {word}" for rank, word in refused.items())
+                _log.warning("group %s goes over Gloo instead of shared memory: %s", name, why)
+            return None
+    return SharedMemoryCollectives(
+        name,
+        ranks,
+        ranks.index(store.rank),
+        memory=pages.memory,
+        processes=[_process(int(pid)) for pid in words],
+        within_s=at.step_s,
+        spin_s=host.spin_s,
+    )
+
+
+def _pages(store: Store, key: str, ranks: tuple[int, ...], at: Rendezvous) -> Pages:
+    """The group's memory; its first rank makes it, and says where it is in any case."""
+    is_first, made = store.rank == ranks[0], None
+    try:
+        size_bytes = _size_bytes(len(ranks))
+        if is_first:
+            made = make_pages(size_bytes)
+    finally:
+        if is_first:
+            store.put(key, (made.where if made else "").encode())
+    if made is not None:
+        return made
+    where = store.take(key, of=ranks[0], within_s=at.connect_s).decode()
+    return open_pages(where, size_bytes)
+
+
+def _size_bytes(ranks: int) -> int:
+    library = native.library()
+    if library is None:
+        raise NotShared("the collectives were not compiled here")
+    if ranks > native.MOST_RANKS:
+        raise NotShared(f"{ranks} ranks; {native.MOST_RANKS} at most")
+    return native.HEAD_BYTES + 2 * ranks * PIECE_BYTES
+
+
+def _process(pid: int) -> int:
+    """A descriptor that tells when it ends. -1 for this one, and where the system has none: then
+    the deadline tells."""
+    if pid == os.getpid():
+        return -1
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return -1
