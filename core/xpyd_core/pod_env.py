@@ -52,6 +52,12 @@ class PodEnv:
     revision: str = ""
     layer_partition: tuple[int, ...] = ()
     """VLLM_PP_LAYER_PARTITION: layers of each pipeline stage; () where it is not set."""
+    leader_address: str = ""
+    """LWS_LEADER_ADDRESS, as LeaderWorkerSet sets it and the next two: the first pod."""
+    group_size: int = 1
+    """LWS_GROUP_SIZE: pods of the instance."""
+    worker_index: int = 0
+    """LWS_WORKER_INDEX: this pod's number among them; 0 leads."""
 
 
 def _port(environ: Mapping[str, str], name: str, default: int) -> int:
@@ -60,6 +66,15 @@ def _port(environ: Mapping[str, str], name: str, default: int) -> int:
         return default
     if not text.isdigit() or not 0 < int(text) <= LAST_PORT:
         raise UserError(f"{name}={text!r}: expected a port, 1 to {LAST_PORT}")
+    return int(text)
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name, "")
+    if not text:
+        return default
+    if not (text.isascii() and text.isdigit()):
+        raise UserError(f"{name}={text!r}: expected a number")
     return int(text)
 
 
@@ -87,4 +102,7 @@ def read_pod_env(environ: Mapping[str, str] | None = None) -> PodEnv:
         instance=environ.get("XPYD_INSTANCE", ""),
         revision=environ.get("XPYD_REVISION", ""),
         layer_partition=parse_override(environ.get(PARTITION_VARIABLE, "")),
+        leader_address=environ.get("LWS_LEADER_ADDRESS", ""),
+        group_size=_number(environ, "LWS_GROUP_SIZE", 1),
+        worker_index=_number(environ, "LWS_WORKER_INDEX", 0),
     )

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from xpyd_core.parallel.ranks import Sizes
 from xpyd_worker.config import WorkerConfig
-from xpyd_worker.engine.executor import StepInput
+from xpyd_worker.engine.executor import Running, StepInput
 from xpyd_worker.ranks.executor import RankedExecutor
 from xpyd_worker.ranks.instance import Instance
 from xpyd_worker.ranks.loss import Loss
@@ -24,8 +24,8 @@ WAIT_S = 120.0
 class JsonSteps:
     """Steps are JSON, so that a test can say in one what each rank does."""
 
-    def encode(self, step: Any) -> bytes:
-        return json.dumps(step).encode()
+    def encode(self, step: StepInput) -> bytes:
+        return step.kv
 
 
 def executor_of(
@@ -35,21 +35,47 @@ def executor_of(
         instance,
         num_blocks=1,
         depth=depth,
+        draws_ahead=False,
         encoder=JsonSteps(),
         decode=json.loads,
         step_deadline_s=deadline_s,
     )
 
 
+def launch(executor: RankedExecutor, what: dict[str, Any]) -> Running:
+    """A step in which each rank does what is said."""
+    return executor.launch(StepInput(1, (), kv=json.dumps(what).encode()), lambda _: None)
+
+
 def step(executor: RankedExecutor, what: dict[str, Any]) -> Any:
-    """One step from its launch to its end."""
-    return cast(Any, executor.launch(cast(StepInput, what), lambda _: None).wait())
+    """The same, to its end."""
+    return cast(Any, launch(executor, what).wait())
 
 
 def make(sizes: Sizes, **told: Any) -> Instance:
     """Not started. `told`: what the ranks do as they start, e.g. `{"load 1": "exit:3"}`."""
-    config = WorkerConfig(model=json.dumps(told))
-    return Instance(config, sizes, logs=Logs("warning"), command=COMMAND)
+    config = WorkerConfig(
+        model=json.dumps(told),
+        tensor_parallel_size=sizes.tensor,
+        pipeline_parallel_size=sizes.pipeline,
+    )
+    return Instance(config, logs=Logs("warning"), command=COMMAND)
+
+
+def pod_config(
+    pod: int, *, leader: str, host: str, key_file: str, model: str = "{}"
+) -> WorkerConfig:
+    """One of two pods, each with a stage of two ranks."""
+    return WorkerConfig(
+        model=model,
+        host=host,
+        tensor_parallel_size=2,
+        pipeline_parallel_size=2,
+        pods=2,
+        pod=pod,
+        leader_address=leader,
+        kv_key_file=Path(key_file),
+    )
 
 
 @contextmanager

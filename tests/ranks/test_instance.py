@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.ranks.kit import WAIT_S, executor_of, is_alive, loss_of, make, started, step
+from tests.ranks.kit import WAIT_S, executor_of, is_alive, launch, loss_of, make, started, step
 from xpyd_core.errors import UserError
 from xpyd_core.parallel.ranks import Sizes
 from xpyd_worker.ranks.instance import Instance
@@ -39,7 +39,7 @@ def test_steps_are_answered_by_the_first_rank_of_the_last_stage(four: Instance) 
 
 def test_steps_under_way_are_waited_for_in_order(four: Instance) -> None:
     executor = executor_of(four)
-    under_way = [executor.launch({"say": n}, lambda _: None) for n in range(4)]  # type: ignore[arg-type]
+    under_way = [launch(executor, {"say": n}) for n in range(4)]
     assert [one.wait()["say"] for one in under_way] == [0, 1, 2, 3]  # type: ignore[index]
 
 
@@ -80,7 +80,7 @@ def test_ranks_leave_in_order_and_nothing_is_left(capfd: pytest.CaptureFixture[s
 def test_a_killed_rank_ends_the_step_under_way_and_the_other_rank(rank: int) -> None:
     with started(TWO) as instance:
         pids = [instance.who(r).pid for r in range(2)]
-        running = executor_of(instance).launch({"*": "hang"}, lambda _: None)  # type: ignore[arg-type]
+        running = launch(executor_of(instance), {"*": "hang"})
         os.kill(pids[rank], signal.SIGKILL)
         with pytest.raises(
             RankLostError, match=rf"rank {rank} \(stage {rank}, .* ended by SIGKILL"
@@ -89,7 +89,7 @@ def test_a_killed_rank_ends_the_step_under_way_and_the_other_rank(rank: int) -> 
         assert not any(map(is_alive, pids))
         assert loss_of(instance).status == EXIT_RANK_ENDED
         with pytest.raises(RankLostError):
-            executor_of(instance).launch({}, lambda _: None)  # type: ignore[arg-type]
+            launch(executor_of(instance), {})
 
 
 @pytest.mark.slow

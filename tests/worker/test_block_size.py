@@ -7,6 +7,7 @@ import pytest
 from xpyd_core.errors import UserError
 from xpyd_worker.config import WorkerConfig, check_config
 from xpyd_worker.loading import load
+from xpyd_worker.runner.runner import ModelRunner
 
 MODEL = Path(__file__).parents[2] / "examples/demo-model"
 BYTES_PER_TOKEN = 3072
@@ -22,8 +23,10 @@ def test_a_cache_holds_as_many_tokens_as_its_whole_blocks(block_size: int, conte
         threads=1,
     )
     loaded = load(config, deliver=lambda _: None, keys=(), incarnation="i", make_store=None)
-    assert loaded.runner.kv_cache.shape.block_size == block_size
-    assert loaded.runner.num_blocks == context // block_size
+    runner = loaded.ready.executor
+    assert isinstance(runner, ModelRunner)
+    assert runner.kv_cache.shape.block_size == block_size
+    assert runner.num_blocks == context // block_size
     assert loaded.model.max_model_len == context
 
 

@@ -242,7 +242,7 @@ def test_closing_ends_the_threads_frees_the_memory_and_refuses_more() -> None:
     before = own_threads()
     made = make_llm()
     loaded = made._session._parts[0]  # type: ignore[index]
-    memory = weakref.ref(loaded.runner.kv_cache)
+    memory = weakref.ref(loaded.ready.executor.kv_cache)
     del loaded
     assert len(own_threads()) == len(before) + 2
     made.close()

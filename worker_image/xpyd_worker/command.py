@@ -317,6 +317,9 @@ def read_config(args: argparse.Namespace, env: PodEnv | None = None) -> WorkerCo
         kv_wait_s=args.kv_wait_seconds,
         kv_lease_s=args.kv_lease_seconds,
         kv_recompute=args.kv_on_failure == "recompute",
+        pods=env.group_size,
+        pod=env.worker_index,
+        leader_address=env.leader_address,
         discovery=env.discovery if args.discovery is None else _discovery(args.discovery),
         heartbeat_period_s=args.heartbeat_period_ms / 1000,
         drain_timeout_s=args.drain_timeout,
@@ -372,9 +375,15 @@ def _discovery(text: str) -> tuple[Address, ...]:
 def _run(args: argparse.Namespace) -> int:
     set_up_logging(args.log_level, args.log_format)
     config = read_config(args)
-    from xpyd_worker.main import run
+    logs = Logs(args.log_level, args.log_format)
+    if config.pod:
+        from xpyd_worker.ranks.pod_agent import serve_pod
 
-    status = run(config, logs=Logs(args.log_level, args.log_format))
+        status = serve_pod(config)
+    else:
+        from xpyd_worker.main import run
+
+        status = run(config, logs=logs)
     # Everything is closed; unloading torch module by module would take a second more, in which a
     # drain, a scale-down or a restart waits for nothing.
     logging.shutdown()

@@ -83,6 +83,12 @@ class WorkerConfig:
     """Stages that hold the layers one behind the other."""
     layer_partition: tuple[int, ...] = ()
     """Layers of each stage; () as `xpyd_core.parallel.partition` divides them."""
+    pods: int = 1
+    """Pods that the ranks are in, each whole stages."""
+    pod: int = 0
+    """This one's number; 0 serves HTTP and leads the others."""
+    leader_address: str = ""
+    """Host of pod 0."""
 
     role: Role = "Aggregated"
     host: str = "127.0.0.1"
@@ -137,6 +143,11 @@ class WorkerConfig:
         """How the model is divided over ranks."""
         return Sizes(tensor=self.tensor_parallel_size, pipeline=self.pipeline_parallel_size)
 
+    def pod_ranks(self, pod: int) -> range:
+        """The ranks that run in pod `pod`."""
+        each = self.sizes.replica // self.pods
+        return range(pod * each, (pod + 1) * each)
+
     @property
     def cpu_cache_bytes(self) -> int:
         """The paged KV cache of each rank on a CPU."""
@@ -182,8 +193,10 @@ def check_config(config: WorkerConfig) -> None:
     for complaint, holds in _checks(config):
         if not holds:
             raise UserError(complaint)
-    if config.moves_kv or config.kv_insecure:
+    if config.moves_kv or config.kv_insecure or config.pods > 1:
         who = f"role {config.role} moves KV and"
+        if config.pods > 1:
+            who = f"an instance of {config.pods} pods"
         check_keys_given(config.kv_key_file, insecure=config.kv_insecure, who=who)
     if config.kv_advertise is not None and not is_dialable(config.kv_advertise):
         raise UserError(
@@ -196,6 +209,19 @@ def _parallel_checks(config: WorkerConfig) -> list[tuple[str, bool]]:
     return [
         (f"{TENSOR}: expected 1 to {MAX_PARALLEL}", _is_parallel(config.tensor_parallel_size)),
         (f"{PIPELINE}: expected 1 to {MAX_PARALLEL}", _is_parallel(config.pipeline_parallel_size)),
+        (
+            f"LWS_GROUP_SIZE: {config.pods} pods for {config.pipeline_parallel_size} stages; each "
+            "pod holds as many whole stages",
+            config.pods >= 1 and config.pipeline_parallel_size % config.pods == 0,
+        ),
+        (
+            f"LWS_WORKER_INDEX: {config.pod} of {config.pods} pods; they count from 0",
+            0 <= config.pod < config.pods,
+        ),
+        (
+            "LWS_LEADER_ADDRESS: expected the address of the instance's first pod",
+            config.pods == 1 or bool(config.leader_address),
+        ),
         (
             f"--device {config.device}: with several ranks each takes the GPU of its own number; "
             "give cuda",

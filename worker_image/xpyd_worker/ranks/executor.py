@@ -54,6 +54,7 @@ class RankedExecutor:
         *,
         num_blocks: int,
         depth: int,
+        draws_ahead: bool,
         encoder: Encoder,
         decode: Callable[[bytes], StepOutput],
         step_deadline_s: float = STEP_DEADLINE_S,
@@ -69,6 +70,7 @@ class RankedExecutor:
             self._poll.register(descriptor, select.POLLIN)
         self.num_blocks = num_blocks
         self.depth = depth
+        self.draws_ahead = draws_ahead
         self.counters = RankedCounters()
 
     def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Running:

@@ -9,18 +9,26 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import socket
 import threading
 from collections.abc import Sequence
 from typing import TypeVar
 
 from xpyd_core.errors import ProtocolError, UserError
-from xpyd_core.parallel.ranks import Sizes
 from xpyd_worker.config import WorkerConfig
+from xpyd_worker.ranks.beats import Beat
 from xpyd_worker.ranks.frames import Frame, Kind
 from xpyd_worker.ranks.judge import Judge
+from xpyd_worker.ranks.leader import gather, listen
 from xpyd_worker.ranks.links import LinkChannel, Links
-from xpyd_worker.ranks.loss import EXIT_STEP_STUCK, Failure, Loss, RankLostError, Who, who
+from xpyd_worker.ranks.loss import (
+    EXIT_POD_LOST,
+    EXIT_STEP_STUCK,
+    Failure,
+    Loss,
+    RankLostError,
+    Who,
+    who,
+)
 from xpyd_worker.ranks.messages import (
     Agreed,
     Failed,
@@ -34,6 +42,8 @@ from xpyd_worker.ranks.messages import (
     decode_from_rank,
 )
 from xpyd_worker.ranks.pod import COMMAND, Pod
+from xpyd_worker.ranks.pod_messages import Join
+from xpyd_worker.ranks.remote_pod import RelayedResponses, RemotePod
 from xpyd_worker.ranks.responses import Responses
 from xpyd_worker.ranks.ring import NotReadError, RingFds
 from xpyd_worker.ranks.watch import Watch
@@ -48,57 +58,71 @@ _CLOSE_S = 2.0
 
 
 class Instance:
-    """The ranks of `sizes`. `start` it once, `close` it in any case."""
+    """The ranks that `config` names. `start` it once, `close` it in any case."""
 
     def __init__(
         self,
         config: WorkerConfig,
-        sizes: Sizes,
         *,
         logs: Logs,
         command: Sequence[str] = COMMAND,
         incarnation: str = "",
     ) -> None:
         self._config = config
-        self._sizes = sizes
+        self._sizes = sizes = config.sizes
         self._logs = logs
         self._incarnation = incarnation
         self._links = Links("rank-links")
         self._started: queue.SimpleQueue[tuple[int, FromRank] | None] = queue.SimpleQueue()
-        self._pod = Pod(range(sizes.replica), sizes, self._links, self._take, command)
+        self._pod = Pod(config.pod_ranks(0), sizes, self._links, self._take, command)
+        self._others: list[RemotePod] = []
         self._judge = Judge(sizes.replica, self.who)
-        self._watch = Watch(self._pod, self._judge, others=lambda: (), lost=self._on_loss)
+        self._watch = Watch(self._pod, self._judge, others=self._look, lost=self._on_loss)
+        self._is_closed = False
         self.settled = threading.Event()
         self.loss: Loss | None = None
         """Why the instance cannot go on; the ranks are gone then."""
         self.lost_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         """Readable from then on."""
-        self.responses = [Responses(fds) for fds in self._pod.responses]
-        """By rank. The engine's thread reads them."""
-        self.channels = [LinkChannel(rank, self._pod.post) for rank in range(sizes.replica)]
+        self.responses: list[Responses | RelayedResponses] = []
+        """By rank, once started. The engine's thread reads them."""
+        self.responses += map(Responses, self._pod.responses)
+        self.channels = [LinkChannel(rank, self._post) for rank in range(sizes.replica)]
         """By rank: the KV transfer's way to it."""
 
     def who(self, rank: int) -> Who:
         """As people are told of it."""
-        return who(rank, self._sizes, pid=self._pod.pid(rank))
+        pods, each = self._config.pods, len(self._pod.ranks)
+        return who(
+            rank, self._sizes, pid=self._pod.pid(rank), pod=rank // each if pods > 1 else None
+        )
+
+    def _pod_of(self, rank: int) -> Pod | RemotePod:
+        here = rank in self._pod.ranks
+        return self._pod if here else self._others[rank // len(self._pod.ranks) - 1]
+
+    def _post(self, frame: Frame) -> None:
+        self._pod_of(frame.rank).post(frame)
 
     # --- the load's thread
 
     def start(self) -> tuple[Ready, ...]:
         """Start the ranks and wait until steps may come; what each has. Raises UserError for what
         the user can mend, RankLostError for the rest; `close` it then, too."""
-        with _listen(self._config.host) as listener:
+        config = self._config
+        with listen(config.host, 0, "--host") as listener:
             address = listener.getsockname()[:2]
+            self._gather(Join(config, self._sizes, address, self._logs, self._incarnation))
 
             def make_start(rank: int, ring: RingFds, responses: RingFds, beats: int) -> Start:
                 return Start(
-                    config=self._config,
+                    config=config,
                     sizes=self._sizes,
                     rank=rank,
                     pod_rank=rank,
-                    pod_ranks=self._sizes.replica,
+                    pod_ranks=len(self._pod.ranks),
                     rendezvous=address,
-                    address=self._config.host,
+                    address=config.host,
                     listener=listener.fileno() if rank == 0 else None,
                     ring=ring,
                     responses=responses,
@@ -116,9 +140,26 @@ class Instance:
         self._watch.report(Judge.started)
         return ready
 
+    def _gather(self, join: Join) -> None:
+        """Wait for the other pods, where there are some."""
+        if self._config.pods == 1:
+            return
+        for number, sock in sorted(gather(join, lambda: self._is_closed).items()):
+            pod = RemotePod(
+                number,
+                self._config.pod_ranks(number),
+                sock,
+                self._links,
+                take=self._take,
+                ended=self._on_end,
+                lose=self._on_pod_lost,
+            )
+            self._others.append(pod)
+            self.responses += pod.responses
+
     def _tell(self, message: Meet | Agreed) -> None:
         for rank in range(self._sizes.replica):
-            self._pod.tell(rank, message)
+            self._pod_of(rank).tell(rank, message)
 
     def _collect(self, kind: type[_T]) -> tuple[_T, ...]:
         """One of every rank, by rank."""
@@ -143,6 +184,9 @@ class Instance:
 
     def close(self, *, in_order: bool = False) -> None:
         """End all ranks, `in_order` when no step is under way, and give back what was shared."""
+        self._is_closed = True
+        for pod in self._others:
+            pod.end(in_order=in_order, reason="the leader ends")
         self._watch.close(in_order=in_order)
         # Whoever still waits hears of it.
         self._started.put(None)
@@ -161,6 +205,8 @@ class Instance:
         if self.loss is not None:
             raise self.error()
         try:
+            for pod in self._others:
+                pod.publish(message)
             self._pod.publish(message, within_s=_PUBLISH_S)
         except NotReadError as error:
             rank = self._pod.ranks[error.reader]
@@ -200,23 +246,25 @@ class Instance:
         else:
             self._started.put((rank, message))
 
+    def _on_end(self, rank: int, returncode: int) -> None:
+        self._watch.report(lambda judge: judge.ended(rank, returncode))
+
+    def _on_pod_lost(self, number: int, reason: str) -> None:
+        loss = Loss(f"pod {number} of the instance is gone: {reason}", EXIT_POD_LOST)
+        self._watch.report(lambda judge: judge.give_up(loss))
+
     # --- the watch's thread
+
+    def _look(self) -> list[Beat]:
+        """At the ranks of the other pods, which hear that the leader lives."""
+        for pod in self._others:
+            pod.beat()
+        return [beat for pod in self._others for beat in pod.look()]
 
     def _on_loss(self, loss: Loss) -> None:
         self.loss = loss
+        for pod in self._others:
+            pod.end(in_order=False, reason=loss.text)
         self.settled.set()
         self._started.put(None)
         os.eventfd_write(self.lost_fd, 1)
-
-
-def _listen(host: str) -> socket.socket:
-    """Where the ranks find each other: any free port."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.bind((host, 0))
-        sock.listen(128)
-    except OSError as error:
-        sock.close()
-        raise UserError(f"--host: cannot listen on {host}: {error.strerror}") from error
-    return sock

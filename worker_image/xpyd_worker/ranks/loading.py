@@ -21,7 +21,7 @@ from xpyd_worker.ready_model import RankedKv, ReadyModel
 def load_ranks(config: WorkerConfig, logs: Logs, incarnation: str) -> ReadyModel:
     """Start the ranks and have each load its part. UserError for what the user can mend,
     RankLostError for the rest; no rank is left then."""
-    instance = Instance(config, config.sizes, logs=logs, incarnation=incarnation)
+    instance = Instance(config, logs=logs, incarnation=incarnation)
     try:
         ready = instance.start()
     except BaseException:
@@ -33,6 +33,7 @@ def load_ranks(config: WorkerConfig, logs: Logs, incarnation: str) -> ReadyModel
         instance,
         num_blocks=first.blocks,
         depth=sizes.pipeline if sizes.pipeline > 1 else first.depth,
+        draws_ahead=sizes.pipeline == 1 and first.depth > 1,
         encoder=StepEncoder(slots(config)),
         decode=decode_output,
     )

@@ -1,0 +1,106 @@
+"""How a pod and its instance's leader come to trust each other, over a blocking socket."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from typing import TypeVar
+
+from xpyd_core import __version__
+from xpyd_core.errors import ProtocolError, UserError
+from xpyd_worker.ranks.frames import HEAD, MAX_FRAME_BYTES, Frame, Kind, encode_frame
+from xpyd_worker.ranks.pod_messages import (
+    MAX_HELLO_BYTES,
+    NONCE_BYTES,
+    Auth,
+    Hello,
+    Join,
+    PodMessage,
+    decode_pod,
+    encode_pod,
+    is_pod_mac,
+    pod_mac,
+)
+
+HANDSHAKE_S = 5.0
+_T = TypeVar("_T", Hello, Auth, Join)
+
+
+class _Talk:
+    """Messages over a socket until a deadline."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._end_s = time.monotonic() + HANDSHAKE_S
+        self.most_bytes = MAX_HELLO_BYTES
+
+    def say(self, message: PodMessage) -> None:
+        self._sock.settimeout(self._left_s())
+        self._sock.sendall(encode_frame(Frame(Kind.POD, 0, encode_pod(message))))
+
+    def hear(self, kind: type[_T]) -> _T:
+        # Not a byte more: what follows the greeting is for others to read.
+        length, known, _ = HEAD.unpack(self._exactly(HEAD.size))
+        if length > self.most_bytes:
+            raise ProtocolError(f"a frame of {length} bytes; {self.most_bytes} are allowed")
+        body = self._exactly(length)
+        message = decode_pod(body) if known == Kind.POD else None
+        if not isinstance(message, kind):
+            raise ProtocolError(f"it said {message!r} where {kind.__name__} was to come")
+        return message
+
+    def _exactly(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            self._sock.settimeout(self._left_s())
+            more = self._sock.recv(size - len(data))
+            if not more:
+                raise ProtocolError("it has closed the connection; has it the same key?")
+            data += more
+        return data
+
+    def _left_s(self) -> float:
+        left_s = self._end_s - time.monotonic()
+        if left_s <= 0:
+            raise ProtocolError(f"it did not finish its greeting within {HANDSHAKE_S:g} s")
+        return left_s
+
+
+def _hello(pod: int) -> Hello:
+    return Hello(pod, __version__, os.urandom(NONCE_BYTES))
+
+
+def join_leader(sock: socket.socket, pod: int, keys: Sequence[bytes]) -> Join:
+    """Pod `pod`'s side. UserError where the leader has another key or version, ProtocolError or
+    OSError for what may be better the next time."""
+    talk, ours = _Talk(sock), _hello(pod)
+    talk.say(ours)
+    theirs = talk.hear(Hello)
+    if theirs.version != ours.version:
+        raise UserError(
+            f"this pod runs xpyd {ours.version}, its leader {theirs.version}; give all pods of an "
+            "instance one image"
+        )
+    if theirs.pod != 0:
+        raise UserError("LWS_LEADER_ADDRESS: who answers there is no leader")
+    talk.say(Auth(pod_mac(keys[0], who=ours, to=theirs)))
+    if not is_pod_mac(keys, talk.hear(Auth).mac, who=theirs, to=ours):
+        raise UserError("--kv-key-file: the instance's leader has another key")
+    talk.most_bytes = MAX_FRAME_BYTES
+    return talk.hear(Join)
+
+
+def greet_pod(sock: socket.socket, join: Join, keys: Sequence[bytes]) -> int:
+    """The leader's side: the pod's number. ProtocolError or OSError where it is not one of ours."""
+    talk, ours = _Talk(sock), _hello(0)
+    theirs = talk.hear(Hello)
+    talk.say(ours)
+    if theirs.version != ours.version:
+        raise ProtocolError(f"it runs xpyd {theirs.version}, this is {ours.version}")
+    if not is_pod_mac(keys, talk.hear(Auth).mac, who=theirs, to=ours):
+        raise ProtocolError("it has another key")
+    talk.say(Auth(pod_mac(keys[0], who=ours, to=theirs)))
+    talk.say(join)
+    return theirs.pod
