@@ -17,6 +17,7 @@ from xpyd_kv.store.landing_store import StoreLimits
 from xpyd_kv.wire.messages import MODES
 
 UNIT = 6 * 4 * 8
+RATES = (0.02, 0.06, 0.2, 0.6)
 STORES = (
     StoreLimits(),
     StoreLimits(1.0, 64 * UNIT, 0),
@@ -58,7 +59,9 @@ def test_without_faults_every_prompt_lands_in_any_order_of_messages(first: int) 
 @pytest.mark.parametrize("first", range(1000, 1040, 10))
 def test_faults_at_any_moment_break_no_promise(first: int) -> None:
     for seed in range(first, first + 10):
-        sim, prompts, chunk = sim_of(seed, faults=random.Random(seed).choice([0.02, 0.06, 0.2, 0.6]))
+        sim, prompts, chunk = sim_of(
+            seed, faults=random.Random(seed).choice([0.02, 0.06, 0.2, 0.6])
+        )
         try:
             sim.run(prompts, tokens=(5, 13, 17), chunk=chunk)
         except Exception as error:
@@ -69,7 +72,9 @@ def test_faults_at_any_moment_break_no_promise(first: int) -> None:
 @pytest.mark.parametrize("first", range(10_000, 12_000, 200))
 def test_faults_at_any_moment_break_no_promise_in_many_more_runs(first: int) -> None:
     for seed in range(first, first + 200):
-        sim, prompts, chunk = sim_of(seed, faults=random.Random(seed).choice([0.02, 0.06, 0.2, 0.6]))
+        sim, prompts, chunk = sim_of(
+            seed, faults=random.Random(seed).choice([0.02, 0.06, 0.2, 0.6])
+        )
         try:
             sim.run(prompts, tokens=(5, 13, 17), chunk=chunk)
         except Exception as error:
