@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 _CLOSE_S = 2.0
 
 
-def data_address(config: WorkerConfig, rank: int) -> Address:
-    """Where rank `rank` of a D listens; any port where the engine takes any."""
-    return Address(config.host, config.kv_port and config.kv_port + 1 + rank)
+def data_address(config: WorkerConfig, rank: int, host: str) -> Address:
+    """Where rank `rank` of a D listens, in a pod at `host`; any port where the engine takes any."""
+    return Address(host, config.kv_port and config.kv_port + 1 + rank)
 
 
 class CacheMemory:
@@ -105,6 +105,7 @@ def start_rank_kv(
     config: WorkerConfig,
     *,
     rank: int,
+    host: str,
     incarnation: str,
     channel: Channel,
     cache: PagedMemory,
@@ -113,7 +114,7 @@ def start_rank_kv(
     folder: Path,
     model_name: str,
 ) -> RankKv:
-    """Of a Prefill or a Decode instance. UserError when the port is taken, or memory is short."""
+    """Of a Prefill or a Decode instance; `host`: the rank's own. UserError when the port is taken, or memory is short."""
     role = letter_of(config)
     blocks = cache.num_blocks
     ways = ways_of_host(config, cache, cache.regions, shared=shared, landings=lambda: ())
@@ -133,8 +134,8 @@ def start_rank_kv(
             ),
             keys=fleet_keys(config.kv_key_file, insecure=config.kv_insecure),
             takes="ranks",
-            listen=data_address(config, rank) if role == "D" else None,
-            source_host=config.host,
+            listen=data_address(config, rank, host) if role == "D" else None,
+            source_host=host,
             transports=config.kv_transports,
             socket_dir=config.kv_socket_dir,
             connections=ways.connections,

@@ -433,7 +433,7 @@ class SendSession:
         self._deadlines.clear(request.key)
         self._metrics.open_transfers -= 1
         self._metrics.ended(reason)
-        if self._fanout is not None:
+        if self._fanout is not None and transfer.source is None:
             self._fanout.forget(request.key, request.epoch)
         self.report(SendEnded(request.key, request.epoch, reason))
 

@@ -155,6 +155,7 @@ class RankProgram:
         self._kv = start_rank_kv(
             config,
             rank=start.rank,
+            host=start.address,
             incarnation=start.incarnation,
             channel=self._channel,
             cache=memory,
