@@ -114,7 +114,8 @@ def start_rank_kv(
     folder: Path,
     model_name: str,
 ) -> RankKv:
-    """Of a Prefill or a Decode instance; `host`: the rank's own. UserError when the port is taken, or memory is short."""
+    """Of a Prefill or a Decode instance; `host`: the rank's own. UserError when the port is taken,
+    or memory is short."""
     role = letter_of(config)
     blocks = cache.num_blocks
     ways = ways_of_host(config, cache, cache.regions, shared=shared, landings=lambda: ())
