@@ -22,7 +22,10 @@ from triton.runtime.jit import JITFunction
 # Products are fused into sums, as by default up to Triton 3.9, which warns of a change to come.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 PACKAGE = "xpyd_worker.kernels.gpu"
-MODULES = ("norm", "activation", "rotary", "decode", "prefill", "experts", "sampling", "kernels")
+MODULES = (
+    *("norm", "activation", "rotary", "decode", "prefill", "experts", "sampling", "post_update"),
+    "kernels",
+)
 
 
 @dataclass(frozen=True)

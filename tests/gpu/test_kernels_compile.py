@@ -16,6 +16,8 @@ from triton.compiler import ASTSource
 
 from tests.gpu.conftest import modules
 from xpyd_worker.kernels.api import KvShape, Span
+from xpyd_worker.kernels.post_update import make_fields
+from xpyd_worker.parallel.api import Sampled
 
 HOPPER = GPUTarget("cuda", 90, 32)
 # Bytes that one program may have of a multiprocessor's shared memory, on an H100.
@@ -180,6 +182,20 @@ def test_the_decode_in_parts_and_the_draw_compile(compiled: tuple[Any, dict[str,
     )
     gpu.sampling.sample(zeros(4, 150_000, dtype=torch.float32), params)
     assert {"_decode", "_put_together", "_sample"} <= set(made)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1, 6])
+def test_the_update_behind_a_step_compiles(
+    compiled: tuple[Any, dict[str, Any]], width: int
+) -> None:
+    gpu, made = compiled
+    fields = make_fields(8, 1000, pinned=False)
+    counts = zeros(4, dtype=torch.int32)
+    sampled = Sampled(zeros(4, width, dtype=torch.int64), counts, counts)
+    numbers = zeros(4, dtype=torch.int64)
+    gpu.post_update.post_update(fields, numbers, numbers, sampled)
+    assert set(made) == {"_post_update"}
 
 
 @pytest.mark.slow

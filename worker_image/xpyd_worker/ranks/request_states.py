@@ -8,7 +8,6 @@ from what was drawn (Sampled), for whom, and how many tokens entered the forward
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -16,55 +15,11 @@ import torch
 from torch import Tensor
 
 from xpyd_worker.engine.executor import DRAWN_BEFORE
+from xpyd_worker.kernels.post_update import make_fields, post_update
 from xpyd_worker.parallel.api import Sampled
 from xpyd_worker.ranks.step_decoder import State
 from xpyd_worker.runner.device import CPU
 from xpyd_worker.runner.tensors import numbers
-
-
-@dataclass(frozen=True)
-class Fields:
-    """By slot, each int64 [slots] but for `all_token_ids` int32 [slots, most tokens].
-
-    `total_len` tokens of a sequence are known, `num_computed` have gone through the forward, and of
-    its `prefill_len` (the prompt's) `computed_prefill`. `last_sampled` is what was drawn last.
-    """
-
-    last_sampled: Tensor
-    all_token_ids: Tensor
-    total_len: Tensor
-    num_computed: Tensor
-    prefill_len: Tensor
-    computed_prefill: Tensor
-
-
-def make_fields(slots: int, most_tokens: int, device: torch.device) -> Fields:
-    """All zero. The history's pages are taken when they are first written to."""
-
-    def column() -> Tensor:
-        return torch.zeros(slots, dtype=torch.int64, device=device)
-
-    history = torch.zeros((slots, most_tokens), dtype=torch.int32, device=device)
-    return Fields(column(), history, column(), column(), column(), column())
-
-
-def post_update(fields: Fields, slots: Tensor, query_lens: Tensor, sampled: Sampled) -> None:
-    """After a step: rows `slots` int64 [requests], each once, of which `query_lens` int64
-    [requests] tokens entered its forward, have `sampled` drawn for them."""
-    tokens, num_sampled, num_rejected = sampled
-    num_sampled = num_sampled.to(torch.int64)
-    width = torch.arange(tokens.shape[1])[None]
-    is_drawn = width < num_sampled[:, None]
-    last = tokens.gather(1, (num_sampled - 1).clamp(min=0)[:, None])[:, 0]
-    fields.last_sampled[slots] = torch.where(num_sampled > 0, last, fields.last_sampled[slots])
-    at = fields.total_len[slots][:, None] + width
-    is_kept = is_drawn & (at < fields.all_token_ids.shape[1])
-    rows = slots[:, None].expand_as(at)[is_kept]
-    fields.all_token_ids[rows, at[is_kept]] = tokens[is_kept].to(torch.int32)
-    fields.total_len[slots] += num_sampled
-    fields.num_computed[slots] += query_lens - num_rejected
-    computed = fields.computed_prefill[slots] + query_lens
-    fields.computed_prefill[slots] = torch.minimum(computed, fields.prefill_len[slots])
 
 
 class RequestStates:
@@ -73,7 +28,7 @@ class RequestStates:
     def __init__(self, slots: int, most_tokens: int) -> None:
         """`slots`: the StepEncoder's; `most_tokens`: of a sequence, the model's length."""
         self.slots = slots
-        self.fields = make_fields(slots, most_tokens, CPU)
+        self.fields = make_fields(slots, most_tokens, pinned=False)
         # The same memory: single numbers go in and out of it in a fraction of a tensor's time.
         self._total_len = _numbers_of(self.fields.total_len)
         self._num_computed = _numbers_of(self.fields.num_computed)
