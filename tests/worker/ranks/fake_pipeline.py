@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 import torch
 
 from tests.worker.engine_fakes import BLOCK, FakeExecutor, chain, next_token
+from tests.worker.ranks.late_device import MOST_TOKENS, LateDevice, LateMark, make_late_states
 from xpyd_worker.engine.executor import (
-    Finished,
+    DRAWN_BEFORE,
     Running,
     ScheduledSequence,
     StepInput,
@@ -29,9 +30,9 @@ from xpyd_worker.parallel.api import NO_GROUP, Boundary, Part, Sampled, TensorGr
 from xpyd_worker.ranks.request_states import RequestStates
 from xpyd_worker.ranks.step_encoder import StepEncoder
 from xpyd_worker.ranks.step_messages import decode_output
-from xpyd_worker.ranks.step_work import RankWork
+from xpyd_worker.ranks.step_work import LaunchedStep, RankWork
+from xpyd_worker.runner.runner import DeviceDraw
 
-MOST_TOKENS = 512
 _ROOT = 12345
 
 
@@ -43,17 +44,34 @@ class Flow:
     kv: int
 
 
+@dataclass(frozen=True)
+class FakeLaunched:
+    """A step that its rank has begun; on a fake GPU it is known at `mark`."""
+
+    output: StepOutput
+    draw: DeviceDraw
+    mark: LateMark | None
+
+    def wait(self) -> StepOutput:
+        if self.mark is not None:
+            self.mark.device.run_to(self.mark.place)
+        return self.output
+
+
 class FakeStage:
     """A rank's part of a model: takes a step's hidden states, hands on its own."""
 
     def __init__(self, num_blocks: int, *, before: deque[list[Flow]], after: deque[list[Flow]]):
+        self.drawn: dict[int, int] = {}
+        self.device: LateDevice | None = None
         self.memory: list[list[int | None]] = [[None] * BLOCK for _ in range(num_blocks)]
         self.is_first = self.is_last = False
         self.before, self.after = before, after
         self.steps: list[StepInput] = []
 
-    def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Running:
+    def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> FakeLaunched:
         self.steps.append(step)
+        before, self.drawn = self.drawn, {}
         for source, destination in step.block_copies:
             self.memory[destination] = list(self.memory[source])
         coming = deque(() if self.is_first else self.before.popleft())
@@ -62,6 +80,8 @@ class FakeStage:
         for one in step.sequences:
             kv = self._kv_before(one)
             for place, token in enumerate(one.token_ids):
+                if token == DRAWN_BEFORE:
+                    token = before[one.seq_id]
                 true = coming.popleft() if coming else Flow(token, chain(kv, token))
                 kv = chain(kv, true.token)
                 at = one.start + place
@@ -78,7 +98,19 @@ class FakeStage:
         if not self.is_last:
             self.after.append(leaving)
         layer_done(0)
-        return Finished(StepOutput(samples, {}))
+        self.drawn = {i: some[0].token_id for i, some in samples.items() if len(some) == 1}
+        return self._launched(StepOutput(samples, {}))
+
+    def _launched(self, output: StepOutput) -> FakeLaunched:
+        tokens = [one.token_id for some in output.samples.values() for one in some]
+        counts = [len(some) for some in output.samples.values()]
+        places = {
+            seq_id: sum(counts[:n])
+            for n, (seq_id, some) in enumerate(output.samples.items())
+            if len(some) == 1
+        }
+        draw = DeviceDraw(torch.tensor(tokens, dtype=torch.int64), places)
+        return FakeLaunched(output, draw, None if self.device is None else self.device.mark())
 
     def _kv_before(self, one: ScheduledSequence) -> int:
         if not one.start:
@@ -138,6 +170,7 @@ class FakePipeline(FakeExecutor):
     """An engine's executor over `stages` ranks."""
 
     stages = 2
+    is_last_on_device = False
     states_of: tuple[type[RequestStates], ...] = ()
 
     def __init__(
@@ -157,10 +190,15 @@ class FakePipeline(FakeExecutor):
         for stage, runner in enumerate(self.parts):
             part = Part(layers=range(stage, stage + 1), stage=stage, stages=self.stages)
             make_states = self.states_of[stage] if self.states_of else RequestStates
-            states = make_states(slots, MOST_TOKENS)
+            if stage == self.stages - 1 and self.is_last_on_device:
+                runner.device = LateDevice(num_blocks)
+                states: RequestStates = make_late_states(slots, runner.device)
+            else:
+                states = make_states(slots, MOST_TOKENS)
             parallel = FakeParallel(part, feedbacks[stage])
             self.ranks.append(RankWork(runner, states, parallel=parallel))
         self.inboxes: list[deque[bytes]] = [deque() for _ in range(self.stages)]
+        self.begun: list[deque[LaunchedStep]] = [deque() for _ in range(self.stages)]
         self.busy: set[int] = set()
         self.answers: deque[bytes] = deque()
         self.rng = random.Random(num_blocks)
@@ -186,16 +224,24 @@ class FakePipeline(FakeExecutor):
         return output
 
     def _work_one(self) -> None:
-        """One rank takes one step, if the one before it has."""
-        able = [
-            n
-            for n, inbox in enumerate(self.inboxes)
-            if inbox and n not in self.busy and (n == 0 or self.parts[n].before)
-        ]
-        rank = self.rng.choice(able)
+        """One rank begins a step, if the one before it has, or ends its oldest."""
+        idle = [n for n in range(self.stages) if n not in self.busy]
+        ways = [(n, self._begin) for n in idle if self._may_begin(n)]
+        ways += [(n, self._end) for n in idle if self.begun[n]]
+        rank, go = self.rng.choice(ways)
         self.busy.add(rank)
-        answer = self.ranks[rank].launch(self.inboxes[rank].popleft()).finish()
+        go(rank)
         self.busy.discard(rank)
+
+    def _may_begin(self, rank: int) -> bool:
+        has_room = len(self.begun[rank]) < max(self.depth, 1)
+        return bool(has_room and self.inboxes[rank] and (rank == 0 or self.parts[rank].before))
+
+    def _begin(self, rank: int) -> None:
+        self.begun[rank].append(self.ranks[rank].launch(self.inboxes[rank].popleft()))
+
+    def _end(self, rank: int) -> None:
+        answer = self.begun[rank].popleft().finish()
         assert (answer is not None) == (rank == self.stages - 1)
         if answer is not None:
             self.answers.append(answer)

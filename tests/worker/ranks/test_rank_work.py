@@ -61,3 +61,27 @@ def test_walks_over_a_pipeline_give_every_request_its_own_tokens(
     assert isinstance(executor, FakePipeline)
     assert executor.most_launched == depth
     assert walk.bench.core.stats().preemptions > 0
+
+
+def on_device(stages: int) -> type[FakePipeline]:
+    made = pipeline(stages)
+    made.is_last_on_device = True
+    return made
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("seed", seeds(2, 6))
+def test_so_do_walks_whose_last_stage_has_a_gpu(seed: int, stages: int):
+    """Alone it runs a step ahead; of several it tells the others when it knows."""
+    sizes = {"blocks": 14, "seqs": 5, "budget": 9, "model_len": 48}
+    depth = max(2, stages)
+    walk = Walk(
+        seed, make_executor=on_device(stages), depth=depth, draws_ahead=stages == 1, **sizes
+    )  # pyright: ignore
+    walk.run(300)
+    executor = walk.bench.executor
+    assert isinstance(executor, FakePipeline)
+    assert executor.most_launched == depth
+    device = executor.parts[-1].device
+    assert device is not None
+    assert device.done > 100

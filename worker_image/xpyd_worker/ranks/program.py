@@ -21,11 +21,12 @@ from xpyd_worker.memory import give_back, resident_bytes
 from xpyd_worker.model.registry import load_config
 from xpyd_worker.model.source import own_name, resolve_checkpoint
 from xpyd_worker.one_rank import cpu_dtype, dtype_name, gpu_dtype, gpu_limits
-from xpyd_worker.parallel.api import GroupError
+from xpyd_worker.parallel.api import GroupError, Part
 from xpyd_worker.parallel.boundary import HiddenSize
 from xpyd_worker.parallel.distributed import Rendezvous
 from xpyd_worker.parallel.state import ParallelState, open_parallel
 from xpyd_worker.preflight import check_devices, look_at_network
+from xpyd_worker.ranks.device_states import DeviceStates
 from xpyd_worker.ranks.loading import slots
 from xpyd_worker.ranks.loss import MissesOthersError
 from xpyd_worker.ranks.messages import KvReady, Ready, Start
@@ -120,10 +121,10 @@ class RankProgram:
             runner = self._make_runner(blocks, cache)
         kv = self._start_kv(runner, cache) if config.moves_kv else None
         most_tokens = config.max_model_len or self._model.max_positions
-        states = RequestStates(slots(config), min(most_tokens, blocks * config.block_size))
+        most_tokens = min(most_tokens, blocks * config.block_size)
         self._work = RankWork(
             runner,
-            states,
+            self._states(slots(config), most_tokens, self._parallel.part),
             parallel=self._parallel,
             kv_sender=None if self._kv is None else self._kv.sender,
         )
@@ -165,6 +166,16 @@ class RankProgram:
             model_name=own_name(config.model, self._folder),
         )
         return KvReady(engine, model.head_dim, self._kv.address)
+
+    def _states(self, slots: int, most_tokens: int, part: Part) -> RequestStates:
+        """Draws come to the host, but on a last stage with a GPU."""
+        if self._device == CPU or not part.is_last:
+            return RequestStates(slots, most_tokens)
+        # Triton is imported with it.
+        from xpyd_worker.kernels.gpu.post_update import post_update
+
+        device = CudaDevice(self._device)
+        return DeviceStates(slots, most_tokens, device=device, update=post_update)
 
     def launch(self, message: bytes) -> LaunchedStep:
         """See Program."""

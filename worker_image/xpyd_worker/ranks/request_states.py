@@ -25,10 +25,11 @@ from xpyd_worker.runner.tensors import numbers
 class RequestStates:
     """The fields of one rank, and what its StepDecoder reads of them. One thread."""
 
-    def __init__(self, slots: int, most_tokens: int) -> None:
-        """`slots`: the StepEncoder's; `most_tokens`: of a sequence, the model's length."""
+    def __init__(self, slots: int, most_tokens: int, *, pinned: bool = False) -> None:
+        """`slots`: the StepEncoder's; `most_tokens`: of a sequence, the model's length. `pinned`:
+        see make_fields."""
         self.slots = slots
-        self.fields = make_fields(slots, most_tokens, pinned=False)
+        self.fields = make_fields(slots, most_tokens, pinned=pinned)
         # The same memory: single numbers go in and out of it in a fraction of a tensor's time.
         self._total_len = _numbers_of(self.fields.total_len)
         self._num_computed = _numbers_of(self.fields.num_computed)

@@ -5,8 +5,9 @@
                     '------ RequestStates <------ the update that every step ends with
 
 On other stages than the last the draws of a step are waited for when a later step first needs them,
-so that what is under way between the stages stays under way. It must not know processes, sockets or
-the queue of requests.
+so that what is under way between the stages stays under way. So they are on a last stage that has a
+GPU: there the update stands behind the draw on the device, and the others are told what was drawn
+when the host knows it. It must not know processes, sockets or the queue of requests.
 """
 
 from __future__ import annotations
@@ -20,33 +21,35 @@ import torch
 
 from xpyd_kv.ranks.api import RankSender
 from xpyd_worker.engine.executor import Finished, Running, StepInput, StepOutput
-from xpyd_worker.parallel.api import IncomingSampled, Parallel, Sampled
+from xpyd_worker.parallel.api import Parallel, Sampled
+from xpyd_worker.ranks.awaited import Awaited, Coming, OnDevice, Settling, Share
+from xpyd_worker.ranks.device_states import DeviceStates, Row
 from xpyd_worker.ranks.request_states import RequestStates
 from xpyd_worker.ranks.step_decoder import StepDecoder
-from xpyd_worker.ranks.step_messages import Chunk, StepMessage, decode_step, encode_output
+from xpyd_worker.ranks.step_messages import (
+    Ahead,
+    Chunk,
+    StepMessage,
+    decode_step,
+    encode_output,
+)
+from xpyd_worker.runner.runner import DeviceDraw
+
+
+class Launched(Running, Protocol):
+    """A step on its way."""
+
+    @property
+    def draw(self) -> DeviceDraw:
+        """What it draws, where that will be."""
+        ...
 
 
 class Runner(Protocol):
     """The rank's part of the model, as Executor.launch runs it; hidden states come and go inside.
     Other stages than the last give an output without samples."""
 
-    def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Running: ...
-
-
-@dataclass(frozen=True)
-class _Share:
-    """Slots of a step's sequences and how many tokens each had."""
-
-    slots: list[int]
-    query_lens: list[int]
-
-
-@dataclass(frozen=True)
-class _Awaited:
-    """Draws on their way here, and for whom."""
-
-    share: _Share
-    incoming: IncomingSampled
+    def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Launched: ...
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class RankWork:
         self._kv_sender = kv_sender
         self._decoder = StepDecoder(states.slots, states)
         # The oldest first; no more than there are steps under way.
-        self._awaited: deque[_Awaited] = deque()
+        self._awaited: deque[Awaited] = deque()
 
     def launch(self, encoded: bytes) -> LaunchedStep:
         """Begin a step. Raises MessageError for bytes that are none, GroupError where another rank
@@ -91,13 +94,15 @@ class RankWork:
         step = self._decoder.read(message)
         running = self._run(step)
         part = self._part
-        if part.is_last:
-            running = self._draw(message, step, running)
-        else:
+        if not part.is_last:
             self._await_draws(message, step)
+        elif isinstance(self._states, DeviceStates):
+            running = self._draw_on_device(self._states, message, step, running)
+        else:
+            running = self._draw(message, step, running)
         return LaunchedStep(running, part.is_last and not part.tensor_rank)
 
-    def _run(self, step: StepInput) -> Running:
+    def _run(self, step: StepInput) -> Launched:
         sender = self._kv_sender
         if sender is None:
             return self._runner.launch(step, _no_layer_done)
@@ -113,21 +118,24 @@ class RankWork:
     def _catch_up(self, message: StepMessage) -> None:
         """Take in draws on their way, in order, until none is left that a sequence of this step
         needs, nor one older than the steps that can be under way."""
-        # Who has a further chunk drew no token of its own before.
-        needed = {row.slot for row in message.rows if not isinstance(row, Chunk)}
+        # Who has a further chunk drew no token of its own before; what is drawn ahead of a step is
+        # known to the device.
+        needed = {row.slot for row in message.rows if not isinstance(row, Chunk | Ahead)}
         awaited = self._awaited
-        count = max(
-            (n for n, one in enumerate(awaited, 1) if not needed.isdisjoint(one.share.slots)),
-            default=0,
-        )
-        for _ in range(max(count, len(awaited) - self._part.stages + 1)):
-            one = awaited.popleft()
-            self._states.post_update(one.share.slots, one.share.query_lens, one.incoming.get())
+        count = max((n for n, one in enumerate(awaited, 1) if one.has_slot_of(needed)), default=0)
+        # A last stage's own are settled by whoever finishes its steps.
+        if not self._part.is_last:
+            count = max(count, len(awaited) - self._part.stages + 1)
+        for _ in range(count):
+            awaited.popleft().settle()
+        # Whoever waits for these need not wait any longer.
+        while awaited and awaited[0].is_known():
+            awaited.popleft().settle()
 
     def _draw(self, message: StepMessage, step: StepInput, running: Running) -> Running:
         """On the last stage."""
         output = running.wait()
-        share = _Share(
+        share = Share(
             [row.slot for row in message.rows], [len(one.token_ids) for one in step.sequences]
         )
         sampled = sampled_rows(step, output)
@@ -136,14 +144,39 @@ class RankWork:
         self._states.post_update(share.slots, share.query_lens, sampled)
         return Finished(output)
 
+    def _draw_on_device(
+        self, states: DeviceStates, message: StepMessage, step: StepInput, running: Launched
+    ) -> Running:
+        """On a last stage with a GPU. Waits for nothing."""
+        places = running.draw.places
+        rows = [
+            Row(row.slot, len(one.token_ids), places.get(one.seq_id))
+            for row, one in zip(message.rows, step.sequences, strict=True)
+        ]
+        update = states.enqueue(rows, [one.start for one in step.sequences], running.draw)
+        asking = [] if self._part.is_first else _asking(step)
+
+        def tell(output: StepOutput) -> None:
+            if asking:
+                self._feedback.tell(_rows(sampled_rows(step, output), asking))
+
+        one = OnDevice(states, update, running, step.step, tell)
+        self._awaited.append(one)
+
+        def settle() -> None:
+            while one in self._awaited:
+                self._awaited.popleft().settle()
+
+        return Settling(running, settle)
+
     def _await_draws(self, message: StepMessage, step: StepInput) -> None:
         """On the others: sequences that nothing is drawn for are done with the step, the rest are
         when their draws have come."""
         asking = _asking(step)
         resting = [n for n, one in enumerate(step.sequences) if len(one.samples) != 1]
 
-        def share(places: list[int]) -> _Share:
-            return _Share(
+        def share(places: list[int]) -> Share:
+            return Share(
                 [message.rows[n].slot for n in places],
                 [len(step.sequences[n].token_ids) for n in places],
             )
@@ -153,7 +186,7 @@ class RankWork:
             self._states.post_update(rest.slots, rest.query_lens, None)
         if asking:
             incoming = self._feedback.receive(len(asking))
-            self._awaited.append(_Awaited(share(asking), incoming))
+            self._awaited.append(Coming(self._states, share(asking), incoming))
 
 
 def _asking(step: StepInput) -> list[int]:

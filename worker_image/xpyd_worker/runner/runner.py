@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from xpyd_core.errors import XpydError
-from xpyd_worker.engine.executor import Running, StepInput, StepOutput
+from xpyd_worker.engine.executor import StepInput, StepOutput
 from xpyd_worker.kernels.api import Kernels, Plan
 from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.decoder import Decoder
@@ -56,8 +56,9 @@ class RunnerCounters:
 
 
 @dataclass(frozen=True)
-class _LastDraw:
-    """Tokens of the step launched last, on the device, and by sequence where its only one is."""
+class DeviceDraw:
+    """Tokens of one step, on the device, and by sequence where its only one is. NOT_FINITE is no
+    token."""
 
     tokens: Tensor | None = None
     places: dict[int, int] = field(default_factory=dict[int, int])
@@ -95,7 +96,7 @@ class ModelRunner:
         self._scorer = PromptScorer(model.logits, vocab_size=config.vocab_size)
         self._draw = draw
         self._adjustments = Adjustments(vocab_size=config.vocab_size)
-        self._last = _LastDraw()
+        self._last = DeviceDraw()
         self.kv_cache = kv_cache
         self.weight_bytes = sum(
             piece.destination.numel() * piece.destination.itemsize
@@ -115,7 +116,7 @@ class ModelRunner:
         """See Executor."""
         return self._device.depth
 
-    def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Running:
+    def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> LaunchedStep:
         """Start one step; see Executor. Want of memory is an XpydError, and so are other failures
         of torch where they end with the step. What a GPU does not recover from is raised as it
         comes, here or by the step's `wait`: the engine ends.
@@ -137,8 +138,8 @@ class ModelRunner:
                 raise
             raise XpydError(f"step {step.step} failed in the model: {error}") from error
 
-    def _launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Running:
-        before, self._last = self._last, _LastDraw()
+    def _launch(self, step: StepInput, layer_done: Callable[[int], None]) -> LaunchedStep:
+        before, self._last = self._last, DeviceDraw()
         self.kv_cache.copy_blocks(step.block_copies)
         failed = faults(
             step.sequences,
@@ -157,17 +158,25 @@ class ModelRunner:
             return self._launched(step.step, StepResults(failed, NO_SCORES, (), None))
         prompts = self._scorer.score(hidden, batch.rows)
         drawn = self._sample(hidden.index_select(0, asked), asking) if asking else None
+        draw = DeviceDraw()
+        if drawn is not None:
+            draw = DeviceDraw(drawn.tokens, _places(asking))
+        # The first of several stages does not know it: there the caller does, or waits.
+        if self._boundary is None:
+            self._last = draw
         sequences = tuple(rows.sequence for rows in asking)
-        return self._launched(step.step, StepResults(failed, prompts, sequences, drawn))
+        return self._launched(step.step, StepResults(failed, prompts, sequences, drawn), draw)
 
-    def _launched(self, step: int, results: StepResults) -> Running:
-        return _Launched(step, results.to_host(), self._device.mark())
+    def _launched(
+        self, step: int, results: StepResults, draw: DeviceDraw = DeviceDraw()
+    ) -> LaunchedStep:
+        return LaunchedStep(draw, step, results.to_host(), self._device.mark())
 
     def _forward(
         self,
         batch: Batch,
         asking: list[BatchRows],
-        before: _LastDraw,
+        before: DeviceDraw,
         layer_done: Callable[[int], None],
     ) -> tuple[Tensor | None, Tensor]:
         """The step's one forward: hidden states [tokens, hidden], None where they went to the next
@@ -222,12 +231,9 @@ class ModelRunner:
         go through the head."""
         self._adjustments.begin_step()
         wanted: list[SampleRow] = []
-        places: dict[int, int] = {}
         for index, rows in enumerate(asking):
             sequence = rows.sequence
             adjustment = self._adjustments.of(sequence)
-            if len(sequence.samples) == 1:
-                places[sequence.seq_id] = len(wanted)
             wanted += [
                 SampleRow(
                     index,
@@ -239,17 +245,26 @@ class ModelRunner:
                 )
                 for spec in sequence.samples
             ]
-        drawn = sample(self._model.logits(hidden), wanted, self._draw)
-        # The first of several stages does not know it: there the caller does, or waits.
-        if self._boundary is None:
-            self._last = _LastDraw(drawn.tokens, places)
-        return drawn
+        return sample(self._model.logits(hidden), wanted, self._draw)
+
+
+def _places(asking: list[BatchRows]) -> dict[int, int]:
+    """Of the only token that a sequence draws among the step's, by sequence."""
+    places: dict[int, int] = {}
+    first = 0
+    for rows in asking:
+        if len(rows.sequence.samples) == 1:
+            places[rows.sequence.seq_id] = first
+        first += len(rows.sequence.samples)
+    return places
 
 
 @dataclass(frozen=True)
-class _Launched:
-    """A step on its way, and the mark behind the copies of its results."""
+class LaunchedStep:
+    """A step on its way: what it draws, for whoever goes on with that on the device, and the mark
+    behind the copies of its results."""
 
+    draw: DeviceDraw
     step: int
     results: StepResults
     mark: Mark

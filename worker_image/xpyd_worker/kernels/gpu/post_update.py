@@ -1,5 +1,5 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001
 """The update that every step of a rank ends with, on the stream: one program for a request.
 
 Basic typing: Triton's language is untyped. The fields stand in pinned memory of the host, which the
