@@ -17,7 +17,7 @@ GPU_PYTHON ?= python3
 ON_GPU := PYTHONPATH=.:core:kv_transfer:worker_image $(GPU_PYTHON)
 GPU_TESTS := tests/gpu tests/kv/test_device_gpu.py tests/kv/test_transport_conformance.py
 
-.PHONY: help setup fmt lint type imports generate verify test test-gpu test-cluster soak demo bench-operator bench-gpu bench-kv bench-engine bench-router cluster-build cluster-up cluster-down cluster-status images push constraints clean
+.PHONY: help setup fmt lint type imports generate verify test test-gpu test-cluster soak demo bench-operator bench-gpu bench-kv bench-engine bench-router bench-parallel cluster-build cluster-up cluster-down cluster-status images push constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -91,6 +91,9 @@ bench-engine: setup ## How fast the engine answers on the CPU; beside vLLM and t
 
 bench-router: setup ## What the router costs; beside vllm-router and sglang-router
 	@$(BIN)/python -m tests.router.bench
+
+bench-parallel: setup ## What tensor and pipeline parallelism cost and bring; all-reduce beside Gloo
+	@$(BIN)/python -m tests.parallel.bench
 
 constraints: setup ## Write the installed versions to constraints.txt
 	@scripts/constraints.sh

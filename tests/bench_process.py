@@ -33,6 +33,10 @@ class Processes:
         """Processor time of all of them, their ended threads included."""
         return sum(map(_cpu_s, tree(self.process.pid)))
 
+    def main_cpu_s(self) -> float:
+        """Processor time of the first of them."""
+        return _cpu_s(self.process.pid)
+
     def stop(self) -> None:
         """SIGSTOP to all."""
         self._signal(signal.SIGSTOP)

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 PIECE_BYTES = 256 << 10
 """Of a tensor that goes through the memory at once: two of them fit a core's cache for each rank of
-a small group (docs/benchmarks/parallel.md). Larger tensors go in pieces."""
+a small group (docs/adr/0031). Larger tensors go in pieces."""
 SHARES_FROM_BYTES = 32 << 10
 """From here on three ranks and more add up a share each; below the second meeting costs more."""
 SPIN_S = 50e-6

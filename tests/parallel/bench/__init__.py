@@ -1,0 +1,1 @@
+"""What dividing a model over ranks costs and brings: `make bench-parallel`."""

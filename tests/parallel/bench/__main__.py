@@ -1,0 +1,78 @@
+"""make bench-parallel: the measurements, a line of JSON, and the same in two files.
+
+Exit status: 0 measured, 1 an engine failed or a sum was wrong. How fast anything was is no failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.bench_report import write_report
+from tests.parallel.bench import all_reduce, engines
+from tests.parallel.bench.engines import LAYOUTS, Layout, Turn
+from tests.parallel.bench.page import with_measured
+from tests.parallel.bench.report import report
+from tests.worker.bench.contender import ROOT, ContenderFailed
+from tests.worker.bench.models import model
+
+MODELS = ("tiny", "medium")
+"""One whose steps cost next to nothing but to be handed out, and one that has something to do."""
+_QUICK_LAYOUTS = (
+    Layout(),
+    Layout(tensor=2),
+    Layout(pipeline=2),
+    Layout(pipeline=2, is_queued=False),
+)
+
+
+def main(argv: list[str]) -> int:
+    """Run it."""
+    parser = argparse.ArgumentParser(prog="python -m tests.parallel.bench")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs/benchmarks/parallel.json")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument(
+        "--quick", action="store_true", help="two minutes: one size, the tiny model, one round"
+    )
+    options = parser.parse_args(argv)
+    worlds, sizes_kib, layouts = all_reduce.WORLDS, all_reduce.SIZES_KIB, LAYOUTS
+    if options.quick:
+        worlds, sizes_kib, layouts = worlds[:1], sizes_kib[:1], _QUICK_LAYOUTS
+        options.rounds, options.models = 1, options.models[:1]
+    turns: dict[str, list[Turn]] = {}
+    try:
+        _say("all-reduce")
+        reduces = all_reduce.measure(worlds, sizes_kib, options.rounds)
+        for name in options.models:
+            with tempfile.TemporaryDirectory() as folder:
+                turns[name] = engines.measure(
+                    model(name),
+                    layouts,
+                    cores=options.cores,
+                    rounds=options.rounds,
+                    folder=Path(folder),
+                    say=_say,
+                )
+    except (ContenderFailed, all_reduce.WrongSumError) as error:
+        _say(f"wrong: {error}")
+        return 1
+    made = report(reduces, turns, cores=options.cores, rounds=options.rounds)
+    write_report(made, options.output, with_measured)
+    sys.stdout.write(json.dumps(made) + "\n")
+    return 0
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

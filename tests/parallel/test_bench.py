@@ -1,0 +1,49 @@
+"""The benchmark of ranks: its short form measures what its page has, and its figures are right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.bench_report import END
+from tests.parallel.bench.__main__ import main
+from tests.parallel.bench.page import BEGIN
+from tests.parallel.bench.report import ideal_bubble, measured_bubble
+from xpyd_worker.parallel import native
+
+
+def test_a_pipeline_of_equal_stages_has_the_bubble_of_the_formula():
+    # Four stages of 10 ms: one batch takes 40, four take 70 (ORACLES.md 46).
+    assert measured_bubble(4, 1, one_s=0.04, all_s=0.04) == ideal_bubble(4, 1) == 0.75
+    assert measured_bubble(4, 4, one_s=0.04, all_s=0.07) == pytest.approx(ideal_bubble(4, 4))
+    assert ideal_bubble(4, 4) == pytest.approx(3 / 7)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(native.library() is None, reason="needs the compiled collectives")
+def test_the_short_form_measures_and_writes_its_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    page = tmp_path / "parallel.md"
+    page.write_text(f"before\n{BEGIN}{END}after\n")
+    assert main(["--quick", "--output", str(tmp_path / "parallel.json")]) == 0
+    made = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert made == json.loads((tmp_path / "parallel.json").read_text())
+    (reduce,) = made["allReduce"]
+    assert reduce["ratios"] == [reduce["ratio"]]
+    rows = made["engines"]["tiny"]
+    assert [(row["tensor"], row["pipeline"], row["queued"]) for row in rows] == [
+        (1, 1, True),
+        (2, 1, True),
+        (1, 2, True),
+        (1, 2, False),
+    ]
+    assert (rows[0]["itlToOne"], rows[0]["tokensPerSToOne"]) == (1.0, 1.0)
+    assert [row["batches"] for row in made["bubble"]["tiny"]] == [1, 2, 4, 8] * 2
+    assert made["bubble"]["tiny"][0]["measured"] == 0.5
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "| 2 ranks, 16 KiB |" in text
