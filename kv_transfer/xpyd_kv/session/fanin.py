@@ -57,7 +57,7 @@ class Fanin:
     owner: Owner
 
     def __init__(self, ranks: Sequence[ReceivingRank], engine: EngineLayout) -> None:
-        self._ranks = ranks
+        self._ranks = tuple(ranks)
         self._engine = engine
 
     def open(self, transfer: Incoming) -> None:

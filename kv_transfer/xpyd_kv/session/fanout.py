@@ -53,7 +53,7 @@ class Fanout:
     owner: Owner
 
     def __init__(self, ranks: Sequence[SendingRank], engine: EngineLayout) -> None:
-        self._ranks = ranks
+        self._ranks = tuple(ranks)
         self._engine = engine
 
     def start(self, transfer: Outgoing, skip_tokens: int) -> None:

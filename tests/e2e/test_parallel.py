@@ -1,0 +1,125 @@
+"""Engines of several ranks: their greedy tokens are those of transformers, alone in each layout and
+as P and D in each mode. tests/e2e/test_layouts.py has pairs of layouts."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from examples.demo_model.random_checkpoint import make_checkpoint
+from examples.demo_model.random_weights import Family
+from tests.e2e.harness import Fleet, Process, empty_fleet
+from tests.e2e.test_families import ask, best_tokens, make_requests
+
+CONTEXT_TOKENS = 256
+FAMILIES: tuple[Family, ...] = ("llama", "qwen3", "mixtral")
+# (tensor, pipeline). Two KV heads over four ranks; five layers over three stages are 2, 2, 1.
+LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (1, 3), (2, 2)]
+Layout = tuple[int, int]
+
+
+def named(layout: Layout) -> str:
+    return "tp{}pp{}".format(*layout)
+
+
+def flags(layout: Layout) -> tuple[str, ...]:
+    """The engine's, with chunks that are shorter than the prompts."""
+    tensor, pipeline = layout
+    return (
+        *("--tensor-parallel-size", str(tensor), "--pipeline-parallel-size", str(pipeline)),
+        *("--max-num-batched-tokens", "64", "--max-num-seqs", "8"),
+        *("--max-model-len", str(CONTEXT_TOKENS)),
+    )
+
+
+def make_model(folder: Path, family: Family, *, tie: bool = False) -> Path:
+    return make_checkpoint(
+        folder,
+        family=family,
+        layers=5,
+        hidden=64,
+        intermediate=128,
+        heads=4,
+        kv_heads=2,
+        max_len=CONTEXT_TOKENS,
+        tie=tie,
+    )
+
+
+def written_by(server: Process) -> list[tuple[list[int], list[int]]]:
+    """Prompts and what the server writes behind them: one by one, then four at once."""
+    written: list[tuple[list[int], list[int]]] = []
+    for prompt, new in make_requests():
+        written += [(prompt, ids) for ids in ask(server, [prompt], new)]
+    together = [prompt for prompt, _ in make_requests()][3:7]
+    written += zip(together, ask(server, together, 24), strict=True)
+    return written
+
+
+def check(model: Path, written: list[tuple[list[int], list[int]]]) -> None:
+    wanted = [new for _, new in make_requests()] + [24] * 4
+    assert [len(ids) for _, ids in written] == wanted
+    assert [ids for _, ids in written] == best_tokens(model, written)
+
+
+# Every family in every layout; those that differ most from others are enough in each run.
+ENGINES = [
+    pytest.param(
+        *(family, layout),
+        marks=pytest.mark.slow if family == "llama" or layout == (2, 2) else pytest.mark.soak,
+        id=f"{family}-{named(layout)}",
+    )
+    for family, layout in itertools.product(FAMILIES, LAYOUTS)
+]
+
+
+@pytest.mark.parametrize(("family", "layout"), ENGINES)
+def test_greedy_tokens_are_those_of_transformers(
+    tmp_path: Path, family: Family, layout: Layout
+) -> None:
+    model = make_model(tmp_path / "model", family, tie=family == "qwen3")
+    with empty_fleet(tmp_path) as running:
+        engine = running.start_engine(
+            "Aggregated", *flags(layout), model=model, env={"XPYD_DISCOVERY": ""}
+        )
+        running.wait_healthy(engine)
+        written = written_by(engine)
+        assert engine.stop() == 0, engine.log[-3000:]
+    check(model, written)
+
+
+def start_pair(running: Fleet, model: Path, p: Layout, d: Layout, *more: str) -> list[Process]:
+    running.start_router()
+    common = ("--kv-on-failure", "fail", *more)
+    pair = [
+        running.start_engine("Prefill", *flags(p), *common, model=model),
+        running.start_engine("Decode", *flags(d), *common, model=model),
+    ]
+    running.wait_ready(*pair)
+    return pair
+
+
+USUAL = [("put", "tcp"), ("get", "shm"), ("get", "uds")]
+WAYS = [
+    pytest.param(
+        *way, marks=pytest.mark.slow if way in USUAL else pytest.mark.soak, id="-".join(way)
+    )
+    for way in itertools.product(("put_async", "put", "get"), ("tcp", "uds", "shm"))
+]
+
+
+@pytest.mark.parametrize(("mode", "transport"), WAYS)
+def test_ranks_send_in_every_mode_by_every_transport(
+    tmp_path: Path, mode: str, transport: str
+) -> None:
+    model = make_model(tmp_path / "model", "llama")
+    by = ("--kv-mode", mode.replace("_", "-"), "--kv-transport", transport)
+    by += ("--kv-socket-dir", str(tmp_path / "s"))
+    with empty_fleet(tmp_path) as running:
+        _, decode = start_pair(running, model, (2, 2), (1, 3), *by)
+        written = written_by(running.router)
+        assert decode.metric("xpyd_kv_received_bytes_total") > 0
+        assert decode.metric("xpyd_kv_recomputed_requests_total") == 0
+    check(model, written)
