@@ -7,7 +7,6 @@ import pytest
 from tests.e2e.harness import Fleet, fleet
 from tests.e2e.oracle import Case
 
-pytestmark = pytest.mark.slow
 CASES = 4
 # (tensor, pipeline) of P and of D.
 PAIRS = [
@@ -38,12 +37,19 @@ def _ask(running: Fleet, case: Case) -> tuple[int, ...]:
     return tuple(answer["choices"][0]["token_ids"])
 
 
-@pytest.mark.parametrize(("of_p", "of_d"), PAIRS)
+@pytest.mark.parametrize(
+    ("of_p", "of_d"),
+    [
+        # Every other one in each run, all of them in the soak.
+        pytest.param(*pair, marks=pytest.mark.soak if number % 2 else pytest.mark.slow)
+        for number, pair in enumerate(PAIRS)
+    ],
+)
 def test_greedy_tokens_are_those_of_one_process_and_d_computes_no_prompt(
     tmp_path: Path, cases: list[Case], of_p: tuple[int, int], of_d: tuple[int, int]
 ) -> None:
     # Half of the pairs over shared memory, the others over TCP.
-    transport = "shm" if PAIRS.index((of_p, of_d)) % 2 else "tcp"
+    transport = "shm" if PAIRS.index((of_p, of_d)) % 4 > 1 else "tcp"
     flags = ("--kv-socket-dir", str(tmp_path / "kv"), "--kv-transport", transport)
     small = ("--max-num-batched-tokens", "72", "--max-num-seqs", "8", "--kv-group-bytes", "1")
     with fleet(tmp_path) as running:

@@ -25,7 +25,7 @@ from xpyd_kv.wire.handshake import Terms
 from xpyd_kv.wire.messages import CHECKSUM_BYTES, TYPE_NUMBERS, Data
 
 _DOCS = Path(__file__).parents[2] / "docs"
-_NAMES = ("wire.md", "wire-shm.md", "wire-probe.md", "wire-gpu.md", "wire-get.md")
+_NAMES = ("wire.md", "wire-shm.md", "wire-probe.md", "wire-gpu.md", "wire-get.md", "wire-ranks.md")
 PAGES = "".join((_DOCS / name).read_text() for name in _NAMES)
 names = pytest.mark.parametrize("sample", SAMPLES, ids=[sample.name for sample in SAMPLES])
 

@@ -118,12 +118,9 @@ class Sample(NamedTuple):
 SAMPLES = (
     Sample("hello_dialler", DIALLER_HELLO),
     Sample("hello_acceptor", ACCEPTOR_HELLO),
-    Sample("hello_of_a_rank", RANK_HELLO),
     Sample("auth_dialler", Auth(mac=_mac(by_dialler=True))),
     Sample("auth_acceptor", Auth(mac=_mac(by_dialler=False))),
     Sample("layout", LAYOUT),
-    Sample("layout_of_a_rank", LAYOUT_OF_A_RANK),
-    Sample("layout_of_an_engine", LAYOUT_OF_AN_ENGINE),
     Sample("refuse", Refuse(reason="incompatible", factor="kv_dtype")),
     Sample(
         "offer",
@@ -183,6 +180,9 @@ SAMPLES = (
         _TOKENS,
     ),
     Sample("pull", Pull(**KEYS, skip_tokens=16)),
+    Sample("hello_of_a_rank", RANK_HELLO),
+    Sample("layout_of_an_engine", LAYOUT_OF_AN_ENGINE),
+    Sample("layout_of_a_rank", LAYOUT_OF_A_RANK),
 )
 
 

@@ -15,7 +15,7 @@ from tests.worker.device_pair import cache_on
 from tests.worker.kv_pair import KEY, MIB
 from xpyd_core.errors import UserError
 from xpyd_kv.device.api import DeviceView
-from xpyd_worker import loading
+from xpyd_worker import loading, one_rank
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.runner.gpu_memory import GpuUse, Profile
 from xpyd_worker.runner.load import load_on_cpu
@@ -40,10 +40,10 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         )
         return runner, GpuUse(Profile(2**30, 0, 0, 0), 0)
 
-    monkeypatch.setattr(loading, "choose_device", lambda _: torch.device("cuda", 0))
-    monkeypatch.setattr(loading, "compute_capability", lambda _: (9, 0))
+    monkeypatch.setattr(one_rank, "choose_device", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr(one_rank, "compute_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a fake")
-    monkeypatch.setattr(loading, "load_on_gpu", load_on_gpu)
+    monkeypatch.setattr(one_rank, "load_on_gpu", load_on_gpu)
     return seen
 
 
@@ -62,7 +62,7 @@ def test_the_cache_of_p_and_d_is_the_gpus_and_lent_whole(
 ) -> None:
     machine = Machine()
     cache = cache_on(machine.device(role))
-    monkeypatch.setattr(loading, "open_cache", lambda *_: cache)
+    monkeypatch.setattr(one_rank, "open_cache", lambda *_: cache)
     loaded = load(role)
     assert given["make_memory"] == cache.allocate
     limits = given["limits"]
