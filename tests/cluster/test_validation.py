@@ -105,7 +105,7 @@ def test_fields_and_columns_are_explained(plane: Cluster, namespace: str) -> Non
     apply(plane, namespace, FLEET)
     apply(plane, namespace, POOL)
     head = {"fleet": "NAME PREFILL DECODE GPUS READY REASON AGE",
-            "fleetpool": "NAME FLEET ROLE DESIRED READY DRAINING AGE"}  # fmt: skip
+            "fleetpool": "NAME FLEET ROLE LAYOUT DESIRED READY DRAINING AGE"}  # fmt: skip
     for kind, columns in head.items():
         lines = plane.kubectl("-n", namespace, "get", kind).splitlines()
         assert lines[0].split() == columns.split()
