@@ -7,7 +7,6 @@ of it, xpyd_core.parallel.ranks for who is in which group.
 from __future__ import annotations
 
 import os
-import socket
 from contextlib import ExitStack
 from typing import Self
 
@@ -133,12 +132,3 @@ def open_parallel(
             )
             stack.callback(groups[kind].close)
         return ParallelState(part, groups, hidden, stack.pop_all())
-
-
-def own_address(host: str, port: int) -> str:
-    """The address of this machine from which it reaches host:port."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-    family, kind, protocol, _, to = found[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(to)  # a datagram socket sends nothing yet
-        return str(probe.getsockname()[0])
