@@ -32,7 +32,15 @@ def test_the_short_form_measures_and_writes_its_page(
     made = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert made == json.loads((tmp_path / "parallel.json").read_text())
     (reduce,) = made["allReduce"]
-    assert reduce["ratios"] == [reduce["ratio"]]
+    ratios = {(one["name"], one["peer"]): one for one in made["ratios"]}
+    assert list(ratios) == [
+        ("all-reduce, 2 ranks, 16 KiB", "Gloo"),
+        ("tiny, TP 2 x PP 1, tokens/s", "TP 1 x PP 1"),
+        ("tiny, TP 1 x PP 2, tokens/s", "TP 1 x PP 1"),
+        ("tiny, TP 1 x PP 2, tokens/s", "one step at a time"),
+        ("tiny, TP 1 x PP 2, one step at a time, tokens/s", "TP 1 x PP 1"),
+    ]
+    assert next(iter(ratios.values()))["measured"] == [reduce["ratio"]]
     rows = made["engines"]["tiny"]
     assert [(row["tensor"], row["pipeline"], row["queued"]) for row in rows] == [
         (1, 1, True),

@@ -21,7 +21,7 @@ from tests.parallel.bench.report import report
 from tests.worker.bench.contender import ROOT, ContenderFailed
 from tests.worker.bench.models import model
 
-MODELS = ("tiny", "medium")
+MODELS = ("tiny", "small")
 """One whose steps cost next to nothing but to be handed out, and one that has something to do."""
 _QUICK_LAYOUTS = (
     Layout(),
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     """Run it."""
     parser = argparse.ArgumentParser(prog="python -m tests.parallel.bench")
     parser.add_argument("--output", type=Path, default=ROOT / "docs/benchmarks/parallel.json")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument(

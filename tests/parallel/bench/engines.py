@@ -100,7 +100,8 @@ def _recipe(model: Model, layout: Layout, cores: int) -> Recipe:
         *("--tensor-parallel-size", str(layout.tensor)),
         *("--pipeline-parallel-size", str(layout.pipeline)),
         *("--max-num-batched-tokens", str(PROMPT_TOKENS), "--kv-cache-memory", "256Mi"),
-        *("--device", "cpu"),
+        # bfloat16 only where this processor computes in it.
+        *("--device", "cpu", "--dtype", "auto"),
     ]
     made = own_recipe(model.folder, max(1, cores // layout.ranks), more)
     env = dict(made.env)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from statistics import median
@@ -28,6 +29,7 @@ def report(
     return {
         "benchmark": "parallel",
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "ratios": _ratios(reduces, turns),
         "allReduce": [_reduce(one) for one in reduces],
         "engines": {model: _engines(found) for model, found in turns.items()},
         "bubble": {model: _bubbles(found) for model, found in turns.items()},
@@ -54,15 +56,44 @@ def measured_bubble(stages: int, batches: int, *, one_s: float, all_s: float) ->
     return 1 - batches * one_s / stages / all_s
 
 
+def _ratios(reduces: Sequence[Rounds], turns: dict[str, list[Turn]]) -> list[dict[str, Any]]:
+    """By name, each to a peer of the same run."""
+    found = [
+        _named(
+            f"all-reduce, {one.ranks} ranks, {one.size_kib} KiB", "Gloo", one.ours_us, one.gloo_us
+        )
+        for one in reduces
+    ]
+    for model, of_model in turns.items():
+        layouts = _layouts(of_model)
+        for layout in layouts:
+            rates = _rates(of_model, layout)
+            if layout != _ALONE:
+                name = f"{model}, {layout.name}, tokens/s"
+                found.append(_named(name, _ALONE.name, rates, _rates(of_model, _ALONE)))
+            unqueued = replace(layout, is_queued=False)
+            if layout.is_queued and unqueued in layouts:
+                name = f"{model}, {layout.name}, tokens/s"
+                found.append(_named(name, "one step at a time", rates, _rates(of_model, unqueued)))
+    return found
+
+
+def _rates(turns: Sequence[Turn], layout: Layout) -> list[float]:
+    return [summary.output_tokens_per_s for summary in _of(turns, layout, DECODE_8)]
+
+
+def _named(name: str, peer: str, ours: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
+    measured = [round(a / b, 4) for a, b in zip(ours, others, strict=True)]
+    return {"name": name, "peer": peer, "reached": round(median(measured), 4), "measured": measured}
+
+
 def _reduce(one: Rounds) -> dict[str, Any]:
-    ratios = [ours / gloo for ours, gloo in zip(one.ours_us, one.gloo_us, strict=True)]
     return {
         "ranks": one.ranks,
         "kib": one.size_kib,
         "oursUs": round(median(one.ours_us), 1),
         "glooUs": round(median(one.gloo_us), 1),
-        "ratio": round(median(ratios), 4),
-        "ratios": [round(ratio, 4) for ratio in ratios],
+        "ratio": round(median(a / b for a, b in zip(one.ours_us, one.gloo_us, strict=True)), 4),
     }
 
 
