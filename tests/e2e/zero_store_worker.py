@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from xpyd_core.logs import set_up_logging
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.connector.api import BlockPool, KvMemory
+from xpyd_kv.connector.build import default_store
 from xpyd_kv.device.api import View
 from xpyd_kv.store.api import Landing, Store, StoreFigures
-from xpyd_kv.store.landing_store import LandingStore, StoreLimits
+from xpyd_kv.store.landing_store import StoreLimits
 from xpyd_worker.command import configure, read_config
 from xpyd_worker.main import run
 
@@ -53,7 +54,7 @@ class ZeroStore:
     """The default store with every landing replaced."""
 
     def __init__(self, limits: StoreLimits, memory: KvMemory, pool: BlockPool) -> None:
-        self._inner = LandingStore(limits, memory=memory, pool=pool)
+        self._inner = default_store(limits, memory, pool)
         self._memory = memory
 
     def take(self, owner: TransferKey, num_blocks: int) -> Landing | None:

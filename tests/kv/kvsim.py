@@ -24,6 +24,7 @@ from xpyd_kv.connector.layouts import wire_layout
 from xpyd_kv.plan.pairs import Pair
 from xpyd_kv.store.api import StoreFigures
 from xpyd_kv.store.landing_store import StoreLimits
+from xpyd_kv.store.own_space import OwnSpace
 from xpyd_kv.transport.api import Done, Handler
 from xpyd_kv.wire import messages as wire
 from xpyd_kv.wire.fit import pair_on
@@ -202,7 +203,9 @@ class World:
             pool=pool,
             wake=lambda: None,
             settings=self.settings,
-            make_store=lambda limits, mem, blocks: WatchedStore(limits, memory=mem, pool=blocks),
+            make_store=lambda limits, mem, blocks: WatchedStore(
+                limits, pool=blocks, space=OwnSpace(mem, limits)
+            ),
             clock=self.clock,
         )
 

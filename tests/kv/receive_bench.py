@@ -11,6 +11,7 @@ from tests.kv.kvfakes import LAYOUT, FakeMemory, FakePool
 from tests.kv.kvsim import Clock, SimPeer
 from xpyd_core.blocks import token_bytes
 from xpyd_core.request_id import TransferKey
+from xpyd_kv.connector.build import default_store
 from xpyd_kv.session.events import (
     ReceiveEvent,
     ReceiveOffered,
@@ -18,7 +19,7 @@ from xpyd_kv.session.events import (
 from xpyd_kv.session.limits import KvLimits
 from xpyd_kv.session.metrics import KvMetrics
 from xpyd_kv.session.receiving import ReceiveSession
-from xpyd_kv.store.landing_store import LandingStore, StoreLimits
+from xpyd_kv.store.landing_store import StoreLimits
 from xpyd_kv.wire import messages as wire
 
 UUID = "a" * 32
@@ -48,9 +49,8 @@ class Bench:
         self.events: list[ReceiveEvent] = []
         self.metrics = KvMetrics()
         self.peer: Any = SimPeer(None, HELLO)
-        self.store = LandingStore(
-            StoreLimits(1.0, 100 * LAYOUT.bytes_per_block), memory=FakeMemory(8), pool=FakePool(8)
-        )
+        limits = StoreLimits(1.0, 100 * LAYOUT.bytes_per_block)
+        self.store = default_store(limits, FakeMemory(8), FakePool(8))
         self.session = ReceiveSession(
             self,  # type: ignore[arg-type]
             layout=LAYOUT,

@@ -8,6 +8,7 @@ from tests.kv import receive_bench
 from tests.kv.kvfakes import LAYOUT, FakePool
 from tests.kv.send_bench import BLOCKS, KEY, LAYERS, REF, Bench
 from xpyd_core.errors import ProtocolError
+from xpyd_kv.connector.build import default_store
 from xpyd_kv.plan.frames import Area
 from xpyd_kv.session.events import (
     ReceiveEnded,
@@ -20,8 +21,8 @@ from xpyd_kv.session.events import (
     SendStashed,
 )
 from xpyd_kv.session.source import ReadyArea
-from xpyd_kv.store.api import Stash
-from xpyd_kv.store.landing_store import LandingStore, StoreLimits
+from xpyd_kv.store.api import Stash, Store
+from xpyd_kv.store.landing_store import StoreLimits
 from xpyd_kv.wire import messages as wire
 
 OFFERED_ONCE = ["OFFER"]
@@ -127,10 +128,10 @@ def test_an_offer_is_repeated_while_more_of_its_kv_comes_to_stand(get: Bench) ->
     assert get.said() == []
 
 
-def stash_of(bench: Bench) -> tuple[Stash, LandingStore]:
+def stash_of(bench: Bench) -> tuple[Stash, Store]:
     """KV of the bench's prompt beside its blocks, whose bytes are then others'."""
     limits = StoreLimits(1.0, 0, 10 * LAYOUT.bytes_per_block)
-    store = LandingStore(limits, memory=bench.memory, pool=FakePool(8))
+    store = default_store(limits, bench.memory, FakePool(8))
     stash = store.take_beside(KEY, len(BLOCKS))
     assert stash is not None
     assert stash.fill(BLOCKS) is None

@@ -9,10 +9,11 @@ import pytest
 from tests.kv.device_fake import DeviceFault, FakeDevice, Machine
 from tests.kv.kvfakes import LAYOUT, FakePool, expected_bytes
 from xpyd_core.request_id import TransferKey
+from xpyd_kv.connector.build import default_store
 from xpyd_kv.device.api import DeviceError, DeviceView
 from xpyd_kv.device.paged import DevicePagedMemory
 from xpyd_kv.store.api import Landing
-from xpyd_kv.store.landing_store import LandingStore, StoreLimits
+from xpyd_kv.store.landing_store import StoreLimits
 
 KEY = TransferKey("ab" * 16, 0)
 UNIT = LAYOUT.bytes_per_block
@@ -29,7 +30,7 @@ class World:
         self.memory = DevicePagedMemory(self.gpu, layers, layout=LAYOUT, region=self.region)
         self.pool = FakePool(blocks)
         limits = StoreLimits(direct_free, buffer * UNIT, pool * UNIT)
-        self.store = LandingStore(limits, memory=self.memory, pool=self.pool)
+        self.store = default_store(limits, self.memory, self.pool)
 
     def write(self, landing: Landing, seed: int) -> None:
         """As if it had landed, in two ranges of blocks."""

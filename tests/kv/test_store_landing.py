@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from tests.kv.kvfakes import LAYOUT, FakeMemory, FakePool, expected_bytes
 from xpyd_core.request_id import TransferKey
-from xpyd_kv.store.api import Landing
+from xpyd_kv.connector.build import default_store
+from xpyd_kv.store.api import Landing, Store
 from xpyd_kv.store.landing import LeaseError
-from xpyd_kv.store.landing_store import LandingStore, StoreLimits
+from xpyd_kv.store.landing_store import StoreLimits
 
 KEY = TransferKey("ab" * 16, 0)
 UNIT = LAYOUT.bytes_per_block
@@ -20,10 +21,10 @@ UNIT = LAYOUT.bytes_per_block
 
 def make(
     blocks: int = 20, *, direct_free: float = 0.1, buffer: int = 0, pool: int = 0
-) -> tuple[LandingStore, FakeMemory, FakePool]:
+) -> tuple[Store, FakeMemory, FakePool]:
     memory, block_pool = FakeMemory(blocks), FakePool(blocks)
     limits = StoreLimits(direct_free, buffer * UNIT, pool * UNIT)
-    return LandingStore(limits, memory=memory, pool=block_pool), memory, block_pool
+    return default_store(limits, memory, block_pool), memory, block_pool
 
 
 def write(landing: Landing, seed: int) -> None:
@@ -153,7 +154,7 @@ def test_a_landing_is_given_back_once(kind: str, first: str, second: str) -> Non
 
 def test_a_pool_that_is_no_multiple_of_a_block_uses_the_whole_blocks() -> None:
     memory, pool = FakeMemory(4), FakePool(4)
-    store = LandingStore(StoreLimits(1.0, 0, 3 * UNIT + 5), memory=memory, pool=pool)
+    store = default_store(StoreLimits(1.0, 0, 3 * UNIT + 5), memory, pool)
     assert store.figures().pool_bytes == 3 * UNIT
 
 

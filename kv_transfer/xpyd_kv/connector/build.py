@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from xpyd_core.errors import XpydError
 from xpyd_core.request_id import Address, TransferKey
@@ -26,7 +26,7 @@ from xpyd_kv.ranks.chunks import ToldChunks
 from xpyd_kv.ranks.engine import RankedEngine, engine_of
 from xpyd_kv.ranks.local import LocalReceivingRank, LocalSendingRank
 from xpyd_kv.ranks.remote import Ears, RankedCopies, RemoteReceivingRank, RemoteSendingRank
-from xpyd_kv.ranks.store import RankedStore
+from xpyd_kv.ranks.store import RankedSpace
 from xpyd_kv.session.events import ReceiveEvent, ReceiveOffered, SendEvent
 from xpyd_kv.session.fanin import Fanin
 from xpyd_kv.session.fanout import Fanout
@@ -37,6 +37,7 @@ from xpyd_kv.session.receiving import ReceiveSession
 from xpyd_kv.session.sending import SendSession
 from xpyd_kv.store.api import Store
 from xpyd_kv.store.landing_store import LandingStore, StoreLimits
+from xpyd_kv.store.own_space import OwnSpace
 from xpyd_kv.transport.api import Endpoint, Handler
 from xpyd_kv.wire import messages as wire
 
@@ -83,7 +84,7 @@ class Connector:
 
 def default_store(limits: StoreLimits, memory: KvMemory, pool: BlockPool) -> Store:
     """Own blocks, device buffer, host pool."""
-    return LandingStore(limits, memory=memory, pool=pool)
+    return LandingStore(limits, pool=pool, space=OwnSpace(memory, limits))
 
 
 def build(
@@ -104,82 +105,77 @@ def build(
     engine's and the endpoint's own clock. `ranks`: they have the cache and move it themselves, so
     that `memory` is their BookMemory, and the store is theirs.
     """
-    builder = _Builder(
-        make_endpoint, memory, pool, wake, settings or KvSettings(), clock, make_store, ranks
+    metrics = KvMetrics()
+    gate = ComputeGate(clock)
+    handler = LateHandler(gate)
+    half = _Half(
+        endpoint=make_endpoint(handler),
+        handler=handler,
+        gate=gate,
+        metrics=metrics,
+        memory=memory,
+        pool=pool,
+        wake=wake,
+        settings=settings or KvSettings(),
+        make_store=make_store,
+        clock=clock,
+        remote=None if ranks is None else _Remote(ranks, RankedCopies(ranks.channels, wake)),
     )
-    return builder.producer() if role == "P" else builder.consumer()
+    return half.producer() if role == "P" else half.consumer()
+
+
+class _Remote(NamedTuple):
+    """The ranks of this engine, where each is a process, and the copies on them."""
+
+    engine: RankedEngine
+    copies: RankedCopies
 
 
 @dataclass(frozen=True)
-class _Builder:
+class _Half:
     """What both roles are made of."""
 
-    make_endpoint: MakeEndpoint
+    endpoint: Endpoint
+    handler: LateHandler
+    gate: ComputeGate
+    metrics: KvMetrics
     memory: KvMemory
     pool: BlockPool
     wake: Callable[[], None]
     settings: KvSettings
-    clock: Callable[[], float]
     make_store: MakeStore
-    ranks: RankedEngine | None
+    clock: Callable[[], float]
+    remote: _Remote | None
 
     def producer(self) -> Connector:
         events: deque[SendEvent] = deque()
-        metrics = KvMetrics()
-        gate = ComputeGate(self.clock)
-        handler = LateHandler(gate)
-        endpoint = self.make_endpoint(handler)
-        make_session = partial(self._send_session, endpoint)
-        copies = None
-        if self.ranks is None:
-            local = LocalSendingRank(
-                make_session,
-                call=endpoint.call,
-                metrics=metrics,
-                tombstone_s=self.settings.limits.tombstone_s,
-                clock=self.clock,
-            )
-            fanout = Fanout([local.rank], engine_of(self.memory.layout))
-            local.on_report = fanout.on_report
-            handler.rank = local.rank
-        else:
-            channels = self.ranks.channels
-            fanout = Fanout([RemoteSendingRank(c) for c in channels], self.ranks.layout)
-            copies = RankedCopies(channels, self.wake)
-            Ears(
-                channels,
-                call=endpoint.call,
-                metrics=metrics,
-                copies=copies,
-                on_sent=fanout.on_report,
-            )
-        session = make_session(_reporter(events, self.wake), metrics=metrics, fanout=fanout)
-        handler.session = session
+        session = self._send_session()(
+            _reporter(events, self.wake), metrics=self.metrics, fanout=self._fanout()
+        )
+        self.handler.session = session
         # The other modes have no KV that would wait long for D alone.
-        store = self._store(copies) if self.settings.mode == "get" else None
+        store = self._store() if self.settings.mode == "get" else None
         producer = KvProducer(
-            endpoint=endpoint,
+            endpoint=self.endpoint,
             session=session,
             events=events,
             memory=self.memory,
-            gate=gate,
+            gate=self.gate,
             pool=self.pool,
             mode=self.settings.mode,
             store=store,
             limits=self.settings.limits,
             make_chunks=self._make_chunks(),
-            metrics=metrics,
+            metrics=self.metrics,
             clock=self.clock,
         )
-        return Connector(endpoint, metrics, producer=producer, store=store, probes=session.probes)
+        return Connector(
+            self.endpoint, self.metrics, producer=producer, store=store, probes=session.probes
+        )
 
     def consumer(self) -> Connector:
         events: deque[ReceiveEvent] = deque()
         prompts: dict[TransferKey, OfferedPrompt] = {}
-        metrics = KvMetrics()
-        gate = ComputeGate(self.clock)
-        handler = LateHandler(gate)
-        endpoint = self.make_endpoint(handler)
         post = _reporter(events, self.wake)
 
         def report(event: ReceiveEvent) -> None:
@@ -187,69 +183,82 @@ class _Builder:
                 prompts[event.key] = event.prompt
             post(event)
 
-        make_session = partial(self._receive_session, endpoint)
-        copies = None
-        if self.ranks is None:
-            local = LocalReceivingRank(make_session, call=endpoint.call, metrics=metrics)
-            fanin = Fanin([local], engine_of(self.memory.layout))
-            local.on_report = fanin.on_report
-            handler.rank = local.rank
-        else:
-            channels = self.ranks.channels
-            fanin = Fanin([RemoteReceivingRank(c) for c in channels], self.ranks.layout)
-            copies = RankedCopies(channels, self.wake)
-            Ears(
-                channels,
-                call=endpoint.call,
-                metrics=metrics,
-                copies=copies,
-                on_received=fanin.on_report,
-            )
-        session = make_session(report, metrics=metrics, fanin=fanin)
-        handler.session = session
-        store = self._store(copies)
+        session = self._receive_session(report, metrics=self.metrics, fanin=self._fanin())
+        self.handler.session = session
+        store = self._store()
         consumer = KvConsumer(
-            endpoint=endpoint,
+            endpoint=self.endpoint,
             session=session,
             events=events,
             prompts=prompts,
             store=store,
             pool=self.pool,
             memory=self.memory,
-            gate=gate,
+            gate=self.gate,
             limits=self.settings.limits,
-            metrics=metrics,
+            metrics=self.metrics,
         )
-        return Connector(endpoint, metrics, consumer=consumer, store=store)
+        return Connector(self.endpoint, self.metrics, consumer=consumer, store=store)
 
-    def _send_session(
-        self,
-        endpoint: Endpoint,
-        report: Callable[[SendEvent], None],
-        *,
-        metrics: KvMetrics,
-        fanout: Fanout | None = None,
-    ) -> SendSession:
-        return send_session(
-            endpoint,
-            report,
+    def _fanout(self) -> Fanout:
+        if self.remote is not None:
+            engine = self.remote.engine
+            fanout = Fanout([RemoteSendingRank(c) for c in engine.channels], engine.layout)
+            self._ears(self.remote)(on_sent=fanout.on_report)
+            return fanout
+        local = LocalSendingRank(
+            self._send_session(),
+            call=self.endpoint.call,
+            metrics=self.metrics,
+            tombstone_s=self.settings.limits.tombstone_s,
+            clock=self.clock,
+        )
+        fanout = Fanout([local.rank], engine_of(self.memory.layout))
+        local.on_report = fanout.on_report
+        self.handler.rank = local.rank
+        return fanout
+
+    def _fanin(self) -> Fanin:
+        if self.remote is not None:
+            engine = self.remote.engine
+            fanin = Fanin([RemoteReceivingRank(c) for c in engine.channels], engine.layout)
+            self._ears(self.remote)(on_received=fanin.on_report)
+            return fanin
+        local = LocalReceivingRank(
+            self._receive_session, call=self.endpoint.call, metrics=self.metrics
+        )
+        fanin = Fanin([local], engine_of(self.memory.layout))
+        local.on_report = fanin.on_report
+        self.handler.rank = local.rank
+        return fanin
+
+    def _ears(self, remote: _Remote) -> partial[Ears]:
+        return partial(
+            Ears,
+            remote.engine.channels,
+            call=self.endpoint.call,
+            metrics=self.metrics,
+            copies=remote.copies,
+        )
+
+    def _send_session(self) -> partial[SendSession]:
+        return partial(
+            send_session,
+            self.endpoint,
             memory=self.memory,
             settings=self.settings,
             clock=self.clock,
-            metrics=metrics,
-            fanout=fanout,
         )
 
     def _receive_session(
         self,
-        endpoint: Endpoint,
         report: Callable[[ReceiveEvent], None],
         *,
         metrics: KvMetrics,
         fanin: Fanin | None = None,
     ) -> ReceiveSession:
         return ReceiveSession(
-            endpoint,
+            self.endpoint,
             layout=self.memory.layout,
             on_device=self.memory.device is not None,
             limits=self.settings.limits,
@@ -259,17 +268,15 @@ class _Builder:
             fanin=fanin,
         )
 
-    def _store(self, copies: RankedCopies | None) -> Store:
-        if self.ranks is None or copies is None:
+    def _store(self) -> Store:
+        if self.remote is None:
             return self.make_store(self.settings.store, self.memory, self.pool)
-        unit_bytes = self.ranks.layout.held_bytes_per_block
-        return RankedStore(
-            self.settings.store, unit_bytes=unit_bytes, pool=self.pool, copies=copies
-        )
+        space = RankedSpace(self.remote.engine.layout.held_bytes_per_block, self.remote.copies)
+        return LandingStore(self.settings.store, pool=self.pool, space=space)
 
     def _make_chunks(self) -> MakeChunks:
         layout = self.memory.layout
-        if self.ranks is not None:
+        if self.remote is not None:
             return lambda ready: ToldChunks(layers=len(layout.layers), ready=ready)
         mode, limits = self.settings.mode, self.settings.frames
         return lambda ready: StepChunks[Prompt](layout, mode=mode, limits=limits, ready=ready)

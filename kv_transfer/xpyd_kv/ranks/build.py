@@ -22,7 +22,6 @@ from xpyd_kv.ranks.figures import FigureBook
 from xpyd_kv.ranks.receives import RankReceives
 from xpyd_kv.ranks.rooms import Rooms
 from xpyd_kv.ranks.sends import RankSends
-from xpyd_kv.ranks.store import units_of
 from xpyd_kv.session.events import ReceiveEvent
 from xpyd_kv.session.metrics import KvMetrics
 from xpyd_kv.session.receiving import ReceiveSession
@@ -53,7 +52,7 @@ def build_rank(
     on. `memory` is the rank's cache, `engine` all of it; `settings` are the engine's. UserError
     when there is less memory than buffer and pool take."""
     has_store = role == "D" or settings.mode == "get"
-    units = units_of(settings.store, engine.held_bytes_per_block) if has_store else (0, 0)
+    units = settings.store.units(engine.held_bytes_per_block) if has_store else (0, 0)
     rooms = Rooms(memory, units)
     gate = ComputeGate(clock)
     handler = LateHandler(gate)

@@ -23,7 +23,7 @@ from xpyd_kv.store.rooms import BlockRoom, Piece, PieceRoom
 
 
 class Rooms:
-    """`units`: of buffer and pool, as `store.units_of` reckons them."""
+    """`units`: of buffer and pool, as `StoreLimits.units` reckons them."""
 
     def __init__(self, memory: KvMemory, units: tuple[int, int]) -> None:
         """UserError, naming the flag, when there is less memory than they take."""
@@ -56,11 +56,7 @@ class Rooms:
     def copy(self, place: Place, block_ids: Sequence[int], *, into_cache: bool) -> Event | None:
         """Begin to copy between the place and blocks of the cache; when that is through (None: it
         is). DeviceError."""
-        room = self._beside(place)
-        here, blocks = room.beside(block_ids)
-        if into_cache:
-            return self._copier.copy(blocks, here)
-        return self._copier.copy(room.in_blocks(here), blocks)
+        return self._beside(place).copy(block_ids, into_cache=into_cache)
 
     def close(self, deadline_s: float) -> None:
         """Give a device's memory back."""
@@ -78,7 +74,8 @@ class Rooms:
         if arena is None:
             raise XpydError(f"this rank has no {place.where}")
         extents = [Extent(*extent) for extent in place.extents]
-        return PieceRoom(self._memory, [Piece(arena.view(e), e.units) for e in extents])
+        pieces = [Piece(arena.view(extent), extent.units) for extent in extents]
+        return PieceRoom(self._memory, pieces, self._copier)
 
 
 def _host_memory(size_bytes: int) -> memoryview:

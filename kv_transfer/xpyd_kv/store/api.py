@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.device.api import Event, View
+from xpyd_kv.store.buddy import Extent
 
 LandingKind = Literal["direct", "buffer", "pool"]
 StashKind = Literal["buffer", "pool"]
@@ -42,6 +43,44 @@ class Room(Protocol):
     ) -> Sequence[View]:
         """The bytes of the area in the order of a DATA body: for each layer, for each block. Blocks
         count from the room's first. Any thread, while the room is held."""
+        ...
+
+
+class Beside(Room, Protocol):
+    """Room that is no block of the paged cache, and what copies between the two."""
+
+    def copy(self, block_ids: Sequence[int], *, into_cache: bool) -> Event | None:
+        """Begin to copy all of it into these blocks, or all of them to here; when that is through
+        (None: it is). Until then both stay as they are and nobody else's. DeviceError when the
+        device fails."""
+        ...
+
+
+class Space(Protocol):
+    """The memory of a store, in this process or on the ranks; the store's books say what of it is
+    whose. Engine thread only."""
+
+    @property
+    def unit_bytes(self) -> int:
+        """One block of all layers, of all ranks: what the books count in. A landing is a whole
+        number of units, so nothing is wasted."""
+        ...
+
+    def blocks(self, block_ids: Sequence[int]) -> Room:
+        """These blocks of the paged cache."""
+        ...
+
+    def beside(self, kind: StashKind, extents: Sequence[Extent]) -> Beside:
+        """These units of the device buffer or of the host pool."""
+        ...
+
+    @property
+    def regions(self) -> Sequence[View]:
+        """See Store."""
+        ...
+
+    def close(self, deadline_s: float) -> None:
+        """See Store."""
         ...
 
 

@@ -1,21 +1,14 @@
-"""How the bytes of landings beside the cache come into its blocks: at once on a CPU, by a stream of
+"""How bytes come from beside the cache into its blocks, and back: at once on a CPU, by a stream of
 its own on a GPU.
 
-Owned by the store; engine thread only.
+Of the process whose cache it is, on one thread of it.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
-from xpyd_kv.device.api import Device, DeviceError, Event, View, on_host
-
-
-class _Late(NamedTuple):
-    event: Event
-    give_back: Callable[[], None]
+from xpyd_kv.device.api import Device, Event, View, on_host
 
 
 class Copier:
@@ -24,7 +17,6 @@ class Copier:
     def __init__(self, device: Device | None) -> None:
         self._device = device
         self._stream = device.stream() if device is not None else None
-        self._late: deque[_Late] = deque()
 
     def copy(self, targets: Sequence[View], sources: Sequence[View]) -> Event | None:
         """Begin to copy the bytes of all sources, in order, to all targets, each source as long as
@@ -37,28 +29,11 @@ class Copier:
         self._stream.copy(targets, sources)
         return self._stream.record()
 
-    def give_back_after(self, event: Event, give_back: Callable[[], None]) -> None:
-        """`give_back`, in a `poll` after `event`."""
-        self._late.append(_Late(event, give_back))
-
-    def poll(self) -> None:
-        """Give back what is no longer copied. What stands behind an event that fails stays taken:
-        that device is lost."""
-        while self._late:
-            try:
-                if not self._late[0].event.is_done():
-                    return
-            except DeviceError:
-                self._late.popleft()
-                continue
-            self._late.popleft().give_back()
-
     def close(self, deadline_s: float) -> bool:
         """Wait for what is under way and give the stream back; whether it ended in time."""
         if self._stream is None:
             return True
         has_ended = self._stream.record().wait(deadline_s)
-        self.poll()
         self._stream.close()
         return has_ended
 

@@ -1,27 +1,68 @@
-"""The landings: blocks of the paged cache, or pieces of memory beside it.
+"""The landings: blocks of the paged cache, or room beside it.
 
-Both are leases: their owner gives them back once, through the callable they were made with. Pieces
-are also what a P stashes KV in.
+Both are leases: their owner gives them back once, through the callable they were made with. Room
+beside the cache is also what a P stashes KV in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 from xpyd_core.errors import XpydError
 from xpyd_core.request_id import TransferKey
-from xpyd_kv.connector.api import BlockPool, KvMemory
+from xpyd_kv.connector.api import BlockPool
 from xpyd_kv.device.api import Event, View
-from xpyd_kv.store.api import LandingKind, StashKind
-from xpyd_kv.store.copier import Copier
-from xpyd_kv.store.rooms import BlockRoom, Piece, PieceRoom
+from xpyd_kv.store.api import Beside, LandingKind, Room, StashKind
+from xpyd_kv.store.late import Late
 
 
 class LeaseError(XpydError):
     """A landing was used after it was given back: a defect of the caller."""
 
 
-class DirectLanding:
+_Room = TypeVar("_Room", bound=Room)
+
+
+class _Lease(Generic[_Room]):
+    """What both kinds have in common. The room is let go at the end: it may be memory."""
+
+    def __init__(
+        self,
+        owner: TransferKey,
+        room: _Room,
+        *,
+        num_blocks: int,
+        unit_bytes: int,
+        on_end: Callable[[], None],
+    ) -> None:
+        self.owner = owner
+        self.num_blocks = num_blocks
+        self.size_bytes = num_blocks * unit_bytes
+        self._room: _Room | None = room
+        self._on_end = on_end
+
+    @property
+    def room(self) -> _Room:
+        """What is leased. LeaseError after the end."""
+        if self._room is None:
+            raise LeaseError(f"landing of {self.owner} is used after its end")
+        return self._room
+
+    def views(
+        self, first_layer: int, end_layer: int, first_block: int, end_block: int
+    ) -> Sequence[View]:
+        """As the room gives them."""
+        return self.room.views(first_layer, end_layer, first_block, end_block)
+
+    def _end(self) -> Callable[[], None]:
+        """Not leased any more; what is left to call."""
+        _ = self.room
+        self._room = None
+        return self._on_end
+
+
+class DirectLanding(_Lease[Room]):
     """Blocks of the paged cache, reserved for one transfer."""
 
     kind: LandingKind = "direct"
@@ -30,84 +71,54 @@ class DirectLanding:
     def __init__(
         self,
         owner: TransferKey,
-        block_ids: Sequence[int],
+        room: Room,
+        block_ids: list[int],
         *,
-        memory: KvMemory,
+        unit_bytes: int,
         pool: BlockPool,
         on_end: Callable[[], None],
     ) -> None:
-        self.owner = owner
-        self.num_blocks = len(block_ids)
-        self.size_bytes = len(block_ids) * memory.layout.bytes_per_block
-        self._block_ids = list(block_ids)
-        self._room = BlockRoom(memory, self._block_ids)
+        super().__init__(
+            owner, room, num_blocks=len(block_ids), unit_bytes=unit_bytes, on_end=on_end
+        )
+        self._block_ids = block_ids
         self._pool = pool
-        self._on_end = on_end
-        self._held = True
-
-    def views(
-        self, first_layer: int, end_layer: int, first_block: int, end_block: int
-    ) -> Sequence[View]:
-        """As the memory gives them: neighbours may be one."""
-        self._check()
-        return self._room.views(first_layer, end_layer, first_block, end_block)
 
     def adopt(self) -> list[int] | None:
         """The blocks themselves; nothing is copied."""
-        self._end()
+        self._end()()
         return self._block_ids
 
     def free(self) -> None:
         """Give the blocks back to the pool."""
-        self._end()
+        self._end()()
         self._pool.release(self._block_ids)
 
-    def _check(self) -> None:
-        if not self._held:
-            raise LeaseError(f"landing of {self.owner} is used after its end")
 
-    def _end(self) -> None:
-        self._check()
-        self._held = False
-        self._on_end()
-
-
-class PieceLanding:
-    """Memory beside the paged cache: one piece of the device buffer, or extents of the host pool.
-    A Landing, and a Stash."""
+class BesideLanding(_Lease[Beside]):
+    """Room beside the paged cache: in the device buffer, or in the host pool. A Landing, and a
+    Stash."""
 
     def __init__(
         self,
         owner: TransferKey,
-        pieces: Sequence[Piece],
+        room: Beside,
         *,
         kind: StashKind,
-        memory: KvMemory,
+        num_blocks: int,
+        unit_bytes: int,
         pool: BlockPool,
-        copier: Copier,
+        late: Late,
         on_end: Callable[[], None],
     ) -> None:
-        self.owner = owner
+        super().__init__(owner, room, num_blocks=num_blocks, unit_bytes=unit_bytes, on_end=on_end)
         self.kind: StashKind = kind
-        self._pieces: list[Piece] = list(pieces)
-        self._room = PieceRoom(memory, self._pieces)
-        self.num_blocks = self._room.num_blocks
-        self.size_bytes = self.num_blocks * memory.layout.bytes_per_block
         self._pool = pool
-        self._copier = copier
-        self._on_end = on_end
-        self._held = True
-        # Blocks taken by `adopt`, and when the device has filled them.
+        self._late = late
+        # Blocks taken by `adopt`, and when they are filled.
         self._copying: tuple[Event, list[int]] | None = None
-        # When the device has copied what `fill` told it to.
+        # When what `fill` began is through.
         self._filling: Event | None = None
-
-    def views(
-        self, first_layer: int, end_layer: int, first_block: int, end_block: int
-    ) -> Sequence[View]:
-        """One view for each layer and piece that the area touches."""
-        self._check()
-        return self._room.views(first_layer, end_layer, first_block, end_block)
 
     @property
     def is_copying(self) -> bool:
@@ -115,12 +126,12 @@ class PieceLanding:
 
     def adopt(self) -> list[int] | None:
         """Blocks from the pool with the bytes copied into them."""
-        self._check()
+        room = self.room
         if self._copying is None:
             block_ids = self._pool.take(self.num_blocks)
             if block_ids is None:
                 return None
-            event = self._copy_into(block_ids)
+            event = room.copy(block_ids, into_cache=True)
             self._copying = None if event is None else (event, block_ids)
         else:
             event, block_ids = self._copying
@@ -133,36 +144,24 @@ class PieceLanding:
 
     def fill(self, block_ids: Sequence[int]) -> Event | None:
         """The bytes of these blocks."""
-        self._check()
-        here, blocks = self._room.beside(block_ids)
-        self._filling = self._copier.copy(self._room.in_blocks(here), blocks)
+        self._filling = self.room.copy(block_ids, into_cache=False)
         return self._filling
-
-    def _copy_into(self, block_ids: Sequence[int]) -> Event | None:
-        here, blocks = self._room.beside(block_ids)
-        return self._copier.copy(blocks, here)
 
     def free(self) -> None:
         """Give the memory back to the buffer or the host pool."""
-        self._check()
-        self._held = False
-        self._pieces.clear()
+        on_end = self._end()
         copying, self._copying = self._copying, None
         filling, self._filling = self._filling, None
         if filling is not None:
-            self._copier.give_back_after(filling, self._on_end)
+            self._late.give_back_after(filling, on_end)
             return
         if copying is None:
-            self._on_end()
+            on_end()
             return
         event, block_ids = copying
 
         def give_back() -> None:
             self._pool.release(block_ids)
-            self._on_end()
+            on_end()
 
-        self._copier.give_back_after(event, give_back)
-
-    def _check(self) -> None:
-        if not self._held:
-            raise LeaseError(f"landing of {self.owner} is used after its end")
+        self._late.give_back_after(event, give_back)

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xpyd_kv.connector.api import KvMemory
-from xpyd_kv.device.api import View
+from xpyd_kv.device.api import Event, View
+from xpyd_kv.store.copier import Copier
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class PieceRoom:
-    """Pieces one after another: see Room. `memory` is the cache that they stand beside."""
+    """Pieces one after another: see Beside. `memory` is the cache that they stand beside."""
 
     memory: KvMemory
     pieces: Sequence[Piece]
+    copier: Copier
 
     @property
     def num_blocks(self) -> int:
@@ -57,16 +59,18 @@ class PieceRoom:
             for view in self._layer_views(layer, first_block, end_block)
         ]
 
-    def beside(self, block_ids: Sequence[int]) -> tuple[list[View], list[View]]:
-        """What is here, and as many bytes of the paged cache, layer by layer."""
+    def copy(self, block_ids: Sequence[int], *, into_cache: bool) -> Event | None:
+        """See Beside."""
         here: list[View] = []
         blocks: list[View] = []
         for layer in range(len(self.memory.layout.layers)):
             here += self._layer_views(layer, 0, self.num_blocks)
             blocks += [self.memory.block_view(layer, block) for block in block_ids]
-        return here, blocks
+        if into_cache:
+            return self.copier.copy(blocks, here)
+        return self.copier.copy(self._in_blocks(here), blocks)
 
-    def in_blocks(self, views: Sequence[View]) -> list[View]:
+    def _in_blocks(self, views: Sequence[View]) -> list[View]:
         """The same bytes, a view for each block."""
         size = self.memory.layout.block_bytes
         return [view[at : at + size] for view in views for at in range(0, len(view), size)]

@@ -15,6 +15,7 @@ from xpyd_core.request_id import TransferKey
 from xpyd_kv.connector.api import BlockPool, KvLayout, KvMemory
 from xpyd_kv.store.api import Landing, Stash
 from xpyd_kv.store.landing_store import LandingStore, StoreLimits
+from xpyd_kv.store.own_space import OwnSpace
 
 
 class SourceView:
@@ -175,7 +176,7 @@ class WatchedStore(LandingStore):
         # A stash copies bytes; that their blocks are held is checked by WatchedStash.
         self._is_p = isinstance(memory, SourceMemory)
         bytes_ = memory.bytes if isinstance(memory, SourceMemory) else memory
-        super().__init__(limits, memory=bytes_, pool=pool)
+        super().__init__(limits, pool=pool, space=OwnSpace(bytes_, limits))
         assert isinstance(pool, FakePool)
         self.block_pool = pool
         self.layout = memory.layout
