@@ -46,6 +46,12 @@ def test_nothing_that_befalls_a_fleet_breaks_an_invariant(first: int) -> None:
     play(first)
 
 
+def test_who_may_not_be_pulled_yet_waits_as_long_as_those_before_it() -> None:
+    """Two that are pulled take all seats while their P is cut off. The third would wait half a
+    second for its own KV, which nobody sends before a seat is free."""
+    assert run(plan_of(3408)).outcomes["strike:partition"] == 1
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("first", range(1000, 42_000, 1000))
 def test_nothing_that_befalls_many_more_fleets_breaks_an_invariant(first: int) -> None:

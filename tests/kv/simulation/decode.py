@@ -26,7 +26,7 @@ _SEATS = 2
 
 @dataclass(eq=False)
 class Request:
-    """One that waits. `excused_at`: when there was last no room for it."""
+    """One that waits. `excused_at`: when there was last no room for it, or no seat."""
 
     plan: PromptPlan
     since: float
@@ -163,10 +163,12 @@ class DecodeEngine:
             self._cached.pop(block, None)
 
     def excuse(self) -> None:
-        """Who has no room now waits for that, and not for its KV."""
-        for request in self.waiting.values():
+        """Who has no room now waits for that, and not for its KV. Who may not be pulled waits for
+        those before it, and each of them no longer than its own KV may take."""
+        for key, request in self.waiting.items():
             need = blocks_for(len(request.plan.ids), self.process.pool.block_size)
-            if self.process.pool.num_free < need:
+            ahead = len((self.consumer._pulled & self.waiting.keys()) - {key})
+            if self.process.pool.num_free < need or ahead >= _SEATS:
                 request.excused_at = self.world.schedule.now
 
     def _give_back(self, blocks: list[int]) -> None:
