@@ -6,17 +6,15 @@ rank's I/O thread.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 from typing import cast
 
-from xpyd_core.errors import UserError, XpydError
-from xpyd_core.sizes import format_bytes
+from xpyd_core.errors import XpydError
 from xpyd_kv.connector.api import KvMemory
 from xpyd_kv.device.api import DeviceView, Event, View
 from xpyd_kv.ranks.messages import Place, Where
 from xpyd_kv.store.api import Room
-from xpyd_kv.store.arena import Arena
+from xpyd_kv.store.arena import Arena, host_memory
 from xpyd_kv.store.buddy import Extent
 from xpyd_kv.store.copier import Copier
 from xpyd_kv.store.rooms import BlockRoom, Piece, PieceRoom
@@ -33,14 +31,13 @@ class Rooms:
         buffer_bytes, pool_bytes = (count * unit_bytes for count in units)
         device = memory.device
         self._arenas: dict[Where, Arena] = {}
-        if buffer_bytes and device is not None:
-            self._arenas["buffer"] = Arena(device.allocate(buffer_bytes), unit_bytes)
-        elif buffer_bytes:
-            self._arenas["buffer"] = Arena(_host_memory(buffer_bytes), unit_bytes)
-        if pool_bytes and device is not None:
-            self._arenas["pool"] = Arena(device.allocate_pinned(pool_bytes), unit_bytes)
-        elif pool_bytes:
-            self._arenas["pool"] = Arena(_host_memory(pool_bytes), unit_bytes)
+        if buffer_bytes:
+            own = (
+                host_memory(buffer_bytes, None) if device is None else device.allocate(buffer_bytes)
+            )
+            self._arenas["buffer"] = Arena(own, unit_bytes)
+        if pool_bytes:
+            self._arenas["pool"] = Arena(host_memory(pool_bytes, device), unit_bytes)
 
     @property
     def regions(self) -> Sequence[View]:
@@ -76,14 +73,3 @@ class Rooms:
         extents = [Extent(*extent) for extent in place.extents]
         pieces = [Piece(arena.view(extent), extent.units) for extent in extents]
         return PieceRoom(self._memory, pieces, self._copier)
-
-
-def _host_memory(size_bytes: int) -> memoryview:
-    """Its pages come from the system when they are first touched."""
-    try:
-        return memoryview(mmap.mmap(-1, size_bytes))
-    except (OSError, OverflowError) as error:
-        raise UserError(
-            f"--kv-host-pool-size: the system does not give {format_bytes(size_bytes)} ({error}); "
-            "give a smaller size"
-        ) from error

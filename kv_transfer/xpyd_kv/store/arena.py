@@ -5,7 +5,11 @@ The host pool is one; on a GPU the device buffer is another.
 
 from __future__ import annotations
 
-from xpyd_kv.device.api import View
+import mmap
+
+from xpyd_core.errors import UserError
+from xpyd_core.sizes import format_bytes
+from xpyd_kv.device.api import Device, View
 from xpyd_kv.store.buddy import Extent
 
 
@@ -20,3 +24,17 @@ class Arena:
         """The bytes of one extent."""
         first, size = extent.offset * self._unit_bytes, extent.units * self._unit_bytes
         return self.memory[first : first + size]
+
+
+def host_memory(size_bytes: int, device: Device | None) -> View:
+    """Pinned on a device's machine; else its pages come from the system when they are first
+    touched. UserError, naming the flag, when there is less."""
+    try:
+        if device is not None:
+            return device.allocate_pinned(size_bytes)
+        return memoryview(mmap.mmap(-1, size_bytes))
+    except (UserError, OSError, OverflowError) as error:
+        raise UserError(
+            f"--kv-host-pool-size: the system does not give {format_bytes(size_bytes)} ({error}); "
+            "give a smaller size"
+        ) from error

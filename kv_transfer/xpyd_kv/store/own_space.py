@@ -7,16 +7,13 @@ CPU, where nothing is gained by that, each landing gets memory of its own.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 from typing import cast
 
-from xpyd_core.errors import UserError
-from xpyd_core.sizes import format_bytes
 from xpyd_kv.connector.api import KvMemory
-from xpyd_kv.device.api import Device, DeviceView, View
+from xpyd_kv.device.api import DeviceView, View
 from xpyd_kv.store.api import Room, StashKind
-from xpyd_kv.store.arena import Arena
+from xpyd_kv.store.arena import Arena, host_memory
 from xpyd_kv.store.buddy import Extent
 from xpyd_kv.store.copier import Copier
 from xpyd_kv.store.landing_store import StoreLimits
@@ -35,7 +32,7 @@ class OwnSpace:
         buffer, pool = (units * self.unit_bytes for units in limits.units(self.unit_bytes))
         self._arenas: dict[StashKind, Arena] = {}
         if pool:
-            self._arenas["pool"] = Arena(_host_memory(pool, device), self.unit_bytes)
+            self._arenas["pool"] = Arena(host_memory(pool, device), self.unit_bytes)
         if buffer and device is not None:
             self._arenas["buffer"] = Arena(device.allocate(buffer), self.unit_bytes)
 
@@ -67,15 +64,3 @@ class OwnSpace:
                 self._device.free(cast("DeviceView", arena.memory))
             else:
                 self._device.free_pinned(cast("memoryview", arena.memory))
-
-
-def _host_memory(size_bytes: int, device: Device | None) -> View:
-    try:
-        if device is not None:
-            return device.allocate_pinned(size_bytes)
-        return memoryview(mmap.mmap(-1, size_bytes))
-    except (UserError, OSError, OverflowError) as error:
-        raise UserError(
-            f"--kv-host-pool-size: the system does not give {format_bytes(size_bytes)} ({error}); "
-            "give a smaller size"
-        ) from error
