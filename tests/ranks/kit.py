@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from xpyd_core.parallel.ranks import Sizes
 from xpyd_worker.config import WorkerConfig
-from xpyd_worker.engine.executor import Running, StepInput
+from xpyd_worker.engine.executor import Running, StepInput, StepOutput
 from xpyd_worker.ranks.executor import RankedExecutor
 from xpyd_worker.ranks.instance import Instance
 from xpyd_worker.ranks.loss import Loss
@@ -26,6 +26,9 @@ class JsonSteps:
 
     def encode(self, step: StepInput) -> bytes:
         return step.kv
+
+    def drawn(self, step: int, output: StepOutput) -> None:
+        """Every step says all."""
 
 
 def executor_of(

@@ -48,6 +48,23 @@ def test_a_step_longer_than_the_ring_arrives(four: Instance) -> None:
     assert step(executor_of(four), {"say": text})["say"] == text
 
 
+def test_who_waits_for_room_in_the_ring_hears_that_a_rank_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("xpyd_worker.ranks.instance._PUBLISH_S", 10 * WAIT_S)
+    with started(TWO) as instance:
+        executor = executor_of(instance)
+        launch(executor, {"0": "hang"})
+        pid = instance.who(1).pid
+        killer = threading.Timer(0.5, os.kill, (pid, signal.SIGKILL))
+        killer.start()
+        # More than the ring takes: rank 0 never reads it.
+        with pytest.raises(RankLostError, match=r"rank 1 .* SIGKILL"):
+            launch(executor, {"say": "x" * (3 << 20)})
+        killer.join()
+        assert loss_of(instance).status == EXIT_RANK_ENDED
+
+
 def test_channels_carry_messages_to_a_rank_and_back(four: Instance) -> None:
     got: list[bytes] = []
     all_here = threading.Event()

@@ -101,6 +101,18 @@ def test_steps_and_channels_reach_the_other_pod_and_come_back(pair: Pair) -> Non
     assert pair.log.read_text() == ""
 
 
+def test_steps_that_wait_for_a_rank_hold_up_nothing_else_of_its_pod(pair: Pair) -> None:
+    executor = executor_of(pair.instance)
+    launch(executor, {"3": "hang"})
+    # More than its ring takes; the last of the ring's bytes are free once the other rank has read.
+    launch(executor, {"say": "x" * (3 << 20)})
+    came = threading.Event()
+    pair.instance.channels[2].listen(lambda _: came.set())
+    pair.instance.channels[2].post(b"hello")
+    assert came.wait(WAIT_S)
+    assert pair.instance.loss is None
+
+
 def test_a_rank_of_the_other_pod_that_is_killed_ends_both_pods(pair: Pair) -> None:
     ranks = pair.ranks_there()
     running = launch(executor_of(pair.instance), {"*": "hang"})

@@ -12,6 +12,7 @@ import pytest
 
 from xpyd_worker.ranks.ring import (
     MAX_MESSAGE_BYTES,
+    GivenUpError,
     NotReadError,
     RingError,
     RingFds,
@@ -80,6 +81,16 @@ def test_a_reader_that_does_not_read_is_named_when_the_ring_is_full(fds: RingFds
     with pytest.raises(NotReadError) as found:
         writer.write(b"x" * 1000, within_s=0.01)
     assert found.value.reader == 1
+
+
+def test_who_waits_for_room_can_be_called_away(fds: RingFds) -> None:
+    writer, gone = RingWriter(fds), os.eventfd(0)
+    for _ in range(4):
+        writer.write(b"x" * 1000, within_s=LONG_S, unless=gone)
+    os.eventfd_write(gone, 1)
+    with pytest.raises(GivenUpError):
+        writer.write(b"x" * 1000, within_s=LONG_S, unless=gone)
+    os.close(gone)
 
 
 def test_what_was_not_read_is_not_written_over(fds: RingFds) -> None:

@@ -26,6 +26,10 @@ class Encoder(Protocol):
         """One step. In the order in which they are launched."""
         ...
 
+    def drawn(self, step: int, output: StepOutput) -> None:
+        """What came of the step of this number."""
+        ...
+
 
 @dataclass
 class RankedCounters:
@@ -63,6 +67,7 @@ class RankedExecutor:
         self._encoder = encoder
         self._decode = decode
         self._deadline_s = step_deadline_s
+        self._steps: deque[int] = deque()
         self._outputs: deque[bytes] = deque()
         self._poll = select.poll()
         self._responses = {one.fileno(): rank for rank, one in enumerate(instance.responses)}
@@ -76,6 +81,7 @@ class RankedExecutor:
     def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Running:
         """See Executor. `layer_done` is for one rank; here each tells its own sender."""
         self._instance.publish(self._encoder.encode(step))
+        self._steps.append(step.step)
         self.counters.count(step)
         return _Launched(self)
 
@@ -88,7 +94,9 @@ class RankedExecutor:
                 raise self._instance.stuck(self._deadline_s)
             for descriptor, _ in self._poll.poll(left_s * 1000 + 1):
                 self._receive(descriptor)
-        return self._decode(self._outputs.popleft())
+        output = self._decode(self._outputs.popleft())
+        self._encoder.drawn(self._steps.popleft(), output)
+        return output
 
     def _receive(self, descriptor: int) -> None:
         rank = self._responses.get(descriptor)

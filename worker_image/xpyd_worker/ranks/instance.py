@@ -45,7 +45,7 @@ from xpyd_worker.ranks.pod import COMMAND, Pod
 from xpyd_worker.ranks.pod_messages import Join
 from xpyd_worker.ranks.remote_pod import RelayedResponses, RemotePod
 from xpyd_worker.ranks.responses import Responses
-from xpyd_worker.ranks.ring import NotReadError, RingFds
+from xpyd_worker.ranks.ring import GivenUpError, NotReadError, RingFds
 from xpyd_worker.ranks.watch import Watch
 
 _log = logging.getLogger(__name__)
@@ -207,7 +207,9 @@ class Instance:
         try:
             for pod in self._others:
                 pod.publish(message)
-            self._pod.publish(message, within_s=_PUBLISH_S)
+            self._pod.publish(message, within_s=_PUBLISH_S, unless=self.lost_fd)
+        except GivenUpError:
+            raise self.error() from None
         except NotReadError as error:
             rank = self._pod.ranks[error.reader]
             loss = Loss(

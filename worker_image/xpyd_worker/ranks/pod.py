@@ -101,9 +101,9 @@ class Pod:
         """To the rank that it names."""
         self._posts[frame.rank].post(frame)
 
-    def publish(self, message: bytes, *, within_s: float) -> None:
-        """To all of them, through the ring. RingError."""
-        self._writer.write(message, within_s=within_s)
+    def publish(self, message: bytes, *, within_s: float, unless: int | None = None) -> None:
+        """To all of them, through the ring. See RingWriter.write."""
+        self._writer.write(message, within_s=within_s, unless=unless)
 
     def look(self) -> list[Beat]:
         """What each shows of itself."""

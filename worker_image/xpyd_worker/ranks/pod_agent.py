@@ -3,6 +3,9 @@
     leader --steps, start-up, channels--> here --ring, links--> ranks
            <--answers, beats, ends------
 
+Steps have a thread of their own: where ranks that compute have not read those before, they wait,
+and channels and the leader's signs of life must not.
+
 Signals are the leader's to hear, which drains and then ends this pod; before there is a leader, and
 at a second signal, this one ends by itself.
 """
@@ -11,9 +14,11 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import select
 import signal
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,14 +36,15 @@ from xpyd_worker.ranks.messages import Start
 from xpyd_worker.ranks.pod import COMMAND, Pod
 from xpyd_worker.ranks.pod_handshake import join_leader
 from xpyd_worker.ranks.pod_messages import Beats, End, Ended, Join, decode_pod, encode_pod
-from xpyd_worker.ranks.ring import RingFds, RingReader
+from xpyd_worker.ranks.ring import NotReadError, RingError, RingFds, RingReader
 
 _log = logging.getLogger(__name__)
 JOIN_S = 600.0
 """For the other pods: a node may have to be made and the image pulled."""
 _CONNECT_S = 2.0
 _AGAIN_S = 0.5
-_PUBLISH_S = 5.0
+_PUBLISH_S = 30.0
+"""As the leader's own ranks have."""
 _END_S = 5.0
 
 
@@ -53,6 +59,9 @@ class Agent:
         self._waker = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._end: End | None = None
         self._has_heard = True
+        # The leader has no more of them under way than it has stages.
+        self._steps: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._publisher = threading.Thread(target=self._publish, name="pod-steps", daemon=True)
         self._links = Links("pod-links")
         ranks = join.config.pod_ranks(config.pod)
         self._pod = Pod(ranks, join.sizes, self._links, lambda frame: self._post(frame), command)
@@ -66,8 +75,11 @@ class Agent:
         end = End(False, "this pod failed")
         try:
             self._pod.spawn(self._start)
+            self._publisher.start()
             end = self._relay()
         finally:
+            self.end(end.reason)
+            self._stop_publisher()
             if end.in_order:
                 self._pod.end(_END_S)
             else:
@@ -136,12 +148,32 @@ class Agent:
     def _say(self, message: Beats | Ended) -> None:
         self._post(Frame(Kind.POD, 0, encode_pod(message)))
 
+    def _stop_publisher(self) -> None:
+        """Steps that have come are in the ring then, or of no use."""
+        self._steps.put(None)
+        if self._publisher.is_alive():
+            self._publisher.join(_END_S)
+
+    # --- the steps' thread
+
+    def _publish(self) -> None:
+        while (step := self._steps.get()) is not None:
+            try:
+                self._pod.publish(step, within_s=_PUBLISH_S, unless=self._waker)
+            except NotReadError as error:
+                rank = self._pod.ranks[error.reader]
+                self.end(f"rank {rank} has not read its steps for {_PUBLISH_S:g} s")
+                return
+            except RingError as error:
+                self.end(str(error))
+                return
+
     # --- the links' thread
 
     def _take(self, frame: Frame) -> None:
         self._has_heard = True
         if frame.kind == Kind.STEP:
-            self._pod.publish(frame.body, within_s=_PUBLISH_S)
+            self._steps.put(frame.body)
         elif frame.kind in (Kind.CONTROL, Kind.CHANNEL):
             self._pod.post(frame)
         else:

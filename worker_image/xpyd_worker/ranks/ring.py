@@ -75,10 +75,10 @@ class RingWriter:
         # By reader: bytes written that it has not read, as far as we know.
         self._unread = [0] * len(fds.come)
 
-    def write(self, message: bytes, *, within_s: float) -> None:
+    def write(self, message: bytes, *, within_s: float, unless: int | None = None) -> None:
         """Hand `message` to every reader. Waits only where the ring is full of what some reader has
-        not read. RingError for too long a message, or when the wait has taken `within_s`; its
-        `reader` is who does not read."""
+        not read. RingError for too long a message; NotReadError when the wait has taken `within_s`;
+        GivenUpError as soon as the descriptor `unless` is readable."""
         left = len(message)
         if left > MAX_MESSAGE_BYTES:
             raise RingError(f"a message of {left} bytes; {MAX_MESSAGE_BYTES} are allowed")
@@ -91,16 +91,18 @@ class RingWriter:
             record = _HEAD.pack(len(part), len(rest)) + part
             if max(self._unread) + len(record) > self._size:
                 end_s = end_s or time.monotonic() + within_s
-                self._make_room(len(record), end_s)
+                self._make_room(len(record), end_s, unless)
             self._put(record)
             if not rest:
                 return
 
-    def _make_room(self, size: int, end_s: float) -> None:
+    def _make_room(self, size: int, end_s: float, unless: int | None) -> None:
         for reader, counter in enumerate(self._taken):
             while self._unread[reader] + size > self._size:
-                taken = _take(counter, end_s - time.monotonic())
+                taken = _take(counter, end_s - time.monotonic(), unless)
                 if not taken:
+                    if time.monotonic() < end_s:
+                        raise GivenUpError("what was to be written is of no use any more")
                     raise NotReadError(reader)
                 self._unread[reader] -= taken
                 if self._unread[reader] < 0:
@@ -129,6 +131,10 @@ class NotReadError(RingError):
     def __init__(self, reader: int) -> None:
         super().__init__(f"reader {reader} does not read")
         self.reader = reader
+
+
+class GivenUpError(RingError):
+    """Whoever writes has better things to do than to wait."""
 
 
 class RingReader:
@@ -196,14 +202,16 @@ def _map(descriptor: int) -> tuple[mmap.mmap, memoryview, int]:
     return memory, memoryview(memory), len(memory)
 
 
-def _take(counter: int, within_s: float | None) -> int:
-    """What the counter has; 0 where it has nothing in time."""
+def _take(counter: int, within_s: float | None, unless: int | None = None) -> int:
+    """What the counter has; 0 where it has nothing in time, or before `unless` is readable."""
     with suppress(BlockingIOError):
         return os.eventfd_read(counter)
     if within_s is not None and within_s <= 0:
         return 0
     poll = select.poll()
     poll.register(counter, select.POLLIN)
+    if unless is not None:
+        poll.register(unless, select.POLLIN)
     # Up, so that a wait does not end just before its time and find nothing.
     poll.poll(None if within_s is None else within_s * 1000 + 1)
     try:

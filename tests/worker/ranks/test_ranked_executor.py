@@ -1,0 +1,111 @@
+"""The engine's executor with its real messages, over real rings, to a rank in the same process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import cast
+
+from tests.worker.ranks.coded_executor import MOST_TOKENS
+from tests.worker.ranks.test_step_messages import GOING, SOME
+from xpyd_worker.engine.executor import (
+    SampleSpec,
+    ScheduledSequence,
+    StepInput,
+    StepOutput,
+)
+from xpyd_worker.engine.request import SampledToken
+from xpyd_worker.ranks.executor import RankedExecutor
+from xpyd_worker.ranks.instance import Instance
+from xpyd_worker.ranks.request_states import RequestStates
+from xpyd_worker.ranks.responses import RESPONSE_RING_BYTES, Answers, Responses
+from xpyd_worker.ranks.ring import make_ring
+from xpyd_worker.ranks.step_decoder import StepDecoder
+from xpyd_worker.ranks.step_encoder import StepEncoder
+from xpyd_worker.ranks.step_messages import (
+    Full,
+    Going,
+    Row,
+    decode_output,
+    decode_step,
+    encode_output,
+)
+from xpyd_worker.ranks.step_work import sampled_rows
+
+DRAWN = 20
+
+
+class OneRank:
+    """What the executor uses of an Instance; the rank answers at once."""
+
+    def __init__(self) -> None:
+        self._fds = make_ring(1, RESPONSE_RING_BYTES)
+        self._answers = Answers(self._fds)
+        self.responses = [Responses(self._fds.of_reader(0))]
+        self.lost_fd = os.eventfd(0)
+        self._states = RequestStates(4, MOST_TOKENS)
+        self._decoder = StepDecoder(4, self._states)
+        self.rows: list[tuple[Row, ...]] = []
+        self.seen: list[StepInput] = []
+
+    def publish(self, message: bytes) -> None:
+        told = decode_step(message)
+        step = self._decoder.read(told)
+        self.rows.append(told.rows)
+        self.seen.append(step)
+        output = StepOutput({s.seq_id: (SampledToken(DRAWN),) for s in step.sequences}, {})
+        self._states.post_update(
+            [row.slot for row in told.rows],
+            [len(s.token_ids) for s in step.sequences],
+            sampled_rows(step, output),
+        )
+        self._answers.done(encode_output(output))
+
+    def close(self) -> None:
+        self.responses[0].close()
+        self._fds.close()
+        os.close(self.lost_fd)
+
+
+@contextmanager
+def one_rank() -> Iterator[tuple[OneRank, RankedExecutor]]:
+    rank = OneRank()
+    try:
+        yield (
+            rank,
+            RankedExecutor(
+                # It has all that is used of one.
+                cast(Instance, rank),
+                num_blocks=8,
+                depth=2,
+                draws_ahead=False,
+                encoder=StepEncoder(4),
+                decode=decode_output,
+            ),
+        )
+    finally:
+        rank.close()
+
+
+def at(seq_id: int, drawn: int) -> ScheduledSequence:
+    """The sequence's step in which its token number `drawn` is drawn."""
+    if drawn == 0:
+        return replace(SOME, seq_id=seq_id)
+    return replace(GOING, seq_id=seq_id, start=2 + drawn, samples=(SampleSpec(0, drawn),))
+
+
+def test_what_was_drawn_is_not_told_to_the_ranks_that_drew_it():
+    """Two sequences take turns, as in a pipeline: each step is launched before the one before it
+    is taken."""
+    with one_rank() as (rank, executor):
+        steps = [StepInput(n + 1, (at(seq_id=n % 2, drawn=n // 2),)) for n in range(6)]
+        before = executor.launch(steps[0], lambda _: None)
+        for step in steps[1:]:
+            running = executor.launch(step, lambda _: None)
+            assert before.wait().samples.keys() == {(step.step - 2) % 2}
+            before = running
+        before.wait()
+        assert rank.seen == steps
+        assert [type(row) for (row,) in rank.rows] == [Full, Full, Going, Going, Going, Going]
