@@ -58,6 +58,23 @@ def add_logging_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-format", choices=FORMATS, default="text", help="text or JSON lines")
 
 
+def level_in_use() -> str:
+    """What --log-level is to be in processes that this one starts: the least of LEVELS whose
+    records are printed here, or the highest."""
+    root = logging.getLogger()
+    return next((one for one in LEVELS if root.isEnabledFor(_number(one))), LEVELS[-1])
+
+
+def format_in_use() -> str:
+    """What --log-format is to be in processes that this one starts."""
+    is_json = any(isinstance(one.formatter, JsonFormatter) for one in logging.getLogger().handlers)
+    return "json" if is_json else "text"
+
+
+def _number(level: str) -> int:
+    return logging.getLevelNamesMapping()[level.upper()]
+
+
 def set_up_logging(level: str, log_format: str) -> None:
     """Send all records of `level` and above to standard error in `log_format`."""
     handler = logging.StreamHandler(sys.stderr)

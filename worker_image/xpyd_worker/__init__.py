@@ -19,19 +19,28 @@ if TYPE_CHECKING:
     from xpyd_worker.offline.llm import LLM
     from xpyd_worker.offline.outputs import CompletionOutput, Logprob, RequestOutput
     from xpyd_worker.offline.sampling import SamplingParams
+    from xpyd_worker.ranks.loss import RankLostError
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Logprob",
+    "RankLostError",
+    "RequestOutput",
+    "SamplingParams",
+]
 
 _HOMES = {
-    "LLM": "llm",
-    "CompletionOutput": "outputs",
-    "Logprob": "outputs",
-    "RequestOutput": "outputs",
-    "SamplingParams": "sampling",
+    "LLM": "offline.llm",
+    "CompletionOutput": "offline.outputs",
+    "Logprob": "offline.outputs",
+    "RankLostError": "ranks.loss",
+    "RequestOutput": "offline.outputs",
+    "SamplingParams": "offline.sampling",
 }
 
 
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.offline.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

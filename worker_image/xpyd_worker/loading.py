@@ -57,6 +57,12 @@ class Loaded:
         instance = self.ready.instance
         return None if instance is None else instance.loss
 
+    @property
+    def threads(self) -> set[int]:
+        """Idents of those that `close` waits for, but for the engine's."""
+        instance = self.ready.instance
+        return set() if instance is None else instance.threads
+
     def close(self, *, engine_s: float, kv_s: float) -> None:
         """End the engine, the KV transfer and the ranks, in this order; the first two have so much
         time."""

@@ -23,6 +23,7 @@ from xpyd_core.errors import UserError
 from xpyd_core.logs import add_logging_arguments, set_up_logging
 from xpyd_worker.bench.prompts import Ask, random_asks, read_asks
 from xpyd_worker.config import BLOCK_SIZES, DTYPES
+from xpyd_worker.ranks.loss import RankLostError
 
 if TYPE_CHECKING:
     from xpyd_worker.offline.llm import LLM
@@ -82,6 +83,22 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     add("--revision", help="branch, tag or commit of an hf:// model")
     add("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:N")
     add("--dtype", choices=DTYPES, default="auto", help="of weights and KV, e.g. bfloat16")
+    add(
+        "--tensor-parallel-size",
+        "-tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks that share each layer (default: %(default)s)",
+    )
+    add(
+        "--pipeline-parallel-size",
+        "-pp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="stages that hold the layers one behind the other (default: %(default)s)",
+    )
     add("--max-model-len", type=int, metavar="N", help="tokens of prompt and output, e.g. 4096")
     add("--max-num-seqs", type=int, default=256, metavar="N", help="running sequences")
     add("--max-num-batched-tokens", type=int, metavar="N", help="of one forward (default: auto)")
@@ -106,6 +123,8 @@ def _make_llm(args: argparse.Namespace) -> LLM:
         revision=args.revision,
         device=args.device,
         dtype=args.dtype,
+        tensor_parallel_size=args.tensor_parallel_size,
+        pipeline_parallel_size=args.pipeline_parallel_size,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
@@ -325,7 +344,11 @@ def _print(args: argparse.Namespace, found: dict[str, Any], text: str) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     set_up_logging(args.log_level, args.log_format)
-    return args.measure(args)
+    try:
+        return args.measure(args)
+    except RankLostError as error:
+        sys.stderr.write(f"xpyd: {error}\n")
+        return 1
 
 
 command = Command("measure an engine or a server", configure, _run, _EPILOG)

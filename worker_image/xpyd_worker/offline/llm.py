@@ -6,6 +6,7 @@ one is said at once.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, Self, cast
 
 from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
 from xpyd_core.errors import UserError
+from xpyd_core.parallel.partition import PARTITION_VARIABLE, parse_override
 from xpyd_core.sizes import parse_bytes
 from xpyd_worker.config import WorkerConfig, check_config
 from xpyd_worker.engine.limits import Policy
@@ -38,14 +40,16 @@ Message = Mapping[str, Any]
 
 
 class LLM:
-    """One engine in this process.
+    """One engine in this process; with several ranks, each of them in a process of its own.
 
     The arguments are the flags of `xpyd worker` (docs/engine.md, Flags), sizes in bytes or as text
     ("4Gi"). `seed` makes runs repeatable whose SamplingParams have none. Raises UserError that
-    names the flag or the checkpoint's field and the fix.
+    names the flag or the checkpoint's field and the fix, and RankLostError where a rank ends while
+    it starts.
 
-    The engine's threads and memory live until `close`, the end of a `with` block, the object's
-    collection as garbage or the interpreter's exit, whichever comes first.
+    The engine's threads, ranks and memory live until `close`, the end of a `with` block, the
+    object's collection as garbage or the interpreter's exit, whichever comes first; ranks end with
+    the process, however that ends.
     """
 
     def __init__(
@@ -55,6 +59,8 @@ class LLM:
         revision: str | None = None,
         device: str = "auto",
         dtype: str = "auto",
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int | None = None,
@@ -73,6 +79,9 @@ class LLM:
             revision=revision,
             device=device,
             dtype=dtype,
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            layer_partition=_layer_partition(pipeline_parallel_size),
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -105,7 +114,8 @@ class LLM:
         One SamplingParams for all or one for each; None: the defaults. The outputs stand in the
         prompts' order. `use_tqdm`: a progress bar on standard error. `priority`: one for each, the
         lower the earlier, where scheduling_policy is "priority". Raises UserError for a prompt
-        that does not fit the model, before anything is computed.
+        that does not fit the model, before anything is computed; RankLostError where a rank has
+        ended, also for every call after that.
         """
         given = [prompts] if isinstance(prompts, str | Mapping) else prompts
         return self._run(
@@ -174,6 +184,11 @@ def _bytes(name: str, value: int | str | None) -> int | None:
         return parse_bytes(value) if isinstance(value, str) else value
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
+
+
+def _layer_partition(stages: int) -> tuple[int, ...]:
+    """Layers of each; of one stage there is nothing to override."""
+    return parse_override(os.environ.get(PARTITION_VARIABLE, "")) if stages > 1 else ()
 
 
 def _ask(prompt: Prompt, index: int) -> Ask:

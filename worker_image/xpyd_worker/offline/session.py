@@ -1,6 +1,6 @@
 """A loaded engine and the thread with the event loop that feeds it: what an LLM owns.
 
-Owns the engine's thread, too. It must not know the LLM: the LLM's end, by whatever way, closes it.
+Owns the engine's thread and the processes of its ranks, too. It must not know the LLM: the LLM's end, by whatever way, closes it.
 """
 
 from __future__ import annotations
@@ -8,14 +8,18 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from xpyd_core.errors import UserError
+from xpyd_core.logs import format_in_use, level_in_use
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.engine.request import RequestOutput
+from xpyd_worker.ranks.loss import RankLostError
+from xpyd_worker.ranks.messages import Logs
 from xpyd_worker.server.bridge import EngineBridge
 from xpyd_worker.server.latency import RequestFigures
 from xpyd_worker.server.service import Place, Service, seeds
@@ -34,7 +38,8 @@ class Session:
     """Made ready to run; ended by `close`. Methods may be called from any thread."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        """Load and start. UserError for a checkpoint or a size that cannot work."""
+        """Load and start. UserError for a checkpoint or a size that cannot work, RankLostError for
+        a rank that ends meanwhile; nothing is left then."""
         # The loop shares its cores with torch's threads. No effect where torch is imported already.
         prepare_for_torch()
         from xpyd_worker.loading import load
@@ -47,7 +52,17 @@ class Session:
             self._own_threads.add(threading.get_ident())
             bridge.deliver(outputs)
 
-        loaded = load(config, deliver=deliver, keys=(), incarnation=incarnation, make_store=None)
+        loaded = load(
+            config,
+            deliver=deliver,
+            keys=(),
+            incarnation=incarnation,
+            make_store=None,
+            logs=Logs(level_in_use(), format_in_use()),
+        )
+        self._own_threads |= loaded.threads
+        # A copy of this process that was forked has neither its threads nor its ranks.
+        self._pid = os.getpid()
         self._parts: tuple[Loaded, Service] | None = (
             loaded,
             Service(
@@ -66,10 +81,14 @@ class Session:
         self._thread = threading.Thread(
             target=self._run, args=(bridge, loaded, started), name="offline", daemon=True
         )
-        self._thread.start()
-        started.wait()
-        if self._failed is not None:
-            raise self._failed
+        try:
+            self._thread.start()
+            started.wait()
+            if self._failed is not None:
+                raise self._failed
+        except BaseException:
+            loaded.close(engine_s=_STOP_S, kv_s=_STOP_S)
+            raise
 
     def _run(self, bridge: EngineBridge, loaded: Loaded, started: threading.Event) -> None:
         async def serve() -> None:
@@ -90,10 +109,13 @@ class Session:
 
     def run(self, work: Work[T]) -> T:
         """What `work` returns or raises, run on the session's loop. It is cancelled when the
-        caller is interrupted. UserError when the session is or gets closed."""
+        caller is interrupted. UserError when the session is or gets closed, RankLostError when a
+        rank is or gets lost."""
         parts = self._parts
         if parts is None:
             raise _closed()
+        if os.getpid() != self._pid:
+            raise UserError(f"this LLM runs in process {self._pid}, and {os.getpid()} was forked")
         future = asyncio.run_coroutine_threadsafe(work(parts[1]), self._loop)
         try:
             return future.result()
@@ -102,12 +124,17 @@ class Session:
         except UserError as error:
             if self._parts is None:
                 raise _closed() from error
+            failure = parts[0].engine.failure
+            if isinstance(failure, RankLostError):
+                raise RankLostError(f"{failure}; this LLM has ended, make a new one") from error
             raise
         finally:
             future.cancel()
 
     def close(self) -> None:
-        """End both threads and free weights and KV cache. May be called again."""
+        """End threads and ranks, and free weights and KV cache. May be called again."""
+        if os.getpid() != self._pid:
+            return
         if threading.get_ident() in self._own_threads:
             # The garbage collector runs in any thread, and none can wait for its own end.
             threading.Thread(target=self.close, name="offline-close").start()
@@ -123,9 +150,11 @@ class Session:
         del parts
         # The parts know each other in circles; the memory is large enough not to wait for it.
         gc.collect()
-        from xpyd_worker.runner.device import empty_cache
+        # With ranks nobody here needed it.
+        if "torch" in sys.modules:
+            from xpyd_worker.runner.device import empty_cache
 
-        empty_cache()
+            empty_cache()
 
 
 def _closed() -> UserError:

@@ -97,6 +97,11 @@ class Instance:
             rank, self._sizes, pid=self._pod.pid(rank), pod=rank // each if pods > 1 else None
         )
 
+    @property
+    def threads(self) -> set[int]:
+        """Idents of those that `close` waits for, once started."""
+        return {self._links.thread_ident, self._watch.thread_ident}
+
     def _pod_of(self, rank: int) -> Pod | RemotePod:
         here = rank in self._pod.ranks
         return self._pod if here else self._others[rank // len(self._pod.ranks) - 1]

@@ -125,6 +125,11 @@ class Links:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
+    @property
+    def thread_ident(self) -> int:
+        """As threading.get_ident has it there."""
+        return self._thread.ident or 0
+
     def add(self, sock: socket.socket, take: TakeFrame, lose: Lose) -> Link:
         """A link over `sock`, which belongs to it from here on."""
         link = Link(sock, self.wake, take, lose)

@@ -50,6 +50,11 @@ class Watch:
         )
         self._thread.start()
 
+    @property
+    def thread_ident(self) -> int:
+        """As threading.get_ident has it there; 0 before the start."""
+        return 0 if self._thread is None else self._thread.ident or 0
+
     def report(self, report: Report) -> None:
         """Have the judge told something before its next look. Any thread."""
         self._reports.put(report)
