@@ -98,7 +98,7 @@ def test_cores_are_shared_and_nobody_gets_none(cores, replicas, threads):
     assert plan(64 * GIB, cores=cores, replicas=replicas).threads == threads
 
 
-def test_each_rank_is_a_process_with_kv_of_its_own_and_a_share_of_the_weights():
+def test_each_rank_is_a_process_with_its_cache_and_a_share_of_weights_buffer_and_pool():
     kv = {"bufferSize": "64Mi", "hostPoolSize": "256Mi"}
     found = plan(
         64 * GIB,
@@ -109,14 +109,25 @@ def test_each_rank_is_a_process_with_kv_of_its_own_and_a_share_of_the_weights():
     )
     p, d = found.of("p"), found.of("d")
     assert p.total_bytes == PROCESS_BYTES + GIB + 100 * MIB
-    assert d.total_bytes == 7 * PROCESS_BYTES + GIB + 6 * 420 * MIB
+    assert d.total_bytes == 7 * PROCESS_BYTES + GIB + (600 + 64 + 256) * MIB
     assert found.total_bytes == p.total_bytes + 3 * d.total_bytes
     head, of_p, of_d, total = found.table().splitlines()
     assert head.split()[2:5] == ["engines", "ranks", "process"]
     assert of_p.split()[:5] == ["p", "1", "1", "700.0", "MiB"]
     assert of_d.split()[:5] == ["d", "3", "6", "4.8", "GiB"]
-    assert of_d.split()[7:] == ["600.0", "MiB", "384.0", "MiB", "1.5", "GiB"]
+    assert of_d.split()[7:] == ["600.0", "MiB", "64.0", "MiB", "256.0", "MiB"]
     assert total.endswith("1 CPU threads each rank")
+
+
+def test_a_buffer_in_percent_is_of_the_caches_of_all_ranks():
+    layout = {"tensor": 2, "pipeline": 2}
+    given = plan(
+        64 * GIB, args=["--kv-cache-memory=100Mi"], kv={"bufferSize": "10%"}, parallelism=layout
+    )
+    assert given.of("d").buffer_bytes == 40 * MIB
+    chosen = plan(64 * GIB, kv={"bufferSize": "50%"}, parallelism=layout).of("d")
+    assert chosen.buffer_bytes == 2 * chosen.cache_bytes
+    assert chosen.args[0] == f"--kv-host-pool-size={chosen.host_pool_bytes}"
 
 
 def test_cores_are_shared_among_the_ranks_of_all_engines():
@@ -155,10 +166,10 @@ def test_a_plan_always_fits_and_keeps_what_was_given(
         # Right only if even the least of what is open does not fit.
         least = CACHE_LEAST_BYTES if cache is None else cache * MIB
         most_buffer = least + GIB  # 99 % of the cache, or the 1 GiB that was asked for
-        of_a_rank = least + most_buffer + (pool or 0) * MIB
         ranks = (1, layout.get("tensor", 1) * layout.get("pipeline", 1))
         most = sum(
-            count * ((each + 1) * PROCESS_BYTES + weights + each * of_a_rank)
+            count * ((each + 1) * PROCESS_BYTES + weights + each * (least + most_buffer))
+            + count * (pool or 0) * MIB
             for count, each in zip(replicas, ranks, strict=True)
         )
         assert most > available * 8 // 10

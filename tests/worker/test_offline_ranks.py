@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +53,21 @@ def pids_of(llm: LLM) -> list[int]:
 
 
 def wait_until_gone(pids: list[int]) -> None:
+    wait_for(lambda: not any(map(is_alive, pids)))
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
     ticks = threading.Event()
     for _ in range(round(WAIT_S / 0.05)):
-        if not any(map(is_alive, pids)):
+        if condition():
             return
         ticks.wait(0.05)
-    raise AssertionError(f"of {pids} some are left")
+    raise AssertionError("it did not come to pass")
+
+
+def own_threads() -> set[str]:
+    names = {"engine", "offline", "offline-close", "rank-links", "rank-watch"}
+    return names & {thread.name for thread in threading.enumerate()}
 
 
 def tokens(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
@@ -141,7 +150,7 @@ def test_a_killed_rank_is_said_by_the_running_call_and_by_the_next(two: LLM) -> 
     said = f"rank 1 (stage 0, tensor share 1, pid {pids[1]}) was ended by SIGKILL"
     assert str(failures[0]).startswith(said)
     assert str(failures[0]).endswith("this LLM has ended, make a new one")
-    with pytest.raises(RankLostError, match="rank 1 .* was ended by SIGKILL"):
+    with pytest.raises(RankLostError, match=r"rank 1 .* was ended by SIGKILL"):
         llm.generate("The", use_tqdm=False)
     assert not any(map(is_alive, pids))
 
@@ -160,7 +169,10 @@ def test_an_llm_that_nobody_holds_any_more_ends_its_ranks_whatever_thread_finds_
     end = llm._session.close  # pyright: ignore[reportPrivateUsage]
     watch.report(lambda _: end())
     wait_until_gone(pids)
-    llm.close()
+    del watch
+    wait_for(lambda: not own_threads())
+    with pytest.raises(UserError, match="this LLM was closed"):
+        llm.generate("The")
 
 
 PROGRAM = """
@@ -212,11 +224,14 @@ def test_bench_measures_ranks_and_says_what_it_cannot_divide(
     flags = ["--model", str(MODEL), "--dtype", "float32", "--threads", "1", "--output", "json"]
     small = ["--kv-cache-memory", "16Mi", "--input-len", "8", "--output-len", "4"]
     words = ["bench", "throughput", *flags, *small, "--num-prompts", "3"]
-    assert main([*words, "-tp", "3"]) == 2
-    assert "3 does not divide the model's 4 attention heads" in capfd.readouterr().err
-    assert main([*words, "-tp", "2", "-pp", "2"]) == 0
+    for given, says in (
+        (["-tp", "3"], "3 does not divide the model's 4 attention heads"),
+        (["-pp", "9"], "9 stages for 6 layers"),
+    ):
+        assert main([*words, *given]) == 2
+        assert says in capfd.readouterr().err
+    assert main([*words, "-pp", "2"]) == 0
     printed = capfd.readouterr()
     found = json.loads(printed.out)
     assert (found["requests"], found["output_tokens"]) == (3, 12)
-    # The ranks log as the command does.
-    assert "rank=3" in printed.err
+    assert "rank 1: KV cache" in printed.err

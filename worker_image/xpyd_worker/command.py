@@ -153,7 +153,7 @@ def _add_batch(parser: argparse.ArgumentParser) -> None:
     add(
         "--kv-cache-memory",
         metavar="SIZE",
-        help="bytes of the paged KV cache, e.g. 4Gi (default: on a CPU "
+        help="bytes of the paged KV cache, of each rank, e.g. 4Gi (default: on a CPU "
         f"{format_bytes(CPU_CACHE_BYTES)}, on a GPU what --gpu-memory-utilization leaves)",
     )
     add(
@@ -255,9 +255,14 @@ def _add_kv(parser: argparse.ArgumentParser) -> None:
         "--kv-buffer-size",
         default="10%",
         metavar="SIZE",
-        help="buffer for KV that waits, e.g. 8e9 or 10%% of --kv-cache-memory",
+        help="buffer for KV that waits, e.g. 8e9 or 10%% of the KV cache; ranks share it",
     )
-    add("--kv-host-pool-size", default="4Gi", metavar="SIZE", help="when it is full, e.g. 4Gi")
+    add(
+        "--kv-host-pool-size",
+        default="4Gi",
+        metavar="SIZE",
+        help="when it is full, e.g. 4Gi; ranks share it",
+    )
     add("--kv-connections", type=int, default=1, metavar="N", help="TCP ones of a pair, e.g. 2")
     add("--kv-group-bytes", default="4Mi", metavar="SIZE", help="least bytes per frame, e.g. 4Mi")
     add("--kv-wait-seconds", type=float, default=10, metavar="S", help="for KV to come, e.g. 10")

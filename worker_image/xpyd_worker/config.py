@@ -65,7 +65,8 @@ class WorkerConfig:
     scheduling_policy: Policy = "fcfs"
     """Who goes first: who came first, or whose request has the lower priority number."""
     kv_cache_bytes: int | None = None
-    """Paged KV cache, all layers; None: CPU_CACHE_BYTES, on a GPU what its share leaves."""
+    """Paged KV cache of each rank, all its layers; None: CPU_CACHE_BYTES, on a GPU what its share
+    leaves."""
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory for weights, the largest step, graphs and KV cache together."""
     enforce_eager: bool = False
@@ -112,11 +113,11 @@ class WorkerConfig:
     """Received KV lands in the own blocks while more than this share of them stays free; 1: never.
     """
     kv_buffer_bytes: int | None = None
-    """Budget of the device buffer; None: `kv_buffer_percent` of the cache. A Prefill instance uses
-    buffer and pool in mode get only."""
+    """Budget of the instance's device buffer, which its ranks share; None: `kv_buffer_percent` of
+    the cache. A Prefill instance uses buffer and pool in mode get only."""
     kv_buffer_percent: int = 10
     kv_host_pool_bytes: int = 4 * GIB
-    """Size of the host pool; its memory is taken when first used."""
+    """Size of the instance's host pool, likewise; its memory is taken when first used."""
     kv_group_bytes: int = 4 * MIB
     """Layers are sent in groups of at least this many bytes."""
     kv_wait_s: float = 10.0
@@ -182,7 +183,7 @@ class WorkerConfig:
         return max(AUTO_BATCHED_TOKENS_GPU if on_gpu else AUTO_BATCHED_TOKENS, self.max_num_seqs)
 
     def buffer_bytes(self, cache_bytes: int) -> int:
-        """Budget of the device buffer beside a cache of this size."""
+        """Budget of the device buffer beside a cache of this size, of all ranks."""
         if self.kv_buffer_bytes is not None:
             return self.kv_buffer_bytes
         return cache_bytes * self.kv_buffer_percent // 100

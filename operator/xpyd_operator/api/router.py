@@ -45,11 +45,11 @@ class KvTransfer(ApiModel):
     ] = KV_PORT
     """The KV port of each engine."""
     buffer_size: SizeOrPercent = "10%"
-    """Device buffer of D, in mode Get of P, too: a size, or a percentage of the instance's KV
-    cache."""
+    """Device buffer of D, in mode Get of P, too: a size, or a percentage of the KV cache. Of an
+    instance: its ranks share it."""
     host_pool_size: Size | None = None
     """Host pool of D, in mode Get of P, too; none: 4Gi in a cluster, a size that fits in local
-    mode."""
+    mode. Of an instance: its ranks share it."""
     lease_seconds: Annotated[int, Field(ge=5, le=3600)] = 30
     """How long KV stays that no request asks for."""
     wait_seconds: Annotated[int, Field(ge=1, le=600)] = 10

@@ -4,8 +4,8 @@ A size that the document or engine.args give is honoured, or the fleet is refuse
 only sizes that nobody gave are chosen here. Scaling later starts instances with the same plan: an
 instance that runs is never resized.
 
-An instance of several ranks is a process for each of them and one that serves HTTP. The weights are
-divided among the ranks, and each has a KV cache, a buffer and a host pool of the sizes given.
+An instance of several ranks is a process for each of them and one that serves HTTP. Its weights,
+buffer and host pool are divided among the ranks; each has a KV cache of the size given.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _POOL_FLAG = "--kv-host-pool-size"
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """One engine of a pool, in bytes; cache, buffer and host pool are those of one rank. `args`:
-    the flags for the sizes that were chosen here."""
+    """One engine of a pool, in bytes; the cache is that of one rank, as --kv-cache-memory is, and
+    all else the engine's. `args`: the flags for the sizes that were chosen here."""
 
     pool: str
     engines: int
@@ -48,8 +48,8 @@ class EngineMemory:
     @property
     def total_bytes(self) -> int:
         """All of one engine."""
-        of_a_rank = self.cache_bytes + self.buffer_bytes + self.host_pool_bytes
-        return _fixed_bytes(self.ranks, self.weights_bytes) + self.ranks * of_a_rank
+        of_kv = self.ranks * self.cache_bytes + self.buffer_bytes + self.host_pool_bytes
+        return _fixed_bytes(self.ranks, self.weights_bytes) + of_kv
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class MemoryPlan:
             ("memory plan", *count, "process", "weights", "KV cache", "buffer", "host pool")
         ]
         for e in self.pools:
-            of_ranks = (e.cache_bytes, e.buffer_bytes, e.host_pool_bytes)
-            parts = (_fixed_bytes(e.ranks, 0), e.weights_bytes, *(e.ranks * b for b in of_ranks))
+            of_kv = (e.ranks * e.cache_bytes, e.buffer_bytes, e.host_pool_bytes)
+            parts = (_fixed_bytes(e.ranks, 0), e.weights_bytes, *of_kv)
             counts = (str(e.engines), str(e.ranks))[: len(count)]
             rows.append((e.pool, *counts, *map(format_bytes, parts)))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -90,19 +90,22 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Sizes of one rank of a pool's engines as far as somebody gave them; None: to be chosen."""
+    """Sizes of a pool's engines as far as somebody gave them; None: to be chosen. `cache` is that
+    of each of the `ranks`."""
 
+    ranks: int
     cache: int | None
     buffer_text: str
     host_pool: int | None
 
     def least(self) -> int:
-        """Bytes of a rank when everything to be chosen is as small as it may be."""
+        """Bytes of an engine's KV when everything to be chosen is as small as it may be."""
         cache = self.cache if self.cache is not None else CACHE_LEAST_BYTES
-        return cache + self.buffer(cache) + (self.host_pool or 0)
+        return self.ranks * cache + self.buffer(cache) + (self.host_pool or 0)
 
     def buffer(self, cache_bytes: int) -> int:
-        return parse_bytes(self.buffer_text, of=cache_bytes)
+        """The engine's, where each rank has a cache of this size."""
+        return parse_bytes(self.buffer_text, of=self.ranks * cache_bytes)
 
 
 def plan_memory(
@@ -115,8 +118,8 @@ def plan_memory(
     usable = machine.available_bytes * USABLE_PERCENT // 100
     sizes = [_given(fleet, pool) for pool in pools]
     least = sum(
-        count * (_fixed_bytes(each, weights_bytes) + each * size.least())
-        for count, each, size in zip(replicas, ranks, sizes, strict=True)
+        count * (_fixed_bytes(size.ranks, weights_bytes) + size.least())
+        for count, size in zip(replicas, sizes, strict=True)
     )
     spare = (usable - least) // max(1, all_ranks)
     found = tuple(
@@ -160,12 +163,14 @@ def _given(fleet: InferenceFleet, pool: Pool) -> _Sizes:
     args, kv = fleet.spec.engine.args, fleet.spec.kv_transfer
     cache = flag_value(args, _CACHE_FLAG)
     cache_bytes = None if cache is None else parse_bytes(cache)
+    ranks = pool.parallelism.ranks
     if not kv.keeps_kv(pool.role):
-        return _Sizes(cache_bytes, "0", 0)
+        return _Sizes(ranks, cache_bytes, "0", 0)
     host_pool = flag_value(args, _POOL_FLAG)
     if host_pool is None and "host_pool_size" in kv.model_fields_set:
         host_pool = kv.host_pool_size
     return _Sizes(
+        ranks,
         cache_bytes,
         flag_value(args, _BUFFER_FLAG) or kv.buffer_size,
         None if host_pool is None else parse_bytes(host_pool),
@@ -173,9 +178,10 @@ def _given(fleet: InferenceFleet, pool: Pool) -> _Sizes:
 
 
 def _fit(pool: Pool, engines: int, size: _Sizes, spare: int, weights_bytes: int) -> EngineMemory:
-    """Give a rank its part of the spare memory: a third to the host pool, the rest to cache."""
+    """Give an engine its part of the spare memory, `spare` for each rank: a third to the host pool,
+    the rest to cache."""
     args: list[str] = []
-    spare = max(0, spare)
+    spare = max(0, spare) * size.ranks
     host_pool = size.host_pool
     if host_pool is None:
         host_pool = _whole_mib(min(POOL_MOST_BYTES, spare // 3))
@@ -185,13 +191,13 @@ def _fit(pool: Pool, engines: int, size: _Sizes, spare: int, weights_bytes: int)
     if cache is None:
         # A buffer in percent of the cache grows with it.
         percent = size.buffer(100) if size.buffer_text.endswith("%") else 0
-        room = spare * 100 // (100 + percent)
+        room = spare * 100 // (100 + percent) // size.ranks
         cache = _whole_mib(min(CACHE_MOST_BYTES, CACHE_LEAST_BYTES + room))
         args.append(f"{_CACHE_FLAG}={cache}")
     return EngineMemory(
         pool=pool.name,
         engines=engines,
-        ranks=pool.parallelism.ranks,
+        ranks=size.ranks,
         weights_bytes=weights_bytes,
         cache_bytes=cache,
         buffer_bytes=size.buffer(cache),

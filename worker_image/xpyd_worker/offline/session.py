@@ -1,6 +1,7 @@
 """A loaded engine and the thread with the event loop that feeds it: what an LLM owns.
 
-Owns the engine's thread and the processes of its ranks, too. It must not know the LLM: the LLM's end, by whatever way, closes it.
+Owns the engine's thread and the processes of its ranks, too. It must not know the LLM: the LLM's
+end, by whatever way, closes it.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def load_ranks(config: WorkerConfig, logs: Logs, incarnation: str) -> ReadyModel
         dtype=first.dtype,
         cache_bytes=sum(one.cache_bytes for one in ready),
         on_gpu=first.on_gpu,
-        memory=lambda: _memory(ready),
+        memory=lambda: _memory(config, ready),
         ranked_kv=_ranked_kv(config, instance, ready),
         instance=instance,
     )
@@ -71,12 +71,17 @@ def slots(config: WorkerConfig) -> int:
     return 2 * config.max_num_seqs
 
 
-def _memory(ready: Sequence[Ready]) -> list[MemoryUse]:
-    """What each rank takes."""
+def _memory(config: WorkerConfig, ready: Sequence[Ready]) -> list[MemoryUse]:
+    """What each rank takes, and what all of them share."""
     rows: list[MemoryUse] = []
     for rank, one in enumerate(ready):
         rows.append(MemoryUse(f"rank {rank}: weights", one.weight_bytes))
         rows.append(MemoryUse(f"rank {rank}: KV cache", one.cache_bytes, f"{one.blocks} blocks"))
         if one.resident_bytes is not None:
             rows.append(MemoryUse(f"rank {rank}: resident now", one.resident_bytes))
+    if config.lands_kv:
+        shared = f"at most, shared by {len(ready)} ranks"
+        buffer_bytes = config.buffer_bytes(sum(one.cache_bytes for one in ready))
+        rows.append(MemoryUse("KV buffer", buffer_bytes, shared))
+        rows.append(MemoryUse("KV host pool", config.kv_host_pool_bytes, shared))
     return rows
