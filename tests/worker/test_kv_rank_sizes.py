@@ -19,7 +19,7 @@ from xpyd_worker.command import configure, read_config
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.kv_setup import settings_of
 from xpyd_worker.kv_ways import ways_of_host
-from xpyd_worker.ranks.loading import _memory
+from xpyd_worker.ranks.loading import memory_rows
 from xpyd_worker.ranks.messages import Ready
 
 GIB = 1 << 30
@@ -103,7 +103,10 @@ def test_the_memory_of_the_ranks_adds_up_to_the_instances(name: str, buffer: str
 def test_the_table_of_memory_shows_what_ranks_share_once() -> None:
     config = WorkerConfig("m", role="Decode", kv_host_pool_bytes=7, tensor_parallel_size=2)
     ready = Ready(1, 10, 100, None, "float32", 1, on_gpu=False)
-    rows = [(row.name, row.size_bytes) for row in _memory(config, [ready, ready])]
+    rows = [(row.name, row.size_bytes) for row in memory_rows(config, [ready, ready])]
     assert rows[-2:] == [("KV buffer", 20), ("KV host pool", 7)]
     alone = WorkerConfig("m", tensor_parallel_size=2)
-    assert [row.name for row in _memory(alone, [ready])] == ["rank 0: weights", "rank 0: KV cache"]
+    assert [row.name for row in memory_rows(alone, [ready])] == [
+        "rank 0: weights",
+        "rank 0: KV cache",
+    ]

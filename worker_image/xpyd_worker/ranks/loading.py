@@ -42,7 +42,7 @@ def load_ranks(config: WorkerConfig, logs: Logs, incarnation: str) -> ReadyModel
         dtype=first.dtype,
         cache_bytes=sum(one.cache_bytes for one in ready),
         on_gpu=first.on_gpu,
-        memory=lambda: _memory(config, ready),
+        memory=lambda: memory_rows(config, ready),
         ranked_kv=_ranked_kv(config, instance, ready),
         instance=instance,
     )
@@ -71,7 +71,7 @@ def slots(config: WorkerConfig) -> int:
     return 2 * config.max_num_seqs
 
 
-def _memory(config: WorkerConfig, ready: Sequence[Ready]) -> list[MemoryUse]:
+def memory_rows(config: WorkerConfig, ready: Sequence[Ready]) -> list[MemoryUse]:
     """What each rank takes, and what all of them share."""
     rows: list[MemoryUse] = []
     for rank, one in enumerate(ready):
