@@ -16,7 +16,7 @@ from xpyd_core.errors import UserError
 from xpyd_kv.ranks.api import Channel
 from xpyd_worker.ranks.loss import MissesOthersError
 from xpyd_worker.ranks.messages import Ready, Start
-from xpyd_worker.ranks.process import main
+from xpyd_worker.ranks.nursery import main
 
 
 class Step:
@@ -87,4 +87,4 @@ def act(what: str) -> None:
 
 
 if __name__ == "__main__":
-    main(FakeProgram)
+    main(lambda: FakeProgram)

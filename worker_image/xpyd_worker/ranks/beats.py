@@ -78,6 +78,10 @@ class Slot:
     def beat(self) -> None:
         """The beating thread's turn."""
         self._words[3] = time.process_time_ns()
+        self.live()
+
+    def live(self) -> None:
+        """A sign of life, of who has computed nothing yet."""
         self._words[0] += 1
 
 

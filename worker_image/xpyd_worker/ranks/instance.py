@@ -16,6 +16,7 @@ from typing import TypeVar
 from xpyd_core.errors import ProtocolError, UserError
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.ranks.beats import Beat
+from xpyd_worker.ranks.brood import COMMAND
 from xpyd_worker.ranks.frames import Frame, Kind
 from xpyd_worker.ranks.judge import Judge
 from xpyd_worker.ranks.leader import gather, listen
@@ -41,7 +42,7 @@ from xpyd_worker.ranks.messages import (
     Start,
     decode_from_rank,
 )
-from xpyd_worker.ranks.pod import COMMAND, Pod
+from xpyd_worker.ranks.pod import Pod
 from xpyd_worker.ranks.pod_messages import Join
 from xpyd_worker.ranks.remote_pod import RelayedResponses, RemotePod
 from xpyd_worker.ranks.responses import Responses
@@ -74,7 +75,7 @@ class Instance:
         self._incarnation = incarnation
         self._links = Links("rank-links")
         self._started: queue.SimpleQueue[tuple[int, FromRank] | None] = queue.SimpleQueue()
-        self._pod = Pod(config.pod_ranks(0), sizes, self._links, self._take, command)
+        self._pod = Pod(config.pod_ranks(0), self._links, self._take, command)
         self._others: list[RemotePod] = []
         self._judge = Judge(sizes.replica, self.who)
         self._watch = Watch(self._pod, self._judge, others=self._look, lost=self._on_loss)

@@ -28,12 +28,13 @@ from xpyd_core.errors import ProtocolError, UserError
 from xpyd_core.keys import fleet_keys
 from xpyd_core.pod_env import rendezvous_port
 from xpyd_worker.config import WorkerConfig
+from xpyd_worker.ranks.brood import COMMAND
 from xpyd_worker.ranks.frames import Frame, Kind
 from xpyd_worker.ranks.judge import LOOK_S, SILENT_LOOKS
 from xpyd_worker.ranks.links import Links
 from xpyd_worker.ranks.loss import EXIT_POD_LOST
 from xpyd_worker.ranks.messages import Start
-from xpyd_worker.ranks.pod import COMMAND, Pod
+from xpyd_worker.ranks.pod import Pod
 from xpyd_worker.ranks.pod_handshake import join_leader
 from xpyd_worker.ranks.pod_messages import Beats, End, Ended, Join, decode_pod, encode_pod
 from xpyd_worker.ranks.ring import NotReadError, RingError, RingFds, RingReader
@@ -64,7 +65,7 @@ class Agent:
         self._publisher = threading.Thread(target=self._publish, name="pod-steps", daemon=True)
         self._links = Links("pod-links")
         ranks = join.config.pod_ranks(config.pod)
-        self._pod = Pod(ranks, join.sizes, self._links, lambda frame: self._post(frame), command)
+        self._pod = Pod(ranks, self._links, lambda frame: self._post(frame), command)
         self._answers = {fds.come[0]: n for n, fds in enumerate(self._pod.responses)}
         self._rings = [RingReader(fds) for fds in self._pod.responses]
         self._leader = self._links.add(sock, self._take, self._lose)

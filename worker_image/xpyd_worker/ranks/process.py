@@ -1,24 +1,21 @@
-"""A rank: `python -m xpyd_worker.ranks.process`, started by `host`.
+"""A rank's process, from when the nursery has forked it.
 
     main thread: start-up, then steps     links' thread: what the engine's process says     beats
 
 Signals are the engine's process' to hear: this one ends when it is told to, when it fails, or with
-that process. torch is imported by what `program` makes, and only there.
+that process. Only what `program` makes knows torch.
 """
 
 from __future__ import annotations
 
-import argparse
-import ctypes
 import logging
 import os
 import queue
-import signal
 import socket
 import sys
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 from xpyd_core.errors import UserError
 from xpyd_core.logs import set_up_logging
@@ -40,13 +37,11 @@ from xpyd_worker.ranks.messages import (
     decode_to_rank,
     encode,
 )
+from xpyd_worker.ranks.own_process import set_name, set_title
 from xpyd_worker.ranks.responses import Answers
 from xpyd_worker.ranks.ring import RingReader
-from xpyd_worker.torch_env import prepare_for_torch
 
 _log = logging.getLogger(__name__)
-_PR_SET_PDEATHSIG = 1
-_PR_SET_NAME = 15
 _FLUSH_S = 2.0
 
 _T = TypeVar("_T")
@@ -195,44 +190,22 @@ def _expect(main: _Main, kind: type[_T]) -> _T:
     return message
 
 
-def _bind_to(parent: int) -> None:
-    """End with the process that started this one, also where that is killed or this one stopped."""
-    libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(RANK_FAILED)
-
-
-def _model_program(start: Start, channel: Channel) -> Program:
-    prepare_for_torch()
-    from xpyd_worker.ranks.program import RankProgram
-
-    return RankProgram(start, channel)
-
-
-def main(make_program: MakeProgram = _model_program) -> None:
-    """Run the rank that the arguments and then the link name. Does not return."""
-    parser = argparse.ArgumentParser(prog="xpyd rank")
-    parser.add_argument("--rank", type=int, required=True, help="its number")
-    parser.add_argument("--place", required=True, help="for people who read ps")
-    parser.add_argument("--link", type=int, required=True, help="descriptor, to who started it")
-    parser.add_argument("--parent", type=int, required=True, help="who started it")
-    args = parser.parse_args()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    _bind_to(args.parent)
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, f"xpyd-rank-{args.rank}".encode(), 0, 0, 0)
-    link = _Main(socket.socket(fileno=args.link), args.rank)
-    start = _expect(link, Start)
+def live(rank: int, link: int, make_program: MakeProgram, *, note: str = "") -> NoReturn:
+    """The whole life of rank `rank`, whose link is the descriptor `link`. `note`: what its log has
+    to say of how it was started."""
+    set_name(f"xpyd-rank-{rank}")
+    main = _Main(socket.socket(fileno=link), rank)
+    start = _expect(main, Start)
+    place, sizes = start.sizes.place(rank), start.sizes
+    where = f"stage {place.stage} of {sizes.pipeline}, share {place.tensor} of {sizes.tensor}"
+    set_title(f"xpyd rank {rank}: {where}")
     set_up_logging(start.logs.level, start.logs.format)
-    logging.getLogger().handlers[0].addFilter(_Rank(args.rank))
-    status = serve(link, start, make_program)
-    link.close()
+    logging.getLogger().handlers[0].addFilter(_Rank(rank))
+    if note:
+        _log.warning(note)
+    status = serve(main, start, make_program)
+    main.close()
     logging.shutdown()
     sys.stdout.flush()
     # What is left is memory; unloading torch module by module would take a second.
     os._exit(status)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,45 @@
+"""What a rank's process and its nursery ask of the kernel for themselves. Linux."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+from xpyd_worker.ranks.loss import RANK_FAILED
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
+# Of what follows the name in /proc/PID/stat, from its field 3 on.
+_ARG_START, _ARG_END = 45, 46
+
+
+def bind_to(parent: int) -> None:
+    """End with the process that is to be the parent, also where that is killed or this one
+    stopped; at once where it is not the parent."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(RANK_FAILED)
+
+
+def adopt_orphans() -> None:
+    """From now on this process is the parent of what its children leave behind."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def set_name(name: str) -> None:
+    """The process' short name, of 15 characters at most."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+
+
+def set_title(title: str) -> None:
+    """What `ps` shows in place of the command line, as far as that is long enough. It is written
+    over the memory where the kernel looks for it; nobody else reads that once Python runs."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[_ARG_START]), int(fields[_ARG_END])
+    room = end - start
+    if start <= 0 or room <= 1:  # not every kernel says
+        return
+    ctypes.memmove(start, title.encode()[: room - 1].ljust(room, b"\0"), room)
