@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import ExitStack
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from xpyd_core.compat import compat_factors, compat_key
@@ -96,8 +99,8 @@ def load(
     ranks in processes of their own log."""
     folder = resolve_checkpoint(config.model, config.revision)
     model_config = load_config(folder)
-    ready = _make_ready(config, folder, model_config, logs, incarnation)
-    with ExitStack() as stack:
+    with _tokenizer(config, folder) as tokenizer, ExitStack() as stack:
+        ready = _make_ready(config, folder, model_config, logs, incarnation)
         if ready.instance is not None:
             stack.callback(ready.instance.close)
         loaded = _assemble(
@@ -105,6 +108,7 @@ def load(
             folder,
             model_config,
             ready,
+            tokenizer(),
             deliver=deliver,
             keys=keys,
             incarnation=incarnation,
@@ -114,11 +118,22 @@ def load(
     return loaded
 
 
+@contextmanager
+def _tokenizer(config: WorkerConfig, folder: Path) -> Generator[Callable[[], Tokenizer]]:
+    """What loads it. Ranks import torch meanwhile; in one process there would be nothing to win."""
+    if config.sizes.replica == 1:
+        yield partial(Tokenizer.load, folder)
+        return
+    with ThreadPoolExecutor(1, "tokenizer") as pool:
+        yield pool.submit(Tokenizer.load, folder).result
+
+
 def _assemble(
     config: WorkerConfig,
     folder: Path,
     model_config: ModelConfig,
     ready: ReadyModel,
+    tokenizer: Tokenizer,
     *,
     deliver: Deliver,
     keys: tuple[bytes, ...],
@@ -126,7 +141,6 @@ def _assemble(
     make_store: MakeStore | None,
 ) -> Loaded:
     num_blocks = ready.executor.num_blocks
-    tokenizer = Tokenizer.load(folder)
     by_share = ready.on_gpu and config.kv_cache_bytes is None
     sizing = "--gpu-memory-utilization" if by_share else "--kv-cache-memory"
     max_model_len = _context(config, model_config, num_blocks, sizing)

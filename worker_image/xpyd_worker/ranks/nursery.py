@@ -1,4 +1,4 @@
-"""Ranks are forked here: `python -m xpyd_worker.ranks.nursery`, started by `brood` for all of a pod.
+"""Ranks are forked here: `python -m xpyd_worker.ranks.nursery`, started by `brood`.
 
     brood --starts--> nursery: imports what ranks need, once --forks--> each rank
       ^                 ends, and leaves them to brood's process --------|
@@ -152,9 +152,7 @@ def _threads() -> list[str]:
     return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
 
 
-def _leave(
-    args: argparse.Namespace, child: _Child, children: Sequence[_Child], ended: int
-) -> None:
+def _leave(args: argparse.Namespace, child: _Child, children: Sequence[_Child], ended: int) -> None:
     """Become a rank: hold nothing of the others', and end with brood's process."""
     others = frozenset[int]().union(*(one.descriptors for one in children)) - child.descriptors
     for descriptor in (args.born, *others):

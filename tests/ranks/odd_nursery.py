@@ -1,0 +1,103 @@
+"""A nursery that does something as it imports: `python -m tests.ranks.odd_nursery HOW ...`, and
+`--instance HOW`: an instance with one, which prints the processes it has."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from tests.ranks.fake_rank import FakeProgram
+from xpyd_kv.ranks.api import Channel
+from xpyd_worker.ranks.messages import Start
+from xpyd_worker.ranks.nursery import main
+from xpyd_worker.ranks.process import LaunchedStep, MakeProgram
+
+
+class Told:
+    """A step's answer, with what is to be told beside it."""
+
+    def __init__(self, step: LaunchedStep, imported_by: str) -> None:
+        self._step = step
+        self._imported_by = imported_by
+
+    def finish(self) -> bytes | None:
+        output = self._step.finish()
+        if output is None:
+            return None
+        return json.dumps({**json.loads(output), "imported_by": self._imported_by}).encode()
+
+
+class Program(FakeProgram):
+    def __init__(self, start: Start, channel: Channel, importer: int) -> None:
+        super().__init__(start, channel)
+        self._imported_by = "the rank" if importer == os.getpid() else "the nursery"
+
+    def launch(self, message: bytes) -> Told:
+        return Told(super().launch(message), self._imported_by)
+
+
+def prepare(how: str) -> MakeProgram:
+    importer = os.getpid()
+    match how:
+        case "count":
+            pass
+        case "thread":
+            threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
+        case "fail":
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
+        case "hang":
+            time.sleep(3600)
+        case "stop":
+            os.kill(importer, signal.SIGSTOP)
+        case "die after a fork":
+            os.register_at_fork(before=dying_at_the_second())
+        case _:
+            raise AssertionError(how)
+    return lambda start, channel: Program(start, channel, importer)
+
+
+def dying_at_the_second() -> Callable[[], None]:
+    forks = 0
+
+    def before() -> None:
+        nonlocal forks
+        forks += 1
+        if forks == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return before
+
+
+def show_instance(how: str) -> None:
+    """Start one, print its processes as soon as they are what `how` leads to, and wait."""
+    from tests.ranks.test_nursery import nursery_of, odd, text_of
+
+    instance = odd(how)
+    starting = threading.Thread(target=instance.start, daemon=True)
+    starting.start()
+    pids = [nursery_of(instance)]
+    if how == "count":
+        starting.join()
+        pids = [instance.who(rank).pid for rank in range(2)]
+    wanted = {"hang": ("xpyd-nursery", "S"), "stop": ("xpyd-nursery", "T")}.get(how)
+    while wanted is not None:
+        stat = text_of(pids[0], "stat")
+        name, _, rest = stat.partition("(")[2].rpartition(")")
+        if (name, rest.split()[0]) == wanted:
+            break
+        time.sleep(0.01)
+    print(*pids, flush=True)  # noqa: T201 - to who started it
+    starting.join()
+    signal.pause()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--instance":
+        show_instance(sys.argv[2])
+    how = sys.argv.pop(1)
+    main(lambda: prepare(how))
