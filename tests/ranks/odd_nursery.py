@@ -52,8 +52,6 @@ def prepare(how: str) -> MakeProgram:
             raise ModuleNotFoundError("No module named 'torch'", name="torch")
         case "hang":
             time.sleep(3600)
-        case "stop":
-            os.kill(importer, signal.SIGSTOP)
         case "die after a fork":
             os.register_at_fork(before=dying_at_the_second())
         case _:
@@ -84,12 +82,7 @@ def show_instance(how: str) -> None:
     if how == "count":
         starting.join()
         pids = [instance.who(rank).pid for rank in range(2)]
-    wanted = {"hang": ("xpyd-nursery", "S"), "stop": ("xpyd-nursery", "T")}.get(how)
-    while wanted is not None:
-        stat = text_of(pids[0], "stat")
-        name, _, rest = stat.partition("(")[2].rpartition(")")
-        if (name, rest.split()[0]) == wanted:
-            break
+    while how == "hang" and text_of(pids[0], "comm").strip() != "xpyd-nursery":
         time.sleep(0.01)
     print(*pids, flush=True)  # noqa: T201 - to who started it
     starting.join()

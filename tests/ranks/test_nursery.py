@@ -139,15 +139,16 @@ def test_a_close_while_the_nursery_imports_leaves_nothing() -> None:
     assert not is_alive(nursery)
 
 
-@pytest.mark.parametrize("how", ["hang", "stop", "count"])
+@pytest.mark.parametrize("how", ["hang", "count"])
 def test_nothing_outlives_a_process_that_is_killed(how: str) -> None:
-    """While the nursery imports, also where it is stopped, and when it has forked."""
+    """While the nursery imports, and when it has forked; also what is stopped."""
     command = [sys.executable, "-m", NURSERY, "--instance", how]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         pids = [int(one) for one in process.stdout.readline().split()]
         assert pids
         assert all(map(is_alive, pids))
+        os.kill(pids[0], signal.SIGSTOP)
         process.kill()
     ticks = threading.Event()
     for _ in range(round(WAIT_S / 0.01)):
