@@ -157,8 +157,10 @@ def test_a_start_that_fails_is_one_error_and_leaves_nothing(
 ) -> None:
     instance = make(TWO, **{f"{when} 1": does})
     try:
-        with pytest.raises(error, match=match):
+        with pytest.raises(error, match=match) as raised:
             instance.start()
+        if isinstance(raised.value, RankLostError):
+            assert raised.value.status == EXIT_RANK_ENDED
         assert not any(is_alive(instance.who(rank).pid) for rank in range(2))
     finally:
         instance.close()

@@ -167,8 +167,9 @@ def test_who_has_another_key_is_no_pod(tmp_path: Path) -> None:
 
 
 def _fails(instance: Instance) -> None:
-    with pytest.raises(RankLostError):
+    with pytest.raises(RankLostError, match="did not come") as raised:
         instance.start()
+    assert raised.value.status == EXIT_POD_LOST
 
 
 def _connect(config: WorkerConfig) -> socket.socket:

@@ -54,25 +54,31 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
 
 
 @contextmanager
-def _started(tmp_path: Path, *flags: str) -> Iterator[Worker]:
+def _loading(tmp_path: Path, *flags: str) -> Iterator[Worker]:
     log = tmp_path / "log"
     command = [sys.executable, "-m", "xpyd_core", "worker", *FLAGS, *PLACE, *flags]
     with log.open("wb") as file:
         process = subprocess.Popen(command, stderr=file, cwd=ROOT)
     try:
         with httpx.Client(base_url=f"http://{HOST}:20001", timeout=30, verify=False) as client:
-
-            def is_ready() -> bool:
-                assert process.poll() is None, log.read_text()
-                with suppress(httpx.TransportError):
-                    return client.get("/health").status_code == 200
-                return False
-
-            wait_for(is_ready)
             yield Worker(process, client, log)
     finally:
         process.kill()
         process.wait()
+
+
+@contextmanager
+def _started(tmp_path: Path, *flags: str) -> Iterator[Worker]:
+    with _loading(tmp_path, *flags) as worker:
+
+        def is_ready() -> bool:
+            assert worker.process.poll() is None, worker.log.read_text()
+            with suppress(httpx.TransportError):
+                return worker.client.get("/health").status_code == 200
+            return False
+
+        wait_for(is_ready)
+        yield worker
 
 
 @pytest.mark.parametrize(
@@ -97,6 +103,16 @@ def test_a_rank_that_goes_ends_all_and_is_named_in_the_last_line(
     last = worker.log.read_text().splitlines()[-1]
     assert f"the instance ended: rank 1 (stage 0, tensor share 1, pid {ranks[1]}) {says}" in last
     assert not any(map(is_alive, ranks))
+
+
+def test_a_rank_that_is_killed_while_it_loads_gives_the_same_status(tmp_path: Path) -> None:
+    with _loading(tmp_path, "-tp", "2") as worker:
+        wait_for(lambda: bool(worker.ranks()))
+        os.kill(worker.ranks()[-1], signal.SIGKILL)
+        assert worker.process.wait(WAIT_S) == EXIT_RANK_ENDED
+        last = worker.log.read_text().splitlines()[-1]
+        assert "the instance cannot start: rank" in last
+        assert "was ended by SIGKILL" in last
 
 
 def test_ranks_end_with_a_main_process_that_is_killed(worker: Worker) -> None:

@@ -78,7 +78,7 @@ def run(config: WorkerConfig, *, logs: Logs = _LOGS, store_factory: MakeStore | 
             status = runner.run(worker.serve())
     except RankLostError as error:
         _log.critical("the instance cannot start: %s", error)
-        return EXIT_FAILED
+        return error.status
     if worker.loss is not None:
         # Once more, behind what others had to say: the last line is what a container is known by.
         _log.critical("the instance ended: %s", worker.loss.text)

@@ -186,7 +186,7 @@ class Instance:
             return RankLostError("the instance was closed")
         if self.loss.is_user_error:
             return UserError(self.loss.text)
-        return RankLostError(self.loss.text)
+        return RankLostError(self.loss.text, status=self.loss.status)
 
     def close(self, *, in_order: bool = False) -> None:
         """End all ranks, `in_order` when no step is under way, and give back what was shared."""

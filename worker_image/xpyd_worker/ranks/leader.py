@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from xpyd_core.errors import ProtocolError, UserError
 from xpyd_core.keys import fleet_keys
 from xpyd_core.pod_env import rendezvous_port
-from xpyd_worker.ranks.loss import RankLostError
+from xpyd_worker.ranks.loss import EXIT_POD_LOST, RankLostError
 from xpyd_worker.ranks.pod_agent import JOIN_S
 from xpyd_worker.ranks.pod_handshake import greet_pod
 from xpyd_worker.ranks.pod_messages import Join
@@ -33,7 +33,9 @@ def gather(join: Join, is_over: Callable[[], bool]) -> Mapping[int, socket.socke
             while len(found) < config.pods - 1:
                 missing = sorted(set(range(1, config.pods)) - set(found))
                 if is_over() or time.monotonic() >= end_s:
-                    raise RankLostError(f"pods {missing} did not come within {JOIN_S:g} s")
+                    raise RankLostError(
+                        f"pods {missing} did not come within {JOIN_S:g} s", status=EXIT_POD_LOST
+                    )
                 try:
                     sock, _ = listener.accept()
                 except TimeoutError:

@@ -19,7 +19,12 @@ RANK_MISSES_OTHERS = 75
 
 class RankLostError(Exception):
     """The instance has lost a rank. No XpydError: nothing can be computed any more, so the engine
-    ends, and whoever started the process starts another."""
+    ends, and whoever started the process starts another. `status`: the process' exit status, 1
+    where no rank and no pod has gone."""
+
+    def __init__(self, text: str, *, status: int = 1) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 class MissesOthersError(Exception):
