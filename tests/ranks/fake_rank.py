@@ -57,6 +57,9 @@ class FakeProgram:
         if rank != self._start.sizes.output_rank:
             return Step(None)
         answer = {"rank": rank, "blocks": self._blocks, "say": told.get("say")}
+        if told.get("where"):
+            start = self._start
+            answer["where"] = [start.rendezvous[0], start.address, start.config.host]
         return Step(json.dumps(answer).encode())
 
     def close(self) -> None:

@@ -55,10 +55,11 @@ def step(executor: RankedExecutor, what: dict[str, Any]) -> Any:
     return cast(Any, launch(executor, what).wait())
 
 
-def make(sizes: Sizes, **told: Any) -> Instance:
+def make(sizes: Sizes, *, host: str = "127.0.0.1", **told: Any) -> Instance:
     """Not started. `told`: what the ranks do as they start, e.g. `{"load 1": "exit:3"}`."""
     config = WorkerConfig(
         model=json.dumps(told),
+        host=host,
         tensor_parallel_size=sizes.tensor,
         pipeline_parallel_size=sizes.pipeline,
     )
@@ -82,9 +83,9 @@ def pod_config(
 
 
 @contextmanager
-def started(sizes: Sizes, **told: Any) -> Iterator[Instance]:
+def started(sizes: Sizes, *, host: str = "127.0.0.1", **told: Any) -> Iterator[Instance]:
     """Ready for steps; ended as is due."""
-    instance = make(sizes, **told)
+    instance = make(sizes, host=host, **told)
     try:
         instance.start()
         yield instance

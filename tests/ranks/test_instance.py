@@ -93,6 +93,14 @@ def test_ranks_leave_in_order_and_nothing_is_left(capfd: pytest.CaptureFixture[s
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize("host", ["127.3.2.1", "::1"])
+def test_ranks_of_one_pod_meet_where_only_its_own_host_comes(host: str) -> None:
+    """Who reaches their store or their groups is one of them: neither asks for a key."""
+    with started(TWO, host=host) as instance:
+        where = step(executor_of(instance), {"where": True})["where"]
+    assert where == ["127.0.0.1", "127.0.0.1", host], "KV still comes to the pod's address"
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_step_under_way_and_the_other_rank(rank: int) -> None:
     with started(TWO) as instance:

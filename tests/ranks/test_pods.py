@@ -87,6 +87,7 @@ def test_steps_and_channels_reach_the_other_pod_and_come_back(pair: Pair) -> Non
     assert [step(executor, {"say": n}) for n in range(20)] == [
         {"rank": 2, "blocks": 7, "say": n} for n in range(20)
     ]
+    assert step(executor, {"where": True})["where"] == [LEADER, POD, POD]
     long = "x" * (3 << 20)
     assert step(executor, {"say": long})["say"] == long
     got: list[bytes] = []

@@ -56,6 +56,8 @@ _PUBLISH_S = 30.0
 _SETTLE_S = 15.0
 """The judge says earlier who was lost first."""
 _CLOSE_S = 2.0
+_LOOPBACK = "127.0.0.1"
+"""There also where the instance's own address is an IPv6 one."""
 
 
 class Instance:
@@ -116,7 +118,10 @@ class Instance:
         """Start the ranks and wait until steps may come; what each has. Raises UserError for what
         the user can mend, RankLostError for the rest; `close` it then, too."""
         config = self._config
-        with listen(config.host, 0, "--host") as listener:
+        # Who reaches their store or groups is one of them: they have no keys. Several pods need
+        # each other's addresses (docs/parallel.md).
+        host = _LOOPBACK if config.pods == 1 else config.host
+        with listen(host, 0, "--host") as listener:
             address = listener.getsockname()[:2]
             self._gather(Join(config, self._sizes, address, self._logs, self._incarnation))
 
@@ -128,7 +133,7 @@ class Instance:
                     pod_rank=rank,
                     pod_ranks=len(self._pod.ranks),
                     rendezvous=address,
-                    address=config.host,
+                    address=host,
                     listener=listener.fileno() if rank == 0 else None,
                     ring=ring,
                     responses=responses,

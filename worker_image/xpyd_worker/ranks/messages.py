@@ -33,7 +33,8 @@ class Logs(msgspec.Struct, frozen=True):
 class Start(msgspec.Struct, frozen=True, tag=True):
     """`pod_rank` and `pod_ranks`: the rank's number among those of its pod, and how many these are.
     `rendezvous`: where rank 0's store listens, and `listener` its socket's descriptor, on rank 0.
-    `address`: what the rank may listen on. The others are descriptors, too."""
+    `address`: where the rank listens for other ranks of the instance; for peers' KV it does on the
+    configuration's host. The others are descriptors, too."""
 
     config: WorkerConfig
     sizes: Sizes

@@ -156,7 +156,7 @@ class RankProgram:
         self._kv = start_rank_kv(
             config,
             rank=start.rank,
-            host=start.address,
+            host=config.host,
             incarnation=start.incarnation,
             channel=self._channel,
             cache=memory,
