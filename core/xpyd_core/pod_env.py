@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from xpyd_core.digits import clipped, whole_number
 from xpyd_core.errors import UserError
 from xpyd_core.parallel.partition import PARTITION_VARIABLE, parse_override
 from xpyd_core.request_id import Address, parse_address
@@ -64,18 +65,20 @@ def _port(environ: Mapping[str, str], name: str, default: int) -> int:
     text = environ.get(name, "")
     if not text:
         return default
-    if not text.isdigit() or not 0 < int(text) <= LAST_PORT:
-        raise UserError(f"{name}={text!r}: expected a port, 1 to {LAST_PORT}")
-    return int(text)
+    port = whole_number(text)
+    if port is None or not 0 < port <= LAST_PORT:
+        raise UserError(f"{name}={clipped(text)!r}: expected a port, 1 to {LAST_PORT}")
+    return port
 
 
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:
     text = environ.get(name, "")
     if not text:
         return default
-    if not (text.isascii() and text.isdigit()):
-        raise UserError(f"{name}={text!r}: expected a number")
-    return int(text)
+    number = whole_number(text)
+    if number is None:
+        raise UserError(f"{name}={clipped(text)!r}: expected a number")
+    return number
 
 
 def parse_discovery(text: str) -> tuple[Address, ...]:
@@ -88,7 +91,7 @@ def read_pod_env(environ: Mapping[str, str] | None = None) -> PodEnv:
     environ = os.environ if environ is None else environ
     role = environ.get("XPYD_ROLE") or "Aggregated"
     if role not in ROLES:
-        raise UserError(f"XPYD_ROLE={role!r}: expected one of {', '.join(ROLES)}")
+        raise UserError(f"XPYD_ROLE={clipped(role)!r}: expected one of {', '.join(ROLES)}")
     key_file = environ.get("XPYD_KV_KEY_FILE")
     return PodEnv(
         role=role,

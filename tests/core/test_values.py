@@ -136,11 +136,24 @@ def test_the_pods_environment_is_read_into_one_value() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("XPYD_ROLE", "Both"), ("XPYD_HTTP_PORT", "x"), ("XPYD_KV_PORT", "70000")]
+    ("name", "value"),
+    [
+        ("XPYD_ROLE", "Both"),
+        ("XPYD_HTTP_PORT", "x"),
+        ("XPYD_HTTP_PORT", "\u00b2"),
+        ("XPYD_KV_PORT", "70000"),
+        ("XPYD_KV_PORT", "0"),
+        ("XPYD_KV_PORT", "9" * 5000),
+        ("LWS_GROUP_SIZE", "two"),
+        ("LWS_GROUP_SIZE", "\u00b2"),
+        ("LWS_WORKER_INDEX", "1" * 10),
+        ("LWS_WORKER_INDEX", "1" * 5000),
+    ],
 )
-def test_a_wrong_variable_is_named(name: str, value: str) -> None:
-    with pytest.raises(UserError, match=name):
+def test_a_wrong_variable_is_named_and_not_repeated_at_length(name: str, value: str) -> None:
+    with pytest.raises(UserError, match=name) as raised:
         pod_env.read_pod_env({name: value})
+    assert len(str(raised.value)) < 200
 
 
 def test_keys_are_read_first_signs_all_accept(tmp_path: Path) -> None:

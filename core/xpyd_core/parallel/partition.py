@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+from xpyd_core.digits import clipped, whole_number
 from xpyd_core.errors import UserError
 
 PARTITION_VARIABLE = "VLLM_PP_LAYER_PARTITION"
@@ -41,18 +42,13 @@ def partition(layers: int, stages: int, override: Sequence[int] = ()) -> tuple[r
 
 def check_override(layers: int, stages: int, override: Sequence[int]) -> list[int]:
     """`override` as it may be used."""
-    shown = ",".join(map(str, override))
+    given = f"{PARTITION_VARIABLE}={clipped(','.join(map(str, override)))}"
     if len(override) != stages:
-        raise UserError(
-            f"{PARTITION_VARIABLE}={shown}: {len(override)} stages; "
-            f"--pipeline-parallel-size is {stages}"
-        )
+        raise UserError(f"{given}: {len(override)} stages; --pipeline-parallel-size is {stages}")
     if min(override) < 1:
-        raise UserError(f"{PARTITION_VARIABLE}={shown}: a stage needs one layer at least")
+        raise UserError(f"{given}: a stage needs one layer at least")
     if sum(override) != layers:
-        raise UserError(
-            f"{PARTITION_VARIABLE}={shown}: {sum(override)} layers; the model has {layers}"
-        )
+        raise UserError(f"{given}: {sum(override)} layers; the model has {layers}")
     return list(override)
 
 
@@ -60,9 +56,13 @@ def parse_override(text: str) -> tuple[int, ...]:
     """The variable's value: numbers with commas; () where it is empty. UserError for others."""
     if not text:
         return ()
-    parts = text.split(",")
-    if not all(part.strip().isascii() and part.strip().isdigit() for part in parts):
-        raise UserError(
-            f"{PARTITION_VARIABLE}={text!r}: expected numbers with commas, e.g. 5,6,6,5"
-        )
-    return tuple(map(int, parts))
+    found: list[int] = []
+    for part in text.split(","):
+        layers = whole_number(part.strip())
+        if layers is None:
+            raise UserError(
+                f"{PARTITION_VARIABLE}={clipped(text)!r}: expected numbers with commas, e.g. "
+                "5,6,6,5"
+            )
+        found.append(layers)
+    return tuple(found)
