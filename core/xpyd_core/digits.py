@@ -1,4 +1,4 @@
-"""Whole numbers that somebody wrote into the environment: bounded while they are text. Pure."""
+"""Text that somebody else wrote: whole numbers, bounded while they are text, and quotes. Pure."""
 
 from __future__ import annotations
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from xpyd_core.digits import clipped
 from xpyd_core.errors import UserError
 
 _UNITS = {"": 1}
 _UNITS.update({unit: 1000**power for power, unit in enumerate("kMGTPE", 1)})
 _UNITS.update({f"{unit}i": 1024**power for power, unit in enumerate("KMGTPE", 1)})
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)(?:[eE](\d{1,2})|([kMGTPE]|[KMGTPE]i)?)")
+_SIZE = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)(?:[eE]([0-9]{1,2})|([kMGTPE]|[KMGTPE]i)?)")
 _PERCENT = re.compile(r"([1-9][0-9]?)%")
 
 
@@ -26,7 +27,7 @@ def parse_bytes(text: str | int, *, of: int | None = None) -> int:
     if match is None:
         more = ", 10%" if of is not None else ""
         raise UserError(
-            f"{text!r} is not a size; write bytes like 1073741824, 8e9, 4Gi or 500M{more}"
+            f"{clipped(text)!r} is not a size; write bytes like 1073741824, 8e9, 4Gi or 500M{more}"
         )
     number, exponent, unit = match.groups()
     factor = 10 ** int(exponent) if exponent else _UNITS[unit or ""]

@@ -113,7 +113,12 @@ def test_roles_say_what_their_steps_send_and_what_moving_kv_takes(
     [
         (("--gpus", "0"), "--gpus: '0'"),
         (("--gpus", "5000"), "expected 1 to 1024"),
-        (("--gpus", "8x80GB"), "is not a size"),
+        (("--gpus", "8x80GB"), "--gpus: '80GB' is not a size"),
+        (("--gpus", "8x-5G"), "--gpus: '-5G' is not a size"),
+        (("--gpus", "8x0"), "--gpus: '0'; expected a memory above 0 bytes"),
+        (("--gpus", "8", "--gpu-memory", "0.4"), "--gpu-memory: '0.4'; expected a memory above"),
+        (("--gpus", "8", "--gpu-memory", "much"), "--gpu-memory: 'much' is not a size"),
+        (("--gpus", "8", "--reserve", "-1"), "--reserve: '-1' is not a size"),
         (("--gpus", "12"), "12 are not whole nodes of 8"),
         (("--gpus", "12", "--nodes", "5"), "do not fill 5 nodes alike"),
         (("--gpus", "16", "--nodes", "2", "--gpus-per-node", "4"), "do not fill 2 nodes alike"),

@@ -151,10 +151,26 @@ def _hardware(args: argparse.Namespace) -> Hardware:
     return Hardware(
         nodes=gpus // each,
         gpus_per_node=each,
-        memory_bytes=parse_bytes(match[2] or args.gpu_memory),
+        memory_bytes=_memory(match[2], args.gpu_memory),
         within=args.within,
         between=args.between,
     )
+
+
+def _memory(in_gpus: str | None, gpu_memory: str) -> int:
+    """Of each device, in bytes: as --gpus says, or else --gpu-memory."""
+    flag, text = ("--gpus", in_gpus) if in_gpus else ("--gpu-memory", gpu_memory)
+    size = _size(flag, text)
+    if not size:
+        raise UserError(f"{flag}: {text!r}; expected a memory above 0 bytes")
+    return size
+
+
+def _size(flag: str, text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except UserError as error:
+        raise UserError(f"{flag}: {error}") from error
 
 
 def _gpus_per_node(gpus: int, args: argparse.Namespace) -> int:
@@ -178,7 +194,7 @@ def _wishes(args: argparse.Namespace, facts: ModelFacts) -> Wishes:
         context=context,
         concurrency=args.concurrency,
         utilization=args.utilization,
-        reserve_bytes=parse_bytes(args.reserve),
+        reserve_bytes=_size("--reserve", args.reserve),
         prefill_tokens=args.prefill_tokens,
         peers=args.peers,
         high_availability=args.high_availability,
