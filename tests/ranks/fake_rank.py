@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 from xpyd_core.errors import UserError
@@ -39,8 +40,11 @@ class FakeProgram:
         told = self._told.get(f"{when} {self._start.rank}") or self._told.get(f"{when} *")
         return None if told is None else act(told)
 
-    def load(self) -> int:
+    def load(self) -> None:
         self._do("load")
+
+    def measure(self) -> int:
+        self._do("measure")
         return int(self._told.get("blocks", [7] * 64)[self._start.rank])
 
     def make(self, blocks: int) -> Ready:
@@ -82,11 +86,24 @@ def act(what: str) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         case ["hang"]:
             time.sleep(3600)
+        case ["touch", path]:
+            Path(path).touch()
+        case ["unseen", path]:
+            stay_unseen(Path(path))
         case ["spin"]:
             while True:
                 pass
         case _:
             raise AssertionError(what)
+
+
+def stay_unseen(path: Path) -> None:
+    """Take a second, and fail when the file comes in that time."""
+    end_s = time.monotonic() + 1.0
+    while time.monotonic() < end_s:
+        time.sleep(0.01)
+        if path.exists():
+            raise UserError(f"{path} is there")
 
 
 if __name__ == "__main__":

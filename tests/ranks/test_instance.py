@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -151,7 +152,14 @@ def test_a_rank_that_fails_in_a_step_says_why(capfd: pytest.CaptureFixture[str])
     assert "ValueError: no such kernel" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("when", ["open", "load", "make"])
+def test_no_rank_measures_while_another_one_loads(tmp_path: Path) -> None:
+    """It would wait for the other's part of a step, and no longer than steps do."""
+    measured = tmp_path / "measured"
+    with started(TWO, **{"load 1": f"unseen:{measured}", "measure 0": f"touch:{measured}"}):
+        assert measured.exists()
+
+
+@pytest.mark.parametrize("when", ["open", "load", "measure", "make"])
 @pytest.mark.parametrize(
     ("does", "error", "match"),
     [

@@ -19,11 +19,12 @@ from tests.gpu.models import BLOCK_SIZE, CPU, cpu_runner, make_model, model_conf
 from tests.worker.runner_driver import Driver
 from xpyd_core.errors import UserError
 from xpyd_worker.engine.executor import StepInput
+from xpyd_worker.model.registry import load_config
 from xpyd_worker.runner.gpu_fit import fit
 from xpyd_worker.runner.gpu_limits import GpuLimits, largest, warm_ups
 from xpyd_worker.runner.gpu_memory import GpuUse
 from xpyd_worker.runner.kv_cache import host_memory
-from xpyd_worker.runner.load import load_on_gpu
+from xpyd_worker.runner.load import load_on_gpu, part_on_gpu
 from xpyd_worker.runner.runner import ModelRunner
 
 LIMITS = GpuLimits(
@@ -38,6 +39,7 @@ LIMITS = GpuLimits(
 )
 CONFIG = model_config("llama")
 SHAPE = shape_of(CONFIG, torch.float32)
+DEMO = Path(__file__).parents[2] / "examples/demo-model"
 EACH = SHAPE.block_bytes * CONFIG.num_layers
 
 
@@ -181,6 +183,16 @@ def test_heads_that_are_too_wide_for_a_gpu_are_refused_before_the_model_is_read(
     wide = model_config("llama", head_dim=272)
     with pytest.raises(UserError, match=r"head_dim: 272; .* at most 256 .*--device cpu"):
         load_on_gpu(Path("none"), wide, dtype=torch.float32, gpu=FakeGpu(), limits=LIMITS)
+
+
+def test_a_part_runs_its_first_step_only_when_it_is_fitted() -> None:
+    """Other ranks may still be at their weights."""
+    gpu = FakeGpu(own_kernels=StaticPlainKernels())
+    part = part_on_gpu(DEMO, load_config(DEMO), dtype=torch.float32, gpu=gpu, limits=LIMITS)
+    assert (gpu.marked, gpu.graphs.graphs) == (0, [])
+    assert part.fit().num_blocks > 0
+    assert gpu.marked > 0
+    assert gpu.graphs.graphs
 
 
 def test_what_graphs_take_is_measured_before_the_cache_is_sized() -> None:

@@ -35,7 +35,9 @@ from xpyd_worker.ranks.messages import (
     Failed,
     Fits,
     FromRank,
+    Loaded,
     Logs,
+    Measure,
     Meet,
     Opened,
     Ready,
@@ -50,7 +52,7 @@ from xpyd_worker.ranks.ring import GivenUpError, NotReadError, RingFds
 from xpyd_worker.ranks.watch import Watch
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T", Opened, Fits, Ready)
+_T = TypeVar("_T", Opened, Loaded, Fits, Ready)
 _PUBLISH_S = 30.0
 """A rank that computes reads its next step only then; what fits into the ring does not wait."""
 _SETTLE_S = 15.0
@@ -145,6 +147,8 @@ class Instance:
             self._watch.start(make_start)
             self._collect(Opened)
         self._tell(Meet())
+        self._collect(Loaded)
+        self._tell(Measure())
         blocks = min(one.blocks for one in self._collect(Fits))
         self._tell(Agreed(blocks))
         ready = self._collect(Ready)
@@ -168,7 +172,7 @@ class Instance:
             self._others.append(pod)
             self.responses += pod.responses
 
-    def _tell(self, message: Meet | Agreed) -> None:
+    def _tell(self, message: Meet | Measure | Agreed) -> None:
         for rank in range(self._sizes.replica):
             self._pod_of(rank).tell(rank, message)
 

@@ -3,7 +3,9 @@
 main --Start--> rank    what to load, and where its ring and the others are
      <-Opened--         it has opened them, torch is imported
      --Meet--->         all have: make the groups, load the weights
-     <--Fits---         so many blocks of KV fit beside them
+     <-Loaded--         they are there, however long their files took to be read
+     --Measure->        everywhere: measure the largest step, for which ranks wait as in steps
+     <--Fits---         so many blocks of KV fit beside the weights
      --Agreed->         so many are made on every rank: the least
      <--Ready--         steps may come
      <-Failed--         any time: why the rank ends
@@ -60,6 +62,14 @@ class Meet(msgspec.Struct, frozen=True, tag=True):
     """See above."""
 
 
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """See above."""
+
+
+class Measure(msgspec.Struct, frozen=True, tag=True):
+    """See above."""
+
+
 class Fits(msgspec.Struct, frozen=True, tag=True):
     """Blocks of KV that this rank has room for."""
 
@@ -102,8 +112,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     failure: Failure
 
 
-ToRank = Start | Meet | Agreed
-FromRank = Opened | Fits | Ready | Failed
+ToRank = Start | Meet | Measure | Agreed
+FromRank = Opened | Loaded | Fits | Ready | Failed
 
 _to_rank = msgspec.msgpack.Decoder(ToRank, dec_hook=lambda kind, value: _path(kind, value))
 _from_rank = msgspec.msgpack.Decoder(FromRank)

@@ -29,6 +29,8 @@ from xpyd_worker.ranks.messages import (
     Failed,
     Fits,
     FromRank,
+    Loaded,
+    Measure,
     Meet,
     Opened,
     Ready,
@@ -59,8 +61,13 @@ class Program(Protocol):
     """What a rank computes. Any call raises UserError for what the user can mend, and
     MissesOthersError where another rank is at fault."""
 
-    def load(self) -> int:
-        """Meet the other ranks and load the weights; blocks of KV that fit beside them."""
+    def load(self) -> None:
+        """Meet the other ranks and load the weights."""
+        ...
+
+    def measure(self) -> int:
+        """Blocks of KV that fit beside the weights. When all ranks have loaded: it may wait for
+        them, no longer than steps do."""
         ...
 
     def make(self, blocks: int) -> Ready:
@@ -162,7 +169,10 @@ def serve(main: _Main, start: Start, make_program: MakeProgram) -> int:
         ring = RingReader(start.ring)
         main.tell(Opened())
         _expect(main, Meet)
-        main.tell(Fits(program.load()))
+        program.load()
+        main.tell(Loaded())
+        _expect(main, Measure)
+        main.tell(Fits(program.measure()))
         ready = program.make(_expect(main, Agreed).blocks)
         main.tell(ready)
         is_running = True

@@ -35,7 +35,7 @@ from xpyd_worker.ranks.request_states import RequestStates
 from xpyd_worker.ranks.step_work import RankWork
 from xpyd_worker.runner.device import CPU, CudaDevice, choose_device
 from xpyd_worker.runner.gpu_fit import GpuFit
-from xpyd_worker.runner.load import CpuFit, fit_on_cpu, fit_on_gpu
+from xpyd_worker.runner.load import CpuFit, GpuPart, fit_on_cpu, part_on_gpu
 from xpyd_worker.runner.runner import ModelRunner
 
 
@@ -63,17 +63,18 @@ class RankProgram:
             else cpu_dtype(config, self._model)
         )
         self._parallel: ParallelState | None = None
+        self._loaded: GpuPart | None = None
         self._fit: CpuFit | GpuFit | None = None
         self._work: RankWork | None = None
         self._kv: RankKv | None = None
 
-    def load(self) -> int:
+    def load(self) -> None:
         """See Program."""
         with _group_errors():
             self._parallel = parallel = self._meet()
             config, model = self._start.config, self._model
             if self._device.type == "cuda":
-                self._fit = fit_on_gpu(
+                self._loaded = part_on_gpu(
                     self._folder,
                     model,
                     dtype=self._dtype,
@@ -91,7 +92,14 @@ class RankProgram:
                     block_size_tokens=config.block_size,
                     parallel=parallel,
                 )
-            return self._fit.num_blocks
+
+    def measure(self) -> int:
+        """See Program. On a CPU nothing has to be run for it."""
+        if self._loaded is not None:
+            with _group_errors():
+                self._fit = self._loaded.fit()
+        assert self._fit is not None, "load comes before"
+        return self._fit.num_blocks
 
     def _meet(self) -> ParallelState:
         start, config, model = self._start, self._start.config, self._model

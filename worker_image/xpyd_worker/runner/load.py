@@ -1,8 +1,9 @@
 """From a checkpoint folder to a runner, on the CPU or on a GPU. Slow and blocking.
 
-In two phases, as ranks that hold a model together have to agree in between: `fit_on_*` loads the
-weights and says for how many KV blocks there is room; `make_runner` of what it gives takes the
-number that all ranks have room for. One rank alone does both at once: `load_on_*`.
+In phases, as ranks that hold a model together have to agree in between: `fit_on_cpu`, or
+`part_on_gpu` and then, when all ranks have loaded, its `fit`, loads the weights and says for how
+many KV blocks there is room; `make_runner` of what that gives takes the number that all ranks have
+room for. One rank alone does all at once: `load_on_*`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from xpyd_worker.model.decoder import Decoder
 from xpyd_worker.model.loader import load_weights
 from xpyd_worker.model.registry import build_model
 from xpyd_worker.parallel.api import Parallel, Part
-from xpyd_worker.runner.device import CPU, Gpu
+from xpyd_worker.runner.device import CPU, Gpu, StaticKernels
 from xpyd_worker.runner.gpu_fit import GpuFit, fit
 from xpyd_worker.runner.gpu_limits import GpuLimits
 from xpyd_worker.runner.gpu_memory import GpuUse
@@ -114,7 +115,37 @@ def load_on_cpu(
     return found.make_runner(make_memory=make_memory)
 
 
-def fit_on_gpu(
+@dataclass(frozen=True)
+class GpuPart:
+    """A rank's part of a model, loaded to its GPU, of which `free_at_start` bytes were free before.
+    `fit` runs steps, in which ranks wait for each other: all must have loaded theirs."""
+
+    model: Decoder
+    config: ModelConfig
+    kernels: StaticKernels
+    shape: KvShape
+    gpu: Gpu
+    limits: GpuLimits
+    free_at_start: int
+    parallel: Parallel | None
+
+    def fit(self) -> GpuFit:
+        """Find out how many KV blocks the share that the limits name has room for. All ranks of the
+        model do it at once, with the same limits: they run the largest step together. UserError
+        where the share is too small."""
+        return fit(
+            self.model,
+            self.config,
+            self.kernels,
+            self.shape,
+            gpu=self.gpu,
+            limits=self.limits,
+            free_at_start=self.free_at_start,
+            parallel=self.parallel,
+        )
+
+
+def part_on_gpu(
     folder: Path,
     config: ModelConfig,
     *,
@@ -123,13 +154,12 @@ def fit_on_gpu(
     limits: GpuLimits,
     block_size_tokens: int = DEFAULT_BLOCK_SIZE,
     parallel: Parallel | None = None,
-) -> GpuFit:
-    """Read what this rank has of the checkpoint in `folder` to its GPU, and find out how many KV
-    blocks the share that `limits` name has room for. All ranks of the model do it at once, with the
-    same limits: they run the largest step together.
+) -> GpuPart:
+    """Read what this rank has of the checkpoint in `folder` to its GPU. Nothing is said to other
+    ranks: files may be read fast here and slowly there.
 
-    Raises UserError for a checkpoint that does not fit `config` or whose heads are too wide, a
-    model that cannot be divided so, or a share that is too small.
+    Raises UserError for a checkpoint that does not fit `config` or whose heads are too wide, or a
+    model that cannot be divided so or does not fit.
     """
     part = _part(config, parallel)
     if config.head_dim > _MOST_HEAD_DIM_GPU:
@@ -157,16 +187,8 @@ def fit_on_gpu(
                 f"--device: the model does not fit into the {format_bytes(free)} that are free on "
                 f"{gpu.torch_device}: {error}"
             ) from error
-    return fit(
-        model,
-        config,
-        kernels,
-        _shape(config, part, dtype, block_size_tokens),
-        gpu=gpu,
-        limits=limits,
-        free_at_start=free,
-        parallel=parallel,
-    )
+    shape = _shape(config, part, dtype, block_size_tokens)
+    return GpuPart(model, config, kernels, shape, gpu, limits, free, parallel)
 
 
 def load_on_gpu(
@@ -181,8 +203,8 @@ def load_on_gpu(
 ) -> tuple[ModelRunner, GpuUse]:
     """Read the checkpoint in `folder` to the GPU, and give its KV cache what is left of the share
     that `limits` name, in memory of torch's allocator or in that of `make_memory`. Raises as
-    `fit_on_gpu`."""
-    found = fit_on_gpu(
+    `part_on_gpu` and `GpuPart.fit`."""
+    part = part_on_gpu(
         folder,
         config,
         dtype=dtype,
@@ -190,6 +212,7 @@ def load_on_gpu(
         limits=limits,
         block_size_tokens=block_size_tokens,
     )
+    found = part.fit()
     return found.make_runner(make_memory=make_memory), found.use
 
 
