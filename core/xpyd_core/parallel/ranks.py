@@ -51,6 +51,11 @@ class Sizes:
         """The rank within a replica that tells what was drawn: the first of the last stage."""
         return self.replica - self.tensor * self.context
 
+    def depth(self, of_device: int) -> int:
+        """Steps that an engine has under way at most: one for each stage; with one stage as many as
+        its device takes at once, `of_device`."""
+        return self.pipeline if self.pipeline > 1 else of_device
+
     def place(self, rank: int) -> Place:
         """Where `rank` stands."""
         rest, tensor = divmod(rank, self.tensor)

@@ -28,23 +28,27 @@ def load_ranks(config: WorkerConfig, logs: Logs, incarnation: str) -> ReadyModel
         instance.close()
         raise
     first = ready[0]
-    sizes = config.sizes
-    executor = RankedExecutor(
-        instance,
-        num_blocks=first.blocks,
-        depth=sizes.pipeline if sizes.pipeline > 1 else first.depth,
-        draws_ahead=sizes.pipeline == 1 and first.depth > 1,
-        encoder=StepEncoder(slots(config)),
-        decode=decode_output,
-    )
     return ReadyModel(
-        executor=executor,
+        executor=executor_of(config, instance, first),
         dtype=first.dtype,
         cache_bytes=sum(one.cache_bytes for one in ready),
         on_gpu=first.on_gpu,
         memory=lambda: memory_rows(config, ready),
         ranked_kv=_ranked_kv(config, instance, ready),
         instance=instance,
+    )
+
+
+def executor_of(config: WorkerConfig, instance: Instance, first: Ready) -> RankedExecutor:
+    """Of an instance that has started; `first`: what its rank 0 has."""
+    sizes = config.sizes
+    return RankedExecutor(
+        instance,
+        num_blocks=first.blocks,
+        depth=sizes.depth(first.depth),
+        draws_ahead=sizes.pipeline == 1 and first.depth > 1,
+        encoder=StepEncoder(slots(config)),
+        decode=decode_output,
     )
 
 

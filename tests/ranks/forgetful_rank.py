@@ -1,0 +1,33 @@
+"""A rank that leaves out the update that a step ends with, on every stage but the first and the
+last: `python -m tests.ranks.forgetful_rank`, started as the real one is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from xpyd_kv.ranks.api import Channel
+from xpyd_worker.ranks.messages import Start
+from xpyd_worker.ranks.process import Program, main
+from xpyd_worker.torch_env import prepare_for_torch
+
+
+def make_program(start: Start, channel: Channel) -> Program:
+    """The real one, but for that."""
+    prepare_for_torch()
+    from xpyd_worker.parallel.api import Sampled
+    from xpyd_worker.ranks import program
+    from xpyd_worker.ranks.request_states import RequestStates
+
+    class Forgetful(RequestStates):
+        def post_update(
+            self, slots: Sequence[int], query_lens: Sequence[int], sampled: Sampled | None
+        ) -> None:
+            pass
+
+    if 0 < start.sizes.place(start.rank).stage < start.sizes.pipeline - 1:
+        program.RequestStates = Forgetful  # pyright: ignore[reportPrivateImportUsage]
+    return program.RankProgram(start, channel)
+
+
+if __name__ == "__main__":
+    main(make_program)
