@@ -11,6 +11,7 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 BEAT_S = 0.25
@@ -32,18 +33,38 @@ class Beat(NamedTuple):
         return self.begun > self.ended
 
 
+class Maker(NamedTuple):
+    """One look at the process that made the page, which watches the ranks: how often it has looked
+    at them, and its number."""
+
+    looks: int = 0
+    pid: int = 0
+
+
 class BeatPage:
-    """The figures of all ranks of one pod."""
+    """The figures of all ranks of one pod; behind them those of the process that watches them."""
 
     def __init__(self, ranks: int, descriptor: int | None = None) -> None:
         """Make the memory, or map what `descriptor` names."""
-        size = ranks * _WORDS * 8
+        self._makers = ranks * _WORDS
+        size = (ranks + 1) * _WORDS * 8
+        is_maker = descriptor is None
         if descriptor is None:
             descriptor = os.memfd_create("xpyd-beats", os.MFD_CLOEXEC)
             os.ftruncate(descriptor, size)
         self.descriptor = descriptor
         self._memory = mmap.mmap(descriptor, size)
         self._words = memoryview(self._memory).cast("Q")
+        if is_maker:
+            self._words[self._makers + 1] = os.getpid()
+
+    def live(self) -> None:
+        """Show the ranks that the page's maker lives. The thread that watches them."""
+        self._words[self._makers] += 1
+
+    def maker(self) -> Maker:
+        """What the page's maker shows now."""
+        return Maker(*self._words[self._makers : self._makers + len(Maker._fields)])
 
     def look(self, index: int) -> Beat:
         """What the rank shows now."""
@@ -67,6 +88,11 @@ class Slot:
     def __init__(self, words: memoryview) -> None:
         self._words = words
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether there was ever a step."""
+        return self._words[1] > 0
+
     def begin(self) -> None:
         """Work on a step begins."""
         self._words[1] += 1
@@ -85,12 +111,13 @@ class Slot:
         self._words[0] += 1
 
 
-def beat_forever(slot: Slot) -> None:
-    """Start the thread that beats until the process ends."""
+def beat_forever(slot: Slot, look: Callable[[], None]) -> None:
+    """Start the thread that beats until the process ends, and has a `look` at each beat."""
 
     def run() -> None:
         while True:
             slot.beat()
+            look()
             time.sleep(BEAT_S)
 
     threading.Thread(target=run, name="beats", daemon=True).start()

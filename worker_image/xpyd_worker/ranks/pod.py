@@ -83,7 +83,8 @@ class Pod:
         self._writer.write(message, within_s=within_s, unless=unless)
 
     def look(self) -> list[Beat]:
-        """What each shows of itself."""
+        """What each shows of itself; they see that somebody looks."""
+        self._page.live()
         return [self._page.look(index) for index in range(len(self.ranks))]
 
     def take_ended(self) -> list[tuple[int, int]]:

@@ -24,6 +24,7 @@ from xpyd_worker.ranks.beats import BeatPage, Slot, beat_forever
 from xpyd_worker.ranks.frames import Frame, Kind
 from xpyd_worker.ranks.links import Link, LinkChannel, Links
 from xpyd_worker.ranks.loss import RANK_FAILED, RANK_MISSES_OTHERS, Failure, MissesOthersError
+from xpyd_worker.ranks.main_watch import MainWatch
 from xpyd_worker.ranks.messages import (
     Agreed,
     Failed,
@@ -161,9 +162,10 @@ def serve(main: _Main, start: Start, make_program: MakeProgram) -> int:
     sizes, rank = start.sizes, start.rank
     page = BeatPage(start.pod_ranks, start.beats)
     slot = page.slot(start.pod_rank)
-    beat_forever(slot)
-    answers = Answers(start.responses)
+    watch = MainWatch(page.maker, start.pod_rank)
     is_running = False
+    beat_forever(slot, lambda: watch.look(is_serving=is_running and slot.has_begun))
+    answers = Answers(start.responses)
     try:
         program = make_program(start, main.channel)
         ring = RingReader(start.ring)
@@ -176,9 +178,10 @@ def serve(main: _Main, start: Start, make_program: MakeProgram) -> int:
         ready = program.make(_expect(main, Agreed).blocks)
         main.tell(ready)
         is_running = True
-        depth = sizes.pipeline if sizes.pipeline > 1 else ready.depth
+        depth = sizes.depth(ready.depth)
         is_output = rank == sizes.output_rank
         run_steps(program, ring, answers, slot, is_output=is_output, depth=depth)
+        is_running = False
         program.close()
     except Exception as error:  # the process' edge: the engine's process is told, and ends all
         misses = isinstance(error, MissesOthersError)

@@ -1,0 +1,82 @@
+"""A main process that stands still, as its ranks see it: in looks instead of seconds."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from xpyd_worker.ranks.beats import BeatPage, Maker
+from xpyd_worker.ranks.main_watch import SILENT_LOOKS, MainWatch
+
+
+@pytest.fixture
+def main() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "600"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+class Main:
+    """What is seen of a main process, and a rank that looks."""
+
+    def __init__(self, pid: int, place: int = 0) -> None:
+        self.seen = Maker(0, pid)
+        self.watch = MainWatch(lambda: self.seen, place)
+
+    def look(self, times: int, *, lives: bool = False, is_serving: bool = True) -> None:
+        for _ in range(times):
+            if lives:
+                self.seen = self.seen._replace(looks=self.seen.looks + 1)
+            self.watch.look(is_serving=is_serving)
+
+
+@pytest.mark.parametrize("place", [0, 3])
+def test_one_that_stands_still_is_ended_after_so_many_looks(
+    main: subprocess.Popen[bytes], place: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen = Main(main.pid, place)
+    seen.look(5, lives=True)
+    seen.look(SILENT_LOOKS + place - 1)
+    assert main.poll() is None
+    with caplog.at_level(logging.CRITICAL):
+        seen.look(1)
+    assert main.wait(60) == -signal.SIGKILL
+    assert f"its main process (pid {main.pid}) has given no sign of life for 8" in caplog.text
+
+
+def test_one_that_lives_or_is_not_serving_is_left_alone(main: subprocess.Popen[bytes]) -> None:
+    seen = Main(main.pid)
+    seen.look(3 * SILENT_LOOKS, is_serving=False)
+    for _ in range(3):
+        seen.look(SILENT_LOOKS - 1)
+        seen.look(1, lives=True)
+    assert main.poll() is None
+
+
+def test_one_that_is_gone_needs_no_end(main: subprocess.Popen[bytes]) -> None:
+    main.kill()
+    main.wait()
+    Main(main.pid).look(2 * SILENT_LOOKS)
+
+
+def test_ranks_see_that_their_page_s_maker_looks_at_them() -> None:
+    page = BeatPage(2)
+    rank = BeatPage(2, os.dup(page.descriptor))
+    assert rank.maker() == Maker(0, os.getpid())
+    page.live()
+    assert rank.maker() == Maker(1, os.getpid())
+    slot = rank.slot(1)
+    assert not slot.has_begun
+    slot.begin()
+    assert slot.has_begun
+    assert page.look(1).is_working
+    assert rank.maker() == Maker(1, os.getpid())
+    del slot
+    rank.close()
+    page.close()
