@@ -198,3 +198,21 @@ def test_what_cannot_be_used_is_not_offered():
         offered(("cuda_ipc",), **both)
     with pytest.raises(UserError, match="pigeon"):
         offered(("pigeon",), **both)
+
+
+def test_the_file_of_a_killed_one_is_taken_away_and_a_living_one_s_stays(folder, tmp_path):
+    gone, other = HERE, Address("127.0.0.1", 21002)
+    listener, living = folder.listen(gone), folder.listen(other)
+    # As the kernel does it.
+    listener.sock.close()
+    for address in (gone, other, Address("127.0.0.1", 21003), Address("a.name", 1)):
+        folder.remove_dead(address)
+    assert os.listdir(tmp_path / "kv") == ["127.0.0.1-21002"]
+    # Nor that of one whose queue is full.
+    socks = [folder.dial(other) for _ in range(300)]
+    assert socks[-1] is None
+    folder.remove_dead(other)
+    assert os.listdir(tmp_path / "kv") == ["127.0.0.1-21002"]
+    for sock in filter(None, socks):
+        sock.close()
+    living.close()

@@ -4,81 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.ranks.kit import WAIT_S, is_alive
+from tests.ranks.worker_kit import LONG, Worker, loading, started, wait_for
 from xpyd_worker.ranks.loss import EXIT_RANK_ENDED, EXIT_RANK_SILENT
 
-ROOT = Path(__file__).parents[2]
-HOST = f"127.{46 + os.getpid() % 200}.{os.getpid() // 200 % 250}.1"
 pytestmark = pytest.mark.slow  # torch is imported twice
-FLAGS = ["--model", "examples/demo-model", "--dtype", "float32", "--kv-cache-memory", "8Mi"]
-PLACE = ["--threads", "1", "--host", HOST, "--port", "20001", "--drain-timeout", "60"]
-LONG = {"prompt": "The", "max_tokens": 1000, "ignore_eos": True, "stream": True}
-
-
-@dataclass
-class Worker:
-    process: subprocess.Popen[bytes]
-    client: httpx.Client
-    log: Path
-
-    def ranks(self) -> list[int]:
-        """Process ids, rank 0 first."""
-        tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
-        return sorted(int(pid) for task in tasks for pid in (task / "children").read_text().split())
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    ticks = threading.Event()
-    for _ in range(round(3 * WAIT_S / 0.05)):
-        if condition():
-            return
-        ticks.wait(0.05)
-    raise AssertionError("it did not come to pass")
 
 
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[Worker]:
-    with _started(tmp_path, "-tp", "2") as found:
+    with started(tmp_path, "-tp", "2") as found:
         yield found
-
-
-@contextmanager
-def _loading(tmp_path: Path, *flags: str) -> Iterator[Worker]:
-    log = tmp_path / "log"
-    command = [sys.executable, "-m", "xpyd_core", "worker", *FLAGS, *PLACE, *flags]
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, stderr=file, cwd=ROOT)
-    try:
-        with httpx.Client(base_url=f"http://{HOST}:20001", timeout=30, verify=False) as client:
-            yield Worker(process, client, log)
-    finally:
-        process.kill()
-        process.wait()
-
-
-@contextmanager
-def _started(tmp_path: Path, *flags: str) -> Iterator[Worker]:
-    with _loading(tmp_path, *flags) as worker:
-
-        def is_ready() -> bool:
-            assert worker.process.poll() is None, worker.log.read_text()
-            with suppress(httpx.TransportError):
-                return worker.client.get("/health").status_code == 200
-            return False
-
-        wait_for(is_ready)
-        yield worker
 
 
 @pytest.mark.parametrize(
@@ -106,7 +47,7 @@ def test_a_rank_that_goes_ends_all_and_is_named_in_the_last_line(
 
 
 def test_a_rank_that_is_killed_while_it_loads_gives_the_same_status(tmp_path: Path) -> None:
-    with _loading(tmp_path, "-tp", "2") as worker:
+    with loading(tmp_path, "-tp", "2") as worker:
         wait_for(lambda: bool(worker.ranks()))
         os.kill(worker.ranks()[-1], signal.SIGKILL)
         assert worker.process.wait(WAIT_S) == EXIT_RANK_ENDED

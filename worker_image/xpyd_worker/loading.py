@@ -74,6 +74,8 @@ class Loaded:
         instance = self.ready.instance
         if instance is not None:
             instance.close(in_order=instance.loss is None and not self.engine.is_running)
+        if self.ready.ranked_kv is not None:
+            self.ready.ranked_kv.clear()
 
     def stats(self) -> EngineStats:
         """The engine's figures; what entered forwards as the runner counted it."""

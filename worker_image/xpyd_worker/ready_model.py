@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from xpyd_core.request_id import Address
 from xpyd_kv.device.paged import DevicePagedMemory, PagedMemory
 from xpyd_kv.ranks.engine import RankedEngine
 from xpyd_kv.transport.shared_memory import SharedMemory
+from xpyd_kv.transport.unix import SocketFolder
 from xpyd_worker.engine.executor import Executor
 from xpyd_worker.memory import MemoryUse
 
@@ -51,11 +53,21 @@ class OwnKv:
 @dataclass(frozen=True)
 class RankedKv:
     """A KV cache that ranks have. `addresses`: where a D's listen. `shared`: memory for probes,
-    where ranks lend theirs."""
+    where ranks lend theirs. `socket_dir`: of Unix sockets."""
 
     engine: RankedEngine
     addresses: tuple[Address, ...]
     shared: SharedMemory | None
+    socket_dir: Path | None
+
+    def clear(self) -> None:
+        """When the ranks are gone: take away the sockets of those that were killed."""
+        if self.socket_dir is None or not self.addresses:
+            return
+        folder = SocketFolder(self.socket_dir)
+        for address in self.addresses:
+            folder.remove_dead(address)
+        folder.close()
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,21 @@ class SocketFolder:
             return None
         return sock
 
+    def remove_dead(self, address: Address) -> None:
+        """Take away the file of a D whose process was killed; of one that lives it stays."""
+        name = _name(address)
+        if name is None:
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.setblocking(False)
+            try:
+                sock.connect(self._at(name))
+            except ConnectionRefusedError:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self._at(name))
+            except OSError:
+                pass  # None is there, or it lives and is busy.
+
     def close(self) -> None:
         """Let go of the folder; what listens in it goes on."""
         os.close(self._fd)

@@ -67,6 +67,7 @@ def _ranked_kv(config: WorkerConfig, instance: Instance, ready: Sequence[Ready])
         ),
         addresses=tuple(Address(*address) for address in addresses if address is not None),
         shared=SharedMemory(MAX_PROBE_BYTES) if config.shares_kv else None,
+        socket_dir=config.kv_socket_dir,
     )
 
 

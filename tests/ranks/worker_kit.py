@@ -1,0 +1,88 @@
+"""`xpyd worker` with several ranks, as a process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from tests.ranks.kit import WAIT_S
+
+ROOT = Path(__file__).parents[2]
+HOST = f"127.{46 + os.getpid() % 200}.{os.getpid() // 200 % 250}.1"
+FLAGS = ["--model", "examples/demo-model", "--dtype", "float32", "--kv-cache-memory", "8Mi"]
+PLACE = ["--threads", "1", "--host", HOST, "--port", "20001", "--drain-timeout", "60"]
+LONG = {"prompt": "The", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+
+
+@dataclass
+class Worker:
+    """Its process and its log; `client` asks it."""
+
+    process: subprocess.Popen[bytes]
+    client: httpx.Client
+    log: Path
+
+    def tree(self) -> list[int]:
+        """All processes below the main one."""
+        found: list[int] = []
+        left = [self.process.pid]
+        while left:
+            tasks = Path(f"/proc/{left.pop()}/task").iterdir()
+            below = [int(pid) for one in tasks for pid in (one / "children").read_text().split()]
+            found += below
+            left += below
+        return found
+
+    def ranks(self) -> list[int]:
+        """Process ids, rank 0 first."""
+        named = {Path(f"/proc/{pid}/comm").read_text().strip(): pid for pid in self.tree()}
+        places = sorted(int(name[10:]) for name in named if name.startswith("xpyd-rank-"))
+        return [named[f"xpyd-rank-{rank}"] for rank in places]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Until it holds."""
+    ticks = threading.Event()
+    for _ in range(round(3 * WAIT_S / 0.05)):
+        if condition():
+            return
+        ticks.wait(0.05)
+    raise AssertionError("it did not come to pass")
+
+
+@contextmanager
+def loading(folder: Path, *flags: str) -> Iterator[Worker]:
+    """Started; killed on leaving."""
+    log = folder / "log"
+    command = [sys.executable, "-m", "xpyd_core", "worker", *FLAGS, *PLACE, *flags]
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stderr=file, cwd=ROOT)
+    try:
+        with httpx.Client(base_url=f"http://{HOST}:20001", timeout=30, verify=False) as client:
+            yield Worker(process, client, log)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def started(folder: Path, *flags: str) -> Iterator[Worker]:
+    """Ready to be asked; killed on leaving."""
+    with loading(folder, *flags) as worker:
+
+        def is_ready() -> bool:
+            assert worker.process.poll() is None, worker.log.read_text()
+            with suppress(httpx.TransportError):
+                return worker.client.get("/health").status_code == 200
+            return False
+
+        wait_for(is_ready)
+        yield worker
