@@ -10,7 +10,7 @@ import torch
 from tests.parallel.rank_kit import Seat, run_ranks
 from xpyd_core.parallel.ranks import Sizes
 from xpyd_worker.parallel.api import GroupError, Hidden, Sampled
-from xpyd_worker.parallel.boundary import HiddenSize
+from xpyd_worker.parallel.boundary import HEAD_TAG, RESIDUAL_TAG, X_TAG, HiddenSize
 
 STEPS = (16, 1, 7, 3)
 HIDDEN = HiddenSize(most_rows=16, width=10, dtype=torch.float32)
@@ -54,11 +54,83 @@ def relay(seat: Seat, sizes: Sizes, dtype: torch.dtype) -> list[int]:
     ],
     ids=str,
 )
-def test_hidden_states_arrive_whole_at_fixed_addresses(sizes: Sizes, dtype: torch.dtype):
+def test_39_and_41_hidden_states_and_residual_arrive_whole_at_fixed_addresses(
+    sizes: Sizes, dtype: torch.dtype
+):
     found = run_ranks(relay, sizes.world, sizes, dtype)
     assert [len(addresses) for addresses in found] == [
         0 if rank < sizes.tensor else 2 for rank in range(sizes.world)
     ]
+
+
+def sends(seat: Seat, sizes: Sizes) -> list[tuple[str, int, int]]:
+    """On which group a rank of the first stage sends what: (group, tag, bytes)."""
+    with seat.open(sizes, hidden=HIDDEN) as state:
+        wanted = _hidden(0, 16, HIDDEN.dtype, 0)
+        if not state.part.is_first:
+            got = state.boundary.receive(16).get()
+            assert torch.equal(got.x, wanted.x)
+            assert torch.equal(got.residual, wanted.residual)
+            return []
+        found: list[tuple[str, int, int]] = []
+        for kind in ("cpu_group", "device_group"):
+            _note_sends(getattr(state.pipeline_group, kind), kind, found)
+        state.boundary.send(wanted)
+        state.boundary.begin_step()
+        return found
+
+
+def _note_sends(group: Any, kind: str, found: list[tuple[str, int, int]]) -> None:
+    send = group.send
+
+    def noting(x: torch.Tensor, to: int, tag: int = 0) -> Any:
+        found.append((kind, tag, x.nbytes))
+        return send(x, to, tag)
+
+    group.send = noting
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_40_each_tensor_rank_sends_its_share_of_the_bytes_behind_the_head(tensor: int):
+    """ORACLES 41, too: what is sent is announced first."""
+    sizes = Sizes(pipeline=2, tensor=tensor)
+    found = run_ranks(sends, sizes.world, sizes)
+    share = 16 * HIDDEN.width * HIDDEN.dtype.itemsize // tensor
+    head = ("cpu_group", HEAD_TAG, 5 * 8)
+    rest = [("device_group", tag, share) for tag in (X_TAG, RESIDUAL_TAG)]
+    assert found[:tensor] == [[head, *rest]] * tensor
+
+
+def late(seat: Seat) -> list[str]:
+    """The first stage sends when the second has begun to receive and says so."""
+    with seat.open(Sizes(pipeline=2), hidden=HIDDEN, step_s=20.0) as state:
+        token, other = torch.zeros(1), state.pipeline_group.cpu_group
+        if state.part.is_first:
+            other.receive(token, 1, 9).wait()
+            state.boundary.send(_hidden(0, 3, HIDDEN.dtype, 0))
+            waited: list[str] = []
+            _note_waits(state.boundary, waited)
+            state.boundary.begin_step()
+            return waited
+        coming = state.boundary.receive(3)
+        other.send(token, 0, 9).wait()
+        coming.get()
+        return []
+
+
+def _note_waits(boundary: Any, waited: list[str]) -> None:
+    for one in boundary._sent:
+        wait = one.wait
+
+        def noting(wait: Any = wait) -> Any:
+            waited.append("sent")
+            return wait()
+
+        one.wait = noting
+
+
+def test_41_a_receive_waits_at_first_use_and_a_step_for_what_the_last_one_sent():
+    assert run_ranks(late, 2) == [["sent"] * 3, []]
 
 
 def of_different_steps(seat: Seat) -> str:
@@ -102,12 +174,14 @@ def draw(seat: Seat, sizes: Sizes) -> list[Any]:
         found = [one.get() for one in reversed(coming)][::-1]
         state.world.cpu_group.all_reduce(torch.zeros(1))
         assert all(one.tokens.dtype is torch.int64 for one in found)
+        assert [tuple(one.tokens.shape) for one in found] == list(DRAWN)
+        assert all(one.num_sampled.dtype is torch.int32 for one in found)
         assert all(one.num_rejected.dtype is torch.int32 for one in found)
         return [[tensor.tolist() for tensor in one] for one in found]
 
 
 @pytest.mark.parametrize("sizes", [Sizes(pipeline=3), Sizes(pipeline=2, tensor=2)], ids=str)
-def test_what_was_drawn_reaches_every_other_stage_in_order(sizes: Sizes):
+def test_42_what_was_drawn_reaches_every_other_stage_in_order(sizes: Sizes):
     found = run_ranks(draw, sizes.world, sizes)
     wanted = [
         [tensor.tolist() for tensor in _sampled(step, *shape)] for step, shape in enumerate(DRAWN)

@@ -24,7 +24,7 @@ def checks(seat: Seat) -> None:
 
 
 @pytest.mark.slow  # most of it goes into imports of torch's
-def test_operators_hold_to_their_schemas_and_fakes():
+def test_51_operators_hold_to_their_schemas_and_fakes():
     run_ranks(checks, 2)
 
 
@@ -38,7 +38,7 @@ def fakes(seat: Seat) -> list[Any]:
         return [(tuple(one.shape), one.dtype) for one in both]
 
 
-def test_fakes_have_the_shapes_of_what_they_stand_for_and_ask_nobody():
+def test_51_fakes_have_the_shapes_of_what_they_stand_for_and_ask_nobody():
     found = run_ranks(fakes, 2)[0]
     assert found == [((5, 8), torch.bfloat16), ((5, 16), torch.bfloat16)]
 

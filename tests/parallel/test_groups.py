@@ -9,6 +9,8 @@ import torch
 
 from tests.parallel.rank_kit import Seat, run_ranks
 from xpyd_core.parallel.ranks import Sizes
+from xpyd_worker.parallel import native
+from xpyd_worker.parallel.distributed import ProcessGroup
 from xpyd_worker.parallel.groups import group_by_name
 
 TP2_PP2 = Sizes(tensor=2, pipeline=2)
@@ -42,7 +44,7 @@ def places(seat: Seat, sizes: Sizes) -> dict[str, Any]:
         return found
 
 
-def test_ranks_know_their_groups_and_parts():
+def test_49_and_52_ranks_know_their_groups_and_parts():
     found = run_ranks(places, 4, TP2_PP2)
     assert [one["tensor"][0] for one in found] == [(0, 1), (0, 1), (2, 3), (2, 3)]
     assert [one["pipeline"][0] for one in found] == [(0, 2), (1, 3), (0, 2), (1, 3)]
@@ -55,6 +57,7 @@ def test_ranks_know_their_groups_and_parts():
     assert [one["part"].layers for one in found] == [range(6), range(6), range(6, 12), range(6, 12)]
     assert [one["part"].is_last for one in found] == [False, False, True, True]
     assert [one["part"].tensor_rank for one in found] == [0, 1, 0, 1]
+    assert [one["part"].stage for one in found] == [one["pipeline"][1] for one in found]
 
 
 def sums(seat: Seat, sizes: Sizes) -> Any:
@@ -72,3 +75,34 @@ def test_a_tensor_group_adds_up_and_gathers_among_its_own_ranks():
         pair = (0, 1) if rank < 2 else (2, 3)
         assert total == (2 * base + 10 * sum(pair)).tolist()
         assert beside == torch.cat([base + 10 * one for one in pair], dim=1).tolist()
+
+
+def ends(seat: Seat) -> tuple[list[str], list[str], dict[str, bool]]:
+    """Groups in the order in which they were made, and ended; which had shared memory."""
+    made: list[str] = []
+    ended: list[str] = []
+    _note(ProcessGroup, "__init__", made)
+    _note(ProcessGroup, "close", ended)
+    with seat.open(TP2_PP2) as state:
+        shared = {kind: group._fast is not None for kind, group in _groups(state).items()}
+    return made, ended, shared
+
+
+def _note(kind: Any, method: str, names: list[str]) -> None:
+    call = getattr(kind, method)
+
+    def noting(self: Any, *more: Any) -> None:
+        call(self, *more)
+        names.append(self.name)
+
+    setattr(kind, method, noting)
+
+
+def test_51_each_group_is_one_on_the_device_and_one_on_the_host_and_they_end_the_last_first():
+    for rank, (made, ended, shared) in enumerate(run_ranks(ends, 4)):
+        data = TP2_PP2.data_groups.index((rank,))
+        number = {"world": 0, "tensor": rank // 2, "pipeline": rank % 2, "data": data}
+        assert made == [f"{kind}-{number[kind]}-{on}" for kind in KINDS for on in ("cpu", "device")]
+        assert ended == made[::-1]
+        assert not any(shared[kind] for kind in KINDS if kind != "tensor")
+        assert shared["tensor"] == (native.library() is not None)

@@ -31,7 +31,7 @@ def four() -> Iterator[Instance]:
         yield instance
 
 
-def test_steps_are_answered_by_the_first_rank_of_the_last_stage(four: Instance) -> None:
+def test_45_and_48_steps_are_answered_by_the_first_rank_of_the_last_stage(four: Instance) -> None:
     executor = executor_of(four)
     assert [step(executor, {"say": n}) for n in range(50)] == [
         {"rank": 2, "blocks": 5, "say": n} for n in range(50)
