@@ -10,6 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.ranks.kit import started
+from tests.ranks.worker_kit import wait_for
+from xpyd_core.parallel.ranks import Sizes
 from xpyd_worker.ranks.beats import BeatPage, Maker
 from xpyd_worker.ranks.main_watch import SILENT_LOOKS, MainWatch
 
@@ -80,3 +83,11 @@ def test_ranks_see_that_their_page_s_maker_looks_at_them() -> None:
     del slot
     rank.close()
     page.close()
+
+
+def test_who_watches_ranks_shows_itself_to_them() -> None:
+    with started(Sizes(pipeline=2)) as instance:
+        page = instance._pod._page  # pyright: ignore[reportPrivateUsage]
+        before = page.maker()
+        assert before.pid == os.getpid()
+        wait_for(lambda: page.maker().looks > before.looks + 1)
