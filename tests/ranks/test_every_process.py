@@ -78,9 +78,6 @@ def computed(worker: Worker) -> int:
 
 def begin(worker: Worker, moment: str) -> Asking:
     """Bring it to that moment."""
-    # The ranks have seen a step.
-    once = {"prompt": "The", "max_tokens": 2}
-    assert worker.client.post("/v1/completions", json=once).status_code == 200
     before = computed(worker)
     asking = Asking(
         PROMPT if moment == "prefill" else LONG, {"idle": 0, "prefill": 8}.get(moment, 2)

@@ -204,6 +204,8 @@ class _Worker:
         self._bridge.bind(loaded.engine)
         loaded.kv.start()
         loaded.engine.start()
+        if loaded.ready.instance is not None:
+            loaded.ready.instance.be_watched()
         heartbeat = HeartbeatSender(
             config.discovery,
             identity=f"{config.kv_address}/{self._incarnation}",

@@ -35,7 +35,7 @@ class Beat(NamedTuple):
 
 class Maker(NamedTuple):
     """One look at the process that made the page, which watches the ranks: how often it has looked
-    at them, and its number."""
+    at them, and its number, 0 where ranks do not watch it."""
 
     looks: int = 0
     pid: int = 0
@@ -48,15 +48,16 @@ class BeatPage:
         """Make the memory, or map what `descriptor` names."""
         self._makers = ranks * _WORDS
         size = (ranks + 1) * _WORDS * 8
-        is_maker = descriptor is None
         if descriptor is None:
             descriptor = os.memfd_create("xpyd-beats", os.MFD_CLOEXEC)
             os.ftruncate(descriptor, size)
         self.descriptor = descriptor
         self._memory = mmap.mmap(descriptor, size)
         self._words = memoryview(self._memory).cast("Q")
-        if is_maker:
-            self._words[self._makers + 1] = os.getpid()
+
+    def watch_maker(self) -> None:
+        """From now on a rank ends this process when it sees no sign of its life."""
+        self._words[self._makers + 1] = os.getpid()
 
     def live(self) -> None:
         """Show the ranks that the page's maker lives. The thread that watches them."""
@@ -87,11 +88,6 @@ class Slot:
 
     def __init__(self, words: memoryview) -> None:
         self._words = words
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether there was ever a step."""
-        return self._words[1] > 0
 
     def begin(self) -> None:
         """Work on a step begins."""

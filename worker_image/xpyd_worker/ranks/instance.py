@@ -155,6 +155,10 @@ class Instance:
         self._watch.report(Judge.started)
         return ready
 
+    def be_watched(self) -> None:
+        """Once started: from now on the ranks end this process where it stands still."""
+        self._pod.be_watched()
+
     def _gather(self, join: Join) -> None:
         """Wait for the other pods, where there are some."""
         if self._config.pods == 1:

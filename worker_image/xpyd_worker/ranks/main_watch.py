@@ -1,7 +1,9 @@
 """A rank's eye on the process that watches the ranks.
 
 Where that process ends the kernel ends them all. Where it only stands still, nobody else would see
-that nothing is answered any more, and the ranks' memory would stay taken: so the ranks end it.
+that nothing is answered any more, and the ranks' memory would stay taken: so the ranks end it. Not
+where it is somebody else's program (LLM), which may let no other thread run for as long as it
+likes.
 """
 
 from __future__ import annotations
@@ -30,10 +32,10 @@ class MainWatch:
         self._silent = 0
 
     def look(self, *, is_serving: bool) -> None:
-        """End the maker if it has shown nothing new for too long. Not `is_serving`: the engine's
-        process loads, or ends, which may take its time."""
+        """End the maker if it has shown nothing new for too long. Not `is_serving`: the instance
+        starts or ends, which may take its time."""
         found = self._maker()
-        is_silent = is_serving and found.looks == self._looks
+        is_silent = is_serving and found.pid > 0 and found.looks == self._looks
         self._looks = found.looks
         self._silent = self._silent + 1 if is_silent else 0
         if self._silent < self._most:

@@ -66,6 +66,10 @@ class Pod:
         for start in starts:
             self.tell(start.rank, start)
 
+    def be_watched(self) -> None:
+        """From now on the ranks end this process where it stands still (MainWatch)."""
+        self._page.watch_maker()
+
     def pid(self, rank: int) -> int:
         """0 before it is there."""
         return self._brood.pid(rank)

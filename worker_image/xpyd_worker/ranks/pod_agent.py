@@ -76,6 +76,7 @@ class Agent:
         end = End(False, "this pod failed")
         try:
             self._pod.spawn(self._start)
+            self._pod.be_watched()
             self._publisher.start()
             end = self._relay()
         finally:

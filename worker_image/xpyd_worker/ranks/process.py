@@ -164,7 +164,7 @@ def serve(main: _Main, start: Start, make_program: MakeProgram) -> int:
     slot = page.slot(start.pod_rank)
     watch = MainWatch(page.maker, start.pod_rank)
     is_running = False
-    beat_forever(slot, lambda: watch.look(is_serving=is_running and slot.has_begun))
+    beat_forever(slot, lambda: watch.look(is_serving=is_running))
     answers = Answers(start.responses)
     try:
         program = make_program(start, main.channel)
