@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 
 import pytest
 
@@ -14,23 +12,18 @@ from tests.ranks.kit import started
 from tests.ranks.worker_kit import wait_for
 from xpyd_core.parallel.ranks import Sizes
 from xpyd_worker.ranks.beats import BeatPage, Maker
-from xpyd_worker.ranks.main_watch import SILENT_LOOKS, MainWatch
+from xpyd_worker.ranks.main_watch import SILENT_LOOKS, MainWatch, kill
 
-
-@pytest.fixture
-def main() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(["sleep", "600"])
-    yield process
-    process.kill()
-    process.wait()
+PID = 4711
 
 
 class Main:
-    """What is seen of a main process, and a rank that looks."""
+    """What is seen of a main process, and a rank that looks. `ended`: whom that has ended."""
 
-    def __init__(self, pid: int, place: int = 0) -> None:
+    def __init__(self, pid: int = PID, place: int = 0) -> None:
         self.seen = Maker(0, pid)
-        self.watch = MainWatch(lambda: self.seen, place)
+        self.ended: list[int] = []
+        self.watch = MainWatch(lambda: self.seen, place, self.ended.append)
 
     def look(self, times: int, *, lives: bool = False, is_serving: bool = True) -> None:
         for _ in range(times):
@@ -41,33 +34,37 @@ class Main:
 
 @pytest.mark.parametrize("place", [0, 3])
 def test_one_that_stands_still_is_ended_after_so_many_looks(
-    main: subprocess.Popen[bytes], place: int, caplog: pytest.LogCaptureFixture
+    place: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    seen = Main(main.pid, place)
-    seen.look(5, lives=True)
-    seen.look(SILENT_LOOKS + place - 1)
-    assert main.poll() is None
-    with caplog.at_level(logging.CRITICAL):
-        seen.look(1)
-    assert main.wait(60) == -signal.SIGKILL
-    assert f"its main process (pid {main.pid}) has given no sign of life for 8" in caplog.text
+    main = Main(place=place)
+    main.look(5, lives=True)
+    main.look(SILENT_LOOKS + place - 1)
+    assert not main.ended
+    main.look(1)
+    assert main.ended == [PID]
+    assert f"its main process (pid {PID}) has given no sign of life for 8" in caplog.text
 
 
-def test_one_that_lives_or_is_not_serving_is_left_alone(main: subprocess.Popen[bytes]) -> None:
-    seen = Main(main.pid)
-    seen.look(3 * SILENT_LOOKS, is_serving=False)
-    unwatched = Main(0)
-    unwatched.look(3 * SILENT_LOOKS)
+def test_one_that_lives_is_left_alone() -> None:
+    main = Main()
     for _ in range(3):
-        seen.look(SILENT_LOOKS - 1)
-        seen.look(1, lives=True)
-    assert main.poll() is None
+        main.look(SILENT_LOOKS - 1)
+        main.look(1, lives=True)
+    assert not main.ended
 
 
-def test_one_that_is_gone_needs_no_end(main: subprocess.Popen[bytes]) -> None:
-    main.kill()
-    main.wait()
-    Main(main.pid).look(2 * SILENT_LOOKS)
+def test_one_that_starts_or_ends_or_is_anybody_s_program_is_left_alone() -> None:
+    main, other = Main(), Main(pid=0)
+    main.look(3 * SILENT_LOOKS, is_serving=False)
+    other.look(3 * SILENT_LOOKS)
+    assert not main.ended + other.ended
+
+
+def test_one_that_is_gone_needs_no_end() -> None:
+    process = subprocess.Popen(["sleep", "600"])
+    kill(process.pid)
+    assert process.wait(60) == -signal.SIGKILL
+    kill(process.pid)
 
 
 def test_ranks_see_that_their_page_s_maker_looks_at_them() -> None:

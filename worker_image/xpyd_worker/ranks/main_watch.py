@@ -21,12 +21,21 @@ SILENT_LOOKS = 32
 """8 s. More than a rank has: it serves HTTP, and some of what it calls lets no other thread run."""
 
 
+def kill(pid: int) -> None:
+    """End it, if it is there."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
 class MainWatch:
     """`look` at each beat; the thread that beats."""
 
-    def __init__(self, maker: Callable[[], Maker], place: int) -> None:
+    def __init__(
+        self, maker: Callable[[], Maker], place: int, end: Callable[[int], None] = kill
+    ) -> None:
         """`place`: the rank's number in its pod, so that one speaks before the others."""
         self._maker = maker
+        self._end = end
         self._most = SILENT_LOOKS + place
         self._looks = 0
         self._silent = 0
@@ -47,5 +56,4 @@ class MainWatch:
             found.pid,
             self._most * BEAT_S,
         )
-        with suppress(ProcessLookupError):
-            os.kill(found.pid, signal.SIGKILL)
+        self._end(found.pid)
