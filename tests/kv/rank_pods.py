@@ -119,6 +119,7 @@ class Side:
             for rank, shared in enumerate(self.shared)
         ]
         self.parts: list[RankPart] = []
+        self.given_up: list[str] = []
         self.pipes: list[Pipe] = []
         self.is_ranked = engine.num_ranks > 1
         if self.is_ranked:
@@ -171,6 +172,7 @@ class Side:
             memory=self.memories[rank],
             engine=self.engine,
             settings=self.settings,
+            give_up=self.given_up.append,
         )
         part.endpoint.start()
         self.pipes.append(pipe)
@@ -271,7 +273,14 @@ class Side:
     ) -> None:
         for index in indices:
             view = self.memories[rank].block_view(layer, blocks[index])
-            view[:] = self._wanted(rank, layer, seed, index)
+            self._write(rank, view, self._wanted(rank, layer, seed, index))
+
+    def _write(self, rank: int, view: Any, data: bytes) -> None:
+        """The model of that rank writes it."""
+        view[:] = data
+
+    def _read(self, rank: int, view: Any) -> Any:
+        return view
 
     def _wanted(self, rank: int, layer: int, seed: int, index: int) -> bytes:
         engine = self.engine
@@ -291,7 +300,7 @@ class Side:
         for rank, memory in enumerate(self.memories):
             for layer in range(len(memory.layout.layers)):
                 for index, block in enumerate(blocks):
-                    found = memory.block_view(layer, block)
+                    found = self._read(rank, memory.block_view(layer, block))
                     wanted = self._wanted(rank, layer, seed, index)
                     used = min(size, tokens - index * size) * ROW_BYTES
                     for at in range(0, len(found), size * ROW_BYTES):

@@ -119,6 +119,10 @@ class End:
         self.handle = handle
 
 
+def _no_device(reason: str) -> None:
+    raise AssertionError(f"a rank on a CPU gives up: {reason}")
+
+
 class SimSide:
     """A P or a D."""
 
@@ -192,6 +196,7 @@ class SimSide:
                 memory=self.memories[rank],
                 engine=self.engine,
                 settings=settings,
+                give_up=_no_device,
                 clock=self.sim.clock,
             )
         )

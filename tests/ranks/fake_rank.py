@@ -18,6 +18,7 @@ from xpyd_kv.ranks.api import Channel
 from xpyd_worker.ranks.loss import MissesOthersError
 from xpyd_worker.ranks.messages import Ready, Start
 from xpyd_worker.ranks.nursery import main
+from xpyd_worker.ranks.process import GiveUp
 
 
 class Step:
@@ -29,8 +30,9 @@ class Step:
 
 
 class FakeProgram:
-    def __init__(self, start: Start, channel: Channel) -> None:
+    def __init__(self, start: Start, channel: Channel, give_up: GiveUp) -> None:
         self._start = start
+        self._give_up = give_up
         self._told: dict[str, Any] = json.loads(start.config.model)
         self._blocks = 0
         self._do("open")

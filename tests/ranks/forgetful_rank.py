@@ -7,13 +7,19 @@ from collections.abc import Sequence
 
 from xpyd_kv.ranks.api import Channel
 from xpyd_worker.ranks.messages import Start
-from xpyd_worker.ranks.process import Program, main
+from xpyd_worker.ranks.nursery import main
+from xpyd_worker.ranks.process import GiveUp, MakeProgram, Program
 from xpyd_worker.torch_env import prepare_for_torch
 
 
-def make_program(start: Start, channel: Channel) -> Program:
-    """The real one, but for that."""
+def prepare() -> MakeProgram:
+    """As the real one's."""
     prepare_for_torch()
+    return make_program
+
+
+def make_program(start: Start, channel: Channel, give_up: GiveUp) -> Program:
+    """The real one, but for that."""
     from xpyd_worker.parallel.api import Sampled
     from xpyd_worker.ranks import program
     from xpyd_worker.ranks.request_states import RequestStates
@@ -26,8 +32,8 @@ def make_program(start: Start, channel: Channel) -> Program:
 
     if 0 < start.sizes.place(start.rank).stage < start.sizes.pipeline - 1:
         program.RequestStates = Forgetful  # pyright: ignore[reportPrivateImportUsage]
-    return program.RankProgram(start, channel)
+    return program.RankProgram(start, channel, give_up)
 
 
 if __name__ == "__main__":
-    main(make_program)
+    main(prepare)

@@ -15,7 +15,7 @@ from tests.ranks.fake_rank import FakeProgram
 from xpyd_kv.ranks.api import Channel
 from xpyd_worker.ranks.messages import Start
 from xpyd_worker.ranks.nursery import main
-from xpyd_worker.ranks.process import LaunchedStep, MakeProgram
+from xpyd_worker.ranks.process import GiveUp, LaunchedStep, MakeProgram
 
 
 class Told:
@@ -33,8 +33,8 @@ class Told:
 
 
 class Program(FakeProgram):
-    def __init__(self, start: Start, channel: Channel, importer: int) -> None:
-        super().__init__(start, channel)
+    def __init__(self, start: Start, channel: Channel, give_up: GiveUp, importer: int) -> None:
+        super().__init__(start, channel, give_up)
         self._imported_by = "the rank" if importer == os.getpid() else "the nursery"
 
     def launch(self, message: bytes) -> Told:
@@ -56,7 +56,7 @@ def prepare(how: str) -> MakeProgram:
             os.register_at_fork(before=dying_at_the_second())
         case _:
             raise AssertionError(how)
-    return lambda start, channel: Program(start, channel, importer)
+    return lambda start, channel, give_up: Program(start, channel, give_up, importer)
 
 
 def dying_at_the_second() -> Callable[[], None]:

@@ -229,11 +229,6 @@ def _parallel_checks(config: WorkerConfig) -> list[tuple[str, bool]]:
             is_one or ":" not in config.device,
         ),
         (
-            f"--kv-transport {','.join(config.kv_transports)}: several ranks move KV over auto, "
-            "tcp, uds or shm",
-            is_one or bool({"tcp", "uds", "shm"} & set(config.kv_transports)),
-        ),
-        (
             f"--kv-port {config.kv_port}: each of {config.sizes.replica} ranks takes a port behind "
             "it, up to 65535",
             is_one or config.kv_port + config.sizes.replica < 65536,

@@ -9,7 +9,9 @@ there is `kv_ways`' matter. torch comes in only through xpyd_kv.device.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple
 
 from xpyd_core.errors import UserError, XpydError
@@ -28,6 +30,8 @@ _log = logging.getLogger(__name__)
 _WARM_UP_PIECES = 8
 _WARM_UP_PIECE_BYTES = 64
 _WARM_UP_S = 60.0
+WHOLE = Fraction(1)
+"""The share of an instance's cache that its only rank has."""
 
 
 class DeviceCache:
@@ -68,11 +72,12 @@ class DeviceCache:
         self._memory = (region, flat)
         return flat
 
-    def paged(self, layers: Sequence[torch.Tensor]) -> DevicePagedMemory:
-        """The transfer's sight of the cache tensors that were cut from `allocate`'s."""
+    def paged(self, tensors: Sequence[torch.Tensor], *, layers: Sequence[int]) -> DevicePagedMemory:
+        """The transfer's sight of the cache tensors that were cut from `allocate`'s; `layers`:
+        their absolute indices."""
         if self._memory is None:
             raise XpydError("the cache's memory is not allocated")
-        return paged_over(self.device, *self._memory, layers, layers=range(len(layers)))
+        return paged_over(self.device, *self._memory, tensors, layers=layers)
 
     def close(self, deadline_s: float) -> None:
         """Give the memory back. Nobody may use it, nor tensors in it, any more; if the model's
@@ -129,22 +134,25 @@ class Beside(NamedTuple):
     percent: int
 
 
-def beside(config: WorkerConfig) -> Beside:
-    """What an instance with its cache on a GPU takes there, at most. The cache's share is smaller
-    by that."""
+def beside(config: WorkerConfig, *, share: Fraction = WHOLE) -> Beside:
+    """What moving KV takes, at most, of the GPU of a rank that has this share of the instance's
+    cache, and so of its buffer. The memory for the cache is smaller by that."""
     size = NcclLimits().most_bytes if config.kv_transports == ("nccl",) else 0
     if not config.lands_kv:
         return Beside(size if config.moves_kv else 0, 0)
     if config.kv_buffer_bytes is not None:
-        return Beside(size + config.kv_buffer_bytes, 0)
+        return Beside(size + math.ceil(config.kv_buffer_bytes * share), 0)
     return Beside(size, config.kv_buffer_percent)
 
 
 def paged(
-    layers: Sequence[torch.Tensor], gpu: DeviceCache | None
+    tensors: Sequence[torch.Tensor], gpu: DeviceCache | None, *, layers: Sequence[int]
 ) -> PagedMemory | DevicePagedMemory:
-    """The transfer's sight of a runner's cache, in the memory of `gpu` or (None) of the host."""
-    return PagedMemory(layers, layers=range(len(layers))) if gpu is None else gpu.paged(layers)
+    """The transfer's sight of a runner's cache, in the memory of `gpu` or (None) of the host;
+    `layers`: their absolute indices."""
+    if gpu is None:
+        return PagedMemory(tensors, layers=layers)
+    return gpu.paged(tensors, layers=layers)
 
 
 def warm_up(device: Device) -> None:

@@ -1,13 +1,15 @@
 """One rank's half of the KV transfer, from the worker's configuration, in the rank's process.
 
-Its engine's half is `kv_setup`'s. A rank moves its own heads and layers, over connections of its
-own; a D's listens on the port behind its number. On CPUs only.
+Its engine's half is `kv_setup`'s. A rank moves its own heads and layers, from memory of the host or
+of its GPU, over connections of its own; a D's listens on the port behind its number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,23 +20,31 @@ from xpyd_core.keys import fleet_keys
 from xpyd_core.request_id import Address
 from xpyd_core.sizes import format_bytes
 from xpyd_kv.connector.layouts import wire_layout
-from xpyd_kv.device.paged import PagedMemory
+from xpyd_kv.device.api import DeviceError, View
+from xpyd_kv.device.paged import DevicePagedMemory, PagedMemory
 from xpyd_kv.plan.engine_layout import EngineLayout
 from xpyd_kv.ranks.api import Channel, RankSender
 from xpyd_kv.ranks.build import RankPart, build_rank
+from xpyd_kv.ranks.rooms import Rooms
 from xpyd_kv.transport.api import Handler
 from xpyd_kv.transport.shared_memory import SharedMemory
 from xpyd_kv.transport.tcp import TcpEndpoint
 from xpyd_kv.wire.messages import MAX_PROBE_BYTES
 from xpyd_worker.config import WorkerConfig
+from xpyd_worker.kv_device import DeviceCache
 from xpyd_worker.kv_setup import identity_of, letter_of, settings_of
-from xpyd_worker.kv_ways import Ways, ways_of_host
+from xpyd_worker.kv_ways import Ways, ways_of_gpu, ways_of_host
 from xpyd_worker.runner.kv_cache import host_memory
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+_log = logging.getLogger(__name__)
 _CLOSE_S = 2.0
+
+
+Cache = PagedMemory | DevicePagedMemory
+"""A rank's, as the transfer sees it."""
 
 
 def data_address(config: WorkerConfig, rank: int, host: str) -> Address:
@@ -42,15 +52,24 @@ def data_address(config: WorkerConfig, rank: int, host: str) -> Address:
     return Address(host, config.kv_port and config.kv_port + 1 + rank)
 
 
-class CacheMemory:
-    """Memory for a rank's cache: such as other processes may read, where that is asked for."""
+def share_of(config: WorkerConfig, stage: Sequence[int], num_layers: int) -> Fraction:
+    """Of the instance's cache, what a rank of this stage has; replicas of heads count."""
+    return Fraction(len(stage), num_layers * config.tensor_parallel_size)
 
-    def __init__(self, config: WorkerConfig) -> None:
+
+class CacheMemory:
+    """Memory for the cache of a rank whose KV moves: of its `gpu`, or such as other processes may
+    read, where that is asked for."""
+
+    def __init__(self, config: WorkerConfig, gpu: DeviceCache | None) -> None:
         self._is_shared = config.shares_kv
+        self.gpu = gpu
         self.shared: SharedMemory | None = None
 
     def make(self, size_bytes: int) -> torch.Tensor:
         """See MakeMemory. UserError."""
+        if self.gpu is not None:
+            return self.gpu.allocate(size_bytes)
         if not self._is_shared:
             return host_memory(size_bytes)
         # Its end is for probes.
@@ -68,7 +87,7 @@ class RankKv:
 
     part: RankPart
     ways: Ways
-    shared: SharedMemory | None
+    memory: CacheMemory
     address: Address | None
     """Where it listens, on a D."""
 
@@ -78,17 +97,24 @@ class RankKv:
         return self.part.sender
 
     def close(self) -> None:
-        """When no step is under way."""
+        """When no step is under way. What the I/O thread or a GPU does not let go of is left to the
+        end of the process."""
         if not self.part.endpoint.close(_CLOSE_S):
             return
-        self.ways.close()
-        self.part.rooms.close(_CLOSE_S)
-        if self.shared is not None:
-            self.shared.close()
+        memory = self.memory
+        try:
+            self.ways.close()
+            self.part.rooms.close(_CLOSE_S)
+            if memory.gpu is not None:
+                memory.gpu.close(_CLOSE_S)
+        except DeviceError as error:
+            _log.error("the GPU has failed: %s", error)
+        if memory.shared is not None:
+            memory.shared.close()
 
 
 def engine_layout(
-    config: WorkerConfig, cache: PagedMemory, *, kv_heads: int, stages: Sequence[Sequence[int]]
+    config: WorkerConfig, cache: Cache, *, kv_heads: int, stages: Sequence[Sequence[int]]
 ) -> EngineLayout:
     """All ranks' cache, of which this is one's."""
     layout = cache.layout
@@ -108,17 +134,28 @@ def start_rank_kv(
     host: str,
     incarnation: str,
     channel: Channel,
-    cache: PagedMemory,
-    shared: SharedMemory | None,
+    cache: Cache,
+    memory: CacheMemory,
     engine: EngineLayout,
     folder: Path,
     model_name: str,
+    give_up: Callable[[str], None],
 ) -> RankKv:
-    """Of a Prefill or a Decode instance; `host`: the rank's own. UserError when the port is taken,
-    or memory is short."""
+    """Of a Prefill or a Decode instance; `host`: the rank's own; `memory`: what `cache` stands in.
+    `give_up` ends the rank, with the reason: what its GPU may still write into is not known any
+    more. UserError when the port is taken, or memory is short."""
     role = letter_of(config)
     blocks = cache.num_blocks
-    ways = ways_of_host(config, cache, cache.regions, shared=shared, landings=lambda: ())
+    rooms: list[Rooms] = []
+
+    def landings() -> list[View]:
+        return [view for one in rooms for view in one.regions]
+
+    if memory.gpu is not None and isinstance(cache, DevicePagedMemory):
+        ways = ways_of_gpu(config, cache, gpu=memory.gpu, landings=landings, give_up=give_up)
+    else:
+        shared = memory.shared
+        ways = ways_of_host(config, cache, cache.regions, shared=shared, landings=landings)
     factors = compat_factors(folder, model=model_name, revision="", kv_dtype=cache.layout.dtype)
 
     def make_endpoint(handler: Handler) -> TcpEndpoint:
@@ -141,6 +178,7 @@ def start_rank_kv(
             socket_dir=config.kv_socket_dir,
             connections=ways.connections,
             paths=ways.paths,
+            staging=ways.staging,
             probe_room=ways.probe_room,
         )
 
@@ -153,7 +191,9 @@ def start_rank_kv(
         settings=settings_of(
             config, ways, config.buffer_bytes(blocks * engine.held_bytes_per_block)
         ),
+        give_up=give_up,
     )
+    rooms.append(part.rooms)
     part.endpoint.start()
     assert isinstance(part.endpoint, TcpEndpoint)
-    return RankKv(part, ways, shared, part.endpoint.listen_address)
+    return RankKv(part, ways, memory, part.endpoint.listen_address)

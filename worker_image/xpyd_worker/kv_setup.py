@@ -27,7 +27,7 @@ from xpyd_kv.transport.shared_memory import SharedMemory
 from xpyd_kv.transport.tcp import TcpEndpoint
 from xpyd_kv.wire.messages import Layout
 from xpyd_worker.config import Role, WorkerConfig
-from xpyd_worker.kv_ways import Ways, ways_of_gpu, ways_of_host
+from xpyd_worker.kv_ways import Ways, ways_of_gpu, ways_of_host, ways_of_ranks
 
 if TYPE_CHECKING:
     from xpyd_worker.kv_device import DeviceCache
@@ -122,6 +122,8 @@ class KvParts:
     """What `memory` stands in on a GPU. Kv closes it."""
     ranks: RankedEngine | None = None
     """Who has the cache, where they are several; `memory` is a BookMemory then."""
+    rank_gpu: str = ""
+    """The first one's, if they have GPUs."""
     rank_addresses: tuple[Address, ...] = ()
     """Where a D's ranks listen."""
 
@@ -148,8 +150,7 @@ def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None =
             source_host=config.host,
             transports=config.kv_transports,
             socket_dir=config.kv_socket_dir,
-            # Between engines of ranks it moves nothing.
-            connections=ways.connections if parts.ranks is None else 0,
+            connections=ways.connections,
             paths=ways.paths,
             staging=ways.staging,
             probe_room=ways.probe_room,
@@ -225,6 +226,8 @@ def _ways(
     config: WorkerConfig, parts: KvParts, landings: Callable[[], Sequence[View]], loss: Loss
 ) -> Ways:
     memory = parts.memory
+    if parts.ranks is not None:
+        return ways_of_ranks(config, gpu=parts.rank_gpu)
     if parts.gpu is not None and isinstance(memory, DevicePagedMemory):
         return ways_of_gpu(config, memory, gpu=parts.gpu, landings=landings, give_up=loss.give_up)
     return ways_of_host(config, memory, parts.cache, shared=parts.shared, landings=landings)

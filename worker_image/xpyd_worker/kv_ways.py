@@ -29,6 +29,8 @@ from xpyd_kv.transport.same_host import host_token
 from xpyd_kv.transport.settings import Bounds
 from xpyd_kv.transport.shared_memory import SharedMemory, SharedMemoryPath
 from xpyd_kv.transport.staging import AHEAD, Staging
+from xpyd_kv.transport.unused import UnusedPath
+from xpyd_kv.wire.handshake import LENT
 from xpyd_kv.wire.messages import DEFAULT_MAX_DATA_BYTES, MAX_PROBE_BYTES
 from xpyd_worker.config import WorkerConfig
 
@@ -89,6 +91,26 @@ def ways_of_host(
     # The end of what is shared is for probes.
     room = None if shared is None else memoryview(shared.buffer)[-MAX_PROBE_BYTES:]
     return Ways(frames, (shm,), connections=connections, probe_room=room)
+
+
+def ways_of_ranks(config: WorkerConfig, *, gpu: str) -> Ways:
+    """For the process of an engine whose ranks have the cache and move it: its own connections move
+    none. It names the transport that was asked for by name, as its ranks and its peers do. `gpu`:
+    the first rank's, which stands for all towards a peer of one rank."""
+    named = config.kv_transports[0] if len(config.kv_transports) == 1 else ""
+    paths = (UnusedPath(named),) if named in LENT else ()
+    frames = FrameLimits(group_bytes=config.kv_group_bytes)
+    return Ways(frames, paths, host=host_token() if gpu else b"", gpu=gpu)
+
+
+def check_host(config: WorkerConfig) -> None:
+    """UserError, naming the flag, for what a cache in ordinary memory cannot do. Before the model
+    is loaded."""
+    if config.moves_kv and config.kv_transports in (("cuda_ipc",), ("nccl",)):
+        raise UserError(
+            f"--kv-transport {config.kv_transports[0]}: needs a KV cache on a GPU; take auto, shm, "
+            "nixl, uds or tcp"
+        )
 
 
 def ways_of_gpu(

@@ -172,8 +172,8 @@ def _assemble(
             buffer_bytes=config.buffer_bytes(
                 num_blocks * ranked.engine.layout.held_bytes_per_block
             ),
-            shared=ranked.shared,
             ranks=ranked.engine,
+            rank_gpu=ranked.gpu,
             rank_addresses=ranked.addresses,
         )
         kv = make_kv(config, parts)

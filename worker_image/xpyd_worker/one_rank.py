@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from fractions import Fraction
 from pathlib import Path
 
 import torch
@@ -13,7 +14,8 @@ from xpyd_core.sizes import format_bytes
 from xpyd_kv.transport.shared_memory import SharedMemory
 from xpyd_kv.wire.messages import MAX_PROBE_BYTES
 from xpyd_worker.config import WorkerConfig
-from xpyd_worker.kv_device import DeviceCache, beside, open_cache, paged
+from xpyd_worker.kv_device import WHOLE, DeviceCache, beside, open_cache, paged
+from xpyd_worker.kv_ways import check_host
 from xpyd_worker.memory import MemoryUse, memory_table, resident_bytes
 from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.ready_model import OwnKv, ReadyModel
@@ -39,6 +41,7 @@ def load_one_rank(config: WorkerConfig, folder: Path, model: ModelConfig) -> Rea
 
 
 def _on_cpu(config: WorkerConfig, folder: Path, model: ModelConfig) -> ReadyModel:
+    check_host(config)
     shared: list[SharedMemory] = []
 
     def share(size_bytes: int) -> Tensor:
@@ -98,7 +101,8 @@ def _ready(
 
     kv = None
     if config.moves_kv:
-        kv = OwnKv(paged(runner.kv_cache.layers, cache), shared, cache)
+        tensors = runner.kv_cache.layers
+        kv = OwnKv(paged(tensors, cache, layers=range(len(tensors))), shared, cache)
     return ReadyModel(
         executor=runner,
         dtype=dtype_name(runner),
@@ -131,9 +135,9 @@ def dtype_name(runner: ModelRunner) -> str:
     return str(runner.kv_cache.shape.dtype).removeprefix("torch.")
 
 
-def gpu_limits(config: WorkerConfig, model: ModelConfig) -> GpuLimits:
-    """What a GPU of this engine is to hold."""
-    kept = beside(config)
+def gpu_limits(config: WorkerConfig, model: ModelConfig, *, share: Fraction = WHOLE) -> GpuLimits:
+    """What a GPU of this engine is to hold, with this share of the instance's KV cache."""
+    kept = beside(config, share=share)
     return GpuLimits(
         utilization=config.gpu_memory_utilization,
         cache_bytes=config.kv_cache_bytes,

@@ -52,12 +52,12 @@ class OwnKv:
 
 @dataclass(frozen=True)
 class RankedKv:
-    """A KV cache that ranks have. `addresses`: where a D's listen. `shared`: memory for probes,
-    where ranks lend theirs. `socket_dir`: of Unix sockets."""
+    """A KV cache that ranks have. `addresses`: where a D's listen. `gpu`: the first one's, if they
+    have GPUs. `socket_dir`: of Unix sockets."""
 
     engine: RankedEngine
     addresses: tuple[Address, ...]
-    shared: SharedMemory | None
+    gpu: str
     socket_dir: Path | None
 
     def clear(self) -> None:

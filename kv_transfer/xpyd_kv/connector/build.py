@@ -257,10 +257,11 @@ class _Half:
         metrics: KvMetrics,
         fanin: Fanin | None = None,
     ) -> ReceiveSession:
+        ranks_are_on_device = self.ranks is not None and self.ranks.on_device
         return ReceiveSession(
             self.endpoint,
             layout=self.memory.layout,
-            on_device=self.memory.device is not None,
+            on_device=self.memory.device is not None or ranks_are_on_device,
             limits=self.settings.limits,
             clock=self.clock,
             report=report,

@@ -30,10 +30,13 @@ class _Waiting(NamedTuple):
 
 class ComputeGate:
     """Calls in the order in which they came; there are never more than the engine enqueues in
-    LIMIT_S. `clock` as the endpoint's."""
+    LIMIT_S. `clock` as the endpoint's; `lost`: told when the device has failed."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, clock: Callable[[], float], *, lost: Callable[[str], None] = lambda _: None
+    ) -> None:
         self._clock = clock
+        self._lost = lost
         self._waiting: deque[_Waiting] = deque()
 
     def add(self, event: Event, call: Callable[[], None], fail: Callable[[], None]) -> None:
@@ -50,6 +53,7 @@ class ComputeGate:
             except DeviceError as error:
                 _log.error("the GPU has failed: %s", error)
                 self._waiting.popleft()
+                self._lost(f"the GPU has failed: {error}")
                 oldest.fail()
                 continue
             now = self._clock()

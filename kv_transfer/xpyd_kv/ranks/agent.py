@@ -93,9 +93,9 @@ class Mouth:
             case PairQuiet():
                 self._post(told.Quiet(**names, source=report.source))
 
-    def copied(self, number: int, *, failed: bool = False) -> None:
+    def copied(self, number: int) -> None:
         """A copy is through."""
-        self._post(told.Copied(number=number, failed=failed))
+        self._post(told.Copied(number=number))
 
     def _post(self, message: told.FromRank) -> None:
         self._channel.post(told.encode(message))
@@ -103,13 +103,15 @@ class Mouth:
 
 @dataclass(frozen=True)
 class RankAgent:
-    """Does what the engine says: `sends` of a P's rank, `receives` of a D's."""
+    """Does what the engine says: `sends` of a P's rank, `receives` of a D's. `give_up`: see
+    build_rank."""
 
     call: Call
     memory: KvMemory
     rooms: Rooms
     gate: ComputeGate
     mouth: Mouth
+    give_up: Callable[[str], None]
     sends: RankSends | None = None
     receives: RankReceives | None = None
 
@@ -181,14 +183,16 @@ class RankAgent:
     def _copy(self, copy: told.Copy) -> None:
         try:
             event = self.rooms.copy(copy.place, copy.block_ids, into_cache=copy.into_cache)
-        except DeviceError:
-            self.mouth.copied(copy.number, failed=True)
+        except DeviceError as error:
+            self.give_up(f"the GPU has failed: {error}")
             return
         done = partial(self.mouth.copied, copy.number)
         if event is None:
             done()
         else:
-            self.gate.add(event, done, partial(done, failed=True))
+            # Nobody knows any more what it writes to, nor when.
+            fail = partial(self.give_up, "the GPU does not copy KV within the cache's memory")
+            self.gate.add(event, done, fail)
 
 
 class StepSender:

@@ -46,21 +46,29 @@ def build_rank(
     memory: KvMemory,
     engine: EngineLayout,
     settings: KvSettings,
+    give_up: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> RankPart:
     """The parts of one rank of a P or a D, endpoint not started; it listens to `channel` from now
-    on. `memory` is the rank's cache, `engine` all of it; `settings` are the engine's. UserError
-    when there is less memory than buffer and pool take."""
+    on. `memory` is the rank's cache, `engine` all of it; `settings` are the engine's. `give_up`
+    ends the rank, with the reason: its device has failed. UserError when there is less memory than
+    buffer and pool take."""
     has_store = role == "D" or settings.mode == "get"
     units = settings.store.units(engine.held_bytes_per_block) if has_store else (0, 0)
     rooms = Rooms(memory, units)
-    gate = ComputeGate(clock)
+    gate = ComputeGate(clock, lost=give_up)
     handler = LateHandler(gate)
     endpoint = make_endpoint(handler)
     metrics = KvMetrics()
     mouth = Mouth(channel, FigureBook(metrics))
     agent = partial(
-        RankAgent, call=endpoint.call, memory=memory, rooms=rooms, gate=gate, mouth=mouth
+        RankAgent,
+        call=endpoint.call,
+        memory=memory,
+        rooms=rooms,
+        gate=gate,
+        mouth=mouth,
+        give_up=give_up,
     )
     if role == "D":
 

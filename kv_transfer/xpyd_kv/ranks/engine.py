@@ -14,12 +14,14 @@ from xpyd_kv.ranks.api import Channel
 
 @dataclass(frozen=True, kw_only=True)
 class RankedEngine:
-    """`layout` is all of the cache's, `channels` lead to the ranks, by their numbers."""
+    """`layout` is all of the cache's, `channels` lead to the ranks, by their numbers. `on_device`:
+    whether their caches are on GPUs."""
 
     layout: EngineLayout
     channels: Sequence[Channel]
     dtype: str
     head_dim: int
+    on_device: bool = False
 
 
 class BookMemory:

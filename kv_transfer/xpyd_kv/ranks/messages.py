@@ -149,10 +149,9 @@ class Quiet(_Named, frozen=True, kw_only=True):
 
 
 class Copied(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """The Copy of that number is through; `failed`: the device has failed."""
+    """The Copy of that number is through. A rank whose device does not copy ends."""
 
     number: int
-    failed: bool = False
 
 
 FromRank = Flushed | Ended | Taking | Landed | Lost | Quiet | Copied

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from xpyd_core.request_id import TransferKey
-from xpyd_kv.device.api import DeviceError
 from xpyd_kv.ranks import figures
 from xpyd_kv.ranks import messages as told
 from xpyd_kv.ranks.api import (
@@ -106,33 +105,21 @@ class _Ticket:
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._left = ranks
-        self._failed = False
 
-    def one_done(self, *, failed: bool) -> None:
+    def one_done(self) -> None:
         """Any thread: one rank is through."""
         with self._lock:
             self._left -= 1
-            self._failed = self._failed or failed
             if not self._left:
                 self._done.set()
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether no rank has anything to say of it any more."""
-        return self._done.is_set()
-
     def is_done(self) -> bool:
-        """See Event."""
-        if not self._done.is_set():
-            return False
-        if self._failed:
-            raise DeviceError("a rank's device has failed in a copy")
-        return True
+        """See Event. Never, where a rank's device fails: the instance ends then."""
+        return self._done.is_set()
 
     def wait(self, timeout_s: float) -> bool:
         """See Event."""
-        self._done.wait(timeout_s)
-        return self.is_done()
+        return self._done.wait(timeout_s)
 
 
 class RankedCopies:
@@ -156,14 +143,14 @@ class RankedCopies:
         for channel in self._channels:
             channel.post(message)
         # Those that are through were taken by whoever waited for them.
-        self._tickets = {n: t for n, t in self._tickets.items() if not t.is_settled}
+        self._tickets = {n: t for n, t in self._tickets.items() if not t.is_done()}
         return ticket
 
     def on_copied(self, copied: told.Copied) -> None:
         """Any thread: a rank is through."""
         ticket = self._tickets.get(copied.number)
         if ticket is not None:
-            ticket.one_done(failed=copied.failed)
+            ticket.one_done()
             self._wake()
 
 

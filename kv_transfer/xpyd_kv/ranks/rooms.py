@@ -14,7 +14,7 @@ from xpyd_kv.connector.api import KvMemory
 from xpyd_kv.device.api import DeviceView, Event, View
 from xpyd_kv.ranks.messages import Place, Where
 from xpyd_kv.store.api import Room
-from xpyd_kv.store.arena import Arena, host_memory
+from xpyd_kv.store.arena import Arena, buffer_memory, pool_memory
 from xpyd_kv.store.buddy import Extent
 from xpyd_kv.store.copier import Copier
 from xpyd_kv.store.rooms import BlockRoom, Piece, PieceRoom
@@ -32,12 +32,9 @@ class Rooms:
         device = memory.device
         self._arenas: dict[Where, Arena] = {}
         if buffer_bytes:
-            own = (
-                host_memory(buffer_bytes, None) if device is None else device.allocate(buffer_bytes)
-            )
-            self._arenas["buffer"] = Arena(own, unit_bytes)
+            self._arenas["buffer"] = Arena(buffer_memory(buffer_bytes, device), unit_bytes)
         if pool_bytes:
-            self._arenas["pool"] = Arena(host_memory(pool_bytes, device), unit_bytes)
+            self._arenas["pool"] = Arena(pool_memory(pool_bytes, device), unit_bytes)
 
     @property
     def regions(self) -> Sequence[View]:

@@ -6,6 +6,7 @@ The host pool is one; on a GPU the device buffer is another.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 
 from xpyd_core.errors import UserError
 from xpyd_core.sizes import format_bytes
@@ -26,15 +27,29 @@ class Arena:
         return self.memory[first : first + size]
 
 
-def host_memory(size_bytes: int, device: Device | None) -> View:
-    """Pinned on a device's machine; else its pages come from the system when they are first
-    touched. UserError, naming the flag, when there is less."""
+def buffer_memory(size_bytes: int, device: Device | None) -> View:
+    """Of the device, or of the host. UserError, naming the flag, when there is less."""
+    take = _map if device is None else device.allocate
+    return _taken("--kv-buffer-size", size_bytes, take)
+
+
+def pool_memory(size_bytes: int, device: Device | None) -> View:
+    """Of the host, pinned where there is a device. UserError, naming the flag, when there is
+    less."""
+    take = _map if device is None else device.allocate_pinned
+    return _taken("--kv-host-pool-size", size_bytes, take)
+
+
+def _taken(flag: str, size_bytes: int, take: Callable[[int], View]) -> View:
     try:
-        if device is not None:
-            return device.allocate_pinned(size_bytes)
-        return memoryview(mmap.mmap(-1, size_bytes))
+        return take(size_bytes)
     except (UserError, OSError, OverflowError) as error:
         raise UserError(
-            f"--kv-host-pool-size: the system does not give {format_bytes(size_bytes)} ({error}); "
-            "give a smaller size"
+            f"{flag}: the system does not give {format_bytes(size_bytes)} ({error}); give a smaller "
+            "size"
         ) from error
+
+
+def _map(size_bytes: int) -> memoryview:
+    """Its pages come from the system when they are first touched."""
+    return memoryview(mmap.mmap(-1, size_bytes))

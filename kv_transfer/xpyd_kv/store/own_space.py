@@ -13,7 +13,7 @@ from typing import cast
 from xpyd_kv.connector.api import KvMemory
 from xpyd_kv.device.api import DeviceView, View
 from xpyd_kv.store.api import Room, StashKind
-from xpyd_kv.store.arena import Arena, host_memory
+from xpyd_kv.store.arena import Arena, buffer_memory, pool_memory
 from xpyd_kv.store.buddy import Extent
 from xpyd_kv.store.copier import Copier
 from xpyd_kv.store.landing_store import StoreLimits
@@ -24,7 +24,7 @@ class OwnSpace:
     """See Space. `memory` is the cache that it stands beside."""
 
     def __init__(self, memory: KvMemory, limits: StoreLimits) -> None:
-        """UserError, naming the flag, when there is less memory than the host pool takes."""
+        """UserError, naming the flag, when there is less memory than buffer and pool take."""
         self._memory = memory
         self.unit_bytes = memory.layout.bytes_per_block
         device = self._device = memory.device
@@ -32,9 +32,9 @@ class OwnSpace:
         buffer, pool = (units * self.unit_bytes for units in limits.units(self.unit_bytes))
         self._arenas: dict[StashKind, Arena] = {}
         if pool:
-            self._arenas["pool"] = Arena(host_memory(pool, device), self.unit_bytes)
+            self._arenas["pool"] = Arena(pool_memory(pool, device), self.unit_bytes)
         if buffer and device is not None:
-            self._arenas["buffer"] = Arena(device.allocate(buffer), self.unit_bytes)
+            self._arenas["buffer"] = Arena(buffer_memory(buffer, device), self.unit_bytes)
 
     def blocks(self, block_ids: Sequence[int]) -> Room:
         """See Space."""

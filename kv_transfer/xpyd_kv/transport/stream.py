@@ -315,7 +315,7 @@ class Stream:
             path = self._paths.get(self.transport)
             if self._address is None:
                 self._borrow()
-            elif path is not None and self.main is None:
+            elif path is not None and self.main is None and self.pair is not None:
                 self._outlet.lend(path.lender())
             if self._staging is not None and self._address is None:
                 room = self.protocol.max_own_data_bytes + len(self._scratch)

@@ -254,8 +254,9 @@ class Connection:
         legal = _FROM[role]
         if not self.is_data:
             legal |= _FROM_ENGINE[role]
-        if self.pair is not None:
-            legal |= _FROM_RANK[role]
+        if self.pair is None:
+            return legal
+        legal |= _FROM_RANK[role]
         return legal | _FROM_LENT[role] if self.transport in LENT else legal
 
     def _heard(self, now: float) -> None:

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from xpyd_core.request_id import Address
 from xpyd_kv.ranks.engine import RankedEngine
-from xpyd_kv.transport.shared_memory import SharedMemory
-from xpyd_kv.wire.messages import MAX_PROBE_BYTES
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.memory import MemoryUse
 from xpyd_worker.ranks.executor import RankedExecutor
@@ -64,9 +62,10 @@ def _ranked_kv(config: WorkerConfig, instance: Instance, ready: Sequence[Ready])
             channels=instance.channels,
             dtype=ready[0].dtype,
             head_dim=kv.head_dim,
+            on_device=ready[0].on_gpu,
         ),
         addresses=tuple(Address(*address) for address in addresses if address is not None),
-        shared=SharedMemory(MAX_PROBE_BYTES) if config.shares_kv else None,
+        gpu=kv.gpu,
         socket_dir=config.kv_socket_dir,
     )
 

@@ -83,12 +83,13 @@ class Agreed(msgspec.Struct, frozen=True, tag=True):
 
 
 class KvReady(msgspec.Struct, frozen=True):
-    """Of an instance that moves KV: how its cache is divided, and where this rank of a D listens
-    for it."""
+    """Of an instance that moves KV: how its cache is divided, where this rank of a D listens for
+    it, and the GPU that has the rank's, if one has."""
 
     engine: EngineLayout
     head_dim: int
     address: tuple[str, int] | None
+    gpu: str = ""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

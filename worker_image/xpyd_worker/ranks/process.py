@@ -84,7 +84,9 @@ class Program(Protocol):
         ...
 
 
-MakeProgram = Callable[[Start, Channel], Program]
+GiveUp = Callable[[str], None]
+"""Ends this process, from any thread, and says why."""
+MakeProgram = Callable[[Start, Channel, GiveUp], Program]
 
 
 class _Main:
@@ -104,6 +106,13 @@ class _Main:
     def hear(self) -> ToRank:
         """The next that it says; this process ends with it."""
         return self._come.get()
+
+    def give_up(self, reason: str) -> None:
+        """See GiveUp. Does not return."""
+        _log.critical("this rank cannot go on: %s", reason)
+        self.tell(Failed(Failure(reason)))
+        self.close()
+        os._exit(RANK_FAILED)
 
     def close(self) -> None:
         """Send what was posted."""
@@ -167,7 +176,7 @@ def serve(main: _Main, start: Start, make_program: MakeProgram) -> int:
     beat_forever(slot, lambda: watch.look(is_serving=is_running))
     answers = Answers(start.responses)
     try:
-        program = make_program(start, main.channel)
+        program = make_program(start, main.channel, main.give_up)
         ring = RingReader(start.ring)
         main.tell(Opened())
         _expect(main, Meet)

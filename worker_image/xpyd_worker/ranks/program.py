@@ -6,17 +6,17 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from xpyd_core.errors import UserError
 from xpyd_core.parallel.partition import partition
-from xpyd_kv.device.paged import PagedMemory
 from xpyd_kv.ranks.api import Channel
 from xpyd_worker.config import WorkerConfig
-from xpyd_worker.kv_rank import CacheMemory, RankKv, engine_layout, start_rank_kv
+from xpyd_worker.kv_device import open_cache, paged
+from xpyd_worker.kv_rank import CacheMemory, RankKv, engine_layout, share_of, start_rank_kv
+from xpyd_worker.kv_ways import check_host
 from xpyd_worker.memory import give_back, resident_bytes
 from xpyd_worker.model.registry import load_config
 from xpyd_worker.model.source import own_name, resolve_checkpoint
@@ -42,25 +42,24 @@ from xpyd_worker.runner.runner import ModelRunner
 class RankProgram:
     """See Program."""
 
-    def __init__(self, start: Start, channel: Channel) -> None:
-        """`channel`: where the KV transfer's ranks hear of it."""
+    def __init__(self, start: Start, channel: Channel, give_up: Callable[[str], None]) -> None:
+        """`channel`: where the KV transfer's ranks hear of it. `give_up` ends the rank."""
         config = start.config
         self._start = start
         self._channel = channel
+        self._give_up = give_up
         torch.set_num_threads(_threads(config, start.pod_ranks))
         self._folder = resolve_checkpoint(config.model, config.revision)
         self._model = load_config(self._folder)
         self._device = _device(start)
-        on_gpu = self._device.type == "cuda"
-        if on_gpu and config.moves_kv:
-            raise UserError(
-                f"--role {config.role}: ranks on GPUs do not move KV yet; give --device cpu, "
-                "one rank, or the role Aggregated"
-            )
-        self._dtype = (
-            gpu_dtype(config, self._model, self._device)
-            if on_gpu
-            else cpu_dtype(config, self._model)
+        if self._device.type == "cuda":
+            self._dtype = gpu_dtype(config, self._model, self._device)
+        else:
+            check_host(config)
+            self._dtype = cpu_dtype(config, self._model)
+        self._cache = CacheMemory(config, open_cache(config, self._device))
+        self._stages = partition(
+            self._model.num_layers, start.sizes.pipeline, config.layer_partition
         )
         self._parallel: ParallelState | None = None
         self._loaded: GpuPart | None = None
@@ -79,7 +78,9 @@ class RankProgram:
                     model,
                     dtype=self._dtype,
                     gpu=CudaDevice(self._device),
-                    limits=gpu_limits(config, model),
+                    limits=gpu_limits(
+                        config, model, share=share_of(config, self._stage, model.num_layers)
+                    ),
                     block_size_tokens=config.block_size,
                     parallel=parallel,
                 )
@@ -111,7 +112,7 @@ class RankProgram:
             local_rank=start.pod_rank,
             at=Rendezvous(host=host, port=port, address=start.address, listener=listener),
             device=self._device,
-            layers=partition(model.num_layers, start.sizes.pipeline, config.layer_partition),
+            layers=self._stages,
             hidden=HiddenSize(
                 most_rows=config.batched_tokens(on_gpu=self._device.type == "cuda"),
                 width=model.hidden_size,
@@ -124,10 +125,9 @@ class RankProgram:
         assert self._fit is not None, "load comes before"
         assert self._parallel is not None, "load comes before"
         config = self._start.config
-        cache = CacheMemory(config)
         with _group_errors():
-            runner = self._make_runner(blocks, cache)
-        kv = self._start_kv(runner, cache) if config.moves_kv else None
+            runner = self._make_runner(blocks)
+        kv = self._start_kv(runner) if config.moves_kv else None
         most_tokens = config.max_model_len or self._model.max_positions
         most_tokens = min(most_tokens, blocks * config.block_size)
         self._work = RankWork(
@@ -148,32 +148,37 @@ class RankProgram:
             kv=kv,
         )
 
-    def _make_runner(self, blocks: int, cache: CacheMemory) -> ModelRunner:
+    @property
+    def _stage(self) -> Sequence[int]:
+        return self._stages[self._start.sizes.place(self._start.rank).stage]
+
+    def _make_runner(self, blocks: int) -> ModelRunner:
         fit = self._fit
         assert fit is not None, "load comes before"
         if isinstance(fit, CpuFit):
-            return fit.make_runner(blocks, make_memory=cache.make)
-        return fit.make_runner(blocks)
+            return fit.make_runner(blocks, make_memory=self._cache.make)
+        # Where no KV moves the cache is torch's.
+        make = None if self._cache.gpu is None else self._cache.make
+        return fit.make_runner(blocks, make_memory=make)
 
-    def _start_kv(self, runner: ModelRunner, cache: CacheMemory) -> KvReady:
+    def _start_kv(self, runner: ModelRunner) -> KvReady:
         start, config, model = self._start, self._start.config, self._model
-        stages = partition(model.num_layers, start.sizes.pipeline, config.layer_partition)
-        stage = stages[start.sizes.place(start.rank).stage]
-        memory = PagedMemory(runner.kv_cache.layers, layers=tuple(stage))
-        engine = engine_layout(config, memory, kv_heads=model.num_kv_heads, stages=stages)
+        cache = paged(runner.kv_cache.layers, self._cache.gpu, layers=tuple(self._stage))
+        engine = engine_layout(config, cache, kv_heads=model.num_kv_heads, stages=self._stages)
         self._kv = start_rank_kv(
             config,
             rank=start.rank,
             host=config.host,
             incarnation=start.incarnation,
             channel=self._channel,
-            cache=memory,
-            shared=cache.shared,
+            cache=cache,
+            memory=self._cache,
             engine=engine,
             folder=self._folder,
             model_name=own_name(config.model, self._folder),
+            give_up=self._give_up,
         )
-        return KvReady(engine, model.head_dim, self._kv.address)
+        return KvReady(engine, model.head_dim, self._kv.address, self._kv.ways.gpu)
 
     def _states(self, slots: int, most_tokens: int, part: Part) -> RequestStates:
         """Draws come to the host, but on a last stage with a GPU."""
