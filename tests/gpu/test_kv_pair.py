@@ -51,7 +51,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
                 load_nccl=lambda: pytest.skip("two ranks need two GPUs"),
             )
             cache = KvCache(shape, num_layers=layers, num_blocks=BLOCKS, memory=gpu.allocate(size))
-        memory = gpu.paged(cache.layers)
+        memory = gpu.paged(cache.layers, layers=range(layers))
         made.append(
             Instance(
                 settings(role, kv_socket_dir=tmp_path, **fields),

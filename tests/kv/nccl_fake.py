@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tests.kv.device_fake import FakeDevice, Machine
+from tests.kv.device_order import Clock, merge
 from xpyd_kv.device.segments import Span
 from xpyd_kv.transport.nccl.api import ID_BYTES, Buffer, NcclError
 
@@ -23,6 +24,8 @@ class Group:
 
     views: list[memoryview]
     sends: bool
+    place: Clock
+    """In its stream."""
 
     @property
     def lengths(self) -> list[int]:
@@ -105,12 +108,12 @@ class FakeNccl:
             if rank.is_busy or not buffers or its.is_compute:
                 raise machine.fault("a group too early, without messages, or on the model's stream")
             spans = [Span(*buffer) for buffer in buffers]
-            group = Group([self.device.bytes_of(span) for span in spans], sends)
             number = len(rank.groups)
-            rank.groups.append(group)
             reads, writes = (spans, []) if sends else ([], spans)
             comm_id, which = self._handles[comm]
             its.enqueue("NCCL", reads, writes, lambda: self._run(comm_id, which, number))
+            views = [self.device.bytes_of(span) for span in spans]
+            rank.groups.append(Group(views, sends, its.record().clock))
 
     def abort(self, comm: int) -> None:
         world = self.world
@@ -144,4 +147,6 @@ class FakeNccl:
         if not ours.sends:
             for target, source in zip(ours.views, theirs.views, strict=True):
                 target[:] = source
+            # What has arrived has been read, whether or not the sender has asked.
+            merge(self.world.machine.host, theirs.place)
         return True

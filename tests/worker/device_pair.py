@@ -174,7 +174,7 @@ def instance(
         return Instance(config, runner, memory=paged, cache=paged.regions)
     gpu = cache_on(machine.device(config.role), world)
     runner.kv_cache = _moved(runner.kv_cache, gpu)
-    memory = gpu.paged(runner.kv_cache.layers)
+    memory = gpu.paged(runner.kv_cache.layers, layers=range(len(runner.kv_cache.layers)))
     executor = DeviceRunner(runner, memory, depth=depth, before_wait=before_wait)
     return Instance(config, executor, memory=memory, cache=memory.regions, gpu=gpu)
 

@@ -51,7 +51,7 @@ def _kv_on(machine: Machine, settings: WorkerConfig) -> Kv:
     gpu = cache_on(machine.device(settings.role))
     flat = gpu.allocate(2 * LAYER_BYTES)
     layers = [flat[i * LAYER_BYTES :][:LAYER_BYTES].view(torch.float32) for i in range(2)]
-    memory = gpu.paged([layer.view(SHAPE) for layer in layers])
+    memory = gpu.paged([layer.view(SHAPE) for layer in layers], layers=range(2))
     return make_kv(
         settings,
         KvParts(
@@ -87,14 +87,14 @@ def test_the_runners_tensors_and_the_transfers_places_are_the_same_bytes():
     layers = [
         flat[i * LAYER_BYTES :][:LAYER_BYTES].view(torch.float32).view(SHAPE) for i in range(2)
     ]
-    memory = gpu.paged(layers)
+    memory = gpu.paged(layers, layers=(3, 4))
     layers[1][4] = 2.5
     assert device.read(memory.block_view(1, 4)) == layers[1][4].numpy().tobytes()
-    assert (memory.num_blocks, memory.layout.layers) == (6, (0, 1))
+    assert (memory.num_blocks, memory.layout.layers) == (6, (3, 4))
     # A peer opens an allocation, so what is lent is the whole one.
     assert len(memory.region) == len(flat)
     with pytest.raises(XpydError, match="cut from"):
-        gpu.paged([torch.zeros(SHAPE), layers[1]])
+        gpu.paged([torch.zeros(SHAPE), layers[1]], layers=range(2))
     with pytest.raises(XpydError, match="once"):
         gpu.allocate(1)
     gpu.close(1.0)

@@ -173,13 +173,14 @@ class Outlet:
             self._sending = Cursor(frames)
             return self._sending
         lending = self._lending
-        if lending is not None and self._data and not self._is_known(lending.lender):
-            return self._next_region(lending.lender)
+        if self._data and not self._is_staged:
+            if lending is not None and not self._is_known(lending.lender):
+                return self._next_region(lending.lender)
         while self._data and (lending is None or lending.has_room):
             frame = self._data[0]
             views, length = frame.views, sum(map(len, frame.views))
             places = None
-            if lending is not None:
+            if lending is not None and not self._is_staged:
                 most = max(1, length // self._protocol.block_bytes)
                 places = lending.lender.places(frame.views, at_most=most)
             if places is None and self._outward is not None and not is_on_host(views):
@@ -221,6 +222,8 @@ class Outlet:
     def _staged_frames(self) -> list[Sequence[View]]:
         """The frames at the head of the queue that go through slabs."""
         if self._lending is not None:
+            if not self._is_known(self._lending.lender):
+                return []  # Whether it is lent is said then.
             if self._sending_data is not None and self._is_shared:
                 return []  # What `places` said last is still to be sent.
             head = self._data[0].views
@@ -228,6 +231,11 @@ class Outlet:
             return [] if is_lent or is_on_host(head) else [head]
         ahead = (frame.views for frame in islice(self._data, AHEAD))
         return list(takewhile(lambda views: not is_on_host(views), ahead))
+
+    @property
+    def _is_staged(self) -> bool:
+        """Whether the next frame is on its way to a slab, and so to the socket."""
+        return self._outward is not None and self._outward.is_gathering
 
     def _end_staged(self) -> None:
         if self._outward is not None:

@@ -102,6 +102,11 @@ class Outward:
         self._starved_since: float | None = None
 
     @property
+    def is_gathering(self) -> bool:
+        """Whether a frame is on its way to a slab, or there and not asked for."""
+        return bool(self._gathers)
+
+    @property
     def since_s(self) -> float | None:
         """Since when the next frame is awaited."""
         return self._gathers[0].since_s if self._gathers else self._starved_since
