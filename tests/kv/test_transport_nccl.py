@@ -41,9 +41,10 @@ def net():
         yield net
 
 
-def connected(net, *, p_limits=None, d_limits=None):
-    d, d_told = net.endpoint("D", paths=[nccl_path(net, "D", **(d_limits or {}))])
-    p, p_told = net.endpoint("P", paths=[nccl_path(net, "P", **(p_limits or {}))])
+def connected(net, *, p_limits=None, d_limits=None, is_staged=False):
+    d_more, p_more = ({"staging": net.staging(role)} if is_staged else {} for role in "DP")
+    d, d_told = net.endpoint("D", paths=[nccl_path(net, "D", **(d_limits or {}))], **d_more)
+    p, p_told = net.endpoint("P", paths=[nccl_path(net, "P", **(p_limits or {}))], **p_more)
     run(p, lambda: p.connect(d.listen_address))
     return (p, p_told, p_told.wait("up")[0]), (d, d_told)
 
@@ -135,6 +136,20 @@ def test_p_goes_on_when_there_is_room_again(net):
     book.end(pair, "closed")
     until(lambda: figures(net, "P").communicators == 0)
     move(net, p, d)
+
+
+def test_a_frame_through_the_socket_is_itself_whatever_a_communicator_has_moved_before(net):
+    p, d = connected(net, p_limits={"max_communicators": 1}, is_staged=True)
+    move(net, p, d, body=b"1" * UNIT)
+    staging, book = net.stagings[-1], net.nccl.books["P"]
+    assert staging.free_slabs == 3, "a frame that a communicator moves is copied to a slab, too"
+    # The idle one ends for another, so that the next frame finds no room for one.
+    assert book.open(bytes(ID_BYTES), 0) is None
+    until(lambda: figures(net, "P").ended == {"idle": 1})
+    assert book.open(bytes(ID_BYTES), 0) is not None
+    move(net, p, d, seq=1, body=b"2" * UNIT)
+    assert net.nccl.world.made == 3
+    assert p[0].counters.shared_bytes == UNIT
 
 
 @pytest.mark.parametrize("channels", [0, 33])

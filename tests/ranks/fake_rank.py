@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,16 @@ class FakeProgram:
         self._told: dict[str, Any] = json.loads(start.config.model)
         self._blocks = 0
         self._do("open")
-        channel.listen(lambda message: channel.post(b"%d heard " % start.rank + message))
+        self._channel = channel
+        channel.listen(self._hear)
+
+    def _hear(self, message: bytes) -> None:
+        if message.startswith(b"give up: "):
+            # As the KV transfer's threads do, which are not the link's.
+            reason = message.removeprefix(b"give up: ").decode()
+            threading.Thread(target=self._give_up, args=(reason,)).start()
+        else:
+            self._channel.post(b"%d heard " % self._start.rank + message)
 
     def _do(self, when: str) -> Any:
         told = self._told.get(f"{when} {self._start.rank}") or self._told.get(f"{when} *")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -80,6 +81,17 @@ def test_channels_carry_messages_to_a_rank_and_back(four: Instance) -> None:
         four.channels[3].post(b"%d" % n)
     assert all_here.wait(WAIT_S)
     assert got == [b"3 heard %d" % n for n in range(100)]
+
+
+def test_a_rank_that_gives_up_between_steps_ends_the_instance_with_its_reason() -> None:
+    with started(FOUR) as instance:
+        pids = [instance.who(rank).pid for rank in range(4)]
+        step(executor_of(instance), {"say": 1})
+        instance.channels[3].post(b"give up: the GPU has failed: unspecified launch failure")
+        loss = loss_of(instance)
+        assert loss.status == EXIT_RANK_ENDED
+        assert re.match(r"rank 3 \(stage 1, tensor share 1, .* the GPU has failed: un", loss.text)
+        assert not any(map(is_alive, pids))
 
 
 def test_ranks_leave_in_order_and_nothing_is_left(capfd: pytest.CaptureFixture[str]) -> None:
