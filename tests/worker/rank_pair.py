@@ -1,5 +1,6 @@
-"""P and D of any layout whose ranks' caches are on fake GPUs, or on the CPU: the worker's own set-up
-of each rank's half of the transfer and of its engine's, and real sockets. The test is the engine.
+"""P and D of any layout whose ranks' caches are on fake GPUs, or on the CPU: the worker's own
+set-up of each rank's half of the transfer and of its engine's, and real sockets. The test is the
+engine.
 
 What a rank's model writes waits on the fake's compute stream until somebody asks for an event
 behind it, as in tests.worker.device_pair.
@@ -25,14 +26,12 @@ from xpyd_core.compat import compat_factors
 from xpyd_core.keys import fleet_keys
 from xpyd_core.request_id import Address
 from xpyd_kv.connector.api import KvLayout
-from xpyd_kv.device.paged import PagedMemory
 from xpyd_kv.plan.engine_layout import EngineLayout
 from xpyd_kv.ranks.engine import BookMemory, RankedEngine
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.kv_device import paged
 from xpyd_worker.kv_rank import CacheMemory, RankKv, engine_layout, start_rank_kv
 from xpyd_worker.kv_setup import KvParts, letter_of, make_kv
-from xpyd_worker.runner.kv_cache import host_memory
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo-model"
 BLOCKS = 64
