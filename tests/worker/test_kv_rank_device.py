@@ -23,7 +23,6 @@ from xpyd_kv.device.api import DeviceView
 from xpyd_kv.device.paged import DevicePagedMemory
 from xpyd_kv.plan.transfers import pairs_between
 from xpyd_kv.ranks.rooms import Rooms
-from xpyd_kv.ranks.store import units_of
 from xpyd_kv.store.landing_store import StoreLimits
 from xpyd_kv.transport.settings import TRANSPORTS
 from xpyd_kv.wire.messages import MODES, Mode
@@ -322,6 +321,6 @@ def test_memory_that_a_rank_does_not_get_is_refused_by_its_flag(field: str, flag
     region = DeviceView(0, 0, layout.block_bytes)
     device = Full(Machine(), "d", "GPU-0", 0)
     memory = DevicePagedMemory(device, [region] * 3, layout=layout, region=region)
-    units = units_of(StoreLimits(**{size: 2**20}), engine.held_bytes_per_block)
-    with pytest.raises(UserError, match=rf"{flag}: .* for one rank \(out of memory\)"):
+    units = StoreLimits(**{size: 2**20}).units(engine.held_bytes_per_block)
+    with pytest.raises(UserError, match=rf"{flag}: .* \(out of memory\)"):
         Rooms(memory, units)

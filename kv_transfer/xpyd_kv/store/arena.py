@@ -45,8 +45,8 @@ def _taken(flag: str, size_bytes: int, take: Callable[[int], View]) -> View:
         return take(size_bytes)
     except (UserError, OSError, OverflowError) as error:
         raise UserError(
-            f"{flag}: the system does not give {format_bytes(size_bytes)} ({error}); give a smaller "
-            "size"
+            f"{flag}: the system does not give {format_bytes(size_bytes)} ({error}); "
+            "give a smaller size"
         ) from error
 
 

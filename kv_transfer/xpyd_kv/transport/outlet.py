@@ -173,16 +173,12 @@ class Outlet:
             self._sending = Cursor(frames)
             return self._sending
         lending = self._lending
-        if self._data and not self._is_staged:
-            if lending is not None and not self._is_known(lending.lender):
-                return self._next_region(lending.lender)
+        if lending is not None and self._owes_region(lending):
+            return self._next_region(lending.lender)
         while self._data and (lending is None or lending.has_room):
             frame = self._data[0]
             views, length = frame.views, sum(map(len, frame.views))
-            places = None
-            if lending is not None and not self._is_staged:
-                most = max(1, length // self._protocol.block_bytes)
-                places = lending.lender.places(frame.views, at_most=most)
+            places = self._places(views, length)
             if places is None and self._outward is not None and not is_on_host(views):
                 part = self._gathered(self._outward, now)
                 if part is None:
@@ -212,6 +208,17 @@ class Outlet:
                 self._unlogged = header
             return self._sending
         return None
+
+    def _owes_region(self, lending: Lending) -> bool:
+        """Whether REGION goes before the next frame, which is not on its way to a slab."""
+        return bool(self._data) and not self._is_staged and not self._is_known(lending.lender)
+
+    def _places(self, views: Sequence[View], length: int) -> bytes | None:
+        """Where the next frame's bytes are lent; None: they go through the socket."""
+        if self._lending is None or self._is_staged:
+            return None
+        most = max(1, length // self._protocol.block_bytes)
+        return self._lending.lender.places(views, at_most=most)
 
     def _gathered(self, outward: Outward, now: float) -> memoryview | None:
         """The next frame's bytes, once they are here. A turn may send more frames than were
