@@ -249,7 +249,7 @@ class Side:
     ) -> None:
         producer = self.kv.producer
         assert producer is not None
-        message = producer.step_message()
+        message = producer.step_chunks()
         assert bool(message) <= self.is_ranked
         for rank, memory in enumerate(self.memories):
             sender = self.parts[rank].sender if self.parts else None

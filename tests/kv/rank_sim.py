@@ -212,7 +212,7 @@ class Sim:
             return
         end = min(prompt.computed + chunk, len(prompt.ids))
         self.p.kv.producer.stage(prompt.key, prompt.blocks, end)
-        message = self.p.kv.producer.step_message()
+        message = self.p.kv.producer.step_chunks()
         size = self.p.engine.block_size
         indices = range(prompt.computed // size, blocks_for(end, size))
         for rank, memory in enumerate(self.p.memories):

@@ -3,6 +3,7 @@ where D's ranks look, over every transport, and nothing that events do not order
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -30,11 +31,14 @@ from xpyd_worker.config import MIB
 from xpyd_worker.kv_device import beside
 from xpyd_worker.kv_rank import share_of
 
-layouts = pytest.mark.parametrize("name", LAYOUTS)
+# Layers, heads and replicas divided, each in one of them.
+SOME = ["tp2-pp2", "tp1-tp4 of 2 heads", "tp2xpp2-tp1", "tp4-tp2"]
 
 
-@layouts
-@pytest.mark.parametrize("on_gpu", ["PD", "P", "D"])
+@pytest.mark.parametrize(
+    ("name", "on_gpu"),
+    [*((name, "PD") for name in LAYOUTS), *itertools.product(SOME, "PD")],
+)
 def test_every_byte_arrives_for_any_pair_of_layouts(tmp_path: Path, name: str, on_gpu: str) -> None:
     pair = Pair(tmp_path, on_gpu=on_gpu)
     with pair.of(*engines(name)) as (p, d):
@@ -47,10 +51,6 @@ def test_every_byte_arrives_for_any_pair_of_layouts(tmp_path: Path, name: str, o
         assert is_back(d.pool)
         assert p.kv.metrics.transfers == d.kv.metrics.transfers == {"done": 2}
         assert set(d.kv.metrics.transfer_s) == {"tcp"}
-
-
-# Layers, heads and replicas divided, each in one of them.
-SOME = ["tp2-pp2", "tp1-tp4 of 2 heads", "tp2xpp2-tp1", "tp4-tp2"]
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -116,8 +116,16 @@ def test_all_modes(tmp_path: Path, name: str, mode: Mode) -> None:
         assert is_back(d.pool)
 
 
-@pytest.mark.parametrize("name", ["tp2-pp2", "tp4 of 2 heads-tp1", "tp1-pp3"])
-@pytest.mark.parametrize("transport", ["tcp", "cuda_ipc", "nccl"])
+@pytest.mark.parametrize(
+    ("name", "transport"),
+    [
+        ("tp2-pp2", "tcp"),
+        ("tp2-pp2", "cuda_ipc"),
+        ("tp2-pp2", "nccl"),
+        ("tp4 of 2 heads-tp1", "nccl"),
+        ("tp1-pp3", "tcp"),
+    ],
+)
 @pytest.mark.parametrize("where", ["buffer", "pool", "deferred"])
 def test_every_landing(tmp_path: Path, name: str, transport: str, where: str) -> None:
     sizes = {
@@ -196,7 +204,7 @@ def test_only_a_step_that_did_not_fail_completes_a_prompt(tmp_path: Path, end: s
         address = address_of(d.kv.endpoint)
         producer.offer(key, address, IDS, prompt_tokens=len(IDS), salt=b"", now=now)
         producer.stage(key, blocks, len(IDS))
-        message = producer.step_message()
+        message = producer.step_chunks()
         for rank, sender in enumerate(one.sender for one in p.rank_kvs):
             sender.begin_step(message)
             for layer in range(3):

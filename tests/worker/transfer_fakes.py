@@ -78,9 +78,6 @@ class FakeProducer:
     def layer_done(self, layer: int) -> None:
         self.layers.append(layer)
 
-    def step_message(self) -> bytes:
-        return b""
-
     def step_done(self, *, failed: bool = False) -> None:
         for key, tokens in self._steps.popleft().items():
             offer = self.offers[key]

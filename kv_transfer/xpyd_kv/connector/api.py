@@ -146,17 +146,12 @@ class Producer(Protocol):
         ...
 
     def step_chunks(self) -> bytes:
-        """What the ranks have to be told of the chunks staged since the last call: those of one
-        step (StepInput.kv), though it may have none. b'' where they do not send."""
+        """Once for each step, when it is staged: what ranks that send have to be told of what was
+        staged and cached for it (StepInput.kv). b'' where that is nothing."""
         ...
 
     def layer_done(self, layer: int) -> None:
         """During the forward: layer `layer` of all staged chunks stands in the cache. Hot path."""
-        ...
-
-    def step_message(self) -> bytes:
-        """Once for each step, before it is launched: StepInput.kv, which tells ranks that send KV
-        themselves what was staged and cached for it. b'' where there is nothing to tell."""
         ...
 
     def step_done(self, *, failed: bool = False) -> None:

@@ -166,6 +166,7 @@ class _Half:
             store=store,
             limits=self.settings.limits,
             make_chunks=self._make_chunks(),
+            ranks_send=self.remote is not None,
             metrics=self.metrics,
             clock=self.clock,
         )
@@ -257,7 +258,7 @@ class _Half:
         metrics: KvMetrics,
         fanin: Fanin | None = None,
     ) -> ReceiveSession:
-        ranks_are_on_device = self.ranks is not None and self.ranks.on_device
+        ranks_are_on_device = self.remote is not None and self.remote.engine.on_device
         return ReceiveSession(
             self.endpoint,
             layout=self.memory.layout,

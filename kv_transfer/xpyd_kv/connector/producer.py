@@ -73,8 +73,6 @@ MakeChunks = Callable[[Callable[[Prompt, Sequence[ReadyArea]], None]], Chunks]
 class KvProducer:
     """See xpyd_kv.connector.api.Producer."""
 
-    ranks_send = False
-
     def __init__(
         self,
         *,
@@ -88,11 +86,13 @@ class KvProducer:
         store: Store | None,
         limits: KvLimits,
         make_chunks: MakeChunks,
+        ranks_send: bool,
         metrics: KvMetrics,
         clock: Callable[[], float],
     ) -> None:
         """`store`: where to move KV that waits to be pulled; None: nowhere. `make_chunks`: given
-        what hands areas over."""
+        what hands areas over; if `ranks_send`, they know steps that follow each other apart."""
+        self.ranks_send = ranks_send
         self._call = endpoint.call
         self._session = session
         self._events = events
@@ -173,13 +173,10 @@ class KvProducer:
         self._chunks.add(prompt, first, self._take(prompt, block_ids, end))
 
     def step_chunks(self) -> bytes:
-        return b""
+        return self._chunks.message()
 
     def layer_done(self, layer: int) -> None:
         self._chunks.layer_done(layer)
-
-    def step_message(self) -> bytes:
-        return self._chunks.message()
 
     def step_done(self, *, failed: bool = False) -> None:
         chunks = self._chunks.end(failed=failed)

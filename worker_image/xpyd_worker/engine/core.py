@@ -17,14 +17,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from xpyd_core.errors import XpydError
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.connector.api import Consumer, OfferedPrompt, Producer
 from xpyd_worker.engine.api import Deliver
 from xpyd_worker.engine.block_manager import BlockManager
-from xpyd_worker.engine.executor import Executor, Running, StepInput
+from xpyd_worker.engine.executor import Executor, Running
 from xpyd_worker.engine.inbox import Abort, Inbox, Item, ReleaseKv, ResetPrefixCache, Submit
 from xpyd_worker.engine.limits import Limits
 from xpyd_worker.engine.recompute_log import RecomputeLog
@@ -224,7 +224,7 @@ class EngineCore:
     def _launch(self, step: ScheduledStep) -> None:
         begun_s = self._clock()
         try:
-            running = self._executor.launch(self._told(step.input), self._layer_done)
+            running = self._executor.launch(step.input, self._layer_done)
         except XpydError as error:
             # Steps end in their order.
             while self._under_way:
@@ -235,11 +235,6 @@ class EngineCore:
             raise
         else:
             self._under_way.append(_UnderWay(step, running, begun_s))
-
-    def _told(self, step: StepInput) -> StepInput:
-        """The step with what its ranks have to send."""
-        kv = self._producer.step_message() if self._producer else b""
-        return replace(step, kv=kv) if kv else step
 
     def _finish(self, one: _UnderWay) -> None:
         """Wait for the oldest step and take in what came of it."""
