@@ -4,6 +4,7 @@ where D's ranks look, over every transport, and nothing that events do not order
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from xpyd_kv.device.api import DeviceView
 from xpyd_kv.device.paged import DevicePagedMemory
 from xpyd_kv.plan.transfers import pairs_between
 from xpyd_kv.ranks.rooms import Rooms
+from xpyd_kv.session.probing import ProbeResult
 from xpyd_kv.store.landing_store import StoreLimits
 from xpyd_kv.transport.settings import TRANSPORTS
 from xpyd_kv.wire.messages import MODES, Mode
@@ -90,6 +92,21 @@ def test_ranks_on_gpus_and_ranks_on_cpus_of_one_host_take_the_sockets(
         landed = move(p, d)
         assert d.holds(landed.block_ids, IDS[0], len(IDS))
         assert set(d.kv.metrics.transfer_s) == {"uds"}
+
+
+@pytest.mark.parametrize("name", ["tp2-pp2", "tp1-pp3", "tp2xpp2-tp1"])
+@pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
+def test_a_self_test_between_engines_goes_through_the_socket(
+    tmp_path: Path, name: str, transport: str
+) -> None:
+    pair = Pair(tmp_path, one_host=True)
+    with pair.of(*engines(name), kv_transports=(transport,)) as (p, d):
+        results: list[ProbeResult] = []
+        p.kv.probe(address_of(d.kv.endpoint), results.append)
+        result = until(lambda: results, "PROBED")[0]
+        assert (result.ok, result.transport) == (True, "uds")
+    # And nobody was asked to a communicator of it.
+    assert pair.world.made == 0
 
 
 @needs_nixl
@@ -303,7 +320,9 @@ def test_a_rank_keeps_its_share_of_buffer_and_pool_and_gives_all_back(tmp_path: 
             assert isinstance(buffer, DeviceView)
             assert isinstance(pool, memoryview)
             needed = beside(d.config, share=share_of(d.config, one_stage(d, one), 3))
-            assert len(buffer) <= needed.size_bytes <= 10_000
+            assert (
+                len(buffer) <= needed.size_bytes == math.ceil(10_000 * len(one_stage(d, one)) / 3)
+            )
     # The machines have missed nothing.
 
 
