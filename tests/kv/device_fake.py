@@ -53,8 +53,6 @@ class Machine:
         self.is_lost = False
         """What hung or failed may be left to the end of the process."""
         self.refuses_handles = False
-        self.gpus: set[str] = set()
-        """Of tests that have several."""
         self.peers: set[frozenset[str]] = set()
         """Pairs of GPUs that reach each other."""
         self.random = random.Random(seed)

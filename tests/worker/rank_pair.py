@@ -1,35 +1,35 @@
-"""P and D of any layout whose ranks' caches are on fake GPUs, or on the CPU: the worker's own
-set-up of each rank's half of the transfer and of its engine's, and real sockets. The test is the
-engine.
+"""P and D of any layout whose ranks' caches are on GPUs, fakes mostly, or on the CPU: the worker's
+own set-up of each rank's half of the transfer and of its engine's, and real sockets. The test is
+the engine.
 
 What a rank's model writes waits on the fake's compute stream until somebody asks for an event
-behind it, as in tests.worker.device_pair.
+behind it, as in tests.worker.device_pair. Imports only what a machine with a GPU has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from tests.kv.device_fake import Machine
 from tests.kv.kvfakes import FakePool
-from tests.kv.nccl_fake import World
+from tests.kv.nccl_fake import FakeNccl, World
 from tests.kv.rank_pods import MAX_TOKENS, Pipe, Side, layout_of
-from tests.worker.device_pair import cache_on
 from tests.worker.kv_pair import settings
 from xpyd_core.compat import compat_factors
 from xpyd_core.keys import fleet_keys
 from xpyd_core.request_id import Address
 from xpyd_kv.connector.api import KvLayout
+from xpyd_kv.device.api import DeviceView
 from xpyd_kv.plan.engine_layout import EngineLayout
 from xpyd_kv.ranks.engine import BookMemory, RankedEngine
 from xpyd_worker.config import WorkerConfig
-from xpyd_worker.kv_device import paged
+from xpyd_worker.kv_device import DeviceCache, paged
 from xpyd_worker.kv_rank import CacheMemory, RankKv, engine_layout, start_rank_kv
 from xpyd_worker.kv_setup import KvParts, letter_of, make_kv
 
@@ -52,18 +52,66 @@ def config_of(role: Any, engine: EngineLayout, folder: Path, **fields: Any) -> W
     return replace(made, block_size=engine.block_size)
 
 
+class Host(Protocol):
+    """The GPUs of one machine."""
+
+    def cache(self, rank: str) -> DeviceCache:
+        """What a rank of this name keeps its cache in, on the GPU that it has."""
+        ...
+
+    def write(self, device: Any, view: DeviceView, data: bytes) -> None:
+        """The model of that device's rank writes it, some time."""
+        ...
+
+    def read(self, device: Any, view: DeviceView) -> bytes:
+        """What stands there, known to have been written."""
+        ...
+
+    def check(self) -> None:
+        """Nothing was done wrong, and all was given back."""
+        ...
+
+
+class FakeHost:
+    """Every rank has a GPU of its own, and all reach each other."""
+
+    def __init__(self, machine: Machine, world: World) -> None:
+        self.machine, self.world = machine, world
+        self._gpus: set[str] = set()
+
+    def cache(self, rank: str) -> DeviceCache:
+        name, machine = f"GPU-{rank}", self.machine
+        machine.peers |= {frozenset((name, other)) for other in self._gpus}
+        self._gpus.add(name)
+        device = machine.device(rank, gpu=name)
+
+        def tensor_over(view: DeviceView) -> torch.Tensor:
+            return torch.frombuffer(device.bytes_of(device.place_of(view)), dtype=torch.uint8)
+
+        nccl = FakeNccl(self.world, device)
+        return DeviceCache(device, tensor_over=tensor_over, load_nccl=lambda: nccl)
+
+    def write(self, device: Any, view: DeviceView, data: bytes) -> None:
+        device.compute(view, data)
+
+    def read(self, device: Any, view: DeviceView) -> bytes:
+        return device.read(view)
+
+    def check(self) -> None:
+        self.machine.check()
+
+
 class DeviceSide(Side):
-    """See Side. `machine` None: on the CPU."""
+    """See Side. `host` None: on the CPU."""
 
     def __init__(
         self,
         config: WorkerConfig,
         engine: EngineLayout,
         *,
-        machine: Machine | None,
-        world: World | None = None,
+        host: Host | None,
     ) -> None:
-        self.config, self.engine, self.machine, self.world = config, engine, machine, world
+        self.config, self.engine, self.host = config, engine, host
         self.role = letter_of(config)
         self.pool = FakePool(BLOCKS, engine.block_size)
         self.is_ranked = engine.num_ranks > 1
@@ -85,14 +133,8 @@ class DeviceSide(Side):
         self.ends.start()
 
     def _add_cache(self, rank: int) -> None:
-        machine, layout = self.machine, layout_of(self.engine, rank)
-        gpu = None
-        if machine is not None:
-            # Every rank has a GPU of its own; all of one machine reach each other.
-            name = f"GPU-{self.role}{rank}"
-            machine.peers |= {frozenset((name, other)) for other in machine.gpus}
-            machine.gpus.add(name)
-            gpu = cache_on(machine.device(f"{self.role}{rank}", gpu=name), self.world)
+        layout = layout_of(self.engine, rank)
+        gpu = None if self.host is None else self.host.cache(f"{self.role}{rank}")
         cache = CacheMemory(self.config, gpu)
         flat = cache.make(BLOCKS * layout.bytes_per_block)
         tensors = _tensors(flat, layout)
@@ -128,7 +170,7 @@ class DeviceSide(Side):
             channels=[pipe.of_engine for pipe in self.pipes],
             dtype="float32",
             head_dim=1,
-            on_device=self.machine is not None,
+            on_device=self.host is not None,
         )
         size = BLOCKS * self.engine.held_bytes_per_block
         common = {
@@ -159,15 +201,13 @@ class DeviceSide(Side):
         return tuple(one.address for one in self.rank_kvs if one.address is not None)
 
     def _write(self, rank: int, view: Any, data: bytes) -> None:
-        gpu: Any = self.memories[rank].device
-        if gpu is None:
+        if self.host is None:
             view[:] = data
         else:
-            gpu.compute(view, data)
+            self.host.write(self.memories[rank].device, view, data)
 
     def _read(self, rank: int, view: Any) -> Any:
-        gpu: Any = self.memories[rank].device
-        return view if gpu is None else gpu.read(view)
+        return view if self.host is None else self.host.read(self.memories[rank].device, view)
 
     def close(self) -> None:
         self.ends.close(5.0)
@@ -188,25 +228,33 @@ class Pair:
 
     def __init__(self, folder: Path, *, on_gpu: str = "PD", one_host: bool = False) -> None:
         self.folder = folder
-        machines = {"P": Machine(seed=1), "D": Machine(seed=2)}
+        self.machines = {"P": Machine(seed=1), "D": Machine(seed=2)}
         if one_host:
-            machines["D"] = machines["P"]
-        self.machines = {role: machines[role] if role in on_gpu else None for role in "PD"}
-        self.world = World(machines["P"])
+            self.machines["D"] = self.machines["P"]
+        self.world = World(self.machines["P"])
+        hosts = {id(one): FakeHost(one, self.world) for one in self.machines.values()}
+        self.hosts = {role: hosts[id(one)] for role, one in self.machines.items() if role in on_gpu}
 
     @contextmanager
     def of(self, p: EngineLayout, d: EngineLayout, **fields: Any) -> Iterator[Any]:
         """A P and a D of these layouts, closed at the end, when nothing was done wrong."""
-        made: list[DeviceSide] = []
-        try:
-            for role, engine in (("Decode", d), ("Prefill", p)):
-                config = config_of(role, engine, self.folder, **fields)
-                machine = self.machines[role[0]]
-                made.append(DeviceSide(config, engine, machine=machine, world=self.world))
-            yield made[1], made[0]
-        finally:
-            for side in reversed(made):
-                side.close()
+        with sides_on(self.hosts, p, d, self.folder, **fields) as both:
+            yield both
         for machine in self.machines.values():
-            if machine is not None:
-                machine.check()
+            machine.check()
+
+
+@contextmanager
+def sides_on(
+    hosts: Mapping[str, Host], p: EngineLayout, d: EngineLayout, folder: Path, **fields: Any
+) -> Iterator[Any]:
+    """A P and a D of these layouts, each on its host or on the CPU, closed at the end."""
+    made: list[DeviceSide] = []
+    try:
+        for role, engine in (("Decode", d), ("Prefill", p)):
+            config = config_of(role, engine, folder, **fields)
+            made.append(DeviceSide(config, engine, host=hosts.get(role[0])))
+        yield made[1], made[0]
+    finally:
+        for side in reversed(made):
+            side.close()

@@ -222,22 +222,27 @@ def test_only_a_step_that_did_not_fail_completes_a_prompt(tmp_path: Path, end: s
         producer.offer(key, address, IDS, prompt_tokens=len(IDS), salt=b"", now=now)
         producer.stage(key, blocks, len(IDS))
         message = producer.step_chunks()
-        for rank, sender in enumerate(one.sender for one in p.rank_kvs):
-            sender.begin_step(message)
-            for layer in range(3):
+        for rank, one in enumerate(p.rank_kvs):
+            # The second rank's step fails in its last layer.
+            fails = rank == 1 and end == "failed"
+            one.sender.begin_step(message)
+            for layer in range(3 - fails):
                 p._fill_layer(rank, layer, blocks, IDS[0], range(6))
-                sender.layer_done(layer)
-            # The second rank's step fails at its very end.
-            sender.step_done(failed=rank == 1 and end == "failed")
+                one.sender.layer_done(layer)
+            one.sender.step_done(failed=fails)
         if end == "failed":
+            of_p, of_d = ([one.part.metrics for one in side.rank_kvs] for side in (p, d))
             # The first one's part is whole, and so D's first rank has half of its heads.
-            d_until(d, lambda: d.rank_kvs[0].part.metrics.transfers["done"], "the first rank's")
+            d_until(d, lambda: of_d[0].transfers["done"], "the first rank's")
+            d_until(d, lambda: 3 * of_p[1].sent_bytes >= 2 * of_p[0].sent_bytes, "two layers")
             turn_of(p.rank_kvs[1].part.endpoint)
-            assert d.admit(key, IDS) is None
             # What the engine does when a rank goes with such a step.
             producer.step_done(failed=True)
             until(lambda: producer.is_settled(key), "the end at P")
             assert isinstance(until(lambda: d.admit(key, IDS), "its end at D"), NoKv)
+            # CANCEL came behind all that the second rank has sent: no COMMIT, no third layer.
+            assert of_d[1].transfers["done"] == 0
+            assert 3 * of_p[1].sent_bytes == 2 * of_p[0].sent_bytes
         else:
             producer.step_done()
             landed = until(lambda: d.admit(key, IDS), "KV")
