@@ -142,6 +142,19 @@ def test_a_stopped_rank_is_noticed_while_nothing_runs() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("when", ["load", "measure", "make"])
+def test_a_rank_that_is_stopped_while_it_starts_is_noticed_as_soon(when: str) -> None:
+    instance = make(TWO, **{f"{when} 1": "stop"})
+    try:
+        with pytest.raises(RankLostError, match=r"rank 1 .* no sign of life for 5 s") as raised:
+            instance.start()
+        assert raised.value.status == EXIT_RANK_SILENT
+        assert not any(is_alive(instance.who(rank).pid) for rank in range(2))
+    finally:
+        instance.close()
+
+
+@pytest.mark.slow
 def test_a_step_in_which_all_wait_is_stuck() -> None:
     with started(TWO) as instance:
         with pytest.raises(RankLostError, match="a step is stuck: no rank has computed anything"):

@@ -28,6 +28,8 @@ class Ranks:
     def __init__(self, *, started: bool = True) -> None:
         self.judge = Judge(4, lambda rank: who(rank, SIZES, pid=100 + rank))
         if started:
+            for rank in range(4):
+                self.judge.opened(rank)
             self.judge.started()
         self.beats = [Beat() for _ in range(4)]
         self.stopped: set[int] = set()
@@ -106,10 +108,17 @@ def test_when_all_miss_each_other_the_first_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("started", "looks"), [(True, SILENT_LOOKS), (False, STARTING_SILENT_LOOKS)]
+    ("when", "looks"),
+    [
+        ("its libraries load", STARTING_SILENT_LOOKS),
+        ("its weights load", SILENT_LOOKS),
+        ("steps may come", SILENT_LOOKS),
+    ],
 )
-def test_a_rank_without_beats_is_lost_after_so_many_looks(started: bool, looks: int) -> None:
-    ranks = Ranks(started=started)
+def test_a_rank_without_beats_is_lost_after_so_many_looks(when: str, looks: int) -> None:
+    ranks = Ranks(started=when == "steps may come")
+    if when == "its weights load":
+        ranks.judge.opened(1)
     ranks.look(3)
     ranks.stopped = {1}
     assert ranks.look(looks - 1) is None
@@ -118,6 +127,18 @@ def test_a_rank_without_beats_is_lost_after_so_many_looks(started: bool, looks: 
     assert loss.status == EXIT_RANK_SILENT
     named = "rank 1 (stage 0, tensor share 1, pid 101)"
     assert loss.text.startswith(f"{named} has given no sign of life for {looks * LOOK_S:g} s")
+
+
+def test_the_silence_of_libraries_does_not_count_when_they_are_there() -> None:
+    """The word that they are may come before the next beat."""
+    ranks = Ranks(started=False)
+    ranks.stopped = {1}
+    assert ranks.look(STARTING_SILENT_LOOKS - 1) is None
+    ranks.judge.opened(1)
+    assert ranks.look(SILENT_LOOKS - 1) is None
+    loss = ranks.look()
+    assert loss is not None
+    assert loss.status == EXIT_RANK_SILENT
 
 
 def test_a_beat_ends_the_silence() -> None:

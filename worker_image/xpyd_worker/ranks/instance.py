@@ -265,6 +265,8 @@ class Instance:
             failure = message.failure
             self._watch.report(lambda judge: judge.failed(rank, failure))
         else:
+            if isinstance(message, Opened):
+                self._watch.report(lambda judge: judge.opened(rank))
             self._started.put((rank, message))
 
     def _on_end(self, rank: int, returncode: int) -> None:

@@ -26,7 +26,9 @@ LOOK_S = 0.25
 SILENT_LOOKS = 20
 """5 s without a beat."""
 STARTING_SILENT_LOOKS = 240
-"""60 s: cold libraries are loaded without letting other threads of the process run."""
+"""60 s, until a rank's libraries are there: from a cold disk they are loaded without letting other
+threads of the process run. Weights are read without that lock: at most 0.7 s without a beat on two
+cores with fifteen busy processes."""
 IDLE_LOOKS = 24
 """6 s in which a step was under way and no rank computed anything."""
 _GRACE_LOOKS = 2
@@ -39,6 +41,7 @@ _BUSY_NS = 5_000_000
 class _Seen:
     beat: Beat = field(default_factory=Beat)
     looks_silent: int = 0
+    is_open: bool = False
     returncode: int | None = None
     failure: Failure | None = None
 
@@ -77,8 +80,13 @@ class Judge:
         """The rank says why it ends."""
         self._seen[rank].failure = self._seen[rank].failure or failure
 
+    def opened(self, rank: int) -> None:
+        """The rank has its libraries: from now on it shows itself without delay."""
+        self._seen[rank].is_open = True
+        self._seen[rank].looks_silent = 0
+
     def started(self) -> None:
-        """From now on steps may come, and ranks show themselves without delay."""
+        """From now on steps may come."""
         self._is_starting = False
 
     def give_up(self, loss: Loss) -> None:
@@ -107,8 +115,8 @@ class Judge:
             self._steps = steps
 
     def _silent(self) -> Loss | None:
-        most = STARTING_SILENT_LOOKS if self._is_starting else SILENT_LOOKS
         for rank, seen in enumerate(self._seen):
+            most = SILENT_LOOKS if seen.is_open else STARTING_SILENT_LOOKS
             if not seen.is_wrong and seen.looks_silent >= most:
                 return Loss(
                     f"{self._name(rank)} has given no sign of life for {most * LOOK_S:g} s: it is "

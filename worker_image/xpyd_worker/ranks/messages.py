@@ -1,7 +1,7 @@
 """What the engine's process and a rank tell each other while the instance starts. Pure.
 
 main --Start--> rank    what to load, and where its ring and the others are
-     <-Opened--         it has opened them, torch is imported
+     <-Opened--         it has opened them, its libraries are loaded: it beats without delay
      --Meet--->         all have: make the groups, load the weights
      <-Loaded--         they are there, however long their files took to be read
      --Measure->        everywhere: measure the largest step, for which ranks wait as in steps

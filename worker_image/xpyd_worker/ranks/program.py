@@ -35,7 +35,7 @@ from xpyd_worker.ranks.request_states import RequestStates
 from xpyd_worker.ranks.step_work import RankWork
 from xpyd_worker.runner.device import CPU, CudaDevice, choose_device
 from xpyd_worker.runner.gpu_fit import GpuFit
-from xpyd_worker.runner.load import CpuFit, GpuPart, fit_on_cpu, part_on_gpu
+from xpyd_worker.runner.load import CpuFit, GpuPart, fit_on_cpu, open_gpu, part_on_gpu
 from xpyd_worker.runner.runner import ModelRunner
 
 
@@ -61,6 +61,8 @@ class RankProgram:
         self._stages = partition(
             self._model.num_layers, start.sizes.pipeline, config.layer_partition
         )
+        if on_gpu:
+            open_gpu(CudaDevice(self._device))
         self._parallel: ParallelState | None = None
         self._loaded: GpuPart | None = None
         self._fit: CpuFit | GpuFit | None = None

@@ -115,6 +115,14 @@ def load_on_cpu(
     return found.make_runner(make_memory=make_memory)
 
 
+def open_gpu(gpu: Gpu) -> None:
+    """Import the kernels' libraries and make the process' context on the GPU. Both may take seconds
+    in which no other thread of the process runs, as its watcher expects before it has opened."""
+    with gpu.use():
+        gpu.kernels()
+        gpu.counters().free()
+
+
 @dataclass(frozen=True)
 class GpuPart:
     """A rank's part of a model, loaded to its GPU, of which `free_at_start` bytes were free before.
