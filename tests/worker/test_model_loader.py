@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -263,3 +265,18 @@ def test_the_hub_without_a_network_is_a_clear_error(
     with pytest.raises(UserError, match="hf://some/model") as caught:
         resolve_checkpoint("hf://some/model")
     assert "local folder" in str(caught.value)
+
+
+@pytest.mark.slow
+def test_loading_imports_nothing_that_computes_with_symbols() -> None:
+    """torch does for some calls on tensors without memory; each rank would wait a second or two."""
+    code = (
+        "import sys, torch; from pathlib import Path;"
+        "from xpyd_worker.model.registry import load_config;"
+        "from xpyd_worker.runner.load import load_on_cpu;"
+        "folder = Path('examples/demo-model');"
+        "load_on_cpu(folder, load_config(folder), dtype=torch.float32, kv_cache_bytes=1 << 20);"
+        "sys.exit('sympy' in sys.modules)"
+    )
+    root = Path(__file__).parents[2]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from xpyd_worker.kernels.api import Kernels
 from xpyd_worker.model.config import ModelConfig
-from xpyd_worker.model.layers import Linear, Norm
+from xpyd_worker.model.layers import Linear, Norm, unfilled
 from xpyd_worker.model.shards import Cut, Stored, all_of, by_name, whole
 from xpyd_worker.parallel.api import Part, TensorGroup
 
@@ -41,7 +41,7 @@ class Embedding:
 
     def allocate(self, device: torch.device) -> None:
         """Memory; what pads the vocabulary is zeros."""
-        self.weight = torch.empty_like(self.weight, device=device)
+        self.weight = unfilled(self.weight, device)
         self.weight[len(self._rows.held) :].zero_()
 
     def checkpoint_tensors(self) -> dict[str, Stored]:

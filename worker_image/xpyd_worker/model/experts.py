@@ -13,7 +13,7 @@ from torch import Tensor
 from xpyd_worker.kernels.api import Experts as PackedExperts
 from xpyd_worker.kernels.api import Kernels
 from xpyd_worker.model.config import Experts
-from xpyd_worker.model.layers import Linear, StepContext
+from xpyd_worker.model.layers import Linear, StepContext, unfilled
 from xpyd_worker.model.shards import Stored, by_name, share, whole
 from xpyd_worker.parallel.api import NO_GROUP, TensorGroup
 
@@ -48,15 +48,15 @@ class ExpertMlps:
     def allocate(self, device: torch.device) -> None:
         """Memory for all weights."""
         self._router.allocate(device)
-        self._gate_up = torch.empty_like(self._gate_up, device=device)
-        self._down = torch.empty_like(self._down, device=device)
+        self._gate_up = unfilled(self._gate_up, device)
+        self._down = unfilled(self._down, device)
 
     def pack(self, kernels: Kernels) -> None:
         """All weights are read."""
         self._router.pack(kernels)
         self._packed = kernels.experts(self._gate_up, self._down)
-        self._gate_up = torch.empty_like(self._gate_up, device="meta")
-        self._down = torch.empty_like(self._down, device="meta")
+        self._gate_up = unfilled(self._gate_up, "meta")
+        self._down = unfilled(self._down, "meta")
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, Stored]:
         """Checkpoint name -> where it goes; `prefix` is the block's."""

@@ -49,14 +49,14 @@ class Linear:
 
     def allocate(self, device: torch.device) -> None:
         """Memory, uninitialised, for the loader to fill."""
-        self.weight = torch.empty_like(self.weight, device=device)
-        self.bias = None if self.bias is None else torch.empty_like(self.bias, device=device)
+        self.weight = unfilled(self.weight, device)
+        self.bias = None if self.bias is None else unfilled(self.bias, device)
 
     def pack(self, kernels: Kernels) -> None:
         """Hand the weights to the kernels, which may keep them in another form."""
         self._packed = kernels.linear(self.weight, self.bias)
-        self.weight = torch.empty_like(self.weight, device="meta")
-        self.bias = None if self.bias is None else torch.empty_like(self.bias, device="meta")
+        self.weight = unfilled(self.weight, "meta")
+        self.bias = None if self.bias is None else unfilled(self.bias, "meta")
 
     def checkpoint_tensors(self, prefix: str, names: Sequence[str]) -> dict[str, Stored]:
         """Checkpoint name -> where it goes: each of the outputs under its own of `names`, or all
@@ -65,6 +65,12 @@ class Linear:
         if self.bias is not None:
             tensors |= by_name(self.bias, prefix, names, rows=self._outputs, kind="bias")
         return tensors
+
+
+def unfilled(like: Tensor, device: torch.device | str) -> Tensor:
+    """A contiguous tensor of the same shape and dtype. torch.empty_like of one on `meta` imports
+    sympy, which takes each rank a second or two."""
+    return torch.empty(like.shape, dtype=like.dtype, device=device)
 
 
 class Norm:
@@ -76,4 +82,4 @@ class Norm:
 
     def allocate(self, device: torch.device) -> None:
         """Memory, uninitialised, for the loader to fill."""
-        self.weight = torch.empty_like(self.weight, device=device)
+        self.weight = unfilled(self.weight, device)
