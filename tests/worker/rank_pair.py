@@ -153,6 +153,7 @@ class DeviceSide(Side):
                 self.config,
                 rank=rank,
                 host=self.config.host,
+                engine_id=self.config.engine_id,
                 incarnation=f"incarnation-{self.role}",
                 channel=pipe.of_rank,
                 cache=cache,

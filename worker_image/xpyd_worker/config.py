@@ -160,6 +160,12 @@ class WorkerConfig:
         return self.kv_advertise or Address(self.host, self.kv_port)
 
     @property
+    def engine_id(self) -> str:
+        """Who the engine is to its KV peers: unique in the fleet, and a restart has the same one.
+        Not the KV address: P does not listen on it, so that two on one host may share it."""
+        return f"{self.host}/{self.port}"
+
+    @property
     def moves_kv(self) -> bool:
         """Whether this instance sends or receives KV."""
         return self.role != "Aggregated"

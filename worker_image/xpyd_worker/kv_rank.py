@@ -132,6 +132,7 @@ def start_rank_kv(
     *,
     rank: int,
     host: str,
+    engine_id: str,
     incarnation: str,
     channel: Channel,
     cache: Cache,
@@ -141,7 +142,8 @@ def start_rank_kv(
     model_name: str,
     give_up: Callable[[str], None],
 ) -> RankKv:
-    """Of a Prefill or a Decode instance; `host`: the rank's own; `memory`: what `cache` stands in.
+    """Of a Prefill or a Decode instance; `host`: the rank's own; `engine_id`
+    and `incarnation` are the engine's; `memory`: what `cache` stands in.
     `give_up` ends the rank, with the reason: what its GPU may still write into is not known any
     more. UserError when the port is taken, or memory is short."""
     role = letter_of(config)
@@ -161,7 +163,9 @@ def start_rank_kv(
     def make_endpoint(handler: Handler) -> TcpEndpoint:
         return TcpEndpoint(
             handler,
-            identity=identity_of(config, incarnation, ways, rank=rank),
+            identity=identity_of(
+                config, ways, engine_id=engine_id, incarnation=incarnation, rank=rank
+            ),
             layout=wire_layout(
                 cache.layout,
                 factors=factors,

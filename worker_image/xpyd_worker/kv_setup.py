@@ -142,7 +142,9 @@ def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None =
     def make_endpoint(handler: Handler) -> TcpEndpoint:
         endpoint = TcpEndpoint(
             handler,
-            identity=identity_of(config, parts.incarnation, ways),
+            identity=identity_of(
+                config, ways, engine_id=config.engine_id, incarnation=parts.incarnation
+            ),
             layout=_layout(parts, ways),
             keys=parts.keys,
             takes="both" if parts.ranks is None else "engines",
@@ -184,12 +186,13 @@ def letter_of(config: WorkerConfig) -> Literal["P", "D"]:
     return "P" if config.role == "Prefill" else "D"
 
 
-def identity_of(config: WorkerConfig, incarnation: str, ways: Ways, *, rank: int = 0) -> Identity:
-    """Who this process is to its peers."""
-    # Unique in the fleet, and a restart has the same one. Not the KV address: P does not listen on
-    # it, so that two on one host may share it.
-    name = f"{config.host}/{config.port}"
-    return Identity(name, incarnation, letter_of(config), rank=rank, host=ways.host, gpu=ways.gpu)
+def identity_of(
+    config: WorkerConfig, ways: Ways, *, engine_id: str, incarnation: str, rank: int = 0
+) -> Identity:
+    """Who this process is to its peers. `engine_id` and `incarnation` are the engine's, also in a
+    rank of another pod."""
+    role = letter_of(config)
+    return Identity(engine_id, incarnation, role, rank=rank, host=ways.host, gpu=ways.gpu)
 
 
 def settings_of(config: WorkerConfig, ways: Ways, buffer_bytes: int) -> KvSettings:

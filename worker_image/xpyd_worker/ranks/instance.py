@@ -141,6 +141,7 @@ class Instance:
                     responses=responses,
                     beats=beats,
                     logs=self._logs,
+                    engine_id=config.engine_id,
                     incarnation=self._incarnation,
                 )
 

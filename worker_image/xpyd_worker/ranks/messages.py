@@ -50,8 +50,9 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     responses: RingFds
     beats: int
     logs: Logs
+    engine_id: str = ""
     incarnation: str = ""
-    """The engine's, to peers."""
+    """Both are the engine's, to peers; `config` has the address of the rank's own pod."""
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):

@@ -141,7 +141,7 @@ def _prepared(prepare: Prepare, slots: Sequence[Slot]) -> MakeProgram:
     finally:
         sys.meta_path.remove(beats)
 
-    def fail(_start: Start, _channel: Channel) -> Program:
+    def fail(_start: Start, _channel: Channel, _give_up: Callable[[str], None]) -> Program:
         raise failed
 
     return fail

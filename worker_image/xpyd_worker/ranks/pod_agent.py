@@ -113,6 +113,7 @@ class Agent:
             responses=responses,
             beats=beats,
             logs=join.logs,
+            engine_id=join.config.engine_id,
             incarnation=join.incarnation,
         )
 

@@ -54,6 +54,7 @@ class RankProgram:
         self._device = _device(start)
         if self._device.type == "cuda":
             self._dtype = gpu_dtype(config, self._model, self._device)
+            open_gpu(CudaDevice(self._device))
         else:
             check_host(config)
             self._dtype = cpu_dtype(config, self._model)
@@ -61,8 +62,6 @@ class RankProgram:
         self._stages = partition(
             self._model.num_layers, start.sizes.pipeline, config.layer_partition
         )
-        if on_gpu:
-            open_gpu(CudaDevice(self._device))
         self._parallel: ParallelState | None = None
         self._loaded: GpuPart | None = None
         self._fit: CpuFit | GpuFit | None = None
@@ -171,6 +170,7 @@ class RankProgram:
             config,
             rank=start.rank,
             host=config.host,
+            engine_id=start.engine_id,
             incarnation=start.incarnation,
             channel=self._channel,
             cache=cache,
