@@ -13,17 +13,17 @@ import pytest
 from tests.e2e.harness import DEMO_MODEL
 from tests.worker.runner_driver import Driver, make_runner
 from xpyd_worker.config import WorkerConfig
+from xpyd_worker.ranks.brood import COMMAND
 from xpyd_worker.ranks.executor import RankedExecutor
 from xpyd_worker.ranks.instance import Instance
 from xpyd_worker.ranks.loading import executor_of
 from xpyd_worker.ranks.messages import Logs
-from xpyd_worker.ranks.pod import COMMAND
 from xpyd_worker.runner.runner import ModelRunner
 
 FORGETFUL = (sys.executable, "-m", "tests.ranks.forgetful_rank")
 PROMPTS = ((5, 90, 17, 33, 60, 8), (7,) * 19)
 TOKENS = 6
-pytestmark = pytest.mark.slow  # torch is imported by six processes
+pytestmark = pytest.mark.slow  # torch is imported twice
 
 
 @contextmanager

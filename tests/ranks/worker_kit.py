@@ -35,10 +35,12 @@ class Worker:
         found: list[int] = []
         left = [self.process.pid]
         while left:
-            tasks = Path(f"/proc/{left.pop()}/task").iterdir()
-            below = [int(pid) for one in tasks for pid in (one / "children").read_text().split()]
-            found += below
-            left += below
+            # One that has just ended has none.
+            with suppress(OSError):
+                for one in Path(f"/proc/{left.pop()}/task").iterdir():
+                    below = [int(pid) for pid in (one / "children").read_text().split()]
+                    found += below
+                    left += below
         return found
 
     def ranks(self) -> list[int]:
@@ -60,7 +62,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 @contextmanager
 def loading(folder: Path, *flags: str) -> Iterator[Worker]:
-    """Started; killed on leaving."""
+    """Just started; killed on leaving."""
     log = folder / "log"
     command = [sys.executable, "-m", "xpyd_core", "worker", *FLAGS, *PLACE, *flags]
     with log.open("wb") as file:
@@ -75,7 +77,7 @@ def loading(folder: Path, *flags: str) -> Iterator[Worker]:
 
 @contextmanager
 def started(folder: Path, *flags: str) -> Iterator[Worker]:
-    """Ready to be asked; killed on leaving."""
+    """Ready to be asked."""
     with loading(folder, *flags) as worker:
 
         def is_ready() -> bool:
