@@ -4,6 +4,7 @@ pass, the compiler may not. bfloat16, since that is what the interpreter cannot 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from tests.gpu.conftest import modules
 from xpyd_worker.kernels.api import KvShape, Span
 from xpyd_worker.kernels.post_update import make_fields
 from xpyd_worker.parallel.api import Sampled
+from xpyd_worker.parallel.reduce_shape import MOST_RANKS, ReduceShape
 
 HOPPER = GPUTarget("cuda", 90, 32)
 # Bytes that one program may have of a multiprocessor's shared memory, on an H100.
@@ -255,3 +257,24 @@ def test_steps_of_other_sizes_run_what_was_compiled_for_tiles_of_the_same_size(
     names = {(name, rows) for name in ("_fill_table", "_gate_up", "_down") for rows in (16, 32)}
     assert set(found) == names | {("_add_up", 0)}
     assert [key for key, forms in found.items() if len(forms) != 1] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("ranks", "size_kib"), [(2, 8192), (4, 16), (4, 512), (6, 256), (8, 8192)])
+def test_the_all_reduce_compiles_and_orders_what_other_gpus_see(
+    compiled: tuple[Any, dict[str, Any]], ranks: int, size_kib: int, dtype: torch.dtype
+) -> None:
+    gpu, made = compiled
+    x, shape = zeros(size_kib * 1024 // dtype.itemsize, dtype=dtype), ReduceShape()
+    table = zeros(MOST_RANKS, dtype=torch.int64)
+    gpu.all_reduce.all_reduce(x, table, rank=1, ranks=ranks, shape=shape)
+    assert set(made) == {"_all_reduce"}
+    ptx = made["_all_reduce"].asm["ptx"]
+    meetings = 2 if shape.cut(x.numel(), dtype.itemsize, ranks).in_two else 1
+    # Words go out behind all that was stored, and come in before what is read then.
+    assert len(re.findall(r"atom\.global\.sys\.release\.exch\.b64", ptx)) == meetings
+    assert len(re.findall(r"atom\.global\.sys\.acquire\.add\.u64", ptx)) == meetings
+    # 16 bytes at once, of each rank.
+    assert ptx.count("ld.global.v4.b32") >= ranks + 1
+    assert "ld.global.b16" not in ptx

@@ -29,7 +29,8 @@ from xpyd_worker.parallel.state import ParallelState, open_parallel
 PATIENCE_S = 60.0
 HOST = "127.0.0.1"
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload([__name__])
+# triton: what a rank on a GPU computes with takes a second to import.
+_context.set_forkserver_preload([__name__, "triton.language"])
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         help="stages that hold the layers one behind the other; how many each: "
         "VLLM_PP_LAYER_PARTITION, e.g. 5,6,6,5 (default: %(default)s)",
     )
+    add(
+        "--disable-custom-all-reduce",
+        action="store_true",
+        help="NCCL adds up all that ranks on GPUs share; without, an all-reduce of our own adds up "
+        "small tensors where the GPUs reach each other's memory. No effect on a CPU",
+    )
 
 
 def _add_batch(parser: argparse.ArgumentParser) -> None:
@@ -301,6 +307,7 @@ def read_config(args: argparse.Namespace, env: PodEnv | None = None) -> WorkerCo
         threads=args.threads,
         tensor_parallel_size=args.tensor_parallel_size,
         pipeline_parallel_size=args.pipeline_parallel_size,
+        custom_all_reduce=not args.disable_custom_all_reduce,
         # Of one stage there is nothing to override; the variable is for the pools with more.
         layer_partition=env.layer_partition if args.pipeline_parallel_size > 1 else (),
         role=cast("Role", args.role or env.role),  # both are checked against ROLES

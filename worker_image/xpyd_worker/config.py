@@ -82,6 +82,8 @@ class WorkerConfig:
     """Ranks that share each layer."""
     pipeline_parallel_size: int = 1
     """Stages that hold the layers one behind the other."""
+    custom_all_reduce: bool = True
+    """On GPUs: the all-reduce of our own for small tensors, where the ranks' GPUs allow it."""
     layer_partition: tuple[int, ...] = ()
     """Layers of each stage; () as `xpyd_core.parallel.partition` divides them."""
     pods: int = 1

@@ -163,7 +163,7 @@ class Device(Protocol):
         ...
 
     def open_peer(self, handle: IpcHandle) -> DeviceView:
-        """Map a peer's memory; to be read. A handle of this process gives its own memory."""
+        """Map a peer's memory. A handle of this process gives its own memory."""
         ...
 
     def close_peer(self, memory: DeviceView) -> None:

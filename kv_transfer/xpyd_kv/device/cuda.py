@@ -212,10 +212,15 @@ class CudaDevice:
     def can_reach(self, device_uuid: str) -> bool:
         if device_uuid == self._uuid:
             return True
-        for other in range(torch.cuda.device_count()):
-            if _uuid_of(other) == device_uuid:
-                return torch.cuda.can_device_access_peer(self._index, other)
-        return False
+        other = _index_of(device_uuid)
+        return other is not None and torch.cuda.can_device_access_peer(self._index, other)
+
+    def has_atomics_on(self, device_uuid: str) -> bool:
+        """Whether this GPU's atomic operations work on memory of that one."""
+        if device_uuid == self._uuid:
+            return True
+        other = _index_of(device_uuid)
+        return other is not None and self.runtime.has_native_atomics(self._index, other)
 
     def export(self, memory: DeviceView) -> IpcHandle:
         with self.current():
@@ -266,6 +271,12 @@ def _uuid_of(index: int) -> str:
     # torch's stubs do not know these properties.
     found = cast("_Properties", torch.cuda.get_device_properties(index))  # pyright: ignore
     return str(found.uuid)
+
+
+def _index_of(device_uuid: str) -> int | None:
+    """Its number in this process, where it is seen here."""
+    found = (i for i in range(torch.cuda.device_count()) if _uuid_of(i) == device_uuid)
+    return next(found, None)
 
 
 def _guarded(call: Callable[[], _Result]) -> _Result:

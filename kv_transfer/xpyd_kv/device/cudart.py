@@ -20,6 +20,7 @@ _PORTABLE_AND_MAPPED = 1 | 2
 _NON_BLOCKING = 1
 _LAZY_PEER_ACCESS = 1
 _DEFAULT_KIND = 4
+_NATIVE_ATOMICS = 3
 
 
 class _MemHandle(ctypes.Structure):
@@ -95,6 +96,14 @@ class Cudart:
 
     def ipc_close(self, address: int) -> None:
         self._call("cudaIpcCloseMemHandle", c_void_p(address))
+
+    def has_native_atomics(self, here: int, there: int) -> bool:
+        """Whether atomic operations of device `here` on another one's memory go over their link, all
+        of them: over NVLink they do, over PCIe they do not."""
+        value = c_int()
+        kind = c_int(_NATIVE_ATOMICS)
+        self._call("cudaDeviceGetP2PAttribute", byref(value), kind, c_int(here), c_int(there))
+        return bool(value.value)
 
     def _call(self, name: str, *arguments: object) -> None:
         status = getattr(self._lib, name)(*arguments)

@@ -29,6 +29,7 @@ _c10d: Foreign = c10d
 _SOON_S = 2.0
 """How long ranks whose call failed wait for each other's word: they failed at about one time."""
 _POLL_S = 0.02
+_MEET_TAG = 99
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,7 @@ class Store:
     def __init__(self, at: Rendezvous, rank: int, world: int) -> None:
         """Connect, and wait until all ranks have. GroupError names those that do not come."""
         self.rank, self._world = rank, world
+        self.connect_s = at.connect_s
         end = timedelta(seconds=at.connect_s)
         where = f"{at.host}:{at.port}"
         with _as_group_error(f"rank {rank} does not reach the store of rank 0 at {where}"):
@@ -133,18 +135,23 @@ class Pending:
     """A send or a receive under way. Whoever holds it keeps its tensor."""
 
     def __init__(
-        self, work: Foreign, tensor: Tensor, blame: Callable[[], str], within: timedelta
+        self, work: Foreign, tensor: Tensor, blame: Callable[[], str], within: timedelta | None
     ) -> None:
+        """`within`: the host waits, so long at most; None: the stream does."""
         self._work = work
         self.tensor = tensor
         self._blame = blame
         self._within = within
 
-    def wait(self) -> Tensor:
+    def wait(self, within: timedelta | None = None) -> Tensor:
         """Until it is over: on a GPU for what is enqueued after this call, on the CPU for the
         caller. GroupError, when the other does not do its part in time."""
+        deadline = within or self._within
         with _as_group_error(self._blame):
-            self._work.wait(self._within)
+            if deadline is None:
+                self._work.wait()
+            else:
+                self._work.wait(deadline)
         return self.tensor
 
 
@@ -157,12 +164,21 @@ class ProcessGroup:
         store: Store,
         name: str,
         ranks: tuple[int, ...],
-        within_s: float,
+        within_s: float | None,
     ) -> None:
-        """`within_s`: the deadline of each call. It has its end to itself: what the backend was
-        made with is for the making."""
+        """`within_s`: the deadline of each call, for which the host waits. None: calls are enqueued
+        on a stream, and the backend has a watchdog that ends the process when one takes too long.
+        """
         self._backend = backend
-        self._within = timedelta(seconds=within_s)
+        # A deadline would have NCCL's wait hold the host up until the device is there.
+        self._within = None if within_s is None else timedelta(seconds=within_s)
+        self._reduce_options, self._gather_options = (
+            _c10d.AllreduceOptions(),
+            _c10d.AllgatherOptions(),
+        )
+        if within_s is None:
+            # On the current stream, not on one of NCCL's between two events.
+            self._reduce_options.asyncOp = self._gather_options.asyncOp = False
         self._store = store
         self.name = name
         self.ranks = ranks
@@ -172,13 +188,13 @@ class ProcessGroup:
     def all_reduce(self, x: Tensor) -> None:
         """Add up all ranks' `x`, in place."""
         with self._naming_the_missing("all_reduce"):
-            self._backend.allreduce([x]).wait()
+            _wait(self._backend.allreduce([x], self._reduce_options))
 
     def all_gather(self, out: Tensor, share: Tensor) -> None:
         """All ranks' `share` one behind the other in `out`; both contiguous. `share` may be this
         rank's place in `out`."""
         with self._naming_the_missing("all_gather"):
-            self._backend._allgather_base(out.view(-1), share.view(-1)).wait()
+            _wait(self._backend._allgather_base(out.view(-1), share.view(-1), self._gather_options))
 
     def send(self, x: Tensor, to: int, tag: int = 0) -> Pending:
         """Begin to send contiguous `x`. What is sent to one rank with one tag arrives in order."""
@@ -193,8 +209,44 @@ class ProcessGroup:
             return Pending(self._backend.recv([x], source, tag), x, blame, self._within)
 
     def close(self) -> None:
-        """Give back what it holds. Whoever waits in it fails."""
+        """Give back what it holds. Over Gloo whoever waits in it fails; over NCCL it waits for what
+        is under way."""
         self._backend.shutdown()
+
+    def say(self, key: str, word: bytes) -> list[bytes]:
+        """Each rank's `word` for `key`, by their numbers in the group, over the store. GroupError
+        where one says none."""
+        self._store.put(f"{key}/{self._store.rank}", word)
+        within_s = self._store.connect_s
+        return [self._store.take(f"{key}/{r}", of=r, within_s=within_s) for r in self.ranks]
+
+    def meet(self, within_s: float) -> list[int]:
+        """Wait until all ranks are here; those, by their numbers in the world, that do not come
+        within `within_s`. Over Gloo."""
+        end = time.monotonic() + within_s
+        others = [rank for rank in range(len(self.ranks)) if rank != self.rank]
+        missing: set[int] = set()
+        # Held until all is over: a send that nobody holds is called off.
+        words: list[tuple[int, Pending]] = []
+        for begin in (self.send, self.receive):
+            for other in others:
+                try:
+                    words.append((other, begin(torch.zeros(1), other, _MEET_TAG)))
+                except GroupError:
+                    missing.add(other)
+        for other, word in words:
+            try:
+                word.wait(timedelta(seconds=max(_POLL_S, end - time.monotonic())))
+            except GroupError:
+                missing.add(other)
+        return sorted(self.ranks[other] for other in missing)
+
+    def _give_up(self) -> None:
+        if self._within is None:
+            # What waits on the device for a rank that is gone would be waited for.
+            self._backend.abort()
+        else:
+            self._backend.shutdown()
 
     def _blame(self, verb: str, other: int) -> Callable[[], str]:
         return lambda: (
@@ -209,7 +261,7 @@ class ProcessGroup:
             yield
         except RuntimeError as error:
             # Those who wait for this rank fail now, too.
-            self.close()
+            self._give_up()
             self._failures += 1
             call = f"failed/{self.name}/{self._failures}"
             missing = self._store.roll_call(call, self.ranks, within_s=_SOON_S)
@@ -242,16 +294,21 @@ def gloo_group(
     return ProcessGroup(backend, store, name, ranks, at.step_s)
 
 
-def nccl_group(
-    store: Store, name: str, ranks: tuple[int, ...], *, device: torch.device, at: Rendezvous
-) -> ProcessGroup:
-    """`ranks`, this one among them, over NCCL on `device`. It connects at the first call."""
+def nccl_group(store: Store, name: str, ranks: tuple[int, ...], *, at: Rendezvous) -> ProcessGroup:
+    """`ranks`, this one among them, over NCCL on the device of what it is given. It connects at the
+    first call; each pair that sends and receives has a communicator and a stream of its own."""
     kind = _c10d.ProcessGroupNCCL
     options = kind.Options()
     options._timeout = timedelta(seconds=at.step_s)
     with _as_group_error(f"rank {store.rank} cannot make group {name} of ranks {ranks}"):
         backend = kind(store.part(name), ranks.index(store.rank), len(ranks), options)
-    return ProcessGroup(backend, store, name, ranks, at.step_s)
+    return ProcessGroup(backend, store, name, ranks, None)
+
+
+def _wait(work: Foreign) -> None:
+    """None comes of what is on the current stream already."""
+    if work is not None:
+        work.wait()
 
 
 def numbers(of: Tensor) -> list[int]:

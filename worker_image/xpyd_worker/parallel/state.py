@@ -16,7 +16,9 @@ from xpyd_core.parallel.ranks import Groups, Sizes, group_of
 from xpyd_worker.parallel.alone import NO_BOUNDARY, NO_FEEDBACK
 from xpyd_worker.parallel.api import NO_GROUP, Boundary, Feedback, Part, TensorGroup
 from xpyd_worker.parallel.boundary import HiddenSize, StageBoundary
+from xpyd_worker.parallel.custom_reduce import CustomAllReduce, open_custom_all_reduce
 from xpyd_worker.parallel.distributed import (
+    ProcessGroup,
     Rendezvous,
     Store,
     gloo_device,
@@ -26,6 +28,7 @@ from xpyd_worker.parallel.distributed import (
 from xpyd_worker.parallel.feedback import StageFeedback
 from xpyd_worker.parallel.groups import GroupCoordinator
 from xpyd_worker.parallel.ops import OpsTensorGroup
+from xpyd_worker.parallel.reduce_shape import ReduceShape
 from xpyd_worker.parallel.shared_memory import Host, open_shared_memory
 
 
@@ -83,9 +86,10 @@ def open_parallel(
     device: torch.device,
     layers: tuple[range, ...],
     hidden: HiddenSize,
+    custom_all_reduce: bool = True,
 ) -> ParallelState:
     """Meet the other ranks and make the groups. `layers`: of each stage (partition()); `hidden`: of
-    the largest step. Raises GroupError, naming who does not come within `at.connect_s`."""
+    the largest step; `custom_all_reduce`: on GPUs, beside NCCL's, where it can be. Raises GroupError, naming who does not come within `at.connect_s`."""
     place = sizes.place(rank)
     part = Part(
         layers=layers[place.stage],
@@ -115,12 +119,15 @@ def open_parallel(
             if device.type == "cpu":
                 device_group = gloo_group(store, f"{name}-device", ranks, device=gloo, at=at)
             else:
-                device_group = nccl_group(store, f"{name}-device", ranks, device=device, at=at)
+                device_group = nccl_group(store, f"{name}-device", ranks, at=at)
             stack.callback(device_group.close)
-            fast = None
-            if kind == "tensor" and device.type == "cpu" and len(ranks) > 1:
-                # They share a host (xpyd_core.parallel); of the others some do not.
-                fast = open_shared_memory(store, name, ranks, at=at, host=host)
+            fast = fast_gather = None
+            # They share a host (xpyd_core.parallel); of the others some do not.
+            if kind == "tensor" and len(ranks) > 1:
+                if device.type == "cpu":
+                    fast = fast_gather = open_shared_memory(store, name, ranks, at=at, host=host)
+                else:
+                    fast = _on_gpu(cpu_group, name, device, hidden.dtype, at, custom_all_reduce)
             groups[kind] = GroupCoordinator(
                 kind,
                 device_group=device_group,
@@ -128,7 +135,32 @@ def open_parallel(
                 device=device,
                 local_rank=local_rank,
                 fast=fast,
-                fast_gather=fast,
+                fast_gather=fast_gather,
             )
             stack.callback(groups[kind].close)
         return ParallelState(part, groups, hidden, stack.pop_all())
+
+
+def _on_gpu(
+    group: ProcessGroup,
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    at: Rendezvous,
+    is_asked: bool,
+) -> CustomAllReduce | None:
+    # Triton is not everywhere where torch is.
+    from xpyd_worker.kernels.gpu.all_reduce import all_reduce
+    from xpyd_worker.parallel.gpu_peers import GpuPeers
+
+    with torch.cuda.device(device):
+        return open_custom_all_reduce(
+            group,
+            name,
+            device=GpuPeers(device),
+            launch=all_reduce,
+            dtype=dtype,
+            shape=ReduceShape(),
+            within_s=at.connect_s,
+            is_asked=is_asked,
+        )

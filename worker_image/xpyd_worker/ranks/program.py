@@ -119,6 +119,7 @@ class RankProgram:
                 width=model.hidden_size,
                 dtype=self._dtype,
             ),
+            custom_all_reduce=config.custom_all_reduce,
         )
 
     def make(self, blocks: int) -> Ready:

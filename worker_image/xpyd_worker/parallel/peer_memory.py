@@ -1,0 +1,184 @@
+"""Memory of each rank's GPU that all ranks of a tensor group have opened.
+
+Each makes its own and says over the store how it is opened, opens that of the others, and says how
+that went: all have all of it, or nobody has any. It is given back in the opposite order: what was
+opened of others is closed, then, when all have done so, one's own is freed.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from xpyd_core.errors import XpydError
+from xpyd_kv.device.api import DeviceView, IpcHandle
+from xpyd_worker.parallel.distributed import ProcessGroup, named
+
+_log = logging.getLogger(__name__)
+_SOON_S = 5.0
+"""For what is under way when it is given back: steps are over then."""
+
+
+class _Word(msgspec.Struct, frozen=True):
+    """What a rank says of a stage: a reason to refuse, or "" and what the others need."""
+
+    refusal: str
+    body: bytes
+
+
+class _Offer(msgspec.Struct, frozen=True):
+    """See IpcHandle."""
+
+    handle: bytes
+    size_bytes: int
+    device_uuid: str
+    process: bytes
+
+
+class NotReachableError(XpydError):
+    """The ranks' GPUs do not have each other's memory; the reason, for the log."""
+
+
+class PeerDevice(Protocol):
+    """A rank's GPU. Any call may raise XpydError."""
+
+    def allocate(self, size_bytes: int) -> DeviceView:
+        """Memory that others can open, all zero when this returns."""
+        ...
+
+    def free(self, memory: DeviceView) -> None:
+        """Give back what `allocate` gave."""
+        ...
+
+    def export(self, memory: DeviceView) -> IpcHandle:
+        """How others open it."""
+        ...
+
+    def lacks(self, uuid: str) -> str:
+        """Why memory of that GPU is of no use here; "" where it is."""
+        ...
+
+    def open_peer(self, handle: IpcHandle) -> DeviceView:
+        """Map a peer's memory, to be read and written."""
+        ...
+
+    def close_peer(self, memory: DeviceView) -> None:
+        """Unmap it."""
+        ...
+
+    def put(self, x: Tensor) -> Tensor:
+        """A copy of `x` on the device."""
+        ...
+
+    def is_done(self, within_s: float) -> bool:
+        """Whether all that this thread has enqueued is done, at the latest after `within_s`."""
+        ...
+
+
+class PeerMemory:
+    """What a rank has of its group's. Made by `open_peer_memory`."""
+
+    def __init__(self, device: PeerDevice, group: ProcessGroup, name: str) -> None:
+        """Nothing yet."""
+        self._device, self.group, self.name = device, group, name
+        self._own: DeviceView | None = None
+        self._opened: dict[int, DeviceView] = {}
+
+    def make(self, size_bytes: int) -> IpcHandle:
+        """This rank's own, and how others open it."""
+        self._own = self._device.allocate(size_bytes)
+        return self._device.export(self._own)
+
+    def open(self, rank: int, handle: IpcHandle) -> None:
+        """That of another, by its number in the group."""
+        lacks = self._device.lacks(handle.device_uuid)
+        if lacks:
+            raise NotReachableError(lacks)
+        self._opened[rank] = self._device.open_peer(handle)
+
+    def table(self, room: int) -> Tensor:
+        """Where each rank's begins, by rank in the group, in `room` numbers on the device."""
+        assert self._own is not None, "make comes before"
+        views = {**self._opened, self.group.rank: self._own}
+        addresses = [views[rank].address for rank in range(len(views))]
+        return self.put(torch.tensor(addresses + [0] * (room - len(addresses))))
+
+    def put(self, x: Tensor) -> Tensor:
+        """A copy on the device."""
+        return self._device.put(x)
+
+    def is_done(self, within_s: float) -> bool:
+        """See PeerDevice."""
+        return self._device.is_done(within_s)
+
+    def close(self) -> None:
+        """Give all back. What another rank may still use stays until this process ends."""
+        own, self._own = self._own, None
+        opened, self._opened = self._opened, {}
+        if not self._device.is_done(_SOON_S):
+            _log.error("group %s: the GPU has not finished; memory stays mapped", self.name)
+            return
+        for memory in opened.values():
+            self._device.close_peer(memory)
+        # The driver does not want it freed while others have it.
+        missing = self.group.meet(_SOON_S)
+        if own is not None and not missing:
+            self._device.free(own)
+        elif missing:
+            who = named(missing)
+            _log.warning("group %s: %s may still have memory of this GPU", self.name, who)
+
+
+def open_peer_memory(
+    group: ProcessGroup, name: str, *, device: PeerDevice, size_bytes: int
+) -> PeerMemory:
+    """`size_bytes` of each rank of `group`, which is over Gloo; `name` is no other's of its ranks'.
+    NotReachableError, on all of them,
+    where one cannot; it has each one's reason. GroupError where one says nothing."""
+    memory = PeerMemory(device, group, name)
+    try:
+        offer, refusal = b"", ""
+        try:
+            offer = msgspec.msgpack.encode(_offer(memory.make(size_bytes)))
+        except XpydError as error:
+            refusal = str(error)
+        offers = agree(group, f"peers/{name}/made", offer, refusal)
+        try:
+            for rank, body in enumerate(offers):
+                if rank != group.rank:
+                    memory.open(rank, _handle(msgspec.msgpack.decode(body, type=_Offer)))
+        except XpydError as error:
+            refusal = str(error)
+        agree(group, f"peers/{name}/opened", b"", refusal)
+    except XpydError:
+        memory.close()
+        raise
+    return memory
+
+
+def agree(group: ProcessGroup, key: str, body: bytes, refusal: str) -> list[bytes]:
+    """Each rank's `body`, where none has a reason to refuse. Else NotReachableError, the same on
+    all; GroupError where a rank says nothing."""
+    words = [
+        msgspec.msgpack.decode(said, type=_Word)
+        for said in group.say(key, msgspec.msgpack.encode(_Word(refusal, body)))
+    ]
+    refused: dict[str, list[int]] = {}
+    for rank, word in zip(group.ranks, words, strict=True):
+        if word.refusal:
+            refused.setdefault(word.refusal, []).append(rank)
+    if refused:
+        raise NotReachableError("; ".join(f"{named(who)}: {why}" for why, who in refused.items()))
+    return [word.body for word in words]
+
+
+def _offer(handle: IpcHandle) -> _Offer:
+    return _Offer(handle.handle, handle.size_bytes, handle.device_uuid, handle.process)
+
+
+def _handle(offer: _Offer) -> IpcHandle:
+    return IpcHandle(offer.handle, offer.size_bytes, offer.device_uuid, offer.process)
