@@ -19,7 +19,7 @@ ARGS = [
     *("--long-prefill-token-threshold", "16", "--block-size=32", "--no-enable-prefix-caching"),
     *("--dtype=float32", "--seed=5", "--served-model-name", "a", "b"),
     *("--scheduling-policy=priority", "--device=cuda:1", "--gpu-memory-utilization=0.5"),
-    *("--enforce-eager", "--kv-cache-memory=8Gi"),
+    *("--enforce-eager", "--kv-cache-memory=8Gi", "--disable-custom-all-reduce"),
 ]
 
 
@@ -60,7 +60,7 @@ def test_the_schedulers_flags_reach_every_engine_of_a_fleet(pool: str) -> None:
         0.5,
         True,
     )
-    assert found.kv_cache_bytes == 8 << 30
+    assert (found.kv_cache_bytes, found.custom_all_reduce) == (8 << 30, False)
 
 
 @pytest.mark.parametrize("pool", ["p", "d"])
@@ -68,6 +68,6 @@ def test_without_them_the_engines_have_their_defaults(pool: str) -> None:
     found = configs(["--enable-prefix-caching"])[pool]
     assert (found.max_num_seqs, found.max_num_batched_tokens) == (256, None)
     assert (found.device, found.gpu_memory_utilization, found.enforce_eager) == ("cpu", 0.9, False)
-    assert found.kv_cache_bytes is None
+    assert (found.kv_cache_bytes, found.custom_all_reduce) == (None, True)
     assert (found.prefix_caching, found.seed) == (True, None)
     assert (found.served_model_names, found.scheduling_policy) == (("named",), "fcfs")

@@ -1,5 +1,5 @@
-"""The GPU's own all-reduce between processes, through Triton's interpreter: each rank's GPU memory is
-a file that the others map, so loads, stores and atomic operations go to where another rank's are."""
+"""The GPU's own all-reduce between processes, through Triton's interpreter: each rank's GPU memory
+is a file that the others map, so loads, stores and atomic operations really meet there."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def refused(seat: Seat) -> dict[str, tuple[bool, str, bool]]:
 def test_where_one_rank_cannot_all_stay_with_nccl_and_the_first_says_why() -> None:
     first, second = run_ranks(refused, 2)
     assert first == {name: (True, said, True) for name, (*_, said) in REFUSALS.items()}
-    assert second == {name: (True, "", True) for name in REFUSALS}
+    assert second == dict.fromkeys(REFUSALS, (True, "", True))
 
 
 def three(seat: Seat) -> tuple[bool, list[tuple[str, str]], list[str]]:

@@ -98,8 +98,8 @@ class Cudart:
         self._call("cudaIpcCloseMemHandle", c_void_p(address))
 
     def has_native_atomics(self, here: int, there: int) -> bool:
-        """Whether atomic operations of device `here` on another one's memory go over their link, all
-        of them: over NVLink they do, over PCIe they do not."""
+        """Whether all atomic operations of device `here` on memory of device `there` go over their
+        link: over NVLink they do, over PCIe they do not."""
         value = c_int()
         kind = c_int(_NATIVE_ATOMICS)
         self._call("cudaDeviceGetP2PAttribute", byref(value), kind, c_int(here), c_int(there))

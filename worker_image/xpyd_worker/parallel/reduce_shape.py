@@ -1,5 +1,5 @@
-"""When the GPU's own all-reduce takes a tensor, and how it cuts it. Pure; all ranks come to the same
-answers, since these depend on nothing but the call.
+"""When the GPU's own all-reduce takes a tensor, and how it cuts it. Pure: all ranks come to the
+same answers, since these depend on nothing but the call.
 
 A tensor is cut into parts of whole tiles, one for each program of the kernel. Small ones go in one
 shot: each rank reads the whole of all others. Larger ones in two: each rank adds up a share of each

@@ -89,7 +89,8 @@ def open_parallel(
     custom_all_reduce: bool = True,
 ) -> ParallelState:
     """Meet the other ranks and make the groups. `layers`: of each stage (partition()); `hidden`: of
-    the largest step; `custom_all_reduce`: on GPUs, beside NCCL's, where it can be. Raises GroupError, naming who does not come within `at.connect_s`."""
+    the largest step; `custom_all_reduce`: on GPUs beside NCCL's, where it can be. Raises
+    GroupError, naming who does not come within `at.connect_s`."""
     place = sizes.place(rank)
     part = Part(
         layers=layers[place.stage],

@@ -1,6 +1,6 @@
-# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 # ruff: noqa: ANN001
-"""The sum of a tensor over the GPUs of one host, in one launch, over memory that each opened of all.
+"""The sum of a tensor over the GPUs of one host, in one launch over memory that all have opened.
 
 Basic typing: Triton's language is untyped. Program p of a rank meets program p of the others and
 nobody else. A meeting is a count: each tells the others by a word in their memory how many it has
