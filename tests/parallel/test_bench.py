@@ -9,8 +9,9 @@ import pytest
 
 from tests.bench_report import END
 from tests.parallel.bench.__main__ import main
-from tests.parallel.bench.page import BEGIN
-from tests.parallel.bench.report import ideal_bubble, measured_bubble
+from tests.parallel.bench.gpu_all_reduce import GpuRounds
+from tests.parallel.bench.page import BEGIN, with_measured
+from tests.parallel.bench.report import ideal_bubble, measured_bubble, report
 from xpyd_worker.parallel import native
 
 
@@ -19,6 +20,19 @@ def test_a_pipeline_of_equal_stages_has_the_bubble_of_the_formula():
     assert measured_bubble(4, 1, one_s=0.04, all_s=0.04) == ideal_bubble(4, 1) == 0.75
     assert measured_bubble(4, 4, one_s=0.04, all_s=0.07) == pytest.approx(ideal_bubble(4, 4))
     assert ideal_bubble(4, 4) == pytest.approx(3 / 7)
+
+
+def test_the_gpus_rows_are_there_where_gpus_were():
+    rounds = [GpuRounds(2, 16, [4.0, 5.0, 6.0], [8.0, 10.0, 10.0])]
+    rows = report([], rounds, {}, cores=2, rounds=3)["gpuAllReduce"]
+    assert rows == [{"ranks": 2, "kib": 16, "oursUs": 5.0, "ncclUs": 10.0, "ratio": 0.5}]
+    pages = [
+        with_measured(f"{BEGIN}{END}", report([], one, {}, cores=2, rounds=3))
+        for one in (rounds, [])
+    ]
+    row = "| 2 ranks, 16 KiB | 5.0 | 10.0 | 0.500 |"
+    assert [row in page for page in pages] == [True, False]
+    assert ["on GPUs" in page for page in pages] == [True, False]
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from tests.bench_report import write_report
-from tests.parallel.bench import all_reduce, engines
+from tests.parallel.bench import all_reduce, engines, gpu_all_reduce
 from tests.parallel.bench.engines import LAYOUTS, Layout, Turn
 from tests.parallel.bench.page import with_measured
 from tests.parallel.bench.report import report
@@ -50,6 +50,7 @@ def main(argv: list[str]) -> int:
     try:
         _say("all-reduce")
         reduces = all_reduce.measure(worlds, sizes_kib, options.rounds)
+        on_gpus = gpu_all_reduce.measure(options.rounds)
         for name in options.models:
             with tempfile.TemporaryDirectory() as folder:
                 turns[name] = engines.measure(
@@ -60,10 +61,10 @@ def main(argv: list[str]) -> int:
                     folder=Path(folder),
                     say=_say,
                 )
-    except (ContenderFailed, all_reduce.WrongSumError) as error:
+    except (ContenderFailed, all_reduce.WrongSumError, gpu_all_reduce.WrongGpuSumError) as error:
         _say(f"wrong: {error}")
         return 1
-    made = report(reduces, turns, cores=options.cores, rounds=options.rounds)
+    made = report(reduces, on_gpus, turns, cores=options.cores, rounds=options.rounds)
     write_report(made, options.output, with_measured)
     sys.stdout.write(json.dumps(made) + "\n")
     return 0

@@ -17,6 +17,8 @@ def with_measured(page: str, made: dict[str, Any]) -> str:
 def _measured(made: dict[str, Any]) -> str:
     where = f"{where_measured(made)}Engines on {made['cores']} cores; rounds: {made['rounds']}."
     parts = [[where], _reduces(made)]
+    if made.get("gpuAllReduce"):
+        parts.append(_gpu_reduces(made))
     for model in made["engines"]:
         parts += [_engines(model, made["engines"][model]), _bubbles(model, made["bubble"][model])]
     return "\n" + "".join("\n".join(part) + "\n\n" for part in parts)
@@ -30,6 +32,18 @@ def _reduces(made: dict[str, Any]) -> list[str]:
             f"| {row['ranks']} ranks, {row['kib']:,} KiB | {row['oursUs']:,.0f} "
             f"| {row['glooUs']:,.0f} | {row['ratio']:.3f} |"
             for row in made["allReduce"]
+        ),
+    ]
+
+
+def _gpu_reduces(made: dict[str, Any]) -> list[str]:
+    return [
+        "| all-reduce on GPUs | over peers' memory, us | NCCL, us | ratio |",
+        "|---|---|---|---|",
+        *(
+            f"| {row['ranks']} ranks, {row['kib']:,} KiB | {row['oursUs']:,.1f} "
+            f"| {row['ncclUs']:,.1f} | {row['ratio']:.3f} |"
+            for row in made["gpuAllReduce"]
         ),
     ]
 

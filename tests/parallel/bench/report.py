@@ -16,6 +16,7 @@ from typing import Any
 from tests.cluster.bench.report import machine
 from tests.parallel.bench.all_reduce import Rounds
 from tests.parallel.bench.engines import BATCHES, DECODE_1, DECODE_8, Layout, Turn
+from tests.parallel.bench.gpu_all_reduce import GpuRounds
 from tests.worker.bench.shape import Case
 from xpyd_worker.bench.figures import Summary, summarize
 
@@ -23,7 +24,12 @@ _ALONE = Layout()
 
 
 def report(
-    reduces: Sequence[Rounds], turns: dict[str, list[Turn]], *, cores: int, rounds: int
+    reduces: Sequence[Rounds],
+    on_gpus: Sequence[GpuRounds],
+    turns: dict[str, list[Turn]],
+    *,
+    cores: int,
+    rounds: int,
 ) -> dict[str, Any]:
     """The JSON that a run ends with. `turns`: of each model."""
     return {
@@ -31,6 +37,7 @@ def report(
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "ratios": _ratios(reduces, turns),
         "allReduce": [_reduce(one) for one in reduces],
+        "gpuAllReduce": [_gpu_reduce(one) for one in on_gpus],
         "engines": {model: _engines(found) for model, found in turns.items()},
         "bubble": {model: _bubbles(found) for model, found in turns.items()},
         "cores": cores,
@@ -94,6 +101,16 @@ def _reduce(one: Rounds) -> dict[str, Any]:
         "oursUs": round(median(one.ours_us), 1),
         "glooUs": round(median(one.gloo_us), 1),
         "ratio": round(median(a / b for a, b in zip(one.ours_us, one.gloo_us, strict=True)), 4),
+    }
+
+
+def _gpu_reduce(one: GpuRounds) -> dict[str, Any]:
+    return {
+        "ranks": one.ranks,
+        "kib": one.size_kib,
+        "oursUs": round(median(one.ours_us), 2),
+        "ncclUs": round(median(one.nccl_us), 2),
+        "ratio": round(median(a / b for a, b in zip(one.ours_us, one.nccl_us, strict=True)), 4),
     }
 
 
