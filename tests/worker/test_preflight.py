@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from xpyd_core.errors import UserError
-from xpyd_worker.preflight import check_devices, file_warning, look_at_network, socket_warning
+from xpyd_worker.preflight import (
+    check_devices,
+    file_warning,
+    look_at_network,
+    look_at_waits,
+    socket_warning,
+)
 
 
 @pytest.mark.parametrize("soft", [256, 4096])
@@ -75,6 +81,18 @@ def test_a_network_that_will_hurt_is_in_the_log(
     with caplog.at_level(logging.WARNING):
         look_at_network(2, {}, infiniband=tmp_path)
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("value", "warns"), [("1", True), ("True", True), ("0", False), ("", False)]
+)
+def test_waits_that_hold_the_host_up_are_warned_of(
+    caplog: pytest.LogCaptureFixture, value: str, warns: bool
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        look_at_waits({})
+        look_at_waits({"TORCH_NCCL_BLOCKING_WAIT": value})
+    assert ["TORCH_NCCL_BLOCKING_WAIT is set" in line for line in caplog.messages] == [True] * warns
 
 
 def test_each_rank_needs_a_gpu_of_its_own() -> None:

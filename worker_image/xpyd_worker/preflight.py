@@ -38,6 +38,15 @@ def look_at_network(
     _warn(socket_warning(nodes, environ, has_rdma=_has_entries(infiniband)))
 
 
+def look_at_waits(environ: Mapping[str, str]) -> None:
+    """A warning in the log where every wait for NCCL will hold its host up."""
+    if environ.get("TORCH_NCCL_BLOCKING_WAIT", "").lower() in ("1", "true", "t", "yes", "y"):
+        _log.warning(
+            "TORCH_NCCL_BLOCKING_WAIT is set: ranks wait on the host for what they enqueue, and "
+            "CUDA graphs cannot be captured; unset it"
+        )
+
+
 def check_devices(found: int, ranks: int) -> None:
     """UserError where this pod sees fewer GPUs than it has ranks, each of which needs its own."""
     if found < ranks:

@@ -25,7 +25,7 @@ from xpyd_worker.parallel.api import GroupError, Part
 from xpyd_worker.parallel.boundary import HiddenSize
 from xpyd_worker.parallel.distributed import Rendezvous
 from xpyd_worker.parallel.state import ParallelState, open_parallel
-from xpyd_worker.preflight import check_devices, look_at_network
+from xpyd_worker.preflight import check_devices, look_at_network, look_at_waits
 from xpyd_worker.ranks.device_states import DeviceStates
 from xpyd_worker.ranks.loading import slots
 from xpyd_worker.ranks.loss import MissesOthersError
@@ -242,4 +242,5 @@ def _device(start: Start) -> torch.device:
     check_devices(torch.cuda.device_count(), start.pod_ranks)
     if start.pod_rank == 0:
         look_at_network(start.sizes.replica // start.pod_ranks, os.environ)
+        look_at_waits(os.environ)
     return choose_device(f"cuda:{start.pod_rank}")
