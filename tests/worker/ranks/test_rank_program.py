@@ -55,5 +55,5 @@ def test_the_custom_all_reduce_is_asked_for_as_configured(
     )
     channel: Any = None
     with pytest.raises(Met):
-        program.RankProgram(start, channel).load()
+        program.RankProgram(start, channel, pytest.fail).load()
     assert given["custom_all_reduce"] is asked
