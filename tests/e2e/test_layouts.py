@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import Fleet, fleet
+from tests.e2e.harness import Fleet, Process, fleet
 from tests.e2e.oracle import Case
 
 CASES = 4
@@ -63,3 +63,35 @@ def test_greedy_tokens_are_those_of_one_process_and_d_computes_no_prompt(
         assert received == p.metric("xpyd_kv_sent_bytes_total") > 0
         assert d.metric("xpyd_engine_prompt_tokens_computed_total") == 0
         assert d.metric("xpyd_kv_recomputed_requests_total") == 0
+
+
+@pytest.mark.slow
+def test_ranks_of_several_pods_are_their_engines_to_the_other_side(
+    tmp_path: Path, cases: list[Case]
+) -> None:
+    by = ("--kv-transport", "tcp", "--pipeline-parallel-size", "2")
+    with fleet(tmp_path) as running:
+        pods: dict[str, list[Process]] = {}
+        for role, host in (("Prefill", 50), ("Decode", 60)):
+            flags = (*by, "--kv-on-failure", "fail") if role == "Decode" else by
+            leader = f"{running.subnet}.{host}"
+            pods[role] = [
+                running.start_engine(
+                    role,
+                    *flags,
+                    name=f"{role.lower()}-0-{pod}",
+                    ip=f"{running.subnet}.{host + pod}",
+                    env={
+                        "LWS_LEADER_ADDRESS": leader,
+                        "LWS_GROUP_SIZE": "2",
+                        "LWS_WORKER_INDEX": str(pod),
+                    },
+                )
+                for pod in range(2)
+            ]
+        p, d = pods["Prefill"][0], pods["Decode"][0]
+        running.wait_ready(p, d)
+        for case in cases[:CASES]:
+            assert _ask(running, case) == case.ids
+        assert d.metric("xpyd_kv_recomputed_requests_total") == 0
+        assert d.metric("xpyd_engine_prompt_tokens_computed_total") == 0
