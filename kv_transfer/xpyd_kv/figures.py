@@ -14,8 +14,8 @@ OTHER = "other"
 class Names(Counter[str]):
     """Counts by name, where a peer may have chosen the name: over MAX_NAMES it becomes `other`."""
 
-    def add(self, name: str) -> None:
-        """One more under `name`."""
+    def add(self, name: str, count: int = 1) -> None:
+        """`count` more under `name`."""
         if name not in self and len(self) >= MAX_NAMES:
             name = OTHER
-        self[name] += 1
+        self[name] += count

@@ -23,6 +23,7 @@ from xpyd_kv.plan.engine_layout import EngineLayout
 from xpyd_kv.ranks.build import RankPart, build_rank
 from xpyd_kv.ranks.engine import BookMemory, RankedEngine
 from xpyd_kv.transport.api import Handler
+from xpyd_kv.transport.counters import Counters
 from xpyd_kv.transport.settings import Identity
 from xpyd_kv.transport.shared_memory import SharedMemory, SharedMemoryPath
 from xpyd_kv.transport.tcp import TcpEndpoint
@@ -150,10 +151,12 @@ class Side:
     def _start_rank(self, rank: int) -> None:
         pipe = Pipe()
         layout = layout_of(self.engine, rank)
+        counters = Counters()
 
         def make(handler: Handler) -> TcpEndpoint:
             return TcpEndpoint(
                 handler,
+                counters=counters,
                 identity=Identity(f"pod-{self.role}", f"incarnation-{self.role}", self.role, rank),
                 layout=wire_layout(
                     layout, factors={"model": "m"}, max_tokens=MAX_TOKENS, engine=self.engine
@@ -173,6 +176,7 @@ class Side:
             engine=self.engine,
             settings=self.settings,
             give_up=self.given_up.append,
+            counters=counters,
         )
         part.endpoint.start()
         self.pipes.append(pipe)

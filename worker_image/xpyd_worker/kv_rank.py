@@ -27,6 +27,7 @@ from xpyd_kv.ranks.api import Channel, RankSender
 from xpyd_kv.ranks.build import RankPart, build_rank
 from xpyd_kv.ranks.rooms import Rooms
 from xpyd_kv.transport.api import Handler
+from xpyd_kv.transport.counters import Counters
 from xpyd_kv.transport.shared_memory import SharedMemory
 from xpyd_kv.transport.tcp import TcpEndpoint
 from xpyd_kv.wire.messages import MAX_PROBE_BYTES
@@ -160,9 +161,12 @@ def start_rank_kv(
         ways = ways_of_host(config, cache, cache.regions, shared=shared, landings=landings)
     factors = compat_factors(folder, model=model_name, revision="", kv_dtype=cache.layout.dtype)
 
+    counters = Counters()
+
     def make_endpoint(handler: Handler) -> TcpEndpoint:
         return TcpEndpoint(
             handler,
+            counters=counters,
             identity=identity_of(
                 config, ways, engine_id=engine_id, incarnation=incarnation, rank=rank
             ),
@@ -192,6 +196,7 @@ def start_rank_kv(
         make_endpoint=make_endpoint,
         memory=cache,
         engine=engine,
+        counters=counters,
         settings=settings_of(
             config, ways, config.buffer_bytes(blocks * engine.held_bytes_per_block)
         ),

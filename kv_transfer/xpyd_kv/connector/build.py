@@ -39,6 +39,7 @@ from xpyd_kv.store.api import Store
 from xpyd_kv.store.landing_store import LandingStore, StoreLimits
 from xpyd_kv.store.own_space import OwnSpace
 from xpyd_kv.transport.api import Endpoint, Handler
+from xpyd_kv.transport.counters import Counters
 from xpyd_kv.wire import messages as wire
 
 _Event = TypeVar("_Event")
@@ -69,6 +70,8 @@ class Connector:
     probes: Probes | None = None
     consumer: KvConsumer | None = None
     store: Store | None = None
+    rank_counters: Counters = field(default_factory=Counters)
+    """What the endpoints of the engine's ranks have counted together, where each has its own."""
 
     def probe(self, address: Address, done: Callable[[ProbeResult], None]) -> None:
         """Any thread, on P only: see Probes.ask. `done` is called on the I/O thread."""
@@ -146,6 +149,7 @@ class _Half:
     make_store: MakeStore
     clock: Callable[[], float]
     remote: _Remote | None
+    rank_counters: Counters = field(default_factory=Counters)
 
     def producer(self) -> Connector:
         events: deque[SendEvent] = deque()
@@ -171,7 +175,12 @@ class _Half:
             clock=self.clock,
         )
         return Connector(
-            self.endpoint, self.metrics, producer=producer, store=store, probes=session.probes
+            self.endpoint,
+            self.metrics,
+            producer=producer,
+            store=store,
+            probes=session.probes,
+            rank_counters=self.rank_counters,
         )
 
     def consumer(self) -> Connector:
@@ -199,7 +208,13 @@ class _Half:
             limits=self.settings.limits,
             metrics=self.metrics,
         )
-        return Connector(self.endpoint, self.metrics, consumer=consumer, store=store)
+        return Connector(
+            self.endpoint,
+            self.metrics,
+            consumer=consumer,
+            store=store,
+            rank_counters=self.rank_counters,
+        )
 
     def _fanout(self) -> Fanout:
         if self.remote is not None:
@@ -239,6 +254,7 @@ class _Half:
             remote.engine.channels,
             call=self.endpoint.call,
             metrics=self.metrics,
+            counters=self.rank_counters,
             copies=remote.copies,
         )
 

@@ -6,6 +6,7 @@ The endpoint comes first and needs a handler; session and rank come second, befo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from xpyd_core.request_id import Address
 from xpyd_kv.connector.compute_gate import ComputeGate
@@ -14,11 +15,19 @@ from xpyd_kv.transport.api import Handler, Peer
 from xpyd_kv.wire import messages as wire
 
 
+class Ticking(Protocol):
+    """What Handler.tick asks."""
+
+    def tick(self, now: float) -> float | None: ...
+
+
 class LateHandler:
-    """See Handler. `session` None: a rank's process. `rank` None: one that only has an engine."""
+    """See Handler. `session` None: a rank's process, whose `teller` tells its engine what it
+    counts. `rank` None: one that only has an engine."""
 
     session: Handler | None = None
     rank: Handler | None = None
+    teller: Ticking | None = None
 
     def __init__(self, gate: ComputeGate) -> None:
         self._gate = gate
@@ -47,7 +56,8 @@ class LateHandler:
 
     def tick(self, now: float) -> float | None:
         times = [self._gate.poll()]
-        times += [part.tick(now) for part in (self.session, self.rank) if part is not None]
+        parts = (self.session, self.rank, self.teller)
+        times += [part.tick(now) for part in parts if part is not None]
         return min((time for time in times if time is not None), default=None)
 
     def _of(self, peer: Peer) -> Handler:

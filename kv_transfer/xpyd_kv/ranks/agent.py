@@ -18,6 +18,8 @@ from xpyd_kv.plan.frames import FrameLimits
 from xpyd_kv.ranks import messages as told
 from xpyd_kv.ranks.api import (
     Channel,
+    EndpointFigures,
+    Figures,
     Opened,
     Opening,
     PairEnded,
@@ -96,6 +98,10 @@ class Mouth:
     def copied(self, number: int) -> None:
         """A copy is through."""
         self._post(told.Copied(number=number))
+
+    def counted(self, figures: Figures, endpoint: EndpointFigures) -> None:
+        """See Teller."""
+        self._post(told.Counted(figures=figures, endpoint=endpoint))
 
     def _post(self, message: told.FromRank) -> None:
         self._channel.post(told.encode(message))

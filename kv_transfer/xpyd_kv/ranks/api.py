@@ -189,3 +189,12 @@ class Figures:
     received_frames: int = 0
     checksum_mismatches: int = 0
     refused_data: dict[str, int] = field(default_factory=dict[str, int])
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndpointFigures:
+    """What a rank's endpoint has counted since the rank last said so, by the fields of Counters:
+    only what has changed."""
+
+    numbers: dict[str, int] = field(default_factory=dict[str, int])
+    named: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])

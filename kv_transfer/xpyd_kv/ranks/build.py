@@ -18,7 +18,7 @@ from xpyd_kv.connector.handler import LateHandler
 from xpyd_kv.plan.engine_layout import EngineLayout
 from xpyd_kv.ranks.agent import Mouth, RankAgent, StepSender
 from xpyd_kv.ranks.api import Channel
-from xpyd_kv.ranks.figures import FigureBook
+from xpyd_kv.ranks.figures import FigureBook, Teller
 from xpyd_kv.ranks.receives import RankReceives
 from xpyd_kv.ranks.rooms import Rooms
 from xpyd_kv.ranks.sends import RankSends
@@ -26,6 +26,7 @@ from xpyd_kv.session.events import ReceiveEvent
 from xpyd_kv.session.metrics import KvMetrics
 from xpyd_kv.session.receiving import ReceiveSession
 from xpyd_kv.transport.api import Endpoint
+from xpyd_kv.transport.counters import Counters
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,13 @@ def build_rank(
     engine: EngineLayout,
     settings: KvSettings,
     give_up: Callable[[str], None],
+    counters: Counters | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> RankPart:
     """The parts of one rank of a P or a D, endpoint not started; it listens to `channel` from now
     on. `memory` is the rank's cache, `engine` all of it; `settings` are the engine's. `give_up`
-    ends the rank, with the reason: its device has failed. UserError when there is less memory than
-    buffer and pool take."""
+    ends the rank, with the reason: its device has failed. `counters`: the endpoint's, which the
+    engine is told of. UserError when there is less memory than buffer and pool take."""
     has_store = role == "D" or settings.mode == "get"
     units = settings.store.units(engine.held_bytes_per_block) if has_store else (0, 0)
     rooms = Rooms(memory, units)
@@ -60,7 +62,10 @@ def build_rank(
     handler = LateHandler(gate)
     endpoint = make_endpoint(handler)
     metrics = KvMetrics()
-    mouth = Mouth(channel, FigureBook(metrics))
+    figures = FigureBook(metrics)
+    mouth = Mouth(channel, figures)
+    if counters is not None:
+        handler.teller = Teller(figures, counters, mouth.counted)
     agent = partial(
         RankAgent,
         call=endpoint.call,

@@ -13,7 +13,7 @@ from typing import Literal, TypedDict
 import msgspec
 
 from xpyd_core.request_id import TransferKey
-from xpyd_kv.ranks.api import Figures
+from xpyd_kv.ranks.api import EndpointFigures, Figures
 from xpyd_kv.wire.messages import Mode
 
 Where = Literal["blocks", "buffer", "pool"]
@@ -154,7 +154,14 @@ class Copied(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tru
     number: int
 
 
-FromRank = Flushed | Ended | Taking | Landed | Lost | Quiet | Copied
+class Counted(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+    """What was counted besides: see Teller."""
+
+    figures: Figures
+    endpoint: EndpointFigures
+
+
+FromRank = Flushed | Ended | Taking | Landed | Lost | Quiet | Copied | Counted
 
 
 # --- in a step's message

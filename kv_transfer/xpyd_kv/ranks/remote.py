@@ -31,6 +31,7 @@ from xpyd_kv.ranks.messages import Place
 from xpyd_kv.ranks.store import place_of
 from xpyd_kv.session.metrics import KvMetrics
 from xpyd_kv.session.source import ReadyArea
+from xpyd_kv.transport.counters import Counters
 
 Call = Callable[[Callable[[], None]], None]
 """Endpoint.call."""
@@ -163,12 +164,15 @@ class Ears:
         *,
         call: Call,
         metrics: KvMetrics,
+        counters: Counters,
         copies: RankedCopies,
         on_sent: OnSent | None = None,
         on_received: OnReceived | None = None,
     ) -> None:
+        """`metrics` and `counters`: what the ranks count is added there."""
         self._call = call
         self._metrics = metrics
+        self._counters = counters
         self._copies = copies
         self._on_sent = on_sent
         self._on_received = on_received
@@ -187,6 +191,9 @@ class Ears:
         counted = getattr(said, "figures", None)
         if isinstance(counted, Figures):
             figures.add(self._metrics, counted)
+        if isinstance(said, told.Counted):
+            self._counters.add(said.endpoint.numbers, said.endpoint.named)
+            return
         key = TransferKey(said.uuid, said.prompt_index)
         match said:
             case told.Flushed() | told.Ended() if self._on_sent is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import cast
 
 from xpyd_kv.figures import Names
 
@@ -40,3 +42,37 @@ class Counters:
     """Connections that ended because what P lends could not be opened or read, by transport."""
     refused: Names = field(default_factory=Names)
     """Handshakes refused, by factor (`incompatible`) or by reason (`auth`, `version`, ...)."""
+
+    def numbers(self) -> dict[str, int]:
+        """The plain ones, by their fields."""
+        values = ((each.name, getattr(self, each.name)) for each in fields(self))
+        return {name: value for name, value in values if isinstance(value, int)}
+
+    def named(self) -> dict[str, dict[str, int]]:
+        """The others, likewise."""
+        values = ((each.name, getattr(self, each.name)) for each in fields(self))
+        return {
+            name: dict(cast("dict[str, int]", value))
+            for name, value in values
+            if isinstance(value, dict)
+        }
+
+    def add(self, numbers: Mapping[str, int], named: Mapping[str, Mapping[str, int]]) -> None:
+        """Count these, too: as `numbers` and `named` give them, or what they have changed by."""
+        for name, more in numbers.items():
+            setattr(self, name, getattr(self, name) + more)
+        for name, counts in named.items():
+            own: dict[str, int] = getattr(self, name)
+            for key, more in counts.items():
+                if isinstance(own, Names):
+                    own.add(key, more)
+                else:
+                    own[key] = own.get(key, 0) + more
+
+
+def together(parts: Iterable[Counters]) -> Counters:
+    """Their sum."""
+    total = Counters()
+    for part in parts:
+        total.add(part.numbers(), part.named())
+    return total

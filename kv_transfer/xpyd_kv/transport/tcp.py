@@ -90,12 +90,13 @@ class TcpEndpoint:
         probe_room: memoryview | None = None,
         deadlines: Deadlines | None = None,
         bounds: Bounds | None = None,
+        counters: Counters | None = None,
         clock: Callable[[], float] = time.monotonic,
         nonce: Callable[[], bytes] = _random_nonce,
     ) -> None:
         if not keys:
             raise UserError("KV transfer needs a key: give --kv-key-file, or --kv-insecure")
-        self.counters = Counters()
+        self.counters = counters or Counters()
         self._clock = clock
         self._listen = listen
         self._source_host = source_host

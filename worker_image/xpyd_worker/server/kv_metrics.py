@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from xpyd_core.distribution import Distribution
 from xpyd_kv.session.metrics import KvMetrics
 from xpyd_kv.store.api import StoreFigures
-from xpyd_kv.transport.counters import Counters
+from xpyd_kv.transport.counters import Counters, together
 from xpyd_kv.transport.nccl.limits import NcclFigures
 from xpyd_kv.transport.settings import TRANSPORTS
 from xpyd_worker.engine.request import EngineStats
@@ -27,12 +27,14 @@ _OUTCOMES = ("done", "failed")
 
 
 def samples_of(kv: Kv, stats: EngineStats) -> Iterable[Sample | HistogramSample]:
-    """The figures of a worker's transfer."""
+    """The figures of a worker's transfer, its ranks' among them."""
     connector = kv.connector
-    store = connector.store if connector is not None else None
+    if connector is None:
+        return kv_samples(KvMetrics(), Counters(), StoreFigures(), stats)
+    store = connector.store
     return kv_samples(
-        connector.metrics if connector is not None else KvMetrics(),
-        kv.counters or Counters(),
+        connector.metrics,
+        together((kv.counters or Counters(), connector.rank_counters)),
         store.figures() if store is not None else StoreFigures(),
         stats,
         kv.ways.nccl if kv.ways is not None else None,

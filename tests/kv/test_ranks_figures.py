@@ -1,0 +1,82 @@
+"""What the endpoints of an engine's ranks count is the engine's, too: each thing once, gauges as
+they are now."""
+
+from __future__ import annotations
+
+import socket
+
+from tests.kv.rank_pods import address_of, engine_of, sides, until
+from tests.kv.test_ranks_pairs import IDS, ONE, TWO, move
+from xpyd_kv.figures import MAX_NAMES
+from xpyd_kv.ranks.api import EndpointFigures, Figures
+from xpyd_kv.ranks.figures import TELL_S, EndpointBook, FigureBook, Teller
+from xpyd_kv.session.metrics import KvMetrics
+from xpyd_kv.transport.counters import Counters, together
+
+
+def test_an_engine_has_the_counts_of_its_ranks_connections() -> None:
+    p_engine = engine_of(2, ONE, kv_heads=2, block_size=4)
+    d_engine = engine_of(2, TWO, kv_heads=2, block_size=4)
+    with sides(p_engine, d_engine) as (p, d):
+        move(p, d)
+        # Two shares of one stage to two stages each.
+        until(lambda: d.kv.rank_counters.opened == {"tcp": 4}, "D's ranks to tell")
+        until(lambda: p.kv.rank_counters.connections_by == {"tcp": 4}, "P's ranks to tell")
+        of_ranks = [part.endpoint.counters for part in p.parts]
+        until(
+            lambda: p.kv.rank_counters.sent_bytes == sum(one.sent_bytes for one in of_ranks),
+            "all that was sent",
+        )
+        assert p.kv.rank_counters.sent_bytes > len(IDS) * 3 * 2 * 8
+
+
+def test_who_is_refused_by_a_rank_is_counted_without_any_transfer() -> None:
+    engine = engine_of(2, ONE, kv_heads=2, block_size=4)
+    with sides(engine, engine) as (_, d):
+        where = address_of(d.parts[1].endpoint)
+        with socket.create_connection((where.host, where.port)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            until(lambda: d.kv.rank_counters.junk_connections == 1, "the rank to tell")
+        until(lambda: d.kv.rank_counters.strangers == 0, "the stranger to be gone")
+
+
+def test_what_a_rank_tells_adds_up_to_what_it_has_counted() -> None:
+    own, total = Counters(), Counters()
+    book = EndpointBook(own)
+    for turn in range(3):
+        own.sent_bytes += 10
+        own.connections = 2 - turn
+        own.connections_by["shm"] = 2 - turn
+        own.opened["shm"] = turn + 1
+        own.refused.add("auth")
+        told = book.take()
+        total.add(told.numbers, told.named)
+        assert total == own
+    assert book.take() == EndpointFigures()
+
+
+def test_names_of_many_ranks_are_bounded_together() -> None:
+    ranks = [Counters() for _ in range(4)]
+    for rank, one in enumerate(ranks):
+        for number in range(MAX_NAMES):
+            one.refused.add(f"rank {rank} factor {number}")
+    total = together(ranks)
+    assert len(total.refused) == MAX_NAMES + 1
+    assert sum(total.refused.values()) == 4 * MAX_NAMES
+
+
+def test_a_rank_tells_what_has_changed_and_not_more_often_than_it_is_to() -> None:
+    told: list[tuple[Figures, EndpointFigures]] = []
+    metrics, counters = KvMetrics(), Counters()
+    teller = Teller(FigureBook(metrics), counters, lambda *figures: told.append(figures))
+    assert teller.tick(100.0) == 100.0 + TELL_S
+    assert not told
+    counters.silent_peers = 1
+    metrics.refused_data["stale"] = 2
+    assert teller.tick(100.5) == 100.0 + TELL_S
+    assert not told
+    teller.tick(100.0 + TELL_S)
+    expected = Figures(refused_data={"stale": 2}), EndpointFigures(numbers={"silent_peers": 1})
+    assert told == [expected]
+    teller.tick(100.0 + 2 * TELL_S)
+    assert told == [expected]
