@@ -24,9 +24,11 @@ from xpyd_router.fleet.registry import Instance, InstanceKey
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.requests.trace import Trace
 from xpyd_worker.engine.request import EngineStats
+from xpyd_worker.ranks.figures import RankFigures
 from xpyd_worker.server.kv_metrics import kv_samples
 from xpyd_worker.server.metrics import ServerMetrics
 from xpyd_worker.server.not_built import refuse_not_built
+from xpyd_worker.server.rank_metrics import rank_samples
 
 CHAT_ONLY = {"tools", "functions", "chat_template", "audio"}
 DOCS = Path(__file__).parents[2] / "docs"
@@ -189,9 +191,23 @@ def test_the_fields_of_the_access_log_are_those_of_the_page() -> None:
 
 def test_the_metrics_of_the_engine_are_those_of_the_page() -> None:
     metrics, stats = ServerMetrics(), EngineStats()
+    rank = RankFigures(
+        rank=0,
+        stage=0,
+        tensor=0,
+        is_up=True,
+        steps=1,
+        processor_s=1.0,
+        weight_bytes=1,
+        cache_bytes=1,
+        blocks_fit=1,
+    )
     metrics.watch(
         lambda: stats,
-        lambda now: kv_samples(KvMetrics(), Counters(), StoreFigures(), now),
+        lambda now: [
+            *kv_samples(KvMetrics(), Counters(), StoreFigures(), now),
+            *rank_samples([rank]),
+        ],
         model="m",
         block_size=16,
         load_s=1.0,

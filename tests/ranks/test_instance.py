@@ -6,7 +6,8 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,31 @@ def test_45_and_48_steps_are_answered_by_the_first_rank_of_the_last_stage(four: 
     assert [step(executor, {"say": n}) for n in range(50)] == [
         {"rank": 2, "blocks": 5, "say": n} for n in range(50)
     ], "and each rank has as many blocks as fit on the smallest"
+
+
+def test_each_rank_shows_its_steps_what_fits_on_it_and_whether_it_is_up() -> None:
+    with started(TWO, blocks=[9, 5]) as instance:
+        assert instance.fits == (9, 5)
+        executor = executor_of(instance)
+        for _ in range(5):
+            step(executor, {})
+        # The watch sees them by its next look; ranks that give no answer may come behind.
+        wait_until(lambda: steps_of(instance) == [5, 5])
+        assert [one.is_up for one in instance.show()] == [True, True]
+        os.kill(instance.who(1).pid, signal.SIGKILL)
+        loss_of(instance)
+        assert [one.is_up for one in instance.show()] == [True, False]
+
+
+def steps_of(instance: Instance) -> list[int]:
+    return [one.beat.steps for one in instance.show()]
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
 
 
 def test_steps_under_way_are_waited_for_in_order(four: Instance) -> None:

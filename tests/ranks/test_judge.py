@@ -7,7 +7,14 @@ import pytest
 
 from xpyd_core.parallel.ranks import Sizes
 from xpyd_worker.ranks.beats import Beat
-from xpyd_worker.ranks.judge import IDLE_LOOKS, LOOK_S, SILENT_LOOKS, STARTING_SILENT_LOOKS, Judge
+from xpyd_worker.ranks.judge import (
+    DOWN_LOOKS,
+    IDLE_LOOKS,
+    LOOK_S,
+    SILENT_LOOKS,
+    STARTING_SILENT_LOOKS,
+    Judge,
+)
 from xpyd_worker.ranks.loss import (
     EXIT_RANK_ENDED,
     EXIT_RANK_SILENT,
@@ -182,3 +189,22 @@ def test_what_the_user_can_mend_is_said_so_whoever_fails_with_it() -> None:
         EXIT_RANK_ENDED,
         is_user_error=True,
     )
+
+
+def test_a_rank_is_shown_down_while_it_is_silent_and_when_it_has_failed() -> None:
+    ranks = Ranks()
+    up = [True] * 4
+    assert [one.is_up for one in ranks.judge.show()] == up
+    ranks.look()
+    ranks.stopped = {2}
+    assert ranks.look(DOWN_LOOKS - 1) is None
+    assert [one.is_up for one in ranks.judge.show()] == up
+    assert ranks.look() is None
+    assert [one.is_up for one in ranks.judge.show()] == [True, True, False, True]
+    ranks.stopped = set()
+    ranks.look()
+    assert [one.is_up for one in ranks.judge.show()] == up
+    ranks.judge.ended(1, -9)
+    ranks.judge.failed(3, MISSES)
+    assert [one.is_up for one in ranks.judge.show()] == [True, False, True, False]
+    assert [one.beat for one in ranks.judge.show()] == ranks.beats

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -37,6 +37,9 @@ from xpyd_worker.ranks.loss import Loss
 from xpyd_worker.ranks.messages import Logs
 from xpyd_worker.ready_model import ReadyModel
 from xpyd_worker.runner.tokenizer import Tokenizer
+from xpyd_worker.server.kv_metrics import samples_of
+from xpyd_worker.server.rank_metrics import rank_samples
+from xpyd_worker.server.samples import AnySample
 from xpyd_worker.server.service import ServedModel
 from xpyd_worker.server.tokenizer_files import ServedFiles
 
@@ -86,6 +89,11 @@ class Loaded:
             prompt_tokens_computed=counters.prompt_tokens_computed,
             output_tokens_computed=counters.output_tokens_computed,
         )
+
+    def samples(self, stats: EngineStats) -> Iterable[AnySample]:
+        """The figures of its KV transfer and of its ranks."""
+        yield from samples_of(self.kv, stats)
+        yield from rank_samples(self.ready.ranks())
 
 
 def load(

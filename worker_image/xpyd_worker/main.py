@@ -16,7 +16,6 @@ import signal
 import socket
 import sys
 import time
-from functools import partial
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -41,7 +40,6 @@ from xpyd_worker.server.app import create_app
 from xpyd_worker.server.asgi import listen, make_server
 from xpyd_worker.server.bridge import EngineBridge
 from xpyd_worker.server.heartbeat import HeartbeatSender
-from xpyd_worker.server.kv_metrics import samples_of
 from xpyd_worker.server.lifecycle import Lifecycle
 from xpyd_worker.server.metrics import ServerMetrics
 from xpyd_worker.server.service import Place, Service, seeds
@@ -229,7 +227,7 @@ class _Worker:
             self._lifecycle.become("Ready")
             self._metrics.watch(
                 loaded.stats,
-                partial(samples_of, loaded.kv),
+                loaded.samples,
                 model=loaded.model.names[0],
                 block_size=config.block_size,
                 load_s=self._age_s(),

@@ -17,6 +17,7 @@ from xpyd_worker.memory import MemoryUse
 
 if TYPE_CHECKING:
     from xpyd_worker.kv_device import DeviceCache
+    from xpyd_worker.ranks.figures import RankFigures
     from xpyd_worker.ranks.instance import Instance
 
 
@@ -85,3 +86,5 @@ class ReadyModel:
     ranked_kv: RankedKv | None = None
     """Where KV moves and the cache is divided over ranks."""
     instance: Instance | None = None
+    ranks: Callable[[], Sequence[RankFigures]] = tuple
+    """What is known of each rank now; of none where there is one process."""

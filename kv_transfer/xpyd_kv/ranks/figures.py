@@ -100,6 +100,4 @@ class Teller:
 
 
 def _changes(now: dict[str, int], before: dict[str, int]) -> dict[str, int]:
-    return {
-        name: change for name, value in now.items() if (change := value - before.get(name, 0))
-    }
+    return {name: change for name, value in now.items() if (change := value - before.get(name, 0))}

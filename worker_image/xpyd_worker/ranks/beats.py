@@ -20,12 +20,14 @@ _WORDS = 8  # a cache line for each rank
 
 class Beat(NamedTuple):
     """One look at a rank: how often it has beaten, how often it has begun and ended to work on
-    steps, and what its threads have computed, in ns of a processor."""
+    steps, what its threads have computed, in ns of a processor, and how many steps it has
+    launched."""
 
     beats: int = 0
     begun: int = 0
     ended: int = 0
     processor_ns: int = 0
+    steps: int = 0
 
     @property
     def is_working(self) -> bool:
@@ -84,7 +86,7 @@ class BeatPage:
 
 
 class Slot:
-    """Where one rank writes. `begin` and `end`: the thread that runs its steps."""
+    """Where one rank writes. `begin`, `launched` and `end`: the thread that runs its steps."""
 
     def __init__(self, words: memoryview) -> None:
         self._words = words
@@ -96,6 +98,10 @@ class Slot:
     def end(self) -> None:
         """It ends."""
         self._words[2] += 1
+
+    def launched(self) -> None:
+        """A step has been; work on it may go on in several turns."""
+        self._words[4] += 1
 
     def beat(self) -> None:
         """The beating thread's turn."""

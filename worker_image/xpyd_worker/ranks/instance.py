@@ -18,7 +18,7 @@ from xpyd_worker.config import WorkerConfig
 from xpyd_worker.ranks.beats import Beat
 from xpyd_worker.ranks.brood import COMMAND
 from xpyd_worker.ranks.frames import Frame, Kind
-from xpyd_worker.ranks.judge import Judge
+from xpyd_worker.ranks.judge import Judge, Shown
 from xpyd_worker.ranks.leader import gather, listen
 from xpyd_worker.ranks.links import LinkChannel, Links
 from xpyd_worker.ranks.loss import (
@@ -87,6 +87,8 @@ class Instance:
         self.settled = threading.Event()
         self.loss: Loss | None = None
         """Why the instance cannot go on; the ranks are gone then."""
+        self.fits: tuple[int, ...] = ()
+        """Blocks of KV that each rank has room for, once started."""
         self.lost_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         """Readable from then on."""
         self.responses: list[Responses | RelayedResponses] = []
@@ -101,6 +103,10 @@ class Instance:
         return who(
             rank, self._sizes, pid=self._pod.pid(rank), pod=rank // each if pods > 1 else None
         )
+
+    def show(self) -> list[Shown]:
+        """What is known of each rank now, also when it is lost. Any thread."""
+        return self._judge.show()
 
     @property
     def threads(self) -> set[int]:
@@ -150,8 +156,8 @@ class Instance:
         self._tell(Meet())
         self._collect(Loaded)
         self._tell(Measure())
-        blocks = min(one.blocks for one in self._collect(Fits))
-        self._tell(Agreed(blocks))
+        self.fits = tuple(one.blocks for one in self._collect(Fits))
+        self._tell(Agreed(min(self.fits)))
         ready = self._collect(Ready)
         self._watch.report(Judge.started)
         return ready

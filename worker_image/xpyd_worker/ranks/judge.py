@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from xpyd_worker.ranks.beats import Beat
 from xpyd_worker.ranks.loss import (
@@ -31,6 +32,8 @@ threads of the process run. Weights are not: while 770 MB came from a cold disk,
 for 50 ms on two cores that twenty processes shared."""
 IDLE_LOOKS = 24
 """6 s in which a step was under way and no rank computed anything."""
+DOWN_LOOKS = 8
+"""2 s: a rank that misses so many beats is shown to be down. It may come back."""
 _GRACE_LOOKS = 2
 """For what is seen later, but happened before."""
 _BUSY_NS = 5_000_000
@@ -57,6 +60,14 @@ class _Seen:
     @property
     def is_wrong(self) -> bool:
         return self.returncode is not None or self.failure is not None
+
+
+class Shown(NamedTuple):
+    """What is known of a rank now. `is_up`: it is there, has not failed, and gives signs of
+    life."""
+
+    is_up: bool
+    beat: Beat
 
 
 class Judge:
@@ -101,6 +112,13 @@ class Judge:
             seen.beat = beat
         self._watch_idle(beats)
         return self._silent() or self._wrong() or self._given_up or self._stuck()
+
+    def show(self) -> list[Shown]:
+        """Of each rank, as of the last look. Any thread."""
+        return [
+            Shown(not seen.is_wrong and seen.looks_silent < DOWN_LOOKS, seen.beat)
+            for seen in self._seen
+        ]
 
     def _watch_idle(self, beats: Sequence[Beat]) -> None:
         spent_ns = sum(beat.processor_ns for beat in beats)

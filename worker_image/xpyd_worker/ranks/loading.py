@@ -9,6 +9,7 @@ from xpyd_kv.ranks.engine import RankedEngine
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.memory import MemoryUse
 from xpyd_worker.ranks.executor import RankedExecutor
+from xpyd_worker.ranks.figures import rank_figures
 from xpyd_worker.ranks.instance import Instance
 from xpyd_worker.ranks.messages import Logs, Ready
 from xpyd_worker.ranks.step_encoder import StepEncoder
@@ -34,6 +35,9 @@ def load_ranks(config: WorkerConfig, logs: Logs, incarnation: str) -> ReadyModel
         memory=lambda: memory_rows(config, ready),
         ranked_kv=_ranked_kv(config, instance, ready),
         instance=instance,
+        ranks=lambda: rank_figures(
+            config.sizes, shown=instance.show(), ready=ready, fits=instance.fits
+        ),
     )
 
 

@@ -163,6 +163,7 @@ def run_steps(
             finish()
         if message is not None:
             under_way.append(program.launch(message))
+            slot.launched()
         slot.end()
 
 

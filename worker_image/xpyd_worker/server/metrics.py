@@ -1,4 +1,4 @@
-"""`/metrics`: figures of engine, requests and KV transfer, all read at scrape time.
+"""`/metrics`: figures of engine, ranks, requests and KV transfer, all read at scrape time.
 
 Names are stable between versions. The registry is this object's own. Beside our names stand the
 few of vLLM that schedulers read from the engine itself; dashboards go through Prometheus, which can
@@ -123,20 +123,20 @@ class ServerMetrics:
     def watch(
         self,
         stats: Callable[[], EngineStats],
-        kv: Callable[[EngineStats], Iterable[AnySample]],
+        more: Callable[[EngineStats], Iterable[AnySample]],
         *,
         model: str,
         block_size: int,
         load_s: float,
     ) -> None:
-        """Show a loaded engine's and its KV transfer's figures from now on. `load_s`: from the
-        process' start to there."""
+        """Show a loaded engine's figures from now on, and what `more` gives: its KV transfer's and
+        its ranks'. `load_s`: from the process' start to there."""
 
         def samples() -> Iterable[AnySample]:
             now = stats()
             yield from engine_samples(now)
             yield Sample(f"{_PREFIX}load_seconds", "gauge", "Start of the process to Ready", load_s)
-            yield from kv(now)
+            yield from more(now)
             yield from vllm_samples(now, model=model, block_size=block_size)
 
         self._registry.register(_SampleCollector(samples))

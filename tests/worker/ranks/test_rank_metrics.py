@@ -1,0 +1,37 @@
+"""The ranks of an engine on /metrics: one series each, by rank, stage and share."""
+
+from __future__ import annotations
+
+from xpyd_core.parallel.ranks import Sizes
+from xpyd_worker.ranks.beats import Beat
+from xpyd_worker.ranks.figures import rank_figures
+from xpyd_worker.ranks.judge import Shown
+from xpyd_worker.ranks.messages import Ready
+from xpyd_worker.server.rank_metrics import rank_samples
+
+
+def test_each_rank_has_its_own_figures_under_its_place() -> None:
+    sizes = Sizes(pipeline=2, tensor=2)
+    figures = rank_figures(
+        sizes,
+        shown=[Shown(rank != 2, Beat(9, 5, 4, 1_500_000_000 * rank, rank)) for rank in range(4)],
+        ready=[Ready(7, 100 + rank, 200 + rank, None, "float32", 1, False) for rank in range(4)],
+        fits=(9, 7, 8, 10),
+    )
+    found = {(s.name.removeprefix("xpyd_engine_rank_"), s.labels): s for s in rank_samples(figures)}
+    assert len(found) == 6 * 4
+    labels = (("rank", "2"), ("stage", "1"), ("tensor", "0"))
+    of_two = {name: sample.value for (name, where), sample in found.items() if where == labels}
+    assert of_two == {
+        "up": 0,
+        "steps": 2,
+        "processor_seconds": 3.0,
+        "weight_bytes": 102,
+        "kv_cache_bytes": 202,
+        "kv_blocks_fit": 8,
+    }
+    assert found["up", (("rank", "1"), ("stage", "0"), ("tensor", "1"))].value == 1
+
+
+def test_an_engine_that_is_one_process_shows_no_ranks() -> None:
+    assert not list(rank_samples(()))
