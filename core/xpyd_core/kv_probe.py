@@ -22,7 +22,8 @@ from xpyd_core.pod_env import read_pod_env
 EXIT_FAILED = 1
 # The engine answers within 5 s, or says that it cannot.
 _TIMEOUT_S = 20.0
-_MAX_ANSWER_BYTES = 64 * 1024
+# Of engines with many ranks: 200 bytes for each pair.
+_MAX_ANSWER_BYTES = 1024 * 1024
 _EPILOG = """examples:
   xpyd kv-probe --engine http://127.1.1.2:20001 --peer 127.1.1.3:21001 --kv-key-file kv.key
   xpyd kv-probe --engine http://10.0.0.5:20001 --peer 10.0.0.6:21001 --output json
@@ -58,11 +59,21 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _text(peer: str, answer: dict[str, Any]) -> str:
-    milliseconds = 1000 * float(answer.get("seconds", 0))
-    if answer.get("ok") is True:
-        size, over = answer.get("bytes"), answer.get("transport")
-        return f"{peer}: {size} bytes arrived over {over} in {milliseconds:.1f} ms\n"
-    return f"{peer}: failed after {milliseconds:.1f} ms: {answer.get('reason')}\n"
+    """A line for the connection of the engines, and one for each pair of ranks."""
+    text = f"{peer}: {_said(answer)}\n"
+    pairs = answer.get("pairs")
+    for pair in cast("list[dict[str, Any]]", pairs) if isinstance(pairs, list) else []:
+        ranks = f"rank {pair.get('from_rank')} to rank {pair.get('to_rank')}"
+        text += f"  {ranks} at {pair.get('address')}: {_said(pair)}\n"
+    return text
+
+
+def _said(result: dict[str, Any]) -> str:
+    milliseconds = 1000 * float(result.get("seconds", 0))
+    if result.get("ok") is True:
+        size, over = result.get("bytes"), result.get("transport")
+        return f"{size} bytes arrived over {over} in {milliseconds:.1f} ms"
+    return f"failed after {milliseconds:.1f} ms: {result.get('reason')}"
 
 
 def _ask(engine: str, peer: str, mac: str) -> tuple[int, dict[str, Any]]:

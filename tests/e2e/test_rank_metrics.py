@@ -1,7 +1,10 @@
-"""/metrics of engines of several ranks: each rank, and what their own connections count."""
+"""Engines of several ranks show each of them on /metrics, count what their own connections do, and
+probe every pair."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,10 +17,22 @@ pytestmark = pytest.mark.slow
 RANK = "xpyd_engine_rank_"
 
 
-def test_an_engines_metrics_hold_what_its_ranks_are_and_count(tmp_path: Path) -> None:
+def test_ranks_are_probed_and_shown(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "llama")
     with empty_fleet(tmp_path) as running:
         pair = start_pair(running, model, (2, 1), (1, 2), "--kv-transport", "tcp")
+        key = ("--kv-key-file", str(running.key_file))
+        ways = ("--engine", pair[0].url, "--peer", f"{pair[1].ip}:21001")
+        done = subprocess.run(
+            [sys.executable, "-m", "xpyd_core", "kv-probe", *ways, *key],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        lines = [line.split(":")[0].strip() for line in done.stdout.splitlines()[1:]]
+        assert lines == [f"rank {p} to rank {d} at {pair[1].ip}" for p in (0, 1) for d in (0, 1)]
+        assert done.stdout.count("65536 bytes arrived over tcp") == 1 + 2 * 2
         prompt, new = make_requests()[0]
         ask(running.router, [prompt], new)
         for engine, places in zip(pair, (((0, 0), (0, 1)), ((0, 0), (1, 0))), strict=True):

@@ -55,7 +55,13 @@ class Bench:
         def report(key: TransferKey, epoch: int, what: Any) -> None:
             self.reports.append((epoch, what))
 
-        self.rank = RankSends(make, report=report, tombstone_s=60.0, clock=lambda: self.now)
+        self.rank = RankSends(
+            make,
+            report=report,
+            on_probed=lambda *_: None,
+            tombstone_s=60.0,
+            clock=lambda: self.now,
+        )
 
     def send(self, epoch: int = 0) -> None:
         self.rank.send(

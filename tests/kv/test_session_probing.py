@@ -10,17 +10,31 @@ from tests.kv.kvsim import Clock, SimPeer
 from tests.kv.test_session_sending import HELLO
 from xpyd_core.request_id import Address
 from xpyd_kv.figures import Names
-from xpyd_kv.session.probing import INTERVAL_S, MAX_OPEN, ProbeResult, Probes
+from xpyd_kv.session.probing import INTERVAL_S, MAX_OPEN, PairProbe, ProbeResult, Probes
 from xpyd_kv.wire import messages as wire
 
 ADDRESS = Address("127.0.0.9", 21001)
 DIGEST = b"d" * 32
 
 
+class Ranks:
+    """Ours; what they say is the test's."""
+
+    pairs: dict[tuple[int, int], Address] | None
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self.pairs = {(1, 0): Address("127.0.0.9", 21002), (0, 0): Address("127.0.0.9", 21002)}
+
+    def probe(self, number: int, peer: Any) -> dict[tuple[int, int], Address] | None:
+        self.asked.append(number)
+        return self.pairs
+
+
 class Bench:
     probe_bytes = 100
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks | None = None) -> None:
         self.clock = Clock()
         self.connected: list[Any] = []
         self.dialled: list[Address] = []
@@ -32,6 +46,7 @@ class Bench:
             probe_s=5.0,
             clock=self.clock,
             outcomes=self.outcomes,
+            ranks=ranks,
         )
 
     def connect(self, address: Address, *, data: bool = False) -> Any:
@@ -151,3 +166,74 @@ def test_one_for_each_address_few_at_once_and_not_too_often(bench: Bench) -> Non
     assert len(bench.dialled) == MAX_OPEN
     assert {result.reason for result in bench.results} == {"busy"}
     assert bench.outcomes == {}
+
+
+def between_ranks() -> tuple[Bench, Ranks, Any]:
+    """A probe whose connection is well, so that ranks were asked; D takes no DATA there."""
+    ranks = Ranks()
+    bench = Bench(ranks)
+    bench.ask()
+    peer = bench.up()
+    peer.pair = None
+    bench.answer(peer, 1)
+    assert ranks.asked == [1]
+    assert not bench.results
+    return bench, ranks, peer
+
+
+def test_where_ranks_send_the_answer_waits_for_each_pair() -> None:
+    bench, _, peer = between_ranks()
+    well = ProbeResult(ok=True, transport="shm", num_bytes=100, digest_matches=True)
+    bench.probes.pair_probed(1, (1, 0), well)
+    bench.answer(peer, 1)
+    bench.probes.pair_probed(2, (0, 0), well)
+    bench.probes.pair_probed(1, (7, 7), well)
+    assert not bench.results
+    bench.probes.pair_probed(1, (0, 0), well)
+    address = Address("127.0.0.9", 21002)
+    pairs = (PairProbe(0, 0, address, well), PairProbe(1, 0, address, well))
+    assert (bench.only().ok, bench.only().transport, bench.only().pairs) == (True, "uds", pairs)
+    bench.probes.pair_probed(1, (0, 0), well)
+    assert bench.outcomes == {"ok": 1}
+
+
+def test_a_rank_that_says_nothing_has_a_deadline_of_its_own() -> None:
+    bench, _, _ = between_ranks()
+    bench.probes.pair_probed(1, (0, 0), ProbeResult(ok=True))
+    due = bench.probes.tick(bench.clock.now)
+    assert due is not None
+    assert bench.clock.now + 5 < due <= bench.clock.now + 7, "after the rank itself gave up"
+    bench.clock.now = due
+    assert bench.probes.tick(due) is None
+    assert (bench.only().ok, bench.only().reason) == (False, "timeout")
+    assert [pair.result.reason for pair in bench.only().pairs] == ["", "timeout"]
+    bench.probes.pair_probed(1, (1, 0), ProbeResult(ok=True))
+    assert len(bench.results) == 1
+
+
+def test_what_fails_between_engines_asks_no_ranks() -> None:
+    ranks = Ranks()
+    bench = Bench(ranks)
+    bench.ask()
+    peer = bench.up()
+    peer.pair = None
+    bench.answer(peer, 1, b"other" * 6)
+    assert bench.only().reason == "digest"
+    assert not ranks.asked
+
+
+def test_a_d_whose_ranks_have_no_addresses_fails_the_probe() -> None:
+    ranks = Ranks()
+    ranks.pairs = None
+    bench = Bench(ranks)
+    bench.ask()
+    peer = bench.up()
+    peer.pair = None
+    bench.answer(peer, 1)
+    assert (bench.only().ok, bench.only().reason) == (False, "address")
+
+
+def test_a_connection_that_ends_while_ranks_probe_ends_the_probe() -> None:
+    bench, _, peer = between_ranks()
+    bench.probes.peer_down(peer, "closed")
+    assert (bench.only().ok, bench.only().reason) == (False, "closed")

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.worker.server_fakes import KEY, Running, run, serving
 from xpyd_core.keys import probe_mac, release_mac
+from xpyd_core.kv_probe import command
 from xpyd_core.request_id import Address
-from xpyd_kv.session.probing import BUSY, ProbeResult
+from xpyd_kv.session.probing import BUSY, PairProbe, ProbeResult
 from xpyd_worker.server import probe as probe_module
 
 PEER = "10.0.0.7:21001"
@@ -64,6 +67,50 @@ def test_the_answer_is_what_the_probe_found() -> None:
             assert (answer.json()["ok"], answer.json()["reason"]) == (False, "unreachable")
 
     run(test())
+
+
+def test_between_ranks_each_pair_is_answered_and_one_that_failed_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    near, far = Address("10.0.0.7", 21002), Address("10.0.0.8", 21003)
+    well = ProbeResult(True, "uds", 65536, 0.002, True)
+    pairs = (PairProbe(0, 0, near, well), PairProbe(0, 1, far, ProbeResult(reason="unreachable")))
+    result = replace(well, transport="tcp", ok=False, reason="unreachable", pairs=pairs)
+    key_file = tmp_path / "key"
+    key_file.write_bytes(KEY)
+
+    async def test() -> None:
+        async with serving(role="Prefill") as server:
+            give(server, FakeProbe(result))
+            found = (await ask(server, **GOOD)).json()
+            assert (found["ok"], found["reason"], found["transport"]) == (
+                False,
+                "unreachable",
+                "tcp",
+            )
+            assert [(p["from_rank"], p["to_rank"], p["address"]) for p in found["pairs"]] == [
+                (0, 0, "10.0.0.7:21002"),
+                (0, 1, "10.0.0.8:21003"),
+            ]
+            assert [(p["ok"], p["transport"], p["reason"]) for p in found["pairs"]] == [
+                (True, "uds", ""),
+                (False, "", "unreachable"),
+            ]
+            asked = Namespace(
+                engine=str(server.client.base_url),
+                peer=PEER,
+                kv_key_file=key_file,
+                kv_insecure=False,
+                output="text",
+            )
+            assert await asyncio.to_thread(command.run, asked) == 1
+
+    run(test())
+    assert capsys.readouterr().out.splitlines() == [
+        f"{PEER}: failed after 2.0 ms: unreachable",
+        "  rank 0 to rank 0 at 10.0.0.7:21002: 65536 bytes arrived over uds in 2.0 ms",
+        "  rank 0 to rank 1 at 10.0.0.8:21003: failed after 0.0 ms: unreachable",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -220,7 +220,7 @@ class _Half:
         if self.remote is not None:
             engine = self.remote.engine
             fanout = Fanout([RemoteSendingRank(c) for c in engine.channels], engine.layout)
-            self._ears(self.remote)(on_sent=fanout.on_report)
+            self._ears(self.remote)(on_sent=fanout.on_report, on_probed=fanout.on_probed)
             return fanout
         local = LocalSendingRank(
             self._send_session(),
@@ -231,6 +231,7 @@ class _Half:
         )
         fanout = Fanout([local.rank], engine_of(self.memory.layout))
         local.on_report = fanout.on_report
+        local.on_probed = fanout.on_probed
         self.handler.rank = local.rank
         return fanout
 

@@ -36,6 +36,7 @@ from xpyd_kv.ranks.figures import FigureBook
 from xpyd_kv.ranks.receives import RankReceives
 from xpyd_kv.ranks.rooms import Rooms
 from xpyd_kv.ranks.sends import RankSends
+from xpyd_kv.session.probing import ProbeResult
 from xpyd_kv.session.source import ReadyArea
 from xpyd_kv.wire.messages import Mode
 
@@ -99,6 +100,21 @@ class Mouth:
         """A copy is through."""
         self._post(told.Copied(number=number))
 
+    def probed(self, number: int, destination: int, result: ProbeResult) -> None:
+        """A probe of one rank of D is over."""
+        self._post(
+            told.Probed(
+                number=number,
+                destination=destination,
+                ok=result.ok,
+                transport=result.transport,
+                num_bytes=result.num_bytes,
+                seconds=result.seconds,
+                digest_matches=result.digest_matches,
+                reason=result.reason,
+            )
+        )
+
     def counted(self, figures: Figures, endpoint: EndpointFigures) -> None:
         """See Teller."""
         self._post(told.Counted(figures=figures, endpoint=endpoint))
@@ -131,6 +147,8 @@ class RankAgent:
                 self._copy(message)
             case told.Send() | told.Cancel() | told.Forget() if self.sends is not None:
                 self._send(self.sends, message)
+            case told.Probe() if self.sends is not None:
+                self.sends.probe(message.number, _targets_of(message))
             case told.Open() | told.Stop() if self.receives is not None:
                 self._receive(self.receives, message)
             case _:
@@ -149,10 +167,7 @@ class RankAgent:
                         skip_tokens=message.skip_tokens,
                         mode=message.mode,
                         incarnation=message.incarnation,
-                        targets=tuple(
-                            Target(rank, Address(host, port))
-                            for rank, host, port in message.targets
-                        ),
+                        targets=_targets_of(message),
                         stash=stash,
                     )
                 )
@@ -199,6 +214,10 @@ class RankAgent:
             # Nobody knows any more what it writes to, nor when.
             fail = partial(self.give_up, "the GPU does not copy KV within the cache's memory")
             self.gate.add(event, done, fail)
+
+
+def _targets_of(message: told.Send | told.Probe) -> tuple[Target, ...]:
+    return tuple(Target(rank, Address(host, port)) for rank, host, port in message.targets)
 
 
 class StepSender:

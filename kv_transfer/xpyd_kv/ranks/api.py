@@ -95,6 +95,10 @@ class SendingRank(Protocol):
         """The transfer is over, or never began: what comes of it by other ways is late."""
         ...
 
+    def probe(self, number: int, targets: Sequence[Target]) -> None:
+        """Probe the way to each of these, all at once. Probes.pair_probed hears of each."""
+        ...
+
 
 @dataclass(frozen=True)
 class PairFlushed:

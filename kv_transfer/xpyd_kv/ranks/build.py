@@ -102,6 +102,7 @@ def build_rank(
             metrics=metrics,
         ),
         report=mouth.sent,
+        on_probed=mouth.probed,
         tombstone_s=settings.limits.tombstone_s,
         clock=clock,
     )

@@ -18,6 +18,7 @@ from xpyd_kv.ranks.receives import RankReceives
 from xpyd_kv.ranks.sends import RankSends
 from xpyd_kv.session.events import ReceiveEvent, SendEvent
 from xpyd_kv.session.metrics import KvMetrics
+from xpyd_kv.session.probing import ProbeResult
 from xpyd_kv.session.receiving import ReceiveSession
 from xpyd_kv.session.sending import SendSession
 
@@ -41,9 +42,10 @@ class MakeReceive(Protocol):
 
 
 class LocalSendingRank:
-    """`rank` is the SendingRank; `on_report` is set before it is used."""
+    """`rank` is the SendingRank; `on_report` and `on_probed` are set before it is used."""
 
     on_report: Callable[[int, TransferKey, int, SendReport], None]
+    on_probed: Callable[[int, tuple[int, int], ProbeResult], None]
 
     def __init__(
         self,
@@ -61,9 +63,13 @@ class LocalSendingRank:
         self.rank = RankSends(
             partial(make_session, metrics=own),
             report=self._report,
+            on_probed=self._probed,
             tombstone_s=tombstone_s,
             clock=clock,
         )
+
+    def _probed(self, number: int, destination: int, result: ProbeResult) -> None:
+        self._call(partial(self.on_probed, number, (0, destination), result))
 
     def _report(self, key: TransferKey, epoch: int, report: SendReport) -> None:
         figures.add(self._metrics, self._figures.take())

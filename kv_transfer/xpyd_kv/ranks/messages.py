@@ -100,7 +100,15 @@ class Copy(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True)
     into_cache: bool
 
 
-ToRank = Send | Cancel | Forget | Open | Stop | Copy
+class Probe(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+    """SendingRank.probe."""
+
+    number: int
+    targets: tuple[tuple[int, str, int], ...]
+    """As Send's."""
+
+
+ToRank = Send | Cancel | Forget | Open | Stop | Copy | Probe
 
 
 # --- from a rank
@@ -161,7 +169,20 @@ class Counted(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tr
     endpoint: EndpointFigures
 
 
-FromRank = Flushed | Ended | Taking | Landed | Lost | Quiet | Copied | Counted
+class Probed(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+    """What came of one target of a Probe: see ProbeResult."""
+
+    number: int
+    destination: int
+    ok: bool
+    transport: str
+    num_bytes: int
+    seconds: float
+    digest_matches: bool
+    reason: str
+
+
+FromRank = Flushed | Ended | Taking | Landed | Lost | Quiet | Copied | Counted | Probed
 
 
 # --- in a step's message

@@ -26,10 +26,12 @@ from xpyd_kv.ranks.api import (
     ReceiveReport,
     Sending,
     SendReport,
+    Target,
 )
 from xpyd_kv.ranks.messages import Place
 from xpyd_kv.ranks.store import place_of
 from xpyd_kv.session.metrics import KvMetrics
+from xpyd_kv.session.probing import ProbeResult
 from xpyd_kv.session.source import ReadyArea
 from xpyd_kv.transport.counters import Counters
 
@@ -37,6 +39,8 @@ Call = Callable[[Callable[[], None]], None]
 """Endpoint.call."""
 OnSent = Callable[[int, TransferKey, int, SendReport], None]
 """Fanout.on_report."""
+OnProbed = Callable[[int, tuple[int, int], ProbeResult], None]
+"""Probes.pair_probed."""
 OnReceived = Callable[[int, TransferKey, int, ReceiveReport], None]
 """Fanin.on_report."""
 
@@ -56,7 +60,7 @@ class RemoteSendingRank:
                 skip_tokens=sending.skip_tokens,
                 mode=sending.mode,
                 incarnation=sending.incarnation,
-                targets=tuple((t.rank, t.address.host, t.address.port) for t in sending.targets),
+                targets=_written(sending.targets),
                 stash=stash,
             )
         )
@@ -73,8 +77,15 @@ class RemoteSendingRank:
     def forget(self, key: TransferKey, epoch: int) -> None:
         self._post(told.Forget(**told.names_of(key, epoch)))
 
+    def probe(self, number: int, targets: Sequence[Target]) -> None:
+        self._post(told.Probe(number=number, targets=_written(targets)))
+
     def _post(self, message: told.ToRank) -> None:
         self._channel.post(told.encode(message))
+
+
+def _written(targets: Sequence[Target]) -> tuple[tuple[int, str, int], ...]:
+    return tuple((each.rank, each.address.host, each.address.port) for each in targets)
 
 
 class RemoteReceivingRank:
@@ -167,6 +178,7 @@ class Ears:
         counters: Counters,
         copies: RankedCopies,
         on_sent: OnSent | None = None,
+        on_probed: OnProbed | None = None,
         on_received: OnReceived | None = None,
     ) -> None:
         """`metrics` and `counters`: what the ranks count is added there."""
@@ -175,6 +187,7 @@ class Ears:
         self._counters = counters
         self._copies = copies
         self._on_sent = on_sent
+        self._on_probed = on_probed
         self._on_received = on_received
         for rank, channel in enumerate(channels):
             channel.listen(partial(self._heard, rank))
@@ -194,6 +207,10 @@ class Ears:
         if isinstance(said, told.Counted):
             self._counters.add(said.endpoint.numbers, said.endpoint.named)
             return
+        if isinstance(said, told.Probed):
+            if self._on_probed is not None:
+                self._on_probed(said.number, (rank, said.destination), _result_of(said))
+            return
         key = TransferKey(said.uuid, said.prompt_index)
         match said:
             case told.Flushed() | told.Ended() if self._on_sent is not None:
@@ -204,6 +221,17 @@ class Ears:
                 self._on_received(rank, key, said.epoch, _received(said))
             case _:
                 return
+
+
+def _result_of(said: told.Probed) -> ProbeResult:
+    return ProbeResult(
+        ok=said.ok,
+        transport=said.transport,
+        num_bytes=said.num_bytes,
+        seconds=said.seconds,
+        digest_matches=said.digest_matches,
+        reason=said.reason,
+    )
 
 
 def _sent(said: told.Flushed | told.Ended) -> SendReport:

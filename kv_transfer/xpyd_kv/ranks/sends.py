@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from xpyd_core.request_id import Address, TransferKey
-from xpyd_kv.ranks.api import PairEnded, PairFlushed, Sending, SendReport
+from xpyd_kv.ranks.api import PairEnded, PairFlushed, Sending, SendReport, Target
 from xpyd_kv.session.deadlines import Remembered
 from xpyd_kv.session.events import SendEnded, SendEvent, SendFlushed
 from xpyd_kv.session.outgoing import Granted, OfferRequest
+from xpyd_kv.session.probing import ProbeResult
 from xpyd_kv.session.sending import SendSession
 from xpyd_kv.session.source import ReadyArea
 from xpyd_kv.transport.api import Peer
@@ -23,6 +25,8 @@ from xpyd_kv.wire import messages as wire
 MakeSession = Callable[[Callable[[SendEvent], None]], SendSession]
 """A session that tells this function what becomes of its transfers."""
 Report = Callable[[TransferKey, int, SendReport], None]
+OnProbed = Callable[[int, int, ProbeResult], None]
+"""A probe's number, the rank of D, and what came of it."""
 
 
 @dataclass
@@ -37,18 +41,20 @@ class _Part:
 
 
 class RankSends:
-    """See SendingRank. `report` must not call back before it returns."""
+    """See SendingRank. `report` and `on_probed` must not call back before they return."""
 
     def __init__(
         self,
         make_session: MakeSession,
         *,
         report: Report,
+        on_probed: OnProbed,
         tombstone_s: float,
         clock: Callable[[], float],
     ) -> None:
         self._make_session = make_session
         self._report = report
+        self._on_probed = on_probed
         self._clock = clock
         # By the address of a rank of D: of those that are connected, dialled or sent to.
         self._sessions: dict[Address, SendSession] = {}
@@ -123,6 +129,12 @@ class RankSends:
             del self._parts[key]
             for address in part.targets or ():
                 self._drop_if_idle(address)
+
+    def probe(self, number: int, targets: Sequence[Target]) -> None:
+        """See SendingRank."""
+        for target in targets:
+            probes = self._session_at(target.address).probes
+            probes.ask(target.address, partial(self._on_probed, number, target.rank), data=True)
 
     def _part(self, key: TransferKey, epoch: int) -> _Part | None:
         """The part of this epoch, a new one where it is the first that is heard of it; None for one

@@ -18,6 +18,7 @@ from xpyd_kv.plan.transfers import pairs_between, transfer_salt
 from xpyd_kv.ranks.api import PairEnded, PairFlushed, Sending, SendingRank, SendReport, Target
 from xpyd_kv.session.events import SendFlushed
 from xpyd_kv.session.outgoing import Outgoing, SendState
+from xpyd_kv.session.probing import ProbeResult
 from xpyd_kv.session.source import ReadyArea
 from xpyd_kv.transport.api import Peer
 from xpyd_kv.wire.fit import engine_layout_of
@@ -44,6 +45,10 @@ class Owner(Protocol):
 
     def report(self, event: SendFlushed, /) -> None:
         """To the engine's side."""
+        ...
+
+    def pair_probed(self, number: int, pair: tuple[int, int], result: ProbeResult) -> None:
+        """See Probes."""
         ...
 
 
@@ -109,6 +114,23 @@ class Fanout:
         """The transfer is over."""
         for rank in self._ranks:
             rank.forget(key, epoch)
+
+    def probe(self, number: int, peer: Peer) -> dict[tuple[int, int], Address] | None:
+        """See ProbeRanks: whatever the salt of a transfer."""
+        addresses = _addresses_of(peer)
+        if addresses is None:
+            return None
+        theirs = engine_layout_of(peer.layout)
+        salts = range(self._engine.replicas)
+        pairs = {pair for salt in salts for pair in pairs_between(self._engine, theirs, salt)}
+        for source, rank in enumerate(self._ranks):
+            its = sorted(destination for one, destination in pairs if one == source)
+            rank.probe(number, tuple(Target(one, addresses[one]) for one in its))
+        return {(source, one): addresses[one] for source, one in pairs}
+
+    def on_probed(self, number: int, pair: tuple[int, int], result: ProbeResult) -> None:
+        """What a rank says of the way to one of D's."""
+        self.owner.pair_probed(number, pair, result)
 
     def on_report(self, rank: int, key: TransferKey, epoch: int, report: SendReport) -> None:
         """What a rank says of one of its pairs."""

@@ -1,14 +1,16 @@
 """Self-tests of a P: does this D answer, and does it read the bytes that we send?
 
 `POST /kv/probe` asks, an operator shows the answer. A probe dials like a transfer, sends one PROBE
-the way DATA goes, and compares D's digest. The SendSession owns it and hands on what concerns it.
-Pure; the I/O thread's.
+the way DATA goes, and compares D's digest. Where DATA goes between ranks, that was the way of the
+two engines' words, and each rank of P then probes those of D that it would send to. The SendSession
+owns it and hands on what concerns it. Pure; the I/O thread's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from xpyd_core.request_id import Address
 from xpyd_kv.figures import Names
@@ -22,6 +24,8 @@ INTERVAL_S = 0.1
 BURST_S = 1.0
 MAX_OPEN = 16
 _TOKENS = 2**32
+# For what ranks say to come here: over `probe_s`, after which each of them gives up.
+_TELL_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,8 @@ class ProbeResult:
     """`transport`: what moved the `num_bytes` to D and '' where none arrived; `seconds` from the
     asking on, so with the connecting where that was needed. `reason` is '' where it went well,
     else a word: `busy` (not tried: another one to this address runs, or too many lately),
-    `timeout`, `digest`, or why there was no connection."""
+    `timeout`, `digest`, `address` (D's ranks name none), or why there was no connection. `pairs`:
+    between ranks; the first of them that failed gives `reason`."""
 
     ok: bool = False
     transport: str = ""
@@ -37,6 +42,26 @@ class ProbeResult:
     seconds: float = 0.0
     digest_matches: bool = False
     reason: str = ""
+    pairs: tuple[PairProbe, ...] = ()
+
+
+@dataclass(frozen=True)
+class PairProbe:
+    """From rank `source` of P to rank `destination` of D, which listens at `address`."""
+
+    source: int
+    destination: int
+    address: Address
+    result: ProbeResult
+
+
+class ProbeRanks(Protocol):
+    """Our ranks."""
+
+    def probe(self, number: int, peer: Peer) -> Mapping[tuple[int, int], Address] | None:
+        """Have each probe all ranks of `peer` that it may send to; their pairs, of which
+        Probes.pair_probed hears after this returned. None where D's addresses are none."""
+        ...
 
 
 Done = Callable[[ProbeResult], None]
@@ -50,25 +75,38 @@ class _Probe:
     peer: Peer | None = None
     # Of the bytes sent.
     digest: bytes = b""
+    # What came of the connection itself, where pairs of ranks follow.
+    result: ProbeResult | None = None
+    waiting: dict[tuple[int, int], Address] = field(default_factory=dict[tuple[int, int], Address])
+    pairs: list[PairProbe] = field(default_factory=list[PairProbe])
 
 
 class Probes:
     """At most one at a time for each address."""
 
     def __init__(
-        self, endpoint: Endpoint, *, probe_s: float, clock: Callable[[], float], outcomes: Names
+        self,
+        endpoint: Endpoint,
+        *,
+        probe_s: float,
+        clock: Callable[[], float],
+        outcomes: Names,
+        ranks: ProbeRanks | None = None,
     ) -> None:
+        """`ranks`: ours, where DATA may go between ranks."""
         self._endpoint = endpoint
         self._probe_s = probe_s
         self._clock = clock
         self._outcomes = outcomes
+        self._ranks = ranks
         self._open: dict[Address, _Probe] = {}
         self._deadlines: Deadlines[Address] = Deadlines()
         self._next_s = float("-inf")
         self._token = 0
 
-    def ask(self, address: Address, done: Done) -> None:
-        """Probe `address`; `done` is called once, within `probe_s`."""
+    def ask(self, address: Address, done: Done, *, data: bool = False) -> None:
+        """Probe `address`, `data`: as a rank does another. `done` is called once, within `probe_s`,
+        or twice that and a second where ranks follow."""
         now = self._clock()
         is_often = self._next_s > now + BURST_S - INTERVAL_S / 2
         if address in self._open or len(self._open) >= MAX_OPEN or is_often:
@@ -78,7 +116,7 @@ class Probes:
         self._token = (self._token + 1) % _TOKENS
         self._open[address] = _Probe(done, now, self._token)
         self._deadlines.set(address, now + self._probe_s)
-        peer = self._endpoint.connect(address)
+        peer = self._endpoint.connect(address, data=data)
         if peer is not None:
             self.peer_up(peer)
 
@@ -103,6 +141,8 @@ class Probes:
         probe = self._of(peer)
         if probe is None or probe.token != answer.token or peer.address is None:
             return
+        if probe.result is not None:
+            return
         matches = answer.digest == probe.digest
         result = ProbeResult(
             ok=matches,
@@ -111,13 +151,49 @@ class Probes:
             digest_matches=matches,
             reason="" if matches else "digest",
         )
-        self._end(peer.address, result)
+        if matches and self._ranks is not None and peer.pair is None:
+            self._ask_ranks(self._ranks, probe, peer, result)
+        else:
+            self._end(peer.address, result)
+
+    def pair_probed(self, number: int, pair: tuple[int, int], result: ProbeResult) -> None:
+        """What one of our ranks says of probe `number`."""
+        for address, probe in list(self._open.items()):
+            if probe.token == number and pair in probe.waiting:
+                self._pair_ended(probe, pair, result)
+                if not probe.waiting:
+                    self._end_pairs(address, probe)
 
     def tick(self, now: float) -> float | None:
         """Deadlines."""
+        late = ProbeResult(reason="timeout")
         for address in self._deadlines.due(now):
-            self._end(address, ProbeResult(reason="timeout"))
+            probe = self._open[address]
+            if probe.result is None:
+                self._end(address, late)
+                continue
+            for pair in list(probe.waiting):
+                self._pair_ended(probe, pair, late)
+            self._end_pairs(address, probe)
         return self._deadlines.next()
+
+    def _ask_ranks(self, ranks: ProbeRanks, probe: _Probe, peer: Peer, result: ProbeResult) -> None:
+        assert peer.address is not None
+        pairs = ranks.probe(probe.token, peer)
+        if not pairs:
+            self._end(peer.address, replace(result, ok=False, reason="address"))
+            return
+        probe.result, probe.waiting = result, dict(pairs)
+        self._deadlines.set(peer.address, self._clock() + self._probe_s + _TELL_S)
+
+    def _pair_ended(self, probe: _Probe, pair: tuple[int, int], result: ProbeResult) -> None:
+        probe.pairs.append(PairProbe(*pair, probe.waiting.pop(pair), result))
+
+    def _end_pairs(self, address: Address, probe: _Probe) -> None:
+        assert probe.result is not None
+        pairs = tuple(sorted(probe.pairs, key=lambda one: (one.source, one.destination)))
+        reason = next((one.result.reason for one in pairs if not one.result.ok), "")
+        self._end(address, replace(probe.result, ok=not reason, reason=reason, pairs=pairs))
 
     def _of(self, peer: Peer) -> _Probe | None:
         probe = None if peer.address is None else self._open.get(peer.address)

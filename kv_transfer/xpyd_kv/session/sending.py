@@ -38,7 +38,7 @@ from xpyd_kv.session.outgoing import (
     cancel_of,
     offer_of,
 )
-from xpyd_kv.session.probing import Probes
+from xpyd_kv.session.probing import ProbeResult, Probes
 from xpyd_kv.session.shipping import SENDING, Shipping
 from xpyd_kv.session.source import ReadyArea, Source
 from xpyd_kv.store.api import Room, Stash
@@ -97,7 +97,13 @@ class SendSession:
         if fanout is not None:
             fanout.owner = self
         self._draining: set[Peer] = set()
-        self.probes = Probes(endpoint, probe_s=limits.probe_s, clock=clock, outcomes=metrics.probes)
+        self.probes = Probes(
+            endpoint,
+            probe_s=limits.probe_s,
+            clock=clock,
+            outcomes=metrics.probes,
+            ranks=fanout,
+        )
 
     @property
     def open_transfers(self) -> int:
@@ -161,6 +167,10 @@ class SendSession:
             self._done.drop(key)
             if done[1] in self._shipping:
                 self._endpoint.send(done[1], cancel_of(key, epoch, reason))
+
+    def pair_probed(self, number: int, pair: tuple[int, int], result: ProbeResult) -> None:
+        """See Fanout's Owner."""
+        self.probes.pair_probed(number, pair, result)
 
     # --- Handler
 

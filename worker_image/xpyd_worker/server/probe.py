@@ -33,9 +33,24 @@ async def answer_probe(service: Service, body: Mapping[str, Any], mac: str) -> d
     if service.probe is None:
         raise ApiError(409, _NOT_P.format(service.place.role), code="not_prefill")
     result = await _ask(service, address)
-    if result.reason == BUSY:
+    if result.reason == BUSY and not result.pairs:
         message = "another probe to this address is under way, or too many were asked lately"
         raise ApiError(429, message, code="probe_busy", retry_after_s=1)
+    answer = _written(result)
+    if result.pairs:
+        answer["pairs"] = [
+            {
+                "from_rank": pair.source,
+                "to_rank": pair.destination,
+                "address": str(pair.address),
+                **_written(pair.result),
+            }
+            for pair in result.pairs
+        ]
+    return answer
+
+
+def _written(result: ProbeResult) -> dict[str, Any]:
     return {
         "ok": result.ok,
         "transport": result.transport,
