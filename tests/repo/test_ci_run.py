@@ -60,10 +60,9 @@ def test_all_parts_run_once_and_each_is_shown_whole(tmp_path: Path) -> None:
     assert lines == [
         "output of setup",
         "output of verify",
+        "output of slow",
         "=== cluster",
         "output of test-cluster",
-        "=== slow",
-        "output of slow",
     ]
 
 
@@ -72,7 +71,10 @@ def test_a_part_that_fails_twice_fails_the_run_and_is_shown_last(tmp_path: Path,
     status, lines, asked = run(tmp_path, f"{part}:1 {part}:2")
     assert status == 1
     assert len(asked) == 5
-    assert lines[-1] == f"output of {part}"
+    header, first, again, second = lines[-4:]
+    assert header == f"=== {part.removeprefix('test-')} failed"
+    assert again.startswith("FAILED ONCE: ")
+    assert first == second == f"output of {part}"
 
 
 @pytest.mark.parametrize("part", ["verify", "test-cluster", "slow"])

@@ -64,6 +64,7 @@ def test_this_installation_has_what_a_compiler_makes() -> None:
     assert all(load(level) is not None for level in levels())
 
 
+@pytest.mark.slow  # compiles all of it
 @needs_compiler
 def test_a_wheel_with_a_library_is_for_this_platform(tree: Path) -> None:
     wheel, names = build(tree, "wheel", cxx="c++")
