@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import xpyd_worker
 from xpyd_core.errors import UserError
 from xpyd_worker import LLM, RequestOutput, SamplingParams
+from xpyd_worker.config import WorkerConfig
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples/demo-model"
@@ -222,6 +223,23 @@ def test_a_wrong_option_is_named(option: str, value: object, message: str) -> No
     with pytest.raises(UserError, match=message):
         make_llm(**{option: value})
     assert own_threads().count("engine") <= 1
+
+
+def test_what_only_gpus_take_note_of_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[WorkerConfig] = []
+
+    def refuse(config: WorkerConfig) -> None:
+        given.append(config)
+        raise UserError("seen")
+
+    monkeypatch.setattr("xpyd_worker.offline.llm.check_config", refuse)
+    for more in ({}, {"enforce_eager": True, "disable_custom_all_reduce": True}):
+        with pytest.raises(UserError, match="seen"):
+            LLM(MODEL, **more)
+    assert [(one.enforce_eager, one.custom_all_reduce) for one in given] == [
+        (False, True),
+        (True, False),
+    ]
 
 
 def test_a_token_that_the_model_has_no_row_for_is_refused_alone(tmp_path: Path) -> None:

@@ -111,6 +111,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         help="of the GPU's memory, for all (default: %(default)s)",
     )
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
+    add("--disable-custom-all-reduce", action="store_true", help="on several GPUs: NCCL alone")
     add("--block-size", type=int, choices=BLOCK_SIZES, default=DEFAULT_BLOCK_SIZE, help="tokens")
     add("--threads", type=int, metavar="N", help="threads of torch, e.g. 2")
 
@@ -131,6 +132,7 @@ def _make_llm(args: argparse.Namespace) -> LLM:
         kv_cache_memory=args.kv_cache_memory,
         gpu_memory_utilization=args.gpu_memory_utilization,
         enforce_eager=args.enforce_eager,
+        disable_custom_all_reduce=args.disable_custom_all_reduce,
         block_size=args.block_size,
         # Warm-ups and repetitions must compute what the first run computed.
         enable_prefix_caching=False,
