@@ -205,13 +205,15 @@ def test_three_ranks_are_not_what_it_is_made_for() -> None:
 
 def stuck(seat: Seat) -> tuple[str, list[str]]:
     """The GPU does not come to the end of what it was given."""
-    gpu = SharedGpu(seat.rank)
+    gpu, group = SharedGpu(seat.rank), _group(seat)
 
     def hang(x: Tensor, table: Tensor, **_: Any) -> None:
         gpu.is_stuck = True
 
     with pytest.raises(GroupError) as error:
-        _opened(_group(seat), gpu, hang)
+        _opened(group, gpu, hang)
+    # Where they agreed is in the first one's process.
+    assert group.meet(60.0) == []
     return str(error.value), gpu.log
 
 
