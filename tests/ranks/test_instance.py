@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
@@ -74,6 +75,14 @@ def test_steps_under_way_are_waited_for_in_order(four: Instance) -> None:
 def test_a_step_longer_than_the_ring_arrives(four: Instance) -> None:
     text = "x" * (3 << 20)
     assert step(executor_of(four), {"say": text})["say"] == text
+
+
+def test_orphans_of_others_are_adopted_only_while_ranks_start() -> None:
+    with started(TWO) as instance:
+        assert is_alive(instance.who(1).pid)
+        asked = ctypes.c_int(1)
+        ctypes.CDLL(None).prctl(37, ctypes.byref(asked), 0, 0, 0)  # PR_GET_CHILD_SUBREAPER
+        assert asked.value == 0
 
 
 def test_who_waits_for_room_in_the_ring_hears_that_a_rank_is_lost(

@@ -17,7 +17,7 @@ from contextlib import suppress
 
 from xpyd_worker.ranks.births import Births
 from xpyd_worker.ranks.loss import RANK_FAILED
-from xpyd_worker.ranks.own_process import adopt_orphans
+from xpyd_worker.ranks.own_process import adoption
 
 COMMAND = (sys.executable, "-P", "-m", "xpyd_worker.ranks.nursery")
 _REAP_S = 5.0
@@ -40,7 +40,7 @@ class Brood:
     def start(self, descriptors: Mapping[int, Sequence[int]], *, beats: int) -> None:
         """Start the nursery. `descriptors`: of each rank, what it inherits, its link first; `beats`
         is of all of them. OSError when the system does not let us."""
-        adopt_orphans()
+        adoption.begin()
         self._ranks = tuple(descriptors)
         births = self._births = Births()
         self.ends.register(births, select.POLLIN)
@@ -109,6 +109,7 @@ class Brood:
         self.ends.unregister(births)
         births.close()
         if nursery is None:
+            adoption.end()
             return
         # Ranks go on when it is gone, so it is ended where it does not end.
         try:
@@ -116,6 +117,8 @@ class Brood:
         except subprocess.TimeoutExpired:
             nursery.kill()
             nursery.wait()
+        # Its children are ours by now, and orphans of other programs need not be.
+        adoption.end()
         for rank in self._ranks:
             try:
                 pidfd = os.pidfd_open(births.pids[rank])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
 from pathlib import Path
 
 from xpyd_worker.ranks.loss import RANK_FAILED
@@ -12,6 +13,7 @@ from xpyd_worker.ranks.loss import RANK_FAILED
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
 # Of what follows the name in /proc/PID/stat, from its field 3 on.
 _ARG_START, _ARG_END = 45, 46
 
@@ -24,9 +26,35 @@ def bind_to(parent: int) -> None:
         os._exit(RANK_FAILED)
 
 
-def adopt_orphans() -> None:
-    """From now on this process is the parent of what its children leave behind."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+class Adoption:
+    """While somebody has asked for it, this process is the parent of what its children leave
+    behind. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._asked = 0
+        self._was = 0
+
+    def begin(self) -> None:
+        """From now on, until `end`; others may have begun, too."""
+        with self._lock:
+            if not self._asked:
+                was = ctypes.c_int()
+                ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(was), 0, 0, 0)
+                self._was = was.value
+                ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+            self._asked += 1
+
+    def end(self) -> None:
+        """What was adopted stays; what is left behind from now on goes where it went before."""
+        with self._lock:
+            self._asked -= 1
+            if not self._asked:
+                ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, self._was, 0, 0, 0)
+
+
+adoption = Adoption()
+"""The process' own: the kernel has one such setting for all of its threads."""
 
 
 def set_name(name: str) -> None:
