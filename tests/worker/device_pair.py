@@ -65,6 +65,9 @@ class DeviceRunner:
         self._memory = memory
         self._drawn: dict[int, int] = {}
 
+    def await_oldest(self, awake: int) -> bool:
+        return True
+
     def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Launched:
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)

@@ -106,6 +106,8 @@ class FakeExecutor:
         self.steps: list[StepInput] = []
         self.fail_with: Exception | None = None
         self.during: Callable[[StepInput], None] = lambda step: None
+        # Whether the oldest step is over before anything else happens.
+        self.oldest_is_first: Callable[[], bool] = lambda: True
         self.depth = depth
         self.draws_ahead = draws_ahead
         self.refuse_with: Exception | None = None
@@ -117,6 +119,9 @@ class FakeExecutor:
         # Of steps that failed: what comes behind it in them does not matter.
         self._spoilt: set[int] = set()
         self._limits = limits
+
+    def await_oldest(self, awake: int) -> bool:
+        return self.oldest_is_first()
 
     def slot(self, table: Sequence[int], position: int) -> int | None:
         return self.memory[table[position // BLOCK]][position % BLOCK]

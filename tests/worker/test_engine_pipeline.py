@@ -75,6 +75,17 @@ def test_44_a_single_request_ends_though_the_queue_never_fills():
     bench.assert_as_alone("r")
 
 
+def test_who_comes_while_a_prompt_is_alone_in_the_pipeline_follows_it_at_once():
+    bench, executor = timed(4)
+    submit(bench, "first", max_tokens=1)
+    executor.arrivals.append((3.0, lambda: submit(bench, "second", max_tokens=1)))
+    bench.run()
+    assert executor.spans[0] == [(0.0, 10.0), (10.0, 20.0)]
+    assert bench.now == 50.0
+    bench.assert_as_alone("first")
+    bench.assert_as_alone("second")
+
+
 @pytest.mark.parametrize("decodes", [4, 8, 9, 11])
 def test_decodes_fill_the_pipeline_in_even_shares(decodes: int):
     bench, executor = timed(4, seqs=16, budget=128, blocks=128)

@@ -75,6 +75,8 @@ class Walk:
     def __init__(self, seed: int, **bench: int | bool | str) -> None:
         self.rng = random.Random(seed)
         self.bench = Bench(**bench)  # pyright: ignore
+        other = random.Random(seed)
+        self.bench.executor.oldest_is_first = lambda: other.random() < 0.7
         self.touched: set[str] = set()
         self.count = 0
 
@@ -179,7 +181,7 @@ def test_a_sending_engine_sends_what_it_computed_and_frees_it(seed: int, way: Wa
 def test_so_it_does_where_ranks_send_and_steps_follow_each_other(seed: int, way: Way):
     sizes = {**way, "blocks": 24, "seqs": 5, "budget": 9, "model_len": 48}
     walk = Walk(seed, sends=True, ranks_send=True, **sizes)
-    walk.run(300)
+    walk.run(400)
     assert len(walk.bench.producer.offers) > 20  # pyright: ignore
     assert all(step.kv for step in walk.bench.executor.steps)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import select
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,6 +25,7 @@ class _Timed:
         pipeline = self.pipeline
         pipeline.waited_with.append(len(pipeline.launched))
         pipeline.bench.now = max(pipeline.bench.now, self.end)
+        pipeline.over()
         return self.running.wait()
 
 
@@ -38,6 +41,9 @@ class TimedPipeline(FakeExecutor):
         # By stage, when it began and ended each step; steps under way when one was waited for.
         self.spans: list[list[tuple[float, float]]] = [[] for _ in range(self.stages)]
         self.waited_with: list[int] = []
+        # What happens when, and of the steps under way when each is over.
+        self.arrivals: deque[tuple[float, Callable[[], object]]] = deque()
+        self._ends: deque[float] = deque()
 
     def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Running:
         running = super().launch(step, layer_done)
@@ -46,7 +52,19 @@ class TimedPipeline(FakeExecutor):
             begin = max(at, spans[-1][1]) if spans else at
             at = begin + cost
             spans.append((begin, at))
+        self._ends.append(at)
         return _Timed(self, running, at)
+
+    def await_oldest(self, awake: int) -> bool:
+        if not self.arrivals or self.arrivals[0][0] >= self._ends[0]:
+            return True
+        self.bench.now, arrive = self.arrivals.popleft()
+        arrive()
+        readable, _, _ = select.select([awake], [], [], 0)
+        return not readable
+
+    def over(self) -> None:
+        self._ends.popleft()
 
     def bubble(self) -> float:
         """Which share of its time the pipeline's stages were idle."""

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import cast
 
+import pytest
+
 from tests.worker.ranks.coded_executor import MOST_TOKENS
 from tests.worker.ranks.test_step_messages import GOING, SOME
 from xpyd_worker.engine.executor import (
@@ -37,8 +39,12 @@ from xpyd_worker.ranks.step_work import sampled_rows
 DRAWN = 20
 
 
+class Stuck(Exception):
+    """No answer has come in time."""
+
+
 class OneRank:
-    """What the executor uses of an Instance; the rank answers at once."""
+    """What the executor uses of an Instance; the rank answers at once where it is not silent."""
 
     def __init__(self) -> None:
         self._fds = make_ring(1, RESPONSE_RING_BYTES)
@@ -49,6 +55,8 @@ class OneRank:
         self._decoder = StepDecoder(4, self._states)
         self.rows: list[tuple[Row, ...]] = []
         self.seen: list[StepInput] = []
+        self.is_silent = False
+        self._held: list[bytes] = []
 
     def publish(self, message: bytes) -> None:
         told = decode_step(message)
@@ -61,7 +69,17 @@ class OneRank:
             [len(s.token_ids) for s in step.sequences],
             sampled_rows(step, output),
         )
-        self._answers.done(encode_output(output))
+        self._held.append(encode_output(output))
+        if not self.is_silent:
+            self.speak()
+
+    def speak(self) -> None:
+        for one in self._held:
+            self._answers.done(one)
+        self._held.clear()
+
+    def stuck(self, deadline_s: float) -> Exception:
+        return Stuck(deadline_s)
 
     def close(self) -> None:
         self.responses[0].close()
@@ -70,7 +88,7 @@ class OneRank:
 
 
 @contextmanager
-def one_rank() -> Iterator[tuple[OneRank, RankedExecutor]]:
+def one_rank(deadline_s: float = 60.0) -> Iterator[tuple[OneRank, RankedExecutor]]:
     rank = OneRank()
     try:
         yield (
@@ -83,10 +101,21 @@ def one_rank() -> Iterator[tuple[OneRank, RankedExecutor]]:
                 draws_ahead=False,
                 encoder=StepEncoder(4),
                 decode=decode_output,
+                step_deadline_s=deadline_s,
             ),
         )
     finally:
         rank.close()
+
+
+@contextmanager
+def event() -> Iterator[int]:
+    """A descriptor that is readable."""
+    descriptor = os.eventfd(1)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def at(seq_id: int, drawn: int) -> ScheduledSequence:
@@ -109,3 +138,23 @@ def test_what_was_drawn_is_not_told_to_the_ranks_that_drew_it():
         before.wait()
         assert rank.seen == steps
         assert [type(row) for (row,) in rank.rows] == [Full, Full, Going, Going, Going, Going]
+
+
+def test_the_wait_for_a_step_ends_when_something_else_has_come():
+    with one_rank() as (rank, executor), event() as awake:
+        step = StepInput(1, (at(seq_id=0, drawn=0),))
+        rank.is_silent = True
+        running = executor.launch(step, lambda _: None)
+        assert not executor.await_oldest(awake)
+        os.eventfd_read(awake)
+        rank.speak()
+        assert executor.await_oldest(awake)
+        assert running.wait().samples.keys() == {0}
+
+
+def test_waits_that_are_ended_do_not_give_a_step_more_time():
+    with one_rank(deadline_s=0.2) as (rank, executor), event() as awake:
+        rank.is_silent = True
+        executor.launch(StepInput(1, (at(seq_id=0, drawn=0),)), lambda _: None)
+        with pytest.raises(Stuck):
+            all(executor.await_oldest(awake) is False for _ in range(1_000_000))

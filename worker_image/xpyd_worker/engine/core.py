@@ -173,7 +173,8 @@ class EngineCore:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                if not self.turn():
+                # A turn forgets the wake-ups before it: `stop` may have given one.
+                if not self.turn() and not self._stopping:
                     self._inbox.wait(self._sleep_s())
             self._end("the engine was stopped")
         except Exception as error:  # the thread's edge: the process sees `failure` and exits
@@ -200,8 +201,10 @@ class EngineCore:
         delivered = self._hand_out()
         if step is not None:
             self._launch(step)
-        is_waited_for = step is None or len(self._under_way) == self._depth
-        if self._under_way and is_waited_for:
+        if self._under_way and (step is None or len(self._under_way) == self._depth):
+            has_room = len(self._under_way) < self._depth
+            if has_room and not self._executor.await_oldest(self._inbox.fileno()):
+                return True
             self._finish(self._under_way.popleft())
             self._hand_out()
             delivered = True

@@ -150,3 +150,10 @@ class Executor(Protocol):
         anything that is enqueued on the device after the call. Raises XpydError like Running.wait.
         """
         ...
+
+    def await_oldest(self, awake: int) -> bool:
+        """Wait until the oldest step not waited for is over: True. False where descriptor `awake`
+        was readable before, so that a step may be launched behind those under way. Called while
+        there are some, and fewer than `depth`. True at once where nothing would come of it sooner.
+        Raises what the step's `wait` would raise."""
+        ...

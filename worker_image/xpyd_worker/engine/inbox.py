@@ -5,10 +5,15 @@ Made before the connectors, which call `wake`, and before the engine, which take
 
 from __future__ import annotations
 
+import os
+import select
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from math import ceil
 
 from xpyd_worker.engine.request import EngineRequest
 
@@ -56,8 +61,16 @@ class Inbox:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._items: deque[Item] = deque()
-        self._awake = threading.Event()
+        self._awake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # Not by `close`: connectors may wake an engine that has ended, and numbers are used again.
+        weakref.finalize(self, os.close, self._awake)
+        self._poll = select.poll()
+        self._poll.register(self._awake, select.POLLIN)
         self._closed = False
+
+    def fileno(self) -> int:
+        """Readable when `wait` would return at once, for a reader that waits for more than this."""
+        return self._awake
 
     def put(self, item: Item) -> bool:
         """Hand an item to the engine; False when it has ended and nobody will read it."""
@@ -65,25 +78,27 @@ class Inbox:
             if self._closed:
                 return False
             self._items.append(item)
-        self._awake.set()
+        self.wake()
         return True
 
     def wake(self) -> None:
         """End the reader's `wait`. Any thread; returns at once."""
-        self._awake.set()
+        os.eventfd_write(self._awake, 1)
 
     def wait(self, timeout_s: float | None) -> None:
         """Sleep until `put` or `wake` was called since the last `take`, or the time is over."""
-        self._awake.wait(timeout_s)
+        # Upwards: who wakes a moment before a deadline finds nothing to do, and comes again.
+        self._poll.poll(None if timeout_s is None else max(0, ceil(timeout_s * 1000)))
 
     def rearm(self) -> None:
         """Let the next `wait` end by what comes from now on. What is in it already stays, and the
         reader must take it before it sleeps for longer."""
-        self._awake.clear()
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._awake)
 
     def take(self) -> list[Item]:
         """All items, in order."""
-        self._awake.clear()
+        self.rearm()
         with self._lock:
             items = list(self._items)
             self._items.clear()

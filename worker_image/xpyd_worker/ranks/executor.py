@@ -67,6 +67,8 @@ class RankedExecutor:
         self._encoder = encoder
         self._decode = decode
         self._deadline_s = step_deadline_s
+        # When the oldest step became that.
+        self._since_s = 0.0
         self._steps: deque[int] = deque()
         self._outputs: deque[bytes] = deque()
         self._poll = select.poll()
@@ -81,22 +83,43 @@ class RankedExecutor:
     def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Running:
         """See Executor. `layer_done` is for one rank; here each tells its own sender."""
         self._instance.publish(self._encoder.encode(step))
+        if not self._steps:
+            self._since_s = time.monotonic()
         self._steps.append(step.step)
         self.counters.count(step)
         return _Launched(self)
 
+    def await_oldest(self, awake: int) -> bool:
+        """See Executor."""
+        self._poll.register(awake, select.POLLIN)
+        try:
+            while not self._outputs:
+                if awake in self._receive_some():
+                    return False
+        finally:
+            self._poll.unregister(awake)
+        return True
+
     def take(self) -> StepOutput:
         """What came of the oldest step not taken yet."""
-        end_s = time.monotonic() + self._deadline_s
         while not self._outputs:
-            left_s = end_s - time.monotonic()
-            if left_s <= 0:
-                raise self._instance.stuck(self._deadline_s)
-            for descriptor, _ in self._poll.poll(left_s * 1000 + 1):
-                self._receive(descriptor)
+            self._receive_some()
         output = self._decode(self._outputs.popleft())
         self._encoder.drawn(self._steps.popleft(), output)
+        self._since_s = time.monotonic()
         return output
+
+    def _receive_some(self) -> list[int]:
+        """Take what has come, and wait for it where nothing has; which descriptors had something.
+        The deadline is one step's, however often its waits are ended."""
+        left_s = self._since_s + self._deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise self._instance.stuck(self._deadline_s)
+        came = [descriptor for descriptor, _ in self._poll.poll(left_s * 1000 + 1)]
+        for descriptor in came:
+            if descriptor in self._responses or descriptor == self._instance.lost_fd:
+                self._receive(descriptor)
+        return came
 
     def _receive(self, descriptor: int) -> None:
         rank = self._responses.get(descriptor)

@@ -53,6 +53,11 @@ _T = TypeVar("_T")
 class LaunchedStep(Protocol):
     """A step under way on a rank."""
 
+    @property
+    def is_over(self) -> bool:
+        """True where `finish` has nothing to wait for."""
+        ...
+
     def finish(self) -> bytes | None:
         """Wait for it, once: what came of it where this is the output rank, None elsewhere."""
         ...
@@ -144,9 +149,12 @@ class _Rank(logging.Filter):
 def run_steps(
     program: Program, ring: RingReader, answers: Answers, slot: Slot, *, is_output: bool, depth: int
 ) -> None:
-    """Steps as they come, until an empty message. The output rank finishes a step as soon as no
-    other has come; the others when so many are under way that the engine must have had the answer:
-    what they finish waits for the last stage, and the next step must not wait for that."""
+    """Steps as they come, until an empty message. The output rank finishes a step as soon as it is
+    over, or no other has come; the others when so many are under way that the engine must have had
+    the answer: what they finish waits for the last stage, and the next step must not wait for that.
+
+    An answer never waits for a step behind it: the engine fills the pipeline with what it learns,
+    and the stages before this one would stand still for as long."""
     under_way: deque[LaunchedStep] = deque()
 
     def finish() -> None:
@@ -155,6 +163,8 @@ def run_steps(
             answers.done(output)
 
     while True:
+        if is_output and under_way and under_way[0].is_over:
+            finish()
         message = ring.read(0 if under_way and is_output else None)
         if message == b"":
             return

@@ -211,6 +211,10 @@ class _Launched:
     def __init__(self, step: LaunchedStep) -> None:
         self._step = step
 
+    @property
+    def is_over(self) -> bool:
+        return self._step.is_over
+
     def finish(self) -> bytes | None:
         with _group_errors():
             return self._step.finish()

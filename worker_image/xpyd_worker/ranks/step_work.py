@@ -59,6 +59,11 @@ class LaunchedStep:
     _running: Running
     _answers: bool
 
+    @property
+    def is_over(self) -> bool:
+        """On a CPU it is from the start."""
+        return isinstance(self._running, Finished)
+
     def finish(self) -> bytes | None:
         """Wait for this rank's share; once, in the order of the steps. On the output rank the
         encoded StepOutput, None elsewhere. Raises like Running.wait."""

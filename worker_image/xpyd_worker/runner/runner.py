@@ -138,6 +138,11 @@ class ModelRunner:
                 raise
             raise XpydError(f"step {step.step} failed in the model: {error}") from error
 
+    def await_oldest(self, awake: int) -> bool:
+        """See Executor. One device runs one step after the other: what has come meanwhile is as
+        early when it follows."""
+        return True
+
     def _launch(self, step: StepInput, layer_done: Callable[[int], None]) -> LaunchedStep:
         before, self._last = self._last, DeviceDraw()
         self.kv_cache.copy_blocks(step.block_copies)
