@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 
 from xpyd_worker.engine.executor import (
     DRAWN_BEFORE,
@@ -60,6 +60,7 @@ def alone(request: EngineRequest, max_model_len: int) -> list[tuple[list[int], s
     for choice in range(request.n):
         known = list(request.continue_from[choice]) if request.continue_from else []
         output: list[int] = []
+        kv = reduce(chain, request.prompt, _ROOT)
         reason = ""
         if params.max_tokens == 0:
             reason = "length"
@@ -67,9 +68,9 @@ def alone(request: EngineRequest, max_model_len: int) -> list[tuple[list[int], s
             if len(output) < len(known):
                 token = known[len(output)]
             else:
-                kv = kv_of([*request.prompt, *output])[-1]
                 token = next_token(kv, request.first_choice + choice, len(output), params)
             output.append(token)
+            kv = chain(kv, token)
             may_stop = len(output) > params.min_tokens
             stops = params.stop_token_ids if params.ignore_eos else (EOS, *params.stop_token_ids)
             full = len(request.prompt) + len(output) >= max_model_len
@@ -116,7 +117,8 @@ class FakeExecutor:
         # Launched and not run; what the last step that ran drew, by sequence.
         self.launched: deque[StepInput] = deque()
         self._drawn: dict[int, int] = {}
-        # Of steps that failed: what comes behind it in them does not matter.
+        # Sequences of steps that failed: in steps launched by then it does not matter what comes
+        # behind.
         self._spoilt: set[int] = set()
         self._limits = limits
 
@@ -155,8 +157,10 @@ class FakeExecutor:
         return output
 
     def _run(self, step: StepInput, layer_done: Callable[[int], None]) -> StepOutput:
+        # Steps launched later have none of them.
+        self._spoilt &= {s.seq_id for one in (step, *self.launched) for s in one.sequences}
         for source, destination in step.block_copies:
-            self.memory[destination] = list(self.memory[source])
+            self.memory[destination][:] = self.memory[source]
         before = [self._kv_before(sequence) for sequence in step.sequences]
         self.during(step)
         if self.fail_with is not None:
@@ -242,7 +246,7 @@ class FakeExecutor:
             assert known is None
             return
         assert known is not None
-        assert kv_of([*known.prompt, *known.output])[-1] == kv
+        assert reduce(chain, (*known.prompt, *known.output), _ROOT) == kv
         assert len(known.prompt) == sequence.prompt_tokens
         assert {spec.position for spec in sequence.samples} == {len(known.output)}
 
@@ -250,10 +254,14 @@ class FakeExecutor:
         if sequence.start == 0:
             return _ROOT
         # Every position before it must be there, not only the last.
-        values = [self.slot(sequence.block_ids, p) for p in range(sequence.start)]
-        assert None not in values, "reads a slot that nobody wrote"
-        assert isinstance(values[-1], int)
-        return values[-1]
+        full, rest = divmod(sequence.start, BLOCK)
+        blocks = [self.memory[block] for block in sequence.block_ids[:full]]
+        if rest:
+            blocks.append(self.memory[sequence.block_ids[full]][:rest])
+        assert not any(None in block for block in blocks), "reads a slot that nobody wrote"
+        last = blocks[-1][-1]
+        assert isinstance(last, int)
+        return last
 
     @staticmethod
     def _score(sequence: ScheduledSequence) -> tuple[TokenLogprob, ...]:
