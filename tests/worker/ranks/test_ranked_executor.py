@@ -158,3 +158,18 @@ def test_waits_that_are_ended_do_not_give_a_step_more_time():
         executor.launch(StepInput(1, (at(seq_id=0, drawn=0),)), lambda _: None)
         with pytest.raises(Stuck):
             all(executor.await_oldest(awake) is False for _ in range(1_000_000))
+
+
+def test_an_answer_that_is_there_counts_however_late_it_is_looked_for():
+    """Mode put holds the engine up for as long as --kv-wait-seconds, with a step under way."""
+    with one_rank(deadline_s=0.0) as (_, executor):
+        running = executor.launch(StepInput(1, (at(seq_id=0, drawn=0),)), lambda _: None)
+        assert running.wait().samples.keys() == {0}
+
+
+def test_a_step_without_an_answer_is_stuck_when_its_time_is_over():
+    with one_rank(deadline_s=0.0) as (rank, executor):
+        rank.is_silent = True
+        running = executor.launch(StepInput(1, (at(seq_id=0, drawn=0),)), lambda _: None)
+        with pytest.raises(Stuck):
+            running.wait()

@@ -112,13 +112,14 @@ class RankedExecutor:
     def _receive_some(self) -> list[int]:
         """Take what has come, and wait for it where nothing has; which descriptors had something.
         The deadline is one step's, however often its waits are ended."""
-        left_s = self._since_s + self._deadline_s - time.monotonic()
-        if left_s <= 0:
-            raise self._instance.stuck(self._deadline_s)
+        left_s = max(0.0, self._since_s + self._deadline_s - time.monotonic())
         came = [descriptor for descriptor, _ in self._poll.poll(left_s * 1000 + 1)]
         for descriptor in came:
             if descriptor in self._responses or descriptor == self._instance.lost_fd:
                 self._receive(descriptor)
+        # The engine may have been held up elsewhere for longer: what has come meanwhile counts.
+        if not left_s and not self._outputs:
+            raise self._instance.stuck(self._deadline_s)
         return came
 
     def _receive(self, descriptor: int) -> None:
