@@ -111,6 +111,8 @@ def build_parser() -> argparse.ArgumentParser:
             description=command.help,
             epilog=command.epilog,
             formatter_class=_HelpFormatter,
+            # A flag cut short is not seen by who looks for it in a fleet document's engine.args.
+            allow_abbrev=False,
         )
         command.configure(sub)
         sub.set_defaults(run_command=command.run)

@@ -57,6 +57,14 @@ def test_unknown_flags_are_still_refused(capsys: pytest.CaptureFixture[str]) -> 
     assert "--max-tokns" in capsys.readouterr().err
 
 
+def test_flags_cut_short_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Who looks for a flag in a fleet document's engine.args would not see them."""
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["worker", "--model", "demo", "--tensor-parallel=2"])
+    assert exit_info.value.code == 2
+    assert "--tensor-parallel=2" in capsys.readouterr().err
+
+
 def test_help_names_every_default(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["router", "--help"])

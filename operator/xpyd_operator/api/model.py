@@ -143,8 +143,9 @@ class EnvVar(ApiModel):
         return not self.value or self.value_from is None
 
 
-_OF_POOLS = ("-tp", "-pp", "--tensor-parallel-size", "--pipeline-parallel-size")
-"""The worker's flags that pools give: the pods of an instance follow from them."""
+_OF_POOLS = ("-t", "-tp", "-p", "-pp", "--tensor-parallel-size", "--pipeline-parallel-size")
+"""The worker's flags that pools give, with one dash also cut short as argparse takes them: the pods
+of an instance follow from them."""
 
 
 class Engine(ApiModel):
