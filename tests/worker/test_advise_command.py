@@ -51,6 +51,15 @@ def test_the_table_has_both_trees_the_layout_and_its_numbers(
     assert "does not deal experts out yet (EP)" in text
 
 
+def test_a_group_that_does_not_divide_the_heads_is_why_the_trees_differ(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = run(capsys, str(MODELS / "llama-70b"), "--gpus", "3x80G")
+    why = "tree 1 does not ask what divides the model's heads"
+    assert f"they differ in TP (3 and 1, taken 1): {why}" in text.splitlines()
+    assert "layout: PP 3" in text.splitlines()
+
+
 def test_json_has_bytes_and_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     found = run_json(capsys, "llama-70b", "--gpus", "8", "--concurrency", "1")
     assert found["model"]["served"] is True
@@ -131,7 +140,7 @@ def test_roles_say_what_their_steps_send_and_what_moving_kv_takes(
         (("--gpus", "1"), "141.1 GB of weights and 42.9 GB of KV .* it takes 3 nodes of 1"),
         (
             ("--gpus", "1x3G"),
-            "nor into any number of them",
+            "nor into any number of them; try a smaller --concurrency, a shorter --context or",
         ),
         (("--gpus", "8", "--revision", "main"), "only hf:// models have revisions"),
     ],

@@ -124,6 +124,9 @@ def _too_small(facts: ModelFacts, hardware: Hardware, need: Need) -> str:
     )
     least = fewest_nodes(facts, hardware, need)
     if least is None:
-        return f"{text}, nor into any number of them; try a shorter --context or --quantization"
+        return (
+            f"{text}, nor into any number of them; try a smaller --concurrency, a shorter "
+            "--context or --quantization"
+        )
     nodes = nodes_of(hardware, least.tensor, least.pipeline)
     return f"{text}; it takes {nodes} nodes of {hardware.gpus_per_node}"

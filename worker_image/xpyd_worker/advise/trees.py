@@ -143,10 +143,10 @@ def _differences(sizing: Sizing, one: Layout, two: Layout, taken: Layout) -> tup
 
 
 def _why_tensor(sizing: Sizing) -> str:
-    if sizing.tensor_least is None:
-        return "tree 1 does not ask whether smaller tensor groups take fewer nodes"
     if sizing.tensor_most < sizing.hardware.gpus_per_node:
         return "tree 1 does not ask what divides the model's heads"
+    if sizing.tensor_least is None:
+        return "tree 1 does not ask whether smaller tensor groups take fewer nodes"
     return "for throughput the smallest tensor group that holds the model leaves devices for copies"
 
 
