@@ -107,7 +107,8 @@ def test_tokens_are_those_of_one_rank_and_no_rank_outlives_the_block(
     [
         ({"tensor_parallel_size": 3}, "size: 3 does not divide the model's 4 attention heads"),
         ({"pipeline_parallel_size": 9}, "--pipeline-parallel-size: 9 stages for 6 layers"),
-        ({"pipeline_parallel_size": 0}, "--pipeline-parallel-size: expected 1 to 64"),
+        ({"pipeline_parallel_size": 0}, "--pipeline-parallel-size: 0; expected 1 to 64"),
+        ({"tensor_parallel_size": 65}, "--tensor-parallel-size: 65; expected 1 to 64"),
         ({"tensor_parallel_size": 2, "device": "cuda:1"}, "--device cuda:1: with several ranks"),
     ],
 )

@@ -98,6 +98,14 @@ def test_a_wrong_flag_is_named(flags: tuple[str, ...], named: str) -> None:
         config(*flags)
 
 
+@pytest.mark.parametrize("port", [21001, 21002, 21003])
+def test_http_does_not_take_a_port_of_the_ranks(port: int) -> None:
+    flags = ("--kv-port", "21001", "-tp", "2", "--port", str(port))
+    with pytest.raises(UserError, match=f"--port {port}: .* are 21001 to 21003"):
+        config("--role", "Decode", *flags)
+    assert config("--role", "Prefill", *flags).port == port
+
+
 def tokens(*flags: str) -> tuple[int, int]:
     """Of a step: on a CPU, on a GPU."""
     found = config(*flags)

@@ -216,8 +216,13 @@ def check_config(config: WorkerConfig) -> None:
 def _parallel_checks(config: WorkerConfig) -> list[tuple[str, bool]]:
     is_one = config.sizes.replica == 1
     return [
-        (f"{TENSOR}: expected 1 to {MAX_PARALLEL}", _is_parallel(config.tensor_parallel_size)),
-        (f"{PIPELINE}: expected 1 to {MAX_PARALLEL}", _is_parallel(config.pipeline_parallel_size)),
+        *(
+            (f"{flag}: {size}; expected 1 to {MAX_PARALLEL}", 1 <= size <= MAX_PARALLEL)
+            for flag, size in (
+                (TENSOR, config.tensor_parallel_size),
+                (PIPELINE, config.pipeline_parallel_size),
+            )
+        ),
         (
             f"LWS_GROUP_SIZE: {config.pods} pods for {config.pipeline_parallel_size} stages; each "
             "pod holds as many whole stages",
@@ -241,11 +246,15 @@ def _parallel_checks(config: WorkerConfig) -> list[tuple[str, bool]]:
             "it, up to 65535",
             is_one or config.kv_port + config.sizes.replica < 65536,
         ),
+        (
+            f"--port {config.port}: the KV port and those of the ranks behind it are "
+            f"{config.kv_port} to {config.kv_port + config.sizes.replica}; give another one, or "
+            "another --kv-port",
+            is_one
+            or config.role != "Decode"
+            or not config.kv_port <= config.port <= config.kv_port + config.sizes.replica,
+        ),
     ]
-
-
-def _is_parallel(size: int) -> bool:
-    return 1 <= size <= MAX_PARALLEL
 
 
 def _is_unset_or(value: int | None, low: int, high: int) -> bool:

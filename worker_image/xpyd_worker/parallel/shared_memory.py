@@ -32,7 +32,6 @@ SHARES_FROM_BYTES = 32 << 10
 SPIN_S = 50e-6
 """How long a rank looks for the others at most before it sleeps, where each has a core: to sleep
 and to be woken takes about that long."""
-_MOST_RANKS = 32
 
 
 @dataclass(frozen=True)
