@@ -126,6 +126,7 @@ def test_roles_say_what_their_steps_send_and_what_moving_kv_takes(
         (("--gpus", "8x-5G"), "--gpus: '-5G' is not a size"),
         (("--gpus", "8x0"), "--gpus: '0'; expected a memory above 0 bytes"),
         (("--gpus", "8", "--gpu-memory", "0.4"), "--gpu-memory: '0.4'; expected a memory above"),
+        (("--gpus", "8x80G", "--gpu-memory", "40G"), "--gpus says 80G of each already"),
         (("--gpus", "8", "--gpu-memory", "much"), "--gpu-memory: 'much' is not a size"),
         (("--gpus", "8", "--reserve", "-1"), "--reserve: '-1' is not a size"),
         (("--gpus", "12"), "12 are not whole nodes of 8"),

@@ -27,6 +27,7 @@ USUAL_NODE_GPUS = 8
 MAX_GPUS = 1024
 MAX_NODE_GPUS = 16
 """Of a pod in a fleet document."""
+_GPU_MEMORY = "80G"
 _GPUS = re.compile(r"([1-9][0-9]{0,3})(?:x(.+))?")
 _EPILOG = """examples:
   xpyd advise hf://Qwen/Qwen3-8B --gpus 4
@@ -69,7 +70,7 @@ def _add_devices(parser: argparse.ArgumentParser) -> None:
         metavar="N[xMEMORY]",
         help="devices in all, perhaps with the memory of each: 8, 16x80G, 8x141G",
     )
-    add("--gpu-memory", metavar="SIZE", default="80G", help="memory of each (default: %(default)s)")
+    add("--gpu-memory", metavar="SIZE", help=f"memory of each (default: {_GPU_MEMORY})")
     add("--gpus-per-node", type=int, metavar="N", help="default: 8, or all where there are fewer")
     add("--nodes", type=int, metavar="N", help="another way to say --gpus-per-node")
     add("--within", choices=WITHIN, default=WITHIN[0], help="link of the devices of a node")
@@ -157,9 +158,11 @@ def _hardware(args: argparse.Namespace) -> Hardware:
     )
 
 
-def _memory(in_gpus: str | None, gpu_memory: str) -> int:
+def _memory(in_gpus: str | None, gpu_memory: str | None) -> int:
     """Of each device, in bytes: as --gpus says, or else --gpu-memory."""
-    flag, text = ("--gpus", in_gpus) if in_gpus else ("--gpu-memory", gpu_memory)
+    if in_gpus and gpu_memory:
+        raise UserError(f"--gpu-memory: --gpus says {in_gpus} of each already; leave one out")
+    flag, text = ("--gpus", in_gpus) if in_gpus else ("--gpu-memory", gpu_memory or _GPU_MEMORY)
     size = _size(flag, text)
     if not size:
         raise UserError(f"{flag}: {text!r}; expected a memory above 0 bytes")
