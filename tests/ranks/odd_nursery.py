@@ -25,6 +25,10 @@ class Told:
         self._step = step
         self._imported_by = imported_by
 
+    @property
+    def is_over(self) -> bool:
+        return self._step.is_over
+
     def finish(self) -> bytes | None:
         output = self._step.finish()
         if output is None:
