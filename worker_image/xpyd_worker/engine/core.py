@@ -201,9 +201,9 @@ class EngineCore:
         delivered = self._hand_out()
         if step is not None:
             self._launch(step)
-        if self._under_way and (step is None or len(self._under_way) == self._depth):
-            has_room = len(self._under_way) < self._depth
-            if has_room and not self._executor.await_oldest(self._inbox.fileno()):
+        is_full = len(self._under_way) == self._depth
+        if self._under_way and (step is None or is_full):
+            if not is_full and not self._executor.await_oldest(self._inbox.fileno()):
                 return True
             self._finish(self._under_way.popleft())
             self._hand_out()

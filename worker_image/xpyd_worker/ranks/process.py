@@ -163,8 +163,6 @@ def run_steps(
             answers.done(output)
 
     while True:
-        if is_output and under_way and under_way[0].is_over:
-            finish()
         message = ring.read(0 if under_way and is_output else None)
         if message == b"":
             return
@@ -174,6 +172,8 @@ def run_steps(
         if message is not None:
             under_way.append(program.launch(message))
             slot.launched()
+            if is_output and under_way[0].is_over:
+                finish()
         slot.end()
 
 
