@@ -6,7 +6,7 @@ SHELL := bash
 unexport PYTHONDONTWRITEBYTECODE
 BIN := .venv/bin
 PACKAGES := core kv_transfer router worker_image operator
-PY_PATHS := $(PACKAGES) tests examples scripts hatch_build.py
+PY_PATHS := $(PACKAGES) tests bench examples scripts hatch_build.py
 PYTEST := $(BIN)/python -m pytest
 PYTEST_ARGS ?=
 # Processes of `make verify`'s tests; 0: one after another in pytest's own, as a debugger wants it.
@@ -78,22 +78,22 @@ demo: setup ## Bring up 1 prefill + 3 decode engines, ask them things, check the
 	@$(BIN)/python -m examples.demo.demo
 
 bench-operator: setup ## A thousand pods, a hundred fleets, five hundred at rest; beside plain objects
-	@$(BIN)/python -m tests.cluster.bench
+	@$(BIN)/python -m bench.operator
 
 bench-gpu: ## The GPU path's kernels beside torch's own, by GPU_PYTHON
-	@$(ON_GPU) -m tests.gpu.bench
+	@$(ON_GPU) -m bench.gpu
 
 bench-kv: setup ## How fast KV moves from process to process; beside plain TCP, gloo, nixl, mooncake
-	@$(BIN)/python -m tests.kv.bench
+	@$(BIN)/python -m bench.kv
 
 bench-engine: setup ## How fast the engine answers on the CPU; beside vLLM and transformers
-	@$(BIN)/python -m tests.worker.bench
+	@$(BIN)/python -m bench.engine
 
 bench-router: setup ## What the router costs; beside vllm-router and sglang-router
-	@$(BIN)/python -m tests.router.bench
+	@$(BIN)/python -m bench.router
 
 bench-parallel: setup ## What tensor and pipeline parallelism cost and bring; all-reduce beside Gloo
-	@$(BIN)/python -m tests.parallel.bench
+	@$(BIN)/python -m bench.parallel
 
 constraints: setup ## Write the installed versions to constraints.txt
 	@scripts/constraints.sh

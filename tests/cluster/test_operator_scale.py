@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.bench import big, many, resync
-from tests.cluster.bench.client import Client
-from tests.cluster.bench.measure import Bench
-from tests.cluster.bench.processes import Operator
-from tests.cluster.bench.report import MOST_CALLS
-from tests.cluster.bench.watching import Namespace
+from bench.operator import big, many, resync
+from bench.operator.client import Client
+from bench.operator.measure import Bench
+from bench.operator.processes import Operator
+from bench.operator.report import MOST_CALLS
+from bench.operator.watching import Namespace
 from tests.cluster.harness import Cluster
 
 CRDS = Path(__file__).parents[2] / "crds"

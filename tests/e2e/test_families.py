@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from examples.demo_model.random_checkpoint import make_checkpoint
-from examples.demo_model.random_weights import Family
+from scripts.train_demo_model.random_checkpoint import make_checkpoint
+from scripts.train_demo_model.random_weights import Family
 from tests.e2e.harness import Fleet, Process, empty_fleet, http
 
 pytestmark = pytest.mark.slow

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from tests.bench_environments import NotHere, cache, environment
+from bench.engine.peer import peer_environment
+from bench.environments import NotHere, cache, environment
 from tests.e2e.harness import DEMO_MODEL, Fleet, fleet
-from tests.worker.bench.peer import peer_environment
 
 pytestmark = pytest.mark.slow
 GUIDELLM = "0.8.1"

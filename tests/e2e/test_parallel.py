@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from examples.demo_model.random_checkpoint import make_checkpoint
-from examples.demo_model.random_weights import Family
+from scripts.train_demo_model.random_checkpoint import make_checkpoint
+from scripts.train_demo_model.random_weights import Family
 from tests.e2e.harness import Fleet, Process, empty_fleet
 from tests.e2e.test_families import ask, best_tokens, make_requests
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.bench_environments import NotHere, cache, environment
+from bench.environments import NotHere, cache, environment
 from tests.e2e.harness import Fleet, empty_fleet, http, wait_for
 
 pytestmark = pytest.mark.slow

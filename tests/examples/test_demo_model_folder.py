@@ -8,8 +8,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples.demo_model import corpus, tokens
-from examples.demo_model.measure import greedy, known_share, load
+from scripts.train_demo_model import corpus, tokens
+from scripts.train_demo_model.measure import greedy, known_share, load
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "demo-model"
 FILES = {

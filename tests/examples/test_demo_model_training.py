@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from examples.demo_model import corpus, tokens, train
-from examples.demo_model.measure import load
+from scripts.train_demo_model import corpus, tokens, train
+from scripts.train_demo_model.measure import load
 
 DIALOGUES = [
     corpus.Dialogue("What does os.path.join do?", "Join two or more pathname components."),

@@ -9,8 +9,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples.demo_model.random_checkpoint import DEMO_MODEL, main, make_checkpoint
-from examples.demo_model.random_weights import Tensor, split
+from scripts.train_demo_model.random_checkpoint import DEMO_MODEL, main, make_checkpoint
+from scripts.train_demo_model.random_weights import Tensor, split
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3-moe")
 SMALL = {"layers": 2, "hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2}

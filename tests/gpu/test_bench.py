@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.gpu.bench import __main__ as bench
-from tests.gpu.bench.measuring import agree
-from tests.gpu.bench.page import BEGIN, END
+from bench.gpu import __main__ as bench
+from bench.gpu.measuring import agree
+from bench.gpu.page import BEGIN, END
 from tests.gpu.conftest import Kit
 
 

@@ -23,7 +23,7 @@ class Absent:
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Absent())
 import pytest
-import tests.gpu.bench.measuring
+import bench.gpu.measuring
 options = ["-q", "--collect-only", "-m", "gpu", "-p", "no:cacheprovider"]
 sys.exit(pytest.main([*options, *sys.argv[1:]]))
 """

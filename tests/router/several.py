@@ -16,7 +16,7 @@ import aiohttp
 import zmq
 import zmq.asyncio
 
-from tests.bench_process import free_port
+from bench.process import free_port
 from tests.router.fakes import FakeEngine, Fleet, replace_beat
 from xpyd_core.messages import encode_heartbeat
 from xpyd_router.config import RouterConfig

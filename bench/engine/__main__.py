@@ -1,0 +1,108 @@
+"""make bench-engine: the measurements, a line of JSON, and the same in two files.
+
+Exit status: 0 measured, 1 a contender failed or did not answer as asked. How fast anything was is
+no failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from bench.engine.contender import ROOT, ContenderFailed
+from bench.engine.models import Model, cache, model
+from bench.engine.page import with_measured
+from bench.engine.peer import peer_environment
+from bench.engine.report import report
+from bench.engine.rounds import PEER, Found, Plan, measure
+from bench.engine.shape import CASES, MODELS
+from bench.environments import NotHere
+from bench.report import write_report
+
+_QUICK_CASES = ("c1", "c8")
+
+
+def main(argv: list[str]) -> int:
+    """Run it."""
+    options = _parser().parse_args(argv)
+    absent: dict[str, str] = {}
+    plan = _plan(options, absent)
+    found: dict[str, tuple[Model, Found]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in plan.models:
+            _say(f"{name}: checkpoint")
+            one = model(name)
+            try:
+                found[name] = one, measure(one, plan, Path(folder), _say)
+            except ContenderFailed as error:
+                _say(f"wrong: {error}")
+                return 1
+    made = report(found, plan, absent)
+    if options.output is not None:
+        write_report(made, options.output, with_measured)
+    sys.stdout.write(json.dumps(made) + "\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench.engine")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="where the JSON goes, and tables into the page beside it (default: "
+        "docs/benchmarks/engine-cpu.json for a whole run, nowhere for a part of it)",
+    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2, help="of each contender, on cores 0 on")
+    parser.add_argument("--no-peer", action="store_true", help="without vLLM")
+    parser.add_argument("--no-reference", action="store_true", help="without transformers")
+    parser.add_argument("--own-args", type=shlex.split, default=[], help="more for `xpyd worker`")
+    parser.add_argument(
+        "--quick", action="store_true", help="a minute: tiny, few requests, one round, no others"
+    )
+    return parser
+
+
+def _plan(options: argparse.Namespace, absent: dict[str, str]) -> Plan:
+    cases = [CASES[name] for name in options.cases]
+    plan = Plan(
+        options.models,
+        cases,
+        options.rounds,
+        options.threads,
+        peer=None,
+        reference=not options.no_reference,
+        own_args=options.own_args,
+    )
+    if options.quick:
+        short = [replace(CASES[name], requests=CASES[name].concurrency) for name in _QUICK_CASES]
+        return replace(plan, models=["tiny"], cases=short, rounds=1, reference=False)
+    is_whole = list(MODELS) == options.models and list(CASES) == options.cases
+    if options.output is None and is_whole and not (options.no_peer or options.no_reference):
+        options.output = ROOT / "docs/benchmarks/engine-cpu.json"
+    if options.no_peer:
+        return plan
+    _say(f"{PEER}: environment in {cache()}")
+    try:
+        return replace(plan, peer=peer_environment())
+    except NotHere as error:
+        _say(f"{PEER} is left out: {error}")
+        absent[PEER] = str(error)
+        return plan
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,107 @@
+"""The measured part of docs/benchmarks/engine-cpu.md, as tables. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.engine.rounds import OWN, PEER
+from bench.engine.shape import CASES
+from bench.report import not_measured, put_measured, where_measured
+
+BEGIN = "<!-- measured: `make bench-engine` writes it -->\n"
+_AIMS = {
+    "itlP50Ms": "ITL p50 to vLLM's",
+    "tokensPerS": "tokens/s to vLLM's",
+    "ttftP50Ms": "TTFT p50 to vLLM's",
+    "bandwidth": "share of the bandwidth limit",
+    "start": "start to vLLM's warm one",
+    "pss": "memory to vLLM's",
+}
+
+
+def with_measured(page: str, made: dict[str, Any]) -> str:
+    """The page with the tables of this report in place of those that it has."""
+    return put_measured(page, BEGIN, _measured(made))
+
+
+def _measured(made: dict[str, Any]) -> str:
+    parts = [[_where(made)], _aims(made)]
+    for name, model in made["models"].items():
+        parts += [[_about(name, model)], _cases(name, model), _ratios(name, model)]
+    return "\n" + "".join("\n".join(part) + "\n\n" for part in parts if part)
+
+
+def _where(made: dict[str, Any]) -> str:
+    threads = f"{made['threads']} threads on the cores {made['cores']}"
+    return where_measured(made) + f"{threads}, rounds: {made['rounds']}." + not_measured(made)
+
+
+def _aims(made: dict[str, Any]) -> list[str]:
+    if not made["aims"]:
+        return []
+    lines = ["| aim on medium | wanted | reached | |", "|---|---|---|---|"]
+    for aim in made["aims"]:
+        what = _AIMS[aim["figure"]] + (f", {_shape(aim['case'])}" if aim["case"] else "")
+        bound = f"{'at least' if aim['at_least'] else 'at most'} {aim['bound']:.2f}"
+        word = "yes" if aim["holds"] else "missed"
+        lines.append(f"| {what} | {bound} | {aim['reached']:.2f} | {word} |")
+    return lines
+
+
+def _shape(case: str) -> str:
+    one = CASES[case]
+    return f"{one.input_tokens}/{one.output_tokens} at {one.concurrency}"
+
+
+def _about(name: str, model: dict[str, Any]) -> str:
+    starts = ", ".join(f"{who} {value:.1f} s" for who, value in model["startS"].items())
+    memory = ", ".join(f"{who} {value:.2f} GiB" for who, value in model["pssGib"].items())
+    text = (
+        f"**{name}**: {model['parameters'] / 1e6:.1f} M parameters. Start to `/health`: {starts}. "
+        f"Memory (PSS) after the load: {memory}."
+    )
+    ratios = model["ratios"]
+    if ratios:
+        text += f" Ours to vLLM's: start {ratios['start']:.2f}, memory {ratios['pss']:.2f}."
+    limit = model["bandwidth"]
+    if limit:
+        text += (
+            f" A decode step reads {model['stepBytes'] / 1e6:.0f} MB, at {limit['gbPerS']:.1f} "
+            f"GB/s in {limit['limitMs']:.1f} ms at best; ours reaches {limit['share']:.0%} of that "
+            f"(best round {limit['bestShare']:.0%})."
+        )
+    return text
+
+
+def _cases(name: str, model: dict[str, Any]) -> list[str]:
+    lines = [
+        f"| {name}: in/out at concurrency | | TTFT p50 / p99 ms | ITL p50 / p99 ms "
+        "| TPOT p50 / p99 ms | tokens/s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for case, found in model["cases"].items():
+        for who in sorted(found["rows"], key=lambda who: (who != OWN, who != PEER)):
+            row = found["rows"][who]
+            shown = f"**{who}**" if who == OWN else who
+            lines.append(
+                f"| {_shape(case)} | {shown} | {row['ttftP50Ms']:.0f} / {row['ttftP99Ms']:.0f} "
+                f"| {row['itlP50Ms']:.1f} / {row['itlP99Ms']:.1f} "
+                f"| {row['tpotP50Ms']:.1f} / {row['tpotP99Ms']:.1f} | {row['tokensPerS']:.1f} |"
+            )
+    return lines
+
+
+def _ratios(name: str, model: dict[str, Any]) -> list[str]:
+    found = {case: one["ratios"] for case, one in model["cases"].items() if "ratios" in one}
+    if not found:
+        return []
+    return [
+        f"| {name}: ours to vLLM's, median (best) | TTFT p50 | ITL p50 | TPOT p50 | tokens/s |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {_shape(case)} | "
+            + " | ".join(f"{one['median']:.2f} ({one['best']:.2f})" for one in ratios.values())
+            + " |"
+            for case, ratios in found.items()
+        ),
+    ]

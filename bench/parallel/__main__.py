@@ -1,0 +1,79 @@
+"""make bench-parallel: the measurements, a line of JSON, and the same in two files.
+
+Exit status: 0 measured, 1 an engine failed or a sum was wrong. How fast anything was is no failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from bench.engine.contender import ROOT, ContenderFailed
+from bench.engine.models import model
+from bench.parallel import all_reduce, engines, gpu_all_reduce
+from bench.parallel.engines import LAYOUTS, Layout, Turn
+from bench.parallel.page import with_measured
+from bench.parallel.report import report
+from bench.report import write_report
+
+MODELS = ("tiny", "small")
+"""One whose steps cost next to nothing but to be handed out, and one that has something to do."""
+_QUICK_LAYOUTS = (
+    Layout(),
+    Layout(tensor=2),
+    Layout(pipeline=2),
+    Layout(pipeline=2, is_queued=False),
+)
+
+
+def main(argv: list[str]) -> int:
+    """Run it."""
+    parser = argparse.ArgumentParser(prog="python -m bench.parallel")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs/benchmarks/parallel.json")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument(
+        "--quick", action="store_true", help="two minutes: one size, the tiny model, one round"
+    )
+    options = parser.parse_args(argv)
+    worlds, sizes_kib, layouts = all_reduce.WORLDS, all_reduce.SIZES_KIB, LAYOUTS
+    if options.quick:
+        worlds, sizes_kib, layouts = worlds[:1], sizes_kib[:1], _QUICK_LAYOUTS
+        options.rounds, options.models = 1, options.models[:1]
+    turns: dict[str, list[Turn]] = {}
+    try:
+        _say("all-reduce")
+        reduces = all_reduce.measure(worlds, sizes_kib, options.rounds)
+        on_gpus = gpu_all_reduce.measure(options.rounds)
+        for name in options.models:
+            with tempfile.TemporaryDirectory() as folder:
+                turns[name] = engines.measure(
+                    model(name),
+                    layouts,
+                    cores=options.cores,
+                    rounds=options.rounds,
+                    folder=Path(folder),
+                    say=_say,
+                )
+    except (ContenderFailed, all_reduce.WrongSumError, gpu_all_reduce.WrongGpuSumError) as error:
+        _say(f"wrong: {error}")
+        return 1
+    made = report(reduces, on_gpus, turns, cores=options.cores, rounds=options.rounds)
+    write_report(made, options.output, with_measured)
+    sys.stdout.write(json.dumps(made) + "\n")
+    return 0
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,74 @@
+"""The measured part of docs/benchmarks/parallel.md, as tables. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.report import put_measured, where_measured
+
+BEGIN = "<!-- measured: `make bench-parallel` writes it -->\n"
+
+
+def with_measured(page: str, made: dict[str, Any]) -> str:
+    """The page with the tables of this report in place of those that it has."""
+    return put_measured(page, BEGIN, _measured(made))
+
+
+def _measured(made: dict[str, Any]) -> str:
+    where = f"{where_measured(made)}Engines on {made['cores']} cores; rounds: {made['rounds']}."
+    parts = [[where], _reduces(made)]
+    if made.get("gpuAllReduce"):
+        parts.append(_gpu_reduces(made))
+    for model in made["engines"]:
+        parts += [_engines(model, made["engines"][model]), _bubbles(model, made["bubble"][model])]
+    return "\n" + "".join("\n".join(part) + "\n\n" for part in parts)
+
+
+def _reduces(made: dict[str, Any]) -> list[str]:
+    return [
+        "| all-reduce | shared memory, us | Gloo, us | ratio |",
+        "|---|---|---|---|",
+        *(
+            f"| {row['ranks']} ranks, {row['kib']:,} KiB | {row['oursUs']:,.0f} "
+            f"| {row['glooUs']:,.0f} | {row['ratio']:.3f} |"
+            for row in made["allReduce"]
+        ),
+    ]
+
+
+def _gpu_reduces(made: dict[str, Any]) -> list[str]:
+    return [
+        "| all-reduce on GPUs | over peers' memory, us | NCCL, us | ratio |",
+        "|---|---|---|---|",
+        *(
+            f"| {row['ranks']} ranks, {row['kib']:,} KiB | {row['oursUs']:,.1f} "
+            f"| {row['ncclUs']:,.1f} | {row['ratio']:.3f} |"
+            for row in made["gpuAllReduce"]
+        ),
+    ]
+
+
+def _engines(model: str, rows: list[dict[str, Any]]) -> list[str]:
+    return [
+        f"| `{model}` | ITL p50 ms, 1 at once | to one rank's | tokens/s, 8 at once "
+        "| to one rank's | main process, CPU us a step |",
+        "|---|---|---|---|---|---|",
+        *(
+            f"| {row['layout']} | {row['itlP50Ms']:.2f} | {row['itlToOne']:.2f} "
+            f"| {row['tokensPerS']:,.0f} | {row['tokensPerSToOne']:.2f} "
+            f"| {row['mainCpuUsPerStep']:,.0f} |"
+            for row in rows
+        ),
+    ]
+
+
+def _bubbles(model: str, rows: list[dict[str, Any]]) -> list[str]:
+    return [
+        f"| `{model}`, batches | ms for all | bubble | (PP-1)/(PP-1+M) |",
+        "|---|---|---|---|",
+        *(
+            f"| {row['layout']}, {row['batches']} | {row['seconds'] * 1e3:,.0f} "
+            f"| {row['measured']:.2f} | {row['formula']:.2f} |"
+            for row in rows
+        ),
+    ]

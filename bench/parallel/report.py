@@ -1,0 +1,183 @@
+"""From rounds to the figures that are kept. Pure but for versions and the machine.
+
+A ratio is of one round; the figure is the median of the rounds.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from statistics import median
+from typing import Any
+
+from bench.engine.shape import Case
+from bench.operator.report import machine
+from bench.parallel.all_reduce import Rounds
+from bench.parallel.engines import BATCHES, DECODE_1, DECODE_8, Layout, Turn
+from bench.parallel.gpu_all_reduce import GpuRounds
+from xpyd_worker.bench.figures import Summary, summarize
+
+_ALONE = Layout()
+
+
+def report(
+    reduces: Sequence[Rounds],
+    on_gpus: Sequence[GpuRounds],
+    turns: dict[str, list[Turn]],
+    *,
+    cores: int,
+    rounds: int,
+) -> dict[str, Any]:
+    """The JSON that a run ends with. `turns`: of each model."""
+    return {
+        "benchmark": "parallel",
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "ratios": _ratios(reduces, turns),
+        "allReduce": [_reduce(one) for one in reduces],
+        "gpuAllReduce": [_gpu_reduce(one) for one in on_gpus],
+        "engines": {model: _engines(found) for model, found in turns.items()},
+        "bubble": {model: _bubbles(found) for model, found in turns.items()},
+        "cores": cores,
+        "rounds": rounds,
+        "absent": {},
+        "ownArgs": [],
+        "versions": {
+            **{name: version(name) for name in ("xpyd", "torch")},
+            "python": platform.python_version(),
+        },
+        "machine": machine(),
+    }
+
+
+def ideal_bubble(stages: int, batches: int) -> float:
+    """The share of its time that a stage has nothing to do (ORACLES.md 46)."""
+    return (stages - 1) / (stages - 1 + batches)
+
+
+def measured_bubble(stages: int, batches: int, *, one_s: float, all_s: float) -> float:
+    """The same of a pipeline that needs `one_s` for one batch and `all_s` for all of them: a stage
+    works `one_s / stages` on each."""
+    return 1 - batches * one_s / stages / all_s
+
+
+def _ratios(reduces: Sequence[Rounds], turns: dict[str, list[Turn]]) -> list[dict[str, Any]]:
+    """By name, each to a peer of the same run."""
+    found = [
+        _named(
+            f"all-reduce, {one.ranks} ranks, {one.size_kib} KiB", "Gloo", one.ours_us, one.gloo_us
+        )
+        for one in reduces
+    ]
+    for model, of_model in turns.items():
+        layouts = _layouts(of_model)
+        for layout in layouts:
+            rates = _rates(of_model, layout)
+            if layout != _ALONE:
+                name = f"{model}, {layout.name}, tokens/s"
+                found.append(_named(name, _ALONE.name, rates, _rates(of_model, _ALONE)))
+            unqueued = replace(layout, is_queued=False)
+            if layout.is_queued and unqueued in layouts:
+                name = f"{model}, {layout.name}, tokens/s"
+                found.append(_named(name, "one step at a time", rates, _rates(of_model, unqueued)))
+    return found
+
+
+def _rates(turns: Sequence[Turn], layout: Layout) -> list[float]:
+    return [summary.output_tokens_per_s for summary in _of(turns, layout, DECODE_8)]
+
+
+def _named(name: str, peer: str, ours: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
+    measured = [round(a / b, 4) for a, b in zip(ours, others, strict=True)]
+    return {"name": name, "peer": peer, "reached": round(median(measured), 4), "measured": measured}
+
+
+def _reduce(one: Rounds) -> dict[str, Any]:
+    return {
+        "ranks": one.ranks,
+        "kib": one.size_kib,
+        "oursUs": round(median(one.ours_us), 1),
+        "glooUs": round(median(one.gloo_us), 1),
+        "ratio": round(median(a / b for a, b in zip(one.ours_us, one.gloo_us, strict=True)), 4),
+    }
+
+
+def _gpu_reduce(one: GpuRounds) -> dict[str, Any]:
+    return {
+        "ranks": one.ranks,
+        "kib": one.size_kib,
+        "oursUs": round(median(one.ours_us), 2),
+        "ncclUs": round(median(one.nccl_us), 2),
+        "ratio": round(median(a / b for a, b in zip(one.ours_us, one.nccl_us, strict=True)), 4),
+    }
+
+
+def _engines(turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    alone = {case: _of(turns, _ALONE, case) for case in (DECODE_1, DECODE_8)}
+    rows: list[dict[str, Any]] = []
+    for layout in _layouts(turns):
+        one, eight = (_of(turns, layout, case) for case in (DECODE_1, DECODE_8))
+        cpu_us = [
+            turn.main_cpu_s / sum(sample.output_tokens for sample in turn.samples) * 1e6
+            for turn in turns
+            if (turn.layout, turn.case) == (layout, DECODE_1)
+        ]
+        rows.append(
+            {
+                "layout": layout.name,
+                "tensor": layout.tensor,
+                "pipeline": layout.pipeline,
+                "queued": layout.is_queued,
+                "itlP50Ms": round(median(s.itl_ms.p50 for s in one), 3),
+                "tokensPerS": round(median(s.output_tokens_per_s for s in eight), 1),
+                "itlToOne": _ratio(
+                    [s.itl_ms.p50 for s in one], [s.itl_ms.p50 for s in alone[DECODE_1]]
+                ),
+                "tokensPerSToOne": _ratio(
+                    [s.output_tokens_per_s for s in eight],
+                    [s.output_tokens_per_s for s in alone[DECODE_8]],
+                ),
+                # A step gives one token here.
+                "mainCpuUsPerStep": round(median(cpu_us), 1),
+            }
+        )
+    return rows
+
+
+def _bubbles(turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for layout in _layouts(turns):
+        if layout.pipeline == 1 or layout.tensor > 1:
+            continue
+        one = [summary.seconds for summary in _of(turns, layout, BATCHES[0])]
+        for case in BATCHES:
+            seconds = [summary.seconds for summary in _of(turns, layout, case)]
+            measured = [
+                measured_bubble(layout.pipeline, case.requests, one_s=first, all_s=all_s)
+                for first, all_s in zip(one, seconds, strict=True)
+            ]
+            rows.append(
+                {
+                    "layout": layout.name,
+                    "batches": case.requests,
+                    "seconds": round(median(seconds), 4),
+                    "measured": round(median(measured), 3),
+                    "formula": round(ideal_bubble(layout.pipeline, case.requests), 3),
+                }
+            )
+    return rows
+
+
+def _layouts(turns: Sequence[Turn]) -> list[Layout]:
+    return list(dict.fromkeys(turn.layout for turn in turns))
+
+
+def _of(turns: Sequence[Turn], layout: Layout, case: Case) -> list[Summary]:
+    """Of each round."""
+    return [summarize(t.samples) for t in turns if (t.layout, t.case) == (layout, case)]
+
+
+def _ratio(ours: Sequence[float], others: Sequence[float]) -> float:
+    return round(median(a / b for a, b in zip(ours, others, strict=True)), 3)

@@ -1,0 +1,162 @@
+"""From turns to the numbers that are kept, with what they were measured on. Pure but for versions.
+
+A ratio is ours to a peer's, of turns one behind the other; the figure is the median of the duels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from importlib.metadata import version
+from statistics import median
+from typing import Any, NamedTuple
+
+from bench.operator.report import machine
+from bench.router.rounds import Found, Plan
+from bench.router.routers import PEERS
+from bench.router.shape import DIRECT, OWN, Case
+from bench.router.turns import Turn
+
+
+def _of(name: str, key: str) -> Callable[[Turn], float | None]:
+    def value(turn: Turn) -> float | None:
+        samples: dict[str, float] | None = getattr(turn, name)
+        return samples[key] if samples else None
+
+    return value
+
+
+CLOSED: dict[str, Callable[[Turn], float | None]] = {
+    "requestsPerS": lambda turn: turn.answered / turn.seconds,
+    "p50Us": _of("latency_us", "p50"),
+    "p90Us": _of("latency_us", "p90"),
+    "p99Us": _of("latency_us", "p99"),
+    "cpuUsPerRequest": lambda turn: turn.cpu_us_per_request,
+    "cores": lambda turn: turn.cpu_s / turn.seconds,
+}
+STREAMS: dict[str, Callable[[Turn], float | None]] = {
+    "tokensPerS": lambda turn: turn.tokens / turn.seconds,
+    "ttftP50Us": _of("ttft_us", "p50"),
+    "ttftP99Us": _of("ttft_us", "p99"),
+    "relayP50Us": _of("relay_us", "p50"),
+    "relayP99Us": _of("relay_us", "p99"),
+    "cpuUsPerToken": lambda turn: turn.cpu_us_per_token,
+    "cores": lambda turn: turn.cpu_s / turn.seconds,
+}
+_ADDED = ("p50Us", "p99Us", "relayP50Us", "relayP99Us")
+
+
+class Ratio(NamedTuple):
+    """Ours to a peer's, of `figure` in `case`; against vllm-router it is to be at most `aim`.
+    Memory is of no case."""
+
+    name: str
+    figure: str
+    case: str
+    aim: float
+
+
+RATIOS = (
+    Ratio("CPU per request", "cpuUsPerRequest", "c64", 0.75),
+    Ratio("CPU per token", "cpuUsPerToken", "s512", 0.9),
+    Ratio("p99", "p99Us", "c256", 0.6),
+    Ratio("memory", "memory", "", 0.5),
+)
+
+
+def figures_of(case: Case | str) -> dict[str, Callable[[Turn], float | None]]:
+    """Those of its kind."""
+    name = case if isinstance(case, str) else case.name
+    return CLOSED if name.startswith("c") else STREAMS
+
+
+def report(found: Found, plan: Plan, absent: Mapping[str, str]) -> dict[str, Any]:
+    """The JSON that a run ends with."""
+    return {
+        "benchmark": "router",
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "cases": {case.name: _case(found, case.name) for case in plan.cases},
+        "memoryMib": {
+            name: {"idle": _mib(idle), "after": _mib(found.after_gib[name])}
+            for name, idle in found.idle_gib.items()
+        },
+        "ratios": _ratios(found),
+        "failed": [
+            {"row": row, "case": case, "why": why} for (row, case), why in found.failed.items()
+        ],
+        "absent": dict(absent),
+        "ownArgs": list(plan.own_args),
+        "rounds": plan.rounds,
+        "duels": plan.duels,
+        "versions": {"xpyd": version("xpyd"), **PEERS, "python": plan.python.version},
+        "machine": machine(),
+    }
+
+
+def _mib(gib: float) -> float:
+    return round(gib * 1024, 1)
+
+
+def _case(found: Found, case: str) -> dict[str, Any]:
+    """By row: the median of the rounds, what is added to direct, and each round."""
+    rows = {name: turns for (name, of), turns in found.turns.items() if of == case}
+    made: dict[str, Any] = {}
+    for name, turns in rows.items():
+        values = {figure: [of(turn) for turn in turns] for figure, of in figures_of(case).items()}
+        made[name] = {figure: _median(many) for figure, many in values.items()}
+        if name != DIRECT and DIRECT in rows:
+            made[name]["added"] = _added(case, turns, rows[DIRECT])
+        made[name]["measured"] = {
+            figure: [None if one is None else round(one, 2) for one in many]
+            for figure, many in values.items()
+        }
+    return made
+
+
+def _added(case: str, turns: list[Turn], direct: list[Turn]) -> dict[str, float | None]:
+    of = figures_of(case)
+    return {
+        figure: _median(
+            [_less(of[figure](a), of[figure](b)) for a, b in zip(turns, direct, strict=True)]
+        )
+        for figure in _ADDED
+        if figure in of
+    }
+
+
+def _less(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else one - other
+
+
+def _median(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return round(median(known), 2) if known else None
+
+
+def _ratios(found: Found) -> list[dict[str, Any]]:
+    made: list[dict[str, Any]] = []
+    for ratio in RATIOS:
+        for peer in PEERS:
+            measured = _measured(found, ratio, peer)
+            if not measured:
+                continue
+            reached = round(median(measured), 3)
+            aim = ratio.aim if peer == "vllm-router" else None
+            made.append(
+                {"name": ratio.name, "case": ratio.case, "peer": peer, "aim": aim}
+                | {"reached": reached, "holds": None if aim is None else reached <= aim}
+                | {"measured": [round(one, 3) for one in measured]}
+            )
+    return made
+
+
+def _measured(found: Found, ratio: Ratio, peer: str) -> list[float]:
+    if ratio.figure == "memory":
+        if not {OWN, peer} <= found.after_gib.keys():
+            return []
+        return [found.after_gib[OWN] / found.after_gib[peer]]
+    of = figures_of(ratio.case)[ratio.figure]
+    turns = found.duels if (OWN, ratio.case) in found.duels else found.turns
+    pairs = zip(turns.get((OWN, ratio.case), []), turns.get((peer, ratio.case), []), strict=False)
+    known = [(of(a), of(b)) for a, b in pairs]
+    return [a / b for a, b in known if a is not None and b]

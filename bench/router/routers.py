@@ -1,0 +1,168 @@
+"""The programs that are measured: how each is started, and when it is ready."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.environments import NotHere, cache, environment
+from bench.process import Processes, free_port
+from bench.router.interpreter import own_path
+from bench.router.mocks import Mocks, beating, beats
+from bench.router.shape import Program, Row
+
+ROOT = Path(__file__).parents[2]
+PEERS: dict[Program, str] = {"vllm-router": "0.1.17", "sglang-router": "0.3.2"}
+_INSTALL_S = 300.0
+_START_S = 60.0
+_ASK_S = 5.0
+_POLL_S = 0.05
+_LOOPBACK = ("--host", "127.0.0.1")
+_FEATURES = ("--policy", "LeastLoaded")
+"""What our rows are to carry with them. What is on by default is not named."""
+_OWN_ARGS = (
+    *("--kv-insecure", "--drain-seconds", "0"),
+    # Engines stay known while it is stopped, for as long as all others may take in a case. The
+    # peers' deadlines are fixed: they learn of the engines anew before their turn begins.
+    *("--heartbeat-interval-ms", "10000", "--missed-beats", "100"),
+)
+
+
+class ContenderFailed(Exception):
+    """It did not start, ended, or did not answer as asked; says why."""
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Of one router; a program takes those that it knows."""
+
+    http: int = field(default_factory=free_port)
+    discovery: int = field(default_factory=free_port)
+    metrics: int = field(default_factory=free_port)
+
+
+class Router(Processes):
+    """A running router; `row` says which."""
+
+    def __init__(self, row: Row, process: subprocess.Popen[bytes], log: Path, port: int) -> None:
+        super().__init__(process, log)
+        self.row = row
+        self.port = port
+
+    def forget_log(self) -> None:
+        """Empty its log: it may grow by megabytes a second."""
+        os.truncate(self._log, 0)
+
+    def wait_ready(self) -> None:
+        """Until it answers a request out of an engine. ContenderFailed."""
+        until_s = time.monotonic() + _START_S
+        while not self._answers():
+            if self.process.poll() is not None or time.monotonic() > until_s:
+                how = "ended" if self.process.poll() is not None else "did not start"
+                raise ContenderFailed(f"{self.row.name} {how}: {self.complaint()}")
+            time.sleep(_POLL_S)
+
+    def _answers(self) -> bool:
+        body = json.dumps({"model": "m", "prompt": "is it ready?", "max_tokens": 16})
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_ASK_S)
+        try:
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", "/v1/completions", body, headers)
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+
+def peer_environment() -> Path:
+    """The peers' environment, made if it is not there. NotHere."""
+    pins = [f"{name}=={number}" for name, number in PEERS.items()]
+    return environment(
+        cache() / "bench-router" / "-".join(PEERS.values()), *pins, timeout_s=_INSTALL_S
+    )
+
+
+def absent(row: Row) -> str:
+    """Why this row cannot be measured here; empty where it can."""
+    if row.program in PEERS:
+        try:
+            peer_environment()
+        except NotHere as error:
+            return str(error)
+    if row.processes > 1 and "--processes" not in _own_flags():
+        return "`xpyd router` has no --processes"
+    return ""
+
+
+def _own_flags() -> str:
+    argv = [str(ROOT / ".venv/bin/xpyd"), "router", "--help"]
+    return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=_START_S).stdout
+
+
+def argv_of(
+    row: Row, ports: Ports, mocks: Mocks, own_args: Sequence[str] = (), *, python: str
+) -> list[str]:
+    """The command line; `python` runs ours. The peers take the policy that costs them least: round
+    robin.
+    """
+    http = [*_LOOPBACK, "--port", str(ports.http)]
+    if row.program == "xpyd":
+        own = [python, "-P", "-m", "xpyd_core", "router", *http, *_OWN_ARGS, *_FEATURES]
+        processes = ["--processes", str(row.processes)] if row.processes > 1 else []
+        return [*own, "--discovery-port", str(ports.discovery), *processes, *own_args]
+    program = str(peer_environment() / "bin" / row.program)
+    common = [*http, "--policy", "round_robin", "--prometheus-port", str(ports.metrics)]
+    if row.program == "vllm-router":
+        discovery = f"127.0.0.1:{ports.discovery}"
+        found = ["--vllm-pd-disaggregation", "--vllm-discovery-address", discovery]
+        return [program, *common, *found]
+    return [program, "launch", *common, "--pd-disaggregation", *_static(mocks)]
+
+
+def _static(mocks: Mocks) -> Iterable[str]:
+    for number, port in enumerate(mocks.prefills):
+        yield from ("--prefill", f"http://127.0.0.1:{port}", str(8998 + number))
+    for port in mocks.decodes:
+        yield from ("--decode", f"http://127.0.0.1:{port}")
+
+
+@contextmanager
+def running(
+    row: Row,
+    mocks: Mocks,
+    folder: Path,
+    *,
+    cores: str,
+    python: str = sys.executable,
+    own_args: Sequence[str] = (),
+) -> Generator[Router]:
+    """The router while the block runs, ready; `python` runs ours. ContenderFailed."""
+    ports = Ports()
+    log = folder / f"{row.name}.log"
+    is_ours = row.program == "xpyd"
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            ["taskset", "-c", cores, *argv_of(row, ports, mocks, own_args, python=python)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            cwd=folder,
+            env={**os.environ, "NO_COLOR": "1", **({"PYTHONPATH": own_path()} if is_ours else {})},
+        )
+    router = Router(row, process, log, ports.http)
+    try:
+        with beating(beats(mocks, row), ports.discovery):
+            router.wait_ready()
+            yield router
+    finally:
+        router.end()
