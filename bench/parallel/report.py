@@ -53,7 +53,7 @@ def report(
 
 
 def ideal_bubble(stages: int, batches: int) -> float:
-    """The share of its time that a stage has nothing to do (ORACLES.md 46)."""
+    """The share of its time that a stage has nothing to do (article fact 46)."""
     return (stages - 1) / (stages - 1 + batches)
 
 

@@ -16,7 +16,7 @@ from xpyd_worker.parallel import native
 
 
 def test_a_pipeline_of_equal_stages_has_the_bubble_of_the_formula():
-    # Four stages of 10 ms: one batch takes 40, four take 70 (ORACLES.md 46).
+    # Four stages of 10 ms: one batch takes 40, four take 70 (article fact 46).
     assert measured_bubble(4, 1, one_s=0.04, all_s=0.04) == ideal_bubble(4, 1) == 0.75
     assert measured_bubble(4, 4, one_s=0.04, all_s=0.07) == pytest.approx(ideal_bubble(4, 4))
     assert ideal_bubble(4, 4) == pytest.approx(3 / 7)

@@ -1,4 +1,4 @@
-"""Request ids: ORACLES 2 and 4, and what must not parse."""
+"""Request ids: article facts 2 and 4, and what must not parse."""
 
 import pytest
 

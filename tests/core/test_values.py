@@ -20,7 +20,7 @@ BASE_BEAT = {"type": "P", "http_address": "10.0.1.2:20001", "zmq_address": "10.0
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        ("1e1", 10),  # ORACLES 4
+        ("1e1", 10),  # Article fact 4
         ("8e9", 8_000_000_000),
         (1234, 1234),
         ("0", 0),
@@ -121,7 +121,7 @@ def test_bad_beats_are_a_protocol_error(frame: bytes) -> None:
         messages.decode_heartbeat(frame)
 
 
-def test_the_articles_ports_are_the_defaults() -> None:  # ORACLES 1, 4
+def test_the_articles_ports_are_the_defaults() -> None:  # Article facts 1, 4
     assert (pod_env.ROUTER_HTTP_PORT, pod_env.DISCOVERY_PORT) == (10001, 30001)
     assert (pod_env.HTTP_PORT, pod_env.KV_PORT) == (20001, 21001)
 

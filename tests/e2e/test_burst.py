@@ -93,7 +93,8 @@ def _landings(decode: Process) -> dict[str, float]:
     return {k[len(prefix) : -1]: v for k, v in decode.metrics().items() if k.startswith(prefix)}
 
 
-def test_10_a_burst_over_the_buffer_goes_on_into_the_pool(one_p: Fleet, burst: list[Case]) -> None:
+def test_a_burst_over_the_buffer_goes_on_into_the_pool(one_p: Fleet, burst: list[Case]) -> None:
+    """Article fact 10."""
     buffer = max(map(_kv_bytes, burst)) * 3
     assert sum(map(_kv_bytes, burst)) > 2 * buffer
     flags = ("--kv-buffer-size", str(buffer), "--kv-host-pool-size", "64Mi")
@@ -109,7 +110,8 @@ def test_10_a_burst_over_the_buffer_goes_on_into_the_pool(one_p: Fleet, burst: l
         _nothing_is_held(one_p)
 
 
-def test_10_a_burst_over_buffer_and_pool_waits_at_p(one_p: Fleet, burst: list[Case]) -> None:
+def test_a_burst_over_buffer_and_pool_waits_at_p(one_p: Fleet, burst: list[Case]) -> None:
+    """Article fact 10."""
     most = max(map(_kv_bytes, burst))
     flags = ("--kv-buffer-size", str(2 * most), "--kv-host-pool-size", str(2 * most))
     with _d(one_p, *flags) as decode:
@@ -121,10 +123,13 @@ def test_10_a_burst_over_buffer_and_pool_waits_at_p(one_p: Fleet, burst: list[Ca
         _nothing_is_held(one_p)
 
 
-def test_10_what_waits_longer_than_p_can_hold_it_is_computed_again(
+def test_what_waits_longer_than_p_can_hold_it_is_computed_again(
     one_p: Fleet, burst: list[Case]
 ) -> None:
-    """P may keep half of its blocks for KV that waits: here they are too few for the burst."""
+    """P may keep half of its blocks for KV that waits: here they are too few for the burst.
+
+    Article fact 10.
+    """
     (prefill,) = one_p.engines
     blocks = 2 * max(len(case.prompt) // BLOCK + 1 for case in burst) + 8
     small = one_p.start_engine(

@@ -113,10 +113,12 @@ def _judge(fleet: Fleet, requests: int) -> None:
     wait_for("all at rest", lambda: not any(d.metric("xpyd_kv_leases") for d in engines))
 
 
-def test_13_the_reference_run_in_little(fleet_1p3d: Fleet) -> None:
+def test_the_reference_run_in_little(fleet_1p3d: Fleet) -> None:
+    """Article fact 13."""
     _judge(fleet_1p3d, 8)
 
 
 @pytest.mark.soak
-def test_13_the_reference_run(fleet_1p3d: Fleet) -> None:
+def test_the_reference_run(fleet_1p3d: Fleet) -> None:
+    """Article fact 13."""
     _judge(fleet_1p3d, 1000)

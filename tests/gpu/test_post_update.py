@@ -91,7 +91,8 @@ def some_known() -> list[Known]:
     return [Known(prompt=4 + slot, tokens=list(range(100, 104 + slot))) for slot in range(SLOTS)]
 
 
-def test_43_a_step_that_draws_one_token_each(kit: Kit, update: Update) -> None:
+def test_a_step_that_draws_one_token_each(kit: Kit, update: Update) -> None:
+    """Article fact 43."""
     known = some_known()
     found = run(kit, update, known, [(5, 9, [31], 0), (0, 4, [32], 0)])
     assert_are(found, known)
@@ -100,9 +101,10 @@ def test_43_a_step_that_draws_one_token_each(kit: Kit, update: Update) -> None:
     assert found.total_len.tolist() == [5, 5, 6, 7, 8, 10, 10]
 
 
-def test_43_a_part_of_a_prompt_draws_none_and_keeps_what_was_drawn_last(
+def test_a_part_of_a_prompt_draws_none_and_keeps_what_was_drawn_last(
     kit: Kit, update: Update
 ) -> None:
+    """Article fact 43."""
     known = some_known()
     known[3].last = 77
     found = run(kit, update, known, [(3, 5, [], 0), (1, 5, [8], 0)])
@@ -111,8 +113,11 @@ def test_43_a_part_of_a_prompt_draws_none_and_keeps_what_was_drawn_last(
     assert (found.total_len[3], found.num_computed[3], found.computed_prefill[3]) == (7, 5, 5)
 
 
-def test_43_several_tokens_and_those_that_turned_out_wrong(kit: Kit, update: Update) -> None:
-    """Of four guesses behind a token one holds: two are drawn, three of the five are taken back."""
+def test_several_tokens_and_those_that_turned_out_wrong(kit: Kit, update: Update) -> None:
+    """Of four guesses behind a token one holds: two are drawn, three of the five are taken back.
+
+    Article fact 43.
+    """
     known = some_known()
     known[2].computed = 6
     found = run(kit, update, known, [(2, 5, [41, 42], 3), (4, 8, [43], 0), (6, 2, [], 0)])
@@ -122,7 +127,8 @@ def test_43_several_tokens_and_those_that_turned_out_wrong(kit: Kit, update: Upd
     assert found.all_token_ids[2, 6:9].tolist() == [41, 42, 0]
 
 
-def test_43_computed_prefill_ends_with_the_prompt(kit: Kit, update: Update) -> None:
+def test_computed_prefill_ends_with_the_prompt(kit: Kit, update: Update) -> None:
+    """Article fact 43."""
     known = some_known()
     found = run(kit, update, known, [(0, 3, [], 0)], [(0, 1, [5], 0)], [(0, 1, [6], 0)])
     assert_are(found, known)

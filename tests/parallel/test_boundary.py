@@ -1,4 +1,4 @@
-"""Hidden states from stage to stage (ORACLES.md 39 to 41), and what was drawn, back (42)."""
+"""Hidden states from stage to stage (article facts 39 to 41), and what was drawn, back (42)."""
 
 from __future__ import annotations
 
@@ -54,9 +54,10 @@ def relay(seat: Seat, sizes: Sizes, dtype: torch.dtype) -> list[int]:
     ],
     ids=str,
 )
-def test_39_and_41_hidden_states_and_residual_arrive_whole_at_fixed_addresses(
+def test_hidden_states_and_residual_arrive_whole_at_fixed_addresses(
     sizes: Sizes, dtype: torch.dtype
 ):
+    """Article facts 39 and 41."""
     found = run_ranks(relay, sizes.world, sizes, dtype)
     assert [len(addresses) for addresses in found] == [
         0 if rank < sizes.tensor else 2 for rank in range(sizes.world)
@@ -91,8 +92,8 @@ def _note_sends(group: Any, kind: str, found: list[tuple[str, int, int]]) -> Non
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_40_each_tensor_rank_sends_its_share_of_the_bytes_behind_the_head(tensor: int):
-    """ORACLES 41, too: what is sent is announced first."""
+def test_each_tensor_rank_sends_its_share_of_the_bytes_behind_the_head(tensor: int):
+    """Article facts 41, too: what is sent is announced first. (Article fact 40.)"""
     sizes = Sizes(pipeline=2, tensor=tensor)
     found = run_ranks(sends, sizes.world, sizes)
     share = 16 * HIDDEN.width * HIDDEN.dtype.itemsize // tensor
@@ -129,7 +130,8 @@ def _note_waits(boundary: Any, waited: list[str]) -> None:
         one.wait = noting
 
 
-def test_41_a_receive_waits_at_first_use_and_a_step_for_what_the_last_one_sent():
+def test_a_receive_waits_at_first_use_and_a_step_for_what_the_last_one_sent():
+    """Article fact 41."""
     assert run_ranks(late, 2) == [["sent"] * 3, []]
 
 
@@ -181,7 +183,8 @@ def draw(seat: Seat, sizes: Sizes) -> list[Any]:
 
 
 @pytest.mark.parametrize("sizes", [Sizes(pipeline=3), Sizes(pipeline=2, tensor=2)], ids=str)
-def test_42_what_was_drawn_reaches_every_other_stage_in_order(sizes: Sizes):
+def test_what_was_drawn_reaches_every_other_stage_in_order(sizes: Sizes):
+    """Article fact 42."""
     found = run_ranks(draw, sizes.world, sizes)
     wanted = [
         [tensor.tolist() for tensor in _sampled(step, *shape)] for step, shape in enumerate(DRAWN)

@@ -1,4 +1,4 @@
-"""Collectives as torch's operators (ORACLES.md 51): what is registered holds to its schema, and a
+"""Collectives as torch's operators (article fact 51): what is registered holds to its schema, and a
 graph can be made of them without any rank."""
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def checks(seat: Seat) -> None:
 
 
 @pytest.mark.slow  # most of it goes into imports of torch's
-def test_51_operators_hold_to_their_schemas_and_fakes():
+def test_operators_hold_to_their_schemas_and_fakes():
+    """Article fact 51."""
     run_ranks(checks, 2)
 
 
@@ -38,7 +39,8 @@ def fakes(seat: Seat) -> list[Any]:
         return [(tuple(one.shape), one.dtype) for one in both]
 
 
-def test_51_fakes_have_the_shapes_of_what_they_stand_for_and_ask_nobody():
+def test_fakes_have_the_shapes_of_what_they_stand_for_and_ask_nobody():
+    """Article fact 51."""
     found = run_ranks(fakes, 2)[0]
     assert found == [((5, 8), torch.bfloat16), ((5, 16), torch.bfloat16)]
 

@@ -162,9 +162,10 @@ MOST = ReduceShape().most_bytes
     ],
     ids=["float32", "bfloat16", "8 MiB", "more", "three", "strided", "empty", "float64", "int32"],
 )
-def test_34_each_call_is_looked_at_and_what_does_not_fit_goes_over_nccl(
+def test_each_call_is_looked_at_and_what_does_not_fit_goes_over_nccl(
     x: Tensor, ranks: int, is_custom: bool
 ) -> None:
+    """Article fact 34."""
     group, backend, launched, _ = _coordinator(ranks)
     group.all_reduce(x)
     assert launched == ([x.numel()] if is_custom else [])
@@ -182,7 +183,7 @@ def test_gathers_stay_with_nccl_and_a_groups_end_gives_the_memory_back() -> None
 
 
 def test_what_is_captured_uses_memory_that_was_there_before() -> None:
-    """ORACLES 34: what a graph holds are the tensor and the table of memory opened at the start."""
+    """Article fact 34: a graph holds the tensor and the table of memory opened at the start."""
     held: list[tuple[int, int]] = []
     memory: Any = FakeMemory(2)
 

@@ -1,4 +1,4 @@
-"""Groups of ranks, made over one address (ORACLES.md 49 to 53): who is in which, what goes over
+"""Groups of ranks, made over one address (article facts 49 to 53): who is in which, what goes over
 them, how they end. Real processes over Gloo."""
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def places(seat: Seat, sizes: Sizes) -> dict[str, Any]:
         return found
 
 
-def test_49_and_52_ranks_know_their_groups_and_parts():
+def test_ranks_know_their_groups_and_parts():
+    """Article facts 49 and 52."""
     found = run_ranks(places, 4, TP2_PP2)
     assert [one["tensor"][0] for one in found] == [(0, 1), (0, 1), (2, 3), (2, 3)]
     assert [one["pipeline"][0] for one in found] == [(0, 2), (1, 3), (0, 2), (1, 3)]
@@ -98,7 +99,8 @@ def _note(kind: Any, method: str, names: list[str]) -> None:
     setattr(kind, method, noting)
 
 
-def test_51_each_group_is_one_on_the_device_and_one_on_the_host_and_they_end_the_last_first():
+def test_each_group_is_one_on_the_device_and_one_on_the_host_and_they_end_the_last_first():
+    """Article fact 51."""
     for rank, (made, ended, shared) in enumerate(run_ranks(ends, 4)):
         data = TP2_PP2.data_groups.index((rank,))
         number = {"world": 0, "tensor": rank // 2, "pipeline": rank % 2, "data": data}

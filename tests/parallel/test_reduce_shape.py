@@ -1,4 +1,4 @@
-"""What the GPU's own all-reduce takes, and how it cuts it. ORACLES 34."""
+"""What the GPU's own all-reduce takes, and how it cuts it. Article fact 34."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ SHAPE = ReduceShape()
 
 
 @pytest.mark.parametrize("ranks", range(1, 18))
-def test_34_the_number_of_ranks(ranks: int) -> None:
+def test_custom_all_reduce_takes_only_numbers_of_ranks_it_was_written_for(ranks: int) -> None:
+    """Article fact 34."""
     takes = SHAPE.takes(ranks=ranks, size_bytes=4096, is_contiguous=True)
     assert takes == (ranks in {2, 4, 6, 8})
     assert MOST_RANKS == 8
@@ -20,18 +21,21 @@ def test_34_the_number_of_ranks(ranks: int) -> None:
     ("size_bytes", "takes"),
     [(0, False), (2, True), (8_388_608, True), (8_388_610, False), (1 << 30, False)],
 )
-def test_34_the_size(size_bytes: int, takes: bool) -> None:
+def test_custom_all_reduce_takes_only_sizes_up_to_its_bound(size_bytes: int, takes: bool) -> None:
+    """Article fact 34."""
     assert SHAPE.takes(ranks=2, size_bytes=size_bytes, is_contiguous=True) == takes
 
 
-def test_34_512_tokens_of_8192_numbers_of_16_bits() -> None:
+def test_custom_all_reduce_takes_512_tokens_of_8192_numbers_of_16_bits() -> None:
+    """Article fact 34."""
     assert [
         SHAPE.takes(ranks=8, size_bytes=tokens * 8192 * 2, is_contiguous=True)
         for tokens in (512, 513)
     ] == [True, False]
 
 
-def test_34_the_layout() -> None:
+def test_custom_all_reduce_takes_only_contiguous_tensors() -> None:
+    """Article fact 34."""
     assert not SHAPE.takes(ranks=2, size_bytes=4096, is_contiguous=False)
 
 

@@ -34,7 +34,8 @@ def four() -> Iterator[Instance]:
         yield instance
 
 
-def test_45_and_48_steps_are_answered_by_the_first_rank_of_the_last_stage(four: Instance) -> None:
+def test_steps_are_answered_by_the_first_rank_of_the_last_stage(four: Instance) -> None:
+    """Article facts 45 and 48."""
     executor = executor_of(four)
     assert [step(executor, {"say": n}) for n in range(50)] == [
         {"rank": 2, "blocks": 5, "say": n} for n in range(50)

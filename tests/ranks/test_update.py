@@ -52,7 +52,8 @@ def texts(runner: RankedExecutor | ModelRunner) -> list[list[int]]:
     return [one.output for one in sequences]
 
 
-def test_43_a_middle_stage_without_the_update_spoils_the_text_from_the_second_token_on() -> None:
+def test_a_middle_stage_without_the_update_spoils_the_text_from_the_second_token_on() -> None:
+    """Article fact 43."""
     right = texts(make_runner(DEMO_MODEL))
     with three_stages(COMMAND) as executor:
         assert texts(executor) == right

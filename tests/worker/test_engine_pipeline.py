@@ -40,8 +40,11 @@ def shares(step: StepInput) -> dict[str, int]:
     ("stages", "batches", "bubble"),
     [(4, 1, 0.75), (4, 4, 0.429), (4, 8, 0.273), (4, 16, 0.158), (8, 1, 0.875)],
 )
-def test_46_the_bubble_is_the_articles(stages: int, batches: int, bubble: float):
-    """A prompt of so many chunks: all stages have done them after stages + batches - 1 turns."""
+def test_the_bubble_is_the_articles(stages: int, batches: int, bubble: float):
+    """A prompt of so many chunks: all stages have done them after stages + batches - 1 turns.
+
+    Article fact 46.
+    """
     bench, executor = timed(stages, budget=8, blocks=64)
     submit(bench, length=8 * batches, max_tokens=1)
     bench.run()
@@ -50,7 +53,8 @@ def test_46_the_bubble_is_the_articles(stages: int, batches: int, bubble: float)
     bench.assert_as_alone("r")
 
 
-def test_46_stages_work_at_the_times_of_the_article():
+def test_stages_work_at_the_times_of_the_article():
+    """Article fact 46."""
     bench, executor = timed(4, budget=8)
     submit(bench, length=32, max_tokens=1)
     bench.run()
@@ -66,7 +70,8 @@ def test_without_the_queue_each_batch_takes_the_whole_pipeline():
     assert executor.bubble() == 0.75
 
 
-def test_44_a_single_request_ends_though_the_queue_never_fills():
+def test_a_single_request_ends_though_the_queue_never_fills():
+    """Article fact 44."""
     bench, executor = timed(4)
     submit(bench, max_tokens=5)
     bench.run()

@@ -176,7 +176,8 @@ def test_copies_outside_the_cache_fail_the_step() -> None:
         runner.launch(StepInput(1, (), ((0, 4),)), lambda _: None)
 
 
-def test_44_the_runner_runs_as_far_ahead_as_its_device() -> None:
+def test_the_runner_runs_as_far_ahead_as_its_device() -> None:
+    """Article fact 44."""
     executor: Executor = make(FakeGpu())
     assert executor.depth == 2
     assert cpu_runner(model_config("llama")).depth == 1

@@ -87,10 +87,8 @@ def own(name: str, tensor: torch.Tensor, rank: int) -> torch.Tensor | None:
 
 
 @pytest.mark.parametrize("rank", range(8))
-def test_31_and_38_a_rank_has_its_own_slices_and_nothing_of_the_others(
-    folder: Path, rank: int
-) -> None:
-    """All else in the file is NaN."""
+def test_a_rank_has_its_own_slices_and_nothing_of_the_others(folder: Path, rank: int) -> None:
+    """All else in the file is NaN. (Article facts 31 and 38.)"""
     expected: Tensors = {}
 
     def poison(tensors: Tensors) -> None:
@@ -145,9 +143,10 @@ class CountingFile:
         return Slice()
 
 
-def test_38_each_byte_is_read_by_the_ranks_that_have_it(
+def test_each_byte_is_read_by_the_ranks_that_have_it(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Article fact 38."""
     open_file = loader._open
     read: dict[str, int] = {}
     monkeypatch.setattr(loader, "_open", lambda path: CountingFile(open_file(path), read))
@@ -213,7 +212,8 @@ def test_a_share_of_a_tensor_of_another_shape_is_refused(folder: Path) -> None:
         load(folder, Sizes(tensor=2), 0)
 
 
-def test_38_the_last_stage_has_a_tied_head_and_the_first_its_embedding(tmp_path: Path) -> None:
+def test_the_last_stage_has_a_tied_head_and_the_first_its_embedding(tmp_path: Path) -> None:
+    """Article fact 38."""
     tiny_checkpoint(tmp_path, "llama", tie_word_embeddings=True, num_hidden_layers=2)
     names = [
         {

@@ -147,10 +147,13 @@ def test_stages_work_on_different_batches_at_once(
     assert_greedy(oracle, *sequences)
 
 
-def test_31_a_layer_has_two_sums_and_a_step_two_more_exchanges(
+def test_a_layer_has_two_sums_and_a_step_two_more_exchanges(
     models: Callable[[str], tuple[Path, Any]], start: Start
 ) -> None:
-    """Behind attention and MLP or experts; the embedding's, and the logits of rows that draw."""
+    """Behind attention and MLP or experts; the embedding's, and the logits of rows that draw.
+
+    Article fact 31.
+    """
     for name in ("llama", "mixtral", "qwen3_moe"):
         ranks = start(models(name)[0], Sizes(tensor=2, pipeline=2))
         driver = Driver(ranks)
@@ -171,9 +174,10 @@ def test_a_chunk_that_draws_nothing_gathers_no_logits(
     assert {what for what, _ in ranks.parallel[1].tensor.calls} == {"all_reduce"}
 
 
-def test_41_a_stage_waits_receives_computes_and_sends_in_this_order(
+def test_a_stage_waits_receives_computes_and_sends_in_this_order(
     models: Callable[[str], tuple[Path, Any]], start: Start
 ) -> None:
+    """Article fact 41."""
     ranks = start(models("llama")[0], Sizes(pipeline=3))
     # What it computes is in the same list: its layers, counted from its own first.
     for layers, one in zip(ranks.layers_done, ranks.parallel, strict=True):

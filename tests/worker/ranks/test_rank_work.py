@@ -38,7 +38,8 @@ def test_a_pipeline_gives_a_request_its_tokens():
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_43_a_stage_without_the_update_spoils_the_text_from_the_second_token_on(stage: int):
+def test_a_stage_without_the_update_spoils_the_text_from_the_second_token_on(stage: int):
+    """Article fact 43."""
     states: list[type[RequestStates]] = [RequestStates] * 3
     right = bench_of(*states).tokens("r")
     states[stage] = Forgetful

@@ -41,9 +41,10 @@ def _until(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize(
     ("p", "d", "tp", "groups"), [(1, 2, 2, 7), (1, 3, 1, 3), (3, 1, 1, 3), (2, 2, 2, 12)]
 )
-def test_7_one_communicator_for_each_pair_of_ranks_and_none_for_a_second_transfer(
+def test_one_communicator_for_each_pair_of_ranks_and_none_for_a_second_transfer(
     p: int, d: int, tp: int, groups: int
 ) -> None:
+    """Article fact 7."""
     world = World(Machine(latest=0))
     p_books = [_book(world, f"p{i}") for i in range(p * tp)]
     d_books = [_book(world, f"d{i}") for i in range(d * tp)]
@@ -77,17 +78,21 @@ def _transfer_twice(sender: Book, receiver: Book, views: dict[Book, object]) -> 
 
 
 @pytest.mark.parametrize(("channels", "megabytes"), [(16, 100), (8, 52)])
-def test_8_a_communicator_of_16_channels_takes_100_mb_and_of_8_channels_52(
+def test_a_communicator_of_16_channels_takes_100_mb_and_of_8_channels_52(
     channels: int, megabytes: int
 ) -> None:
+    """Article fact 8."""
     assert communicator_bytes(channels) == megabytes * 10**6
 
 
 @pytest.mark.parametrize(("channels", "of_p", "of_d"), [(16, 14.4, 9.6), (8, 7.5, 5.0)])
-def test_8_in_96p144d_a_p_device_gives_144_communicators_and_a_d_device_96(
+def test_in_96p144d_a_p_device_gives_144_communicators_and_a_d_device_96(
     channels: int, of_p: float, of_d: float
 ) -> None:
-    """So much that the number of communicators is bounded; beyond it KV takes the sockets."""
+    """So much that the number of communicators is bounded; beyond it KV takes the sockets.
+
+    Article fact 8.
+    """
     p_device, d_device = (
         NcclLimits(channels=channels, max_communicators=count).most_bytes for count in (144, 96)
     )

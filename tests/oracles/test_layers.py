@@ -1,4 +1,4 @@
-"""ORACLES 31 and 48: what a rank computes of a linear, and how many blocks ranks make that have
+"""Article facts 31 and 48: what a rank computes of a linear; how many blocks ranks make that have
 room for unlike numbers of them."""
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def loaded(linear: Linear, stored: dict[str, Tensor]) -> Linear:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_31_columns_need_nobody_and_rows_are_added_up(ranks: int) -> None:
+def test_columns_need_nobody_and_rows_are_added_up(ranks: int) -> None:
+    """Article fact 31."""
     made = torch.Generator().manual_seed(3)
     weight, bias = (torch.randn(*size, generator=made) for size in ((OUTPUTS, INPUTS), (OUTPUTS,)))
     x = torch.randn(TOKENS, INPUTS, generator=made)
@@ -65,8 +66,8 @@ def test_31_columns_need_nobody_and_rows_are_added_up(ranks: int) -> None:
     torch.testing.assert_close(torch.stack(rows).sum(0), wanted)
 
 
-def test_48_a_stage_of_more_layers_has_room_for_fewer_blocks(tmp_path: Path) -> None:
-    """Five layers are three and two; of one budget each."""
+def test_a_stage_of_more_layers_has_room_for_fewer_blocks(tmp_path: Path) -> None:
+    """Five layers are three and two; of one budget each. (Article fact 48.)"""
     tiny_checkpoint(tmp_path, "llama", num_hidden_layers=5)
     config = load_config(tmp_path)
     fits = [

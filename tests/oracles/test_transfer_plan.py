@@ -42,9 +42,10 @@ def _rank_pairs(p: EngineLayout, d: EngineLayout, transfers: int) -> set[tuple[i
     ("p", "d", "tp", "groups"), [(1, 2, 2, 7), (1, 3, 1, 3), (3, 1, 1, 3), (2, 2, 8, 36)]
 )
 @pytest.mark.parametrize("is_mla", [False, True], ids=["gqa", "mla"])
-def test_7_a_communicator_for_each_pair_of_ranks_of_one_place_and_later_transfers_make_none(
+def test_a_communicator_for_each_pair_of_ranks_of_one_place_and_later_transfers_make_none(
     p: int, d: int, tp: int, groups: int, is_mla: bool
 ) -> None:
+    """Article fact 7."""
     engine = _llama(LLAMA_8B, tp=tp, is_mla=is_mla)
     pairs = _rank_pairs(engine, engine, transfers=100)
     assert pairs == {(place, place) for place in range(tp)}
@@ -52,7 +53,8 @@ def test_7_a_communicator_for_each_pair_of_ranks_of_one_place_and_later_transfer
     assert p * d * len(pairs) + tp_groups == groups
 
 
-def test_8_in_96p144d_a_p_device_holds_144_communicators_and_a_d_device_96() -> None:
+def test_in_96p144d_a_p_device_holds_144_communicators_and_a_d_device_96() -> None:
+    """Article fact 8."""
     pairs = _rank_pairs(_llama(LLAMA_8B), _llama(LLAMA_8B), transfers=100)
     of_p = 144 * len({d for s, d in pairs if s == 0})
     of_d = 96 * len({s for s, d in pairs if d == 0})
@@ -70,16 +72,18 @@ def test_8_in_96p144d_a_p_device_holds_144_communicators_and_a_d_device_96() -> 
         (LLAMA_8B, 10_000, 1_310_720_000),
     ],
 )
-def test_14_and_16_the_planned_bytes_of_a_prompt_are_the_articles_for_any_split(
+def test_the_planned_bytes_of_a_prompt_are_the_articles_for_any_split(
     tp_p: int, pp_p: int, tp_d: int, pp_d: int, layers: int, tokens: int, prompt_bytes: int
 ) -> None:
+    """Article facts 14 and 16."""
     p = _llama(layers, tp=tp_p, pp=pp_p, block_size=8)
     plan = plan_transfers(p, _llama(layers, tp=tp_d, pp=pp_d))
     everything = plan.unit_bytes(range(len(plan.segments)))
     assert len(plan.units(tokens)) * everything == prompt_bytes
 
 
-def test_14_and_16_bytes_per_token_and_what_they_make_of_a_link_and_a_buffer() -> None:
+def test_bytes_per_token_and_what_they_make_of_a_link_and_a_buffer() -> None:
+    """Article facts 14 and 16."""
     big, small = (
         plan_transfers(_llama(layers, block_size=1), _llama(layers)).unit_bytes([0])
         for layers in (LLAMA_70B, LLAMA_8B)
@@ -89,5 +93,6 @@ def test_14_and_16_bytes_per_token_and_what_they_make_of_a_link_and_a_buffer() -
     assert 8 * GB // small == 61_035
 
 
-def test_15_a_block_of_one_layer_has_65536_bytes() -> None:
+def test_a_block_of_one_layer_has_65536_bytes() -> None:
+    """Article fact 15."""
     assert _llama(LLAMA_8B).block_bytes == 65_536

@@ -44,14 +44,16 @@ def _one_p_three_d() -> Registry:
     return registry
 
 
-def test_1_the_ports_and_the_period_are_the_articles() -> None:
+def test_the_ports_and_the_period_are_the_articles() -> None:
+    """Article fact 1."""
     config = RouterConfig()
     assert (ROUTER_HTTP_PORT, DISCOVERY_PORT, HEARTBEAT_PERIOD_S) == (10001, 30001, 3.0)
     assert (config.port, config.discovery_port) == (10001, 30001)
     assert config.heartbeat_interval_s == 3.0
 
 
-def test_1_the_registry_maps_http_addresses_to_kv_addresses() -> None:
+def test_the_registry_maps_http_addresses_to_kv_addresses() -> None:
+    """Article fact 1."""
     instances = _one_p_three_d().instances
     assert {str(i.beat.http): i.beat.kv for i in instances} == {
         "10.0.1.2:20001": PREFILL,
@@ -61,7 +63,8 @@ def test_1_the_registry_maps_http_addresses_to_kv_addresses() -> None:
     }
 
 
-def test_2_the_articles_id_parses() -> None:
+def test_the_articles_id_parses() -> None:
+    """Article fact 2."""
     pair = parse_pair_id(ARTICLE_ID)
     assert pair is not None
     assert (pair.prefill, pair.decode) == (PREFILL, DECODES[0])
@@ -71,14 +74,16 @@ def test_2_the_articles_id_parses() -> None:
     assert str(pair) == ARTICLE_ID.removeprefix("cmpl-").removesuffix("-0")
 
 
-def test_3_ps_copy_has_max_tokens_1_and_the_clients_bytes_stay() -> None:
+def test_ps_copy_has_max_tokens_1_and_the_clients_bytes_stay() -> None:
+    """Article fact 3."""
     raw = b'{"model": "base_model", "prompt": "San Francisco is a", "max_tokens": 10}'
     ask = parse_ask("completions", raw)
     assert orjson.loads(prefill_body(ask))["max_tokens"] == 1
     assert ask.raw == raw
 
 
-def test_3_instances_are_selected_in_turn() -> None:
+def test_instances_are_selected_in_turn() -> None:
+    """Article fact 3."""
     policy, snapshot = make_policy("RoundRobin"), _one_p_three_d().snapshot
     turns: list[Address] = []
     for _ in range(6):
@@ -91,11 +96,13 @@ def test_3_instances_are_selected_in_turn() -> None:
 
 
 @pytest.mark.parametrize(("text", "size"), [("1e1", 10), ("8e9", 8_000_000_000)])
-def test_4_buffer_sizes_in_scientific_form_parse(text: str, size: int) -> None:
+def test_buffer_sizes_in_scientific_form_parse(text: str, size: int) -> None:
+    """Article fact 4."""
     assert parse_bytes(text) == size
 
 
-def test_4_the_articles_engine_settings_are_accepted() -> None:
+def test_the_articles_engine_settings_are_accepted() -> None:
+    """Article fact 4."""
     parser = argparse.ArgumentParser(exit_on_error=False)
     configure(parser)
     flags = (
@@ -110,7 +117,8 @@ def test_4_the_articles_engine_settings_are_accepted() -> None:
     assert (config.max_num_seqs, config.dtype) == (256, "float16")
 
 
-def test_6_one_instance_more_or_less_leaves_the_others_as_they_are() -> None:
+def test_one_instance_more_or_less_leaves_the_others_as_they_are() -> None:
+    """Article fact 6."""
     registry = _one_p_three_d()
     before = registry.instances
     more = Address("10.0.1.6", 25001)

@@ -44,12 +44,14 @@ def names(bench: Bench) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(("count", "blocks"), [(0, 0), (1, 1), (16, 1), (17, 2), (32, 2), (33, 3)])
-def test_18_blocks_for_n_tokens_is_n_over_16_rounded_up(count: int, blocks: int) -> None:
+def test_blocks_for_n_tokens_is_n_over_16_rounded_up(count: int, blocks: int) -> None:
+    """Article fact 18."""
     assert blocks_for(count) == blocks
 
 
 @pytest.mark.parametrize(("length", "blocks"), [(1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
-def test_18_a_sequence_has_that_many_in_its_table(length: int, blocks: int) -> None:
+def test_a_sequence_has_that_many_in_its_table(length: int, blocks: int) -> None:
+    """Article fact 18."""
     bench = Bench()
     bench.submit(make_request("a", prompt_of(length), max_tokens=1))
     bench.run()
@@ -59,7 +61,8 @@ def test_18_a_sequence_has_that_many_in_its_table(length: int, blocks: int) -> N
 # --- 19: who runs
 
 
-def test_19_running_sequences_come_first_then_the_queue_in_order() -> None:
+def test_running_sequences_come_first_then_the_queue_in_order() -> None:
+    """Article fact 19."""
     bench = Bench(seqs=2, budget=8)
     for name in ("a", "b", "c"):
         bench.submit(make_request(name, prompt_of(3), max_tokens=6, ignore_eos=True))
@@ -71,7 +74,8 @@ def test_19_running_sequences_come_first_then_the_queue_in_order() -> None:
         bench.assert_as_alone(name)
 
 
-def test_19_each_takes_its_tokens_from_the_budget() -> None:
+def test_each_takes_its_tokens_from_the_budget() -> None:
+    """Article fact 19."""
     bench = Bench(budget=10)
     for number, length in enumerate((4, 3, 9)):
         prompt = prompt_of(length, number)
@@ -80,7 +84,8 @@ def test_19_each_takes_its_tokens_from_the_budget() -> None:
     assert counts(bench) == [[4, 3, 3], [1, 1, 6]]
 
 
-def test_19_by_priority_the_queue_is_a_heap_and_fcfs_appends() -> None:
+def test_by_priority_the_queue_is_a_heap_and_fcfs_appends() -> None:
+    """Article fact 19."""
     for policy, order in (("fcfs", ["a", "b", "c", "d"]), ("priority", ["c", "d", "b", "a"])):
         bench = Bench(seqs=1, policy=policy)  # pyright: ignore
         for name, priority in (("a", 9), ("b", 5), ("c", -1), ("d", 0)):
@@ -90,9 +95,10 @@ def test_19_by_priority_the_queue_is_a_heap_and_fcfs_appends() -> None:
 
 
 @pytest.mark.parametrize(("policy", "victim"), [("fcfs", "new"), ("priority", "old")])
-def test_19_without_blocks_the_lower_in_rank_gives_its_blocks_back_and_recomputes(
+def test_without_blocks_the_lower_in_rank_gives_its_blocks_back_and_recomputes(
     policy: str, victim: str
 ) -> None:
+    """Article fact 19."""
     bench = Bench(blocks=6, budget=64, policy=policy)  # pyright: ignore
     for name, first, priority in (("old", 1, 1), ("new", 9, 0)):
         prompt = prompt_of(8, first)
@@ -111,7 +117,8 @@ def test_19_without_blocks_the_lower_in_rank_gives_its_blocks_back_and_recompute
     bench.assert_all_blocks_free()
 
 
-def test_19_who_finds_no_blocks_in_the_queue_is_skipped_and_preempts_nobody() -> None:
+def test_who_finds_no_blocks_in_the_queue_is_skipped_and_preempts_nobody() -> None:
+    """Article fact 19."""
     bench = Bench(blocks=5, budget=64, policy="priority")
     bench.submit(make_request("old", prompt_of(8), max_tokens=8, ignore_eos=True, priority=9))
     bench.turns(1)
@@ -125,7 +132,8 @@ def test_19_who_finds_no_blocks_in_the_queue_is_skipped_and_preempts_nobody() ->
 # --- 20: chunked prefill
 
 
-def test_20_a_prompt_of_18_in_chunks_of_8_takes_three_steps_and_samples_in_the_last() -> None:
+def test_a_prompt_of_18_in_chunks_of_8_takes_three_steps_and_samples_in_the_last() -> None:
+    """Article fact 20."""
     for bench in (Bench(budget=8), Bench(budget=64, threshold=8)):
         bench.submit(make_request("a", prompt_of(18), max_tokens=1))
         bench.run()
@@ -135,7 +143,8 @@ def test_20_a_prompt_of_18_in_chunks_of_8_takes_three_steps_and_samples_in_the_l
         bench.assert_as_alone("a")
 
 
-def test_20_the_threshold_caps_each_request_and_the_budget_cuts_in_any_case() -> None:
+def test_the_threshold_caps_each_request_and_the_budget_cuts_in_any_case() -> None:
+    """Article fact 20."""
     bench = Bench(budget=10, threshold=6)
     bench.submit(make_request("a", prompt_of(13), max_tokens=1))
     bench.submit(make_request("b", prompt_of(13, 5), max_tokens=1))
@@ -147,36 +156,41 @@ def test_20_the_threshold_caps_each_request_and_the_budget_cuts_in_any_case() ->
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3])
-def test_21_a_shared_prefix_of_n_blocks_hits_exactly_n(blocks: int) -> None:
+def test_a_shared_prefix_of_n_blocks_hits_exactly_n(blocks: int) -> None:
+    """Article fact 21."""
     pool = BlockManager(16)
     held = fill(pool, tokens(64))
     prompt = tokens(16 * blocks) + tokens(20, first=900)
     assert pool.match_prefix(prompt, salt=b"", max_tokens=len(prompt) - 1) == held[:blocks]
 
 
-def test_21_only_full_blocks_hit() -> None:
+def test_only_full_blocks_hit() -> None:
+    """Article fact 21."""
     pool = BlockManager(16)
     held = fill(pool, tokens(40))
     assert pool.match_prefix(tokens(40), salt=b"", max_tokens=40) == held[:2]
 
 
-def test_21_another_salt_never_hits() -> None:
+def test_another_salt_never_hits() -> None:
+    """Article fact 21."""
     pool = BlockManager(16)
     fill(pool, tokens(32), salt=b"a")
     assert pool.match_prefix(tokens(32), salt=b"b", max_tokens=32) == []
     assert len(pool.match_prefix(tokens(32), salt=b"a", max_tokens=32)) == 2
 
 
-def test_21_a_hash_is_of_the_previous_one_and_the_tokens_and_the_first_of_the_salt() -> None:
+def test_a_hash_is_of_the_previous_one_and_the_tokens_and_the_first_of_the_salt() -> None:
+    """Article fact 21."""
     first, second = block_hashes(tokens(32), salt=b"a")
     assert first == next_block_hash(root_hash(b"a"), tokens(16))
     assert second == next_block_hash(first, tokens(16, first=16))
 
 
 @pytest.mark.parametrize("extra", [0, 1, 2, 3])
-def test_21_of_a_shared_prefix_the_tokens_beyond_its_full_blocks_are_computed_again(
+def test_of_a_shared_prefix_the_tokens_beyond_its_full_blocks_are_computed_again(
     extra: int,
 ) -> None:
+    """Article fact 21."""
     bench = Bench()
     shared = prompt_of(3 * BLOCK + extra)
     bench.submit(make_request("a", [*shared, 30], max_tokens=1))
@@ -192,14 +206,16 @@ def test_21_of_a_shared_prefix_the_tokens_beyond_its_full_blocks_are_computed_ag
 # --- 22: reference counts
 
 
-def test_22_a_hit_on_a_living_requests_block_counts_two() -> None:
+def test_a_hit_on_a_living_requests_block_counts_two() -> None:
+    """Article fact 22."""
     pool = BlockManager(8)
     (first, second) = fill(pool, tokens(32))
     assert pool.match_prefix(tokens(32), salt=b"", max_tokens=31) == [first]
     assert (pool.references(first), pool.references(second)) == (2, 1)
 
 
-def test_22_a_finished_requests_blocks_are_free_and_still_hit() -> None:
+def test_a_finished_requests_blocks_are_free_and_still_hit() -> None:
+    """Article fact 22."""
     pool = BlockManager(8)
     held = fill(pool, tokens(32))
     pool.release(held)
@@ -209,7 +225,8 @@ def test_22_a_finished_requests_blocks_are_free_and_still_hit() -> None:
     assert pool.num_free == 6
 
 
-def test_22_content_is_forgotten_only_when_its_block_is_taken() -> None:
+def test_content_is_forgotten_only_when_its_block_is_taken() -> None:
+    """Article fact 22."""
     pool = BlockManager(4)
     held = fill(pool, tokens(32))
     pool.release(held)
@@ -222,7 +239,8 @@ def test_22_content_is_forgotten_only_when_its_block_is_taken() -> None:
     assert pool.lookup(block_hashes(tokens(32))) == []
 
 
-def test_22_two_running_requests_share_the_blocks_of_their_prefix() -> None:
+def test_two_running_requests_share_the_blocks_of_their_prefix() -> None:
+    """Article fact 22."""
     bench = Bench(budget=64)
     shared = prompt_of(2 * BLOCK)
     bench.submit(make_request("a", [*shared, 5], max_tokens=6, ignore_eos=True))
@@ -262,15 +280,17 @@ LENGTH_RULES = [
 @pytest.mark.parametrize(
     ("token", "position", "params", "expected"), [*EOS_RULES, *STOP_ID_RULES, *LENGTH_RULES]
 )
-def test_23_eos_stop_ids_and_lengths_end_a_choice(
+def test_eos_stop_ids_and_lengths_end_a_choice(
     token: int, position: int, params: dict[str, object], expected: End | None
 ) -> None:
+    """Article fact 23."""
     rules = StopRules((EOS,), max_model_len=20)
     sampling = SamplingParams(**{"max_tokens": 10, "seed": 1, **params})  # pyright: ignore
     assert rules.end_at(token, position=position, prompt_tokens=5, sampling=sampling) == expected
 
 
-def test_23_the_stop_token_stays_in_the_output() -> None:
+def test_the_stop_token_stays_in_the_output() -> None:
+    """Article fact 23."""
     bench = Bench()
     bench.submit(make_request("a", prompt_that_draws(21), stop_token_ids=(21,)))
     bench.run()
@@ -278,7 +298,9 @@ def test_23_the_stop_token_stays_in_the_output() -> None:
     assert bench.outputs["a"][-1].choices[0].stop_token_id == 21
 
 
-def test_23_a_stop_string_cuts_the_text_before_it_and_aborts_the_choice_in_the_engine() -> None:
+def test_a_stop_string_cuts_the_text_before_it_and_aborts_the_choice_in_the_engine() -> None:
+    """Article fact 23."""
+
     async def test() -> None:
         engine = FakeEngine(script=say("hello, world, hello, moon"))
         async with serving(engine) as running:
@@ -294,7 +316,8 @@ def test_23_a_stop_string_cuts_the_text_before_it_and_aborts_the_choice_in_the_e
 # --- 24: one flat batch
 
 
-def test_24_a_batched_sequence_gets_the_tokens_it_gets_alone() -> None:
+def test_a_batched_sequence_gets_the_tokens_it_gets_alone() -> None:
+    """Article fact 24."""
     bench = Bench(budget=64)
     for number in range(8):
         bench.submit(make_request(f"r{number}", prompt_of(3 + 2 * number, number), max_tokens=12))
@@ -304,7 +327,8 @@ def test_24_a_batched_sequence_gets_the_tokens_it_gets_alone() -> None:
     assert len(bench.executor.steps[0].sequences) == 8
 
 
-def test_24_a_step_holds_each_sequences_own_tokens_and_no_padding() -> None:
+def test_a_step_holds_each_sequences_own_tokens_and_no_padding() -> None:
+    """Article fact 24."""
     bench = Bench(budget=64)
     for number, length in enumerate((3, 8, 5)):
         bench.submit(make_request(f"r{number}", prompt_of(length, number), max_tokens=2))

@@ -1,4 +1,4 @@
-"""ORACLES 44, 45, 48, 50 and 53: ranks as processes, and the steps that reach them."""
+"""Article facts 44, 45, 48, 50 and 53: ranks as processes, and the steps that reach them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def four() -> Iterator[Four]:
         instance.close(in_order=instance.loss is None)
 
 
-def test_44_the_first_batch_leaves_while_the_fourth_enters() -> None:
+def test_the_first_batch_leaves_while_the_fourth_enters() -> None:
+    """Article fact 44."""
     bench, executor = timed(4, budget=8, blocks=64)
     submit(bench, length=8 * 7, max_tokens=1)
     bench.run()
@@ -52,22 +53,26 @@ def test_44_the_first_batch_leaves_while_the_fourth_enters() -> None:
     assert executor.waited_with == [4, 4, 4, 4, 3, 2, 1]
 
 
-def test_44_the_queue_is_as_deep_as_there_are_stages() -> None:
+def test_the_queue_is_as_deep_as_there_are_stages() -> None:
+    """Article fact 44."""
     assert [Sizes(pipeline=stages).depth(2) for stages in (2, 3, 4)] == [2, 3, 4]
     # One stage: two where the host schedules ahead of its device, else one.
     assert [Sizes(tensor=4).depth(of_device) for of_device in (1, 2)] == [1, 2]
 
 
-def test_45_the_first_rank_of_the_last_stage_answers(four: Four) -> None:
+def test_the_first_rank_of_the_last_stage_answers(four: Four) -> None:
+    """Article fact 45."""
     assert FOUR.output_rank == 2
     assert step(executor_of(four.instance), {"say": 1})["rank"] == 2
 
 
-def test_48_all_ranks_make_as_many_blocks_as_fit_on_the_smallest(four: Four) -> None:
+def test_all_ranks_make_as_many_blocks_as_fit_on_the_smallest(four: Four) -> None:
+    """Article fact 48."""
     assert [one.blocks for one in four.ready] == [5] * 4
 
 
-def test_50_two_pods_of_two_ranks_count_their_own_from_nought() -> None:
+def test_two_pods_of_two_ranks_count_their_own_from_nought() -> None:
+    """Article fact 50."""
     config = WorkerConfig(
         model="m", tensor_parallel_size=2, pipeline_parallel_size=2, pods=2, leader_address="first"
     )
@@ -95,7 +100,8 @@ def held_by(pid: int) -> Held:
     return Held(frozenset(rings), frozenset(sockets))
 
 
-def test_53_each_rank_has_a_pipe_and_a_response_queue_of_its_own(four: Four) -> None:
+def test_each_rank_has_a_pipe_and_a_response_queue_of_its_own(four: Four) -> None:
+    """Article fact 53."""
     held = [held_by(pid) for pid in four.pids()]
     (of_all,) = frozenset.intersection(*(one.rings for one in held))
     own = [one.rings - {of_all} for one in held]
@@ -107,7 +113,8 @@ def test_53_each_rank_has_a_pipe_and_a_response_queue_of_its_own(four: Four) -> 
     assert len(frozenset.union(*pipes)) == 3
 
 
-def test_53_a_step_is_written_once_for_all_ranks(four: Four) -> None:
+def test_a_step_is_written_once_for_all_ranks(four: Four) -> None:
+    """Article fact 53."""
     mark = f"only once {os.getpid()}"
     step(executor_of(four.instance), {"say": mark})
     memory: dict[int, bytes] = {}
@@ -119,7 +126,8 @@ def test_53_a_step_is_written_once_for_all_ranks(four: Four) -> None:
     assert sorted(content.count(mark.encode()) for content in memory.values()) == [0, 0, 0, 1, 1]
 
 
-def test_53_no_rank_loads_before_all_have_opened_their_queues() -> None:
+def test_no_rank_loads_before_all_have_opened_their_queues() -> None:
+    """Article fact 53."""
     instance = make(FOUR, **{"open 3": "user:came last", "load *": "exit:9"})
     try:
         with pytest.raises(UserError, match=r"came last \(rank 3"):

@@ -1,4 +1,4 @@
-"""ORACLES 61 to 66: what layouts cost, both decision trees, the articles' four templates."""
+"""Article facts 61 to 66: what layouts cost, both decision trees, the articles' four templates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from xpyd_worker.advise.trees import Layout, decide, first_tree, second_tree
 DENSE, MIXED = "llama-70b", "deepseek-v3"
 
 
-def test_61_memory_of_a_device_by_each_way_to_divide() -> None:
+def test_memory_of_a_device_by_each_way_to_divide() -> None:
+    """Article fact 61."""
     shared, experts = 20 * GB, 640 * GB
     assert device_bytes(shared, experts, tensor=8) == 660 * GB // 8
     assert device_bytes(shared, experts, pipeline=4) == 660 * GB // 4
@@ -26,7 +27,8 @@ def test_61_memory_of_a_device_by_each_way_to_divide() -> None:
     assert device_bytes(shared, experts) * Sizes(data=3).world == 3 * 660 * GB
 
 
-def test_62_bandwidths_beside_a_devices_own_memory() -> None:
+def test_bandwidths_beside_a_devices_own_memory() -> None:
+    """Article fact 62."""
     assert HBM_BYTES_PER_S == 3350 * GB
     gigabytes = {name: link.bytes_per_s / GB for name, link in LINKS.items()}
     assert gigabytes == {"nvlink": 900, "pcie": 128, "ib": 50, "eth": 12.5}
@@ -64,7 +66,10 @@ def sizing(
         (sizing(nodes=2, stages=2, experts=256), False, Layout(tensor=8, pipeline=2)),
     ],
 )
-def test_63_tree_1(case: Sizing, high_availability: bool, expected: Layout) -> None:
+def test_the_first_tree_of_questions_gives_the_layout(
+    case: Sizing, high_availability: bool, expected: Layout
+) -> None:
+    """Article fact 63."""
     assert first_tree(case, high_availability=high_availability).layout == expected
 
 
@@ -83,13 +88,17 @@ def test_63_tree_1(case: Sizing, high_availability: bool, expected: Layout) -> N
         (sizing(nodes=2, stages=2, experts=256), False, Layout(8, 2, 8)),
     ],
 )
-def test_64_tree_2(case: Sizing, throughput: bool, expected: Layout) -> None:
+def test_the_second_tree_of_questions_gives_the_layout(
+    case: Sizing, throughput: bool, expected: Layout
+) -> None:
+    """Article fact 64."""
     answer = second_tree(case, throughput=throughput)
     assert answer.layout == expected
     assert answer.steps[-1] == ("more throughput", throughput)
 
 
-def test_63_and_64_the_questions_come_in_the_trees_order() -> None:
+def test_the_questions_come_in_the_trees_order() -> None:
+    """Article facts 63 and 64."""
     case = sizing(nodes=2, stages=2, experts=256)
     first, second = first_tree(case, high_availability=True), second_tree(case, throughput=False)
     assert [question for question, _ in first.steps] == [
@@ -123,14 +132,16 @@ def test_the_trees_differ_where_one_does_not_ask_what_the_other_asks() -> None:
     assert axes(sizing(nodes=4, stages=2), throughput=True) == {"DP": (1, 2, 2)}
 
 
-def test_65_template_1_llama_70b_on_one_node() -> None:
+def test_template_1_llama_70b_on_one_node() -> None:
+    """Article fact 65."""
     found = advice(facts(DENSE), devices(1, 8), context=8192, concurrency=128)
     assert found.layout == Layout(tensor=8)
     assert found.decision.differences == ()
     assert found.requests >= 128
 
 
-def test_65_template_2_deepseek_v3_on_two_nodes_which_tree_1_alone_does_not_give() -> None:
+def test_template_2_deepseek_v3_on_two_nodes_which_tree_1_alone_does_not_give() -> None:
+    """Article fact 65."""
     found = advice(facts(MIXED), devices(2, 8), context=8192)
     assert found.layout == Layout(tensor=8, pipeline=2, expert=8)
     assert found.decision.first.layout == Layout(tensor=8, pipeline=2)
@@ -138,13 +149,15 @@ def test_65_template_2_deepseek_v3_on_two_nodes_which_tree_1_alone_does_not_give
     assert [each.axis for each in found.decision.differences] == ["EP"]
 
 
-def test_65_template_3_four_copies_of_llama_8b_in_fp8() -> None:
+def test_template_3_four_copies_of_llama_8b_in_fp8() -> None:
+    """Article fact 65."""
     found = advice(facts("llama-8b", quantization="fp8"), devices(1, 4))
     assert found.layout == Layout(data=4)
     assert (found.pods, found.pod_gpus) == (1, 1)
 
 
-def test_65_template_4_405_gb_of_weights_in_640_gb() -> None:
+def test_template_4_405_gb_of_weights_in_640_gb() -> None:
+    """Article fact 65."""
     model, hardware = facts("llama-405b-fp8", params=405e9), devices(1, 8)
     assert model.weights_bytes == 405 * GB
     assert hardware.memory_bytes * hardware.gpus == 640 * GB
@@ -155,7 +168,8 @@ def test_65_template_4_405_gb_of_weights_in_640_gb() -> None:
 
 
 @pytest.mark.parametrize("memory", [80 * GB, 80 << 30])
-def test_65_671b_needs_two_nodes_of_eight(memory: int) -> None:
+def test_671b_needs_two_nodes_of_eight(memory: int) -> None:
+    """Article fact 65."""
     with pytest.raises(UserError, match="it takes 2 nodes of 8"):
         advice(facts(MIXED), devices(1, 8, memory_bytes=memory))
     assert advice(facts(MIXED), devices(2, 8, memory_bytes=memory)).layout.pipeline == 2
@@ -164,9 +178,10 @@ def test_65_671b_needs_two_nodes_of_eight(memory: int) -> None:
 
 @pytest.mark.parametrize("model", [DENSE, "llama-8b", "llama-405b-fp8", MIXED, "mixtral-8x7b"])
 @pytest.mark.parametrize("nodes", [1, 5])
-def test_66_a_tensor_group_stays_in_its_node_and_stages_come_only_where_a_node_is_too_small(
+def test_a_tensor_group_stays_in_its_node_and_stages_come_only_where_a_node_is_too_small(
     model: str, nodes: int
 ) -> None:
+    """Article fact 66."""
     wanted = ({}, {"throughput": True}, {"high_availability": True})
     for gpus, fields in itertools.product((1, 2, 6, 8), wanted):
         hardware = devices(nodes, gpus)
@@ -186,7 +201,8 @@ def test_66_a_tensor_group_stays_in_its_node_and_stages_come_only_where_a_node_i
                 advice(facts(model), alone)
 
 
-def test_66_more_devices_than_heads_allow_are_used_by_stages_within_the_node() -> None:
+def test_more_devices_than_heads_allow_are_used_by_stages_within_the_node() -> None:
+    """Article fact 66."""
     # 64 heads, 8 KV heads and 28,672 go into 8 and 4, not into 12 or 6.
     model = facts(DENSE)
     found = advice(model, devices(1, 12, memory_bytes=24 * GB))

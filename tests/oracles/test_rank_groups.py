@@ -1,4 +1,4 @@
-"""ORACLES 35 to 38, 45, 49, 50 and 52: who holds which layers, ranks on their axes, groups."""
+"""Article facts 35 to 38, 45, 49, 50 and 52: layers of stages, ranks on their axes, groups."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ PARTITIONS = {
 
 
 @pytest.mark.parametrize(("case", "sizes"), PARTITIONS.items(), ids=str)
-def test_36_layers_that_remain_go_before_the_last_stage(
+def test_layers_that_remain_go_before_the_last_stage(
     case: tuple[int, int], sizes: list[int]
 ) -> None:
+    """Article fact 36."""
     assert stage_sizes(*case) == sizes
     ranges = partition(*case)
     assert [len(each) for each in ranges] == sizes
@@ -38,9 +39,10 @@ def test_36_layers_that_remain_go_before_the_last_stage(
 
 
 @pytest.mark.parametrize("stages", range(1, 12))
-def test_36_the_last_stage_never_gets_one_more_and_the_first_only_when_all_others_do(
+def test_the_last_stage_never_gets_one_more_and_the_first_only_when_all_others_do(
     stages: int,
 ) -> None:
+    """Article fact 36."""
     for layers in range(stages, 80):
         each, rest = divmod(layers, stages)
         sizes = stage_sizes(layers, stages)
@@ -50,13 +52,15 @@ def test_36_the_last_stage_never_gets_one_more_and_the_first_only_when_all_other
             assert (sizes[0] == each + 1) == (rest == stages - 1)
 
 
-def test_36_a_stage_without_a_layer_is_refused() -> None:
+def test_a_stage_without_a_layer_is_refused() -> None:
+    """Article fact 36."""
     with pytest.raises(UserError, match="4 stages for 3 layers"):
         stage_sizes(3, 4)
 
 
 @pytest.mark.parametrize(("text", "layers"), [("5,6,5,6", 22), ("4,6,6,4", 20)], ids=["22", "20"])
-def test_37_the_variable_overrides_the_rule(text: str, layers: int) -> None:
+def test_the_variable_overrides_the_rule(text: str, layers: int) -> None:
+    """Article fact 37."""
     ranges = partition(layers, 4, parse_override(text))
     assert [len(each) for each in ranges] == [int(part) for part in text.split(",")]
     assert ranges[1] == range(ranges[0].stop, ranges[0].stop + 6)
@@ -77,20 +81,23 @@ def test_37_the_variable_overrides_the_rule(text: str, layers: int) -> None:
         ("1," * 5000 + "1", "5001 stages; --pipeline-parallel-size is 4"),
     ],
 )
-def test_37_what_does_not_go_together_is_refused(text: str, complaint: str) -> None:
+def test_what_does_not_go_together_is_refused(text: str, complaint: str) -> None:
+    """Article fact 37."""
     with pytest.raises(UserError, match=complaint) as raised:
         partition(22, 4, parse_override(text))
     assert len(str(raised.value)) < 200
 
 
-def test_45_results_come_from_the_first_rank_of_the_last_stage() -> None:
+def test_results_come_from_the_first_rank_of_the_last_stage() -> None:
+    """Article fact 45."""
     assert Sizes(pipeline=4, tensor=2).output_rank == 6
     assert Sizes(pipeline=2, tensor=4).output_rank == 4
     assert Sizes(pipeline=1, tensor=8).output_rank == 0
     assert Sizes(pipeline=2, context=2, tensor=2).output_rank == 4
 
 
-def test_49_groups_of_two_replicas_of_two_stages_of_four() -> None:
+def test_groups_of_two_replicas_of_two_stages_of_four() -> None:
+    """Article fact 49."""
     sizes = Sizes(data=2, pipeline=2, tensor=4)
     assert sizes.tensor_groups == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15))
     pairs = ((0, 4), (1, 5), (2, 6), (3, 7), (8, 12), (9, 13), (10, 14), (11, 15))
@@ -99,7 +106,8 @@ def test_49_groups_of_two_replicas_of_two_stages_of_four() -> None:
     assert sizes.data_groups == pairs
 
 
-def test_49_groups_of_other_sizes() -> None:
+def test_groups_of_other_sizes() -> None:
+    """Article fact 49."""
     assert Sizes(pipeline=2, tensor=4).pipeline_groups == ((0, 4), (1, 5), (2, 6), (3, 7))
     sizes = Sizes(pipeline=4, tensor=2)
     assert sizes.tensor_groups == ((0, 1), (2, 3), (4, 5), (6, 7))
@@ -108,7 +116,8 @@ def test_49_groups_of_other_sizes() -> None:
     assert sizes.pipeline_groups == ((0, 4), (2, 6), (1, 5), (3, 7))
 
 
-def test_49_and_52_every_rank_is_in_one_group_of_each_kind() -> None:
+def test_every_rank_is_in_one_group_of_each_kind() -> None:
+    """Article facts 49 and 52."""
     sizes = Sizes(external=2, data=3, pipeline=2, context=2, tensor=3)
     assert sizes.world == 72
     assert sizes.replica == 12
@@ -122,7 +131,8 @@ def test_49_and_52_every_rank_is_in_one_group_of_each_kind() -> None:
         assert group_of(sizes.data_groups, rank).index(rank) == place.data
 
 
-def test_50_the_number_in_a_group_is_not_the_rank() -> None:
+def test_the_number_in_a_group_is_not_the_rank() -> None:
+    """Article fact 50."""
     sizes = Sizes(data=2, pipeline=2, tensor=4)
     assert group_of(sizes.tensor_groups, 14).index(14) == 2
     assert sizes.place(14) == Place(external=0, data=1, stage=1, context=0, tensor=2)
@@ -139,12 +149,14 @@ SHAPE = Shape(layers=22, heads=32, kv_heads=8, intermediate_sizes=frozenset({563
         (Sizes(pipeline=23), "23 stages for 22 layers"),
     ],
 )
-def test_35_a_bad_combination_is_refused_with_its_numbers(sizes: Sizes, complaint: str) -> None:
+def test_a_bad_combination_is_refused_with_its_numbers(sizes: Sizes, complaint: str) -> None:
+    """Article fact 35."""
     with pytest.raises(UserError, match=complaint):
         check_parallel(SHAPE, sizes)
 
 
-def test_35_ranks_and_kv_heads_divide_one_another() -> None:
+def test_ranks_and_kv_heads_divide_one_another() -> None:
+    """Article fact 35."""
     check_parallel(SHAPE, Sizes(tensor=16, pipeline=22))
     few = Shape(layers=2, heads=12, kv_heads=4, intermediate_sizes=frozenset({96}))
     with pytest.raises(UserError, match="6 ranks for 4 KV heads"):
@@ -155,7 +167,8 @@ def test_35_ranks_and_kv_heads_divide_one_another() -> None:
     check_parallel(odd, Sizes(tensor=4))
 
 
-def test_35_all_complaints_are_said_at_once() -> None:
+def test_all_complaints_are_said_at_once() -> None:
+    """Article fact 35."""
     with pytest.raises(UserError) as failure:
         check_parallel(SHAPE, Sizes(tensor=5, pipeline=30))
     assert len(str(failure.value).splitlines()) == 3 + 1

@@ -1,4 +1,4 @@
-"""ORACLES 67: the page of ten failures has each with its facts, and the tests it names exist."""
+"""Article fact 67: the page of ten failures has the facts of each, and the tests it names exist."""
 
 from __future__ import annotations
 
@@ -50,14 +50,16 @@ def functions_of(path: str) -> frozenset[str]:
     return frozenset(each.name for each in module.body if isinstance(each, ast.FunctionDef))
 
 
-def test_67_there_are_ten_failures() -> None:
+def test_there_are_ten_failures() -> None:
+    """Article fact 67."""
     assert len(FAILURES) == len(NUMBERS)
     numbers = re.findall(r"^## (\d+)\. ", PAGE, re.M)
     assert [int(number) for number in numbers] == list(NUMBERS)
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_67_each_has_its_symptom_its_cause_and_what_shows_it(number: int) -> None:
+def test_each_has_its_symptom_its_cause_and_what_shows_it(number: int) -> None:
+    """Article fact 67."""
     symptom, cause, names = FAILURES[number - 1]
     shown = row(number)
     assert symptom in shown[0]
@@ -71,7 +73,8 @@ def test_67_each_has_its_symptom_its_cause_and_what_shows_it(number: int) -> Non
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_67_the_tests_that_a_failure_names_exist(number: int) -> None:
+def test_the_tests_that_a_failure_names_exist(number: int) -> None:
+    """Article fact 67."""
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", section(number))
     assert named
     for path, name in named:
@@ -79,14 +82,15 @@ def test_67_the_tests_that_a_failure_names_exist(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_67_the_links_of_the_table_lead_to_the_sections(number: int) -> None:
+def test_the_links_of_the_table_lead_to_the_sections(number: int) -> None:
+    """Article fact 67."""
     heading = section(number).splitlines()[0].removeprefix("## ")
     anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
     assert f"[{number}](#{anchor})" in PAGE
 
 
 def test_what_is_out_of_date_is_not_advised() -> None:
-    # ORACLES, "Do not use": an algorithm list enables nothing, limits.conf takes no commands.
+    # Out of date in the articles: an algorithm list enables nothing; limits.conf takes no commands.
     assert "`NCCL_ALGO=Tree,Ring` forbids" in PAGE
     assert "not the shell's command" in section(4)
     assert "is the name of older versions" in section(10)

@@ -35,15 +35,19 @@ MODES = pytest.mark.parametrize("mode", ["put_async", "put", "get"])
 
 
 @MODES
-def test_9_d_has_a_buffer_in_every_mode_and_p_in_get_only(mode: Mode) -> None:
+def test_d_has_a_buffer_in_every_mode_and_p_in_get_only(mode: Mode) -> None:
+    """Article fact 9."""
     world = World(settings=KvSettings(mode=mode))
     assert world.d.store is not None
     assert (world.p.store is not None) == (mode == "get")
 
 
 @MODES
-def test_9_what_waits_for_d_is_in_the_buffer_of_the_side_that_needs_one(mode: Mode) -> None:
-    """Two prompts that together are more than P's cache may hold, and no request on D."""
+def test_what_waits_for_d_is_in_the_buffer_of_the_side_that_needs_one(mode: Mode) -> None:
+    """Two prompts that together are more than P's cache may hold, and no request on D.
+
+    Article fact 9.
+    """
     store = StoreLimits(direct_free=1.0, buffer_bytes=12 * UNIT, pool_bytes=0)
     world = World(p_blocks=16, settings=KvSettings(mode=mode), store=store)
     for _ in range(2):
@@ -66,7 +70,8 @@ def _sent(world: World, blocks: int) -> Sent:
     return sent
 
 
-def test_10_kv_goes_to_the_buffer_first_and_to_the_host_pool_when_that_is_full() -> None:
+def test_kv_goes_to_the_buffer_first_and_to_the_host_pool_when_that_is_full() -> None:
+    """Article fact 10."""
     world = World(store=StoreLimits(direct_free=1.0, buffer_bytes=6 * UNIT, pool_bytes=4 * UNIT))
     assert world.d.store is not None
     used: list[tuple[int, int]] = []
@@ -89,7 +94,8 @@ def test_10_kv_goes_to_the_buffer_first_and_to_the_host_pool_when_that_is_full()
 
 
 @pytest.mark.parametrize("buffered", [True, False], ids=["overflowed", "direct"])
-def test_10_kv_that_is_lost_is_computed_again_by_d(buffered: bool) -> None:
+def test_kv_that_is_lost_is_computed_again_by_d(buffered: bool) -> None:
+    """Article fact 10."""
     store = StoreLimits(1.0, 0, 100 * UNIT) if buffered else StoreLimits()
     world = World(store=store)
     sent = world.prompt(2 * BLOCK_SIZE)
@@ -104,7 +110,8 @@ def test_10_kv_that_is_lost_is_computed_again_by_d(buffered: bool) -> None:
     world.assert_nothing_is_left()
 
 
-def test_11_the_buffer_is_a_tenth_of_the_memory_and_8e9_of_80_gb() -> None:
+def test_the_buffer_is_a_tenth_of_the_memory_and_8e9_of_80_gb() -> None:
+    """Article fact 11."""
     parser = argparse.ArgumentParser(exit_on_error=False)
     configure(parser)
     flags = ["--model", "m", "--kv-cache-memory", "80e9"]
@@ -114,7 +121,8 @@ def test_11_the_buffer_is_a_tenth_of_the_memory_and_8e9_of_80_gb() -> None:
 
 
 @MODES
-def test_12_put_holds_ps_step_until_d_has_its_kv_and_the_others_hold_nothing(mode: Mode) -> None:
+def test_put_holds_ps_step_until_d_has_its_kv_and_the_others_hold_nothing(mode: Mode) -> None:
+    """Article fact 12."""
     world = World(settings=KvSettings(mode=mode))
     sent = world.prompt(8)
     world.expect(sent)
@@ -130,8 +138,11 @@ def test_12_put_holds_ps_step_until_d_has_its_kv_and_the_others_hold_nothing(mod
 # --- 17
 
 
-def test_17_p_looks_into_its_own_cache_then_offers_then_computes_and_waits_for_nothing() -> None:
-    """Local prefix cache, OFFER (P never asks for remote KV), blocks, layers, end of the step."""
+def test_p_looks_into_its_own_cache_then_offers_then_computes_and_waits_for_nothing() -> None:
+    """Local prefix cache, OFFER (P never asks for remote KV), blocks, layers, end of the step.
+
+    Article fact 17.
+    """
     bench = Bench(sends=True)
     assert bench.producer is not None
     bench.submit(make_request("warm", prompt_of(2 * BLOCK + 1), max_tokens=1))
@@ -152,8 +163,11 @@ def test_17_p_looks_into_its_own_cache_then_offers_then_computes_and_waits_for_n
     assert bench.consumer is None
 
 
-def test_17_d_asks_until_the_kv_stands_and_loads_only_in_the_first_step() -> None:
-    """What is cached here is not asked for; the rest is adopted once, before the first forward."""
+def test_d_asks_until_the_kv_stands_and_loads_only_in_the_first_step() -> None:
+    """What is cached here is not asked for; the rest is adopted once, before the first forward.
+
+    Article fact 17.
+    """
     bench = Bench(receives=True)
     assert bench.consumer is not None
     bench.submit(make_request("warm", prompt_of(BLOCK + 1), max_tokens=1))
@@ -177,6 +191,7 @@ def test_17_d_asks_until_the_kv_stands_and_loads_only_in_the_first_step() -> Non
 
 
 @pytest.mark.parametrize("role", ["p", "d"])
-def test_17_each_role_has_its_own_half_of_the_connector_and_only_that(role: str) -> None:
+def test_each_role_has_its_own_half_of_the_connector_and_only_that(role: str) -> None:
+    """Article fact 17."""
     half = getattr(World(), role)
     assert (half.producer is None, half.consumer is None) == (role == "d", role == "p")

@@ -54,7 +54,8 @@ def near(value: float) -> float:
     return pytest.approx(value, rel=1e-9, abs=1e-6)
 
 
-def test_29_by_hand() -> None:
+def test_latencies_of_one_request_computed_by_hand() -> None:
+    """Article fact 29."""
     figures = measured([0.5, 0.02, 0.04, 0.03])
     assert figures.ttft.sum == near(0.5)
     assert (figures.itl.count, figures.itl.sum) == (3, near(0.09))
@@ -65,7 +66,8 @@ def test_29_by_hand() -> None:
 
 
 @given(GAPS)
-def test_29_e2e_is_ttft_and_the_sum_of_itl(gaps: list[float]) -> None:
+def test_e2e_is_ttft_and_the_sum_of_itl(gaps: list[float]) -> None:
+    """Article fact 29."""
     figures = measured(gaps)
     assert figures.e2e.count == figures.ttft.count == 1
     assert figures.itl.count == len(gaps) - 1
@@ -73,7 +75,8 @@ def test_29_e2e_is_ttft_and_the_sum_of_itl(gaps: list[float]) -> None:
 
 
 @given(GAPS, st.integers(1, 4))
-def test_29_tpot_times_the_gaps_is_what_is_left_of_e2e(gaps: list[float], tokens: int) -> None:
+def test_tpot_times_the_gaps_is_what_is_left_of_e2e(gaps: list[float], tokens: int) -> None:
+    """Article fact 29."""
     figures = measured(gaps, tokens=tokens)
     n = len(gaps) * tokens
     assert figures.output_tokens == n
@@ -83,8 +86,8 @@ def test_29_tpot_times_the_gaps_is_what_is_left_of_e2e(gaps: list[float], tokens
 
 
 @given(st.lists(GAPS, min_size=1, max_size=6))
-def test_29_the_identities_hold_for_the_sums_of_many_requests(requests: list[list[float]]) -> None:
-    """What a dashboard can check: the histograms' sums and counts."""
+def test_the_identities_hold_for_the_sums_of_many_requests(requests: list[list[float]]) -> None:
+    """What a dashboard can check: the histograms' sums and counts. (Article fact 29.)"""
     all_figures = [measured(gaps) for gaps in requests]
 
     def total(name: str) -> float:
@@ -95,7 +98,8 @@ def test_29_the_identities_hold_for_the_sums_of_many_requests(requests: list[lis
     assert gaps == sum(f.output_tokens for f in all_figures) - len(requests)
 
 
-def test_29_each_choice_has_its_own_gaps() -> None:
+def test_each_choice_has_its_own_gaps() -> None:
+    """Article fact 29."""
     figures = RequestFigures()
     times = RequestTimes(figures, submitted_s=SUBMITTED_S, prompt_tokens=5)
     for now_s, choices in ((1001, [0, 1]), (1003, [0]), (1004, [1]), (1008, [0])):
@@ -107,7 +111,8 @@ def test_29_each_choice_has_its_own_gaps() -> None:
     assert figures.e2e.sum == 8.0
 
 
-def test_29_what_failed_or_was_aborted_has_no_end() -> None:
+def test_what_failed_or_was_aborted_has_no_end() -> None:
+    """Article fact 29."""
     figures = RequestFigures()
     times = RequestTimes(figures, submitted_s=SUBMITTED_S, prompt_tokens=5)
     times.take(step([0]), 1001.0)
@@ -117,8 +122,11 @@ def test_29_what_failed_or_was_aborted_has_no_end() -> None:
     assert figures.e2e.count == 0
 
 
-def test_29_times_are_those_of_the_engines_thread_not_of_a_late_loop() -> None:
-    """Two steps are over before the loop runs at all: the gap between them is still their own."""
+def test_times_are_those_of_the_engines_thread_not_of_a_late_loop() -> None:
+    """Two steps are over before the loop runs at all: the gap between them is still their own.
+
+    Article fact 29.
+    """
 
     async def test() -> None:
         now_s = [SUBMITTED_S]
@@ -138,7 +146,8 @@ def test_29_times_are_those_of_the_engines_thread_not_of_a_late_loop() -> None:
     asyncio.run(test())
 
 
-def test_29_buckets_reach_from_a_millisecond_to_minutes() -> None:
+def test_buckets_reach_from_a_millisecond_to_minutes() -> None:
+    """Article fact 29."""
     figures = RequestFigures()
     for values in (figures.ttft, figures.itl, figures.tpot, figures.e2e, figures.queue):
         assert isinstance(values, Distribution)
