@@ -17,7 +17,7 @@ import yaml
 from tests.cluster.harness import Cluster, wait_for
 from tests.cluster.harness.addons import install_lws, uninstall_lws
 from tests.operator.object_samples import FOLDER, NAMES, SETTINGS, objects_of
-from xpyd_operator.api import InferenceFleet, parse_fleet, parse_object
+from xpyd_operator.document import InferenceFleet, parse_fleet, parse_object
 from xpyd_operator.objects import contains, kv_secret, names
 from xpyd_operator.objects.values import Site
 

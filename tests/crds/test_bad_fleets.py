@@ -11,10 +11,10 @@ from pydantic import ValidationError
 
 from tests.crds.fleets import BadFleet, bad_fleets, good_fleets
 from xpyd_core.errors import UserError
-from xpyd_operator.api import InferenceFleetPool, PoolSpec, load_fleet, parse_fleet
-from xpyd_operator.api.changes import refused_changes
-from xpyd_operator.api.load import as_sent
-from xpyd_operator.api.problems import problems
+from xpyd_operator.document import InferenceFleetPool, PoolSpec, load_fleet, parse_fleet
+from xpyd_operator.document.changes import refused_changes
+from xpyd_operator.document.load import as_sent
+from xpyd_operator.document.problems import problems
 
 
 def complaints(case: BadFleet) -> Sequence[str]:

@@ -14,8 +14,8 @@ from tests.cluster.needs import skip_for
 from tests.crds.crdcheck_program import Report, crdcheck, why_no_crdcheck
 from tests.crds.fleets import FLEET, BadFleet, Document, bad_fleets, changed, good_fleets
 from xpyd_core.errors import UserError
-from xpyd_operator.api import load_fleet, parse_fleet, parse_object
-from xpyd_operator.api.load import as_sent
+from xpyd_operator.document import load_fleet, parse_fleet, parse_object
+from xpyd_operator.document.load import as_sent
 
 pytestmark = pytest.mark.cluster
 NOT_ALL_CHECKED = (

@@ -10,7 +10,7 @@ import pytest
 from scripts.generate import stale
 from tests.crds.constraints import constraints, unbounded
 from tests.crds.fleets import bad_fleets
-from xpyd_operator.api.crd import crds, fleet_crd, pool_crd
+from xpyd_operator.document.crd import crds, fleet_crd, pool_crd
 
 Schema = dict[str, Any]
 ROOTS = {crd["spec"]["names"]["kind"]: crd["spec"]["versions"][0] for crd in crds()}

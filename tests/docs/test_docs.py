@@ -26,7 +26,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from xpyd_operator.api import load_fleet
+from xpyd_operator.document import load_fleet
 from xpyd_operator.local.state import find_fleets, state_root
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from xpyd_core.messages import Heartbeat
 from xpyd_kv.session.metrics import KvMetrics
 from xpyd_kv.store.api import StoreFigures
 from xpyd_kv.transport.counters import Counters
-from xpyd_operator.api.later import FIELDS, VALUES
+from xpyd_operator.document.later import FIELDS, VALUES
 from xpyd_operator.kube.metrics import OperatorMetrics
 from xpyd_operator.local.cluster_only import CLUSTER_ONLY
 from xpyd_router.figures.exposition import Exposition

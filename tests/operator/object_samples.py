@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from xpyd_operator.api import InferenceFleet, load_fleet
+from xpyd_operator.document import InferenceFleet, load_fleet
 from xpyd_operator.objects import (
     Settings,
     Site,

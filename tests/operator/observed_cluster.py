@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.operator.object_samples import SETTINGS, site_of
-from xpyd_operator.api import InferenceFleet, load_fleet
+from xpyd_operator.document import InferenceFleet, load_fleet
 from xpyd_operator.objects import model_in_pod, pool_object, workload_objects
 from xpyd_operator.objects.names import LABEL_POOL, LABEL_REVISION
 from xpyd_operator.observe import (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from xpyd_core.pod_env import PodEnv
-from xpyd_operator.api import parse_fleet
+from xpyd_operator.document import parse_fleet
 from xpyd_operator.plan import fleet_want
 from xpyd_worker.command import configure, read_config
 from xpyd_worker.config import WorkerConfig

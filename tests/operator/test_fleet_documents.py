@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xpyd_core.errors import UserError
-from xpyd_operator.api import InferenceFleet, load_fleet, parse_fleet, parse_object
+from xpyd_operator.document import InferenceFleet, load_fleet, parse_fleet, parse_object
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GPUS = {"resources": {"gpus": 0}}

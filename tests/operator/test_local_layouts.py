@@ -11,7 +11,7 @@ import yaml
 
 from tests.crds.fleets import FLEET, changed
 from xpyd_core.errors import UserError
-from xpyd_operator.api import InferenceFleet, parse_fleet
+from xpyd_operator.document import InferenceFleet, parse_fleet
 from xpyd_operator.local.layouts import check_layouts
 from xpyd_operator.local.up import plan_fleet_memory
 

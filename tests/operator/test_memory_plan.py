@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xpyd_core.errors import UserError
-from xpyd_operator.api import parse_fleet
+from xpyd_operator.document import parse_fleet
 from xpyd_operator.local.checkpoint import locate_model, weights_bytes
 from xpyd_operator.local.machine import Machine, read_machine
 from xpyd_operator.local.memory import (

@@ -12,7 +12,7 @@ import yaml
 
 from tests.operator.object_samples import FOLDER, SETTINGS, objects_of, site_of, workloads_of
 from xpyd_core.pod_env import rendezvous_port
-from xpyd_operator.api import InferenceFleet, parse_fleet
+from xpyd_operator.document import InferenceFleet, parse_fleet
 from xpyd_operator.objects import (
     kv_secret,
     model_in_pod,

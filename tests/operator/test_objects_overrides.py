@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.operator.object_samples import site_of, workloads_of
-from xpyd_operator.api import InferenceFleet, parse_fleet
+from xpyd_operator.document import InferenceFleet, parse_fleet
 from xpyd_operator.objects import template_problems, uses_host_path, workload_objects
 
 

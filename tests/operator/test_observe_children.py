@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.operator.observed_cluster import Cluster, settled
-from xpyd_operator.api import load_fleet
+from xpyd_operator.document import load_fleet
 from xpyd_operator.objects.names import workload_labels
 from xpyd_operator.observe import Children, fleet_seen
 from xpyd_operator.plan import ROUTER, PoolSeen, Template, Workload, WorkloadSeen

@@ -16,7 +16,7 @@ from tests.operator.observed_cluster import (
     settled,
     told,
 )
-from xpyd_operator.api import load_fleet
+from xpyd_operator.document import load_fleet
 from xpyd_operator.observe.crashes import last_line
 from xpyd_operator.observe.raw import MOST_TEXT
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.operator.observed_cluster import EXAMPLE, rfc3339
 from tests.operator.test_observe_children import group_pod, group_set
-from xpyd_operator.api import InferenceFleet, load_fleet
+from xpyd_operator.document import InferenceFleet, load_fleet
 from xpyd_operator.kube.kinds import POD
 from xpyd_operator.kube.trim import trim
 from xpyd_operator.objects import model_in_pod

@@ -18,7 +18,7 @@ from tests.operator.observed_cluster import (
     settled,
     told,
 )
-from xpyd_operator.api import load_fleet, parse_fleet
+from xpyd_operator.document import load_fleet, parse_fleet
 from xpyd_operator.observe import Children, find_problems
 from xpyd_operator.observe.raw import MOST_TEXT, count, moment, short, tail
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from xpyd_operator.api import load_fleet
+from xpyd_operator.document import load_fleet
 from xpyd_operator.local.checkpoint import locate_model, weights_bytes
 from xpyd_operator.local.machine import Machine
 from xpyd_operator.local.memory import plan_memory

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from xpyd_operator.api import parse_fleet
+from xpyd_operator.document import parse_fleet
 from xpyd_operator.plan import ROUTER, fleet_want
 from xpyd_router.admission.values import Limits
 from xpyd_router.command import command, read_config

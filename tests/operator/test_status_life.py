@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.operator.observed_cluster import Cluster
-from xpyd_operator.api import InferenceFleet, load_fleet, parse_fleet
-from xpyd_operator.api.status import FleetStatus
+from xpyd_operator.document import InferenceFleet, load_fleet, parse_fleet
+from xpyd_operator.document.status import FleetStatus
 from xpyd_operator.observe import Problem, events
 
 ROOT = Path(__file__).parents[2]

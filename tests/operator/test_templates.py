@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from xpyd_operator.api import parse_fleet
+from xpyd_operator.document import parse_fleet
 from xpyd_operator.local.machine import Machine
 from xpyd_operator.local.memory import plan_memory
 from xpyd_operator.local.pods import Pod, Site, pod_arguments, pod_environment

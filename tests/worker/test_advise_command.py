@@ -14,7 +14,7 @@ import yaml
 
 from tests.advice import MODELS, advice, devices, facts
 from xpyd_core.cli import build_parser, main
-from xpyd_operator.api.load import parse_fleet
+from xpyd_operator.document.load import parse_fleet
 from xpyd_worker.advise.document import snippet
 from xpyd_worker.advise.fit import Division, memory_of
 from xpyd_worker.advise.notes import notes_of

@@ -11,7 +11,7 @@ import pytest
 
 from tests.kv.rank_pods import Side, engine_of, layout_of
 from xpyd_core.pod_env import PodEnv
-from xpyd_operator.api import parse_fleet
+from xpyd_operator.document import parse_fleet
 from xpyd_operator.local.machine import Machine
 from xpyd_operator.local.memory import EngineMemory, plan_memory
 from xpyd_operator.plan.template import engine_template

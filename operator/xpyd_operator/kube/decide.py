@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import cast
 
-from xpyd_operator.api import InferenceFleet
+from xpyd_operator.document import InferenceFleet
 from xpyd_operator.kube.kinds import (
     CLAIM_TEMPLATE,
     LEADER_WORKER_SET,

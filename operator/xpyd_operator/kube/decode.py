@@ -13,7 +13,7 @@ from typing import Any, TypedDict, TypeVar
 
 from msgspec.json import Decoder
 
-from xpyd_operator.api.extent import excess
+from xpyd_operator.document.extent import excess
 from xpyd_operator.kube.kinds import POD, Kind
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, cast
 
 from xpyd_core.errors import UserError
-from xpyd_operator.api import InferenceFleet, parse_object
+from xpyd_operator.document import InferenceFleet, parse_object
 from xpyd_operator.kube.kinds import (
     BUDGET,
     DEPLOYMENT,

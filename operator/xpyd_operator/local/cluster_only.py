@@ -12,7 +12,7 @@ from typing import cast
 from pydantic import BaseModel
 
 from xpyd_core.errors import UserError
-from xpyd_operator.api import InferenceFleet, Pool
+from xpyd_operator.document import InferenceFleet, Pool
 from xpyd_operator.objects import template_problems
 
 CLUSTER_ONLY = frozenset(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from xpyd_core.errors import UserError
 from xpyd_core.pod_env import HTTP_PORT
-from xpyd_operator.api import parse_fleet
+from xpyd_operator.document import parse_fleet
 from xpyd_operator.local.cluster_only import check_local
 from xpyd_operator.local.control import Answer, Ask, AskApply, AskDown, AskScale, AskStatus
 from xpyd_operator.local.pod_process import PodProcess

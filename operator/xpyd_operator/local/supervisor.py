@@ -15,8 +15,8 @@ from pathlib import Path
 
 from xpyd_core.errors import UserError
 from xpyd_core.pod_env import HTTP_PORT
-from xpyd_operator.api import InferenceFleet
-from xpyd_operator.api.changes import refused_changes, refused_scale
+from xpyd_operator.document import InferenceFleet
+from xpyd_operator.document.changes import refused_changes, refused_scale
 from xpyd_operator.local import probe
 from xpyd_operator.local.checkpoint import locate_model, weights_bytes
 from xpyd_operator.local.layouts import check_layouts

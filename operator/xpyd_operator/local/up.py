@@ -21,7 +21,7 @@ import msgspec
 from xpyd_core.errors import UserError
 from xpyd_core.logs import set_up_logging
 from xpyd_core.pod_env import ROUTER_HTTP_PORT
-from xpyd_operator.api import InferenceFleet, load_fleet
+from xpyd_operator.document import InferenceFleet, load_fleet
 from xpyd_operator.local import control, service
 from xpyd_operator.local.checkpoint import locate_model, weights_bytes
 from xpyd_operator.local.cluster_only import check_local, cluster_only

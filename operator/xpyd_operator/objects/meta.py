@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xpyd_operator.api import InferenceFleet
+from xpyd_operator.document import InferenceFleet
 from xpyd_operator.objects.values import JsonObject, Site
 
 

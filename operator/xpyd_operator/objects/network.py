@@ -12,7 +12,7 @@ labels of namespaces are an administrator's, while any tenant may label a pod.
 from __future__ import annotations
 
 from xpyd_core.pod_env import HTTP_PORT, ROUTER_HTTP_PORT, data_port
-from xpyd_operator.api import InferenceFleet
+from xpyd_operator.document import InferenceFleet
 from xpyd_operator.objects import names
 from xpyd_operator.objects.meta import metadata
 from xpyd_operator.objects.pods import pods_per_instance

@@ -10,7 +10,7 @@ the namespace and the discovery address are added here and are in no revision.
 from __future__ import annotations
 
 from xpyd_core.pod_env import HTTP_PORT, ROUTER_HTTP_PORT, data_port
-from xpyd_operator.api import InferenceFleet, Pool
+from xpyd_operator.document import InferenceFleet, Pool
 from xpyd_operator.objects import names
 from xpyd_operator.objects.overrides import merged
 from xpyd_operator.objects.sockets import (

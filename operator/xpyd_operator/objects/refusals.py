@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from xpyd_core.pod_env import ROUTER_HTTP_PORT
-from xpyd_operator.api import InferenceFleet
+from xpyd_operator.document import InferenceFleet
 from xpyd_operator.objects import names
 from xpyd_operator.objects.overrides import APPENDED, MERGE_KEYS
 from xpyd_operator.objects.pods import engine_ports

@@ -11,7 +11,7 @@ from __future__ import annotations
 import posixpath
 from typing import cast
 
-from xpyd_operator.api import InferenceFleet, Pool
+from xpyd_operator.document import InferenceFleet, Pool
 from xpyd_operator.objects import names
 from xpyd_operator.objects.values import JsonObject, Site
 

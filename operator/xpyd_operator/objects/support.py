@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from base64 import b64encode
 
-from xpyd_operator.api import InferenceFleet, Pool
+from xpyd_operator.document import InferenceFleet, Pool
 from xpyd_operator.objects import names
 from xpyd_operator.objects.meta import metadata
 from xpyd_operator.objects.network import network_policies

@@ -5,7 +5,7 @@ from __future__ import annotations
 import posixpath
 from typing import cast
 
-from xpyd_operator.api import InferenceFleet
+from xpyd_operator.document import InferenceFleet
 from xpyd_operator.objects import names
 from xpyd_operator.objects.values import JsonObject
 

@@ -7,7 +7,7 @@ ResourceClaimTemplate, which stands before the workload that names it.
 
 from __future__ import annotations
 
-from xpyd_operator.api import InferenceFleet, Pool
+from xpyd_operator.document import InferenceFleet, Pool
 from xpyd_operator.objects import names
 from xpyd_operator.objects.meta import metadata
 from xpyd_operator.objects.pods import GPU_CLAIM, engine_pod, pods_per_instance, router_pod

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from xpyd_operator.api import InferenceFleet
-from xpyd_operator.api.status import MAX_POOLS
+from xpyd_operator.document import InferenceFleet
+from xpyd_operator.document.status import MAX_POOLS
 from xpyd_operator.objects.names import endpoint, pool_selector, selector_text
 from xpyd_operator.objects.pods import pods_per_instance
 from xpyd_operator.objects.volumes import uses_host_path

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from xpyd_core.parallel.checks import PIPELINE, TENSOR
-from xpyd_operator.api import InferenceFleet, KvTransfer, Parallelism, Pool, Router
+from xpyd_operator.document import InferenceFleet, KvTransfer, Parallelism, Pool, Router
 from xpyd_operator.plan.values import MOST_REPLICAS, ROUTER, FleetWant, PoolWant, Template
 
 INSECURE_FLAG = "--kv-insecure"

@@ -17,10 +17,10 @@ import yaml
 from pydantic import ValidationError
 
 from xpyd_core.errors import UserError
-from xpyd_operator.api.base import LOCAL
-from xpyd_operator.api.extent import excess
-from xpyd_operator.api.fleet import API_VERSION, KIND, InferenceFleet
-from xpyd_operator.api.problems import problems
+from xpyd_operator.document.base import LOCAL
+from xpyd_operator.document.extent import excess
+from xpyd_operator.document.fleet import API_VERSION, KIND, InferenceFleet
+from xpyd_operator.document.problems import problems
 
 MAX_DOCUMENT_BYTES = 1 << 20
 _MAX_VALUES = 200_000

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field
 
-from xpyd_operator.api.base import DNS_LABEL, ApiModel, DnsName, Size
-from xpyd_operator.api.pod import PodTemplate, shaped_like
-from xpyd_operator.api.rules import Check, ListCheck, Numbers, matching, rule, transition
+from xpyd_operator.document.base import DNS_LABEL, ApiModel, DnsName, Size
+from xpyd_operator.document.pod import PodTemplate, shaped_like
+from xpyd_operator.document.rules import Check, ListCheck, Numbers, matching, rule, transition
 
 Role = Literal["Prefill", "Decode", "Aggregated"]
 ROUTER = "router"

@@ -14,7 +14,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
-from xpyd_operator.api.base import ApiModel
+from xpyd_operator.document.base import ApiModel
 
 
 def _drop_nulls(value: object) -> object:

@@ -5,9 +5,9 @@ The API server asks the same rules by itself; so the operator has no use for thi
 
 from __future__ import annotations
 
-from xpyd_operator.api.fleet import InferenceFleet
-from xpyd_operator.api.fleetpool import PoolSpec
-from xpyd_operator.api.pool import Pool
+from xpyd_operator.document.fleet import InferenceFleet
+from xpyd_operator.document.fleetpool import PoolSpec
+from xpyd_operator.document.pool import Pool
 
 
 def refused_changes(before: InferenceFleet, after: InferenceFleet) -> list[str]:

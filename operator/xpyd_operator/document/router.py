@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from xpyd_core.pod_env import DISCOVERY_PORT, HTTP_PORT, KV_PORT, ROUTER_HTTP_PORT
-from xpyd_operator.api.base import ApiModel, DnsName, HostPath, KeyName, Size, SizeOrPercent
-from xpyd_operator.api.pod import PodTemplate, shaped_like
-from xpyd_operator.api.rules import Check, rule
+from xpyd_operator.document.base import ApiModel, DnsName, HostPath, KeyName, Size, SizeOrPercent
+from xpyd_operator.document.pod import PodTemplate, shaped_like
+from xpyd_operator.document.rules import Check, rule
 
 
 class KvKeyRef(ApiModel):

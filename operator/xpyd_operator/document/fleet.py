@@ -1,6 +1,6 @@
 """InferenceFleet, xpyd.dev/v1alpha1: the fields that this version makes work, with their bounds.
 
-A field or an enum's value enters with the code behind it; until then xpyd_operator.api.later names
+A field or an enum's value enters with the code behind it; until then xpyd_operator.document.later names
 it, so that a document is refused and not half obeyed. Names and bounds are append-only.
 """
 
@@ -12,12 +12,12 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from xpyd_core.pod_env import HTTP_PORT, LAST_PORT, data_port, rendezvous_port
-from xpyd_operator.api.base import DNS_LABEL, ApiModel
-from xpyd_operator.api.model import Engine, Model
-from xpyd_operator.api.pod import Annotations, Labels
-from xpyd_operator.api.pool import POOL_ROLES, Pool
-from xpyd_operator.api.router import Drain, Heartbeat, KvTransfer, NetworkPolicy, Router
-from xpyd_operator.api.rules import Check, Numbers, Unique, matching, rule
+from xpyd_operator.document.base import DNS_LABEL, ApiModel
+from xpyd_operator.document.model import Engine, Model
+from xpyd_operator.document.pod import Annotations, Labels
+from xpyd_operator.document.pool import POOL_ROLES, Pool
+from xpyd_operator.document.router import Drain, Heartbeat, KvTransfer, NetworkPolicy, Router
+from xpyd_operator.document.rules import Check, Numbers, Unique, matching, rule
 
 API_VERSION = "xpyd.dev/v1alpha1"
 KIND = "InferenceFleet"

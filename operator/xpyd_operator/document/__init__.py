@@ -4,10 +4,10 @@
 once. Nothing here knows how a fleet is run.
 """
 
-from xpyd_operator.api.fleet import InferenceFleet, Metadata, Spec
-from xpyd_operator.api.fleetpool import InferenceFleetPool, PoolSpec
-from xpyd_operator.api.load import load_fleet, parse_fleet, parse_object
-from xpyd_operator.api.model import (
+from xpyd_operator.document.fleet import InferenceFleet, Metadata, Spec
+from xpyd_operator.document.fleetpool import InferenceFleetPool, PoolSpec
+from xpyd_operator.document.load import load_fleet, parse_fleet, parse_object
+from xpyd_operator.document.model import (
     Engine,
     EnvSource,
     EnvVar,
@@ -17,8 +17,8 @@ from xpyd_operator.api.model import (
     ModelCache,
     SecretRef,
 )
-from xpyd_operator.api.pool import Parallelism, Pool, Resources, Scaling
-from xpyd_operator.api.router import (
+from xpyd_operator.document.pool import Parallelism, Pool, Resources, Scaling
+from xpyd_operator.document.router import (
     Drain,
     Heartbeat,
     KvKeyRef,

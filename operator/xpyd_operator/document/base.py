@@ -1,7 +1,7 @@
 """The base of the document's models and the scalar types that several of them use.
 
 A bound or rule is written down once, here or in a field's annotation: pydantic checks it for
-`xpyd up`, xpyd_operator.api.crd writes it into the CRD, xpyd_operator.api.problems says it.
+`xpyd up`, xpyd_operator.document.crd writes it into the CRD, xpyd_operator.document.problems says it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pydantic.alias_generators import to_camel
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from xpyd_operator.api.rules import (
+from xpyd_operator.document.rules import (
     INT_OR_STRING,
     VALIDATIONS,
     Check,

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from xpyd_operator.api.base import ApiModel
-from xpyd_operator.api.pool import Role
-from xpyd_operator.api.rules import rule, transition
+from xpyd_operator.document.base import ApiModel
+from xpyd_operator.document.pool import Role
+from xpyd_operator.document.rules import rule, transition
 
 _BY_OPERATOR = "is set by the operator and immutable"
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from xpyd_operator.api.fleet import InferenceFleet
-from xpyd_operator.api.fleetpool import InferenceFleetPool
-from xpyd_operator.api.rules import INT_OR_STRING, VALIDATIONS
-from xpyd_operator.api.status import FleetStatus, PoolStatus
+from xpyd_operator.document.fleet import InferenceFleet
+from xpyd_operator.document.fleetpool import InferenceFleetPool
+from xpyd_operator.document.rules import INT_OR_STRING, VALIDATIONS
+from xpyd_operator.document.status import FleetStatus, PoolStatus
 
 GROUP = "xpyd.dev"
 VERSION = "v1alpha1"

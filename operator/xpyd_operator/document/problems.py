@@ -1,7 +1,7 @@
 """Turns what pydantic found into the words in which the API server refuses the same document. Pure.
 
 A field that is out of bounds, missing, doubled or unknown thus reads alike in `xpyd up` and in
-`kubectl apply`; rules bring their own text (xpyd_operator.api.rules). Where a person needs more
+`kubectl apply`; rules bring their own text (xpyd_operator.document.rules). Where a person needs more
 than the server says, it comes after the server's words.
 """
 
@@ -14,8 +14,8 @@ from typing import Any, cast
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from xpyd_operator.api.later import FIELDS, VALUES
-from xpyd_operator.api.rules import DUPLICATE, INT_OR_STRING, RULE
+from xpyd_operator.document.later import FIELDS, VALUES
+from xpyd_operator.document.rules import DUPLICATE, INT_OR_STRING, RULE
 
 _MAX_GIVEN = 60
 _Loc = tuple[int | str, ...]

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from xpyd_operator.api.base import ApiModel, DnsName, HostPath, KeyName, Plain
-from xpyd_operator.api.rules import Check, Unique, matching, rule
+from xpyd_operator.document.base import ApiModel, DnsName, HostPath, KeyName, Plain
+from xpyd_operator.document.rules import Check, Unique, matching, rule
 
 
 class SecretRef(ApiModel):
