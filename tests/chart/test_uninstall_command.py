@@ -18,7 +18,7 @@ from xpyd_operator.kube.uninstall import (
     Uninstall,
     main,
 )
-from xpyd_operator.objects.names import kv_secret_name
+from xpyd_operator.manifests.names import kv_secret_name
 
 KEY = kv_secret_name("chat", "uid-a/chat")
 Step = Callable[["Cluster"], None]

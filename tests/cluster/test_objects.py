@@ -1,6 +1,6 @@
 """Rendered objects on a real API server: it takes them, keeps what they say, and makes their pods.
 
-No operator runs: what xpyd_operator.objects makes of the sample fleets is applied as it is, in a
+No operator runs: what xpyd_operator.manifests makes of the sample fleets is applied as it is, in a
 namespace that enforces the pod security standard "restricted".
 """
 
@@ -18,8 +18,8 @@ from tests.cluster.harness import Cluster, wait_for
 from tests.cluster.harness.addons import install_lws, uninstall_lws
 from tests.operator.object_samples import FOLDER, NAMES, SETTINGS, objects_of
 from xpyd_operator.document import InferenceFleet, parse_fleet, parse_object
-from xpyd_operator.objects import contains, kv_secret, names
-from xpyd_operator.objects.values import Site
+from xpyd_operator.manifests import contains, kv_secret, names
+from xpyd_operator.manifests.values import Site
 
 CRDS = Path(__file__).parents[2] / "crds"
 RESTRICTED = "pod-security.kubernetes.io/enforce=restricted"

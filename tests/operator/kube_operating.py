@@ -17,7 +17,7 @@ from xpyd_operator.kube.kinds import (
     Obj,
 )
 from xpyd_operator.kube.main import Operator, OperatorConfig
-from xpyd_operator.objects import Settings
+from xpyd_operator.manifests import Settings
 
 SETTINGS = Settings("xpyd-worker:1", "xpyd-router:1")
 ALL = 15

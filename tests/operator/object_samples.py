@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from xpyd_operator.document import InferenceFleet, load_fleet
-from xpyd_operator.objects import (
+from xpyd_operator.manifests import (
     Settings,
     Site,
     model_in_pod,

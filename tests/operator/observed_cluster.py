@@ -15,8 +15,8 @@ from typing import Any
 
 from tests.operator.object_samples import SETTINGS, site_of
 from xpyd_operator.document import InferenceFleet, load_fleet
-from xpyd_operator.objects import model_in_pod, pool_object, workload_objects
-from xpyd_operator.objects.names import LABEL_POOL, LABEL_REVISION
+from xpyd_operator.manifests import model_in_pod, pool_object, workload_objects
+from xpyd_operator.manifests.names import LABEL_POOL, LABEL_REVISION
 from xpyd_operator.observe import (
     Children,
     EventText,

@@ -35,7 +35,7 @@ from xpyd_operator.kube.kinds import (
     SERVICE,
     SERVICE_ACCOUNT,
 )
-from xpyd_operator.objects.names import kv_secret_name
+from xpyd_operator.manifests.names import kv_secret_name
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick")]
 

@@ -28,7 +28,7 @@ from xpyd_operator.kube.kinds import (
     POOL,
     SECRET,
 )
-from xpyd_operator.objects.names import kv_secret_name
+from xpyd_operator.manifests.names import kv_secret_name
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick")]
 

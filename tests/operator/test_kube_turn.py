@@ -26,7 +26,7 @@ from xpyd_operator.kube.kinds import (
 from xpyd_operator.kube.look import Look, mark_of, read
 from xpyd_operator.kube.report import merge_patch, problem_of, report
 from xpyd_operator.kube.writes import Apply, MakeKey, Remove, Scale, SetFinalizers, Write, effect_of
-from xpyd_operator.objects import Settings
+from xpyd_operator.manifests import Settings
 
 SETTINGS = Settings("xpyd-worker:1", "xpyd-router:1")
 NOW = "2026-01-01T00:00:00Z"

@@ -13,7 +13,7 @@ import yaml
 from tests.operator.object_samples import FOLDER, SETTINGS, objects_of, site_of, workloads_of
 from xpyd_core.pod_env import rendezvous_port
 from xpyd_operator.document import InferenceFleet, parse_fleet
-from xpyd_operator.objects import (
+from xpyd_operator.manifests import (
     kv_secret,
     model_in_pod,
     names,
@@ -23,7 +23,7 @@ from xpyd_operator.objects import (
     uses_host_path,
     workload_objects,
 )
-from xpyd_operator.objects.pods import engine_ports
+from xpyd_operator.manifests.pods import engine_ports
 from xpyd_operator.plan import fleet_want
 
 DOCUMENT = yaml.safe_load((FOLDER / "full.fleet.yaml").read_text())

@@ -19,8 +19,8 @@ from tests.operator.object_samples import (
     site_of,
     workloads_of,
 )
-from xpyd_operator.objects import Site, kv_secret, workload_objects
-from xpyd_operator.objects.names import LABEL_FLEET
+from xpyd_operator.manifests import Site, kv_secret, workload_objects
+from xpyd_operator.manifests.names import LABEL_FLEET
 
 EVERY = pytest.mark.parametrize("name", NAMES)
 SAFE_VOLUMES = {

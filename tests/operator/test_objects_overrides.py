@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.operator.object_samples import site_of, workloads_of
 from xpyd_operator.document import InferenceFleet, parse_fleet
-from xpyd_operator.objects import template_problems, uses_host_path, workload_objects
+from xpyd_operator.manifests import template_problems, uses_host_path, workload_objects
 
 
 def fleet_with(

@@ -12,7 +12,7 @@ from tests.operator.test_observe_children import group_pod, group_set
 from xpyd_operator.document import InferenceFleet, load_fleet
 from xpyd_operator.kube.kinds import POD
 from xpyd_operator.kube.trim import trim
-from xpyd_operator.objects import model_in_pod
+from xpyd_operator.manifests import model_in_pod
 from xpyd_operator.observe import Children, events, find_problems, fleet_seen, fleet_status
 from xpyd_operator.observe.raw import moment
 from xpyd_operator.plan import fleet_want

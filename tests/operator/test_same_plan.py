@@ -22,7 +22,7 @@ from tests.operator.object_samples import SETTINGS, site_of
 from tests.operator.plan_world import Key, Running
 from xpyd_operator.document import parse_fleet, parse_object
 from xpyd_operator.local.checkpoint import locate_model
-from xpyd_operator.objects import model_in_pod, pool_object, workload_objects
+from xpyd_operator.manifests import model_in_pod, pool_object, workload_objects
 from xpyd_operator.observe import Children, fleet_seen
 from xpyd_operator.plan import (
     ROUTER,

@@ -82,7 +82,7 @@ def _run(args: argparse.Namespace) -> int:
             raise UserError(complaint)
     set_up_logging(args.log_level, args.log_format)
     from xpyd_operator.kube.main import OperatorConfig, run_operator
-    from xpyd_operator.objects import Settings
+    from xpyd_operator.manifests import Settings
 
     settings = Settings(
         worker_image=args.worker_image,

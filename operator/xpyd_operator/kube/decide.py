@@ -42,14 +42,14 @@ from xpyd_operator.kube.writes import (
     effect_of,
     pool_of,
 )
-from xpyd_operator.objects import (
+from xpyd_operator.manifests import (
     contains,
     desired_hash,
     pool_object,
     support_objects,
     workload_objects,
 )
-from xpyd_operator.objects.names import ANNOTATION_APPLIED, FINALIZER
+from xpyd_operator.manifests.names import ANNOTATION_APPLIED, FINALIZER
 from xpyd_operator.observe import Children, Problem
 from xpyd_operator.observe.children import key_of
 from xpyd_operator.plan import (

@@ -25,7 +25,7 @@ from xpyd_operator.kube.kinds import (
     Obj,
 )
 from xpyd_operator.kube.writes import Effect
-from xpyd_operator.objects import Settings, Site, model_in_pod, template_problems
+from xpyd_operator.manifests import Settings, Site, model_in_pod, template_problems
 from xpyd_operator.observe import Children, fleet_seen
 from xpyd_operator.plan import FleetSeen, FleetWant, fleet_want
 

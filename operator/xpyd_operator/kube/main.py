@@ -28,7 +28,7 @@ from xpyd_operator.kube.reconcile import Reconciler, TurnFailed
 from xpyd_operator.kube.tap import listed
 from xpyd_operator.kube.watch import Watcher
 from xpyd_operator.kube.workqueue import FleetQueue
-from xpyd_operator.objects import Settings
+from xpyd_operator.manifests import Settings
 
 logger = logging.getLogger(__name__)
 

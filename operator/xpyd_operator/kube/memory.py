@@ -14,8 +14,8 @@ from xpyd_operator.kube.kinds import Obj
 from xpyd_operator.kube.look import Mark, Place, Reading, read
 from xpyd_operator.kube.pacing import RecentEvents, StatusPace
 from xpyd_operator.kube.writes import Effect, Write, effect_of
-from xpyd_operator.objects import Settings
-from xpyd_operator.objects.names import kv_secret_name
+from xpyd_operator.manifests import Settings
+from xpyd_operator.manifests.names import kv_secret_name
 
 TAKEN_S = 15.0
 """How long a name that another holds is not tried again."""

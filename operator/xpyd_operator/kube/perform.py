@@ -28,7 +28,7 @@ from xpyd_operator.kube.writes import (
     Write,
     describe,
 )
-from xpyd_operator.objects import kv_secret
+from xpyd_operator.manifests import kv_secret
 
 logger = logging.getLogger(__name__)
 

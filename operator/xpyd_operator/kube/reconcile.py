@@ -22,8 +22,8 @@ from xpyd_operator.kube.perform import Outcome, Performer
 from xpyd_operator.kube.report import Report, merge_patch, problem_of, report, status_of
 from xpyd_operator.kube.trim import trim
 from xpyd_operator.kube.writes import MakeKey, SetFinalizers
-from xpyd_operator.objects import Settings
-from xpyd_operator.objects.names import FINALIZER, kv_secret_name
+from xpyd_operator.manifests import Settings
+from xpyd_operator.manifests.names import FINALIZER, kv_secret_name
 from xpyd_operator.observe import Problem, events
 
 logger = logging.getLogger(__name__)

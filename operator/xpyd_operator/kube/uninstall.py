@@ -27,7 +27,7 @@ from xpyd_operator.kube.client import Api
 from xpyd_operator.kube.errors import Conflict, NotFound, Refused, Unavailable
 from xpyd_operator.kube.kinds import FLEET, FLEET_LABEL, SECRET, WATCHED, Kind, Obj
 from xpyd_operator.kube.login import find_login
-from xpyd_operator.objects.names import kv_secret_name
+from xpyd_operator.manifests.names import kv_secret_name
 
 OWNED = tuple(kind for kind in WATCHED if kind.labelled)
 """What a fleet owns, but for its Secret: nobody here may read those."""

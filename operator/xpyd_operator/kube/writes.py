@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from xpyd_operator.kube.kinds import Kind, Obj, kind_of
-from xpyd_operator.objects.names import LABEL_POOL
+from xpyd_operator.manifests.names import LABEL_POOL
 
 
 @dataclass(frozen=True)

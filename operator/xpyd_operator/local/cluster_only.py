@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from xpyd_core.errors import UserError
 from xpyd_operator.document import InferenceFleet, Pool
-from xpyd_operator.objects import template_problems
+from xpyd_operator.manifests import template_problems
 
 CLUSTER_ONLY = frozenset(
     {

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import cast, get_args
 
-from xpyd_operator.objects.names import (
+from xpyd_operator.manifests.names import (
     LABEL_FLEET,
     LABEL_POOL,
     LABEL_REVISION,

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from xpyd_operator.objects.names import ENGINE_CONTAINER, ROUTER_CONTAINER
+from xpyd_operator.manifests.names import ENGINE_CONTAINER, ROUTER_CONTAINER
 from xpyd_operator.observe.crashes import crash, exit_before, fall
 from xpyd_operator.observe.raw import (
     Raw,

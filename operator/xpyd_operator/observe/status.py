@@ -12,9 +12,9 @@ from typing import Any
 
 from xpyd_operator.document import InferenceFleet
 from xpyd_operator.document.status import MAX_POOLS
-from xpyd_operator.objects.names import endpoint, pool_selector, selector_text
-from xpyd_operator.objects.pods import pods_per_instance
-from xpyd_operator.objects.volumes import uses_host_path
+from xpyd_operator.manifests.names import endpoint, pool_selector, selector_text
+from xpyd_operator.manifests.pods import pods_per_instance
+from xpyd_operator.manifests.volumes import uses_host_path
 from xpyd_operator.observe.children import WORKER_INDEX, Children, is_pool_object
 from xpyd_operator.observe.conditions import conditions
 from xpyd_operator.observe.pools import ROLES, PoolRow, by_role, pool_rows

@@ -18,7 +18,7 @@ class Template:
     """What one instance is, whatever its number or place: another template is another revision.
 
     `image`: of its container, "" where there is none. `pod`: canonical JSON of what else the
-    document says about the pod; only its equality matters here, xpyd_operator.objects renders it.
+    document says about the pod; only its equality matters here, xpyd_operator.manifests renders it.
     """
 
     role: PoolRole

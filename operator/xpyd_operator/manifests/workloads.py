@@ -8,10 +8,10 @@ ResourceClaimTemplate, which stands before the workload that names it.
 from __future__ import annotations
 
 from xpyd_operator.document import InferenceFleet, Pool
-from xpyd_operator.objects import names
-from xpyd_operator.objects.meta import metadata
-from xpyd_operator.objects.pods import GPU_CLAIM, engine_pod, pods_per_instance, router_pod
-from xpyd_operator.objects.values import JsonObject, Site
+from xpyd_operator.manifests import names
+from xpyd_operator.manifests.meta import metadata
+from xpyd_operator.manifests.pods import GPU_CLAIM, engine_pod, pods_per_instance, router_pod
+from xpyd_operator.manifests.values import JsonObject, Site
 from xpyd_operator.plan import ROUTER, Workload
 
 _PROGRESS_DEADLINE_S = 3600

@@ -13,11 +13,11 @@ from typing import cast
 
 from xpyd_core.pod_env import ROUTER_HTTP_PORT
 from xpyd_operator.document import InferenceFleet
-from xpyd_operator.objects import names
-from xpyd_operator.objects.overrides import APPENDED, MERGE_KEYS
-from xpyd_operator.objects.pods import engine_ports
-from xpyd_operator.objects.sockets import shares_sockets, user_of
-from xpyd_operator.objects.values import JsonObject
+from xpyd_operator.manifests import names
+from xpyd_operator.manifests.overrides import APPENDED, MERGE_KEYS
+from xpyd_operator.manifests.pods import engine_ports
+from xpyd_operator.manifests.sockets import shares_sockets, user_of
+from xpyd_operator.manifests.values import JsonObject
 
 _OURS_IN_POD = ("restartPolicy", "terminationGracePeriodSeconds", "activeDeadlineSeconds")
 _HANDLERS = ("httpGet", "exec", "tcpSocket", "grpc")

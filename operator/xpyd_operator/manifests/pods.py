@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from xpyd_core.pod_env import HTTP_PORT, ROUTER_HTTP_PORT, data_port
 from xpyd_operator.document import InferenceFleet, Pool
-from xpyd_operator.objects import names
-from xpyd_operator.objects.overrides import merged
-from xpyd_operator.objects.sockets import (
+from xpyd_operator.manifests import names
+from xpyd_operator.manifests.overrides import merged
+from xpyd_operator.manifests.sockets import (
     USER_ID,
     shares_sockets,
     socket_args,
@@ -21,8 +21,8 @@ from xpyd_operator.objects.sockets import (
     socket_mount,
     socket_volume,
 )
-from xpyd_operator.objects.values import JsonObject, Site
-from xpyd_operator.objects.volumes import (
+from xpyd_operator.manifests.values import JsonObject, Site
+from xpyd_operator.manifests.volumes import (
     MODELS_FOLDER,
     common_mounts,
     common_volumes,

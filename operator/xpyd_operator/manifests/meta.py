@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from xpyd_operator.document import InferenceFleet
-from xpyd_operator.objects.values import JsonObject, Site
+from xpyd_operator.manifests.values import JsonObject, Site
 
 
 def metadata(name: str, fleet: InferenceFleet, site: Site, labels: dict[str, str]) -> JsonObject:

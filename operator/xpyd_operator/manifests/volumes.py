@@ -6,8 +6,8 @@ import posixpath
 from typing import cast
 
 from xpyd_operator.document import InferenceFleet
-from xpyd_operator.objects import names
-from xpyd_operator.objects.values import JsonObject
+from xpyd_operator.manifests import names
+from xpyd_operator.manifests.values import JsonObject
 
 MODELS_FOLDER = "/models"
 _OWNER_AND_GROUP_READ = 0o440

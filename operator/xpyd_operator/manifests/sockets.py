@@ -12,8 +12,8 @@ import posixpath
 from typing import cast
 
 from xpyd_operator.document import InferenceFleet, Pool
-from xpyd_operator.objects import names
-from xpyd_operator.objects.values import JsonObject, Site
+from xpyd_operator.manifests import names
+from xpyd_operator.manifests.values import JsonObject, Site
 
 USER_ID = 10001
 """Of the images' user; also the group that may read mounted secrets."""

@@ -3,14 +3,14 @@
 A template is a PodTemplateSpec that lists only what differs: maps are merged key by key, lists by
 the key that Kubernetes merges them by, other lists are replaced. null counts as left out, as it
 does for the API server. A template that names what is xpyd's is refused before it comes here
-(xpyd_operator.objects.refusals), never silently overruled.
+(xpyd_operator.manifests.refusals), never silently overruled.
 """
 
 from __future__ import annotations
 
 from typing import Any, cast
 
-from xpyd_operator.objects.values import JsonObject
+from xpyd_operator.manifests.values import JsonObject
 
 MERGE_KEYS = {
     "containers": "name",

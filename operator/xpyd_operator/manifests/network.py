@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from xpyd_core.pod_env import HTTP_PORT, ROUTER_HTTP_PORT, data_port
 from xpyd_operator.document import InferenceFleet
-from xpyd_operator.objects import names
-from xpyd_operator.objects.meta import metadata
-from xpyd_operator.objects.pods import pods_per_instance
-from xpyd_operator.objects.values import JsonObject, Site
+from xpyd_operator.manifests import names
+from xpyd_operator.manifests.meta import metadata
+from xpyd_operator.manifests.pods import pods_per_instance
+from xpyd_operator.manifests.values import JsonObject, Site
 
 
 def network_policies(fleet: InferenceFleet, site: Site) -> tuple[JsonObject, ...]:

@@ -12,10 +12,10 @@ from __future__ import annotations
 from base64 import b64encode
 
 from xpyd_operator.document import InferenceFleet, Pool
-from xpyd_operator.objects import names
-from xpyd_operator.objects.meta import metadata
-from xpyd_operator.objects.network import network_policies
-from xpyd_operator.objects.values import JsonObject, Site
+from xpyd_operator.manifests import names
+from xpyd_operator.manifests.meta import metadata
+from xpyd_operator.manifests.network import network_policies
+from xpyd_operator.manifests.values import JsonObject, Site
 from xpyd_operator.plan import ROUTER
 
 
