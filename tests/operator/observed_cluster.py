@@ -17,16 +17,6 @@ from tests.operator.object_samples import SETTINGS, site_of
 from xpyd_operator.document import InferenceFleet, load_fleet
 from xpyd_operator.manifests import model_in_pod, pool_object, workload_objects
 from xpyd_operator.manifests.names import LABEL_POOL, LABEL_REVISION
-from xpyd_operator.observe import (
-    Children,
-    EventText,
-    Problem,
-    events,
-    find_problems,
-    fleet_seen,
-    fleet_status,
-)
-from xpyd_operator.observe.raw import MOST_TEXT
 from xpyd_operator.plan import (
     DeleteWorkload,
     DrainPool,
@@ -37,6 +27,16 @@ from xpyd_operator.plan import (
     plan,
     pools_wanted,
 )
+from xpyd_operator.status import (
+    Children,
+    EventText,
+    Problem,
+    events,
+    find_problems,
+    fleet_seen,
+    fleet_status,
+)
+from xpyd_operator.status.raw import MOST_TEXT
 
 Obj = dict[str, Any]
 BEGIN = datetime(2026, 11, 21, 10, 0, 0, tzinfo=UTC)

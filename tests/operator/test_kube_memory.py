@@ -15,7 +15,7 @@ from xpyd_operator.kube.look import Mark, Place, read
 from xpyd_operator.kube.memory import CONTESTED_S, CONTESTED_WRITES, TAKEN_S, Memory
 from xpyd_operator.kube.pacing import RecentEvents, StatusPace, is_urgent
 from xpyd_operator.kube.writes import Apply, Remove, Scale, Write, effect_of
-from xpyd_operator.observe import EventText
+from xpyd_operator.status import EventText
 
 
 def test_the_first_status_is_written_at_once_and_the_others_at_growing_distances() -> None:

@@ -14,7 +14,8 @@ from tests.operator.observed_cluster import Cluster, settled
 from tests.operator.test_observe_children import group_pod, group_set
 from xpyd_operator.document import load_fleet
 from xpyd_operator.document.status import FleetStatus, PoolStatus
-from xpyd_operator.observe import (
+from xpyd_operator.plan import plan
+from xpyd_operator.status import (
     Children,
     events,
     find_problems,
@@ -25,7 +26,6 @@ from xpyd_operator.observe import (
     leaving_status,
     pool_statuses,
 )
-from xpyd_operator.plan import plan
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fleet.yaml"
 Obj = dict[str, Any]

@@ -23,7 +23,6 @@ from tests.operator.plan_world import Key, Running
 from xpyd_operator.document import parse_fleet, parse_object
 from xpyd_operator.local.checkpoint import locate_model
 from xpyd_operator.manifests import model_in_pod, pool_object, workload_objects
-from xpyd_operator.observe import Children, fleet_seen
 from xpyd_operator.plan import (
     ROUTER,
     DeleteWorkload,
@@ -38,6 +37,7 @@ from xpyd_operator.plan import (
     fleet_want,
     plan,
 )
+from xpyd_operator.status import Children, fleet_seen
 
 Obj = dict[str, Any]
 ROOT = Path(__file__).parents[2]

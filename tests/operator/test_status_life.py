@@ -12,7 +12,7 @@ from typing import Any
 from tests.operator.observed_cluster import Cluster
 from xpyd_operator.document import InferenceFleet, load_fleet, parse_fleet
 from xpyd_operator.document.status import FleetStatus
-from xpyd_operator.observe import Problem, events
+from xpyd_operator.status import Problem, events
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "testdata" / "status" / "life.txt"

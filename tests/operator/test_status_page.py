@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 LIFE = Path(__file__).parent / "testdata" / "status" / "life.txt"
 PARTS = [
-    *(ROOT / "operator/xpyd_operator/observe").glob("*.py"),
+    *(ROOT / "operator/xpyd_operator/status").glob("*.py"),
     *(ROOT / "operator/xpyd_operator/kube").glob("*.py"),
 ]
 _CAMEL = re.compile(r"[A-Z][A-Za-z]{3,}")

@@ -50,8 +50,6 @@ from xpyd_operator.manifests import (
     workload_objects,
 )
 from xpyd_operator.manifests.names import ANNOTATION_APPLIED, FINALIZER
-from xpyd_operator.observe import Children, Problem
-from xpyd_operator.observe.children import key_of
 from xpyd_operator.plan import (
     ROUTER,
     DeleteWorkload,
@@ -64,6 +62,8 @@ from xpyd_operator.plan import (
     plan,
     pools_wanted,
 )
+from xpyd_operator.status import Children, Problem
+from xpyd_operator.status.children import key_of
 
 _UNSETTLED_RECHECK_S = 10.0
 """Events wake a fleet; this is for findings that time alone brings, such as volumes that do not

@@ -15,7 +15,7 @@ from secrets import token_hex
 from xpyd_operator.kube.client import FIELD_MANAGER, Api
 from xpyd_operator.kube.errors import KubeError
 from xpyd_operator.kube.kinds import Obj
-from xpyd_operator.observe import EventText
+from xpyd_operator.status import EventText
 
 logger = logging.getLogger(__name__)
 

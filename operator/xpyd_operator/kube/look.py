@@ -26,8 +26,8 @@ from xpyd_operator.kube.kinds import (
 )
 from xpyd_operator.kube.writes import Effect
 from xpyd_operator.manifests import Settings, Site, model_in_pod, template_problems
-from xpyd_operator.observe import Children, fleet_seen
 from xpyd_operator.plan import FleetSeen, FleetWant, fleet_want
+from xpyd_operator.status import Children, fleet_seen
 
 Place = tuple[Kind, str]
 """An object of the fleet's namespace."""

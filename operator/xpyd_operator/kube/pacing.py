@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, cast
 
-from xpyd_operator.observe import EventText
+from xpyd_operator.status import EventText
 
 _STEPS_S = (2.0, 6.0, 12.0)
 """Quiet after the first, second ... write; the last one for all that follow."""

@@ -24,7 +24,7 @@ from xpyd_operator.kube.trim import trim
 from xpyd_operator.kube.writes import MakeKey, SetFinalizers
 from xpyd_operator.manifests import Settings
 from xpyd_operator.manifests.names import FINALIZER, kv_secret_name
-from xpyd_operator.observe import Problem, events
+from xpyd_operator.status import Problem, events
 
 logger = logging.getLogger(__name__)
 

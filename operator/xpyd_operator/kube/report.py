@@ -11,7 +11,7 @@ from xpyd_operator.kube.kinds import Obj, kind_of
 from xpyd_operator.kube.look import Look, is_leaving
 from xpyd_operator.kube.writes import Apply, Remove, Scale, Write, describe, pool_of
 from xpyd_operator.manifests.names import kv_secret_name
-from xpyd_operator.observe import (
+from xpyd_operator.status import (
     INVALID,
     INVALID_TEMPLATE,
     Problem,

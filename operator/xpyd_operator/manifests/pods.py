@@ -146,7 +146,7 @@ def _pod(
         "image": workload.template.image,
         "imagePullPolicy": site.settings.image_pull_policy,
         **container,
-        # A crash is told with the last line of the log: xpyd_operator.observe.crashes reads it.
+        # A crash is told with the last line of the log: xpyd_operator.status.crashes reads it.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": {
             "allowPrivilegeEscalation": False,

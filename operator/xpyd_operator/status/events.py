@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from xpyd_operator.observe.conditions import condition_of
-from xpyd_operator.observe.crashes import RECREATED
-from xpyd_operator.observe.raw import Raw, count, rows, seconds_between, short, text
 from xpyd_operator.plan import ROUTER
+from xpyd_operator.status.conditions import condition_of
+from xpyd_operator.status.crashes import RECREATED
+from xpyd_operator.status.raw import Raw, count, rows, seconds_between, short, text
 
 MOST_MESSAGE = 1000
 """Kubernetes allows 1024 bytes of a message; a few of our characters may be longer."""

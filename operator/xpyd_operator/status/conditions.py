@@ -16,11 +16,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xpyd_operator.observe.crashes import RECREATED
-from xpyd_operator.observe.pools import ROLES, PoolRow, by_role, serves
-from xpyd_operator.observe.problems import Problem
-from xpyd_operator.observe.raw import Raw, condition, moment, rows, short, text
 from xpyd_operator.plan import ROUTER
+from xpyd_operator.status.crashes import RECREATED
+from xpyd_operator.status.pools import ROLES, PoolRow, by_role, serves
+from xpyd_operator.status.problems import Problem
+from xpyd_operator.status.raw import Raw, condition, moment, rows, short, text
 
 INVALID = "InvalidSpec"
 INVALID_TEMPLATE = "InvalidTemplate"

@@ -15,12 +15,12 @@ from xpyd_operator.document.status import MAX_POOLS
 from xpyd_operator.manifests.names import endpoint, pool_selector, selector_text
 from xpyd_operator.manifests.pods import pods_per_instance
 from xpyd_operator.manifests.volumes import uses_host_path
-from xpyd_operator.observe.children import WORKER_INDEX, Children, is_pool_object
-from xpyd_operator.observe.conditions import conditions
-from xpyd_operator.observe.pools import ROLES, PoolRow, by_role, pool_rows
-from xpyd_operator.observe.problems import Problem, in_order
-from xpyd_operator.observe.raw import Raw, count, text
 from xpyd_operator.plan import FleetSeen, FleetWant
+from xpyd_operator.status.children import WORKER_INDEX, Children, is_pool_object
+from xpyd_operator.status.conditions import conditions
+from xpyd_operator.status.pools import ROLES, PoolRow, by_role, pool_rows
+from xpyd_operator.status.problems import Problem, in_order
+from xpyd_operator.status.raw import Raw, count, text
 
 _HOST_PATH = (
     "pods mount folders of their nodes (hostPath), which a namespace of pod security "

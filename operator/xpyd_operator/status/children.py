@@ -22,9 +22,9 @@ from xpyd_operator.manifests.names import (
     pool_object_name,
     workload_name,
 )
-from xpyd_operator.observe.raw import Raw, at, count, fields, is_true, rows, text
 from xpyd_operator.plan import FleetSeen, PoolSeen, Template, Workload, WorkloadSeen
 from xpyd_operator.plan.values import PoolRole
+from xpyd_operator.status.raw import Raw, at, count, fields, is_true, rows, text
 
 GROUP_SET = "leaderworkerset.sigs.k8s.io/name"
 GROUP_INDEX = "leaderworkerset.sigs.k8s.io/group-index"

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from xpyd_operator.observe.children import NOTHING, Children, Counts, is_pool_object
-from xpyd_operator.observe.conditions import INVALID, conditions, conditions_of_invalid
-from xpyd_operator.observe.pools import ROLES, pool_rows
-from xpyd_operator.observe.problems import Problem, in_order
-from xpyd_operator.observe.raw import Raw, at, count, fields, rows, text
 from xpyd_operator.plan import FleetSeen, FleetWant
+from xpyd_operator.status.children import NOTHING, Children, Counts, is_pool_object
+from xpyd_operator.status.conditions import INVALID, conditions, conditions_of_invalid
+from xpyd_operator.status.pools import ROLES, pool_rows
+from xpyd_operator.status.problems import Problem, in_order
+from xpyd_operator.status.raw import Raw, at, count, fields, rows, text
 
 
 def invalid_status(

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from xpyd_operator.observe.children import NOTHING, Children, Counts
 from xpyd_operator.plan import ROUTER, FleetSeen, FleetWant, pools_wanted
 from xpyd_operator.plan.values import PoolRole
+from xpyd_operator.status.children import NOTHING, Children, Counts
 
 ROLES = ("Prefill", "Decode", "Aggregated")
 

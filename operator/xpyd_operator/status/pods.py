@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from xpyd_operator.manifests.names import ENGINE_CONTAINER, ROUTER_CONTAINER
-from xpyd_operator.observe.crashes import crash, exit_before, fall
-from xpyd_operator.observe.raw import (
+from xpyd_operator.status.crashes import crash, exit_before, fall
+from xpyd_operator.status.raw import (
     Raw,
     at,
     condition,

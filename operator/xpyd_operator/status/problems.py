@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from xpyd_operator.observe.children import (
+from xpyd_operator.status.children import (
     NOTHING,
     Children,
     Key,
@@ -22,9 +22,9 @@ from xpyd_operator.observe.children import (
     spec_of,
     workloads,
 )
-from xpyd_operator.observe.crashes import RECREATED
-from xpyd_operator.observe.pods import Finding, Kind, camel, leaving, unready
-from xpyd_operator.observe.raw import (
+from xpyd_operator.status.crashes import RECREATED
+from xpyd_operator.status.pods import Finding, Kind, camel, leaving, unready
+from xpyd_operator.status.raw import (
     Raw,
     condition,
     count,
