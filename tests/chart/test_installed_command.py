@@ -9,8 +9,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from xpyd_operator.kube.errors import Unavailable
-from xpyd_operator.kube.installed import NotInstalled, Site, ask_all
+from xpyd_operator.controller.errors import Unavailable
+from xpyd_operator.controller.installed import NotInstalled, Site, ask_all
 
 BOTH = frozenset({"inferencefleets", "inferencefleetpools", "inferencefleetpools/scale"})
 MODELS = '{"object": "list", "data": [{"id": "demo"}]}'

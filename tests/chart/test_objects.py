@@ -207,7 +207,7 @@ def test_the_uninstall_hook_ends_before_helm_gives_up(helm: Helm) -> None:
     assert job["spec"]["activeDeadlineSeconds"] < 300  # helm's own --timeout
     assert job["spec"]["backoffLimit"] == 0
     container = _container(job["spec"]["template"]["spec"])
-    assert container["command"] == ["python", "-m", "xpyd_operator.kube.uninstall"]
+    assert container["command"] == ["python", "-m", "xpyd_operator.controller.uninstall"]
     assert container["args"] == ["--namespace=serving", "--crds-go", "--timeout-seconds=270"]
     for values in ({}, {"watchNamespaces": ["a"], "crds": {"keep": True}}):
         job = one(helm.render(values), "Job", "xpyd-uninstall")
@@ -247,7 +247,7 @@ def test_helm_test_asks_the_operator_and_the_named_fleet(helm: Helm) -> None:
         pod = one(helm.render(values), "Pod", "xpyd-test")
         assert _hook(pod) == "test"
         container = _container(pod["spec"])
-        assert container["command"] == ["python", "-m", "xpyd_operator.kube.installed"]
+        assert container["command"] == ["python", "-m", "xpyd_operator.controller.installed"]
         operator = "--operator=http://xpyd-operator.xpyd-system.svc:8080"
         assert container["args"] == [operator, *fleet, "--timeout-seconds=60"]
 

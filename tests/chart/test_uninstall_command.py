@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from xpyd_operator.kube.errors import Conflict, Forbidden, KubeError, NotFound, Unavailable
-from xpyd_operator.kube.kinds import FLEET, FLEET_LABEL, POD, SECRET, SERVICE, Kind, Obj
-from xpyd_operator.kube.uninstall import (
+from xpyd_operator.controller.errors import Conflict, Forbidden, KubeError, NotFound, Unavailable
+from xpyd_operator.controller.kinds import FLEET, FLEET_LABEL, POD, SECRET, SERVICE, Kind, Obj
+from xpyd_operator.controller.uninstall import (
     OWNED,
     Clock,
     FleetsElsewhere,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from xpyd_operator.kube import client, decide, reconcile, workqueue
+from xpyd_operator.controller import client, decide, reconcile, workqueue
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from aiohttp import web
 
 from tests.operator.kube_fake_json import merge, same, without_type
 from tests.operator.kube_pods import pod_of
-from xpyd_operator.kube.kinds import (
+from xpyd_operator.controller.kinds import (
     CLAIM_TEMPLATE,
     DEPLOYMENT,
     EVENT,
@@ -33,7 +33,7 @@ from xpyd_operator.kube.kinds import (
     Obj,
     address_of,
 )
-from xpyd_operator.kube.login import Login
+from xpyd_operator.controller.login import Login
 
 Place = tuple[str, str]
 NOW = "2026-01-01T00:00:00Z"

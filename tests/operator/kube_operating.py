@@ -9,14 +9,14 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from tests.operator.kube_fakes import FakeApi, until
-from xpyd_operator.kube.kinds import (
+from xpyd_operator.controller.kinds import (
     DEPLOYMENT,
     EVENT,
     FLEET,
     Kind,
     Obj,
 )
-from xpyd_operator.kube.main import Operator, OperatorConfig
+from xpyd_operator.controller.main import Operator, OperatorConfig
 from xpyd_operator.manifests import Settings
 
 SETTINGS = Settings("xpyd-worker:1", "xpyd-router:1")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from xpyd_operator.kube.cache import Cache, FleetKey
-from xpyd_operator.kube.kinds import (
+from xpyd_operator.controller.cache import Cache, FleetKey
+from xpyd_operator.controller.kinds import (
     DEPLOYMENT,
     FLEET,
     POD,
@@ -20,7 +20,7 @@ from xpyd_operator.kube.kinds import (
     address_of,
     kind_of,
 )
-from xpyd_operator.kube.trim import trim
+from xpyd_operator.controller.trim import trim
 
 CHAT = FleetKey("ns", "chat")
 CODE = FleetKey("ns", "code")

@@ -13,8 +13,8 @@ import pytest
 
 from tests.operator.kube_fakes import FakeApi, Fault
 from xpyd_core.errors import UserError
-from xpyd_operator.kube.client import NEVER_CURRENT, Api
-from xpyd_operator.kube.errors import (
+from xpyd_operator.controller.client import NEVER_CURRENT, Api
+from xpyd_operator.controller.errors import (
     Conflict,
     Forbidden,
     Invalid,
@@ -25,8 +25,8 @@ from xpyd_operator.kube.errors import (
     Unavailable,
     error_of,
 )
-from xpyd_operator.kube.kinds import DEPLOYMENT, EVENT, FLEET, LEADER_WORKER_SET, SERVICE, Obj
-from xpyd_operator.kube.login import Login, find_login, open_session
+from xpyd_operator.controller.kinds import DEPLOYMENT, EVENT, FLEET, LEADER_WORKER_SET, SERVICE, Obj
+from xpyd_operator.controller.login import Login, find_login, open_session
 
 
 class Rig:
@@ -349,7 +349,7 @@ def test_a_token_file_is_read_again_when_it_is_a_minute_old(
     token = tmp_path / "token"
     token.write_text("first\n")
     time = [100.0]
-    monkeypatch.setattr("xpyd_operator.kube.login.time.monotonic", lambda: time[0])
+    monkeypatch.setattr("xpyd_operator.controller.login.time.monotonic", lambda: time[0])
 
     async def main() -> list[str]:
         seen: list[str] = []

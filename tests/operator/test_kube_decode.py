@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_operator.kube.decode import MAX_DEPTH, measured, parse, parse_event, shallow
-from xpyd_operator.kube.kinds import FLEET, POD, Kind
-from xpyd_operator.kube.trim import trim
+from xpyd_operator.controller.decode import MAX_DEPTH, measured, parse, parse_event, shallow
+from xpyd_operator.controller.kinds import FLEET, POD, Kind
+from xpyd_operator.controller.trim import trim
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),

@@ -24,10 +24,10 @@ from tests.operator.kube_operating import (
     still,
 )
 from tests.operator.kube_pods import pod_of
-from xpyd_operator.kube import feed, main, tap, watch
-from xpyd_operator.kube.cache import Cache
-from xpyd_operator.kube.inbox import Listed, Present
-from xpyd_operator.kube.kinds import (
+from xpyd_operator.controller import feed, main, tap, watch
+from xpyd_operator.controller.cache import Cache
+from xpyd_operator.controller.inbox import Listed, Present
+from xpyd_operator.controller.kinds import (
     CLAIM_TEMPLATE,
     DEPLOYMENT,
     EVENT,
@@ -39,7 +39,7 @@ from xpyd_operator.kube.kinds import (
     SERVICE,
     Obj,
 )
-from xpyd_operator.kube.main import Operator, OperatorConfig
+from xpyd_operator.controller.main import Operator, OperatorConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick")]
 

@@ -7,14 +7,14 @@ from typing import Any, cast
 import pytest
 
 from tests.operator.test_kube_turn import SETTINGS, document, stored
-from xpyd_operator.kube.kinds import (
+from xpyd_operator.controller.kinds import (
     DEPLOYMENT,
     SERVICE,
 )
-from xpyd_operator.kube.look import Mark, Place, read
-from xpyd_operator.kube.memory import CONTESTED_S, CONTESTED_WRITES, TAKEN_S, Memory
-from xpyd_operator.kube.pacing import RecentEvents, StatusPace, is_urgent
-from xpyd_operator.kube.writes import Apply, Remove, Scale, Write, effect_of
+from xpyd_operator.controller.look import Mark, Place, read
+from xpyd_operator.controller.memory import CONTESTED_S, CONTESTED_WRITES, TAKEN_S, Memory
+from xpyd_operator.controller.pacing import RecentEvents, StatusPace, is_urgent
+from xpyd_operator.controller.writes import Apply, Remove, Scale, Write, effect_of
 from xpyd_operator.status import EventText
 
 

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from xpyd_operator.kube.cache import FleetKey
-from xpyd_operator.kube.workqueue import (
+from xpyd_operator.controller.cache import FleetKey
+from xpyd_operator.controller.workqueue import (
     BACKOFF_MOST_S,
     GATHER_S,
     MAX_SPACING_S,

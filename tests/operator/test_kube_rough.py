@@ -18,8 +18,8 @@ from tests.operator.kube_operating import (
     run,
     still,
 )
-from xpyd_operator.kube import main
-from xpyd_operator.kube.kinds import (
+from xpyd_operator.controller import main
+from xpyd_operator.controller.kinds import (
     CLAIM_TEMPLATE,
     DEPLOYMENT,
     FLEET,

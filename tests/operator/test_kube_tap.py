@@ -10,8 +10,8 @@ from typing import Any, cast
 import aiohttp
 import pytest
 
-from xpyd_operator.kube.kinds import POD
-from xpyd_operator.kube.tap import Relay, listed
+from xpyd_operator.controller.kinds import POD
+from xpyd_operator.controller.tap import Relay, listed
 
 GONE = {"type": "ERROR", "object": {"kind": "Status", "code": 410}}
 

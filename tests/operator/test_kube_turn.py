@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from xpyd_operator.kube.decide import Turn, decide
-from xpyd_operator.kube.errors import Forbidden, Invalid
-from xpyd_operator.kube.kinds import (
+from xpyd_operator.controller.decide import Turn, decide
+from xpyd_operator.controller.errors import Forbidden, Invalid
+from xpyd_operator.controller.kinds import (
     ALWAYS,
     BUDGET,
     DEPLOYMENT,
@@ -23,9 +23,17 @@ from xpyd_operator.kube.kinds import (
     Obj,
     kind_of,
 )
-from xpyd_operator.kube.look import Look, mark_of, read
-from xpyd_operator.kube.report import merge_patch, problem_of, report
-from xpyd_operator.kube.writes import Apply, MakeKey, Remove, Scale, SetFinalizers, Write, effect_of
+from xpyd_operator.controller.look import Look, mark_of, read
+from xpyd_operator.controller.report import merge_patch, problem_of, report
+from xpyd_operator.controller.writes import (
+    Apply,
+    MakeKey,
+    Remove,
+    Scale,
+    SetFinalizers,
+    Write,
+    effect_of,
+)
 from xpyd_operator.manifests import Settings
 
 SETTINGS = Settings("xpyd-worker:1", "xpyd-router:1")

@@ -9,19 +9,19 @@ import logging
 from collections.abc import Callable
 from datetime import UTC, datetime
 
-from xpyd_operator.kube.cache import Cache, FleetKey
-from xpyd_operator.kube.client import Api
-from xpyd_operator.kube.decide import Turn, decide
-from xpyd_operator.kube.errors import KubeError, NotFound
-from xpyd_operator.kube.events import EventPoster
-from xpyd_operator.kube.kinds import FLEET, POOL, Kind, Obj
-from xpyd_operator.kube.look import Look
-from xpyd_operator.kube.memory import Memory
-from xpyd_operator.kube.pacing import is_ready, is_urgent
-from xpyd_operator.kube.perform import Outcome, Performer
-from xpyd_operator.kube.report import Report, merge_patch, problem_of, report, status_of
-from xpyd_operator.kube.trim import trim
-from xpyd_operator.kube.writes import MakeKey, SetFinalizers
+from xpyd_operator.controller.cache import Cache, FleetKey
+from xpyd_operator.controller.client import Api
+from xpyd_operator.controller.decide import Turn, decide
+from xpyd_operator.controller.errors import KubeError, NotFound
+from xpyd_operator.controller.events import EventPoster
+from xpyd_operator.controller.kinds import FLEET, POOL, Kind, Obj
+from xpyd_operator.controller.look import Look
+from xpyd_operator.controller.memory import Memory
+from xpyd_operator.controller.pacing import is_ready, is_urgent
+from xpyd_operator.controller.perform import Outcome, Performer
+from xpyd_operator.controller.report import Report, merge_patch, problem_of, report, status_of
+from xpyd_operator.controller.trim import trim
+from xpyd_operator.controller.writes import MakeKey, SetFinalizers
 from xpyd_operator.manifests import Settings
 from xpyd_operator.manifests.names import FINALIZER, kv_secret_name
 from xpyd_operator.status import Problem, events

@@ -10,9 +10,9 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Sequence
 
-from xpyd_operator.kube.cache import Cache, FleetKey
-from xpyd_operator.kube.inbox import Gone, Listed, Present
-from xpyd_operator.kube.kinds import FLEET, Kind
+from xpyd_operator.controller.cache import Cache, FleetKey
+from xpyd_operator.controller.inbox import Gone, Listed, Present
+from xpyd_operator.controller.kinds import FLEET, Kind
 
 logger = logging.getLogger(__name__)
 

@@ -14,20 +14,20 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from xpyd_operator.kube.cache import Cache, FleetKey
-from xpyd_operator.kube.client import Api
-from xpyd_operator.kube.errors import KubeError
-from xpyd_operator.kube.events import EventPoster
-from xpyd_operator.kube.feed import Feed
-from xpyd_operator.kube.inbox import Inbox, Message, Missing, Unlisted
-from xpyd_operator.kube.kinds import ALWAYS, FLEET, FLEET_LABEL, OPTIONAL, POOL, Kind
-from xpyd_operator.kube.login import Login, find_login
-from xpyd_operator.kube.metrics import OperatorMetrics
-from xpyd_operator.kube.probes import ProbeServer
-from xpyd_operator.kube.reconcile import Reconciler, TurnFailed
-from xpyd_operator.kube.tap import listed
-from xpyd_operator.kube.watch import Watcher
-from xpyd_operator.kube.workqueue import FleetQueue
+from xpyd_operator.controller.cache import Cache, FleetKey
+from xpyd_operator.controller.client import Api
+from xpyd_operator.controller.errors import KubeError
+from xpyd_operator.controller.events import EventPoster
+from xpyd_operator.controller.feed import Feed
+from xpyd_operator.controller.inbox import Inbox, Message, Missing, Unlisted
+from xpyd_operator.controller.kinds import ALWAYS, FLEET, FLEET_LABEL, OPTIONAL, POOL, Kind
+from xpyd_operator.controller.login import Login, find_login
+from xpyd_operator.controller.metrics import OperatorMetrics
+from xpyd_operator.controller.probes import ProbeServer
+from xpyd_operator.controller.reconcile import Reconciler, TurnFailed
+from xpyd_operator.controller.tap import listed
+from xpyd_operator.controller.watch import Watcher
+from xpyd_operator.controller.workqueue import FleetQueue
 from xpyd_operator.manifests import Settings
 
 logger = logging.getLogger(__name__)

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from secrets import token_hex
 from typing import cast
 
-from xpyd_operator.kube.cache import Cache, FleetKey
-from xpyd_operator.kube.client import NEVER_CURRENT, Api
-from xpyd_operator.kube.errors import Conflict, KubeError, NotFound, Refused
-from xpyd_operator.kube.kinds import FLEET, FLEET_LABEL, POOL, Kind, Obj, kind_of
-from xpyd_operator.kube.look import Look, Mark, Place, controller_of, holder_of, mark_of
-from xpyd_operator.kube.trim import trim
-from xpyd_operator.kube.writes import (
+from xpyd_operator.controller.cache import Cache, FleetKey
+from xpyd_operator.controller.client import NEVER_CURRENT, Api
+from xpyd_operator.controller.errors import Conflict, KubeError, NotFound, Refused
+from xpyd_operator.controller.kinds import FLEET, FLEET_LABEL, POOL, Kind, Obj, kind_of
+from xpyd_operator.controller.look import Look, Mark, Place, controller_of, holder_of, mark_of
+from xpyd_operator.controller.trim import trim
+from xpyd_operator.controller.writes import (
     Apply,
     MakeKey,
     Remove,

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from xpyd_operator.kube.kinds import Kind, Obj
+from xpyd_operator.controller.kinds import Kind, Obj
 
 _MOST_AT_ONCE = 500
 """Messages taken before other tasks get their turn: about 10 ms."""

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from secrets import token_hex
 
-from xpyd_operator.kube.client import FIELD_MANAGER, Api
-from xpyd_operator.kube.errors import KubeError
-from xpyd_operator.kube.kinds import Obj
+from xpyd_operator.controller.client import FIELD_MANAGER, Api
+from xpyd_operator.controller.errors import KubeError
+from xpyd_operator.controller.kinds import Obj
 from xpyd_operator.status import EventText
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from xpyd_operator.kube.kinds import FLEET, FLEET_LABEL, WATCHED, Kind, Obj
+from xpyd_operator.controller.kinds import FLEET, FLEET_LABEL, WATCHED, Kind, Obj
 
 T = TypeVar("T")
 

@@ -20,10 +20,10 @@ import aiohttp
 
 from xpyd_core.cli import EXIT_USAGE
 from xpyd_core.errors import UserError, XpydError
-from xpyd_operator.kube.client import Api
-from xpyd_operator.kube.errors import KubeError
-from xpyd_operator.kube.kinds import FLEET, POOL
-from xpyd_operator.kube.login import find_login
+from xpyd_operator.controller.client import Api
+from xpyd_operator.controller.errors import KubeError
+from xpyd_operator.controller.kinds import FLEET, POOL
+from xpyd_operator.controller.login import find_login
 
 _POLL_S = 1.0
 _CALL_TIMEOUT_S = 5.0
@@ -128,7 +128,7 @@ def _lists_a_model(body: str) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command of the chart's test pod. Status 1: a question had no good answer."""
     parser = argparse.ArgumentParser(
-        prog="python -m xpyd_operator.kube.installed",
+        prog="python -m xpyd_operator.controller.installed",
         description="Check that the operator, its API and, if given, a fleet answer.",
     )
     parser.add_argument("--operator", required=True, help="URL of the operator's Service")

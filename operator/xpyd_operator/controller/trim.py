@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from typing import Any, cast
 
-from xpyd_operator.kube.kinds import POD, Kind, Obj
+from xpyd_operator.controller.kinds import POD, Kind, Obj
 
 _SHORT = 64
 """Longer texts are messages, hardly ever the same."""

@@ -11,8 +11,7 @@ from functools import cached_property
 from typing import Any, cast
 
 from xpyd_core.errors import UserError
-from xpyd_operator.document import InferenceFleet, parse_object
-from xpyd_operator.kube.kinds import (
+from xpyd_operator.controller.kinds import (
     BUDGET,
     DEPLOYMENT,
     LEADER_WORKER_SET,
@@ -24,7 +23,8 @@ from xpyd_operator.kube.kinds import (
     Kind,
     Obj,
 )
-from xpyd_operator.kube.writes import Effect
+from xpyd_operator.controller.writes import Effect
+from xpyd_operator.document import InferenceFleet, parse_object
 from xpyd_operator.manifests import Settings, Site, model_in_pod, template_problems
 from xpyd_operator.plan import FleetSeen, FleetWant, fleet_want
 from xpyd_operator.status import Children, fleet_seen

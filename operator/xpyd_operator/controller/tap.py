@@ -18,11 +18,11 @@ from typing import Any, cast
 import aiohttp
 from aiohttp.client_middlewares import ClientHandlerType
 
-from xpyd_operator.kube.client import Count
-from xpyd_operator.kube.decode import parse, parse_event
-from xpyd_operator.kube.inbox import Gone, Listed, Message, Missing, Present, Unlisted
-from xpyd_operator.kube.kinds import Address, Kind, Obj, address_of
-from xpyd_operator.kube.trim import trim
+from xpyd_operator.controller.client import Count
+from xpyd_operator.controller.decode import parse, parse_event
+from xpyd_operator.controller.inbox import Gone, Listed, Message, Missing, Present, Unlisted
+from xpyd_operator.controller.kinds import Address, Kind, Obj, address_of
+from xpyd_operator.controller.trim import trim
 
 STREAM_GRACE_S = 120.0
 """A stream that is not open is unhealthy when nothing was tried for so long. kopf's own retries

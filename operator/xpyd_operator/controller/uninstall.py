@@ -1,6 +1,6 @@
 """`helm uninstall` runs this before the operator goes: fleets are deleted, and what they own.
 
-    chart's pre-delete hook -> python -m xpyd_operator.kube.uninstall -> DELETE of every fleet
+    chart's pre-delete hook -> python -m xpyd_operator.controller.uninstall -> DELETE of every fleet
                                        ^                                       |
                                        +-- the operator drains, lets go of it -+
                                        +-- Kubernetes deletes what it owned ---+
@@ -23,10 +23,10 @@ from typing import Any, Protocol, cast
 
 from xpyd_core.cli import EXIT_USAGE
 from xpyd_core.errors import UserError, XpydError
-from xpyd_operator.kube.client import Api
-from xpyd_operator.kube.errors import Conflict, NotFound, Refused, Unavailable
-from xpyd_operator.kube.kinds import FLEET, FLEET_LABEL, SECRET, WATCHED, Kind, Obj
-from xpyd_operator.kube.login import find_login
+from xpyd_operator.controller.client import Api
+from xpyd_operator.controller.errors import Conflict, NotFound, Refused, Unavailable
+from xpyd_operator.controller.kinds import FLEET, FLEET_LABEL, SECRET, WATCHED, Kind, Obj
+from xpyd_operator.controller.login import find_login
 from xpyd_operator.manifests.names import kv_secret_name
 
 OWNED = tuple(kind for kind in WATCHED if kind.labelled)
@@ -245,7 +245,7 @@ def _progress(fleet: Obj) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command of the hook's Job. Status 1: fleets are left, or the API refused."""
     parser = argparse.ArgumentParser(
-        prog="python -m xpyd_operator.kube.uninstall",
+        prog="python -m xpyd_operator.controller.uninstall",
         description="Delete all fleets and wait until they and what they own are gone.",
     )
     parser.add_argument(

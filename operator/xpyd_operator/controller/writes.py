@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
-from xpyd_operator.kube.kinds import Kind, Obj, kind_of
+from xpyd_operator.controller.kinds import Kind, Obj, kind_of
 from xpyd_operator.manifests.names import LABEL_POOL
 
 

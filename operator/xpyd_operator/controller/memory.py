@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, cast
 
-from xpyd_operator.kube.kinds import Obj
-from xpyd_operator.kube.look import Mark, Place, Reading, read
-from xpyd_operator.kube.pacing import RecentEvents, StatusPace
-from xpyd_operator.kube.writes import Effect, Write, effect_of
+from xpyd_operator.controller.kinds import Obj
+from xpyd_operator.controller.look import Mark, Place, Reading, read
+from xpyd_operator.controller.pacing import RecentEvents, StatusPace
+from xpyd_operator.controller.writes import Effect, Write, effect_of
 from xpyd_operator.manifests import Settings
 from xpyd_operator.manifests.names import kv_secret_name
 

@@ -81,7 +81,7 @@ def _run(args: argparse.Namespace) -> int:
         if not holds:
             raise UserError(complaint)
     set_up_logging(args.log_level, args.log_format)
-    from xpyd_operator.kube.main import OperatorConfig, run_operator
+    from xpyd_operator.controller.main import OperatorConfig, run_operator
     from xpyd_operator.manifests import Settings
 
     settings = Settings(

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from xpyd_operator.kube.errors import Forbidden, KubeError
-from xpyd_operator.kube.kinds import Obj, kind_of
-from xpyd_operator.kube.look import Look, is_leaving
-from xpyd_operator.kube.writes import Apply, Remove, Scale, Write, describe, pool_of
+from xpyd_operator.controller.errors import Forbidden, KubeError
+from xpyd_operator.controller.kinds import Obj, kind_of
+from xpyd_operator.controller.look import Look, is_leaving
+from xpyd_operator.controller.writes import Apply, Remove, Scale, Write, describe, pool_of
 from xpyd_operator.manifests.names import kv_secret_name
 from xpyd_operator.status import (
     INVALID,

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import aiohttp
 
 from xpyd_core.errors import UserError
-from xpyd_operator.kube.decode import measured, parse
-from xpyd_operator.kube.errors import (
+from xpyd_operator.controller.decode import measured, parse
+from xpyd_operator.controller.errors import (
     Conflict,
     KubeError,
     NotFound,
@@ -25,8 +25,8 @@ from xpyd_operator.kube.errors import (
     Unavailable,
     error_of,
 )
-from xpyd_operator.kube.kinds import EVENT, Kind, Obj, kind_of
-from xpyd_operator.kube.login import Login, open_session
+from xpyd_operator.controller.kinds import EVENT, Kind, Obj, kind_of
+from xpyd_operator.controller.login import Login, open_session
 
 logger = logging.getLogger(__name__)
 

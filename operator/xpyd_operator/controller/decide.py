@@ -13,15 +13,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import cast
 
-from xpyd_operator.document import InferenceFleet
-from xpyd_operator.kube.kinds import (
+from xpyd_operator.controller.kinds import (
     CLAIM_TEMPLATE,
     LEADER_WORKER_SET,
     POOL,
     Obj,
     kind_of,
 )
-from xpyd_operator.kube.look import (
+from xpyd_operator.controller.look import (
     SUPPORT,
     Look,
     Mark,
@@ -31,7 +30,7 @@ from xpyd_operator.kube.look import (
     is_leaving,
     mark_of,
 )
-from xpyd_operator.kube.writes import (
+from xpyd_operator.controller.writes import (
     Apply,
     MakeKey,
     Remove,
@@ -42,6 +41,7 @@ from xpyd_operator.kube.writes import (
     effect_of,
     pool_of,
 )
+from xpyd_operator.document import InferenceFleet
 from xpyd_operator.manifests import (
     contains,
     desired_hash,

@@ -19,11 +19,11 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
 import kopf
 
-from xpyd_operator.kube.client import PAGE, Count
-from xpyd_operator.kube.inbox import Message
-from xpyd_operator.kube.kinds import FLEET_LABEL, Kind
-from xpyd_operator.kube.login import Login, open_session
-from xpyd_operator.kube.tap import Tap
+from xpyd_operator.controller.client import PAGE, Count
+from xpyd_operator.controller.inbox import Message
+from xpyd_operator.controller.kinds import FLEET_LABEL, Kind
+from xpyd_operator.controller.login import Login, open_session
+from xpyd_operator.controller.tap import Tap
 
 logger = logging.getLogger(__name__)
 
