@@ -18,7 +18,7 @@ from xpyd_kv.store.api import StoreFigures
 from xpyd_kv.transport.counters import Counters
 from xpyd_operator.controller.metrics import OperatorMetrics
 from xpyd_operator.document.later import FIELDS, VALUES
-from xpyd_operator.local.cluster_only import CLUSTER_ONLY
+from xpyd_operator.up.cluster_only import CLUSTER_ONLY
 from xpyd_router.figures.exposition import Exposition
 from xpyd_router.fleet.registry import Instance, InstanceKey
 from xpyd_router.metrics import RouterMetrics

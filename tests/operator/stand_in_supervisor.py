@@ -3,9 +3,9 @@
 import sys
 from pathlib import Path
 
-from xpyd_operator.local import daemon
-from xpyd_operator.local.pods import Pod
-from xpyd_operator.local.up import UpOptions, run_up
+from xpyd_operator.up import daemon
+from xpyd_operator.up.pods import Pod
+from xpyd_operator.up.up import UpOptions, run_up
 
 POD = Path(__file__).with_name("stand_in_pod.py")
 

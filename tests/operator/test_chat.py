@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from xpyd_core.errors import UserError
-from xpyd_operator.local.chat import Conversation, run_chat
+from xpyd_operator.up.chat import Conversation, run_chat
 
 
 class Endpoint(BaseHTTPRequestHandler):

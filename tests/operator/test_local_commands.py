@@ -10,7 +10,7 @@ import pytest
 
 from xpyd_core import cli
 from xpyd_core.errors import UserError
-from xpyd_operator.local import commands
+from xpyd_operator.up import commands
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo" / "fleet.yaml"
 NAMES = ("up", "status", "scale", "logs", "chat", "down")
@@ -23,7 +23,7 @@ def _state(tmp_path, monkeypatch):
 
 def test_commands_load_without_the_libraries_that_they_use_when_they_run():
     code = (
-        "import sys, xpyd_operator.local.commands;"
+        "import sys, xpyd_operator.up.commands;"
         "print({'pydantic', 'yaml', 'asyncio', 'msgspec'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -13,11 +13,11 @@ import sys
 import pytest
 
 from xpyd_core.errors import UserError
-from xpyd_operator.local import control
-from xpyd_operator.local.processes import ProcessId, identify
-from xpyd_operator.local.state import FleetRecord, PodRecord, claim_addresses
-from xpyd_operator.local.tools import scale, show_logs, show_status, take_fleet_down
-from xpyd_operator.local.wait import FleetFailed
+from xpyd_operator.up import control
+from xpyd_operator.up.processes import ProcessId, identify
+from xpyd_operator.up.state import FleetRecord, PodRecord, claim_addresses
+from xpyd_operator.up.tools import scale, show_logs, show_status, take_fleet_down
+from xpyd_operator.up.wait import FleetFailed
 
 # Test folders are no packages: pytest's importlib mode puts this one on no path by itself.
 sys.path.insert(0, os.path.dirname(__file__))

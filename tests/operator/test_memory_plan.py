@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from xpyd_core.errors import UserError
 from xpyd_operator.document import parse_fleet
-from xpyd_operator.local.checkpoint import locate_model, weights_bytes
-from xpyd_operator.local.machine import Machine, read_machine
-from xpyd_operator.local.memory import (
+from xpyd_operator.up.checkpoint import locate_model, weights_bytes
+from xpyd_operator.up.machine import Machine, read_machine
+from xpyd_operator.up.memory import (
     CACHE_LEAST_BYTES,
     MIB,
     PROCESS_BYTES,

@@ -21,7 +21,6 @@ import yaml
 from tests.operator.object_samples import SETTINGS, site_of
 from tests.operator.plan_world import Key, Running
 from xpyd_operator.document import parse_fleet, parse_object
-from xpyd_operator.local.checkpoint import locate_model
 from xpyd_operator.manifests import model_in_pod, pool_object, workload_objects
 from xpyd_operator.plan import (
     ROUTER,
@@ -38,6 +37,7 @@ from xpyd_operator.plan import (
     plan,
 )
 from xpyd_operator.status import Children, fleet_seen
+from xpyd_operator.up.checkpoint import locate_model
 
 Obj = dict[str, Any]
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from xpyd_core.errors import UserError
-from xpyd_operator.local.memory import flag_value
+from xpyd_operator.up.memory import flag_value
 
 _MAX_CONFIG_BYTES = 1 << 20
 _HALF = ("float16", "bfloat16")

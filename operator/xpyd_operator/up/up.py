@@ -22,30 +22,30 @@ from xpyd_core.errors import UserError
 from xpyd_core.logs import set_up_logging
 from xpyd_core.pod_env import ROUTER_HTTP_PORT
 from xpyd_operator.document import InferenceFleet, load_fleet
-from xpyd_operator.local import control, service
-from xpyd_operator.local.checkpoint import locate_model, weights_bytes
-from xpyd_operator.local.cluster_only import check_local, cluster_only
-from xpyd_operator.local.console import PrefixWriter, Streamer
-from xpyd_operator.local.layouts import check_layouts
-from xpyd_operator.local.machine import read_machine
-from xpyd_operator.local.memory import MemoryPlan, plan_memory
-from xpyd_operator.local.pods import ROUTER_HOST, Program, Site, xpyd_program
-from xpyd_operator.local.roster import check_addresses
-from xpyd_operator.local.state import (
+from xpyd_operator.plan import ROUTER, fleet_want, pools_wanted
+from xpyd_operator.up import control, service
+from xpyd_operator.up.checkpoint import locate_model, weights_bytes
+from xpyd_operator.up.cluster_only import check_local, cluster_only
+from xpyd_operator.up.console import PrefixWriter, Streamer
+from xpyd_operator.up.layouts import check_layouts
+from xpyd_operator.up.machine import read_machine
+from xpyd_operator.up.memory import MemoryPlan, plan_memory
+from xpyd_operator.up.pods import ROUTER_HOST, Program, Site, xpyd_program
+from xpyd_operator.up.roster import check_addresses
+from xpyd_operator.up.state import (
     AddressClaim,
     FleetState,
     claim_addresses,
     free_port,
     state_root,
 )
-from xpyd_operator.local.supervisor import Supervisor
-from xpyd_operator.local.wait import FleetFailed, wait_settled
-from xpyd_operator.plan import ROUTER, fleet_want, pools_wanted
+from xpyd_operator.up.supervisor import Supervisor
+from xpyd_operator.up.wait import FleetFailed, wait_settled
 
 _log = logging.getLogger("xpyd.up")
 _STREAM_EVERY_S = 0.1
 _DRAIN_FAILED_S = 5.0
-DAEMON = (sys.executable, "-P", "-m", "xpyd_operator.local.daemon")
+DAEMON = (sys.executable, "-P", "-m", "xpyd_operator.up.daemon")
 
 
 class UpOptions(msgspec.Struct, frozen=True):

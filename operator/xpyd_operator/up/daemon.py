@@ -7,8 +7,8 @@ import sys
 import msgspec
 
 from xpyd_core.errors import UserError
-from xpyd_operator.local.pods import Program, xpyd_program
-from xpyd_operator.local.up import UpOptions, supervise
+from xpyd_operator.up.pods import Program, xpyd_program
+from xpyd_operator.up.up import UpOptions, supervise
 
 
 def main(program: Program = xpyd_program) -> int:

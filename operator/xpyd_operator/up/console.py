@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
-from xpyd_operator.local.podlogs import Follower
+from xpyd_operator.up.podlogs import Follower
 
 _SAME_LINE_S = 3.0
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from xpyd_operator.local.pods import Pod
-from xpyd_operator.local.processes import ProcessId, identify
 from xpyd_operator.plan import InstanceSeen
+from xpyd_operator.up.pods import Pod
+from xpyd_operator.up.processes import ProcessId, identify
 
 _log = logging.getLogger("xpyd.up")
 _CANNOT_START = 127

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from xpyd_core.cli import EXIT_USAGE
 from xpyd_core.errors import UserError, XpydError
-from xpyd_operator.local import control
-from xpyd_operator.local.console import Progress
-from xpyd_operator.local.podlogs import tail
-from xpyd_operator.local.state import FleetState
-from xpyd_operator.local.views import FleetView
+from xpyd_operator.up import control
+from xpyd_operator.up.console import Progress
+from xpyd_operator.up.podlogs import tail
+from xpyd_operator.up.state import FleetState
+from xpyd_operator.up.views import FleetView
 
 _EVERY_S = 0.1
 _MAX_FAILURES = 3

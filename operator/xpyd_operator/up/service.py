@@ -8,15 +8,15 @@ from pathlib import Path
 from xpyd_core.errors import UserError
 from xpyd_core.pod_env import HTTP_PORT
 from xpyd_operator.document import parse_fleet
-from xpyd_operator.local.cluster_only import check_local
-from xpyd_operator.local.control import Answer, Ask, AskApply, AskDown, AskScale, AskStatus
-from xpyd_operator.local.pod_process import PodProcess
-from xpyd_operator.local.pods import ROUTER_HOST, Site
-from xpyd_operator.local.state import FleetRecord, PodRecord
-from xpyd_operator.local.supervisor import Supervisor
-from xpyd_operator.local.views import FleetView, PodView, PoolView
 from xpyd_operator.plan import ROUTER, layout_of
 from xpyd_operator.plan.keep import backoff_s
+from xpyd_operator.up.cluster_only import check_local
+from xpyd_operator.up.control import Answer, Ask, AskApply, AskDown, AskScale, AskStatus
+from xpyd_operator.up.pod_process import PodProcess
+from xpyd_operator.up.pods import ROUTER_HOST, Site
+from xpyd_operator.up.state import FleetRecord, PodRecord
+from xpyd_operator.up.supervisor import Supervisor
+from xpyd_operator.up.views import FleetView, PodView, PoolView
 
 
 def handle(supervisor: Supervisor, ask: Ask, now: float) -> Answer:

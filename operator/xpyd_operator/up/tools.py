@@ -10,13 +10,13 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from xpyd_core.errors import UserError
-from xpyd_operator.local import control
-from xpyd_operator.local.console import PrefixWriter, Progress, Streamer
-from xpyd_operator.local.podlogs import line_time, lines_since
-from xpyd_operator.local.service import orphan_view
-from xpyd_operator.local.state import FleetState, PodRecord, find_fleet, find_fleets, state_root
-from xpyd_operator.local.views import FleetView, view_json, view_tables
-from xpyd_operator.local.wait import read_view, take_down, wait_settled
+from xpyd_operator.up import control
+from xpyd_operator.up.console import PrefixWriter, Progress, Streamer
+from xpyd_operator.up.podlogs import line_time, lines_since
+from xpyd_operator.up.service import orphan_view
+from xpyd_operator.up.state import FleetState, PodRecord, find_fleet, find_fleets, state_root
+from xpyd_operator.up.views import FleetView, view_json, view_tables
+from xpyd_operator.up.wait import read_view, take_down, wait_settled
 
 _FOLLOW_EVERY_S = 0.2
 _EPOCH = datetime.fromtimestamp(0, UTC)

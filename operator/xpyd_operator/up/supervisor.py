@@ -17,17 +17,6 @@ from xpyd_core.errors import UserError
 from xpyd_core.pod_env import HTTP_PORT
 from xpyd_operator.document import InferenceFleet
 from xpyd_operator.document.changes import refused_changes, refused_scale
-from xpyd_operator.local import probe
-from xpyd_operator.local.checkpoint import locate_model, weights_bytes
-from xpyd_operator.local.layouts import check_layouts
-from xpyd_operator.local.machine import read_machine
-from xpyd_operator.local.memory import MemoryPlan, check_room, plan_memory
-from xpyd_operator.local.pod_process import PodProcess
-from xpyd_operator.local.podlogs import rotate
-from xpyd_operator.local.pods import ROUTER_HOST, Program, Site, xpyd_program
-from xpyd_operator.local.processes import identify
-from xpyd_operator.local.roster import Roster, check_addresses
-from xpyd_operator.local.state import AddressClaim, FleetRecord, FleetState
 from xpyd_operator.plan import (
     MOST_REPLICAS,
     ROUTER,
@@ -45,6 +34,17 @@ from xpyd_operator.plan import (
     pools_wanted,
 )
 from xpyd_operator.plan.keep import KILL_GRACE_S
+from xpyd_operator.up import probe
+from xpyd_operator.up.checkpoint import locate_model, weights_bytes
+from xpyd_operator.up.layouts import check_layouts
+from xpyd_operator.up.machine import read_machine
+from xpyd_operator.up.memory import MemoryPlan, check_room, plan_memory
+from xpyd_operator.up.pod_process import PodProcess
+from xpyd_operator.up.podlogs import rotate
+from xpyd_operator.up.pods import ROUTER_HOST, Program, Site, xpyd_program
+from xpyd_operator.up.processes import identify
+from xpyd_operator.up.roster import Roster, check_addresses
+from xpyd_operator.up.state import AddressClaim, FleetRecord, FleetState
 
 _log = logging.getLogger("xpyd.up")
 _TURN_AT_LEAST_S = 1.0

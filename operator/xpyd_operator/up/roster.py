@@ -12,17 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from xpyd_core.errors import UserError
-from xpyd_operator.local.pod_process import PodProcess
-from xpyd_operator.local.pods import (
-    LAST_NUMBER,
-    ROUTER_NUMBER,
-    Pod,
-    Program,
-    Site,
-    pod_arguments,
-    pod_environment,
-)
-from xpyd_operator.local.state import FleetState, PodRecord
 from xpyd_operator.plan import (
     ROUTER,
     Drain,
@@ -33,6 +22,17 @@ from xpyd_operator.plan import (
     WorkloadSeen,
     keep,
 )
+from xpyd_operator.up.pod_process import PodProcess
+from xpyd_operator.up.pods import (
+    LAST_NUMBER,
+    ROUTER_NUMBER,
+    Pod,
+    Program,
+    Site,
+    pod_arguments,
+    pod_environment,
+)
+from xpyd_operator.up.state import FleetState, PodRecord
 
 _log = logging.getLogger("xpyd.up")
 WorkloadKey = tuple[str, str]

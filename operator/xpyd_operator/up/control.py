@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from xpyd_core.errors import UserError, XpydError
-from xpyd_operator.local.views import FleetView
+from xpyd_operator.up.views import FleetView
 
 MAX_LINE_BYTES = 4 << 20
 DEADLINE_S = 10.0

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xpyd_core.pod_env import HTTP_PORT, KV_PORT
-from xpyd_operator.local.memory import MemoryPlan
-from xpyd_operator.local.state import DISCOVERY_PORT
 from xpyd_operator.plan import INSECURE_FLAG, ROUTER, Template
+from xpyd_operator.up.memory import MemoryPlan
+from xpyd_operator.up.state import DISCOVERY_PORT
 
 ROUTER_NUMBER = 1
 """Last byte of the router's address; engines follow."""

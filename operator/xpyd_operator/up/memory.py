@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from xpyd_core.errors import UserError
 from xpyd_core.sizes import format_bytes, parse_bytes
 from xpyd_operator.document.fleet import InferenceFleet, Pool
-from xpyd_operator.local.machine import Machine
+from xpyd_operator.up.machine import Machine
 
 MIB = 1 << 20
 USABLE_PERCENT = 80

@@ -26,7 +26,7 @@ from pathlib import Path
 import msgspec
 
 from xpyd_core.errors import UserError
-from xpyd_operator.local.processes import ProcessId
+from xpyd_operator.up.processes import ProcessId
 
 MAX_RECORD_BYTES = 4 << 20
 DISCOVERY_PORT = 30001

@@ -14,7 +14,7 @@ from xpyd_core.parallel.config import shape_of
 from xpyd_core.parallel.partition import PARTITION_VARIABLE, parse_override
 from xpyd_core.parallel.ranks import Sizes
 from xpyd_operator.document import InferenceFleet, Pool
-from xpyd_operator.local.checkpoint import read_config
+from xpyd_operator.up.checkpoint import read_config
 
 
 def check_layouts(
