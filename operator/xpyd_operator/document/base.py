@@ -1,7 +1,7 @@
 """The base of the document's models and the scalar types that several of them use.
 
 A bound or rule is written down once, here or in a field's annotation: pydantic checks it for
-`xpyd up`, xpyd_operator.document.crd writes it into the CRD, xpyd_operator.document.problems says it.
+`xpyd up`, `document.crd` writes it into the CRD, `document.problems` puts it into words.
 """
 
 from __future__ import annotations

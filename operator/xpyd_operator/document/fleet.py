@@ -1,6 +1,6 @@
 """InferenceFleet, xpyd.dev/v1alpha1: the fields that this version makes work, with their bounds.
 
-A field or an enum's value enters with the code behind it; until then xpyd_operator.document.later names
+A field or an enum's value enters with the code behind it; until then `document.later` names
 it, so that a document is refused and not half obeyed. Names and bounds are append-only.
 """
 

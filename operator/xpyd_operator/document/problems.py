@@ -1,7 +1,7 @@
 """Turns what pydantic found into the words in which the API server refuses the same document. Pure.
 
 A field that is out of bounds, missing, doubled or unknown thus reads alike in `xpyd up` and in
-`kubectl apply`; rules bring their own text (xpyd_operator.document.rules). Where a person needs more
+`kubectl apply`; rules bring their own text (`document.rules`). Where a person needs more
 than the server says, it comes after the server's words.
 """
 

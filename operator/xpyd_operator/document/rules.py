@@ -1,7 +1,7 @@
 """A rule of the API: CEL for the API server, its Python twin for `xpyd up`, one message for both.
 
 A rule over several fields is a method of its model (`@rule`), one over a single value is a `Check`
-in the value's annotation. xpyd_operator.document.crd reads both out of the JSON schema, so that text
+in the value's annotation. `document.crd` reads both out of the JSON schema, so that text
 and twin stand in one place. Only `Transition` rules, which compare with the object before, are
 asked for apart (xpyd_operator.document.changes). Knows no field of the document.
 """

@@ -4,7 +4,7 @@
     InferenceFleet + Site                          --> support_objects, pool_object, kv_secret
 
 Objects are plain JSON-able maps with apiVersion and kind, made fresh by each call: whoever gets one
-may change it. What is applied, and when, is the shell's (xpyd_operator.controller); `desired_hash` and
+may change it. What is applied, and when, is the shell's (`controller`); `desired_hash` and
 `contains` help it to find out.
 """
 
