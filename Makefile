@@ -5,7 +5,7 @@ SHELL := bash
 # in half of the time, the router in a third, and the next run collects the tests faster.
 unexport PYTHONDONTWRITEBYTECODE
 BIN := .venv/bin
-PACKAGES := core kv_transfer router worker_image operator
+PACKAGES := core kv_transfer router worker_image operator tools
 PY_PATHS := $(PACKAGES) tests bench examples scripts hatch_build.py
 PYTEST := $(BIN)/python -m pytest
 PYTEST_ARGS ?=

@@ -41,7 +41,7 @@ started=$(date +%s)
 say "installing xpyd and its dependencies into .venv (torch is about 5 GB on first use; then cached)"
 [ -x .venv/bin/python ] || "$uv" venv --quiet --python "$python" .venv
 install=("$uv" pip install --python .venv/bin/python --constraint constraints.txt
-  --reinstall-package xpyd --editable '.[dev,worker,otel,router,local,operator]')
+  --reinstall-package xpyd --editable '.[dev,worker,otel,router,local,operator,tools]')
 if [ -t 2 ]; then
   "${install[@]}" # uv draws its progress
 else

@@ -16,10 +16,9 @@ from typing import Protocol
 
 from bench.engine.shape import MAX_MODEL_LEN, VOCABULARY, Case
 from bench.process import Processes, free_port
-from xpyd_worker.bench.client import Target
-from xpyd_worker.bench.figures import Sample
-from xpyd_worker.bench.prompts import random_asks
-from xpyd_worker.bench.serve import run_load
+from xpyd_tools.bench.client import Target, run_load
+from xpyd_tools.bench.load import random_requests
+from xpyd_tools.bench.summary import Sample
 
 ROOT = Path(__file__).parents[2]
 START_S = 1200.0
@@ -95,7 +94,7 @@ class Server(Processes):
 
     def run(self, case: Case, seed: int) -> list[Sample]:
         """See Contender."""
-        asks = random_asks(
+        requests = random_requests(
             case.requests,
             input_tokens=case.input_tokens,
             output_tokens=case.output_tokens,
@@ -106,7 +105,7 @@ class Server(Processes):
         target = Target(
             "127.0.0.1", self._port, False, "/v1/completions", "bench", members, _REQUEST_S
         )
-        load = run_load(target, asks, [0.0] * len(asks), max_concurrency=case.concurrency)
+        load = run_load(target, requests, [0.0] * len(requests), max_concurrency=case.concurrency)
         samples = asyncio.run(load)
         for sample in samples:
             check(self._recipe.name, case, sample)

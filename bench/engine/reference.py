@@ -19,8 +19,8 @@ from typing import Any
 from bench.engine.contender import ROOT, ContenderFailed, check
 from bench.engine.shape import VOCABULARY, Case
 from bench.process import Processes
-from xpyd_worker.bench.figures import Sample
-from xpyd_worker.bench.prompts import random_asks
+from xpyd_tools.bench.load import random_requests
+from xpyd_tools.bench.summary import Sample
 
 
 class Reference(Processes):
@@ -28,7 +28,7 @@ class Reference(Processes):
 
     def run(self, case: Case, seed: int) -> list[Sample]:
         """See Contender: batches of the case's concurrency, one after the other."""
-        asks = random_asks(
+        requests = random_requests(
             case.requests,
             input_tokens=case.input_tokens,
             output_tokens=case.output_tokens,
@@ -36,8 +36,8 @@ class Reference(Processes):
             seed=seed,
         )
         samples: list[Sample] = []
-        for at in range(0, len(asks), case.concurrency):
-            prompts = [ask.prompt for ask in asks[at : at + case.concurrency]]
+        for at in range(0, len(requests), case.concurrency):
+            prompts = [request.prompt for request in requests[at : at + case.concurrency]]
             samples += self._batch(prompts, case)
         for sample in samples:
             check("transformers", case, sample)
@@ -45,7 +45,7 @@ class Reference(Processes):
 
     def _batch(self, prompts: list[Any], case: Case) -> list[Sample]:
         sent_s = time.perf_counter()
-        stamps = self.ask({"prompts": prompts, "output_tokens": case.output_tokens})["stamps"]
+        stamps = self.request({"prompts": prompts, "output_tokens": case.output_tokens})["stamps"]
         gaps = tuple(after - before for before, after in pairwise(stamps))
         return [
             Sample(
@@ -59,7 +59,7 @@ class Reference(Processes):
             for _ in prompts
         ]
 
-    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+    def request(self, question: dict[str, Any]) -> dict[str, Any]:
         """One line there, one line back. ContenderFailed when it has ended."""
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin is not None
@@ -90,7 +90,7 @@ def referenced(folder: Path, log: Path, threads: int, cores: str) -> Iterator[Re
         )
     reference = Reference(process, log)
     try:
-        reference.ask({"prompts": [[300] * 8], "output_tokens": 2})
+        reference.request({"prompts": [[300] * 8], "output_tokens": 2})
         yield reference
     finally:
         reference.end()

@@ -18,7 +18,7 @@ from bench.engine.models import Model
 from bench.engine.rounds import OWN, PEER, Found, Plan
 from bench.engine.shape import CASES
 from bench.operator.report import machine
-from xpyd_worker.bench.figures import Summary
+from xpyd_tools.bench.summary import Summary
 
 FIGURES: dict[str, Callable[[Summary], float]] = {
     "ttftP50Ms": lambda s: s.ttft_ms.p50,

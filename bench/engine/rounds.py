@@ -17,7 +17,7 @@ from bench.engine.models import Model
 from bench.engine.peer import peer_recipe
 from bench.engine.reference import referenced
 from bench.engine.shape import REFERENCE_CASES, Case
-from xpyd_worker.bench.figures import Summary, summarize
+from xpyd_tools.bench.summary import Summary, summarize
 
 OWN, PEER, REFERENCE = "xpyd", "vllm", "transformers"
 Say = Callable[[str], None]

@@ -15,7 +15,7 @@ from pathlib import Path
 from bench.engine.contender import ROOT, Recipe, Server, own_recipe, served
 from bench.engine.models import Model
 from bench.engine.shape import Case
-from xpyd_worker.bench.figures import Sample
+from xpyd_tools.bench.summary import Sample
 
 PROMPT_TOKENS = 512
 DECODE_1 = Case("decode, 1 at once", 32, 64, 1, 2)

@@ -18,7 +18,7 @@ from bench.operator.report import machine
 from bench.parallel.all_reduce import Rounds
 from bench.parallel.engines import BATCHES, DECODE_1, DECODE_8, Layout, Turn
 from bench.parallel.gpu_all_reduce import GpuRounds
-from xpyd_worker.bench.figures import Summary, summarize
+from xpyd_tools.bench.summary import Summary, summarize
 
 _ALONE = Layout()
 

@@ -32,7 +32,7 @@ from bench.engine.shape import CASES, MODELS, Case
 from bench.process import Processes, tree
 from bench.report import END
 from scripts.train_demo_model.random_weights import Shape, tensors_of
-from xpyd_worker.bench.figures import Sample, Spread, Summary
+from xpyd_tools.bench.summary import Sample, Spread, Summary
 
 ROOT = Path(__file__).parents[2]
 

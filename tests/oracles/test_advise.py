@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 
-from tests.advice import GB, advice, devices, facts
+from tests.tools.advice import GB, advice, devices, facts
 from xpyd_core.errors import UserError
 from xpyd_core.parallel.ranks import Sizes
-from xpyd_worker.advise.arithmetic import HBM_BYTES_PER_S, LINKS, device_bytes
-from xpyd_worker.advise.fit import Division, Sizing
-from xpyd_worker.advise.trees import Layout, decide, first_tree, second_tree
+from xpyd_tools.advise.arithmetic import HBM_BYTES_PER_S, LINKS, device_bytes
+from xpyd_tools.advise.fit import Division, Sizing
+from xpyd_tools.advise.trees import Layout, decide, first_tree, second_tree
 
 DENSE, MIXED = "llama-70b", "deepseek-v3"
 

@@ -6,8 +6,8 @@ from fractions import Fraction
 
 import pytest
 
-from tests.advice import GB, advice, devices, facts
-from xpyd_worker.advise.arithmetic import (
+from tests.tools.advice import GB, advice, devices, facts
+from xpyd_tools.advise.arithmetic import (
     LINKS,
     all_reduce_bytes,
     all_reduces,
@@ -23,8 +23,8 @@ from xpyd_worker.advise.arithmetic import (
     stage_start_s,
     transfer_s,
 )
-from xpyd_worker.advise.costs import moves_of, step_of
-from xpyd_worker.advise.trees import Layout
+from xpyd_tools.advise.layout import moves_of, step_of
+from xpyd_tools.advise.trees import Layout
 
 KIB, MIB = 1024, 1024**2
 LINK_100G = 12_500_000_000

@@ -1,14 +1,14 @@
 """The vLLM article's number 30: what `latency`, `throughput` and `serve` measure by default.
 
-Poisson as the special case of gamma-distributed gaps, and goodput: tests/worker/test_bench_figures;
-the cap of concurrency at work: tests/worker/test_bench_serve.
+Poisson as the special case of gamma-distributed gaps, and goodput: tests/tools/test_bench_summary;
+the cap of concurrency at work: tests/tools/test_bench_serve.
 """
 
 import argparse
 import math
 
 from xpyd_core.cli import build_parser
-from xpyd_worker.bench.figures import Sample, summarize
+from xpyd_tools.bench.summary import Sample, summarize
 
 
 def _parse(words: str) -> argparse.Namespace:

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from xpyd_worker.model.fields import Fields
+from xpyd_core.json_fields import Fields
 from xpyd_worker.model.frequencies import angle_scale, inverse_frequencies
 from xpyd_worker.model.rope import read_rope
 

@@ -14,9 +14,9 @@ import pytest
 
 from tests.worker.server_fakes import KEY, Running, run, serving
 from xpyd_core.keys import probe_mac, release_mac
-from xpyd_core.kv_probe import command
 from xpyd_core.request_id import Address
 from xpyd_kv.session.probing import BUSY, PairProbe, ProbeResult
+from xpyd_tools.kv_probe import command
 from xpyd_worker.server import probe as probe_module
 
 PEER = "10.0.0.7:21001"

@@ -56,7 +56,15 @@ DOCKERFILES = {
     "router": Path("router/Dockerfile"),
     "worker": Path("worker_image/Dockerfile"),
 }
-_FOLDERS = ("core", "kv_transfer", "operator", "router", "worker_image", "examples/demo-model")
+_FOLDERS = (
+    "core",
+    "kv_transfer",
+    "operator",
+    "router",
+    "tools",
+    "worker_image",
+    "examples/demo-model",
+)
 FILES = (
     ".dockerignore",
     "LICENSE",

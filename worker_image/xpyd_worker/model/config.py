@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+from xpyd_core.json_fields import Fields
 from xpyd_core.parallel.checks import Shape
-from xpyd_worker.model.fields import Fields
 from xpyd_worker.model.rope import RopeConfig, read_rope
 
 # Fields that change the result in variants of the families that are not built, with the values

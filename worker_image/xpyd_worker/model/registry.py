@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from xpyd_core.errors import UserError
+from xpyd_core.json_fields import Fields, Json
 from xpyd_worker.model.config import ModelConfig, token_ids
 from xpyd_worker.model.families import llama, mixtral, qwen2, qwen3, qwen3_moe
 from xpyd_worker.model.families.family import Family
-from xpyd_worker.model.fields import Fields, Json
 
 if TYPE_CHECKING:
     import torch

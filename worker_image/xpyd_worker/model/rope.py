@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import cast
 
-from xpyd_worker.model.fields import Fields, Json
+from xpyd_core.json_fields import Fields, Json
 
 _MAX_POSITIONS = 2**31 - 1
 _LAYER_TYPES = ("full_attention", "sliding_attention")

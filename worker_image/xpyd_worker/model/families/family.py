@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from xpyd_core.json_fields import Fields
 from xpyd_worker.model.config import ModelConfig
-from xpyd_worker.model.fields import Fields
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from xpyd_core.json_fields import Fields
 from xpyd_worker.model.config import ModelConfig, decoder_config
 from xpyd_worker.model.families.family import Family
-from xpyd_worker.model.fields import Fields
 
 
 def _read_config(fields: Fields) -> ModelConfig:

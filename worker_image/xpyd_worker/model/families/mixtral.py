@@ -3,6 +3,7 @@ or in none."""
 
 from __future__ import annotations
 
+from xpyd_core.json_fields import Fields
 from xpyd_worker.model.config import (
     Experts,
     LayerConfig,
@@ -11,7 +12,6 @@ from xpyd_worker.model.config import (
     decoder_config,
 )
 from xpyd_worker.model.families.family import Family
-from xpyd_worker.model.fields import Fields
 
 
 def _read_config(fields: Fields) -> ModelConfig:

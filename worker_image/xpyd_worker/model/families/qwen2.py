@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from xpyd_core.json_fields import Fields
 from xpyd_worker.model.config import LayerConfig, ModelConfig, decoder_config
 from xpyd_worker.model.families.family import Family
-from xpyd_worker.model.fields import Fields
 
 _DEFAULT_WINDOW = 4096
 _DEFAULT_FIRST_WINDOWED_LAYER = 28

@@ -4,10 +4,10 @@ read: so does transformers."""
 
 from __future__ import annotations
 
+from xpyd_core.json_fields import Fields
 from xpyd_worker.model.config import Experts, LayerConfig, ModelConfig, decoder_config
 from xpyd_worker.model.families.family import Family
 from xpyd_worker.model.families.qwen2 import read_window
-from xpyd_worker.model.fields import Fields
 
 
 def _read_config(fields: Fields) -> ModelConfig:

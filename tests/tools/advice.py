@@ -7,12 +7,11 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from xpyd_worker.advise.facts import ModelFacts, read_facts
-from xpyd_worker.advise.fit import Hardware
-from xpyd_worker.advise.formats import Overrides
-from xpyd_worker.advise.layout import Advice, Wishes, advise
+from xpyd_tools.advise.facts import ModelFacts, Overrides, read_facts
+from xpyd_tools.advise.fit import Hardware
+from xpyd_tools.advise.layout import Advice, Wishes, advise
 
-MODELS = Path(__file__).parent / "testdata/models"
+MODELS = Path(__file__).parents[1] / "testdata/models"
 GB = 10**9
 
 

@@ -9,8 +9,8 @@ from xpyd_core.errors import UserError
 from xpyd_core.parallel.checks import check_parallel
 from xpyd_core.parallel.partition import partition
 from xpyd_core.parallel.ranks import Sizes
-from xpyd_worker.advise.arithmetic import experts_of_a_rank, kv_bytes_per_token
-from xpyd_worker.advise.facts import ModelFacts
+from xpyd_tools.advise.arithmetic import experts_of_a_rank, kv_bytes_per_token
+from xpyd_tools.advise.facts import ModelFacts
 
 MAX_STAGES = 64
 """Of a fleet document."""

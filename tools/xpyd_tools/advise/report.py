@@ -1,4 +1,7 @@
-"""An advice for people and for machines. Pure."""
+"""An advice as text, as JSON, as notes and as a part of a fleet document. Pure.
+
+A note says what the numbers of a layout do not: what the engine cannot do yet, and what is left.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,9 @@ from typing import Any
 
 from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
 from xpyd_core.sizes import format_bytes
-from xpyd_worker.advise.arithmetic import LINKS
-from xpyd_worker.advise.costs import Messages, Moves, Step, bubbles
-from xpyd_worker.advise.document import snippet
-from xpyd_worker.advise.layout import Advice
-from xpyd_worker.advise.notes import notes_of
-from xpyd_worker.advise.trees import Answer, Layout
+from xpyd_tools.advise.arithmetic import LINKS
+from xpyd_tools.advise.layout import Advice, Messages, Moves, Step, bubbles
+from xpyd_tools.advise.trees import Answer, Layout
 
 _KINDS = (
     ("all-reduces (TP)", "all_reduces"),
@@ -202,3 +202,69 @@ def _step_json(step: Step) -> dict[str, Any]:
 
 def _moves_json(moves: Moves) -> dict[str, Any]:
     return {**vars(moves), "link": moves.link.label, "nccl_bytes": dict(moves.nccl_bytes)}
+
+
+# --- notes
+
+
+def notes_of(advice: Advice) -> list[str]:
+    """One sentence for each, those of the decision first."""
+    layout, facts = advice.layout, advice.facts
+    found = list(advice.decision.notes)
+    if layout.expert > 1:
+        found.append(
+            "this engine does not deal experts out yet (EP): each rank holds a share of every "
+            "expert, which takes the same memory and an all-reduce instead of all-to-alls"
+        )
+        if layout.pipeline > 1:
+            found.append("elastic EP (ranks that come and go) excludes PP")
+    if layout.data > 1:
+        found.append(
+            f"DP {layout.data} is {layout.data} replicas of the pool, between which the router "
+            "chooses; this engine has no DP inside of an instance yet"
+        )
+    if facts.kv_heads and layout.tensor > facts.kv_heads:
+        found.append(
+            f"{layout.tensor} ranks share {facts.kv_heads} KV heads: each head is kept "
+            f"{layout.tensor // facts.kv_heads} times"
+        )
+    if facts.kv_heads == 0 and layout.tensor > 1:
+        found.append("the KV of a token is one latent (MLA), whole on each rank of a tensor group")
+    if layout.tensor > 1 and advice.hardware.within == "pcie":
+        ratio = LINKS["nvlink"].bytes_per_s / LINKS["pcie"].bytes_per_s
+        found.append(f"without NVLink the bytes of all-reduces take {ratio:.0f} times as long")
+    if advice.idle_gpus:
+        found.append(_of_idle(advice))
+    return found
+
+
+def _of_idle(advice: Advice) -> str:
+    wishes, idle = advice.wishes, advice.idle_gpus
+    text = f"{idle} of {advice.hardware.gpus} devices are left"
+    is_room = idle >= advice.layout.tensor * advice.layout.pipeline
+    if is_room and not (wishes.throughput or wishes.high_availability):
+        return f"{text}: --throughput or --high-availability makes copies"
+    return f"{text}: they do not hold another copy"
+
+
+# --- the fleet document
+
+
+def snippet(advice: Advice) -> str:
+    """`spec` of an InferenceFleet, without the model."""
+    wishes, layout = advice.wishes, advice.layout
+    return "\n".join(
+        (
+            "spec:",
+            "  engine:",
+            f"    args: [--max-model-len={wishes.context}, --max-num-seqs={wishes.concurrency}, "
+            f"--gpu-memory-utilization={wishes.utilization:g}]",
+            "  pools:",
+            f"  - name: {wishes.role.lower()}",
+            f"    role: {wishes.role}",
+            f"    replicas: {layout.data}",
+            f"    parallelism: {{tensor: {layout.tensor}, pipeline: {layout.pipeline}}}",
+            f"    resources: {{gpus: {advice.pod_gpus}}}",
+            "",
+        )
+    )

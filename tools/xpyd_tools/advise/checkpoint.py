@@ -12,7 +12,7 @@ from typing import Any, cast
 from urllib.parse import unquote
 
 from xpyd_core.errors import UserError
-from xpyd_worker.model.fields import Json
+from xpyd_core.json_fields import Json
 
 _CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
 _MAX_CONFIG_BYTES = 4 << 20

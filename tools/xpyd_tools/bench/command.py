@@ -21,12 +21,11 @@ from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
 from xpyd_core.cli import Command
 from xpyd_core.errors import UserError
 from xpyd_core.logs import add_logging_arguments, set_up_logging
-from xpyd_worker.bench.prompts import Ask, random_asks, read_asks
+from xpyd_tools.bench.load import LoadRequest, random_requests, read_requests
 from xpyd_worker.config import BLOCK_SIZES, DTYPES
-from xpyd_worker.ranks.loss import RankLostError
 
 if TYPE_CHECKING:
-    from xpyd_worker.offline.llm import LLM
+    from xpyd_worker import LLM
 
 _EPILOG = """examples:
   xpyd bench serve --base-url http://127.0.0.1:20001 --num-prompts 64 --request-rate 4
@@ -116,30 +115,6 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=int, metavar="N", help="threads of torch, e.g. 2")
 
 
-def _make_llm(args: argparse.Namespace) -> LLM:
-    from xpyd_worker.offline.llm import LLM
-
-    return LLM(
-        args.model,
-        revision=args.revision,
-        device=args.device,
-        dtype=args.dtype,
-        tensor_parallel_size=args.tensor_parallel_size,
-        pipeline_parallel_size=args.pipeline_parallel_size,
-        max_model_len=args.max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        kv_cache_memory=args.kv_cache_memory,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        enforce_eager=args.enforce_eager,
-        disable_custom_all_reduce=args.disable_custom_all_reduce,
-        block_size=args.block_size,
-        # Warm-ups and repetitions must compute what the first run computed.
-        enable_prefix_caching=False,
-        threads=args.threads,
-    )
-
-
 # --- latency
 
 
@@ -153,29 +128,30 @@ def _add_latency(parser: argparse.ArgumentParser) -> None:
 
 
 def _latency(args: argparse.Namespace) -> int:
-    from xpyd_worker.bench.offline import batch_latency
-    from xpyd_worker.bench.tables import of_times
+    from xpyd_tools.bench.engine import batch_latency, run_engine
+    from xpyd_tools.bench.summary import times_table
 
     _check(args, "input_len", "output_len", "batch_size", "num_iters")
     rounds = args.num_iters_warmup + args.num_iters
-    asks = _asks(args, rounds * args.batch_size)
+    requests = _requests(args, rounds * args.batch_size)
     size = args.batch_size
-    batches = [asks[at : at + size] for at in range(0, len(asks), size)]
+    batches = [requests[at : at + size] for at in range(0, len(requests), size)]
 
     def done(seconds: float) -> None:
         sys.stderr.write(f"batch of {size}: {seconds:.3f} s\n")
 
-    with _make_llm(args) as llm:
+    def measure(llm: LLM) -> None:
         found = batch_latency(llm, batches, warmups=args.num_iters_warmup, done=done)
-    members = {"batch_size": size, "input_len": args.input_len, "output_len": args.output_len}
-    times = {"mean": found.mean, "p50": found.p50, "p99": found.p99}
-    rounded = {name: round(value, 3) for name, value in times.items()}
-    _print(
-        args,
-        {"benchmark": "latency", **members, "batches": args.num_iters, "latency_ms": rounded},
-        of_times([(f"batch of {size}, {args.input_len} in, {args.output_len} out", found)]),
-    )
-    return 0
+        members = {"batch_size": size, "input_len": args.input_len, "output_len": args.output_len}
+        times = {"mean": found.mean, "p50": found.p50, "p99": found.p99}
+        rounded = {name: round(value, 3) for name, value in times.items()}
+        _print(
+            args,
+            {"benchmark": "latency", **members, "batches": args.num_iters, "latency_ms": rounded},
+            times_table([(f"batch of {size}, {args.input_len} in, {args.output_len} out", found)]),
+        )
+
+    return run_engine(args, measure)
 
 
 # --- throughput
@@ -187,18 +163,21 @@ def _add_throughput(parser: argparse.ArgumentParser) -> None:
 
 
 def _full(args: argparse.Namespace) -> int:
-    from xpyd_worker.bench.offline import throughput
-    from xpyd_worker.bench.tables import table
+    from xpyd_tools.bench.engine import run_engine, throughput
+    from xpyd_tools.bench.summary import table
 
     _check(args, "input_len", "output_len", "num_prompts")
-    asks = _asks(args, args.num_prompts)
-    if any(isinstance(ask.prompt, list) for ask in asks):
+    requests = _requests(args, args.num_prompts)
+    if any(isinstance(request.prompt, list) for request in requests):
         raise UserError("--dataset: messages are for `xpyd bench serve`; give prompts")
-    with _make_llm(args) as llm:
-        found = throughput(llm, asks).as_json()
-    rows = [(name.replace("_per_s", "/s").replace("_", " "), f"{v:g}") for name, v in found.items()]
-    _print(args, {"benchmark": "throughput", **found}, table(rows))
-    return 0
+
+    def measure(llm: LLM) -> None:
+        found = throughput(llm, requests).as_json()
+        names = (name.replace("_per_s", "/s").replace("_", " ") for name in found)
+        rows = [(name, f"{value:g}") for name, value in zip(names, found.values(), strict=True)]
+        _print(args, {"benchmark": "throughput", **found}, table(rows))
+
+    return run_engine(args, measure)
 
 
 # --- serve
@@ -243,31 +222,29 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 def _serve(args: argparse.Namespace) -> int:
     import asyncio
 
-    from xpyd_worker.bench.figures import parse_objectives, summarize
-    from xpyd_worker.bench.tables import of_serve
+    from xpyd_tools.bench.summary import parse_objectives, serve_table, summarize
 
     _check(args, "input_len", "output_len", "num_prompts", "max_concurrency")
     if not args.request_rate > 0 or not args.burstiness > 0:
         raise UserError("--request-rate, --burstiness: expected a number above 0")
     objectives = parse_objectives(args.goodput)
-    asks = _asks(args, args.num_prompts + args.num_warmups)
+    requests = _requests(args, args.num_prompts + args.num_warmups)
     if args.endpoint == _ENDPOINTS[1] and args.dataset is None:
         raise UserError(f"--endpoint {args.endpoint}: needs --dataset with messages")
-    samples = asyncio.run(_load(args, asks))
+    samples = asyncio.run(_load(args, requests))
     found = summarize(samples, objectives)
-    _print(args, {"benchmark": "serve", **found.as_json()}, of_serve(found))
+    _print(args, {"benchmark": "serve", **found.as_json()}, serve_table(found))
     errors = {one.error for one in samples if one.error}
     for error in sorted(errors)[:3]:
         sys.stderr.write(f"failed: {error}\n")
     return 1 if errors else 0
 
 
-async def _load(args: argparse.Namespace, asks: Sequence[Ask]) -> list[Any]:
+async def _load(args: argparse.Namespace, requests: Sequence[LoadRequest]) -> list[Any]:
     from dataclasses import replace
 
-    from xpyd_worker.bench.arrivals import arrival_times
-    from xpyd_worker.bench.client import Target, first_model, split_url
-    from xpyd_worker.bench.serve import run_load
+    from xpyd_tools.bench.client import Target, first_model, run_load, split_url
+    from xpyd_tools.bench.load import arrival_times
 
     base = split_url(args.base_url)
     members: dict[str, Any] = {"temperature": args.temperature, **_extra_body(args.extra_body)}
@@ -286,7 +263,7 @@ async def _load(args: argparse.Namespace, asks: Sequence[Ask]) -> list[Any]:
     )
     if not target.model:
         target = replace(target, model=await first_model(target))
-    warmups, rest = asks[: args.num_warmups], asks[args.num_warmups :]
+    warmups, rest = requests[: args.num_warmups], requests[args.num_warmups :]
     await run_load(target, warmups, [0.0] * len(warmups), max_concurrency=1)
     times_s = arrival_times(
         len(rest),
@@ -315,13 +292,13 @@ def _seed(args: argparse.Namespace) -> int:
     return random.SystemRandom().getrandbits(32) if args.prompt_seed is None else args.prompt_seed
 
 
-def _asks(args: argparse.Namespace, count: int) -> list[Ask]:
+def _requests(args: argparse.Namespace, count: int) -> list[LoadRequest]:
     if getattr(args, "dataset", None) is not None:
-        return read_asks(args.dataset, count, output_tokens=args.output_len)
+        return read_requests(args.dataset, count, output_tokens=args.output_len)
     first, _, end = args.vocabulary.partition(":")
     if not (first.isdigit() and end.isdigit() and int(first) < int(end)):
         raise UserError(f"--vocabulary {args.vocabulary}: expected FIRST:END, e.g. {_VOCABULARY}")
-    return random_asks(
+    return random_requests(
         count,
         input_tokens=args.input_len,
         output_tokens=args.output_len,
@@ -346,11 +323,7 @@ def _print(args: argparse.Namespace, found: dict[str, Any], text: str) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     set_up_logging(args.log_level, args.log_format)
-    try:
-        return args.measure(args)
-    except RankLostError as error:
-        sys.stderr.write(f"xpyd: {error}\n")
-        return 1
+    return args.measure(args)
 
 
 command = Command("measure an engine or a server", configure, _run, _EPILOG)

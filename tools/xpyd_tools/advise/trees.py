@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from xpyd_worker.advise.fit import Sizing, copies, dealt
+from xpyd_tools.advise.fit import Sizing, copies, dealt
 
 
 @dataclass(frozen=True)

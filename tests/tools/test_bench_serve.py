@@ -14,9 +14,8 @@ import pytest
 
 from xpyd_core.cli import main
 from xpyd_core.errors import UserError
-from xpyd_worker.bench.client import Target, ask_streaming, first_model, split_url
-from xpyd_worker.bench.prompts import Ask
-from xpyd_worker.bench.serve import run_load
+from xpyd_tools.bench.client import Target, first_model, run_load, send_streaming, split_url
+from xpyd_tools.bench.load import LoadRequest
 
 MODEL = Path(__file__).parents[2] / "examples/demo-model"
 ENGINE = [
@@ -88,7 +87,7 @@ def test_a_request_carries_its_members_and_its_tokens_are_counted() -> None:
     async def go() -> None:
         server = Server()
         async with serving(server, members={"temperature": 0.0}, api_key="k") as target:
-            sample = await ask_streaming(target, Ask((1, 2, 3), 6))
+            sample = await send_streaming(target, LoadRequest((1, 2, 3), 6))
             assert await first_model(target) == "first"
         assert sample.error == ""
         assert (sample.input_tokens, sample.output_tokens) == (3, 6)
@@ -112,7 +111,7 @@ def test_a_base_urls_path_stands_before_every_path() -> None:
     async def go() -> None:
         server = Server()
         async with serving(server, prefix="/llm") as target:
-            assert (await ask_streaming(target, Ask((1,), 3))).error == ""
+            assert (await send_streaming(target, LoadRequest((1,), 3))).error == ""
             assert await first_model(target) == "first"
         lines = [head.partition("\r\n")[0] for head in server.heads]
         assert lines == ["POST /llm/v1/completions HTTP/1.1", "GET /llm/v1/models HTTP/1.1"]
@@ -124,8 +123,8 @@ def test_no_more_are_under_way_than_allowed() -> None:
     async def go() -> None:
         server = Server(hold=asyncio.Event())
         async with serving(server) as target:
-            asks = [Ask((n,), 3) for n in range(1, 9)]
-            load = asyncio.create_task(run_load(target, asks, [0.0] * 8, max_concurrency=3))
+            requests = [LoadRequest((n,), 3) for n in range(1, 9)]
+            load = asyncio.create_task(run_load(target, requests, [0.0] * 8, max_concurrency=3))
             await asyncio.wait_for(server.three.wait(), 20)
             assert server.hold is not None
             server.hold.set()
@@ -158,7 +157,7 @@ def test_an_answer_that_is_no_answer_is_a_failure_with_its_reason(
 ) -> None:
     async def go() -> None:
         async with serving(Server(answer)) as target:
-            sample = await ask_streaming(target, Ask((1,), 3))
+            sample = await send_streaming(target, LoadRequest((1,), 3))
             assert sample.error.startswith(error)
 
     asyncio.run(go())
@@ -168,7 +167,7 @@ def test_a_server_that_says_nothing_is_given_up_in_time() -> None:
     async def go() -> None:
         server = Server(hold=asyncio.Event())
         async with serving(server, timeout_s=0.05) as target:
-            sample = await ask_streaming(target, Ask((1,), 3))
+            sample = await send_streaming(target, LoadRequest((1,), 3))
             assert sample.error == "no answer within 0.05 s"
             assert server.hold is not None
             server.hold.set()
@@ -214,7 +213,7 @@ def test_latency_and_throughput_run_the_engine_in_this_process(
     found = json.loads(capsys.readouterr().out)
     assert (found["batch_size"], found["batches"]) == (2, 2)
     assert 0 < found["latency_ms"]["p50"] <= found["latency_ms"]["p99"]
-    file = tmp_path / "asks.jsonl"
+    file = tmp_path / "requests.jsonl"
     file.write_text('{"prompt": "The file"}\n{"prompt": [300, 301], "output_tokens": 5}\n')
     words = f"--dataset {file} --num-prompts 3 --output-len 2 --output json"
     assert main(["bench", "throughput", *ENGINE, *words.split()]) == 0

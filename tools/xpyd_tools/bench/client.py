@@ -1,14 +1,18 @@
-"""One streamed request of OpenAI's completions or chat API, and the times of its tokens.
+"""The client of `xpyd bench serve`: streamed requests, the times of their tokens, a load of many.
 
-Plain asyncio, a connection for each request. It knows neither the load nor the figures.
+Plain asyncio, one connection for each request. `EventParser` is sans I/O and knows enough of
+HTTP/1.1 for the answer to one request: a status, headers, and a body that is chunked, of a given
+length or up to the connection's end. The client imports neither torch nor an HTTP library: it runs
+on the same cores as the server that it measures.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 from urllib.parse import quote, urlsplit
@@ -16,9 +20,102 @@ from urllib.parse import quote, urlsplit
 import orjson
 
 from xpyd_core.errors import UserError
-from xpyd_worker.bench.events import BadAnswer, EventParser
-from xpyd_worker.bench.figures import Sample, token_gaps
-from xpyd_worker.bench.prompts import Ask
+from xpyd_tools.bench.load import LoadRequest
+from xpyd_tools.bench.summary import Sample, token_gaps
+
+_MAX_HEAD_BYTES = 64 * 1024
+
+
+class BadAnswer(Exception):
+    """No HTTP answer, or another one than a stream of events."""
+
+
+class EventParser:
+    """`feed` bytes as they come, get the data of the events that are complete."""
+
+    def __init__(self, *, events: bool = True) -> None:
+        """Without `events` the body is kept as it is, like that of any status but 200."""
+        self._events = events
+        self.status = 0
+        """0 until the head has come."""
+        self.ended = False
+        """The body is complete. Without a length the connection's end says so."""
+        self._input = bytearray()
+        self._body = bytearray()
+        self._chunked = False
+        self._left: int | None = None  # of the chunk, or of the body
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The `data:` of each event that is now complete. BadAnswer."""
+        self._input += data
+        if self.status == 0 and not self._read_head():
+            return []
+        while self._take():
+            pass
+        if self.status != 200 or not self._events:
+            return []
+        *lines, rest = self._body.split(b"\n")
+        self._body = bytearray(rest)
+        return [bytes(line[5:].strip()) for line in lines if line.startswith(b"data:")]
+
+    @property
+    def text(self) -> str:
+        """The body of an answer that is no stream of events."""
+        return self._body.decode(errors="replace")
+
+    def _read_head(self) -> bool:
+        end = self._input.find(b"\r\n\r\n")
+        if end < 0:
+            if len(self._input) > _MAX_HEAD_BYTES:
+                raise BadAnswer("the answer's head does not end")
+            return False
+        first, *rest = bytes(self._input[:end]).split(b"\r\n")
+        del self._input[: end + 4]
+        words = first.split(b" ", 2)
+        if len(words) < 2 or not words[0].startswith(b"HTTP/1.") or not words[1].isdigit():
+            raise BadAnswer(f"no HTTP answer: {first[:40]!r}")
+        self.status = int(words[1])
+        headers = {
+            name.strip().lower(): value.strip().lower()
+            for name, _, value in (line.partition(b":") for line in rest)
+        }
+        self._chunked = headers.get(b"transfer-encoding") == b"chunked"
+        if not self._chunked and headers.get(b"content-length", b"").isdigit():
+            self._left = int(headers[b"content-length"])
+        return True
+
+    def _take(self) -> bool:
+        """Move what has come of the body; whether there may be more to move."""
+        if self.ended or not self._input:
+            return False
+        if self._left is None and self._chunked:
+            return self._take_chunk_size()
+        size = len(self._input) if self._left is None else min(self._left, len(self._input))
+        self._body += self._input[:size]
+        del self._input[:size]
+        if self._left is not None:
+            self._left -= size
+            if self._left == 0:
+                self.ended = not self._chunked
+                self._left = None if self._chunked else 0
+        return bool(self._input)
+
+    def _take_chunk_size(self) -> bool:
+        # The line's end of the chunk before stands in front of the size.
+        start = 2 if self._input.startswith(b"\r\n") else 0
+        end = self._input.find(b"\r\n", start)
+        if end < 0:
+            return False
+        line = bytes(self._input[start:end]).split(b";")[0].strip()
+        try:
+            size = int(line, 16)
+        except ValueError as error:
+            raise BadAnswer(f"no chunk size: {line[:40]!r}") from error
+        del self._input[: end + 2]
+        self.ended = size == 0
+        self._left = size or None
+        return not self.ended
+
 
 _READ_BYTES = 256 * 1024
 _SHOWN_CHARACTERS = 200
@@ -43,14 +140,14 @@ class Target:
     prefix: str = ""
     """Of every path, without a slash at its end."""
 
-    def body(self, ask: Ask) -> bytes:
+    def body(self, request: LoadRequest) -> bytes:
         """The JSON body for one prompt."""
-        prompt = {"messages" if self.endpoint == CHAT else "prompt": ask.prompt}
+        prompt = {"messages" if self.endpoint == CHAT else "prompt": request.prompt}
         return orjson.dumps(
             {
                 "model": self.model,
                 **prompt,
-                "max_tokens": ask.output_tokens,
+                "max_tokens": request.output_tokens,
                 "stream": True,
                 "stream_options": {"include_usage": True},
                 **self.members,
@@ -146,10 +243,10 @@ class _Times:
         )
 
 
-async def ask_streaming(target: Target, ask: Ask) -> Sample:
+async def send_streaming(target: Target, request: LoadRequest) -> Sample:
     """Send one request and read it to its end. What goes wrong stands in the sample's `error`."""
-    body = target.body(ask)
-    known = len(ask.prompt) if isinstance(ask.prompt, tuple) else 0
+    body = target.body(request)
+    known = len(request.prompt) if isinstance(request.prompt, tuple) else 0
     sent_s = time.perf_counter()
     times = _Times(sent_s, known)
     try:
@@ -194,3 +291,32 @@ async def _exchange(target: Target, request: bytes, times: _Times | None) -> Eve
     if parser.status != 200:
         raise BadAnswer(f"HTTP {parser.status}: {parser.text[:_SHOWN_CHARACTERS]}")
     return parser
+
+
+async def run_load(
+    target: Target,
+    requests: Sequence[LoadRequest],
+    times_s: Sequence[float],
+    *,
+    max_concurrency: int | None = None,
+    done: Callable[[Sample], None] = lambda _: None,
+) -> list[Sample]:
+    """Send `requests[i]` at `times_s[i]` from now on (ascending), later where `max_concurrency` are
+    under way. The samples stand in the requests' order; `done` hears of each as it ends."""
+    turn = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
+
+    async def one(request: LoadRequest) -> Sample:
+        async with turn:
+            sample = await send_streaming(target, request)
+        done(sample)
+        return sample
+
+    start_s = time.perf_counter()
+    tasks: list[asyncio.Task[Sample]] = []
+    async with asyncio.TaskGroup() as group:
+        for request, at_s in zip(requests, times_s, strict=True):
+            wait_s = start_s + at_s - time.perf_counter()
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+            tasks.append(group.create_task(one(request)))
+    return [task.result() for task in tasks]

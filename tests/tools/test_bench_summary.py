@@ -10,11 +10,16 @@ from statistics import fmean, pvariance
 import pytest
 
 from xpyd_core.errors import UserError
-from xpyd_worker.bench.arrivals import arrival_times
-from xpyd_worker.bench.events import BadAnswer, EventParser
-from xpyd_worker.bench.figures import Sample, parse_objectives, percentile, summarize, token_gaps
-from xpyd_worker.bench.prompts import random_asks, read_asks
-from xpyd_worker.bench.tables import of_serve
+from xpyd_tools.bench.client import BadAnswer, EventParser
+from xpyd_tools.bench.load import arrival_times, random_requests, read_requests
+from xpyd_tools.bench.summary import (
+    Sample,
+    parse_objectives,
+    percentile,
+    serve_table,
+    summarize,
+    token_gaps,
+)
 
 
 def gaps(burstiness: float) -> list[float]:
@@ -77,7 +82,7 @@ def test_a_run_is_summed_up_without_its_failures() -> None:
     assert found.itl_ms.mean == pytest.approx(160 / 3)
     assert found.tpot_ms.mean == pytest.approx((30 + 100) / 2)
     assert found.goodput is None
-    assert "goodput" not in of_serve(found)
+    assert "goodput" not in serve_table(found)
 
 
 def test_tokens_that_come_together_share_the_time_since_the_last_ones() -> None:
@@ -92,7 +97,7 @@ def test_goodput_counts_requests_that_meet_every_objective() -> None:
     assert found.goodput == pytest.approx(2 / 2.1)
     assert summarize(SAMPLES, {"ttft": 300, "tpot": 29}).goodput == pytest.approx(1 / 2.1)
     assert summarize(SAMPLES, {"e2e": 1}).goodput == 0
-    assert "goodput, requests/s" in of_serve(found)
+    assert "goodput, requests/s" in serve_table(found)
     for word in ("ttft", "itl:5", "ttft:fast", "ttft:-1", "ttft:0"):
         with pytest.raises(UserError, match=f"--goodput {word}: expected NAME:MILLISECONDS"):
             parse_objectives([word])
@@ -100,11 +105,11 @@ def test_goodput_counts_requests_that_meet_every_objective() -> None:
 
 def test_random_prompts_have_their_length_and_share_no_beginning() -> None:
     def draw(seed: int) -> list[object]:
-        asks = random_asks(
+        requests = random_requests(
             50, input_tokens=32, output_tokens=9, vocabulary=range(300, 1000), seed=seed
         )
-        assert all(ask.output_tokens == 9 for ask in asks)
-        return [ask.prompt for ask in asks]
+        assert all(request.output_tokens == 9 for request in requests)
+        return [request.prompt for request in requests]
 
     found = draw(1)
     assert all(isinstance(ids, tuple) and len(ids) == 32 for ids in found)
@@ -114,24 +119,24 @@ def test_random_prompts_have_their_length_and_share_no_beginning() -> None:
 
 
 def test_a_dataset_is_read_line_by_line_and_begins_again(tmp_path: Path) -> None:
-    file = tmp_path / "asks.jsonl"
+    file = tmp_path / "requests.jsonl"
     file.write_text(
         '{"prompt": "a \u2028text"}\n\n{"prompt": [1, 2], "output_tokens": 4}\n'
         '{"messages": [{"role": "user", "content": "hi"}]}\n',
         encoding="utf-8",
     )
-    asks = read_asks(file, 4, output_tokens=7)
-    assert [ask.prompt for ask in asks[:2]] == ["a \u2028text", (1, 2)]
-    assert asks[2].prompt == [{"role": "user", "content": "hi"}]
-    assert asks[3] == asks[0]
-    assert [ask.output_tokens for ask in asks] == [7, 4, 7, 7]
+    requests = read_requests(file, 4, output_tokens=7)
+    assert [request.prompt for request in requests[:2]] == ["a \u2028text", (1, 2)]
+    assert requests[2].prompt == [{"role": "user", "content": "hi"}]
+    assert requests[3] == requests[0]
+    assert [request.output_tokens for request in requests] == [7, 4, 7, 7]
     for wrong in ("{", "[]", '{"prompt": 5}', '{"prompt": "a", "output_tokens": 0}'):
         file.write_text('{"prompt": "a"}\n' + wrong)
         with pytest.raises(UserError, match="line 2: "):
-            read_asks(file, 1, output_tokens=7)
+            read_requests(file, 1, output_tokens=7)
     file.write_text("\n")
     with pytest.raises(UserError, match="it has no prompts"):
-        read_asks(file, 1, output_tokens=7)
+        read_requests(file, 1, output_tokens=7)
 
 
 CHUNKED = (

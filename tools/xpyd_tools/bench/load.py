@@ -1,15 +1,18 @@
-"""What a measured load asks: prompts of random token ids, or those of a file.
+"""The requests of a measured load: their prompts and their times. Only the file of prompts is I/O.
 
-Random prompts share no prefix, so no prefix cache helps; other ids in each run, unless the seed is
-given.
+Random prompts share no prefix, so no prefix cache helps; each run has other token ids, unless the
+seed is given. Requests come with gamma-distributed gaps. A Poisson process, the usual model of
+independent users, has exponential gaps: shape 1. A smaller shape makes bursts, a larger one evens
+the load out.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import accumulate, cycle, islice
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -20,7 +23,7 @@ Messages = Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Ask:
+class LoadRequest:
     """One request: a prompt as text or token ids, or the messages of a chat; and how many tokens
     to answer with at most."""
 
@@ -28,17 +31,18 @@ class Ask:
     output_tokens: int
 
 
-def random_asks(
+def random_requests(
     count: int, *, input_tokens: int, output_tokens: int, vocabulary: range, seed: int
-) -> list[Ask]:
+) -> list[LoadRequest]:
     """Prompts of exactly `input_tokens` ids out of `vocabulary`."""
     rng = Random(seed)
     return [
-        Ask(tuple(rng.choices(vocabulary, k=input_tokens)), output_tokens) for _ in range(count)
+        LoadRequest(tuple(rng.choices(vocabulary, k=input_tokens)), output_tokens)
+        for _ in range(count)
     ]
 
 
-def read_asks(path: Path, count: int, *, output_tokens: int) -> list[Ask]:
+def read_requests(path: Path, count: int, *, output_tokens: int) -> list[LoadRequest]:
     """The first `count` lines of a JSON lines file, from the beginning again where it has fewer.
 
     A line is an object with `prompt` (text or token ids) or `messages`, and may have
@@ -48,17 +52,17 @@ def read_asks(path: Path, count: int, *, output_tokens: int) -> list[Ask]:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--dataset {path}: {error}") from error
-    asks = [
-        _ask(line, f"--dataset {path}, line {number}", output_tokens)
+    requests = [
+        _read_request(line, f"--dataset {path}, line {number}", output_tokens)
         for number, line in enumerate(lines, start=1)
         if line.strip()
     ]
-    if not asks:
+    if not requests:
         raise UserError(f"--dataset {path}: it has no prompts")
-    return list(islice(cycle(asks), count))
+    return list(islice(cycle(requests), count))
 
 
-def _ask(line: str, where: str, output_tokens: int) -> Ask:
+def _read_request(line: str, where: str, output_tokens: int) -> LoadRequest:
     try:
         value = json.loads(line)
     except ValueError as error:
@@ -74,5 +78,23 @@ def _ask(line: str, where: str, output_tokens: int) -> Ask:
     if isinstance(prompt, list):
         found = cast("list[Any]", prompt)
         if all(isinstance(one, int) for one in found):
-            return Ask(tuple(cast("list[int]", found)), most)
-    return Ask(cast("str | Messages", prompt), most)
+            return LoadRequest(tuple(cast("list[int]", found)), most)
+    return LoadRequest(cast("str | Messages", prompt), most)
+
+
+def arrival_times(
+    requests: int, *, rate_per_s: float, burstiness: float, seed: int
+) -> tuple[float, ...]:
+    """Seconds from the start at which each request comes; the first comes at 0.
+
+    `burstiness` is the gamma distribution's shape: the gaps have the mean 1 / `rate_per_s` and the
+    variance that divided by `burstiness`, times the mean. An infinite rate: all at once.
+    """
+    if requests < 1 or rate_per_s <= 0 or burstiness <= 0:
+        raise ValueError("expected at least one request, a rate and a burstiness above 0")
+    if math.isinf(rate_per_s):
+        return (0.0,) * requests
+    rng = Random(seed)
+    scale_s = 1 / (rate_per_s * burstiness)
+    gaps = (rng.gammavariate(burstiness, scale_s) for _ in range(requests - 1))
+    return tuple(accumulate(gaps, initial=0.0))

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.advice import GB, MODELS, facts
+from tests.tools.advice import GB, MODELS, facts
 from xpyd_core.errors import UserError
-from xpyd_worker.advise.checkpoint import describe
-from xpyd_worker.advise.facts import ModelFacts, read_facts
-from xpyd_worker.advise.formats import Overrides
+from xpyd_tools.advise.checkpoint import describe
+from xpyd_tools.advise.facts import ModelFacts, Overrides, read_facts
 
 SMALL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

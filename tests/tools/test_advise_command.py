@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.advice import MODELS, advice, devices, facts
+from tests.tools.advice import MODELS, advice, devices, facts
 from xpyd_core.cli import build_parser, main
 from xpyd_operator.document.load import parse_fleet
-from xpyd_worker.advise.document import snippet
-from xpyd_worker.advise.fit import Division, memory_of
-from xpyd_worker.advise.notes import notes_of
+from xpyd_tools.advise.fit import Division, memory_of
+from xpyd_tools.advise.report import notes_of, snippet
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:

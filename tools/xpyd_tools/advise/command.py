@@ -9,16 +9,15 @@ import sys
 
 from xpyd_core.cli import Command
 from xpyd_core.errors import UserError
+from xpyd_core.json_fields import Json
 from xpyd_core.sizes import parse_bytes
-from xpyd_worker.advise.arithmetic import BETWEEN, WITHIN
-from xpyd_worker.advise.checkpoint import describe
-from xpyd_worker.advise.facts import ModelFacts, read_facts
-from xpyd_worker.advise.fit import Hardware
-from xpyd_worker.advise.formats import DTYPE_BYTES, QUANTIZATIONS, Overrides
-from xpyd_worker.advise.layout import Wishes, advise
-from xpyd_worker.advise.report import json_of, text_of
+from xpyd_tools.advise.arithmetic import BETWEEN, WITHIN
+from xpyd_tools.advise.checkpoint import describe
+from xpyd_tools.advise.facts import DTYPE_BYTES, QUANTIZATIONS, ModelFacts, Overrides, read_facts
+from xpyd_tools.advise.fit import Hardware
+from xpyd_tools.advise.layout import Wishes, advise
+from xpyd_tools.advise.report import json_of, text_of
 from xpyd_worker.config import AUTO_BATCHED_TOKENS_GPU
-from xpyd_worker.model.fields import Json
 from xpyd_worker.model.registry import parse_config
 
 ROLES = ("Aggregated", "Prefill", "Decode")
