@@ -28,6 +28,7 @@ from tests.router.fakes import (
 from xpyd_core.errors import UserError
 from xpyd_core.keys import release_mac
 from xpyd_router.command import command, read_config
+from xpyd_router.fleet.loads import Work
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
@@ -312,6 +313,38 @@ def test_an_engines_error_is_cleared_of_addresses() -> None:
                 text = await response.text()
             assert not any(a in text for a in addresses([p, d]))
             assert p.calls[0].uuid not in text
+
+    run(work())
+
+
+@pytest.mark.parametrize("script", [serve_model, die, answer(400, ERROR)])
+def test_a_p_whose_call_is_over_has_no_load(script: Script) -> None:
+    async def work() -> None:
+        async with pair() as (fleet_, p, d):
+            p.script = script
+            view = fleet_.router.surface.fleet
+            loads = {one.beat.type: view.load(one.key) for one in view.instances}
+            async with await fleet_.post() as response:
+                await response.read()
+            assert p.served == 1
+            assert (loads["P"].own, loads["D"].own) == (Work(), Work())
+            assert d.served == (script is serve_model)
+
+    run(work())
+
+
+def test_a_p_whose_client_left_has_no_load() -> None:
+    async def work() -> None:
+        async with pair() as (fleet_, p, _):
+            p.script = hang
+            view = fleet_.router.surface.fleet
+            load = next(view.load(one.key) for one in view.instances if one.beat.type == "P")
+            task = asyncio.create_task(fleet_.post())
+            await until(lambda: load.ours == 1)
+            task.cancel()
+            await asyncio.wait([task])
+            await until(lambda: fleet_.metric("xpyd_router_in_flight") == 0)
+            assert load.own == Work()
 
     run(work())
 

@@ -196,6 +196,16 @@ def test_an_error_that_nobody_can_go_on_behind_is_the_clients_last_event() -> No
     assert stream.client.has_end
 
 
+def test_an_error_event_is_cleared_of_the_internal_id_and_of_addresses() -> None:
+    stream = Stream(None)
+    instance = view_of("A").instances[0]
+    said = f"{UUID}: {instance.http} lost {instance.kv}"
+    failed = sse({"error": {"message": said, "type": "server_error"}})
+    stream.feed(sse({"id": "u", "choices": [{"index": 0, "text": "x"}]}), failed)
+    cleared = sse({"error": {"message": f"{PUBLIC}: engine lost engine", "type": "server_error"}})
+    assert stream.client.got.endswith(cleared)
+
+
 def test_an_error_before_anything_came_is_tried_elsewhere() -> None:
     stream = Stream(None)
     with pytest.raises(CallFailed):
