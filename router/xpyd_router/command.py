@@ -15,12 +15,11 @@ from xpyd_core.logs import add_logging_arguments, set_up_logging
 from xpyd_core.messages import HEARTBEAT_PERIOD_S, MISSED_BEATS
 from xpyd_core.pod_env import DISCOVERY_PORT, ROUTER_HTTP_PORT, read_pod_env
 from xpyd_core.sizes import parse_bytes
-from xpyd_router.admission.values import Limits
+from xpyd_router.admission import Limits
 from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.health import HealthRules
-from xpyd_router.policy.base import Slo
-from xpyd_router.policy.no_prefill import ON_NO_PREFILL
-from xpyd_router.requests.client_head import MAX_SLO_MS, check_forwarded_names
+from xpyd_router.policy.base import ON_NO_PREFILL, Slo
+from xpyd_router.request.client_request import MAX_SLO_MS, check_forwarded_names
 
 _EPILOG = """examples:
   xpyd router --kv-key-file kv.key               on 127.0.0.1:10001, engines beat to port 30001
@@ -347,7 +346,11 @@ def _run(args: argparse.Namespace) -> int:
         signal.signal(number, _leave)
     set_up_logging(args.log_level, args.log_format)
     config = read_config(args)
-    from xpyd_router.main import run_router
+    if config.processes > 1:
+        from xpyd_router.processes.owner import run_owner
+
+        return run_owner(config)
+    from xpyd_router.router import run_router
 
     return run_router(config)
 

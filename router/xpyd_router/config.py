@@ -7,10 +7,9 @@ from pathlib import Path
 
 from xpyd_core.messages import HEARTBEAT_PERIOD_S, MISSED_BEATS
 from xpyd_core.pod_env import DISCOVERY_PORT, ROUTER_HTTP_PORT
-from xpyd_router.admission.values import Limits
+from xpyd_router.admission import Limits
 from xpyd_router.fleet.health import HealthRules
-from xpyd_router.policy.base import NO_SLO, Slo
-from xpyd_router.policy.no_prefill import OnNoPrefill
+from xpyd_router.policy.base import NO_SLO, OnNoPrefill, Slo
 
 
 @dataclass(frozen=True)

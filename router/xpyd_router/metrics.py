@@ -9,11 +9,14 @@ from collections.abc import Callable, Iterable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from xpyd_router.errors import FailureCause
-from xpyd_router.figures.exposition import Exposition
-from xpyd_router.figures.instances import PHASES, InstanceTable
-from xpyd_router.figures.objectives import ObjectiveTable
-from xpyd_router.figures.requests import RequestTable
-from xpyd_router.fleet.registry import Instance, ShownState, Standing
+from xpyd_router.fleet.instances import Instance, ShownState, Standing
+from xpyd_router.request_metrics import (
+    PHASES,
+    Exposition,
+    InstanceTable,
+    ObjectiveTable,
+    RequestTable,
+)
 
 _QUEUE_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _STATES: dict[Standing, ShownState] = {

@@ -19,10 +19,10 @@ from xpyd_kv.transport.counters import Counters
 from xpyd_operator.controller.metrics import OperatorMetrics
 from xpyd_operator.document.later import FIELDS, VALUES
 from xpyd_operator.up.cluster_only import CLUSTER_ONLY
-from xpyd_router.figures.exposition import Exposition
-from xpyd_router.fleet.registry import Instance, InstanceKey
+from xpyd_router.access_log import Trace
+from xpyd_router.fleet.instances import Instance, InstanceKey
 from xpyd_router.metrics import RouterMetrics
-from xpyd_router.requests.trace import Trace
+from xpyd_router.request_metrics import Exposition
 from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.ranks.figures import RankFigures
 from xpyd_worker.server.kv_metrics import kv_samples

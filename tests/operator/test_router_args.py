@@ -10,7 +10,7 @@ import pytest
 
 from xpyd_operator.document import parse_fleet
 from xpyd_operator.plan import ROUTER, fleet_want
-from xpyd_router.admission.values import Limits
+from xpyd_router.admission import Limits
 from xpyd_router.command import command, read_config
 from xpyd_router.config import RouterConfig
 from xpyd_router.policy.base import Slo

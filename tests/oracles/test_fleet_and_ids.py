@@ -18,8 +18,10 @@ from xpyd_core.request_id import Address, parse_pair_id
 from xpyd_core.sizes import parse_bytes
 from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.registry import Registry
-from xpyd_router.policy.base import Pair, Want
-from xpyd_router.requests.bodies import parse_ask, prefill_body
+from xpyd_router.policy.base import Want
+from xpyd_router.policy.pairs import Pair
+from xpyd_router.request.client_request import parse_ask
+from xpyd_router.request.state import prefill_body
 from xpyd_worker.command import configure, read_config
 
 PREFILL = Address("10.0.1.2", 21001)

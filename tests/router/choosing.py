@@ -9,12 +9,11 @@ from typing import Any
 
 from tests.router.beats import beat
 from xpyd_core.messages import Heartbeat
-from xpyd_router.config import RouterConfig
+from xpyd_router.fleet.instances import InstanceKey, Snapshot
 from xpyd_router.fleet.loads import Load, LoadTable
-from xpyd_router.fleet.registry import InstanceKey, Registry, Snapshot
-from xpyd_router.policy.base import Alone, Pair, Want
-from xpyd_router.policy.catalogue import build_policy
-from xpyd_router.policy.pairs import PairPolicy
+from xpyd_router.fleet.registry import Registry
+from xpyd_router.policy.base import Want
+from xpyd_router.policy.pairs import Alone, Pair, PairPolicy, PolicyNames, build_policy
 
 _hosts = itertools.count(1)
 
@@ -38,11 +37,13 @@ def make_policy(
     *,
     loads: LoadTable | None = None,
     draw: Callable[[], float] | None = None,
-    **config: Any,
+    local_prefill_tokens: int = 0,
+    **names: Any,
 ) -> PairPolicy:
     """As the router makes it; chance is seeded."""
     return build_policy(
-        RouterConfig(policy=name, **config),
+        PolicyNames(name, **names),
+        local_prefill_tokens=local_prefill_tokens,
         loads=LoadTable() if loads is None else loads,
         random=draw or random.Random(7).random,
     )

@@ -26,7 +26,7 @@ from xpyd_core.keys import beat_mac, read_keys
 from xpyd_core.messages import Heartbeat, encode_heartbeat
 from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.health import HealthRules
-from xpyd_router.main import RunningRouter, open_router
+from xpyd_router.router import RunningRouter, open_router
 
 DEADLINE_S = 20.0
 _instance_numbers = itertools.count(1)

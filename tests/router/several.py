@@ -21,10 +21,10 @@ from tests.router.fakes import FakeEngine, Fleet, replace_beat
 from xpyd_core.messages import encode_heartbeat
 from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.health import HealthRules
-from xpyd_router.main import RunningRouter
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.processes.owner import Owner, open_owner
-from xpyd_router.processes.staff import Worker
+from xpyd_router.processes.worker_processes import Worker
+from xpyd_router.router import RunningRouter
 
 PATIENCE_S = 60.0
 """For the whole of a test: processes take a second or two to start, more where all cores work."""

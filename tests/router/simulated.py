@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from tests.router.choosing import key_of, make_policy, some
 from tests.router.virtual_time import run_virtually
 from xpyd_core.messages import Heartbeat
-from xpyd_router.figures.instances import InstanceTable
-from xpyd_router.figures.objectives import ObjectiveTable
+from xpyd_router.fleet.instances import Instance
 from xpyd_router.fleet.loads import LoadTable
-from xpyd_router.fleet.registry import Instance, Registry
+from xpyd_router.fleet.registry import Registry
 from xpyd_router.fleet.view import FleetView
-from xpyd_router.policy.base import NO_SLO, Pair, Slo, Want
-from xpyd_router.requests.objectives import Objectives
+from xpyd_router.policy.base import NO_SLO, Slo, Want
+from xpyd_router.policy.pairs import Pair
+from xpyd_router.request.objectives import Objectives
+from xpyd_router.request_metrics import InstanceTable, ObjectiveTable
 
 _AT_ONCE = 5
 """Tokens between two looks at how many the others are: a fifth of the events."""

@@ -10,9 +10,15 @@ import pytest
 
 from tests.router.virtual_time import pending_timers, run_virtually
 from xpyd_core.errors import ApiError
-from xpyd_router.admission.admission import Admission, Ticket
-from xpyd_router.admission.gate import Row
-from xpyd_router.admission.values import PRIORITY_HEADER, Cost, Limits, read_priority
+from xpyd_router.admission import (
+    PRIORITY_HEADER,
+    Admission,
+    Cost,
+    Limits,
+    Row,
+    Ticket,
+    read_priority,
+)
 from xpyd_router.metrics import RouterMetrics
 
 

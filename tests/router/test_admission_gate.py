@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from xpyd_router.admission.gate import REQUESTS, TOKENS, WAITING, Gate, Row
-from xpyd_router.admission.line import Entry
-from xpyd_router.admission.values import Cost, Limits
+from xpyd_router.admission import REQUESTS, TOKENS, WAITING, Cost, Entry, Gate, Limits, Row
 
 
 def gate(limits: Limits, *others: Row) -> tuple[Gate[Entry], Row]:

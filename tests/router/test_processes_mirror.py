@@ -10,8 +10,9 @@ import pytest
 
 from xpyd_core.messages import Heartbeat
 from xpyd_router.fleet.health import HealthRules, ProbeResult
+from xpyd_router.fleet.instances import Instance, InstanceKey
 from xpyd_router.fleet.poison import Break, fingerprint
-from xpyd_router.fleet.registry import Instance, InstanceKey, Registry
+from xpyd_router.fleet.registry import Registry
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.processes.events import (
     Acquit,
@@ -28,8 +29,7 @@ from xpyd_router.processes.events import (
 )
 from xpyd_router.processes.mirror import Mirror
 from xpyd_router.processes.owner_view import OwnerView
-from xpyd_router.processes.rows import Rows, size_bytes
-from xpyd_router.processes.shared_loads import SharedLoadTable
+from xpyd_router.processes.shared_loads import Rows, SharedLoadTable, size_bytes
 
 RULES = HealthRules(slow_start_s=5.0)
 

@@ -14,15 +14,23 @@ from xpyd_core.errors import ProtocolError
 from xpyd_core.messages import Heartbeat
 from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.health import HealthRules
+from xpyd_router.fleet.instances import InstanceKey
 from xpyd_router.fleet.loads import Work
-from xpyd_router.fleet.registry import InstanceKey
 from xpyd_router.policy.base import Want
 from xpyd_router.processes import events
 from xpyd_router.processes.events import Beat, Failed, Splitter, Stood, frame, to_owner, to_worker
-from xpyd_router.processes.lines import MOST_BYTES, pieces
-from xpyd_router.processes.merge import merge, parse, retire
-from xpyd_router.processes.rows import SLOTS, Rows, Slots, cell_of, size_bytes, total
-from xpyd_router.processes.shared_loads import FreshPolicy, SharedLoadTable
+from xpyd_router.processes.gathered_metrics import merge, parse, retire
+from xpyd_router.processes.shared_loads import (
+    SLOTS,
+    FreshPolicy,
+    Rows,
+    SharedLoadTable,
+    Slots,
+    cell_of,
+    size_bytes,
+    total,
+)
+from xpyd_router.processes.worker import MOST_BYTES, pieces
 
 KEY = InstanceKey("127.0.0.1:1", "a")
 OTHER = InstanceKey("127.0.0.1:9", "b")

@@ -16,7 +16,6 @@ import pytest
 from tests.router.fakes import pair, run, until
 from tests.router.several import Client, children, routed, several, when
 from tests.router.several import run as run_several
-from xpyd_router.processes.asking import SILENCE_S, Asking
 from xpyd_router.processes.channel import Channel
 from xpyd_router.processes.events import (
     Acquit,
@@ -28,6 +27,7 @@ from xpyd_router.processes.events import (
     to_owner,
     to_worker,
 )
+from xpyd_router.processes.worker import SILENCE_S, Asking
 
 MORE_THAN_BUFFERS = [Acquit(bytes(1000))] * 2000
 """2 MB: a socket and its transport hold some hundred KB."""

@@ -16,7 +16,7 @@ import pytest
 
 from tests.router.fakes import Call, FakeEngine, serve_model, until
 from tests.router.several import Client, Several, children, routed, run, several, when
-from xpyd_router.admission.values import Limits
+from xpyd_router.admission import Limits
 
 pytestmark = pytest.mark.slow
 
@@ -202,7 +202,7 @@ ANSWERED = 'xpyd_router_requests_total{endpoint="completions",status="200"}'
 
 
 def test_a_stuck_worker_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xpyd_router.processes.staff.MAX_MISSES", 2)
+    monkeypatch.setattr("xpyd_router.processes.worker_processes.MAX_MISSES", 2)
 
     async def work() -> None:
         async with several(2) as made:
@@ -362,7 +362,7 @@ def test_a_worker_that_starts_while_the_router_drains_does_not_hold_it_up() -> N
 def test_a_worker_that_is_stuck_while_the_router_drains_is_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("xpyd_router.processes.staff.MAX_MISSES", 2)
+    monkeypatch.setattr("xpyd_router.processes.worker_processes.MAX_MISSES", 2)
 
     async def work() -> None:
         async with several(2) as made:

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import pytest
 import uvloop
 
-from xpyd_router.serving import accepting
-from xpyd_router.serving.accepting import Acceptor
+from xpyd_router.http import server
+from xpyd_router.http.server import Acceptor
 
 LOOPS = [uvloop.new_event_loop, asyncio.new_event_loop]
 
@@ -102,7 +102,7 @@ def test_many_are_taken_in_one_turn(make_loop: Callable[[], Any]) -> None:
 
 
 def test_more_than_a_turn_takes_come_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accepting, "_MOST_AT_ONCE", 8)
+    monkeypatch.setattr(server, "_MOST_AT_ONCE", 8)
 
     async def work() -> None:
         with _meeting(40) as (peers, _, _):
@@ -142,7 +142,7 @@ class Full(socket.socket):
 def test_without_a_file_it_rests_and_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(accepting, "_REST_S", 0.05)
+    monkeypatch.setattr(server, "_REST_S", 0.05)
 
     async def work() -> None:
         with _meeting(1, Full(fileno=_listener().detach())) as (peers, _, _):
@@ -154,7 +154,7 @@ def test_without_a_file_it_rests_and_goes_on(
 
 
 def test_while_it_rests_it_does_not_try(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accepting, "_REST_S", 1000.0)
+    monkeypatch.setattr(server, "_REST_S", 1000.0)
     monkeypatch.setattr(Full, "refusals", [errno.EMFILE] * 2)
 
     async def work() -> None:

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from tests.router.fakes import FakeEngine, Fleet, fleet, run, until
 from xpyd_core.request_id import Address, is_dialable, parse_pair_id
-from xpyd_router.source import source_for
+from xpyd_router.upstream.client import source_for
 
 
 @contextlib.asynccontextmanager

@@ -12,7 +12,7 @@ from tests.router.beats import beat
 from tests.router.fakes import FakeEngine, Fleet, fleet, pair, run, until
 from xpyd_core.errors import UserError
 from xpyd_router.fleet.registry import Registry, key_of
-from xpyd_router.serving.admin import is_admin
+from xpyd_router.http.app import is_admin
 
 KEY = "an-admin-key-of-a-test"
 AUTHORIZED = {"Authorization": f"Bearer {KEY}"}

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from tests.router.fakes import parse_events
 from xpyd_core.errors import ProtocolError
-from xpyd_router.requests.answers import (
+from xpyd_router.request.answers import (
     ChunkWriter,
+    EventSplitter,
     Head,
     chunk_of,
     failure_in,
@@ -21,8 +22,7 @@ from xpyd_router.requests.answers import (
     whole_answer,
     without_token_ids,
 )
-from xpyd_router.requests.bodies import parse_ask
-from xpyd_router.requests.sse import EventSplitter
+from xpyd_router.request.client_request import parse_ask
 
 HEAD = Head("cmpl-abc", 7)
 

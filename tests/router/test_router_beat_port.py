@@ -14,11 +14,10 @@ import pytest
 
 from tests.router.fakes import run, until
 from tests.router.zmtp_kit import GREETING, HELLO, frame, message
-from xpyd_router.fleet.beat_port import PortLimits
-from xpyd_router.fleet.discovery import Discovery
+from xpyd_router.discovery.discovery import Discovery, PortLimits
+from xpyd_router.discovery.zmtp import Receiver
 from xpyd_router.fleet.registry import Registry
 from xpyd_router.fleet.view import FleetView
-from xpyd_router.fleet.zmtp import Receiver
 from xpyd_router.metrics import RouterMetrics
 
 LONG_S = 60.0

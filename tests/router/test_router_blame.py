@@ -15,15 +15,16 @@ from xpyd_core.errors import ApiError
 from xpyd_router.config import RouterConfig
 from xpyd_router.errors import CallFailed
 from xpyd_router.fleet.health import HealthRules
+from xpyd_router.fleet.instances import Instance
 from xpyd_router.fleet.loads import LoadTable
 from xpyd_router.fleet.poison import fingerprint
-from xpyd_router.fleet.registry import Instance, Registry
+from xpyd_router.fleet.registry import Registry
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
-from xpyd_router.policy.base import Alone, Pair
-from xpyd_router.requests.attempt import Attempt
-from xpyd_router.requests.course import Sent
-from xpyd_router.requests.failures import Failures
+from xpyd_router.policy.pairs import Alone, Pair
+from xpyd_router.request.attempt import Attempt
+from xpyd_router.request.failures import Failures
+from xpyd_router.request.state import Sent
 
 PATIENT = HealthRules(probe_interval_s=60.0, slow_start_s=0.0)
 NO_KV: dict[str, Any] = {"error": {"message": "no KV", "code": "kv_transfer_failed"}}

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xpyd_core.errors import ApiError
-from xpyd_router.requests.bodies import parse_ask, prefill_body, splice
+from xpyd_router.request.client_request import parse_ask
+from xpyd_router.request.state import prefill_body, splice
 
 
 def ask(endpoint: Any = "completions", **fields: Any) -> Any:

@@ -9,8 +9,7 @@ import pytest
 from tests.router.beats import beat
 from xpyd_core.errors import ProtocolError
 from xpyd_core.messages import Heartbeat
-from xpyd_router.fleet.claims import MAX_MODELS
-from xpyd_router.fleet.registry import MAX_SKEW_S, Registry
+from xpyd_router.fleet.registry import MAX_MODELS, MAX_SKEW_S, Registry
 
 SIGNED = 0.0
 """The age of a beat that was signed just now."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from xpyd_core.errors import UserError
-from xpyd_router.requests.client_head import ClientHead, HeadReader, check_forwarded_names
+from xpyd_router.request.client_request import ClientHead, HeadReader, check_forwarded_names
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = f"00-{TRACE}-00f067aa0ba902b7-01".encode()

@@ -10,8 +10,7 @@ import pytest
 
 from tests.router.fakes import run
 from xpyd_router.errors import CallFailed
-from xpyd_router.upstream.connection import Connection
-from xpyd_router.upstream.exchange import Exchange
+from xpyd_router.upstream.connection import Connection, Exchange
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n\r\n"

@@ -10,12 +10,14 @@ import pytest
 from tests.router.beats import beat
 from tests.router.choosing import make_policy
 from xpyd_core.errors import ProtocolError
+from xpyd_router.access_log import Trace
 from xpyd_router.fleet.poison import Break
 from xpyd_router.fleet.registry import Registry
-from xpyd_router.policy.base import Pair, Want
-from xpyd_router.requests.answers import Head
-from xpyd_router.requests.bodies import parse_ask
-from xpyd_router.requests.course import (
+from xpyd_router.policy.base import Want
+from xpyd_router.policy.pairs import Pair
+from xpyd_router.request.answers import DONE, EventSplitter, Head, event_data
+from xpyd_router.request.client_request import parse_ask
+from xpyd_router.request.state import (
     Course,
     Sent,
     alone_params,
@@ -26,8 +28,6 @@ from xpyd_router.requests.course import (
     prefill_params,
     take_prefill,
 )
-from xpyd_router.requests.sse import DONE, EventSplitter, event_data
-from xpyd_router.requests.trace import Trace
 
 
 def pair(p_context: int, d_context: int) -> Pair:

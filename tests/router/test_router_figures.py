@@ -5,11 +5,10 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from xpyd_core.messages import Heartbeat
-from xpyd_router.figures import instances
-from xpyd_router.figures.exposition import Exposition
-from xpyd_router.figures.instances import InstanceTable
-from xpyd_router.fleet.registry import Instance, InstanceKey
+from xpyd_router import request_metrics
+from xpyd_router.fleet.instances import Instance, InstanceKey
 from xpyd_router.metrics import RouterMetrics
+from xpyd_router.request_metrics import Exposition, InstanceTable
 
 
 class Clock:
@@ -107,7 +106,7 @@ def test_series_go_when_their_instance_has_been_gone_for_a_while() -> None:
     table.call(P, 1).end()
     running = table.call(D, 1)
     table.keep([P, D])
-    clock.now_s += instances.KEEP_S
+    clock.now_s += request_metrics.KEEP_S
     table.keep([P])
     assert len(table) == 2
     clock.now_s += 1.0
@@ -130,9 +129,9 @@ def test_an_instance_that_was_never_called_has_its_numbers_and_no_buckets() -> N
 def test_strangers_cannot_make_series_without_end() -> None:
     clock = Clock()
     table = InstanceTable(clock)
-    for number in range(instances.MAX_NAMES + 10):
+    for number in range(request_metrics.MAX_NAMES + 10):
         table.call(instance("P", f"p-{number}"), 1).end()
-    assert len(table) <= instances.MAX_NAMES
+    assert len(table) <= request_metrics.MAX_NAMES
 
 
 def test_pairs_beyond_the_bound_are_counted_together() -> None:
@@ -144,7 +143,7 @@ def test_pairs_beyond_the_bound_are_counted_together() -> None:
             table.paired(p, d)
     table.paired(ps[0], ds[0])
     found = {k: v for k, v in samples(table).items() if "pairs" in k}
-    assert len(found) == instances.MAX_PAIRS + 1
+    assert len(found) == request_metrics.MAX_PAIRS + 1
     assert found["xpyd_router_pairs_total{decode=d-0,prefill=p-0}"] == 2
     assert found["xpyd_router_pairs_total{decode=other,prefill=other}"] == 64
 

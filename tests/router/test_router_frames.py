@@ -10,14 +10,11 @@ from typing import Any
 import pytest
 
 from tests.router.test_router_upstream_bytes import Parsed
-from xpyd_router.chunks import CHUNK_LINES, KNOWN_LINES, size_in
-from xpyd_router.requests.answers import scrub
-from xpyd_router.requests.outlet import Outlet
-from xpyd_router.requests.relay import Relay
-from xpyd_router.requests.trace import Trace
-from xpyd_router.serving.sinks import DirectSink, UnframedSink
-from xpyd_router.upstream.connection import Connection
-from xpyd_router.upstream.exchange import Exchange
+from xpyd_router.access_log import Trace
+from xpyd_router.http.sinks import DirectSink, UnframedSink
+from xpyd_router.request.answers import scrub
+from xpyd_router.request.relay import CHUNK_LINES, KNOWN_LINES, Outlet, Relay, size_in
+from xpyd_router.upstream.connection import Connection, Exchange
 
 UUID, PUBLIC = b"0123456789abcdef0123456789abcdef", b"f" * 32
 SECRET = b"___prefill_addr_10.0.0.1:1___decode_addr_10.0.0.2:1_" + UUID

@@ -18,8 +18,9 @@ from xpyd_router.fleet.health import (
     HealthRules,
     ProbeResult,
 )
+from xpyd_router.fleet.instances import Instance, InstanceKey, side_of
 from xpyd_router.fleet.poison import Break, judge
-from xpyd_router.fleet.registry import Instance, InstanceKey, Registry, side_of
+from xpyd_router.fleet.registry import Registry
 from xpyd_router.fleet.view import FleetView
 
 ONE = InstanceKey("10.0.0.1:20001", "inc")

@@ -17,7 +17,7 @@ import pytest
 import uvicorn
 
 from tests.router.fakes import fleet, run
-from xpyd_router.serving.http_protocol import ClientProtocol as RouterProtocol
+from xpyd_router.http.protocol import ClientProtocol as RouterProtocol
 from xpyd_worker.server.http_protocol import HeadDeadlineProtocol as WorkerProtocol
 
 PROTOCOLS = [RouterProtocol, WorkerProtocol]

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from tests.router.fakes import Fleet, fleet, run, until
-from xpyd_router.serving import inference
-from xpyd_router.serving.http_protocol import ClientProtocol
+from xpyd_router.http import inference
+from xpyd_router.http.protocol import ClientProtocol
 
 HEADS = {
     "of a known length": b"HTTP/1.1\r\nContent-Length: 30",

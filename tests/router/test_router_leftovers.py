@@ -25,7 +25,7 @@ from tests.router.fakes import (
     start_stream,
     until,
 )
-from xpyd_router.serving.http_protocol import ClientProtocol
+from xpyd_router.http.protocol import ClientProtocol
 
 LOOPS = [uvloop.new_event_loop, asyncio.new_event_loop]
 BODY = b'{"model": "m", "prompt": "x", "stream": %b}'

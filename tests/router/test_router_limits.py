@@ -26,9 +26,9 @@ from tests.router.fakes import (
     serve_model,
     until,
 )
-from xpyd_router.admission.cost import cost_of
-from xpyd_router.admission.values import Cost, Limits
-from xpyd_router.requests.bodies import parse_ask
+from xpyd_router.admission import Cost, Limits
+from xpyd_router.http.inference import cost_of
+from xpyd_router.request.client_request import parse_ask
 
 ONE = Limits(requests=1)
 NOTHING = Cost(0, 0)

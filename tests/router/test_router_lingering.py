@@ -13,8 +13,8 @@ import uvloop
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from tests.router.fakes import Loop, fleet, run, until
-from xpyd_router.serving import lingering
-from xpyd_router.serving.http_protocol import ClientProtocol
+from xpyd_router.http import lingering
+from xpyd_router.http.protocol import ClientProtocol
 
 LOOPS = [uvloop.new_event_loop, asyncio.new_event_loop]
 MORE = 8 * 1024 * 1024

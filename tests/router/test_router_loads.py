@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 
 from tests.router.beats import beat
+from xpyd_router.fleet.instances import InstanceKey
 from xpyd_router.fleet.loads import Load, LoadTable
-from xpyd_router.fleet.registry import InstanceKey, Registry
+from xpyd_router.fleet.registry import Registry
 from xpyd_router.fleet.view import FleetView
 
 KEY = InstanceKey("10.0.0.1:20001", "")

@@ -8,7 +8,7 @@ import pytest
 import uvloop
 
 from tests.router.fakes import Fleet, Loop, fleet, pair, run, until
-from xpyd_router.serving.http_protocol import MAX_HEAD_BYTES
+from xpyd_router.http.protocol import MAX_HEAD_BYTES
 
 LOOPS = [uvloop.new_event_loop, asyncio.new_event_loop]
 """uvloop reads up to 250 KiB at once, asyncio's loop 256 KiB."""

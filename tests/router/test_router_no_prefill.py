@@ -19,9 +19,9 @@ from tests.router.fakes import (
     text_of,
     until,
 )
-from xpyd_router.admission.values import Limits
-from xpyd_router.policy.base import Want
-from xpyd_router.policy.no_prefill import OnNoPrefill, second_wish
+from xpyd_router.admission import Limits
+from xpyd_router.policy.base import OnNoPrefill, Want
+from xpyd_router.request.attempt import second_wish
 
 TEXT = "t0.0 t0.1 t0.2 t0.3 "
 READY = "/readiness"

@@ -29,17 +29,16 @@ from tests.router.fakes import (
 from tests.router.test_router_course import course
 from xpyd_core.errors import UserError
 from xpyd_router.command import command, read_config
-from xpyd_router.figures.instances import InstanceTable
-from xpyd_router.figures.objectives import ObjectiveTable
-from xpyd_router.fleet.loads import LoadTable
-from xpyd_router.fleet.pace import Pace
+from xpyd_router.fleet.loads import LoadTable, Pace
 from xpyd_router.fleet.registry import Registry
 from xpyd_router.fleet.view import FleetView
-from xpyd_router.policy.base import NO_SLO, Alone, Slo
-from xpyd_router.requests.attempt import Attempt
-from xpyd_router.requests.client_head import HeadReader
-from xpyd_router.requests.course import Course, Sent
-from xpyd_router.requests.objectives import Objectives
+from xpyd_router.policy.base import NO_SLO, Slo
+from xpyd_router.policy.pairs import Alone
+from xpyd_router.request.attempt import Attempt
+from xpyd_router.request.client_request import HeadReader
+from xpyd_router.request.objectives import Objectives
+from xpyd_router.request.state import Course, Sent
+from xpyd_router.request_metrics import InstanceTable, ObjectiveTable
 
 LOOSE, STRICT = Slo(3000.0, 3000.0), Slo(1e-9, 1e-9)
 

@@ -24,9 +24,8 @@ from tests.router.fakes import (
     start_stream,
     until,
 )
-from xpyd_router.admission.values import Limits
-from xpyd_router.requests.trace import Trace
-from xpyd_router.serving.access_log import AccessLog, as_words
+from xpyd_router.access_log import AccessLog, Trace, as_words
+from xpyd_router.admission import Limits
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"

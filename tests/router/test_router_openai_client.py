@@ -23,7 +23,7 @@ from tests.router.fakes import (
     serve_model,
     until,
 )
-from xpyd_router.admission.values import Limits
+from xpyd_router.admission import Limits
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 HELLO: Any = [{"role": "user", "content": "hello"}]

@@ -17,22 +17,22 @@ import xpyd_router
 from tests.router.fakes import fleet, run
 from xpyd_core import __version__
 from xpyd_core.errors import ApiError
-from xpyd_router.admission.admission import _REFUSALS
-from xpyd_router.openapi.document import openapi_document
-from xpyd_router.openapi.errors import ERRORS
-from xpyd_router.openapi.requests import chat_request, completion_request
-from xpyd_router.requests.bodies import ENDPOINTS, parse_ask
-from xpyd_router.serving.app import quart_app
+from xpyd_router.admission import _REFUSALS
+from xpyd_router.http.app import quart_app
+from xpyd_router.http.openapi.document import openapi_document
+from xpyd_router.http.openapi.requests import chat_request, completion_request
+from xpyd_router.http.openapi.responses import ERRORS
+from xpyd_router.request.client_request import ENDPOINTS, parse_ask
 from xpyd_worker.server.openai_types import parse_chat, parse_completion
 
 DOCUMENT = openapi_document(__version__)
 ROUTER = Path(xpyd_router.__file__).parent
 # Calls whose status is no literal: where, and which statuses they give.
 COMPUTED: dict[str, set[tuple[int, str | None]]] = {
-    "serving/app.py": {(404, None), (405, None), (408, None), (413, None)},
-    "serving/http_protocol.py": {(400, None), (431, None)},
-    "admission/admission.py": {(status, code) for status, code, _ in _REFUSALS.values()},
-    "requests/attempt.py": set(),  # an engine's own 4xx, which is 4XX in the document
+    "http/app.py": {(404, None), (405, None), (408, None), (413, None)},
+    "http/protocol.py": {(400, None), (431, None)},
+    "admission.py": {(status, code) for status, code, _ in _REFUSALS.values()},
+    "request/attempt.py": set(),  # an engine's own 4xx, which is 4XX in the document
 }
 SAID_BY_ENGINES = {(400, "context_length_exceeded")}
 
@@ -91,7 +91,7 @@ def raised() -> set[tuple[int, str | None]]:
             if isinstance(node.args[0], ast.Constant):
                 code = ast.literal_eval(codes[0]) if codes else None
                 found.add((node.args[0].value, code))
-            elif where != "openapi/errors.py":  # examples of the document itself
+            elif where != "http/openapi/responses.py":  # examples of the document itself
                 assert where in COMPUTED, f"{where}:{node.lineno}: which statuses are these?"
                 found |= COMPUTED[where]
     return found

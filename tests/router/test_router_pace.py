@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from xpyd_router.fleet.pace import Line, Pace
+from xpyd_router.fleet.loads import Line, Pace
 
 
 @pytest.mark.parametrize(("base", "slope"), [(0.05, 1 / 8000), (0.0, 0.002), (0.3, 0.0)])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+from xpyd_router.fleet.instances import InstanceKey
 from xpyd_router.fleet.poison import KILLS, REFUSED_S, Break, Poison, fingerprint, judge
-from xpyd_router.fleet.registry import InstanceKey
 
 
 def instance(number: int) -> InstanceKey:

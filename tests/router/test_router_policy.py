@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from tests.router.choosing import Bench, make_policy, snapshot, some
-from xpyd_router.fleet.registry import Snapshot
-from xpyd_router.policy.base import Pair, Want
+from xpyd_router.fleet.instances import Snapshot
+from xpyd_router.policy.base import Want
+from xpyd_router.policy.pairs import Pair
 
 
 def pairs(found: Snapshot, turns: int, want: Want | None = None) -> Counter[tuple[str, str]]:

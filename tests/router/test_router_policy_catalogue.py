@@ -11,10 +11,9 @@ import pytest
 from tests.router.choosing import snapshot, some
 from xpyd_core.errors import UserError
 from xpyd_router.command import command, read_config
-from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.loads import LoadTable
-from xpyd_router.policy.base import Alone, Candidate, Pair, Side, SidePolicy, Tools, Want
-from xpyd_router.policy.catalogue import GROUP, build_policy, installed
+from xpyd_router.policy.base import Candidate, Side, SidePolicy, Tools, Want
+from xpyd_router.policy.pairs import GROUP, Alone, Pair, PolicyNames, build_policy, installed
 
 
 class Last(SidePolicy):
@@ -33,8 +32,8 @@ def half() -> float:
 
 def build(**config: str):
     known = {**installed(), "Last": EntryPoint("Last", f"{__name__}:Last", GROUP)}
-    config = {"policy": "RoundRobin", **config}
-    return build_policy(RouterConfig(**config), loads=LoadTable(), random=half, known=known)  # pyright: ignore
+    names = PolicyNames(**{"policy": "RoundRobin", **config})
+    return build_policy(names, loads=LoadTable(), random=half, known=known)
 
 
 def test_ours_are_installed_by_name() -> None:

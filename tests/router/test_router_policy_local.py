@@ -12,7 +12,8 @@ from tests.router.fakes import pair, run, text_of
 from tests.router.test_router_policy_prefix import ask
 from xpyd_core.errors import UserError
 from xpyd_router.command import command, read_config
-from xpyd_router.policy.base import Alone, Pair, Want
+from xpyd_router.policy.base import Want
+from xpyd_router.policy.pairs import Alone, Pair
 
 POLICIES = [
     *("RoundRobin", "Random", "PowerOfTwo", "LeastLoaded", "PrefixAware", "SessionAffinity"),

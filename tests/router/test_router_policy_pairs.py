@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.router.choosing import Bench, make_policy, snapshot, some
-from xpyd_router.fleet.registry import InstanceKey, Snapshot
-from xpyd_router.policy.base import Alone, Pair, Want
-from xpyd_router.policy.catalogue import installed
+from xpyd_router.fleet.instances import InstanceKey, Snapshot
+from xpyd_router.policy.base import Want
+from xpyd_router.policy.pairs import Alone, Pair, installed
 
 every_policy = pytest.mark.parametrize("name", sorted(installed()))
 

@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from tests.router.choosing import Bench, key_of
 from xpyd_router.policy import prefix_aware
-from xpyd_router.policy.base import Alone, Mark, Pair, Want
+from xpyd_router.policy.base import Mark, Want
+from xpyd_router.policy.pairs import Alone, Pair
 
 
 def marks(text: str, tokens: int) -> tuple[Mark, ...]:

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from tests.router.choosing import Bench, key_of, make_policy, snapshot, some
 from xpyd_core.messages import Heartbeat
 from xpyd_router.fleet.loads import Load, LoadTable
-from xpyd_router.policy.base import Candidate, Pair, Side, Tools, Want
-from xpyd_router.policy.pairs import PairPolicy
+from xpyd_router.policy.base import Candidate, Side, Tools, Want
+from xpyd_router.policy.pairs import Pair, PairPolicy
 from xpyd_router.policy.session_affinity import SessionAffinity
 
 

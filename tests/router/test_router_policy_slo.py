@@ -11,7 +11,8 @@ from tests.router.choosing import Bench, key_of
 from tests.router.simulated import Simulation, Speed
 from tests.router.test_router_policy_prefix import ask
 from xpyd_core.messages import Heartbeat
-from xpyd_router.policy.base import Alone, Slo, Want
+from xpyd_router.policy.base import Slo, Want
+from xpyd_router.policy.pairs import Alone
 
 FAST_P, SLOW_P = Speed(0.01, 1 / 20000), Speed(0.01, 1 / 5000)
 FAST_D, SLOW_D = Speed(0.008, 0.0004), Speed(0.018, 0.002)

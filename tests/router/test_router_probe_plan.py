@@ -6,8 +6,8 @@ import math
 import random
 from collections import Counter
 
-from xpyd_router.fleet.probe_plan import MAX_PROBES_PER_S, ProbePlan
-from xpyd_router.fleet.registry import InstanceKey
+from xpyd_router.fleet.health import MAX_PROBES_PER_S, ProbePlan
+from xpyd_router.fleet.instances import InstanceKey
 
 
 def instance(number: int) -> InstanceKey:

@@ -24,9 +24,9 @@ from tests.router.fakes import (
     until,
 )
 from xpyd_core.request_id import Address
+from xpyd_router.discovery.prober import probe_http
 from xpyd_router.fleet.health import HealthRules
-from xpyd_router.fleet.http_probe import probe_http
-from xpyd_router.fleet.registry import Instance
+from xpyd_router.fleet.instances import Instance
 
 QUICK = HealthRules(probe_interval_s=0.1, probe_timeout_s=0.1, slow_start_s=0.0)
 """For tests that wait for probes."""

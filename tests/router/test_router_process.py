@@ -20,7 +20,7 @@ from tests.router.fakes import Fleet, begin_and_hang, fleet, pair, run, serve_mo
 from xpyd_core.errors import UserError
 from xpyd_core.request_id import parse_pair_id
 from xpyd_router.command import command, read_config
-from xpyd_router.main import open_router
+from xpyd_router.router import open_router
 
 
 def flags(*argv: str) -> argparse.Namespace:

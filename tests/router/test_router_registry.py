@@ -9,7 +9,8 @@ import pytest
 
 from tests.router.beats import beat
 from xpyd_core.errors import ProtocolError
-from xpyd_router.fleet.registry import MAX_INSTANCES, InstanceKey, Registry, build_snapshot
+from xpyd_router.fleet.instances import MAX_INSTANCES, InstanceKey, build_snapshot
+from xpyd_router.fleet.registry import Registry
 
 
 def registry() -> Registry:

@@ -10,14 +10,13 @@ import pytest
 from tests.router.fakes import sse
 from tests.router.test_router_blame import view_of
 from tests.router.test_router_course import course
+from xpyd_router.access_log import Trace
 from xpyd_router.errors import CallFailed
-from xpyd_router.policy.base import Alone
-from xpyd_router.requests.attempt import Attempt
-from xpyd_router.requests.course import Course, Sent
-from xpyd_router.requests.outlet import Outlet
-from xpyd_router.requests.relay import Relay
-from xpyd_router.requests.sse import DONE, MAX_EVENT_BYTES
-from xpyd_router.requests.trace import Trace
+from xpyd_router.policy.pairs import Alone
+from xpyd_router.request.answers import DONE, MAX_EVENT_BYTES
+from xpyd_router.request.attempt import Attempt
+from xpyd_router.request.relay import Outlet, Relay
+from xpyd_router.request.state import Course, Sent
 
 UUID, PUBLIC = "0123456789abcdef" * 2, "fedcba9876543210" * 2
 

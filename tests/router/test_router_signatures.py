@@ -171,7 +171,7 @@ def test_the_log_says_what_is_wrong_and_what_to_do_but_never_the_key(
         async with fleet(kv_key_file=key_file, accept_unsigned_beats=accepts) as fleet_:
             signed = frame_of()
             await result_of(fleet_, signed, beat_mac(KEY, signed))
-            with caplog.at_level(logging.WARNING, "xpyd_router.fleet.discovery"):
+            with caplog.at_level(logging.WARNING, "xpyd_router.discovery.discovery"):
                 frame = frame_of()
                 await result_of(fleet_, frame, *([] if key is None else [beat_mac(key, frame)]))
 

@@ -30,7 +30,7 @@ MAIN = "from xpyd_core.cli import main; sys.addaudithook(hook); sys.exit(main())
 
 LOADS = ("import", "xpyd_router.config", 1)
 """All programs' flags are read."""
-IMPORTS = ("import", "xpyd_router.serving.server", 1)
+IMPORTS = ("import", "xpyd_router.http.server", 1)
 """Within a second of imports."""
 BINDS = ("socket.bind", None, 2)
 SECOND_WORKER = ("subprocess.Popen", None, 2)

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from xpyd_router.serving.trimming import Tide, trim_after_bursts
+from xpyd_router.http.server import Tide, trim_after_bursts
 
 
 def told(*in_flight: int) -> list[int]:
@@ -58,7 +58,7 @@ def test_the_heap_is_trimmed_after_a_burst_and_not_before() -> None:
 # In a process of its own: what others left free in this one's heap would be taken first. The pieces
 # are below glibc's threshold for mappings; every 50th stays and pins the heap's end.
 _FREED = """
-from xpyd_router.serving.trimming import trimmer
+from xpyd_router.http.server import trimmer
 
 def resident_bytes():
     with open("/proc/self/statm") as file:

@@ -12,9 +12,9 @@ import pytest
 from tests.router.fakes import run, until
 from xpyd_core.request_id import Address
 from xpyd_router.errors import CallFailed
-from xpyd_router.fleet.registry import InstanceKey
+from xpyd_router.fleet.instances import InstanceKey
 from xpyd_router.upstream.client import UpstreamClient
-from xpyd_router.upstream.exchange import MAX_HEAD_BYTES, Exchange
+from xpyd_router.upstream.connection import MAX_HEAD_BYTES, Exchange
 
 KEY = InstanceKey("x:1", "a")
 HEAD = b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n"

@@ -11,7 +11,7 @@ import zmq
 
 from tests.router.zmtp_kit import GREETING, HELLO, frame, message, ready
 from xpyd_core.errors import ProtocolError
-from xpyd_router.fleet.zmtp import MAX_COMMAND_BYTES, MAX_FRAMES, Command, Message, Receiver
+from xpyd_router.discovery.zmtp import MAX_COMMAND_BYTES, MAX_FRAMES, Command, Message, Receiver
 
 LIMIT = 1000
 

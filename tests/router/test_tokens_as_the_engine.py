@@ -20,7 +20,7 @@ from tests.router.chat_templates import (
 from tests.worker.engine_bench import Bench
 from tests.worker.engine_fakes import BLOCK
 from xpyd_core.errors import ApiError
-from xpyd_router.tokens.checkpoint import Checkpoint, Limits
+from xpyd_router.tokens.child import Checkpoint, Limits
 from xpyd_router.tokens.prompts import Refused
 from xpyd_worker.engine.request import EngineRequest
 from xpyd_worker.runner.tokenizer import Tokenizer

@@ -10,8 +10,8 @@ import pytest
 from tests.router.chat_templates import DEMO_MODEL, files_of, run
 from tests.router.fakes import Call, FakeEngine, Fleet, fleet, serve_model, until
 from xpyd_core.tokenizer_files import encode_tokenizer_files
-from xpyd_router.admission.values import Limits
-from xpyd_router.requests.prefixes import hash_marks
+from xpyd_router.admission import Limits
+from xpyd_router.request.prefixes import hash_marks
 from xpyd_worker.runner.tokenizer import Tokenizer
 
 PROMPTS = [f"Story {number}: the quick brown fox jumps. " * 12 for number in range(8)]

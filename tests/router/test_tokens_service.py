@@ -24,11 +24,10 @@ from xpyd_core.tokenizer_files import MAX_BYTES, PATH, TokenizerFiles, encode_to
 from xpyd_router.fleet.registry import Registry
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
-from xpyd_router.requests.bodies import Ask, parse_ask
+from xpyd_router.request.client_request import Ask, parse_ask
 from xpyd_router.tokens.fetch import AiohttpFetch
-from xpyd_router.tokens.keeper import FetchFailed
 from xpyd_router.tokens.process import ChildLimits, TokenChild
-from xpyd_router.tokens.service import Prompted, Tokens
+from xpyd_router.tokens.service import FetchFailed, Prompted, Tokens
 from xpyd_worker.runner.tokenizer import Tokenizer
 
 LIMITS = ChildLimits(wait_s=60)
@@ -80,9 +79,12 @@ class Fleet:
     def loads(self, result: str) -> float:
         return self.metrics.tokenizer_loads.labels(result)._value.get()
 
+    async def count(self, asked: Ask) -> Prompted:
+        return await self.tokens.count(asked.model, asked.raw, asked.fields, is_chat=asked.is_chat)
+
     async def exact(self, asked: Ask) -> Prompted:
         """Ask until the count is exact; time goes on meanwhile."""
-        while not (found := await self.tokens.count(asked)).is_exact:
+        while not (found := await self.count(asked)).is_exact:
             self.clock[0] += 1
             await asyncio.sleep(0.01)
         return found
@@ -122,8 +124,7 @@ def test_until_there_are_files_tokens_are_estimated_then_counted() -> None:
     async def test() -> None:
         async with fleet() as made:
             asked = ask()
-            assert await made.tokens.count(asked) == Prompted(8, (), False)
-            assert made.tokens.estimate(asked) == 8
+            assert await made.count(asked) == Prompted(8, (), False)
             assert made.counted("unknown") == 1
             made.beat(1, demo_files(block_size=2))
             found = await made.exact(asked)
@@ -131,7 +132,7 @@ def test_until_there_are_files_tokens_are_estimated_then_counted() -> None:
             assert (found.tokens, len(found.hashes)) == (len(ids), len(ids) // 2)
             assert made.counted("exact") == 1
             chat = ask(messages=[{"role": "user", "content": "hello"}])
-            assert (await made.tokens.count(chat)).is_exact
+            assert (await made.count(chat)).is_exact
             assert (made.fetched, made.loads("loaded")) == ([1], 1)
 
     run(test())
@@ -142,10 +143,10 @@ def test_what_cannot_be_counted_is_estimated_and_the_reason_counted() -> None:
         async with fleet(ChildLimits(wait_s=60, max_body_bytes=2000)) as made:
             made.beat(1, demo_files())
             await made.exact(ask())
-            refused = await made.tokens.count(ask(prompt=[10**6, 1, 1]))
+            refused = await made.count(ask(prompt=[10**6, 1, 1]))
             assert refused == Prompted(3, (), False)
-            assert await made.tokens.count(ask(prompt="x" * 4000)) == Prompted(1000, (), False)
-            assert not (await made.tokens.count(ask(model="other"))).is_exact
+            assert await made.count(ask(prompt="x" * 4000)) == Prompted(1000, (), False)
+            assert not (await made.count(ask(model="other"))).is_exact
             assert [made.counted(r) for r in ("refused", "long", "unknown")][:2] == [1, 1]
 
     run(test())
@@ -194,7 +195,7 @@ def test_two_checkpoints_of_one_name_are_counted_by_either_and_others_by_their_o
             own = files_of(Tokenizer.load(save_byte_level(tmp_path, CHATML)))
             made.beat(3, own, "third", "m3")
             assert (await made.exact(ask(model="m3"))).tokens != first.tokens
-            assert (await made.tokens.count(ask())).tokens == first.tokens
+            assert (await made.count(ask())).tokens == first.tokens
 
     run(test())
 
@@ -205,7 +206,7 @@ def test_a_child_that_is_killed_is_replaced_and_nothing_is_lost() -> None:
             made.beat(1, demo_files())
             await made.exact(ask())
             made.child.kill()
-            found = await asyncio.gather(*(made.tokens.count(ask()) for _ in range(20)))
+            found = await asyncio.gather(*(made.count(ask()) for _ in range(20)))
             assert {one.tokens for one in found if not one.is_exact} <= {8}
             await made.exact(ask())
             assert made.fetched == [1, 1]
@@ -221,7 +222,7 @@ def test_a_template_that_kills_children_is_tried_more_and_more_rarely() -> None:
             chat = ask(messages=[{"role": "user", "content": "hello"}])
             waits: list[float] = []
             for _ in range(3):
-                assert not (await made.tokens.count(chat)).is_exact
+                assert not (await made.count(chat)).is_exact
                 began = made.clock[0]
                 await made.exact(ask())
                 waits.append(made.clock[0] - began)

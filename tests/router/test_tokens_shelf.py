@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from xpyd_core.messages import Heartbeat
-from xpyd_router.fleet.registry import Instance, InstanceKey
+from xpyd_router.fleet.instances import Instance, InstanceKey
 from xpyd_router.tokens.shelf import Shelf, Wish
 
 

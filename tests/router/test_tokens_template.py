@@ -10,8 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.router.chat_templates import FAMILIES, files_of, save_byte_level
-from xpyd_router.tokens.checkpoint import Checkpoint, Limits
-from xpyd_router.tokens.child import cpu_limit
+from xpyd_router.tokens.child import Checkpoint, Limits, cpu_limit
 from xpyd_router.tokens.prompts import Refused, conversation
 from xpyd_router.tokens.template import ChatTemplates
 from xpyd_worker.runner.tokenizer import Tokenizer

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-BreakerState = Literal["Closed", "Open", "HalfOpen"]
+from xpyd_router.fleet.instances import InstanceKey
 
+BreakerState = Literal["Closed", "Open", "HalfOpen"]
 WINDOW_S = 60.0
 """Failures are counted together for so long from the first one on."""
 CONSECUTIVE = 5
@@ -114,3 +115,28 @@ class Breaker:
     def _forget_calls(self) -> None:
         self._failures = self._successes = self._consecutive = 0
         self._fingerprints: set[bytes] = set()
+
+
+class Transfers:
+    """See the module. `now` is seconds of one monotonic clock."""
+
+    def __init__(self) -> None:
+        self._partners: dict[InstanceKey, dict[InstanceKey, float]] = {}
+        """Of each instance the last two with which it failed, and when."""
+
+    def failed(self, prefill: InstanceKey, decode: InstanceKey, now: float) -> list[InstanceKey]:
+        """A transfer between the two failed; for whom of them it counts."""
+        pairs = ((prefill, decode), (decode, prefill))
+        return [key for key, partner in pairs if self._has_several(key, partner, now)]
+
+    def forget(self, key: InstanceKey) -> None:
+        """The instance left the fleet."""
+        self._partners.pop(key, None)
+
+    def _has_several(self, key: InstanceKey, partner: InstanceKey, now: float) -> bool:
+        partners = self._partners.setdefault(key, {})
+        partners.pop(partner, None)
+        partners[partner] = now
+        if len(partners) > 2:
+            del partners[next(iter(partners))]
+        return min(partners.values()) > now - WINDOW_S and len(partners) == 2

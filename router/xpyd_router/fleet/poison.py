@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from typing import Literal
 
-from xpyd_router.fleet.registry import InstanceKey
+from xpyd_router.fleet.instances import InstanceKey
 
 KILLS = 2
 """Deaths that convict the request that met them."""

@@ -11,231 +11,144 @@ as long as it beats. What came signed is touched by signed beats only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Literal, NamedTuple
+import ipaddress
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Literal
 
 from xpyd_core.errors import ProtocolError
-from xpyd_core.messages import Heartbeat, InstanceState
-from xpyd_core.request_id import Address
-from xpyd_router.fleet.claims import (
-    FOR_EVER,
-    Belongings,
-    Past,
-    is_readable,
-    usable_http,
-    usable_kv,
+from xpyd_core.messages import Heartbeat
+from xpyd_core.request_id import Address, is_dialable
+from xpyd_router.fleet.instances import (
+    MAX_INSTANCES,
+    Instance,
+    InstanceKey,
+    Snapshot,
+    Standing,
+    build_snapshot,
 )
 
-MAX_INSTANCES = 4096
+MAX_MODELS = 1024
+"""Names that all instances together may give: the snapshot has an entry for each."""
+FOR_EVER = 2**63 - 1
+_MAX_PAST = 4096
+# Addresses go into headers and URLs; an underscore would end the address in a request id early.
+_HOST = re.compile(r"[A-Za-z0-9.:-]{1,255}")
+
+
+def usable_http(beat: Heartbeat) -> Address:
+    """The HTTP address in one spelling. ProtocolError for one that cannot be called."""
+    return _usable(beat.http, "http_address")
+
+
+def usable_kv(beat: Heartbeat) -> Address:
+    """The KV address in one spelling. ProtocolError for one that cannot be dialled: engines of ours
+    take only literal ips from a request id, others are asked by names, too."""
+    found = _usable(beat.kv, "zmq_address")
+    is_dialled = beat.continuation == 1 and beat.type != "A"
+    if is_dialled and not is_dialable(found):
+        raise ProtocolError(
+            f"heartbeat: zmq_address {found}: engines dial only a literal ip and ports from 1024 "
+            "on; start this one with --kv-advertise IP:PORT"
+        )
+    return found
+
+
+def _usable(address: Address, field_name: str) -> Address:
+    if _HOST.fullmatch(address.host) is None:
+        raise ProtocolError(f"heartbeat: {field_name} has characters that no host has")
+    try:
+        ip = ipaddress.ip_address(address.host)
+    except ValueError:
+        if ":" in address.host:
+            raise ProtocolError(f"heartbeat: {field_name} is no IPv6 address") from None
+        return address._replace(host=address.host.lower())
+    if ip.is_unspecified or ip.is_multicast:
+        raise ProtocolError(
+            f"heartbeat: {field_name} {address} is no address of an instance; give the engine its "
+            "own with --host"
+        )
+    return address._replace(host=str(ip))
+
+
+def is_readable(beat: Heartbeat) -> bool:
+    """Whether its texts can stand in a log line."""
+    texts = (beat.instance, beat.incarnation, beat.fleet, beat.pool, beat.revision)
+    return all(text.isprintable() for text in (*texts, beat.compatibility, *beat.models))
+
+
+class Past:
+    """Who left, and up to when what it says is old. Bounded: the oldest are forgotten."""
+
+    def __init__(self) -> None:
+        self._until: OrderedDict[InstanceKey, int] = OrderedDict()
+
+    def put(self, key: InstanceKey, sent_us: int) -> None:
+        """Beats of `key` sent up to `sent_us` are of the past."""
+        # Without an incarnation a late beat cannot be told from a restart: let it in again. And one
+        # that says no time comes back by the beat that it always sends.
+        if not key.incarnation or not sent_us:
+            return
+        self._until[key] = sent_us
+        self._until.move_to_end(key)
+        if len(self._until) > _MAX_PAST:
+            self._until.popitem(last=False)
+
+    def has(self, key: InstanceKey, sent_us: int) -> bool:
+        """Whether a beat of `key` sent at `sent_us` is of the past."""
+        until = self._until.get(key)
+        return until is not None and sent_us <= until
+
+
+class Belongings:
+    """What the present instances have: KV addresses, each once, and names of models.
+
+    The KV address of an aggregated instance is never dialled, so it counts for nothing.
+    """
+
+    def __init__(self) -> None:
+        self._holders: dict[Address, str] = {}
+        """KV address -> HTTP address of the P or D that has it."""
+        self._models: Counter[str] = Counter()
+
+    def has_other_holder(self, instance: Instance) -> bool:
+        """Whether another instance has its KV address."""
+        if instance.beat.type == "A":
+            return False
+        return self._holders.get(instance.kv, instance.key.http) != instance.key.http
+
+    def has_place_for(self, instance: Instance) -> bool:
+        """Whether its models are known, or not too many."""
+        added = set(instance.beat.models) - self._models.keys()
+        return not added or len(self._models) + len(added) <= MAX_MODELS
+
+    def add(self, instance: Instance) -> None:
+        """It is there now."""
+        self._models.update(instance.beat.models)
+        if instance.beat.type != "A":
+            self._holders[instance.kv] = instance.key.http
+
+    def remove(self, instance: Instance) -> None:
+        """It is not any more; exactly what `add` got."""
+        for name in instance.beat.models:
+            self._models[name] -= 1
+            if not self._models[name]:
+                del self._models[name]
+        if instance.beat.type != "A":
+            del self._holders[instance.kv]
+
+
 MAX_SKEW_S = 120.0
 """How old the first signed beat of an incarnation may be, or how far ahead: clocks differ, and an
 old beat that somebody kept must not bring back who is gone."""
 # A period is a stranger's word: within these bounds a wrong one neither flaps nor stays for ever.
 _PERIOD_BOUNDS_S = (0.05, 60.0)
-
-# Of a period: a beat this late is not explained by the network.
-_LATE_PERIODS = 1.3
-
 Outcome = Literal[
     "new", "refreshed", "replaced", "gone", "repeated", "stale", "skewed", "unsigned", "conflict",
     "full",
 ]  # fmt: skip
-ShownState = Literal[InstanceState, "Ejected", "CircuitOpen", "HalfOpen", "Cordoned"]
-"""An instance's state as people see it."""
-Standing = Literal["Good", "HalfOpen", "Trial", "Open", "Ejected"]
-"""What `health` says of a Ready instance. HalfOpen: one request may try whether it works again;
-Trial: that one is under way; Open: its breaker is; Ejected: it cannot be reached."""
-Side = tuple[str, str, tuple[str, ...]]
-"""Instances that can stand in for each other: type, compatibility key, models."""
-
-
-def side_of(beat: Heartbeat) -> Side:
-    """Whom the instance that beats so can stand in for."""
-    return beat.type, beat.compatibility, beat.models
-
-
-class InstanceKey(NamedTuple):
-    """One process start at one HTTP address."""
-
-    http: str
-    incarnation: str
-
-
-@dataclass(frozen=True)
-class Instance:
-    """One engine as its last beat described it. Times are the caller's clock, in seconds."""
-
-    key: InstanceKey
-    beat: Heartbeat
-    http: Address
-    kv: Address
-    last_beat_s: float
-    expires_at_s: float
-    period_s: float
-    kv_text: str = ""
-    """`kv` as it stands in request ids; `http` as text is the key's."""
-    standing: Standing = "Good"
-    is_signed: bool = False
-    """Its beats are signed with the fleet's key."""
-    is_cordoned: bool = False
-    """An operator wants no new requests on this incarnation."""
-
-    @property
-    def name(self) -> str:
-        """What people call it: the name it gives itself, else its HTTP address."""
-        return self.beat.instance or self.key.http
-
-    @property
-    def is_routable(self) -> bool:
-        """Whether new requests may be sent to it."""
-        return self._may_be_asked and self.standing in ("Good", "HalfOpen")
-
-    @property
-    def is_spare(self) -> bool:
-        """Whether new requests may be sent to it where its side has nobody better."""
-        return self._may_be_asked and self.standing in ("Open", "Trial")
-
-    @property
-    def _may_be_asked(self) -> bool:
-        return self.beat.state == "Ready" and not self.is_cordoned
-
-    @property
-    def side(self) -> Side:
-        """Those that can stand in for it have the same."""
-        return side_of(self.beat)
-
-    def is_late(self, now: float) -> bool:
-        """Whether a beat is missing."""
-        return now - self.last_beat_s > _LATE_PERIODS * self.period_s
-
-    @property
-    def is_continuing(self) -> bool:
-        """Whether it understands `continue_from` (DECISIONS: continuation 1 in its beat)."""
-        return self.beat.continuation == 1
-
-    def serves(self, model: str) -> bool:
-        """Old beats name no model; such an instance takes every name and may answer 404 itself."""
-        return not self.beat.models or model in self.beat.models
-
-
-class Group(NamedTuple):
-    """Routable instances of one compatibility key: any P of it may send KV to any D of it."""
-
-    compatibility: str
-    prefill: tuple[Instance, ...]
-    decode: tuple[Instance, ...]
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """Who may serve one model. `groups` holds also those with only P or only D."""
-
-    groups: tuple[Group, ...] = ()
-    aggregated: tuple[Instance, ...] = ()
-    takes_decode_alone: bool = False
-    """Whether a D of ours serves whole requests where there is no pair."""
-
-    @property
-    def is_routable(self) -> bool:
-        """Whether a request can be served at all."""
-        if self.aggregated or any(g.prefill and g.decode for g in self.groups):
-            return True
-        return self.takes_decode_alone and any(
-            d.is_continuing for g in self.groups for d in g.decode
-        )
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """What the hot path reads: built once per change of the fleet, never changed."""
-
-    by_model: Mapping[str, Candidates] = field(default_factory=lambda: MappingProxyType({}))
-    any_model: Candidates = field(default_factory=Candidates)
-    """For names that no instance gives: the instances that give no names."""
-    known_models: frozenset[str] = frozenset()
-    """Names given by instances in any state."""
-    takes_any_model: bool = False
-    """Whether an instance in any state gives no names."""
-    is_empty: bool = True
-
-    def candidates(self, model: str) -> Candidates:
-        """Who may serve `model` now."""
-        return self.by_model.get(model, self.any_model)
-
-    def knows(self, model: str) -> bool:
-        """Whether an instance, in whatever state, serves `model`."""
-        return self.takes_any_model or model in self.known_models
-
-    @property
-    def models(self) -> tuple[str, ...]:
-        """Names that can be served now, sorted."""
-        return tuple(sorted(m for m, found in self.by_model.items() if found.is_routable))
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether at least one pair or aggregated instance can be picked."""
-        return self.any_model.is_routable or any(c.is_routable for c in self.by_model.values())
-
-
-def _candidates(instances: Iterable[Instance], *, decode_alone: bool) -> Candidates:
-    prefill: dict[str, list[Instance]] = {}
-    decode: dict[str, list[Instance]] = {}
-    aggregated: list[Instance] = []
-    for instance in instances:
-        if instance.beat.type == "A":
-            aggregated.append(instance)
-            continue
-        side = prefill if instance.beat.type == "P" else decode
-        side.setdefault(instance.beat.compatibility, []).append(instance)
-    keys = sorted(prefill.keys() | decode.keys())
-    groups = (Group(k, tuple(prefill.get(k, ())), tuple(decode.get(k, ()))) for k in keys)
-    return Candidates(tuple(groups), tuple(aggregated), decode_alone)
-
-
-def _routable(everyone: Iterable[Instance]) -> list[Instance]:
-    """Those that new requests may be sent to.
-
-    An open breaker keeps requests for the instances that work. A side without such has nothing to
-    save: then those whose breaker is open are asked, and their errors are the answer.
-    """
-    routable = [instance for instance in everyone if instance.is_routable]
-    spare = [instance for instance in everyone if instance.is_spare]
-    if spare:
-        served = {instance.side for instance in routable}
-        routable += [instance for instance in spare if instance.side not in served]
-        routable.sort(key=lambda instance: instance.key)
-    return routable
-
-
-def build_snapshot(instances: Iterable[Instance], *, decode_alone: bool = False) -> Snapshot:
-    """The snapshot of `instances`, in the order of their addresses so that turns are stable.
-
-    `decode_alone`: a D serves whole requests where there is no pair (onNoPrefill).
-    """
-
-    def candidates(among: Iterable[Instance]) -> Candidates:
-        return _candidates(among, decode_alone=decode_alone)
-
-    everyone = sorted(instances, key=lambda instance: instance.key)
-    routable = _routable(everyone)
-    unnamed = [instance for instance in routable if not instance.beat.models]
-    named: dict[str, list[Instance]] = {}
-    for instance in routable:
-        for name in dict.fromkeys(instance.beat.models):
-            named.setdefault(name, []).append(instance)
-    by_model = {
-        name: candidates(sorted(found + unnamed, key=lambda i: i.key) if unnamed else found)
-        for name, found in sorted(named.items())
-    }
-    return Snapshot(
-        by_model=MappingProxyType(by_model),
-        any_model=candidates(unnamed),
-        known_models=frozenset(model for i in everyone for model in i.beat.models),
-        takes_any_model=any(not i.beat.models for i in everyone),
-        is_empty=not everyone,
-    )
 
 
 def _routing_view(beat: Heartbeat) -> tuple[object, ...]:

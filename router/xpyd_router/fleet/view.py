@@ -23,18 +23,10 @@ from xpyd_router.fleet.health import (
     Parting,
     ProbeResult,
 )
+from xpyd_router.fleet.instances import Instance, InstanceKey, Snapshot, Standing, side_of
 from xpyd_router.fleet.loads import Load, LoadTable
 from xpyd_router.fleet.poison import Break, Fate, fingerprint, judge
-from xpyd_router.fleet.registry import (
-    Instance,
-    InstanceKey,
-    Outcome,
-    Registry,
-    Snapshot,
-    Standing,
-    key_of,
-    side_of,
-)
+from xpyd_router.fleet.registry import Outcome, Registry, key_of
 
 _MAX_LOST = 1024
 _VERDICT_SLACK_S = 0.5

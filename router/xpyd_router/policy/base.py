@@ -14,35 +14,10 @@ from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
+from xpyd_router.fleet.instances import Instance, InstanceKey
 from xpyd_router.fleet.loads import Load, LoadTable
-from xpyd_router.fleet.registry import Instance, InstanceKey, Snapshot
 
 SideKind = Literal["P", "D", "A"]
-
-
-class Pair(NamedTuple):
-    """P prefills and sends its KV to D."""
-
-    prefill: Instance
-    decode: Instance
-
-    @property
-    def is_continuing(self) -> bool:
-        """Whether the first token comes from P.
-
-        Both must declare continuation: P, because only such a P answers with token ids and checks
-        client_max_tokens; D, because only such a D goes on behind them. Otherwise nothing is added
-        to either body, D samples the first token itself and P's is dropped.
-        """
-        return self.prefill.is_continuing and self.decode.is_continuing
-
-
-class Alone(NamedTuple):
-    """One instance serves the whole request; no KV moves."""
-
-    instance: Instance
-
-
 Mark = tuple[int, bytes]
 """A beginning of a prompt: about how many tokens long, and a digest that stands for it."""
 
@@ -82,35 +57,6 @@ class Want(msgspec.Struct, frozen=True, gc=False):
     """About how long the answer will be; 0 where nobody knows."""
     slo: Slo = NO_SLO
     """What it may take; only set where the paces of instances are learned."""
-
-
-class Policy(Protocol):
-    """Picks instances. Must be fair by itself: the caller keeps no state about turns."""
-
-    def pick(self, snapshot: Snapshot, want: Want) -> Pair | Alone | None:
-        """A choice among the routable instances, or None where there is none."""
-        ...
-
-    def placed(self, choice: Pair | Alone, want: Want) -> int:
-        """The request goes there. Returns about how many tokens of its prompt are to be computed:
-        those that the instance's cache is not known to have.
-        """
-        ...
-
-    @property
-    def needs_session(self) -> bool:
-        """Whether Want.session is read."""
-        ...
-
-    @property
-    def needs_marks(self) -> bool:
-        """Whether Want.marks are read."""
-        ...
-
-    @property
-    def needs_paces(self) -> bool:
-        """Whether Load.pace and Want.slo are read."""
-        ...
 
 
 class Candidate:
@@ -184,3 +130,49 @@ class SidePolicy(Protocol):
 
 SideFactory = Callable[[Tools], SidePolicy]
 """What an entry point of the group `xpyd.router.policies` names; a SidePolicy class may be one."""
+
+
+class PairGroup(NamedTuple):
+    """Any P of it may send KV to any D of it; neither side is empty."""
+
+    compatibility: str
+    prefill: Side
+    decode: Side
+
+
+class Lineup(NamedTuple):
+    """Who may serve one model."""
+
+    groups: tuple[PairGroup, ...]
+    decode: Side
+    """The Ds of all groups."""
+    alone_on_prefill: Side
+    """Ps that can serve a whole request, also those without a D."""
+    alone_on_decode: Side
+    """Ds that can serve a whole request, also those without a P."""
+    aggregated: Side
+
+
+OnNoPrefill = Literal["Queue", "PrefillOnDecode", "Reject"]
+ON_NO_PREFILL: tuple[OnNoPrefill, ...] = ("Queue", "PrefillOnDecode", "Reject")
+"""Wait for instances; let D compute the prompt, and wait where there is no D; do not wait."""
+
+
+class Forecast(NamedTuple):
+    """None where the instance is unknown."""
+
+    ttft_s: float | None
+    """From the pick to the first token."""
+    itl_s: float | None
+    """Between two tokens, in the mean."""
+
+
+def forecast(first: Load, last: Load, prefill_tokens: int) -> Forecast:
+    """Of one request more: `first` computes so many tokens of its prompt, `last` makes its tokens.
+    Neither counts it yet.
+    """
+    line, gap = first.pace.first, last.pace.gap
+    return Forecast(
+        line.at(first.queued_tokens + prefill_tokens) if line.is_known else None,
+        gap.at(last.active + 1) if gap.is_known else None,
+    )

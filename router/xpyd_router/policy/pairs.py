@@ -6,11 +6,129 @@ among the Ps of that D's group. Where both sides go by turns, PairRotation lets 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
+
+from xpyd_core.errors import UserError
+from xpyd_router.fleet.instances import Candidates, Instance, InstanceKey, Snapshot
 from xpyd_router.fleet.loads import LoadTable
-from xpyd_router.fleet.registry import Instance, InstanceKey, Snapshot
-from xpyd_router.policy.base import Alone, Pair, Side, SidePolicy, Want
-from xpyd_router.policy.lineup import Lineup, build_lineup
+from xpyd_router.policy.base import (
+    Candidate,
+    Lineup,
+    PairGroup,
+    Side,
+    SideFactory,
+    SideKind,
+    SidePolicy,
+    Tools,
+    Want,
+)
 from xpyd_router.policy.round_robin import PairRotation, RoundRobin
+
+
+class Pair(NamedTuple):
+    """P prefills and sends its KV to D."""
+
+    prefill: Instance
+    decode: Instance
+
+    @property
+    def is_continuing(self) -> bool:
+        """Whether the first token comes from P.
+
+        Both must declare continuation: P, because only such a P answers with token ids and checks
+        client_max_tokens; D, because only such a D goes on behind them. Otherwise nothing is added
+        to either body, D samples the first token itself and P's is dropped.
+        """
+        return self.prefill.is_continuing and self.decode.is_continuing
+
+
+class Alone(NamedTuple):
+    """One instance serves the whole request; no KV moves."""
+
+    instance: Instance
+
+
+class Policy(Protocol):
+    """Picks instances. Must be fair by itself: the caller keeps no state about turns."""
+
+    def pick(self, snapshot: Snapshot, want: Want) -> Pair | Alone | None:
+        """A choice among the routable instances, or None where there is none."""
+        ...
+
+    def placed(self, choice: Pair | Alone, want: Want) -> int:
+        """The request goes there. Returns about how many tokens of its prompt are to be computed:
+        those that the instance's cache is not known to have.
+        """
+        ...
+
+    @property
+    def needs_session(self) -> bool:
+        """Whether Want.session is read."""
+        ...
+
+    @property
+    def needs_marks(self) -> bool:
+        """Whether Want.marks are read."""
+        ...
+
+    @property
+    def needs_paces(self) -> bool:
+        """Whether Load.pace and Want.slo are read."""
+        ...
+
+
+def _side(kind: SideKind, candidates: Iterable[Candidate], attempt: str = "") -> Side:
+    members = tuple(candidates)
+    keys = sorted({one.instance.beat.compatibility for one in members})
+    return Side(kind, members, (kind, attempt, *keys))
+
+
+def build_lineup(found: Candidates, loads: LoadTable, want: Want | None = None) -> Lineup:
+    """The sides of `found`; with `want`, without those whom it excludes, and without old engines
+    and other compatibility keys where tokens must be continued.
+    """
+    exclude: frozenset[InstanceKey] = want.exclude if want else frozenset()
+    continue_at = want.continue_at if want else None
+    # Second tries have their own turns: in the common ones they would shift them so that with two
+    # instances every first try met the same, failing one.
+    attempt = "again" if exclude else ""
+
+    def seats(
+        instances: Iterable[Instance], keep: Callable[[Instance], bool] = lambda _: True
+    ) -> tuple[Candidate, ...]:
+        return tuple(
+            Candidate(one, loads.of(one.key))
+            for one in instances
+            if one.key not in exclude and keep(one)
+        )
+
+    def may_go_on(one: Instance) -> bool:
+        if continue_at is None:
+            return True
+        return one.is_continuing and one.beat.compatibility == continue_at
+
+    groups: list[PairGroup] = []
+    for group in found.groups:
+        ps, ds = seats(group.prefill, may_go_on), seats(group.decode, may_go_on)
+        if ps and ds:
+            sides = (_side("P", ps, attempt), _side("D", ds, attempt))
+            groups.append(PairGroup(group.compatibility, *sides))
+    ps = seats((one for g in found.groups for one in g.prefill), lambda one: one.is_continuing)
+    ds = seats(
+        (one for g in found.groups for one in g.decode),
+        lambda one: one.is_continuing and may_go_on(one),
+    )
+    return Lineup(
+        groups=tuple(groups),
+        decode=_side("D", (one for g in groups for one in g.decode.candidates), attempt),
+        alone_on_prefill=_side("P", ps, f"{attempt} alone"),
+        alone_on_decode=_side("D", ds, f"{attempt} alone"),
+        aggregated=_side("A", seats(found.aggregated, may_go_on), attempt),
+    )
 
 
 class PairPolicy:
@@ -92,11 +210,12 @@ class PairPolicy:
         # Short prompts have their own turns: in those of pairs they would shift the long ones'.
         is_short = 0 < want.prompt_tokens < self._local_prefill_tokens
         if self._rotation and not is_short:
-            return self._rotation.next(lineup)
+            prefill, decode = self._rotation.next(lineup)
+            return Pair(prefill.instance, decode.instance)
         decode = self._decode.choose(lineup.decode, want)
         if self._local_prefill_tokens and self._stays(decode.instance, want):
             return Alone(decode.instance)
-        prefill = self._prefill.choose(lineup.of_decode(decode).prefill, want)
+        prefill = self._prefill.choose(_group_of(decode, lineup).prefill, want)
         return Pair(prefill.instance, decode.instance)
 
     def _stays(self, decode: Instance, want: Want) -> bool:
@@ -105,6 +224,14 @@ class PairPolicy:
             return False
         cached = self._decode.cached_tokens(decode.key, want)
         return want.prompt_tokens - cached < self._local_prefill_tokens
+
+
+def _group_of(decode: Candidate, lineup: Lineup) -> PairGroup:
+    """The group of the chosen D."""
+    if len(lineup.groups) == 1:
+        return lineup.groups[0]
+    compatibility = decode.instance.beat.compatibility
+    return next(group for group in lineup.groups if group.compatibility == compatibility)
 
 
 def _learns(side: SidePolicy) -> bool:
@@ -116,3 +243,49 @@ def _learns(side: SidePolicy) -> bool:
 
 def _single(policy: SidePolicy, side: Side, want: Want) -> Alone | None:
     return Alone(policy.choose(side, want).instance) if side.candidates else None
+
+
+GROUP = "xpyd.router.policies"
+
+
+class PolicyNames(NamedTuple):
+    """Names of the group; None: as `policy`."""
+
+    policy: str
+    prefill_policy: str | None = None
+    decode_policy: str | None = None
+
+
+@cache
+def installed() -> Mapping[str, EntryPoint]:
+    """The policies of all installed packages by name. Looked up once for a process: the metadata
+    of every package is read for it."""
+    return MappingProxyType({entry.name: entry for entry in entry_points(group=GROUP)})
+
+
+def build_policy(
+    names: PolicyNames,
+    *,
+    loads: LoadTable,
+    random: Callable[[], float],
+    local_prefill_tokens: int = 0,
+    first_turn: int = 0,
+    known: Mapping[str, EntryPoint] | None = None,
+) -> PairPolicy:
+    """The policy with these names; UserError for a name that no package has."""
+    entries = installed() if known is None else known
+
+    def make(kind: SideKind, flag: str, name: str) -> SidePolicy:
+        if name not in entries:
+            raise UserError(f"{flag}: no policy {name!r}; there are {', '.join(sorted(entries))}")
+        factory: SideFactory = entries[name].load()
+        return factory(Tools(kind, loads, random, first_turn))
+
+    aggregated = make("A", "--policy", names.policy)
+    return PairPolicy(
+        prefill=make("P", "--prefill-policy", names.prefill_policy or names.policy),
+        decode=make("D", "--decode-policy", names.decode_policy or names.policy),
+        aggregated=aggregated,
+        local_prefill_tokens=local_prefill_tokens,
+        loads=loads,
+    )

@@ -11,8 +11,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
+from xpyd_router.fleet.instances import Instance, InstanceKey
 from xpyd_router.fleet.loads import TOKENS_PER_SLOT
-from xpyd_router.fleet.registry import Instance, InstanceKey
 from xpyd_router.policy.base import Candidate, Mark, Side, SidePolicy, Tools, Want
 
 MAX_MARKS = 262_144

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from math import gcd, lcm
 
+from xpyd_router.fleet.instances import InstanceKey
 from xpyd_router.fleet.loads import Load
-from xpyd_router.fleet.registry import InstanceKey
-from xpyd_router.policy.base import Candidate, Pair, Side, SidePolicy, Tools, Want
-from xpyd_router.policy.lineup import Lineup, PairGroup
+from xpyd_router.policy.base import Candidate, Lineup, PairGroup, Side, SidePolicy, Tools, Want
 
 _MAX_ROTAS = 256
 _MOST_PASSES = 64
@@ -73,14 +72,14 @@ class PairRotation:
     def __init__(self, first_turn: int = 0) -> None:
         self._turns = _Turns(first_turn)
 
-    def next(self, lineup: Lineup) -> Pair:
-        """The next pair; `lineup` has at least one group."""
+    def next(self, lineup: Lineup) -> tuple[Candidate, Candidate]:
+        """The next P and D; `lineup` has at least one group."""
         prefill, decode = self._at(lineup)
         for _ in range(_MOST_PASSES):
             if self._turns.takes(decode.load) and self._turns.takes(prefill.load):
                 break
             prefill, decode = self._at(lineup)
-        return Pair(prefill.instance, decode.instance)
+        return prefill, decode
 
     def forget(self, key: InstanceKey) -> None:
         """Drop what it saved up."""

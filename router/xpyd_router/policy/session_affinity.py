@@ -10,7 +10,7 @@ from __future__ import annotations
 from hashlib import blake2b
 from math import inf
 
-from xpyd_router.fleet.registry import InstanceKey
+from xpyd_router.fleet.instances import InstanceKey
 from xpyd_router.policy.base import Candidate, Side, SidePolicy, Tools, Want
 from xpyd_router.policy.least_loaded import LeastLoaded
 

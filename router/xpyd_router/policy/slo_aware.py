@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from math import inf
 
+from xpyd_router.fleet.instances import Instance, InstanceKey
 from xpyd_router.fleet.loads import Load
-from xpyd_router.fleet.registry import Instance, InstanceKey
 from xpyd_router.policy.base import Candidate, Side, SideKind, SidePolicy, Tools, Want
 from xpyd_router.policy.least_loaded import LeastLoaded
 from xpyd_router.policy.prefix_aware import PrefixAware

@@ -18,8 +18,8 @@ from xpyd_core.messages import Heartbeat
 from xpyd_router.config import RouterConfig
 from xpyd_router.errors import FailureCause
 from xpyd_router.fleet.breaker import BreakerState
+from xpyd_router.fleet.instances import InstanceKey, Standing
 from xpyd_router.fleet.poison import Fate
-from xpyd_router.fleet.registry import InstanceKey, Standing
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 """The metrics of 4,096 instances are some 20 MB."""

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from xpyd_router.errors import FailureCause
 from xpyd_router.fleet.health import EJECTING, KILLING, STRIKES, HealthReport, HealthRules
+from xpyd_router.fleet.instances import Instance, InstanceKey
 from xpyd_router.fleet.loads import Load
 from xpyd_router.fleet.poison import Break, fingerprint
-from xpyd_router.fleet.registry import Instance, InstanceKey, Registry, key_of
+from xpyd_router.fleet.registry import Registry, key_of
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.processes.events import (
     Acquit,

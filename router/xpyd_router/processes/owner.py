@@ -12,19 +12,14 @@ import logging
 import os
 import socket
 import time
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
 
 import uvloop
 
+from xpyd_core.errors import UserError
+from xpyd_core.listen import loopback_beside
 from xpyd_router.config import RouterConfig
-from xpyd_router.main import (
-    make_discovery,
-    make_prober,
-    make_registry,
-    read_secrets,
-    serve_until_signal,
-)
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.processes.events import (
     Acquit,
@@ -44,15 +39,80 @@ from xpyd_router.processes.events import (
     Welcome,
     encode_config,
 )
-from xpyd_router.processes.memory import make_memory, map_rows
-from xpyd_router.processes.orphans import reap_orphans
+from xpyd_router.processes.gathered_metrics import Texts
 from xpyd_router.processes.owner_view import OwnerView
-from xpyd_router.processes.ports import reserve
-from xpyd_router.processes.staff import Staff, Worker
-from xpyd_router.processes.texts import Texts
+from xpyd_router.processes.shared_loads import make_memory, map_rows
+from xpyd_router.processes.worker_processes import Staff, Worker
+from xpyd_router.router import (
+    make_discovery,
+    make_prober,
+    make_registry,
+    read_secrets,
+    serve_until_signal,
+)
+
+
+def reserve(host: str, port: int) -> list[socket.socket]:
+    """Sockets that keep `port` (0: a free one) on `host`, and on the loopback beside it, without
+    listening. UserError where another program has it.
+    """
+    try:
+        if port:
+            # A socket that shares would not notice another router that shares as well.
+            with _bound(host, port, reuse_port=False):
+                pass
+        first = _bound(host, port, reuse_port=True)
+    except OSError as error:
+        raise UserError(f"HTTP on {host}:{port}: {error.strerror or error}") from error
+    reserved = [first]
+    beside = loopback_beside(host)
+    if beside is not None:
+        with contextlib.suppress(OSError):  # the workers say so when they listen
+            reserved.append(_bound(beside, first.getsockname()[1], reuse_port=True))
+    return reserved
+
+
+def _bound(host: str, port: int, *, reuse_port: bool) -> socket.socket:
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        # Connections of a router that just ended do not hold its port.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.bind((host, port))
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+_EVERY_S = 1.0
+
+
+async def reap_orphans(own: Callable[[], Collection[int | None]]) -> None:
+    """Until cancelled. `own` gives the children that somebody else waits for; all others that have
+    ended are forgotten. For a process that has no further children.
+    """
+    while True:
+        _reap(own)
+        await asyncio.sleep(_EVERY_S)
+
+
+def _reap(own: Callable[[], Collection[int | None]]) -> None:
+    while (pid := _ended()) is not None and pid not in own():
+        os.waitpid(pid, 0)
+
+
+def _ended() -> int | None:
+    """A child that has ended, left as it is; None where there is none."""
+    try:
+        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    return found.si_pid if found is not None else None
+
 
 logger = logging.getLogger(__name__)
-
 _MAX_ANSWERING = 4096
 """Questions of all workers under way; who asks more gets no answer."""
 

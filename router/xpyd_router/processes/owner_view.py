@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from xpyd_core.messages import Heartbeat
 from xpyd_router.fleet.health import HealthRules, ProbeResult
-from xpyd_router.fleet.registry import Instance, InstanceKey, Outcome, Registry, key_of
+from xpyd_router.fleet.instances import Instance, InstanceKey
+from xpyd_router.fleet.registry import Outcome, Registry, key_of
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.processes.events import (
     Acquitted,
@@ -29,7 +30,7 @@ from xpyd_router.processes.events import (
     TransferFailed,
     Weights,
 )
-from xpyd_router.processes.rows import Slots
+from xpyd_router.processes.shared_loads import Slots
 
 _TAKEN = frozenset({"new", "refreshed", "replaced", "gone"})
 

@@ -16,19 +16,29 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import count
 
 import uvloop
 
+from xpyd_core.errors import ApiError
+from xpyd_core.listen import listen
 from xpyd_core.logs import set_up_logging
-from xpyd_router.admission.admission import Admission
-from xpyd_router.main import SIGNALS, make_registry, tune_process
+from xpyd_router.access_log import AccessLog, write_stderr
+from xpyd_router.admission import Admission
+from xpyd_router.fleet.instances import InstanceKey
+from xpyd_router.http.server import BACKLOG, Parts, Serving, make_policy, open_serving
 from xpyd_router.metrics import RouterMetrics
-from xpyd_router.processes.asking import Asking
 from xpyd_router.processes.channel import Channel
 from xpyd_router.processes.events import (
+    AskMetrics,
+    Cordon,
+    Done,
     Drain,
     GiveText,
+    Metrics,
+    Ping,
+    Pong,
     Present,
     Ready,
     Text,
@@ -38,16 +48,89 @@ from xpyd_router.processes.events import (
     decode_config,
     to_worker,
 )
-from xpyd_router.processes.lines import pieces
-from xpyd_router.processes.memory import map_rows
 from xpyd_router.processes.mirror import Mirror
-from xpyd_router.processes.ports import join
-from xpyd_router.processes.shared_loads import FreshPolicy, SharedLoadTable
-from xpyd_router.serving.access_log import AccessLog, write_stderr
-from xpyd_router.serving.server import BACKLOG, Parts, Serving, make_policy, open_serving
+from xpyd_router.processes.shared_loads import FreshPolicy, SharedLoadTable, map_rows
+from xpyd_router.router import SIGNALS, make_registry, tune_process
+
+_ANSWER_S = 5.0
+_MAX_OPEN = 4096
+SILENCE_S = 10.0
+"""Without a ping, which come every second: then the owner is stuck."""
+Answer = Metrics | Done
+
+
+class Asking:
+    """One per worker: a serving.whole.Whole. `tell` reaches the owner."""
+
+    def __init__(self, tell: Callable[[ToOwner], None], clock: Callable[[], float]) -> None:
+        self._tell = tell
+        self._clock = clock
+        self._heard_s = clock()
+        self._numbers = count(1)
+        self._open: dict[int, asyncio.Future[Answer]] = {}
+
+    @property
+    def is_current(self) -> bool:
+        """See Whole."""
+        return self._clock() - self._heard_s < SILENCE_S
+
+    def take(self, event: ToWorker) -> None:
+        """An answer, or a sign of life; other events are not for here."""
+        if isinstance(event, Ping):
+            self._heard_s = self._clock()
+            self._tell(Pong())
+        elif isinstance(event, Metrics | Done):
+            answer = self._open.get(event.ask)
+            if answer is not None and not answer.done():
+                answer.set_result(event)
+
+    async def metrics(self) -> bytes:
+        """See Whole."""
+        answer = await self._ask(AskMetrics, _ANSWER_S)
+        assert isinstance(answer, Metrics)
+        return answer.text
+
+    async def cordon(self, key: InstanceKey, *, is_cordoned: bool) -> None:
+        """See Whole."""
+        await self._ask(lambda ask: Cordon(ask, key, is_cordoned), _ANSWER_S)
+
+    async def _ask(self, question: Callable[[int], ToOwner], deadline_s: float) -> Answer:
+        number = next(self._numbers)
+        if len(self._open) >= _MAX_OPEN:
+            raise _no_answer()
+        self._open[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._tell(question(number))
+            async with asyncio.timeout(deadline_s):
+                return await self._open[number]
+        except TimeoutError as error:
+            raise _no_answer() from error
+        finally:
+            del self._open[number]
+
+
+def _no_answer() -> ApiError:
+    return ApiError(503, "the router's processes do not answer each other; try again")
+
+
+MOST_BYTES = 4096
+"""Linux' PIPE_BUF: a write of so much to a pipe comes out in one piece."""
+
+
+def pieces(data: bytes) -> Iterator[bytes]:
+    """`data`, which ends with a line's end, in whole lines of at most MOST_BYTES together. A longer
+    line is a piece of its own.
+    """
+    begin = 0
+    while begin < len(data):
+        end = data.rfind(b"\n", begin, begin + MOST_BYTES) + 1
+        if not end:
+            end = data.find(b"\n", begin) + 1 or len(data)
+        yield data[begin:end]
+        begin = end
+
 
 logger = logging.getLogger("xpyd_router.processes.worker")
-
 _PR_SET_PDEATHSIG = 1
 _WELCOME_S = 30.0
 ORPHAN_S = 30.0
@@ -172,7 +255,7 @@ class Worker:
             await present.wait()
         if self._is_orphan or self._is_draining:
             return
-        listeners = join(config.host, config.port, BACKLOG)
+        listeners = listen(config.host, config.port, backlog=BACKLOG, reuse_port=True)
         async with open_serving(parts, listeners) as serving:
             self._serving = serving
             self._send(Ready())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import aiohttp
 
 from xpyd_core.request_id import Address
-from xpyd_router.source import source_for
-from xpyd_router.tokens.keeper import FetchFailed
+from xpyd_router.tokens.service import FetchFailed
+from xpyd_router.upstream.client import source_for
 
 _PIECE_BYTES = 256 * 1024
 

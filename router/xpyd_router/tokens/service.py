@@ -6,16 +6,128 @@ calls `close` at the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
 
-from xpyd_router.fleet.registry import Candidates
+from xpyd_core.request_id import Address
+from xpyd_core.tokenizer_files import MAX_BYTES, PATH
+from xpyd_router.fleet.instances import Candidates
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
-from xpyd_router.requests.bodies import Ask
-from xpyd_router.tokens.keeper import Fetch, Keeper
-from xpyd_router.tokens.process import ChildLimits, Uncounted
+from xpyd_router.tokens.process import ChildEnded, ChildLimits, TokenChild, Uncounted
 from xpyd_router.tokens.prompts import estimate_tokens
+from xpyd_router.tokens.shelf import Shelf, Wish
+
+logger = logging.getLogger(__name__)
+_FETCH_S = 30.0
+_LOOK_S = 1.0
+"""How often is looked whether the child lives and whether something is due."""
+_MAX_START_BACKOFF_S = 60.0
+
+
+class FetchFailed(Exception):
+    """An engine did not give its files; the message says why, without its address."""
+
+
+class Fetch(Protocol):
+    """GETs from engines. The deadline is the caller's."""
+
+    async def __call__(self, to: Address, path: str, *, max_bytes: int) -> bytes:
+        """The body of a 200; FetchFailed for anything else, and for one longer than `max_bytes`,
+        of which no more than that is read."""
+        ...
+
+
+class Keeper:
+    """Owner of the child. `run` until cancelled, then `close`."""
+
+    def __init__(
+        self,
+        *,
+        fleet: FleetView,
+        fetch: Fetch,
+        metrics: RouterMetrics,
+        limits: ChildLimits,
+        clock: Callable[[], float],
+    ) -> None:
+        self._fleet = fleet
+        self._fetch = fetch
+        self._loads = metrics.tokenizer_loads
+        self._limits = limits
+        self._clock = clock
+        self._shelf = Shelf()
+        self._child: TokenChild | None = None
+        self._start_not_before_s = 0.0
+        self._start_backoff_s = 1.0
+
+    def child_with(self, key: str) -> TokenChild | None:
+        """The child, if it has the files of `key`."""
+        child = self._child
+        if child is None or child.has_ended or not self._shelf.is_loaded(key):
+            return None
+        return child
+
+    async def run(self) -> None:
+        """Follow the fleet for ever."""
+        while True:
+            for key in self._shelf.see(self._fleet.instances):
+                if self._child is not None:
+                    self._child.forget(key)
+            child = await self._living_child()
+            wish = self._shelf.wish(self._clock()) if child is not None else None
+            if child is not None and wish is not None:
+                await self._bring(child, wish)
+            else:
+                await self._fleet.wait_change(_LOOK_S)
+
+    async def close(self) -> None:
+        """End the child."""
+        if self._child is not None:
+            await self._child.close()
+
+    async def _living_child(self) -> TokenChild | None:
+        """The child; a new one where it ended, after 1, 2, 4, ... 60 s if it loaded nothing."""
+        now = self._clock()
+        if self._child is not None and self._child.has_ended:
+            await self._child.close()
+            logger.warning("the tokenizing process ended; it is started again")
+            self._shelf.lost(self._child.blamed, now)
+            self._child = None
+        if self._child is None and not self._shelf.is_empty and now >= self._start_not_before_s:
+            self._start_not_before_s = now + self._start_backoff_s
+            self._start_backoff_s = min(2 * self._start_backoff_s, _MAX_START_BACKOFF_S)
+            try:
+                self._child = await TokenChild.start(self._limits)
+            except OSError as error:
+                logger.warning("the tokenizing process cannot be started: %s", error)
+        return self._child
+
+    async def _bring(self, child: TokenChild, wish: Wish) -> None:
+        try:
+            async with asyncio.timeout(_FETCH_S):
+                body = await self._fetch(wish.source.http, PATH, max_bytes=MAX_BYTES)
+            error = await child.load(wish.key, body)
+        except (FetchFailed, TimeoutError) as failure:
+            self._failed(wish, "fetch", str(failure) or "no answer in time")
+        except ChildEnded:
+            self._loads.labels("ended").inc()  # the shelf hears of it when the next is started
+        else:
+            if error:
+                self._failed(wish, "unreadable", error)
+                return
+            self._shelf.loaded(wish, self._clock())
+            self._start_backoff_s = 1.0
+            self._loads.labels("loaded").inc()
+            logger.info("tokenizer files loaded", extra={"compatibility": wish.key})
+
+    def _failed(self, wish: Wish, result: str, why: str) -> None:
+        self._shelf.failed(wish, self._clock())
+        self._loads.labels(result).inc()
+        logger.warning(
+            "no tokenizer files: %s", why[:200], extra={"instance": wish.source.instance.http}
+        )
 
 
 class Prompted(NamedTuple):
@@ -63,24 +175,23 @@ class Tokens:
         """End what `run` started."""
         await self._keeper.close()
 
-    @staticmethod
-    def estimate(ask: Ask) -> int:
-        """About so many tokens: a quarter of the prompts' bytes, at least 1."""
-        return estimate_tokens(ask.fields, is_chat=ask.is_chat)
-
-    async def count(self, ask: Ask) -> Prompted:
-        """The exact count, in bounded time; where there is none, the estimate. Never raises."""
+    async def count(
+        self, model: str, raw: bytes, fields: Mapping[str, Any], *, is_chat: bool
+    ) -> Prompted:
+        """The exact count of the request `raw`, whose JSON is `fields`, in bounded time; where
+        there is none, an estimate: a quarter of the prompts' bytes, at least 1. Never raises.
+        """
         try:
-            for key in _keys(self._fleet.snapshot.candidates(ask.model)):
+            for key in _keys(self._fleet.snapshot.candidates(model)):
                 child = self._keeper.child_with(key)
                 if child is not None:
-                    tokens, hashes = await child.count(key, ask.raw, is_chat=ask.is_chat)
+                    tokens, hashes = await child.count(key, raw, is_chat=is_chat)
                     self._counted["exact"].inc()
                     return Prompted(tokens, hashes, True, child.block_tokens[key])
             self._counted["unknown"].inc()
         except Uncounted as uncounted:
             self._counted[uncounted.reason].inc()
-        return Prompted(self.estimate(ask), (), False)
+        return Prompted(estimate_tokens(fields, is_chat=is_chat), (), False)
 
 
 def _keys(candidates: Candidates) -> Iterator[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from xpyd_core.request_id import Address
-from xpyd_router.fleet.registry import Instance, InstanceKey
+from xpyd_router.fleet.instances import Instance, InstanceKey
 
 MAX_KEPT = 8
 _REFRESH_S = 10.0

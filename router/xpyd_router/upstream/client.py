@@ -8,15 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import socket
 from collections.abc import Iterable
 
 from xpyd_core.request_id import Address
 from xpyd_router.errors import CallFailed
-from xpyd_router.fleet.registry import InstanceKey
-from xpyd_router.source import source_for
-from xpyd_router.upstream.connection import Connection
-from xpyd_router.upstream.exchange import Exchange
+from xpyd_router.fleet.instances import InstanceKey
+from xpyd_router.upstream.connection import Connection, Exchange
+
+
+def source_for(to: Address, local_host: str | None) -> tuple[str, int] | None:
+    """asyncio's `local_addr` for a connection to `to`: `local_host`, a loopback address of IPv4,
+    where `to` is one, too; else None, and the system chooses.
+    """
+    if local_host is None:
+        return None
+    try:
+        address = ipaddress.IPv4Address(to.host)
+    except ValueError:
+        return None
+    return (local_host, 0) if address.is_loopback else None
+
 
 CONNECT_TIMEOUT_S = 2.0
 _IDLE_S = 4.0

@@ -1,19 +1,274 @@
-"""One connection to an engine: bytes in, an Exchange fed. At most one exchange at a time.
+"""One connection to an engine, and one request with its answer on it (`Exchange`).
 
-What an engine sends is nearly always a whole small answer in one read, or one chunk of a stream.
-Both are recognised by their bytes (`whole_answer`, `whole_chunks`) and never reach the HTTP parser:
-its calls back into Python cost more than all else here. Everything else it parses.
+Connection: bytes in, an Exchange fed; at most one Exchange at a time. What an engine sends is
+nearly always a whole small answer in one read, or one chunk of a stream. Both are recognised by
+their bytes (`whole_answer`, `whole_chunks`) and never reach the HTTP parser, whose calls back into
+Python cost more than all else here (ADR 0028). The parser reads everything else.
+
+Exchange: `client` makes one and hands it to the caller, who reads the whole answer or relays it. A
+relayed answer reaches its consumer in the event loop's read callback: no task wakes up per chunk.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import cast
 
 import httptools
 
-from xpyd_router.upstream.exchange import MAX_HEAD_BYTES, Exchange
+from xpyd_router.errors import Answer, CallFailed, FailureCause
+from xpyd_router.fleet.instances import InstanceKey
+
+MAX_ANSWER_BYTES = 128 * 1024 * 1024
+MAX_HEAD_BYTES = 64 * 1024
+_WAITING_BYTES = 256 * 1024
+"""Of an answer that nobody takes yet; then the engine is not read from."""
+
+
+class Exchange:
+    """See the module. One owner: the task that asked for it, which calls `close` at the end.
+
+    `due_s` is on the event loop's clock; the client's sweep fails an exchange whose time has come.
+    """
+
+    __slots__ = (
+        "_body",
+        "_consumer",
+        "_end_by_s",
+        "_failure",
+        "_gap_s",
+        "_head_bytes",
+        "_is_paused",
+        "_left_s",
+        "_limit_bytes",
+        "_loop",
+        "_size",
+        "_waiter",
+        "_waits_for_end",
+        "carrier",
+        "content_type",
+        "due_s",
+        "has_answered",
+        "has_news",
+        "is_whole",
+        "owner",
+        "retry_after",
+        "status",
+        "take_frame",
+    )
+
+    def __init__(
+        self, owner: InstanceKey | None, loop: asyncio.AbstractEventLoop, due_s: float
+    ) -> None:
+        self.owner = owner
+        self.due_s = due_s
+        self.status = 0
+        self.content_type = ""
+        self.retry_after: str | None = None
+        self.has_answered = False
+        """A byte of the answer has come."""
+        self.is_whole = False
+        self.carrier: Connection | None = None
+        """The connection on which it was sent, which writes this."""
+        self.take_frame: Callable[[bytes], bool] | None = None
+        """What `connection` offers each read to between two chunks, before it reads them itself."""
+        self.has_news = False
+        """A piece came since `is_due` was asked; per token, a mark is cheaper than a time."""
+        self._loop = loop
+        self._waiter: asyncio.Future[None] | None = None
+        """Of the caller, for the head or for the end."""
+        self._waits_for_end = False
+        self._consumer: Callable[[bytes], None] | None = None
+        self._body: list[bytes] = []
+        self._size = 0
+        self._limit_bytes = _WAITING_BYTES
+        self._head_bytes = 0
+        self._failure: FailureCause | None = None
+        self._is_paused = False
+        self._gap_s = self._left_s = self._end_by_s = math.inf
+
+    # What the caller does.
+
+    def begun(self) -> asyncio.Future[None]:
+        """Done when the answer's head is here, or will not come: then `check` it. For one caller,
+        once; no coroutine, because every call to an engine waits here.
+        """
+        self._waiter = waiter = self._loop.create_future()
+        if self.status or self._failure is not None:
+            waiter.set_result(None)
+        return waiter
+
+    def check(self) -> None:
+        """CallFailed where the head did not come."""
+        if not self.status and self._failure is not None:
+            raise CallFailed(self._failure)
+
+    @property
+    def answer(self) -> Answer:
+        """The whole answer, of one that is whole."""
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        return Answer(self.status, body, self.content_type, self.retry_after)
+
+    async def read(self, limit_bytes: int = MAX_ANSWER_BYTES) -> Answer:
+        """The whole answer; CallFailed `incomplete` when it broke off, `too_large` above the limit.
+
+        Resumes a connection that was paused because nobody had asked for the body.
+        """
+        self._limit_bytes = limit_bytes
+        self._consumer = None
+        if self._size > limit_bytes:
+            self.fail("too_large")
+        self.resume()
+        await self._finished()
+        return self.answer
+
+    async def relay(
+        self,
+        consumer: Callable[[bytes], None],
+        take_frame: Callable[[bytes], bool] | None = None,
+    ) -> None:
+        """Give each piece of the body to `consumer` as it comes; returns at its proper end.
+
+        `consumer` may raise CallFailed, which ends the exchange and is raised here. `take_frame`
+        may have what was read between two chunks, still framed, and says whether it took it.
+        """
+        self._consumer = consumer
+        self.take_frame = take_frame
+        if self._body:
+            waiting, self._body = b"".join(self._body), []
+            self.on_bytes(waiting)
+        self.resume()
+        await self._finished()
+
+    def bound_gaps(self, gap_s: float) -> None:
+        """From now on it is due `gap_s` after each piece that comes, and not while it is paused."""
+        self._gap_s = gap_s
+        self.due_s = self._loop.time() + gap_s
+
+    def end_within(self, left_s: float) -> None:
+        """What matters of the body has come: it is due in `left_s`, whatever comes still."""
+        self._end_by_s = self._loop.time() + left_s
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether its time is up; asked by the client's sweep, some times a second."""
+        if now_s >= self._end_by_s:
+            return True
+        if self.has_news:
+            self.has_news = False
+            if not self._is_paused:
+                self.due_s = now_s + self._gap_s
+        return self.due_s <= now_s
+
+    def pause(self) -> None:
+        """Read no more from the engine until `resume`: the client's buffer is full."""
+        if not self._is_paused and self.carrier is not None and not self.is_whole:
+            self._is_paused = True
+            self._left_s = self.due_s - self._loop.time()
+            self.due_s = math.inf
+            self.carrier.pause_reading()
+
+    def resume(self) -> None:
+        """Go on reading."""
+        if self._is_paused and self.carrier is not None:
+            self._is_paused = False
+            self.due_s = self._loop.time() + self._left_s
+            self.carrier.resume_reading()
+
+    def close(self) -> None:
+        """Free the connection: kept where the answer is whole, else closed. Idempotent."""
+        carrier = self.carrier
+        if carrier is None:
+            return
+        self.carrier = None
+        self._body = []
+        if self._consumer is not None:
+            self._consumer = self.take_frame = None
+        if self.is_whole:
+            if self._is_paused:
+                carrier.resume_reading()
+            carrier.give_back()
+        else:
+            carrier.abort()
+
+    def fail(self, cause: FailureCause) -> None:
+        """End it with a failure, whoever waits."""
+        if self.is_whole or self._failure is not None:
+            return
+        self._failure = cause
+        self.take_frame = None
+        if self._consumer is not None:
+            self._consumer = _drop  # another engine may go on already
+        self._wake()
+
+    # What the connection does.
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header line of the answer; the name in lower case."""
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self.fail("too_large")
+            return
+        if name == b"content-type":
+            self.content_type = value.decode("latin-1")
+        elif name == b"retry-after":
+            self.retry_after = value.decode("latin-1")
+
+    def on_head(self, status: int) -> None:
+        """All headers are here."""
+        self.status = status
+        self._wake()
+
+    def on_bytes(self, data: bytes) -> None:
+        """A piece of the body."""
+        if self._consumer is not None:
+            self.has_news = True
+            try:
+                self._consumer(data)
+            except CallFailed as failure:
+                self.fail(failure.cause)
+            return
+        self._body.append(data)
+        self._size += len(data)
+        if self._size > self._limit_bytes:
+            if self._waits_for_end:
+                self.fail("too_large")
+            else:  # nobody reads yet
+                self.pause()
+
+    def on_whole(self, content_type: bytes, body: bytes) -> None:
+        """A whole answer with status 200, in one piece."""
+        self.content_type = content_type.decode("latin-1")
+        self.status = 200
+        self._body.append(body)  # nobody consumes it: `relay` comes after the head
+        if self._failure is None:
+            self.is_whole = True
+        self._wake()
+
+    def on_end(self) -> None:
+        """The answer is whole."""
+        if self._failure is None:
+            self.is_whole = True
+            self._wake()
+
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def _finished(self) -> None:
+        self._waits_for_end = True
+        if not self.is_whole and self._failure is None:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        if self._failure is not None:
+            raise CallFailed(self._failure)
+
+
+def _drop(data: bytes) -> None:
+    del data
+
 
 _LENGTHS = frozenset({b"content-length", b"transfer-encoding"})
 _LENGTH = b"\r\ncontent-length:"

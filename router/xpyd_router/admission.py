@@ -1,0 +1,460 @@
+"""Admission: how many requests and tokens run at once, and the queue in front of them.
+
+`Gate` decides: a request that leaves hands its place to the first in the queue, and a new request
+queues behind those that wait unless its priority is higher. So a large request at the head is never
+overtaken by smaller ones of its priority. A request larger than a limit counts as the whole limit:
+it runs alone. Priorities are strict and do not age, as in engines that schedule by priority (vLLM):
+a request keeps one meaning on its whole way, and its deadline bounds how long it waits.
+
+`Admission` is the asyncio side: waiting tasks, their deadlines and refusals. Several router
+processes share a table with one row of counts each. A process writes its own row and reads the
+others'; places are not handed from process to process, so a process with a queue asks `Gate.admit`
+again every few milliseconds, and new requests in any process queue while any request waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Generic, Literal, NamedTuple, Protocol, TypeVar
+
+from xpyd_core.errors import ApiError
+from xpyd_router.metrics import RouterMetrics
+
+_CLASSES = {"high": -100, "normal": 0, "low": 100}
+PRIORITY_HEADER = "X-Xpyd-Priority"
+
+
+class Cost(NamedTuple):
+    """What one request takes of the limits while it runs, and of the line while it waits."""
+
+    requests: int = 1
+    tokens: int = 0
+    """Prompt and allowed output, counted or estimated."""
+    body_bytes: int = 0
+    """What it holds of memory while it waits."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one router. Without queue entries nobody waits: who is over a limit is refused."""
+
+    requests: int | None = None
+    """Requests in flight; None: no limit."""
+    tokens: int | None = None
+    """Tokens in flight, of prompts and allowed outputs; None: no limit."""
+    queue_entries: int = 1024
+    """Requests that wait: about a minute's at 17 requests/s, the longest that they may."""
+    queue_bytes: int = 256 * 1024 * 1024
+    """Bodies of the requests that wait."""
+    queue_timeout_s: float = 60.0
+    """How long a request waits for a place; clients' own read timeouts are longer."""
+
+
+def read_priority(fields: Mapping[str, Any], header: str | None) -> int:
+    """A request's place in line: lower is earlier, 0 without a wish.
+
+    `fields` is the body, whose `priority` is vLLM's; `header` is PRIORITY_HEADER's value, a class
+    or a number. The header wins: a gateway sets it, and it does not reach the engines, which take
+    a body's `priority` only where they schedule by it. Raises ApiError 400.
+    """
+    if header:
+        wish = _CLASSES.get(header.strip().lower())
+        if wish is not None:
+            return wish
+        try:
+            return _bounded(int(header))
+        except ValueError:
+            message = f"{PRIORITY_HEADER}: expected High, Normal, Low or an integer"
+            raise ApiError(400, message, param=PRIORITY_HEADER) from None
+    value = fields.get("priority")
+    if value is None:
+        return 0
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ApiError(400, "priority: expected an integer", param="priority")
+    return _bounded(value)
+
+
+def _bounded(value: int) -> int:
+    """Within 64 bits: what engines take, and what compares in constant time."""
+    return max(-(2**63), min(value, 2**63 - 1))
+
+
+@dataclass(eq=False)
+class Entry:
+    """One request that waits. `priority`: lower is earlier."""
+
+    cost: Cost
+    priority: int
+
+
+E = TypeVar("E", bound=Entry)
+
+
+class Line(Generic[E]):
+    """Add, first, last and remove in O(log n), but for one memmove of the distinct priorities."""
+
+    def __init__(self) -> None:
+        self._by_priority: dict[int, OrderedDict[E, None]] = {}
+        self._priorities: list[int] = []
+        self._entries = 0
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return self._entries
+
+    @property
+    def held_bytes(self) -> int:
+        """Bodies of all who wait."""
+        return self._bytes
+
+    @property
+    def first(self) -> E:
+        """Whose turn it is. The line must not be empty."""
+        return next(iter(self._by_priority[self._priorities[0]]))
+
+    @property
+    def last(self) -> E:
+        """The newest of the lowest priority. The line must not be empty."""
+        return next(reversed(self._by_priority[self._priorities[-1]]))
+
+    def add(self, entry: E) -> None:
+        """At the end of its priority."""
+        same = self._by_priority.get(entry.priority)
+        if same is None:
+            same = self._by_priority[entry.priority] = OrderedDict()
+            insort(self._priorities, entry.priority)
+        same[entry] = None
+        self._entries += 1
+        self._bytes += entry.cost.body_bytes
+
+    def remove(self, entry: E) -> bool:
+        """Whether it stood in line."""
+        same = self._by_priority.get(entry.priority)
+        if same is None or entry not in same:
+            return False
+        del same[entry]
+        if not same:
+            del self._by_priority[entry.priority]
+            del self._priorities[bisect_left(self._priorities, entry.priority)]
+        self._entries -= 1
+        self._bytes -= entry.cost.body_bytes
+        return True
+
+
+COLUMNS = 4
+REQUESTS, TOKENS, WAITING, WAITING_BYTES = range(COLUMNS)
+"""Columns of a row: requests and tokens in flight, requests in line, and their bodies."""
+
+
+class Row(Protocol):
+    """A list, or a piece of shared memory."""
+
+    def __getitem__(self, column: int, /) -> int: ...
+    def __setitem__(self, column: int, value: int, /) -> None: ...
+
+
+_LARGEST = 2**40
+"""Of one request where nothing limits it: sums of such stay within the 64 bits of a row."""
+_LEARNING = 1 / 16
+"""Weight of one request in the mean time that requests take: some dozen make it."""
+_RETRY_AFTER_BOUNDS_S = (1, 60)
+
+
+class Gate(Generic[E]):
+    """One per router process. `others` are the rows of the other processes."""
+
+    def __init__(self, limits: Limits, row: Row, others: Sequence[Row] = ()) -> None:
+        self._limits = limits
+        self._row = row
+        self._others = others
+        self._line = Line[E]()
+        self.is_limited: Final = bool(limits.requests or limits.tokens)
+        self._most_requests: float = limits.requests or math.inf
+        self._most_tokens: float = limits.tokens or math.inf
+        self._largest = Cost(limits.requests or _LARGEST, limits.tokens or _LARGEST)
+        self._mean_s: float | None = None
+
+    @property
+    def waiting(self) -> int:
+        """Requests in line, of this process."""
+        return len(self._line)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether places become free that nobody hands over."""
+        return bool(self._others)
+
+    def bounded(self, cost: Cost) -> Cost:
+        """`cost`, but no more of it than a limit: what the other methods take."""
+        most = self._largest
+        if cost.requests <= most.requests and cost.tokens <= most.tokens:
+            return cost
+        requests, tokens = min(cost.requests, most.requests), min(cost.tokens, most.tokens)
+        return cost._replace(requests=requests, tokens=tokens)
+
+    def enter(self, cost: Cost, priority: int) -> bool:
+        """Take a place now; False where the request has to line up."""
+        if self.is_limited and (self._must_wait(priority) or not self._has_room(cost)):
+            return False
+        self._row[REQUESTS] += cost.requests
+        self._row[TOKENS] += cost.tokens
+        return True
+
+    def line_up(self, entry: E) -> tuple[bool, E | None]:
+        """Whether `entry` stands in line now, and whom it displaced.
+
+        A full line takes an entry of higher priority in the place of its last one, if that makes
+        room: else a line full of batch work would shut out what is urgent.
+        """
+        if self._fits_line(entry.cost, self._line.held_bytes, len(self._line)):
+            self._add(entry)
+            return True, None
+        if not self._line or self._line.last.priority <= entry.priority:
+            return False, None
+        last = self._line.last
+        left_bytes = self._line.held_bytes - last.cost.body_bytes
+        if not self._fits_line(entry.cost, left_bytes, len(self._line) - 1):
+            return False, None
+        self.remove(last)
+        self._add(entry)
+        return True, last
+
+    def remove(self, entry: E) -> bool:
+        """`entry` waits no more; whether it did. Call `admit` then: it may have held up others."""
+        was_waiting = self._line.remove(entry)
+        if was_waiting:
+            self._row[WAITING] -= 1
+            self._row[WAITING_BYTES] -= entry.cost.body_bytes
+        return was_waiting
+
+    def admit(self) -> list[E]:
+        """Those whose turn has come, in order. They have their places."""
+        admitted: list[E] = []
+        while self._line and self._has_room(self._line.first.cost):
+            entry = self._line.first
+            self.remove(entry)
+            self._row[REQUESTS] += entry.cost.requests
+            self._row[TOKENS] += entry.cost.tokens
+            admitted.append(entry)
+        return admitted
+
+    def leave(self, cost: Cost, held_s: float | None) -> None:
+        """Give back a place; None for one that was not used. Call `admit` then."""
+        self._row[REQUESTS] -= cost.requests
+        self._row[TOKENS] -= cost.tokens
+        if held_s is None:
+            return
+        mean_s = self._mean_s
+        self._mean_s = held_s if mean_s is None else mean_s + _LEARNING * (held_s - mean_s)
+
+    def retry_after_s(self) -> int:
+        """When the line in front of a newcomer will have gone in, within 1 to 60 s.
+
+        Little's law: in flight / mean time = requests per second.
+        """
+        ahead = 1 + self._row[WAITING] + self._elsewhere(WAITING)
+        in_flight = max(1, self._row[REQUESTS] + self._elsewhere(REQUESTS))
+        least, most = _RETRY_AFTER_BOUNDS_S
+        return math.ceil(min(max(ahead * (self._mean_s or 0.0) / in_flight, least), most))
+
+    def _must_wait(self, priority: int) -> bool:
+        if self._row[WAITING] and self._line.first.priority <= priority:
+            return True
+        return self.is_shared and any(row[WAITING] for row in self._others)
+
+    def _has_room(self, cost: Cost) -> bool:
+        requests = self._row[REQUESTS] + cost.requests
+        tokens = self._row[TOKENS] + cost.tokens
+        for row in self._others:
+            requests += row[REQUESTS]
+            tokens += row[TOKENS]
+        return requests <= self._most_requests and tokens <= self._most_tokens
+
+    def _fits_line(self, cost: Cost, held_bytes: int, entries: int) -> bool:
+        limits = self._limits
+        held_bytes += self._elsewhere(WAITING_BYTES)
+        fits_bytes = held_bytes + cost.body_bytes <= limits.queue_bytes
+        return entries + self._elsewhere(WAITING) < limits.queue_entries and fits_bytes
+
+    def _add(self, entry: E) -> None:
+        self._line.add(entry)
+        self._row[WAITING] += 1
+        self._row[WAITING_BYTES] += entry.cost.body_bytes
+
+    def _elsewhere(self, column: int) -> int:
+        return sum(row[column] for row in self._others)
+
+
+_TICK_S = 0.005
+"""How often a line asks for places that other processes gave back: little beside a prefill."""
+RejectReason = Literal["full", "displaced", "timeout"]
+_Word = Literal["admitted", "displaced", "timeout"]
+_REFUSALS: dict[RejectReason, tuple[int, str, str]] = {
+    "full": (429, "queue_full", "too many requests: the router is busy and its queue is full"),
+    "displaced": (
+        429,
+        "displaced",
+        "too many requests: one of higher priority took this one's place in the full queue",
+    ),
+    "timeout": (503, "queue_timeout", "the router is busy: no place became free in time"),
+}
+
+
+class Ticket:
+    """A place. Whoever got it calls `leave` once it is not needed; a second call does nothing."""
+
+    __slots__ = ("_cost", "_gives_back", "_since_s", "queue_s")
+
+    def __init__(
+        self, gives_back: Callable[[Cost, float], None], cost: Cost, since_s: float
+    ) -> None:
+        self._gives_back: Callable[[Cost, float], None] | None = gives_back
+        self._cost = cost
+        self._since_s = since_s
+        self.queue_s = 0.0
+        """How long the request waited for it; 0.0 for not at all."""
+
+    def leave(self) -> None:
+        """Give the place to the next in line."""
+        gives_back, self._gives_back = self._gives_back, None
+        if gives_back is not None:
+            gives_back(self._cost, self._since_s)
+
+
+class _Waiter(Entry):
+    def __init__(self, cost: Cost, priority: int, word: asyncio.Future[_Word]) -> None:
+        super().__init__(cost, priority)
+        self.word = word
+        """How the wait ended. Who sets it has taken the waiter out of line before."""
+        self.has_place = False
+
+
+class Admission:
+    """See the module. `clock` is monotonic seconds; `row` and `others` as in Gate."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        metrics: RouterMetrics,
+        clock: Callable[[], float],
+        *,
+        row: Row | None = None,
+        others: Sequence[Row] = (),
+    ) -> None:
+        self._limits = limits
+        self._metrics = metrics
+        self._clock = clock
+        self._row: Row = [0] * COLUMNS if row is None else row
+        self._gate = Gate[_Waiter](limits, self._row, others)
+        self._give_back = self._leave
+        self._tick: asyncio.TimerHandle | None = None
+        metrics.queue_length.set_function(lambda: self._gate.waiting)
+        metrics.tokens_in_flight.set_function(lambda: self._row[TOKENS])
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether anybody may have to wait, so that priorities matter."""
+        return self._gate.is_limited
+
+    @property
+    def waiting(self) -> int:
+        """Requests in line."""
+        return self._gate.waiting
+
+    @property
+    def in_flight(self) -> Cost:
+        """What the requests with a ticket of this process take together."""
+        return Cost(self._row[REQUESTS], self._row[TOKENS])
+
+    def at_once(self, cost: Cost) -> Ticket | None:
+        """A place where nothing limits any; else `enter`."""
+        cost = self._gate.bounded(cost)
+        if self._gate.is_limited or not self._gate.enter(cost, 0):
+            return None
+        return Ticket(self._give_back, cost, self._clock())
+
+    async def enter(self, cost: Cost, *, priority: int = 0, deadline_s: float = math.inf) -> Ticket:
+        """A place, at once or when it is this request's turn; lower priorities are earlier.
+
+        `deadline_s`: when the request itself ends, on the router's clock. Raises ApiError: 429
+        where the line is full, 503 where the turn did not come in time. Cancelled, it has no place.
+        """
+        now_s = self._clock()
+        cost = self._gate.bounded(cost)
+        if self._gate.enter(cost, priority):
+            return Ticket(self._give_back, cost, now_s)
+        return await self._wait(
+            cost, priority, min(deadline_s - now_s, self._limits.queue_timeout_s)
+        )
+
+    async def _wait(self, cost: Cost, priority: int, left_s: float) -> Ticket:
+        loop = asyncio.get_running_loop()
+        waiter = _Waiter(cost, priority, loop.create_future())
+        stands, displaced = self._gate.line_up(waiter)
+        if displaced is not None:
+            _tell(displaced, "displaced")
+        if not stands:
+            raise self._refusal("full")
+        if self._gate.is_shared and self._tick is None:
+            self._tick = loop.call_later(_TICK_S, self._on_tick)
+        since_s = self._clock()
+        deadline = loop.call_later(max(0.0, left_s), self._expire, waiter)
+        try:
+            word = await waiter.word
+        except asyncio.CancelledError:
+            self._abandon(waiter)
+            raise
+        finally:
+            deadline.cancel()
+            now_s = self._clock()
+            self._metrics.queue_seconds.observe(now_s - since_s)
+        if word != "admitted":
+            raise self._refusal(word)
+        ticket = Ticket(self._give_back, cost, now_s)
+        ticket.queue_s = now_s - since_s
+        return ticket
+
+    def _leave(self, cost: Cost, since_s: float) -> None:
+        self._gate.leave(cost, self._clock() - since_s)
+        if self._row[WAITING]:
+            self._admit()
+
+    def _admit(self) -> None:
+        for waiter in self._gate.admit():
+            waiter.has_place = True
+            _tell(waiter, "admitted")
+
+    def _expire(self, waiter: _Waiter) -> None:
+        if self._gate.remove(waiter):
+            _tell(waiter, "timeout")
+            self._admit()
+
+    def _abandon(self, waiter: _Waiter) -> None:
+        """The client left; it may have been told that it has a place already."""
+        if waiter.has_place:
+            self._gate.leave(waiter.cost, held_s=None)
+        else:
+            self._gate.remove(waiter)
+        self._admit()
+
+    def _on_tick(self) -> None:
+        self._tick = None
+        self._admit()
+        if self._gate.waiting:
+            self._tick = asyncio.get_running_loop().call_later(_TICK_S, self._on_tick)
+
+    def _refusal(self, reason: RejectReason) -> ApiError:
+        self._metrics.rejected.labels(reason).inc()
+        status, code, message = _REFUSALS[reason]
+        return ApiError(status, message, code=code, retry_after_s=self._gate.retry_after_s())
+
+
+def _tell(waiter: _Waiter, word: _Word) -> None:
+    # A cancelled task has not run yet; when it does, it gives its place back itself.
+    if not waiter.word.done():
+        waiter.word.set_result(word)

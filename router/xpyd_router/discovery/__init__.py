@@ -1,0 +1,1 @@
+"""How the router learns which engines there are and live: heartbeats and probes."""

@@ -1,0 +1,213 @@
+"""Instances and the snapshot of those that requests may be sent to: values only. Pure.
+
+`registry` makes them of heartbeats; policies and the request path read the snapshot, which is built
+once per change of the fleet and never changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+from xpyd_core.messages import Heartbeat, InstanceState
+from xpyd_core.request_id import Address
+
+MAX_INSTANCES = 4096
+# Of a period: a beat this late is not explained by the network.
+_LATE_PERIODS = 1.3
+ShownState = Literal[InstanceState, "Ejected", "CircuitOpen", "HalfOpen", "Cordoned"]
+"""An instance's state as people see it."""
+Standing = Literal["Good", "HalfOpen", "Trial", "Open", "Ejected"]
+"""What `health` says of a Ready instance. HalfOpen: one request may try whether it works again;
+Trial: that one is under way; Open: its breaker is; Ejected: it cannot be reached."""
+Side = tuple[str, str, tuple[str, ...]]
+"""Instances that can stand in for each other: type, compatibility key, models."""
+
+
+def side_of(beat: Heartbeat) -> Side:
+    """Whom the instance that beats so can stand in for."""
+    return beat.type, beat.compatibility, beat.models
+
+
+class InstanceKey(NamedTuple):
+    """One process start at one HTTP address."""
+
+    http: str
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One engine as its last beat described it. Times are the caller's clock, in seconds."""
+
+    key: InstanceKey
+    beat: Heartbeat
+    http: Address
+    kv: Address
+    last_beat_s: float
+    expires_at_s: float
+    period_s: float
+    kv_text: str = ""
+    """`kv` as it stands in request ids; `http` as text is the key's."""
+    standing: Standing = "Good"
+    is_signed: bool = False
+    """Its beats are signed with the fleet's key."""
+    is_cordoned: bool = False
+    """An operator wants no new requests on this incarnation."""
+
+    @property
+    def name(self) -> str:
+        """What people call it: the name it gives itself, else its HTTP address."""
+        return self.beat.instance or self.key.http
+
+    @property
+    def is_routable(self) -> bool:
+        """Whether new requests may be sent to it."""
+        return self._may_be_asked and self.standing in ("Good", "HalfOpen")
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether new requests may be sent to it where its side has nobody better."""
+        return self._may_be_asked and self.standing in ("Open", "Trial")
+
+    @property
+    def _may_be_asked(self) -> bool:
+        return self.beat.state == "Ready" and not self.is_cordoned
+
+    @property
+    def side(self) -> Side:
+        """Those that can stand in for it have the same."""
+        return side_of(self.beat)
+
+    def is_late(self, now: float) -> bool:
+        """Whether a beat is missing."""
+        return now - self.last_beat_s > _LATE_PERIODS * self.period_s
+
+    @property
+    def is_continuing(self) -> bool:
+        """Whether it understands `continue_from` (DECISIONS: continuation 1 in its beat)."""
+        return self.beat.continuation == 1
+
+    def serves(self, model: str) -> bool:
+        """Old beats name no model; such an instance takes every name and may answer 404 itself."""
+        return not self.beat.models or model in self.beat.models
+
+
+class Group(NamedTuple):
+    """Routable instances of one compatibility key: any P of it may send KV to any D of it."""
+
+    compatibility: str
+    prefill: tuple[Instance, ...]
+    decode: tuple[Instance, ...]
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Who may serve one model. `groups` holds also those with only P or only D."""
+
+    groups: tuple[Group, ...] = ()
+    aggregated: tuple[Instance, ...] = ()
+    takes_decode_alone: bool = False
+    """Whether a D of ours serves whole requests where there is no pair."""
+
+    @property
+    def is_routable(self) -> bool:
+        """Whether a request can be served at all."""
+        if self.aggregated or any(g.prefill and g.decode for g in self.groups):
+            return True
+        return self.takes_decode_alone and any(
+            d.is_continuing for g in self.groups for d in g.decode
+        )
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What the hot path reads: built once per change of the fleet, never changed."""
+
+    by_model: Mapping[str, Candidates] = field(default_factory=lambda: MappingProxyType({}))
+    any_model: Candidates = field(default_factory=Candidates)
+    """For names that no instance gives: the instances that give no names."""
+    known_models: frozenset[str] = frozenset()
+    """Names given by instances in any state."""
+    takes_any_model: bool = False
+    """Whether an instance in any state gives no names."""
+    is_empty: bool = True
+
+    def candidates(self, model: str) -> Candidates:
+        """Who may serve `model` now."""
+        return self.by_model.get(model, self.any_model)
+
+    def knows(self, model: str) -> bool:
+        """Whether an instance, in whatever state, serves `model`."""
+        return self.takes_any_model or model in self.known_models
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Names that can be served now, sorted."""
+        return tuple(sorted(m for m, found in self.by_model.items() if found.is_routable))
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether at least one pair or aggregated instance can be picked."""
+        return self.any_model.is_routable or any(c.is_routable for c in self.by_model.values())
+
+
+def _candidates(instances: Iterable[Instance], *, decode_alone: bool) -> Candidates:
+    prefill: dict[str, list[Instance]] = {}
+    decode: dict[str, list[Instance]] = {}
+    aggregated: list[Instance] = []
+    for instance in instances:
+        if instance.beat.type == "A":
+            aggregated.append(instance)
+            continue
+        side = prefill if instance.beat.type == "P" else decode
+        side.setdefault(instance.beat.compatibility, []).append(instance)
+    keys = sorted(prefill.keys() | decode.keys())
+    groups = (Group(k, tuple(prefill.get(k, ())), tuple(decode.get(k, ()))) for k in keys)
+    return Candidates(tuple(groups), tuple(aggregated), decode_alone)
+
+
+def _routable(everyone: Iterable[Instance]) -> list[Instance]:
+    """Those that new requests may be sent to.
+
+    An open breaker keeps requests for the instances that work. A side without such has nothing to
+    save: then those whose breaker is open are asked, and their errors are the answer.
+    """
+    routable = [instance for instance in everyone if instance.is_routable]
+    spare = [instance for instance in everyone if instance.is_spare]
+    if spare:
+        served = {instance.side for instance in routable}
+        routable += [instance for instance in spare if instance.side not in served]
+        routable.sort(key=lambda instance: instance.key)
+    return routable
+
+
+def build_snapshot(instances: Iterable[Instance], *, decode_alone: bool = False) -> Snapshot:
+    """The snapshot of `instances`, in the order of their addresses so that turns are stable.
+
+    `decode_alone`: a D serves whole requests where there is no pair (onNoPrefill).
+    """
+
+    def candidates(among: Iterable[Instance]) -> Candidates:
+        return _candidates(among, decode_alone=decode_alone)
+
+    everyone = sorted(instances, key=lambda instance: instance.key)
+    routable = _routable(everyone)
+    unnamed = [instance for instance in routable if not instance.beat.models]
+    named: dict[str, list[Instance]] = {}
+    for instance in routable:
+        for name in dict.fromkeys(instance.beat.models):
+            named.setdefault(name, []).append(instance)
+    by_model = {
+        name: candidates(sorted(found + unnamed, key=lambda i: i.key) if unnamed else found)
+        for name, found in sorted(named.items())
+    }
+    return Snapshot(
+        by_model=MappingProxyType(by_model),
+        any_model=candidates(unnamed),
+        known_models=frozenset(model for i in everyone for model in i.beat.models),
+        takes_any_model=any(not i.beat.models for i in everyone),
+        is_empty=not everyone,
+    )

@@ -1,0 +1,307 @@
+"""The HTTP surface in Quart: models, state and the admin API, errors as OpenAI's JSON.
+
+The inference routes stand before it, in `inference`. The admin API (under /admin) shows instances
+with their loads and sets cordons. It has keys of its own (`--admin-key-file`): a client that may
+send requests may not take instances out. To drain an instance, cordon it and wait until it has no
+calls in flight.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from functools import cache
+from typing import cast
+
+import msgspec
+import orjson
+from prometheus_client import CONTENT_TYPE_LATEST
+from quart import Blueprint, Quart, Response, request
+from werkzeug.exceptions import HTTPException
+
+from xpyd_core import __version__
+from xpyd_core.errors import ApiError
+from xpyd_router.fleet.instances import Instance
+from xpyd_router.fleet.view import FleetView
+from xpyd_router.http.inference import AsgiApp, Inference, Surface
+from xpyd_router.http.openapi.document import openapi_document
+from xpyd_router.http.shapes import (
+    AdminInstance,
+    AdminState,
+    Alive,
+    InstanceHealth,
+    InstanceLoad,
+    InstanceReport,
+    Instances,
+    Model,
+    ModelList,
+    NotReady,
+    Ready,
+    Shape,
+    Version,
+)
+from xpyd_router.metrics import state_of
+from xpyd_router.request.client_request import ENDPOINTS, HeadReader
+
+
+def json_reply(payload: Shape, status: int = 200) -> Response:
+    """`payload` as JSON."""
+    return Response(msgspec.json.encode(payload), status, content_type="application/json")
+
+
+def error_reply(error: ApiError) -> Response:
+    """An error in OpenAI's format."""
+    response = Response(error.body(), error.status, content_type="application/json")
+    if error.retry_after_s is not None:
+        response.headers["Retry-After"] = str(error.retry_after_s)
+    return response
+
+
+logger = logging.getLogger(__name__)
+
+
+def is_admin(keys: tuple[bytes, ...], authorization: str) -> bool:
+    """Whether the header is `Bearer` with one of the keys; in constant time for each."""
+    scheme, _, token = authorization.partition(" ")
+    given = token.strip().encode("utf-8", "replace")
+    return scheme.lower() == "bearer" and any(hmac.compare_digest(key, given) for key in keys)
+
+
+def admin_routes(surface: Surface) -> Blueprint:
+    """The routes. Without keys each of them answers 403."""
+    routes, fleet = Blueprint("admin", __name__, url_prefix="/admin"), surface.fleet
+
+    @routes.before_request
+    async def check() -> None:
+        if not surface.admin_keys:
+            raise ApiError(403, "the admin API is closed: start the router with --admin-key-file")
+        if not is_admin(surface.admin_keys, request.headers.get("Authorization", "")):
+            raise ApiError(401, "Authorization: expected Bearer and a key of --admin-key-file")
+
+    @routes.errorhandler(ApiError)
+    async def refuse(error: ApiError) -> Response:
+        response = error_reply(error)
+        if error.status == 401:
+            response.headers["WWW-Authenticate"] = "Bearer"
+        return response
+
+    @routes.get("/state")
+    async def state() -> Response:
+        rows = [_describe_load(fleet, instance) for instance in fleet.instances]
+        return json_reply(AdminState(is_draining=surface.is_draining, instances=rows))
+
+    @routes.get("/instances/<name>")
+    async def show(name: str) -> Response:
+        return json_reply(_describe_load(fleet, _find(fleet, name)))
+
+    @routes.post("/instances/<name>/cordon")
+    async def cordon(name: str) -> Response:
+        return await _cordon(surface, name, is_cordoned=True)
+
+    @routes.post("/instances/<name>/uncordon")
+    async def uncordon(name: str) -> Response:
+        return await _cordon(surface, name, is_cordoned=False)
+
+    # Quart's decorators register them; pyright sees names that nobody reads.
+    _ = check, refuse, state, show, cordon, uncordon
+    return routes
+
+
+async def _cordon(surface: Surface, name: str, *, is_cordoned: bool) -> Response:
+    fleet = surface.fleet
+    instance = _find(fleet, name)
+    await surface.whole.cordon(instance.key, is_cordoned=is_cordoned)
+    logger.info("%s %s", "cordoned" if is_cordoned else "uncordoned", instance.name)
+    return json_reply(_describe_load(fleet, _find(fleet, instance.key.http)))
+
+
+def _find(fleet: FleetView, name: str) -> Instance:
+    """The instance at this HTTP address, else the one of this name."""
+    everyone = fleet.instances
+    found = [instance for instance in everyone if instance.key.http == name]
+    found = found or [instance for instance in everyone if instance.name == name]
+    if not found:
+        raise ApiError(404, f"no such instance: {name[:200]}")
+    if len(found) > 1:
+        raise ApiError(409, f"{len(found)} instances have this name: say the http_address")
+    return found[0]
+
+
+def _describe_load(fleet: FleetView, instance: Instance) -> AdminInstance:
+    load = fleet.load(instance.key)
+    return AdminInstance(
+        instance=instance.name,
+        type=instance.beat.type,
+        state=state_of(instance),
+        is_cordoned=instance.is_cordoned,
+        http_address=instance.key.http,
+        incarnation=instance.beat.incarnation,
+        in_flight=load.ours,
+        others_in_flight=load.foreign_requests,
+    )
+
+
+def _describe(fleet: FleetView, instance: Instance, weight: float) -> InstanceReport:
+    """One line of /instances."""
+    beat, health = instance.beat, fleet.report(instance.key)
+    return InstanceReport(
+        instance=instance.name,
+        type=beat.type,
+        state=state_of(instance),
+        http_address=str(instance.http),
+        zmq_address=str(instance.kv),
+        incarnation=beat.incarnation,
+        age_seconds=round(max(0.0, fleet.now_s - instance.last_beat_s), 3),
+        health=InstanceHealth(
+            ejected_by=health.cause or None,
+            ejected_seconds=round(health.ejected_s, 3),
+            breaker=health.breaker,
+            open_seconds=round(health.open_s, 3),
+            weight=round(weight, 3),
+        ),
+        models=list(beat.models),
+        compatibility=beat.compatibility,
+        continuation=beat.continuation,
+        fleet=beat.fleet,
+        pool=beat.pool,
+        revision=beat.revision,
+        max_model_len=beat.max_model_len,
+        load=InstanceLoad(
+            running=beat.running,
+            waiting=beat.waiting,
+            free_blocks=beat.free_blocks,
+            total_blocks=beat.total_blocks,
+        ),
+    )
+
+
+def _http_error(error: HTTPException) -> Response:
+    """Quart's own refusals (no such path, wrong method, body too long) in OpenAI's format."""
+    status = error.code or 500
+    messages = {
+        404: f"no such path: {request.method} {request.path[:200]}",
+        405: f"{request.method} is not allowed here",
+        413: "the request body is too long",
+        408: "the request body did not come in time",
+    }
+    response = error_reply(ApiError(status, messages.get(status, error.name)))
+    for name, value in error.get_headers():
+        if name.lower() == "allow":
+            response.headers["Allow"] = value
+    return response
+
+
+def build_app(surface: Surface) -> AsgiApp:
+    """The application; `surface` lives as long as it."""
+    return Inference(surface, cast(AsgiApp, quart_app(surface)))
+
+
+def quart_app(surface: Surface) -> Quart:
+    """All routes; those of inference are here only as names."""
+    app = Quart("xpyd_router", static_folder=None)
+    app.url_map.merge_slashes = False  # another path, not a redirect that clients may not follow
+    app.config["MAX_CONTENT_LENGTH"] = surface.config.max_body_bytes
+    _add_inference(app)
+    _add_models(app, surface)
+    _add_state(app, surface)
+    _add_about(app)
+    app.register_blueprint(admin_routes(surface))
+
+    heads = HeadReader()
+
+    @app.errorhandler(HTTPException)
+    async def http_error(error: HTTPException) -> Response:
+        return _http_error(error)
+
+    @app.after_request
+    async def echo(response: Response) -> Response:
+        if client_id := heads.read(request.scope["headers"]).request_id:
+            response.headers["X-Request-Id"] = client_id.decode("ascii")
+        return response
+
+    # Quart's decorators register them; pyright sees names that nobody reads.
+    _ = http_error, echo
+    return app
+
+
+def _add_inference(app: Quart) -> None:
+    """The inference routes stand before Quart, which knows their paths only to refuse GET."""
+    for endpoint in ENDPOINTS:
+        app.add_url_rule(f"/v1/{endpoint}", endpoint, _unreachable, methods=["POST"])
+
+
+async def _unreachable() -> Response:
+    raise AssertionError("answered by Inference")
+
+
+def _add_models(app: Quart, surface: Surface) -> None:
+    def describe(name: str) -> Model:
+        return Model(id=name, created=surface.created)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        names = surface.fleet.snapshot.models
+        return json_reply(ModelList(data=[describe(name) for name in names]))
+
+    @app.get("/v1/models/<path:name>")
+    async def model(name: str) -> Response:
+        if name in surface.fleet.snapshot.models:
+            return json_reply(describe(name))
+        message = f"The model `{name[:200]}` does not exist."
+        error = ApiError(404, message, param="model", code="model_not_found")
+        return error_reply(error)
+
+    _ = models, model
+
+
+def _add_state(app: Quart, surface: Surface) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        return json_reply(Alive())
+
+    @app.get("/readiness")
+    async def readiness() -> Response:
+        if surface.is_draining:
+            return json_reply(NotReady(status="draining"), 503)
+        if not surface.whole.is_current:
+            return json_reply(NotReady(status="no word of the instances"), 503)
+        if not surface.fleet.snapshot.is_ready:
+            return json_reply(NotReady(status="no instances"), 503)
+        return json_reply(Ready())
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        try:
+            text = await surface.whole.metrics()
+        except ApiError as error:
+            return error_reply(error)
+        return Response(text, content_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/instances")
+    async def instances() -> Response:
+        fleet = surface.fleet
+        weights = fleet.weights()
+        found = [_describe(fleet, i, weights.get(i.key, 1.0)) for i in fleet.instances]
+        return json_reply(Instances(instances=found))
+
+    _ = health, readiness, metrics, instances
+
+
+@cache
+def _openapi_json() -> bytes:
+    """The same for every app of a process."""
+    return orjson.dumps(openapi_document(__version__))
+
+
+def _add_about(app: Quart) -> None:
+    document = _openapi_json()
+
+    @app.get("/version")
+    async def version() -> Response:
+        return json_reply(Version(version=__version__))
+
+    @app.get("/openapi.json")
+    async def openapi() -> Response:
+        return Response(document, content_type="application/json")
+
+    _ = version, openapi

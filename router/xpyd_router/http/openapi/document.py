@@ -1,0 +1,234 @@
+"""The OpenAPI document: its paths, the operations of each, and all that they refer to."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from xpyd_router.http import shapes
+from xpyd_router.http.openapi.requests import EXAMPLES, chat_request, completion_request
+from xpyd_router.http.openapi.responses import (
+    ENGINE_REFUSAL,
+    answer_example,
+    answer_schemas,
+    error_components,
+    error_responses,
+    event_schema,
+    headers,
+    stream_example,
+)
+
+Json = dict[str, Any]
+# A head may be broken or too long, whatever is asked for.
+_ANY = (400, 431)
+_INFERENCE = (*_ANY, 404, 408, 413, 422, 429, 500, 502, 503, 504)
+_ADMIN = (*_ANY, 401, 403)
+_NAMES = {"completions": "Completion", "chat/completions": "ChatCompletion"}
+
+
+def paths() -> Json:
+    """The document's `paths`."""
+    return {
+        "/v1/completions": {"post": _inference("completions", "createCompletion")},
+        "/v1/chat/completions": {"post": _inference("chat/completions", "createChatCompletion")},
+        "/v1/models": {"get": _read("listModels", "Models", "ModelList", _MODELS)},
+        "/v1/models/{name}": {
+            "parameters": [_path("name", "A model's name; it may have slashes in it.")],
+            "get": _read("getModel", "Models", "Model", "One model.", 404),
+        },
+        "/health": {"get": _read("health", "State", "Alive", _HEALTH)},
+        "/readiness": {"get": _readiness()},
+        "/metrics": {"get": _metrics()},
+        "/instances": {"get": _read("listInstances", "State", "Instances", _INSTANCES)},
+        "/version": {"get": _read("version", "State", "Version", "The router's version.")},
+        "/openapi.json": {"get": _document()},
+        "/admin/state": {
+            "get": _admin("adminState", "AdminState", "The router, and all instances."),
+        },
+        "/admin/instances/{name}": {
+            "parameters": [_INSTANCE],
+            "get": _admin("adminInstance", "AdminInstance", "One instance.", 404, 409),
+        },
+        "/admin/instances/{name}/cordon": {
+            "parameters": [_INSTANCE],
+            "post": _admin("cordon", "AdminInstance", _CORDON, 404, 409),
+        },
+        "/admin/instances/{name}/uncordon": {
+            "parameters": [_INSTANCE],
+            "post": _admin("uncordon", "AdminInstance", _UNCORDON, 404, 409),
+        },
+    }
+
+
+_MODELS = "The models that can be served now."
+_HEALTH = "200 while the process works."
+_INSTANCES = "The registry. It shows engine addresses: do not expose it to clients."
+_CORDON = "The instance gets no new requests from this router; what it has goes on."
+_UNCORDON = "It gets requests again."
+
+
+def _path(name: str, text: str) -> Json:
+    schema = {"type": "string", "minLength": 1}
+    return {"name": name, "in": "path", "required": True, "description": text, "schema": schema}
+
+
+_INSTANCE = _path("name", "The instance's HTTP address, or the name it gives itself.")
+
+
+def _header(name: str, text: str, schema: Json) -> Json:
+    return {"name": name, "in": "header", "description": text, "schema": schema}
+
+
+_CLIENT_HEADERS = [
+    _header("X-Request-Id", "Returned; nothing else is done with it.", {"type": "string"}),
+    _header("X-Session-Id", "The session, for --policy SessionAffinity.", {"type": "string"}),
+    _header(
+        "X-Xpyd-Priority",
+        "`High`, `Normal`, `Low` or a number; read where the router has limits.",
+        {"type": "string"},
+    ),
+    _header("traceparent", "W3C trace context, for the engines.", {"type": "string"}),
+    _header("tracestate", "Beside traceparent.", {"type": "string"}),
+]
+
+
+def _schema(name: str) -> Json:
+    return {"schema": {"$ref": f"#/components/schemas/{name}"}}
+
+
+def _answer(name: str, text: str) -> Json:
+    return {"description": text, "content": {"application/json": _schema(name)}}
+
+
+def _read(operation: str, tag: str, schema: str, text: str, *errors: int) -> Json:
+    return {
+        "operationId": operation,
+        "tags": [tag],
+        "summary": text,
+        "responses": {"200": _answer(schema, text), **error_responses(*_ANY, *errors)},
+    }
+
+
+def _admin(operation: str, schema: str, text: str, *errors: int) -> Json:
+    made = _read(operation, "Admin", schema, text, *_ADMIN, *errors)
+    return {**made, "security": [{"adminKey": []}]}
+
+
+def _readiness() -> Json:
+    ready = "200 when requests can be served and the router does not drain."
+    made = _read("readiness", "State", "Ready", ready)
+    made["responses"]["503"] = _answer("NotReady", "They cannot.")
+    return made
+
+
+def _metrics() -> Json:
+    made = _read("metrics", "State", "Alive", "Prometheus' text format.")
+    content = {"text/plain": {"schema": {"type": "string"}}}
+    made["responses"]["200"] = {"description": "The samples.", "content": content}
+    return made
+
+
+def _document() -> Json:
+    made = _read("openapi", "State", "Alive", "This document.")
+    content = {"application/json": {"schema": {"type": "object"}}}
+    made["responses"]["200"] = {"description": "OpenAPI 3.1.", "content": content}
+    return made
+
+
+def _inference(endpoint: Literal["completions", "chat/completions"], operation: str) -> Json:
+    name = _NAMES[endpoint]
+    return {
+        "operationId": operation,
+        "tags": ["Inference"],
+        "summary": f"OpenAI's {endpoint}, by a prefill and a decode instance.",
+        "parameters": _CLIENT_HEADERS,
+        "requestBody": {
+            "required": True,
+            "content": {
+                "application/json": {**_schema(f"{name}Request"), "examples": EXAMPLES[endpoint]}
+            },
+        },
+        "responses": {
+            "200": {
+                "description": "The answer; with `stream` its events, each `data: ` and a "
+                f"{name}Chunk, the last `data: [DONE]`. A stream that fails ends with an event "
+                "of the error object instead.",
+                "headers": headers({"X-Request-Id": "RequestId"}),
+                "content": {
+                    "application/json": {**_schema(name), "example": answer_example(endpoint)},
+                    "text/event-stream": {
+                        "schema": event_schema(f"{name}Chunk"),
+                        "example": stream_example(endpoint),
+                    },
+                },
+            },
+            **error_responses(*_INFERENCE),
+            "4XX": {"$ref": f"#/components/responses/{ENGINE_REFUSAL}"},
+        },
+    }
+
+
+_SHAPES = (
+    *(shapes.ModelList, shapes.Alive, shapes.Ready, shapes.NotReady, shapes.Version),
+    *(shapes.Instances, shapes.AdminState, shapes.ErrorBody),
+)
+_ABOUT = """\
+The HTTP entry of a fleet of LLM engines: OpenAI's inference API, the router's state, and an admin
+API with a key of its own. Other methods of a path are answered 405 with Allow, other paths 404,
+what is no HTTP 400, each as an error object. A client that leaves gets no answer; logs and metrics
+show it as 499."""
+_TAGS = {
+    "Inference": "OpenAI's. The engines' fields stand on docs/engine.md.",
+    "Models": "What can be served now.",
+    "State": "Of the router.",
+    "Admin": "Who is in the fleet with what to do, and cordons. Closed without --admin-key-file.",
+}
+
+
+def openapi_document(version: str) -> dict[str, Any]:
+    """OpenAPI 3.1 of a router of this version."""
+    _, made = msgspec.json.schema_components(_SHAPES, ref_template="#/components/schemas/{name}")
+    for schema in made.values():  # also what has a default is always there
+        schema["required"] = list(schema["properties"])
+    schemas = {
+        **made,
+        **answer_schemas(),
+        "CompletionRequest": completion_request(),
+        "ChatCompletionRequest": chat_request(),
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "xpyd router", "version": version, "description": _ABOUT},
+        "tags": [{"name": name, "description": text} for name, text in _TAGS.items()],
+        "paths": paths(),
+        "components": {
+            "schemas": dict(sorted(schemas.items())),
+            "responses": error_components(),
+            "headers": _headers(),
+            "securitySchemes": {
+                "adminKey": {
+                    "type": "http",
+                    "scheme": "bearer",
+                    "description": "A key of --admin-key-file.",
+                }
+            },
+        },
+    }
+
+
+def _headers() -> dict[str, Any]:
+    def header(text: str, schema: dict[str, Any]) -> dict[str, Any]:
+        return {"description": text, "schema": schema, "required": True}
+
+    text = {"type": "string", "minLength": 1}
+    return {
+        "RequestId": header("The client's own, else the response's id.", text),
+        "RetryAfter": {
+            **header("Seconds.", {"type": "integer", "minimum": 0}),
+            "required": False,
+            "description": "Seconds. Always there, but for an engine's own 429 without it.",
+        },
+        "Allow": header("The methods that the path has.", text),
+        "AuthenticateBearer": header("Bearer.", {"const": "Bearer"}),
+    }

@@ -1,0 +1,398 @@
+"""Schemas and examples of answers, event streams and errors.
+
+Answers that the router writes itself are the structs of `http.shapes`; here are those of engines,
+and every error of the router with its status and code.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from xpyd_core.errors import ApiError
+
+Schema = dict[str, Any]
+_COUNT: Schema = {"type": "integer", "minimum": 0}
+_TEXT: Schema = {"type": "string"}
+_OBJECT: Schema = {"type": "object"}
+
+
+def _object(required: Schema, optional: Schema | None = None, text: str = "") -> Schema:
+    made: Schema = {"type": "object", "properties": {**required, **(optional or {})}}
+    made["required"] = list(required)
+    return {**made, "description": text} if text else made
+
+
+def _nullable(schema: Schema) -> Schema:
+    if "$ref" in schema:
+        return {"anyOf": [schema, {"type": "null"}]}
+    return {**schema, "type": [schema["type"], "null"]}
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+_FINISH: Schema = {
+    **_nullable(_TEXT),
+    "description": "`stop`, `length`, or another of the engine's; null: it goes on.",
+}
+_IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_EXTRAS: Schema = {
+    "stop_reason": {"description": "What ended it: a text or a token's id."},
+    "token_ids": {**_nullable(_IDS), "description": "With return_token_ids."},
+    "prompt_token_ids": {**_nullable(_IDS), "description": "With return_token_ids."},
+}
+_TOKEN_LOGPROB: Schema = _object(
+    {"token": _TEXT, "logprob": {"type": "number"}},
+    {"bytes": _nullable({"type": "array", "items": {"type": "integer"}})},
+)
+
+
+def _named(of: str) -> Schema:
+    kind, prefix = ("chat.completion", "chatcmpl") if of.startswith("Chat") else ("", "cmpl")
+    name = kind + (".chunk" if of.endswith("Chunk") else "") if kind else "text_completion"
+    return {
+        "id": {
+            "type": "string",
+            "pattern": f"^{prefix}-[0-9a-f]{{32}}$",
+            "description": "Random; the same in all chunks.",
+        },
+        "object": {"const": name},
+        "created": {**_COUNT, "description": "Unix time."},
+        "model": _TEXT,
+    }
+
+
+def _whole(of: str, choice: Schema) -> Schema:
+    return _object(
+        {
+            **_named(of),
+            "choices": {"type": "array", "items": choice, "minItems": 1},
+            "usage": _ref("Usage"),
+        },
+    )
+
+
+def _chunk(of: str, choice: Schema) -> Schema:
+    return _object(
+        {**_named(of), "choices": {"type": "array", "items": choice}},
+        {"usage": _nullable(_ref("Usage"))},
+        "One event of a stream. With include_usage the last has no choices and the usage.",
+    )
+
+
+def answer_schemas() -> dict[str, Schema]:
+    """`components.schemas` of inference."""
+    index, completion, chat = _COUNT, _ref("CompletionLogprobs"), _ref("ChatLogprobs")
+    text = {"index": index, "text": _TEXT, "finish_reason": _FINISH}
+    text_more = {"logprobs": _nullable(completion), **_EXTRAS}
+    message = _object({"role": {"const": "assistant"}, "content": _nullable(_TEXT)})
+    delta = _object({}, {"role": _TEXT, "content": _nullable(_TEXT)})
+    chat_more = {"logprobs": _nullable(chat), **_EXTRAS}
+    return {
+        "Usage": _object(
+            {"prompt_tokens": _COUNT, "total_tokens": _COUNT},
+            {
+                "completion_tokens": _COUNT,
+                "prompt_tokens_details": _nullable(_OBJECT),
+                "completion_tokens_details": _nullable(_OBJECT),
+            },
+        ),
+        "CompletionLogprobs": _object(
+            {"tokens": {"type": "array", "items": _TEXT}},
+            {
+                "token_logprobs": {"type": "array", "items": {"type": ["number", "null"]}},
+                "top_logprobs": {"type": ["array", "null"], "items": _nullable(_OBJECT)},
+                "text_offset": {"type": "array", "items": _COUNT},
+            },
+        ),
+        "ChatLogprobs": _object(
+            {},
+            {
+                "content": {
+                    "type": ["array", "null"],
+                    "items": {
+                        **_TOKEN_LOGPROB,
+                        "properties": {
+                            **_TOKEN_LOGPROB["properties"],
+                            "top_logprobs": {"type": "array", "items": _TOKEN_LOGPROB},
+                        },
+                    },
+                }
+            },
+        ),
+        "Completion": _whole("Completion", _object(text, text_more)),
+        "CompletionChunk": _chunk("CompletionChunk", _object(text, text_more)),
+        "ChatCompletion": _whole(
+            "ChatCompletion",
+            _object({"index": index, "message": message, "finish_reason": _FINISH}, chat_more),
+        ),
+        "ChatCompletionChunk": _chunk(
+            "ChatCompletionChunk",
+            _object({"index": index, "delta": delta, "finish_reason": _FINISH}, chat_more),
+        ),
+    }
+
+
+def event_schema(chunk: str) -> Schema:
+    """Of each event of a stream, read as an object of its fields, as OpenAPI 3.2 has it and tools
+    for 3.1 do: JSON in `data`, in the last one [DONE].
+    """
+    document: Schema = {"anyOf": [_ref(chunk), _ref("ErrorBody")]}
+    return {
+        "type": "object",
+        "properties": {"data": _TEXT},
+        "required": ["data"],
+        "if": {"properties": {"data": {"const": "[DONE]"}}},
+        "else": {
+            "properties": {
+                "data": {"contentMediaType": "application/json", "contentSchema": document}
+            }
+        },
+    }
+
+
+_ID = "f51573d36cde76ee3913bd1cc83f7362"
+
+
+def answer_example(endpoint: str) -> dict[str, Any]:
+    """A whole answer."""
+    usage = {"prompt_tokens": 4, "completion_tokens": 5, "total_tokens": 9}
+    ending = {"logprobs": None, "finish_reason": "length"}
+    if endpoint == "completions":
+        choice: Schema = {"index": 0, "text": " city in the north", **ending}
+        head = {"id": f"cmpl-{_ID}", "object": "text_completion"}
+    else:
+        message = {"role": "assistant", "content": "In California, on the"}
+        choice = {"index": 0, "message": message, **ending}
+        head = {"id": f"chatcmpl-{_ID}", "object": "chat.completion"}
+    return {
+        **head,
+        "created": 1795325284,
+        "model": "demo-model",
+        "choices": [choice],
+        "usage": usage,
+    }
+
+
+def stream_example(endpoint: str) -> str:
+    """A stream of one token, as it stands on the wire."""
+    if endpoint == "completions":
+        head = f'"id":"cmpl-{_ID}","object":"text_completion"'
+        pieces = ['"text":" city","finish_reason":null', '"text":"","finish_reason":"length"']
+    else:
+        head = f'"id":"chatcmpl-{_ID}","object":"chat.completion.chunk"'
+        pieces = [
+            '"delta":{"role":"assistant","content":""},"finish_reason":null',
+            '"delta":{"content":"In"},"finish_reason":null',
+            '"delta":{},"finish_reason":"length"',
+        ]
+    rest = '"created":1795325284,"model":"demo-model"'
+    events = [f'{{{head},{rest},"choices":[{{"index":0,{piece}}}]}}' for piece in pieces]
+    return "".join(f"data: {event}\n\n" for event in (*events, "[DONE]"))
+
+
+class ErrorKind(NamedTuple):
+    """One row of the table on the router's page. `code` is OpenAI's machine-readable `code`."""
+
+    status: int
+    code: str | None
+    when: str
+    message: str
+    """As a client may see it."""
+    param: str | None = None
+
+
+ERRORS: tuple[ErrorKind, ...] = (
+    ErrorKind(
+        400,
+        None,
+        "The request is wrong; `param` names the field.",
+        "temperature: expected a number, got 'hot'",
+        "temperature",
+    ),
+    ErrorKind(
+        400,
+        "context_length_exceeded",
+        "Prompt and output do not fit the model's context. Said by the engine.",
+        "this model's context is 2048 tokens: your prompt has 4096 tokens",
+        "prompt",
+    ),
+    ErrorKind(
+        401,
+        None,
+        "The admin API, without a key or with a wrong one.",
+        "Authorization: expected Bearer and a key of --admin-key-file",
+    ),
+    ErrorKind(
+        403,
+        None,
+        "The router has no admin keys.",
+        "the admin API is closed: start the router with --admin-key-file",
+    ),
+    ErrorKind(404, None, "No such path, or no such instance.", "no such path: GET /v1/nothing"),
+    ErrorKind(
+        404,
+        "model_not_found",
+        "No engine serves this model.",
+        "The model `other` does not exist.",
+        "model",
+    ),
+    ErrorKind(
+        405,
+        None,
+        "Another method; `Allow` says which.",
+        "DELETE is not allowed here",
+    ),
+    ErrorKind(
+        408,
+        None,
+        "The body did not come within a minute.",
+        "the request body did not come in time",
+    ),
+    ErrorKind(
+        409,
+        None,
+        "Several instances have that name.",
+        "2 instances have this name: say the http_address",
+    ),
+    ErrorKind(
+        413,
+        None,
+        "The body is longer than `--max-body-bytes`.",
+        "the request body is too long",
+    ),
+    ErrorKind(
+        422,
+        "poisoned_request",
+        "Instances died while they had this request; it is refused for 5 minutes.",
+        "instances died while they had this request; the same request is refused for 300 s",
+    ),
+    ErrorKind(
+        429,
+        "queue_full",
+        "Over the limits, and no room in the queue.",
+        "too many requests: the router is busy and its queue is full",
+    ),
+    ErrorKind(
+        429,
+        "displaced",
+        "A request of higher priority took the place in the full queue.",
+        "too many requests: one of higher priority took this one's place in the full queue",
+    ),
+    ErrorKind(
+        431,
+        None,
+        "The head, or a header that is forwarded, is too long.",
+        "header X-Trace: longer than 8000 bytes",
+    ),
+    ErrorKind(500, None, "A defect of the router.", "internal error of the router"),
+    ErrorKind(
+        502,
+        "upstream_failed",
+        "Three tries failed.",
+        "the instances failed, after 3 tries",
+    ),
+    ErrorKind(
+        502,
+        "decode_failed",
+        "An engine that nobody can go on for failed in a stream: the stream's last event, behind "
+        "status 200.",
+        "the generating instance failed",
+    ),
+    ErrorKind(
+        503,
+        None,
+        "All engines drain.",
+        "the instances take no requests, after 16 tries",
+    ),
+    ErrorKind(
+        503,
+        "no_instances",
+        "Nobody is ready.",
+        "no prefill and decode instances are ready for this model",
+    ),
+    ErrorKind(
+        503,
+        "queue_timeout",
+        "Over the limits, and its turn did not come in time.",
+        "the router is busy: no place became free in time",
+    ),
+    ErrorKind(
+        504,
+        "timeout",
+        "Engines did not answer in time.",
+        "the instances did not answer in time, after one try",
+    ),
+)
+_NAMES = {
+    400: "BadRequest",
+    401: "Unauthorized",
+    403: "Forbidden",
+    404: "NotFound",
+    405: "MethodNotAllowed",
+    408: "RequestTimeout",
+    409: "Conflict",
+    413: "ContentTooLarge",
+    422: "Poisoned",
+    429: "TooManyRequests",
+    431: "HeadTooLong",
+    500: "InternalError",
+    502: "BadGateway",
+    503: "Unavailable",
+    504: "GatewayTimeout",
+}
+ENGINE_REFUSAL = "EngineRefusal"
+_HEADERS: dict[int, dict[str, Any]] = {
+    401: {"WWW-Authenticate": "AuthenticateBearer"},
+    405: {"Allow": "Allow"},
+    429: {"Retry-After": "RetryAfter"},
+    503: {"Retry-After": "RetryAfter"},
+}
+
+
+def headers(names: dict[str, str]) -> dict[str, Any]:
+    """References to components: the header's name -> the component's."""
+    return {name: {"$ref": f"#/components/headers/{what}"} for name, what in names.items()}
+
+
+def error_responses(*statuses: int) -> dict[str, Any]:
+    """References for an operation's `responses`."""
+    return {str(s): {"$ref": f"#/components/responses/{_NAMES[s]}"} for s in sorted(statuses)}
+
+
+def error_components() -> dict[str, Any]:
+    """`components.responses`: one per status, with an example for each of its codes."""
+    made = {name: _response(status) for status, name in _NAMES.items()}
+    made[ENGINE_REFUSAL] = {
+        "description": "The engine refused the request in another way; its words, without its "
+        "address.",
+        "content": _content({}),
+    }
+    return made
+
+
+def _response(status: int) -> dict[str, Any]:
+    kinds = [kind for kind in ERRORS if kind.status == status]
+    made: dict[str, Any] = {
+        "description": " ".join(
+            kind.when if kind.code is None else f"`{kind.code}`: {kind.when}" for kind in kinds
+        ),
+        "content": _content({kind.code or "error": _example(kind) for kind in kinds}),
+    }
+    if status in _HEADERS:
+        made["headers"] = headers(_HEADERS[status])
+    return made
+
+
+def _content(examples: dict[str, Any]) -> dict[str, Any]:
+    media: dict[str, Any] = {"schema": {"$ref": "#/components/schemas/ErrorBody"}}
+    if examples:
+        media["examples"] = examples
+    return {"application/json": media}
+
+
+def _example(kind: ErrorKind) -> dict[str, Any]:
+    kind_of = ApiError(kind.status, kind.message).type
+    error = {"message": kind.message, "type": kind_of, "param": kind.param, "code": kind.code}
+    return {"summary": kind.when, "value": {"error": error}}

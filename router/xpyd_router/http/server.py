@@ -1,0 +1,424 @@
+"""The HTTP server of one process: from its view of the fleet to a uvicorn server that drains.
+
+`router` and `processes.worker` make one, each with its own kind of fleet view. `Acceptor` takes new
+connections in place of asyncio's server: uvloop takes one connection in a turn of the loop (libuv
+does since 1.45), and a turn of a busy router is long, so of clients that connect together the last
+would wait until the first had been served hundreds of times. `trim_after_bursts` gives freed memory
+back to the system: the C library keeps what is freed in the middle of its heap, and after 256
+clients with prompts of 32 KiB a router would stay at twice the size that it needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import ipaddress
+import logging
+import os
+import random
+import socket
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, cast
+
+import uvicorn
+
+from xpyd_router.access_log import AccessLog
+from xpyd_router.admission import Admission
+from xpyd_router.config import RouterConfig
+from xpyd_router.fleet.loads import LoadTable
+from xpyd_router.fleet.view import FleetView
+from xpyd_router.http.app import build_app
+from xpyd_router.http.inference import Surface, Whole
+from xpyd_router.http.protocol import ClientProtocol
+from xpyd_router.metrics import RouterMetrics
+from xpyd_router.policy.base import NO_SLO
+from xpyd_router.policy.pairs import Policy, PolicyNames, build_policy
+from xpyd_router.request.attempt import Picker
+from xpyd_router.request.flow import Draws, Flow
+from xpyd_router.request.objectives import Objectives
+from xpyd_router.request.releases import Releases
+from xpyd_router.tokens.service import Tokens
+from xpyd_router.upstream.client import UpstreamClient
+
+logger = logging.getLogger(__name__)
+_MOST_AT_ONCE = 128
+"""A turn in which so many begin takes some milliseconds."""
+_REST_S = 1.0
+"""Between two tries where there is no file or memory for a connection."""
+
+
+class ServedConnection(Protocol):
+    """What uvicorn's protocols have."""
+
+    def shutdown(self) -> None:
+        """Close it when it has answered what it was asked."""
+        ...
+
+
+class Acceptor:
+    """Accepts on `listener`, which it owns, until `close`. It stands where uvicorn has an
+    asyncio.Server, and has what uvicorn asks of one.
+    """
+
+    def __init__(
+        self, listener: socket.socket, make_protocol: Callable[[], asyncio.BaseProtocol]
+    ) -> None:
+        self._listener = listener
+        self._make_protocol = make_protocol
+        self._loop = asyncio.get_running_loop()
+        self._beginning: set[asyncio.Task[None]] = set()
+        self._rest: asyncio.TimerHandle | None = None
+        self._is_closed = False
+        listener.setblocking(False)
+        self._loop.add_reader(listener, self._accept)
+
+    def close(self) -> None:
+        """Accept no more."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._rest is not None:
+            self._rest.cancel()
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+
+    async def wait_closed(self) -> None:
+        """Until nobody begins any more."""
+        if self._beginning:
+            await asyncio.wait(self._beginning)
+
+    def _accept(self) -> None:
+        for _ in range(_MOST_AT_ONCE):
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except ConnectionError:
+                continue  # it left while it waited
+            except OSError as error:
+                logger.error("cannot accept connections, next try in %g s: %s", _REST_S, error)
+                self._loop.remove_reader(self._listener)
+                self._rest = self._loop.call_later(_REST_S, self._go_on)
+                return
+            connection.setblocking(False)
+            task = self._loop.create_task(self._begin(connection))
+            self._beginning.add(task)
+            task.add_done_callback(self._beginning.discard)
+
+    def _go_on(self) -> None:
+        self._rest = None
+        self._loop.add_reader(self._listener, self._accept)
+
+    async def _begin(self, connection: socket.socket) -> None:
+        try:
+            _, protocol = await self._loop.connect_accepted_socket(self._make_protocol, connection)
+        except OSError as error:
+            logger.debug("a connection did not begin: %s", error)
+            connection.close()
+            return
+        if self._is_closed:
+            # The others were told before it was there.
+            cast(ServedConnection, protocol).shutdown()
+
+
+_LOOK_S = 1.0
+_LEAST_REQUESTS = 32
+"""Fewer in flight leave nothing that is worth a look at the whole heap."""
+_FALLEN_TO = 8
+"""A burst is over when this part of it is left."""
+
+
+class Tide:
+    """Tells when the requests in flight have fallen. Pure."""
+
+    def __init__(self) -> None:
+        self._most = 0
+
+    def has_fallen(self, in_flight: int) -> bool:
+        """Whether a burst that was seen before is over, which is said once."""
+        self._most = max(self._most, in_flight)
+        if self._most < _LEAST_REQUESTS or in_flight * _FALLEN_TO > self._most:
+            return False
+        self._most = in_flight
+        return True
+
+
+def trimmer() -> Callable[[], None] | None:
+    """Gives free pages back, in some milliseconds; None where the C library cannot (only glibc has
+    malloc_trim).
+    """
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):
+        return None
+    trim.argtypes, trim.restype = (ctypes.c_size_t,), ctypes.c_int
+
+    def run() -> None:
+        trim(0)
+
+    return run
+
+
+async def trim_after_bursts(
+    in_flight: Callable[[], int], trim: Callable[[], None], look_s: float = _LOOK_S
+) -> None:
+    """Call `trim` after each burst, for ever."""
+    tide = Tide()
+    while True:
+        await asyncio.sleep(look_s)
+        if tide.has_fallen(in_flight()):
+            trim()
+
+
+BACKLOG = 4096
+_KEEP_ALIVE_S = 75
+"""Longer than what clients and load balancers keep idle connections, so that they close first."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handlers, for `Serving` has the drain, and with our way to
+    take connections."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])
+        acceptors = [Acceptor(one, self._make_protocol) for one in sockets or ()]
+        self.servers = cast("list[asyncio.Server]", acceptors)
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self.servers = []
+        try:
+            await super().serve(sockets)
+        finally:
+            # uvloop cannot close a loop in which somebody still waits for a file.
+            for one in self.servers:
+                one.close()
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        # uvicorn's type says only that it is an asyncio.Protocol.
+        make = cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class)
+        state = self.lifespan.state
+        return make(config=self.config, server_state=self.server_state, app_state=state)
+
+
+@dataclass
+class Parts:
+    """What a process serves with. `policy` is what Flow asks."""
+
+    config: RouterConfig
+    fleet: FleetView
+    loads: LoadTable
+    policy: Policy
+    metrics: RouterMetrics
+    whole: Whole
+    admission: Admission
+    access_log: AccessLog
+    keys: tuple[bytes, ...] = field(repr=False)
+    admin_keys: tuple[bytes, ...] = field(repr=False)
+    created: int
+    clock: Callable[[], float] = time.monotonic
+
+
+class Serving:
+    """A server that runs until `stop`; it then accepts for `drain_s` more and finishes."""
+
+    def __init__(
+        self, surface: Surface, server: _Server, listeners: Sequence[socket.socket]
+    ) -> None:
+        self.surface = surface
+        self.http_port: int = listeners[0].getsockname()[1]
+        self._server = server
+        self._listeners = list(listeners)
+        self._stop = asyncio.Event()
+        self._force = asyncio.Event()
+
+    def stop(self) -> None:
+        """Begin the drain; a second call ends at once."""
+        if self._stop.is_set():
+            self._server.force_exit = True
+            self._force.set()
+        self.surface.is_draining = True
+        self._stop.set()
+
+    def close_ports(self) -> None:
+        """Begin the drain, and accept no more from now on."""
+        self.stop()
+        self._force.set()
+
+    async def run(self) -> None:
+        """Serve until `stop`, then drain."""
+        serving = asyncio.create_task(self._server.serve(sockets=self._listeners))
+        stopping = asyncio.create_task(self._drain())
+        done, _ = await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if serving in done:
+            stopping.cancel()
+        await serving
+
+    async def _drain(self) -> None:
+        drain_s = self.surface.config.drain_s
+        await self._stop.wait()
+        logger.info("draining: accepting for %g s more", drain_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain_s):
+                await self._force.wait()
+        self._server.should_exit = True
+
+
+@contextlib.asynccontextmanager
+async def open_serving(
+    parts: Parts,
+    listeners: Sequence[socket.socket],
+    protocol: type[asyncio.Protocol] | None = None,
+    works: Iterable[Coroutine[None, None, None]] = (),
+) -> AsyncGenerator[Serving]:
+    """A server on `listeners`, with `works` running beside it; leaving frees everything of it.
+
+    `protocol` is uvicorn's `http`; None: ours, whose answers go straight to the transport.
+    """
+    config, fleet = parts.config, parts.fleet
+    upstream = UpstreamClient(source_host(config))
+    tokens, objectives = _tokens(parts), _objectives(parts)
+    fleet.on_lost(upstream.lose)
+    releases = Releases(upstream, parts.metrics, parts.keys[0])
+    surface = _surface(parts, upstream, releases, tokens, objectives)
+    server = _Server(
+        uvicorn.Config(
+            build_app(surface),
+            http=protocol or _protocol(config),
+            ws="none",
+            lifespan="off",
+            backlog=BACKLOG,
+            access_log=False,
+            log_config=None,
+            proxy_headers=False,  # nothing asks who the client is
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+        )
+    )
+    own = [one.run() for one in (tokens, objectives) if one is not None]
+    if (trim := trimmer()) is not None:
+        own.append(trim_after_bursts(lambda: parts.metrics.requests.in_flight, trim))
+    watching = [asyncio.create_task(work) for work in (*works, *own)]
+    for task in watching:
+        task.add_done_callback(_report_death)
+    try:
+        yield Serving(surface, server, listeners)
+    finally:
+        for task in watching:
+            task.cancel()
+        await asyncio.gather(*watching, return_exceptions=True)
+        await asyncio.gather(releases.close(), *([tokens.close()] if tokens else []))
+        await upstream.close()
+        parts.access_log.flush()
+
+
+def _surface(
+    parts: Parts,
+    upstream: UpstreamClient,
+    releases: Releases,
+    tokens: Tokens | None,
+    objectives: Objectives | None,
+) -> Surface:
+    picker = Picker(
+        config=parts.config,
+        fleet=parts.fleet,
+        policy=parts.policy,
+        metrics=parts.metrics,
+        clock=parts.clock,
+    )
+    flow = Flow(
+        config=parts.config,
+        fleet=parts.fleet,
+        loads=parts.loads,
+        policy=parts.policy,
+        picker=picker,
+        upstream=upstream,
+        releases=releases,
+        metrics=parts.metrics,
+        clock=parts.clock,
+        wall_clock=time.time,
+        random_bytes=Draws(os.urandom),
+        tokens=tokens,
+        objectives=objectives,
+    )
+    return Surface(
+        config=parts.config,
+        fleet=parts.fleet,
+        admission=parts.admission,
+        flow=flow,
+        metrics=parts.metrics,
+        whole=parts.whole,
+        access_log=parts.access_log,
+        clock=parts.clock,
+        created=parts.created,
+        admin_keys=parts.admin_keys,
+    )
+
+
+def make_policy(
+    config: RouterConfig, fleet: FleetView, loads: LoadTable, first_turn: int = 0
+) -> Policy:
+    """The policy that `config` names, told of those that leave."""
+    policy = build_policy(
+        PolicyNames(config.policy, config.prefill_policy, config.decode_policy),
+        loads=loads,
+        random=random.random,
+        local_prefill_tokens=config.local_prefill_tokens,
+        first_turn=first_turn,
+    )
+    fleet.on_gone(policy.forget)
+    return policy
+
+
+def source_host(config: RouterConfig) -> str | None:
+    """The pod's own loopback address, where it has one: then the engines see who calls."""
+    for host in (config.discovery_host, config.host):
+        with contextlib.suppress(ValueError):
+            address = ipaddress.ip_address(host)
+            if address.version == 4 and address.is_loopback and host != "127.0.0.1":
+                return host
+    return None
+
+
+def _protocol(config: RouterConfig) -> type[ClientProtocol]:
+    """uvicorn makes the connections, with no word of ours: so the figure is the class's."""
+
+    class Protocol(ClientProtocol):
+        stall_s = config.request_timeout_s
+
+    return Protocol
+
+
+def _tokens(parts: Parts) -> Tokens | None:
+    """Who counts tokens, where a flag asks for it."""
+    if not parts.config.exact_prefixes:
+        return None
+    from xpyd_router.tokens.fetch import AiohttpFetch  # some megabytes that others do without
+
+    fetch = AiohttpFetch(source_host(parts.config))
+    return Tokens(fleet=parts.fleet, fetch=fetch, metrics=parts.metrics, clock=parts.clock)
+
+
+def _objectives(parts: Parts) -> Objectives | None:
+    """Who learns how fast instances are, where a policy or an objective asks for it."""
+    if not parts.policy.needs_paces and parts.config.slo == NO_SLO:
+        return None
+    return Objectives(
+        parts.config.slo,
+        fleet=parts.fleet,
+        loads=parts.loads,
+        figures=parts.metrics.instances,
+        table=parts.metrics.objectives,
+        clock=parts.clock,
+    )
+
+
+def _report_death(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.critical("discovery, probing, counting or sampling stopped: %r", error)

@@ -1,0 +1,148 @@
+"""The JSON that the router itself answers, beside inference. Pure.
+
+`app` and `admin` fill these structs, `openapi` makes schemas of them: they cannot differ.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from xpyd_core.messages import InstanceType
+from xpyd_router.fleet.breaker import BreakerState
+from xpyd_router.fleet.instances import ShownState
+
+_Count = Annotated[int, Meta(ge=0)]
+_Seconds = Annotated[float, Meta(ge=0)]
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of all."""
+
+
+class Model(Shape, frozen=True, kw_only=True):
+    """A model that can be served now."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: Annotated[_Count, Meta(description="Unix time of the router's start.")]
+    owned_by: Literal["xpyd"] = "xpyd"
+
+
+class ModelList(Shape, frozen=True, kw_only=True):
+    """All of them, sorted by name."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class Alive(Shape, frozen=True, kw_only=True):
+    """The process works."""
+
+    status: Literal["ok"] = "ok"
+
+
+class Ready(Shape, frozen=True, kw_only=True):
+    """Requests are served."""
+
+    status: Literal["ready"] = "ready"
+
+
+class NotReady(Shape, frozen=True, kw_only=True):
+    """They are not: no pair can be picked, the router ends, or its owning process is stuck."""
+
+    status: Literal["draining", "no instances", "no word of the instances"]
+
+
+class Version(Shape, frozen=True, kw_only=True):
+    """The router's version."""
+
+    version: str
+
+
+class InstanceHealth(Shape, frozen=True, kw_only=True):
+    """What the router thinks of an instance that says it is Ready."""
+
+    ejected_by: Annotated[str | None, Meta(description="Why it is ejected.")]
+    ejected_seconds: _Seconds
+    breaker: BreakerState
+    open_seconds: Annotated[_Seconds, Meta(description="How long the breaker stays open.")]
+    weight: Annotated[
+        float, Meta(ge=0, le=1, description="Its share of requests; below 1: it starts slowly.")
+    ]
+
+
+class InstanceLoad(Shape, frozen=True, kw_only=True):
+    """Of its last beat."""
+
+    running: _Count
+    waiting: _Count
+    free_blocks: _Count
+    total_blocks: _Count
+
+
+class InstanceReport(Shape, frozen=True, kw_only=True):
+    """One line of the registry."""
+
+    instance: str
+    type: Annotated[InstanceType, Meta(description="P: prefill, D: decode, A: aggregated.")]
+    state: ShownState
+    http_address: str
+    zmq_address: str
+    incarnation: Annotated[str, Meta(description="Random per start of its process.")]
+    age_seconds: Annotated[_Seconds, Meta(description="Since its last beat.")]
+    health: InstanceHealth
+    models: list[str]
+    compatibility: Annotated[str, Meta(description="P and D pair only where theirs are equal.")]
+    continuation: Annotated[Literal[0, 1], Meta(description="1: it can go on for another.")]
+    fleet: str
+    pool: str
+    revision: str
+    max_model_len: _Count
+    load: InstanceLoad
+
+
+class Instances(Shape, frozen=True, kw_only=True):
+    """The registry."""
+
+    instances: list[InstanceReport]
+
+
+class AdminInstance(Shape, frozen=True, kw_only=True):
+    """An instance as its operator sees it."""
+
+    instance: str
+    type: InstanceType
+    state: ShownState
+    is_cordoned: bool
+    http_address: str
+    incarnation: str
+    in_flight: Annotated[_Count, Meta(description="This router's calls.")]
+    others_in_flight: Annotated[int, Meta(description="What its last beat shows beyond them.")]
+
+
+class AdminState(Shape, frozen=True, kw_only=True):
+    """The router and all its instances."""
+
+    is_draining: bool
+    instances: list[AdminInstance]
+
+
+class ErrorDetail(Shape, frozen=True, kw_only=True):
+    """What is wrong."""
+
+    message: str
+    type: str
+    param: Annotated[str | None, Meta(description="The request's field at fault.")]
+    code: Annotated[
+        str | int | None,
+        Meta(description="One of the router's, for programs; or an engine's own, as it says it."),
+    ]
+
+
+class ErrorBody(Shape, frozen=True, kw_only=True):
+    """Every error, as OpenAI writes it."""
+
+    error: ErrorDetail

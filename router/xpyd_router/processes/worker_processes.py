@@ -1,0 +1,266 @@
+"""The worker processes: started, watched, replaced, ended. The owner has one Staff.
+
+A worker that ends unasked is replaced: at once where it had served for a while, else after 1, 2, 4,
+... 30 s. One that does not answer pings, or does not read what it is told, is killed first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+from xpyd_core.errors import UserError
+from xpyd_router.metrics import RouterMetrics
+from xpyd_router.processes.channel import Channel
+from xpyd_router.processes.events import (
+    Drain,
+    Ping,
+    Pong,
+    Ready,
+    ToOwner,
+    ToWorker,
+    frame,
+    to_owner,
+)
+from xpyd_router.router import SIGNALS
+
+logger = logging.getLogger(__name__)
+_START_S = 60.0
+"""For a worker from its start until it listens."""
+_PING_S = 1.0
+MAX_MISSES = 15
+"""Pings without an answer, a second apart, after which a worker is stuck. It answers between two
+requests; 15 s are more than any of them holds it up. Seconds in which the owner itself did not run
+do not count."""
+_SETTLED_S = 10.0
+_LONGEST_BACKOFF_S = 30.0
+_FORCED_S = 5.0
+_CLOSING_S = 2.0
+
+
+class Worker:
+    """One place of the staff, and the process in it now."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        """From 0: its row of counters."""
+        self.is_ready = False
+        self.channel: Channel[ToOwner] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        self.misses = 0
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process."""
+        return self.process.pid if self.process is not None else None
+
+    def send_frame(self, data: bytes) -> None:
+        """Have it told, where there is somebody."""
+        if self.channel is not None:
+            self.channel.send_frame(data)
+
+    def send(self, event: ToWorker) -> None:
+        """The same for an event."""
+        self.send_frame(frame(event))
+
+    def kill(self) -> None:
+        """End the process at once."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
+
+
+class Staff:
+    """See the module. `greet` gives what a new worker is told first; `take` gets events but those
+    of life; `ended` hears of each worker that is gone.
+    """
+
+    def __init__(
+        self,
+        *,
+        processes: int,
+        port: int,
+        memory: int,
+        metrics: RouterMetrics,
+        greet: Callable[[], Sequence[ToWorker]],
+        take: Callable[[Worker, ToOwner], None],
+        ended: Callable[[Worker], None],
+    ) -> None:
+        self.workers = [Worker(number) for number in range(processes)]
+        self._port = port
+        self._memory = memory
+        self._metrics = metrics
+        self._greet = greet
+        self._take = take
+        self._ended = ended
+        self._ready = asyncio.Event()
+        self._ending = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._watching: asyncio.Task[None] | None = None
+        self._deaths = 0
+        metrics.workers.set_function(lambda: sum(worker.is_ready for worker in self.workers))
+
+    async def open(self) -> None:
+        """Start all; returns when all listen. UserError where one cannot."""
+        self._tasks = [asyncio.create_task(self._keep(worker)) for worker in self.workers]
+        self._watching = asyncio.create_task(self._watch())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_START_S):
+                await self._ready.wait()
+        if self._deaths or not all(worker.is_ready for worker in self.workers):
+            raise UserError("a process of the router did not start; its lines above say why")
+
+    async def close(self) -> None:
+        """Kill who is left, and wait until all are gone."""
+        self._ending.set()
+        for worker in self.workers:
+            worker.kill()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
+
+    def tell(self, event: ToWorker) -> None:
+        """Tell everyone."""
+        data = frame(event)
+        for worker in self.workers:
+            worker.send_frame(data)
+
+    def drain(self) -> None:
+        """Have all finish and end; a second call has them end at once."""
+        if self._ending.is_set():
+            asyncio.get_running_loop().call_later(_FORCED_S, self._kill_all)
+        self._ending.set()
+        self.tell(Drain())
+
+    async def wait(self) -> None:
+        """Until all have ended, after `drain`."""
+        await asyncio.wait(self._tasks)
+
+    async def _keep(self, worker: Worker) -> None:
+        """Have a process in this place for as long as nobody drains."""
+        loop, backoff_s = asyncio.get_running_loop(), 0.0
+        while not self._ending.is_set():
+            began_s = loop.time()
+            try:
+                status = await self._run(worker)
+            except OSError as error:
+                logger.error("worker %d cannot be started: %s", worker.number + 1, error)
+                status = -1
+            was_ready, worker.is_ready = worker.is_ready, False
+            worker.channel = worker.process = None
+            self._ended(worker)
+            if self._ending.is_set():
+                return
+            self._deaths += 1
+            self._metrics.worker_deaths.inc()
+            if not was_ready:
+                self._ready.set()  # who waits for the first start need not wait for its end
+            has_settled = was_ready and loop.time() - began_s >= _SETTLED_S
+            backoff_s = 0.0 if has_settled else min(max(1.0, 2 * backoff_s), _LONGEST_BACKOFF_S)
+            how = f"signal {-status}" if status < 0 else f"status {status}"
+            logger.error(
+                "worker %d ended with %s: another follows in %g s",
+                *(worker.number + 1, how, backoff_s),
+            )
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(backoff_s):
+                    await self._ending.wait()
+
+    async def _run(self, worker: Worker) -> int:
+        """One process from start to end; its exit status."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            worker.misses = 0
+            worker.process = process = self._start(worker, theirs)
+        loop = asyncio.get_running_loop()
+
+        def lost() -> None:
+            # Who closed the channel is about to end, or of no use.
+            loop.call_later(_CLOSING_S, _kill, process)
+
+        worker.channel = await Channel[ToOwner].open(
+            ours, to_owner, lambda event: self._hear(worker, event), lost
+        )
+        for event in self._greet():
+            worker.channel.send(event)
+        if self._ending.is_set():
+            worker.send(Drain())
+        channel = worker.channel
+        try:
+            return await _end_of(process)
+        finally:
+            channel.close()
+
+    def _start(self, worker: Worker, channel: socket.socket) -> subprocess.Popen[bytes]:
+        descriptors = (channel.fileno(), self._memory)
+        # Ctrl-C is for all processes of a terminal: the worker sets free what it inherits blocked
+        # when it ignores it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            return subprocess.Popen(
+                [
+                    *(sys.executable, "-P", "-m", "xpyd_router.processes.worker"),
+                    *("--worker", str(worker.number + 1), "--of", str(len(self.workers))),
+                    *("--port", str(self._port)),
+                    *("--channel", str(descriptors[0]), "--memory", str(descriptors[1])),
+                ],
+                stdin=subprocess.DEVNULL,
+                pass_fds=descriptors,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def _hear(self, worker: Worker, event: ToOwner) -> None:
+        match event:
+            case Pong():
+                worker.misses = 0
+            case Ready():
+                worker.is_ready = True
+                if all(one.is_ready for one in self.workers):
+                    self._ready.set()
+            case _:
+                self._take(worker, event)
+
+    async def _watch(self) -> None:
+        """Ping everyone; kill who is stuck, also while it starts or drains."""
+        while True:
+            for worker in self.workers:
+                worker.misses += 1
+                may_miss = MAX_MISSES if worker.is_ready else _START_S / _PING_S
+                if worker.process is not None and worker.misses > may_miss:
+                    logger.error("worker %d is stuck: killed", worker.number + 1)
+                    worker.kill()
+            self.tell(Ping())
+            await asyncio.sleep(_PING_S)
+
+    def _kill_all(self) -> None:
+        for worker in self.workers:
+            worker.kill()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+
+
+async def _end_of(process: subprocess.Popen[bytes]) -> int:
+    """Wait for the process; its exit status, below 0 for a signal."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    descriptor = os.pidfd_open(process.pid)
+    loop.add_reader(descriptor, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+    return process.wait()

@@ -1,0 +1,1 @@
+"""One inference request from its parsed body to its last byte: attempts, relay, answers."""

@@ -1,0 +1,304 @@
+"""One try of a request: the instances, the transfer's uuid, and what it may still owe D.
+
+`flow` makes one per try; the calls of a try go through it, so that every failure is told as a
+CallFailed, every wait has a deadline, and internal ids and addresses stay inside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import orjson
+from msgspec.structs import replace
+
+from xpyd_core.errors import ApiError
+from xpyd_core.request_id import pair_id_text
+from xpyd_router.config import RouterConfig
+from xpyd_router.errors import TRANSFER_FAILED, Answer, CallFailed, EngineRefused
+from xpyd_router.fleet.instances import Instance, InstanceKey, Snapshot
+from xpyd_router.fleet.loads import Load
+from xpyd_router.fleet.view import FleetView
+from xpyd_router.metrics import RouterMetrics
+from xpyd_router.policy.base import OnNoPrefill, Want
+from xpyd_router.policy.pairs import Alone, Pair, Policy
+from xpyd_router.request.answers import scrub
+from xpyd_router.request.client_request import Ask
+from xpyd_router.request_metrics import Call, InstanceTable
+from xpyd_router.upstream.client import UpstreamClient
+from xpyd_router.upstream.connection import Exchange
+
+
+def second_wish(want: Want, on_no_prefill: OnNoPrefill) -> Want | None:
+    """What to ask the policy for where `want` found nobody; None for nothing."""
+    if on_no_prefill != "PrefillOnDecode" or want.alone == "D":
+        return None
+    return replace(want, alone="D")
+
+
+_ASK_AGAIN_S = 0.5
+_MAX_REMEMBERED = 256
+
+
+class Picker:
+    """One per router. `clock` is monotonic seconds."""
+
+    def __init__(
+        self,
+        *,
+        config: RouterConfig,
+        fleet: FleetView,
+        policy: Policy,
+        metrics: RouterMetrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._policy = policy
+        self._metrics = metrics
+        self._clock = clock
+        self._waiting = 0
+        self._waiting_bytes = 0
+        self._served_s: dict[str, float] = {}
+
+    def at_once(self, want: Want) -> Pair | Alone | None:
+        """What nearly every request gets: a choice of the policy's, without waiting."""
+        if choice := self._policy.pick(self._fleet.snapshot, want):
+            self._remember(want.model)
+        return choice
+
+    async def pick(
+        self,
+        want: Want,
+        deadline_s: float,
+        give_up: Callable[[], ApiError] | None,
+        *,
+        body_bytes: int = 0,
+        shunned: Sequence[frozenset[InstanceKey]] = (),
+        may_repeat: bool = False,
+    ) -> Pair | Alone:
+        """A choice, at latest at `deadline_s`; without the first of `shunned` that leaves one.
+
+        Raises ApiError: 404 for an unknown model, 503 where nobody is ready, `give_up()` where only
+        those that failed are left. Without it they are waited for as well: they refused, because
+        they are being replaced. With `may_repeat` they are tried again at once.
+        """
+        for some in shunned:
+            fewer = replace(want, exclude=want.exclude | some)
+            if choice := self._policy.pick(self._fleet.snapshot, fewer):
+                return choice
+        while True:
+            snapshot = self._fleet.snapshot
+            if choice := self._policy.pick(snapshot, want):
+                self._remember(want.model)
+                return choice
+            if choice := self._second_choice(snapshot, want):
+                self._metrics.prefill_on_decode.inc()
+                self._remember(want.model)
+                return choice
+            everyone = replace(want, exclude=frozenset())
+            only_tried = bool(want.exclude) and self._has_any(snapshot, everyone)
+            if only_tried and may_repeat:
+                want = everyone
+                continue
+            if only_tried and give_up:
+                raise give_up()
+            now_s = self._clock()
+            served_s = self._served_s.get(want.model, -math.inf)
+            left_s = min(served_s + self._config.pair_wait_s, deadline_s) - now_s
+            if left_s <= 0 or not self._may_wait(body_bytes, only_tried):
+                raise self._unavailable(want.model)
+            # Who refused may be full, not leaving: no beat tells when it has room again.
+            await self._wait(min(left_s, _ASK_AGAIN_S) if only_tried else left_s, body_bytes)
+            # Whoever is back has come back with a beat: it may be tried again.
+            want = everyone
+
+    def _second_choice(self, snapshot: Snapshot, want: Want) -> Pair | Alone | None:
+        second = second_wish(want, self._config.on_no_prefill)
+        return None if second is None else self._policy.pick(snapshot, second)
+
+    def _has_any(self, snapshot: Snapshot, want: Want) -> bool:
+        return bool(self._policy.pick(snapshot, want) or self._second_choice(snapshot, want))
+
+    def _may_wait(self, body_bytes: int, only_tried: bool) -> bool:
+        """Who refused is about to leave, which its next beat says: till then they are there."""
+        limits = self._config.limits
+        if self._config.on_no_prefill == "Reject" and not only_tried:
+            return False
+        has_room = self._waiting_bytes + body_bytes <= limits.queue_bytes
+        return has_room and self._waiting < limits.queue_entries
+
+    async def _wait(self, timeout_s: float, body_bytes: int) -> None:
+        self._waiting += 1
+        self._waiting_bytes += body_bytes
+        self._metrics.waiting.inc()
+        try:
+            await self._fleet.wait_change(timeout_s)
+        finally:
+            self._waiting -= 1
+            self._waiting_bytes -= body_bytes
+            self._metrics.waiting.dec()
+
+    def _unavailable(self, model: str) -> ApiError:
+        snapshot = self._fleet.snapshot
+        if not snapshot.is_empty and not snapshot.knows(model):
+            return ApiError(
+                404,
+                f"The model `{model}` does not exist.",
+                param="model",
+                code="model_not_found",
+            )
+        return ApiError(
+            503,
+            "no prefill and decode instances are ready for this model",
+            code="no_instances",
+            retry_after_s=max(1, math.ceil(self._config.heartbeat_interval_s)),
+        )
+
+    def _remember(self, model: str) -> None:
+        self._served_s.pop(model, None)
+        self._served_s[model] = self._clock()
+        if len(self._served_s) > _MAX_REMEMBERED:
+            del self._served_s[next(iter(self._served_s))]
+
+
+class Attempt:
+    """See the module. `public` is the hex part of the response id; it replaces internal ids.
+    `forwarded`: the client's header lines that engines get, each with its end of line.
+    """
+
+    def __init__(
+        self,
+        choice: Pair | Alone,
+        *,
+        uuid: str,
+        public: str,
+        forwarded: str,
+        fleet: FleetView,
+        upstream: UpstreamClient,
+        figures: InstanceTable,
+    ) -> None:
+        self.choice = choice
+        self.uuid = uuid
+        self._fleet = fleet
+        self._upstream = upstream
+        self._figures = figures
+        self._forwarded = forwarded
+        self.public_bytes = public.encode()
+        self.uuid_bytes = uuid.encode()
+        self.request_id = uuid
+        self.instances: tuple[Instance, ...]
+        if isinstance(choice, Pair):
+            self.request_id = pair_id_text(choice.prefill.kv_text, choice.decode.kv_text, uuid)
+            self.instances = (choice.prefill, choice.decode)
+        else:
+            self.instances = (choice.instance,)
+        self.secret = self.request_id.encode()
+        """The internal id: holds the addresses of both."""
+        self.called = self.instances[0]
+        """Who was called last."""
+        self.load: Load | None = None
+        """The place that it takes on the last of them."""
+        self.is_suspect = False
+        """An instance died under an earlier try of its request."""
+        self.prefill_tokens = 0
+        """About how much of the prompt the first of them has to compute."""
+        self.waiting_tokens = 0.0
+        """Prompt tokens on the last of them when it was picked, its own included."""
+        self.owes_release = False
+        """P was called, and D may hold or get KV that nobody will ask for."""
+        self.running: Call | None = None
+        """The call that runs: one at a time."""
+        self.call_s: float | None = None
+        """How long the last call took."""
+
+    async def open(self, instance: Instance, ask: Ask, body: bytes, timeout_s: float) -> Exchange:
+        """POST `body`; the exchange of a 2xx answer, whose body is still to be read. The caller
+        closes it by `end`.
+
+        `timeout_s` counts until the answer's head. Raises EngineRefused for a 4xx, CallFailed for
+        what may succeed elsewhere.
+        """
+        self.called = instance
+        if self._fleet.is_lost(instance.key):
+            raise CallFailed("connect")  # it does not exist any more, and did not get the request
+        self.running = self._figures.call(instance, len(body))
+        try:
+            exchange = await self._upstream.start(
+                instance.http,
+                self._head(instance, ask, len(body)),
+                body,
+                owner=instance.key,
+                timeout_s=timeout_s,
+            )
+        except BaseException:
+            self._end_call()
+            raise
+        if exchange.status >= 300:
+            try:
+                self._refuse(await exchange.read())
+            finally:
+                self.end(exchange)
+        return exchange
+
+    def end(self, exchange: Exchange) -> None:
+        """Free what `open` gave. Idempotent."""
+        self._upstream.end(exchange)
+        self._end_call()
+
+    async def call(self, instance: Instance, ask: Ask, body: bytes, timeout_s: float) -> Answer:
+        """POST `body` and read the whole answer within `timeout_s`; raises as `open`."""
+        exchange = await self.open(instance, ask, body, timeout_s)
+        try:
+            answer = exchange.answer if exchange.is_whole else await exchange.read()
+            if self.running is not None:
+                is_first_token = instance.beat.type == "P"
+                self.running.answered(len(answer.body), is_first_token=is_first_token)
+            return answer
+        finally:
+            self.end(exchange)
+
+    def scrubbed(self, data: bytes) -> bytes:
+        """`data` without the internal ids."""
+        if data.find(self.uuid_bytes) < 0:
+            return data
+        return scrub(data, (self.secret, self.uuid_bytes), self.public_bytes)
+
+    def scrubbed_error(self, body: bytes) -> bytes:
+        """An engine's error without internal ids and without engine addresses."""
+        addresses = [str(a).encode() for i in self.instances for a in (i.http, i.kv)]
+        return scrub(self.scrubbed(body), addresses, b"engine")
+
+    def _end_call(self) -> None:
+        running, self.running = self.running, None
+        if running is not None:
+            self.call_s = running.end()
+
+    def _head(self, instance: Instance, ask: Ask, length: int) -> bytes:
+        return (
+            f"POST /v1/{ask.endpoint} HTTP/1.1\r\nHost: {instance.key.http}\r\n"
+            f"Content-Type: application/json\r\nX-Request-Id: {self.request_id}\r\n"
+            f"{self._forwarded}Content-Length: {length}\r\n\r\n"
+        ).encode("latin-1")
+
+    def _refuse(self, answer: Answer) -> None:
+        error = _error_in(answer.body)
+        if not 400 <= answer.status < 500:
+            if error is not None and error.get("code") == TRANSFER_FAILED:
+                raise CallFailed("transfer")
+            raise CallFailed("refused" if answer.status == 503 else "status")
+        body = self.scrubbed_error(answer.body)
+        if error is None:
+            body = ApiError(answer.status, "the engine refused the request").body()
+        raise EngineRefused(answer._replace(body=body, content_type="application/json"))
+
+
+def _error_in(body: bytes) -> dict[str, Any] | None:
+    """The error object of an OpenAI error answer."""
+    try:
+        document = orjson.loads(body)
+        error = document["error"]
+    except (orjson.JSONDecodeError, TypeError, KeyError):
+        return None
+    return cast("dict[str, Any]", error) if isinstance(error, dict) else None

@@ -1,0 +1,359 @@
+"""What the router reads in a client's request, head and body. Pure.
+
+Head: the client's own id is echoed; W3C trace context and the headers that flags name are forwarded
+to engines, byte for byte. No other header is: engines get a head that the router makes. Forwarded
+values are checked here, whatever server is in front: a value must not be able to end a header line.
+
+Body: the router checks only the fields that it acts on; the engine validates the others, and P
+reads every field before anything is streamed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple, cast
+
+import msgspec
+import orjson
+
+from xpyd_core.errors import ApiError, UserError
+from xpyd_router.policy.base import NO_SLO, Slo
+
+MAX_NAMES = 32
+MAX_VALUE_BYTES = 8000
+"""Common servers refuse lines above 8 KiB."""
+MAX_FORWARDED_BYTES = 16 * 1024
+"""All forwarded values of a request: half of what common servers take as a whole head."""
+MAX_SLO_MS = 3_600_000
+"""An hour: longer than any request may take."""
+_MAX_CLIENT_ID = 256
+_MAX_TRACESTATE = 512
+"""As much as W3C asks everybody to pass on."""
+_MAX_TRACEPARENT = 256
+_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}")
+_PRINTABLE = re.compile(rb"[ -~]*")
+_VALUE = re.compile(rb"[\t -~\x80-\xff]*")
+_TRACEPARENT = re.compile(
+    rb"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-[ -~]*)?"
+)
+_TRACESTATE = re.compile(
+    rb"(?:[a-z0-9][a-z0-9_*/@-]{0,255}=[ -+\--<>-~]{0,255}[!-+\--<>-~])?(?:[\t ]*,[\t ]*"
+    rb"(?:[a-z0-9][a-z0-9_*/@-]{0,255}=[ -+\--<>-~]{0,255}[!-+\--<>-~])?)*"
+)
+_NUMBER = re.compile(rb"[0-9]{1,16}(\.[0-9]{1,16})?")
+_SLO = {b"x-slo-ttft-ms": "ttft_s", b"x-slo-tpot-ms": "itl_s"}
+_NEVER = frozenset(
+    (
+        # Of one connection, not of the request (RFC 9110, 7.6.1).
+        *("connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding"),
+        *("upgrade", "proxy-authenticate", "proxy-authorization", "expect"),
+        # Made by the router for each call.
+        *("host", "x-request-id", "x-xpyd-mac"),
+        # Always passed on where they are valid.
+        *("traceparent", "tracestate"),
+    )
+)
+_READ = (
+    *(b"x-request-id", b"traceparent", b"tracestate", b"x-session-id"),
+    *(b"x-slo-ttft-ms", b"x-slo-tpot-ms"),
+)
+
+
+class ClientHead(NamedTuple):
+    """See the module."""
+
+    request_id: bytes = b""
+    """The client's X-Request-Id: echoed and logged, never parsed, never sent on."""
+    trace_id: str = ""
+    """Of its traceparent, 32 hex digits; empty where it sent no valid one."""
+    forwarded: str = ""
+    """Header lines for the engines, each with its end of line. Latin-1."""
+    session: str = ""
+    """The client's X-Session-Id: read by policies, goes on only where a flag names it."""
+    slo: Slo = NO_SLO
+    """Its objectives; the names of the headers are llm-d's."""
+    complaint: ApiError | None = None
+    """Why the request is refused."""
+
+
+def check_forwarded_names(names: Iterable[str]) -> tuple[str, ...]:
+    """The names, each once. UserError names the one that may not be forwarded, and why."""
+    found: dict[str, str] = {}
+    for name in names:
+        lowered = name.lower()
+        if _NAME.fullmatch(name) is None:
+            raise UserError(f"--forward-header {name!r}: not the name of a header")
+        if lowered in ("traceparent", "tracestate"):
+            raise UserError(
+                f"--forward-header {name}: goes to the engines without it; leave it out"
+            )
+        if lowered in _NEVER or lowered.startswith("content-"):
+            raise UserError(
+                f"--forward-header {name}: belongs to a single connection or body; the router "
+                "makes its own for each call"
+            )
+        found[lowered] = name
+    if len(found) > MAX_NAMES:
+        raise UserError(f"--forward-header: at most {MAX_NAMES} names")
+    return tuple(found.values())
+
+
+class HeadReader:
+    """Reads heads. `names`: the headers to forward, as of `check_forwarded_names`."""
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._forwarded = {name.lower().encode(): name for name in names}
+        self._wanted = frozenset((*_READ, *self._forwarded))
+
+    def read(self, headers: Iterable[tuple[bytes, bytes]]) -> ClientHead:
+        """`headers` as ASGI gives them, names in lower case."""
+        wanted = self._wanted
+        found = [pair for pair in headers if pair[0] in wanted]
+        return self._read(found) if found else _EMPTY
+
+    def _read(self, found: list[tuple[bytes, bytes]]) -> ClientHead:
+        request_id = b""
+        session = ""
+        slo = NO_SLO
+        parents: list[bytes] = []
+        states: list[bytes] = []
+        lines: list[str] = []
+        size = 0
+        complaint: ApiError | None = None
+        for name, value in found:
+            if name == b"x-request-id":
+                # What is not ASCII has no one form in a header; it would come back as other bytes.
+                is_fit = len(value) <= _MAX_CLIENT_ID and _PRINTABLE.fullmatch(value)
+                request_id = request_id or (value if is_fit else b"")
+            elif name == b"traceparent":
+                parents.append(value)
+            elif name == b"tracestate":
+                states.append(value)
+            elif name == b"x-session-id" and len(value) <= _MAX_CLIENT_ID:
+                session = value.decode("latin-1")
+            elif name in _SLO:
+                slo, wrong = _take_slo(slo, name, value)
+                complaint = complaint or wrong
+            if name in self._forwarded:
+                shown = self._forwarded[name]
+                size += len(value)
+                complaint = complaint or _complaint(shown, value, size)
+                lines.append(f"{shown}: {value.decode('latin-1')}\r\n")
+        trace_id, context = _trace_context(parents, states)
+        if complaint is not None:
+            return ClientHead(request_id, trace_id, complaint=complaint)
+        return ClientHead(request_id, trace_id, context + "".join(lines), session, slo)
+
+
+_EMPTY = ClientHead()
+
+
+def _take_slo(slo: Slo, name: bytes, value: bytes) -> tuple[Slo, ApiError | None]:
+    """`slo` with this header's, or what is wrong with it."""
+    if _NUMBER.fullmatch(value) is None or not 0 < float(value) <= MAX_SLO_MS:
+        shown = name.decode().title()
+        message = f"header {shown}: expected milliseconds, above 0 and at most {MAX_SLO_MS}"
+        return slo, ApiError(400, message, param=shown)
+    return slo._replace(**{_SLO[name]: float(value) / 1000}), None
+
+
+def _complaint(name: str, value: bytes, size: int) -> ApiError | None:
+    if len(value) > MAX_VALUE_BYTES:
+        return ApiError(431, f"header {name}: longer than {MAX_VALUE_BYTES} bytes")
+    if size > MAX_FORWARDED_BYTES:
+        return ApiError(431, f"header {name}: more than {MAX_FORWARDED_BYTES} bytes with others")
+    if _VALUE.fullmatch(value) is None:
+        return ApiError(400, f"header {name}: control characters are not allowed")
+    return None
+
+
+def _trace_context(parents: list[bytes], states: list[bytes]) -> tuple[str, str]:
+    """The trace's id and the lines to pass on. As W3C says, a wrong one is dropped, not an error,
+    and there is no tracestate without a traceparent.
+    """
+    if len(parents) != 1 or len(parents[0]) > _MAX_TRACEPARENT:
+        return "", ""
+    parent = parents[0].strip(b" \t")
+    match = _TRACEPARENT.fullmatch(parent)
+    if match is None or (match[2] is not None and parent.startswith(b"00")):
+        return "", ""
+    lines = f"traceparent: {parent.decode()}\r\n"
+    state = b",".join(states).strip(b" \t")
+    if state and len(state) <= _MAX_TRACESTATE and _TRACESTATE.fullmatch(state):
+        lines += f"tracestate: {state.decode()}\r\n"
+    return match[1].decode(), lines
+
+
+Endpoint = Literal["completions", "chat/completions"]
+ENDPOINTS: tuple[Endpoint, ...] = ("completions", "chat/completions")
+MAX_NAME_CHARACTERS = 512
+MAX_CHOICES = 16_384
+"""Of all prompts: the router keeps something for each. Engines allow fewer."""
+MAX_DEPTH = 254
+"""Of lists and objects in the body: orjson reads more of them than it writes."""
+_BYTES_PER_TOKEN = 4
+"""Of English text; without the model's tokenizer a body's length is what is known."""
+_EXPECTED_TOKENS = 256
+_MOST_EXPECTED_TOKENS = 1024
+"""Clients give limits far above what their answers need."""
+_COMPLETIONS_MAX_TOKENS = 16
+"""OpenAI's default for /v1/completions without the field."""
+
+
+class Ask(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """A client's request: its bytes and what the router reads in them. Made for every request: a
+    Struct takes a twelfth of a frozen dataclass's time.
+    """
+
+    endpoint: Endpoint
+    raw: bytes
+    fields: Mapping[str, Any]
+    model: str
+    stream: bool
+    include_usage: bool
+    wants_running_usage: bool
+    wants_token_ids: bool
+    max_tokens: int | None
+    """The client's limit; None where it gave none."""
+    seed: int | None
+    choices: int
+    """Of all prompts together."""
+    prompt_tokens: int
+    """An estimate by the body's length, for policies and limits that have no count."""
+    output_tokens: int
+    """An estimate of what is generated: the limit, where it is no figure of fear."""
+    shows_prompt: bool
+    """The answer holds the prompt's text or logprobs."""
+    alone: Literal["P", "D"] | None
+    """Where it runs alone: what ends with P's token on P, what shows the prompt's side on D."""
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether answers are chat completions."""
+        return self.endpoint == "chat/completions"
+
+
+def _bad(field: str, message: str) -> ApiError:
+    return ApiError(400, f"{field}: {message}", param=field)
+
+
+def _boolean(fields: Mapping[str, Any], name: str) -> bool:
+    value = fields.get(name)
+    if value is None or value is False:
+        return False
+    if value is not True:
+        raise _bad(name, "expected true or false")
+    return True
+
+
+def _integer(fields: Mapping[str, Any], name: str, least: int | None = None) -> int | None:
+    value = fields.get(name)
+    if value is None:
+        return None
+    if type(value) is not int:  # True is an int, too
+        raise _bad(name, "expected an integer")
+    if least is not None and value < least:
+        raise _bad(name, f"expected at least {least}")
+    return value
+
+
+def _stream_options(fields: Mapping[str, Any], stream: bool) -> tuple[bool, bool]:
+    """Whether the client wants usage at the stream's end, and in every chunk."""
+    options = fields.get("stream_options")
+    if options is None:
+        return False, False
+    if not isinstance(options, dict):
+        raise _bad("stream_options", "expected an object")
+    if not stream:
+        raise _bad("stream_options", "only allowed when stream is true")
+    options = cast("dict[str, Any]", options)
+    at_end = _boolean(options, "include_usage")
+    return at_end, _boolean(options, "continuous_usage_stats") and at_end  # as in vLLM
+
+
+def _load(raw: bytes) -> dict[str, Any]:
+    try:
+        fields = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    return cast("dict[str, Any]", fields)
+
+
+def _shows_prompt(fields: Mapping[str, Any], endpoint: Endpoint) -> bool:
+    """Whether the answer holds the prompt's text or logprobs, which only a prefill makes."""
+    echo = endpoint == "completions" and _boolean(fields, "echo")
+    wanted = fields.get("prompt_logprobs")  # 0 is a wish too, and equals False
+    return echo or (wanted is not None and wanted is not False)
+
+
+def _limit(fields: Mapping[str, Any], endpoint: Endpoint) -> int | None:
+    limit = _integer(fields, "max_tokens", 0)
+    if endpoint == "chat/completions":
+        newer = _integer(fields, "max_completion_tokens", 0)
+        limit = newer if newer is not None else limit
+    return limit
+
+
+def _prompts(fields: Mapping[str, Any], endpoint: Endpoint) -> int:
+    """How many prompts the body has; what is no valid prompt is the engine's to refuse."""
+    prompt = fields.get("prompt")
+    if endpoint != "completions" or not isinstance(prompt, list) or not prompt:
+        return 1
+    first = cast("list[Any]", prompt)[0]
+    return len(cast("list[Any]", prompt)) if isinstance(first, str | list) else 1
+
+
+def _choices(fields: Mapping[str, Any], endpoint: Endpoint) -> int:
+    each, prompts = _integer(fields, "n", 1) or 1, _prompts(fields, endpoint)
+    if each * prompts > MAX_CHOICES:
+        field = "n" if each > 1 else "prompt"
+        raise _bad(field, f"expected at most {MAX_CHOICES} choices (prompts x n)")
+    return each * prompts
+
+
+def parse_ask(endpoint: Endpoint, raw: bytes) -> Ask:
+    """The request in `raw`; ApiError 400 that names the field and what is allowed."""
+    fields = _load(raw)
+    model = fields.get("model")
+    if not isinstance(model, str) or not 0 < len(model) <= MAX_NAME_CHARACTERS:
+        raise _bad("model", "you must provide the model's name as a string")
+    if fields.get("kv_transfer_params") is not None:
+        raise _bad("kv_transfer_params", "set by the router, not by clients")
+    stream = _boolean(fields, "stream")
+    include_usage, running_usage = _stream_options(fields, stream)
+    choices = _choices(fields, endpoint)
+    shows_prompt = _shows_prompt(fields, endpoint)
+    limit = _limit(fields, endpoint)
+    if limit == 0 and not shows_prompt:
+        raise _bad("max_tokens", "expected at least 1 (0 only with echo or prompt_logprobs)")
+    least = _integer(fields, "min_tokens", 0) or 0
+    most = limit
+    if endpoint == "completions" and limit is None:
+        most = _COMPLETIONS_MAX_TOKENS
+    if most is not None and least > most:
+        raise _bad("min_tokens", f"must not be more than max_tokens, {most}")
+    alone: Literal["P", "D"] | None = None
+    if limit is not None and limit <= 1:
+        alone = "P"
+    elif shows_prompt:
+        alone = "D"
+    return Ask(
+        endpoint=endpoint,
+        raw=raw,
+        fields=fields,
+        model=model,
+        stream=stream,
+        include_usage=include_usage,
+        wants_running_usage=running_usage,
+        wants_token_ids=_boolean(fields, "return_token_ids"),
+        max_tokens=limit,
+        seed=_integer(fields, "seed"),
+        choices=choices,
+        prompt_tokens=len(raw) // _BYTES_PER_TOKEN + 1,
+        output_tokens=choices * min(most or _EXPECTED_TOKENS, _MOST_EXPECTED_TOKENS),
+        shows_prompt=shows_prompt,
+        alone=alone,
+    )

@@ -1,0 +1,135 @@
+"""Learns how fast instances work, forecasts requests, and judges those that have objectives.
+
+`flow` tells it what calls took; four times a second it reads what was counted of streams, so that
+no token pays for it. One per router, and none where neither a policy nor an objective asks for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import NamedTuple
+
+from xpyd_router.fleet.instances import InstanceKey
+from xpyd_router.fleet.loads import LoadTable
+from xpyd_router.fleet.view import FleetView
+from xpyd_router.policy.base import Slo, forecast
+from xpyd_router.policy.pairs import Alone, Pair
+from xpyd_router.request.attempt import Attempt
+from xpyd_router.request.state import Course
+from xpyd_router.request_metrics import InstanceTable, ObjectiveTable, word
+
+_SAMPLE_S = 0.25
+
+
+class _Seen(NamedTuple):
+    """A stream's instance at the last sample."""
+
+    gaps: int
+    gaps_s: float
+    requests: int
+
+
+class Objectives:
+    """See the module. `default` is for requests that name none; `clock` is monotonic seconds."""
+
+    def __init__(
+        self,
+        default: Slo,
+        *,
+        fleet: FleetView,
+        loads: LoadTable,
+        figures: InstanceTable,
+        table: ObjectiveTable,
+        clock: Callable[[], float],
+    ) -> None:
+        self._default = default
+        self._fleet = fleet
+        self._loads = loads
+        self._figures = figures
+        self._table = table
+        self._clock = clock
+        self._seen: dict[InstanceKey, _Seen] = {}
+
+    def of(self, asked: Slo) -> Slo:
+        """The objectives of a request that asked for these."""
+        ttft_s = self._default.ttft_s if asked.ttft_s is None else asked.ttft_s
+        return Slo(ttft_s, self._default.itl_s if asked.itl_s is None else asked.itl_s)
+
+    def left(self, course: Course) -> Slo:
+        """What is left of them now; no first token is wanted of one that has it."""
+        slo = course.slo
+        if slo.ttft_s is None:
+            return slo
+        if course.sent is not None:
+            return Slo(None, slo.itl_s)
+        return slo._replace(ttft_s=slo.ttft_s - (self._clock() - course.trace.started_s))
+
+    def placed(self, course: Course, choice: Pair | Alone, prefill_tokens: int) -> None:
+        """The request goes there, and its load is not counted yet. What is expected of its first
+        try is what is said of it.
+        """
+        if course.forecast is None:
+            first, last = self._loads.of(choice[0].key), self._loads.of(choice[-1].key)
+            course.forecast = forecast(first, last, prefill_tokens)
+            course.placed_s = self._clock() - course.trace.started_s
+
+    def streamed(self, course: Course, attempt: Attempt) -> None:
+        """An instance alone made a whole stream: note when its first token came."""
+        load, trace = attempt.load, course.trace
+        if load is None or trace.first_s is None or attempt.call_s is None:
+            return
+        first_s = attempt.call_s - (self._clock() - trace.started_s - trace.first_s)
+        if first_s >= 0:  # else the client had it from an earlier try
+            load.pace.first.observe(attempt.waiting_tokens, first_s)
+
+    def answered(self, course: Course, attempt: Attempt) -> None:
+        """The last of the try made an answer that was not streamed."""
+        load, tokens = attempt.load, course.trace.output_tokens
+        is_last = attempt.called is attempt.instances[-1]  # else P ended it, and D was not called
+        if load is None or attempt.call_s is None or not tokens or not is_last:
+            return
+        if attempt.called.beat.type == "P":
+            load.pace.first.observe(attempt.waiting_tokens, attempt.call_s)
+        else:
+            load.pace.gap.observe(load.active, attempt.call_s * course.ask.choices / tokens)
+
+    def judge(self, course: Course, *, is_whole: bool) -> None:
+        """Count a stream that ended, by itself or before its end."""
+        slo, trace, expected = course.slo, course.trace, course.forecast
+        if expected is None:
+            return
+        took_s = self._clock() - trace.started_s
+        if slo.ttft_s is not None:
+            first_s = took_s if trace.first_s is None else trace.first_s
+            # Who left before was not served in time only if that time was over.
+            if trace.first_s is not None or first_s > slo.ttft_s:
+                ttft_s = expected.ttft_s
+                said = word(None if ttft_s is None else course.placed_s + ttft_s, slo.ttft_s)
+                self._table.count("ttft", predicted=said, result=word(first_s, slo.ttft_s))
+        if slo.itl_s is None or not is_whole or course.was_interrupted or trace.first_s is None:
+            return
+        gaps = max(map(len, course.sent.token_ids)) - 1 if course.sent else 0
+        if gaps > 0:
+            said, itl_s = word(expected.itl_s, slo.itl_s), (took_s - trace.first_s) / gaps
+            self._table.count("itl", predicted=said, result=word(itl_s, slo.itl_s))
+
+    def sample(self) -> None:
+        """Take what streams showed since the last sample: the mean gap between tokens, and the
+        requests that the instance had meanwhile.
+        """
+        seen: dict[InstanceKey, _Seen] = {}
+        for instance in self._fleet.instances:
+            load, gaps = self._loads.of(instance.key), self._figures.of(instance).itl_s
+            now = seen[instance.key] = _Seen(gaps.count, gaps.sum, load.active)
+            before = self._seen.get(instance.key, now)
+            if count := now.gaps - before.gaps:
+                requests = max((before.requests + now.requests) / 2, 1.0)
+                load.pace.gap.observe(requests, (now.gaps_s - before.gaps_s) / count)
+        self._seen = seen
+
+    async def run(self) -> None:
+        """Sample until cancelled."""
+        while True:
+            self.sample()
+            await asyncio.sleep(_SAMPLE_S)

@@ -1,0 +1,74 @@
+"""Tells D that a transfer was given up: POST /kv/release, signed with the fleet's key.
+
+Fire and forget, with a deadline and a bound on how many run. A lost one costs D its lease's time,
+nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Coroutine
+
+import orjson
+
+from xpyd_core.keys import release_mac
+from xpyd_router.errors import CallFailed
+from xpyd_router.fleet.instances import Instance
+from xpyd_router.metrics import RouterMetrics
+from xpyd_router.upstream.client import UpstreamClient
+
+logger = logging.getLogger(__name__)
+_DEADLINE_S = 2.0
+_MAX_IN_FLIGHT = 256
+_MAX_ANSWER_BYTES = 64 * 1024
+
+
+class Releases:
+    """Owner of the tasks that release; `key` signs."""
+
+    def __init__(self, upstream: UpstreamClient, metrics: RouterMetrics, key: bytes) -> None:
+        self._upstream = upstream
+        self._metrics = metrics
+        self._key = key
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def send(self, decode: Instance, uuid: str) -> None:
+        """Have `decode` free what came for `uuid` and refuse what still comes."""
+        if not decode.is_continuing:  # engines not of ours do not know it
+            return
+        if len(self._tasks) >= _MAX_IN_FLIGHT:
+            self._metrics.releases.labels("dropped").inc()
+            return
+        self._start(self._release(decode, uuid, release_mac(self._key, uuid)))
+
+    async def close(self) -> None:
+        """Wait for those in flight; each has its own deadline."""
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _release(self, decode: Instance, uuid: str, mac: str) -> None:
+        body = orjson.dumps({"uuid": uuid})
+        head = (
+            f"POST /kv/release HTTP/1.1\r\nHost: {decode.http}\r\n"
+            f"Content-Type: application/json\r\nX-Xpyd-Mac: {mac}\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        ).encode("ascii")
+        result = "failed"
+        with contextlib.suppress(CallFailed):  # counted; D's lease ends it
+            exchange = await self._upstream.start(
+                decode.http, head, body, owner=decode.key, timeout_s=_DEADLINE_S
+            )
+            try:
+                answer = await exchange.read(_MAX_ANSWER_BYTES)
+                result = "sent" if answer.status < 300 else "refused"
+            finally:
+                self._upstream.end(exchange)
+        self._metrics.releases.labels(result).inc()
+        logger.debug("release %s", result, extra={"request": uuid, "decode": decode.name})

@@ -1,0 +1,350 @@
+"""What one request keeps over its tries, and what each try says to P and D because of it. Pure.
+
+`flow` drives it. The rule behind it: nothing that the client has is sent again. Once P's first
+token is on the wire, a later try goes on behind the ids that were sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import msgspec
+import orjson
+
+from xpyd_core.errors import ApiError, ProtocolError
+from xpyd_router.access_log import Trace
+from xpyd_router.fleet.instances import Instance, InstanceKey
+from xpyd_router.fleet.poison import Break
+from xpyd_router.policy.base import NO_SLO, Forecast, Mark, Slo
+from xpyd_router.policy.pairs import Pair
+from xpyd_router.request.answers import (
+    DONE,
+    ChunkWriter,
+    Head,
+    PrefillAnswer,
+    chunk_of,
+    end_of_stream,
+    parse_prefill_answer,
+    role_events,
+)
+from xpyd_router.request.client_request import MAX_DEPTH, MAX_NAME_CHARACTERS, Ask
+
+_SERVED_TOKENS = 32
+"""A request that kills in its stream does so at one place: tries behind it get a few tokens each,
+P's and those of the steps under way."""
+TokenIds = tuple[tuple[int, ...], ...]
+"""Ids per choice, in OpenAI's order: i*n+j for choice j of prompt i."""
+
+
+@dataclass
+class Sent:
+    """What the client has of a stream; it grows while D streams."""
+
+    token_ids: list[list[int]]
+    """Per choice, those whose text is held back included."""
+    compatibility: str
+    """Only instances of this key give the ids the same meaning."""
+    usage: dict[str, Any]
+    """P's first usage: it counts the prompt. Empty where no P was asked."""
+    model: str
+    """The name that the chunks bear."""
+    ended: set[int] = field(default_factory=set[int])
+    """Choices whose finish_reason went out."""
+    has_usage: bool = False
+    """The chunk that counts the tokens went out."""
+
+    def note(self, choice: dict[str, Any]) -> bool:
+        """Take one choice of a chunk; whether the client is to have it. A choice that has ended
+        ends once: a D that goes on behind it says so again.
+        """
+        index, ids = choice.get("index"), choice.get("token_ids")
+        if type(index) is not int or not 0 <= index < len(self.token_ids):
+            return True
+        if index in self.ended:
+            return False
+        if isinstance(ids, list):
+            self.token_ids[index].extend(cast("list[int]", ids))
+        if choice.get("finish_reason") is not None:
+            self.ended.add(index)
+        return True
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every choice has ended."""
+        return len(self.ended) == len(self.token_ids)
+
+
+class Prefilled(NamedTuple):
+    """P's answer and what it is to the client."""
+
+    answer: PrefillAnswer
+    token_ids: TokenIds
+    """All ids of each choice that D must know of."""
+    is_news: bool
+    """Whether the answer's tokens are the client's; else P only made the KV."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no choice is left for D."""
+        return self.is_news and self.answer.is_over
+
+
+class Course(msgspec.Struct, kw_only=True):
+    """See the module. One owner: the task that serves the request."""
+
+    ask: Ask
+    trace: Trace
+    head: Head
+    public: str
+    """The hex part of the response id."""
+    seed: int
+    deadline_s: float
+    """Until the answer is whole or its stream has begun; on the router's clock."""
+    prompt_tokens: int
+    """Counted, or estimated."""
+    forwarded: str = ""
+    """The client's header lines that engines get."""
+    session: str = ""
+    """What policies know the client's conversation by."""
+    marks: tuple[Mark, ...] = ()
+    """Beginnings of the prompt, for policies."""
+    slo: Slo = NO_SLO
+    """What the client may expect; only where paces are learned."""
+    forecast: Forecast | None = None
+    """What was expected when it was placed first."""
+    placed_s: float = 0.0
+    """When that was, after the request came."""
+    exclude: set[InstanceKey] = set()
+    failures: int = 0
+    refusals: int = 0
+    shunned: tuple[frozenset[InstanceKey], ...] = ()
+    """Whom the next try does without, if it can: the first of these that leaves somebody."""
+    breaks: list[Break] = []
+    """Those under it, a few tokens apart: instances may have died of it."""
+    broke_at_tokens: int = 0
+    """How much the client had at the last of them."""
+    last_cause: str = ""
+    sent: Sent | None = None
+    extends: bool = True
+    """Whether P's next token is the client's; else P only makes the KV."""
+    has_decode_begun: bool = False
+    """Events of D (or of the instance alone) went out. Without `sent` nobody can go on behind."""
+    was_interrupted: bool = False
+    """The client did not take what came for a while."""
+
+    def met(self, broken: Break) -> None:
+        """An instance broke off under it. Where much was streamed since the last time, that one
+        served the request and died of something else.
+        """
+        had_tokens = sum(map(len, self.sent.token_ids)) if self.sent else 0
+        if had_tokens - self.broke_at_tokens >= _SERVED_TOKENS:
+            self.breaks.clear()
+        if broken not in self.breaks:
+            self.breaks.append(broken)
+        self.broke_at_tokens = had_tokens
+
+
+def _may_extend(ask: Ask, sent: Sent, context: int) -> bool:
+    """Whether P' may add a token to what was sent: one living choice, and not the last token that
+    the client or the context allows.
+
+    At the last token P' cannot know whether to hold text back, so D' writes that one.
+    """
+    if len(sent.token_ids) != 1 or sent.ended:
+        return False
+    after = len(sent.token_ids[0]) + 1
+    if context and sent.usage.get("prompt_tokens", context) + after >= context:
+        return False
+    return ask.max_tokens is None or after < ask.max_tokens
+
+
+def _context(pair: Pair) -> int:
+    """Tokens that both of the pair hold; 0 where neither says."""
+    said = [i.beat.max_model_len for i in (pair.prefill, pair.decode) if i.beat.max_model_len]
+    return min(said, default=0)
+
+
+def prefill_params(course: Course, pair: Pair) -> dict[str, Any]:
+    """kv_transfer_params for a P that continues.
+
+    Without client_max_tokens P only makes the KV of the prompts; its token is thrown away. With
+    max_model_len P refuses what D has no room for, before anything is streamed.
+    """
+    ask, sent, context = course.ask, course.sent, _context(pair)
+    course.extends = sent is None or _may_extend(ask, sent, context)
+    params: dict[str, Any] = {"seed": course.seed}
+    if context:
+        params["max_model_len"] = context
+    if course.extends:
+        params["client_max_tokens"] = ask.max_tokens
+    if sent is not None and course.extends:
+        params["continue_from"] = sent.token_ids
+    return params
+
+
+def take_prefill(course: Course, body: bytes) -> Prefilled:
+    """P's answer to `prefill_params`; ProtocolError for one that cannot be used."""
+    answer = parse_prefill_answer(course.ask, body)
+    sent = course.sent
+    before = frozen(sent.token_ids) if sent else ((),) * len(answer.choices)
+    if len(before) != len(answer.choices):
+        raise ProtocolError("prefill answer: another number of choices than before")
+    if not course.extends:
+        return Prefilled(answer, before, is_news=False)
+    ids = tuple(old + new.token_ids for old, new in zip(before, answer.choices, strict=True))
+    return Prefilled(answer, ids, is_news=True)
+
+
+def frozen(ids: Sequence[Sequence[int]]) -> TokenIds:
+    """The ids as they are now."""
+    return tuple(map(tuple, ids))
+
+
+def first_events(course: Course, prefilled: Prefilled, pair: Pair) -> bytes:
+    """What the client gets of P's answer, empty where that is nothing; from here on it is sent."""
+    if not prefilled.is_news:
+        return b""
+    sent, answer = course.sent, prefilled.answer
+    is_first = sent is None
+    if sent is None:
+        compatibility = pair.decode.beat.compatibility
+        sent = course.sent = Sent([], compatibility, answer.usage, answer.model)
+    sent.token_ids = [list(ids) for ids in prefilled.token_ids]
+    sent.usage = sent.usage or answer.usage
+    writer = ChunkWriter(course.ask, course.head, answer, sent.usage)
+    generated = sum(len(ids) for ids in prefilled.token_ids)
+    events = [*(writer.role() if is_first else ()), *writer.content(generated)]
+    if prefilled.is_over:
+        events += writer.finish(generated)
+    return b"".join(events)
+
+
+def can_go_on_alone(course: Course, instance: Instance) -> bool:
+    """Whether `instance`, alone, streams with token ids, so that another can go on behind it.
+
+    What shows the prompt's side is asked for as it is: who went on would show it again.
+    """
+    return instance.is_continuing and not course.ask.shows_prompt
+
+
+def sent_alone(course: Course, instance: Instance) -> Sent:
+    """What the client will have of a stream that `instance` serves alone: nothing yet."""
+    ids: list[list[int]] = [[] for _ in range(course.ask.choices)]
+    return Sent(ids, instance.beat.compatibility, {}, course.ask.model)
+
+
+def begin_alone(course: Course, sent: Sent, event: bytes) -> bytes:
+    """What goes before `event`, the first of an instance alone; from here on it is sent."""
+    ask, course.sent = course.ask, sent
+    if ask.wants_running_usage and (chunk := chunk_of(event)) is not None:
+        sent.usage = chunk.get("usage") or {}
+    return role_events(ask, course.head, sent.model, sent.usage) if ask.is_chat else b""
+
+
+def alone_params(course: Course) -> dict[str, Any]:
+    """kv_transfer_params for an instance that serves a stream alone: it gives token ids with each
+    chunk, and begins behind those that were sent."""
+    sent = course.sent
+    ids = frozen(sent.token_ids) if sent else ((),) * course.ask.choices
+    return {
+        "seed": course.seed,
+        "continue_from": ids,
+        "emit_from": [len(one) for one in ids],
+        "response_id": course.head.response_id,
+        "created": course.head.created,
+    }
+
+
+def last_events(course: Course) -> bytes | None:
+    """What is left of a stream whose choices have all ended: usage if asked, [DONE]. None where
+    only an engine knows it.
+    """
+    sent = course.sent
+    if sent is None or not sent.is_over:
+        return None
+    if sent.has_usage:
+        return DONE
+    if course.ask.include_usage and "prompt_tokens" not in sent.usage:
+        return None
+    generated = sum(len(ids) for ids in sent.token_ids)
+    return end_of_stream(course.ask, course.head, sent.model, sent.usage, generated)
+
+
+def decode_params(course: Course, prefilled: Prefilled, *, is_stream: bool) -> dict[str, Any]:
+    """kv_transfer_params for a D that continues.
+
+    Streamed, it emits what follows the ids; else the whole answer, P's logprobs in front.
+    """
+    emit_from: Sequence[int] = [len(ids) if is_stream else 0 for ids in prefilled.token_ids]
+    params: dict[str, Any] = {
+        "seed": course.seed,
+        "continue_from": prefilled.token_ids,
+        "emit_from": emit_from,
+        "response_id": course.head.response_id,
+        "created": course.head.created,
+        **prefilled.answer.transfer,
+    }
+    if not is_stream:
+        params["first_logprobs"] = [choice.logprobs for choice in prefilled.answer.choices]
+    return params
+
+
+def gave_up(course: Course) -> ApiError:
+    """The last word of a request that failed wherever it was tried; names no instance."""
+    count = course.trace.tries
+    tries = "after one try" if count == 1 else f"after {count} tries"
+    if course.last_cause == "timeout":
+        return ApiError(504, f"the instances did not answer in time, {tries}", code="timeout")
+    if course.last_cause == "refused":
+        return ApiError(503, f"the instances take no requests, {tries}", retry_after_s=1)
+    return ApiError(502, f"the instances failed, {tries}", code="upstream_failed")
+
+
+def _too_deep(fields: Mapping[str, Any]) -> ApiError:
+    for name, value in fields.items():
+        try:
+            orjson.dumps({name: value})
+        except TypeError:
+            field = name[:MAX_NAME_CHARACTERS]
+            message = f"{field}: nested more than {MAX_DEPTH} levels deep"
+            return ApiError(400, message, param=field)
+    return ApiError(400, f"the body is nested more than {MAX_DEPTH} levels deep")
+
+
+def prefill_body(ask: Ask, params: Mapping[str, Any] | None = None) -> bytes:
+    """P's body: one token behind what it continues, not streamed.
+
+    `params` is None for an engine without continuation; else {seed, client_max_tokens,
+    continue_from?}, with one list of ids per choice in continue_from. ApiError 400 for a field that
+    is nested too deeply.
+    """
+    fields = dict(ask.fields)
+    limit = 1
+    if params is not None:
+        ids: Sequence[Sequence[int]] = params.get("continue_from") or ((),)
+        limit += len(ids[0])
+        fields["return_token_ids"] = True
+        fields["kv_transfer_params"] = params
+    fields["stream"] = False
+    fields.pop("stream_options", None)
+    fields["max_tokens"] = limit
+    if "max_completion_tokens" in fields:
+        fields["max_completion_tokens"] = limit
+    if fields.get("min_tokens") is not None:
+        fields["min_tokens"] = min(fields["min_tokens"], limit)
+    try:
+        return orjson.dumps(fields)
+    except TypeError as error:  # all else that was read can be written
+        raise _too_deep(ask.fields) from error
+
+
+def splice(raw: bytes, params: Mapping[str, Any]) -> bytes:
+    """The JSON object `raw`, byte for byte, with kv_transfer_params as its last member.
+
+    A client's own `"kv_transfer_params": null` stays before it: of two members of one name the last
+    counts, as in every parser that engines use. `raw` is an object with at least one member.
+    """
+    end = raw.rindex(b"}")
+    return raw[:end] + b',"kv_transfer_params":' + orjson.dumps(params) + raw[end:]

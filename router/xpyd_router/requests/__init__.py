@@ -1,1 +1,0 @@
-"""One request: from its body to the last byte of its answer."""

@@ -1,0 +1,225 @@
+"""Puts the router together, serves, drains at SIGTERM or SIGINT.
+
+At the first signal /readiness turns 503 while requests are still taken for `drain_s`; then no more
+are accepted, running ones finish, and the exit status is 0. A second signal ends at once, one that
+comes before it listens ends the start. `serving.server` is the half that serves; with several
+processes `processes.owner` takes over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+import socket
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import uvloop
+
+from xpyd_core.errors import UserError
+from xpyd_core.keys import fleet_keys, read_keys
+from xpyd_core.listen import listen
+from xpyd_core.request_id import Address
+from xpyd_router.access_log import AccessLog
+from xpyd_router.admission import Admission
+from xpyd_router.config import RouterConfig
+from xpyd_router.discovery.discovery import Discovery
+from xpyd_router.discovery.prober import Prober, probe_http
+from xpyd_router.fleet.loads import LoadTable
+from xpyd_router.fleet.registry import Registry
+from xpyd_router.fleet.view import FleetView
+from xpyd_router.http.inference import OneProcess, Surface
+from xpyd_router.http.server import BACKLOG, Parts, Serving, make_policy, open_serving, source_host
+from xpyd_router.metrics import RouterMetrics
+
+logger = logging.getLogger(__name__)
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""Those that end a router."""
+_GC_THRESHOLD = 20_000
+"""Requests make next to no cycles: collecting every 700 objects cost a twentieth of the time."""
+
+
+@dataclass(frozen=True)
+class RunningRouter:
+    """A router that serves until `run` returns. Ports are the real ones."""
+
+    serving: Serving
+    discovery_port: int
+
+    @property
+    def surface(self) -> Surface:
+        """What it serves with."""
+        return self.serving.surface
+
+    @property
+    def http_port(self) -> int:
+        """Where clients connect."""
+        return self.serving.http_port
+
+    def stop(self) -> None:
+        """Begin the drain; a second call ends at once."""
+        self.serving.stop()
+
+    async def run(self) -> None:
+        """Serve until `stop`, then drain."""
+        await self.serving.run()
+
+
+def read_secrets(config: RouterConfig) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+    """The fleet's keys and the admin API's. UserError for an unusable file."""
+    keys = fleet_keys(config.kv_key_file, insecure=config.kv_insecure)
+    admin_keys = ()
+    if config.admin_key_file is not None:
+        admin_keys = read_keys(config.admin_key_file, "--admin-key-file")
+    if config.kv_insecure:
+        logger.warning("--kv-insecure: whoever reaches the engines may read and write their KV")
+    return keys, admin_keys
+
+
+def make_registry(config: RouterConfig) -> Registry:
+    """An empty one with the rules of `config`."""
+    return Registry(
+        period_s=config.heartbeat_interval_s,
+        missed_beats=config.missed_beats,
+        decode_alone=config.on_no_prefill == "PrefillOnDecode",
+    )
+
+
+def make_discovery(
+    config: RouterConfig, fleet: FleetView, metrics: RouterMetrics, keys: tuple[bytes, ...]
+) -> Discovery:
+    """The bound discovery port. UserError where it cannot be had."""
+    return Discovery(
+        fleet,
+        metrics,
+        host=config.discovery_host,
+        port=config.discovery_port,
+        name=config.fleet,
+        keys=keys,
+        accepts_unsigned=config.kv_insecure or config.accept_unsigned_beats,
+    )
+
+
+def make_prober(config: RouterConfig, fleet: FleetView, metrics: RouterMetrics) -> Prober:
+    """Who probes the instances of `fleet`."""
+    return Prober(fleet, metrics, partial(probe_http, local_host=source_host(config)))
+
+
+def _listen(config: RouterConfig) -> list[socket.socket]:
+    try:
+        return listen(config.host, config.port, backlog=BACKLOG)
+    except OSError as error:
+        where = f"{config.host}:{config.port}"
+        raise UserError(f"HTTP on {where}: {error.strerror or error}") from error
+
+
+@contextlib.asynccontextmanager
+async def open_router(
+    config: RouterConfig, protocol: type[asyncio.Protocol] | None = None
+) -> AsyncGenerator[RunningRouter]:
+    """A router of one process with its ports bound and discovery running; leaving frees everything.
+
+    `protocol` is uvicorn's `http`; None: ours, whose answers go straight to the transport.
+
+    Raises UserError for a port that cannot be had and for an unusable key file.
+    """
+    keys, admin_keys = read_secrets(config)
+    clock = time.monotonic
+    metrics = RouterMetrics(clock)
+    loads = LoadTable()
+    fleet = FleetView(make_registry(config), clock, loads, config.health)
+    parts = Parts(
+        config=config,
+        fleet=fleet,
+        loads=loads,
+        policy=make_policy(config, fleet, loads),
+        metrics=metrics,
+        whole=OneProcess(fleet, metrics),
+        admission=Admission(config.limits, metrics, clock),
+        access_log=AccessLog(
+            is_json=config.logs_json, wall_clock=time.time, is_on=config.access_log
+        ),
+        keys=keys,
+        admin_keys=admin_keys,
+        created=int(time.time()),
+        clock=clock,
+    )
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(listener) for listener in _listen(config)]
+        discovery = make_discovery(config, fleet, metrics, keys)
+        stack.callback(discovery.close)
+        prober = make_prober(config, fleet, metrics)
+        works = (discovery.run(), prober.run())
+        async with open_serving(parts, listeners, protocol, works) as serving:
+            yield RunningRouter(serving, discovery.port)
+
+
+class Running(Protocol):
+    """A RunningRouter, or the owner of several processes."""
+
+    @property
+    def http_port(self) -> int: ...
+    @property
+    def discovery_port(self) -> int: ...
+    def stop(self) -> None: ...
+    async def run(self) -> None: ...
+
+
+async def serve_until_signal(
+    opening: contextlib.AbstractAsyncContextManager[Running], config: RouterConfig
+) -> None:
+    """Open a router and run it; the first signal drains it, the second ends it. One that comes
+    before it is open cancels `opening`, which frees what it has.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+
+    def leave() -> None:
+        if not task.cancelling():  # a second one does not cut short what is freed
+            task.cancel()
+
+    _on_signals(leave)
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            router = await stack.enter_async_context(opening)
+        except asyncio.CancelledError:
+            logger.info("told to end before it listened, bye")
+            return
+        _on_signals(router.stop)
+        logger.info(
+            "router listens on http://%s, discovery on %s",
+            Address(config.host, router.http_port),
+            Address(config.discovery_host, router.discovery_port),
+        )
+        await router.run()
+        logger.info("drained, bye")
+
+
+def _on_signals(act: Callable[[], None]) -> None:
+    loop = asyncio.get_running_loop()
+    for number in SIGNALS:
+        loop.add_signal_handler(number, act)
+
+
+def tune_process() -> None:
+    """Settings of a process that serves."""
+    # What is imported stays: the collector need not look at it again and again.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_GC_THRESHOLD, 20, 50)
+    # uvicorn's own start and stop lines say what ours say.
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+
+
+def run_router(config: RouterConfig) -> int:
+    """Serve with one process until a signal; the exit status."""
+    tune_process()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve_until_signal(open_router(config), config))
+    return 0

@@ -1,1 +1,0 @@
-"""The HTTP side towards clients."""
