@@ -61,6 +61,16 @@ def test_what_it_remembers_is_bounded():
     assert sum(quarantine.holds(f"p{number}", 1.0) for number in range(10_000)) == 4096
 
 
+def test_it_counts_broken_frames_of_a_bounded_number_of_peers():
+    quarantine = Quarantine(window_s=600.0, for_s=60.0)
+    for number in range(4096 + 1):
+        quarantine.mismatch(f"p{number}", 0.0)
+        quarantine.mismatch(f"p{number}", 0.0)
+    # The oldest was forgotten, so that its third broken frame is its first.
+    assert not quarantine.mismatch("p0", 1.0)
+    assert quarantine.mismatch("p4096", 1.0)
+
+
 def test_a_p_whose_frames_come_broken_is_closed_and_refused_for_a_minute(net, caplog):
     now = [1000.0]
     d, d_told = net.endpoint("D", clock=lambda: now[0], deadlines=Deadlines(ping_s=1e6))
