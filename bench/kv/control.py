@@ -11,8 +11,8 @@ from bench.kv.contender import Place
 from bench.kv.memory import Ring
 from bench.kv.ours import OurReceiver, OurSender, RingPool, _End
 from bench.kv.shape import BLOCK_TOKENS
-from xpyd_kv.device.paged import PagedMemory
-from xpyd_kv.transport.shared_memory import SharedMemory
+from xpyd_kv.memory.paged import PagedMemory
+from xpyd_kv.transport.host.shared_memory import SharedMemory
 
 _BLOCKS = 64
 _WIDTH = 2

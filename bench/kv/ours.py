@@ -20,15 +20,17 @@ from bench.kv.contender import WAIT_S, Place
 from bench.kv.memory import Ring
 from bench.kv.shape import BLOCK_TOKENS, LAYERS, Case
 from xpyd_core.request_id import Address, TransferKey
-from xpyd_kv.connector.api import KvMemory, Landed, Wait
-from xpyd_kv.connector.build import Connector, KvSettings, build
-from xpyd_kv.connector.layouts import wire_layout
-from xpyd_kv.device.paged import PagedMemory
-from xpyd_kv.store.landing_store import StoreLimits
+from xpyd_kv.connector.build import Connector, build
+from xpyd_kv.memory.api import KvMemory
+from xpyd_kv.memory.paged import PagedMemory
+from xpyd_kv.memory.store import StoreLimits
+from xpyd_kv.session.settings import KvSettings
 from xpyd_kv.transport.api import Handler
+from xpyd_kv.transport.endpoint import TcpEndpoint
+from xpyd_kv.transport.host.shared_memory import SharedMemory, SharedMemoryPath
 from xpyd_kv.transport.settings import Identity
-from xpyd_kv.transport.shared_memory import SharedMemory, SharedMemoryPath
-from xpyd_kv.transport.tcp import TcpEndpoint
+from xpyd_kv.values import Landed, Wait
+from xpyd_kv.wire.fit import wire_layout
 
 _KEYS = (b"the key of a benchmark",)
 _MAX_TOKENS = 1 << 20

@@ -48,7 +48,7 @@ class Side:
             return own_memory(self.blocks)
         if product:
             from bench.kv.shape import BLOCK_BYTES_ALL
-            from xpyd_kv.transport.shared_memory import SharedMemory
+            from xpyd_kv.transport.host.shared_memory import SharedMemory
 
             self.shared = SharedMemory(self.blocks * BLOCK_BYTES_ALL)
             self.fd = self.shared.fd

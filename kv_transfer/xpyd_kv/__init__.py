@@ -1,12 +1,16 @@
-"""Moves KV cache from prefill to decode instances.
+"""Moves KV cache from prefill instances (P) to decode instances (D).
+
+Layers, each of which imports only what is below it:
 
     connector   engine-facing: which blocks of which request, when to wait, what if they do not come
-    session     the transfer's state machine: deadlines, grants, cancel, retry            (pure)
-    plan        which bytes of which blocks go where                                      (pure)
-    store       D's landings: own blocks, device buffer, host pool (buddy allocator)
-    transport   connections and the I/O thread: tcp
-    wire        frames, schema, handshake: bytes in, events out                           (pure)
-    device      paged KV memory and pool memory as bytes; the only place that knows torch
+    ranks       what each rank of an engine sends and receives, and the channel to its engine
+    session     the transfer's state machines: deadlines, grants, cancel, retry            (pure)
+    transport   connections and the I/O thread, and what moves DATA beside a socket
+    memory      the paged cache and the memory beside it; its caches alone know torch
+    wire        frames, messages, handshake: bytes in, events out                          (pure)
+    plan        which bytes of which blocks go where                                       (pure)
+    values, spans, metrics                                                                 (pure)
 
 Only the worker imports this package; it knows no engine, no HTTP and no Kubernetes.
+docs/architecture.md shows the way of one KV block through it.
 """

@@ -13,9 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from xpyd_core.cli import build_parser
 from xpyd_core.errors import ApiError
 from xpyd_core.messages import Heartbeat
-from xpyd_kv.session.metrics import KvMetrics
-from xpyd_kv.store.api import StoreFigures
-from xpyd_kv.transport.counters import Counters
+from xpyd_kv.memory.api import StoreFigures
+from xpyd_kv.metrics import Counters, KvMetrics
 from xpyd_operator.controller.metrics import OperatorMetrics
 from xpyd_operator.document.later import FIELDS, VALUES
 from xpyd_operator.up.cluster_only import CLUSTER_ONLY

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 from xpyd_core.logs import set_up_logging
 from xpyd_core.request_id import TransferKey
-from xpyd_kv.connector.api import BlockPool, KvMemory
 from xpyd_kv.connector.build import default_store
-from xpyd_kv.device.api import View
-from xpyd_kv.store.api import Landing, Store, StoreFigures
-from xpyd_kv.store.landing_store import StoreLimits
+from xpyd_kv.memory.api import KvMemory, Landing, Store, StoreFigures
+from xpyd_kv.memory.device import View
+from xpyd_kv.memory.store import StoreLimits
+from xpyd_kv.values import BlockPool
 from xpyd_worker.command import configure, read_config
 from xpyd_worker.main import run
 

@@ -30,7 +30,7 @@ Make = Callable[..., Instance]
 def make(tmp_path: Path) -> Iterator[Make]:
     """Makes instances on the first GPU, by two devices of this process, which may open each other's
     memory."""
-    from xpyd_kv.device import cuda
+    from xpyd_kv.memory import cuda
 
     config = model_config("llama", max_position_embeddings=512)
     shape = shape_of(config, torch.float32)

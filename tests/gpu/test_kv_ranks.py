@@ -12,7 +12,7 @@ import torch
 
 from tests.kv.test_ranks_pairs import IDS, engines, is_back, move
 from tests.worker.rank_pair import sides_on
-from xpyd_kv.device.api import DeviceView
+from xpyd_kv.memory.device import DeviceView
 from xpyd_worker.config import MIB
 from xpyd_worker.kv_device import DeviceCache
 
@@ -24,12 +24,12 @@ class RealHost:
     """The first GPU, for all."""
 
     def __init__(self) -> None:
-        from xpyd_kv.device.cuda import CudaProcess
+        from xpyd_kv.memory.cuda import CudaProcess
 
         self._process = CudaProcess()
 
     def cache(self, rank: str) -> DeviceCache:
-        from xpyd_kv.device.cuda import CudaDevice
+        from xpyd_kv.memory.cuda import CudaDevice
 
         return DeviceCache(
             CudaDevice(0, self._process),
@@ -50,7 +50,7 @@ class RealHost:
 
 
 def _tensor(view: DeviceView) -> torch.Tensor:
-    from xpyd_kv.device.cuda import tensor_over
+    from xpyd_kv.memory.cuda import tensor_over
 
     return tensor_over(view, (len(view),), torch.uint8)
 

@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tests.kv.device_order import Allocation, Clock, Touch, intervals, merge
-from xpyd_kv.device.api import DeviceError, DeviceView, IpcHandle, View
-from xpyd_kv.device.segments import Span, segments
+from xpyd_kv.memory.device import DeviceError, DeviceView, IpcHandle, View
+from xpyd_kv.spans import Span, segments
 
 _POISON = b"\xdd"
 _SCRIBBLED_BYTES = 2**20
@@ -140,7 +140,7 @@ class Machine:
 
 
 class FakeEvent:
-    """See xpyd_kv.device.api.Event."""
+    """See xpyd_kv.memory.device.Event."""
 
     def __init__(self, machine: Machine, stream: int, number: int, clock: Clock) -> None:
         self.machine = machine
@@ -180,7 +180,7 @@ class FakeEvent:
 
 
 class FakeStream:
-    """See xpyd_kv.device.api.Stream."""
+    """See xpyd_kv.memory.device.Stream."""
 
     def __init__(self, device: FakeDevice, *, is_compute: bool = False) -> None:
         self.device = device
@@ -278,7 +278,7 @@ class FakeStream:
 
 
 class FakeDevice:
-    """See xpyd_kv.device.api.Device: one GPU as `process` sees it."""
+    """See xpyd_kv.memory.device.Device: one GPU as `process` sees it."""
 
     def __init__(self, machine: Machine, process: str, gpu: str, index: int) -> None:
         self.machine = machine

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import pytest
 
 from tests.kv.device_fake import Machine
-from xpyd_kv.device.api import Device, DeviceView
+from xpyd_kv.memory.device import Device, DeviceView
 
 REGION_BYTES = 64 * 2**20
 """P's cache: what a test may share in all."""
@@ -53,7 +53,7 @@ class RealGpus:
     def __init__(self, second: int = 0) -> None:
         import torch
 
-        from xpyd_kv.device.cuda import CudaDevice, CudaProcess
+        from xpyd_kv.memory.cuda import CudaDevice, CudaProcess
 
         if torch.cuda.device_count() <= second:
             pytest.skip("NCCL needs two GPUs")
@@ -79,6 +79,6 @@ class RealGpus:
 def _tensor(view: DeviceView) -> Any:
     import torch
 
-    from xpyd_kv.device.cuda import tensor_over
+    from xpyd_kv.memory.cuda import tensor_over
 
     return tensor_over(view, (len(view),), torch.uint8)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from mmap import mmap
 
 from xpyd_core.blocks import block_hashes
-from xpyd_kv.connector.api import KvLayout
+from xpyd_kv.values import KvLayout
 
 BLOCK_SIZE = 4
 LAYOUT = KvLayout(

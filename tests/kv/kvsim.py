@@ -18,16 +18,16 @@ from typing import Any
 from tests.kv.kvfakes import LAYOUT, FakeMemory, FakePool
 from tests.kv.kvwatch import WatchedStore, WatchedView
 from xpyd_core.request_id import Address, TransferKey
-from xpyd_kv.connector.api import KvLayout, KvMemory, Landed, NoKv
-from xpyd_kv.connector.build import Connector, KvSettings, build
-from xpyd_kv.connector.layouts import wire_layout
+from xpyd_kv.connector.build import Connector, build
+from xpyd_kv.memory.api import KvMemory, StoreFigures
+from xpyd_kv.memory.space import OwnSpace
+from xpyd_kv.memory.store import StoreLimits
 from xpyd_kv.plan.pairs import Pair
-from xpyd_kv.store.api import StoreFigures
-from xpyd_kv.store.landing_store import StoreLimits
-from xpyd_kv.store.own_space import OwnSpace
+from xpyd_kv.session.settings import KvSettings
 from xpyd_kv.transport.api import Done, Handler
+from xpyd_kv.values import KvLayout, Landed, NoKv
 from xpyd_kv.wire import messages as wire
-from xpyd_kv.wire.fit import pair_on
+from xpyd_kv.wire.fit import pair_on, wire_layout
 
 D_ADDRESS = Address("127.0.0.2", 21001)
 WIRE_LAYOUT = wire_layout(LAYOUT, factors={}, max_tokens=4096)

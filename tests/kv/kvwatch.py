@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from xpyd_core.request_id import TransferKey
-from xpyd_kv.store.api import Landing
-from xpyd_kv.store.landing_store import LandingStore
+from xpyd_kv.memory.api import Landing
+from xpyd_kv.memory.store import LandingStore
 
 
 class WatchedStore(LandingStore):

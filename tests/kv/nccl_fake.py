@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from tests.kv.device_fake import FakeDevice, Machine
 from tests.kv.device_order import Clock, merge
-from xpyd_kv.device.segments import Span
-from xpyd_kv.transport.nccl.api import ID_BYTES, Buffer, NcclError
+from xpyd_kv.spans import Span
+from xpyd_kv.transport.devices.nccl.library import ID_BYTES, Buffer, NcclError
 
 
 @dataclass

@@ -6,11 +6,9 @@ from typing import Any
 
 from tests.kv.gpu_kit import FakeGpus, Gpus
 from tests.kv.nccl_fake import FakeNccl, World
-from xpyd_kv.transport.nccl.api import Nccl
-from xpyd_kv.transport.nccl.book import Book
-from xpyd_kv.transport.nccl.library import load
-from xpyd_kv.transport.nccl.limits import NcclLimits
-from xpyd_kv.transport.nccl.path import NcclPath
+from xpyd_kv.transport.devices.nccl.library import Nccl, NcclLimits, load
+from xpyd_kv.transport.devices.nccl.pair import Book
+from xpyd_kv.transport.devices.nccl.path import NcclPath
 
 
 class NcclWorld:

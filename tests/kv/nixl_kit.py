@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from xpyd_kv.transport.nixl.library import Nixl, load, version
+from xpyd_kv.transport.devices.nixl.library import Nixl, load, version
 
 needs_nixl = pytest.mark.skipif(
     version() is None, reason="nixl is not installed: pip install 'xpyd[nixl]'"

@@ -9,9 +9,9 @@ import time
 
 import numpy as np
 
-from xpyd_kv.transport.nixl import library
-from xpyd_kv.transport.nixl.path import NixlPath
-from xpyd_kv.transport.runs import Run, pack
+from xpyd_kv.transport.devices.nixl import library
+from xpyd_kv.transport.devices.nixl.path import NixlPath
+from xpyd_kv.transport.host.data_path import Run, pack
 
 SIZE = 2**29
 UNIT = 2**16

@@ -23,13 +23,12 @@ from typing import Any
 
 from tests.kv.pods import PATIENCE_S, Pod, ids_of, key_of, send
 from xpyd_core.request_id import Address
-from xpyd_kv.connector.api import Landed, Wait
-from xpyd_kv.connector.build import KvSettings
+from xpyd_kv.memory.store import StoreLimits
 from xpyd_kv.plan.frames import FrameLimits
-from xpyd_kv.session.limits import KvLimits
-from xpyd_kv.store.landing_store import StoreLimits
+from xpyd_kv.session.settings import KvLimits, KvSettings
+from xpyd_kv.transport.host.shared_memory import SharedMemory
 from xpyd_kv.transport.settings import Deadlines
-from xpyd_kv.transport.shared_memory import SharedMemory
+from xpyd_kv.values import Landed, Wait
 
 _POLL_S = 0.01
 

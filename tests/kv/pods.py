@@ -12,13 +12,14 @@ from typing import Any
 
 from tests.kv.kvfakes import LAYOUT, FakeMemory, FakePool
 from xpyd_core.request_id import Address, TransferKey
-from xpyd_kv.connector.api import KvLayout, Landed, NoKv, Wait
-from xpyd_kv.connector.build import Connector, KvSettings, build
-from xpyd_kv.connector.layouts import wire_layout
+from xpyd_kv.connector.build import Connector, build
+from xpyd_kv.session.settings import KvSettings
 from xpyd_kv.transport.api import Handler, Peer
+from xpyd_kv.transport.endpoint import TcpEndpoint
+from xpyd_kv.transport.host.shared_memory import SharedMemory, SharedMemoryPath
 from xpyd_kv.transport.settings import Identity
-from xpyd_kv.transport.shared_memory import SharedMemory, SharedMemoryPath
-from xpyd_kv.transport.tcp import TcpEndpoint
+from xpyd_kv.values import KvLayout, Landed, NoKv, Wait
+from xpyd_kv.wire.fit import wire_layout
 
 PATIENCE_S = 10.0
 KEY = b"the fleet's key, long enough"

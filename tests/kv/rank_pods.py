@@ -16,17 +16,18 @@ from typing import Any, Literal
 from tests.kv.kvfakes import FakeMemory, FakePool
 from xpyd_core.blocks import blocks_for
 from xpyd_core.request_id import Address, TransferKey
-from xpyd_kv.connector.api import KvLayout, Landed, NoKv
-from xpyd_kv.connector.build import KvSettings, build
-from xpyd_kv.connector.layouts import engine_wire_layout, wire_layout
+from xpyd_kv.connector.build import build
+from xpyd_kv.metrics import Counters
 from xpyd_kv.plan.engine_layout import EngineLayout
 from xpyd_kv.ranks.build import RankPart, build_rank
-from xpyd_kv.ranks.engine import BookMemory, RankedEngine
+from xpyd_kv.ranks.engine import BookMemory, RankedEngine, engine_wire_layout
+from xpyd_kv.session.settings import KvSettings
 from xpyd_kv.transport.api import Handler
-from xpyd_kv.transport.counters import Counters
+from xpyd_kv.transport.endpoint import TcpEndpoint
+from xpyd_kv.transport.host.shared_memory import SharedMemory, SharedMemoryPath
 from xpyd_kv.transport.settings import Identity
-from xpyd_kv.transport.shared_memory import SharedMemory, SharedMemoryPath
-from xpyd_kv.transport.tcp import TcpEndpoint
+from xpyd_kv.values import KvLayout, Landed, NoKv
+from xpyd_kv.wire.fit import wire_layout
 
 PATIENCE_S = 20.0
 KEY = b"the fleet's key, long enough"

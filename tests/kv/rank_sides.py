@@ -12,14 +12,15 @@ import numpy as np
 from tests.kv.kvfakes import FakeMemory, FakePool
 from tests.kv.rank_pods import MAX_TOKENS, layout_of, row_of
 from xpyd_core.request_id import Address
-from xpyd_kv.connector.build import KvSettings, build
-from xpyd_kv.connector.layouts import engine_wire_layout, wire_layout
+from xpyd_kv.connector.build import build
 from xpyd_kv.plan.engine_layout import EngineLayout
 from xpyd_kv.plan.pairs import Pair
 from xpyd_kv.ranks.build import RankPart, build_rank
-from xpyd_kv.ranks.engine import BookMemory, RankedEngine
+from xpyd_kv.ranks.engine import BookMemory, RankedEngine, engine_wire_layout
+from xpyd_kv.session.settings import KvSettings
 from xpyd_kv.transport.api import Handler
 from xpyd_kv.wire import messages as wire
+from xpyd_kv.wire.fit import wire_layout
 
 if TYPE_CHECKING:
     from tests.kv.rank_sim import Sim

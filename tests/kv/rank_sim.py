@@ -17,9 +17,9 @@ from hashlib import blake2b
 from tests.kv.rank_sides import Link, Node, Peer, SimSide
 from xpyd_core.blocks import blocks_for
 from xpyd_core.request_id import Address, TransferKey
-from xpyd_kv.connector.api import Landed, NoKv
-from xpyd_kv.connector.build import KvSettings
 from xpyd_kv.plan.engine_layout import EngineLayout
+from xpyd_kv.session.settings import KvSettings
+from xpyd_kv.values import Landed, NoKv
 from xpyd_kv.wire import messages as wire
 from xpyd_kv.wire.fit import pair_on
 

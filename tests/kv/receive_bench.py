@@ -12,14 +12,14 @@ from tests.kv.kvsim import Clock, SimPeer
 from xpyd_core.blocks import token_bytes
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.connector.build import default_store
+from xpyd_kv.memory.store import StoreLimits
+from xpyd_kv.metrics import KvMetrics
 from xpyd_kv.session.events import (
     ReceiveEvent,
     ReceiveOffered,
 )
-from xpyd_kv.session.limits import KvLimits
-from xpyd_kv.session.metrics import KvMetrics
 from xpyd_kv.session.receiving import ReceiveSession
-from xpyd_kv.store.landing_store import StoreLimits
+from xpyd_kv.session.settings import KvLimits
 from xpyd_kv.wire import messages as wire
 
 UUID = "a" * 32

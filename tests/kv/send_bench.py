@@ -8,13 +8,12 @@ from tests.kv.kvfakes import LAYOUT, FakeMemory
 from tests.kv.kvsim import Clock, SimPeer
 from xpyd_core.blocks import token_bytes
 from xpyd_core.request_id import Address, TransferKey
+from xpyd_kv.metrics import KvMetrics
 from xpyd_kv.plan.frames import Area
 from xpyd_kv.session.events import SendEvent
-from xpyd_kv.session.limits import KvLimits
-from xpyd_kv.session.metrics import KvMetrics
-from xpyd_kv.session.outgoing import OfferRequest
+from xpyd_kv.session.outgoing import OfferRequest, ReadyArea
 from xpyd_kv.session.sending import SendSession
-from xpyd_kv.session.source import ReadyArea
+from xpyd_kv.session.settings import KvLimits
 from xpyd_kv.transport.api import Done
 from xpyd_kv.wire import messages as wire
 from xpyd_kv.wire.messages import Mode

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xpyd_kv.store.buddy import Buddy, Extent
+from xpyd_kv.memory.buddy import Buddy, Extent
 
 KIB = 1024
 MIB = 1024 * KIB

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from tests.kv.device_fake import Machine
-from xpyd_kv.connector.compute_gate import LIMIT_S, ComputeGate
+from xpyd_kv.ranks.handler import LIMIT_S, ComputeGate
 
 
 class World:

@@ -8,11 +8,10 @@ from tests.kv.kvfakes import BLOCK_SIZE, LAYOUT
 from tests.kv.kvsim import D_ADDRESS, World
 from xpyd_core.errors import XpydError
 from xpyd_core.request_id import Address
-from xpyd_kv.connector.api import Landed, NoKv, Wait
-from xpyd_kv.connector.build import KvSettings
+from xpyd_kv.memory.store import StoreLimits
 from xpyd_kv.plan.frames import FrameLimits
-from xpyd_kv.session.limits import KvLimits
-from xpyd_kv.store.landing_store import StoreLimits
+from xpyd_kv.session.settings import KvLimits, KvSettings
+from xpyd_kv.values import Landed, NoKv, Wait
 
 UNIT = LAYOUT.bytes_per_block
 STORES = {

@@ -9,12 +9,11 @@ import pytest
 from tests.kv.kvfakes import LAYOUT, FakeMemory, FakePool
 from tests.kv.pods import PATIENCE_S, admitted, pods, send, until
 from xpyd_core.request_id import TransferKey
-from xpyd_kv.connector.api import Landed, NoKv
-from xpyd_kv.connector.build import KvSettings
+from xpyd_kv.memory.store import StoreLimits
 from xpyd_kv.plan.frames import FrameLimits
-from xpyd_kv.session.limits import KvLimits
-from xpyd_kv.store.landing_store import StoreLimits
-from xpyd_kv.transport.tcp import TcpEndpoint
+from xpyd_kv.session.settings import KvLimits, KvSettings
+from xpyd_kv.transport.endpoint import TcpEndpoint
+from xpyd_kv.values import Landed, NoKv
 
 UNIT = LAYOUT.bytes_per_block
 

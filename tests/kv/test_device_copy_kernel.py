@@ -17,8 +17,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from xpyd_kv.device import copy_kernel
-from xpyd_kv.device.segments import Segment, Span, segments
+from xpyd_kv.memory import copy_kernel
+from xpyd_kv.spans import Segment, Span, segments
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 
 from tests.kv.device_fake import DeviceFault, Machine
 from xpyd_core.errors import XpydError
-from xpyd_kv.device.api import DeviceError, DeviceView
+from xpyd_kv.memory.device import DeviceError, DeviceView
 
 
 @pytest.fixture

@@ -10,15 +10,15 @@ import sys
 import pytest
 
 from xpyd_core.errors import UserError
-from xpyd_kv.device.api import DeviceError
+from xpyd_kv.memory.device import DeviceError
 
 pytestmark = pytest.mark.gpu
 PATIENCE_S = 30.0
 # Opens the handle on its command line and prints a digest of what it finds behind it.
 READER = """
 import hashlib, sys
-from xpyd_kv.device.api import IpcHandle
-from xpyd_kv.device.cuda import CudaDevice, tensor_over
+from xpyd_kv.memory.device import IpcHandle
+from xpyd_kv.memory.cuda import CudaDevice, tensor_over
 import torch
 gpu = CudaDevice(0)
 handle = bytes.fromhex(sys.argv[1])
@@ -35,7 +35,7 @@ print(hashlib.sha256(found).hexdigest())
 
 @pytest.fixture
 def gpu():
-    from xpyd_kv.device.cuda import CudaDevice
+    from xpyd_kv.memory.cuda import CudaDevice
 
     return CudaDevice(0)
 
@@ -43,7 +43,7 @@ def gpu():
 def filled(gpu, body):
     import torch
 
-    from xpyd_kv.device.cuda import tensor_over
+    from xpyd_kv.memory.cuda import tensor_over
 
     view = gpu.allocate(len(body))
     tensor = tensor_over(view, (len(body),), torch.uint8)
@@ -82,7 +82,7 @@ def test_many_pieces_go_through_pinned_memory_and_back(gpu, unit):
 def test_a_copy_waits_for_the_models_stream(gpu):
     import torch
 
-    from xpyd_kv.device.cuda import tensor_over
+    from xpyd_kv.memory.cuda import tensor_over
 
     size = 1 << 24
     cache, slab = filled(gpu, bytes(size)), gpu.allocate_pinned(size)
@@ -102,8 +102,8 @@ def test_a_copy_waits_for_the_models_stream(gpu):
 def test_a_cache_of_torch_tensors_is_this_memory(gpu):
     import torch
 
-    from xpyd_kv.device.cuda import tensor_over
-    from xpyd_kv.device.paged import paged_over
+    from xpyd_kv.memory.cuda import tensor_over
+    from xpyd_kv.memory.paged import paged_over
 
     shape = (5, 3, 4, 8)
     size = 2 * 5 * 3 * 4 * 8

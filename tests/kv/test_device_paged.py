@@ -8,7 +8,7 @@ import torch
 from tests.kv.device_fake import DeviceFault, Machine
 from tests.kv.kvfakes import LAYOUT
 from xpyd_core.errors import XpydError
-from xpyd_kv.device.paged import DevicePagedMemory, PagedMemory
+from xpyd_kv.memory.paged import DevicePagedMemory, PagedMemory
 
 
 def cache(dtype: torch.dtype, layers: int = 2) -> list[torch.Tensor]:

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xpyd_core.distribution import SECONDS, Distribution
-from xpyd_kv.figures import MAX_NAMES, Names
-from xpyd_kv.rate_limit import RateLimits
+from xpyd_kv.metrics import MAX_NAMES, Names, RateLimits
 
 
 @given(st.lists(st.floats(0, 100)))

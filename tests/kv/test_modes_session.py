@@ -9,6 +9,8 @@ from tests.kv.kvfakes import LAYOUT, FakePool
 from tests.kv.send_bench import BLOCKS, KEY, LAYERS, REF, Bench
 from xpyd_core.errors import ProtocolError
 from xpyd_kv.connector.build import default_store
+from xpyd_kv.memory.api import Stash, Store
+from xpyd_kv.memory.store import StoreLimits
 from xpyd_kv.plan.frames import Area
 from xpyd_kv.session.events import (
     ReceiveEnded,
@@ -20,9 +22,7 @@ from xpyd_kv.session.events import (
     SendGranted,
     SendStashed,
 )
-from xpyd_kv.session.source import ReadyArea
-from xpyd_kv.store.api import Stash, Store
-from xpyd_kv.store.landing_store import StoreLimits
+from xpyd_kv.session.outgoing import ReadyArea
 from xpyd_kv.wire import messages as wire
 
 OFFERED_ONCE = ["OFFER"]

@@ -32,11 +32,10 @@ from tests.kv.transport_kit import Puppet, address_of, is_closed
 from tests.kv.wire_samples import ACCEPTOR_HELLO, DIALLER_HELLO, SAMPLES
 from xpyd_core.blocks import token_bytes
 from xpyd_core.request_id import TransferKey, parse_pair_id
-from xpyd_kv.connector.api import NoKv, Wait
-from xpyd_kv.connector.build import KvSettings
+from xpyd_kv.memory.store import StoreLimits
 from xpyd_kv.plan.frames import FrameLimits
-from xpyd_kv.session.limits import KvLimits
-from xpyd_kv.store.landing_store import StoreLimits
+from xpyd_kv.session.settings import KvLimits, KvSettings
+from xpyd_kv.values import NoKv, Wait
 from xpyd_kv.wire.frames import encode
 from xpyd_kv.wire.messages import CHECKSUM_BYTES, Data, Offer
 

@@ -14,9 +14,9 @@ from tests.kv.kvfakes import BLOCK_SIZE, LAYOUT
 from tests.kv.kvsim import Sent, World
 from tests.kv.pod_process import pod_process
 from tests.kv.pods import pod, send, settled, until
-from xpyd_kv.connector.api import NoKv
-from xpyd_kv.connector.build import KvSettings
-from xpyd_kv.store.landing_store import StoreLimits
+from xpyd_kv.memory.store import StoreLimits
+from xpyd_kv.session.settings import KvSettings
+from xpyd_kv.values import NoKv
 
 UNIT = LAYOUT.bytes_per_block
 MIB = 2**20

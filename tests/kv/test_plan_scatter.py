@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xpyd_kv.plan.engine_layout import EngineLayout
-from xpyd_kv.plan.scatter import Scatter, Span, scatter_of
+from xpyd_kv.plan.pairs import Scatter, Span, scatter_of
 from xpyd_kv.plan.transfers import plan_transfers
 
 

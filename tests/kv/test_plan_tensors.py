@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kv.plan_oracle import holdings, layout_pairs
-from xpyd_kv.device.paged import PagedMemory
+from xpyd_kv.memory.paged import PagedMemory
 from xpyd_kv.plan.engine_layout import EngineLayout
 from xpyd_kv.plan.transfers import TransferPlan, plan_transfers
 

@@ -7,11 +7,18 @@ import socket
 
 from tests.kv.rank_pods import address_of, engine_of, sides, until
 from tests.kv.test_ranks_pairs import IDS, ONE, TWO, move
-from xpyd_kv.figures import MAX_NAMES
-from xpyd_kv.ranks.api import EndpointFigures, Figures
-from xpyd_kv.ranks.figures import TELL_S, EndpointBook, FigureBook, Teller
-from xpyd_kv.session.metrics import KvMetrics
-from xpyd_kv.transport.counters import Counters, together
+from xpyd_kv.metrics import (
+    MAX_NAMES,
+    TELL_S,
+    Counters,
+    EndpointBook,
+    EndpointFigures,
+    FigureBook,
+    Figures,
+    KvMetrics,
+    Teller,
+    together,
+)
 
 
 def test_an_engine_has_the_counts_of_its_ranks_connections() -> None:

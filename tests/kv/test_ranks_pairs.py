@@ -9,10 +9,10 @@ import pytest
 
 from tests.kv.rank_pods import Side, address_of, engine_of, sides, until
 from xpyd_core.request_id import TransferKey
-from xpyd_kv.connector.api import Landed
-from xpyd_kv.connector.build import KvSettings
+from xpyd_kv.memory.store import StoreLimits
 from xpyd_kv.plan.frames import FrameLimits
-from xpyd_kv.store.landing_store import StoreLimits
+from xpyd_kv.session.settings import KvSettings
+from xpyd_kv.values import Landed
 from xpyd_kv.wire.messages import MODES, Mode
 
 ONE, TWO, UNEVEN, THREE = ((0, 1, 2),), ((0, 1), (2,)), ((0,), (1, 2)), ((0,), (1,), (2,))

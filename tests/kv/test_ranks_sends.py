@@ -7,10 +7,10 @@ from typing import Any
 
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.plan.frames import Area
-from xpyd_kv.ranks.api import PairEnded, PairFlushed, Sending, Target
 from xpyd_kv.ranks.sends import RankSends
 from xpyd_kv.session.events import SendEnded, SendEvent, SendFlushed
-from xpyd_kv.session.source import ReadyArea
+from xpyd_kv.session.outgoing import ReadyArea
+from xpyd_kv.session.pairs import PairEnded, PairFlushed, Sending, Target
 
 KEY = TransferKey(f"{1:032x}", 0)
 D0, D1 = Address("127.0.0.2", 21002), Address("127.0.0.2", 21003)

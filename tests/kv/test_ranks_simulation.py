@@ -10,10 +10,9 @@ import pytest
 from tests.kv.rank_pods import engine_of
 from tests.kv.rank_sim import Sim
 from tests.kv.test_ranks_pairs import LAYOUTS, engines
-from xpyd_kv.connector.build import KvSettings
+from xpyd_kv.memory.store import StoreLimits
 from xpyd_kv.plan.frames import FrameLimits
-from xpyd_kv.session.limits import KvLimits
-from xpyd_kv.store.landing_store import StoreLimits
+from xpyd_kv.session.settings import KvLimits, KvSettings
 from xpyd_kv.wire.messages import MODES
 
 UNIT = 6 * 4 * 8

@@ -9,7 +9,7 @@ import pytest
 from tests.kv.kvsim import Clock, SimPeer
 from tests.kv.test_session_sending import HELLO
 from xpyd_core.request_id import Address
-from xpyd_kv.figures import Names
+from xpyd_kv.metrics import Names
 from xpyd_kv.session.probing import INTERVAL_S, MAX_OPEN, PairProbe, ProbeResult, Probes
 from xpyd_kv.wire import messages as wire
 

@@ -11,9 +11,9 @@ from tests.kv.kvsim import SimPeer
 from tests.kv.receive_bench import BLOCKS, HELLO, KEY, LAYERS, REF, TOKENS, Bench
 from xpyd_core.blocks import token_bytes
 from xpyd_core.errors import ProtocolError
-from xpyd_kv.connector.layouts import wire_layout
 from xpyd_kv.session.events import ReceiveEnded, ReceiveLanded, ReceiveOffered, ReceiveQuiet
 from xpyd_kv.wire import messages as wire
+from xpyd_kv.wire.fit import wire_layout
 
 
 @pytest.fixture

@@ -16,9 +16,8 @@ from xpyd_core.errors import ProtocolError
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.plan.frames import Area
 from xpyd_kv.session.events import SendEnded, SendGranted
-from xpyd_kv.session.limits import MAX_LEASE_S
-from xpyd_kv.session.outgoing import joined
-from xpyd_kv.session.source import ReadyArea
+from xpyd_kv.session.outgoing import ReadyArea, joined
+from xpyd_kv.session.settings import MAX_LEASE_S
 from xpyd_kv.wire import messages as wire
 
 

@@ -14,11 +14,10 @@ import pytest
 
 from tests.kv.kvfakes import LAYOUT
 from tests.kv.kvsim import Sent, World
-from xpyd_kv.connector.api import Landed, NoKv
-from xpyd_kv.connector.build import KvSettings
+from xpyd_kv.memory.store import StoreLimits
 from xpyd_kv.plan.frames import FrameLimits
-from xpyd_kv.session.limits import KvLimits
-from xpyd_kv.store.landing_store import StoreLimits
+from xpyd_kv.session.settings import KvLimits, KvSettings
+from xpyd_kv.values import Landed, NoKv
 
 UNIT = LAYOUT.bytes_per_block
 SETTINGS = KvSettings(frames=FrameLimits(group_bytes=1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from xpyd_core.request_id import TransferKey
-from xpyd_kv.session.tombstones import Tombstones
+from xpyd_kv.session.deadlines import Tombstones
 
 KEY = TransferKey("a" * 32, 0)
 

@@ -15,9 +15,8 @@ import pytest
 from tests.kv.simulation.faults import FAULTS, TRICKS
 from tests.kv.simulation.plan import Plan, Strike, plan_of, prompt
 from tests.kv.simulation.run import SimulationError, lines, run
-from xpyd_kv.connector.build import KvSettings
 from xpyd_kv.plan.frames import FrameLimits
-from xpyd_kv.session.limits import KvLimits
+from xpyd_kv.session.settings import KvLimits, KvSettings
 from xpyd_kv.wire.messages import MODES, Mode
 
 BATCH = 100

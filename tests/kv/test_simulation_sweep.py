@@ -12,10 +12,9 @@ import pytest
 from tests.kv.simulation.faults import FAULTS, TRICKS
 from tests.kv.simulation.plan import STORES, Plan, Strike, prompt
 from tests.kv.simulation.run import Outcome, lines, run
-from xpyd_kv.connector.build import KvSettings
+from xpyd_kv.memory.store import StoreLimits
 from xpyd_kv.plan.frames import FrameLimits
-from xpyd_kv.session.limits import KvLimits
-from xpyd_kv.store.landing_store import StoreLimits
+from xpyd_kv.session.settings import KvLimits, KvSettings
 from xpyd_kv.wire.messages import Mode
 
 # Where the KV lands, when its request comes to D, and what is not as usual.

@@ -10,10 +10,10 @@ from tests.kv.device_fake import DeviceFault, FakeDevice, Machine
 from tests.kv.kvfakes import LAYOUT, FakePool, expected_bytes
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.connector.build import default_store
-from xpyd_kv.device.api import DeviceError, DeviceView
-from xpyd_kv.device.paged import DevicePagedMemory
-from xpyd_kv.store.api import Landing
-from xpyd_kv.store.landing_store import StoreLimits
+from xpyd_kv.memory.api import Landing
+from xpyd_kv.memory.device import DeviceError, DeviceView
+from xpyd_kv.memory.paged import DevicePagedMemory
+from xpyd_kv.memory.store import StoreLimits
 
 KEY = TransferKey("ab" * 16, 0)
 UNIT = LAYOUT.bytes_per_block

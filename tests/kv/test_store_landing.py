@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from tests.kv.kvfakes import LAYOUT, FakeMemory, FakePool, expected_bytes
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.connector.build import default_store
-from xpyd_kv.store.api import Landing, Store
-from xpyd_kv.store.landing import LeaseError
-from xpyd_kv.store.landing_store import StoreLimits
+from xpyd_kv.memory.api import Landing, Store
+from xpyd_kv.memory.store import LeaseError, StoreLimits
 
 KEY = TransferKey("ab" * 16, 0)
 UNIT = LAYOUT.bytes_per_block

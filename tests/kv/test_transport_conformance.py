@@ -28,8 +28,8 @@ from tests.kv.transport_kit import (
 )
 from tests.kv.wire_samples import KEYS, LAYOUT, SAMPLES
 from xpyd_core.request_id import Address
-from xpyd_kv.transport.checksum import checksum
-from xpyd_kv.transport.sharing import NO_CHECKSUM
+from xpyd_kv.transport.host.sharing import NO_CHECKSUM
+from xpyd_kv.transport.stream.body import checksum
 from xpyd_kv.wire.errors import IllegalMoveError
 from xpyd_kv.wire.messages import Cancel, Goaway, Grant, Lease, Offer
 
@@ -402,7 +402,7 @@ def _is_followed_by_tick(told, name):
 
 
 def test_the_first_byte_of_each_frame_is_logged_for_whoever_debugs(net, caplog):
-    caplog.set_level(logging.DEBUG, "xpyd_kv.transport.outlet")
+    caplog.set_level(logging.DEBUG, "xpyd_kv.transport.stream.writer")
     (p, p_told, d_at_p), (_, d_told, _) = net.pair()
     send_data(p, p_told, d_at_p, [net.share(bytes(BLOCK_BYTES))], seq=3)
     d_told.wait("end")

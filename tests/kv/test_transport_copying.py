@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xpyd_kv import native
-from xpyd_kv.transport.copying import copy_in_python, copy_with
+from xpyd_kv.transport.host.shared_memory import copy_in_python, copy_with
 
 MARGIN = 64
 SIZES = [0, 1, 31, 32, 127, 128, 4096, 16383, 16384, 16385, 16384 + 159, 65536]

@@ -17,12 +17,12 @@ from tests.kv.transport_kit import (
     until,
 )
 from xpyd_core.errors import ProtocolError
-from xpyd_kv.device.api import DeviceView
-from xpyd_kv.transport.cuda_ipc import CudaIpcPath, runs_in
-from xpyd_kv.transport.runs import Run, check_runs, pack, unpack
-from xpyd_kv.transport.same_host import host_token
+from xpyd_kv.memory.device import DeviceView
+from xpyd_kv.transport.devices.cuda_ipc import CudaIpcPath, runs_in
+from xpyd_kv.transport.host.data_path import Run, check_runs, pack, unpack
+from xpyd_kv.transport.host.shared_memory import host_token
+from xpyd_kv.transport.host.sharing import shared_of
 from xpyd_kv.transport.settings import Deadlines
-from xpyd_kv.transport.sharing import shared_of
 from xpyd_kv.wire.frames import encode
 from xpyd_kv.wire.messages import Copied, Region
 

@@ -6,10 +6,10 @@ import threading
 import pytest
 
 from tests.kv.transport_kit import BLOCK_BYTES, SHARED, Puppet, data_header, network, send_data
-from xpyd_kv.transport.runs import Run, pack
+from xpyd_kv.transport.host.data_path import Run, pack
+from xpyd_kv.transport.host.shared_memory import SharedMemoryBorrower, SharedMemoryPath
+from xpyd_kv.transport.host.sharing import WINDOW_BYTES, WINDOW_FRAMES, shared_of
 from xpyd_kv.transport.settings import Deadlines
-from xpyd_kv.transport.shared_memory import SharedMemoryBorrower, SharedMemoryPath
-from xpyd_kv.transport.sharing import WINDOW_BYTES, WINDOW_FRAMES, shared_of
 from xpyd_kv.wire.frames import encode
 from xpyd_kv.wire.messages import Region
 

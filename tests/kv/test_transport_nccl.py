@@ -19,13 +19,17 @@ from tests.kv.transport_kit import (
     until,
 )
 from xpyd_core.errors import UserError
-from xpyd_kv.device.api import DeviceView
-from xpyd_kv.transport.nccl.api import ID_BYTES, NcclError
-from xpyd_kv.transport.nccl.library import load
-from xpyd_kv.transport.nccl.limits import NcclLimits, communicator_bytes
-from xpyd_kv.transport.nccl.path import place
-from xpyd_kv.transport.runs import Run, pack
-from xpyd_kv.transport.sharing import shared_of
+from xpyd_kv.memory.device import DeviceView
+from xpyd_kv.transport.devices.nccl.library import (
+    ID_BYTES,
+    NcclError,
+    NcclLimits,
+    communicator_bytes,
+    load,
+)
+from xpyd_kv.transport.devices.nccl.path import place
+from xpyd_kv.transport.host.data_path import Run, pack
+from xpyd_kv.transport.host.sharing import shared_of
 from xpyd_kv.wire.frames import encode
 from xpyd_kv.wire.messages import Region
 

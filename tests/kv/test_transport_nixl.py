@@ -22,13 +22,21 @@ from tests.kv.transport_kit import (
     send_data,
 )
 from xpyd_core.errors import ProtocolError, UserError
-from xpyd_kv.transport.nixl import region_body
-from xpyd_kv.transport.nixl.library import check
-from xpyd_kv.transport.nixl.path import NixlPath
-from xpyd_kv.transport.nixl.region_body import Described
-from xpyd_kv.transport.nixl.regions import HOST, Region, Row, cuts, joined, region_of, unit_numbers
-from xpyd_kv.transport.runs import Run, pack
-from xpyd_kv.transport.sharing import shared_of
+from xpyd_kv.transport.devices.nixl import regions as region_body
+from xpyd_kv.transport.devices.nixl.library import check
+from xpyd_kv.transport.devices.nixl.path import NixlPath
+from xpyd_kv.transport.devices.nixl.regions import (
+    HOST,
+    Described,
+    Region,
+    Row,
+    cuts,
+    joined,
+    region_of,
+    unit_numbers,
+)
+from xpyd_kv.transport.host.data_path import Run, pack
+from xpyd_kv.transport.host.sharing import shared_of
 from xpyd_kv.wire.frames import encode
 from xpyd_kv.wire.messages import Region as RegionFrame
 

@@ -7,11 +7,14 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xpyd_kv.rate_limit import RateLimit
-from xpyd_kv.transport.body import TURN_BYTES, Departure
-from xpyd_kv.transport.checksum import checksum
-from xpyd_kv.transport.counters import Counters
-from xpyd_kv.transport.cursor import MAX_VIEWS_PER_CALL, Cursor
+from xpyd_kv.metrics import Counters, RateLimit
+from xpyd_kv.transport.stream.body import (
+    MAX_VIEWS_PER_CALL,
+    TURN_BYTES,
+    Cursor,
+    Departure,
+    checksum,
+)
 
 sizes = st.lists(st.integers(0, 40), max_size=30)
 

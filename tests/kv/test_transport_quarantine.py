@@ -17,9 +17,9 @@ from tests.kv.transport_kit import (
     send_data,
     until,
 )
-from xpyd_kv.transport.quarantine import MISMATCHES, Quarantine
+from xpyd_kv.transport.host.shared_memory import SharedMemoryBorrower, SharedMemoryPath
 from xpyd_kv.transport.settings import Deadlines
-from xpyd_kv.transport.shared_memory import SharedMemoryBorrower, SharedMemoryPath
+from xpyd_kv.transport.stream.registry import MISMATCHES, Quarantine
 
 
 @pytest.fixture(params=KINDS)

@@ -26,9 +26,9 @@ from tests.kv.transport_kit import (
     until,
 )
 from xpyd_core.errors import UserError
-from xpyd_kv.transport.runs import Run, pack, unpack
-from xpyd_kv.transport.shared_memory import PeerMemory, SharedMemory
-from xpyd_kv.transport.sharing import NO_CHECKSUM, WINDOW_BYTES, shared_of
+from xpyd_kv.transport.host.data_path import Run, pack, unpack
+from xpyd_kv.transport.host.shared_memory import PeerMemory, SharedMemory
+from xpyd_kv.transport.host.sharing import NO_CHECKSUM, WINDOW_BYTES, shared_of
 from xpyd_kv.wire.frames import encode
 from xpyd_kv.wire.messages import Copied, Goaway, Refuse, Region
 

@@ -22,8 +22,8 @@ from tests.kv.transport_kit import (
 )
 from tests.kv.wire_samples import KEYS
 from xpyd_core.errors import UserError
+from xpyd_kv.transport.devices.staging import Staging
 from xpyd_kv.transport.settings import Deadlines
-from xpyd_kv.transport.staging import Staging
 from xpyd_kv.wire.frames import encode
 from xpyd_kv.wire.messages import Cancel, Commit
 

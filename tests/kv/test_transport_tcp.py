@@ -18,8 +18,8 @@ from tests.kv.transport_kit import (
 from tests.kv.wire_samples import LAYOUT, SAMPLES
 from xpyd_core.errors import UserError
 from xpyd_core.request_id import Address
+from xpyd_kv.transport.endpoint import TcpEndpoint
 from xpyd_kv.transport.settings import Identity
-from xpyd_kv.transport.tcp import TcpEndpoint
 from xpyd_kv.wire.messages import Offer
 
 OFFER = next(sample for sample in SAMPLES if isinstance(sample.message, Offer))

@@ -10,9 +10,9 @@ import pytest
 from tests.kv.transport_kit import SHARED, Puppet, address_of, dial, network, run
 from xpyd_core.errors import UserError
 from xpyd_core.request_id import Address
+from xpyd_kv.transport.host.shared_memory import SharedMemoryPath
 from xpyd_kv.transport.settings import TRANSPORTS, offered
-from xpyd_kv.transport.shared_memory import SharedMemoryPath
-from xpyd_kv.transport.unix import SocketFolder
+from xpyd_kv.transport.stream.listeners import SocketFolder
 
 ALL = {"transports": TRANSPORTS}
 HERE = Address("127.0.0.1", 21001)
@@ -58,7 +58,7 @@ def test_where_one_has_no_unix_sockets_it_is_tcp(net, other, which):
 
 
 def test_the_choice_is_logged_once_for_each_peer(net, caplog):
-    caplog.set_level(logging.INFO, "xpyd_kv.transport.streams")
+    caplog.set_level(logging.INFO, "xpyd_kv.transport.stream.streams")
     met(net, ALL, ALL)
     lines = [r.getMessage() for r in caplog.records if "is up over uds" in r.getMessage()]
     assert len(lines) == 2

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from tests.kv.kvfakes import BLOCK_SIZE, LAYOUT, with_block_size
 from tests.kv.kvsim import World
 from tests.kv.pods import PATIENCE_S, admitted, key_of, pod, send, until
-from xpyd_kv.connector.api import Landed
-from xpyd_kv.connector.build import KvSettings
+from xpyd_kv.memory.store import StoreLimits
 from xpyd_kv.plan.frames import FrameLimits
-from xpyd_kv.store.landing_store import StoreLimits
-from xpyd_kv.transport.shared_memory import SharedMemory
+from xpyd_kv.session.settings import KvSettings
+from xpyd_kv.transport.host.shared_memory import SharedMemory
+from xpyd_kv.values import Landed
 
 UNIT = LAYOUT.bytes_per_block
 STORES = [

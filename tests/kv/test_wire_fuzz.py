@@ -22,7 +22,7 @@ from tests.kv.pods import Pod, ids_of, key_of, pod, send, settled, until
 from tests.kv.transport_kit import KINDS
 from tests.kv.wire_fuzz import Door, Fuzzer, record
 from tests.kv.wire_fuzz_shm import UnixFuzzer
-from xpyd_kv.transport.shared_memory import SharedMemory
+from xpyd_kv.transport.host.shared_memory import SharedMemory
 
 SEED = 20_260_301
 ATTACKS_PER_ROUND = 20

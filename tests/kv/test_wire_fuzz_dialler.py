@@ -20,7 +20,7 @@ from tests.kv.pod_process import PodProcess, pod_process
 from tests.kv.pods import Pod, admitted, ids_of, key_of, pod, until
 from tests.kv.transport_kit import address_of
 from tests.kv.wire_fuzz_dialler import Acceptor, record
-from xpyd_kv.connector.api import Landed
+from xpyd_kv.values import Landed
 
 SEED = 20_261_121
 ATTACKS_PER_ROUND = 20

@@ -17,11 +17,10 @@ from tests.kv.wire_samples import (
     bytes_of,
     hex_text,
 )
-from xpyd_kv.transport.checksum import checksum
-from xpyd_kv.wire.auth import auth_mac
+from xpyd_kv.transport.stream.body import checksum
 from xpyd_kv.wire.connection import Connection, Opened
 from xpyd_kv.wire.frames import DataBegin, DataChunk, DataEnd, Decoder, Frame, Limits
-from xpyd_kv.wire.handshake import Terms
+from xpyd_kv.wire.handshake import Terms, auth_mac
 from xpyd_kv.wire.messages import CHECKSUM_BYTES, TYPE_NUMBERS, Data
 
 _DOCS = Path(__file__).parents[2] / "docs"

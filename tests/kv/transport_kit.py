@@ -23,17 +23,17 @@ from tests.kv.nccl_kit import NcclWorld
 from tests.kv.wire_samples import LAYOUT, SAMPLES
 from xpyd_core.errors import ProtocolError
 from xpyd_core.request_id import Address
-from xpyd_kv.device.api import DeviceView
-from xpyd_kv.transport.checksum import checksum
-from xpyd_kv.transport.cuda_ipc import CudaIpcPath
-from xpyd_kv.transport.data_path import DataPath
-from xpyd_kv.transport.nccl.path import NcclPath
-from xpyd_kv.transport.nixl.path import NixlPath
+from xpyd_kv.memory.device import DeviceView
+from xpyd_kv.transport.devices.cuda_ipc import CudaIpcPath
+from xpyd_kv.transport.devices.nccl.path import NcclPath
+from xpyd_kv.transport.devices.nixl.path import NixlPath
+from xpyd_kv.transport.devices.staging import Staging
+from xpyd_kv.transport.endpoint import TcpEndpoint
+from xpyd_kv.transport.host.data_path import DataPath
+from xpyd_kv.transport.host.shared_memory import SharedMemory, SharedMemoryPath
 from xpyd_kv.transport.settings import Bounds, Deadlines, Identity
-from xpyd_kv.transport.shared_memory import SharedMemory, SharedMemoryPath
-from xpyd_kv.transport.sockets import usable
-from xpyd_kv.transport.staging import Staging
-from xpyd_kv.transport.tcp import TcpEndpoint
+from xpyd_kv.transport.stream.body import checksum
+from xpyd_kv.transport.stream.sockets import usable
 from xpyd_kv.wire.connection import Connection, Opened
 from xpyd_kv.wire.frames import encode
 from xpyd_kv.wire.handshake import LENT, OVER_TCP, Terms

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from tests.kv.kvfakes import LAYOUT
 from tests.kv.transport_kit import Puppet
 from tests.kv.wire_fuzz import Door, Fuzzer, good_transfer, reset
-from xpyd_kv.transport.runs import Run, pack
-from xpyd_kv.transport.shared_memory import SharedMemory
+from xpyd_kv.transport.host.data_path import Run, pack
+from xpyd_kv.transport.host.shared_memory import SharedMemory
 from xpyd_kv.wire.frames import encode
 from xpyd_kv.wire.messages import Ping, Pong, Region, Shared
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import msgspec
 
 from xpyd_core.blocks import token_bytes
-from xpyd_kv.wire.auth import auth_mac
 from xpyd_kv.wire.fit import pair_on
 from xpyd_kv.wire.frames import PREFIX_BYTES, encode
+from xpyd_kv.wire.handshake import auth_mac
 from xpyd_kv.wire.messages import (
     Auth,
     Cancel,

@@ -12,10 +12,9 @@ import pytest
 
 from tests.kv.device_fake import Machine
 from tests.kv.nccl_fake import FakeNccl, World
-from xpyd_kv.transport.nccl.api import RECEIVER, SENDER
-from xpyd_kv.transport.nccl.book import Book
-from xpyd_kv.transport.nccl.limits import NcclLimits, communicator_bytes
-from xpyd_kv.transport.nccl.path import NcclPath
+from xpyd_kv.transport.devices.nccl.library import RECEIVER, SENDER, NcclLimits, communicator_bytes
+from xpyd_kv.transport.devices.nccl.pair import Book
+from xpyd_kv.transport.devices.nccl.path import NcclPath
 
 UNIT = 64
 GB = 10**9

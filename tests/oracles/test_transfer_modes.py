@@ -19,9 +19,9 @@ from tests.worker.engine_bench import Bench, make_request, prompt_of
 from tests.worker.engine_fakes import BLOCK
 from xpyd_core.pod_env import PodEnv
 from xpyd_core.request_id import Address, TransferKey
-from xpyd_kv.connector.api import NoKv, Wait
-from xpyd_kv.connector.build import KvSettings
-from xpyd_kv.store.landing_store import StoreLimits
+from xpyd_kv.memory.store import StoreLimits
+from xpyd_kv.session.settings import KvSettings
+from xpyd_kv.values import NoKv, Wait
 from xpyd_kv.wire.messages import Mode
 from xpyd_worker.command import configure, read_config
 from xpyd_worker.engine.request import ReceiveFrom, SendTo

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.gpu.conftest import interpreted, interpreted_library
-from xpyd_kv.device.api import DeviceError, DeviceView, IpcHandle
+from xpyd_kv.memory.device import DeviceError, DeviceView, IpcHandle
 from xpyd_worker.parallel.reduce_shape import MOST_RANKS
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from xpyd_core.errors import UserError
-from xpyd_kv.ranks.api import Channel
+from xpyd_kv.ranks.engine import Channel
 from xpyd_worker.ranks.loss import MissesOthersError
 from xpyd_worker.ranks.messages import Ready, Start
 from xpyd_worker.ranks.nursery import main

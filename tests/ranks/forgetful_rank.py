@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from xpyd_kv.ranks.api import Channel
+from xpyd_kv.ranks.engine import Channel
 from xpyd_worker.ranks.messages import Start
 from xpyd_worker.ranks.nursery import main
 from xpyd_worker.ranks.process import GiveUp, MakeProgram, Program

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from tests.ranks.fake_rank import FakeProgram
-from xpyd_kv.ranks.api import Channel
+from xpyd_kv.ranks.engine import Channel
 from xpyd_worker.ranks.messages import Start
 from xpyd_worker.ranks.nursery import main
 from xpyd_worker.ranks.process import GiveUp, LaunchedStep, MakeProgram

@@ -21,8 +21,8 @@ from tests.kv.nccl_fake import FakeNccl, World
 from tests.worker.kv_pair import PATIENCE_S, Instance
 from tests.worker.runner_driver import BLOCK_SIZE, make_runner
 from xpyd_core.errors import XpydError
-from xpyd_kv.device.paged import DevicePagedMemory, PagedMemory
-from xpyd_kv.device.segments import Span
+from xpyd_kv.memory.paged import DevicePagedMemory, PagedMemory
+from xpyd_kv.spans import Span
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.engine.executor import DRAWN_BEFORE, StepInput, StepOutput
 from xpyd_worker.kv_device import DeviceCache

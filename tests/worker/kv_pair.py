@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from xpyd_core.request_id import Address, TransferKey
-from xpyd_kv.connector.api import KvMemory
-from xpyd_kv.device.api import View
+from xpyd_kv.memory.api import KvMemory
+from xpyd_kv.memory.device import View
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.core import EngineCore

@@ -24,10 +24,10 @@ from tests.worker.kv_pair import settings
 from xpyd_core.compat import compat_factors
 from xpyd_core.keys import fleet_keys
 from xpyd_core.request_id import Address
-from xpyd_kv.connector.api import KvLayout
-from xpyd_kv.device.api import DeviceView
+from xpyd_kv.memory.device import DeviceView
 from xpyd_kv.plan.engine_layout import EngineLayout
 from xpyd_kv.ranks.engine import BookMemory, RankedEngine
+from xpyd_kv.values import KvLayout
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.kv_device import DeviceCache, paged
 from xpyd_worker.kv_rank import CacheMemory, RankKv, engine_layout, start_rank_kv

@@ -13,7 +13,7 @@ import httpx
 
 from xpyd_core.errors import UserError
 from xpyd_core.request_id import TransferKey
-from xpyd_kv.connector.api import OfferedPrompt
+from xpyd_kv.values import OfferedPrompt
 from xpyd_worker.engine.request import (
     ChoiceOutput,
     EngineRequest,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from xpyd_core.blocks import block_hashes, blocks_for
-from xpyd_kv.connector.api import BlockPool
+from xpyd_kv.values import BlockPool
 from xpyd_worker.engine.block_manager import BlockManager
 
 

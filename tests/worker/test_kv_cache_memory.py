@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from xpyd_core.errors import UserError
-from xpyd_kv.device.paged import PagedMemory
-from xpyd_kv.transport.runs import Run
-from xpyd_kv.transport.shared_memory import SharedMemory
+from xpyd_kv.memory.paged import PagedMemory
+from xpyd_kv.transport.host.data_path import Run
+from xpyd_kv.transport.host.shared_memory import SharedMemory
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.kernels.api import KvShape
 from xpyd_worker.loading import load

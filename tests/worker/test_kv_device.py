@@ -15,8 +15,8 @@ from tests.kv.kvfakes import FakePool
 from tests.worker.device_pair import cache_on
 from tests.worker.kv_pair import KEY
 from xpyd_core.errors import UserError, XpydError
-from xpyd_kv.device.paged import PagedMemory
-from xpyd_kv.transport.nccl.limits import NcclLimits
+from xpyd_kv.memory.paged import PagedMemory
+from xpyd_kv.transport.devices.nccl.library import NcclLimits
 from xpyd_kv.transport.settings import TRANSPORTS
 from xpyd_worker import kv_ways
 from xpyd_worker.config import MIB, WorkerConfig

@@ -14,7 +14,7 @@ from tests.kv.device_fake import Machine
 from tests.worker.device_pair import cache_on
 from tests.worker.kv_pair import KEY, MIB
 from xpyd_core.errors import UserError
-from xpyd_kv.device.api import DeviceView
+from xpyd_kv.memory.device import DeviceView
 from xpyd_worker import loading, one_rank
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.runner.gpu_memory import GpuUse, Profile

@@ -19,15 +19,15 @@ from tests.kv.rank_pods import PATIENCE_S, address_of, layout_of, until
 from tests.kv.test_ranks_pairs import IDS, LAYOUTS, engines, is_back, key_of, move
 from tests.worker.rank_pair import Pair
 from xpyd_core.errors import UserError
-from xpyd_kv.connector import compute_gate
-from xpyd_kv.connector.api import NoKv
-from xpyd_kv.device.api import DeviceView
-from xpyd_kv.device.paged import DevicePagedMemory
+from xpyd_kv.memory.device import DeviceView
+from xpyd_kv.memory.paged import DevicePagedMemory
+from xpyd_kv.memory.store import StoreLimits
 from xpyd_kv.plan.transfers import pairs_between
+from xpyd_kv.ranks import handler as compute_gate
 from xpyd_kv.ranks.rooms import Rooms
 from xpyd_kv.session.probing import ProbeResult
-from xpyd_kv.store.landing_store import StoreLimits
 from xpyd_kv.transport.settings import TRANSPORTS
+from xpyd_kv.values import NoKv
 from xpyd_kv.wire.messages import MODES, Mode
 from xpyd_worker.config import MIB
 from xpyd_worker.kv_device import beside

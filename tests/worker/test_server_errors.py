@@ -10,7 +10,7 @@ import pytest
 
 from tests.worker.server_fakes import FakeEngine, run, serving
 from xpyd_core.request_id import TransferKey
-from xpyd_kv.connector.api import OfferedPrompt
+from xpyd_kv.values import OfferedPrompt
 from xpyd_worker.engine.request import ErrorKind
 
 GOOD = {"prompt": "hi"}

@@ -14,7 +14,7 @@ import pytest
 from tests.worker.server_fakes import KEY, FakeEngine, Running, run, say, serving
 from xpyd_core.keys import release_mac
 from xpyd_core.request_id import TransferKey
-from xpyd_kv.connector.api import OfferedPrompt
+from xpyd_kv.values import OfferedPrompt
 from xpyd_worker.server.asgi import WriteDeadline
 from xpyd_worker.server.generation import Ending, Generation
 from xpyd_worker.server.jobs import make_jobs

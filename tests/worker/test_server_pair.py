@@ -10,7 +10,7 @@ import pytest
 from tests.worker.server_fakes import EOS, FakeEngine, Running, run, say, serving
 from xpyd_core.blocks import prompt_digest
 from xpyd_core.request_id import Address, TransferKey
-from xpyd_kv.connector.api import OfferedPrompt
+from xpyd_kv.values import OfferedPrompt
 from xpyd_worker.engine.request import ReceiveFrom, SendTo, TransferReport
 
 UUID = "93923d63113b4b338973f24d19d4bf11"

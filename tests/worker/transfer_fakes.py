@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from tests.worker.engine_fakes import BLOCK, FakeExecutor, kv_of
 from xpyd_core.request_id import Address, TransferKey
-from xpyd_kv.connector.api import Admission, Landed, NoKv, OfferedPrompt, SendStatus, Wait
+from xpyd_kv.values import Admission, Landed, NoKv, OfferedPrompt, SendStatus, Wait
 from xpyd_worker.engine.block_manager import BlockManager
 
 

@@ -3,7 +3,7 @@
 Between the runner, which cuts its layers from one flat tensor, and the transfer, which moves the
 same bytes. The memory is one allocation of the driver's, not of torch's allocator: a peer on this
 machine opens an allocation whole, and torch may have other things in its own. Which ways lead from
-there is `kv_ways`' matter. torch comes in only through xpyd_kv.device.
+there is `kv_ways`' matter. torch comes in only through xpyd_kv.memory.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from xpyd_core.errors import UserError, XpydError
 from xpyd_core.sizes import format_bytes
-from xpyd_kv.device.api import Device, DeviceError, DeviceView
-from xpyd_kv.device.paged import DevicePagedMemory, PagedMemory, paged_over
-from xpyd_kv.transport.nccl.api import Nccl
-from xpyd_kv.transport.nccl.limits import NcclLimits
+from xpyd_kv.memory.device import Device, DeviceError, DeviceView
+from xpyd_kv.memory.paged import DevicePagedMemory, PagedMemory, paged_over
+from xpyd_kv.transport.devices.nccl.library import Nccl, NcclLimits
 from xpyd_worker.config import WorkerConfig
 
 if TYPE_CHECKING:
@@ -100,8 +99,8 @@ def open_cache(config: WorkerConfig, device: torch.device) -> DeviceCache | None
     check(config)
     import torch
 
-    from xpyd_kv.device.cuda import CudaDevice, tensor_over
-    from xpyd_kv.transport.nccl.library import load
+    from xpyd_kv.memory.cuda import CudaDevice, tensor_over
+    from xpyd_kv.transport.devices.nccl.library import load
 
     gpu = CudaDevice(device.index or 0)
     warm_up(gpu)

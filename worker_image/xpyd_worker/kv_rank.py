@@ -19,17 +19,17 @@ from xpyd_core.errors import UserError
 from xpyd_core.keys import fleet_keys
 from xpyd_core.request_id import Address
 from xpyd_core.sizes import format_bytes
-from xpyd_kv.connector.layouts import wire_layout
-from xpyd_kv.device.api import DeviceError, View
-from xpyd_kv.device.paged import DevicePagedMemory, PagedMemory
+from xpyd_kv.memory.device import DeviceError, View
+from xpyd_kv.memory.paged import DevicePagedMemory, PagedMemory
+from xpyd_kv.metrics import Counters
 from xpyd_kv.plan.engine_layout import EngineLayout
-from xpyd_kv.ranks.api import Channel, RankSender
 from xpyd_kv.ranks.build import RankPart, build_rank
+from xpyd_kv.ranks.engine import Channel, RankSender
 from xpyd_kv.ranks.rooms import Rooms
 from xpyd_kv.transport.api import Handler
-from xpyd_kv.transport.counters import Counters
-from xpyd_kv.transport.shared_memory import SharedMemory
-from xpyd_kv.transport.tcp import TcpEndpoint
+from xpyd_kv.transport.endpoint import TcpEndpoint
+from xpyd_kv.transport.host.shared_memory import SharedMemory
+from xpyd_kv.wire.fit import wire_layout
 from xpyd_kv.wire.messages import MAX_PROBE_BYTES
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.kv_device import DeviceCache

@@ -11,20 +11,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from xpyd_core.request_id import Address
-from xpyd_kv.connector.api import BlockPool, KvMemory
-from xpyd_kv.connector.build import Connector, KvSettings, MakeStore, build, default_store
-from xpyd_kv.connector.layouts import engine_wire_layout, wire_layout
-from xpyd_kv.device.api import DeviceError, View
-from xpyd_kv.device.paged import DevicePagedMemory
-from xpyd_kv.ranks.engine import RankedEngine
-from xpyd_kv.session.limits import KvLimits
-from xpyd_kv.store.api import Store
-from xpyd_kv.store.landing_store import StoreLimits
+from xpyd_kv.connector.build import Connector, MakeStore, build, default_store
+from xpyd_kv.memory.api import KvMemory, Store
+from xpyd_kv.memory.device import DeviceError, View
+from xpyd_kv.memory.paged import DevicePagedMemory
+from xpyd_kv.memory.store import StoreLimits
+from xpyd_kv.metrics import Counters
+from xpyd_kv.ranks.engine import RankedEngine, engine_wire_layout
+from xpyd_kv.session.settings import KvLimits, KvSettings
 from xpyd_kv.transport.api import Handler
-from xpyd_kv.transport.counters import Counters
+from xpyd_kv.transport.endpoint import TcpEndpoint
+from xpyd_kv.transport.host.shared_memory import SharedMemory
 from xpyd_kv.transport.settings import Identity
-from xpyd_kv.transport.shared_memory import SharedMemory
-from xpyd_kv.transport.tcp import TcpEndpoint
+from xpyd_kv.values import BlockPool
+from xpyd_kv.wire.fit import wire_layout
 from xpyd_kv.wire.messages import Layout
 from xpyd_worker.config import Role, WorkerConfig
 from xpyd_worker.kv_ways import Ways, ways_of_gpu, ways_of_host, ways_of_ranks

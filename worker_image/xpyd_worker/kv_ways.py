@@ -13,23 +13,21 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from xpyd_core.errors import UserError
-from xpyd_kv.connector.api import KvMemory
-from xpyd_kv.device.api import View
-from xpyd_kv.device.paged import DevicePagedMemory
+from xpyd_kv.memory.api import KvMemory
+from xpyd_kv.memory.device import View
+from xpyd_kv.memory.paged import DevicePagedMemory
 from xpyd_kv.plan.frames import FrameLimits
-from xpyd_kv.transport.cuda_ipc import CudaIpcPath
-from xpyd_kv.transport.data_path import DataPath
-from xpyd_kv.transport.nccl.book import Book
-from xpyd_kv.transport.nccl.limits import NcclFigures, NcclLimits
-from xpyd_kv.transport.nccl.path import NcclPath
-from xpyd_kv.transport.nixl.library import load as load_nixl
-from xpyd_kv.transport.nixl.library import version as nixl_version
-from xpyd_kv.transport.nixl.path import NixlPath
-from xpyd_kv.transport.same_host import host_token
+from xpyd_kv.transport.devices.cuda_ipc import CudaIpcPath
+from xpyd_kv.transport.devices.nccl.library import NcclFigures, NcclLimits
+from xpyd_kv.transport.devices.nccl.pair import Book
+from xpyd_kv.transport.devices.nccl.path import NcclPath
+from xpyd_kv.transport.devices.nixl.library import load as load_nixl
+from xpyd_kv.transport.devices.nixl.library import version as nixl_version
+from xpyd_kv.transport.devices.nixl.path import NixlPath
+from xpyd_kv.transport.devices.staging import AHEAD, Staging
+from xpyd_kv.transport.host.data_path import DataPath, UnusedPath
+from xpyd_kv.transport.host.shared_memory import SharedMemory, SharedMemoryPath, host_token
 from xpyd_kv.transport.settings import Bounds
-from xpyd_kv.transport.shared_memory import SharedMemory, SharedMemoryPath
-from xpyd_kv.transport.staging import AHEAD, Staging
-from xpyd_kv.transport.unused import UnusedPath
 from xpyd_kv.wire.handshake import LENT
 from xpyd_kv.wire.messages import DEFAULT_MAX_DATA_BYTES, MAX_PROBE_BYTES
 from xpyd_worker.config import WorkerConfig

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from xpyd_core.errors import UserError
 from xpyd_core.sizes import format_bytes
-from xpyd_kv.transport.shared_memory import SharedMemory
+from xpyd_kv.transport.host.shared_memory import SharedMemory
 from xpyd_kv.wire.messages import MAX_PROBE_BYTES
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.kv_device import WHOLE, DeviceCache, beside, open_cache, paged

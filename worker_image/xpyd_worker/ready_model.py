@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from xpyd_core.request_id import Address
-from xpyd_kv.device.paged import DevicePagedMemory, PagedMemory
+from xpyd_kv.memory.paged import DevicePagedMemory, PagedMemory
 from xpyd_kv.ranks.engine import RankedEngine
-from xpyd_kv.transport.shared_memory import SharedMemory
-from xpyd_kv.transport.unix import SocketFolder
+from xpyd_kv.transport.host.shared_memory import SharedMemory
+from xpyd_kv.transport.stream.listeners import SocketFolder
 from xpyd_worker.engine.executor import Executor
 from xpyd_worker.memory import MemoryUse
 

@@ -1,4 +1,4 @@
-"""The seams between an engine and the transfer library. Documented here and only here.
+"""The seam between an engine and the transfer library. Documented here and only here.
 
 The engine gives a BlockPool (its block manager) and a KvMemory (its paged cache as bytes). It
 gets a Producer on P or a Consumer on D. All methods below run on the engine's thread unless they
@@ -10,104 +10,10 @@ loop.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from xpyd_core.request_id import Address, TransferKey
-from xpyd_kv.device.api import Device, Event, View
-
-
-@dataclass(frozen=True)
-class KvLayout:
-    """Shape of the paged cache of one rank.
-
-    One block of one layer is `kv_heads` x `block_size` x 2 x `head_dim` elements, K then V per
-    token, contiguous: `block_bytes` bytes. `layers` are absolute layer indices, in order.
-    """
-
-    layers: tuple[int, ...]
-    kv_heads: int
-    head_dim: int
-    block_size: int
-    dtype: str
-    block_bytes: int
-
-    @property
-    def bytes_per_block(self) -> int:
-        """Bytes of one block over all layers."""
-        return self.block_bytes * len(self.layers)
-
-
-class KvMemory(Protocol):
-    """The paged cache as bytes. May be used by the engine's and the I/O thread at once: the owner
-    of a block decides who touches it."""
-
-    @property
-    def layout(self) -> KvLayout: ...
-
-    @property
-    def device(self) -> Device | None:
-        """The GPU whose memory it is; None: the host's."""
-        ...
-
-    def block_view(self, layer: int, block_id: int) -> View:
-        """Writable bytes of one block of one layer (index into `layout.layers`), `block_bytes`
-        long."""
-        ...
-
-    def views(self, layers: Sequence[int], block_ids: Sequence[int]) -> Sequence[View]:
-        """The bytes of these blocks of these layers in order: layer after layer, for each block
-        after block. Neighbours may be one view. Hot path."""
-        ...
-
-    def written(self) -> Event | None:
-        """Engine thread: when all that the model has enqueued by now stands in the cache. None: it
-        does."""
-        ...
-
-
-class BlockPool(Protocol):
-    """Blocks with reference counts, and the prefix cache over them. Engine thread only."""
-
-    @property
-    def block_size(self) -> int: ...
-
-    @property
-    def num_blocks(self) -> int: ...
-
-    @property
-    def num_free(self) -> int:
-        """Blocks with reference count 0 (cached or not)."""
-        ...
-
-    def match_prefix(self, token_ids: Sequence[int], *, salt: bytes, max_tokens: int) -> list[int]:
-        """The longest cached run of full blocks from the start, at most max_tokens long, one
-        reference taken on each."""
-        ...
-
-    def take(self, count: int) -> list[int] | None:
-        """`count` blocks with one reference each, or None when fewer are free."""
-        ...
-
-    def retain(self, block_ids: Sequence[int]) -> None:
-        """One more reference on each."""
-        ...
-
-    def release(self, block_ids: Sequence[int]) -> None:
-        """One reference less on each; at 0 a block is free, its cached content can still be hit."""
-        ...
-
-
-# --- P
-
-
-@dataclass(frozen=True)
-class SendStatus:
-    """How a prompt's transfer stands: none (failed or cancelled), pending (no GRANT or PULL yet) or
-    granted (and later done), and the incarnation of the D that answered ('' before)."""
-
-    state: str
-    decode_incarnation: str = ""
+from xpyd_kv.values import Admission, OfferedPrompt, SendStatus
 
 
 class Producer(Protocol):
@@ -183,50 +89,6 @@ class Producer(Protocol):
     def has_work(self) -> bool:
         """Whether transfers are unfinished (a draining instance waits for them)."""
         ...
-
-
-# --- D
-
-
-@dataclass(frozen=True)
-class OfferedPrompt:
-    """What P announced: all offered ids (prompt, then continue_from), and how many are the
-    prompt's."""
-
-    token_ids: tuple[int, ...]
-    prompt_tokens: int
-
-
-@dataclass(frozen=True)
-class Wait:
-    """The KV is not there yet. Ask again after the next event or at the deadline. `for_blocks`: it
-    would be pulled now and finds no room; who pulls before it takes room from it."""
-
-    for_blocks: bool = False
-
-
-@dataclass(frozen=True)
-class Landed:
-    """The KV of the first `tokens` tokens stands in `block_ids`; the references are the caller's
-    now.
-
-    `skipped_tokens` of them were in the local prefix cache.
-    """
-
-    block_ids: tuple[int, ...]
-    tokens: int
-    skipped_tokens: int
-
-
-@dataclass(frozen=True)
-class NoKv:
-    """The KV will not come: compute the prompt here. `reason` is a short word for metrics and
-    logs."""
-
-    reason: str
-
-
-Admission = Wait | Landed | NoKv
 
 
 class Consumer(Protocol):

@@ -14,50 +14,33 @@ from typing import Literal, NamedTuple, TypeVar
 
 from xpyd_core.errors import XpydError
 from xpyd_core.request_id import Address, TransferKey
-from xpyd_kv.connector.api import BlockPool, KvMemory, OfferedPrompt
-from xpyd_kv.connector.chunks import StepChunks
-from xpyd_kv.connector.compute_gate import ComputeGate
 from xpyd_kv.connector.consumer import KvConsumer
-from xpyd_kv.connector.handler import LateHandler
-from xpyd_kv.connector.offered import Prompt
 from xpyd_kv.connector.producer import KvProducer, MakeChunks
-from xpyd_kv.plan.frames import FrameLimits
-from xpyd_kv.ranks.chunks import ToldChunks
+from xpyd_kv.connector.prompts import Prompt, ToldChunks
+from xpyd_kv.memory.api import KvMemory, Store
+from xpyd_kv.memory.space import OwnSpace
+from xpyd_kv.memory.store import LandingStore, StoreLimits
+from xpyd_kv.metrics import Counters, KvMetrics
+from xpyd_kv.ranks.build import send_session
+from xpyd_kv.ranks.chunks import StepChunks
 from xpyd_kv.ranks.engine import RankedEngine, engine_of
+from xpyd_kv.ranks.handler import ComputeGate, LateHandler
 from xpyd_kv.ranks.local import LocalReceivingRank, LocalSendingRank
 from xpyd_kv.ranks.remote import Ears, RankedCopies, RemoteReceivingRank, RemoteSendingRank
 from xpyd_kv.ranks.store import RankedSpace
 from xpyd_kv.session.events import ReceiveEvent, ReceiveOffered, SendEvent
 from xpyd_kv.session.fanin import Fanin
 from xpyd_kv.session.fanout import Fanout
-from xpyd_kv.session.limits import KvLimits
-from xpyd_kv.session.metrics import KvMetrics
 from xpyd_kv.session.probing import ProbeResult, Probes
 from xpyd_kv.session.receiving import ReceiveSession
 from xpyd_kv.session.sending import SendSession
-from xpyd_kv.store.api import Store
-from xpyd_kv.store.landing_store import LandingStore, StoreLimits
-from xpyd_kv.store.own_space import OwnSpace
-from xpyd_kv.transport.api import Endpoint, Handler
-from xpyd_kv.transport.counters import Counters
-from xpyd_kv.wire import messages as wire
+from xpyd_kv.session.settings import KvSettings
+from xpyd_kv.transport.api import Endpoint, MakeEndpoint
+from xpyd_kv.values import BlockPool, OfferedPrompt
 
 _Event = TypeVar("_Event")
-MakeEndpoint = Callable[[Handler], Endpoint]
-"""An Endpoint for this Handler, not started: `lambda handler: TcpEndpoint(handler, ...)`."""
 MakeStore = Callable[[StoreLimits, KvMemory, BlockPool], Store]
 """D's landings; P's stashes in mode get."""
-
-
-@dataclass(frozen=True)
-class KvSettings:
-    """What an operator may choose, beside the endpoint's own settings."""
-
-    limits: KvLimits = field(default_factory=KvLimits)
-    frames: FrameLimits = field(default_factory=FrameLimits)
-    store: StoreLimits = field(default_factory=StoreLimits)
-    mode: wire.Mode = "put_async"
-    """P's. D does what P says."""
 
 
 @dataclass(frozen=True)
@@ -299,30 +282,6 @@ class _Half:
             return lambda ready: ToldChunks(layers=len(layout.layers), ready=ready)
         mode, limits = self.settings.mode, self.settings.frames
         return lambda ready: StepChunks[Prompt](layout, mode=mode, limits=limits, ready=ready)
-
-
-def send_session(
-    endpoint: Endpoint,
-    report: Callable[[SendEvent], None],
-    *,
-    memory: KvMemory,
-    settings: KvSettings,
-    clock: Callable[[], float],
-    metrics: KvMetrics,
-    fanout: Fanout | None = None,
-) -> SendSession:
-    """A SendSession as the settings say."""
-    return SendSession(
-        endpoint,
-        memory=memory,
-        limits=settings.limits,
-        max_frame_bytes=settings.frames.max_frame_bytes,
-        join_bytes=settings.frames.join_bytes,
-        clock=clock,
-        report=report,
-        metrics=metrics,
-        fanout=fanout,
-    )
 
 
 def _reporter(events: deque[_Event], wake: Callable[[], None]) -> Callable[[_Event], None]:

@@ -23,13 +23,12 @@ from typing import Protocol
 from xpyd_core.blocks import blocks_for, token_bytes
 from xpyd_core.errors import XpydError
 from xpyd_core.request_id import Address, TransferKey, is_dialable
-from xpyd_kv.connector.api import BlockPool, KvMemory, SendStatus
-from xpyd_kv.connector.chunks import Chunk
-from xpyd_kv.connector.compute_gate import ComputeGate
-from xpyd_kv.connector.offered import Hold, Prompt, Settled
-from xpyd_kv.connector.pressure import Pressure
-from xpyd_kv.device.api import Event
-from xpyd_kv.rate_limit import RateLimits
+from xpyd_kv.connector.prompts import Hold, Pressure, Prompt, Settled
+from xpyd_kv.memory.api import KvMemory, Store
+from xpyd_kv.memory.device import Event
+from xpyd_kv.metrics import KvMetrics, RateLimits
+from xpyd_kv.ranks.chunks import Chunk
+from xpyd_kv.ranks.handler import ComputeGate
 from xpyd_kv.session.deadlines import Remembered
 from xpyd_kv.session.events import (
     SendDeferred,
@@ -39,13 +38,11 @@ from xpyd_kv.session.events import (
     SendGranted,
     SendStashed,
 )
-from xpyd_kv.session.limits import KvLimits
-from xpyd_kv.session.metrics import KvMetrics
-from xpyd_kv.session.outgoing import OfferRequest
+from xpyd_kv.session.outgoing import OfferRequest, ReadyArea
 from xpyd_kv.session.sending import SendSession
-from xpyd_kv.session.source import ReadyArea
-from xpyd_kv.store.api import Store
+from xpyd_kv.session.settings import KvLimits
 from xpyd_kv.transport.api import Endpoint
+from xpyd_kv.values import BlockPool, SendStatus
 from xpyd_kv.wire.messages import Mode
 
 _log = logging.getLogger(__name__)

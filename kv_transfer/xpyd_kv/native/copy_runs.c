@@ -1,5 +1,5 @@
 /* D's copy out of a P's shared memory: one call for a whole frame, in which Python's other threads
- * run. Called through ctypes by xpyd_kv.transport.copying; knows nothing of Python. */
+ * run. Called through ctypes by xpyd_kv.transport.host.shared_memory; knows nothing of Python. */
 
 #include <stddef.h>
 #include <stdint.h>

@@ -1,19 +1,148 @@
-"""What one rank of P and one rank of D are to each other. Pure.
+"""What a rank of P and a rank of D have in common, and where D's blocks take the bytes. Pure.
 
 Made once for a connection between the two. DATA on it holds, for each layer that both have, the
 heads that both have of each of P's blocks: `block_bytes`, one run of P's memory, and layers are
 named by their place among those that both have. With one rank on each side that is everything.
+
+P sends of each of its blocks the heads that D's rank has, and D reads them in parts. Block sizes
+may differ, one dividing the other. A block of either side is [heads, tokens, row], so a P block
+within a larger D block has one run for each head, and so has each D block that a larger P block
+reaches over. What P's last block has behind D's last one, past the prompt's end, is surplus: it
+belongs nowhere.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from xpyd_kv.plan.engine_layout import EngineLayout, LayoutError
 from xpyd_kv.plan.frames import Area
-from xpyd_kv.plan.scatter import Scatter, scatter_of
-from xpyd_kv.plan.transfers import segment_between
+from xpyd_kv.plan.transfers import Run, Segment, runs, segment_between, units
+
+
+class Part(NamedTuple):
+    """The next `length_bytes` of what is sent of a P block: at `offset_bytes` of the `block`-th D
+    block, counted from the one in which the P block begins."""
+
+    block: int
+    offset_bytes: int
+    length_bytes: int
+
+
+class Span(NamedTuple):
+    """The next `length_bytes` of one layer of a DATA body: at `offset_bytes` of D's blocks of that
+    layer, laid end to end. None: surplus."""
+
+    offset_bytes: int | None
+    length_bytes: int
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Made once for a pair of ranks; `parts[i % len(parts)]` are those of the prompt's i-th P
+    block, in the order of its bytes."""
+
+    source_size: int
+    """Tokens of a P block."""
+    destination_size: int
+    """Tokens of a D block."""
+    block_bytes: int
+    """Of a D block of one layer."""
+    parts: tuple[tuple[Part, ...], ...]
+
+    def destination_blocks(self, first_block: int, end_block: int) -> tuple[int, int]:
+        """The range of the prompt's D blocks that P's [first_block, end_block) reach."""
+        first = first_block * self.source_size // self.destination_size
+        return first, -(-end_block * self.source_size // self.destination_size)
+
+    def spans(self, first_block: int, end_block: int, *, last_block: int) -> list[Span]:
+        """Where one layer of P's blocks [first_block, end_block) belongs. Offsets count from the
+        first D block that they reach, and D has none from `last_block` on. Neighbours are one span
+        where their bytes join."""
+        first = first_block * self.source_size // self.destination_size
+        spans: list[Span] = []
+        for index in range(first_block, end_block):
+            begin = index * self.source_size // self.destination_size
+            for block, offset, length in self.parts[index % len(self.parts)]:
+                at = (begin + block - first) * self.block_bytes + offset
+                where = at if begin + block < last_block else None
+                if spans and _joins(spans[-1], where):
+                    spans[-1] = Span(spans[-1].offset_bytes, spans[-1].length_bytes + length)
+                else:
+                    spans.append(Span(where, length))
+        return spans
+
+
+def scatter_of(source: EngineLayout, destination: EngineLayout, segment: Segment) -> Scatter:
+    """For what `segment` says of the blocks of its two ranks."""
+    period = max(1, destination.block_size // source.block_size)
+    return Scatter(
+        source.block_size,
+        destination.block_size,
+        destination.block_bytes,
+        tuple(tuple(_parts(source, destination, segment, index)) for index in range(period)),
+    )
+
+
+def _parts(
+    source: EngineLayout, destination: EngineLayout, segment: Segment, index: int
+) -> list[Part]:
+    """The parts of the `index`-th P block, which are its units' runs on D in the order in which
+    their bytes stand on P."""
+    size = source.block_size
+    pieces = units(
+        (index + 1) * size,
+        skip_tokens=index * size,
+        source_block_size=size,
+        destination_block_size=destination.block_size,
+    )
+    begin = pieces[0].destination_block
+    found: list[tuple[int, Part]] = []
+    for unit in pieces:
+        reads = runs(
+            source,
+            first_head=segment.source_head,
+            heads=segment.heads,
+            first_token=unit.source_token,
+            tokens=unit.tokens,
+        )
+        writes = runs(
+            destination,
+            first_head=segment.destination_head,
+            heads=segment.heads,
+            first_token=unit.destination_token,
+            tokens=unit.tokens,
+        )
+        for read, write, length in _refined(reads, writes):
+            found.append((read, Part(unit.destination_block - begin, write, length)))
+    return [part for _, part in sorted(found)]
+
+
+def _refined(reads: list[Run], writes: list[Run]) -> Iterator[tuple[int, int, int]]:
+    """(offset on P, offset on D, length) of the pieces into which the two lists cut the same
+    bytes."""
+    left, right = iter(reads), iter(writes)
+    read, write = next(left, None), next(right, None)
+    while read is not None and write is not None:
+        length = min(read.length_bytes, write.length_bytes)
+        yield read.offset_bytes, write.offset_bytes, length
+        read = _behind(read, length) or next(left, None)
+        write = _behind(write, length) or next(right, None)
+
+
+def _behind(run: Run, length: int) -> Run | None:
+    if run.length_bytes == length:
+        return None
+    return Run(run.offset_bytes + length, run.length_bytes - length)
+
+
+def _joins(before: Span, offset: int | None) -> bool:
+    if before.offset_bytes is None or offset is None:
+        return before.offset_bytes is offset
+    return before.offset_bytes + before.length_bytes == offset
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,16 +10,19 @@ from dataclasses import dataclass
 from functools import partial
 
 from xpyd_core.request_id import Address, TransferKey
-from xpyd_kv.connector.api import KvMemory
-from xpyd_kv.connector.chunks import StepChunks
-from xpyd_kv.connector.compute_gate import ComputeGate
-from xpyd_kv.device.api import DeviceError
+from xpyd_kv.memory.api import KvMemory
+from xpyd_kv.memory.device import DeviceError
+from xpyd_kv.metrics import EndpointFigures, FigureBook, Figures
 from xpyd_kv.plan.frames import FrameLimits
-from xpyd_kv.ranks import messages as told
-from xpyd_kv.ranks.api import (
-    Channel,
-    EndpointFigures,
-    Figures,
+from xpyd_kv.ranks.chunks import StepChunks
+from xpyd_kv.ranks.engine import Channel
+from xpyd_kv.ranks.handler import ComputeGate
+from xpyd_kv.ranks.receives import RankReceives
+from xpyd_kv.ranks.rooms import Rooms
+from xpyd_kv.ranks.sends import RankSends
+from xpyd_kv.session import pairs as told
+from xpyd_kv.session.outgoing import ReadyArea
+from xpyd_kv.session.pairs import (
     Opened,
     Opening,
     PairEnded,
@@ -32,12 +35,7 @@ from xpyd_kv.ranks.api import (
     SendReport,
     Target,
 )
-from xpyd_kv.ranks.figures import FigureBook
-from xpyd_kv.ranks.receives import RankReceives
-from xpyd_kv.ranks.rooms import Rooms
-from xpyd_kv.ranks.sends import RankSends
 from xpyd_kv.session.probing import ProbeResult
-from xpyd_kv.session.source import ReadyArea
 from xpyd_kv.wire.messages import Mode
 
 Call = Callable[[Callable[[], None]], None]

@@ -11,22 +11,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from xpyd_kv.connector.api import KvMemory
-from xpyd_kv.connector.build import KvSettings, MakeEndpoint, send_session
-from xpyd_kv.connector.compute_gate import ComputeGate
-from xpyd_kv.connector.handler import LateHandler
+from xpyd_kv.memory.api import KvMemory
+from xpyd_kv.metrics import Counters, FigureBook, KvMetrics, Teller
 from xpyd_kv.plan.engine_layout import EngineLayout
 from xpyd_kv.ranks.agent import Mouth, RankAgent, StepSender
-from xpyd_kv.ranks.api import Channel
-from xpyd_kv.ranks.figures import FigureBook, Teller
+from xpyd_kv.ranks.engine import Channel
+from xpyd_kv.ranks.handler import ComputeGate, LateHandler
 from xpyd_kv.ranks.receives import RankReceives
 from xpyd_kv.ranks.rooms import Rooms
 from xpyd_kv.ranks.sends import RankSends
-from xpyd_kv.session.events import ReceiveEvent
-from xpyd_kv.session.metrics import KvMetrics
+from xpyd_kv.session.events import ReceiveEvent, SendEvent
+from xpyd_kv.session.fanout import Fanout
 from xpyd_kv.session.receiving import ReceiveSession
-from xpyd_kv.transport.api import Endpoint
-from xpyd_kv.transport.counters import Counters
+from xpyd_kv.session.sending import SendSession
+from xpyd_kv.session.settings import KvSettings
+from xpyd_kv.transport.api import Endpoint, MakeEndpoint
 
 
 @dataclass(frozen=True)
@@ -117,3 +116,27 @@ def build_rank(
         limits=settings.frames,
     )
     return RankPart(endpoint, rooms, metrics, sender)
+
+
+def send_session(
+    endpoint: Endpoint,
+    report: Callable[[SendEvent], None],
+    *,
+    memory: KvMemory,
+    settings: KvSettings,
+    clock: Callable[[], float],
+    metrics: KvMetrics,
+    fanout: Fanout | None = None,
+) -> SendSession:
+    """A SendSession as the settings say."""
+    return SendSession(
+        endpoint,
+        memory=memory,
+        limits=settings.limits,
+        max_frame_bytes=settings.frames.max_frame_bytes,
+        join_bytes=settings.frames.join_bytes,
+        clock=clock,
+        report=report,
+        metrics=metrics,
+        fanout=fanout,
+    )

@@ -1,72 +1,106 @@
-"""The chunks of a step where ranks send them: told in the step's message, counted here.
+"""What the chunks of a step make ready, and when: one group of layers after another, or at its end.
 
-Of the engine's process, in the place of StepChunks, which each rank has for itself.
+Of the process whose cache it is: the engine's, or a rank's. On the thread that runs the model.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from xpyd_kv.connector.chunks import Chunk
-from xpyd_kv.connector.offered import Prompt
-from xpyd_kv.plan.frames import Area
-from xpyd_kv.ranks.messages import StepChunk, encode_chunks
-from xpyd_kv.session.source import ReadyArea
+from xpyd_kv.plan.frames import Area, FrameLimits, frames, layer_groups
+from xpyd_kv.session.outgoing import ReadyArea
+from xpyd_kv.values import KvLayout
+from xpyd_kv.wire.messages import Mode
+
+Owner = TypeVar("Owner")
 
 
-class ToldChunks:
-    """`ready` counts: the areas that it gets name all layers and no blocks."""
+@dataclass
+class Chunk(Generic[Owner]):
+    """Blocks [first_block, end_block) of one prompt that the running step completes."""
+
+    owner: Owner
+    first_block: int
+    end_block: int
+    block_ids: tuple[int, ...]
+    # First layer that was not handed over.
+    next_layer: int = 0
+
+
+class StepChunks(Generic[Owner]):
+    """The chunks of the running step. `ready` hands areas over, to be sent."""
 
     def __init__(
-        self, *, layers: int, ready: Callable[[Prompt, Sequence[ReadyArea]], None]
+        self,
+        layout: KvLayout,
+        *,
+        mode: Mode,
+        limits: FrameLimits,
+        ready: Callable[[Owner, Sequence[ReadyArea]], None],
     ) -> None:
-        self._layers = layers
+        self._layout = layout
+        self._mode: Mode = mode
+        self._limits = limits
         self._ready = ready
-        self._told: list[StepChunk] = []
-        self._chunks: list[Chunk[Prompt]] = []
-        # Of the steps that were launched and are not over.
-        self._steps: deque[list[Chunk[Prompt]]] = deque()
+        # Of the running step: its chunks, and those whose group of layers ends with a layer.
+        self._chunks: list[Chunk[Owner]] = []
+        self._group_ends: dict[int, list[Chunk[Owner]]] = {}
 
-    def cached(self, owner: Prompt, first: int, block_ids: tuple[int, ...]) -> None:
-        """Blocks from `first` on that were computed before."""
-        self._tell(owner, first, block_ids, is_cached=True)
+    def cached(self, owner: Owner, first: int, block_ids: tuple[int, ...]) -> None:
+        """Blocks from `first` on that were computed before: ready now, or (PUT) with the step."""
+        if self._mode == "put":
+            self._chunks.append(Chunk(owner, first, first + len(block_ids), block_ids))
+            return
+        areas = frames(
+            len(self._layout.layers),
+            first,
+            first + len(block_ids),
+            block_bytes=self._layout.block_bytes,
+            limits=self._limits,
+        )
+        self._ready(owner, [ReadyArea(area, _ids_of(area, first, block_ids)) for area in areas])
 
-    def add(self, owner: Prompt, first: int, block_ids: tuple[int, ...]) -> None:
+    def add(self, owner: Owner, first: int, block_ids: tuple[int, ...]) -> None:
         """Blocks from `first` on that the step completes."""
-        self._tell(owner, first, block_ids, is_cached=False)
-
-    def layer_done(self, layer: int) -> None:
-        """The ranks see to it."""
-
-    def message(self) -> bytes:
-        """What the ranks are told of the step that is launched next, which begins here."""
-        told, self._told = self._told, []
-        chunks, self._chunks = self._chunks, []
-        self._steps.append(chunks)
-        return encode_chunks(told)
-
-    def end(self, *, failed: bool) -> Sequence[Chunk[Prompt]]:
-        """The oldest step is over: its chunks."""
-        chunks = self._steps.popleft()
-        for chunk in () if failed else chunks:
-            area = Area(0, self._layers, chunk.first_block, chunk.end_block)
-            self._ready(chunk.owner, [ReadyArea(area, ())])
-        return chunks
-
-    def _tell(
-        self, owner: Prompt, first: int, block_ids: tuple[int, ...], *, is_cached: bool
-    ) -> None:
         chunk = Chunk(owner, first, first + len(block_ids), block_ids)
         self._chunks.append(chunk)
-        self._told.append(
-            StepChunk(
-                uuid=owner.key.uuid,
-                prompt_index=owner.key.prompt_index,
-                epoch=owner.epoch,
-                first_block=first,
-                block_ids=block_ids,
-                is_cached=is_cached,
-                is_last=chunk.end_block == owner.num_blocks,
-            )
+        if self._mode == "put":
+            return
+        groups = layer_groups(
+            len(self._layout.layers),
+            self._layout.block_bytes * len(block_ids),
+            self._limits.group_bytes,
         )
+        for _, end_layer in groups:
+            self._group_ends.setdefault(end_layer - 1, []).append(chunk)
+
+    def layer_done(self, layer: int) -> None:
+        """Layer `layer` of all chunks stands in the cache. Hot path: called for each layer of each
+        step, usually with nothing to hand over."""
+        for chunk in self._group_ends.get(layer, ()):
+            self._hand_over(chunk, layer + 1)
+
+    def message(self) -> bytes:
+        """Nobody else has to know."""
+        return b""
+
+    def end(self, *, failed: bool) -> Sequence[Chunk[Owner]]:
+        """The step is over: its chunks, what was left of them handed over, unless it failed."""
+        chunks, self._chunks = self._chunks, []
+        self._group_ends = {}
+        for chunk in () if failed else chunks:
+            self._hand_over(chunk, len(self._layout.layers))
+        return chunks
+
+    def _hand_over(self, chunk: Chunk[Owner], end_layer: int) -> None:
+        if chunk.next_layer >= end_layer:
+            return
+        area = Area(chunk.next_layer, end_layer, chunk.first_block, chunk.end_block)
+        chunk.next_layer = end_layer
+        self._ready(chunk.owner, [ReadyArea(area, chunk.block_ids)])
+
+
+def _ids_of(area: Area, first_block: int, ids: tuple[int, ...]) -> tuple[int, ...]:
+    return ids[area.first_block - first_block : area.end_block - first_block]

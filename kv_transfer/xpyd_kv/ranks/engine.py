@@ -1,15 +1,48 @@
-"""An engine whose cache is divided over ranks, as its process sees it."""
+"""An engine whose cache is divided over ranks, as its process sees it, and the seams to them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from xpyd_core.errors import XpydError
-from xpyd_kv.connector.api import KvLayout
-from xpyd_kv.device.api import View
+from xpyd_core.request_id import Address
+from xpyd_kv.memory.device import View
 from xpyd_kv.plan.engine_layout import EngineLayout
-from xpyd_kv.ranks.api import Channel
+from xpyd_kv.values import KvLayout
+from xpyd_kv.wire import messages as wire
+from xpyd_kv.wire.fit import wire_layout
+
+
+class Channel(Protocol):
+    """Ordered messages between the engine's process and one rank, lost only when one of the two has
+    ended: then so does the instance."""
+
+    def post(self, message: bytes) -> None:
+        """From any thread; does not wait."""
+        ...
+
+    def listen(self, handle: Callable[[bytes], None]) -> None:
+        """Call `handle` with each message of the other side, in order, on the channel's thread;
+        once, before any `post` of the other side that matters. It must not block."""
+        ...
+
+
+class RankSender(Protocol):
+    """A rank's part of sending, as its runner sees it. On the runner's thread."""
+
+    def begin_step(self, chunks: bytes) -> None:
+        """Before the forward: what the engine's producer said of this step (StepInput.kv)."""
+        ...
+
+    def layer_done(self, layer: int) -> None:
+        """Layer `layer` (index among the rank's) of all chunks stands in the cache. Hot path."""
+        ...
+
+    def step_done(self, *, failed: bool) -> None:
+        """After the forward."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,3 +100,23 @@ def engine_of(layout: KvLayout, *, is_mla: bool = False) -> EngineLayout:
         row_bytes=layout.block_bytes // (layout.kv_heads * layout.block_size),
         is_mla=is_mla,
     )
+
+
+def engine_wire_layout(
+    engine: RankedEngine,
+    *,
+    factors: dict[str, str],
+    max_tokens: int,
+    ranks: tuple[Address, ...] = (),
+) -> wire.Layout:
+    """What the engine's process says: its first rank's cache, and how all of it is divided."""
+    layout = engine.layout
+    of_first = KvLayout(
+        layers=layout.layers_of(0),
+        kv_heads=layout.heads_per_rank,
+        head_dim=engine.head_dim,
+        block_size=layout.block_size,
+        dtype=engine.dtype,
+        block_bytes=layout.block_bytes,
+    )
+    return wire_layout(of_first, factors=factors, max_tokens=max_tokens, engine=layout, ranks=ranks)

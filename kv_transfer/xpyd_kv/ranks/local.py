@@ -11,13 +11,12 @@ from functools import partial
 from typing import Protocol
 
 from xpyd_core.request_id import TransferKey
-from xpyd_kv.ranks import figures
-from xpyd_kv.ranks.api import Opened, Opening, ReceiveReport, SendReport
-from xpyd_kv.ranks.figures import FigureBook
+from xpyd_kv import metrics as figures
+from xpyd_kv.metrics import FigureBook, KvMetrics
 from xpyd_kv.ranks.receives import RankReceives
 from xpyd_kv.ranks.sends import RankSends
 from xpyd_kv.session.events import ReceiveEvent, SendEvent
-from xpyd_kv.session.metrics import KvMetrics
+from xpyd_kv.session.pairs import Opened, Opening, ReceiveReport, SendReport
 from xpyd_kv.session.probing import ProbeResult
 from xpyd_kv.session.receiving import ReceiveSession
 from xpyd_kv.session.sending import SendSession

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from xpyd_core.request_id import Address, TransferKey
-from xpyd_kv.device.api import View
-from xpyd_kv.ranks.api import Opening, PairLanded, PairLost, PairQuiet, ReceiveReport
+from xpyd_kv.memory.device import View
 from xpyd_kv.session.events import ReceiveEnded, ReceiveEvent, ReceiveLanded, ReceiveQuiet
+from xpyd_kv.session.pairs import Opening, PairLanded, PairLost, PairQuiet, ReceiveReport
 from xpyd_kv.session.receiving import ReceiveSession
 from xpyd_kv.transport.api import Peer
 from xpyd_kv.wire import messages as wire

@@ -11,11 +11,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from xpyd_core.request_id import TransferKey
-from xpyd_kv.ranks import figures
-from xpyd_kv.ranks import messages as told
-from xpyd_kv.ranks.api import (
-    Channel,
-    Figures,
+from xpyd_kv import metrics as figures
+from xpyd_kv.memory.api import Place
+from xpyd_kv.metrics import Counters, Figures, KvMetrics
+from xpyd_kv.ranks.engine import Channel
+from xpyd_kv.ranks.store import place_of
+from xpyd_kv.session import pairs as told
+from xpyd_kv.session.outgoing import ReadyArea
+from xpyd_kv.session.pairs import (
     Opened,
     Opening,
     PairEnded,
@@ -28,12 +31,7 @@ from xpyd_kv.ranks.api import (
     SendReport,
     Target,
 )
-from xpyd_kv.ranks.messages import Place
-from xpyd_kv.ranks.store import place_of
-from xpyd_kv.session.metrics import KvMetrics
 from xpyd_kv.session.probing import ProbeResult
-from xpyd_kv.session.source import ReadyArea
-from xpyd_kv.transport.counters import Counters
 
 Call = Callable[[Callable[[], None]], None]
 """Endpoint.call."""

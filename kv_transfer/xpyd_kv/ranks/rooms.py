@@ -10,14 +10,18 @@ from collections.abc import Sequence
 from typing import cast
 
 from xpyd_core.errors import XpydError
-from xpyd_kv.connector.api import KvMemory
-from xpyd_kv.device.api import DeviceView, Event, View
-from xpyd_kv.ranks.messages import Place, Where
-from xpyd_kv.store.api import Room
-from xpyd_kv.store.arena import Arena, buffer_memory, pool_memory
-from xpyd_kv.store.buddy import Extent
-from xpyd_kv.store.copier import Copier
-from xpyd_kv.store.rooms import BlockRoom, Piece, PieceRoom
+from xpyd_kv.memory.api import KvMemory, Place, Room, Where
+from xpyd_kv.memory.buddy import Extent
+from xpyd_kv.memory.device import DeviceView, Event, View
+from xpyd_kv.memory.space import (
+    Arena,
+    BlockRoom,
+    Copier,
+    Piece,
+    PieceRoom,
+    buffer_memory,
+    pool_memory,
+)
 
 
 class Rooms:

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from xpyd_core.request_id import Address, TransferKey
-from xpyd_kv.ranks.api import PairEnded, PairFlushed, Sending, SendReport, Target
 from xpyd_kv.session.deadlines import Remembered
 from xpyd_kv.session.events import SendEnded, SendEvent, SendFlushed
-from xpyd_kv.session.outgoing import Granted, OfferRequest
+from xpyd_kv.session.outgoing import Granted, OfferRequest, ReadyArea
+from xpyd_kv.session.pairs import PairEnded, PairFlushed, Sending, SendReport, Target
 from xpyd_kv.session.probing import ProbeResult
 from xpyd_kv.session.sending import SendSession
-from xpyd_kv.session.source import ReadyArea
 from xpyd_kv.transport.api import Peer
 from xpyd_kv.wire import messages as wire
 

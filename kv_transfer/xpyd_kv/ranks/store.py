@@ -1,7 +1,7 @@
 """The memory of the store of an engine whose ranks have it: it says where, and the ranks hold it.
 
 A unit is one block of all layers of all ranks: the same place in each rank's arena, as a block is
-in each rank's cache. Engine thread only. Fills the seam Space of `store.api`; the ranks' half is
+in each rank's cache. Engine thread only. Fills the seam Space of `memory.api`; the ranks' half is
 `rooms`.
 """
 
@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from xpyd_core.errors import XpydError
-from xpyd_kv.device.api import Event, View
-from xpyd_kv.ranks.messages import Place
-from xpyd_kv.store.api import Room, StashKind
-from xpyd_kv.store.buddy import Extent
-from xpyd_kv.store.landing import BesideLanding, DirectLanding
+from xpyd_kv.memory.api import Place, Room, StashKind
+from xpyd_kv.memory.buddy import Extent
+from xpyd_kv.memory.device import Event, View
+from xpyd_kv.memory.store import BesideLanding, DirectLanding
 
 
 class Copies(Protocol):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from xpyd_core.request_id import TransferKey
-from xpyd_kv.connector.api import OfferedPrompt
+from xpyd_kv.values import OfferedPrompt
 from xpyd_kv.wire.messages import Mode
 
 # --- P

@@ -1,6 +1,6 @@
 """One transfer of D's engine, taken in by its ranks: each pair of ranks is a transfer by itself.
 
-Between ReceiveSession, which speaks with P's engine, and the ranks (`ranks.api`): it tells them of
+Between ReceiveSession, which speaks with P's engine, and the ranks (`pairs`): it tells them of
 a landing before P hears of it, and counts the pairs until all have landed or are quiet. Pure; the
 I/O thread of the engine's process owns it.
 """
@@ -14,7 +14,8 @@ from typing import Protocol
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.plan.engine_layout import EngineLayout
 from xpyd_kv.plan.transfers import pairs_between, transfer_salt
-from xpyd_kv.ranks.api import (
+from xpyd_kv.session.incoming import Incoming, ReceiveState
+from xpyd_kv.session.pairs import (
     Opened,
     Opening,
     PairLanded,
@@ -23,7 +24,6 @@ from xpyd_kv.ranks.api import (
     ReceiveReport,
     ReceivingRank,
 )
-from xpyd_kv.session.incoming import Incoming, ReceiveState
 from xpyd_kv.wire.fit import engine_layout_of
 
 

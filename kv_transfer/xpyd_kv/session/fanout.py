@@ -1,6 +1,6 @@
 """One transfer of P's engine, carried out by its ranks: each pair of ranks is a transfer by itself.
 
-Between SendSession, which speaks with D's engine, and the ranks (`ranks.api`): it tells them when D
+Between SendSession, which speaks with D's engine, and the ranks (`pairs`): it tells them when D
 has room, and counts the pairs until all have ended. Pure; the I/O thread of the engine's process
 owns it.
 """
@@ -15,11 +15,10 @@ from xpyd_core.errors import UserError
 from xpyd_core.request_id import Address, TransferKey, is_dialable, parse_address
 from xpyd_kv.plan.engine_layout import EngineLayout
 from xpyd_kv.plan.transfers import pairs_between, transfer_salt
-from xpyd_kv.ranks.api import PairEnded, PairFlushed, Sending, SendingRank, SendReport, Target
 from xpyd_kv.session.events import SendFlushed
-from xpyd_kv.session.outgoing import Outgoing, SendState
+from xpyd_kv.session.outgoing import Outgoing, ReadyArea, SendState
+from xpyd_kv.session.pairs import PairEnded, PairFlushed, Sending, SendingRank, SendReport, Target
 from xpyd_kv.session.probing import ProbeResult
-from xpyd_kv.session.source import ReadyArea
 from xpyd_kv.transport.api import Peer
 from xpyd_kv.wire.fit import engine_layout_of
 

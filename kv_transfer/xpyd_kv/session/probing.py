@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from xpyd_core.request_id import Address
-from xpyd_kv.figures import Names
+from xpyd_kv.metrics import Names
 from xpyd_kv.session.deadlines import Deadlines
 from xpyd_kv.transport.api import Endpoint, Peer
 from xpyd_kv.wire import messages as wire

@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 
 from xpyd_core.errors import ProtocolError
 from xpyd_core.request_id import Address, TransferKey
-from xpyd_kv.connector.api import KvLayout, OfferedPrompt
-from xpyd_kv.device.api import View
+from xpyd_kv.memory.api import Room
+from xpyd_kv.memory.device import View
+from xpyd_kv.metrics import KvMetrics
 from xpyd_kv.plan.engine_layout import LayoutError
-from xpyd_kv.ranks.api import Opening
-from xpyd_kv.session.arrivals import Arrivals
-from xpyd_kv.session.awaited import Awaited
+from xpyd_kv.session.arrivals import Arrivals, Awaited
+from xpyd_kv.session.deadlines import Tombstones
 from xpyd_kv.session.events import (
     ReceiveEnded,
     ReceiveEvent,
@@ -33,20 +33,22 @@ from xpyd_kv.session.incoming import (
     RECEIVING,
     Incoming,
     Ledger,
+    Placing,
     ReceiveState,
     area_of,
+    check_offer,
+    check_surplus,
     done_of,
     grant_of,
     nack_of,
+    placing_of,
+    token_ids_of,
 )
-from xpyd_kv.session.limits import KvLimits
-from xpyd_kv.session.metrics import KvMetrics
-from xpyd_kv.session.offers import check_offer, token_ids_of
 from xpyd_kv.session.outgoing import cancel_of, cancelled_of
-from xpyd_kv.session.placing import Placing, check_surplus, placing_of
-from xpyd_kv.session.tombstones import Tombstones
-from xpyd_kv.store.api import Room
+from xpyd_kv.session.pairs import Opening
+from xpyd_kv.session.settings import KvLimits
 from xpyd_kv.transport.api import Endpoint, Peer
+from xpyd_kv.values import KvLayout, OfferedPrompt
 from xpyd_kv.wire import messages as wire
 from xpyd_kv.wire.frames import MAX_NACK_FRAMES
 

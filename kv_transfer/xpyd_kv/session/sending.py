@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 
 from xpyd_core.errors import ProtocolError, XpydError
 from xpyd_core.request_id import Address, TransferKey
-from xpyd_kv.connector.api import KvMemory
+from xpyd_kv.memory.api import KvMemory, Room, Stash
+from xpyd_kv.metrics import KvMetrics
 from xpyd_kv.session.deadlines import Deadlines, Remembered
 from xpyd_kv.session.events import (
     SendDeferred,
@@ -27,21 +28,20 @@ from xpyd_kv.session.events import (
     SendStashed,
 )
 from xpyd_kv.session.fanout import Fanout
-from xpyd_kv.session.limits import MAX_LEASE_S, KvLimits
-from xpyd_kv.session.metrics import KvMetrics
 from xpyd_kv.session.outgoing import (
     SEND_MOVES,
     Granted,
     OfferRequest,
     Outgoing,
+    ReadyArea,
     SendState,
+    Source,
     cancel_of,
     offer_of,
 )
 from xpyd_kv.session.probing import ProbeResult, Probes
+from xpyd_kv.session.settings import MAX_LEASE_S, KvLimits
 from xpyd_kv.session.shipping import SENDING, Shipping
-from xpyd_kv.session.source import ReadyArea, Source
-from xpyd_kv.store.api import Room, Stash
 from xpyd_kv.transport.api import Endpoint, Peer
 from xpyd_kv.wire import messages as wire
 

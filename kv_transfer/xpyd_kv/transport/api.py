@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from xpyd_core.request_id import Address
-from xpyd_kv.device.api import View
+from xpyd_kv.memory.device import View
 from xpyd_kv.plan.pairs import Pair
 from xpyd_kv.wire.messages import Data, Hello, Layout, Message
 
@@ -159,3 +159,7 @@ class Endpoint(Protocol):
         """Queue a PROBE, which goes the way of DATA; the SHA-256 that PROBED must bring with
         `token`. P only."""
         ...
+
+
+MakeEndpoint = Callable[[Handler], Endpoint]
+"""An Endpoint for this Handler, not started: `lambda handler: TcpEndpoint(handler, ...)`."""

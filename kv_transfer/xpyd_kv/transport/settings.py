@@ -63,7 +63,7 @@ class Identity:
     role: Literal["P", "D", "A"]
     rank: int = 0
     host: bytes = b""
-    """xpyd_kv.transport.same_host.host_token()."""
+    """xpyd_kv.transport.host.shared_memory.host_token()."""
     gpu: str = ""
     """The uuid of the GPU that holds the cache."""
 

@@ -8,9 +8,14 @@ control connection, is the engines' own: DATA goes over connections between thei
 
 from __future__ import annotations
 
+import msgspec
+
+from xpyd_core.request_id import Address
 from xpyd_kv.plan.engine_layout import EngineLayout, LayoutError
 from xpyd_kv.plan.pairs import Pair, pair_of
 from xpyd_kv.plan.transfers import check_fit
+from xpyd_kv.values import KvLayout
+from xpyd_kv.wire import messages as wire
 from xpyd_kv.wire.messages import Hello, Layout
 
 _EQUAL = ("head_dim", "dtype")
@@ -74,3 +79,38 @@ def engine_layout_of(layout: Layout) -> EngineLayout:
     if layout.layers not in stages:
         raise LayoutError("layers", "those of the rank are no stage of its engine")
     return engine
+
+
+def wire_layout(
+    layout: KvLayout,
+    *,
+    factors: dict[str, str],
+    max_tokens: int,
+    max_data_bytes: int = wire.DEFAULT_MAX_DATA_BYTES,
+    engine: EngineLayout | None = None,
+    ranks: tuple[Address, ...] = (),
+) -> wire.Layout:
+    """The LAYOUT frame for a rank's cache: what an endpoint says of it. `max_tokens`: longest
+    prompt; `max_data_bytes`: longest frame that it takes; `engine`: of a rank that is not the only
+    one; `ranks`: where a D's are."""
+    said = wire.Layout(
+        factors=factors,
+        layers=layout.layers,
+        kv_heads=layout.kv_heads,
+        head_dim=layout.head_dim,
+        block_size=layout.block_size,
+        dtype=layout.dtype,
+        block_bytes=layout.block_bytes,
+        max_tokens=max_tokens,
+        max_data_bytes=max_data_bytes,
+        ranks=tuple(map(str, ranks)),
+    )
+    if engine is None:
+        return said
+    return msgspec.structs.replace(
+        said,
+        total_kv_heads=engine.kv_heads,
+        tp=engine.tp,
+        stages=engine.stages,
+        is_mla=engine.is_mla,
+    )

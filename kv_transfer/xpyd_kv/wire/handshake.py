@@ -1,23 +1,16 @@
-"""HELLO, AUTH and LAYOUT: from a stranger's bytes to a peer whose cache fits ours. Pure.
+"""Proof that both ends of a connection hold a key of the fleet. Pure.
 
-    dialler                         acceptor
-      HELLO  ------------------------->
-             <------------------------- HELLO
-      AUTH   ------------------------->          verified, before anything else leaves
-             <------------------------- AUTH, LAYOUT
-      LAYOUT ------------------------->          once the acceptor's AUTH is verified
-      open                              open
-
-Nothing but HELLO and AUTH leaves a side that has not seen the other's proof, but for one word: the
-acceptor says that AUTH failed. What both can see in the two HELLOs (version, roles, a connection to
-oneself, no transport in common) is refused without a word. Knows frames, no time and no sockets;
-`connection` drives it.
+Each side signs both HELLOs to the byte and its own side of the connection. The HELLOs' nonces make
+a recorded proof worthless, the side makes a reflected one worthless. No address is signed: a
+connection may pass a relay or NAT. What follows AUTH is not encrypted or signed (docs/wire.md).
 """
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Literal
 
 import msgspec
@@ -27,11 +20,44 @@ from xpyd_core.errors import ProtocolError
 from xpyd_kv.plan.engine_layout import LayoutError
 from xpyd_kv.plan.pairs import Pair
 from xpyd_kv.wire import errors
-from xpyd_kv.wire.auth import auth_mac, key_of
 from xpyd_kv.wire.errors import RefusedError
 from xpyd_kv.wire.fit import pair_on
 from xpyd_kv.wire.frames import Frame, encode
 from xpyd_kv.wire.messages import MAJOR, Auth, Hello, Layout, Message, Refuse
+
+_CONTEXT = b"xpyd-kv-auth/1 "
+
+
+def auth_mac(key: bytes, *, by_dialler: bool, dialler_hello: bytes, acceptor_hello: bytes) -> bytes:
+    """HMAC-SHA256 that the dialler (or acceptor) sends; the HELLOs are whole frames."""
+    digest = hmac.new(key, _CONTEXT, sha256)
+    digest.update(b"dialler" if by_dialler else b"acceptor")
+    for hello in (dialler_hello, acceptor_hello):
+        digest.update(len(hello).to_bytes(4, "little") + hello)
+    return digest.digest()
+
+
+def key_of(
+    mac: bytes,
+    keys: tuple[bytes, ...],
+    *,
+    by_dialler: bool,
+    dialler_hello: bytes,
+    acceptor_hello: bytes,
+) -> bytes | None:
+    """The one of `keys` that made `mac`, or None. Constant time for each key."""
+    found = None
+    for key in keys:
+        wanted = auth_mac(
+            key,
+            by_dialler=by_dialler,
+            dialler_hello=dialler_hello,
+            acceptor_hello=acceptor_hello,
+        )
+        if hmac.compare_digest(wanted, mac):
+            found = key
+    return found
+
 
 # P dials D in every mode.
 DIALLER_ROLE = "P"

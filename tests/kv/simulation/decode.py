@@ -15,7 +15,7 @@ from tests.kv.kvfakes import FakeMemory
 from tests.kv.simulation.prefill import PromptPlan
 from xpyd_core.blocks import blocks_for
 from xpyd_core.request_id import TransferKey
-from xpyd_kv.connector.api import Landed, NoKv
+from xpyd_kv.values import Landed, NoKv
 
 if TYPE_CHECKING:
     from tests.kv.simulation.process import Process

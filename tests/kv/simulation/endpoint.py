@@ -1,6 +1,6 @@
 """The Endpoint of one simulated process: the turns of the real I/O loop, over pipes.
 
-A turn is what xpyd_kv.transport.tcp does in one: read what has come, run the calls of other
+A turn is what xpyd_kv.transport.endpoint does in one: read what has come, run the calls of other
 threads, timers, the session's tick, then write and carry out what ends. The session is called as
 there: never nested, `done(False)` of unsent frames before `peer_down`, control frames before DATA,
 a new connection of an instance before the end of its older one. An error of the session is not

@@ -17,7 +17,7 @@ from tests.kv.simulation.link import Begin
 from tests.kv.simulation.memory import WatchedLanding
 from tests.kv.simulation.prefill import Prefill, PromptPlan
 from xpyd_core.request_id import TransferKey
-from xpyd_kv.session.metrics import KvMetrics
+from xpyd_kv.metrics import KvMetrics
 from xpyd_kv.wire import messages as wire
 
 if TYPE_CHECKING:

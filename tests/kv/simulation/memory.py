@@ -12,10 +12,10 @@ from typing import Any
 
 from tests.kv.kvfakes import FakeMemory, FakePool, is_expected
 from xpyd_core.request_id import TransferKey
-from xpyd_kv.connector.api import BlockPool, KvLayout, KvMemory
-from xpyd_kv.store.api import Landing, Stash
-from xpyd_kv.store.landing_store import LandingStore, StoreLimits
-from xpyd_kv.store.own_space import OwnSpace
+from xpyd_kv.memory.api import KvMemory, Landing, Stash
+from xpyd_kv.memory.space import OwnSpace
+from xpyd_kv.memory.store import LandingStore, StoreLimits
+from xpyd_kv.values import BlockPool, KvLayout
 
 
 class SourceView:

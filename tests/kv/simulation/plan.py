@@ -9,11 +9,10 @@ from tests.kv.kvfakes import LAYOUT, with_block_size
 from tests.kv.simulation.faults import FAULTS, TRICKS
 from tests.kv.simulation.prefill import PromptPlan
 from xpyd_core.request_id import Address, TransferKey
-from xpyd_kv.connector.api import KvLayout
-from xpyd_kv.connector.build import KvSettings
+from xpyd_kv.memory.store import StoreLimits
 from xpyd_kv.plan.frames import FrameLimits
-from xpyd_kv.session.limits import KvLimits
-from xpyd_kv.store.landing_store import StoreLimits
+from xpyd_kv.session.settings import KvLimits, KvSettings
+from xpyd_kv.values import KvLayout
 from xpyd_kv.wire.messages import MODES, Mode
 
 UNIT = LAYOUT.bytes_per_block

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 from tests.kv.simulation.link import Control, Link, Pipe
 from tests.kv.simulation.memory import SourceView, TargetView
 from xpyd_core.request_id import Address
-from xpyd_kv.connector.layouts import wire_layout
 from xpyd_kv.plan.pairs import Pair
 from xpyd_kv.transport.api import Done
 from xpyd_kv.wire import messages as wire
-from xpyd_kv.wire.fit import pair_on
+from xpyd_kv.wire.fit import pair_on, wire_layout
 
 if TYPE_CHECKING:
     from tests.kv.simulation.endpoint import SimEndpoint

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
 from xpyd_core.errors import UserError
-from xpyd_kv.transport.nccl.limits import NcclLimits, communicator_bytes
+from xpyd_kv.transport.devices.nccl.library import NcclLimits, communicator_bytes
 from xpyd_tools.advise.arithmetic import (
     LINKS,
     Link,

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from xpyd_kv.connector.api import Consumer, Landed, Wait
+from xpyd_kv.connector.api import Consumer
+from xpyd_kv.values import Landed, Wait
 from xpyd_worker.engine.book import RequestBook
 from xpyd_worker.engine.sending import Sending
 from xpyd_worker.engine.sequence import RequestState, Sequence

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from xpyd_core.request_id import TransferKey
-from xpyd_kv.connector.api import OfferedPrompt
+from xpyd_kv.values import OfferedPrompt
 from xpyd_worker.engine.request import EngineRequest, EngineStats, RequestOutput
 
 Deliver = Callable[[Sequence[RequestOutput]], None]

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 
 from xpyd_core.errors import XpydError
 from xpyd_core.request_id import TransferKey
-from xpyd_kv.connector.api import Consumer, OfferedPrompt, Producer
+from xpyd_kv.connector.api import Consumer, Producer
+from xpyd_kv.values import OfferedPrompt
 from xpyd_worker.engine.api import Deliver
 from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.executor import Executor, Running

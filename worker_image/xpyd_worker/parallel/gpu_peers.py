@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from xpyd_kv.device.api import DeviceError, DeviceView, IpcHandle
-from xpyd_kv.device.cuda import CudaDevice, tensor_over
+from xpyd_kv.memory.cuda import CudaDevice, tensor_over
+from xpyd_kv.memory.device import DeviceError, DeviceView, IpcHandle
 
 _ZERO_S = 30.0
 """For the first work on a device, its context included."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from xpyd_core.errors import XpydError
-from xpyd_kv.device.api import DeviceView, IpcHandle
+from xpyd_kv.memory.device import DeviceView, IpcHandle
 from xpyd_worker.parallel.distributed import ProcessGroup, named
 
 _log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from xpyd_kv.ranks.api import Channel
+from xpyd_kv.ranks.engine import Channel
 from xpyd_worker.ranks.beats import BeatPage, Slot
 from xpyd_worker.ranks.births import report_birth
 from xpyd_worker.ranks.loss import RANK_FAILED

@@ -19,7 +19,7 @@ from typing import NoReturn, Protocol, TypeVar
 
 from xpyd_core.errors import UserError
 from xpyd_core.logs import set_up_logging
-from xpyd_kv.ranks.api import Channel
+from xpyd_kv.ranks.engine import Channel
 from xpyd_worker.ranks.beats import BeatPage, Slot, beat_forever
 from xpyd_worker.ranks.frames import Frame, Kind
 from xpyd_worker.ranks.links import Link, LinkChannel, Links

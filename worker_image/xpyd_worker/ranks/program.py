@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from xpyd_core.parallel.partition import partition
-from xpyd_kv.ranks.api import Channel
+from xpyd_kv.ranks.engine import Channel
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.kv_device import open_cache, paged
 from xpyd_worker.kv_rank import CacheMemory, RankKv, engine_layout, share_of, start_rank_kv

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from xpyd_kv.ranks.api import RankSender
+from xpyd_kv.ranks.engine import RankSender
 from xpyd_worker.engine.executor import Finished, Running, StepInput, StepOutput
 from xpyd_worker.parallel.api import Parallel, Sampled
 from xpyd_worker.ranks.awaited import Awaited, Coming, OnDevice, Settling, Share

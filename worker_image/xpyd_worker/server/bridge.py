@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from xpyd_core.errors import ApiError
 from xpyd_core.request_id import TransferKey
-from xpyd_kv.connector.api import OfferedPrompt
+from xpyd_kv.values import OfferedPrompt
 from xpyd_worker.engine.api import Engine
 from xpyd_worker.engine.request import EngineRequest, EngineStats, RequestOutput
 from xpyd_worker.server.latency import RequestFigures, RequestTimes

@@ -10,10 +10,9 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from xpyd_core.distribution import Distribution
-from xpyd_kv.session.metrics import KvMetrics
-from xpyd_kv.store.api import StoreFigures
-from xpyd_kv.transport.counters import Counters, together
-from xpyd_kv.transport.nccl.limits import NcclFigures
+from xpyd_kv.memory.api import StoreFigures
+from xpyd_kv.metrics import Counters, KvMetrics, together
+from xpyd_kv.transport.devices.nccl.library import NcclFigures
 from xpyd_kv.transport.settings import TRANSPORTS
 from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.server.samples import HistogramSample, Sample

@@ -1,0 +1,210 @@
+"""The prompts that P offers, what their steps' chunks say to ranks, and the bound on held blocks.
+
+Engine thread only. Blocks of computed prompts whose transfers are not over may be at most a share
+of all. Over that, in GET, the oldest prompt that D has not pulled moves to memory beside the cache
+and is sent from there; where that is full, and in the other modes, the oldest is given up and D
+computes it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from xpyd_core.request_id import TransferKey
+from xpyd_kv.memory.api import Stash, Store
+from xpyd_kv.memory.device import Event
+from xpyd_kv.metrics import KvMetrics
+from xpyd_kv.plan.frames import Area
+from xpyd_kv.ranks.chunks import Chunk
+from xpyd_kv.session.outgoing import ReadyArea
+from xpyd_kv.session.pairs import StepChunk, encode_chunks
+from xpyd_kv.session.sending import SendSession
+from xpyd_kv.session.settings import KvLimits
+from xpyd_kv.values import BlockPool
+
+
+@dataclass(eq=False)
+class Prompt:
+    """One offered prompt that is not settled."""
+
+    key: TransferKey
+    epoch: int
+    tokens: int
+    num_blocks: int
+    # The blocks we hold a reference on: the first len(held) of the prompt, or none once all of it
+    # stands in the stash.
+    held: list[int] = field(default_factory=list[int])
+    stash: Stash | None = None
+    # It must not be moved: the session is sending it, or giving it up.
+    stays: bool = False
+    computed: bool = False
+    cancelled: bool = False
+    # D sent GRANT or PULL; or LEASE before; and the incarnation of the D that did.
+    granted: bool = False
+    deferred: bool = False
+    incarnation: str = ""
+    # Areas that the session got, and how many of them it has sent (PUT).
+    handed: int = 0
+    flushed: int = 0
+    is_over: bool = False
+
+    @property
+    def holds_up(self) -> bool:
+        """PUT: whether the step that has just ended must wait for this prompt's KV to be with D.
+
+        A prompt that is computed waits for DONE, one that is not until its areas are sent. Where D
+        defers there is nothing to wait for: it grants when the request comes, which P's own
+        answer has to bring about.
+        """
+        if self.is_over or self.cancelled:
+            return False
+        if self.granted:
+            return self.computed or self.flushed < self.handed
+        return self.computed and not self.deferred
+
+
+@dataclass(frozen=True)
+class Hold:
+    """A step that has ended and waits for D (PUT), at most until `until_s`."""
+
+    prompts: tuple[Prompt, ...]
+    since_s: float
+    until_s: float
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What is remembered of a prompt that is over."""
+
+    epoch: int
+    state: str
+    incarnation: str
+
+
+class Pressure:
+    """Keeps the bound. `store` None: there is no memory beside the cache to move to. `call_after`:
+    to the session, for that prompt, when a device is through with what the event says."""
+
+    def __init__(
+        self,
+        *,
+        call_after: Callable[[Event | None, Prompt, Callable[[], None]], None],
+        session: SendSession,
+        pool: BlockPool,
+        limits: KvLimits,
+        store: Store | None,
+        metrics: KvMetrics,
+    ) -> None:
+        self._call_after = call_after
+        self._session = session
+        self._pool = pool
+        self._limits = limits
+        self._store = store
+        self._metrics = metrics
+
+    def relieve(
+        self, prompts: Iterable[Prompt], cancel: Callable[[TransferKey, str], None]
+    ) -> None:
+        """Bring the held blocks under the bound. `prompts`: all that are not settled, the oldest
+        first."""
+        if self._store is not None:
+            self._store.poll()
+        waiting = [p for p in prompts if p.computed and not p.cancelled and not p.stash]
+        holders = Counter(block for prompt in waiting for block in prompt.held)
+        limit = int(self._pool.num_blocks * self._limits.max_held_share)
+        while waiting and len(holders) > limit:
+            leaving = self._spill(waiting)
+            if leaving is None:
+                leaving = waiting[0]
+                self._metrics.pressure_cancels += 1
+                cancel(leaving.key, "pressure")
+            waiting.remove(leaving)
+            # Its blocks come back when the session has answered.
+            holders -= Counter(leaving.held)
+
+    def on_stashed(self, prompt: Prompt, *, taken: bool) -> None:
+        """The session's answer."""
+        if taken:
+            held, prompt.held = prompt.held, []
+            self._pool.release(held)
+            if prompt.stash is not None:
+                self._metrics.spilled[prompt.stash.kind] += 1
+                self._metrics.spilled_bytes += prompt.stash.size_bytes
+        elif prompt.stash is not None:
+            prompt.stash.free()
+            prompt.stash = None
+            prompt.stays = True
+
+    def _spill(self, waiting: Sequence[Prompt]) -> Prompt | None:
+        """Copy the oldest prompt that D has not pulled; None when there is none, or no room."""
+        prompt = next((p for p in waiting if not (p.granted or p.stays)), None)
+        if prompt is None or self._store is None:
+            return None
+        stash = self._store.take_beside(prompt.key, prompt.num_blocks)
+        if stash is None:
+            return None
+        prompt.stash = stash
+        event = stash.fill(prompt.held)
+        stashed = partial(self._session.stash, prompt.key, prompt.epoch, stash)
+        self._call_after(event, prompt, stashed)
+        return prompt
+
+
+class ToldChunks:
+    """`ready` counts: the areas that it gets name all layers and no blocks."""
+
+    def __init__(
+        self, *, layers: int, ready: Callable[[Prompt, Sequence[ReadyArea]], None]
+    ) -> None:
+        self._layers = layers
+        self._ready = ready
+        self._told: list[StepChunk] = []
+        self._chunks: list[Chunk[Prompt]] = []
+        # Of the steps that were launched and are not over.
+        self._steps: deque[list[Chunk[Prompt]]] = deque()
+
+    def cached(self, owner: Prompt, first: int, block_ids: tuple[int, ...]) -> None:
+        """Blocks from `first` on that were computed before."""
+        self._tell(owner, first, block_ids, is_cached=True)
+
+    def add(self, owner: Prompt, first: int, block_ids: tuple[int, ...]) -> None:
+        """Blocks from `first` on that the step completes."""
+        self._tell(owner, first, block_ids, is_cached=False)
+
+    def layer_done(self, layer: int) -> None:
+        """The ranks see to it."""
+
+    def message(self) -> bytes:
+        """What the ranks are told of the step that is launched next, which begins here."""
+        told, self._told = self._told, []
+        chunks, self._chunks = self._chunks, []
+        self._steps.append(chunks)
+        return encode_chunks(told)
+
+    def end(self, *, failed: bool) -> Sequence[Chunk[Prompt]]:
+        """The oldest step is over: its chunks."""
+        chunks = self._steps.popleft()
+        for chunk in () if failed else chunks:
+            area = Area(0, self._layers, chunk.first_block, chunk.end_block)
+            self._ready(chunk.owner, [ReadyArea(area, ())])
+        return chunks
+
+    def _tell(
+        self, owner: Prompt, first: int, block_ids: tuple[int, ...], *, is_cached: bool
+    ) -> None:
+        chunk = Chunk(owner, first, first + len(block_ids), block_ids)
+        self._chunks.append(chunk)
+        self._told.append(
+            StepChunk(
+                uuid=owner.key.uuid,
+                prompt_index=owner.key.prompt_index,
+                epoch=owner.epoch,
+                first_block=first,
+                block_ids=block_ids,
+                is_cached=is_cached,
+                is_last=chunk.end_block == owner.num_blocks,
+            )
+        )

@@ -1,0 +1,190 @@
+"""The paged cache's tensors as bytes: the KvMemory of a worker, on the CPU or on a GPU.
+
+It sits between the runner, which owns the tensors, and the transfer, which sees views only. torch
+stays inside this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+from xpyd_core.errors import XpydError
+from xpyd_kv.memory.device import Device, DeviceView, Event
+from xpyd_kv.values import KvLayout
+
+if TYPE_CHECKING:
+    import torch
+    from typing_extensions import Buffer
+
+
+_DIMENSIONS = 4
+
+
+class PagedMemory:
+    """KvMemory over one contiguous CPU tensor for each layer.
+
+    Each tensor is [num_blocks, kv_heads, block_size, 2 * head_dim], all alike; `layers` are their
+    absolute layer indices. The tensors must live as long as this object; it keeps them.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], *, layers: Sequence[int]) -> None:
+        self.device = None
+        self._layout = layout_of(tensors, layers=layers, device_type="cpu")
+        self._tensors = tuple(tensors)
+        self._views = [_bytes_of(tensor) for tensor in tensors]
+        self._num_blocks = len(tensors[0])
+
+    @property
+    def layout(self) -> KvLayout:
+        """Shape of the cache."""
+        return self._layout
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the cache."""
+        return self._num_blocks
+
+    @property
+    def regions(self) -> Sequence[memoryview]:
+        """The whole cache, writable: one view for each layer."""
+        return self._views
+
+    def block_view(self, layer: int, block_id: int) -> memoryview:
+        """Writable bytes of one block of one layer (index into `layout.layers`)."""
+        size = self._layout.block_bytes
+        return self._views[layer][block_id * size : (block_id + 1) * size]
+
+    def views(self, layers: Sequence[int], block_ids: Sequence[int]) -> list[memoryview]:
+        """These blocks of these layers, layer after layer, neighbours joined."""
+        runs = _runs(block_ids, self._layout.block_bytes)
+        return [self._views[layer][begin:end] for layer in layers for begin, end in runs]
+
+    def written(self) -> None:
+        """What the model wrote stands: its calls have returned."""
+
+
+class DevicePagedMemory:
+    """KvMemory over the device memory of each layer's tensor, `layout.block_bytes` for each block.
+
+    `region` is the allocation of `device` that all of them lie in: what a peer on this machine may
+    open. The memory stays its owner's.
+    """
+
+    def __init__(
+        self, device: Device, layers: Sequence[DeviceView], *, layout: KvLayout, region: DeviceView
+    ) -> None:
+        first, end = region.address, region.address + region.length
+        for view in layers:
+            if not first <= view.address <= end - view.length or view.length != len(layers[0]):
+                raise XpydError("cache memory must be alike and in one allocation")
+        if len(layers) != len(layout.layers) or len(layers[0]) % layout.block_bytes:
+            raise XpydError(f"{len(layers)} pieces of memory for {len(layout.layers)} layers")
+        self.device = device
+        self.region = region
+        self._layers = tuple(layers)
+        self._layout = layout
+
+    @property
+    def layout(self) -> KvLayout:
+        """Shape of the cache."""
+        return self._layout
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the cache."""
+        return len(self._layers[0]) // self._layout.block_bytes
+
+    @property
+    def regions(self) -> Sequence[DeviceView]:
+        """The whole cache: one view for each layer."""
+        return self._layers
+
+    def block_view(self, layer: int, block_id: int) -> DeviceView:
+        """Where one block of one layer (index into `layout.layers`) lies."""
+        size = self._layout.block_bytes
+        return self._layers[layer][block_id * size : (block_id + 1) * size]
+
+    def views(self, layers: Sequence[int], block_ids: Sequence[int]) -> list[DeviceView]:
+        """Where these blocks of these layers lie, layer after layer, neighbours joined."""
+        runs = _runs(block_ids, self._layout.block_bytes)
+        return [self._layers[layer][begin:end] for layer in layers for begin, end in runs]
+
+    def written(self) -> Event:
+        """Engine thread: when all that the model has enqueued by now stands in the cache."""
+        return self.device.compute_stream().record()
+
+
+def paged_over(
+    device: Device,
+    region: DeviceView,
+    flat: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    *,
+    layers: Sequence[int],
+) -> DevicePagedMemory:
+    """The KvMemory of cache tensors (as in PagedMemory) cut from `flat`, the bytes of `region` as
+    torch sees them. XpydError for others."""
+    layout = layout_of(tensors, layers=layers, device_type=flat.device.type)
+    starts = [tensor.data_ptr() - flat.data_ptr() for tensor in tensors]
+    size = tensors[0].nbytes
+    if not all(0 <= start <= len(region) - size for start in starts):
+        raise XpydError("cache tensors must be cut from the memory that peers may open")
+    views = [region[start : start + size] for start in starts]
+    return DevicePagedMemory(device, views, layout=layout, region=region)
+
+
+def layout_of(
+    tensors: Sequence[torch.Tensor], *, layers: Sequence[int], device_type: str
+) -> KvLayout:
+    """The shape of a cache of one tensor for each layer, as in PagedMemory. XpydError when they are
+    not alike, contiguous and on a device of this type."""
+    if not tensors or len(tensors) != len(layers):
+        raise XpydError(f"{len(tensors)} cache tensors for {len(layers)} layers")
+    first = tensors[0]
+    for tensor in tensors:
+        if (
+            tensor.ndim != _DIMENSIONS
+            or tensor.shape != first.shape
+            or tensor.dtype != first.dtype
+            or tensor.device.type != device_type
+            or not tensor.is_contiguous()
+        ):
+            raise XpydError(
+                f"cache tensors must be alike: contiguous on {device_type}, "
+                "[blocks, kv heads, block size, 2 * head dim]"
+            )
+    _, kv_heads, block_size, width = first.shape
+    return KvLayout(
+        layers=tuple(layers),
+        kv_heads=kv_heads,
+        head_dim=width // 2,
+        block_size=block_size,
+        dtype=str(first.dtype).removeprefix("torch."),
+        block_bytes=kv_heads * block_size * width * first.element_size(),
+    )
+
+
+def _runs(block_ids: Sequence[int], block_bytes: int) -> list[tuple[int, int]]:
+    """Bytes [begin, end) of a layer's memory for these blocks in order, neighbours joined."""
+    runs: list[tuple[int, int]] = []
+    begin = end = -1
+    for block_id in block_ids:
+        start = block_id * block_bytes
+        if start != end:
+            if end >= 0:
+                runs.append((begin, end))
+            begin = start
+        end = start + block_bytes
+    if end >= 0:
+        runs.append((begin, end))
+    return runs
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    # numpy has no bfloat16: look at the same memory as bytes first.
+    import torch
+
+    array = tensor.detach().view(torch.uint8).numpy()
+    # numpy's stubs do not say that an array is a buffer before Python 3.12.
+    return memoryview(cast("Buffer", array)).cast("B")

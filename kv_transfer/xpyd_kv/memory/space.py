@@ -1,0 +1,218 @@
+"""The memory of a store: blocks of the paged cache, device buffer, host pool; copies between.
+
+Views only: `store` decides who may use them, and for how long.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from xpyd_core.errors import UserError
+from xpyd_core.sizes import format_bytes
+from xpyd_kv.memory.api import KvMemory, Room, StashKind
+from xpyd_kv.memory.buddy import Extent
+from xpyd_kv.memory.device import Device, DeviceView, Event, View, on_host
+from xpyd_kv.memory.store import StoreLimits
+
+
+class Arena:
+    """`memory` in units of `unit_bytes`."""
+
+    def __init__(self, memory: View, unit_bytes: int) -> None:
+        self.memory = memory
+        self._unit_bytes = unit_bytes
+
+    def view(self, extent: Extent) -> View:
+        """The bytes of one extent."""
+        first, size = extent.offset * self._unit_bytes, extent.units * self._unit_bytes
+        return self.memory[first : first + size]
+
+
+def buffer_memory(size_bytes: int, device: Device | None) -> View:
+    """Of the device, or of the host. UserError, naming the flag, when there is less."""
+    take = _map if device is None else device.allocate
+    return _taken("--kv-buffer-size", size_bytes, take)
+
+
+def pool_memory(size_bytes: int, device: Device | None) -> View:
+    """Of the host, pinned where there is a device. UserError, naming the flag, when there is
+    less."""
+    take = _map if device is None else device.allocate_pinned
+    return _taken("--kv-host-pool-size", size_bytes, take)
+
+
+def _taken(flag: str, size_bytes: int, take: Callable[[int], View]) -> View:
+    try:
+        return take(size_bytes)
+    except (UserError, OSError, OverflowError) as error:
+        raise UserError(
+            f"{flag}: the system does not give {format_bytes(size_bytes)} ({error}); "
+            "give a smaller size"
+        ) from error
+
+
+def _map(size_bytes: int) -> memoryview:
+    """Its pages come from the system when they are first touched."""
+    return memoryview(mmap.mmap(-1, size_bytes))
+
+
+class Copier:
+    """Copies within the memory of `device`, and between it and pinned memory; None: the host's."""
+
+    def __init__(self, device: Device | None) -> None:
+        self._device = device
+        self._stream = device.stream() if device is not None else None
+
+    def copy(self, targets: Sequence[View], sources: Sequence[View]) -> Event | None:
+        """Begin to copy the bytes of all sources, in order, to all targets, each source as long as
+        some targets together; when that is through (None: it is). DeviceError."""
+        if self._device is None or self._stream is None:
+            _copy_now(on_host(targets), on_host(sources))
+            return None
+        # The blocks' last readers may still be under way on the model's stream.
+        self._stream.wait(self._device.compute_stream().record())
+        self._stream.copy(targets, sources)
+        return self._stream.record()
+
+    def close(self, deadline_s: float) -> bool:
+        """Wait for what is under way and give the stream back; whether it ended in time."""
+        if self._stream is None:
+            return True
+        has_ended = self._stream.record().wait(deadline_s)
+        self._stream.close()
+        return has_ended
+
+
+def _copy_now(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> None:
+    following = iter(targets)
+    for source in sources:
+        offset = 0
+        while offset < len(source):
+            target = next(following)
+            target[:] = source[offset : offset + len(target)]
+            offset += len(target)
+
+
+@dataclass(frozen=True)
+class BlockRoom:
+    """Blocks of the paged cache: see Room."""
+
+    memory: KvMemory
+    block_ids: Sequence[int]
+
+    def views(
+        self, first_layer: int, end_layer: int, first_block: int, end_block: int
+    ) -> Sequence[View]:
+        """As the memory gives them: neighbours may be one."""
+        blocks = self.block_ids[first_block:end_block]
+        return self.memory.views(range(first_layer, end_layer), blocks)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Memory of `num_blocks` blocks of all layers: layer after layer, its blocks side by side."""
+
+    memory: View
+    num_blocks: int
+
+
+@dataclass(frozen=True)
+class PieceRoom:
+    """Pieces one after another: see Beside. `memory` is the cache that they stand beside."""
+
+    memory: KvMemory
+    pieces: Sequence[Piece]
+    copier: Copier
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all pieces."""
+        return sum(piece.num_blocks for piece in self.pieces)
+
+    def views(
+        self, first_layer: int, end_layer: int, first_block: int, end_block: int
+    ) -> Sequence[View]:
+        """One view for each layer and piece that the area touches."""
+        return [
+            view
+            for layer in range(first_layer, end_layer)
+            for view in self._layer_views(layer, first_block, end_block)
+        ]
+
+    def copy(self, block_ids: Sequence[int], *, into_cache: bool) -> Event | None:
+        """See Beside."""
+        here: list[View] = []
+        blocks: list[View] = []
+        for layer in range(len(self.memory.layout.layers)):
+            here += self._layer_views(layer, 0, self.num_blocks)
+            blocks += [self.memory.block_view(layer, block) for block in block_ids]
+        if into_cache:
+            return self.copier.copy(blocks, here)
+        return self.copier.copy(self._in_blocks(here), blocks)
+
+    def _in_blocks(self, views: Sequence[View]) -> list[View]:
+        """The same bytes, a view for each block."""
+        size = self.memory.layout.block_bytes
+        return [view[at : at + size] for view in views for at in range(0, len(view), size)]
+
+    def _layer_views(self, layer: int, first_block: int, end_block: int) -> list[View]:
+        size = self.memory.layout.block_bytes
+        views: list[View] = []
+        start = 0
+        for piece in self.pieces:
+            low = max(first_block - start, 0)
+            high = min(end_block - start, piece.num_blocks)
+            if low < high:
+                row = layer * piece.num_blocks
+                views.append(piece.memory[(row + low) * size : (row + high) * size])
+            start += piece.num_blocks
+        return views
+
+
+class OwnSpace:
+    """See Space. `memory` is the cache that it stands beside."""
+
+    def __init__(self, memory: KvMemory, limits: StoreLimits) -> None:
+        """UserError, naming the flag, when there is less memory than buffer and pool take."""
+        self._memory = memory
+        self.unit_bytes = memory.layout.bytes_per_block
+        device = self._device = memory.device
+        self._copier = Copier(device)
+        buffer, pool = (units * self.unit_bytes for units in limits.units(self.unit_bytes))
+        self._arenas: dict[StashKind, Arena] = {}
+        if pool:
+            self._arenas["pool"] = Arena(pool_memory(pool, device), self.unit_bytes)
+        if buffer and device is not None:
+            self._arenas["buffer"] = Arena(buffer_memory(buffer, device), self.unit_bytes)
+
+    def blocks(self, block_ids: Sequence[int]) -> Room:
+        """See Space."""
+        return BlockRoom(self._memory, block_ids)
+
+    def beside(self, kind: StashKind, extents: Sequence[Extent]) -> PieceRoom:
+        """See Space."""
+        arena = self._arenas.get(kind)
+        if arena is not None:
+            pieces = [Piece(arena.view(extent), extent.units) for extent in extents]
+        else:
+            units = sum(extent.units for extent in extents)
+            pieces = [Piece(memoryview(bytearray(units * self.unit_bytes)), units)]
+        return PieceRoom(self._memory, pieces, self._copier)
+
+    @property
+    def regions(self) -> Sequence[View]:
+        """See Store."""
+        return [arena.memory for arena in self._arenas.values()]
+
+    def close(self, deadline_s: float) -> None:
+        """See Store."""
+        if not self._copier.close(deadline_s) or self._device is None:
+            return
+        for kind, arena in self._arenas.items():
+            if kind == "buffer":
+                self._device.free(cast("DeviceView", arena.memory))
+            else:
+                self._device.free_pinned(cast("memoryview", arena.memory))

@@ -1,0 +1,315 @@
+"""The store leases landings and stashes: own blocks first, then device buffer, then host pool.
+
+Engine thread only. It keeps the books, in units of the space it is made with: what is taken of the
+buffer and of the pool, and what comes back late, when a device has copied it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+from xpyd_core.errors import XpydError
+from xpyd_core.request_id import TransferKey
+from xpyd_kv.memory.api import Beside, Landing, LandingKind, Room, Space, StashKind, StoreFigures
+from xpyd_kv.memory.buddy import Buddy, Extent
+from xpyd_kv.memory.device import DeviceError, Event, View
+from xpyd_kv.values import BlockPool
+
+
+class _Late(NamedTuple):
+    event: Event
+    give_back: Callable[[], None]
+
+
+class Late:
+    """In the order of the copies."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[_Late] = deque()
+
+    def give_back_after(self, event: Event, give_back: Callable[[], None]) -> None:
+        """`give_back`, in a `poll` after `event`."""
+        self._waiting.append(_Late(event, give_back))
+
+    def poll(self) -> None:
+        """Give back what is no longer copied. What stands behind an event that fails stays taken:
+        that device is lost."""
+        while self._waiting:
+            try:
+                if not self._waiting[0].event.is_done():
+                    return
+            except DeviceError:
+                self._waiting.popleft()
+                continue
+            self._waiting.popleft().give_back()
+
+
+class LeaseError(XpydError):
+    """A landing was used after it was given back: a defect of the caller."""
+
+
+_Room = TypeVar("_Room", bound=Room)
+
+
+class _Lease(Generic[_Room]):
+    """What both kinds have in common. The room is let go at the end: it may be memory."""
+
+    def __init__(
+        self,
+        owner: TransferKey,
+        room: _Room,
+        *,
+        num_blocks: int,
+        unit_bytes: int,
+        on_end: Callable[[], None],
+    ) -> None:
+        self.owner = owner
+        self.num_blocks = num_blocks
+        self.size_bytes = num_blocks * unit_bytes
+        self._room: _Room | None = room
+        self._on_end = on_end
+
+    @property
+    def room(self) -> _Room:
+        """What is leased. LeaseError after the end."""
+        if self._room is None:
+            raise LeaseError(f"landing of {self.owner} is used after its end")
+        return self._room
+
+    def views(
+        self, first_layer: int, end_layer: int, first_block: int, end_block: int
+    ) -> Sequence[View]:
+        """As the room gives them."""
+        return self.room.views(first_layer, end_layer, first_block, end_block)
+
+    def _end(self) -> Callable[[], None]:
+        """Not leased any more; what is left to call."""
+        _ = self.room
+        self._room = None
+        return self._on_end
+
+
+class DirectLanding(_Lease[Room]):
+    """Blocks of the paged cache, reserved for one transfer."""
+
+    kind: LandingKind = "direct"
+    is_copying = False
+
+    def __init__(
+        self,
+        owner: TransferKey,
+        room: Room,
+        block_ids: list[int],
+        *,
+        unit_bytes: int,
+        pool: BlockPool,
+        on_end: Callable[[], None],
+    ) -> None:
+        super().__init__(
+            owner, room, num_blocks=len(block_ids), unit_bytes=unit_bytes, on_end=on_end
+        )
+        self._block_ids = block_ids
+        self._pool = pool
+
+    def adopt(self) -> list[int] | None:
+        """The blocks themselves; nothing is copied."""
+        self._end()()
+        return self._block_ids
+
+    def free(self) -> None:
+        """Give the blocks back to the pool."""
+        self._end()()
+        self._pool.release(self._block_ids)
+
+
+class BesideLanding(_Lease[Beside]):
+    """Room beside the paged cache: in the device buffer, or in the host pool. A Landing, and a
+    Stash."""
+
+    def __init__(
+        self,
+        owner: TransferKey,
+        room: Beside,
+        *,
+        kind: StashKind,
+        num_blocks: int,
+        unit_bytes: int,
+        pool: BlockPool,
+        late: Late,
+        on_end: Callable[[], None],
+    ) -> None:
+        super().__init__(owner, room, num_blocks=num_blocks, unit_bytes=unit_bytes, on_end=on_end)
+        self.kind: StashKind = kind
+        self._pool = pool
+        self._late = late
+        # Blocks taken by `adopt`, and when they are filled.
+        self._copying: tuple[Event, list[int]] | None = None
+        # When what `fill` began is through.
+        self._filling: Event | None = None
+
+    @property
+    def is_copying(self) -> bool:
+        return self._copying is not None
+
+    def adopt(self) -> list[int] | None:
+        """Blocks from the pool with the bytes copied into them."""
+        room = self.room
+        if self._copying is None:
+            block_ids = self._pool.take(self.num_blocks)
+            if block_ids is None:
+                return None
+            event = room.copy(block_ids, into_cache=True)
+            self._copying = None if event is None else (event, block_ids)
+        else:
+            event, block_ids = self._copying
+        if event is not None:
+            if not event.is_done():
+                return None
+            self._copying = None
+        self.free()
+        return block_ids
+
+    def fill(self, block_ids: Sequence[int]) -> Event | None:
+        """The bytes of these blocks."""
+        self._filling = self.room.copy(block_ids, into_cache=False)
+        return self._filling
+
+    def free(self) -> None:
+        """Give the memory back to the buffer or the host pool."""
+        on_end = self._end()
+        copying, self._copying = self._copying, None
+        filling, self._filling = self._filling, None
+        if filling is not None:
+            self._late.give_back_after(filling, on_end)
+            return
+        if copying is None:
+            on_end()
+            return
+        event, block_ids = copying
+
+        def give_back() -> None:
+            self._pool.release(block_ids)
+            on_end()
+
+        self._late.give_back_after(event, give_back)
+
+
+@dataclass(frozen=True)
+class StoreLimits:
+    """What transfers may take.
+
+    `direct_free`: a transfer lands in D's own blocks while, after that, more than this share of
+    them stays free; 1 means never. `buffer_bytes`: size of the device buffer, `pool_bytes` of the
+    host pool; what is left over of a whole number of blocks is not used.
+    """
+
+    direct_free: float = 0.1
+    buffer_bytes: int = 0
+    pool_bytes: int = 0
+
+    def units(self, unit_bytes: int) -> tuple[int, int]:
+        """Whole units of buffer and pool: books and memory reckon alike."""
+        return self.buffer_bytes // unit_bytes, self.pool_bytes // unit_bytes
+
+
+class LandingStore:
+    """See Store."""
+
+    def __init__(self, limits: StoreLimits, *, pool: BlockPool, space: Space) -> None:
+        self._limits = limits
+        self._pool = pool
+        self._space = space
+        buffer, pool_units = limits.units(space.unit_bytes)
+        # In the order in which they are tried.
+        self._books: dict[StashKind, Buddy] = {"buffer": Buddy(buffer), "pool": Buddy(pool_units)}
+        self._late = Late()
+        self._leases = 0
+
+    def take(self, owner: TransferKey, num_blocks: int) -> Landing | None:
+        """See Store."""
+        free_after = self._pool.num_free - num_blocks
+        if free_after > self._limits.direct_free * self._pool.num_blocks:
+            landing = self.take_direct(owner, num_blocks)
+            if landing is not None:
+                return landing
+        return self.take_beside(owner, num_blocks)
+
+    def take_direct(self, owner: TransferKey, num_blocks: int) -> Landing | None:
+        """See Store."""
+        block_ids = self._pool.take(num_blocks)
+        if block_ids is None:
+            return None
+        return DirectLanding(
+            owner,
+            self._space.blocks(block_ids),
+            block_ids,
+            unit_bytes=self._space.unit_bytes,
+            pool=self._pool,
+            on_end=self._lease(),
+        )
+
+    def take_beside(self, owner: TransferKey, num_blocks: int) -> BesideLanding | None:
+        """See Store."""
+        for kind, book in self._books.items():
+            extents = book.take(num_blocks)
+            if extents is None:
+                continue
+            return BesideLanding(
+                owner,
+                self._space.beside(kind, extents),
+                kind=kind,
+                num_blocks=num_blocks,
+                unit_bytes=self._space.unit_bytes,
+                pool=self._pool,
+                late=self._late,
+                on_end=self._lease(book, extents),
+            )
+        return None
+
+    def poll(self) -> None:
+        """See Store."""
+        self._late.poll()
+
+    def close(self, deadline_s: float) -> None:
+        """See Store."""
+        self._space.close(deadline_s)
+        self._late.poll()
+
+    @property
+    def regions(self) -> Sequence[View]:
+        """See Store."""
+        return self._space.regions
+
+    def figures(self) -> StoreFigures:
+        """See Store."""
+        # `take` leaves more than this free.
+        kept = self._limits.direct_free * self._pool.num_blocks
+        direct = max(0, math.ceil(self._pool.num_free - kept) - 1)
+        buffer, pool, unit = self._books["buffer"], self._books["pool"], self._space.unit_bytes
+        return StoreFigures(
+            leases=self._leases,
+            direct_free_bytes=direct * unit,
+            buffer_used_bytes=buffer.used_units * unit,
+            buffer_bytes=buffer.total_units * unit,
+            pool_used_bytes=pool.used_units * unit,
+            pool_bytes=pool.total_units * unit,
+            pool_high_water_bytes=pool.high_water_units * unit,
+            pool_fragmentation=pool.fragmentation,
+        )
+
+    def _lease(
+        self, book: Buddy | None = None, extents: tuple[Extent, ...] = ()
+    ) -> Callable[[], None]:
+        """One more; what ends it."""
+        self._leases += 1
+
+        def end() -> None:
+            self._leases -= 1
+            if book is not None:
+                book.free(extents)
+
+        return end

@@ -1,0 +1,122 @@
+"""The Handler of a process' endpoint, and what waits there for a GPU's compute stream.
+
+Engine messages go to the session, rank messages to the rank. The endpoint is made first and needs a
+handler; session and rank are set later, before `start`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from xpyd_core.request_id import Address
+from xpyd_kv.memory.device import DeviceError, Event, View
+from xpyd_kv.transport.api import Handler, Peer
+from xpyd_kv.wire import messages as wire
+
+_log = logging.getLogger(__name__)
+POLL_S = 0.0005
+"""Steps take milliseconds; a layer group that leaves half a millisecond later loses nothing."""
+LIMIT_S = 30.0
+"""A model that has not run in this time does not run any more."""
+
+
+class _Waiting(NamedTuple):
+    event: Event
+    call: Callable[[], None]
+    fail: Callable[[], None]
+    until_s: float
+
+
+class ComputeGate:
+    """Calls in the order in which they came; there are never more than the engine enqueues in
+    LIMIT_S. `clock` as the endpoint's; `lost`: told when the device has failed."""
+
+    def __init__(
+        self, clock: Callable[[], float], *, lost: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self._clock = clock
+        self._lost = lost
+        self._waiting: deque[_Waiting] = deque()
+
+    def add(self, event: Event, call: Callable[[], None], fail: Callable[[], None]) -> None:
+        """`call` when `event` is done; `fail` when it fails or is not done in time."""
+        self._waiting.append(_Waiting(event, call, fail, self._clock() + LIMIT_S))
+        self.poll()
+
+    def poll(self) -> float | None:
+        """Make the calls whose time has come; when to ask again (None: nothing waits)."""
+        while self._waiting:
+            oldest = self._waiting[0]
+            try:
+                is_done = oldest.event.is_done()
+            except DeviceError as error:
+                _log.error("the GPU has failed: %s", error)
+                self._waiting.popleft()
+                self._lost(f"the GPU has failed: {error}")
+                oldest.fail()
+                continue
+            now = self._clock()
+            if is_done:
+                self._waiting.popleft()
+                oldest.call()
+            elif now >= oldest.until_s:
+                _log.error("the GPU has not run the model's work within %.0f s", LIMIT_S)
+                self._waiting.popleft()
+                oldest.fail()
+            else:
+                return now + POLL_S
+        return None
+
+
+class Ticking(Protocol):
+    """What Handler.tick asks."""
+
+    def tick(self, now: float) -> float | None: ...
+
+
+class LateHandler:
+    """See Handler. `session` None: a rank's process, whose `teller` tells its engine what it
+    counts. `rank` None: one that only has an engine."""
+
+    session: Handler | None = None
+    rank: Handler | None = None
+    teller: Ticking | None = None
+
+    def __init__(self, gate: ComputeGate) -> None:
+        self._gate = gate
+
+    def peer_up(self, peer: Peer) -> None:
+        self._of(peer).peer_up(peer)
+
+    def dial_failed(self, address: Address, reason: str) -> None:
+        for part in (self.session, self.rank):
+            if part is not None:
+                part.dial_failed(address, reason)
+
+    def peer_down(self, peer: Peer, reason: str) -> None:
+        self._of(peer).peer_down(peer, reason)
+
+    def message(self, peer: Peer, message: wire.Message, body: bytes) -> None:
+        self._of(peer).message(peer, message, body)
+
+    def data_begin(self, peer: Peer, header: wire.Data, length: int) -> Sequence[View] | None:
+        return self._of(peer).data_begin(peer, header, length)
+
+    def data_end(
+        self, peer: Peer, header: wire.Data, checksum: bytes, *, stored: bool, intact: bool
+    ) -> None:
+        self._of(peer).data_end(peer, header, checksum, stored=stored, intact=intact)
+
+    def tick(self, now: float) -> float | None:
+        times = [self._gate.poll()]
+        parts = (self.session, self.rank, self.teller)
+        times += [part.tick(now) for part in parts if part is not None]
+        return min((time for time in times if time is not None), default=None)
+
+    def _of(self, peer: Peer) -> Handler:
+        part = self.rank if peer.is_data else self.session
+        assert part is not None  # The endpoint takes no others.
+        return part

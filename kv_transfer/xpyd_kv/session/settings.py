@@ -1,0 +1,53 @@
+"""Deadlines, bounds and choices of transfers: one frozen value for both halves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from xpyd_kv.memory.store import StoreLimits
+from xpyd_kv.plan.frames import FrameLimits
+from xpyd_kv.wire import messages as wire
+
+# A peer may ask for a longer lease than ours, not for one without end.
+MAX_LEASE_S = 600.0
+
+
+@dataclass(frozen=True)
+class KvLimits:
+    """All times in seconds of the clock that the sessions get.
+
+    `dial_s`: from OFFER wanted to connection up (connect 2, AUTH 2, slack). `offer_s`: OFFER
+    answered by GRANT or LEASE. `lease_s`: how long P keeps blocks for a silent D, and D keeps KV
+    that no request expects. `done_s`: COMMIT answered. `cancel_s`: CANCEL answered by CANCELLED,
+    else the connection is closed. `probe_s`: a self-test, with its connecting.
+    `tombstone_s`: how long an ended key is remembered.
+    `max_transfers`: open at once at one D. `ahead_bytes`: DATA given to the endpoint ahead of its
+    turn, for each peer, or two frames if they are longer; so much a cancelled transfer may have to
+    wait for. Blocks held by computed
+    but unfinished transfers are at most `max_held_share` of P's. `hold_s`: how long a step of P's
+    engine waits for D at most (PUT).
+    """
+
+    dial_s: float = 5.0
+    offer_s: float = 5.0
+    lease_s: float = 30.0
+    done_s: float = 10.0
+    cancel_s: float = 5.0
+    probe_s: float = 5.0
+    tombstone_s: float = 60.0
+    max_transfers: int = 4096
+    # A few frames: the endpoint asks for the next in the same turn, so more gives no speed.
+    ahead_bytes: int = 16 * 1024 * 1024
+    max_held_share: float = 0.5
+    hold_s: float = 10.0
+
+
+@dataclass(frozen=True)
+class KvSettings:
+    """What an operator may choose, beside the endpoint's own settings."""
+
+    limits: KvLimits = field(default_factory=KvLimits)
+    frames: FrameLimits = field(default_factory=FrameLimits)
+    store: StoreLimits = field(default_factory=StoreLimits)
+    mode: wire.Mode = "put_async"
+    """P's. D does what P says."""

@@ -1,1 +1,0 @@
-"""Where bytes land on D: own blocks, device buffer, host pool. `api` is the seam."""

@@ -1,0 +1,188 @@
+"""Registered memory as one row of bytes, how a frame's bytes are found in two of them, and REGION's
+body. Pure.
+
+P's row is what a SHARED frame's runs count in; D's row is where they go. Both rows are cut into
+units of one size, so that NIXL can check and prepare them once and a frame names numbers only.
+"""
+
+from __future__ import annotations
+
+import struct
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from xpyd_core.errors import ProtocolError
+from xpyd_kv.memory.device import DeviceView, View
+from xpyd_kv.transport.host.data_path import Run, join_runs
+from xpyd_kv.transport.host.shared_memory import address_of
+
+HOST = -1
+"""`device` of memory that the CPU sees."""
+
+
+class Region(NamedTuple):
+    """`length` bytes from `address` on; of GPU `device`, or HOST."""
+
+    address: int
+    length: int
+    device: int
+
+
+class Row:
+    """Regions one behind another. They do not overlap."""
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        self.regions = tuple(sorted(regions))
+        self._starts = [region.address for region in self.regions]
+        self._offsets = [0, *accumulate(region.length for region in self.regions)]
+        self.size_bytes = self._offsets[-1]
+
+    @property
+    def devices(self) -> set[int]:
+        """Where its regions are."""
+        return {region.device for region in self.regions}
+
+    def is_of_units(self, unit: int) -> bool:
+        """Whether each region is whole units long."""
+        return unit > 0 and all(not region.length % unit for region in self.regions)
+
+    def offset_of(self, span: Region) -> int | None:
+        """Where in the row these bytes are; None when some are not in it."""
+        index = bisect_right(self._starts, span.address) - 1
+        if index < 0:
+            return None
+        region = self.regions[index]
+        inside = span.address - region.address
+        if region.device != span.device or inside > region.length - span.length:
+            return None
+        return self._offsets[index] + inside
+
+    def runs_of(self, spans: Iterable[Region], *, at_most: int) -> list[Run] | None:
+        """Where these bytes are, neighbours joined; None when some are not in the row, or in more
+        than `at_most` places."""
+        offsets: list[int] = []
+        lengths: list[int] = []
+        for span in spans:
+            if not span.length:
+                continue
+            offset = self.offset_of(span)
+            if offset is None:
+                return None
+            offsets.append(offset)
+            lengths.append(span.length)
+        runs = join_runs(offsets, lengths)
+        return runs if len(runs) <= at_most else None
+
+    def spans_of(self, runs: Iterable[Run]) -> list[Region]:
+        """The addresses of runs that lie inside of the row."""
+        spans: list[Region] = []
+        for run in runs:
+            offset, left = run
+            index = bisect_right(self._offsets, offset) - 1
+            while left:
+                region = self.regions[index]
+                inside = offset - self._offsets[index]
+                length = min(left, region.length - inside)
+                spans.append(Region(region.address + inside, length, region.device))
+                offset, left, index = offset + length, left - length, index + 1
+        return spans
+
+
+def region_of(view: View) -> Region:
+    """Where a view's bytes are. TypeError for a read-only memoryview."""
+    if isinstance(view, DeviceView):
+        return Region(view.address, view.length, view.device)
+    if not len(view):
+        return Region(0, 0, HOST)
+    return Region(address_of(view), len(view), HOST)
+
+
+def joined(regions: Iterable[Region]) -> list[Region]:
+    """The same bytes in the same order, neighbours joined."""
+    found: list[Region] = []
+    for region in regions:
+        last = found[-1] if found else None
+        if last is not None and (last.address + last.length, last.device) == (
+            region.address,
+            region.device,
+        ):
+            found[-1] = last._replace(length=last.length + region.length)
+        elif region.length:
+            found.append(region)
+    return found
+
+
+def unit_numbers(places: Iterable[Run], unit: int) -> list[int] | None:
+    """The numbers of all units that these places are made of, in order; None where one begins or
+    ends inside of a unit."""
+    numbers: list[int] = []
+    for offset, length in places:
+        if offset % unit or length % unit:
+            return None
+        numbers.extend(range(offset // unit, (offset + length) // unit))
+    return numbers
+
+
+def cuts(targets: Sequence[Region], sources: Sequence[Region]) -> Iterator[tuple[Region, Region]]:
+    """Two lists of equal length in all, cut where either is cut: where to, where from."""
+    following = iter(sources)
+    source = Region(0, 0, HOST)
+    for whole in targets:
+        target = whole
+        while target.length:
+            while not source.length:
+                source = next(following)
+            length = min(target.length, source.length)
+            yield target._replace(length=length), source._replace(length=length)
+            target, source = _behind(target, length), _behind(source, length)
+
+
+def _behind(region: Region, length: int) -> Region:
+    return region._replace(address=region.address + length, length=region.length - length)
+
+
+_HEAD = struct.Struct("<II")
+_REGION = struct.Struct("<QQi")
+_MAX_UNIT_BYTES = 2**31 - 1
+_MAX_ADDRESS = 2**63 - 1
+_MAX_DEVICE = 1023
+
+
+class Described(NamedTuple):
+    """`unit_bytes`: one block of one layer. `metadata`: opaque, for the agent."""
+
+    row: Row
+    unit_bytes: int
+    metadata: bytes
+
+
+def pack(described: Described) -> bytes:
+    """As it travels, little-endian: u32 bytes of a unit, u32 number of regions; for each u64
+    address, u64 length, i32 device (-1 the CPU's); then the metadata."""
+    regions = described.row.regions
+    head = _HEAD.pack(described.unit_bytes, len(regions))
+    return head + b"".join(_REGION.pack(*region) for region in regions) + described.metadata
+
+
+def unpack(body: bytes, size_bytes: int) -> Described:
+    """Its opposite. ProtocolError for a body that lies, or a row of another size."""
+    if len(body) < _HEAD.size:
+        raise ProtocolError("REGION without its body")
+    unit, count = _HEAD.unpack_from(body)
+    end = _HEAD.size + count * _REGION.size
+    if not 0 < unit <= _MAX_UNIT_BYTES or not count or end >= len(body):
+        raise ProtocolError("REGION with an impossible unit or number of regions")
+    regions = [Region(*fields) for fields in _REGION.iter_unpack(body[_HEAD.size : end])]
+    if any(not _is_possible(region) for region in regions):
+        raise ProtocolError("REGION with an impossible region")
+    row = Row(regions)
+    if row.size_bytes != size_bytes or len(row.devices) != 1:
+        raise ProtocolError("REGION of another size than announced, or of two devices")
+    return Described(row, unit, body[end:])
+
+
+def _is_possible(region: Region) -> bool:
+    fits = 0 < region.length <= _MAX_ADDRESS - region.address <= _MAX_ADDRESS
+    return fits and HOST <= region.device <= _MAX_DEVICE

@@ -1,0 +1,228 @@
+"""The seam between a connection and what moves DATA beside its socket. Documented here and only
+here.
+
+P says once, in REGION, what it lends. A SHARED frame then says where a DATA frame's bytes stand
+(Runs); D fetches them from there and says COPIED. Until then P's views are lent: nobody may write
+there. `sharing` keeps the books of that for each connection; a data path knows no frames, only its
+memory. Everything here runs on the I/O thread.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from itertools import starmap
+from operator import add
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from xpyd_core.errors import ProtocolError, XpydError
+from xpyd_kv.memory.device import View
+from xpyd_kv.wire.messages import Hello
+
+_RUN = struct.Struct("<QI")
+
+
+class Run(NamedTuple):
+    """Bytes [offset, offset + length) of the memory."""
+
+    offset: int
+    length: int
+
+
+class Runs(NamedTuple):
+    """The same, many of them: what many places cost is a step of Python for each."""
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    def each(self) -> list[Run]:
+        """One by one, where a step of Python costs nothing."""
+        return [Run(*run) for run in zip(*self, strict=True)]
+
+
+def join_runs(offsets: Iterable[int], lengths: Iterable[int]) -> list[Run]:
+    """Runs at these places in this order, neighbours as one, without empty ones. Hot path."""
+    runs: list[Run] = []
+    begin = end = 0
+    for offset, length in zip(offsets, lengths, strict=True):
+        if offset != end and length:
+            if end != begin:
+                runs.append(Run(begin, end - begin))
+            begin = end = offset
+        end += length
+    if end != begin:
+        runs.append(Run(begin, end - begin))
+    return runs
+
+
+def pack(runs: Iterable[Run]) -> bytes:
+    """Runs as they stand on the wire: u64 offset, u32 length, little-endian."""
+    return b"".join(starmap(_RUN.pack, runs))
+
+
+def unpack(body: bytes) -> Runs:
+    """Their opposite; the length is a multiple of 12."""
+    return Runs(*zip(*_RUN.iter_unpack(body), strict=True)) if body else Runs((), ())
+
+
+def check_runs(runs: Runs, size_bytes: int, length: int) -> None:
+    """ProtocolError unless all runs lie in `size_bytes` and have `length` bytes together."""
+    ends = map(add, *runs)
+    if not min(runs.lengths, default=1) or max(ends, default=0) > size_bytes:
+        raise ProtocolError("a run outside of the memory that is lent")
+    total = sum(runs.lengths)
+    if total != length:
+        raise ProtocolError(f"runs of {total} bytes for {length}")
+
+
+Rights = Sequence[tuple[int, int, bytes]]
+"""Ancillary data of one sendmsg."""
+
+
+class CorruptError(Exception):
+    """Out of Fetch.poll: the bytes are there, and are not what P sent. The frame is sent again."""
+
+
+class Lent(NamedTuple):
+    """What REGION says: how much memory, bytes by which D finds it, and what travels beside them.
+
+    `body` has at most MAX_REGION_BODY_BYTES of xpyd_kv.wire.frames; `rights` go over Unix sockets
+    only.
+    """
+
+    size_bytes: int
+    body: bytes = b""
+    rights: Rights = ()
+
+
+class Lender(Protocol):
+    """P's side of one connection."""
+
+    @property
+    def has_news(self) -> bool:
+        """Whether what REGION said is no longer so: `lent` is asked for again before the next
+        SHARED."""
+        ...
+
+    def lent(self) -> Lent:
+        """Asked for before the first SHARED."""
+        ...
+
+    def places(self, views: Sequence[View], *, at_most: int) -> bytes | None:
+        """SHARED's body for these views, as at most `at_most` runs; None for views that stand
+        elsewhere: then they go through the socket."""
+        ...
+
+    def sent(self) -> None:
+        """The SHARED frame with what `places` said last goes out: what P itself has to do for
+        these bytes begins. A frame that was dropped meanwhile is not sent."""
+        ...
+
+    def close(self) -> None:
+        """The connection is closed. When this returns no view is read any more by us."""
+        ...
+
+
+class Fetch(Protocol):
+    """The bytes of one SHARED frame on their way."""
+
+    def poll(self) -> bool:
+        """Whether they are where they belong and nothing of them is read any more. OSError or
+        ProtocolError when they will not come (ConnectionError: this time), CorruptError when they
+        have come wrong."""
+        ...
+
+
+class Borrower(Protocol):
+    """D's side of one connection, from the peer's AUTH on."""
+
+    takes_descriptors: bool
+    """Whether REGION brings one descriptor, over a Unix socket."""
+    reopens: bool
+    """Whether REGION may come again."""
+
+    def open(self, size_bytes: int, body: bytes, descriptors: Sequence[int]) -> None:
+        """REGION has come. ProtocolError when it is not right, OSError when the system or the
+        device does not give it: then the pair takes another way. The descriptors stay the
+        caller's."""
+        ...
+
+    def prepare(self, body: bytes, length: int) -> Callable[[Sequence[View] | None], Fetch]:
+        """SHARED has come, for `length` bytes: the function that begins to fetch them into views of
+        that length (None: nobody wants them). ProtocolError for a body that lies; nothing is
+        fetched before it is checked."""
+        ...
+
+    def close(self) -> None:
+        """The connection is closed. When this returns nothing lands in any view any more, also of
+        fetches that were not through."""
+        ...
+
+
+@runtime_checkable
+class Linked(Protocol):
+    """A Lender or Borrower that moves bytes over further connections. Its Fetches raise by
+    themselves where nothing comes."""
+
+    def attach(self, number: int, sock: socket.socket) -> None:
+        """One more, authenticated, blocking with a timeout, its own from now on; both sides know it
+        by `number`, from 1. ProtocolError for a number that has no place."""
+        ...
+
+
+class DataPath(Protocol):
+    """One way to move DATA, for all connections of an endpoint."""
+
+    name: str
+    """As in HELLO's `transports`."""
+
+    @property
+    def lends(self) -> bool:
+        """Whether we have memory to lend: without that a P does not offer this path."""
+        ...
+
+    def can_use(self, theirs: Hello) -> bool:
+        """D's side: whether DATA of this P could come so. Asked before our HELLO, which names no
+        transport that cannot be used with that P, leaves."""
+        ...
+
+    def lender(self) -> Lender: ...
+
+    def borrower(self) -> Borrower: ...
+
+
+class UnusedPath:
+    """See DataPath. `name`: of the transport."""
+
+    lends = True
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def can_use(self, theirs: Hello) -> bool:
+        """The ranks say it, each to each."""
+        return True
+
+    def lender(self) -> Lender:
+        """Only connections that DATA moves on have one."""
+        raise XpydError(f"an engine whose ranks move KV lends nothing over {self.name}")
+
+    def borrower(self) -> UnusedBorrower:
+        return UnusedBorrower()
+
+
+class UnusedBorrower:
+    """See Borrower. It is there from the peer's AUTH on, before LAYOUT says that it is not used."""
+
+    takes_descriptors = False
+    reopens = False
+
+    def open(self, size_bytes: int, body: bytes, descriptors: Sequence[int]) -> None:
+        raise ProtocolError("REGION to an engine whose ranks take DATA")
+
+    def prepare(self, body: bytes, length: int) -> Callable[[Sequence[View] | None], Fetch]:
+        raise ProtocolError("SHARED to an engine whose ranks take DATA")
+
+    def close(self) -> None:
+        """Nothing was opened."""

@@ -1,0 +1,1 @@
+"""Connections over TCP and Unix sockets: their frames, timers, failures and ends."""

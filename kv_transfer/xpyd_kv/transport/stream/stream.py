@@ -1,0 +1,483 @@
+"""One connection's socket: bytes between it, the wire's state machine and the session.
+
+Knows neither listening nor dialling, which are the endpoint's. What is written is the Outlet's;
+DATA that comes goes straight from the kernel into the session's views, or by a slab to a GPU
+(`staging`). Its methods raise where the connection must end; the endpoint ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from xpyd_core.errors import ProtocolError
+from xpyd_core.request_id import Address
+from xpyd_kv.memory.device import View, is_on_host, on_host
+from xpyd_kv.metrics import Counters
+from xpyd_kv.plan.pairs import Pair
+from xpyd_kv.transport.api import Done, Handler
+from xpyd_kv.transport.devices.staging import Into, Inward, Staging
+from xpyd_kv.transport.host.data_path import DataPath
+from xpyd_kv.transport.host.sharing import NO_CHECKSUM, Borrowing, data_of
+from xpyd_kv.transport.settings import Bounds
+from xpyd_kv.transport.stream import sockets
+from xpyd_kv.transport.stream.body import Body, answer_of, checksum
+from xpyd_kv.transport.stream.writer import DataFrame, Outlet
+from xpyd_kv.wire import errors
+from xpyd_kv.wire.connection import Connection, Event, Opened, Received
+from xpyd_kv.wire.frames import DataBegin, DataChunk, DataEnd
+from xpyd_kv.wire.messages import CHECKSUM_BYTES, Copied, Data, Hello, Layout, Probe, Region, Shared
+
+_log = logging.getLogger(__name__)
+
+
+class ClosedByPeerError(OSError):
+    """The peer has closed its side."""
+
+
+class Stream:
+    """A Peer, once `protocol` is open."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        protocol: Connection,
+        *,
+        handler: Handler,
+        bounds: Bounds,
+        counters: Counters,
+        scratch: memoryview,
+        opened: Callable[[Stream], None],
+        mismatch: Callable[[Stream, float], bool],
+        remote: str,
+        paths: Mapping[str, DataPath],
+        fetch_s: float,
+        staging: Staging | None = None,
+        address: Address | None = None,
+        connect_by: float | None = None,
+        main: Stream | None = None,
+    ) -> None:
+        self.sock = sock
+        self.protocol = protocol
+        self.remote = remote
+        """For log lines only."""
+        self.connect_by = connect_by
+        """Until when the TCP connection must stand; None once it does."""
+        self.wants_write = False
+        self.paused_since: float | None = None
+        """Since when it is not read, for want of a slab; see `resume`."""
+        self.closing: str | None = None
+        self.is_up = False
+        """Whether the session has been told of this peer."""
+        self.session_ran = False
+        """Whether the session was called since this was set to False."""
+        self.main = main
+        """P: the peer that this is a further connection of."""
+        self._address = address
+        self._handler = handler
+        self._bounds = bounds
+        self._counters = counters
+        self._scratch = scratch
+        self._opened = opened
+        # Tells of a broken frame; whether this peer may send no more.
+        self._mismatch = mismatch
+        self._paths = paths
+        self._fetch_s = fetch_s
+        self._staging = staging
+        self._outlet = Outlet(
+            sock,
+            protocol,
+            bounds=bounds,
+            counters=counters,
+            staging=staging,
+            session_runs=self._session_runs,
+            is_closing=lambda: self.closing is not None,
+        )
+        # At D: where DATA moves beside the socket, and where it goes on to a GPU.
+        self._borrowing: Borrowing | None = None
+        self._inward: Inward | None = None
+        self._into: Into | None = None
+        self._is_at_end = False
+        self._landing: Body | None = None
+        self._copied_bytes = 0
+        self._wake_bytes = 1
+        self._can_wait = sock.family != socket.AF_UNIX
+
+    @property
+    def address(self) -> Address | None:
+        return self._address
+
+    @property
+    def transport(self) -> str:
+        return self.protocol.transport
+
+    @property
+    def hello(self) -> Hello:
+        return self.protocol.peer.hello
+
+    @property
+    def layout(self) -> Layout:
+        return self.protocol.peer.layout
+
+    @property
+    def is_data(self) -> bool:
+        return self.protocol.is_data
+
+    @property
+    def pair(self) -> Pair | None:
+        return self.protocol.pair
+
+    @property
+    def due(self) -> float:
+        """When `tick` has something to do."""
+        if self.paused_since is not None:
+            return math.inf
+        return self.protocol.due if self.connect_by is None else self.connect_by
+
+    @property
+    def has_output(self) -> bool:
+        """Whether something is not through yet, written or to be copied by the peer."""
+        return self._outlet.has_output
+
+    @property
+    def waiting_since(self) -> float | None:
+        """Since when something has to be polled: a copy by another thread or device, a slab."""
+        times = (
+            self.paused_since,
+            self._outlet.waiting_since,
+            self._borrowing.fetching_since if self._borrowing is not None else None,
+            self._inward.since_s if self._inward is not None else None,
+        )
+        return min((time_s for time_s in times if time_s is not None), default=None)
+
+    def _session_runs(self) -> None:
+        self.session_ran = True
+
+    # --- reading
+
+    def read(self, now: float) -> None:
+        """Read one turn's worth. OSError, ProtocolError and the session's errors end the
+        connection."""
+        budget = self._bounds.turn_bytes
+        while budget > 0 and self.closing is None:
+            if not self._may_read():
+                self.paused_since = now
+                break
+            try:
+                count, room = self._read_once(now, budget)
+            except BlockingIOError:
+                break
+            budget -= max(count, self._copied_bytes)
+            if count < room:
+                break
+        if self._is_at_end:
+            self.paused_since = now
+        if self._inward is not None and not self._is_in_body:
+            self._inward.rest()
+        self._wait_for_more()
+
+    @property
+    def may_have_more(self) -> bool:
+        """Whether bytes may have come that were too few to wake us."""
+        return self._wake_bytes > 1
+
+    def _wait_for_more(self) -> None:
+        """Be woken once for much of a body, and at once for anything else."""
+        left = self.protocol.data_left if self._landing is not None and self._can_wait else 0
+        count = min(left + CHECKSUM_BYTES, self._bounds.wake_bytes) if left else 1
+        if count != self._wake_bytes:
+            sockets.wake_at(self.sock, count)
+            self._wake_bytes = count
+
+    def resume(self) -> bool:
+        """Whether a paused connection may be read from now on."""
+        if self.paused_since is None or not self._may_read():
+            return False
+        self.paused_since = None
+        return True
+
+    def _may_read(self) -> bool:
+        """Whether there is room for the frames that a read may begin; and nothing on its way to
+        the GPU, where the end is all that is left to be read."""
+        if self._inward is None:
+            return True
+        if self._is_at_end:
+            return self._inward.since_s is None
+        return self._is_in_body or self._inward.reserve()
+
+    @property
+    def _is_in_body(self) -> bool:
+        return self._landing is not None or self.protocol.data_left > 0
+
+    def _read_once(self, now: float, budget: int) -> tuple[int, int]:
+        """Bytes read, and bytes that there was room for."""
+        self._copied_bytes = 0
+        landing, left = self._landing, self.protocol.data_left
+        if left:
+            if landing is not None:
+                room = min(budget, left)
+                count = self._came(landing.read(self.sock, room, self._bounds.read_bytes))
+            else:
+                room = min(len(self._scratch), left)
+                count = self._came(self.sock.recv_into(self._scratch, room))
+            self.protocol.data_read(count, now)
+            return count, room
+        room = len(self._scratch)
+        if self.main is not None or (self._inward is not None and landing is not None):
+            # What stands behind D's LAYOUT is for the thread that the socket goes to then; behind
+            # a frame's checksum may stand a frame for which no slab is reserved.
+            room = min(room, self.protocol.wanted_bytes)
+        count = self._came(self._receive(room))
+        try:
+            for event in self.protocol.feed(self._scratch[:count], now):
+                self._handle(event, now)
+                if self.closing is not None:
+                    break
+                self._say_copied(now)
+        finally:
+            self._queue_own()
+        return count, room
+
+    def poll(self, now: float) -> None:
+        """See what has been fetched meanwhile. Errors end the connection."""
+        self._end_fetches(now)
+        self._outlet.check(now, self._fetch_s)
+        if self._inward is not None:
+            self._inward.poll(now, self._fetch_s)
+        self._say_copied(now)
+
+    def _say_copied(self, now: float) -> None:
+        """At once, not with what the rest of the read makes: P lends the next frame meanwhile."""
+        frames = self._borrowing.take_copied() if self._borrowing is not None else 0
+        if frames:
+            self.queue_control(self.protocol.encode(Copied(frames=frames)))
+            if not self.wants_write:
+                # A P that has gone may have said more, which is read first; the next write ends it.
+                with contextlib.suppress(ConnectionError):
+                    self.write(now)
+
+    def attach(self, number: int, sock: socket.socket) -> None:
+        """One more connection between the two processes, for DATA only."""
+        sockets.make_blocking(sock, self._fetch_s)
+        books = self._outlet.lending or self._borrowing
+        assert books is not None
+        books.attach(number, sock)
+
+    def _receive(self, room: int) -> int:
+        """Read up to `room` bytes of control frames. From the peer's AUTH on D takes the descriptor
+        that REGION may have."""
+        if self._address is None and self.protocol.is_proved:
+            self._borrow()
+        if self._borrowing is None:
+            return self.sock.recv_into(self._scratch, room)
+        return self._borrowing.receive(self.sock, self._scratch[:room])
+
+    def _borrow(self) -> None:
+        path = self._paths.get(self.transport)
+        if self._borrowing is None and path is not None:
+            self._borrowing = Borrowing(path.borrower(), fetch_s=self._fetch_s)
+
+    def _came(self, count: int) -> int:
+        if not count and self._inward is not None and self._inward.since_s is not None:
+            self._is_at_end = True
+            raise BlockingIOError
+        if not count:
+            raise ClosedByPeerError("closed by the peer")
+        self._counters.received_bytes += count
+        return count
+
+    def _handle(self, event: Event, now: float) -> None:
+        if isinstance(event, Received):
+            if isinstance(event.message, Region | Shared | Copied):
+                self._handle_shared(event.message, event.body, now)
+                return
+            if isinstance(event.message, Probe):
+                self._handle_probe(event.message, event.body, now)
+                return
+            self._say(partial(self._handler.message, self, event.message, event.body), now)
+        elif isinstance(event, DataBegin):
+            self._begin_data(event.header, event.length)
+        elif isinstance(event, DataChunk):
+            if self._landing is not None:
+                self._landing.write(event.data)
+        elif isinstance(event, DataEnd):
+            self._end_data(event, now)
+        else:
+            assert isinstance(event, Opened)
+            # Our LAYOUT may have been made by the same read: it goes before the session's frames.
+            self._queue_own()
+            path = self._paths.get(self.transport)
+            if self._address is None:
+                self._borrow()
+            elif path is not None and self.main is None and self.pair is not None:
+                self._outlet.lend(path.lender())
+            if self._staging is not None and self._address is None:
+                room = self.protocol.max_own_data_bytes + len(self._scratch)
+                self._inward = Inward(self._staging, room_bytes=room)
+                # For what may stand behind LAYOUT in this read.
+                self._inward.reserve()
+            self._opened(self)
+
+    def _handle_shared(self, message: Region | Shared | Copied, body: bytes, now: float) -> None:
+        """What stands in for DATA bodies that move beside the socket."""
+        if isinstance(message, Copied):
+            lending = self._outlet.lending
+            assert lending is not None
+            for done in lending.copied(message.frames):
+                self.session_ran = True
+                done(NO_CHECKSUM)
+            return
+        borrowing = self._borrowing
+        assert borrowing is not None
+        if isinstance(message, Region):
+            borrowing.open(message, body)
+            return
+        length = self.protocol.data_bytes(message)
+        start = borrowing.prepare(body, length)
+        header = data_of(message)
+        views = self._room_for(header, length)
+        borrowing.begin(header, length, views, start, now)
+        self._end_fetches(now)
+
+    def _end_fetches(self, now: float) -> None:
+        if self._borrowing is None:
+            return
+        for header, length, views, intact in self._borrowing.ended(now):
+            stored = views is not None
+            if stored:
+                self._copied_bytes += length
+            if isinstance(header, Probe):
+                self._answer_probe(header, views or (), self.transport)
+            else:
+                self._counters.shared_bytes += length if stored else 0
+                self.session_ran = True
+                whole = stored and intact
+                self._handler.data_end(self, header, NO_CHECKSUM, stored=stored, intact=whole)
+            if not intact:
+                self._count_broken(now)
+
+    def _handle_probe(self, probe: Probe, body: bytes, now: float) -> None:
+        """Bytes that P wants the digest of. They take DATA's way, and end here."""
+        if not probe.shared:
+            views = [memoryview(body)]
+            self._answer_probe(probe, views, sockets.usable(self.sock)[-1])
+            if checksum(views) != probe.checksum:
+                self._count_broken(now)
+            return
+        borrowing = self._borrowing
+        if borrowing is None:
+            raise ProtocolError("PROBE of lent bytes where nothing is lent")
+        start = borrowing.prepare(body, probe.size_bytes)
+        room = [memoryview(bytearray(probe.size_bytes))]
+        borrowing.begin(probe, probe.size_bytes, room, start, now)
+        self._end_fetches(now)
+
+    def _answer_probe(self, probe: Probe, views: Sequence[View], transport: str) -> None:
+        self.queue_control(self.protocol.encode(answer_of(probe, on_host(views), transport)))
+
+    def _room_for(self, header: Data, length: int) -> Sequence[View] | None:
+        self.session_ran = True
+        views = self._handler.data_begin(self, header, length)
+        room = length if views is None else sum(map(len, views))
+        if room != length:
+            raise ValueError(f"the session gave {room} bytes of room for {length}")
+        return views
+
+    def _begin_data(self, header: Data, length: int) -> None:
+        views = self._room_for(header, length)
+        if views is None:
+            return
+        if self._inward is not None and not is_on_host(views):
+            self._into = self._inward.carve(views, length)
+            views = [self._into.part]
+        self._landing = Body(on_host(views))
+
+    def _end_data(self, end: DataEnd, now: float) -> None:
+        landing, self._landing = self._landing, None
+        into, self._into = self._into, None
+        intact = landing is not None and landing.digest() == end.checksum
+        stored = landing is not None
+        ended = partial(self._handler.data_end, self, *end, stored=stored, intact=intact)
+        if into is not None and self._inward is not None:
+            if intact:
+                self._inward.land(into, then=partial(self._say_now, ended), now=now)
+                return
+            self._inward.drop(into.slab)
+        self._say(ended, now)
+        if landing is not None and not intact:
+            self._count_broken(now)
+
+    def _say(self, call: Callable[[], None], now: float) -> None:
+        """To the session, behind the frames that a device still takes."""
+        if self._inward is None:
+            self._say_now(call)
+        else:
+            self._inward.after(partial(self._say_now, call), now)
+
+    def _say_now(self, call: Callable[[], None]) -> None:
+        if self.closing is None:
+            self.session_ran = True
+            call()
+
+    def _count_broken(self, now: float) -> None:
+        self._counters.corrupt_frames += 1
+        if self._mismatch(self, now):
+            raise self.protocol.refuse(errors.QUARANTINE)
+
+    # --- writing
+
+    def queue_control(self, frame: bytes) -> None:
+        """SlowReaderError when the queue is full."""
+        self._outlet.queue_control(frame)
+
+    def queue_data(self, frame: DataFrame) -> None:
+        """IllegalMoveError when it can never be sent."""
+        self._outlet.queue_data(frame)
+
+    def write(self, now: float) -> bool:
+        """Write one turn's worth; whether there is more to write. Errors end the connection."""
+        return self._outlet.write(now)
+
+    def tick(self, now: float) -> None:
+        """PING, or raise SilentPeerError. TimeoutError while connecting. Nothing while it is
+        paused: what the peer says stands unread."""
+        if self.paused_since is not None:
+            return
+        if self.connect_by is not None:
+            if now >= self.connect_by:
+                raise TimeoutError("not connected in time")
+            return
+        self.protocol.tick(now)
+        self._queue_own()
+
+    def connected(self) -> None:
+        """The TCP connection stands: the dialler's HELLO may go."""
+        self.connect_by = None
+        self._queue_own()
+
+    def _queue_own(self) -> None:
+        frames = self.protocol.outgoing()
+        if frames:
+            self.queue_control(frames)
+
+    # --- the end
+
+    def say_last_words(self) -> None:
+        """Try once to send what the handshake has to say, a REFUSE above all."""
+        if self.connect_by is None and not self._outlet.is_in_frame:
+            self._outlet.say_last_words(self.protocol.outgoing())
+
+    def abandon(self) -> list[Done]:
+        """Close the socket, let go of all views; the `done` of every frame not through."""
+        self.sock.close()
+        ended = self._outlet.abandon()
+        if self._borrowing is not None:
+            self._borrowing.close()
+        if self._inward is not None:
+            self._inward.close(self._into.slab if self._into is not None else None)
+        self._landing = self._into = None
+        return ended
