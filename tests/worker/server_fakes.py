@@ -250,6 +250,7 @@ async def serving(
     seed: int | None = None,
     keys: tuple[bytes, ...] = (KEY,),
     tokenizer: ByteTokenizer | None = None,
+    model: ServedModel | None = None,
     tracer: Tracer | None = None,
     bodies: BodyBudget | None = None,
 ) -> AsyncIterator[Running]:
@@ -272,7 +273,7 @@ async def serving(
 
     admin = Admin(api, metrics, Process(keys, "my-inc", drain))
     if ready:
-        model = ServedModel(
+        model = model or ServedModel(
             ("fake", "alias"),
             tokenizer or ByteTokenizer(),
             frozenset({EOS}),
