@@ -64,9 +64,10 @@ def kv_block() -> list[Calls]:
 
 def edit() -> list[Calls]:
     """J3."""
+    from xpyd_operator.kube.kinds import FLEET
+
     from tests.operator.kube_fakes import FakeApi, until
     from tests.operator.kube_operating import fleet, fleet_ready, ready, replicas, run
-    from xpyd_operator.kube.kinds import FLEET
 
     trace, found = Trace(), list[Calls]()
 
