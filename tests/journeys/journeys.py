@@ -43,7 +43,6 @@ def chat() -> list[Calls]:
 def kv_block() -> list[Calls]:
     """J2."""
     from tests.kv.pods import admitted, ids_of, key_of, pods, send, settled, until
-    from xpyd_kv.connector.api import Landed
 
     trace, found = Trace(), list[Calls]()
     with trace.installed(), pods() as (p, d):
@@ -56,7 +55,6 @@ def kv_block() -> list[Calls]:
             answer = admitted(d, key, ids)
             until(lambda key=key: settled(p, key))
             found.append(trace.stop())
-            assert isinstance(answer, Landed)
             assert d.memory.holds(answer.block_ids, seed)
             d.pool.release(answer.block_ids)
     return found[1:]
@@ -64,10 +62,9 @@ def kv_block() -> list[Calls]:
 
 def edit() -> list[Calls]:
     """J3."""
-    from xpyd_operator.kube.kinds import FLEET
-
     from tests.operator.kube_fakes import FakeApi, until
     from tests.operator.kube_operating import fleet, fleet_ready, ready, replicas, run
+    from xpyd_operator.controller.kinds import FLEET
 
     trace, found = Trace(), list[Calls]()
 
