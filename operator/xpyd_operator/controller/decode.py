@@ -14,7 +14,7 @@ from typing import Any, TypedDict, TypeVar
 from msgspec.json import Decoder
 
 from xpyd_operator.controller.kinds import POD, Kind
-from xpyd_operator.document.extent import excess
+from xpyd_operator.document.load import excess
 
 T = TypeVar("T")
 

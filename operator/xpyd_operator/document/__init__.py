@@ -4,10 +4,7 @@
 once. Nothing here knows how a fleet is run.
 """
 
-from xpyd_operator.document.fleet import InferenceFleet, Metadata, Spec
-from xpyd_operator.document.fleetpool import InferenceFleetPool, PoolSpec
-from xpyd_operator.document.load import load_fleet, parse_fleet, parse_object
-from xpyd_operator.document.model import (
+from xpyd_operator.document.engines import (
     Engine,
     EnvSource,
     EnvVar,
@@ -15,20 +12,28 @@ from xpyd_operator.document.model import (
     KeyRef,
     Model,
     ModelCache,
+    Parallelism,
+    Pool,
+    Resources,
+    Scaling,
     SecretRef,
 )
-from xpyd_operator.document.pool import Parallelism, Pool, Resources, Scaling
-from xpyd_operator.document.router import (
+from xpyd_operator.document.fleet import (
     Drain,
     Heartbeat,
+    InferenceFleet,
     KvKeyRef,
     KvTransfer,
     Limits,
+    Metadata,
     NetworkPolicy,
     Queue,
     Router,
     Service,
+    Spec,
 )
+from xpyd_operator.document.fleetpool import InferenceFleetPool, PoolSpec
+from xpyd_operator.document.load import load_fleet, parse_fleet, parse_object
 
 __all__ = [
     "Drain",

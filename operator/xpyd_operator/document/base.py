@@ -1,38 +1,307 @@
-"""The base of the document's models and the scalar types that several of them use.
+"""The base of the document's models: ApiModel, rules, and the scalar types that several models use.
 
-A bound or rule is written down once, here or in a field's annotation: pydantic checks it for
-`xpyd up`, `document.crd` writes it into the CRD, `document.problems` puts it into words.
+A bound or a rule is written once, in a field's annotation or as a method of its model. A rule has
+a CEL expression for the API server, a Python twin for `xpyd up`, and one message for both: pydantic
+runs the twin, `document.crd` writes the expression into the CRD, and `document.mistakes` words the
+error. `Transition` rules compare an object with its previous version, so only
+`document.fleetpool` runs them. This module knows no field of the document.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Self, cast
+import re
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar, cast
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     ValidationInfo,
+    ValidatorFunctionWrapHandler,
     model_validator,
 )
 from pydantic.alias_generators import to_camel
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
-
-from xpyd_operator.document.rules import (
-    INT_OR_STRING,
-    VALIDATIONS,
-    Check,
-    Rule,
-    Transition,
-    broken,
-    matching,
-    mistake,
-    neither,
-    raise_all,
+from pydantic_core import (
+    CoreSchema,
+    InitErrorDetails,
+    PydanticCustomError,
+    ValidationError,
+    core_schema,
 )
+
+M = TypeVar("M")
+VALIDATIONS = "x-kubernetes-validations"
+RULE = "rule"
+"""pydantic's error type for the rules that are ours: the message is what follows the path."""
+INT_OR_STRING = "x-kubernetes-int-or-string"
+"""A schema's extension, and pydantic's error type for a value that is neither."""
+DUPLICATE = "duplicate"
+"""pydantic's error type for the second of two equal items; `key` in its context is their key."""
+
+
+def broken(text: str) -> PydanticCustomError:
+    """One of our own rules is broken: `text` is what the API server says of it, after the path."""
+    return PydanticCustomError(RULE, "{text}", {"text": text})
+
+
+def duplicate(key: str, value: str) -> PydanticCustomError:
+    """A second item of a list is equal to one before, or has an equal field `key`."""
+    return PydanticCustomError(DUPLICATE, "duplicate", {"key": key, "value": value})
+
+
+def neither() -> PydanticCustomError:
+    """A value that must be an integer or text is neither."""
+    return PydanticCustomError(INT_OR_STRING, "neither an integer nor text")
+
+
+def mistake(error: PydanticCustomError, *loc: str | int) -> InitErrorDetails:
+    """One mistake at `loc`, relative to the value that is being checked."""
+    return InitErrorDetails(type=error, loc=loc, input=None)
+
+
+def raise_all(mistakes: Iterable[InitErrorDetails]) -> None:
+    """Report the mistakes together, if there is one."""
+    if found := list(mistakes):
+        raise ValidationError.from_exception_data("rules", found)
+
+
+@dataclass(frozen=True)
+class Numbers(Generic[M]):
+    """What a broken rule's message ends with, in parentheses: the values at fault.
+
+    `text`: with %d and %s, which CEL's format and Python's % read alike; `cel`: the values as CEL,
+    `of`: as Python has them.
+    """
+
+    text: str
+    cel: str
+    of: Callable[[M], tuple[int | str, ...]]
+
+    def expression(self, message: str) -> str:
+        """`message` with them, as a CEL expression."""
+        quoted = message.replace("\\", "\\\\").replace("'", "\\'").replace("%", "%%")
+        return f"'{quoted} ({self.text})'.format([{self.cel}])"
+
+
+@dataclass(frozen=True)
+class _Fields:
+    """A rule over fields of a model; `field` names the one at fault, camelCase.
+
+    `in_cluster`: it is about pods or nodes, so that local mode does not ask it.
+    """
+
+    cel: str
+    message: str
+    field: str
+    missing: bool
+    in_cluster: bool
+
+    def schema(self) -> dict[str, str]:
+        """The rule as an entry of x-kubernetes-validations."""
+        path = {"fieldPath": f".{self.field}"} if self.field else {}
+        # Not the default, FieldValueInvalid: the server would show the type of the whole object.
+        reason = "FieldValueRequired" if self.missing else "FieldValueForbidden"
+        return {"rule": self.cel, "message": self.message, "reason": reason, **path}
+
+    @property
+    def text(self) -> str:
+        """What the API server says after the path."""
+        return f"{'Required value' if self.missing else 'Forbidden'}: {self.message}"
+
+
+@dataclass(frozen=True)
+class Rule(_Fields, Generic[M]):
+    """A method of a model that must hold."""
+
+    holds: Callable[[M], bool]
+    numbers: Numbers[M] | None = None
+
+    def schema(self) -> dict[str, str]:
+        """As the API server wants it, which falls back to the message where numbers fail."""
+        found = super().schema()
+        if self.numbers:
+            found["messageExpression"] = self.numbers.expression(self.message)
+        return found
+
+    def told(self, model: M) -> str:
+        """What the API server says of `model`, which breaks the rule, after the path."""
+        numbers = self.numbers
+        return f"{self.text} ({numbers.text % numbers.of(model)})" if numbers else self.text
+
+
+@dataclass(frozen=True)
+class Transition(_Fields, Generic[M]):
+    """A rule over a model and its value before."""
+
+    holds: Callable[[M, M], bool]
+
+
+def rule(
+    cel: str,
+    message: str,
+    *,
+    field: str = "",
+    missing: bool = False,
+    in_cluster: bool = False,
+    numbers: Numbers[M] | None = None,
+) -> Callable[[Callable[[M], bool]], Rule[M]]:
+    """Makes a method of an ApiModel the twin of `cel`: True where the rule holds.
+
+    `missing`: what breaks the rule is that `field` is not there. `in_cluster`: not of local mode.
+    """
+    return lambda holds: Rule(cel, message, field, missing, in_cluster, holds, numbers)
+
+
+def transition(
+    cel: str, message: str, *, field: str
+) -> Callable[[Callable[[M, M], bool]], Transition[M]]:
+    """As `rule`; the method gets the model and the one before."""
+    return lambda holds: Transition(
+        cel, message, field, missing=False, in_cluster=False, holds=holds
+    )
+
+
+@dataclass(frozen=True)
+class Check:
+    """A rule over one value, for `Annotated`. Asked only where the value's type is right.
+
+    `kind`: the value's type in the schema, which the API server shows.
+    """
+
+    cel: str
+    message: str
+    holds: Callable[[Any], bool]
+    kind: str = "string"
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        found = handler(schema)
+        found.setdefault(VALIDATIONS, []).append({"rule": self.cel, "message": self.message})
+        return found
+
+    def _check(self, value: object) -> object:
+        if not self.holds(value):
+            raise broken(_invalid(self.kind, self.message))
+        return value
+
+
+@dataclass(frozen=True)
+class ListCheck:
+    """As Check, over a whole list, reported beside the mistakes of its items, not instead of them.
+
+    `holds` sees the raw list, whose items may be anything.
+    """
+
+    cel: str
+    message: str
+    holds: Callable[[list[Any]], bool]
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_wrap_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        found = handler(schema)
+        found.setdefault(VALIDATIONS, []).append({"rule": self.cel, "message": self.message})
+        return found
+
+    def _check(self, value: object, handler: ValidatorFunctionWrapHandler) -> object:
+        fine = self.holds(_items(value))
+        text = _invalid("array", self.message)
+        return _beside([] if fine else [mistake(broken(text))], value, handler)
+
+
+@dataclass(frozen=True)
+class Unique:
+    """Items of a list, or their field `key`, must differ; the second of two equal is at fault."""
+
+    key: str = ""
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_wrap_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        found = handler(schema)
+        found["x-kubernetes-list-type"] = "map" if self.key else "set"
+        if self.key:
+            found["x-kubernetes-list-map-keys"] = [self.key]
+        return found
+
+    def _check(self, value: object, handler: ValidatorFunctionWrapHandler) -> object:
+        return _beside(list(self._duplicates(_items(value))), value, handler)
+
+    def _duplicates(self, raw: list[Any]) -> Iterable[InitErrorDetails]:
+        seen: set[Hashable] = set()
+        for index, item in enumerate(raw):
+            value: object = item
+            if self.key and isinstance(item, dict):
+                value = cast("dict[str, object]", item).get(self.key)
+            if not isinstance(value, str):
+                continue
+            if value in seen:
+                yield mistake(duplicate(self.key, value), index)
+            seen.add(value)
+
+
+def _invalid(kind: str, message: str) -> str:
+    return f'Invalid value: "{kind}": {message}'
+
+
+def _items(value: object) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else []
+
+
+def _beside(
+    mistakes: list[InitErrorDetails], value: object, handler: ValidatorFunctionWrapHandler
+) -> object:
+    """The validated value, or its own mistakes and then these."""
+    try:
+        result: object = handler(value)
+    except ValidationError as error:
+        raise_all([*_details(error), *mistakes])
+        raise
+    raise_all(mistakes)
+    return result
+
+
+def _details(error: ValidationError) -> Iterable[InitErrorDetails]:
+    for item in error.errors(include_url=False):
+        kind, context = item["type"], item.get("ctx", {})
+        found: str | PydanticCustomError = kind
+        if kind == RULE:
+            found, context = broken(item["msg"]), {}
+        elif kind == DUPLICATE:
+            found, context = duplicate(context["key"], context["value"]), {}
+        elif kind == INT_OR_STRING:
+            found, context = neither(), {}
+        yield InitErrorDetails(type=found, loc=item["loc"], input=item["input"], ctx=context)
+
+
+def matching(pattern: str, message: str) -> Check:
+    """The whole text must match `pattern`, which Python and RE2 read alike."""
+    quoted = pattern.replace("\\", "\\\\").replace("'", "\\'")
+    found = re.compile(pattern, re.ASCII)
+    return Check(f"self.matches('^({quoted})$')", message, lambda v: bool(found.fullmatch(v)))
+
 
 LOCAL = "local"
 """pydantic's context of a document for local mode: rules about pods and nodes are not asked."""

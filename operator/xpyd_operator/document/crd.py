@@ -10,9 +10,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from xpyd_operator.document.base import INT_OR_STRING, VALIDATIONS
 from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.fleetpool import InferenceFleetPool
-from xpyd_operator.document.rules import INT_OR_STRING, VALIDATIONS
 from xpyd_operator.document.status import FleetStatus, PoolStatus
 
 GROUP = "xpyd.dev"

@@ -1,23 +1,254 @@
-"""InferenceFleet, xpyd.dev/v1alpha1: the fields that this version makes work, with their bounds.
+"""InferenceFleet, xpyd.dev/v1alpha1: the document's root, its router and the transfer of KV.
 
-A field or an enum's value enters with the code behind it; until then `document.later` names
-it, so that a document is refused and not half obeyed. Names and bounds are append-only.
+A field or an enum's value enters the models together with the code behind it. Until then
+`document.mistakes` names it as unsupported, so that a document is refused instead of obeyed in
+part. Names and bounds are append-only.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from xpyd_core.pod_env import HTTP_PORT, LAST_PORT, data_port, rendezvous_port
-from xpyd_operator.document.base import DNS_LABEL, ApiModel
-from xpyd_operator.document.model import Engine, Model
-from xpyd_operator.document.pod import Annotations, Labels
-from xpyd_operator.document.pool import POOL_ROLES, Pool
-from xpyd_operator.document.router import Drain, Heartbeat, KvTransfer, NetworkPolicy, Router
-from xpyd_operator.document.rules import Check, Numbers, Unique, matching, rule
+from xpyd_core.pod_env import (
+    DISCOVERY_PORT,
+    HTTP_PORT,
+    KV_PORT,
+    LAST_PORT,
+    ROUTER_HTTP_PORT,
+    data_port,
+    rendezvous_port,
+)
+from xpyd_operator.document.base import (
+    DNS_LABEL,
+    ApiModel,
+    Check,
+    DnsName,
+    HostPath,
+    KeyName,
+    Numbers,
+    Size,
+    SizeOrPercent,
+    Unique,
+    matching,
+    rule,
+)
+from xpyd_operator.document.engines import (
+    POOL_ROLES,
+    Annotations,
+    Engine,
+    Labels,
+    Model,
+    PodTemplate,
+    Pool,
+    shaped_like,
+)
+
+
+class KvKeyRef(ApiModel):
+    """A Secret's key that holds the fleet's KV key: 64 hex digits."""
+
+    name: DnsName
+    """Name of a Secret in the fleet's namespace."""
+    key: KeyName = "key"
+    """Key in the Secret."""
+
+
+class KvTransfer(ApiModel):
+    """How KV moves from P to D."""
+
+    mode: Literal["PutAsync", "Put", "Get"] = "PutAsync"
+    """When KV leaves P: PutAsync while it computes, Put after each step, which waits, Get when D
+    asks."""
+    transport: Literal["Auto", "TCP", "UDS", "SharedMemory"] = "Auto"
+    """What carries the KV; Auto: the best that both engines of a pair have."""
+    same_host_path: HostPath = ""
+    """Folder on each node, made if need be, where engines of one node find each other: UDS and
+    SharedMemory need it in a cluster, TCP does not use it. Pod security 'restricted' forbids
+    hostPath."""
+    port: Annotated[
+        int,
+        Field(ge=1024, le=65535),
+        Check(
+            f"self != {HTTP_PORT}",
+            f"must not be {HTTP_PORT}: engines serve HTTP there",
+            lambda port: port != HTTP_PORT,
+            kind="integer",
+        ),
+    ] = KV_PORT
+    """The KV port of each engine."""
+    buffer_size: SizeOrPercent = "10%"
+    """Device buffer of D, in mode Get of P, too: a size, or a percentage of the KV cache. Of an
+    instance: its ranks share it."""
+    host_pool_size: Size | None = None
+    """Host pool of D, in mode Get of P, too; none: 4Gi in a cluster, a size that fits in local
+    mode. Of an instance: its ranks share it."""
+    lease_seconds: Annotated[int, Field(ge=5, le=3600)] = 30
+    """How long KV stays that no request asks for."""
+    wait_seconds: Annotated[int, Field(ge=1, le=600)] = 10
+    """How long a request on D waits for its KV."""
+    on_failure: Literal["Recompute", "Fail"] = "Recompute"
+    """What a request does whose KV does not come."""
+    key_secret_ref: KvKeyRef | None = None
+    """Secret with the key by which engines know each other; none: the operator makes one."""
+    insecure: bool = False
+    """No key: whoever reaches an engine's KV port may read and write KV."""
+
+    def keeps_kv(self, role: str) -> bool:
+        """Whether engines of this role have a device buffer and a host pool: D for KV that comes
+        early, P for KV that is asked for late."""
+        return role == "Decode" or (role == "Prefill" and self.mode == "Get")
+
+    @property
+    def has_own_key(self) -> bool:
+        """Whether the fleet's key is in a Secret that the operator makes."""
+        return self.key_secret_ref is None and not self.insecure
+
+    @property
+    def socket_folder(self) -> str:
+        """The nodes' folder that engines in a cluster use, "" for none."""
+        return "" if self.transport == "TCP" else self.same_host_path
+
+    @rule(
+        "!has(self.transport) || !(self.transport in ['UDS', 'SharedMemory']) || "
+        "has(self.sameHostPath)",
+        "in a cluster transport UDS or SharedMemory needs a folder of the nodes",
+        field="sameHostPath",
+        missing=True,
+        in_cluster=True,
+    )
+    def _has_folder(self) -> bool:
+        return self.transport not in ("UDS", "SharedMemory") or bool(self.same_host_path)
+
+    @rule(
+        "!has(self.insecure) || !self.insecure || !has(self.keySecretRef)",
+        "insecure is to have no key, keySecretRef names one: leave one out",
+        field="insecure",
+    )
+    def _has_key_or_none(self) -> bool:
+        return not self.insecure or self.key_secret_ref is None
+
+
+class Service(ApiModel):
+    """The Service in front of the routers."""
+
+    type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
+    """Who reaches it: the cluster, also each node's port, or also a load balancer's address."""
+    port: Annotated[int, Field(ge=1, le=65535)] = ROUTER_HTTP_PORT
+    """Its port."""
+
+
+Policy = Literal[
+    "RoundRobin",
+    "Random",
+    "PowerOfTwo",
+    "LeastLoaded",
+    "PrefixAware",
+    "SessionAffinity",
+    "SloAware",
+]
+"""Of the router's own ones (docs/router.md) those that a document may name."""
+
+
+class Slo(ApiModel):
+    """What a request may take that does not say it itself."""
+
+    ttft_milliseconds: Annotated[int, Field(ge=1, le=3_600_000)] | None = None
+    """From the request to its first token; none: no objective."""
+    itl_milliseconds: Annotated[int, Field(ge=1, le=3_600_000)] | None = None
+    """Between two of its tokens, in the mean; none: no objective."""
+
+
+class Limits(ApiModel):
+    """What one router works on at once; further requests wait in its queue."""
+
+    requests: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    """Requests in flight; none: no limit."""
+    tokens: Annotated[int, Field(ge=1, le=2_000_000_000)] | None = None
+    """Tokens in flight, of prompts and allowed outputs together; none: no limit."""
+
+
+class Queue(ApiModel):
+    """Requests that wait in one router: for their turn, or for instances to return."""
+
+    size: Annotated[int, Field(ge=0, le=1_000_000)] = 1024
+    """How many may wait; more get status 429."""
+    memory: Size = "256Mi"
+    """Memory for the bodies of those that wait."""
+    timeout_seconds: Annotated[int, Field(ge=0, le=86400)] = 60
+    """How long a request waits for its turn, and how long after the last pair was lost for another;
+    then it gets status 503."""
+
+
+class Router(ApiModel):
+    """The HTTP entry."""
+
+    replicas: Annotated[int, Field(ge=1, le=64)] = 2
+    """Router pods in a cluster; local mode runs one."""
+    processes: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes of each router that serve HTTP; more than 1 where one core is too slow."""
+    policy: Policy = "LeastLoaded"
+    """Which instances a request gets."""
+    prefill_policy: Policy | None = None
+    """Another policy for prefill instances; none: `policy`."""
+    decode_policy: Policy | None = None
+    """Another policy for decode instances; none: `policy`."""
+    slo: Slo = Slo()
+    """Objectives of requests: SloAware places by them, and metrics count who met them."""
+    local_prefill_tokens: Annotated[int, Field(ge=0, le=10_000_000)] = 0
+    """Prompts with fewer tokens to compute run on a Decode instance alone; 0: none."""
+    on_no_prefill: Literal["Queue", "PrefillOnDecode", "Reject"] = "Queue"
+    """What a request does that finds neither a pair nor an Aggregated instance: wait for one; be
+    computed by a Decode instance alone; get status 503 at once. Without a Decode instance,
+    PrefillOnDecode waits, too."""
+    limits: Limits = Limits()
+    """How much each router works on at once."""
+    queue: Queue = Queue()
+    """How much waits in each router, and how long."""
+    discovery_port: Annotated[
+        int,
+        Field(ge=1024, le=65535),
+        Check(
+            f"self != {ROUTER_HTTP_PORT}",
+            f"must not be {ROUTER_HTTP_PORT}: the router serves HTTP there",
+            lambda port: port != ROUTER_HTTP_PORT,
+            kind="integer",
+        ),
+    ] = DISCOVERY_PORT
+    """Port on which a router hears the engines' heartbeats."""
+    service: Service = Service()
+    """The Service in front of the routers."""
+    template: Annotated[dict[str, Any] | None, shaped_like(PodTemplate)] = None
+    """Merged into the routers' pods in a cluster; the router's container is `router`."""
+
+
+class Heartbeat(ApiModel):
+    """An instance leaves the routers' registry after missedBeats intervals without a beat."""
+
+    interval_milliseconds: Annotated[int, Field(ge=100, le=60000)] = 3000
+    """How often engines tell the routers that they live."""
+    missed_beats: Annotated[int, Field(ge=2, le=60)] = 3
+    """Beats missed before a router drops an engine."""
+    accept_unsigned: bool = False
+    """Routers take heartbeats that are not signed with the KV key, too: of engines from before
+    signing, for as long as an upgrade takes, and of vLLM's."""
+
+
+class Drain(ApiModel):
+    """How long a leaving instance may take."""
+
+    timeout_seconds: Annotated[int, Field(ge=0, le=86400)] = 300
+    """How long a leaving instance may take to finish its requests."""
+
+
+class NetworkPolicy(ApiModel):
+    """Who may reach the fleet's ports in a cluster whose network enforces policies."""
+
+    enabled: bool = True
+    """Only the fleet's own pods reach KV and discovery ports; anybody reaches the routers' HTTP."""
+
 
 API_VERSION = "xpyd.dev/v1alpha1"
 KIND = "InferenceFleet"

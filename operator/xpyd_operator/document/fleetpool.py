@@ -1,4 +1,9 @@
-"""InferenceFleetPool: the object that `kubectl scale` and HPA write; the operator makes it."""
+"""InferenceFleetPool, which `kubectl scale` and an HPA write, and the changes that are refused.
+
+The operator creates one object for each pool. The API server runs the rules about changes itself;
+local mode has no API server, so `xpyd up` and `xpyd scale` call `refused_changes` and
+`refused_scale`.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from xpyd_operator.document.base import ApiModel
-from xpyd_operator.document.pool import Role
-from xpyd_operator.document.rules import rule, transition
+from xpyd_operator.document.base import ApiModel, rule, transition
+from xpyd_operator.document.engines import Pool, Role
+from xpyd_operator.document.fleet import InferenceFleet
 
 _BY_OPERATOR = "is set by the operator and immutable"
 
@@ -82,3 +87,29 @@ class InferenceFleetPool(ApiModel):
     """Name and namespace."""
     spec: PoolSpec
     """A pool of a fleet; only replicas is for others than the operator."""
+
+
+def refused_changes(before: InferenceFleet, after: InferenceFleet) -> list[str]:
+    """One line for each change of a document that is refused, in the API server's words."""
+    old = {pool.name: pool for pool in before.spec.pools}
+    return [
+        f"spec.pools[{index}].{rule.field}: {rule.text}"
+        for index, pool in enumerate(after.spec.pools)
+        for rule in Pool.transitions
+        if pool.name in old and not rule.holds(pool, old[pool.name])
+    ]
+
+
+def refused_scale(fleet: InferenceFleet, pool: str, replicas: int) -> str:
+    """What the API server says to a scale of the pool, which the fleet has; "": nothing."""
+    found = next(item for item in fleet.spec.pools if item.name == pool)
+    scaled = PoolSpec.model_construct(  # unchecked, or its own rules would raise
+        fleet_name=fleet.name,
+        pool_name=pool,
+        role=found.role,
+        replicas=replicas,
+        min_replicas=found.scaling.min_replicas,
+        max_replicas=found.scaling.max_replicas,
+    )
+    broken = [rule for rule in PoolSpec.rules if not rule.holds(scaled)]
+    return f"spec.{broken[0].field}: {broken[0].told(scaled)}" if broken else ""

@@ -1,8 +1,7 @@
-"""From a file to an InferenceFleet, or to one UserError that lists every mistake in it.
+"""Reads an InferenceFleet from a file or an API object; one UserError lists all its mistakes.
 
-The document is a person's, but it may also be junk: its size is limited before it is read, keys may
-not repeat (YAML would silently take the last), and merge keys, which can grow without bound, are
-refused.
+A document may be junk, so its size is limited before it is parsed, keys may not repeat (YAML would
+silently take the last), and merge keys are refused, because they can grow without bound.
 """
 
 from __future__ import annotations
@@ -11,16 +10,39 @@ import json
 import math
 from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 import yaml
 from pydantic import ValidationError
 
 from xpyd_core.errors import UserError
 from xpyd_operator.document.base import LOCAL
-from xpyd_operator.document.extent import excess
 from xpyd_operator.document.fleet import API_VERSION, KIND, InferenceFleet
-from xpyd_operator.document.problems import problems
+from xpyd_operator.document.mistakes import problems
+
+
+def excess(
+    document: object, *, most_levels: int, most_values: int | None = None
+) -> Literal["deep", "many"] | None:
+    """What there is too much of, None: nothing. A value that stands in several places counts in
+    each of them; one that contains itself is too deep."""
+    level, count = [document], 0
+    for _ in range(most_levels):
+        below: list[object] = []
+        for value in level:
+            if isinstance(value, dict):
+                below += cast("dict[object, object]", value).values()
+            elif isinstance(value, list):
+                below += cast("list[object]", value)
+            # Asked for each: one level can be a thousand times the one before.
+            if most_values is not None and count + len(below) > most_values:
+                return "many"
+        if not below:
+            return None
+        count += len(below)
+        level = below
+    return "deep"
+
 
 MAX_DOCUMENT_BYTES = 1 << 20
 _MAX_VALUES = 200_000

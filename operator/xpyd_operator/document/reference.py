@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from xpyd_operator.document.base import INT_OR_STRING, VALIDATIONS
 from xpyd_operator.document.crd import Schema
-from xpyd_operator.document.rules import INT_OR_STRING, VALIDATIONS
 
 _HEAD = """# API reference
 

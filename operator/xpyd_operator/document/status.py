@@ -11,9 +11,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from xpyd_operator.document.base import ApiModel
-from xpyd_operator.document.pool import Role
-from xpyd_operator.document.rules import Unique
+from xpyd_operator.document.base import ApiModel, Unique
+from xpyd_operator.document.engines import Role
 
 Count = Annotated[int, Field(ge=0, le=2147483647)]
 Generation = Annotated[int, Field(ge=0, json_schema_extra={"format": "int64"})]

@@ -16,7 +16,7 @@ from pathlib import Path
 from xpyd_core.errors import UserError
 from xpyd_core.pod_env import HTTP_PORT
 from xpyd_operator.document import InferenceFleet
-from xpyd_operator.document.changes import refused_changes, refused_scale
+from xpyd_operator.document.fleetpool import refused_changes, refused_scale
 from xpyd_operator.plan import (
     MOST_REPLICAS,
     ROUTER,

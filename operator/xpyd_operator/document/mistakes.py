@@ -1,8 +1,9 @@
-"""Turns what pydantic found into the words in which the API server refuses the same document. Pure.
+"""Words pydantic's errors as the API server words its refusal of the same document.
 
-A field that is out of bounds, missing, doubled or unknown thus reads alike in `xpyd up` and in
-`kubectl apply`; rules bring their own text (`document.rules`). Where a person needs more
-than the server says, it comes after the server's words.
+A field that is out of bounds, missing, doubled or unknown therefore reads alike in `xpyd up` and in
+`kubectl apply`. Rules bring their own text (`document.base`). Where a user needs more than the
+server says, the addition follows the server's words. Fields and values that this version does not
+support yet are listed here, so that they are told apart from misspellings.
 """
 
 from __future__ import annotations
@@ -14,8 +15,25 @@ from typing import Any, cast
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from xpyd_operator.document.later import FIELDS, VALUES
-from xpyd_operator.document.rules import DUPLICATE, INT_OR_STRING, RULE
+from xpyd_operator.document.base import DUPLICATE, INT_OR_STRING, RULE
+
+FIELDS = frozenset(
+    {
+        "spec.pools[].restartPolicy",
+        "spec.kvTransfer.verify",
+        "spec.router.gateway",
+        "spec.rollout",
+        "spec.autoscaling",
+        "spec.deletion",
+    }
+)
+"""Paths without list indexes."""
+
+VALUES = {
+    "spec.kvTransfer.transport": ("NCCL", "CUDAIPC", "NIXL"),
+}
+"""Path without list indexes -> values of its enum."""
+
 
 _MAX_GIVEN = 60
 _Loc = tuple[int | str, ...]

@@ -1,0 +1,496 @@
+"""spec.model, spec.engine and spec.pools[]: the checkpoint, the engines' settings and their pods.
+
+A pool is a number of equal instances of one role, with their devices, bounds and pod template. The
+content of a pod template is Kubernetes' own, so only its outer shape is checked here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidatorFunctionWrapHandler,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
+
+from xpyd_operator.document.base import (
+    DNS_LABEL,
+    ApiModel,
+    Check,
+    DnsName,
+    HostPath,
+    KeyName,
+    ListCheck,
+    Numbers,
+    Plain,
+    Size,
+    Unique,
+    matching,
+    rule,
+    transition,
+)
+
+
+def _drop_nulls(value: object) -> object:
+    if not isinstance(value, dict):
+        return value
+    return {k: v for k, v in cast("dict[str, object]", value).items() if v is not None}
+
+
+Labels = Annotated[
+    dict[str, Annotated[str, Field(max_length=63)]],
+    Field(max_length=64),
+    BeforeValidator(_drop_nulls),
+]
+Annotations = Annotated[
+    dict[str, Annotated[str, Field(max_length=16384)]],
+    Field(max_length=64),
+    BeforeValidator(_drop_nulls),
+]
+
+
+class PodMetadata(ApiModel):
+    """Metadata of the pods, beside what the operator sets."""
+
+    labels: Labels = Field(default_factory=dict[str, str])
+    """Labels of the pods; the operator's own cannot be set."""
+    annotations: Annotations = Field(default_factory=dict[str, str])
+    """Annotations of the pods."""
+
+
+class PodTemplate(ApiModel):
+    """Merged strategically into the pods: lists by name, maps key by key."""
+
+    metadata: PodMetadata | None = None
+    """Labels and annotations of the pods."""
+    spec: dict[str, Any] = Field(
+        default_factory=dict[str, Any],
+        json_schema_extra={"x-kubernetes-preserve-unknown-fields": True},
+    )
+    """A PodSpec: nodeSelector, tolerations, affinity, topologySpreadConstraints, volumes,
+    containers, ... Fields that the operator owns are refused by a condition."""
+
+
+class _ShapedLike:
+    """See shaped_like()."""
+
+    def __init__(self, model: type[ApiModel]) -> None:
+        self._model = model
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        model = handler.generate_schema(self._model)
+        checked = core_schema.no_info_wrap_validator_function(_as_map, model)
+        return core_schema.nullable_schema(
+            checked, serialization=core_schema.simple_ser_schema("any")
+        )
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return handler(schema)
+
+
+def _as_map(value: object, handler: ValidatorFunctionWrapHandler) -> object:
+    checked: ApiModel = handler(value)
+    return checked.model_dump(by_alias=True, exclude_unset=True)
+
+
+def shaped_like(model: type[ApiModel]) -> _ShapedLike:
+    """The value is checked as `model` is, and kept as a map of what it has."""
+    return _ShapedLike(model)
+
+
+class SecretRef(ApiModel):
+    """A key of a Secret in the fleet's namespace."""
+
+    name: DnsName
+    """Name of the Secret."""
+    key: KeyName = "token"
+    """Key in the Secret."""
+
+
+class ModelCache(ApiModel):
+    """Where engines in a cluster find or keep checkpoints; it is mounted at /models."""
+
+    type: Literal["None", "HostPath", "PersistentVolumeClaim"] = "None"
+    """None: nothing is kept; a pod with an hf:// model downloads it into an emptyDir."""
+    claim_name: DnsName = ""
+    """Name of a PersistentVolumeClaim in the fleet's namespace."""
+    path: HostPath = ""
+    """Folder on the node. Pod security 'restricted' forbids hostPath."""
+    read_only: bool = True
+    """Engines may not write to it; an hf:// model must then be in it already."""
+
+    @rule(
+        "!has(self.type) || self.type != 'PersistentVolumeClaim' || has(self.claimName)",
+        "type PersistentVolumeClaim needs the claim's name",
+        field="claimName",
+        missing=True,
+    )
+    def _has_claim(self) -> bool:
+        return self.type != "PersistentVolumeClaim" or bool(self.claim_name)
+
+    @rule(
+        "!has(self.type) || self.type != 'HostPath' || has(self.path)",
+        "type HostPath needs the folder's path",
+        field="path",
+        missing=True,
+    )
+    def _has_path(self) -> bool:
+        return self.type != "HostPath" or bool(self.path)
+
+
+class Model(ApiModel):
+    """Which checkpoint the fleet serves, and under which names."""
+
+    uri: Annotated[
+        str,
+        Field(max_length=512),
+        Plain,
+        matching("(hf|file)://.+", "must be hf://ORG/NAME or file://FOLDER"),
+    ]
+    """hf://ORG/NAME (downloaded, or from the cache) or file://FOLDER. A relative folder begins at
+    the document's own in local mode and at /models in a cluster."""
+    revision: Annotated[str, Field(max_length=128), Plain] = ""
+    """Branch, tag or commit of an hf:// model."""
+    served_names: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=256), Plain], ...],
+        Field(strict=False, max_length=8),
+        Unique(),
+    ] = ()
+    """Names that requests may use; none: the checkpoint's own name."""
+    secret_ref: SecretRef | None = None
+    """Secret with the token of an hf:// model that is not public."""
+    cache: ModelCache = ModelCache()
+    """Where engines in a cluster find or keep checkpoints."""
+
+
+class FieldRef(ApiModel):
+    """A field of the pod."""
+
+    api_version: Annotated[str, Field(max_length=16)] = "v1"
+    """Version of the schema that fieldPath is written in."""
+    field_path: Annotated[str, Field(min_length=1, max_length=256)]
+    """Path of the field, such as metadata.name, spec.nodeName or status.podIP."""
+
+
+class KeyRef(ApiModel):
+    """A key of a Secret or ConfigMap in the fleet's namespace."""
+
+    name: DnsName
+    """Name of the object."""
+    key: KeyName
+    """Key in it."""
+    optional: bool = False
+    """The pod starts also without it."""
+
+
+class EnvSource(ApiModel):
+    """Where a variable's value comes from; exactly one of the fields."""
+
+    field_ref: FieldRef | None = None
+    """A field of the pod."""
+    secret_key_ref: KeyRef | None = None
+    """A key of a Secret."""
+    config_map_key_ref: KeyRef | None = None
+    """A key of a ConfigMap."""
+
+    @rule(
+        "[has(self.fieldRef), has(self.secretKeyRef), has(self.configMapKeyRef)]"
+        ".filter(given, given).size() == 1",
+        "needs exactly one of fieldRef, secretKeyRef and configMapKeyRef",
+    )
+    def _is_one(self) -> bool:
+        given = (self.field_ref, self.secret_key_ref, self.config_map_key_ref)
+        return sum(source is not None for source in given) == 1
+
+
+class EnvVar(ApiModel):
+    """One environment variable of every engine."""
+
+    name: Annotated[
+        str,
+        Field(max_length=256),
+        matching("[ -<>-~]+", "must be printable ASCII without '='"),
+        Check(
+            "!self.startsWith('XPYD_')",
+            "must not begin with XPYD_: xpyd sets these variables itself",
+            lambda name: not name.startswith("XPYD_"),
+        ),
+    ]
+    """Name of the variable; XPYD_* is reserved."""
+    value: Annotated[str, Field(max_length=32768), Plain] = ""
+    """Its value; Kubernetes expands $(NAME) of a variable before it."""
+    value_from: EnvSource | None = None
+    """Where its value comes from, instead of value."""
+
+    @rule(
+        "!has(self.value) || self.value == '' || !has(self.valueFrom)",
+        "value and valueFrom exclude each other: leave one out",
+        field="valueFrom",
+    )
+    def _is_one(self) -> bool:
+        return not self.value or self.value_from is None
+
+
+_OF_POOLS = ("-t", "-tp", "-p", "-pp", "--tensor-parallel-size", "--pipeline-parallel-size")
+"""The worker's flags that pools give, with one dash also cut short as argparse takes them: the pods
+of an instance follow from them."""
+
+
+class Engine(ApiModel):
+    """What every engine gets beside what the fleet decides."""
+
+    image: Annotated[
+        str,
+        Field(max_length=512),
+        matching("[^ \\x00-\\x1f]+", "must be an image such as registry.example/worker:1.0"),
+    ] = ""
+    """Image of the engines in a cluster; none: the operator's default."""
+    args: Annotated[
+        tuple[
+            Annotated[
+                str,
+                Field(max_length=1024),
+                Plain,
+                Check(
+                    f"!self.matches('^({'|'.join(_OF_POOLS)})(=|$)')",
+                    "must not say how an instance splits the model: use spec.pools[].parallelism",
+                    lambda arg: arg.partition("=")[0] not in _OF_POOLS,
+                ),
+            ],
+            ...,
+        ],
+        Field(strict=False, max_length=128),
+    ] = ()
+    """Flags of `xpyd worker`; they come last, so they win."""
+    env: Annotated[
+        tuple[EnvVar, ...],
+        Field(strict=False, max_length=128),
+        Unique("name"),
+    ] = ()
+    """Environment of every engine."""
+
+
+Role = Literal["Prefill", "Decode", "Aggregated"]
+ROUTER = "router"
+"""The router's place in pod names; a pool of this name would take it."""
+MOST_CPU_RANKS = 64
+"""Processes of one pod; one with GPUs has at most as many as Resources.gpus allows."""
+POOL_NAME = matching(
+    DNS_LABEL, "must be a DNS label of at most 16 characters that begins with a letter"
+)
+
+
+def _roles_fit(raw: list[Any]) -> bool:
+    maps = [cast("dict[str, Any]", item) for item in raw if isinstance(item, dict)]
+    known = [m.get("role") for m in maps if m.get("role") in ("Prefill", "Decode", "Aggregated")]
+    if not known or len(known) < len(raw):
+        return True  # a role that is wrong itself says enough
+    return set(known) == {"Aggregated"} or {"Prefill", "Decode"} <= set(known)
+
+
+POOL_ROLES = ListCheck(
+    "self.all(p, p.role == 'Aggregated') || "
+    "(self.exists(p, p.role == 'Prefill') && self.exists(p, p.role == 'Decode'))",
+    "a fleet needs at least one Prefill and one Decode pool, or only Aggregated pools",
+    _roles_fit,
+)
+
+
+class Parallelism(ApiModel):
+    """How one instance splits the model: tensor * pipeline ranks, each a process with a GPU of its
+    own or, in an instance on the CPU, a share of the cores. Any layout of Prefill pools goes with
+    any of Decode pools."""
+
+    tensor: Annotated[int, Field(ge=1, le=64)] = 1
+    """Ranks that share each layer; they must divide the model's attention heads, and never leave
+    their pod."""
+    pipeline: Annotated[int, Field(ge=1, le=64)] = 1
+    """Stages, which share the layers among them; each has `tensor` ranks."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes of one instance that hold a part of the model."""
+        return self.tensor * self.pipeline
+
+    @property
+    def layout(self) -> str:
+        """For people: TP2xPP2."""
+        return f"TP{self.tensor}xPP{self.pipeline}"
+
+
+class Resources(ApiModel):
+    """Devices and memory of one pod of an instance."""
+
+    gpus: Annotated[int, Field(ge=0, le=16)] = 1
+    """GPUs of a pod; 0: the instance is one pod on the CPU. Local mode runs only these."""
+    gpu_resource_name: Annotated[
+        str,
+        Field(max_length=253),
+        matching(
+            "[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?",
+            "must be a device plugin's resource such as nvidia.com/gpu",
+        ),
+    ] = ""
+    """Resource of the device plugin that gives the GPUs; none: nvidia.com/gpu."""
+    device_class_name: DnsName = ""
+    """DeviceClass (dynamic resource allocation) that gives the GPUs, instead of a plugin."""
+    shared_memory: Size = "8Gi"
+    """Most that /dev/shm of a pod may hold."""
+
+    @rule(
+        "!has(self.deviceClassName) || !has(self.gpuResourceName)",
+        "deviceClassName (DRA) and gpuResourceName (device plugin) exclude each other: "
+        "leave one out",
+        field="deviceClassName",
+    )
+    def _is_one(self) -> bool:
+        return not self.device_class_name or not self.gpu_resource_name
+
+    @rule(
+        "self.gpus > 0 || (!has(self.deviceClassName) && !has(self.gpuResourceName))",
+        "0 GPUs come from nowhere: leave deviceClassName and gpuResourceName out, or set gpus",
+        field="gpus",
+    )
+    def _comes_from_somewhere(self) -> bool:
+        return self.gpus > 0 or not (self.device_class_name or self.gpu_resource_name)
+
+
+class Scaling(ApiModel):
+    """Bounds that the pool's replicas keep, whoever scales it."""
+
+    min_replicas: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Fewest instances."""
+    max_replicas: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Most instances; none: 1024."""
+
+    @rule(
+        "!has(self.maxReplicas) || self.minReplicas <= self.maxReplicas",
+        "minReplicas must not exceed maxReplicas",
+        field="minReplicas",
+    )
+    def _are_in_order(self) -> bool:
+        return self.max_replicas is None or self.min_replicas <= self.max_replicas
+
+
+def _ranks(pool: Pool) -> tuple[int, ...]:
+    parallelism = pool.parallelism
+    return parallelism.tensor, parallelism.pipeline, parallelism.ranks
+
+
+def _ranks_and_gpus(pool: Pool) -> tuple[int, ...]:
+    return *_ranks(pool), pool.resources.gpus
+
+
+def _tensor_and_gpus(pool: Pool) -> tuple[int, ...]:
+    return pool.parallelism.tensor, pool.resources.gpus
+
+
+class Pool(ApiModel):
+    """Instances of one role."""
+
+    name: Annotated[
+        str,
+        Field(max_length=16),
+        POOL_NAME,
+        Check(
+            "self != 'router'",
+            "must not be 'router': that is the name of the fleet's router",
+            lambda name: name != ROUTER,
+        ),
+    ]
+    """A DNS label that begins with a letter; pod names hold it."""
+    role: Role
+    """What its instances do: prefill, decode, or both (Aggregated). Never changes."""
+    replicas: Annotated[int, Field(ge=0, le=1024)] | None = None
+    """Instances. The last declared value wins once: to apply the same document again does not undo
+    a scale. None: what was scaled to, 1 at first."""
+    parallelism: Parallelism = Parallelism()
+    """How one instance splits the model."""
+    resources: Resources = Resources()
+    """Devices and memory of one pod of an instance."""
+    scaling: Scaling = Scaling()
+    """Bounds that the pool's replicas keep, whoever scales it."""
+    template: Annotated[dict[str, Any] | None, shaped_like(PodTemplate)] = None
+    """Merged into the engines' pods in a cluster; the engine's container is `engine`."""
+
+    @rule(
+        "self.resources.gpus <= 0 || self.parallelism.tensor < 1 || "
+        "self.resources.gpus % self.parallelism.tensor == 0",
+        "parallelism.tensor must divide resources.gpus, or a stage would straddle pods: "
+        "set resources.gpus to a multiple of parallelism.tensor",
+        field="parallelism.tensor",
+        numbers=Numbers(
+            "tensor %d, gpus %d",
+            "self.parallelism.tensor, self.resources.gpus",
+            _tensor_and_gpus,
+        ),
+    )
+    def _tensor_stays_in_a_pod(self) -> bool:
+        gpus = self.resources.gpus
+        return gpus == 0 or gpus % self.parallelism.tensor == 0
+
+    @rule(
+        "self.resources.gpus <= 0 || self.parallelism.tensor < 1 || "
+        "self.resources.gpus % self.parallelism.tensor != 0 || "
+        "self.parallelism.tensor * self.parallelism.pipeline % self.resources.gpus == 0",
+        "parallelism.tensor * pipeline must fill whole pods, or GPUs would idle: "
+        "set resources.gpus to a divisor of it",
+        field="parallelism",
+        numbers=Numbers(
+            "%d * %d = %d ranks, gpus %d",
+            "self.parallelism.tensor, self.parallelism.pipeline, "
+            "self.parallelism.tensor * self.parallelism.pipeline, self.resources.gpus",
+            _ranks_and_gpus,
+        ),
+    )
+    def _fills_pods(self) -> bool:
+        gpus, parallelism = self.resources.gpus, self.parallelism
+        # What straddles pods is told of by the rule before.
+        return gpus == 0 or gpus % parallelism.tensor != 0 or parallelism.ranks % gpus == 0
+
+    @rule(
+        "self.resources.gpus != 0 || "
+        f"self.parallelism.tensor * self.parallelism.pipeline <= {MOST_CPU_RANKS}",
+        f"an instance on the CPU is one pod of at most {MOST_CPU_RANKS} ranks: "
+        "lower parallelism.tensor or parallelism.pipeline",
+        field="parallelism",
+        numbers=Numbers(
+            "%d * %d = %d ranks",
+            "self.parallelism.tensor, self.parallelism.pipeline, "
+            "self.parallelism.tensor * self.parallelism.pipeline",
+            _ranks,
+        ),
+    )
+    def _fits_a_cpu_pod(self) -> bool:
+        return self.resources.gpus != 0 or self.parallelism.ranks <= MOST_CPU_RANKS
+
+    @rule(
+        "!has(self.replicas) || (self.replicas >= self.scaling.minReplicas && "
+        "(!has(self.scaling.maxReplicas) || self.replicas <= self.scaling.maxReplicas))",
+        "replicas must lie within scaling.minReplicas and scaling.maxReplicas",
+        field="replicas",
+    )
+    def _keeps_its_bounds(self) -> bool:
+        if self.replicas is None:
+            return True
+        most = self.scaling.max_replicas
+        return self.replicas >= self.scaling.min_replicas and (
+            most is None or self.replicas <= most
+        )
+
+    @transition(
+        "self.role == oldSelf.role",
+        "a pool's role is immutable: add a new pool and remove this one",
+        field="role",
+    )
+    def _keeps_its_role(self, before: Pool) -> bool:
+        return self.role == before.role
