@@ -19,7 +19,7 @@ from tests.cluster.harness.addons import install_lws, uninstall_lws
 from tests.operator.object_samples import FOLDER, NAMES, SETTINGS, objects_of
 from xpyd_operator.document import InferenceFleet, parse_fleet, parse_object
 from xpyd_operator.manifests import contains, kv_secret, names
-from xpyd_operator.manifests.values import Site
+from xpyd_operator.manifests.names import Site
 
 CRDS = Path(__file__).parents[2] / "crds"
 RESTRICTED = "pod-security.kubernetes.io/enforce=restricted"

@@ -9,12 +9,15 @@ may change it. What is applied, and when, is the shell's (`controller`); `desire
 """
 
 from xpyd_operator.manifests.compare import contains, desired_hash
-from xpyd_operator.manifests.pods import pods_per_instance
+from xpyd_operator.manifests.names import JsonObject, Settings, Site
+from xpyd_operator.manifests.objects import (
+    kv_secret,
+    pool_object,
+    support_objects,
+    workload_objects,
+)
+from xpyd_operator.manifests.pods import model_in_pod, pods_per_instance, uses_host_path
 from xpyd_operator.manifests.refusals import template_problems
-from xpyd_operator.manifests.support import kv_secret, pool_object, support_objects
-from xpyd_operator.manifests.values import JsonObject, Settings, Site
-from xpyd_operator.manifests.volumes import model_in_pod, uses_host_path
-from xpyd_operator.manifests.workloads import workload_objects
 
 __all__ = [
     "JsonObject",

@@ -14,7 +14,7 @@ from fractions import Fraction
 from hashlib import sha256
 from typing import cast
 
-from xpyd_operator.manifests.values import JsonObject
+from xpyd_operator.manifests.names import JsonObject
 
 _ITEM_KEYS = ("uid", "mountPath", "name")
 """What tells the items of a list apart, the most particular first."""

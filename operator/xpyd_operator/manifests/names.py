@@ -1,14 +1,43 @@
-"""Names and labels of a fleet's objects: the one place where they are spelled. Pure.
+"""Names, labels and metadata of a fleet's objects, and the values that all manifests need.
 
-Everything that belongs to a fleet is found again by these labels alone; no name is ever parsed.
-A fleet's name has at most 30 characters, a pool's 16 and a revision 8, so all names fit 63.
+All names are built here and none is parsed: labels alone lead from an object to its fleet, pool and
+revision. A fleet's name has at most 30 characters, a pool's 16 and a revision 8, so that every name
+fits into 63.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from hashlib import sha256
+from typing import Any
 
+from xpyd_operator.document import InferenceFleet
 from xpyd_operator.plan import ROUTER
+
+JsonObject = dict[str, Any]
+"""A Kubernetes object or a part of one, as JSON has it."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The operator's own flags that reach the pods."""
+
+    worker_image: str
+    """Image of engines whose document names none."""
+    router_image: str
+    image_pull_policy: str = "IfNotPresent"
+    image_pull_secrets: tuple[str, ...] = ()
+    """Names of Secrets in the fleet's namespace."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where one fleet's objects go: its namespace and `uid`, that of the InferenceFleet object."""
+
+    namespace: str
+    uid: str
+    settings: Settings
+
 
 MANAGER = "xpyd-operator"
 """Field manager of every server-side apply."""
@@ -152,3 +181,22 @@ def discovery_host(fleet: str, namespace: str) -> str:
 def endpoint(fleet: str, namespace: str, port: int) -> str:
     """The fleet's URL for clients in the cluster."""
     return f"http://{client_service_name(fleet)}.{namespace}.svc:{port}"
+
+
+def metadata(name: str, fleet: InferenceFleet, site: Site, labels: dict[str, str]) -> JsonObject:
+    """Owned by the fleet: the garbage collector takes the object when the fleet is gone."""
+    return {
+        "name": name,
+        "namespace": site.namespace,
+        "labels": labels,
+        "ownerReferences": [
+            {
+                "apiVersion": fleet.api_version,
+                "kind": fleet.kind,
+                "name": fleet.name,
+                "uid": site.uid,
+                "controller": True,
+                "blockOwnerDeletion": True,
+            }
+        ],
+    }

@@ -1,35 +1,247 @@
-"""Pod templates of engines and routers, as the "restricted" pod security standard wants them. Pure.
+"""Pod templates of engines and routers, as the pod security standard "restricted" wants them.
 
-    InferenceFleet + Workload + Site --engine_pod / router_pod--> PodTemplateSpec
+    InferenceFleet + Workload + Placement --engine_pod / router_pod--> PodTemplateSpec
 
-What the document says about a pod and what is read here must also be part of the plan's Template
-(its args, env, image or pod), or a change of it would alter pods without a new revision. Names,
-the namespace and the discovery address are added here and are in no revision.
+Whatever the document says about a pod and this module reads must also be in the plan's Template
+(args, env, image or pod). Otherwise a change would alter pods without a new revision. Names, the
+namespace and the discovery address are added here and are in no revision.
+
+The document's own templates are merged over the result: maps key by key, lists by the key by which
+Kubernetes merges them, other lists as a whole; null counts as absent. `manifests.refusals` refuses
+a template that sets what xpyd sets.
 """
 
 from __future__ import annotations
 
+import posixpath
+from typing import Any, cast
+
 from xpyd_core.pod_env import HTTP_PORT, ROUTER_HTTP_PORT, data_port
 from xpyd_operator.document import InferenceFleet, Pool
 from xpyd_operator.manifests import names
-from xpyd_operator.manifests.overrides import merged
-from xpyd_operator.manifests.sockets import (
-    USER_ID,
-    shares_sockets,
-    socket_args,
-    socket_init,
-    socket_mount,
-    socket_volume,
-)
-from xpyd_operator.manifests.values import JsonObject, Site
-from xpyd_operator.manifests.volumes import (
-    MODELS_FOLDER,
-    common_mounts,
-    common_volumes,
-    model_mounts,
-    model_volumes,
-)
+from xpyd_operator.manifests.names import JsonObject, Site
 from xpyd_operator.plan import ROUTER, Workload
+
+MERGE_KEYS = {
+    "containers": "name",
+    "initContainers": "name",
+    "volumes": "name",
+    "env": "name",
+    "ports": "name",
+    "volumeMounts": "mountPath",
+    "imagePullSecrets": "name",
+    "resourceClaims": "name",
+    "claims": "name",
+}
+"""Name of a list -> the key by which its items are told apart."""
+_WHOLE_ITEMS = ("env", "volumes", "volumeMounts", "ports")
+"""Lists whose items replace ours: two sources of one variable or volume are an error."""
+APPENDED = ("tolerations",)
+
+
+def merged(base: JsonObject, template: JsonObject) -> JsonObject:
+    """`base`, a whole pod template, with `template` laid over it."""
+    return _merge_maps(base, template)
+
+
+def _merge_maps(ours: JsonObject, theirs: JsonObject) -> JsonObject:
+    result = dict(ours)
+    for key, value in theirs.items():
+        before = result.get(key)
+        if isinstance(value, dict):
+            below = cast("JsonObject", before) if isinstance(before, dict) else {}
+            result[key] = _merge_maps(below, cast("JsonObject", value))
+        elif isinstance(value, list):
+            lower = cast("list[Any]", before) if isinstance(before, list) else []
+            result[key] = _merge_lists(key, lower, cast("list[Any]", value))
+        elif value is not None:
+            result[key] = value
+    return result
+
+
+def _merge_lists(name: str, ours: list[Any], theirs: list[Any]) -> list[Any]:
+    theirs = [_without_nulls(item) for item in theirs]
+    if name in APPENDED:
+        return [*ours, *(item for item in theirs if item not in ours)]
+    key = MERGE_KEYS.get(name)
+    if key is None:
+        return theirs
+    result = list(ours)
+    for item in theirs:
+        same = [i for i, own in enumerate(result) if _is_same(own, item, key)]
+        if not same:
+            result.append(item)
+        elif name in _WHOLE_ITEMS:
+            result[same[0]] = item
+        else:
+            result[same[0]] = _merge_maps(result[same[0]], item)
+    return result
+
+
+def _is_same(own: object, item: object, key: str) -> bool:
+    """Without its key (an unnamed port), or as no map at all, an item is one of its own."""
+    if not isinstance(own, dict) or not isinstance(item, dict):
+        return False
+    mine, other = cast("JsonObject", own), cast("JsonObject", item)
+    return key in other and mine.get(key) == other[key]
+
+
+def _without_nulls(value: object) -> object:
+    if isinstance(value, dict):
+        return _merge_maps({}, cast("JsonObject", value))
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in cast("list[object]", value)]
+    return value
+
+
+MODELS_FOLDER = "/models"
+_OWNER_AND_GROUP_READ = 0o440
+
+
+def model_in_pod(fleet: InferenceFleet) -> str:
+    """What the worker's --model gets in a pod.
+
+    An absolute file:// path is taken as it is, a relative one lies below /models: there, a folder
+    above the document's means nothing, so leading `..` are dropped.
+    """
+    uri = fleet.spec.model.uri
+    scheme, _, path = uri.partition("://")
+    if scheme != "file":
+        return uri
+    # From "/", normpath drops leading `..`; a double leading slash it would keep.
+    inside = posixpath.normpath("/" + path.lstrip("/"))
+    if path.startswith("/"):
+        return inside
+    return MODELS_FOLDER if inside == "/" else MODELS_FOLDER + inside
+
+
+def uses_host_path(fleet: InferenceFleet) -> bool:
+    """Whether a pod mounts a folder of its node, which "restricted" and "baseline" forbid."""
+    if fleet.spec.model.cache.type == "HostPath" or fleet.spec.kv_transfer.socket_folder:
+        return True
+    templates = [fleet.spec.router.template, *(pool.template for pool in fleet.spec.pools)]
+    return any(_has_host_path(template or {}) for template in templates)
+
+
+def _has_host_path(template: JsonObject) -> bool:
+    volumes: object = template.get("spec", {}).get("volumes")
+    items = cast("list[object]", volumes) if isinstance(volumes, list) else []
+    return any(isinstance(item, dict) and "hostPath" in item for item in items)
+
+
+def common_volumes(fleet: InferenceFleet, uid: str) -> list[JsonObject]:
+    """Of engines and routers: a place to write and the KV key. `uid`: the InferenceFleet's."""
+    found: list[JsonObject] = [{"name": "xpyd-tmp", "emptyDir": {}}]
+    if fleet.spec.kv_transfer.insecure:
+        return found
+    ref = fleet.spec.kv_transfer.key_secret_ref
+    name = names.kv_secret_name(fleet.name, uid) if ref is None else ref.name
+    key = names.KV_KEY if ref is None else ref.key
+    secret = {
+        "secretName": name,
+        "defaultMode": _OWNER_AND_GROUP_READ,
+        "items": [{"key": key, "path": names.KV_KEY}],
+    }
+    return [*found, {"name": "xpyd-kv", "secret": secret}]
+
+
+def common_mounts(fleet: InferenceFleet) -> list[JsonObject]:
+    """Where common_volumes are mounted."""
+    found: list[JsonObject] = [{"name": "xpyd-tmp", "mountPath": "/tmp"}]
+    if not fleet.spec.kv_transfer.insecure:
+        found.append({"name": "xpyd-kv", "mountPath": names.KV_FOLDER, "readOnly": True})
+    return found
+
+
+def model_volumes(fleet: InferenceFleet) -> list[JsonObject]:
+    """Of engines: what is mounted at /models, if anything."""
+    model, cache = fleet.spec.model, fleet.spec.model.cache
+    if cache.type == "PersistentVolumeClaim":
+        claim = {"claimName": cache.claim_name, "readOnly": cache.read_only}
+        return [{"name": "xpyd-models", "persistentVolumeClaim": claim}]
+    if cache.type == "HostPath":
+        # No DirectoryOrCreate: an empty folder that root made would hide a wrong path.
+        folder = {"path": cache.path, "type": "Directory"}
+        return [{"name": "xpyd-models", "hostPath": folder}]
+    if model.uri.startswith("hf://"):
+        return [{"name": "xpyd-models", "emptyDir": {}}]
+    return []  # a path in the image, or one that the pool's template mounts
+
+
+def model_mounts(fleet: InferenceFleet) -> list[JsonObject]:
+    """Where model_volumes are mounted."""
+    cache = fleet.spec.model.cache
+    if not model_volumes(fleet):
+        return []
+    read_only = cache.type != "None" and cache.read_only
+    return [{"name": "xpyd-models", "mountPath": MODELS_FOLDER, "readOnly": read_only}]
+
+
+USER_ID = 10001
+"""Of the images' user; also the group that may read mounted secrets."""
+_VOLUME = "xpyd-sockets"
+
+
+def shares_sockets(fleet: InferenceFleet, pool: Pool) -> bool:
+    """Whether the pool's pods mount a folder of their node for Unix sockets."""
+    return pool.role != "Aggregated" and bool(fleet.spec.kv_transfer.socket_folder)
+
+
+def socket_args() -> list[str]:
+    """The worker's flag for the folder."""
+    return [f"--kv-socket-dir={names.SOCKET_FOLDER}"]
+
+
+def socket_mount() -> JsonObject:
+    """Where the folder is mounted."""
+    return {"name": _VOLUME, "mountPath": names.SOCKET_FOLDER}
+
+
+def socket_volume(fleet: InferenceFleet, site: Site) -> JsonObject:
+    """The fleet's own folder on the node; no namespace has a dot in its name."""
+    folder = posixpath.join(fleet.spec.kv_transfer.socket_folder, f"{site.namespace}.{fleet.name}")
+    return {"name": _VOLUME, "hostPath": {"path": folder, "type": "DirectoryOrCreate"}}
+
+
+def socket_init(pool: Pool, *, image: str, pull_policy: str) -> JsonObject:
+    """The container that gives the folder to the engine's user before the engine starts."""
+    user = str(user_of(pool))
+    give = ["install", "-d", "-m", "0700", "-o", user, "-g", user, names.SOCKET_FOLDER]
+    return {
+        "name": names.SOCKET_CONTAINER,
+        "image": image,
+        "imagePullPolicy": pull_policy,
+        "command": give,
+        "volumeMounts": [socket_mount()],
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "securityContext": {
+            "runAsUser": 0,
+            "runAsGroup": 0,
+            "runAsNonRoot": False,
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            # FOWNER: on a later start the folder is the engines' already, and keeps its mode.
+            "capabilities": {"drop": ["ALL"], "add": ["CHOWN", "FOWNER"]},
+        },
+    }
+
+
+def user_of(pool: Pool) -> int:
+    """The user that the pool's engines run as: the image's, or what the template says."""
+    spec = _map(pool.template or {}, "spec")
+    found: object = _map(spec, "securityContext").get("runAsUser")
+    containers: object = spec.get("containers")
+    for item in cast("list[object]", containers) if isinstance(containers, list) else []:
+        container = cast("JsonObject", item) if isinstance(item, dict) else {}
+        if container.get("name") == names.ENGINE_CONTAINER:
+            found = _map(container, "securityContext").get("runAsUser", found)
+    return found if isinstance(found, int) else USER_ID
+
+
+def _map(above: JsonObject, key: str) -> JsonObject:
+    value: object = above.get(key)
+    return cast("JsonObject", value) if isinstance(value, dict) else {}
+
 
 GRACE_EXTRA_S = 30
 """Beyond the drain timeout, which the program itself honours: KV leases end, sockets close."""

@@ -14,10 +14,8 @@ from typing import cast
 from xpyd_core.pod_env import ROUTER_HTTP_PORT
 from xpyd_operator.document import InferenceFleet
 from xpyd_operator.manifests import names
-from xpyd_operator.manifests.overrides import APPENDED, MERGE_KEYS
-from xpyd_operator.manifests.pods import engine_ports
-from xpyd_operator.manifests.sockets import shares_sockets, user_of
-from xpyd_operator.manifests.values import JsonObject
+from xpyd_operator.manifests.names import JsonObject
+from xpyd_operator.manifests.pods import APPENDED, MERGE_KEYS, engine_ports, shares_sockets, user_of
 
 _OURS_IN_POD = ("restartPolicy", "terminationGracePeriodSeconds", "activeDeadlineSeconds")
 _HANDLERS = ("httpGet", "exec", "tcpSocket", "grpc")

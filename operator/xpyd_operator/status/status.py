@@ -13,8 +13,7 @@ from typing import Any
 from xpyd_operator.document import InferenceFleet
 from xpyd_operator.document.status import MAX_POOLS
 from xpyd_operator.manifests.names import endpoint, pool_selector, selector_text
-from xpyd_operator.manifests.pods import pods_per_instance
-from xpyd_operator.manifests.volumes import uses_host_path
+from xpyd_operator.manifests.pods import pods_per_instance, uses_host_path
 from xpyd_operator.plan import FleetSeen, FleetWant
 from xpyd_operator.status.children import WORKER_INDEX, Children, is_pool_object
 from xpyd_operator.status.conditions import conditions

@@ -1,0 +1,314 @@
+"""A fleet's Kubernetes objects: workloads, pool objects, Services, disruption and network policies.
+
+    workload_objects  what runs the pods of one (pool, revision): a Deployment, or a LeaderWorkerSet
+                      where an instance needs several pods
+    support_objects   one set per fleet: identity, addresses, disruption budgets, network policies
+    pool_object       one per pool, for `kubectl scale` and an HPA
+    kv_secret         the fleet's KV key, created once and never read
+
+Only workload objects carry a revision: a change of another object changes no pod.
+"""
+
+from __future__ import annotations
+
+from base64 import b64encode
+
+from xpyd_core.pod_env import HTTP_PORT, ROUTER_HTTP_PORT, data_port
+from xpyd_operator.document import InferenceFleet, Pool
+from xpyd_operator.manifests import names
+from xpyd_operator.manifests.names import JsonObject, Site, metadata
+from xpyd_operator.manifests.pods import GPU_CLAIM, engine_pod, pods_per_instance, router_pod
+from xpyd_operator.plan import ROUTER, Workload
+
+_PROGRESS_DEADLINE_S = 3600
+"""A model of hundreds of gigabytes is loaded in less; the fleet's own conditions speak earlier."""
+
+
+def workload_objects(
+    fleet: InferenceFleet, workload: Workload, site: Site
+) -> tuple[JsonObject, ...]:
+    """The objects of a workload of the newest revision, in the order of their making.
+
+    The document's templates must be without problems (`template_problems`).
+    """
+    if workload.pool == ROUTER:
+        return (_deployment(fleet, workload, site, router_pod(fleet, workload, site)),)
+    pool = next(pool for pool in fleet.spec.pools if pool.name == workload.pool)
+    objects: list[JsonObject] = []
+    if pool.resources.gpus and pool.resources.device_class_name:
+        objects.append(_claim_template(fleet, pool, workload, site))
+    if pods_per_instance(pool) == 1:
+        pod = engine_pod(fleet, pool, workload, site)
+        objects.append(_deployment(fleet, workload, site, pod))
+    else:
+        objects.append(_leader_worker_set(fleet, pool, workload, site))
+    return tuple(objects)
+
+
+def _workload_labels(fleet: InferenceFleet, workload: Workload) -> dict[str, str]:
+    return names.workload_labels(
+        fleet.name, workload.pool, workload.template.role, workload.revision
+    )
+
+
+def _deployment(
+    fleet: InferenceFleet, workload: Workload, site: Site, pod: JsonObject
+) -> JsonObject:
+    """A revision's pods never change, but for how a newer operator renders them."""
+    name = names.workload_name(fleet.name, workload.pool, workload.revision)
+    selector = names.workload_selector(fleet.name, workload.pool, workload.revision)
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": metadata(name, fleet, site, _workload_labels(fleet, workload)),
+        "spec": {
+            "replicas": workload.replicas,
+            "minReadySeconds": 0,
+            "revisionHistoryLimit": 0,
+            "progressDeadlineSeconds": _PROGRESS_DEADLINE_S,
+            "selector": {"matchLabels": selector},
+            "strategy": {
+                "type": "RollingUpdate",
+                "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
+            },
+            "template": pod,
+        },
+    }
+
+
+def _leader_worker_set(
+    fleet: InferenceFleet, pool: Pool, workload: Workload, site: Site
+) -> JsonObject:
+    """LeaderWorkerSet itself gives the pods LWS_LEADER_ADDRESS, LWS_GROUP_SIZE and their index.
+
+    The others begin with the first, which is not ready before they are there, and an instance goes
+    down whole: where a container ended, all pods of its group are made again.
+    """
+    name = names.group_workload_name(fleet.name, workload.pool, workload.revision)
+    return {
+        "apiVersion": "leaderworkerset.x-k8s.io/v1",
+        "kind": "LeaderWorkerSet",
+        "metadata": metadata(name, fleet, site, _workload_labels(fleet, workload)),
+        "spec": {
+            "replicas": workload.replicas,
+            "startupPolicy": "LeaderCreated",
+            "rolloutStrategy": {
+                "type": "RollingUpdate",
+                "rollingUpdateConfiguration": {"maxSurge": 1, "maxUnavailable": 0},
+            },
+            "leaderWorkerTemplate": {
+                "size": pods_per_instance(pool),
+                "restartPolicy": "RecreateGroupOnPodRestart",
+                "leaderTemplate": engine_pod(fleet, pool, workload, site),
+                "workerTemplate": engine_pod(fleet, pool, workload, site, leads=False),
+            },
+        },
+    }
+
+
+def _claim_template(
+    fleet: InferenceFleet, pool: Pool, workload: Workload, site: Site
+) -> JsonObject:
+    """Each pod gets a claim of its own for its devices."""
+    name = names.workload_name(fleet.name, workload.pool, workload.revision)
+    request = {
+        "name": GPU_CLAIM,
+        "exactly": {
+            "deviceClassName": pool.resources.device_class_name,
+            "allocationMode": "ExactCount",
+            "count": pool.resources.gpus,
+        },
+    }
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaimTemplate",
+        "metadata": metadata(name, fleet, site, _workload_labels(fleet, workload)),
+        "spec": {"spec": {"devices": {"requests": [request]}}},
+    }
+
+
+def support_objects(fleet: InferenceFleet, site: Site) -> tuple[JsonObject, ...]:
+    """ServiceAccount, Services, PodDisruptionBudgets and NetworkPolicies, in that order."""
+    roles = [(ROUTER, ROUTER), *((pool.name, pool.role) for pool in fleet.spec.pools)]
+    return (
+        _service_account(fleet, site),
+        _client_service(fleet, site),
+        _discovery_service(fleet, site),
+        *(_disruption_budget(fleet, site, pool, role) for pool, role in roles),
+        *(network_policies(fleet, site) if fleet.spec.network_policy.enabled else ()),
+    )
+
+
+def pool_object(
+    fleet: InferenceFleet, pool: Pool, replicas: int, declared: int | None, site: Site
+) -> JsonObject:
+    """The pool's InferenceFleetPool.
+
+    `replicas`: what it has from now on; `declared`: what the document declared when it was last
+    taken over, None for nothing.
+    """
+    spec: JsonObject = {
+        "fleetName": fleet.name,
+        "poolName": pool.name,
+        "role": pool.role,
+        "replicas": replicas,
+    }
+    bounds = {
+        "minReplicas": pool.scaling.min_replicas or None,
+        "maxReplicas": pool.scaling.max_replicas,
+        "declaredReplicas": declared,
+    }
+    spec |= {name: value for name, value in bounds.items() if value is not None}
+    labels = names.pool_labels(fleet.name, pool.name, pool.role)
+    name = names.pool_object_name(fleet.name, pool.name)
+    return {
+        "apiVersion": fleet.api_version,
+        "kind": "InferenceFleetPool",
+        "metadata": metadata(name, fleet, site, labels),
+        "spec": spec,
+    }
+
+
+def kv_secret(fleet: InferenceFleet, site: Site, key: str) -> JsonObject:
+    """The Secret with the fleet's KV key, `key`: 64 hex digits from the shell's random source."""
+    labels = names.fleet_labels(fleet.name, names.ENGINE_APP)
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": metadata(names.kv_secret_name(fleet.name, site.uid), fleet, site, labels),
+        "type": "Opaque",
+        "data": {names.KV_KEY: b64encode(key.encode()).decode()},
+    }
+
+
+def _service_account(fleet: InferenceFleet, site: Site) -> JsonObject:
+    """Pods talk to each other only, never to the API server."""
+    name = names.service_account_name(fleet.name)
+    labels = names.fleet_labels(fleet.name, names.ENGINE_APP)
+    return {
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": metadata(name, fleet, site, labels),
+        "automountServiceAccountToken": False,
+    }
+
+
+def _client_service(fleet: InferenceFleet, site: Site) -> JsonObject:
+    service = fleet.spec.router.service
+    port = {
+        "name": "http",
+        "port": service.port,
+        "targetPort": "http",
+        "protocol": "TCP",
+        "appProtocol": "http",
+    }
+    spec = {
+        "type": service.type,
+        "selector": names.pool_selector(fleet.name, ROUTER),
+        "ports": [port],
+    }
+    return _service(fleet, site, names.client_service_name(fleet.name), spec)
+
+
+def _discovery_service(fleet: InferenceFleet, site: Site) -> JsonObject:
+    """Headless: each A record is a router. A router is ready only once it knows engines, so the
+    engines must find it before."""
+    port = {
+        "name": "discovery",
+        "port": fleet.spec.router.discovery_port,
+        "targetPort": "discovery",
+        "protocol": "TCP",
+    }
+    spec = {
+        "type": "ClusterIP",
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": names.pool_selector(fleet.name, ROUTER),
+        "ports": [port],
+    }
+    return _service(fleet, site, names.discovery_service_name(fleet.name), spec)
+
+
+def _service(fleet: InferenceFleet, site: Site, name: str, spec: JsonObject) -> JsonObject:
+    labels = names.fleet_labels(fleet.name, names.ROUTER_APP)
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(name, fleet, site, labels),
+        "spec": spec,
+    }
+
+
+def _disruption_budget(fleet: InferenceFleet, site: Site, pool: str, role: str) -> JsonObject:
+    """One pod at a time leaves for a node's sake; a broken one never holds a node."""
+    name = names.disruption_budget_name(fleet.name, pool)
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": metadata(name, fleet, site, names.pool_labels(fleet.name, pool, role)),
+        "spec": {
+            "maxUnavailable": 1,
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+            "selector": {"matchLabels": names.pool_selector(fleet.name, pool)},
+        },
+    }
+
+
+def network_policies(fleet: InferenceFleet, site: Site) -> tuple[JsonObject, ...]:
+    """The engines' policy and the routers'."""
+    engines = {"podSelector": _pod_selector(fleet, names.ENGINE_APP)}
+    routers = {"podSelector": _pod_selector(fleet, names.ROUTER_APP)}
+    scrapers = {"namespaceSelector": {"matchLabels": {names.LABEL_SCRAPE: "true"}}}
+    to_engines = [
+        {"from": [engines], "ports": [_kv_ports(fleet)]},
+        {"from": [routers, scrapers], "ports": [_port(HTTP_PORT)]},
+        *_inside_instances(fleet),
+    ]
+    to_routers = [
+        {"ports": [_port(ROUTER_HTTP_PORT)]},
+        {"from": [engines], "ports": [_port(fleet.spec.router.discovery_port)]},
+    ]
+    return (
+        _policy(fleet, site, names.engine_policy_name(fleet.name), names.ENGINE_APP, to_engines),
+        _policy(fleet, site, names.router_policy_name(fleet.name), names.ROUTER_APP, to_routers),
+    )
+
+
+def _pod_selector(fleet: InferenceFleet, app: str) -> JsonObject:
+    return {"matchLabels": names.app_selector(fleet.name, app)}
+
+
+def _port(number: int) -> JsonObject:
+    return {"protocol": "TCP", "port": number}
+
+
+def _kv_ports(fleet: InferenceFleet) -> JsonObject:
+    """The KV port, and one after it for each rank where an instance has several."""
+    first = fleet.spec.kv_transfer.port
+    ranks = max(pool.parallelism.ranks for pool in fleet.spec.pools)
+    return _port(first) if ranks == 1 else _port(first) | {"endPort": data_port(first, ranks - 1)}
+
+
+def _inside_instances(fleet: InferenceFleet) -> list[JsonObject]:
+    """Ranks of one instance meet on one port and then talk on ports that their libraries choose. A
+    policy cannot tell the instances of a pool apart, so the pool's pods may reach each other."""
+    return [
+        {"from": [{"podSelector": {"matchLabels": names.pool_selector(fleet.name, pool.name)}}]}
+        for pool in fleet.spec.pools
+        if pods_per_instance(pool) > 1
+    ]
+
+
+def _policy(
+    fleet: InferenceFleet, site: Site, name: str, app: str, ingress: list[JsonObject]
+) -> JsonObject:
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": metadata(name, fleet, site, names.fleet_labels(fleet.name, app)),
+        "spec": {
+            "podSelector": _pod_selector(fleet, app),
+            "policyTypes": ["Ingress"],
+            "ingress": ingress,
+        },
+    }
