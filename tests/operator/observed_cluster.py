@@ -36,7 +36,7 @@ from xpyd_operator.status import (
     fleet_seen,
     fleet_status,
 )
-from xpyd_operator.status.raw import MOST_TEXT
+from xpyd_operator.status.children import MOST_TEXT
 
 Obj = dict[str, Any]
 BEGIN = datetime(2026, 11, 21, 10, 0, 0, tzinfo=UTC)

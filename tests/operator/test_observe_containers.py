@@ -17,8 +17,8 @@ from tests.operator.observed_cluster import (
     told,
 )
 from xpyd_operator.document import load_fleet
+from xpyd_operator.status.children import MOST_TEXT
 from xpyd_operator.status.crashes import last_line
-from xpyd_operator.status.raw import MOST_TEXT
 
 Change = Callable[[Cluster], None]
 

@@ -15,7 +15,7 @@ from xpyd_operator.document import InferenceFleet, load_fleet
 from xpyd_operator.manifests import model_in_pod
 from xpyd_operator.plan import fleet_want
 from xpyd_operator.status import Children, events, find_problems, fleet_seen, fleet_status
-from xpyd_operator.status.raw import moment
+from xpyd_operator.status.children import moment
 
 Obj = dict[str, Any]
 NOW = "2026-11-21T10:00:05Z"

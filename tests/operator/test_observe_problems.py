@@ -20,7 +20,7 @@ from tests.operator.observed_cluster import (
 )
 from xpyd_operator.document import load_fleet, parse_fleet
 from xpyd_operator.status import Children, find_problems
-from xpyd_operator.status.raw import MOST_TEXT, count, moment, short, tail
+from xpyd_operator.status.children import MOST_TEXT, count, moment, short, tail
 
 NODES = "0/1 nodes are available: "
 

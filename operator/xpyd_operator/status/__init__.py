@@ -9,14 +9,16 @@ RFC 3339 text. What is done about anything is plan()'s business.
 
 from xpyd_operator.status.children import Children, fleet_seen
 from xpyd_operator.status.conditions import INVALID, INVALID_TEMPLATE
-from xpyd_operator.status.events import EventText, events
-from xpyd_operator.status.invalid import (
+from xpyd_operator.status.fleet import (
+    EventText,
+    events,
+    fleet_status,
     invalid_pool_statuses,
     invalid_status,
     leaving_status,
+    pool_statuses,
 )
 from xpyd_operator.status.problems import Problem, find_problems
-from xpyd_operator.status.status import fleet_status, pool_statuses
 
 __all__ = [
     "INVALID",

@@ -14,7 +14,7 @@ import json
 import re
 from dataclasses import dataclass
 
-from xpyd_operator.status.raw import (
+from xpyd_operator.status.children import (
     Raw,
     at,
     count,

@@ -1,0 +1,392 @@
+"""The status of a fleet and of its pools, and the Events that a change of the status gives.
+
+The same inputs give the same status, so that it is written only when something changed. The status
+before gives only the times of transitions and what the conditions carry over; all else is counted
+anew. Events come from statuses and not from single actions: there are few of them, a restarted
+operator repeats none, and all that happened between two writes is one Event. A fleet whose document
+cannot be obeyed keeps what the last good document said, with the counts of now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from xpyd_operator.document import InferenceFleet
+from xpyd_operator.document.status import MAX_POOLS
+from xpyd_operator.manifests.names import endpoint, pool_selector, selector_text
+from xpyd_operator.manifests.pods import pods_per_instance, uses_host_path
+from xpyd_operator.plan import ROUTER, FleetSeen, FleetWant
+from xpyd_operator.status.children import (
+    NOTHING,
+    WORKER_INDEX,
+    Children,
+    Counts,
+    Raw,
+    at,
+    count,
+    fields,
+    is_pool_object,
+    rows,
+    seconds_between,
+    short,
+    text,
+)
+from xpyd_operator.status.conditions import (
+    INVALID,
+    ROLES,
+    PoolRow,
+    by_role,
+    condition_of,
+    conditions,
+    conditions_of_invalid,
+    pool_rows,
+)
+from xpyd_operator.status.crashes import RECREATED
+from xpyd_operator.status.problems import Problem, in_order
+
+_HOST_PATH = (
+    "pods mount folders of their nodes (hostPath), which a namespace of pod security "
+    '"restricted" or "baseline" refuses'
+)
+_INSECURE = (
+    "the fleet has no KV key (spec.kvTransfer.insecure): whoever reaches an engine's KV port may "
+    "read and write KV"
+)
+
+
+def fleet_status(
+    fleet: InferenceFleet,
+    *,
+    want: FleetWant,
+    seen: FleetSeen,
+    children: Children,
+    problems: Sequence[Problem],
+    before: Raw | None,
+    now: str,
+    generation: int,
+    key_secret: str,
+    namespace: str,
+) -> dict[str, Any]:
+    """The fleet's whole status; to be put in place of the one before, not merged into it.
+
+    `problems`: find_problems() and those that only the caller knows (a name that somebody else
+    has, a missing API). `before`: the status that the fleet has. `now`: RFC 3339. `generation`: of
+    the document. `key_secret`: "" while there is none.
+    """
+    rows = pool_rows(want, seen, children)
+    port = fleet.spec.router.service.port
+    layouts = _layouts(fleet)
+    status: dict[str, Any] = {
+        "observedGeneration": generation,
+        "endpoint": endpoint(fleet.name, namespace, port),
+        "conditions": conditions(
+            rows,
+            in_order(problems),
+            stopping=want.stopping,
+            notices=_notices(fleet),
+            decode_alone=fleet.spec.router.on_no_prefill == "PrefillOnDecode",
+            before=before or {},
+            now=now,
+            generation=generation,
+        ),
+        "pools": [_pool(row, layouts) for row in rows[:MAX_POOLS]],
+        "summary": _summary(fleet, rows),
+    }
+    if key_secret:
+        status["kvKeySecret"] = key_secret
+    return status
+
+
+def pool_statuses(
+    fleet: InferenceFleet, *, want: FleetWant, seen: FleetSeen, children: Children
+) -> dict[str, dict[str, Any]]:
+    """The status of each pool's own object that is there, by the pool's name."""
+    generations = {
+        text(p, "spec", "poolName"): count(p, "metadata", "generation")
+        for p in children.pools
+        if is_pool_object(p)
+    }
+    layouts = _layouts(fleet)
+    grouped = {pool.name for pool in fleet.spec.pools if pods_per_instance(pool) > 1}
+    found: dict[str, dict[str, Any]] = {}
+    for row in pool_rows(want, seen, children):
+        if row.name not in generations:
+            continue
+        selector = pool_selector(fleet.name, row.name)
+        if row.name in grouped:
+            # One pod for each instance, or an HPA would take the pods for instances.
+            selector[WORKER_INDEX] = "0"
+        found[row.name] = {
+            "observedGeneration": generations[row.name],
+            "replicas": row.staying,
+            "readyReplicas": row.ready,
+            "updatedReplicas": row.updated,
+            "drainingReplicas": row.draining,
+            "selector": selector_text(selector),
+        }
+        if row.name in layouts:
+            found[row.name]["layout"] = layouts[row.name]
+    return found
+
+
+def _notices(fleet: InferenceFleet) -> tuple[str, ...]:
+    """What the document asks for that weakens the fleet, or asks more of its namespace."""
+    found = {_HOST_PATH: uses_host_path(fleet), _INSECURE: fleet.spec.kv_transfer.insecure}
+    return tuple(text for text, holds in found.items() if holds)
+
+
+def _layouts(fleet: InferenceFleet) -> dict[str, str]:
+    """How the instances of each pool of the document split the model."""
+    return {pool.name: pool.parallelism.layout for pool in fleet.spec.pools}
+
+
+def _pool(row: PoolRow, layouts: Mapping[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "name": row.name,
+        "role": row.role,
+        "replicas": row.replicas,
+        "readyReplicas": row.ready,
+        "updatedReplicas": row.updated,
+        "drainingReplicas": row.draining,
+    }
+    if row.name in layouts:
+        found["layout"] = layouts[row.name]
+    if row.declared is not None:
+        found["declaredReplicas"] = row.declared
+    if row.revision:
+        found["revision"] = row.revision
+    return found
+
+
+def _summary(fleet: InferenceFleet, pools: Iterable[PoolRow]) -> dict[str, Any]:
+    """Ready and wanted instances of each role that the fleet has, and the GPUs that it wants."""
+    by_name = {pool.name: pool for pool in fleet.spec.pools}
+    wanted, ready = by_role(pools)
+    roles = {pool.role for pool in fleet.spec.pools}
+    found: dict[str, Any] = {
+        role.lower(): f"{ready[role]}/{wanted[role]}" for role in ROLES if role in roles
+    }
+    sizes = [(row.replicas, by_name[row.name]) for row in pools if row.name in by_name]
+    found["gpus"] = sum(n * pods_per_instance(pool) * pool.resources.gpus for n, pool in sizes)
+    return found
+
+
+def invalid_status(
+    before: Raw | None,
+    messages: Iterable[str],
+    *,
+    seen: FleetSeen,
+    children: Children,
+    now: str,
+    generation: int,
+    reason: str = INVALID,
+) -> dict[str, Any]:
+    """`messages`: the mistakes, one per line. `reason`: what kind of mistakes they are."""
+    found = conditions_of_invalid(
+        list(messages),
+        pool_rows(FleetWant("", ()), seen, children),
+        before=before or {},
+        now=now,
+        generation=generation,
+        reason=reason,
+    )
+    return {**_counted(before or {}, children, generation), "conditions": found}
+
+
+def leaving_status(
+    before: Raw | None,
+    problems: Sequence[Problem],
+    *,
+    seen: FleetSeen,
+    children: Children,
+    now: str,
+    generation: int,
+) -> dict[str, Any]:
+    """Of such a fleet while it is being deleted, which needs nothing of its document."""
+    found = conditions(
+        pool_rows(FleetWant("", (), stopping=True), seen, children),
+        in_order(problems),
+        stopping=True,
+        before=before or {},
+        now=now,
+        generation=generation,
+    )
+    return {**_counted(before or {}, children, generation), "conditions": found}
+
+
+def invalid_pool_statuses(children: Children) -> dict[str, dict[str, Any]]:
+    """The status of each pool's own object, by the pool's name; one that never had any has none."""
+    found: dict[str, dict[str, Any]] = {}
+    for pool in children.pools:
+        status, name = fields(pool, "status"), text(pool, "spec", "poolName")
+        if status and is_pool_object(pool):
+            have = list(_counts_of(name, children).values())
+            ready = sum(c.ready for c in have)
+            found[name] = {
+                **status,
+                "observedGeneration": count(pool, "metadata", "generation"),
+                "replicas": sum(c.staying for c in have),
+                "readyReplicas": ready,
+                "updatedReplicas": min(ready, count(status, "updatedReplicas")),
+                "drainingReplicas": sum(c.draining for c in have),
+            }
+    return found
+
+
+def _counted(before: Raw, children: Children, generation: int) -> dict[str, Any]:
+    """The status before with the numbers of now, its conditions left out."""
+    status = {name: value for name, value in before.items() if name != "conditions"}
+    status["observedGeneration"] = generation
+    if not isinstance(at(before, "pools"), list):
+        return status
+    pools = [_recounted_pool(pool, children) for pool in rows(before, "pools")]
+    status["pools"] = pools
+    if summary := fields(before, "summary"):
+        status["summary"] = {**summary, **_ready_of(summary, pools)}
+    return status
+
+
+def _recounted_pool(before: Raw, children: Children) -> dict[str, Any]:
+    have = _counts_of(text(before, "name"), children)
+    return {
+        **before,
+        "readyReplicas": sum(c.ready for c in have.values()),
+        "updatedReplicas": have.get(text(before, "revision"), NOTHING).ready,
+        "drainingReplicas": sum(c.draining for c in have.values()),
+    }
+
+
+def _ready_of(summary: Raw, pools: Sequence[Raw]) -> dict[str, str]:
+    """The summary's entries of roles, `ready/wanted`."""
+    found: dict[str, str] = {}
+    for role in ROLES:
+        if role.lower() in summary:
+            mine = [pool for pool in pools if text(pool, "role") == role]
+            ready = sum(count(pool, "readyReplicas") for pool in mine)
+            wanted = sum(count(pool, "replicas") for pool in mine)
+            found[role.lower()] = f"{ready}/{wanted}"
+    return found
+
+
+def _counts_of(pool: str, children: Children) -> Mapping[str, Counts]:
+    """By revision."""
+    return {rev: have for (name, rev), have in children.counts.items() if name == pool}
+
+
+MOST_MESSAGE = 1000
+"""Kubernetes allows 1024 bytes of a message; a few of our characters may be longer."""
+
+
+@dataclass(frozen=True)
+class EventText:
+    """One Event (core/v1) about the fleet."""
+
+    type: Literal["Normal", "Warning"]
+    reason: str
+    message: str
+
+
+def events(before: Raw | None, after: Raw) -> tuple[EventText, ...]:
+    """What to report when the status `after` takes the place of `before`.
+
+    To be called once for each status that was written, with the one that it replaced.
+    """
+    old = before or {}
+    if text(condition_of(after, "Ready"), "reason") == "Draining":
+        found = _stopping(old, after)
+    else:
+        found = [*_pools(old, after), *_states(old, after)]
+    return tuple(EventText(e.type, e.reason, short(e.message, MOST_MESSAGE)) for e in found)
+
+
+def _status(status: Raw, kind: str) -> str:
+    return text(condition_of(status, kind), "status")
+
+
+def _message(status: Raw, kind: str) -> str:
+    return text(condition_of(status, kind), "message")
+
+
+def _stopping(before: Raw, after: Raw) -> list[EventText]:
+    if text(condition_of(before, "Ready"), "reason") == "Draining":
+        return []
+    return [EventText("Normal", "Draining", _message(after, "Ready"))]
+
+
+def _pools(before: Raw, after: Raw) -> list[EventText]:
+    """One Event for each kind of change, however many pools changed."""
+    old, new = _wanted(before), _wanted(after)
+    told: dict[str, list[str]] = {"Created": [], "Rollout": [], "Scaled": [], "Draining": []}
+    for name, pool in new.items():
+        replicas, earlier = count(pool, "replicas"), old.get(name)
+        if earlier is None:
+            told["Created"].append(f"pool {name}: {_instances(replicas)}")
+            continue
+        revisions = text(earlier, "revision"), text(pool, "revision")
+        if revisions[0] != revisions[1]:
+            change = f"revision {revisions[0]} -> {revisions[1]}"
+            told["Rollout"].append(f"pool {name}: {change}, {_instances(replicas)}")
+        if count(earlier, "replicas") != replicas:
+            sizes = f"{count(earlier, 'replicas')} -> {_instances(replicas)}"
+            told["Scaled"].append(f"pool {name}: {sizes}")
+    leaving = {text(p, "name"): p for p in rows(after, "pools")}
+    for name in (name for name in old if name not in new):
+        pool = leaving.get(name, {})
+        left = count(pool, "readyReplicas") + count(pool, "drainingReplicas")
+        told["Draining"].append(f"pool {name} left the document: {_instances(left)} to leave")
+    return [EventText("Normal", reason, "; ".join(said)) for reason, said in told.items() if said]
+
+
+def _states(before: Raw, after: Raw) -> list[EventText]:
+    found: list[EventText] = []
+    degraded, earlier = condition_of(after, "Degraded"), condition_of(before, "Degraded")
+    again = _status(before, "Degraded") == "True" and (
+        text(degraded, "reason") == text(earlier, "reason")
+    )
+    if text(degraded, "status") == "True" and not again:
+        words = f"{text(degraded, 'reason')}: {text(degraded, 'message')}"
+        found.append(EventText("Warning", "Degraded", words))
+    room = condition_of(after, "CapacityAvailable")
+    no_room = text(room, "status") == "False" and _status(before, "CapacityAvailable") != "False"
+    if no_room and text(room, "reason") != text(degraded, "reason"):
+        found.append(EventText("Warning", "NoCapacity", text(room, "message")))
+    if _has_lost(before, after):
+        found.append(EventText("Warning", "Recovering", _message(after, "Ready")))
+    if _status(before, "Available") == "True" and _status(after, "Available") == "False":
+        found.append(EventText("Warning", "Unavailable", _message(after, "Available")))
+    if _status(after, "Ready") == "True" and _status(before, "Ready") != "True":
+        found += _became_ready(before, after)
+    return found
+
+
+def _has_lost(before: Raw, after: Raw) -> bool:
+    """Whether a fleet that was well lost an instance, or it is seen only now for what."""
+    ready, earlier = condition_of(after, "Ready"), condition_of(before, "Ready")
+    moves = text(condition_of(after, "Progressing"), "reason")
+    if text(ready, "status") != "False" or moves != "Recovering":
+        return False
+    reasons = text(earlier, "reason"), text(ready, "reason")
+    return text(earlier, "status") == "True" or (reasons[1] == RECREATED != reasons[0])
+
+
+def _became_ready(before: Raw, after: Raw) -> list[EventText]:
+    if text(condition_of(before, "Progressing"), "reason") == "Scaling":
+        return []  # the Event of the scale said it all
+    earlier, now = condition_of(before, "Ready"), condition_of(after, "Ready")
+    times = text(earlier, "lastTransitionTime"), text(now, "lastTransitionTime")
+    took_s = seconds_between(*times)
+    after_s = f" after {took_s:.0f} s" if took_s is not None else ""
+    return [EventText("Normal", "Ready", f"{text(now, 'message')}{after_s}")]
+
+
+def _wanted(status: Raw) -> dict[str, Raw]:
+    """The pools that the document has, by name; those that only leave have no revision."""
+    found = [p for p in rows(status, "pools") if text(p, "revision")]
+    found.sort(key=lambda pool: text(pool, "role") == ROUTER)
+    return {text(pool, "name"): pool for pool in found}
+
+
+def _instances(number: int) -> str:
+    return "1 instance" if number == 1 else f"{number} instances"
