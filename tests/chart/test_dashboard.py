@@ -10,7 +10,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge, Histogram
 
 from tests.chart.render import CHART, ROOT, Helm, one
-from xpyd_operator.controller.metrics import OperatorMetrics
+from xpyd_operator.controller.main import OperatorMetrics
 
 FILE = CHART / "files" / "dashboards" / "xpyd.json"
 ON = {"grafana": {"dashboard": {"enabled": True}}, "metrics": {"podMonitor": {"enabled": True}}}

@@ -15,7 +15,7 @@ from xpyd_core.errors import ApiError
 from xpyd_core.messages import Heartbeat
 from xpyd_kv.memory.api import StoreFigures
 from xpyd_kv.metrics import Counters, KvMetrics
-from xpyd_operator.controller.metrics import OperatorMetrics
+from xpyd_operator.controller.main import OperatorMetrics
 from xpyd_operator.document.mistakes import FIELDS, VALUES
 from xpyd_operator.up.cluster_only import CLUSTER_ONLY
 from xpyd_router.access_log import Trace

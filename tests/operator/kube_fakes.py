@@ -19,6 +19,7 @@ from aiohttp import web
 
 from tests.operator.kube_fake_json import merge, same, without_type
 from tests.operator.kube_pods import pod_of
+from xpyd_operator.controller.client import Login
 from xpyd_operator.controller.kinds import (
     CLAIM_TEMPLATE,
     DEPLOYMENT,
@@ -33,7 +34,6 @@ from xpyd_operator.controller.kinds import (
     Obj,
     address_of,
 )
-from xpyd_operator.controller.login import Login
 
 Place = tuple[str, str]
 NOW = "2026-01-01T00:00:00Z"

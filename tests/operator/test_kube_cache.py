@@ -19,8 +19,8 @@ from xpyd_operator.controller.kinds import (
     Obj,
     address_of,
     kind_of,
+    trim,
 )
-from xpyd_operator.controller.trim import trim
 
 CHAT = FleetKey("ns", "chat")
 CODE = FleetKey("ns", "code")

@@ -13,7 +13,7 @@ import pytest
 
 from tests.operator.kube_fakes import FakeApi, Fault
 from xpyd_core.errors import UserError
-from xpyd_operator.controller.client import NEVER_CURRENT, Api
+from xpyd_operator.controller.client import NEVER_CURRENT, Api, Login, find_login, open_session
 from xpyd_operator.controller.errors import (
     Conflict,
     Forbidden,
@@ -26,7 +26,6 @@ from xpyd_operator.controller.errors import (
     error_of,
 )
 from xpyd_operator.controller.kinds import DEPLOYMENT, EVENT, FLEET, LEADER_WORKER_SET, SERVICE, Obj
-from xpyd_operator.controller.login import Login, find_login, open_session
 
 
 class Rig:
@@ -349,7 +348,7 @@ def test_a_token_file_is_read_again_when_it_is_a_minute_old(
     token = tmp_path / "token"
     token.write_text("first\n")
     time = [100.0]
-    monkeypatch.setattr("xpyd_operator.controller.login.time.monotonic", lambda: time[0])
+    monkeypatch.setattr("xpyd_operator.controller.client.time.monotonic", lambda: time[0])
 
     async def main() -> list[str]:
         seen: list[str] = []

@@ -9,9 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_operator.controller.decode import MAX_DEPTH, measured, parse, parse_event, shallow
-from xpyd_operator.controller.kinds import FLEET, POD, Kind
-from xpyd_operator.controller.trim import trim
+from xpyd_operator.controller.kinds import (
+    FLEET,
+    MAX_DEPTH,
+    POD,
+    Kind,
+    measured,
+    parse,
+    parse_event,
+    shallow,
+    trim,
+)
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),

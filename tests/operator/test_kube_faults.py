@@ -24,9 +24,8 @@ from tests.operator.kube_operating import (
     still,
 )
 from tests.operator.kube_pods import pod_of
-from xpyd_operator.controller import feed, main, tap, watch
-from xpyd_operator.controller.cache import Cache
-from xpyd_operator.controller.inbox import Listed, Present
+from xpyd_operator.controller import main, watch
+from xpyd_operator.controller.cache import Cache, Feed, Listed, Present
 from xpyd_operator.controller.kinds import (
     CLAIM_TEMPLATE,
     DEPLOYMENT,
@@ -326,7 +325,7 @@ def test_probes_and_metrics_are_served() -> None:
 
 
 def test_dead_streams_make_it_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tap, "STREAM_GRACE_S", -1.0)
+    monkeypatch.setattr(watch, "STREAM_GRACE_S", -1.0)
 
     async def test(api: FakeApi) -> None:
         async with operating(api) as operator:
@@ -363,7 +362,7 @@ def test_a_fault_in_one_fleets_turn_is_that_fleets_alone(
 
 def test_the_feed_wakes_nobody_before_it_is_synced() -> None:
     woken: list[Any] = []
-    found = feed.Feed(Cache(), lambda key, urgent: woken.append((key.name, urgent)))
+    found = Feed(Cache(), lambda key, urgent: woken.append((key.name, urgent)))
     found.expect((FLEET, POD), (None,))
     document = fleet()
     document["metadata"] |= {"uid": "u", "resourceVersion": "1"}
@@ -381,7 +380,7 @@ def test_the_feed_wakes_nobody_before_it_is_synced() -> None:
 
 def test_a_whole_list_does_not_spoil_one_that_comes_in_parts() -> None:
     cache = Cache()
-    found = feed.Feed(cache, lambda key, urgent: None)
+    found = Feed(cache, lambda key, urgent: None)
     found.expect((FLEET,), (None,))
     documents = [fleet(name) for name in ("a", "b")]
     for number, document in enumerate(documents):

@@ -11,10 +11,16 @@ from xpyd_operator.controller.kinds import (
     DEPLOYMENT,
     SERVICE,
 )
-from xpyd_operator.controller.look import Mark, Place, read
-from xpyd_operator.controller.memory import CONTESTED_S, CONTESTED_WRITES, TAKEN_S, Memory
-from xpyd_operator.controller.pacing import RecentEvents, StatusPace, is_urgent
-from xpyd_operator.controller.writes import Apply, Remove, Scale, Write, effect_of
+from xpyd_operator.controller.memory import (
+    CONTESTED_S,
+    CONTESTED_WRITES,
+    TAKEN_S,
+    Memory,
+    RecentEvents,
+    StatusPace,
+    is_urgent,
+)
+from xpyd_operator.controller.state import Apply, Mark, Place, Remove, Scale, Write, effect_of, read
 from xpyd_operator.status import EventText
 
 

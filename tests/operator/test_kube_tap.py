@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from xpyd_operator.controller.kinds import POD
-from xpyd_operator.controller.tap import Relay, listed
+from xpyd_operator.controller.watch import Relay, listed
 
 GONE = {"type": "ERROR", "object": {"kind": "Status", "code": 410}}
 

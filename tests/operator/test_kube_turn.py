@@ -23,16 +23,18 @@ from xpyd_operator.controller.kinds import (
     Obj,
     kind_of,
 )
-from xpyd_operator.controller.look import Look, mark_of, read
 from xpyd_operator.controller.report import merge_patch, problem_of, report
-from xpyd_operator.controller.writes import (
+from xpyd_operator.controller.state import (
     Apply,
+    Look,
     MakeKey,
     Remove,
     Scale,
     SetFinalizers,
     Write,
     effect_of,
+    mark_of,
+    read,
 )
 from xpyd_operator.manifests import Settings
 

@@ -1,17 +1,67 @@
-"""What the API server was last heard to say about fleets and what belongs to them.
+"""The cache of fleets and their objects, and the feed that fills it from the watches.
 
-Fed by the watches' lists and events and by the answers to our own writes, whichever is newer; read
-by the reconciler. Owned by one event loop. It holds no decision and makes no call.
+Lists, events and the answers to the operator's own writes enter the cache, whichever is newer; the
+reconciler reads it. One event loop owns it. The feed knows which first lists have arrived. Before
+all of them have, it wakes no fleet: an object that exists but is not in the cache yet would be
+created again. No decision and no call is made here.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from xpyd_operator.controller.kinds import FLEET, FLEET_LABEL, WATCHED, Kind, Obj
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A list, or a chunk of one. `last`: all that was not in the chunks so far is not there."""
+
+    kind: Kind
+    namespace: str | None
+    objects: Sequence[Obj]
+    version: int
+    first: bool
+    last: bool
+
+
+@dataclass(frozen=True)
+class Present:
+    """An object was added or changed."""
+
+    kind: Kind
+    obj: Obj
+
+
+@dataclass(frozen=True)
+class Gone:
+    """An object was deleted, or lost the label that it is watched by."""
+
+    kind: Kind
+    obj: Obj
+
+
+@dataclass(frozen=True)
+class Missing:
+    """The API server has no such kind any more."""
+
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class Unlisted:
+    """The API server did not list the kind: no right to it, or a fault."""
+
+    kind: Kind
+
+
+Message = Listed | Present | Gone | Missing | Unlisted
+
 
 T = TypeVar("T")
 
@@ -199,3 +249,99 @@ def _note(uids: OrderedDict[str, T], uid: str, what: T) -> None:
     uids[uid] = what
     while len(uids) > _MAX_REMOVED:
         uids.popitem(last=False)
+
+
+logger = logging.getLogger(__name__)
+
+_Place = tuple[Kind, str | None]
+"""What one list is of: a kind in a namespace, or everywhere."""
+
+
+class Feed:
+    """Owned by the cache's loop. `wake(key, urgent)`; urgent: its document changed."""
+
+    def __init__(self, cache: Cache, wake: Callable[[FleetKey, bool], None]) -> None:
+        self._cache = cache
+        self._wake_one = wake
+        self._outstanding: dict[Kind, set[str | None]] = {}
+        self._waived: set[Kind] = set()
+        self._parts: dict[_Place, set[str]] = {}
+        self.listed: frozenset[Kind] = frozenset()
+        """Kinds whose first lists are in."""
+
+    def expect(self, kinds: Iterable[Kind], places: Sequence[str | None]) -> None:
+        """Watches of `kinds` begin; each will bring a list for every place."""
+        for kind in kinds:
+            self._outstanding[kind] = set(places)
+
+    def waive(self, kind: Kind) -> None:
+        """Do not wait for an optional kind that the API server does not list."""
+        if kind.optional and kind not in self._waived and kind not in self.listed:
+            logger.warning("%s cannot be listed; fleets that need them wait", kind.plural)
+            self._waived.add(kind)
+            self._wake(self._cache.documents())
+
+    def forget(self, kind: Kind) -> None:
+        """The server has the kind no more, and none of its objects."""
+        self._outstanding.pop(kind, None)
+        self._waived.discard(kind)
+        self._parts = {place: uids for place, uids in self._parts.items() if place[0] != kind}
+        self.listed -= {kind}
+        self._cache.keep_only(kind, None, frozenset(), sys.maxsize)
+        # It may have been the last that was waited for: wakes meanwhile were dropped.
+        self._wake(self._cache.documents())
+
+    def missing(self) -> list[str]:
+        """Kinds that are not listed yet and have to be."""
+        waits = self._outstanding.items()
+        return sorted(k.plural for k, places in waits if places and k not in self._waived)
+
+    @property
+    def is_synced(self) -> bool:
+        """Whether all first lists are in."""
+        return bool(self._outstanding) and not self.missing()
+
+    def hear(self, message: Listed | Present | Gone) -> None:
+        """Take one message."""
+        match message:
+            case Listed():
+                self._take_list(message)
+            case Present(kind, obj):
+                self._wake(self._cache.put(kind, obj), urgent=kind == FLEET)
+            case Gone(kind, obj):
+                self._wake(self._cache.remove(kind, obj), urgent=kind == FLEET)
+
+    def _take_list(self, part: Listed) -> None:
+        for obj in part.objects:
+            self._wake(self._cache.put(part.kind, obj), urgent=part.kind == FLEET)
+        uids = {str(obj["metadata"]["uid"]) for obj in part.objects}
+        if not (part.first and part.last):
+            # One that comes whole stands beside one that comes in parts.
+            place = (part.kind, part.namespace)
+            if not part.first:
+                uids |= self._parts.get(place, set())
+            self._parts[place] = uids
+            if not part.last:
+                return
+            del self._parts[place]
+        gone = self._cache.keep_only(part.kind, part.namespace, frozenset(uids), part.version)
+        self._wake(gone)
+        self._note_list(part.kind, part.namespace)
+
+    def _note_list(self, kind: Kind, namespace: str | None) -> None:
+        places = self._outstanding.get(kind)
+        if places is None or namespace not in places:
+            return
+        places.discard(namespace)
+        if places:
+            return
+        self.listed |= {kind}
+        self._waived.discard(kind)
+        if self.is_synced:
+            logger.info("all lists are in: %d fleets", self._cache.count(FLEET))
+            self._wake(self._cache.documents())
+
+    def _wake(self, keys: Iterable[FleetKey], *, urgent: bool = False) -> None:
+        if self.is_synced:
+            for key in list(keys):
+                self._wake_one(key, urgent)

@@ -20,25 +20,23 @@ from xpyd_operator.controller.kinds import (
     Obj,
     kind_of,
 )
-from xpyd_operator.controller.look import (
+from xpyd_operator.controller.state import (
     SUPPORT,
+    Apply,
     Look,
+    MakeKey,
     Mark,
     Place,
-    controller_of,
-    holder_of,
-    is_leaving,
-    mark_of,
-)
-from xpyd_operator.controller.writes import (
-    Apply,
-    MakeKey,
     Remove,
     Scale,
     SetFinalizers,
     Write,
+    controller_of,
     describe,
     effect_of,
+    holder_of,
+    is_leaving,
+    mark_of,
     pool_of,
 )
 from xpyd_operator.document import InferenceFleet

@@ -1,7 +1,9 @@
 """The operator as a program: makes the parts, starts and stops them, owns their tasks.
 
-start: HTTP -> wait for the CRDs -> watches -> first lists in -> workers -> /readyz
+start: HTTP -> wait for the CRDs -> watches -> first lists are in -> workers -> /readyz
 stop:  no new turns, those under way end, watches and connections close; a few seconds in all
+
+The HTTP port serves /healthz and /readyz for the kubelet and /metrics for Prometheus.
 """
 
 from __future__ import annotations
@@ -14,21 +16,119 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from xpyd_operator.controller.cache import Cache, FleetKey
-from xpyd_operator.controller.client import Api
+from aiohttp import web
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from xpyd_operator.controller.cache import Cache, Feed, FleetKey, Message, Missing, Unlisted
+from xpyd_operator.controller.client import Api, Login, find_login
 from xpyd_operator.controller.errors import KubeError
-from xpyd_operator.controller.events import EventPoster
-from xpyd_operator.controller.feed import Feed
-from xpyd_operator.controller.inbox import Inbox, Message, Missing, Unlisted
 from xpyd_operator.controller.kinds import ALWAYS, FLEET, FLEET_LABEL, OPTIONAL, POOL, Kind
-from xpyd_operator.controller.login import Login, find_login
-from xpyd_operator.controller.metrics import OperatorMetrics
-from xpyd_operator.controller.probes import ProbeServer
-from xpyd_operator.controller.reconcile import Reconciler, TurnFailed
-from xpyd_operator.controller.tap import listed
-from xpyd_operator.controller.watch import Watcher
+from xpyd_operator.controller.reconcile import EventPoster, Reconciler, TurnFailed
+from xpyd_operator.controller.watch import Inbox, Watcher, listed
 from xpyd_operator.controller.workqueue import FleetQueue
 from xpyd_operator.manifests import Settings
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+
+
+class OperatorMetrics:
+    """One set per operator, in its own CollectorRegistry. prometheus_client locks: any thread."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        prefix = "xpyd_operator_"
+        self.reconciles = Counter(
+            f"{prefix}reconciles", "Turns of fleets that ended", ("result",), registry=registry
+        )
+        self.reconcile_seconds = Histogram(
+            f"{prefix}reconcile_seconds",
+            "A turn, with its calls",
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        self._api_calls = Counter(
+            f"{prefix}api_calls",
+            "Requests to the API server",
+            ("verb", "resource", "code"),
+            registry=registry,
+        )
+        self._watch_events = Counter(
+            f"{prefix}watch_events", "Changes heard of", ("kind",), registry=registry
+        )
+        self._queue_depth = Gauge(
+            f"{prefix}queue_depth", "Fleets that are due and wait for a worker", registry=registry
+        )
+        self._fleets = Gauge(f"{prefix}fleets", "Fleets there are", registry=registry)
+        self._events_dropped = Counter(
+            f"{prefix}events_dropped", "Events that were not posted", registry=registry
+        )
+
+    def count_call(self, verb: str, resource: str, code: str) -> None:
+        """One request ended; code: HTTP status, or "error" where there was no answer."""
+        self._api_calls.labels(verb, resource, code).inc()
+
+    def count_watch_event(self, kind: str) -> None:
+        """A watch told of a change."""
+        self._watch_events.labels(kind).inc()
+
+    def count_dropped_event(self) -> None:
+        """An event was not posted."""
+        self._events_dropped.inc()
+
+    def render(self, *, queue_depth: int, fleets: int) -> bytes:
+        """The text exposition."""
+        self._queue_depth.set(queue_depth)
+        self._fleets.set(fleets)
+        return generate_latest(self._registry)
+
+
+Check = Callable[[], list[str]]
+"""What speaks against it; empty: nothing does."""
+
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class ProbeServer:
+    """Answers while the loop turns; that it answers at all is part of being healthy."""
+
+    def __init__(self, *, unhealthy: Check, unready: Check, metrics: Callable[[], bytes]) -> None:
+        self._unhealthy = unhealthy
+        self._unready = unready
+        self._metrics = metrics
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; the port, which `port` 0 leaves to the system."""
+        app = web.Application()
+        app.router.add_get("/healthz", self._healthz)
+        app.router.add_get("/readyz", self._readyz)
+        app.router.add_get("/metrics", self._serve_metrics)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port)
+        await site.start()
+        return int(self._runner.addresses[0][1])
+
+    async def stop(self) -> None:
+        """Close the port."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _healthz(self, _: web.Request) -> web.Response:
+        return _answer(self._unhealthy())
+
+    async def _readyz(self, _: web.Request) -> web.Response:
+        return _answer(self._unready())
+
+    async def _serve_metrics(self, _: web.Request) -> web.Response:
+        return web.Response(body=self._metrics(), headers={"Content-Type": _METRICS_TYPE})
+
+
+def _answer(complaints: list[str]) -> web.Response:
+    if complaints:
+        return web.Response(status=503, text="\n".join(complaints) + "\n")
+    return web.Response(text="ok\n")
+
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,16 @@ from typing import Any, cast
 
 from xpyd_operator.controller.errors import Forbidden, KubeError
 from xpyd_operator.controller.kinds import Obj, kind_of
-from xpyd_operator.controller.look import Look, is_leaving
-from xpyd_operator.controller.writes import Apply, Remove, Scale, Write, describe, pool_of
+from xpyd_operator.controller.state import (
+    Apply,
+    Look,
+    Remove,
+    Scale,
+    Write,
+    describe,
+    is_leaving,
+    pool_of,
+)
 from xpyd_operator.manifests.names import kv_secret_name
 from xpyd_operator.status import (
     INVALID,
