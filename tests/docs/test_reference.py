@@ -17,7 +17,7 @@ from xpyd_kv.memory.api import StoreFigures
 from xpyd_kv.metrics import Counters, KvMetrics
 from xpyd_operator.controller.main import OperatorMetrics
 from xpyd_operator.document.mistakes import FIELDS, VALUES
-from xpyd_operator.up.cluster_only import CLUSTER_ONLY
+from xpyd_operator.up.checks import CLUSTER_ONLY
 from xpyd_router.access_log import Trace
 from xpyd_router.fleet.instances import Instance, InstanceKey
 from xpyd_router.metrics import RouterMetrics

@@ -12,12 +12,10 @@ import time
 from pathlib import Path
 
 from xpyd_operator.up import control
-from xpyd_operator.up.processes import ProcessId
-from xpyd_operator.up.state import FleetState
-from xpyd_operator.up.tools import take_fleet_down
-from xpyd_operator.up.up import UpOptions, run_up
-from xpyd_operator.up.views import FleetView, PodView
-from xpyd_operator.up.wait import read_view
+from xpyd_operator.up.client import read_view, take_fleet_down
+from xpyd_operator.up.control import FleetView, PodView
+from xpyd_operator.up.run import UpOptions, run_up
+from xpyd_operator.up.state import FleetState, ProcessId
 
 SUPERVISOR = Path(__file__).with_name("stand_in_supervisor.py")
 DAEMON = (sys.executable, str(SUPERVISOR), "daemon")

@@ -3,9 +3,9 @@
 import sys
 from pathlib import Path
 
-from xpyd_operator.up import daemon
+from xpyd_operator.up import run
 from xpyd_operator.up.pods import Pod
-from xpyd_operator.up.up import UpOptions, run_up
+from xpyd_operator.up.run import UpOptions, run_up
 
 POD = Path(__file__).with_name("stand_in_pod.py")
 
@@ -17,5 +17,5 @@ def program(pod: Pod) -> list[str]:
 if __name__ == "__main__":
     mode = sys.argv.pop(1)
     if mode == "daemon":
-        sys.exit(daemon.main(program))
+        sys.exit(run.main(program))
     sys.exit(run_up(UpOptions(sys.argv[1]), detach=False, program=program))

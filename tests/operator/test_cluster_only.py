@@ -11,7 +11,7 @@ from tests.crds.fleets import FLEET, changed, good_fleets
 from xpyd_core.errors import UserError
 from xpyd_operator.document import InferenceFleet, load_fleet, parse_fleet
 from xpyd_operator.document.fleetpool import refused_scale
-from xpyd_operator.up.cluster_only import check_local, cluster_only
+from xpyd_operator.up.checks import check_local, cluster_only
 
 CPU = changed(FLEET, {f"spec.pools.{i}.resources": {"gpus": 0} for i in (0, 1)})
 

@@ -12,8 +12,8 @@ import yaml
 from tests.crds.fleets import FLEET, changed
 from xpyd_core.errors import UserError
 from xpyd_operator.document import InferenceFleet, parse_fleet
-from xpyd_operator.up.layouts import check_layouts
-from xpyd_operator.up.up import plan_fleet_memory
+from xpyd_operator.up.checks import check_layouts
+from xpyd_operator.up.run import plan_fleet_memory
 
 CPU = changed(FLEET, {f"spec.pools.{i}.resources": {"gpus": 0} for i in (0, 1)})
 CONFIG = {

@@ -10,15 +10,16 @@ from hypothesis import strategies as st
 
 from xpyd_core.errors import UserError
 from xpyd_operator.document import parse_fleet
-from xpyd_operator.up.checkpoint import locate_model, weights_bytes
-from xpyd_operator.up.machine import Machine, read_machine
+from xpyd_operator.up.checks import locate_model, weights_bytes
 from xpyd_operator.up.memory import (
     CACHE_LEAST_BYTES,
     MIB,
     PROCESS_BYTES,
+    Machine,
     check_room,
     flag_value,
     plan_memory,
+    read_machine,
 )
 
 GIB = 1 << 30

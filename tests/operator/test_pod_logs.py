@@ -8,8 +8,16 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from xpyd_core.errors import UserError
-from xpyd_operator.up.console import PrefixWriter, Streamer
-from xpyd_operator.up.podlogs import Follower, line_time, lines_since, older, parse_span, rotate
+from xpyd_operator.up.logs import (
+    Follower,
+    PrefixWriter,
+    Streamer,
+    line_time,
+    lines_since,
+    older,
+    parse_span,
+    rotate,
+)
 
 NOON = datetime(2026, 1, 2, 12, 0, tzinfo=UTC)
 

@@ -6,9 +6,8 @@ import re
 from pathlib import Path
 
 from xpyd_operator.document import load_fleet
-from xpyd_operator.up.checkpoint import locate_model, weights_bytes
-from xpyd_operator.up.machine import Machine
-from xpyd_operator.up.memory import plan_memory
+from xpyd_operator.up.checks import locate_model, weights_bytes
+from xpyd_operator.up.memory import Machine, plan_memory
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples/demo/fleet.yaml"

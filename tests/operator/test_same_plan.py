@@ -37,7 +37,7 @@ from xpyd_operator.plan import (
     plan,
 )
 from xpyd_operator.status import Children, fleet_seen
-from xpyd_operator.up.checkpoint import locate_model
+from xpyd_operator.up.checks import locate_model
 
 Obj = dict[str, Any]
 ROOT = Path(__file__).parents[2]

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from xpyd_operator.document import parse_fleet
 from xpyd_operator.plan import ROUTER, fleet_want
-from xpyd_operator.up.machine import Machine
-from xpyd_operator.up.memory import plan_memory
+from xpyd_operator.up.memory import Machine, plan_memory
 from xpyd_operator.up.pods import Pod, Site, pod_arguments, pod_environment
 
 

@@ -13,8 +13,7 @@ from tests.kv.rank_pods import Side, engine_of, layout_of
 from xpyd_core.pod_env import PodEnv
 from xpyd_operator.document import parse_fleet
 from xpyd_operator.plan.template import engine_template
-from xpyd_operator.up.machine import Machine
-from xpyd_operator.up.memory import EngineMemory, plan_memory
+from xpyd_operator.up.memory import EngineMemory, Machine, plan_memory
 from xpyd_worker.command import configure, read_config
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.kv_setup import settings_of

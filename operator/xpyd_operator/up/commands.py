@@ -25,7 +25,7 @@ def _configure_up(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_up(args: argparse.Namespace) -> int:
-    from xpyd_operator.up.up import UpOptions, run_up
+    from xpyd_operator.up.run import UpOptions, run_up
 
     if args.port is not None and not 0 < args.port < 65536:
         raise UserError(f"--port {args.port}: expected 1 to 65535")
@@ -45,7 +45,7 @@ def _configure_status(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_status(args: argparse.Namespace) -> int:
-    from xpyd_operator.up.tools import show_status
+    from xpyd_operator.up.client import show_status
 
     return show_status(args.fleet, as_json=args.output == "json")
 
@@ -59,7 +59,7 @@ def _configure_scale(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_scale(args: argparse.Namespace) -> int:
-    from xpyd_operator.up.tools import scale
+    from xpyd_operator.up.client import scale
 
     return scale(args.pool, args.replicas, timeout_s=args.timeout)
 
@@ -74,9 +74,9 @@ def _configure_logs(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_logs(args: argparse.Namespace) -> int:
-    from xpyd_operator.up.podlogs import parse_span
+    from xpyd_operator.up.client import show_logs
+    from xpyd_operator.up.logs import parse_span
     from xpyd_operator.up.state import FleetState, state_root
-    from xpyd_operator.up.tools import show_logs
 
     since = None if args.since is None else parse_span(args.since)
     fleet: str | None = args.fleet
@@ -99,8 +99,8 @@ def _configure_chat(parser: argparse.ArgumentParser) -> None:
 
 def _run_chat(args: argparse.Namespace) -> int:
     from xpyd_operator.up.chat import Conversation, run_chat
+    from xpyd_operator.up.client import current_view
     from xpyd_operator.up.state import find_fleet, find_fleets, state_root
-    from xpyd_operator.up.tools import current_view
 
     words: list[str] = [word for word in (args.fleet, *args.message) if word is not None]
     url: str | None = args.url
@@ -126,7 +126,7 @@ def _configure_down(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_down(args: argparse.Namespace) -> int:
-    from xpyd_operator.up.tools import take_fleet_down
+    from xpyd_operator.up.client import take_fleet_down
 
     if args.timeout is not None and args.timeout < 0:
         raise UserError(f"--timeout {args.timeout}: expected 0 or more")

@@ -1,22 +1,81 @@
-"""The memory plan: what each engine may take so that the fleet fits the machine. Pure.
+"""The memory plan: how much memory each engine may take so that the fleet fits this machine.
 
-A size that the document or engine.args give is honoured, or the fleet is refused with the numbers;
-only sizes that nobody gave are chosen here. Scaling later starts instances with the same plan: an
-instance that runs is never resized.
-
-An instance of several ranks is a process for each of them and one that serves HTTP. Its weights,
-buffer and host pool are divided among the ranks; each has a KV cache of the size given.
+A size from the document or from engine.args is kept, or the fleet is refused with the numbers; only
+sizes that are not given are chosen here. A later scale starts instances with the same plan: a
+running instance is never resized. An instance of several ranks is one process for each rank and one
+that serves HTTP. Its weights, buffer and host pool are divided among the ranks; each rank has a KV
+cache of the size given. `read_machine` is the only function that looks at the machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from xpyd_core.errors import UserError
 from xpyd_core.sizes import format_bytes, parse_bytes
 from xpyd_operator.document.fleet import InferenceFleet, Pool
-from xpyd_operator.up.machine import Machine
+
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Figures of one moment."""
+
+    available_bytes: int
+    cores: int
+
+
+def read_machine() -> Machine:
+    """Memory that can be taken without swapping, and the cores that we may run on."""
+    available = min([_mem_available(), *_cgroup_rooms()])
+    return Machine(max(0, available), len(os.sched_getaffinity(0)))
+
+
+def _mem_available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            return int(rest.split()[0]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cgroup_rooms() -> Iterator[int]:
+    """Room below each memory limit above us: limit - used, page cache not counted as used."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, limit, used, cache = _CGROUPS, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, limit = _CGROUPS / "memory", "memory.limit_in_bytes"
+            used, cache = "memory.usage_in_bytes", "total_inactive_file"
+        else:
+            continue
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
+            room = _room(folder, limit, used, cache)
+            if room is not None:
+                yield room
+            if folder == root:
+                break
+
+
+def _room(folder: Path, limit: str, used: str, cache: str) -> int | None:
+    try:
+        most = (folder / limit).read_text().strip()
+        now = int((folder / used).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    return None if most == "max" else int(most) - now + int(stat.get(cache, 0))
+
 
 MIB = 1 << 20
 USABLE_PERCENT = 80

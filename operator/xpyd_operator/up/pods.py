@@ -1,20 +1,40 @@
-"""From a workload's template to one process: its command line and its environment.
+"""The pods of a local fleet: a template's command line and environment, its process, all of them.
 
-What a pod would find in Kubernetes it finds here: the same variables, the same ports, an address of
-its own. The program itself is a seam: tests start stand-ins.
+A pod finds here what it would find in Kubernetes: the same variables, the same ports, an address of
+its own. PodProcess is one pod through its restarts and the only owner of its Popen. LocalPods holds
+the pods of all workloads and applies the actions of plan() and keep(); it decides nothing. The
+program of a pod is a parameter: tests start stand-ins.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
+import signal
+import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from xpyd_core.errors import UserError
 from xpyd_core.pod_env import HTTP_PORT, KV_PORT
-from xpyd_operator.plan import INSECURE_FLAG, ROUTER, Template
+from xpyd_operator.plan import (
+    INSECURE_FLAG,
+    ROUTER,
+    Drain,
+    Forget,
+    InstanceSeen,
+    Kill,
+    Start,
+    Template,
+    Workload,
+    WorkloadSeen,
+    keep,
+)
 from xpyd_operator.up.memory import MemoryPlan
-from xpyd_operator.up.state import DISCOVERY_PORT
+from xpyd_operator.up.state import DISCOVERY_PORT, FleetState, PodRecord, ProcessId, identify
 
 ROUTER_NUMBER = 1
 """Last byte of the router's address; engines follow."""
@@ -117,3 +137,246 @@ def pod_environment(pod: Pod, site: Site, inherited: Mapping[str, str]) -> dict[
     if pod.template.role != ROUTER:
         environ["XPYD_ROLE"] = pod.template.role
     return environ | dict(pod.template.env)
+
+
+_log = logging.getLogger("xpyd.up")
+_CANNOT_START = 127
+
+
+class PodProcess:
+    """A pod and its current process, if one runs. Times are the supervisor's clock."""
+
+    def __init__(self, pod: Pod, ordinal: int, log: Path) -> None:
+        self.pod = pod
+        self.ordinal = ordinal
+        self.log = log
+        self.restarts = -1
+        self.last_exit: int | None = None
+        self.is_healthy = False
+        """/health answered 200 since this process started."""
+        self.is_ready = False
+        """Requests can reach it."""
+        self.was_ready = False
+        """It was ready once since this process started."""
+        self.seen = InstanceSeen(ordinal, 0.0)
+        self.identity: ProcessId | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether a process runs."""
+        return self._process is not None
+
+    def start(
+        self,
+        argv: Sequence[str],
+        environ: dict[str, str],
+        now: float,
+        *,
+        failures: int,
+        inherit: Sequence[int],
+    ) -> None:
+        """Start a process in a session of its own: Ctrl-C reaches the supervisor only."""
+        assert self._process is None
+        self.restarts += 1
+        self.is_healthy = self.is_ready = self.was_ready = False
+        self.seen = InstanceSeen(self.ordinal, now, failures)
+        try:
+            with self.log.open("ab") as log:
+                self._process = subprocess.Popen(
+                    argv,
+                    env=environ,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    pass_fds=inherit,
+                )
+        except OSError as error:
+            _log.error("pod %s cannot start: %s", self.pod.name, error)
+            self.last_exit = _CANNOT_START
+            self.seen = replace(self.seen, exited_at=now)
+        else:
+            self.identity = identify(self._process.pid)
+
+    def reap(self, now: float) -> bool:
+        """Notice the process's end. True: it ended now."""
+        if self._process is None:
+            return False
+        pid = self._process.pid
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return False
+        # Unreaped it still owns its number: what is left of its group can be ended safely.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+        self.last_exit = self._process.wait()
+        self._process = None
+        self.identity = None
+        self.is_healthy = self.is_ready = False
+        self.seen = replace(self.seen, exited_at=now)
+        return True
+
+    def drain(self, now: float) -> None:
+        """Ask it to finish and exit."""
+        self.seen = replace(self.seen, draining_since=now)
+        self.is_ready = False
+        self._send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it and its whole group now."""
+        self.seen = replace(self.seen, killed=True)
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def exit_text(self) -> str:
+        """How the last process ended, for people."""
+        if self.last_exit is None:
+            return ""
+        if self.last_exit >= 0:
+            return f"exit status {self.last_exit}"
+        return f"killed by signal {-self.last_exit} ({signal.strsignal(-self.last_exit)})"
+
+    def _send(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            # Not reaped yet, so the pid is its own.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
+
+
+WorkloadKey = tuple[str, str]
+
+
+class Roster:
+    """Workload (pool, revision) -> its pods by ordinal."""
+
+    def __init__(
+        self, site: Site, state: FleetState, program: Program, inherit: Sequence[int]
+    ) -> None:
+        self.site = site
+        self._state = state
+        self._program = program
+        self._inherit = inherit
+        self._workloads: dict[WorkloadKey, Workload] = {}
+        self._pods: dict[WorkloadKey, dict[int, PodProcess]] = {}
+
+    def __iter__(self) -> Iterator[PodProcess]:
+        """All pods, the router's first, then by name."""
+        pods = [pod for pods in self._pods.values() for pod in pods.values()]
+        return iter(sorted(pods, key=lambda p: (p.pod.pool != ROUTER, p.pod.pool, p.ordinal)))
+
+    def seen(self) -> tuple[WorkloadSeen, ...]:
+        """What plan() wants to know."""
+        return tuple(
+            WorkloadSeen(
+                workload,
+                alive=sum(pod.is_alive for pod in self._pods[key].values()),
+                ready=sum(pod.is_ready for pod in self._pods[key].values()),
+            )
+            for key, workload in self._workloads.items()
+        )
+
+    def records(self) -> tuple[PodRecord, ...]:
+        """The living pods as they go to disk."""
+        return tuple(
+            PodRecord(pod.pod.name, self.site.address(pod.pod.number), pod.identity)
+            for pod in self
+            if pod.identity is not None
+        )
+
+    def put(self, workload: Workload) -> None:
+        """Create the workload or replace its replicas; keep() does the rest."""
+        key = (workload.pool, workload.revision)
+        self._workloads[key] = workload
+        self._pods.setdefault(key, {})
+
+    def drain_pool(self, pool: str) -> None:
+        """No instance of the pool is wanted any more."""
+        for key, workload in self._workloads.items():
+            if workload.pool == pool:
+                self._workloads[key] = replace(workload, replicas=0)
+
+    def delete(self, pool: str, revision: str) -> None:
+        """Forget a workload of which nothing lives."""
+        key = (pool, revision)
+        assert not any(pod.is_alive for pod in self._pods.get(key, {}).values())
+        self._workloads.pop(key, None)
+        self._pods.pop(key, None)
+
+    def reap(self, now: float) -> Iterable[PodProcess]:
+        """The pods whose process ended since the last call."""
+        return [pod for pod in self if pod.reap(now)]
+
+    def keep(self, now: float, drain_timeout_s: float) -> tuple[bool, float | None]:
+        """Run keep() on each workload and do what it says: whether anything, and when to again."""
+        acted, waits = False, list[float]()
+        for key, workload in list(self._workloads.items()):
+            pods = self._pods[key]
+            taken = [
+                p.ordinal
+                for p in self
+                if p.pod.pool == workload.pool and p is not pods.get(p.ordinal)
+            ]
+            seen = [pod.seen for pod in pods.values()]
+            result = keep(workload, seen, now, drain_timeout_s=drain_timeout_s, taken=taken)
+            for action in result.actions:
+                acted = self._apply(action, workload, pods, now) or acted
+            if result.recheck_after is not None:
+                waits.append(result.recheck_after)
+        return acted, min(waits, default=None)
+
+    def kill_all(self) -> None:
+        """End everything now."""
+        for pod in self:
+            pod.kill()
+
+    def _apply(
+        self,
+        action: Start | Drain | Kill | Forget,
+        workload: Workload,
+        pods: dict[int, PodProcess],
+        now: float,
+    ) -> bool:
+        """Whether it could be done."""
+        match action:
+            case Start(ordinal, failures):
+                pod = pods.get(ordinal) or self._new_pod(workload, ordinal)
+                if pod is None:
+                    return False
+                pods[ordinal] = pod
+                argv = [*self._program(pod.pod), *pod_arguments(pod.pod, self.site)]
+                environ = pod_environment(pod.pod, self.site, os.environ)
+                pod.start(argv, environ, now, failures=failures, inherit=self._inherit)
+                _log.info("pod %s started", pod.pod.name)
+            case Drain(ordinal):
+                _log.info("pod %s drains", pods[ordinal].pod.name)
+                pods[ordinal].drain(now)
+            case Kill(ordinal):
+                _log.warning("pod %s did not drain in time and is killed", pods[ordinal].pod.name)
+                pods[ordinal].kill()
+            case Forget(ordinal):
+                del pods[ordinal]
+        return True
+
+    def _new_pod(self, workload: Workload, ordinal: int) -> PodProcess | None:
+        number = self._free_number(workload.pool)
+        if number is None:
+            _log.error("pool %s: no free address for another instance", workload.pool)
+            return None
+        name = f"{self.site.fleet}-{workload.pool}-{ordinal}"
+        pod = Pod(name, workload.pool, workload.revision, number, workload.template)
+        return PodProcess(pod, ordinal, self._state.log_of(name))
+
+    def _free_number(self, pool: str) -> int | None:
+        if pool == ROUTER:
+            return ROUTER_NUMBER
+        used = {pod.pod.number for pod in self}
+        free = (n for n in range(ROUTER_NUMBER + 1, LAST_NUMBER + 1) if n not in used)
+        return next(free, None)
+
+
+def check_addresses(engines: int) -> None:
+    """Refuse a fleet that has more engines than addresses, one kept free for a rollout."""
+    most = LAST_NUMBER - ROUTER_NUMBER - 1
+    if engines > most:
+        raise UserError(f"{engines} engines: a local fleet has addresses for at most {most}")

@@ -1,13 +1,15 @@
 """Where a local fleet keeps what outlives a call: ${XDG_STATE_HOME}/xpyd/FLEET.
 
-    lock         flock'ed by the supervisor while it lives
+    lock         locked (flock) by the supervisor while it lives
     fleet.json   what runs: supervisor, pods with their pids and addresses (FleetRecord)
     control.sock the supervisor's control socket
     key          the fleet's secret, mode 0600, made anew by each supervisor
     sockets/     where the engines find each other, for KV that need not go through TCP
     logs/        one file for each pod, and the supervisor's own when it is detached
 
-Only the supervisor writes; `down` and `status` read, also after its death. The folder is 0700.
+Only the supervisor writes; `down` and `status` read, also after its death. The folder has mode
+0700. A process is known by pid, start time and boot, which a reused pid does not share; signals go
+through a pidfd that is checked after it was opened, so none reaches another process.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import signal
 import socket
 import time
 from collections.abc import Mapping
@@ -26,7 +29,72 @@ from pathlib import Path
 import msgspec
 
 from xpyd_core.errors import UserError
-from xpyd_operator.up.processes import ProcessId
+
+_START_TIME_FIELD = 22
+_STATE_FIELD = 3
+
+
+class ProcessId(msgspec.Struct, frozen=True):
+    """One process of one boot. `start_ticks`: field 22 of /proc/PID/stat."""
+
+    pid: int
+    start_ticks: int
+    boot: str
+
+    def is_alive(self) -> bool:
+        """Whether this very process runs; a zombie does not."""
+        fields = _stat(self.pid)
+        if fields is None or fields[_STATE_FIELD] in ("Z", "X"):
+            return False
+        return int(fields[_START_TIME_FIELD]) == self.start_ticks and _boot_id() == self.boot
+
+    def signal(self, number: signal.Signals, *, group: bool = False) -> bool:
+        """Send a signal to the process, or to its group, which it leads. False: it is gone."""
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return False
+        try:
+            # The pidfd holds on to whoever has the pid now; only then is it compared.
+            if not self.is_alive():
+                return False
+            if group:
+                # The leader lives, so its group's number cannot have been given away.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.pid, number)
+            else:
+                signal.pidfd_send_signal(descriptor, number)
+        except ProcessLookupError:
+            return False
+        finally:
+            os.close(descriptor)
+        return True
+
+
+def identify(pid: int) -> ProcessId:
+    """The identity of a process that certainly exists: one's own, or an unreaped child."""
+    fields = _stat(pid)
+    if fields is None:
+        raise ProcessLookupError(pid)
+    return ProcessId(pid, int(fields[_START_TIME_FIELD]), _boot_id())
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of /proc/PID/stat by their number in proc(5), from 3 on; None: no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    # Field 2 is the command in parentheses and may hold anything, also parentheses.
+    return ["", "", "", *text[text.rindex(")") + 2 :].split()]
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
 
 MAX_RECORD_BYTES = 4 << 20
 DISCOVERY_PORT = 30001

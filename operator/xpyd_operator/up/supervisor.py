@@ -1,17 +1,23 @@
 """The supervisor's loop: observe the processes, plan(), keep(), apply, until the fleet is gone.
 
-Level-triggered: every turn starts from what is there. A child's end, a request on the control
-socket and a probe's news only wake it. One per fleet; everything it owns it changes in its loop.
+Level-triggered: every turn starts from what exists. The end of a child, a request on the control
+socket and a result of a probe only wake it. There is one supervisor per fleet, and everything that
+it owns is changed in its loop. Probes are short HTTP GETs in a thread; an unexpected answer counts
+as not ready.
 """
 
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
 import logging
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 from xpyd_core.errors import UserError
 from xpyd_core.pod_env import HTTP_PORT
@@ -34,17 +40,61 @@ from xpyd_operator.plan import (
     pools_wanted,
 )
 from xpyd_operator.plan.keep import KILL_GRACE_S
-from xpyd_operator.up import probe
-from xpyd_operator.up.checkpoint import locate_model, weights_bytes
-from xpyd_operator.up.layouts import check_layouts
-from xpyd_operator.up.machine import read_machine
-from xpyd_operator.up.memory import MemoryPlan, check_room, plan_memory
-from xpyd_operator.up.pod_process import PodProcess
-from xpyd_operator.up.podlogs import rotate
-from xpyd_operator.up.pods import ROUTER_HOST, Program, Site, xpyd_program
-from xpyd_operator.up.processes import identify
-from xpyd_operator.up.roster import Roster, check_addresses
-from xpyd_operator.up.state import AddressClaim, FleetRecord, FleetState
+from xpyd_operator.up.checks import check_layouts, locate_model, weights_bytes
+from xpyd_operator.up.logs import rotate
+from xpyd_operator.up.memory import MemoryPlan, check_room, plan_memory, read_machine
+from xpyd_operator.up.pods import (
+    ROUTER_HOST,
+    PodProcess,
+    Program,
+    Roster,
+    Site,
+    check_addresses,
+    xpyd_program,
+)
+from xpyd_operator.up.state import AddressClaim, FleetRecord, FleetState, identify
+
+TIMEOUT_S = 1.0
+_MAX_ANSWER_BYTES = 4 << 20
+
+
+def get(host: str, port: int, path: str) -> bytes | None:
+    """The body of a 200 answer, None for anything else."""
+    connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.read(_MAX_ANSWER_BYTES) if answer.status == 200 else None
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
+
+
+def answers_health(host: str, port: int) -> bool:
+    """Whether /health answers 200."""
+    return get(host, port, "/health") is not None
+
+
+def read_routable(host: str, port: int) -> frozenset[str] | None:
+    """HTTP addresses of the instances that the router has as Ready; None: no router there."""
+    body = get(host, port, "/instances")
+    if body is None:
+        return None
+    try:
+        return frozenset(_ready(json.loads(body)))
+    except ValueError:
+        return None
+
+
+def _ready(answer: object) -> Iterator[str]:
+    rows = cast("dict[str, Any]", answer).get("instances") if isinstance(answer, dict) else answer
+    for row in cast("list[Any]", rows) if isinstance(rows, list) else []:
+        if isinstance(row, dict):
+            instance = cast("dict[str, Any]", row)
+            if instance.get("state") == "Ready":
+                yield str(instance.get("http_address"))
+
 
 _log = logging.getLogger("xpyd.up")
 _TURN_AT_LEAST_S = 1.0
@@ -266,9 +316,7 @@ class Supervisor:
         """An engine is ready when it is healthy and the router picks it."""
         pods = [pod for pod in self.roster if pod.identity is not None]
         before = {pod: pod.identity for pod in pods}
-        routable = await asyncio.to_thread(
-            probe.routable, ROUTER_HOST, self.roster.site.router_port
-        )
+        routable = await asyncio.to_thread(read_routable, ROUTER_HOST, self.roster.site.router_port)
         unknown = [pod for pod in pods if not pod.is_healthy]
         healthy = await asyncio.gather(*(self._is_healthy(pod) for pod in unknown))
         for pod, is_healthy in zip(unknown, healthy, strict=True):
@@ -286,7 +334,7 @@ class Supervisor:
             host, port = ROUTER_HOST, self.roster.site.router_port
         else:
             host, port = self.roster.site.address(pod.pod.number), HTTP_PORT
-        return await asyncio.to_thread(probe.is_healthy, host, port)
+        return await asyncio.to_thread(answers_health, host, port)
 
     def _set_ready(self, pod: PodProcess, ready: bool) -> None:
         if ready == pod.is_ready:

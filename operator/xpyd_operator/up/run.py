@@ -1,6 +1,7 @@
-"""`xpyd up`: check everything, then supervise here, or hand over to a detached supervisor.
+"""`xpyd up`: check everything, then supervise here, or start a detached supervisor.
 
-A fleet that runs already gets the changed document instead: its supervisor plans the difference.
+A fleet that already runs gets the changed document instead, and its supervisor plans the
+difference. `python -m` this module is the detached supervisor; its options come as JSON.
 """
 
 from __future__ import annotations
@@ -20,18 +21,40 @@ import msgspec
 
 from xpyd_core.errors import UserError
 from xpyd_core.logs import set_up_logging
-from xpyd_core.pod_env import ROUTER_HTTP_PORT
-from xpyd_operator.document import InferenceFleet, load_fleet
-from xpyd_operator.plan import ROUTER, fleet_want, pools_wanted
-from xpyd_operator.up import control, service
-from xpyd_operator.up.checkpoint import locate_model, weights_bytes
-from xpyd_operator.up.cluster_only import check_local, cluster_only
-from xpyd_operator.up.console import PrefixWriter, Streamer
-from xpyd_operator.up.layouts import check_layouts
-from xpyd_operator.up.machine import read_machine
-from xpyd_operator.up.memory import MemoryPlan, plan_memory
-from xpyd_operator.up.pods import ROUTER_HOST, Program, Site, xpyd_program
-from xpyd_operator.up.roster import check_addresses
+from xpyd_core.pod_env import HTTP_PORT, ROUTER_HTTP_PORT
+from xpyd_operator.document import InferenceFleet, load_fleet, parse_fleet
+from xpyd_operator.plan import ROUTER, fleet_want, layout_of, pools_wanted
+from xpyd_operator.plan.keep import backoff_s
+from xpyd_operator.up import control
+from xpyd_operator.up.checks import (
+    check_layouts,
+    check_local,
+    cluster_only,
+    locate_model,
+    weights_bytes,
+)
+from xpyd_operator.up.client import FleetFailed, wait_settled
+from xpyd_operator.up.control import (
+    Answer,
+    Ask,
+    AskApply,
+    AskDown,
+    AskScale,
+    AskStatus,
+    FleetView,
+    PodView,
+    PoolView,
+)
+from xpyd_operator.up.logs import PrefixWriter, Streamer
+from xpyd_operator.up.memory import MemoryPlan, plan_memory, read_machine
+from xpyd_operator.up.pods import (
+    ROUTER_HOST,
+    PodProcess,
+    Program,
+    Site,
+    check_addresses,
+    xpyd_program,
+)
 from xpyd_operator.up.state import (
     AddressClaim,
     FleetState,
@@ -40,12 +63,92 @@ from xpyd_operator.up.state import (
     state_root,
 )
 from xpyd_operator.up.supervisor import Supervisor
-from xpyd_operator.up.wait import FleetFailed, wait_settled
+
+
+def handle(supervisor: Supervisor, ask: Ask, now: float) -> Answer:
+    """Do what was asked. UserError: it was refused."""
+    match ask:
+        case AskStatus():
+            return Answer(view=view_of(supervisor, now))
+        case AskScale(pool, replicas):
+            return Answer(lines=(supervisor.scale(pool, replicas),))
+        case AskApply(document, source, folder):
+            fleet = parse_fleet(document.encode(), source=source, local=True)
+            check_local(fleet, source=source)
+            if fleet.name != supervisor.fleet.name:
+                raise UserError(f"{source}: metadata.name is not {supervisor.fleet.name!r}")
+            return Answer(lines=tuple(supervisor.apply(fleet, Path(folder))))
+        case AskDown(timeout_s):
+            supervisor.stop(timeout_s)
+            return Answer()
+
+
+def view_of(supervisor: Supervisor, now: float) -> FleetView:
+    """The fleet as it is now; `now` in the supervisor's clock."""
+    status, site = supervisor.status, supervisor.roster.site
+    layouts = {pool.name: pool.parallelism.layout for pool in supervisor.fleet.spec.pools}
+    return FleetView(
+        fleet=site.fleet,
+        endpoint=site.endpoint,
+        ready=status is not None and status.ready,
+        reason=status.reason if status else "Progressing",
+        message=status.message if status else "",
+        supervisor_pid=supervisor.identity.pid,
+        pools=tuple(
+            PoolView(
+                p.name, _role(p.role), p.replicas, p.ready, p.revision, layouts.get(p.name, "")
+            )
+            for p in (status.pools if status else ())
+        ),
+        pods=tuple(_pod_view(pod, site, now) for pod in supervisor.roster),
+    )
+
+
+def _role(role: str) -> str:
+    return "Router" if role == ROUTER else role
+
+
+def _pod_view(pod: PodProcess, site: Site, now: float) -> PodView:
+    is_router = pod.pod.pool == ROUTER
+    address = site.address(pod.pod.number)
+    state, reason = _state(pod, now)
+    since = pod.seen.started_at if pod.is_alive else pod.seen.exited_at or now
+    return PodView(
+        name=pod.pod.name,
+        pool=pod.pod.pool,
+        role=_role(pod.pod.template.role),
+        state=state,
+        address=address,
+        http=f"{ROUTER_HOST}:{site.router_port}" if is_router else f"{address}:{HTTP_PORT}",
+        kv="" if is_router else f"{address}:{pod.pod.kv_port}",
+        pid=pod.identity.pid if pod.identity else 0,
+        restarts=max(0, pod.restarts),
+        failures=pod.seen.failures + (not pod.is_alive),
+        age_s=round(now - since, 1),
+        revision=pod.pod.revision,
+        reason=reason,
+        log=str(pod.log),
+        exit_status=pod.last_exit,
+        layout=layout_of(pod.pod.template),
+    )
+
+
+def _state(pod: PodProcess, now: float) -> tuple[str, str]:
+    if pod.seen.draining_since is not None:
+        return "Draining", ""
+    if pod.seen.exited_at is not None:
+        delay_s, _ = backoff_s(pod.seen)
+        left_s = max(0.0, pod.seen.exited_at + delay_s - now)
+        return "Restarting", f"{pod.exit_text()}, again in {left_s:.0f} s"
+    if pod.is_ready:
+        return "Ready", ""
+    return ("NotReady", "") if pod.was_ready else ("Starting", pod.exit_text())
+
 
 _log = logging.getLogger("xpyd.up")
 _STREAM_EVERY_S = 0.1
 _DRAIN_FAILED_S = 5.0
-DAEMON = (sys.executable, "-P", "-m", "xpyd_operator.up.daemon")
+DAEMON = (sys.executable, "-P", "-m", "xpyd_operator.up.run")
 
 
 class UpOptions(msgspec.Struct, frozen=True):
@@ -168,9 +271,7 @@ async def _run(supervisor: Supervisor, state: FleetState, *, stream: bool) -> No
         loop.add_signal_handler(number, _on_signal, supervisor)
     loop.add_signal_handler(signal.SIGCHLD, supervisor.wake)
     listener = control.listen(state.socket)
-    server = await control.serve(
-        listener, lambda ask: service.handle(supervisor, ask, time.monotonic())
-    )
+    server = await control.serve(listener, lambda ask: handle(supervisor, ask, time.monotonic()))
     streaming = asyncio.create_task(_stream(supervisor)) if stream else None
     try:
         await supervisor.run()
@@ -265,3 +366,18 @@ def _apply_to_running(options: UpOptions, state: FleetState) -> int:
     view = wait_settled(state, timeout_s=options.timeout_s)
     sys.stdout.write(f"fleet {view.fleet} is ready: {view.endpoint}\n")
     return 0
+
+
+def main(program: Program = xpyd_program) -> int:
+    """Be the detached supervisor that argv[1] describes; the exit status. Its output goes to
+    supervisor.log."""
+    options = msgspec.json.decode(sys.argv[1], type=UpOptions)
+    try:
+        return supervise(options, program=program, stream=False)
+    except UserError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

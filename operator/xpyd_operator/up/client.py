@@ -1,22 +1,139 @@
-"""What `xpyd status`, `scale`, `logs` and `down` do; each a short client of the supervisor."""
+"""`xpyd status`, `scale`, `logs` and `down`: short clients of a fleet's supervisor.
+
+They ask over the control socket and wait, with a line of progress and a deadline, until the fleet
+is as asked, or say why it is not.
+"""
 
 from __future__ import annotations
 
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from xpyd_core.errors import UserError
+from xpyd_core.cli import EXIT_USAGE
+from xpyd_core.errors import UserError, XpydError
+from xpyd_core.pod_env import HTTP_PORT
 from xpyd_operator.up import control
-from xpyd_operator.up.console import PrefixWriter, Progress, Streamer
-from xpyd_operator.up.podlogs import line_time, lines_since
-from xpyd_operator.up.service import orphan_view
-from xpyd_operator.up.state import FleetState, PodRecord, find_fleet, find_fleets, state_root
-from xpyd_operator.up.views import FleetView, view_json, view_tables
-from xpyd_operator.up.wait import read_view, take_down, wait_settled
+from xpyd_operator.up.control import FleetView, PodView, view_json, view_tables
+from xpyd_operator.up.logs import PrefixWriter, Progress, Streamer, line_time, lines_since, tail
+from xpyd_operator.up.state import (
+    FleetRecord,
+    FleetState,
+    PodRecord,
+    find_fleet,
+    find_fleets,
+    state_root,
+)
+
+_EVERY_S = 0.1
+_MAX_FAILURES = 3
+_TAIL_LINES = 15
+
+
+class FleetFailed(XpydError):
+    """The fleet did not come up; the text says why."""
+
+
+def read_view(state: FleetState) -> FleetView | None:
+    """The supervisor's view, None while it does not answer."""
+    try:
+        return control.ask(state.socket, control.AskStatus()).view
+    except control.NotRunning:
+        return None
+
+
+def wait_settled(
+    state: FleetState, *, timeout_s: float, has_ended: Callable[[], bool] = lambda: False
+) -> FleetView:
+    """Until the fleet is ready. FleetFailed with the reason: it ended, it fails, it took too long.
+
+    `has_ended`: whether the supervisor that was just started is gone again.
+    """
+    progress = Progress()
+    try:
+        return _wait_settled(state, progress, timeout_s=timeout_s, has_ended=has_ended)
+    finally:
+        progress.end()
+
+
+def _wait_settled(
+    state: FleetState, progress: Progress, *, timeout_s: float, has_ended: Callable[[], bool]
+) -> FleetView:
+    while True:
+        view = read_view(state)
+        if view is not None and view.ready:
+            return view
+        if has_ended():
+            raise FleetFailed(_with_tail("the supervisor ended", state.supervisor_log))
+        failed = [pod for pod in (view.pods if view else ()) if pod.failures]
+        for pod in failed:
+            # Wrong input stays wrong: another start would end in the same way.
+            if pod.exit_status == EXIT_USAGE:
+                what = f"pod {pod.name} ended (exit status {EXIT_USAGE})"
+            elif pod.failures >= _MAX_FAILURES:
+                what = f"pod {pod.name} keeps ending ({pod.reason})"
+            else:
+                continue
+            raise FleetFailed(_with_tail(what, Path(pod.log)))
+        text = describe(view)
+        if progress.elapsed_s > timeout_s:
+            what = f"not ready after {timeout_s:.0f} s: {text}"
+            raise FleetFailed(_with_tail(what, Path(failed[0].log)) if failed else what)
+        progress.say(text)
+        time.sleep(_EVERY_S)
+
+
+def wait_gone(state: FleetState, *, timeout_s: float) -> bool:
+    """Until no supervisor has the fleet's lock; False: not in time."""
+    progress = Progress()
+    try:
+        while state.is_supervised():
+            if progress.elapsed_s > timeout_s:
+                return False
+            progress.say(describe(read_view(state)))
+            time.sleep(_EVERY_S)
+        return True
+    finally:
+        progress.end()
+
+
+def describe(view: FleetView | None) -> str:
+    """What is being waited for, in one line."""
+    if view is None:
+        return "the supervisor starts"
+    busy: dict[str, list[str]] = {}
+    for pod in view.pods:
+        if pod.state != "Ready":
+            what = f"{pod.state.lower()} ({pod.reason})" if pod.reason else pod.state.lower()
+            busy.setdefault(what, []).append(pod.name.removeprefix(f"{view.fleet}-"))
+    parts = [f"{what}: {', '.join(names)}" for what, names in busy.items()]
+    return "; ".join(parts) or view.message or view.reason
+
+
+def _with_tail(what: str, log: Path) -> str:
+    lines = tail(log, _TAIL_LINES)
+    if not lines:
+        return what
+    return "\n  ".join([f"{what}; the end of {log}:", *lines])
+
+
+def take_down(state: FleetState, timeout_s: float | None) -> None:
+    """Ask the supervisor to drain, and wait. UserError: it is still there after the deadline."""
+    try:
+        control.ask(state.socket, control.AskDown(timeout_s))
+    except control.NotRunning:
+        if not state.is_supervised():
+            return
+        raise UserError(
+            f"fleet {state.fleet}: its supervisor does not answer; see {state.supervisor_log}"
+        ) from None
+    limit_s = 86400.0 if timeout_s is None else 2 * timeout_s + 30
+    if not wait_gone(state, timeout_s=limit_s):
+        sys.stderr.write(f"fleet {state.fleet} is still draining\n")
+
 
 _FOLLOW_EVERY_S = 0.2
 _EPOCH = datetime.fromtimestamp(0, UTC)
@@ -41,6 +158,35 @@ def current_view(state: FleetState) -> FleetView:
     raise UserError(
         f"fleet {state.fleet}: its supervisor does not answer; is it starting or stopping? See "
         f"{state.supervisor_log}"
+    )
+
+
+def orphan_view(record: FleetRecord, pods: Sequence[PodRecord]) -> FleetView:
+    """A fleet whose supervisor died: what still runs of it."""
+    return FleetView(
+        fleet=record.fleet,
+        endpoint=record.endpoint,
+        ready=False,
+        reason="Orphaned",
+        message=f"its supervisor died; `xpyd down {record.fleet}` ends what is left",
+        supervisor_pid=0,
+        pods=tuple(
+            PodView(
+                name=pod.name,
+                pool="",
+                role="",
+                state="Orphaned",
+                address=pod.address,
+                http=f"{pod.address}:{HTTP_PORT}",
+                kv="",
+                pid=pod.process.pid,
+                restarts=0,
+                failures=0,
+                age_s=0.0,
+                revision="",
+            )
+            for pod in pods
+        ),
     )
 
 

@@ -1,0 +1,173 @@
+"""What a document asks that this machine cannot do, found before anything starts.
+
+The document is the same in a cluster and here. What local mode cannot honour is refused; fields
+that have no meaning here (images, volumes, Services) are named and ignored. Of the checkpoint only
+names, sizes and config.json are read: whether it exists, how large its weights are, and whether its
+model can be divided as the pools say.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import BaseModel
+
+from xpyd_core.errors import UserError
+from xpyd_core.parallel.checks import PIPELINE, TENSOR, Shape, check_parallel
+from xpyd_core.parallel.config import shape_of
+from xpyd_core.parallel.partition import PARTITION_VARIABLE, parse_override
+from xpyd_core.parallel.ranks import Sizes
+from xpyd_operator.document import InferenceFleet, Pool
+from xpyd_operator.manifests import template_problems
+from xpyd_operator.up.memory import flag_value
+
+CLUSTER_ONLY = frozenset(
+    {
+        "spec.model.secretRef",
+        "spec.model.cache",
+        "spec.engine.image",
+        "spec.engine.env[].valueFrom",
+        "spec.pools[].resources.sharedMemory",
+        "spec.pools[].template",
+        "spec.kvTransfer.sameHostPath",
+        "spec.kvTransfer.keySecretRef",
+        "spec.router.replicas",
+        "spec.router.discoveryPort",
+        "spec.router.service",
+        "spec.router.template",
+        "spec.networkPolicy",
+    }
+)
+"""Fields without effect in local mode; paths without list indexes."""
+
+
+def check_local(fleet: InferenceFleet, *, source: str) -> None:
+    """UserError with all that local mode cannot run; `source` names the document."""
+    lines = [
+        line for index, pool in enumerate(fleet.spec.pools) for line in _with_gpus(index, pool)
+    ]
+    lines += template_problems(fleet)
+    if lines:
+        count = f"{len(lines)} mistakes" if len(lines) > 1 else "1 mistake"
+        raise UserError("\n  ".join([f"{source}: {count}", *lines]))
+
+
+def _with_gpus(index: int, pool: Pool) -> Iterator[str]:
+    if gpus := pool.resources.gpus:
+        given = "" if "gpus" in pool.resources.model_fields_set else " (the default)"
+        yield (
+            f"spec.pools[{index}].resources.gpus: {gpus}{given}: local mode runs CPU instances "
+            "only; write `resources: {gpus: 0}`"
+        )
+
+
+def cluster_only(fleet: InferenceFleet) -> str:
+    """One line that names the document's fields without effect here; "" where there are none."""
+    given = [path for path, general in _given(fleet, "", "") if general in CLUSTER_ONLY]
+    return f"only in a cluster: {', '.join(given)}" if given else ""
+
+
+def _given(model: BaseModel, path: str, general: str) -> Iterator[tuple[str, str]]:
+    """Path and path without indexes of every field that the document has."""
+    for name, field in type(model).model_fields.items():
+        value = getattr(model, name)
+        if name not in model.model_fields_set or value is None:
+            continue
+        here, above = (f"{p}.{field.alias}".removeprefix(".") for p in (path, general))
+        yield here, above
+        if isinstance(value, BaseModel):
+            yield from _given(value, here, above)
+        elif isinstance(value, tuple):
+            for index, item in enumerate(cast("tuple[object, ...]", value)):
+                if isinstance(item, BaseModel):
+                    yield from _given(item, f"{here}[{index}]", f"{above}[]")
+
+
+def check_layouts(
+    fleet: InferenceFleet, model: str, environ: Mapping[str, str] | None = None
+) -> None:
+    """UserError with all that keeps `model`, as locate_model() gives it, from being divided so."""
+    shape = shape_of(read_config(model))
+    if shape is None:
+        return
+    variables = {item.name: item.value for item in fleet.spec.engine.env if not item.value_from}
+    inherited = (os.environ if environ is None else environ).get(PARTITION_VARIABLE, "")
+    override = variables.get(PARTITION_VARIABLE, inherited)
+    lines = [
+        line
+        for index, pool in enumerate(fleet.spec.pools)
+        for line in _mistakes(f"spec.pools[{index}].parallelism", pool, shape, override)
+    ]
+    lines = list(dict.fromkeys(lines))  # a variable that is no list is one mistake for all pools
+    if lines:
+        count = f"{len(lines)} mistakes" if len(lines) > 1 else "1 mistake"
+        raise UserError("\n  ".join([f"{model}/config.json: {count}", *lines]))
+
+
+def _mistakes(path: str, pool: Pool, shape: Shape, override: str) -> Iterator[str]:
+    """The worker's own words, with the document's fields in place of its flags."""
+    parallelism = pool.parallelism
+    sizes = Sizes(tensor=parallelism.tensor, pipeline=parallelism.pipeline)
+    try:
+        check_parallel(shape, sizes, parse_override(override))
+    except UserError as error:
+        for line in str(error).splitlines():
+            words = line.replace(TENSOR, f"{path}.tensor").replace(PIPELINE, f"{path}.pipeline")
+            yield words if words.startswith(path) else f"spec.engine.env: {words}"
+
+
+_MAX_CONFIG_BYTES = 1 << 20
+_HALF = ("float16", "bfloat16")
+
+
+def locate_model(uri: str, folder: Path) -> str:
+    """What the worker's --model gets: a folder's absolute path, or the hf:// URI as it is.
+
+    A relative file:// path starts at `folder`, where the document lies. UserError when it is not a
+    checkpoint.
+    """
+    scheme, _, path = uri.partition("://")
+    if scheme != "file":
+        return uri
+    found = (folder / path).resolve()
+    if not (found / "config.json").is_file():
+        where = "no such folder" if not found.is_dir() else "no config.json in it"
+        raise UserError(
+            f"spec.model.uri: {uri} is {found}: {where}; expected a folder in Hugging Face format "
+            "(a relative path starts at the document's folder)"
+        )
+    return str(found)
+
+
+def weights_bytes(model: str, args: Sequence[str]) -> int:
+    """Bytes of the weights in an engine's memory; 0 for what is not on this machine yet.
+
+    On a CPU a 16-bit checkpoint may be computed in float32, which doubles it, unless --dtype says
+    that it is not.
+    """
+    if "://" in model:
+        return 0
+    on_disk = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
+    widened = _stored_dtype(model) in _HALF and flag_value(args, "--dtype") not in _HALF
+    return on_disk * (2 if widened else 1)
+
+
+def read_config(model: str) -> dict[str, Any]:
+    """The checkpoint's config.json; empty for what is not on this machine or is no such file."""
+    if "://" in model:
+        return {}
+    try:
+        with (Path(model) / "config.json").open("rb") as file:
+            read: object = json.loads(file.read(_MAX_CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return cast("dict[str, Any]", read) if isinstance(read, dict) else {}
+
+
+def _stored_dtype(model: str) -> str:
+    config = read_config(model)
+    return str(config.get("dtype") or config.get("torch_dtype") or "")
