@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from xpyd_operator.controller.errors import Unavailable
+from xpyd_operator.controller.decision.errors import Unavailable
 from xpyd_operator.controller.installed import NotInstalled, Site, ask_all
 
 BOTH = frozenset({"inferencefleets", "inferencefleetpools", "inferencefleetpools/scale"})

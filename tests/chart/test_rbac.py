@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.chart.render import Helm, Obj, of_kind, one
-from xpyd_operator.controller.kinds import EVENT, FLEET, POD, POOL, SECRET, WATCHED
+from xpyd_operator.controller.decision.kinds import EVENT, FLEET, POD, POOL, SECRET, WATCHED
 
 Right = tuple[str, str, str]
 """group, resource, verb"""

@@ -8,8 +8,22 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from xpyd_operator.controller.errors import Conflict, Forbidden, KubeError, NotFound, Unavailable
-from xpyd_operator.controller.kinds import FLEET, FLEET_LABEL, POD, SECRET, SERVICE, Kind, Obj
+from xpyd_operator.controller.decision.errors import (
+    Conflict,
+    Forbidden,
+    KubeError,
+    NotFound,
+    Unavailable,
+)
+from xpyd_operator.controller.decision.kinds import (
+    FLEET,
+    FLEET_LABEL,
+    POD,
+    SECRET,
+    SERVICE,
+    Kind,
+    Obj,
+)
 from xpyd_operator.controller.uninstall import (
     OWNED,
     Clock,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from xpyd_operator.controller import client, decide, reconcile, workqueue
+from xpyd_operator.controller import client, reconcile, workqueue
+from xpyd_operator.controller.decision import decide
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import json
 from copy import deepcopy
 from typing import Any
 
-from xpyd_operator.controller.kinds import Obj
+from xpyd_operator.controller.decision.kinds import Obj
 
 
 def same(before: Obj, after: Obj) -> bool:

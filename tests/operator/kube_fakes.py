@@ -20,7 +20,7 @@ from aiohttp import web
 from tests.operator.kube_fake_json import merge, same, without_type
 from tests.operator.kube_pods import pod_of
 from xpyd_operator.controller.client import Login
-from xpyd_operator.controller.kinds import (
+from xpyd_operator.controller.decision.kinds import (
     CLAIM_TEMPLATE,
     DEPLOYMENT,
     EVENT,

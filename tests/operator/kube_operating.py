@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from tests.operator.kube_fakes import FakeApi, until
-from xpyd_operator.controller.kinds import (
+from xpyd_operator.controller.decision.kinds import (
     DEPLOYMENT,
     EVENT,
     FLEET,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xpyd_operator.controller.kinds import Obj
+from xpyd_operator.controller.decision.kinds import Obj
 
 
 def pod_of(deployment: Obj, name: str) -> Obj:

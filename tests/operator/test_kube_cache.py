@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from xpyd_operator.controller.cache import Cache, FleetKey
-from xpyd_operator.controller.kinds import (
+from xpyd_operator.controller.decision.cache import Cache, FleetKey
+from xpyd_operator.controller.decision.kinds import (
     DEPLOYMENT,
     FLEET,
     POD,

@@ -14,7 +14,7 @@ import pytest
 from tests.operator.kube_fakes import FakeApi, Fault
 from xpyd_core.errors import UserError
 from xpyd_operator.controller.client import NEVER_CURRENT, Api, Login, find_login, open_session
-from xpyd_operator.controller.errors import (
+from xpyd_operator.controller.decision.errors import (
     Conflict,
     Forbidden,
     Invalid,
@@ -25,7 +25,14 @@ from xpyd_operator.controller.errors import (
     Unavailable,
     error_of,
 )
-from xpyd_operator.controller.kinds import DEPLOYMENT, EVENT, FLEET, LEADER_WORKER_SET, SERVICE, Obj
+from xpyd_operator.controller.decision.kinds import (
+    DEPLOYMENT,
+    EVENT,
+    FLEET,
+    LEADER_WORKER_SET,
+    SERVICE,
+    Obj,
+)
 
 
 class Rig:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xpyd_operator.controller.kinds import (
+from xpyd_operator.controller.decision.kinds import (
     FLEET,
     MAX_DEPTH,
     POD,

@@ -25,8 +25,8 @@ from tests.operator.kube_operating import (
 )
 from tests.operator.kube_pods import pod_of
 from xpyd_operator.controller import main, watch
-from xpyd_operator.controller.cache import Cache, Feed, Listed, Present
-from xpyd_operator.controller.kinds import (
+from xpyd_operator.controller.decision.cache import Cache, Feed, Listed, Present
+from xpyd_operator.controller.decision.kinds import (
     CLAIM_TEMPLATE,
     DEPLOYMENT,
     EVENT,

@@ -7,11 +7,11 @@ from typing import Any, cast
 import pytest
 
 from tests.operator.test_kube_turn import SETTINGS, document, stored
-from xpyd_operator.controller.kinds import (
+from xpyd_operator.controller.decision.kinds import (
     DEPLOYMENT,
     SERVICE,
 )
-from xpyd_operator.controller.memory import (
+from xpyd_operator.controller.decision.memory import (
     CONTESTED_S,
     CONTESTED_WRITES,
     TAKEN_S,
@@ -20,7 +20,16 @@ from xpyd_operator.controller.memory import (
     StatusPace,
     is_urgent,
 )
-from xpyd_operator.controller.state import Apply, Mark, Place, Remove, Scale, Write, effect_of, read
+from xpyd_operator.controller.decision.state import (
+    Apply,
+    Mark,
+    Place,
+    Remove,
+    Scale,
+    Write,
+    effect_of,
+    read,
+)
 from xpyd_operator.status import EventText
 
 

@@ -22,8 +22,8 @@ from tests.operator.kube_operating import (
     run,
     still,
 )
-from xpyd_operator.controller import memory
-from xpyd_operator.controller.kinds import (
+from xpyd_operator.controller.decision import memory
+from xpyd_operator.controller.decision.kinds import (
     BUDGET,
     DEPLOYMENT,
     EVENT,

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from xpyd_operator.controller.cache import FleetKey
+from xpyd_operator.controller.decision.cache import FleetKey
 from xpyd_operator.controller.workqueue import (
     BACKOFF_MOST_S,
     GATHER_S,

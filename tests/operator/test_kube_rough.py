@@ -19,7 +19,7 @@ from tests.operator.kube_operating import (
     still,
 )
 from xpyd_operator.controller import main
-from xpyd_operator.controller.kinds import (
+from xpyd_operator.controller.decision.kinds import (
     CLAIM_TEMPLATE,
     DEPLOYMENT,
     FLEET,

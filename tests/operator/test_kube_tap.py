@@ -10,7 +10,7 @@ from typing import Any, cast
 import aiohttp
 import pytest
 
-from xpyd_operator.controller.kinds import POD
+from xpyd_operator.controller.decision.kinds import POD
 from xpyd_operator.controller.watch import Relay, listed
 
 GONE = {"type": "ERROR", "object": {"kind": "Status", "code": 410}}

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from xpyd_operator.controller.decide import Turn, decide
-from xpyd_operator.controller.errors import Forbidden, Invalid
-from xpyd_operator.controller.kinds import (
+from xpyd_operator.controller.decision.decide import Turn, decide
+from xpyd_operator.controller.decision.errors import Forbidden, Invalid
+from xpyd_operator.controller.decision.kinds import (
     ALWAYS,
     BUDGET,
     DEPLOYMENT,
@@ -23,8 +23,8 @@ from xpyd_operator.controller.kinds import (
     Obj,
     kind_of,
 )
-from xpyd_operator.controller.report import merge_patch, problem_of, report
-from xpyd_operator.controller.state import (
+from xpyd_operator.controller.decision.report import merge_patch, problem_of, report
+from xpyd_operator.controller.decision.state import (
     Apply,
     Look,
     MakeKey,

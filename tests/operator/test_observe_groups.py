@@ -9,7 +9,7 @@ import pytest
 
 from tests.operator.observed_cluster import EXAMPLE, rfc3339
 from tests.operator.test_observe_children import group_pod, group_set
-from xpyd_operator.controller.kinds import POD, trim
+from xpyd_operator.controller.decision.kinds import POD, trim
 from xpyd_operator.document import InferenceFleet, load_fleet
 from xpyd_operator.manifests import model_in_pod
 from xpyd_operator.plan import fleet_want

@@ -12,7 +12,7 @@ PAGE = ROOT / "docs" / "troubleshooting.md"
 LIFE = Path(__file__).parent / "testdata" / "status" / "life.txt"
 PARTS = [
     *(ROOT / "operator/xpyd_operator/status").glob("*.py"),
-    *(ROOT / "operator/xpyd_operator/controller").glob("*.py"),
+    *(ROOT / "operator/xpyd_operator/controller").rglob("*.py"),
 ]
 _CAMEL = re.compile(r"[A-Z][A-Za-z]{3,}")
 _POD = re.compile(r"chat-(\w+)-[0-9a-f]{8}-5d9c7b8f4d-\w+")

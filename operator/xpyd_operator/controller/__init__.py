@@ -1,9 +1,9 @@
-"""The operator: the shell around plan() and objects that talks to the Kubernetes API.
+"""The operator: the shell around plan() and the manifests that talks to the Kubernetes API.
 
-    kopf's watches -> inbox -> Cache -> FleetQueue -> decide() -> Api (server-side apply) -> status
-                                             ^                            |
-                                             +---- answers of own writes -+
+    kopf's watches -> Cache -> FleetQueue -> Reconciler: decide() -> server-side apply -> report()
+                        ^                                                |
+                        +------------- answers of own writes ------------+
 
-Only this package knows kopf and kubernetes. What is decided is decided in pure modules (`decide`,
-`pacing`, xpyd_operator.plan, .objects, .observe); the rest moves bytes and keeps time.
+Only this package knows kopf and kubernetes. `decision` is its pure half and decides, with
+xpyd_operator.plan, .manifests and .status; the modules here move bytes and keep time.
 """

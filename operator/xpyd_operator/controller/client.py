@@ -27,7 +27,7 @@ from aiohttp.client_middlewares import ClientHandlerType, ClientMiddlewareType
 
 from xpyd_core import __version__
 from xpyd_core.errors import UserError
-from xpyd_operator.controller.errors import (
+from xpyd_operator.controller.decision.errors import (
     Conflict,
     KubeError,
     NotFound,
@@ -35,7 +35,7 @@ from xpyd_operator.controller.errors import (
     Unavailable,
     error_of,
 )
-from xpyd_operator.controller.kinds import EVENT, Kind, Obj, kind_of, measured, parse
+from xpyd_operator.controller.decision.kinds import EVENT, Kind, Obj, kind_of, measured, parse
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _KUBECONFIG = Path("~/.kube/config")

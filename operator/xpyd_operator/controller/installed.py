@@ -21,8 +21,8 @@ import aiohttp
 from xpyd_core.cli import EXIT_USAGE
 from xpyd_core.errors import UserError, XpydError
 from xpyd_operator.controller.client import Api, find_login
-from xpyd_operator.controller.errors import KubeError
-from xpyd_operator.controller.kinds import FLEET, POOL
+from xpyd_operator.controller.decision.errors import KubeError
+from xpyd_operator.controller.decision.kinds import FLEET, POOL
 
 _POLL_S = 1.0
 _CALL_TIMEOUT_S = 5.0

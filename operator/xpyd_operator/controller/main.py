@@ -19,10 +19,17 @@ from typing import Any
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from xpyd_operator.controller.cache import Cache, Feed, FleetKey, Message, Missing, Unlisted
 from xpyd_operator.controller.client import Api, Login, find_login
-from xpyd_operator.controller.errors import KubeError
-from xpyd_operator.controller.kinds import ALWAYS, FLEET, FLEET_LABEL, OPTIONAL, POOL, Kind
+from xpyd_operator.controller.decision.cache import (
+    Cache,
+    Feed,
+    FleetKey,
+    Message,
+    Missing,
+    Unlisted,
+)
+from xpyd_operator.controller.decision.errors import KubeError
+from xpyd_operator.controller.decision.kinds import ALWAYS, FLEET, FLEET_LABEL, OPTIONAL, POOL, Kind
 from xpyd_operator.controller.reconcile import EventPoster, Reconciler, TurnFailed
 from xpyd_operator.controller.watch import Inbox, Watcher, listed
 from xpyd_operator.controller.workqueue import FleetQueue

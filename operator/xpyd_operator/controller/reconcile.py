@@ -17,14 +17,28 @@ from datetime import UTC, datetime
 from secrets import token_hex
 from typing import cast
 
-from xpyd_operator.controller.cache import Cache, FleetKey
 from xpyd_operator.controller.client import FIELD_MANAGER, NEVER_CURRENT, Api
-from xpyd_operator.controller.decide import Turn, decide
-from xpyd_operator.controller.errors import Conflict, KubeError, NotFound, Refused
-from xpyd_operator.controller.kinds import FLEET, FLEET_LABEL, POOL, Kind, Obj, kind_of, trim
-from xpyd_operator.controller.memory import Memory, is_ready, is_urgent
-from xpyd_operator.controller.report import Report, merge_patch, problem_of, report, status_of
-from xpyd_operator.controller.state import (
+from xpyd_operator.controller.decision.cache import Cache, FleetKey
+from xpyd_operator.controller.decision.decide import Turn, decide
+from xpyd_operator.controller.decision.errors import Conflict, KubeError, NotFound, Refused
+from xpyd_operator.controller.decision.kinds import (
+    FLEET,
+    FLEET_LABEL,
+    POOL,
+    Kind,
+    Obj,
+    kind_of,
+    trim,
+)
+from xpyd_operator.controller.decision.memory import Memory, is_ready, is_urgent
+from xpyd_operator.controller.decision.report import (
+    Report,
+    merge_patch,
+    problem_of,
+    report,
+    status_of,
+)
+from xpyd_operator.controller.decision.state import (
     Apply,
     Look,
     MakeKey,

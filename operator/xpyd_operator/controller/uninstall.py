@@ -24,8 +24,8 @@ from typing import Any, Protocol, cast
 from xpyd_core.cli import EXIT_USAGE
 from xpyd_core.errors import UserError, XpydError
 from xpyd_operator.controller.client import Api, find_login
-from xpyd_operator.controller.errors import Conflict, NotFound, Refused, Unavailable
-from xpyd_operator.controller.kinds import FLEET, FLEET_LABEL, SECRET, WATCHED, Kind, Obj
+from xpyd_operator.controller.decision.errors import Conflict, NotFound, Refused, Unavailable
+from xpyd_operator.controller.decision.kinds import FLEET, FLEET_LABEL, SECRET, WATCHED, Kind, Obj
 from xpyd_operator.manifests.names import kv_secret_name
 
 OWNED = tuple(kind for kind in WATCHED if kind.labelled)

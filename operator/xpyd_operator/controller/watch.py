@@ -29,9 +29,16 @@ import aiohttp
 import kopf
 from aiohttp.client_middlewares import ClientHandlerType
 
-from xpyd_operator.controller.cache import Gone, Listed, Message, Missing, Present, Unlisted
 from xpyd_operator.controller.client import PAGE, Count, Login, open_session
-from xpyd_operator.controller.kinds import (
+from xpyd_operator.controller.decision.cache import (
+    Gone,
+    Listed,
+    Message,
+    Missing,
+    Present,
+    Unlisted,
+)
+from xpyd_operator.controller.decision.kinds import (
     FLEET_LABEL,
     Address,
     Kind,

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from xpyd_operator.controller.cache import FleetKey
+from xpyd_operator.controller.decision.cache import FleetKey
 
 GATHER_S = 0.02
 """A wake waits this long for its companions: a Deployment's event comes with its pods'."""

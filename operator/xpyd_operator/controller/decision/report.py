@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from xpyd_operator.controller.errors import Forbidden, KubeError
-from xpyd_operator.controller.kinds import Obj, kind_of
-from xpyd_operator.controller.state import (
+from xpyd_operator.controller.decision.errors import Forbidden, KubeError
+from xpyd_operator.controller.decision.kinds import Obj, kind_of
+from xpyd_operator.controller.decision.state import (
     Apply,
     Look,
     Remove,

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, cast
 
 from xpyd_core.errors import UserError
-from xpyd_operator.controller.kinds import (
+from xpyd_operator.controller.decision.kinds import (
     BUDGET,
     DEPLOYMENT,
     LEADER_WORKER_SET,

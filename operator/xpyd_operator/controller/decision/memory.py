@@ -12,8 +12,16 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, cast
 
-from xpyd_operator.controller.kinds import Obj
-from xpyd_operator.controller.state import Effect, Mark, Place, Reading, Write, effect_of, read
+from xpyd_operator.controller.decision.kinds import Obj
+from xpyd_operator.controller.decision.state import (
+    Effect,
+    Mark,
+    Place,
+    Reading,
+    Write,
+    effect_of,
+    read,
+)
 from xpyd_operator.manifests import Settings
 from xpyd_operator.manifests.names import kv_secret_name
 from xpyd_operator.status import EventText

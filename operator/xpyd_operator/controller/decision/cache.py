@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from xpyd_operator.controller.kinds import FLEET, FLEET_LABEL, WATCHED, Kind, Obj
+from xpyd_operator.controller.decision.kinds import FLEET, FLEET_LABEL, WATCHED, Kind, Obj
 
 
 @dataclass(frozen=True)

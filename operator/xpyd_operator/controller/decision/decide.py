@@ -13,14 +13,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import cast
 
-from xpyd_operator.controller.kinds import (
+from xpyd_operator.controller.decision.kinds import (
     CLAIM_TEMPLATE,
     LEADER_WORKER_SET,
     POOL,
     Obj,
     kind_of,
 )
-from xpyd_operator.controller.state import (
+from xpyd_operator.controller.decision.state import (
     SUPPORT,
     Apply,
     Look,

@@ -1,0 +1,7 @@
+"""What one turn of a fleet knows and decides, as values. Pure: no I/O, no clock.
+
+    cache --FleetState--> decide --Turn--> (reconcile writes) --> report --> (reconcile writes)
+
+`kinds` has the API's objects, `errors` what a call may end in, `cache` what was last heard of each
+fleet, `state` what a turn sees, `memory` what earlier turns left, `decide` and `report` the writes.
+"""
