@@ -64,7 +64,7 @@ def edit() -> list[Calls]:
     """J3."""
     from tests.operator.kube_fakes import FakeApi, until
     from tests.operator.kube_operating import fleet, fleet_ready, ready, replicas, run
-    from xpyd_operator.controller.kinds import FLEET
+    from xpyd_operator.controller.decision.kinds import FLEET
 
     trace, found = Trace(), list[Calls]()
 
