@@ -17,7 +17,7 @@ GPU_PYTHON ?= python3
 ON_GPU := PYTHONPATH=.:core:kv_transfer:worker_image $(GPU_PYTHON)
 GPU_TESTS := tests/gpu tests/kv/test_device_gpu.py tests/kv/test_transport_conformance.py
 
-.PHONY: help setup fmt lint type imports generate verify test test-gpu test-cluster soak demo bench-operator bench-gpu bench-kv bench-engine bench-router bench-parallel cluster-build cluster-up cluster-down cluster-status images push constraints clean
+.PHONY: help setup fmt lint type imports generate verify test test-gpu test-cluster soak demo journeys bench-operator bench-gpu bench-kv bench-engine bench-router bench-parallel cluster-build cluster-up cluster-down cluster-status images push constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,6 +76,9 @@ soak: setup ## The long forms of the load tests
 
 demo: setup ## Bring up 1 prefill + 3 decode engines, ask them things, check the answers
 	@$(BIN)/python -m examples.demo.demo
+
+journeys: setup ## Trace four journeys and write their files into docs/architecture.md
+	@$(BIN)/python -m tests.journeys --write
 
 bench-operator: setup ## A thousand pods, a hundred fleets, five hundred at rest; beside plain objects
 	@$(BIN)/python -m bench.operator

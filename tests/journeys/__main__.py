@@ -1,4 +1,7 @@
-"""`python -m tests.journeys [J1 ...]`: trace the journeys and print their files, calls and sums."""
+"""`python -m tests.journeys [--write] [J1 ...]`: print files, calls and sums of the journeys.
+
+`--write` puts them into docs/architecture.md instead.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,22 @@ import logging
 import sys
 
 from tests.journeys.journeys import JOURNEYS
-from tests.journeys.trace import ROOT, common
+from tests.journeys.page import PAGE, sums, table, written
+from tests.journeys.trace import common
 
 
-def report(name: str) -> str:
-    """Calls by file in order of first entry, and their sums."""
-    files, least = common(JOURNEYS[name]())
-    lines = sum(len((ROOT / file).read_text().splitlines()) for file in files)
-    sums = f"{len(files)} files ({lines} lines), {least.functions} functions, {len(least)} calls"
-    return "\n".join([*(f"{calls:6} {file}" for file, calls in files.items()), f"{name}: {sums}"])
+def main(arguments: list[str]) -> None:
+    logging.disable(logging.WARNING)
+    names = [name for name in arguments if name in JOURNEYS] or list(JOURNEYS)
+    for name in names:
+        files, least = common(JOURNEYS[name]())
+        if "--write" in arguments:
+            text = written(PAGE.read_text(), name, table(files))
+            PAGE.write_text(written(text, f"{name} now", sums(files, least)))
+        else:
+            calls = [f"{number:6} {file}\n" for file, number in files.items()]
+            sys.stdout.write("".join(calls))
+        sys.stdout.write(f"{name}: {sums(files, least)}\n")
 
 
-logging.disable(logging.WARNING)
-for name in sys.argv[1:] or JOURNEYS:
-    sys.stdout.write(report(name) + "\n\n")
+main(sys.argv[1:])
