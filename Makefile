@@ -9,15 +9,18 @@ PACKAGES := core kv_transfer router worker_image operator tools
 PY_PATHS := $(PACKAGES) tests bench examples scripts hatch_build.py
 PYTEST := $(BIN)/python -m pytest
 PYTEST_ARGS ?=
-# Processes of `make verify`'s tests; 0: one after another in pytest's own, as a debugger wants it.
+# Processes that share the tests, a file's in one; 0: one after another in pytest's own, for a debugger.
 WORKERS ?= 2
+# Files go to the workers in the order of tests/conftest.py.
+IN_PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+HERE := not gpu and not cluster and not soak
 # A machine with a GPU has its own Python with torch, triton, numpy, pytest and msgspec, and perhaps
 # no network: nothing is installed there, and these tests import nothing else.
 GPU_PYTHON ?= python3
 ON_GPU := PYTHONPATH=.:core:kv_transfer:worker_image $(GPU_PYTHON)
 GPU_TESTS := tests/gpu tests/kv/test_device_gpu.py tests/kv/test_transport_conformance.py
 
-.PHONY: help setup fmt lint type imports generate verify test test-gpu test-cluster soak demo journeys bench-operator bench-gpu bench-kv bench-engine bench-router bench-parallel cluster-build cluster-up cluster-down cluster-status images push constraints clean
+.PHONY: help setup fmt lint type imports generate verify test test-slow test-all collect test-gpu test-cluster soak demo journeys bench-operator bench-gpu bench-kv bench-engine bench-router bench-parallel cluster-build cluster-up cluster-down cluster-status images push constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,17 +45,25 @@ imports: setup ## import-linter: who may import whom
 generate: setup ## Write the CRDs, the API reference and the router's OpenAPI document from the code
 	@$(BIN)/python scripts/generate.py
 
-verify: lint type imports ## All checks and the tests that need no running fleet
-	$(PYTEST) -q -n $(WORKERS) --dist loadfile -m "not gpu and not cluster and not soak and not slow" --durations=10 $(PYTEST_ARGS)
+verify: lint type imports test ## All checks, and `make test`
 
-test: setup ## Every test that needs no root, Go or GPU
-	$(PYTEST) -m "not gpu and not cluster and not soak$(if $(ONLY_SLOW), and slow)" --durations=10 $(PYTEST_ARGS)
+test: setup ## The quick tests: no root, Go, GPU or cluster, minutes
+	$(PYTEST) -q $(IN_PARALLEL) -m "$(HERE) and not slow" --durations=10 $(PYTEST_ARGS)
+
+test-slow: setup ## The tests that take more than 5 s each, most with real engines
+	$(PYTEST) -q $(IN_PARALLEL) -m "$(HERE) and slow" --durations=10 $(PYTEST_ARGS)
+
+test-all: setup ## Both, in one run
+	$(PYTEST) -q $(IN_PARALLEL) -m "$(HERE)" --durations=25 $(PYTEST_ARGS)
+
+collect: setup ## Import all tests, which compiles them: the runs behind it start in half of the time
+	@$(PYTEST) -qq --collect-only
 
 test-gpu: ## The tests that need a CUDA device, by that machine's GPU_PYTHON (docs/gpu.md)
 	$(ON_GPU) -m pytest $(GPU_TESTS) -m "gpu and not soak" --durations=10 $(PYTEST_ARGS)
 
 test-cluster: setup ## The tests on a real Kubernetes; needs root, Go and Debian's packages
-	$(PYTEST) -m "cluster and not soak" --durations=10 $(PYTEST_ARGS)
+	$(PYTEST) -q -n $(WORKERS) --dist loadgroup -m "cluster and not soak" --durations=25 $(PYTEST_ARGS)
 
 cluster-build: setup ## Build the test cluster's programs into the cache (minutes, once)
 	@$(BIN)/python -m tests.cluster.harness build

@@ -1,11 +1,18 @@
-"""For a machine with a GPU, where nothing is installed: what the tests there need of a package
-that is not."""
+"""What all tests share: how torch's threads wait, in which order files start, and, for a machine
+with a GPU, where nothing is installed, a stand-in for a package."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from types import SimpleNamespace
+
+import pytest
+
+# Read when torch is imported, here and in what the tests start. OpenMP's threads otherwise spin
+# while they wait for each other: on busy cores that was four fifths of transformers' CPU time.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 class Sum:
@@ -23,3 +30,11 @@ try:
     import xxhash  # noqa: F401
 except ModuleNotFoundError:
     sys.modules["xxhash"] = SimpleNamespace(xxh3_64=Sum)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first (pytest-xdist gives files out in this order), so that what ends
+    last is short. Within these and the others the order stays."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)

@@ -21,10 +21,16 @@ _NAMESPACE_GONE_S = 90.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what needs a cluster."""
+    """Mark what needs a cluster, and by which of them: pytest-xdist (`--dist loadgroup`) runs the
+    tests of one cluster in one process, which alone starts it, and the others file by file."""
     for item in items:
-        if isinstance(item, pytest.Function) and _FIXTURES & set(item.fixturenames):
+        if not isinstance(item, pytest.Function):
+            continue
+        used = sorted(_FIXTURES & set(item.fixturenames))
+        if used:
             item.add_marker(pytest.mark.cluster)
+        if item.get_closest_marker("cluster"):
+            item.add_marker(pytest.mark.xdist_group(used[0] if used else item.path.name))
 
 
 @pytest.fixture(scope="session")

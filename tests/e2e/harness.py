@@ -14,7 +14,6 @@ import secrets
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -25,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.warm_start import WarmProcess, start_warm
 
 ROOT = Path(__file__).parents[2]
 DEMO_MODEL = ROOT / "examples/demo-model"
@@ -74,10 +75,10 @@ class Process:
 
     name: str
     ip: str
-    popen: subprocess.Popen[bytes]
+    popen: WarmProcess
     log_path: Path
     http_port: int
-    start: Callable[[], subprocess.Popen[bytes]]
+    start: Callable[[], WarmProcess]
     """The same once more: name, address, flags and log."""
     role: str = ""
 
@@ -167,16 +168,9 @@ class Fleet:
     def _spawn(self, name: str, ip: str, argv: Sequence[str], env: dict[str, str]) -> Process:
         log_path = self.folder / f"{name}.log"
 
-        def start() -> subprocess.Popen[bytes]:
+        def start() -> WarmProcess:
             with log_path.open("ab") as log:
-                return subprocess.Popen(
-                    [sys.executable, "-m", *argv],
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    cwd=ROOT,
-                    env={**os.environ, **env},
-                    start_new_session=True,
-                )
+                return start_warm(argv, stderr=log, env={**os.environ, **env})
 
         process = Process(name, ip, start(), log_path, int(env["XPYD_HTTP_PORT"]), start)
         self.processes.append(process)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,8 +12,8 @@ from pathlib import Path
 import httpx
 
 from tests.ranks.kit import WAIT_S
+from tests.warm_start import WarmProcess, start_warm
 
-ROOT = Path(__file__).parents[2]
 HOST = f"127.{46 + os.getpid() % 200}.{os.getpid() // 200 % 250}.1"
 FLAGS = ["--model", "examples/demo-model", "--dtype", "float32", "--kv-cache-memory", "8Mi"]
 PLACE = ["--threads", "1", "--host", HOST, "--port", "20001", "--drain-timeout", "60"]
@@ -26,7 +24,7 @@ LONG = {"prompt": "The", "max_tokens": 1000, "ignore_eos": True, "stream": True}
 class Worker:
     """Its process and its log; `client` asks it."""
 
-    process: subprocess.Popen[bytes]
+    process: WarmProcess
     client: httpx.Client
     log: Path
 
@@ -64,9 +62,8 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def loading(folder: Path, *flags: str) -> Iterator[Worker]:
     """Just started; killed on leaving."""
     log = folder / "log"
-    command = [sys.executable, "-m", "xpyd_core", "worker", *FLAGS, *PLACE, *flags]
     with log.open("wb") as file:
-        process = subprocess.Popen(command, stderr=file, cwd=ROOT)
+        process = start_warm(["xpyd_core", "worker", *FLAGS, *PLACE, *flags], stderr=file)
     try:
         with httpx.Client(base_url=f"http://{HOST}:20001", timeout=30, verify=False) as client:
             yield Worker(process, client, log)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,12 +13,17 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / ".ci/run"
 MAKE = """#!/usr/bin/env bash
 part=$1
-[[ $* == *ONLY_SLOW* ]] && part=slow
 echo "$*" >> "$ASKED"
 echo "output of $part"
 [[ $* == *--last-failed* ]] && times=2 || times=1
-[[ " $FAILS " != *" $part:$times "* ]]
+if [[ " $FAILS " == *" $part:$times "* ]]; then
+  [[ $part == test-* ]] && echo "1 failed, 10 passed, 2 skipped in 3.21s"
+  exit 1
+fi
+[[ $part == test-* ]] && echo "==== $((30 / times)) passed, 5 deselected in 61.00s (0:01:01) ===="
+exit 0
 """
+HEADER = "=== parts, of which checks, tests and cluster ran at once"
 
 
 def run(folder: Path, fails: str = "") -> tuple[int, list[str], list[str]]:
@@ -48,40 +54,78 @@ def run(folder: Path, fails: str = "") -> tuple[int, list[str], list[str]]:
     return done.returncode, done.stdout.splitlines(), asked.read_text().splitlines()
 
 
+def times(lines: list[str]) -> dict[str, str]:
+    """Of each part, what the table says of it but its time."""
+    table = [line.split() for line in lines[lines.index(HEADER) + 1 : -1]]
+    assert all(re.fullmatch(r"[0-9]+:[0-9]{2}", line[1]) for line in table)
+    return {line[0]: " ".join(line[2:]) for line in table}
+
+
 def test_all_parts_run_once_and_each_is_shown_whole(tmp_path: Path) -> None:
     status, lines, asked = run(tmp_path)
     assert status == 0
     assert sorted(line.split(" PYTEST_ARGS")[0] for line in asked) == [
+        "collect",
+        "lint type imports",
         "setup",
-        "test ONLY_SLOW=1",
+        f"test-all WORKERS={len(os.sched_getaffinity(0)) + 1}",
         "test-cluster",
-        "verify",
     ]
-    assert lines == [
+    summary = "==== 30 passed, 5 deselected in 61.00s (0:01:01) ===="
+    assert lines[: lines.index(HEADER)] == [
         "output of setup",
-        "output of verify",
-        "output of slow",
+        "=== tests",
+        "output of test-all",
+        summary,
+        "=== checks",
+        "output of lint",
         "=== cluster",
         "output of test-cluster",
+        summary,
     ]
 
 
-@pytest.mark.parametrize("part", ["verify", "test-cluster", "slow"])
-def test_a_part_that_fails_twice_fails_the_run_and_is_shown_last(tmp_path: Path, part: str) -> None:
+def test_it_ends_with_the_time_of_each_part_and_the_sums(tmp_path: Path) -> None:
+    _, lines, _ = run(tmp_path)
+    parts = dict.fromkeys(("setup", "collect", "checks", "tests", "cluster"), "ok")
+    assert times(lines) == {**parts, "whole": ""}
+    assert lines[-1] == "60 passed, 0 failed, 0 skipped"
+
+
+@pytest.mark.parametrize("part", ["test-all", "test-cluster"])
+def test_tests_that_fail_twice_fail_the_run_and_are_shown_last(tmp_path: Path, part: str) -> None:
     status, lines, asked = run(tmp_path, f"{part}:1 {part}:2")
     assert status == 1
-    assert len(asked) == 5
-    header, first, again, second = lines[-4:]
-    assert header == f"=== {part.removeprefix('test-')} failed"
-    assert again.startswith("FAILED ONCE: ")
-    assert first == second == f"output of {part}"
+    assert len(asked) == 6
+    name = {"test-all": "tests", "test-cluster": "cluster"}[part]
+    assert times(lines)[name] == "failed"
+    assert lines[-1] == "50 passed, 1 failed, 4 skipped"
+    shown = lines[lines.index(f"=== {name} failed") + 1 : lines.index(HEADER)]
+    assert [line for line in shown if line.startswith("output")] == [f"output of {part}"] * 2
+    assert any(line.startswith("FAILED ONCE: ") for line in shown)
 
 
-@pytest.mark.parametrize("part", ["verify", "test-cluster", "slow"])
+@pytest.mark.parametrize("part", ["test-all", "test-cluster"])
 def test_what_fails_once_is_run_again_by_itself(tmp_path: Path, part: str) -> None:
-    status, _, asked = run(tmp_path, f"{part}:1")
+    status, lines, asked = run(tmp_path, f"{part}:1")
     assert status == 0
     [again] = [line for line in asked if "--last-failed" in line]
     first, same = [line for line in asked if again.startswith(line)]
     assert same == again
-    assert f"cache_dir=.pytest_cache/{part.removeprefix('test-')}" in first
+    name = {"test-all": "tests", "test-cluster": "cluster"}[part]
+    assert f"cache_dir=.pytest_cache/{name}" in first
+    assert lines[-1] == "55 passed, 0 failed, 2 skipped"
+
+
+def test_a_check_that_fails_fails_the_run_and_counts(tmp_path: Path) -> None:
+    status, lines, _ = run(tmp_path, "lint:1")
+    assert status == 1
+    assert times(lines)["checks"] == "failed"
+    assert lines[-1] == "60 passed, 1 failed, 0 skipped"
+
+
+def test_tests_that_cannot_be_imported_end_the_run_at_once(tmp_path: Path) -> None:
+    status, lines, asked = run(tmp_path, "collect:1")
+    assert status == 1
+    assert lines[-1] == "output of collect"
+    assert not any(line.startswith("test-") for line in asked)

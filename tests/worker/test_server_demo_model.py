@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +15,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.warm_start import WarmProcess, start_warm
+
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "demo-model"
 HOST = f"127.40.{os.getpid() % 250}.1"
@@ -26,7 +26,7 @@ TOKENS = 24
 
 @dataclass
 class Worker:
-    process: subprocess.Popen[bytes]
+    process: WarmProcess
     client: httpx.Client
     log: Path
 
@@ -37,11 +37,8 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     flags = ["--dtype", "float32", "--kv-cache-memory", "32Mi", "--threads", "1"]
     place = ["--host", HOST, "--port", "20001"]
     with log.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "xpyd_core", "worker", "--model", str(MODEL), *flags, *place],
-            stderr=file,
-            cwd=ROOT,
-        )
+        argv = ["xpyd_core", "worker", "--model", str(MODEL), *flags, *place]
+        process = start_warm(argv, stderr=file)
     try:
         url = f"http://{HOST}:20001"
         with httpx.Client(base_url=url, timeout=30, verify=False) as client:
@@ -52,7 +49,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
         process.wait()
 
 
-def _wait_ready(process: subprocess.Popen[bytes], client: httpx.Client, log: Path) -> None:
+def _wait_ready(process: WarmProcess, client: httpx.Client, log: Path) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         assert process.poll() is None, log.read_text()

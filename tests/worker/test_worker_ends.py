@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.warm_start import WarmProcess, start_warm
+
 HOST = f"127.41.{os.getpid() % 250}.1"
 WAIT_S = 180.0  # torch is imported, on whatever else this machine does
 pytestmark = pytest.mark.slow  # each starts a worker
@@ -26,7 +25,7 @@ PATH = "/v1/completions"
 
 @dataclass
 class Worker:
-    process: subprocess.Popen[bytes]
+    process: WarmProcess
     client: httpx.Client
     log: Path
     fault: Path
@@ -39,9 +38,9 @@ def started(tmp_path: Path) -> Iterator[Worker]:
     fault.write_text("none")
     flags = ["--model", "examples/demo-model", "--dtype", "float32", "--kv-cache-memory", "32Mi"]
     place = ["--threads", "1", "--host", HOST, "--port", "20001", "--drain-timeout", "60"]
-    start = [sys.executable, "-m", "tests.worker.dying_worker", str(fault), "worker"]
+    start = ["tests.worker.dying_worker", str(fault), "worker"]
     with log.open("wb") as file:
-        process = subprocess.Popen([*start, *flags, *place], stderr=file, cwd=ROOT)
+        process = start_warm([*start, *flags, *place], stderr=file)
     try:
         with httpx.Client(base_url=f"http://{HOST}:20001", timeout=30, verify=False) as client:
             yield Worker(process, client, log, fault)

@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import json
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -16,8 +14,9 @@ from typing import Any
 
 import aiohttp
 
-from tests.e2e.harness import ROOT, Fleet, Process, empty_fleet
+from tests.e2e.harness import Fleet, Process, empty_fleet
 from tests.router.chaos.script import Fitness, Role
+from tests.warm_start import WarmProcess, start_warm
 
 PERIOD_MS = 150
 # Times the period: long enough for a machine whose cores all tests share.
@@ -32,7 +31,7 @@ class Mock:
     fitness: Fitness
     host: str
     port: int
-    process: subprocess.Popen[bytes]
+    process: WarmProcess
     incarnation: str = ""
 
     @property
@@ -81,13 +80,8 @@ class World:
             "--pace": str(self._pace),
         }
         with (self.fleet.folder / f"{name}.log").open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tests.router.chaos.engine"]
-                + [word for pair in argv.items() for word in pair],
-                cwd=ROOT,
-                stdout=log,
-                stderr=log,
-            )
+            words = [word for pair in argv.items() for word in pair]
+            process = start_warm(["tests.router.chaos.engine", *words], stderr=log)
         fitness = known.fitness if known else Fitness(name, role)
         self.mocks[name] = Mock(fitness, host, port, process)
         return self.mocks[name]
