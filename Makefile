@@ -9,6 +9,7 @@ PACKAGES := core kv_transfer router worker_image operator tools
 PY_PATHS := $(PACKAGES) tests bench examples scripts hatch_build.py
 PYTEST := $(BIN)/python -m pytest
 PYTEST_ARGS ?=
+MUTATE_ARGS ?=
 # Processes that share the tests, a file's in one; 0: one after another in pytest's own, for a debugger.
 WORKERS ?= 2
 # Files go to the workers in the order of tests/conftest.py.
@@ -20,7 +21,7 @@ GPU_PYTHON ?= python3
 ON_GPU := PYTHONPATH=.:core:kv_transfer:worker_image $(GPU_PYTHON)
 GPU_TESTS := tests/gpu tests/kv/test_device_gpu.py tests/kv/test_transport_conformance.py
 
-.PHONY: help setup fmt lint type imports generate verify test test-slow test-all collect test-gpu test-cluster soak demo journeys bench-operator bench-gpu bench-kv bench-engine bench-router bench-parallel cluster-build cluster-up cluster-down cluster-status images push constraints clean
+.PHONY: help setup fmt lint type imports generate verify test test-slow test-all collect test-gpu test-cluster soak demo journeys mutate bench-operator bench-gpu bench-kv bench-engine bench-router bench-parallel cluster-build cluster-up cluster-down cluster-status images push constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -90,6 +91,9 @@ demo: setup ## Bring up 1 prefill + 3 decode engines, ask them things, check the
 
 journeys: setup ## Trace four journeys and write their files into docs/architecture.md
 	@$(BIN)/python -m tests.journeys --write
+
+mutate: setup ## Change the product in 60 small ways; which test notices? (MUTATE_ARGS="--seed 2 --count 9")
+	@$(BIN)/python scripts/mutate.py $(MUTATE_ARGS)
 
 bench-operator: setup ## A thousand pods, a hundred fleets, five hundred at rest; beside plain objects
 	@$(BIN)/python -m bench.operator
