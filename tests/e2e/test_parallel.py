@@ -101,7 +101,8 @@ def start_pair(running: Fleet, model: Path, p: Layout, d: Layout, *more: str) ->
     return pair
 
 
-USUAL = [("put", "tcp"), ("get", "shm"), ("get", "uds")]
+# Each mode and each transport is in each run.
+USUAL = [("put", "tcp"), ("get", "shm"), ("put_async", "uds")]
 WAYS = [
     pytest.param(
         *way, marks=pytest.mark.slow if way in USUAL else pytest.mark.soak, id="-".join(way)
