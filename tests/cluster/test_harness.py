@@ -125,8 +125,9 @@ def test_a_cluster_goes_when_what_holds_it_is_killed(victim: str) -> None:
         owner.kill()
     wait_for(lambda: not any(one.alive for one in inside), 20, "all processes are gone")
     if victim == "keeper":
-        # What a killed keeper could not remove, the next start removes.
-        assert sweep() == [name]
+        # What a killed keeper could not remove, the next start removes: this one, or that of a
+        # cluster which another process of this run has just started.
+        assert sweep() in ([name], [])
     wait_for(lambda: survey(name) == before, 20, "nothing is left")
 
 
