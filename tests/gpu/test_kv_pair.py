@@ -13,7 +13,7 @@ import torch
 
 from tests.gpu.models import make_model, model_config, shape_of
 from tests.worker.kv_pair import Instance, alone, answers, moved, over, settings
-from xpyd_worker.kv_device import DeviceCache, warm_up
+from xpyd_worker.kv.cache import DeviceCache, warm_up
 from xpyd_worker.runner.device import CudaDevice
 from xpyd_worker.runner.kv_cache import KvCache, cache_bytes
 from xpyd_worker.runner.runner import ModelRunner

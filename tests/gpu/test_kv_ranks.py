@@ -14,7 +14,7 @@ from tests.kv.test_ranks_pairs import IDS, engines, is_back, move
 from tests.worker.rank_pair import sides_on
 from xpyd_kv.memory.device import DeviceView
 from xpyd_worker.config import MIB
-from xpyd_worker.kv_device import DeviceCache
+from xpyd_worker.kv.cache import DeviceCache
 
 pytestmark = pytest.mark.gpu
 LAYOUTS = ["tp2-pp2", "tp1-tp4 of 2 heads", "tp2xpp2-tp1"]

@@ -9,7 +9,7 @@ from xpyd_kv.ranks.engine import Channel
 from xpyd_worker.ranks.messages import Start
 from xpyd_worker.ranks.nursery import main
 from xpyd_worker.ranks.process import GiveUp, MakeProgram, Program
-from xpyd_worker.torch_env import prepare_for_torch
+from xpyd_worker.system import prepare_for_torch
 
 
 def prepare() -> MakeProgram:

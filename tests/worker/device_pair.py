@@ -25,7 +25,7 @@ from xpyd_kv.memory.paged import DevicePagedMemory, PagedMemory
 from xpyd_kv.spans import Span
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.engine.executor import DRAWN_BEFORE, StepInput, StepOutput
-from xpyd_worker.kv_device import DeviceCache
+from xpyd_worker.kv.cache import DeviceCache
 from xpyd_worker.runner.kv_cache import KvCache
 from xpyd_worker.runner.runner import ModelRunner
 

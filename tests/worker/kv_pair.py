@@ -27,8 +27,8 @@ from xpyd_worker.engine.request import (
     SendTo,
 )
 from xpyd_worker.engine.stopping import StopRules
-from xpyd_worker.kv_device import DeviceCache
-from xpyd_worker.kv_setup import Kv, KvParts, make_kv
+from xpyd_worker.kv.cache import DeviceCache
+from xpyd_worker.kv.engine import Kv, KvParts, make_kv
 
 PATIENCE_S = 30.0
 KEY = b"the fleet's key, long enough"

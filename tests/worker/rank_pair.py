@@ -29,9 +29,9 @@ from xpyd_kv.plan.engine_layout import EngineLayout
 from xpyd_kv.ranks.engine import BookMemory, RankedEngine
 from xpyd_kv.values import KvLayout
 from xpyd_worker.config import WorkerConfig
-from xpyd_worker.kv_device import DeviceCache, paged
-from xpyd_worker.kv_rank import CacheMemory, RankKv, engine_layout, start_rank_kv
-from xpyd_worker.kv_setup import KvParts, letter_of, make_kv
+from xpyd_worker.kv.cache import CacheMemory, DeviceCache, paged
+from xpyd_worker.kv.engine import KvParts, letter_of, make_kv
+from xpyd_worker.kv.rank import RankKv, engine_layout, start_rank_kv
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo-model"
 BLOCKS = 64
@@ -136,7 +136,7 @@ class DeviceSide(Side):
         layout = layout_of(self.engine, rank)
         gpu = None if self.host is None else self.host.cache(f"{self.role}{rank}")
         cache = CacheMemory(self.config, gpu)
-        flat = cache.make(BLOCKS * layout.bytes_per_block)
+        flat = cache.allocate(BLOCKS * layout.bytes_per_block)
         tensors = _tensors(flat, layout)
         self.caches.append(cache)
         self.memories.append(paged(tensors, gpu, layers=layout.layers))
@@ -189,7 +189,7 @@ class DeviceSide(Side):
                 cache=(),
                 ranks=ranked,
                 rank_addresses=self.addresses,
-                rank_gpu=self.rank_kvs[0].ways.gpu,
+                rank_gpu=self.rank_kvs[0].transports.gpu,
                 **common,
             )
         memory, cache = self.memories[0], self.caches[0]

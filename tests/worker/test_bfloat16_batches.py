@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from xpyd_worker import LLM, SamplingParams
-from xpyd_worker.cpu_flags import cpu_flags
 from xpyd_worker.runner.dtypes import cpu_is_fast_in
+from xpyd_worker.system import cpu_flags
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo-model"
 PROMPT = "San Francisco is a"

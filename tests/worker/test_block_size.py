@@ -6,7 +6,7 @@ import pytest
 
 from xpyd_core.errors import UserError
 from xpyd_worker.config import WorkerConfig, check_config
-from xpyd_worker.loading import load
+from xpyd_worker.load.engine import load
 from xpyd_worker.runner.runner import ModelRunner
 
 MODEL = Path(__file__).parents[2] / "examples/demo-model"

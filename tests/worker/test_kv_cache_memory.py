@@ -11,9 +11,9 @@ from xpyd_kv.transport.host.data_path import Run
 from xpyd_kv.transport.host.shared_memory import SharedMemory
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.kernels.api import KvShape
-from xpyd_worker.loading import load
-from xpyd_worker.memory import resident_bytes
+from xpyd_worker.load.engine import load
 from xpyd_worker.runner.kv_cache import KvCache
+from xpyd_worker.system import resident_bytes
 
 MODEL = Path(__file__).parents[2] / "examples/demo-model"
 SHAPE = KvShape(2, 4, 16, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""A worker's KV cache on a GPU: its memory, what is refused there, and which ways lead from it."""
+"""A worker's KV cache on a GPU: its memory, what is refused, and its transports."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from xpyd_core.errors import UserError, XpydError
 from xpyd_kv.memory.paged import PagedMemory
 from xpyd_kv.transport.devices.nccl.library import NcclLimits
 from xpyd_kv.transport.settings import TRANSPORTS
-from xpyd_worker import kv_ways
 from xpyd_worker.config import MIB, WorkerConfig
-from xpyd_worker.kv_device import beside, check, open_cache, warm_up
-from xpyd_worker.kv_setup import Kv, KvParts, make_kv
+from xpyd_worker.kv import transports
+from xpyd_worker.kv.cache import check, kv_overhead, open_cache, warm_up
+from xpyd_worker.kv.engine import Kv, KvParts, make_kv
 
 SHAPE = (6, 2, 16, 8)
 LAYER_BYTES = 6 * 2 * 16 * 8 * 4
@@ -70,8 +70,8 @@ def _kv_on(machine: Machine, settings: WorkerConfig) -> Kv:
 
 
 def names(kv: Kv) -> list[str]:
-    assert kv.ways is not None
-    return [path.name for path in kv.ways.paths]
+    assert kv.transports is not None
+    return [path.name for path in kv.transports.paths]
 
 
 # --- memory
@@ -176,27 +176,27 @@ def test_a_cache_on_a_cpu_has_no_way_between_gpus(name):
         make_kv(config(kv_transports=(name,)), parts)
 
 
-# --- ways
+# --- transports
 
 
 @pytest.mark.parametrize("role", ["Prefill", "Decode"])
 @pytest.mark.parametrize("transports", [TRANSPORTS, ("cuda_ipc",), ("nccl",), ("tcp",)])
 def test_all_that_is_taken_at_start_is_given_back_at_the_end(kv_on, role, transports):
     kv = kv_on(Machine(), config(role, kv_transports=transports, kv_mode="get"))
-    assert kv.ways is not None
-    assert kv.ways.gpu == "GPU-0"
+    assert kv.transports is not None
+    assert kv.transports.gpu == "GPU-0"
     assert kv.connector is not None
     assert kv.connector.store is not None
     # The fixture closes it, and the machine misses nothing.
 
 
 def test_nccl_is_offered_by_its_name_only(kv_on, monkeypatch):
-    monkeypatch.setattr(kv_ways, "nixl_version", lambda: None)
+    monkeypatch.setattr(transports, "nixl_version", lambda: None)
     assert names(kv_on(Machine(), config(kv_transports=TRANSPORTS))) == ["cuda_ipc"]
     kv = kv_on(Machine(), config(kv_transports=("nccl",)))
     assert names(kv) == ["cuda_ipc", "nccl"]
-    assert kv.ways is not None
-    assert kv.ways.nccl is not None
+    assert kv.transports is not None
+    assert kv.transports.nccl is not None
 
 
 def test_auto_goes_on_without_a_nixl_that_does_not_work_and_its_name_alone_does_not(
@@ -205,8 +205,8 @@ def test_auto_goes_on_without_a_nixl_that_does_not_work_and_its_name_alone_does_
     def broken() -> None:
         raise UserError("KV transport nixl: cannot be loaded")
 
-    monkeypatch.setattr(kv_ways, "nixl_version", lambda: "1.5.1")
-    monkeypatch.setattr(kv_ways, "load_nixl", broken)
+    monkeypatch.setattr(transports, "nixl_version", lambda: "1.5.1")
+    monkeypatch.setattr(transports, "load_nixl", broken)
     with caplog.at_level(logging.WARNING):
         assert names(kv_on(Machine(), config(kv_transports=TRANSPORTS))) == ["cuda_ipc"]
     assert "goes without nixl" in caplog.text
@@ -217,14 +217,14 @@ def test_auto_goes_on_without_a_nixl_that_does_not_work_and_its_name_alone_does_
 def test_slabs_hold_the_longest_frame_that_is_announced_and_sent(kv_on):
     settings = config("Decode", kv_group_bytes=3 * MIB + 5)
     kv = kv_on(Machine(), settings)
-    ways = kv.ways
-    assert ways is not None
-    assert ways.staging is not None
-    assert ways.max_data_bytes == ways.frames.max_frame_bytes == 6 * MIB + 10
-    assert ways.staging.slab_bytes >= ways.max_data_bytes
-    assert ways.staging.slab_bytes % 4096 == 0
+    found = kv.transports
+    assert found is not None
+    assert found.staging is not None
+    assert found.max_data_bytes == found.frames.max_frame_bytes == 6 * MIB + 10
+    assert found.staging.slab_bytes >= found.max_data_bytes
+    assert found.staging.slab_bytes % 4096 == 0
     # However small the groups, a block travels in one frame.
-    small = kv_on(Machine(), config(kv_group_bytes=1)).ways
+    small = kv_on(Machine(), config(kv_group_bytes=1)).transports
     assert small is not None
     assert small.max_data_bytes == LAYER_BYTES // 6
 
@@ -237,13 +237,13 @@ def test_what_transfers_take_of_the_gpu_beside_the_cache_is_known_before():
         ("Prefill", "get", True),
         ("Decode", "put_async", True),
     ):
-        by_size = beside(config(role, kv_mode=mode, kv_buffer_bytes=size))
+        by_size = kv_overhead(config(role, kv_mode=mode, kv_buffer_bytes=size))
         assert by_size == (size if has_buffer else 0, 0)
-        by_share = beside(config(role, kv_mode=mode, kv_buffer_percent=7))
+        by_share = kv_overhead(config(role, kv_mode=mode, kv_buffer_percent=7))
         assert by_share == (0, 7 if has_buffer else 0)
     most = NcclLimits().most_bytes
-    assert beside(config("Prefill", kv_transports=("nccl",))) == (most, 0)
-    assert beside(config("Aggregated", kv_transports=("nccl",))) == (0, 0)
+    assert kv_overhead(config("Prefill", kv_transports=("nccl",))) == (most, 0)
+    assert kv_overhead(config("Aggregated", kv_transports=("nccl",))) == (0, 0)
 
 
 def test_what_the_transfers_thread_may_still_use_is_not_given_back(kv_on):

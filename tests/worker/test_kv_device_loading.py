@@ -15,8 +15,9 @@ from tests.worker.device_pair import cache_on
 from tests.worker.kv_pair import KEY, MIB
 from xpyd_core.errors import UserError
 from xpyd_kv.memory.device import DeviceView
-from xpyd_worker import loading, one_rank
 from xpyd_worker.config import WorkerConfig
+from xpyd_worker.load import engine, one_rank
+from xpyd_worker.runner import dtypes
 from xpyd_worker.runner.gpu_memory import GpuUse, Profile
 from xpyd_worker.runner.load import load_on_cpu
 
@@ -41,17 +42,17 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return runner, GpuUse(Profile(2**30, 0, 0, 0), 0)
 
     monkeypatch.setattr(one_rank, "choose_device", lambda _: torch.device("cuda", 0))
-    monkeypatch.setattr(one_rank, "compute_capability", lambda _: (9, 0))
+    monkeypatch.setattr(dtypes, "compute_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a fake")
     monkeypatch.setattr(one_rank, "load_on_gpu", load_on_gpu)
     return seen
 
 
-def load(role: Any, **changes: Any) -> loading.Loaded:
+def load(role: Any, **changes: Any) -> engine.Loaded:
     config = WorkerConfig(
         str(MODEL), role=role, device="cuda", port=1, kv_port=0, kv_host_pool_bytes=MIB, **changes
     )
-    return loading.load(
+    return engine.load(
         config, deliver=lambda _: None, keys=(KEY,), incarnation="i", make_store=None
     )
 
@@ -69,8 +70,8 @@ def test_the_cache_of_p_and_d_is_the_gpus_and_lent_whole(
     assert (limits.beside_bytes, limits.beside_percent) == (0, 10 if role == "Decode" else 0)
     assert limits.use_graphs == (role == "Decode")
     assert loaded.kv.gpu is cache
-    assert loaded.kv.ways is not None
-    assert loaded.kv.ways.paths[0].name == "cuda_ipc"
+    assert loaded.kv.transports is not None
+    assert loaded.kv.transports.paths[0].name == "cuda_ipc"
     store = loaded.kv.connector and loaded.kv.connector.store
     if role == "Decode":
         assert store is not None

@@ -30,8 +30,8 @@ from xpyd_kv.transport.settings import TRANSPORTS
 from xpyd_kv.values import NoKv
 from xpyd_kv.wire.messages import MODES, Mode
 from xpyd_worker.config import MIB
-from xpyd_worker.kv_device import beside
-from xpyd_worker.kv_rank import share_of
+from xpyd_worker.kv.cache import kv_overhead
+from xpyd_worker.kv.rank import share_of
 
 # Layers, heads and replicas divided, each in one of them.
 SOME = ["tp2-pp2", "tp1-tp4 of 2 heads", "tp2xpp2-tp1", "tp4-tp2"]
@@ -324,7 +324,7 @@ def test_a_rank_keeps_its_share_of_buffer_and_pool_and_gives_all_back(tmp_path: 
             buffer, pool = one.part.rooms.regions
             assert isinstance(buffer, DeviceView)
             assert isinstance(pool, memoryview)
-            needed = beside(d.config, share=share_of(d.config, one_stage(d, one), 3))
+            needed = kv_overhead(d.config, share=share_of(d.config, one_stage(d, one), 3))
             assert (
                 len(buffer) <= needed.size_bytes == math.ceil(10_000 * len(one_stage(d, one)) / 3)
             )

@@ -16,9 +16,9 @@ from xpyd_operator.plan.template import engine_template
 from xpyd_operator.up.memory import EngineMemory, Machine, plan_memory
 from xpyd_worker.command import configure, read_config
 from xpyd_worker.config import WorkerConfig
-from xpyd_worker.kv_setup import settings_of
-from xpyd_worker.kv_ways import ways_of_host
-from xpyd_worker.ranks.loading import memory_rows
+from xpyd_worker.kv.engine import settings_of
+from xpyd_worker.kv.transports import transports_for_host
+from xpyd_worker.load.ranks import memory_rows
 from xpyd_worker.ranks.messages import Ready
 
 GIB = 1 << 30
@@ -79,8 +79,10 @@ def test_the_memory_of_the_ranks_adds_up_to_the_instances(name: str, buffer: str
     caches = [BLOCKS * layout_of(engine, rank).bytes_per_block for rank in ranks]
     wanted = {"buffer": config.buffer_bytes(sum(caches)), "pool": 200_001}
     assert wanted["buffer"] == (sum(caches) // 10 if buffer == "10%" else 100_003)
-    ways = ways_of_host(config, None, (), shared=None, landings=lambda: ())  # pyright: ignore[reportArgumentType]  # NIXL's
-    side = Side("D", engine, settings=settings_of(config, ways, wanted["buffer"]), blocks=BLOCKS)
+    transports = transports_for_host(config, None, (), shared=None, landings=lambda: ())  # pyright: ignore[reportArgumentType]  # NIXL's
+    side = Side(
+        "D", engine, settings=settings_of(config, transports, wanted["buffer"]), blocks=BLOCKS
+    )
     try:
         taken = [[len(region) for region in part.rooms.regions] for part in side.parts]
         assert side.kv.store is not None

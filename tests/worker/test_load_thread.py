@@ -9,7 +9,7 @@ import pytest
 
 from tests.worker.server_fakes import run
 from xpyd_core.errors import UserError
-from xpyd_worker.load_thread import run_unless
+from xpyd_worker.main import run_unless
 
 
 def test_what_the_work_gives_or_raises_comes_back() -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from xpyd_worker.config import GIB, WorkerConfig
-from xpyd_worker.memory import give_back, log_memory, memory_table, resident_bytes
+from xpyd_worker.load.ready_model import log_memory, memory_table
+from xpyd_worker.system import give_back, resident_bytes
 
 
 def table(config: WorkerConfig, resident: int | None = 3 * GIB) -> dict[str, int]:

@@ -108,7 +108,7 @@ def test_a_loaded_model_has_the_files_that_its_own_tokenizer_works_with(tmp_path
     import tokenizers
 
     from xpyd_worker.config import WorkerConfig
-    from xpyd_worker.loading import load
+    from xpyd_worker.load.engine import load
 
     folder = Path(__file__).parents[2] / "examples" / "demo-model"
     config: Any = WorkerConfig(model=str(folder), kv_cache_bytes=2**22, block_size=8)

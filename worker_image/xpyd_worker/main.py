@@ -15,8 +15,10 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 import uvloop
 
@@ -27,11 +29,9 @@ from xpyd_core.parallel.checks import check_parallel
 from xpyd_core.sizes import format_bytes
 from xpyd_kv.connector.build import MakeStore
 from xpyd_worker.config import WorkerConfig
-from xpyd_worker.kv_setup import LETTER
-from xpyd_worker.load_thread import run_unless
+from xpyd_worker.kv.engine import LETTER
 from xpyd_worker.model.registry import load_config
 from xpyd_worker.model.source import resolve_checkpoint
-from xpyd_worker.process_age import process_age_s
 from xpyd_worker.ranks.loss import Loss, RankLostError
 from xpyd_worker.ranks.messages import Logs
 from xpyd_worker.server.admin import Admin, DrainState, Process
@@ -44,11 +44,12 @@ from xpyd_worker.server.lifecycle import Lifecycle
 from xpyd_worker.server.metrics import ServerMetrics
 from xpyd_worker.server.service import Place, Service, seeds
 from xpyd_worker.server.tracing import Tracer
-from xpyd_worker.torch_env import prepare_for_torch
+from xpyd_worker.system import prepare_for_torch, process_age_s
 
 if TYPE_CHECKING:
-    from xpyd_worker.loading import Loaded
+    from xpyd_worker.load.engine import Loaded
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # A terminal or a wrapper like timeout(1) may deliver one signal twice.
@@ -185,7 +186,7 @@ class _Worker:
         prepare_for_torch()
         # HTTP waits less long for an engine whose steps are short, and the other way round.
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        from xpyd_worker.loading import load
+        from xpyd_worker.load.engine import load
 
         return load(
             config,
@@ -370,3 +371,38 @@ def _make_tracer(config: WorkerConfig, incarnation: str) -> Tracer | None:
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
+
+
+async def run_unless(stopped: asyncio.Event, work: Callable[[], T]) -> T | None:
+    """`work()` on a thread of its own, or None when `stopped` is set before it ends.
+
+    Raises what `work` raises. The thread is a daemon: nobody waits for a load that is not wanted.
+    """
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+
+    def run() -> None:
+        try:
+            outcome: T | BaseException = work()
+        except BaseException as error:  # raised again where `work` is awaited
+            outcome = error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, outcome)
+
+    def settle(outcome: T | BaseException) -> None:
+        if result.done():
+            return
+        if isinstance(outcome, BaseException):
+            result.set_exception(outcome)
+        else:
+            result.set_result(outcome)
+
+    threading.Thread(target=run, name="load", daemon=True).start()
+    stopping = asyncio.create_task(stopped.wait())
+    try:
+        await asyncio.wait({result, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        return result.result() if result.done() else None
+    finally:
+        stopping.cancel()
+        if not result.done():
+            result.cancel()

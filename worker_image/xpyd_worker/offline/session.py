@@ -24,10 +24,10 @@ from xpyd_worker.ranks.messages import Logs
 from xpyd_worker.server.bridge import EngineBridge
 from xpyd_worker.server.latency import RequestFigures
 from xpyd_worker.server.service import Place, Service, seeds
-from xpyd_worker.torch_env import prepare_for_torch
+from xpyd_worker.system import prepare_for_torch
 
 if TYPE_CHECKING:
-    from xpyd_worker.loading import Loaded
+    from xpyd_worker.load.engine import Loaded
 
 T = TypeVar("T")
 Work = Callable[[Service], Coroutine[Any, Any, T]]
@@ -43,7 +43,7 @@ class Session:
         a rank that ends meanwhile; nothing is left then."""
         # The loop shares its cores with torch's threads. No effect where torch is imported already.
         prepare_for_torch()
-        from xpyd_worker.loading import load
+        from xpyd_worker.load.engine import load
 
         incarnation = os.urandom(8).hex()
         bridge = EngineBridge(RequestFigures())

@@ -32,7 +32,7 @@ from xpyd_worker.ranks.loss import RANK_FAILED
 from xpyd_worker.ranks.messages import Start
 from xpyd_worker.ranks.own_process import bind_to, set_name
 from xpyd_worker.ranks.process import MakeProgram, Program, live
-from xpyd_worker.torch_env import prepare_for_torch
+from xpyd_worker.system import prepare_for_torch
 
 _ORPHANED_S = 60.0
 """For a nursery that has forked all to end; it has nothing else to do."""

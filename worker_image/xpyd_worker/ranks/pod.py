@@ -9,12 +9,12 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from xpyd_worker.preflight import prepare_files
 from xpyd_worker.ranks.beats import Beat, BeatPage
 from xpyd_worker.ranks.brood import COMMAND, Brood
 from xpyd_worker.ranks.frames import Frame, Kind
 from xpyd_worker.ranks.links import Link, Links
 from xpyd_worker.ranks.messages import Start, ToRank, encode
+from xpyd_worker.ranks.preflight import prepare_files
 from xpyd_worker.ranks.responses import RESPONSE_RING_BYTES
 from xpyd_worker.ranks.ring import RingFds, RingWriter, make_ring
 

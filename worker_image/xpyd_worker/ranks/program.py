@@ -14,29 +14,29 @@ import torch
 from xpyd_core.parallel.partition import partition
 from xpyd_kv.ranks.engine import Channel
 from xpyd_worker.config import WorkerConfig
-from xpyd_worker.kv_device import open_cache, paged
-from xpyd_worker.kv_rank import CacheMemory, RankKv, engine_layout, share_of, start_rank_kv
-from xpyd_worker.kv_ways import check_host
-from xpyd_worker.memory import give_back, resident_bytes
+from xpyd_worker.kv.cache import CacheMemory, gpu_limits, open_cache, paged
+from xpyd_worker.kv.rank import RankKv, engine_layout, share_of, start_rank_kv
+from xpyd_worker.kv.transports import check_host
 from xpyd_worker.model.registry import load_config
 from xpyd_worker.model.source import own_name, resolve_checkpoint
-from xpyd_worker.one_rank import cpu_dtype, dtype_name, gpu_dtype, gpu_limits
 from xpyd_worker.parallel.api import GroupError, Part
 from xpyd_worker.parallel.boundary import HiddenSize
 from xpyd_worker.parallel.distributed import Rendezvous
 from xpyd_worker.parallel.state import ParallelState, open_parallel
-from xpyd_worker.preflight import check_devices, look_at_network, look_at_waits
 from xpyd_worker.ranks.device_states import DeviceStates
-from xpyd_worker.ranks.loading import slots
 from xpyd_worker.ranks.loss import MissesOthersError
 from xpyd_worker.ranks.messages import KvReady, Ready, Start
+from xpyd_worker.ranks.preflight import check_devices, look_at_network, look_at_waits
 from xpyd_worker.ranks.process import LaunchedStep
 from xpyd_worker.ranks.request_states import RequestStates
+from xpyd_worker.ranks.step_messages import slot_count
 from xpyd_worker.ranks.step_work import RankWork
 from xpyd_worker.runner.device import CPU, CudaDevice, choose_device
+from xpyd_worker.runner.dtypes import cpu_dtype, dtype_name, gpu_dtype
 from xpyd_worker.runner.gpu_fit import GpuFit
 from xpyd_worker.runner.load import CpuFit, GpuPart, fit_on_cpu, open_gpu, part_on_gpu
 from xpyd_worker.runner.runner import ModelRunner
+from xpyd_worker.system import give_back, resident_bytes
 
 
 class RankProgram:
@@ -53,11 +53,11 @@ class RankProgram:
         self._model = load_config(self._folder)
         self._device = _device(start)
         if self._device.type == "cuda":
-            self._dtype = gpu_dtype(config, self._model, self._device)
+            self._dtype = gpu_dtype(config.dtype, self._model.dtype, self._device)
             open_gpu(CudaDevice(self._device))
         else:
             check_host(config)
-            self._dtype = cpu_dtype(config, self._model)
+            self._dtype = cpu_dtype(config.dtype, self._model.dtype)
         self._cache = CacheMemory(config, open_cache(config, self._device))
         self._stages = partition(
             self._model.num_layers, start.sizes.pipeline, config.layer_partition
@@ -134,7 +134,7 @@ class RankProgram:
         most_tokens = min(most_tokens, blocks * config.block_size)
         self._work = RankWork(
             runner,
-            self._states(slots(config), most_tokens, self._parallel.part),
+            self._states(slot_count(config.max_num_seqs), most_tokens, self._parallel.part),
             parallel=self._parallel,
             kv_sender=None if self._kv is None else self._kv.sender,
         )
@@ -144,7 +144,7 @@ class RankProgram:
             weight_bytes=runner.weight_bytes,
             cache_bytes=runner.kv_cache.size_bytes,
             resident_bytes=resident_bytes(),
-            dtype=dtype_name(runner),
+            dtype=dtype_name(runner.kv_cache.shape.dtype),
             depth=runner.depth,
             on_gpu=self._device != CPU,
             kv=kv,
@@ -158,9 +158,9 @@ class RankProgram:
         fit = self._fit
         assert fit is not None, "load comes before"
         if isinstance(fit, CpuFit):
-            return fit.make_runner(blocks, make_memory=self._cache.make)
+            return fit.make_runner(blocks, make_memory=self._cache.allocate)
         # Where no KV moves the cache is torch's.
-        make = None if self._cache.gpu is None else self._cache.make
+        make = None if self._cache.gpu is None else self._cache.allocate
         return fit.make_runner(blocks, make_memory=make)
 
     def _start_kv(self, runner: ModelRunner) -> KvReady:
@@ -181,7 +181,7 @@ class RankProgram:
             model_name=own_name(config.model, self._folder),
             give_up=self._give_up,
         )
-        return KvReady(engine, model.head_dim, self._kv.address, self._kv.ways.gpu)
+        return KvReady(engine, model.head_dim, self._kv.address, self._kv.transports.gpu)
 
     def _states(self, slots: int, most_tokens: int, part: Part) -> RequestStates:
         """Draws come to the host, but on a last stage with a GPU."""

@@ -25,6 +25,11 @@ MAX_OUTPUT_BYTES = 64 << 20
 """20 alternatives for each of 16,384 prompt tokens take 6 MB."""
 
 
+def slot_count(max_num_seqs: int) -> int:
+    """Sequences that ranks know at once: those that run, and as many that were preempted."""
+    return 2 * max_num_seqs
+
+
 class MessageError(XpydError):
     """A message of the other side is too long or none of ours: the two are not of one version."""
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from xpyd_core.errors import UserError
-from xpyd_worker.cpu_flags import cpu_flags
+from xpyd_worker.runner.device import compute_capability
+from xpyd_worker.system import cpu_flags
 
 _log = logging.getLogger(__name__)
 
@@ -58,3 +59,25 @@ def cpu_is_fast_in(dtype: str, cpu_info: Path = Path("/proc/cpuinfo")) -> bool:
     if dtype not in _FAST_FLAGS:
         return True
     return not cpu_flags(cpu_info).isdisjoint(_FAST_FLAGS[dtype])
+
+
+def cpu_dtype(requested: str, stored: str) -> torch.dtype:
+    """Of weights and KV on this CPU, for `--dtype requested`."""
+    return resolve_dtype(requested, stored, is_fast=cpu_is_fast_in(stored))
+
+
+def gpu_dtype(requested: str, stored: str, device: torch.device) -> torch.dtype:
+    """Of weights and KV on this GPU, for `--dtype requested`. The GPU is logged."""
+    capability = compute_capability(device)
+    _log.info(
+        "device %s: %s, compute capability %d.%d",
+        device,
+        torch.cuda.get_device_name(device),
+        *capability,
+    )
+    return resolve_gpu_dtype(requested, stored, capability=capability)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As checkpoints call it."""
+    return str(dtype).removeprefix("torch.")

@@ -18,7 +18,7 @@ from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.server.samples import HistogramSample, Sample
 
 if TYPE_CHECKING:
-    from xpyd_worker.kv_setup import Kv
+    from xpyd_worker.kv.engine import Kv
 
 _WHERE = ("direct", "buffer", "pool", "deferred", "pulled")
 _BESIDE = ("buffer", "pool")
@@ -36,7 +36,7 @@ def samples_of(kv: Kv, stats: EngineStats) -> Iterable[Sample | HistogramSample]
         together((kv.counters or Counters(), connector.rank_counters)),
         store.figures() if store is not None else StoreFigures(),
         stats,
-        kv.ways.nccl if kv.ways is not None else None,
+        kv.transports.nccl if kv.transports is not None else None,
     )
 
 

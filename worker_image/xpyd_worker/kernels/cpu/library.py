@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from xpyd_worker.cpu_flags import cpu_flags
+from xpyd_worker.system import cpu_flags
 
 _log = logging.getLogger(__name__)
 

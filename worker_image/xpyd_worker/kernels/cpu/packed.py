@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xpyd_worker.cpu_flags import cpu_flags
+from xpyd_worker.system import cpu_flags
 
 _log = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ import sys
 import time
 from pathlib import Path
 
-from xpyd_worker.process_age import process_age_s
+from xpyd_worker.system import process_age_s
 
 # Of this child alone: the parent's clock tells when it was made.
 CHILD = (
-    "import time; from xpyd_worker.process_age import process_age_s;"
+    "import time; from xpyd_worker.system import process_age_s;"
     "print(time.clock_gettime(time.CLOCK_BOOTTIME) - process_age_s(), time.monotonic())"
 )
 TICK_S = 0.02

@@ -1,9 +1,9 @@
-"""The KV cache of a Prefill or Decode instance in the memory of a GPU.
+"""The memory of the KV cache of a process whose KV moves: on a GPU, or shared on the host.
 
 Between the runner, which cuts its layers from one flat tensor, and the transfer, which moves the
-same bytes. The memory is one allocation of the driver's, not of torch's allocator: a peer on this
-machine opens an allocation whole, and torch may have other things in its own. Which ways lead from
-there is `kv_ways`' matter. torch comes in only through xpyd_kv.memory.
+same bytes. On a GPU the memory is one allocation of the driver's, not of torch's allocator: a peer
+on this machine opens an allocation whole, and torch may have other things in its own. Which
+transports move it is decided in `transports`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,21 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import torch
 
 from xpyd_core.errors import UserError, XpydError
 from xpyd_core.sizes import format_bytes
 from xpyd_kv.memory.device import Device, DeviceError, DeviceView
 from xpyd_kv.memory.paged import DevicePagedMemory, PagedMemory, paged_over
 from xpyd_kv.transport.devices.nccl.library import Nccl, NcclLimits
+from xpyd_kv.transport.host.shared_memory import SharedMemory
+from xpyd_kv.wire.messages import MAX_PROBE_BYTES
 from xpyd_worker.config import WorkerConfig
-
-if TYPE_CHECKING:
-    import torch
+from xpyd_worker.model.config import ModelConfig
+from xpyd_worker.runner.gpu_limits import GpuLimits
+from xpyd_worker.runner.kv_cache import host_memory
 
 _log = logging.getLogger(__name__)
 # More pieces than the copy engines get, so that they go through the kernel.
@@ -90,6 +94,30 @@ class DeviceCache:
             _log.error("the GPU's work has not ended within %.1f s", deadline_s)
 
 
+class CacheMemory:
+    """Memory for the KV cache of a process whose KV moves: of its `gpu`, or memory that other
+    processes may read where --kv-transport allows that."""
+
+    def __init__(self, config: WorkerConfig, gpu: DeviceCache | None) -> None:
+        self._is_shared = config.shares_kv
+        self.gpu = gpu
+        self.shared: SharedMemory | None = None
+
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        """See MakeMemory. UserError when there is less."""
+        if self.gpu is not None:
+            return self.gpu.allocate(size_bytes)
+        if not self._is_shared:
+            return host_memory(size_bytes)
+        # Its end is for PROBEs.
+        size = size_bytes + MAX_PROBE_BYTES
+        try:
+            self.shared = SharedMemory(size)
+        except UserError as error:
+            raise UserError(f"--kv-cache-memory: {format_bytes(size)}: {error}") from error
+        return torch.frombuffer(self.shared.buffer, dtype=torch.uint8)
+
+
 def open_cache(config: WorkerConfig, device: torch.device) -> DeviceCache | None:
     """What a Prefill or Decode instance on a GPU keeps its cache in; None for all others, whose
     cache is the runner's own. Before the model is loaded: it also says what cannot work there.
@@ -97,8 +125,6 @@ def open_cache(config: WorkerConfig, device: torch.device) -> DeviceCache | None
     if device.type != "cuda" or not config.moves_kv:
         return None
     check(config)
-    import torch
-
     from xpyd_kv.memory.cuda import CudaDevice, tensor_over
     from xpyd_kv.transport.devices.nccl.library import load
 
@@ -125,7 +151,7 @@ def check(config: WorkerConfig) -> None:
         )
 
 
-class Beside(NamedTuple):
+class KvOverhead(NamedTuple):
     """Memory of a GPU that moving KV takes beside the cache: `size_bytes`, and `percent` of the
     cache's size."""
 
@@ -133,15 +159,31 @@ class Beside(NamedTuple):
     percent: int
 
 
-def beside(config: WorkerConfig, *, share: Fraction = WHOLE) -> Beside:
+def kv_overhead(config: WorkerConfig, *, share: Fraction = WHOLE) -> KvOverhead:
     """What moving KV takes, at most, of the GPU of a rank that has this share of the instance's
     cache, and so of its buffer. The memory for the cache is smaller by that."""
     size = NcclLimits().most_bytes if config.kv_transports == ("nccl",) else 0
     if not config.lands_kv:
-        return Beside(size if config.moves_kv else 0, 0)
+        return KvOverhead(size if config.moves_kv else 0, 0)
     if config.kv_buffer_bytes is not None:
-        return Beside(size + math.ceil(config.kv_buffer_bytes * share), 0)
-    return Beside(size, config.kv_buffer_percent)
+        return KvOverhead(size + math.ceil(config.kv_buffer_bytes * share), 0)
+    return KvOverhead(size, config.kv_buffer_percent)
+
+
+def gpu_limits(config: WorkerConfig, model: ModelConfig, *, share: Fraction = WHOLE) -> GpuLimits:
+    """What a GPU of this engine is to hold, with this share of the instance's KV cache."""
+    kept = kv_overhead(config, share=share)
+    return GpuLimits(
+        utilization=config.gpu_memory_utilization,
+        cache_bytes=config.kv_cache_bytes,
+        beside_bytes=kept.size_bytes,
+        beside_percent=kept.percent,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.batched_tokens(on_gpu=True),
+        max_model_len=config.max_model_len or model.max_positions,
+        # A graph does not report its layers one by one, and D waits for those of P.
+        use_graphs=not config.enforce_eager and config.role != "Prefill",
+    )
 
 
 def paged(

@@ -28,20 +28,20 @@ from xpyd_worker.engine.inbox import Inbox
 from xpyd_worker.engine.limits import Limits
 from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.engine.stopping import StopRules
-from xpyd_worker.kv_setup import Kv, KvParts, make_kv
-from xpyd_worker.memory import give_back, log_memory
+from xpyd_worker.kv.engine import Kv, KvParts, make_kv
+from xpyd_worker.load.ready_model import ReadyModel, log_memory
 from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.registry import load_config
 from xpyd_worker.model.source import own_name, resolve_checkpoint
 from xpyd_worker.ranks.loss import Loss
 from xpyd_worker.ranks.messages import Logs
-from xpyd_worker.ready_model import ReadyModel
 from xpyd_worker.runner.tokenizer import Tokenizer
 from xpyd_worker.server.kv_metrics import samples_of
 from xpyd_worker.server.rank_metrics import rank_samples
 from xpyd_worker.server.samples import AnySample
 from xpyd_worker.server.service import ServedModel
 from xpyd_worker.server.tokenizer_files import ServedFiles
+from xpyd_worker.system import give_back
 
 _log = logging.getLogger(__name__)
 _OWN_LOGS = Logs()
@@ -250,10 +250,10 @@ def _make_ready(
     """The model, here or on ranks. What one rank needs of torch is imported only for it."""
     check_parallel(model.shape, config.sizes, config.layer_partition)
     if config.sizes.replica > 1:
-        from xpyd_worker.ranks.loading import load_ranks
+        from xpyd_worker.load.ranks import load_ranks
 
         return load_ranks(config, logs, incarnation)
-    from xpyd_worker.one_rank import load_one_rank
+    from xpyd_worker.load.one_rank import load_one_rank
 
     return load_one_rank(config, folder, model)
 

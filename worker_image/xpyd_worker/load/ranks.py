@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from xpyd_core.request_id import Address
 from xpyd_kv.ranks.engine import RankedEngine
 from xpyd_worker.config import WorkerConfig
-from xpyd_worker.memory import MemoryUse
+from xpyd_worker.load.ready_model import MemoryUse, RankedKv, ReadyModel
 from xpyd_worker.ranks.executor import RankedExecutor
 from xpyd_worker.ranks.figures import rank_figures
 from xpyd_worker.ranks.instance import Instance
 from xpyd_worker.ranks.messages import Logs, Ready
 from xpyd_worker.ranks.step_encoder import StepEncoder
-from xpyd_worker.ranks.step_messages import decode_output
-from xpyd_worker.ready_model import RankedKv, ReadyModel
+from xpyd_worker.ranks.step_messages import decode_output, slot_count
 
 
 def load_ranks(config: WorkerConfig, logs: Logs, incarnation: str) -> ReadyModel:
@@ -49,7 +48,7 @@ def executor_of(config: WorkerConfig, instance: Instance, first: Ready) -> Ranke
         num_blocks=first.blocks,
         depth=sizes.depth(first.depth),
         draws_ahead=sizes.pipeline == 1 and first.depth > 1,
-        encoder=StepEncoder(slots(config)),
+        encoder=StepEncoder(slot_count(config.max_num_seqs)),
         decode=decode_output,
     )
 
@@ -72,11 +71,6 @@ def _ranked_kv(config: WorkerConfig, instance: Instance, ready: Sequence[Ready])
         gpu=kv.gpu,
         socket_dir=config.kv_socket_dir,
     )
-
-
-def slots(config: WorkerConfig) -> int:
-    """Sequences that ranks know at once: those that run, and as many that were preempted."""
-    return 2 * config.max_num_seqs
 
 
 def memory_rows(config: WorkerConfig, ready: Sequence[Ready]) -> list[MemoryUse]:

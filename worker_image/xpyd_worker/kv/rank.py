@@ -12,13 +12,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-import torch
-
 from xpyd_core.compat import compat_factors
-from xpyd_core.errors import UserError
 from xpyd_core.keys import fleet_keys
 from xpyd_core.request_id import Address
-from xpyd_core.sizes import format_bytes
 from xpyd_kv.memory.device import DeviceError, View
 from xpyd_kv.memory.paged import DevicePagedMemory, PagedMemory
 from xpyd_kv.metrics import Counters
@@ -28,14 +24,11 @@ from xpyd_kv.ranks.engine import Channel, RankSender
 from xpyd_kv.ranks.rooms import Rooms
 from xpyd_kv.transport.api import Handler
 from xpyd_kv.transport.endpoint import TcpEndpoint
-from xpyd_kv.transport.host.shared_memory import SharedMemory
 from xpyd_kv.wire.fit import wire_layout
-from xpyd_kv.wire.messages import MAX_PROBE_BYTES
 from xpyd_worker.config import WorkerConfig
-from xpyd_worker.kv_device import DeviceCache
-from xpyd_worker.kv_setup import identity_of, letter_of, settings_of
-from xpyd_worker.kv_ways import Ways, ways_of_gpu, ways_of_host
-from xpyd_worker.runner.kv_cache import host_memory
+from xpyd_worker.kv.cache import CacheMemory
+from xpyd_worker.kv.engine import identity_of, letter_of, settings_of
+from xpyd_worker.kv.transports import Transports, transports_for_gpu, transports_for_host
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,36 +51,12 @@ def share_of(config: WorkerConfig, stage: Sequence[int], num_layers: int) -> Fra
     return Fraction(len(stage), num_layers * config.tensor_parallel_size)
 
 
-class CacheMemory:
-    """Memory for the cache of a rank whose KV moves: of its `gpu`, or such as other processes may
-    read, where that is asked for."""
-
-    def __init__(self, config: WorkerConfig, gpu: DeviceCache | None) -> None:
-        self._is_shared = config.shares_kv
-        self.gpu = gpu
-        self.shared: SharedMemory | None = None
-
-    def make(self, size_bytes: int) -> torch.Tensor:
-        """See MakeMemory. UserError."""
-        if self.gpu is not None:
-            return self.gpu.allocate(size_bytes)
-        if not self._is_shared:
-            return host_memory(size_bytes)
-        # Its end is for probes.
-        size = size_bytes + MAX_PROBE_BYTES
-        try:
-            self.shared = SharedMemory(size)
-        except UserError as error:
-            raise UserError(f"--kv-cache-memory: {format_bytes(size)}: {error}") from error
-        return torch.frombuffer(self.shared.buffer, dtype=torch.uint8)
-
-
 @dataclass(frozen=True)
 class RankKv:
     """What a rank has of the KV transfer; started."""
 
     part: RankPart
-    ways: Ways
+    transports: Transports
     memory: CacheMemory
     address: Address | None
     """Where it listens, on a D."""
@@ -104,7 +73,7 @@ class RankKv:
             return
         memory = self.memory
         try:
-            self.ways.close()
+            self.transports.close()
             self.part.rooms.close(_CLOSE_S)
             if memory.gpu is not None:
                 memory.gpu.close(_CLOSE_S)
@@ -155,10 +124,14 @@ def start_rank_kv(
         return [view for one in rooms for view in one.regions]
 
     if memory.gpu is not None and isinstance(cache, DevicePagedMemory):
-        ways = ways_of_gpu(config, cache, gpu=memory.gpu, landings=landings, give_up=give_up)
+        transports = transports_for_gpu(
+            config, cache, gpu=memory.gpu, landings=landings, give_up=give_up
+        )
     else:
         shared = memory.shared
-        ways = ways_of_host(config, cache, cache.regions, shared=shared, landings=landings)
+        transports = transports_for_host(
+            config, cache, cache.regions, shared=shared, landings=landings
+        )
     factors = compat_factors(folder, model=model_name, revision="", kv_dtype=cache.layout.dtype)
 
     counters = Counters()
@@ -168,14 +141,14 @@ def start_rank_kv(
             handler,
             counters=counters,
             identity=identity_of(
-                config, ways, engine_id=engine_id, incarnation=incarnation, rank=rank
+                config, transports, engine_id=engine_id, incarnation=incarnation, rank=rank
             ),
             layout=wire_layout(
                 cache.layout,
                 factors=factors,
                 # The engines have compared a prompt's length with what D takes.
                 max_tokens=blocks * config.block_size,
-                max_data_bytes=ways.max_data_bytes,
+                max_data_bytes=transports.max_data_bytes,
                 engine=engine,
             ),
             keys=fleet_keys(config.kv_key_file, insecure=config.kv_insecure),
@@ -184,10 +157,10 @@ def start_rank_kv(
             source_host=host,
             transports=config.kv_transports,
             socket_dir=config.kv_socket_dir,
-            connections=ways.connections,
-            paths=ways.paths,
-            staging=ways.staging,
-            probe_room=ways.probe_room,
+            connections=transports.connections,
+            paths=transports.paths,
+            staging=transports.staging,
+            probe_room=transports.probe_room,
         )
 
     part = build_rank(
@@ -198,11 +171,11 @@ def start_rank_kv(
         engine=engine,
         counters=counters,
         settings=settings_of(
-            config, ways, config.buffer_bytes(blocks * engine.held_bytes_per_block)
+            config, transports, config.buffer_bytes(blocks * engine.held_bytes_per_block)
         ),
         give_up=give_up,
     )
     rooms.append(part.rooms)
     part.endpoint.start()
     assert isinstance(part.endpoint, TcpEndpoint)
-    return RankKv(part, ways, memory, part.endpoint.listen_address)
+    return RankKv(part, transports, memory, part.endpoint.listen_address)

@@ -27,10 +27,15 @@ from xpyd_kv.values import BlockPool
 from xpyd_kv.wire.fit import wire_layout
 from xpyd_kv.wire.messages import Layout
 from xpyd_worker.config import Role, WorkerConfig
-from xpyd_worker.kv_ways import Ways, ways_of_gpu, ways_of_host, ways_of_ranks
+from xpyd_worker.kv.transports import (
+    Transports,
+    transports_for_gpu,
+    transports_for_host,
+    transports_for_ranks,
+)
 
 if TYPE_CHECKING:
-    from xpyd_worker.kv_device import DeviceCache
+    from xpyd_worker.kv.cache import DeviceCache
     from xpyd_worker.server.service import ProbePeer
 
 _log = logging.getLogger(__name__)
@@ -59,7 +64,7 @@ class Kv:
 
     connector: Connector | None = None
     counters: Counters | None = None
-    ways: Ways | None = None
+    transports: Transports | None = None
     shared: SharedMemory | None = None
     gpu: DeviceCache | None = None
     loss: Loss = field(default_factory=Loss)
@@ -88,8 +93,8 @@ class Kv:
         if connector is None or not connector.endpoint.close(deadline_s):
             return
         try:
-            if self.ways is not None:
-                self.ways.close()
+            if self.transports is not None:
+                self.transports.close()
             if connector.store is not None:
                 connector.store.close(deadline_s)
             if self.gpu is not None:
@@ -137,25 +142,29 @@ def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None =
     endpoints: list[TcpEndpoint] = []
     stores: list[Store] = []
     loss = Loss()
-    ways = _ways(config, parts, lambda: [v for store in stores for v in store.regions], loss)
+
+    def landings() -> list[View]:
+        return [view for store in stores for view in store.regions]
+
+    transports = _transports(config, parts, landings, loss)
 
     def make_endpoint(handler: Handler) -> TcpEndpoint:
         endpoint = TcpEndpoint(
             handler,
             identity=identity_of(
-                config, ways, engine_id=config.engine_id, incarnation=parts.incarnation
+                config, transports, engine_id=config.engine_id, incarnation=parts.incarnation
             ),
-            layout=_layout(parts, ways),
+            layout=_layout(parts, transports),
             keys=parts.keys,
             takes="both" if parts.ranks is None else "engines",
             listen=Address(config.host, config.kv_port) if role == "D" else None,
             source_host=config.host,
             transports=config.kv_transports,
             socket_dir=config.kv_socket_dir,
-            connections=ways.connections,
-            paths=ways.paths,
-            staging=ways.staging,
-            probe_room=ways.probe_room,
+            connections=transports.connections,
+            paths=transports.paths,
+            staging=transports.staging,
+            probe_room=transports.probe_room,
         )
         endpoints.append(endpoint)
         return endpoint
@@ -167,7 +176,7 @@ def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None =
             memory=parts.memory,
             pool=parts.pool,
             wake=parts.wake,
-            settings=settings_of(config, ways, parts.buffer_bytes),
+            settings=settings_of(config, transports, parts.buffer_bytes),
             make_store=make_store or default_store,
             ranks=parts.ranks,
         )
@@ -178,7 +187,7 @@ def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None =
         raise
     if connector.store is not None:
         stores.append(connector.store)
-    return Kv(connector, endpoints[0].counters, ways, parts.shared, parts.gpu, loss)
+    return Kv(connector, endpoints[0].counters, transports, parts.shared, parts.gpu, loss)
 
 
 def letter_of(config: WorkerConfig) -> Literal["P", "D"]:
@@ -187,19 +196,21 @@ def letter_of(config: WorkerConfig) -> Literal["P", "D"]:
 
 
 def identity_of(
-    config: WorkerConfig, ways: Ways, *, engine_id: str, incarnation: str, rank: int = 0
+    config: WorkerConfig, transports: Transports, *, engine_id: str, incarnation: str, rank: int = 0
 ) -> Identity:
     """Who this process is to its peers. `engine_id` and `incarnation` are the engine's, also in a
     rank of another pod."""
     role = letter_of(config)
-    return Identity(engine_id, incarnation, role, rank=rank, host=ways.host, gpu=ways.gpu)
+    return Identity(
+        engine_id, incarnation, role, rank=rank, host=transports.host, gpu=transports.gpu
+    )
 
 
-def settings_of(config: WorkerConfig, ways: Ways, buffer_bytes: int) -> KvSettings:
+def settings_of(config: WorkerConfig, transports: Transports, buffer_bytes: int) -> KvSettings:
     """What the flags say; the same in the engine's process and its ranks'."""
     return KvSettings(
         limits=KvLimits(lease_s=config.kv_lease_s, hold_s=config.kv_wait_s),
-        frames=ways.frames,
+        frames=transports.frames,
         store=StoreLimits(
             direct_free=config.kv_direct_free,
             buffer_bytes=buffer_bytes,
@@ -209,7 +220,7 @@ def settings_of(config: WorkerConfig, ways: Ways, buffer_bytes: int) -> KvSettin
     )
 
 
-def _layout(parts: KvParts, ways: Ways) -> Layout:
+def _layout(parts: KvParts, transports: Transports) -> Layout:
     if parts.ranks is not None:
         return engine_wire_layout(
             parts.ranks,
@@ -221,16 +232,18 @@ def _layout(parts: KvParts, ways: Ways) -> Layout:
         parts.memory.layout,
         factors=parts.factors,
         max_tokens=parts.max_model_len,
-        max_data_bytes=ways.max_data_bytes,
+        max_data_bytes=transports.max_data_bytes,
     )
 
 
-def _ways(
+def _transports(
     config: WorkerConfig, parts: KvParts, landings: Callable[[], Sequence[View]], loss: Loss
-) -> Ways:
+) -> Transports:
     memory = parts.memory
     if parts.ranks is not None:
-        return ways_of_ranks(config, gpu=parts.rank_gpu)
+        return transports_for_ranks(config, gpu=parts.rank_gpu)
     if parts.gpu is not None and isinstance(memory, DevicePagedMemory):
-        return ways_of_gpu(config, memory, gpu=parts.gpu, landings=landings, give_up=loss.give_up)
-    return ways_of_host(config, memory, parts.cache, shared=parts.shared, landings=landings)
+        return transports_for_gpu(
+            config, memory, gpu=parts.gpu, landings=landings, give_up=loss.give_up
+        )
+    return transports_for_host(config, memory, parts.cache, shared=parts.shared, landings=landings)

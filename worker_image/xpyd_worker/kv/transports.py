@@ -33,7 +33,7 @@ from xpyd_kv.wire.messages import DEFAULT_MAX_DATA_BYTES, MAX_PROBE_BYTES
 from xpyd_worker.config import WorkerConfig
 
 if TYPE_CHECKING:
-    from xpyd_worker.kv_device import DeviceCache
+    from xpyd_worker.kv.cache import DeviceCache
 
 _log = logging.getLogger(__name__)
 # Eight connections at once have as many frames as they gather ahead; a ninth waits for a slab,
@@ -43,7 +43,7 @@ _PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class Ways:
+class Transports:
     """See the parameters of TcpEndpoint. `host` and `gpu` are for HELLO, `max_data_bytes` for
     LAYOUT."""
 
@@ -64,14 +64,14 @@ class Ways:
             close()
 
 
-def ways_of_host(
+def transports_for_host(
     config: WorkerConfig,
     memory: KvMemory,
     cache: Sequence[View],
     *,
     shared: SharedMemory | None,
     landings: Callable[[], Sequence[View]],
-) -> Ways:
+) -> Transports:
     """For a cache in ordinary memory: in `shared`, where it is given. NIXL only where it was asked
     for: all else is faster there. UserError where that cannot be had."""
     frames = FrameLimits(group_bytes=config.kv_group_bytes)
@@ -79,7 +79,7 @@ def ways_of_host(
     shm = SharedMemoryPath(shared)
     if config.kv_transports == ("nixl",):
         nixl = _nixl(config, memory, cache, landings)
-        return Ways(
+        return Transports(
             frames,
             (shm, nixl),
             connections=connections,
@@ -88,17 +88,17 @@ def ways_of_host(
         )
     # The end of what is shared is for probes.
     room = None if shared is None else memoryview(shared.buffer)[-MAX_PROBE_BYTES:]
-    return Ways(frames, (shm,), connections=connections, probe_room=room)
+    return Transports(frames, (shm,), connections=connections, probe_room=room)
 
 
-def ways_of_ranks(config: WorkerConfig, *, gpu: str) -> Ways:
+def transports_for_ranks(config: WorkerConfig, *, gpu: str) -> Transports:
     """For the process of an engine whose ranks have the cache and move it: its own connections move
     none. It names the transport that was asked for by name, as its ranks and its peers do. `gpu`:
     the first rank's, which stands for all towards a peer of one rank."""
     named = config.kv_transports[0] if len(config.kv_transports) == 1 else ""
     paths = (UnusedPath(named),) if named in LENT else ()
     frames = FrameLimits(group_bytes=config.kv_group_bytes)
-    return Ways(frames, paths, host=host_token() if gpu else b"", gpu=gpu)
+    return Transports(frames, paths, host=host_token() if gpu else b"", gpu=gpu)
 
 
 def check_host(config: WorkerConfig) -> None:
@@ -111,14 +111,14 @@ def check_host(config: WorkerConfig) -> None:
         )
 
 
-def ways_of_gpu(
+def transports_for_gpu(
     config: WorkerConfig,
     memory: DevicePagedMemory,
     *,
     gpu: DeviceCache,
     landings: Callable[[], Sequence[View]],
     give_up: Callable[[str], None],
-) -> Ways:
+) -> Transports:
     """For a cache on a GPU. Paths whose library is missing or fails are left out, with a line in
     the log; UserError where it is the only one that was asked for. `give_up`: see Book."""
     is_p = config.role == "Prefill"
@@ -141,7 +141,7 @@ def ways_of_gpu(
     # A slab holds the longest frame, so frames are no longer than they get where all goes well.
     longest = max(frames.join_bytes, memory.layout.block_bytes)
     staging = Staging(device, slab_bytes=_slab_bytes(longest), slabs=_SLABS)
-    return Ways(
+    return Transports(
         replace(frames, max_frame_bytes=longest),
         tuple(paths),
         staging,

@@ -1,0 +1,163 @@
+"""A model that is loaded, on one rank or on several, and where its memory went. Imports no torch.
+
+`engine` puts an engine over it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from xpyd_core.request_id import Address
+from xpyd_core.sizes import format_bytes
+from xpyd_kv.memory.paged import DevicePagedMemory, PagedMemory
+from xpyd_kv.ranks.engine import RankedEngine
+from xpyd_kv.transport.host.shared_memory import SharedMemory
+from xpyd_kv.transport.stream.listeners import SocketFolder
+from xpyd_worker.config import WorkerConfig
+from xpyd_worker.engine.executor import Executor
+
+if TYPE_CHECKING:
+    from xpyd_worker.kv.cache import DeviceCache
+    from xpyd_worker.ranks.figures import RankFigures
+    from xpyd_worker.ranks.instance import Instance
+    from xpyd_worker.runner.gpu_memory import GpuUse
+
+_log = logging.getLogger(__name__)
+
+
+class StepCounters(Protocol):
+    """What entered forwards since the start."""
+
+    @property
+    def forwards(self) -> int: ...
+
+    @property
+    def prompt_tokens_computed(self) -> int: ...
+
+    @property
+    def output_tokens_computed(self) -> int: ...
+
+
+class CountingExecutor(Executor, Protocol):
+    """One that counts what it runs."""
+
+    @property
+    def counters(self) -> StepCounters: ...
+
+
+@dataclass(frozen=True)
+class OwnKv:
+    """A KV cache that stands in this process' reach. `shared` where other processes may read it,
+    `gpu` where KV moves from a GPU."""
+
+    memory: PagedMemory | DevicePagedMemory
+    shared: SharedMemory | None
+    gpu: DeviceCache | None
+
+
+@dataclass(frozen=True)
+class RankedKv:
+    """A KV cache that ranks have. `addresses`: where a D's listen. `gpu`: the first one's, if they
+    have GPUs. `socket_dir`: of Unix sockets."""
+
+    engine: RankedEngine
+    addresses: tuple[Address, ...]
+    gpu: str
+    socket_dir: Path | None
+
+    def clear(self) -> None:
+        """When the ranks are gone: take away the sockets of those that were killed."""
+        if self.socket_dir is None or not self.addresses:
+            return
+        folder = SocketFolder(self.socket_dir)
+        for address in self.addresses:
+            folder.remove_dead(address)
+        folder.close()
+
+
+@dataclass(frozen=True)
+class ReadyModel:
+    """A model that can run steps. `dtype`: of weights and KV; `cache_bytes`: of all ranks. `kv` is
+    there where KV moves and the cache is this process'; `instance` where there are ranks."""
+
+    executor: CountingExecutor
+    dtype: str
+    cache_bytes: int
+    on_gpu: bool
+    memory: Callable[[], Sequence[MemoryUse]]
+    """The table of what it takes."""
+    kv: OwnKv | None = None
+    ranked_kv: RankedKv | None = None
+    """Where KV moves and the cache is divided over ranks."""
+    instance: Instance | None = None
+    ranks: Callable[[], Sequence[RankFigures]] = tuple
+    """What is known of each rank now; of none where there is one process."""
+
+
+# --- memory
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """One row: what takes `size_bytes`, and what to know about it."""
+
+    name: str
+    size_bytes: int
+    note: str = ""
+
+
+def memory_table(
+    config: WorkerConfig,
+    *,
+    weight_bytes: int,
+    cache_bytes: int,
+    num_blocks: int,
+    resident_bytes: int | None,
+    gpu: GpuUse | None = None,
+) -> list[MemoryUse]:
+    """What a loaded engine has. `resident_bytes`: what the system says of the process, if it does;
+    memory that is asked for counts there from its first use on. `gpu`: of the GPU that weights and
+    cache are on."""
+    when_used = "taken as it is used"
+    blocks = f"{num_blocks} blocks of {config.block_size}"
+    if gpu is None:
+        rows = [
+            MemoryUse("weights", weight_bytes, "packed for this device"),
+            MemoryUse("KV cache", cache_bytes, f"{blocks}, {when_used}"),
+        ]
+    else:
+        rows = [
+            MemoryUse("GPU: weights", weight_bytes),
+            MemoryUse("GPU: largest step", max(0, gpu.found.tensors - weight_bytes)),
+            MemoryUse("GPU: beside tensors", gpu.found.beside, "compiled kernels, workspaces"),
+            MemoryUse("GPU: CUDA graphs", gpu.graphs),
+            MemoryUse("GPU: KV cache", cache_bytes, blocks),
+            MemoryUse("GPU: not ours", gpu.found.others, "other processes, the driver's context"),
+            MemoryUse("GPU: all", gpu.found.total),
+        ]
+    if config.lands_kv:
+        buffer_bytes = config.buffer_bytes(cache_bytes)
+        if gpu is None:
+            rows.append(MemoryUse("KV buffer", buffer_bytes, f"at most, {when_used}"))
+        else:
+            when_used = "pinned"
+            rows.append(MemoryUse("GPU: KV buffer", buffer_bytes))
+        rows.append(MemoryUse("KV host pool", config.kv_host_pool_bytes, when_used))
+    if resident_bytes is not None:
+        on_host = weight_bytes if gpu is None else 0
+        rest = max(0, resident_bytes - on_host)
+        rows.append(MemoryUse("torch, libraries, Python", rest, "the process without its weights"))
+        rows.append(MemoryUse("resident now", resident_bytes))
+    return rows
+
+
+def log_memory(rows: Sequence[MemoryUse]) -> None:
+    """One line for each row, in columns."""
+    width = max(len(row.name) for row in rows)
+    for row in rows:
+        note = f"  {row.note}" if row.note else ""
+        _log.info("memory: %-*s %10s%s", width, row.name, format_bytes(row.size_bytes), note)
