@@ -1,6 +1,6 @@
-"""One role's half of the KV transfer, from the worker's configuration. Built by loading.py.
+"""The engine's half of the KV transfer, from the worker's configuration. Built by load.engine.
 
-What moves the bytes is `kv_ways`' choice; a cache on a GPU is `kv_device`'s.
+`transports` chooses what moves the bytes; `cache` has the memory that they are moved from and to.
 """
 
 from __future__ import annotations

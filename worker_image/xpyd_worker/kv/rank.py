@@ -1,6 +1,6 @@
 """One rank's half of the KV transfer, from the worker's configuration, in the rank's process.
 
-Its engine's half is `kv_setup`'s. A rank moves its own heads and layers, from memory of the host or
+The engine's half is in `engine`. A rank moves its own heads and layers, from memory of the host or
 of its GPU, over connections of its own; a D's listens on the port behind its number.
 """
 

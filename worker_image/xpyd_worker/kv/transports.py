@@ -1,8 +1,8 @@
 """What moves a worker's KV: the data paths and slabs of its endpoint, by where its cache stands.
 
-`kv_setup` puts them together with the rest. A cache in ordinary memory is read by sockets where it
-stands; one on a GPU needs slabs of pinned memory for them, which the endpoint also falls back to
-where a path beside the sockets does not work.
+`engine` and `rank` put them together with the rest. Sockets read a cache in ordinary memory where
+it is; a cache on a GPU needs slabs of pinned memory for them, which the endpoint also falls back to
+where another transport does not work.
 """
 
 from __future__ import annotations

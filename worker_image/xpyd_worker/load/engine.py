@@ -1,6 +1,6 @@
-"""From a checkpoint folder to an engine that is ready to start: model, cache, KV transfer, engine.
+"""Build an engine over a loaded model: tokenizer, blocks, KV transfer, scheduler, samples.
 
-Slow and blocking; main runs it on a thread while HTTP answers 503.
+The one way to an engine, for main and for offline use. Nothing is started here.
 """
 
 from __future__ import annotations
