@@ -42,9 +42,9 @@ ROOT = Path(__file__).parents[1]
 # whether they exist: without one of them a start is slow, and nothing else.
 PRELOADED = (
     "xpyd_worker.main",
-    "xpyd_worker.loading",
+    "xpyd_worker.load.engine",
     "xpyd_worker.kernels.cpu.kernels",
-    "xpyd_worker.kv_rank",
+    "xpyd_worker.kv.rank",
     "xpyd_router.router",
     "huggingface_hub.hf_api",
     "tokenizers",
@@ -186,7 +186,7 @@ def _serve(descriptor: int) -> None:
 
 def _preload() -> None:
     """One thread must be left: what another holds would be held for ever behind a fork."""
-    from xpyd_worker.torch_env import prepare_for_torch
+    from xpyd_worker.system import prepare_for_torch
 
     prepare_for_torch()
     for name in PRELOADED:

@@ -109,10 +109,9 @@ class _Engine:
 
 def token() -> list[Calls]:
     """J4."""
-    from xpyd_worker.loading import load
-
     from tests.worker.server_fakes import run, serving
     from xpyd_worker.config import WorkerConfig
+    from xpyd_worker.load.engine import load
 
     trace, found = Trace(), list[Calls]()
     engine = _Engine()
