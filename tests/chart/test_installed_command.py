@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from xpyd_operator.controller.decision.errors import Unavailable
-from xpyd_operator.controller.installed import NotInstalled, Site, ask_all
+from xpyd_operator.controller.installed import InstallChecks, NotInstalled, wait_for_all
 
 BOTH = frozenset({"inferencefleets", "inferencefleetpools", "inferencefleetpools/scale"})
 MODELS = '{"object": "list", "data": [{"id": "demo"}]}'
@@ -34,18 +34,18 @@ class Installed:
         app.router.add_get("/operator/readyz", self._answer_ready)
         app.router.add_get("/fleet/v1/models", self._answer_models)
         async with TestServer(app, host="127.0.0.1") as server:
-            site = Site(self._resources)
+            checks = InstallChecks(self._resources)
             fleet = str(server.make_url("/fleet")) if with_fleet else ""
             try:
-                await ask_all(
-                    site.questions(str(server.make_url("/operator")), fleet),
+                await wait_for_all(
+                    checks.checks_of(str(server.make_url("/operator")), fleet),
                     timeout_s=timeout_s,
                     say=self.said.append,
                     now=lambda: self.time_s,
                     sleep=self._sleep,
                 )
             finally:
-                await site.close()
+                await checks.close()
 
     async def _answer_ready(self, _: web.Request) -> web.Response:
         return self._answer(self.ready)

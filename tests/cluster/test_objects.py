@@ -19,7 +19,7 @@ from tests.cluster.harness.addons import install_lws, uninstall_lws
 from tests.operator.object_samples import FOLDER, NAMES, SETTINGS, objects_of
 from xpyd_operator.document import InferenceFleet, parse_fleet, parse_object
 from xpyd_operator.manifests import contains, kv_secret, names
-from xpyd_operator.manifests.names import Site
+from xpyd_operator.manifests.names import Placement
 
 CRDS = Path(__file__).parents[2] / "crds"
 RESTRICTED = "pod-security.kubernetes.io/enforce=restricted"
@@ -40,7 +40,7 @@ def cluster(control_plane: Cluster) -> Iterator[Cluster]:
     uninstall_lws(control_plane)
 
 
-def made(cluster: Cluster, namespace: str, name: str) -> tuple[InferenceFleet, Site]:
+def made(cluster: Cluster, namespace: str, name: str) -> tuple[InferenceFleet, Placement]:
     """The sample fleet as an object of the namespace."""
     document = yaml.safe_load((FOLDER / f"{name}.fleet.yaml").read_text())
     document["metadata"]["namespace"] = namespace
@@ -48,7 +48,7 @@ def made(cluster: Cluster, namespace: str, name: str) -> tuple[InferenceFleet, S
     stored = json.loads(cluster.kubectl("-n", namespace, "get", "fleet", "-o", "json"))["items"][0]
     fleet = parse_object(stored)
     assert objects_of(fleet) == objects_of(parse_fleet(json.dumps(document).encode(), source="f"))
-    return fleet, Site(namespace, stored["metadata"]["uid"], SETTINGS)
+    return fleet, Placement(namespace, stored["metadata"]["uid"], SETTINGS)
 
 
 def apply(cluster: Cluster, objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -66,8 +66,8 @@ def test_every_object_is_taken_kept_and_the_same_when_it_is_applied_again(
 ) -> None:
     namespace = new_namespace(cluster)
     cluster.kubectl("label", "namespace", namespace, RESTRICTED)
-    fleet, site = made(cluster, namespace, name)
-    objects = [*objects_of(fleet, site), kv_secret(fleet, site, "5e" * 32)]
+    fleet, placement = made(cluster, namespace, name)
+    objects = [*objects_of(fleet, placement), kv_secret(fleet, placement, "5e" * 32)]
 
     first = apply(cluster, objects)
     assert [obj["kind"] for obj in first] == [obj["kind"] for obj in objects]

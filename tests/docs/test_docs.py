@@ -27,7 +27,7 @@ import pytest
 import yaml
 
 from xpyd_operator.document import load_fleet
-from xpyd_operator.up.state import find_fleets, state_root
+from xpyd_operator.up.folder import find_fleets, state_root
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -35,7 +35,7 @@ from xpyd_operator.controller.decision.kinds import (
     address_of,
 )
 
-Place = tuple[str, str]
+ObjectRef = tuple[str, str]
 NOW = "2026-01-01T00:00:00Z"
 
 
@@ -79,7 +79,7 @@ class FakeApi:
 
     def __init__(self, *, missing: Iterable[Kind] = (LEADER_WORKER_SET, CLAIM_TEMPLATE)) -> None:
         self.kinds = {kind for kind in (*WATCHED, SECRET, EVENT) if kind not in set(missing)}
-        self.objects: dict[Kind, dict[Place, Obj]] = {}
+        self.objects: dict[Kind, dict[ObjectRef, Obj]] = {}
         self.calls: list[Call] = []
         self.faults: list[Fault] = []
         self.version = 100
@@ -366,7 +366,7 @@ class FakeApi:
                 watch.queue.put_nowait(("DELETED", deepcopy(obj)))
         return obj
 
-    def _delete(self, kind: Kind, place: Place) -> None:
+    def _delete(self, kind: Kind, place: ObjectRef) -> None:
         obj = self.objects[kind][place]
         if obj["metadata"].get("finalizers"):
             if "deletionTimestamp" not in obj["metadata"]:

@@ -14,8 +14,8 @@ from pathlib import Path
 from xpyd_operator.up import control
 from xpyd_operator.up.client import read_view, take_fleet_down
 from xpyd_operator.up.control import FleetView, PodView
+from xpyd_operator.up.folder import FleetFolder, ProcessId
 from xpyd_operator.up.run import UpOptions, run_up
-from xpyd_operator.up.state import FleetState, ProcessId
 
 SUPERVISOR = Path(__file__).with_name("stand_in_supervisor.py")
 DAEMON = (sys.executable, str(SUPERVISOR), "daemon")
@@ -39,7 +39,7 @@ class LocalFleet:
     def __init__(self, folder: Path, name: str) -> None:
         self.name = name
         self.file = folder / "fleet.yaml"
-        self.state = FleetState(folder / "state" / "xpyd" / name)
+        self.state = FleetFolder(folder / "state" / "xpyd" / name)
         (folder / "model").mkdir()
         (folder / "model" / "config.json").write_text("{}")
         self.children: list[subprocess.Popen[bytes]] = []
@@ -96,8 +96,8 @@ class LocalFleet:
     def pids(self) -> dict[str, int]:
         return {name: pod.pid for name, pod in self.pods().items()}
 
-    def ask(self, request: control.Ask) -> control.Answer:
-        return control.ask(self.state.socket, request)
+    def ask(self, request: control.ControlRequest) -> control.ControlResponse:
+        return control.send_request(self.state.socket, request)
 
     def processes(self) -> list[ProcessId]:
         record = self.state.read_record()

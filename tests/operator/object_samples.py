@@ -13,8 +13,8 @@ import yaml
 
 from xpyd_operator.document import InferenceFleet, load_fleet
 from xpyd_operator.manifests import (
+    Placement,
     Settings,
-    Site,
     model_in_pod,
     pool_object,
     support_objects,
@@ -42,9 +42,9 @@ def sample_fleet(name: str) -> InferenceFleet:
     return load_fleet(FOLDER / f"{name}.fleet.yaml")
 
 
-def site_of(fleet: InferenceFleet) -> Site:
+def placement_of(fleet: InferenceFleet) -> Placement:
     """Where the samples' objects go."""
-    return Site(fleet.namespace, UID, SETTINGS)
+    return Placement(fleet.namespace, UID, SETTINGS)
 
 
 def workloads_of(fleet: InferenceFleet) -> list[Workload]:
@@ -61,18 +61,18 @@ def workloads_of(fleet: InferenceFleet) -> list[Workload]:
     return [Workload(p.name, p.revision, sizes[p.name], p.template) for p in want.pools]
 
 
-def objects_of(fleet: InferenceFleet, site: Site | None = None) -> list[dict[str, Any]]:
+def objects_of(fleet: InferenceFleet, placement: Placement | None = None) -> list[dict[str, Any]]:
     """All objects of a new fleet but its key."""
-    site = site_of(fleet) if site is None else site
+    placement = placement_of(fleet) if placement is None else placement
     workloads = workloads_of(fleet)
     replicas = {w.pool: w.replicas for w in workloads if w.pool != ROUTER}
     return [
-        *support_objects(fleet, site),
+        *support_objects(fleet, placement),
         *(
-            pool_object(fleet, pool, replicas[pool.name], pool.replicas, site)
+            pool_object(fleet, pool, replicas[pool.name], pool.replicas, placement)
             for pool in fleet.spec.pools
         ),
-        *(obj for workload in workloads for obj in workload_objects(fleet, workload, site)),
+        *(obj for workload in workloads for obj in workload_objects(fleet, workload, placement)),
     ]
 
 

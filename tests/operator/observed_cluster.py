@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from tests.operator.object_samples import SETTINGS, site_of
+from tests.operator.object_samples import SETTINGS, placement_of
 from xpyd_operator.document import InferenceFleet, load_fleet
 from xpyd_operator.manifests import model_in_pod, pool_object, workload_objects
 from xpyd_operator.manifests.names import LABEL_POOL, LABEL_REVISION
@@ -136,12 +136,12 @@ class Cluster:
         return events(before, self.status)
 
     def _apply(self) -> bool:
-        seen, site = fleet_seen(self.children), site_of(self.fleet)
+        seen, placement = fleet_seen(self.children), placement_of(self.fleet)
         if not self.stopping:
             sizes = {size.name: size for size in pools_wanted(self.want, seen.pools)}
             for pool in self.fleet.spec.pools:
                 size = sizes[pool.name]
-                obj = pool_object(self.fleet, pool, size.replicas, size.declared, site)
+                obj = pool_object(self.fleet, pool, size.replicas, size.declared, placement)
                 self.pools[pool.name] = {**obj, "metadata": {**obj["metadata"], "generation": 3}}
         changed = False
         for action in plan(self.want, seen, 0.0).actions:
@@ -163,7 +163,7 @@ class Cluster:
         if key in self.workloads:
             self.workloads[key]["spec"]["replicas"] = workload.replicas
             return
-        *_, obj = workload_objects(self.fleet, workload, site_of(self.fleet))
+        *_, obj = workload_objects(self.fleet, workload, placement_of(self.fleet))
         self.workloads[key] = copy.deepcopy(obj)
 
     def _controllers(self) -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from xpyd_core.errors import UserError
 from xpyd_operator.up.logs import (
-    Follower,
+    LogFollower,
+    LogStreamer,
     PrefixWriter,
-    Streamer,
     line_time,
     lines_since,
     older,
@@ -70,7 +70,7 @@ def test_other_spans_are_refused(text):
 
 def test_a_follower_gives_whole_lines_once_and_goes_on_after_a_cut(tmp_path):
     log = tmp_path / "p.log"
-    follower = Follower(log)
+    follower = LogFollower(log)
     assert follower.poll() == []
     log.write_bytes(b"one\ntw")
     assert follower.poll() == ["one"]
@@ -89,12 +89,12 @@ def test_a_follower_gives_whole_lines_once_and_goes_on_after_a_cut(tmp_path):
 def test_a_line_without_end_is_cut_instead_of_kept_for_ever(tmp_path):
     log = tmp_path / "p.log"
     log.write_bytes(b"a" * 100_000)
-    assert [len(line) for line in Follower(log).poll()] == [100_000]
+    assert [len(line) for line in LogFollower(log).poll()] == [100_000]
 
 
 def test_lines_are_written_behind_their_pods_name(tmp_path):
     out = io.StringIO()
-    streamer = Streamer(PrefixWriter(out, width=4), from_end=True)
+    streamer = LogStreamer(PrefixWriter(out, width=4), from_end=True)
     a, b = tmp_path / "a.log", tmp_path / "b.log"
     a.write_text("old\n")
     streamer.poll([("a", a)])

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.operator.object_samples import SETTINGS, site_of
+from tests.operator.object_samples import SETTINGS, placement_of
 from tests.operator.plan_world import Key, Running
 from xpyd_operator.document import parse_fleet, parse_object
 from xpyd_operator.manifests import model_in_pod, pool_object, workload_objects
@@ -118,13 +118,13 @@ class Twice:
             self.apply(action)
 
     def apply(self, action: object) -> None:
-        fleet, site = self.cluster, site_of(self.cluster)
+        fleet, placement = self.cluster, placement_of(self.cluster)
         match action:
             case PutWorkload(workload):
                 key = (workload.pool, workload.revision)
                 if key not in self.deployments:
                     self.running[key] = Running(replace(workload, replicas=0))
-                    (self.deployments[key],) = workload_objects(fleet, workload, site)
+                    (self.deployments[key],) = workload_objects(fleet, workload, placement)
                 self.ask(key, workload.replicas)
             case DrainPool(name):
                 for key in self.running:
@@ -138,7 +138,7 @@ class Twice:
                     p.name: PoolSeen(p.name, p.replicas, p.declared) for p in status.pools
                 }
                 self.pool_objects = {
-                    pool.name: pool_object(fleet, pool, size.replicas, size.declared, site)
+                    pool.name: pool_object(fleet, pool, size.replicas, size.declared, placement)
                     for pool in fleet.spec.pools
                     if (size := self.pools.get(pool.name))
                 }

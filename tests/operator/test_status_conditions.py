@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.operator.observed_cluster import Cluster, settled
-from tests.operator.test_observe_children import group_pod, group_set
+from tests.operator.test_status_children import group_pod, group_set
 from xpyd_operator.document import InferenceFleet, load_fleet, parse_fleet
 from xpyd_operator.document.status import FleetStatus, PoolStatus
 from xpyd_operator.status import (

@@ -8,7 +8,7 @@ from pathlib import Path
 from xpyd_operator.document import parse_fleet
 from xpyd_operator.plan import ROUTER, fleet_want
 from xpyd_operator.up.memory import Machine, plan_memory
-from xpyd_operator.up.pods import Pod, Site, pod_arguments, pod_environment
+from xpyd_operator.up.pods import LocalSettings, Pod, pod_arguments, pod_environment
 
 
 def fleet(**spec):
@@ -125,15 +125,15 @@ def test_a_revision_is_of_what_defines_the_pods_and_of_nothing_else():
     assert {n for n, p in host_pool.items() if p.revision != base[n]} == {"decode"}
 
 
-def site(document):
+def settings(document):
     memory = plan_memory(document, (1, 3), Machine(64 << 30, 8), weights_bytes=0)
-    return Site("f", 7, 10005, Path("/k"), Path("/s"), memory, "info", "json")
+    return LocalSettings("f", 7, 10005, Path("/k"), Path("/s"), memory, "info", "json")
 
 
 def test_the_documents_flags_come_after_the_machines():
     document = fleet(engine={"args": ["--threads=5"]})
     template = {p.name: p for p in fleet_want(document, model="/m").pools}["decode"].template
-    argv = pod_arguments(Pod("f-decode-0", "decode", "r", 3, template), site(document))
+    argv = pod_arguments(Pod("f-decode-0", "decode", "r", 3, template), settings(document))
     assert argv[:3] == ["--log-level=info", "--log-format=json", "--threads=2"]
     assert argv[-1] == "--threads=5"
     assert any(arg.startswith("--kv-cache-memory=") for arg in argv)
@@ -143,11 +143,11 @@ def test_the_router_listens_for_clients_on_127_0_0_1_and_for_beats_on_its_own_ad
     document = fleet()
     template = {p.name: p for p in fleet_want(document, model="/m").pools}[ROUTER].template
     pod = Pod("f-router-0", ROUTER, "r", 1, template)
-    argv = pod_arguments(pod, site(document))
+    argv = pod_arguments(pod, settings(document))
     for flag in ("--host=127.0.0.1", "--port=10005", "--discovery-host=127.1.7.1",
                  "--discovery-port=30001", "--drain-seconds=0"):  # fmt: skip
         assert flag in argv
-    environ = pod_environment(pod, site(document), {})
+    environ = pod_environment(pod, settings(document), {})
     assert "XPYD_ROLE" not in environ
     assert environ["XPYD_POD_IP"] == "127.1.7.1"
 
@@ -195,7 +195,7 @@ def test_in_local_mode_engines_that_move_kv_find_each_other_in_the_state_folder(
              for role in ("Prefill", "Decode", "Aggregated")]  # fmt: skip
     document = fleet(pools=pools)
     memory = plan_memory(document, (1, 1, 1), Machine(64 << 30, 8), weights_bytes=0)
-    place = Site("f", 7, 10005, Path("/k"), Path("/s"), memory, "info", "json")
+    place = LocalSettings("f", 7, 10005, Path("/k"), Path("/s"), memory, "info", "json")
     found = {
         pool.name: "--kv-socket-dir=/s" in pod_arguments(Pod("x", pool.name, "r", 2, pool.template),
                                                          place)
@@ -207,7 +207,8 @@ def test_in_local_mode_engines_that_move_kv_find_each_other_in_the_state_folder(
 def test_a_pod_without_key_gets_none():
     document = fleet(kvTransfer={"insecure": True})
     for pool in fleet_want(document, model="/m").pools:
-        environ = pod_environment(Pod("x", pool.name, "r", 2, pool.template), site(document), {})
+        pod = Pod("x", pool.name, "r", 2, pool.template)
+        environ = pod_environment(pod, settings(document), {})
         assert "XPYD_KV_KEY_FILE" not in environ
 
 
@@ -216,7 +217,7 @@ def test_the_callers_own_xpyd_variables_do_not_leak_into_pods():
     template = {p.name: p for p in fleet_want(document, model="/m").pools}["prefill"].template
     pod = Pod("f-prefill-0", "prefill", "r", 2, template)
     inherited = {"XPYD_KV_KEY_FILE": "/other", "XPYD_STRAY": "1", "PATH": "/bin"}
-    environ = pod_environment(pod, site(document), inherited)
+    environ = pod_environment(pod, settings(document), inherited)
     assert (environ["XPYD_KV_KEY_FILE"], environ["PATH"]) == ("/k", "/bin")
     assert "XPYD_STRAY" not in environ
     assert environ["OMP_NUM_THREADS"] == "3"

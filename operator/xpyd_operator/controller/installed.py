@@ -37,15 +37,15 @@ class NotInstalled(XpydError):
 
 
 @dataclass(frozen=True)
-class Question:
+class InstallCheck:
     """`problem()` asks once; empty: the answer is good. It raises nothing."""
 
     text: str
     problem: Callable[[], Awaitable[str]]
 
 
-async def ask_all(
-    questions: Sequence[Question],
+async def wait_for_all(
+    questions: Sequence[InstallCheck],
     *,
     timeout_s: float,
     say: Callable[[str], None],
@@ -62,7 +62,7 @@ async def ask_all(
         say(f"ok: {question.text}")
 
 
-class Site:
+class InstallChecks:
     """The questions, asked over HTTP. Owns its connections; `close` it in the loop of its use."""
 
     def __init__(self, resources: Resources) -> None:
@@ -73,14 +73,16 @@ class Site:
         """Close the connections."""
         await self._session.close()
 
-    def questions(self, operator: str, fleet: str) -> list[Question]:
+    def checks_of(self, operator: str, fleet: str) -> list[InstallCheck]:
         """About the operator at that URL, the API, and the fleet whose router has the URL."""
         asked = [
-            Question("the operator is ready", lambda: self._get_problem(f"{operator}/readyz")),
-            Question("the API server has xpyd's kinds", self._kinds_problem),
+            InstallCheck("the operator is ready", lambda: self._get_problem(f"{operator}/readyz")),
+            InstallCheck("the API server has xpyd's kinds", self._kinds_problem),
         ]
         if fleet:
-            asked.append(Question(f"{fleet} lists its models", lambda: self._models_problem(fleet)))
+            asked.append(
+                InstallCheck(f"{fleet} lists its models", lambda: self._models_problem(fleet))
+            )
         return asked
 
     async def _get_problem(self, url: str) -> str:
@@ -147,11 +149,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _run(operator: str, fleet: str, timeout_s: float) -> None:
     api = Api(find_login)
-    site = Site(api.resources)
+    checks = InstallChecks(api.resources)
     try:
-        await ask_all(site.questions(operator, fleet), timeout_s=timeout_s, say=_say)
+        await wait_for_all(checks.checks_of(operator, fleet), timeout_s=timeout_s, say=_say)
     finally:
-        await site.close()
+        await checks.close()
         await api.close()
 
 

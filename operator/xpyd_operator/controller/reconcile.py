@@ -1,7 +1,7 @@
 """One turn of one fleet: read the state, decide, write, report. The shell around `decide`.
 
 The Reconciler owns the memories of all fleets and waits for nothing but the API's answers. The
-Performer does a turn's writes, several at a time, and puts the answers into the cache at once; its
+Executor does a turn's writes, several at a time, and puts the answers into the cache at once; its
 Outcome says what the API refused, whether an object changed during the turn, and who holds a name.
 The EventPoster posts Events in a task of its own, so that no turn waits for one.
 """
@@ -21,6 +21,7 @@ from xpyd_operator.controller.client import FIELD_MANAGER, NEVER_CURRENT, Api
 from xpyd_operator.controller.decision.cache import Cache, FleetKey
 from xpyd_operator.controller.decision.decide import Turn, decide
 from xpyd_operator.controller.decision.errors import Conflict, KubeError, NotFound, Refused
+from xpyd_operator.controller.decision.history import FleetHistory, is_ready, is_urgent
 from xpyd_operator.controller.decision.kinds import (
     FLEET,
     FLEET_LABEL,
@@ -30,7 +31,6 @@ from xpyd_operator.controller.decision.kinds import (
     kind_of,
     trim,
 )
-from xpyd_operator.controller.decision.memory import Memory, is_ready, is_urgent
 from xpyd_operator.controller.decision.report import (
     Report,
     merge_patch,
@@ -39,19 +39,19 @@ from xpyd_operator.controller.decision.report import (
     status_of,
 )
 from xpyd_operator.controller.decision.state import (
+    AppliedVersion,
     Apply,
-    Look,
-    MakeKey,
-    Mark,
-    Place,
-    Remove,
+    CreateKey,
+    DeleteObject,
+    FleetState,
+    ObjectRef,
     Scale,
     SetFinalizers,
     Write,
+    applied_version_of,
     controller_of,
     describe,
     holder_of,
-    mark_of,
 )
 from xpyd_operator.manifests import Settings, kv_secret
 from xpyd_operator.manifests.names import FINALIZER, kv_secret_name
@@ -141,20 +141,22 @@ class Outcome:
     stage."""
     moved: list[tuple[Write, KubeError]] = field(default_factory=list[tuple[Write, KubeError]])
     """What met something else than was seen: look again."""
-    taken: dict[Place, str] = field(default_factory=dict[Place, str])
-    applied: dict[Place, Mark] = field(default_factory=dict[Place, Mark])
+    taken: dict[ObjectRef, str] = field(default_factory=dict[ObjectRef, str])
+    applied: dict[ObjectRef, AppliedVersion] = field(
+        default_factory=dict[ObjectRef, AppliedVersion]
+    )
     done: list[Write] = field(default_factory=list[Write])
 
 
-class Performer:
+class Executor:
     """Writes as one client, into one cache."""
 
     def __init__(self, api: Api, cache: Cache) -> None:
         self._api = api
         self._cache = cache
 
-    async def perform(
-        self, key: FleetKey, look: Look, stages: Iterable[tuple[Write, ...]]
+    async def execute(
+        self, key: FleetKey, state: FleetState, stages: Iterable[tuple[Write, ...]]
     ) -> Outcome:
         """Do the stages in order; a stage in which the API did not answer is the last."""
         outcome = Outcome()
@@ -162,18 +164,18 @@ class Performer:
             waiting = list(reversed(stage))
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(AT_ONCE, len(waiting))):
-                    group.create_task(self._some(key, look, waiting, outcome))
+                    group.create_task(self._some(key, state, waiting, outcome))
             if outcome.failed is not None or outcome.unsure:
                 break
         return outcome
 
     async def _some(
-        self, key: FleetKey, look: Look, waiting: list[Write], outcome: Outcome
+        self, key: FleetKey, state: FleetState, waiting: list[Write], outcome: Outcome
     ) -> None:
         while waiting and outcome.failed is None:
             write = waiting.pop()
             try:
-                await self._one(key, look, write, outcome)
+                await self._one(key, state, write, outcome)
                 outcome.done.append(write)
                 logger.info("%s: %s", key, describe(write))
             except (Conflict, NotFound) as error:
@@ -186,18 +188,18 @@ class Performer:
             except KubeError as error:
                 outcome.failed = error
 
-    async def _one(self, key: FleetKey, look: Look, write: Write, outcome: Outcome) -> None:
+    async def _one(self, key: FleetKey, state: FleetState, write: Write, outcome: Outcome) -> None:
         match write:
             case Apply():
-                await self._apply(look, write, outcome)
+                await self._apply(state, write, outcome)
             case Scale(kind, name, replicas, version):
                 body = {"metadata": {"resourceVersion": version}, "spec": {"replicas": replicas}}
                 self._keep(kind, await self._api.patch(kind, key.namespace, name, body))
-            case Remove(kind, name, uid, version):
+            case DeleteObject(kind, name, uid, version):
                 await self._api.delete(kind, key.namespace, name, uid=uid, resource_version=version)
                 self._cache.removed_by_us(kind, key.namespace, name, uid)
-            case MakeKey():
-                await self._make_key(look)
+            case CreateKey():
+                await self._make_key(state)
             case SetFinalizers(finalizers, version):
                 body = {"metadata": {"finalizers": [*finalizers], "resourceVersion": version}}
                 after = await self._api.patch(FLEET, key.namespace, key.name, body)
@@ -205,7 +207,7 @@ class Performer:
                 if finalizers:
                     self._keep(FLEET, after)
 
-    async def _apply(self, look: Look, write: Apply, outcome: Outcome) -> None:
+    async def _apply(self, state: FleetState, write: Apply, outcome: Outcome) -> None:
         kind, metadata = kind_of(write.obj), write.obj["metadata"]
         version = NEVER_CURRENT if write.create else write.resource_version
         obj = write.obj
@@ -217,7 +219,7 @@ class Performer:
             if not write.create:
                 raise
             try:
-                unlabelled = await self._look_closer(look, kind, metadata["name"], outcome)
+                unlabelled = await self._find_holder(state, kind, metadata["name"], outcome)
             except NotFound:
                 # What was refused is no name that exists: the first answer has the reason.
                 raise conflict from None
@@ -229,36 +231,36 @@ class Performer:
             place = (metadata["namespace"], metadata["name"])
             self._keep(kind, await self._api.patch(kind, *place, body))
             raise
-        outcome.applied[kind, metadata["name"]] = mark_of(after, write.hash)
+        outcome.applied[kind, metadata["name"]] = applied_version_of(after, write.hash)
         self._keep(kind, after)
 
-    async def _look_closer(self, look: Look, kind: Kind, name: str, outcome: Outcome) -> str:
+    async def _find_holder(self, state: FleetState, kind: Kind, name: str, outcome: Outcome) -> str:
         """The name exists, and was not seen among the fleet's own: whose is it?
 
         Its version, where it is the fleet's and has lost its label; else empty.
         """
-        namespace = look.document["metadata"]["namespace"]
+        namespace = state.document["metadata"]["namespace"]
         found = await self._api.get(kind, namespace, name)
         labels = cast("dict[str, str]", found["metadata"].get("labels") or {})
-        labelled = labels.get(FLEET_LABEL) == look.document["metadata"]["name"]
-        if controller_of(found) == look.uid and not labelled:
+        labelled = labels.get(FLEET_LABEL) == state.document["metadata"]["name"]
+        if controller_of(found) == state.uid and not labelled:
             return str(found["metadata"]["resourceVersion"])
-        if controller_of(found) == look.uid or (controller_of(found) is None and labelled):
+        if controller_of(found) == state.uid or (controller_of(found) is None and labelled):
             # Ours: the watch was late.
             self._keep(kind, found)
         else:
             outcome.taken[kind, name] = holder_of(found)
         return ""
 
-    async def _make_key(self, look: Look) -> None:
-        if look.reading.fleet is None:
+    async def _make_key(self, state: FleetState) -> None:
+        if state.parsed.fleet is None:
             return
-        secret = kv_secret(look.reading.fleet, look.site, token_hex(KEY_BYTES))
+        secret = kv_secret(state.parsed.fleet, state.placement, token_hex(KEY_BYTES))
         try:
             await self._api.create(secret)
         except Conflict:
             # It exists. What is in it is not ours to read.
-            logger.debug("%s: the Secret is there", look.document["metadata"]["name"])
+            logger.debug("%s: the Secret is there", state.document["metadata"]["name"])
 
     def _keep(self, kind: Kind, obj: Obj) -> None:
         self._cache.put(kind, trim(kind, obj))
@@ -297,11 +299,11 @@ class Reconciler:
         self._api = api
         self._cache = cache
         self._poster = poster
-        self._performer = Performer(api, cache)
+        self._executor = Executor(api, cache)
         self._settings = settings
         self._clock = clock
         self._now = now
-        self._memories: dict[FleetKey, Memory] = {}
+        self._histories: dict[FleetKey, FleetHistory] = {}
 
     async def turn(self, key: FleetKey, served: frozenset[Kind]) -> float | None:
         """Look at a fleet once; seconds until it is to be looked at again, None: at a change.
@@ -312,20 +314,20 @@ class Reconciler:
         while True:
             document = self._cache.document(key)
             if document is None:
-                self._memories.pop(key, None)
+                self._histories.pop(key, None)
                 return None
-            memory = self._memories.setdefault(key, Memory(self._clock()))
-            look = self._look(key, document, memory, served)
-            turn = decide(look)
-            outcome = await self._performer.perform(key, look, turn.stages)
-            self._remember(memory, turn, outcome)
+            history = self._histories.setdefault(key, FleetHistory(self._clock()))
+            state = self._see(key, document, history, served)
+            turn = decide(state)
+            outcome = await self._executor.execute(key, state, turn.stages)
+            self._remember(history, turn, outcome)
             rounds -= 1
             if not turn.again or outcome.moved or outcome.refused or not rounds:
                 break
         if _has_let_go(outcome):
             return None
         refused = [*outcome.refused]
-        if memory.is_stuck(moved=bool(outcome.moved)):
+        if history.is_stuck(moved=bool(outcome.moved)):
             refused += outcome.moved
         problems = [*turn.problems, *(problem_of(write, error) for write, error in refused)]
         if turn.stages:
@@ -333,8 +335,8 @@ class Reconciler:
             document = self._cache.document(key)
             if document is None:
                 return _AGAIN_S
-            look = self._look(key, document, memory, served)
-        status_wait = await self._report(key, look, memory, problems)
+            state = self._see(key, document, history, served)
+        status_wait = await self._report(key, state, history, problems)
         if refused:
             raise TurnFailed(f"{len(refused)} writes were refused")
         soon = _AGAIN_S if outcome.moved or turn.again else None
@@ -344,50 +346,52 @@ class Reconciler:
         waits = (turn.recheck_after, status_wait, soon)
         return min((wait for wait in waits if wait is not None), default=None)
 
-    def _look(self, key: FleetKey, document: Obj, memory: Memory, served: frozenset[Kind]) -> Look:
-        reading, time = memory.read(document, self._settings), self._clock()
-        return Look(
+    def _see(
+        self, key: FleetKey, document: Obj, history: FleetHistory, served: frozenset[Kind]
+    ) -> FleetState:
+        parsed, time = history.read(document, self._settings), self._clock()
+        return FleetState(
             document,
-            reading,
+            parsed,
             self._cache.children(key),
             self._settings,
             served,
             self._now().strftime("%Y-%m-%dT%H:%M:%SZ"),
-            taken=memory.taken(time),
-            settled=memory.settled,
-            contested=memory.contested(time),
-            wants_key=memory.wants_key(
-                reading, document["metadata"]["uid"], status_of(document), time
+            taken=history.taken(time),
+            settled=history.settled,
+            contested=history.contested(time),
+            wants_key=history.wants_key(
+                parsed, document["metadata"]["uid"], status_of(document), time
             ),
         )
 
-    def _remember(self, memory: Memory, turn: Turn, outcome: Outcome) -> None:
+    def _remember(self, history: FleetHistory, turn: Turn, outcome: Outcome) -> None:
         time = self._clock()
-        memory.settled.update(turn.compared)
-        memory.settled.update(outcome.applied)
+        history.settled.update(turn.compared)
+        history.settled.update(outcome.applied)
         for write in outcome.done:
-            memory.wrote(write, time)
-            if isinstance(write, MakeKey):
-                memory.tried_key(time)
+            history.wrote(write, time)
+            if isinstance(write, CreateKey):
+                history.tried_key(time)
         for place, holder in outcome.taken.items():
-            memory.found_taken(place, holder, time)
+            history.found_taken(place, holder, time)
         if outcome.failed is not None:
             quiet_s = float(getattr(outcome.failed, "retry_after_s", 0.0))
             raise TurnFailed(str(outcome.failed), retry_after_s=quiet_s)
 
     async def _report(
-        self, key: FleetKey, look: Look, memory: Memory, problems: list[Problem]
+        self, key: FleetKey, state: FleetState, history: FleetHistory, problems: list[Problem]
     ) -> float | None:
         """Write what changed of the statuses; seconds until a write that has to wait."""
-        present = {(kind, name) for kind, names in look.children.items() for name in names}
-        memory.forget_old(frozenset(present), self._clock())
-        own = kv_secret_name(key.name, look.uid)
-        has_key = memory.has_key(status_of(look.document), own)
-        found = report(look, problems, has_key=has_key)
+        present = {(kind, name) for kind, names in state.children.items() for name in names}
+        history.forget_old(frozenset(present), self._clock())
+        own = kv_secret_name(key.name, state.uid)
+        has_key = history.has_key(status_of(state.document), own)
+        found = report(state, problems, has_key=has_key)
         try:
             waits = (
-                await self._report_fleet(key, look, memory, found),
-                await self._report_pools(key, memory, found),
+                await self._report_fleet(key, state, history, found),
+                await self._report_pools(key, history, found),
             )
         except NotFound:
             # It went meanwhile; the watch will say so.
@@ -397,34 +401,36 @@ class Reconciler:
         return min((wait for wait in waits if wait is not None), default=None)
 
     async def _report_fleet(
-        self, key: FleetKey, look: Look, memory: Memory, found: Report
+        self, key: FleetKey, state: FleetState, history: FleetHistory, found: Report
     ) -> float | None:
         if found.after == found.before:
             return None
         time = self._clock()
-        wait_s = memory.pace.wait_s(time, urgent=is_urgent(found.before, found.after))
+        wait_s = history.pace.wait_s(time, urgent=is_urgent(found.before, found.after))
         if wait_s > 0:
             return wait_s
-        memory.pace.wrote(time)
+        history.pace.wrote(time)
         # With the uid: another fleet may have the name by now.
-        uid = {"metadata": {"uid": look.uid}}
+        uid = {"metadata": {"uid": state.uid}}
         patch = {**uid, "status": merge_patch(found.before, found.after)}
         after = await self._api.patch(FLEET, key.namespace, key.name, patch, sub="status")
         after = trim(FLEET, after)
         self._cache.put(FLEET, after)
         for event in events(found.before, found.after):
-            if memory.told.is_new(event, time):
+            if history.told.is_new(event, time):
                 self._poster.tell(after, event)
         return None
 
-    async def _report_pools(self, key: FleetKey, memory: Memory, found: Report) -> float | None:
+    async def _report_pools(
+        self, key: FleetKey, history: FleetHistory, found: Report
+    ) -> float | None:
         if not found.pools:
             return None
         time = self._clock()
-        wait_s = memory.pace.wait_of_pools_s(time, ready=is_ready(found.after))
+        wait_s = history.pace.wait_of_pools_s(time, ready=is_ready(found.after))
         if wait_s > 0:
             return wait_s
-        memory.pace.wrote_pools(time)
+        history.pace.wrote_pools(time)
         for name, changes in found.pools.items():
             patch = {"status": changes}
             after = await self._api.patch(POOL, key.namespace, name, patch, sub="status")

@@ -94,7 +94,7 @@ _LARGE = 1 << 16
 _CHANGES = frozenset({"ADDED", "MODIFIED", "DELETED"})
 
 
-class Tap:
+class WatchInterceptor:
     """Middleware of kopf's session: tells what it reads, knows which streams are open."""
 
     def __init__(
@@ -176,10 +176,10 @@ class Tap:
             self._send(Gone(kind, kept) if change == "DELETED" else Present(kind, kept))
 
         # As above.
-        cast("Any", answer).content = Relay(kind, answer.content, hear)
+        cast("Any", answer).content = WatchBody(kind, answer.content, hear)
 
 
-class Relay:
+class WatchBody:
     """The body of a watch as kopf is to read it: bookmarks in place of events, errors as they are.
 
     `hear(change, object)` gets the events. All else of the body is the stream's own.
@@ -290,7 +290,9 @@ class Watcher:
         self._kinds = tuple(kinds)
         self._namespaces = tuple(namespaces)
         self._find_login = find_login
-        self._tap = Tap(self._kinds, send, count=count, count_event=count_event)
+        self._interceptor = WatchInterceptor(
+            self._kinds, send, count=count, count_event=count_event
+        )
         self._thread = threading.Thread(target=self._main, name="watches", daemon=True)
         self._stopping = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -314,7 +316,7 @@ class Watcher:
         """Streams that are neither open nor being opened; `now` by time.monotonic."""
         if not self._thread.is_alive():
             return ["all"]
-        return self._tap.silent(now)
+        return self._interceptor.silent(now)
 
     def _main(self) -> None:
         wait_s = RESTART_FIRST_S
@@ -349,7 +351,7 @@ class Watcher:
             check.cancel()
 
     def _check_all_tried(self, stop_flag: asyncio.Event) -> None:
-        untried = self._tap.untried()
+        untried = self._interceptor.untried()
         if untried:
             logger.warning("kopf does not watch %s; its watches start again", ", ".join(untried))
             stop_flag.set()
@@ -360,7 +362,7 @@ class Watcher:
         @kopf.on.login(registry=registry)
         async def login(**_: object) -> kopf.AiohttpSession:
             found = await self._find_login()
-            session = open_session(found, [self._tap], connections=0)
+            session = open_session(found, [self._interceptor], connections=0)
             return kopf.AiohttpSession(server=found.server, aiohttp_session=session)
 
         for kind in self._kinds:

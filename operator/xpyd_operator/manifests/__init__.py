@@ -9,7 +9,7 @@ may change it. What is applied, and when, is the shell's (`controller`); `desire
 """
 
 from xpyd_operator.manifests.compare import contains, desired_hash
-from xpyd_operator.manifests.names import JsonObject, Settings, Site
+from xpyd_operator.manifests.names import JsonObject, Placement, Settings
 from xpyd_operator.manifests.objects import (
     kv_secret,
     pool_object,
@@ -21,8 +21,8 @@ from xpyd_operator.manifests.refusals import template_problems
 
 __all__ = [
     "JsonObject",
+    "Placement",
     "Settings",
-    "Site",
     "contains",
     "desired_hash",
     "kv_secret",

@@ -31,7 +31,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Site:
+class Placement:
     """Where one fleet's objects go: its namespace and `uid`, that of the InferenceFleet object."""
 
     namespace: str
@@ -183,18 +183,20 @@ def endpoint(fleet: str, namespace: str, port: int) -> str:
     return f"http://{client_service_name(fleet)}.{namespace}.svc:{port}"
 
 
-def metadata(name: str, fleet: InferenceFleet, site: Site, labels: dict[str, str]) -> JsonObject:
+def metadata(
+    name: str, fleet: InferenceFleet, placement: Placement, labels: dict[str, str]
+) -> JsonObject:
     """Owned by the fleet: the garbage collector takes the object when the fleet is gone."""
     return {
         "name": name,
-        "namespace": site.namespace,
+        "namespace": placement.namespace,
         "labels": labels,
         "ownerReferences": [
             {
                 "apiVersion": fleet.api_version,
                 "kind": fleet.kind,
                 "name": fleet.name,
-                "uid": site.uid,
+                "uid": placement.uid,
                 "controller": True,
                 "blockOwnerDeletion": True,
             }

@@ -16,7 +16,7 @@ from base64 import b64encode
 from xpyd_core.pod_env import HTTP_PORT, ROUTER_HTTP_PORT, data_port
 from xpyd_operator.document import InferenceFleet, Pool
 from xpyd_operator.manifests import names
-from xpyd_operator.manifests.names import JsonObject, Site, metadata
+from xpyd_operator.manifests.names import JsonObject, Placement, metadata
 from xpyd_operator.manifests.pods import GPU_CLAIM, engine_pod, pods_per_instance, router_pod
 from xpyd_operator.plan import ROUTER, Workload
 
@@ -25,23 +25,23 @@ _PROGRESS_DEADLINE_S = 3600
 
 
 def workload_objects(
-    fleet: InferenceFleet, workload: Workload, site: Site
+    fleet: InferenceFleet, workload: Workload, placement: Placement
 ) -> tuple[JsonObject, ...]:
     """The objects of a workload of the newest revision, in the order of their making.
 
     The document's templates must be without problems (`template_problems`).
     """
     if workload.pool == ROUTER:
-        return (_deployment(fleet, workload, site, router_pod(fleet, workload, site)),)
+        return (_deployment(fleet, workload, placement, router_pod(fleet, workload, placement)),)
     pool = next(pool for pool in fleet.spec.pools if pool.name == workload.pool)
     objects: list[JsonObject] = []
     if pool.resources.gpus and pool.resources.device_class_name:
-        objects.append(_claim_template(fleet, pool, workload, site))
+        objects.append(_claim_template(fleet, pool, workload, placement))
     if pods_per_instance(pool) == 1:
-        pod = engine_pod(fleet, pool, workload, site)
-        objects.append(_deployment(fleet, workload, site, pod))
+        pod = engine_pod(fleet, pool, workload, placement)
+        objects.append(_deployment(fleet, workload, placement, pod))
     else:
-        objects.append(_leader_worker_set(fleet, pool, workload, site))
+        objects.append(_leader_worker_set(fleet, pool, workload, placement))
     return tuple(objects)
 
 
@@ -52,7 +52,7 @@ def _workload_labels(fleet: InferenceFleet, workload: Workload) -> dict[str, str
 
 
 def _deployment(
-    fleet: InferenceFleet, workload: Workload, site: Site, pod: JsonObject
+    fleet: InferenceFleet, workload: Workload, placement: Placement, pod: JsonObject
 ) -> JsonObject:
     """A revision's pods never change, but for how a newer operator renders them."""
     name = names.workload_name(fleet.name, workload.pool, workload.revision)
@@ -60,7 +60,7 @@ def _deployment(
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": metadata(name, fleet, site, _workload_labels(fleet, workload)),
+        "metadata": metadata(name, fleet, placement, _workload_labels(fleet, workload)),
         "spec": {
             "replicas": workload.replicas,
             "minReadySeconds": 0,
@@ -77,7 +77,7 @@ def _deployment(
 
 
 def _leader_worker_set(
-    fleet: InferenceFleet, pool: Pool, workload: Workload, site: Site
+    fleet: InferenceFleet, pool: Pool, workload: Workload, placement: Placement
 ) -> JsonObject:
     """LeaderWorkerSet itself gives the pods LWS_LEADER_ADDRESS, LWS_GROUP_SIZE and their index.
 
@@ -88,7 +88,7 @@ def _leader_worker_set(
     return {
         "apiVersion": "leaderworkerset.x-k8s.io/v1",
         "kind": "LeaderWorkerSet",
-        "metadata": metadata(name, fleet, site, _workload_labels(fleet, workload)),
+        "metadata": metadata(name, fleet, placement, _workload_labels(fleet, workload)),
         "spec": {
             "replicas": workload.replicas,
             "startupPolicy": "LeaderCreated",
@@ -99,15 +99,15 @@ def _leader_worker_set(
             "leaderWorkerTemplate": {
                 "size": pods_per_instance(pool),
                 "restartPolicy": "RecreateGroupOnPodRestart",
-                "leaderTemplate": engine_pod(fleet, pool, workload, site),
-                "workerTemplate": engine_pod(fleet, pool, workload, site, leads=False),
+                "leaderTemplate": engine_pod(fleet, pool, workload, placement),
+                "workerTemplate": engine_pod(fleet, pool, workload, placement, leads=False),
             },
         },
     }
 
 
 def _claim_template(
-    fleet: InferenceFleet, pool: Pool, workload: Workload, site: Site
+    fleet: InferenceFleet, pool: Pool, workload: Workload, placement: Placement
 ) -> JsonObject:
     """Each pod gets a claim of its own for its devices."""
     name = names.workload_name(fleet.name, workload.pool, workload.revision)
@@ -122,25 +122,25 @@ def _claim_template(
     return {
         "apiVersion": "resource.k8s.io/v1",
         "kind": "ResourceClaimTemplate",
-        "metadata": metadata(name, fleet, site, _workload_labels(fleet, workload)),
+        "metadata": metadata(name, fleet, placement, _workload_labels(fleet, workload)),
         "spec": {"spec": {"devices": {"requests": [request]}}},
     }
 
 
-def support_objects(fleet: InferenceFleet, site: Site) -> tuple[JsonObject, ...]:
+def support_objects(fleet: InferenceFleet, placement: Placement) -> tuple[JsonObject, ...]:
     """ServiceAccount, Services, PodDisruptionBudgets and NetworkPolicies, in that order."""
     roles = [(ROUTER, ROUTER), *((pool.name, pool.role) for pool in fleet.spec.pools)]
     return (
-        _service_account(fleet, site),
-        _client_service(fleet, site),
-        _discovery_service(fleet, site),
-        *(_disruption_budget(fleet, site, pool, role) for pool, role in roles),
-        *(network_policies(fleet, site) if fleet.spec.network_policy.enabled else ()),
+        _service_account(fleet, placement),
+        _client_service(fleet, placement),
+        _discovery_service(fleet, placement),
+        *(_disruption_budget(fleet, placement, pool, role) for pool, role in roles),
+        *(network_policies(fleet, placement) if fleet.spec.network_policy.enabled else ()),
     )
 
 
 def pool_object(
-    fleet: InferenceFleet, pool: Pool, replicas: int, declared: int | None, site: Site
+    fleet: InferenceFleet, pool: Pool, replicas: int, declared: int | None, placement: Placement
 ) -> JsonObject:
     """The pool's InferenceFleetPool.
 
@@ -164,36 +164,38 @@ def pool_object(
     return {
         "apiVersion": fleet.api_version,
         "kind": "InferenceFleetPool",
-        "metadata": metadata(name, fleet, site, labels),
+        "metadata": metadata(name, fleet, placement, labels),
         "spec": spec,
     }
 
 
-def kv_secret(fleet: InferenceFleet, site: Site, key: str) -> JsonObject:
+def kv_secret(fleet: InferenceFleet, placement: Placement, key: str) -> JsonObject:
     """The Secret with the fleet's KV key, `key`: 64 hex digits from the shell's random source."""
     labels = names.fleet_labels(fleet.name, names.ENGINE_APP)
     return {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": metadata(names.kv_secret_name(fleet.name, site.uid), fleet, site, labels),
+        "metadata": metadata(
+            names.kv_secret_name(fleet.name, placement.uid), fleet, placement, labels
+        ),
         "type": "Opaque",
         "data": {names.KV_KEY: b64encode(key.encode()).decode()},
     }
 
 
-def _service_account(fleet: InferenceFleet, site: Site) -> JsonObject:
+def _service_account(fleet: InferenceFleet, placement: Placement) -> JsonObject:
     """Pods talk to each other only, never to the API server."""
     name = names.service_account_name(fleet.name)
     labels = names.fleet_labels(fleet.name, names.ENGINE_APP)
     return {
         "apiVersion": "v1",
         "kind": "ServiceAccount",
-        "metadata": metadata(name, fleet, site, labels),
+        "metadata": metadata(name, fleet, placement, labels),
         "automountServiceAccountToken": False,
     }
 
 
-def _client_service(fleet: InferenceFleet, site: Site) -> JsonObject:
+def _client_service(fleet: InferenceFleet, placement: Placement) -> JsonObject:
     service = fleet.spec.router.service
     port = {
         "name": "http",
@@ -207,10 +209,10 @@ def _client_service(fleet: InferenceFleet, site: Site) -> JsonObject:
         "selector": names.pool_selector(fleet.name, ROUTER),
         "ports": [port],
     }
-    return _service(fleet, site, names.client_service_name(fleet.name), spec)
+    return _service(fleet, placement, names.client_service_name(fleet.name), spec)
 
 
-def _discovery_service(fleet: InferenceFleet, site: Site) -> JsonObject:
+def _discovery_service(fleet: InferenceFleet, placement: Placement) -> JsonObject:
     """Headless: each A record is a router. A router is ready only once it knows engines, so the
     engines must find it before."""
     port = {
@@ -226,26 +228,30 @@ def _discovery_service(fleet: InferenceFleet, site: Site) -> JsonObject:
         "selector": names.pool_selector(fleet.name, ROUTER),
         "ports": [port],
     }
-    return _service(fleet, site, names.discovery_service_name(fleet.name), spec)
+    return _service(fleet, placement, names.discovery_service_name(fleet.name), spec)
 
 
-def _service(fleet: InferenceFleet, site: Site, name: str, spec: JsonObject) -> JsonObject:
+def _service(
+    fleet: InferenceFleet, placement: Placement, name: str, spec: JsonObject
+) -> JsonObject:
     labels = names.fleet_labels(fleet.name, names.ROUTER_APP)
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": metadata(name, fleet, site, labels),
+        "metadata": metadata(name, fleet, placement, labels),
         "spec": spec,
     }
 
 
-def _disruption_budget(fleet: InferenceFleet, site: Site, pool: str, role: str) -> JsonObject:
+def _disruption_budget(
+    fleet: InferenceFleet, placement: Placement, pool: str, role: str
+) -> JsonObject:
     """One pod at a time leaves for a node's sake; a broken one never holds a node."""
     name = names.disruption_budget_name(fleet.name, pool)
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
-        "metadata": metadata(name, fleet, site, names.pool_labels(fleet.name, pool, role)),
+        "metadata": metadata(name, fleet, placement, names.pool_labels(fleet.name, pool, role)),
         "spec": {
             "maxUnavailable": 1,
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
@@ -254,7 +260,7 @@ def _disruption_budget(fleet: InferenceFleet, site: Site, pool: str, role: str) 
     }
 
 
-def network_policies(fleet: InferenceFleet, site: Site) -> tuple[JsonObject, ...]:
+def network_policies(fleet: InferenceFleet, placement: Placement) -> tuple[JsonObject, ...]:
     """The engines' policy and the routers'."""
     engines = {"podSelector": _pod_selector(fleet, names.ENGINE_APP)}
     routers = {"podSelector": _pod_selector(fleet, names.ROUTER_APP)}
@@ -269,8 +275,12 @@ def network_policies(fleet: InferenceFleet, site: Site) -> tuple[JsonObject, ...
         {"from": [engines], "ports": [_port(fleet.spec.router.discovery_port)]},
     ]
     return (
-        _policy(fleet, site, names.engine_policy_name(fleet.name), names.ENGINE_APP, to_engines),
-        _policy(fleet, site, names.router_policy_name(fleet.name), names.ROUTER_APP, to_routers),
+        _policy(
+            fleet, placement, names.engine_policy_name(fleet.name), names.ENGINE_APP, to_engines
+        ),
+        _policy(
+            fleet, placement, names.router_policy_name(fleet.name), names.ROUTER_APP, to_routers
+        ),
     )
 
 
@@ -300,12 +310,12 @@ def _inside_instances(fleet: InferenceFleet) -> list[JsonObject]:
 
 
 def _policy(
-    fleet: InferenceFleet, site: Site, name: str, app: str, ingress: list[JsonObject]
+    fleet: InferenceFleet, placement: Placement, name: str, app: str, ingress: list[JsonObject]
 ) -> JsonObject:
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
-        "metadata": metadata(name, fleet, site, names.fleet_labels(fleet.name, app)),
+        "metadata": metadata(name, fleet, placement, names.fleet_labels(fleet.name, app)),
         "spec": {
             "podSelector": _pod_selector(fleet, app),
             "policyTypes": ["Ingress"],

@@ -19,7 +19,7 @@ from typing import Any, cast
 from xpyd_core.pod_env import HTTP_PORT, ROUTER_HTTP_PORT, data_port
 from xpyd_operator.document import InferenceFleet, Pool
 from xpyd_operator.manifests import names
-from xpyd_operator.manifests.names import JsonObject, Site
+from xpyd_operator.manifests.names import JsonObject, Placement
 from xpyd_operator.plan import ROUTER, Workload
 
 MERGE_KEYS = {
@@ -197,9 +197,11 @@ def socket_mount() -> JsonObject:
     return {"name": _VOLUME, "mountPath": names.SOCKET_FOLDER}
 
 
-def socket_volume(fleet: InferenceFleet, site: Site) -> JsonObject:
+def socket_volume(fleet: InferenceFleet, placement: Placement) -> JsonObject:
     """The fleet's own folder on the node; no namespace has a dot in its name."""
-    folder = posixpath.join(fleet.spec.kv_transfer.socket_folder, f"{site.namespace}.{fleet.name}")
+    folder = posixpath.join(
+        fleet.spec.kv_transfer.socket_folder, f"{placement.namespace}.{fleet.name}"
+    )
     return {"name": _VOLUME, "hostPath": {"path": folder, "type": "DirectoryOrCreate"}}
 
 
@@ -257,7 +259,12 @@ def pods_per_instance(pool: Pool) -> int:
 
 
 def engine_pod(
-    fleet: InferenceFleet, pool: Pool, workload: Workload, site: Site, *, leads: bool = True
+    fleet: InferenceFleet,
+    pool: Pool,
+    workload: Workload,
+    placement: Placement,
+    *,
+    leads: bool = True,
 ) -> JsonObject:
     """The pod template of an engine. `leads` False: another pod of the instance, not its first.
 
@@ -268,7 +275,7 @@ def engine_pod(
     container: JsonObject = {
         "name": names.ENGINE_CONTAINER,
         "args": ["worker", *(socket_args() if shares else ()), *workload.template.args],
-        "env": _engine_env(fleet, workload, site),
+        "env": _engine_env(fleet, workload, placement),
         "resources": _devices(pool),
         "volumeMounts": [
             *common_mounts(fleet),
@@ -286,14 +293,14 @@ def engine_pod(
         }
     shared_memory = {"medium": "Memory", "sizeLimit": pool.resources.shared_memory}
     volumes = [
-        *common_volumes(fleet, site.uid),
+        *common_volumes(fleet, placement.uid),
         {"name": "xpyd-shm", "emptyDir": shared_memory},
-        *([socket_volume(fleet, site)] if shares else ()),
+        *([socket_volume(fleet, placement)] if shares else ()),
         *model_volumes(fleet),
     ]
-    pod = _pod(fleet, workload, site, container, volumes)
+    pod = _pod(fleet, workload, placement, container, volumes)
     if shares:
-        pull_policy = site.settings.image_pull_policy
+        pull_policy = placement.settings.image_pull_policy
         init = socket_init(pool, image=workload.template.image, pull_policy=pull_policy)
         pod["spec"]["initContainers"] = [init]
     if pool.resources.gpus and pool.resources.device_class_name:
@@ -311,7 +318,7 @@ def engine_ports(fleet: InferenceFleet, pool: Pool) -> dict[str, int]:
     return {"http": HTTP_PORT, "kv": kv_port, **data}
 
 
-def router_pod(fleet: InferenceFleet, workload: Workload, site: Site) -> JsonObject:
+def router_pod(fleet: InferenceFleet, workload: Workload, placement: Placement) -> JsonObject:
     """The pod template of a router; replicas prefer different nodes."""
     discovery_port = fleet.spec.router.discovery_port
     container: JsonObject = {
@@ -322,14 +329,14 @@ def router_pod(fleet: InferenceFleet, workload: Workload, site: Site) -> JsonObj
             f"--discovery-port={discovery_port}",
             *workload.template.args,
         ],
-        "env": _env(_place_env(fleet, workload, site)),
+        "env": _env(_place_env(fleet, workload, placement)),
         "ports": [_port("http", ROUTER_HTTP_PORT), _port("discovery", discovery_port)],
         "startupProbe": _probe("/health", period_s=1, failures=_ROUTER_START_S, timeout_s=2),
         "livenessProbe": _probe("/health", period_s=10, failures=3, timeout_s=5),
         "readinessProbe": _probe("/readiness", period_s=1, failures=2, timeout_s=2),
         "volumeMounts": common_mounts(fleet),
     }
-    pod = _pod(fleet, workload, site, container, common_volumes(fleet, site.uid))
+    pod = _pod(fleet, workload, placement, container, common_volumes(fleet, placement.uid))
     pod["spec"]["topologySpreadConstraints"] = [
         {
             "maxSkew": 1,
@@ -346,7 +353,7 @@ def router_pod(fleet: InferenceFleet, workload: Workload, site: Site) -> JsonObj
 def _pod(
     fleet: InferenceFleet,
     workload: Workload,
-    site: Site,
+    placement: Placement,
     container: JsonObject,
     volumes: list[JsonObject],
 ) -> JsonObject:
@@ -356,7 +363,7 @@ def _pod(
     container = {
         "name": name,
         "image": workload.template.image,
-        "imagePullPolicy": site.settings.image_pull_policy,
+        "imagePullPolicy": placement.settings.image_pull_policy,
         **container,
         # A crash is told with the last line of the log: xpyd_operator.status.crashes reads it.
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -383,8 +390,10 @@ def _pod(
         "containers": [container],
         "volumes": volumes,
     }
-    if site.settings.image_pull_secrets:
-        spec["imagePullSecrets"] = [{"name": name} for name in site.settings.image_pull_secrets]
+    if placement.settings.image_pull_secrets:
+        spec["imagePullSecrets"] = [
+            {"name": name} for name in placement.settings.image_pull_secrets
+        ]
     return {
         "metadata": {
             "labels": names.workload_labels(fleet.name, workload.pool, role, workload.revision),
@@ -394,13 +403,15 @@ def _pod(
     }
 
 
-def _place_env(fleet: InferenceFleet, workload: Workload, site: Site) -> dict[str, JsonObject]:
+def _place_env(
+    fleet: InferenceFleet, workload: Workload, placement: Placement
+) -> dict[str, JsonObject]:
     """Variables that say which pod this is and where it lies: name -> the rest of the entry."""
     key = {"XPYD_KV_KEY_FILE": {"value": f"{names.KV_FOLDER}/{names.KV_KEY}"}}
     return {
         "XPYD_POD_IP": _field("status.podIP"),
         **({} if fleet.spec.kv_transfer.insecure else key),
-        "XPYD_FLEET": {"value": f"{site.namespace}/{fleet.name}"},
+        "XPYD_FLEET": {"value": f"{placement.namespace}/{fleet.name}"},
         "XPYD_POOL": {"value": workload.pool},
         "XPYD_INSTANCE": _field("metadata.name"),
         "XPYD_REVISION": {"value": workload.revision},
@@ -409,11 +420,13 @@ def _place_env(fleet: InferenceFleet, workload: Workload, site: Site) -> dict[st
     }
 
 
-def _engine_env(fleet: InferenceFleet, workload: Workload, site: Site) -> list[JsonObject]:
+def _engine_env(
+    fleet: InferenceFleet, workload: Workload, placement: Placement
+) -> list[JsonObject]:
     model = fleet.spec.model
-    discovery = names.discovery_host(fleet.name, site.namespace)
+    discovery = names.discovery_host(fleet.name, placement.namespace)
     env = {
-        **_place_env(fleet, workload, site),
+        **_place_env(fleet, workload, placement),
         "XPYD_ROLE": {"value": workload.template.role},
         "XPYD_HTTP_PORT": {"value": str(HTTP_PORT)},
         "XPYD_KV_PORT": {"value": str(fleet.spec.kv_transfer.port)},

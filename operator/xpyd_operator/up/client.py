@@ -18,15 +18,15 @@ from xpyd_core.errors import UserError, XpydError
 from xpyd_core.pod_env import HTTP_PORT
 from xpyd_operator.up import control
 from xpyd_operator.up.control import FleetView, PodView, view_json, view_tables
-from xpyd_operator.up.logs import PrefixWriter, Progress, Streamer, line_time, lines_since, tail
-from xpyd_operator.up.state import (
+from xpyd_operator.up.folder import (
+    FleetFolder,
     FleetRecord,
-    FleetState,
     PodRecord,
     find_fleet,
     find_fleets,
     state_root,
 )
+from xpyd_operator.up.logs import LogStreamer, PrefixWriter, Progress, line_time, lines_since, tail
 
 _EVERY_S = 0.1
 _MAX_FAILURES = 3
@@ -37,16 +37,16 @@ class FleetFailed(XpydError):
     """The fleet did not come up; the text says why."""
 
 
-def read_view(state: FleetState) -> FleetView | None:
+def read_view(state: FleetFolder) -> FleetView | None:
     """The supervisor's view, None while it does not answer."""
     try:
-        return control.ask(state.socket, control.AskStatus()).view
+        return control.send_request(state.socket, control.StatusRequest()).view
     except control.NotRunning:
         return None
 
 
 def wait_settled(
-    state: FleetState, *, timeout_s: float, has_ended: Callable[[], bool] = lambda: False
+    state: FleetFolder, *, timeout_s: float, has_ended: Callable[[], bool] = lambda: False
 ) -> FleetView:
     """Until the fleet is ready. FleetFailed with the reason: it ended, it fails, it took too long.
 
@@ -60,7 +60,7 @@ def wait_settled(
 
 
 def _wait_settled(
-    state: FleetState, progress: Progress, *, timeout_s: float, has_ended: Callable[[], bool]
+    state: FleetFolder, progress: Progress, *, timeout_s: float, has_ended: Callable[[], bool]
 ) -> FleetView:
     while True:
         view = read_view(state)
@@ -86,7 +86,7 @@ def _wait_settled(
         time.sleep(_EVERY_S)
 
 
-def wait_gone(state: FleetState, *, timeout_s: float) -> bool:
+def wait_gone(state: FleetFolder, *, timeout_s: float) -> bool:
     """Until no supervisor has the fleet's lock; False: not in time."""
     progress = Progress()
     try:
@@ -120,10 +120,10 @@ def _with_tail(what: str, log: Path) -> str:
     return "\n  ".join([f"{what}; the end of {log}:", *lines])
 
 
-def take_down(state: FleetState, timeout_s: float | None) -> None:
+def take_down(state: FleetFolder, timeout_s: float | None) -> None:
     """Ask the supervisor to drain, and wait. UserError: it is still there after the deadline."""
     try:
-        control.ask(state.socket, control.AskDown(timeout_s))
+        control.send_request(state.socket, control.DownRequest(timeout_s))
     except control.NotRunning:
         if not state.is_supervised():
             return
@@ -147,7 +147,7 @@ def show_status(name: str | None, *, as_json: bool) -> int:
     return 1 if view.reason == "Orphaned" else 0
 
 
-def current_view(state: FleetState) -> FleetView:
+def current_view(state: FleetFolder) -> FleetView:
     """The supervisor's view, or what is left without one."""
     view = read_view(state)
     if view is not None:
@@ -193,7 +193,7 @@ def orphan_view(record: FleetRecord, pods: Sequence[PodRecord]) -> FleetView:
 def scale(target: str, replicas: int, *, timeout_s: float) -> int:
     """Scale the pool `target`, FLEET-POOL, and wait until it is so."""
     state, pool = _find_pool(target)
-    answer = control.ask(state.socket, control.AskScale(pool, replicas))
+    answer = control.send_request(state.socket, control.ScaleRequest(pool, replicas))
     sys.stdout.writelines(f"{line}\n" for line in answer.lines)
     sys.stdout.flush()
     view = wait_settled(state, timeout_s=timeout_s)
@@ -202,9 +202,9 @@ def scale(target: str, replicas: int, *, timeout_s: float) -> int:
     return 0
 
 
-def _find_pool(target: str) -> tuple[FleetState, str]:
+def _find_pool(target: str) -> tuple[FleetFolder, str]:
     """FLEET-POOL may be read in several ways; the pool that exists is meant."""
-    found: list[tuple[FleetState, str]] = []
+    found: list[tuple[FleetFolder, str]] = []
     known: list[str] = []
     for state in find_fleets(state_root()):
         view = read_view(state)
@@ -260,7 +260,7 @@ def show_logs(
     wanted = _choose(state, pods)
     start = None if since is None else datetime.now(UTC) - since
     writer = PrefixWriter(sys.stdout, max((len(name) for name, _ in wanted), default=0))
-    streamer = Streamer(writer, from_end=True)
+    streamer = LogStreamer(writer, from_end=True)
     if follow:
         streamer.poll(wanted)  # first mark the ends, so that no line falls between
     for name, line in _merged(wanted, start):
@@ -284,17 +284,17 @@ def _merged(wanted: Sequence[tuple[str, Path]], start: datetime | None) -> list[
     return [(name, line) for _, name, line in rows]
 
 
-def _fleet_with_logs(name: str | None) -> FleetState:
+def _fleet_with_logs(name: str | None) -> FleetFolder:
     """The named fleet, also one that is down, or the only running one."""
     if name is not None:
-        state = FleetState(state_root() / name)
+        state = FleetFolder(state_root() / name)
         if not state.logs.is_dir():
             raise UserError(f"fleet {name!r} has no logs in {state.logs}")
         return state
     return find_fleet(state_root(), None)
 
 
-def _choose(state: FleetState, pods: Sequence[str]) -> list[tuple[str, Path]]:
+def _choose(state: FleetFolder, pods: Sequence[str]) -> list[tuple[str, Path]]:
     """Logs of the named pods, or of pools, or all; a name may leave the fleet's out."""
     logs = {path.name.removesuffix(".log"): path for path in sorted(state.logs.glob("*.log"))}
     if not pods:

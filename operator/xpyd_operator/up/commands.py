@@ -75,13 +75,13 @@ def _configure_logs(parser: argparse.ArgumentParser) -> None:
 
 def _run_logs(args: argparse.Namespace) -> int:
     from xpyd_operator.up.client import show_logs
+    from xpyd_operator.up.folder import FleetFolder, state_root
     from xpyd_operator.up.logs import parse_span
-    from xpyd_operator.up.state import FleetState, state_root
 
     since = None if args.since is None else parse_span(args.since)
     fleet: str | None = args.fleet
     pods: list[str] = args.pods
-    if fleet is None and pods and FleetState(state_root() / pods[0]).logs.is_dir():
+    if fleet is None and pods and FleetFolder(state_root() / pods[0]).logs.is_dir():
         fleet, *pods = pods
     return show_logs(pods, fleet=fleet, follow=args.follow, since=since)
 
@@ -100,7 +100,7 @@ def _configure_chat(parser: argparse.ArgumentParser) -> None:
 def _run_chat(args: argparse.Namespace) -> int:
     from xpyd_operator.up.chat import Conversation, run_chat
     from xpyd_operator.up.client import current_view
-    from xpyd_operator.up.state import find_fleet, find_fleets, state_root
+    from xpyd_operator.up.folder import find_fleet, find_fleets, state_root
 
     words: list[str] = [word for word in (args.fleet, *args.message) if word is not None]
     url: str | None = args.url

@@ -123,18 +123,18 @@ MAX_CONNECTIONS = 8
 _log = logging.getLogger(__name__)
 
 
-class AskStatus(msgspec.Struct, frozen=True, tag="status"):
+class StatusRequest(msgspec.Struct, frozen=True, tag="status"):
     """The whole view."""
 
 
-class AskScale(msgspec.Struct, frozen=True, tag="scale"):
+class ScaleRequest(msgspec.Struct, frozen=True, tag="scale"):
     """Give a pool so many replicas."""
 
     pool: str
     replicas: int
 
 
-class AskApply(msgspec.Struct, frozen=True, tag="apply"):
+class ApplyRequest(msgspec.Struct, frozen=True, tag="apply"):
     """Take a changed document; `folder` is where its relative paths begin."""
 
     document: str
@@ -142,16 +142,16 @@ class AskApply(msgspec.Struct, frozen=True, tag="apply"):
     folder: str
 
 
-class AskDown(msgspec.Struct, frozen=True, tag="down"):
+class DownRequest(msgspec.Struct, frozen=True, tag="down"):
     """Drain and exit. `timeout_s`: kill what is left then; None: the document's drain timeout."""
 
     timeout_s: float | None = None
 
 
-Ask = AskStatus | AskScale | AskApply | AskDown
+ControlRequest = StatusRequest | ScaleRequest | ApplyRequest | DownRequest
 
 
-class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
+class ControlResponse(msgspec.Struct, frozen=True, omit_defaults=True):
     """`error` is empty when it was done; `lines` say for people what happened."""
 
     error: str = ""
@@ -163,8 +163,8 @@ class NotRunning(XpydError):
     """No supervisor answers on the socket."""
 
 
-_ask_decoder = msgspec.json.Decoder(Ask)
-_answer_decoder = msgspec.json.Decoder(Answer)
+_ask_decoder = msgspec.json.Decoder(ControlRequest)
+_answer_decoder = msgspec.json.Decoder(ControlResponse)
 
 
 def listen(path: Path) -> socket.socket:
@@ -180,8 +180,10 @@ def listen(path: Path) -> socket.socket:
     return listener
 
 
-async def serve(listener: socket.socket, handle: Callable[[Ask], Answer]) -> asyncio.Server:
-    """Answer on `listener`. `handle` runs in the loop; its UserError becomes `error`."""
+async def serve(
+    listener: socket.socket, handle: Callable[[ControlRequest], ControlResponse]
+) -> asyncio.Server:
+    """ControlResponse on `listener`. `handle` runs in the loop; its UserError becomes `error`."""
     open_connections = 0
 
     async def on_connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -202,16 +204,16 @@ async def serve(listener: socket.socket, handle: Callable[[Ask], Answer]) -> asy
     return await asyncio.start_unix_server(on_connect, sock=listener, limit=MAX_LINE_BYTES)
 
 
-def _answer(line: bytes, handle: Callable[[Ask], Answer]) -> Answer:
+def _answer(line: bytes, handle: Callable[[ControlRequest], ControlResponse]) -> ControlResponse:
     try:
         return handle(_ask_decoder.decode(line))
     except msgspec.DecodeError as error:
-        return Answer(error=f"control request: {error}")
+        return ControlResponse(error=f"control request: {error}")
     except UserError as error:
-        return Answer(error=str(error))
+        return ControlResponse(error=str(error))
 
 
-def ask(path: Path, request: Ask) -> Answer:
+def send_request(path: Path, request: ControlRequest) -> ControlResponse:
     """Ask the supervisor behind `path`. NotRunning if there is none, UserError if it refused."""
     line = b""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:

@@ -44,7 +44,7 @@ def rotate(path: Path, limit_bytes: int = MAX_LOG_BYTES) -> bool:
     return True
 
 
-class Follower:
+class LogFollower:
     """Reads the lines that were added to one file since the last call."""
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
@@ -147,13 +147,13 @@ class PrefixWriter:
         self._stream.flush()
 
 
-class Streamer:
+class LogStreamer:
     """Follows the logs of a changing set of pods."""
 
     def __init__(self, writer: PrefixWriter, *, from_end: bool = False) -> None:
         self._writer = writer
         self._from_end = from_end
-        self._followers: dict[str, Follower] = {}
+        self._followers: dict[str, LogFollower] = {}
 
     def poll(self, pods: Iterable[tuple[str, Path]]) -> bool:
         """Write what is new of each (name, log file); whether there was anything."""
@@ -161,7 +161,7 @@ class Streamer:
         for name, log in pods:
             follower = self._followers.get(name)
             if follower is None:
-                follower = self._followers[name] = Follower(log, from_end=self._from_end)
+                follower = self._followers[name] = LogFollower(log, from_end=self._from_end)
             while lines := follower.poll():
                 self._writer.write(name, lines)
                 found = True

@@ -33,8 +33,8 @@ from xpyd_operator.plan import (
     WorkloadSeen,
     keep,
 )
+from xpyd_operator.up.folder import DISCOVERY_PORT, FleetFolder, PodRecord, ProcessId, identify
 from xpyd_operator.up.memory import MemoryPlan
-from xpyd_operator.up.state import DISCOVERY_PORT, FleetState, PodRecord, ProcessId, identify
 
 ROUTER_NUMBER = 1
 """Last byte of the router's address; engines follow."""
@@ -44,7 +44,7 @@ ROUTER_HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class Site:
+class LocalSettings:
     """What all pods of one local fleet share."""
 
     fleet: str
@@ -97,43 +97,45 @@ def xpyd_program(pod: Pod) -> list[str]:
     return [sys.executable, "-P", "-m", "xpyd_core", command]
 
 
-def pod_arguments(pod: Pod, site: Site) -> list[str]:
+def pod_arguments(pod: Pod, settings: LocalSettings) -> list[str]:
     """The flags: the machine's first, then the template's, so that what the document says wins."""
-    logging = [f"--log-level={site.log_level}", f"--log-format={site.log_format}"]
+    logging = [f"--log-level={settings.log_level}", f"--log-format={settings.log_format}"]
     if pod.template.role == ROUTER:
-        host, port = site.discovery.split(":")
+        host, port = settings.discovery.split(":")
         place = [
             f"--host={ROUTER_HOST}",
-            f"--port={site.router_port}",
+            f"--port={settings.router_port}",
             f"--discovery-host={host}",
             f"--discovery-port={port}",
             # No load balancer has to notice anything here.
             "--drain-seconds=0",
         ]
     else:
-        place = [f"--threads={site.memory.threads}", *site.memory.of(pod.pool).args]
+        place = [f"--threads={settings.memory.threads}", *settings.memory.of(pod.pool).args]
         if pod.template.role != "Aggregated":
-            place.append(f"--kv-socket-dir={site.socket_folder}")
+            place.append(f"--kv-socket-dir={settings.socket_folder}")
     return [*logging, *place, *pod.template.args]
 
 
-def pod_environment(pod: Pod, site: Site, inherited: Mapping[str, str]) -> dict[str, str]:
+def pod_environment(
+    pod: Pod, settings: LocalSettings, inherited: Mapping[str, str]
+) -> dict[str, str]:
     """The whole environment: the caller's without its XPYD_*, the document's, the pod's own."""
-    address = site.address(pod.number)
+    address = settings.address(pod.number)
     environ = {name: value for name, value in inherited.items() if not name.startswith("XPYD_")}
-    environ["OMP_NUM_THREADS"] = str(site.memory.threads)
+    environ["OMP_NUM_THREADS"] = str(settings.memory.threads)
     environ |= {
         "XPYD_POD_IP": address,
         "XPYD_HTTP_PORT": str(HTTP_PORT),
         "XPYD_KV_PORT": str(pod.kv_port),
-        "XPYD_DISCOVERY": site.discovery,
-        "XPYD_FLEET": site.fleet,
+        "XPYD_DISCOVERY": settings.discovery,
+        "XPYD_FLEET": settings.fleet,
         "XPYD_POOL": pod.pool,
         "XPYD_INSTANCE": pod.name,
         "XPYD_REVISION": pod.revision,
     }
     if INSECURE_FLAG not in pod.template.args:
-        environ["XPYD_KV_KEY_FILE"] = str(site.key_file)
+        environ["XPYD_KV_KEY_FILE"] = str(settings.key_file)
     if pod.template.role != ROUTER:
         environ["XPYD_ROLE"] = pod.template.role
     return environ | dict(pod.template.env)
@@ -247,13 +249,13 @@ class PodProcess:
 WorkloadKey = tuple[str, str]
 
 
-class Roster:
+class LocalPods:
     """Workload (pool, revision) -> its pods by ordinal."""
 
     def __init__(
-        self, site: Site, state: FleetState, program: Program, inherit: Sequence[int]
+        self, settings: LocalSettings, state: FleetFolder, program: Program, inherit: Sequence[int]
     ) -> None:
-        self.site = site
+        self.settings = settings
         self._state = state
         self._program = program
         self._inherit = inherit
@@ -279,7 +281,7 @@ class Roster:
     def records(self) -> tuple[PodRecord, ...]:
         """The living pods as they go to disk."""
         return tuple(
-            PodRecord(pod.pod.name, self.site.address(pod.pod.number), pod.identity)
+            PodRecord(pod.pod.name, self.settings.address(pod.pod.number), pod.identity)
             for pod in self
             if pod.identity is not None
         )
@@ -344,8 +346,8 @@ class Roster:
                 if pod is None:
                     return False
                 pods[ordinal] = pod
-                argv = [*self._program(pod.pod), *pod_arguments(pod.pod, self.site)]
-                environ = pod_environment(pod.pod, self.site, os.environ)
+                argv = [*self._program(pod.pod), *pod_arguments(pod.pod, self.settings)]
+                environ = pod_environment(pod.pod, self.settings, os.environ)
                 pod.start(argv, environ, now, failures=failures, inherit=self._inherit)
                 _log.info("pod %s started", pod.pod.name)
             case Drain(ordinal):
@@ -363,7 +365,7 @@ class Roster:
         if number is None:
             _log.error("pool %s: no free address for another instance", workload.pool)
             return None
-        name = f"{self.site.fleet}-{workload.pool}-{ordinal}"
+        name = f"{self.settings.fleet}-{workload.pool}-{ordinal}"
         pod = Pod(name, workload.pool, workload.revision, number, workload.template)
         return PodProcess(pod, ordinal, self._state.log_of(name))
 

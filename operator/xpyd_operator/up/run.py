@@ -35,61 +35,61 @@ from xpyd_operator.up.checks import (
 )
 from xpyd_operator.up.client import FleetFailed, wait_settled
 from xpyd_operator.up.control import (
-    Answer,
-    Ask,
-    AskApply,
-    AskDown,
-    AskScale,
-    AskStatus,
+    ApplyRequest,
+    ControlRequest,
+    ControlResponse,
+    DownRequest,
     FleetView,
     PodView,
     PoolView,
+    ScaleRequest,
+    StatusRequest,
 )
-from xpyd_operator.up.logs import PrefixWriter, Streamer
-from xpyd_operator.up.memory import MemoryPlan, plan_memory, read_machine
-from xpyd_operator.up.pods import (
-    ROUTER_HOST,
-    PodProcess,
-    Program,
-    Site,
-    check_addresses,
-    xpyd_program,
-)
-from xpyd_operator.up.state import (
+from xpyd_operator.up.folder import (
     AddressClaim,
-    FleetState,
+    FleetFolder,
     claim_addresses,
     free_port,
     state_root,
 )
+from xpyd_operator.up.logs import LogStreamer, PrefixWriter
+from xpyd_operator.up.memory import MemoryPlan, plan_memory, read_machine
+from xpyd_operator.up.pods import (
+    ROUTER_HOST,
+    LocalSettings,
+    PodProcess,
+    Program,
+    check_addresses,
+    xpyd_program,
+)
 from xpyd_operator.up.supervisor import Supervisor
 
 
-def handle(supervisor: Supervisor, ask: Ask, now: float) -> Answer:
+def handle(supervisor: Supervisor, ask: ControlRequest, now: float) -> ControlResponse:
     """Do what was asked. UserError: it was refused."""
     match ask:
-        case AskStatus():
-            return Answer(view=view_of(supervisor, now))
-        case AskScale(pool, replicas):
-            return Answer(lines=(supervisor.scale(pool, replicas),))
-        case AskApply(document, source, folder):
+        case StatusRequest():
+            return ControlResponse(view=view_of(supervisor, now))
+        case ScaleRequest(pool, replicas):
+            return ControlResponse(lines=(supervisor.scale(pool, replicas),))
+        case ApplyRequest(document, source, folder):
             fleet = parse_fleet(document.encode(), source=source, local=True)
             check_local(fleet, source=source)
             if fleet.name != supervisor.fleet.name:
                 raise UserError(f"{source}: metadata.name is not {supervisor.fleet.name!r}")
-            return Answer(lines=tuple(supervisor.apply(fleet, Path(folder))))
-        case AskDown(timeout_s):
+            return ControlResponse(lines=tuple(supervisor.apply(fleet, Path(folder))))
+        case DownRequest(timeout_s):
             supervisor.stop(timeout_s)
-            return Answer()
+            return ControlResponse()
 
 
 def view_of(supervisor: Supervisor, now: float) -> FleetView:
     """The fleet as it is now; `now` in the supervisor's clock."""
-    status, site = supervisor.status, supervisor.roster.site
+    status, settings = supervisor.status, supervisor.pods.settings
     layouts = {pool.name: pool.parallelism.layout for pool in supervisor.fleet.spec.pools}
     return FleetView(
-        fleet=site.fleet,
-        endpoint=site.endpoint,
+        fleet=settings.fleet,
+        endpoint=settings.endpoint,
         ready=status is not None and status.ready,
         reason=status.reason if status else "Progressing",
         message=status.message if status else "",
@@ -100,7 +100,7 @@ def view_of(supervisor: Supervisor, now: float) -> FleetView:
             )
             for p in (status.pools if status else ())
         ),
-        pods=tuple(_pod_view(pod, site, now) for pod in supervisor.roster),
+        pods=tuple(_pod_view(pod, settings, now) for pod in supervisor.pods),
     )
 
 
@@ -108,9 +108,9 @@ def _role(role: str) -> str:
     return "Router" if role == ROUTER else role
 
 
-def _pod_view(pod: PodProcess, site: Site, now: float) -> PodView:
+def _pod_view(pod: PodProcess, settings: LocalSettings, now: float) -> PodView:
     is_router = pod.pod.pool == ROUTER
-    address = site.address(pod.pod.number)
+    address = settings.address(pod.pod.number)
     state, reason = _state(pod, now)
     since = pod.seen.started_at if pod.is_alive else pod.seen.exited_at or now
     return PodView(
@@ -119,7 +119,7 @@ def _pod_view(pod: PodProcess, site: Site, now: float) -> PodView:
         role=_role(pod.pod.template.role),
         state=state,
         address=address,
-        http=f"{ROUTER_HOST}:{site.router_port}" if is_router else f"{address}:{HTTP_PORT}",
+        http=f"{ROUTER_HOST}:{settings.router_port}" if is_router else f"{address}:{HTTP_PORT}",
         kv="" if is_router else f"{address}:{pod.pod.kv_port}",
         pid=pod.identity.pid if pod.identity else 0,
         restarts=max(0, pod.restarts),
@@ -177,7 +177,7 @@ def run_up(
     fleet = _load(options)
     if line := cluster_only(fleet):
         sys.stdout.write(line + "\n")
-    state = FleetState(state_root() / fleet.name)
+    state = FleetFolder(state_root() / fleet.name)
     if state.is_supervised():
         return _apply_to_running(options, state)
     if orphans := state.orphans():
@@ -216,13 +216,13 @@ def supervise(options: UpOptions, *, program: Program = xpyd_program, stream: bo
     """Be the supervisor until the fleet is down. `stream`: pods' lines go to standard output."""
     set_up_logging(options.log_level, options.log_format)
     fleet = _load(options)
-    state = FleetState(state_root() / fleet.name)
+    state = FleetFolder(state_root() / fleet.name)
     state.make()
     with _held(state) as claim:
         for log in state.logs.iterdir():
             log.unlink()
         state.write_key()
-        site = Site(
+        settings = LocalSettings(
             fleet=fleet.name,
             index=claim.index,
             router_port=_router_port(options.port),
@@ -232,13 +232,15 @@ def supervise(options: UpOptions, *, program: Program = xpyd_program, stream: bo
             log_level=options.log_level,
             log_format=options.log_format,
         )
-        if options.port is None and site.router_port != ROUTER_HTTP_PORT:
-            _log.info("port %d is taken, the router gets %d", ROUTER_HTTP_PORT, site.router_port)
+        if options.port is None and settings.router_port != ROUTER_HTTP_PORT:
+            _log.info(
+                "port %d is taken, the router gets %d", ROUTER_HTTP_PORT, settings.router_port
+            )
         supervisor = Supervisor(
             fleet=fleet,
             folder=options.folder,
             state=state,
-            site=site,
+            settings=settings,
             claim=claim,
             program=program,
         )
@@ -249,7 +251,7 @@ def supervise(options: UpOptions, *, program: Program = xpyd_program, stream: bo
 
 
 @contextlib.contextmanager
-def _held(state: FleetState) -> Generator[AddressClaim]:
+def _held(state: FleetFolder) -> Generator[AddressClaim]:
     """This fleet's lock and a free block of addresses, until the end."""
     lock = state.lock()
     if lock is None:
@@ -265,7 +267,7 @@ def _held(state: FleetState) -> Generator[AddressClaim]:
         os.close(lock)
 
 
-async def _run(supervisor: Supervisor, state: FleetState, *, stream: bool) -> None:
+async def _run(supervisor: Supervisor, state: FleetFolder, *, stream: bool) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, _on_signal, supervisor)
@@ -292,12 +294,12 @@ def _on_signal(supervisor: Supervisor) -> None:
 
 
 async def _stream(supervisor: Supervisor) -> None:
-    width = max((len(pod.pod.name) for pod in supervisor.roster), default=0)
-    streamer = Streamer(PrefixWriter(sys.stdout, width))
+    width = max((len(pod.pod.name) for pod in supervisor.pods), default=0)
+    streamer = LogStreamer(PrefixWriter(sys.stdout, width))
     pods: dict[str, Path] = {}
 
     def poll() -> None:
-        pods.update((pod.pod.name, pod.log) for pod in supervisor.roster)
+        pods.update((pod.pod.name, pod.log) for pod in supervisor.pods)
         streamer.poll(pods.items())
 
     try:
@@ -317,7 +319,7 @@ def _router_port(asked: int | None) -> int:
         raise UserError(f"--port {asked}: {ROUTER_HOST}:{asked} is taken") from error
 
 
-def _run_detached(options: UpOptions, state: FleetState, daemon: tuple[str, ...]) -> int:
+def _run_detached(options: UpOptions, state: FleetFolder, daemon: tuple[str, ...]) -> int:
     state.make()
     text = msgspec.json.encode(options).decode()
     with state.supervisor_log.open("wb") as log:
@@ -355,12 +357,12 @@ def _end(supervisor: subprocess.Popen[bytes]) -> None:
         supervisor.wait()
 
 
-def _apply_to_running(options: UpOptions, state: FleetState) -> int:
+def _apply_to_running(options: UpOptions, state: FleetFolder) -> int:
     if options.port is not None:
         raise UserError(f"--port: fleet {state.fleet} is running; take it down to move it")
     document = Path(options.file).read_text(encoding="utf-8")
-    ask = control.AskApply(document, source=options.file, folder=str(options.folder))
-    answer = control.ask(state.socket, ask)
+    ask = control.ApplyRequest(document, source=options.file, folder=str(options.folder))
+    answer = control.send_request(state.socket, ask)
     sys.stdout.write(f"fleet {state.fleet} is running; the document was handed over\n")
     sys.stdout.writelines(f"  {line}\n" for line in answer.lines)
     view = wait_settled(state, timeout_s=options.timeout_s)

@@ -41,18 +41,18 @@ from xpyd_operator.plan import (
 )
 from xpyd_operator.plan.keep import KILL_GRACE_S
 from xpyd_operator.up.checks import check_layouts, locate_model, weights_bytes
+from xpyd_operator.up.folder import AddressClaim, FleetFolder, FleetRecord, identify
 from xpyd_operator.up.logs import rotate
 from xpyd_operator.up.memory import MemoryPlan, check_room, plan_memory, read_machine
 from xpyd_operator.up.pods import (
     ROUTER_HOST,
+    LocalPods,
+    LocalSettings,
     PodProcess,
     Program,
-    Roster,
-    Site,
     check_addresses,
     xpyd_program,
 )
-from xpyd_operator.up.state import AddressClaim, FleetRecord, FleetState, identify
 
 TIMEOUT_S = 1.0
 _MAX_ANSWER_BYTES = 4 << 20
@@ -111,14 +111,14 @@ class Supervisor:
         *,
         fleet: InferenceFleet,
         folder: Path,
-        state: FleetState,
-        site: Site,
+        state: FleetFolder,
+        settings: LocalSettings,
         claim: AddressClaim,
         program: Program = xpyd_program,
     ) -> None:
         self.fleet = fleet
         self.state = state
-        self.roster = Roster(site, state, program, claim.descriptors)
+        self.pods = LocalPods(settings, state, program, claim.descriptors)
         self.status: FleetStatus | None = None
         self._want = fleet_want(fleet, model=locate_model(fleet.spec.model.uri, folder))
         self._pools: dict[str, PoolSeen] = {}
@@ -138,7 +138,7 @@ class Supervisor:
         finally:
             probes.cancel()
             await asyncio.gather(probes, return_exceptions=True)
-            self.roster.kill_all()
+            self.pods.kill_all()
 
     # Requests from the control socket and from signals.
 
@@ -161,7 +161,7 @@ class Supervisor:
     def kill(self) -> None:
         """End everything now."""
         self.stop(0.0)
-        self.roster.kill_all()
+        self.pods.kill_all()
 
     def scale(self, pool: str, replicas: int) -> str:
         """Give a pool so many replicas until its document declares others; a line for people."""
@@ -179,7 +179,7 @@ class Supervisor:
         sizes = {p.name: p.replicas for p in self._pools.values() if p.name != ROUTER}
         check_addresses(sum((sizes | {pool: replicas}).values()))
         if replicas > before.replicas:
-            check_room(self.roster.site.memory, pool, replicas - before.replicas, read_machine())
+            check_room(self.pods.settings.memory, pool, replicas - before.replicas, read_machine())
         self._pools[pool] = replace(before, replicas=replicas)
         self._turn_now()
         return f"{self.fleet.name}-{pool}: {before.replicas} -> {replicas} replicas"
@@ -205,7 +205,7 @@ class Supervisor:
                 lines.append(f"pool {pool.name}: {before.replicas} -> {pool.replicas} declared")
         lines += [f"pool {name}: removed" for name in old]
         self.fleet, self._want = fleet, want
-        self.roster.site = replace(self.roster.site, memory=memory)
+        self.pods.settings = replace(self.pods.settings, memory=memory)
         self._drain_timeout_s = float(fleet.spec.drain.timeout_seconds)
         self._turn_now()
         return lines or ["nothing changed"]
@@ -217,8 +217,8 @@ class Supervisor:
         check_addresses(sum(sizes))
         machine = read_machine()
         running = sum(
-            self.roster.site.memory.of(pod.pod.pool).total_bytes
-            for pod in self.roster
+            self.pods.settings.memory.of(pod.pod.pool).total_bytes
+            for pod in self.pods
             if pod.is_alive and pod.pod.pool != ROUTER
         )
         room = replace(machine, available_bytes=machine.available_bytes + running)
@@ -232,7 +232,7 @@ class Supervisor:
     # One turn of the loop.
 
     def _is_over(self) -> bool:
-        return self.is_stopping and not self.roster.seen()
+        return self.is_stopping and not self.pods.seen()
 
     def _turn_now(self) -> None:
         """Before the answer goes out: the next `status` must not say Ready from before."""
@@ -241,19 +241,19 @@ class Supervisor:
 
     def _turn(self, now: float) -> float:
         """Observe, decide, apply; seconds until the next turn."""
-        for pod in self.roster.reap(now):
+        for pod in self.pods.reap(now):
             leaving = pod.seen.draining_since is not None
             level = logging.INFO if leaving else logging.WARNING
             _log.log(level, "pod %s ended: %s", pod.pod.name, pod.exit_text())
-        seen = FleetSeen(tuple(self._pools.values()), self.roster.seen(), self.status)
+        seen = FleetSeen(tuple(self._pools.values()), self.pods.seen(), self.status)
         planned = plan(self._want, seen, now)
         for action in planned.actions:
             self._apply(action)
-        acted, keep_s = self.roster.keep(now, self._drain_timeout_s)
+        acted, keep_s = self.pods.keep(now, self._drain_timeout_s)
         self._write_record()
         if now - self._rotated_at > _ROTATE_EVERY_S:
             self._rotated_at = now
-            for pod in self.roster:
+            for pod in self.pods:
                 rotate(pod.log)
             rotate(self.state.supervisor_log)
         if planned.actions or acted:
@@ -264,11 +264,11 @@ class Supervisor:
     def _apply(self, action: PutWorkload | DrainPool | DeleteWorkload | SetStatus | Event) -> None:
         match action:
             case PutWorkload(workload):
-                self.roster.put(workload)
+                self.pods.put(workload)
             case DrainPool(pool):
-                self.roster.drain_pool(pool)
+                self.pods.drain_pool(pool)
             case DeleteWorkload(pool, revision):
-                self.roster.delete(pool, revision)
+                self.pods.delete(pool, revision)
             case SetStatus(status):
                 self._publish(status)
             case Event(reason, message):
@@ -279,15 +279,15 @@ class Supervisor:
         self.status = status
         self._pools = {p.name: PoolSeen(p.name, p.replicas, p.declared) for p in status.pools}
         if status.ready and not was_ready:
-            _log.info("fleet %s is ready: %s", self.fleet.name, self.roster.site.endpoint)
+            _log.info("fleet %s is ready: %s", self.fleet.name, self.pods.settings.endpoint)
 
     def _write_record(self) -> None:
         record = FleetRecord(
             self.fleet.name,
-            self.roster.site.endpoint,
+            self.pods.settings.endpoint,
             self.identity,
             self._drain_timeout_s,
-            self.roster.records(),
+            self.pods.records(),
         )
         if record != self._record:
             self.state.write_record(record)
@@ -309,14 +309,16 @@ class Supervisor:
                 await self._probe()
             except Exception:  # a task's edge: a failed probe must not end the fleet
                 _log.exception("probe")
-            starting = any(pod.is_alive and not pod.is_ready for pod in self.roster)
+            starting = any(pod.is_alive and not pod.is_ready for pod in self.pods)
             await asyncio.sleep(_PROBE_STARTING_S if starting else _PROBE_READY_S)
 
     async def _probe(self) -> None:
         """An engine is ready when it is healthy and the router picks it."""
-        pods = [pod for pod in self.roster if pod.identity is not None]
+        pods = [pod for pod in self.pods if pod.identity is not None]
         before = {pod: pod.identity for pod in pods}
-        routable = await asyncio.to_thread(read_routable, ROUTER_HOST, self.roster.site.router_port)
+        routable = await asyncio.to_thread(
+            read_routable, ROUTER_HOST, self.pods.settings.router_port
+        )
         unknown = [pod for pod in pods if not pod.is_healthy]
         healthy = await asyncio.gather(*(self._is_healthy(pod) for pod in unknown))
         for pod, is_healthy in zip(unknown, healthy, strict=True):
@@ -325,15 +327,15 @@ class Supervisor:
             if pod.pod.pool == ROUTER:
                 ready = pod.is_healthy and routable is not None
             else:
-                address = f"{self.roster.site.address(pod.pod.number)}:{HTTP_PORT}"
+                address = f"{self.pods.settings.address(pod.pod.number)}:{HTTP_PORT}"
                 ready = pod.is_healthy and routable is not None and address in routable
             self._set_ready(pod, ready and pod.seen.draining_since is None)
 
     async def _is_healthy(self, pod: PodProcess) -> bool:
         if pod.pod.pool == ROUTER:
-            host, port = ROUTER_HOST, self.roster.site.router_port
+            host, port = ROUTER_HOST, self.pods.settings.router_port
         else:
-            host, port = self.roster.site.address(pod.pod.number), HTTP_PORT
+            host, port = self.pods.settings.address(pod.pod.number), HTTP_PORT
         return await asyncio.to_thread(answers_health, host, port)
 
     def _set_ready(self, pod: PodProcess, ready: bool) -> None:

@@ -253,7 +253,7 @@ def _note(uids: OrderedDict[str, T], uid: str, what: T) -> None:
 
 logger = logging.getLogger(__name__)
 
-_Place = tuple[Kind, str | None]
+_ListScope = tuple[Kind, str | None]
 """What one list is of: a kind in a namespace, or everywhere."""
 
 
@@ -265,7 +265,7 @@ class Feed:
         self._wake_one = wake
         self._outstanding: dict[Kind, set[str | None]] = {}
         self._waived: set[Kind] = set()
-        self._parts: dict[_Place, set[str]] = {}
+        self._parts: dict[_ListScope, set[str]] = {}
         self.listed: frozenset[Kind] = frozenset()
         """Kinds whose first lists are in."""
 

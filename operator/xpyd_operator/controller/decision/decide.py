@@ -22,21 +22,21 @@ from xpyd_operator.controller.decision.kinds import (
 )
 from xpyd_operator.controller.decision.state import (
     SUPPORT,
+    AppliedVersion,
     Apply,
-    Look,
-    MakeKey,
-    Mark,
-    Place,
-    Remove,
+    CreateKey,
+    DeleteObject,
+    FleetState,
+    ObjectRef,
     Scale,
     SetFinalizers,
     Write,
+    applied_version_of,
     controller_of,
     describe,
     effect_of,
     holder_of,
     is_leaving,
-    mark_of,
     pool_of,
 )
 from xpyd_operator.document import InferenceFleet
@@ -89,40 +89,42 @@ class Turn:
 
     stages: tuple[tuple[Write, ...], ...] = ()
     problems: tuple[Problem, ...] = ()
-    compared: Mapping[Place, Mark] = field(default_factory=dict[Place, Mark])
+    compared: Mapping[ObjectRef, AppliedVersion] = field(
+        default_factory=dict[ObjectRef, AppliedVersion]
+    )
     recheck_after: float | None = None
     again: bool = False
 
 
-def decide(look: Look) -> Turn:
+def decide(state: FleetState) -> Turn:
     """The writes that bring the fleet nearer to its document; none when it is there."""
-    metadata = look.document["metadata"]
+    metadata = state.document["metadata"]
     finalizers = tuple(cast("list[str]", metadata.get("finalizers") or []))
-    if is_leaving(look.document):
-        return _stop(look, finalizers)
+    if is_leaving(state.document):
+        return _stop(state, finalizers)
     if FINALIZER not in finalizers:
         add = SetFinalizers((*finalizers, FINALIZER), metadata["resourceVersion"])
         return Turn(stages=((add,),), again=True)
-    if look.reading.complaints or look.reading.fleet is None:
+    if state.parsed.mistakes or state.parsed.fleet is None:
         return Turn()
-    return _Decision(look, look.reading.fleet).turn()
+    return _Decision(state, state.parsed.fleet).turn()
 
 
-def _stop(look: Look, finalizers: tuple[str, ...]) -> Turn:
+def _stop(state: FleetState, finalizers: tuple[str, ...]) -> Turn:
     if FINALIZER not in finalizers:
         return Turn()
-    want = replace(look.reading.want, stopping=True)
-    if not look.seen.workloads:
+    want = replace(state.parsed.want, stopping=True)
+    if not state.seen.workloads:
         left = tuple(name for name in finalizers if name != FINALIZER)
-        return Turn(((SetFinalizers(left, look.document["metadata"]["resourceVersion"]),),))
-    made = plan(want, look.seen, 0.0)
-    scales, removals = _from_plan(made, want, _Workloads(look.own))
-    stages, problems = _uncontested(look, (scales, removals))
+        return Turn(((SetFinalizers(left, state.document["metadata"]["resourceVersion"]),),))
+    made = plan(want, state.seen, 0.0)
+    scales, removals = _from_plan(made, want, _Workloads(state.own))
+    stages, problems = _uncontested(state, (scales, removals))
     return Turn(stages, problems, recheck_after=_UNSETTLED_RECHECK_S)
 
 
 def _uncontested(
-    look: Look, stages: Iterable[Iterable[Write]]
+    state: FleetState, stages: Iterable[Iterable[Write]]
 ) -> tuple[tuple[tuple[Write, ...], ...], tuple[Problem, ...]]:
     """The writes that nobody keeps undoing, and a problem for each of the others."""
     left: list[tuple[Write, ...]] = []
@@ -130,7 +132,7 @@ def _uncontested(
     for stage in stages:
         writes: list[Write] = []
         for write in stage:
-            if effect_of(write) not in look.contested:
+            if effect_of(write) not in state.contested:
                 writes.append(write)
                 continue
             text = f"{describe(write)}: somebody undoes it again and again; it rests for a minute"
@@ -162,12 +164,12 @@ class _Workloads:
 
 def _from_plan(
     made: Plan, want: FleetWant, workloads: _Workloads
-) -> tuple[list[Scale], list[Remove]]:
+) -> tuple[list[Scale], list[DeleteObject]]:
     """The plan's actions on workloads that are not to be rendered: old ones, and those that go."""
     pools = () if want.stopping else want.pools
     newest = {(pool.name, pool.revision) for pool in pools}
     scales: list[Scale] = []
-    removals: list[Remove] = []
+    removals: list[DeleteObject] = []
     for action in made.actions:
         match action:
             case PutWorkload(workload) if (workload.pool, workload.revision) not in newest:
@@ -190,10 +192,10 @@ def _scale(obj: Obj, replicas: int) -> Scale:
     return Scale(kind_of(obj), metadata["name"], replicas, metadata["resourceVersion"])
 
 
-def _remove(obj: Obj, *, exact: bool = False) -> Remove:
+def _remove(obj: Obj, *, exact: bool = False) -> DeleteObject:
     metadata = obj["metadata"]
     version = metadata["resourceVersion"] if exact else ""
-    return Remove(kind_of(obj), metadata["name"], metadata["uid"], version)
+    return DeleteObject(kind_of(obj), metadata["name"], metadata["uid"], version)
 
 
 def _replicas(obj: Obj) -> int:
@@ -204,29 +206,29 @@ def _replicas(obj: Obj) -> int:
 class _Decision:
     """One turn's decision for a fleet whose document is good. Used once."""
 
-    def __init__(self, look: Look, fleet: InferenceFleet) -> None:
-        self._look = look
+    def __init__(self, state: FleetState, fleet: InferenceFleet) -> None:
+        self._state = state
         self._fleet = fleet
-        self._want = look.reading.want
-        self._seen = look.seen
-        self._workloads = _Workloads(look.own)
+        self._want = state.parsed.want
+        self._seen = state.seen
+        self._workloads = _Workloads(state.own)
         self._problems: list[Problem] = []
-        self._compared: dict[Place, Mark] = {}
+        self._compared: dict[ObjectRef, AppliedVersion] = {}
 
     def turn(self) -> Turn:
         """The whole of it."""
-        look = self._look
+        state = self._state
         made = plan(self._want, self._seen, 0.0)
-        support = support_objects(self._fleet, look.site)
-        first: list[Write] = [MakeKey()] if look.wants_key else []
+        support = support_objects(self._fleet, state.placement)
+        first: list[Write] = [CreateKey()] if state.wants_key else []
         first += self._applied(support)
         first += self._pools()
         second: list[Write] = list(self._newest(made))
         scales, removals = _from_plan(made, self._want, self._workloads)
         last: list[Write] = [*removals, *self._leftovers(support)]
-        stages, contested = _uncontested(look, (first, (*second, *scales), last))
+        stages, contested = _uncontested(state, (first, (*second, *scales), last))
         recheck = None if made.recheck_after is None else _UNSETTLED_RECHECK_S
-        if look.taken or contested:
+        if state.taken or contested:
             recheck = min(recheck or _TAKEN_RECHECK_S, _TAKEN_RECHECK_S)
         return Turn(
             stages,
@@ -250,13 +252,13 @@ class _Decision:
         than the one that was looked at.
         """
         kind, name = kind_of(obj), str(obj["metadata"]["name"])
-        if kind.optional and kind not in self._look.served:
+        if kind.optional and kind not in self._state.served:
             reason, text = _MISSING_APIS[kind]
             self._problems.append(Problem("Degraded", reason, pool, f"pool {pool}: {text}"))
             return None
-        observed = self._look.children.get(kind, {}).get(name)
-        holder = self._look.taken.get((kind, name), "") if observed is None else ""
-        if observed is not None and controller_of(observed) not in (None, self._look.uid):
+        observed = self._state.children.get(kind, {}).get(name)
+        holder = self._state.taken.get((kind, name), "") if observed is None else ""
+        if observed is not None and controller_of(observed) not in (None, self._state.uid):
             holder = holder_of(observed)
         if holder:
             text = f"{kind.name} {name} is needed and belongs to {holder}; it is left alone"
@@ -269,13 +271,13 @@ class _Decision:
         if is_leaving(observed):
             # Its name is free in a moment; the watch tells.
             return None
-        before = self._look.settled.get((kind, name))
+        before = self._state.settled.get((kind, name))
         if before is not None and (before.uid, before.digest) != (
             observed["metadata"]["uid"],
             digest,
         ):
             before = None
-        now = mark_of(observed, digest, contained=True)
+        now = applied_version_of(observed, digest, contained=True)
         if before is not None and before.version == now.version:
             return None
         if contains(observed, stamped):
@@ -293,10 +295,10 @@ class _Decision:
             if pool.name == ROUTER:
                 continue
             obj = pool_object(
-                self._fleet, by_name[pool.name], pool.replicas, pool.declared, self._look.site
+                self._fleet, by_name[pool.name], pool.replicas, pool.declared, self._state.placement
             )
-            before = self._look.children.get(POOL, {}).get(obj["metadata"]["name"])
-            if before is not None and _is_of_another_role(before, obj, self._look.uid):
+            before = self._state.children.get(POOL, {}).get(obj["metadata"]["name"])
+            if before is not None and _is_of_another_role(before, obj, self._state.uid):
                 # The role cannot be changed; the next turn makes a new one.
                 yield _remove(before)
                 continue
@@ -316,7 +318,7 @@ class _Decision:
         for pool in self._want.pools:
             workload = puts.get((pool.name, pool.revision)) or self._as_it_is(pool)
             if workload is not None:
-                objects = workload_objects(self._fleet, workload, self._look.site)
+                objects = workload_objects(self._fleet, workload, self._state.placement)
                 yield from self._applied(objects, pool.name)
 
     def _as_it_is(self, pool: PoolWant) -> Workload | None:
@@ -325,27 +327,27 @@ class _Decision:
             return None
         return Workload(pool.name, pool.revision, _replicas(found), pool.template)
 
-    def _leftovers(self, support: Iterable[Obj]) -> Iterator[Remove]:
+    def _leftovers(self, support: Iterable[Obj]) -> Iterator[DeleteObject]:
         """What was made for a pool or a setting that is no more."""
         wanted = {(kind_of(obj), obj["metadata"]["name"]) for obj in support}
         for kind in SUPPORT:
-            for name, obj in self._look.children.get(kind, {}).items():
+            for name, obj in self._state.children.get(kind, {}).items():
                 if (kind, name) not in wanted and self._is_ours(obj):
                     yield _remove(obj)
         pools = {pool.name for pool in self._want.pools}
         busy = pools | {seen.workload.pool for seen in self._seen.workloads}
-        for obj in self._look.children.get(POOL, {}).values():
+        for obj in self._state.children.get(POOL, {}).values():
             if obj["spec"].get("poolName") not in busy and self._is_ours(obj):
                 yield _remove(obj)
         revisions = {(pool.name, pool.revision) for pool in self._want.pools}
         revisions.update(self._workloads.keys())
-        for obj in self._look.children.get(CLAIM_TEMPLATE, {}).values():
+        for obj in self._state.children.get(CLAIM_TEMPLATE, {}).values():
             if key_of(obj) not in revisions and self._is_ours(obj):
                 yield _remove(obj)
 
     def _is_ours(self, obj: Obj) -> bool:
         """Whether we made it for this fleet, and it is not on its way already."""
-        return controller_of(obj) == self._look.uid and not is_leaving(obj)
+        return controller_of(obj) == self._state.uid and not is_leaving(obj)
 
 
 def _is_of_another_role(before: Obj, obj: Obj, uid: str) -> bool:

@@ -10,8 +10,8 @@ from xpyd_operator.controller.decision.errors import Forbidden, KubeError
 from xpyd_operator.controller.decision.kinds import Obj, kind_of
 from xpyd_operator.controller.decision.state import (
     Apply,
-    Look,
-    Remove,
+    DeleteObject,
+    FleetState,
     Scale,
     Write,
     describe,
@@ -48,72 +48,72 @@ def status_of(obj: Obj) -> dict[str, Any]:
     return cast("dict[str, Any]", obj.get("status") or {})
 
 
-def report(look: Look, problems: Sequence[Problem], *, has_key: bool) -> Report:
+def report(state: FleetState, problems: Sequence[Problem], *, has_key: bool) -> Report:
     """The statuses after a turn. `problems`: what the objects do not say themselves."""
-    leaving, reading = is_leaving(look.document), look.reading
-    if not leaving and (reading.fleet is None or reading.complaints):
-        after, pools = _invalid(look), invalid_pool_statuses(look.own)
+    leaving, parsed = is_leaving(state.document), state.parsed
+    if not leaving and (parsed.fleet is None or parsed.mistakes):
+        after, pools = _invalid(state), invalid_pool_statuses(state.own)
     else:
-        after, pools = _obeyed(look, problems, has_key=has_key)
+        after, pools = _obeyed(state, problems, has_key=has_key)
     patches: dict[str, dict[str, Any]] = {}
     # The pools' objects go with the fleet.
-    for obj in () if leaving else cast("tuple[Obj, ...]", look.own.pools):
+    for obj in () if leaving else cast("tuple[Obj, ...]", state.own.pools):
         wanted = pools.get(str(obj["spec"].get("poolName")))
         if wanted is not None and wanted != status_of(obj):
             patches[obj["metadata"]["name"]] = merge_patch(status_of(obj), wanted)
-    return Report(status_of(look.document), after, patches)
+    return Report(status_of(state.document), after, patches)
 
 
-def _invalid(look: Look) -> dict[str, Any]:
+def _invalid(state: FleetState) -> dict[str, Any]:
     return invalid_status(
-        status_of(look.document),
-        look.reading.complaints,
-        seen=look.seen,
-        children=look.own,
-        now=look.now,
-        generation=_generation(look),
-        reason=INVALID if look.reading.fleet is None else INVALID_TEMPLATE,
+        status_of(state.document),
+        state.parsed.mistakes,
+        seen=state.seen,
+        children=state.own,
+        now=state.now,
+        generation=_generation(state),
+        reason=INVALID if state.parsed.fleet is None else INVALID_TEMPLATE,
     )
 
 
 def _obeyed(
-    look: Look, problems: Sequence[Problem], *, has_key: bool
+    state: FleetState, problems: Sequence[Problem], *, has_key: bool
 ) -> tuple[dict[str, Any], Mapping[str, dict[str, Any]]]:
     """The fleet's status and its pools'."""
-    reading, children, seen = look.reading, look.own, look.seen
-    before = status_of(look.document)
-    problems = (*problems, *find_problems(children, look.now))
-    if reading.fleet is None:
+    parsed, children, seen = state.parsed, state.own, state.seen
+    before = status_of(state.document)
+    problems = (*problems, *find_problems(children, state.now))
+    if parsed.fleet is None:
         status = leaving_status(
             before,
             problems,
             seen=seen,
             children=children,
-            now=look.now,
-            generation=_generation(look),
+            now=state.now,
+            generation=_generation(state),
         )
         return status, {}
-    want = replace(reading.want, stopping=is_leaving(look.document))
-    kv = reading.fleet.spec.kv_transfer
-    own_secret = kv_secret_name(reading.fleet.name, look.uid) if has_key else ""
+    want = replace(parsed.want, stopping=is_leaving(state.document))
+    kv = parsed.fleet.spec.kv_transfer
+    own_secret = kv_secret_name(parsed.fleet.name, state.uid) if has_key else ""
     theirs = kv.key_secret_ref.name if kv.key_secret_ref else ""
     status = fleet_status(
-        reading.fleet,
+        parsed.fleet,
         want=want,
         seen=seen,
         children=children,
         problems=problems,
         before=before,
-        now=look.now,
-        generation=_generation(look),
+        now=state.now,
+        generation=_generation(state),
         key_secret=own_secret if kv.has_own_key else theirs,
-        namespace=look.document["metadata"]["namespace"],
+        namespace=state.document["metadata"]["namespace"],
     )
-    return status, pool_statuses(reading.fleet, want=want, seen=seen, children=children)
+    return status, pool_statuses(parsed.fleet, want=want, seen=seen, children=children)
 
 
-def _generation(look: Look) -> int:
-    return int(look.document["metadata"].get("generation") or 0)
+def _generation(state: FleetState) -> int:
+    return int(state.document["metadata"].get("generation") or 0)
 
 
 def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def problem_of(write: Write, error: KubeError) -> Problem:
     match write:
         case Apply(obj):
             name = f"{kind_of(obj).name} {obj['metadata']['name']}"
-        case Scale(kind, name) | Remove(kind, name):
+        case Scale(kind, name) | DeleteObject(kind, name):
             name = f"{kind.name} {name}"
         case _:
             name = describe(write)

@@ -26,7 +26,7 @@ from xpyd_operator.controller.decision.kinds import (
     kind_of,
 )
 from xpyd_operator.document import InferenceFleet, parse_object
-from xpyd_operator.manifests import Settings, Site, model_in_pod, template_problems
+from xpyd_operator.manifests import Placement, Settings, model_in_pod, template_problems
 from xpyd_operator.manifests.names import LABEL_POOL
 from xpyd_operator.plan import FleetSeen, FleetWant, fleet_want
 from xpyd_operator.status import Children, fleet_seen
@@ -58,7 +58,7 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Remove:
+class DeleteObject:
     """Delete exactly the object that was looked at."""
 
     kind: Kind
@@ -68,7 +68,7 @@ class Remove:
 
 
 @dataclass(frozen=True)
-class MakeKey:
+class CreateKey:
     """Create the fleet's KV key, unless its Secret exists."""
 
 
@@ -80,7 +80,7 @@ class SetFinalizers:
     resource_version: str
 
 
-Write = Apply | Scale | Remove | MakeKey | SetFinalizers
+Write = Apply | Scale | DeleteObject | CreateKey | SetFinalizers
 
 Effect = tuple[Kind, str, str]
 """Kind and name of an object, and what became of it."""
@@ -93,7 +93,7 @@ def effect_of(write: Write) -> Effect | None:
             return kind_of(obj), str(obj["metadata"]["name"]), digest
         case Scale(kind, name, replicas):
             return kind, name, f"{replicas} replicas"
-        case Remove(kind, name, uid):
+        case DeleteObject(kind, name, uid):
             return kind, name, f"no {uid}"
         case _:
             return None
@@ -115,15 +115,15 @@ def describe(write: Write) -> str:
             return f"{verb} {obj['kind']} {obj['metadata']['name']}"
         case Scale(kind, name, replicas):
             return f"scale {kind.name} {name} to {replicas}"
-        case Remove(kind, name):
+        case DeleteObject(kind, name):
             return f"delete {kind.name} {name}"
-        case MakeKey():
+        case CreateKey():
             return "create the Secret with the KV key"
         case SetFinalizers(finalizers):
             return f"set finalizers {list(finalizers)}"
 
 
-Place = tuple[Kind, str]
+ObjectRef = tuple[Kind, str]
 """An object of the fleet's namespace."""
 
 SUPPORT = (SERVICE, SERVICE_ACCOUNT, BUDGET, NETWORK_POLICY)
@@ -131,7 +131,7 @@ SUPPORT = (SERVICE, SERVICE_ACCOUNT, BUDGET, NETWORK_POLICY)
 
 
 @dataclass(frozen=True)
-class Reading:
+class ParsedDocument:
     """A document as it was understood. It changes with the object's generation only.
 
     `complaints`: why it cannot be acted on; then `fleet` may be None.
@@ -139,11 +139,11 @@ class Reading:
 
     fleet: InferenceFleet | None
     want: FleetWant
-    complaints: tuple[str, ...] = ()
+    mistakes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Mark:
+class AppliedVersion:
     """An object that was compared with what hashes to `digest`, or that this was applied to.
 
     `contained`: the comparison found all of it. False after an apply, until one was made.
@@ -157,24 +157,26 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Look:
+class FleetState:
     """What a turn sees.
 
     `taken`: names that another's object was found under. `settled`: what was applied or compared
     before, so that neither is done again in vain. `contested`: what somebody undoes as often as it
     is done; it rests for a while.
 
-    `children` is the cache's own: a Look is good until the next await.
+    `children` is the cache's own: a FleetState is good until the next await.
     """
 
     document: Obj
-    reading: Reading
+    parsed: ParsedDocument
     children: Mapping[Kind, Mapping[str, Obj]]
     settings: Settings
     served: frozenset[Kind]
     now: str
-    taken: Mapping[Place, str] = field(default_factory=dict[Place, str])
-    settled: Mapping[Place, Mark] = field(default_factory=dict[Place, Mark])
+    taken: Mapping[ObjectRef, str] = field(default_factory=dict[ObjectRef, str])
+    settled: Mapping[ObjectRef, AppliedVersion] = field(
+        default_factory=dict[ObjectRef, AppliedVersion]
+    )
     contested: frozenset[Effect] = frozenset()
     wants_key: bool = False
 
@@ -184,9 +186,9 @@ class Look:
         return str(self.document["metadata"]["uid"])
 
     @property
-    def site(self) -> Site:
+    def placement(self) -> Placement:
         """For rendering."""
-        return Site(self.document["metadata"]["namespace"], self.uid, self.settings)
+        return Placement(self.document["metadata"]["namespace"], self.uid, self.settings)
 
     @cached_property
     def own(self) -> Children:
@@ -209,7 +211,7 @@ class Look:
         return tuple(obj for obj in found if controller_of(obj) in (None, self.uid))
 
 
-def read(document: Obj, settings: Settings) -> Reading:
+def read(document: Obj, settings: Settings) -> ParsedDocument:
     """Parse the document. Never raises: what cannot be used becomes complaints."""
     name = str(document["metadata"]["name"])
     try:
@@ -217,7 +219,7 @@ def read(document: Obj, settings: Settings) -> Reading:
     except UserError as error:
         # The first line counts them.
         mistakes = tuple(line.strip() for line in str(error).splitlines()[1:])
-        return Reading(None, FleetWant(name, ()), mistakes or (str(error),))
+        return ParsedDocument(None, FleetWant(name, ()), mistakes or (str(error),))
     want = fleet_want(
         fleet,
         model=model_in_pod(fleet),
@@ -226,7 +228,7 @@ def read(document: Obj, settings: Settings) -> Reading:
         image=settings.worker_image,
         router_image=settings.router_image,
     )
-    return Reading(fleet, want, template_problems(fleet))
+    return ParsedDocument(fleet, want, template_problems(fleet))
 
 
 def is_leaving(obj: Obj) -> bool:
@@ -240,10 +242,10 @@ def controller_of(obj: Obj) -> str | None:
     return next((owner["uid"] for owner in owners if owner.get("controller")), None)
 
 
-def mark_of(obj: Obj, digest: str, *, contained: bool = False) -> Mark:
+def applied_version_of(obj: Obj, digest: str, *, contained: bool = False) -> AppliedVersion:
     """The mark of an object as it is."""
     metadata = obj["metadata"]
-    return Mark(
+    return AppliedVersion(
         str(metadata["uid"]),
         str(metadata.get("resourceVersion", "")),
         int(metadata.get("generation") or 0),

@@ -26,14 +26,14 @@ from xpyd_operator.controller.decision.kinds import (
 from xpyd_operator.controller.decision.report import merge_patch, problem_of, report
 from xpyd_operator.controller.decision.state import (
     Apply,
-    Look,
-    MakeKey,
-    Remove,
+    CreateKey,
+    DeleteObject,
+    FleetState,
     Scale,
     SetFinalizers,
     Write,
+    applied_version_of,
     effect_of,
-    mark_of,
     read,
 )
 from xpyd_operator.manifests import Settings
@@ -64,10 +64,10 @@ def document(*, decode: int = 1, **metadata: Any) -> Obj:
     }
 
 
-def look(children: Children | None = None, found: Obj | None = None, **more: Any) -> Look:
+def look(children: Children | None = None, found: Obj | None = None, **more: Any) -> FleetState:
     found = found or document()
     served = more.pop("served", frozenset(ALWAYS))
-    return Look(found, read(found, SETTINGS), children or {}, SETTINGS, served, NOW, **more)
+    return FleetState(found, read(found, SETTINGS), children or {}, SETTINGS, served, NOW, **more)
 
 
 def writes(turn: Turn) -> list[Write]:
@@ -105,7 +105,7 @@ def test_first_comes_the_finalizer_and_nothing_beside_it() -> None:
 def test_a_new_fleet_is_created_in_stages_and_workloads_come_last() -> None:
     turn = decide(look(wants_key=True))
     first, second = turn.stages
-    assert first[0] == MakeKey()
+    assert first[0] == CreateKey()
     assert {w.obj["kind"] for w in first if isinstance(w, Apply)} == {
         "ServiceAccount",
         "Service",
@@ -184,7 +184,7 @@ def test_what_the_server_makes_of_an_apply_is_not_applied_for_ever() -> None:
     (write,) = writes(decide(look(children)))
     assert isinstance(write, Apply)
     place = (DEPLOYMENT, name)
-    applied = {place: mark_of(children[DEPLOYMENT][name], write.hash)}
+    applied = {place: applied_version_of(children[DEPLOYMENT][name], write.hash)}
     # It stays as it was although it was applied; its status goes on changing.
     children[DEPLOYMENT][name] = stored(children[DEPLOYMENT][name], version=99)
     assert writes(decide(look(children, settled=applied))) == []
@@ -232,7 +232,7 @@ def test_a_workload_on_its_way_out_is_not_deleted_again(kind: Kind) -> None:
         obj["metadata"]["deletionTimestamp"] = NOW
     for obj in children[DEPLOYMENT].values():
         obj["spec"]["replicas"] = 0
-    removed = [w for w in writes(decide(look(children, going))) if isinstance(w, Remove)]
+    removed = [w for w in writes(decide(look(children, going))) if isinstance(w, DeleteObject)]
     assert len(removed) == (0 if kind == DEPLOYMENT else 3)
 
 
@@ -284,7 +284,7 @@ def test_old_revisions_are_scaled_with_the_version_that_was_seen_and_then_delete
     for name in (old, other):
         add_pods(children, children[DEPLOYMENT][name])
     turn = decide(look(children, new))
-    assert [w for w in writes(turn) if isinstance(w, Scale | Remove)] == []
+    assert [w for w in writes(turn) if isinstance(w, Scale | DeleteObject)] == []
     for w in writes(turn):
         if isinstance(w, Apply):
             obj = stored(w.obj)
@@ -297,8 +297,8 @@ def test_old_revisions_are_scaled_with_the_version_that_was_seen_and_then_delete
     children[POD] = {}
     for name in (old, other):
         children[DEPLOYMENT][name]["spec"]["replicas"] = 0
-    removed = [w for w in writes(decide(look(children, new))) if isinstance(w, Remove)]
-    assert Remove(DEPLOYMENT, old, f"uid-{old}", "10") in removed
+    removed = [w for w in writes(decide(look(children, new))) if isinstance(w, DeleteObject)]
+    assert DeleteObject(DEPLOYMENT, old, f"uid-{old}", "10") in removed
 
 
 def add_pods(children: Children, deployment: Obj) -> None:
@@ -318,7 +318,7 @@ def add_pods(children: Children, deployment: Obj) -> None:
 def test_a_pool_object_of_another_role_is_made_anew() -> None:
     children = settled()
     children[POOL]["chat-decode"]["spec"]["role"] = "Prefill"
-    assert writes(decide(look(children))) == [Remove(POOL, "chat-decode", "uid-chat-decode")]
+    assert writes(decide(look(children))) == [DeleteObject(POOL, "chat-decode", "uid-chat-decode")]
 
 
 def test_deletion_takes_workloads_down_and_lets_go_when_all_are_gone() -> None:
@@ -349,7 +349,7 @@ def test_an_invalid_document_writes_nothing_and_each_mistake_is_a_complaint() ->
     wrong["spec"] |= {"nonsense": True, "model": {"uri": "x"}}
     found = look(settled(), wrong)
     assert writes(decide(found)) == []
-    uri, field = found.reading.complaints
+    uri, field = found.parsed.mistakes
     assert uri.startswith("spec.model.uri: ")
     assert '"spec.nonsense"' in field
 
@@ -457,4 +457,4 @@ def test_refusals_are_told_by_their_kind() -> None:
     assert "ServiceAccount chat" in found.message
     scale = Scale(DEPLOYMENT, "chat-decode-1", 0, "1")
     assert "Deployment chat-decode-1" in problem_of(scale, Forbidden("no")).message
-    assert "KV key" in problem_of(MakeKey(), Forbidden("no")).message
+    assert "KV key" in problem_of(CreateKey(), Forbidden("no")).message

@@ -15,11 +15,11 @@ from tests.operator.object_samples import (
     golden_file,
     golden_text,
     objects_of,
+    placement_of,
     sample_fleet,
-    site_of,
     workloads_of,
 )
-from xpyd_operator.manifests import Site, kv_secret, workload_objects
+from xpyd_operator.manifests import Placement, kv_secret, workload_objects
 from xpyd_operator.manifests.names import LABEL_FLEET
 
 EVERY = pytest.mark.parametrize("name", NAMES)
@@ -98,7 +98,7 @@ def test_pods_get_no_token_and_may_not_write_to_their_image(name):
 @EVERY
 def test_every_object_is_the_fleets_own_and_can_be_found_by_its_label(name):
     fleet = sample_fleet(name)
-    secret = kv_secret(fleet, site_of(fleet), "00" * 32)
+    secret = kv_secret(fleet, placement_of(fleet), "00" * 32)
     for obj in [*objects_of(fleet), secret]:
         meta = obj["metadata"]
         assert meta["namespace"] == fleet.namespace
@@ -181,7 +181,7 @@ def destroy(part: Any) -> None:
 def test_the_kv_key_is_in_its_secret_alone():
     fleet = sample_fleet("minimal")
     key = "5e" * 32
-    secret = kv_secret(fleet, site_of(fleet), key)
+    secret = kv_secret(fleet, placement_of(fleet), key)
     assert secret["data"] == {"key": "NWU1ZTVl" + secret["data"]["key"][8:]}
     assert key not in json.dumps([secret, *objects_of(fleet)])
 
@@ -189,7 +189,7 @@ def test_the_kv_key_is_in_its_secret_alone():
 @EVERY
 def test_the_place_is_in_the_objects_and_in_no_revision(name):
     fleet = sample_fleet(name)
-    there = Site("elsewhere", "other-uid", SETTINGS)
+    there = Placement("elsewhere", "other-uid", SETTINGS)
     for workload in workloads_of(fleet):
         for obj in workload_objects(fleet, workload, there):
             assert obj["metadata"]["namespace"] == "elsewhere"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.operator.object_samples import FOLDER, SETTINGS, objects_of, site_of, workloads_of
+from tests.operator.object_samples import FOLDER, SETTINGS, objects_of, placement_of, workloads_of
 from xpyd_core.pod_env import rendezvous_port
 from xpyd_operator.document import InferenceFleet, parse_fleet
 from xpyd_operator.manifests import (
@@ -51,7 +51,7 @@ def pod_templates(fleet: InferenceFleet) -> dict[str, list[Any]]:
     for workload in workloads_of(fleet):
         same = replace(workload, revision="00000000", replicas=1)
         found[workload.pool] = [
-            obj["spec"] for obj in workload_objects(fleet, same, site_of(fleet))
+            obj["spec"] for obj in workload_objects(fleet, same, placement_of(fleet))
         ]
     return found
 
@@ -158,8 +158,8 @@ def folders(fleet: InferenceFleet, namespace: str = "ns") -> dict[str, tuple[Any
     """Container of the folder's owner, and what each pool mounts for sockets."""
     found: dict[str, tuple[Any, ...]] = {}
     for workload in workloads_of(fleet):
-        site = replace(site_of(fleet), namespace=namespace)
-        (obj,) = workload_objects(fleet, workload, site)
+        placement = replace(placement_of(fleet), namespace=namespace)
+        (obj,) = workload_objects(fleet, workload, placement)
         spec = obj["spec"]["template"]["spec"]
         volume = next((v["hostPath"] for v in spec["volumes"] if v["name"] == "xpyd-sockets"), None)
         found[workload.pool] = (
@@ -275,7 +275,7 @@ def test_an_instance_has_as_many_pods_as_its_ranks_need(tensor, pipeline, gpus, 
 
 def test_instances_of_several_pods_that_claim_devices_have_both_objects():
     fleet = changed(("spec.pools.1.resources", {"gpus": 4, "deviceClassName": "gpu.example"}))
-    claim, group = workload_objects(fleet, workloads_of(fleet)[2], site_of(fleet))
+    claim, group = workload_objects(fleet, workloads_of(fleet)[2], placement_of(fleet))
     assert (claim["kind"], group["kind"]) == ("ResourceClaimTemplate", "LeaderWorkerSet")
     for part in ("leaderTemplate", "workerTemplate"):
         pod = group["spec"]["leaderWorkerTemplate"][part]["spec"]
@@ -287,7 +287,7 @@ def test_instances_of_several_pods_that_claim_devices_have_both_objects():
 
 def test_a_cpu_instance_asks_for_no_device():
     fleet = changed(("spec.pools.0.resources", {"gpus": 0}), ("spec.pools.0.parallelism", {}))
-    (deployment,) = workload_objects(fleet, workloads_of(fleet)[1], site_of(fleet))
+    (deployment,) = workload_objects(fleet, workloads_of(fleet)[1], placement_of(fleet))
     pod = deployment["spec"]["template"]["spec"]
     assert "resourceClaims" not in pod
     assert "limits" not in pod["containers"][0]["resources"]
@@ -296,9 +296,9 @@ def test_a_cpu_instance_asks_for_no_device():
 def test_the_operators_settings_reach_the_pods():
     fleet = changed(("spec.engine.image", "own:1"))
     settings = replace(SETTINGS, image_pull_policy="Always", image_pull_secrets=())
-    site = replace(site_of(fleet), settings=settings)
+    placement = replace(placement_of(fleet), settings=settings)
     for workload in workloads_of(fleet):
-        text = json.dumps(workload_objects(fleet, workload, site))
+        text = json.dumps(workload_objects(fleet, workload, placement))
         assert '"imagePullPolicy": "Always"' in text
         assert "imagePullSecrets" not in text
         assert f'"image": "{"xpyd-router:1" if workload.pool == "router" else "own:1"}"' in text
@@ -334,17 +334,17 @@ def test_names_and_the_endpoint_are_what_the_pages_say():
 def test_a_pool_object_says_its_bounds_and_what_was_declared():
     fleet = changed()
     prefill, decode = fleet.spec.pools
-    spec = pool_object(fleet, prefill, 5, 2, site_of(fleet))["spec"]
+    spec = pool_object(fleet, prefill, 5, 2, placement_of(fleet))["spec"]
     assert spec == {
         "fleetName": "llama70b", "poolName": "prefill", "role": "Prefill", "replicas": 5,
         "minReplicas": 1, "maxReplicas": 12, "declaredReplicas": 2,
     }  # fmt: skip
-    spec = pool_object(fleet, decode, 0, None, site_of(fleet))["spec"]
+    spec = pool_object(fleet, decode, 0, None, placement_of(fleet))["spec"]
     assert spec == {
         "fleetName": "llama70b", "poolName": "decode", "role": "Decode", "replicas": 0,
         "maxReplicas": 6,
     }  # fmt: skip
-    assert pool_object(fleet, decode, 0, 0, site_of(fleet))["spec"]["declaredReplicas"] == 0
+    assert pool_object(fleet, decode, 0, 0, placement_of(fleet))["spec"]["declaredReplicas"] == 0
 
 
 def test_a_fleet_with_a_key_of_its_own_mounts_that_and_no_other():
@@ -352,15 +352,15 @@ def test_a_fleet_with_a_key_of_its_own_mounts_that_and_no_other():
     assert "llama70b-kv" not in mounted
     assert '"secretName": "kv-key"' in mounted
     fleet = changed(("spec.kvTransfer", {}))
-    secret = kv_secret(fleet, site_of(fleet), "k")["metadata"]["name"]
+    secret = kv_secret(fleet, placement_of(fleet), "k")["metadata"]["name"]
     assert f'"secretName": "{secret}"' in json.dumps(objects_of(fleet))
 
 
 def test_each_fleet_of_a_name_has_a_key_of_its_own():
     """The Secret of a fleet that was deleted a moment ago is on its way."""
-    fleet, site = changed(("spec.kvTransfer", {})), site_of(changed())
-    later = replace(site, uid="6f1c2a3b-0000-4000-8000-000000000000")
-    found = [kv_secret(fleet, s, "k")["metadata"]["name"] for s in (site, later)]
+    fleet, placement = changed(("spec.kvTransfer", {})), placement_of(changed())
+    later = replace(placement, uid="6f1c2a3b-0000-4000-8000-000000000000")
+    found = [kv_secret(fleet, s, "k")["metadata"]["name"] for s in (placement, later)]
     assert found[0] != found[1]
     assert found[1] == "llama70b-kv-6f1c2a3b"
 

@@ -22,7 +22,7 @@ from tests.operator.kube_operating import (
     run,
     still,
 )
-from xpyd_operator.controller.decision import memory
+from xpyd_operator.controller.decision import history
 from xpyd_operator.controller.decision.kinds import (
     BUDGET,
     DEPLOYMENT,
@@ -263,7 +263,7 @@ def test_deleted_and_changed_children_are_as_they_should_be_again() -> None:
 def test_who_changes_an_object_back_each_time_gets_a_rest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(memory, "CONTESTED_WRITES", 3)
+    monkeypatch.setattr(history, "CONTESTED_WRITES", 3)
 
     async def test(api: FakeApi) -> None:
         api.add(fleet())
@@ -272,7 +272,7 @@ def test_who_changes_an_object_back_each_time_gets_a_rest(
                 api.change(SERVICE, "ns", "chat-router", {"spec": {"type": "NodePort"}})
                 await still_or(api, 0.4)
             applies = sum(c.path.endswith("services/chat-router") for c in api.writes)
-            assert applies <= 1 + memory.CONTESTED_WRITES
+            assert applies <= 1 + history.CONTESTED_WRITES
 
     run(test)
 
@@ -349,7 +349,7 @@ def test_a_fleet_that_was_deleted_while_nobody_watched_is_taken_down() -> None:
 def test_a_name_that_another_holds_is_left_alone_and_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(memory, "TAKEN_S", 0.5)
+    monkeypatch.setattr(history, "TAKEN_S", 0.5)
 
     async def test(api: FakeApi) -> None:
         api.add(fleet())

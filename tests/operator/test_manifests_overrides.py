@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.operator.object_samples import site_of, workloads_of
+from tests.operator.object_samples import placement_of, workloads_of
 from xpyd_operator.document import InferenceFleet, parse_fleet
 from xpyd_operator.manifests import template_problems, uses_host_path, workload_objects
 
@@ -42,7 +42,8 @@ def pods(fleet: InferenceFleet) -> dict[str, dict[str, Any]]:
     assert template_problems(fleet) == ()
     found = [replace(w, revision="00000000") for w in workloads_of(fleet)]
     return {
-        w.pool: workload_objects(fleet, w, site_of(fleet))[-1]["spec"]["template"] for w in found
+        w.pool: workload_objects(fleet, w, placement_of(fleet))[-1]["spec"]["template"]
+        for w in found
     }
 
 
@@ -159,7 +160,7 @@ def test_every_pod_of_a_group_gets_the_pools_template():
         update={"parallelism": pool.parallelism.model_copy(update={"pipeline": 2})}
     )
     fleet = document.model_copy(update={"spec": document.spec.model_copy(update={"pools": (two,)})})
-    group = workload_objects(fleet, workloads_of(fleet)[1], site_of(fleet))[-1]
+    group = workload_objects(fleet, workloads_of(fleet)[1], placement_of(fleet))[-1]
     templates = group["spec"]["leaderWorkerTemplate"]
     for part in ("leaderTemplate", "workerTemplate"):
         assert templates[part]["spec"]["nodeSelector"] == {"a": "b"}

@@ -14,10 +14,10 @@ from typing import Any, cast
 
 from xpyd_operator.controller.decision.kinds import Obj
 from xpyd_operator.controller.decision.state import (
+    AppliedVersion,
     Effect,
-    Mark,
-    Place,
-    Reading,
+    ObjectRef,
+    ParsedDocument,
     Write,
     effect_of,
     read,
@@ -125,37 +125,37 @@ CONTESTED_S = 60.0
 A pool that is scaled up and down by turns comes nowhere near."""
 
 
-class Memory:
+class FleetHistory:
     """One fleet's. Owned by the turn that runs."""
 
     def __init__(self, now: float) -> None:
         self.pace = StatusPace(now)
         self.told = RecentEvents()
-        self.settled: dict[Place, Mark] = {}
-        self._reading: tuple[str, int, Reading] | None = None
-        self._taken: dict[Place, tuple[float, str]] = {}
+        self.settled: dict[ObjectRef, AppliedVersion] = {}
+        self._parsed: tuple[str, int, ParsedDocument] | None = None
+        self._taken: dict[ObjectRef, tuple[float, str]] = {}
         self._done: dict[Effect, deque[float]] = {}
         self._key_tried_at: float | None = None
         self._turns_moved = 0
 
-    def read(self, document: Obj, settings: Settings) -> Reading:
-        """The document's reading, made once for each generation."""
+    def read(self, document: Obj, settings: Settings) -> ParsedDocument:
+        """The document's parsed, made once for each generation."""
         metadata = document["metadata"]
         uid, generation = str(metadata["uid"]), int(metadata.get("generation") or 0)
-        if self._reading is None or self._reading[:2] != (uid, generation):
-            if self._reading is not None and self._reading[0] != uid:
+        if self._parsed is None or self._parsed[:2] != (uid, generation):
+            if self._parsed is not None and self._parsed[0] != uid:
                 # Another fleet of the same name.
                 self.settled.clear()
                 self._key_tried_at = None
-            self._reading = (uid, generation, read(document, settings))
-        return self._reading[2]
+            self._parsed = (uid, generation, read(document, settings))
+        return self._parsed[2]
 
-    def taken(self, now: float) -> Mapping[Place, str]:
+    def taken(self, now: float) -> Mapping[ObjectRef, str]:
         """Names that were found in other hands not long ago."""
         self._taken = {p: item for p, item in self._taken.items() if now - item[0] < TAKEN_S}
         return {place: text for place, (_, text) in self._taken.items()}
 
-    def found_taken(self, place: Place, holder: str, now: float) -> None:
+    def found_taken(self, place: ObjectRef, holder: str, now: float) -> None:
         """A name is in other hands."""
         self._taken[place] = (now, holder)
 
@@ -182,7 +182,7 @@ class Memory:
         self._turns_moved = self._turns_moved + 1 if moved else 0
         return self._turns_moved > MOST_MOVED
 
-    def forget_old(self, present: frozenset[Place], now: float) -> None:
+    def forget_old(self, present: frozenset[ObjectRef], now: float) -> None:
         """Keep only what concerns objects that are there, and writes of late."""
         self.settled = {p: mark for p, mark in self.settled.items() if p in present}
         self._done = {e: times for e, times in self._done.items() if now - times[-1] < CONTESTED_S}
@@ -195,11 +195,13 @@ class Memory:
         """Whether the KV key's Secret, `own`, was made once."""
         return self._key_tried_at is not None or status.get("kvKeySecret") == own
 
-    def wants_key(self, reading: Reading, uid: str, status: Mapping[str, Any], now: float) -> bool:
+    def wants_key(
+        self, parsed: ParsedDocument, uid: str, status: Mapping[str, Any], now: float
+    ) -> bool:
         """Whether to try to create it: at first, and when pods cannot mount their volumes."""
-        if reading.fleet is None or not reading.fleet.spec.kv_transfer.has_own_key:
+        if parsed.fleet is None or not parsed.fleet.spec.kv_transfer.has_own_key:
             return False
-        own = kv_secret_name(reading.fleet.name, uid)
+        own = kv_secret_name(parsed.fleet.name, uid)
         if not self.has_key(status, own):
             return True
         if self._key_tried_at is not None and now - self._key_tried_at < KEY_RETRY_S:

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from xpyd_operator.controller.decision.kinds import POD
-from xpyd_operator.controller.watch import Relay, listed
+from xpyd_operator.controller.watch import WatchBody, listed
 
 GONE = {"type": "ERROR", "object": {"kind": "Status", "code": 410}}
 
@@ -47,7 +47,7 @@ def relay(*pieces: bytes) -> tuple[list[tuple[str, str]], list[list[dict[str, An
         heard.append((change, obj["metadata"]["resourceVersion"]))
 
     async def run() -> list[list[dict[str, Any]]]:
-        stream = Relay(POD, cast("aiohttp.StreamReader", Content(pieces)), hear)
+        stream = WatchBody(POD, cast("aiohttp.StreamReader", Content(pieces)), hear)
         got = [piece async for piece in stream.iter_chunked(1024)]
         return [[json.loads(one) for one in piece.splitlines()] for piece in got]
 
@@ -96,7 +96,7 @@ def test_nothing_is_passed_for_a_piece_without_a_whole_line() -> None:
 
 
 def test_all_else_of_a_body_is_the_streams_own() -> None:
-    stream = Relay(POD, cast("aiohttp.StreamReader", Content(())), lambda change, obj: None)
+    stream = WatchBody(POD, cast("aiohttp.StreamReader", Content(())), lambda change, obj: None)
     assert cast("Any", stream).total_bytes == 7
 
 

@@ -15,7 +15,7 @@ import pytest
 from xpyd_core.errors import UserError
 from xpyd_operator.up import control
 from xpyd_operator.up.client import FleetFailed, scale, show_logs, show_status, take_fleet_down
-from xpyd_operator.up.state import FleetRecord, PodRecord, ProcessId, claim_addresses, identify
+from xpyd_operator.up.folder import FleetRecord, PodRecord, ProcessId, claim_addresses, identify
 
 # Test folders are no packages: pytest's importlib mode puts this one on no path by itself.
 sys.path.insert(0, os.path.dirname(__file__))

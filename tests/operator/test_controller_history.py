@@ -6,25 +6,25 @@ from typing import Any, cast
 
 import pytest
 
-from tests.operator.test_kube_turn import SETTINGS, document, stored
-from xpyd_operator.controller.decision.kinds import (
-    DEPLOYMENT,
-    SERVICE,
-)
-from xpyd_operator.controller.decision.memory import (
+from tests.operator.test_controller_turn import SETTINGS, document, stored
+from xpyd_operator.controller.decision.history import (
     CONTESTED_S,
     CONTESTED_WRITES,
     TAKEN_S,
-    Memory,
+    FleetHistory,
     RecentEvents,
     StatusPace,
     is_urgent,
 )
+from xpyd_operator.controller.decision.kinds import (
+    DEPLOYMENT,
+    SERVICE,
+)
 from xpyd_operator.controller.decision.state import (
+    AppliedVersion,
     Apply,
-    Mark,
-    Place,
-    Remove,
+    DeleteObject,
+    ObjectRef,
     Scale,
     Write,
     effect_of,
@@ -96,26 +96,26 @@ def test_an_event_is_told_once_a_minute_and_a_flood_is_cut() -> None:
 
 
 def test_what_is_remembered_ends_with_the_objects_and_with_the_fleet() -> None:
-    memory, place = Memory(0.0), cast("Place", (SERVICE, "chat-router"))
-    memory.read(document(), SETTINGS)
-    mark = Mark("u", "1", 0, "digest")
-    memory.settled[place] = mark
-    memory.tried_key(0.0)
-    memory.read(document(generation=2), SETTINGS)
-    assert memory.settled == {place: mark}
-    memory.read(document(uid="another"), SETTINGS)
-    assert memory.settled == {}
-    assert not memory.has_key({}, "own")
-    memory.settled[place] = mark
-    memory.forget_old(frozenset(), 0.0)
-    assert memory.settled == {}
+    history, place = FleetHistory(0.0), cast("ObjectRef", (SERVICE, "chat-router"))
+    history.read(document(), SETTINGS)
+    mark = AppliedVersion("u", "1", 0, "digest")
+    history.settled[place] = mark
+    history.tried_key(0.0)
+    history.read(document(generation=2), SETTINGS)
+    assert history.settled == {place: mark}
+    history.read(document(uid="another"), SETTINGS)
+    assert history.settled == {}
+    assert not history.has_key({}, "own")
+    history.settled[place] = mark
+    history.forget_old(frozenset(), 0.0)
+    assert history.settled == {}
 
 
 def test_a_document_is_read_once_for_each_generation() -> None:
-    memory = Memory(0.0)
-    first = memory.read(document(), SETTINGS)
-    assert memory.read(document(), SETTINGS) is first
-    assert memory.read(document(generation=2), SETTINGS) is not first
+    history = FleetHistory(0.0)
+    first = history.read(document(), SETTINGS)
+    assert history.read(document(), SETTINGS) is first
+    assert history.read(document(generation=2), SETTINGS) is not first
 
 
 @pytest.mark.parametrize(
@@ -123,29 +123,29 @@ def test_a_document_is_read_once_for_each_generation() -> None:
     [
         Apply(stored(document()), "digest"),
         Scale(DEPLOYMENT, "chat-decode-1", 0, "1"),
-        Remove(SERVICE, "chat-router", "uid"),
+        DeleteObject(SERVICE, "chat-router", "uid"),
     ],
 )
 def test_what_was_done_too_often_is_contested_for_a_while(write: Write) -> None:
-    memory = Memory(0.0)
+    history = FleetHistory(0.0)
     for _ in range(CONTESTED_WRITES):
-        assert memory.contested(0.0) == frozenset()
-        memory.wrote(write, 0.0)
-    assert memory.contested(0.0) == {effect_of(write)}
-    memory.forget_old(frozenset(), CONTESTED_S - 1)
-    assert memory.contested(CONTESTED_S - 1) == {effect_of(write)}
-    assert memory.contested(CONTESTED_S) == frozenset()
+        assert history.contested(0.0) == frozenset()
+        history.wrote(write, 0.0)
+    assert history.contested(0.0) == {effect_of(write)}
+    history.forget_old(frozenset(), CONTESTED_S - 1)
+    assert history.contested(CONTESTED_S - 1) == {effect_of(write)}
+    assert history.contested(CONTESTED_S) == frozenset()
 
 
 def test_a_taken_name_is_tried_again_after_a_while() -> None:
-    memory, place = Memory(0.0), cast("Place", (SERVICE, "chat-router"))
-    memory.found_taken(place, "someone", 0.0)
-    assert memory.taken(TAKEN_S - 1) == {place: "someone"}
-    assert memory.taken(TAKEN_S) == {}
+    history, place = FleetHistory(0.0), cast("ObjectRef", (SERVICE, "chat-router"))
+    history.found_taken(place, "someone", 0.0)
+    assert history.taken(TAKEN_S - 1) == {place: "someone"}
+    assert history.taken(TAKEN_S) == {}
 
 
 def test_the_key_is_wanted_once_and_again_when_pods_cannot_mount_it() -> None:
-    memory, reading = Memory(0.0), read(document(), SETTINGS)
+    history, reading = FleetHistory(0.0), read(document(), SETTINGS)
     stuck = {
         "kvKeySecret": "chat-kv-u",
         "conditions": [{"type": "Degraded", "reason": "VolumesNotMounted"}],
@@ -156,14 +156,14 @@ def test_the_key_is_wanted_once_and_again_when_pods_cannot_mount_it() -> None:
             {"reason": "ImagePullBackOff", "message": "...; node n may lack Secret chat-kv-u or"}
         ],
     }
-    assert memory.wants_key(reading, "u", {}, 0.0)
-    assert memory.wants_key(reading, "u", hidden, 0.0)
-    assert not memory.wants_key(reading, "u", {"kvKeySecret": "chat-kv-u"}, 0.0)
-    assert memory.wants_key(reading, "u", stuck, 0.0)
-    memory.tried_key(0.0)
-    assert not memory.wants_key(reading, "u", stuck, 59.0)
-    assert memory.wants_key(reading, "u", stuck, 61.0)
+    assert history.wants_key(reading, "u", {}, 0.0)
+    assert history.wants_key(reading, "u", hidden, 0.0)
+    assert not history.wants_key(reading, "u", {"kvKeySecret": "chat-kv-u"}, 0.0)
+    assert history.wants_key(reading, "u", stuck, 0.0)
+    history.tried_key(0.0)
+    assert not history.wants_key(reading, "u", stuck, 59.0)
+    assert history.wants_key(reading, "u", stuck, 61.0)
     own = document()
     for kv in ({"keySecretRef": {"name": "mine", "key": "k"}}, {"insecure": True}):
         own["spec"]["kvTransfer"] = kv
-        assert not memory.wants_key(read(own, SETTINGS), "u", {}, 0.0)
+        assert not history.wants_key(read(own, SETTINGS), "u", {}, 0.0)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.operator.observed_cluster import EXAMPLE, rfc3339
-from tests.operator.test_observe_children import group_pod, group_set
+from tests.operator.test_status_children import group_pod, group_set
 from xpyd_operator.controller.decision.kinds import POD, trim
 from xpyd_operator.document import InferenceFleet, load_fleet
 from xpyd_operator.manifests import model_in_pod

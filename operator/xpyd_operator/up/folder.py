@@ -129,7 +129,7 @@ def state_root(environ: Mapping[str, str] | None = None) -> Path:
 
 
 @dataclass(frozen=True)
-class FleetState:
+class FleetFolder:
     """The folder of one fleet."""
 
     folder: Path
@@ -227,15 +227,15 @@ class FleetState:
         return tuple(pod for pod in record.pods if pod.process.is_alive())
 
 
-def find_fleets(root: Path) -> list[FleetState]:
+def find_fleets(root: Path) -> list[FleetFolder]:
     """Fleets that run, or of which processes are left, sorted by name."""
     if not root.is_dir():
         return []
-    found = (FleetState(folder) for folder in sorted(root.glob("[!.]*/")))
+    found = (FleetFolder(folder) for folder in sorted(root.glob("[!.]*/")))
     return [state for state in found if state.is_supervised() or state.orphans()]
 
 
-def find_fleet(root: Path, name: str | None) -> FleetState:
+def find_fleet(root: Path, name: str | None) -> FleetFolder:
     """The named fleet, or the only one; UserError says which there are."""
     running = find_fleets(root)
     names = ", ".join(state.fleet for state in running)
