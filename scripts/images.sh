@@ -15,7 +15,7 @@ build (the default) makes the images; push pushes those that were made with the 
   TAG=0.2.0               default: the project's version
   REGISTRY=host/path      in front of the names, e.g. registry.example.com/llm; needed by push
   VARIANT=cuda|cpu        of the worker's torch; default: cuda. cpu tags the worker TAG-cpu
-  BASE=image              with Python 3.11 and its venv module; default: as in the Dockerfiles
+  BASE=image              with Python 3.11 and its venv module; default: as in the Dockerfile
   INDEX=URL               where packages come from; default: https://pypi.org/simple
   TORCH_INDEX=URL         where VARIANT=cpu finds torch;
                           default: https://download.pytorch.org/whl/cpu
@@ -87,23 +87,14 @@ find_builder() {
   esac
 }
 
-# The base is fetched first: a registry that does not answer is said at once, and by its name.
+# The base is fetched first, so that a registry that does not answer is named at once.
 fetch_base() {
-  local name base
-  for name in "${names[@]}"; do
-    base=${BASE:-$(sed -n 's/^ARG BASE=//p' "$(dockerfile "$name")")}
-    "$BUILDER" inspect --type image "$base" > /dev/null 2>&1 && continue
-    say "fetching the base $base"
-    "$BUILDER" pull --quiet "$base" > /dev/null \
-      || fail "the base $base is neither here nor can it be fetched; BASE=... names another"
-  done
-}
-
-dockerfile() {
-  case $1 in
-    worker) echo worker_image/Dockerfile ;;
-    *) echo "$1/Dockerfile" ;;
-  esac
+  local base
+  base=${BASE:-$(sed -n 's/^ARG BASE=//p' Dockerfile)}
+  "$BUILDER" inspect --type image "$base" > /dev/null 2>&1 && return
+  say "fetching the base $base"
+  "$BUILDER" pull --quiet "$base" > /dev/null \
+    || fail "the base $base is neither here nor can it be fetched; BASE=... names another"
 }
 
 image_name() {
@@ -114,7 +105,7 @@ image_name() {
 
 build_one() {
   local name=$1 options=()
-  options+=(--file "$(dockerfile "$name")" --tag "$(image_name "$name")")
+  options+=(--file Dockerfile --target "$name" --tag "$(image_name "$name")")
   options+=(--build-arg "VERSION=$version" --build-arg "REVISION=$revision")
   if [ -n "$BASE" ]; then options+=(--build-arg "BASE=$BASE"); fi
   if [ -n "$INDEX" ]; then options+=(--build-arg "INDEX=$INDEX"); fi

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.images.build import (
-    DOCKERFILES,
     ENVIRONMENT_PATH,
+    TARGETS,
     default_cache,
     ensure_images,
     worker_test_template,
@@ -41,7 +41,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Generator[dict[str, Imag
         skip_for(str(error))
         raise
     folder = tmp_path_factory.mktemp("images")
-    yield {name: unpack(archives[name], folder / name) for name in DOCKERFILES}
+    yield {name: unpack(archives[name], folder / name) for name in TARGETS}
     shutil.rmtree(folder)  # 700 MB, which pytest would keep for three runs
 
 
@@ -49,7 +49,7 @@ def _run(argv: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
 
 
-@pytest.mark.parametrize("name", DOCKERFILES)
+@pytest.mark.parametrize("name", TARGETS)
 def test_an_image_says_who_runs_what(images: dict[str, Image], name: str) -> None:
     config = images[name].config
     assert config["User"] == "10001:10001"
@@ -61,7 +61,7 @@ def test_an_image_says_who_runs_what(images: dict[str, Image], name: str) -> Non
     assert shown.stdout == f"xpyd {labels['org.opencontainers.image.version']}\n", shown.stderr
 
 
-@pytest.mark.parametrize("name", DOCKERFILES)
+@pytest.mark.parametrize("name", TARGETS)
 def test_an_image_runs_its_program_on_a_read_only_root(images: dict[str, Image], name: str) -> None:
     mounts = LIBRARIES if name == "worker" else {}
     done = _run(images[name].argv(name, "--help", mounts=mounts))
@@ -73,7 +73,7 @@ def test_an_image_runs_its_program_on_a_read_only_root(images: dict[str, Image],
     assert _run(python).stdout == "10001 10001 False\n"
 
 
-@pytest.mark.parametrize("name", DOCKERFILES)
+@pytest.mark.parametrize("name", TARGETS)
 def test_an_image_holds_no_build_tools_and_no_trace_of_the_build(
     images: dict[str, Image], name: str
 ) -> None:
@@ -88,7 +88,7 @@ def test_an_image_holds_no_build_tools_and_no_trace_of_the_build(
     assert installed["url"].startswith("file:///wheel/")
 
 
-@pytest.mark.parametrize("name", DOCKERFILES)
+@pytest.mark.parametrize("name", TARGETS)
 def test_all_modules_of_xpyd_come_with_bytecode(images: dict[str, Image], name: str) -> None:
     # On a read-only root nothing could be compiled once for all starts.
     packages = next((images[name].root / "opt/xpyd/lib").glob("python3.*/site-packages"))

@@ -60,8 +60,8 @@ def test_it_builds_the_three_images_with_the_projects_version(machine: Machine) 
     assert done.returncode == 0, done.stderr
     builds = machine.calls("build")
     assert _tags(builds) == [f"xpyd-{n}:{VERSION}" for n in ("operator", "router", "worker")]
-    for build, file in zip(builds, ("operator", "router", "worker_image"), strict=True):
-        assert f"--file {file}/Dockerfile" in build
+    for build, target in zip(builds, ("operator", "router", "worker"), strict=True):
+        assert f"--file Dockerfile --target {target} " in build
         assert f"--build-arg VERSION={VERSION}" in build
         assert "TORCH_INDEX" not in build
         assert "BASE=" not in build

@@ -15,7 +15,7 @@ from tests.cluster.harness.packages import install
 from tests.cluster.images.build import default_cache
 from tests.cluster.images.store import NEEDS, Store, make_store
 from tests.cluster.needs import skip_for
-from tests.images.dockerfiles import read
+from tests.images.dockerfile import read
 from tests.images.registry import serve
 
 pytestmark = pytest.mark.cluster
@@ -48,9 +48,9 @@ def test_pushed_images_arrive_in_the_registry(store: Store, tmp_path: Path) -> N
 
 
 def _commands_of_the_dependencies(environment: Path, index: Path) -> list[list[str]]:
-    """The two `uv pip install` of the worker's Dockerfile, for a machine instead of an image."""
-    stages = read((ROOT / "worker_image/Dockerfile").read_text())[1]
-    (stage,) = (stage for stage in stages if stage.name == "dependencies")
+    """The two `uv pip install` of the worker's dependencies, for a machine instead of an image."""
+    stages = read((ROOT / "Dockerfile").read_text())[1]
+    (stage,) = (stage for stage in stages if stage.name == "worker-dependencies")
     commands = re.findall(r"uv pip install [^;&]*", stage.of("RUN")[0])
     replaced = [
         c.replace("/opt/xpyd/bin/python", str(environment / "bin/python"))

@@ -1,4 +1,4 @@
-"""The images that the test cluster runs, built from the tree's Dockerfiles by scripts/images.sh.
+"""The images that the test cluster runs, built from the tree's Dockerfile by scripts/images.sh.
 
 `ensure_images` gives an archive for each, for `Cluster.load_image`. Operator and router are built
 as a user builds them, on another base (store.py). The worker's image is built so too, but for its
@@ -51,11 +51,8 @@ ENVIRONMENT_PATH = "/opt/xpyd-env"
 
 _ENVIRONMENT = Path(__file__).with_name("environment.Dockerfile")
 _ENVIRONMENT_IMAGE = f"{REGISTRY}/xpyd-test-environment:{TAG}"
-DOCKERFILES = {
-    "operator": Path("operator/Dockerfile"),
-    "router": Path("router/Dockerfile"),
-    "worker": Path("worker_image/Dockerfile"),
-}
+TARGETS = ("operator", "router", "worker")
+"""Of the Dockerfile: one image each."""
 _FOLDERS = (
     "core",
     "kv_transfer",
@@ -67,6 +64,7 @@ _FOLDERS = (
 )
 FILES = (
     ".dockerignore",
+    "Dockerfile",
     "LICENSE",
     "README.md",
     "constraints.txt",
@@ -84,7 +82,7 @@ def ensure_images(cache: Path) -> dict[str, Path]:
     _check_python()
     cache.mkdir(parents=True, exist_ok=True)
     with _locked(cache / "lock"):
-        archives = {name: cache / f"{name}-{image_key(name)}.tar" for name in DOCKERFILES}
+        archives = {name: cache / f"{name}-{image_key(name)}.tar" for name in TARGETS}
         missing = [name for name, archive in archives.items() if not archive.is_file()]
         if missing:
             store = open_store(cache)
@@ -133,14 +131,14 @@ def _check_python() -> None:
 
 
 def _sources(name: str, root: Path) -> list[Path]:
-    found = [root / DOCKERFILES[name], root / "scripts/images.sh", *(root / f for f in FILES)]
+    found = [root / "scripts/images.sh", *(root / f for f in FILES)]
     if name == "worker":
         found.append(root / _ENVIRONMENT.relative_to(ROOT))
     for folder in _FOLDERS:
         found += [
             path
             for path in sorted((root / folder).rglob("*"))
-            if path.suffix not in (".pyc", ".so") and path.name != "Dockerfile" and path.is_file()
+            if path.suffix not in (".pyc", ".so") and path.is_file()
         ]
     return found
 
@@ -178,7 +176,8 @@ def _use_machines_libraries(store: Store) -> str:
     store.run([*command, "--file", _ENVIRONMENT, "--tag", _ENVIRONMENT_IMAGE, _ENVIRONMENT.parent])
     # Debian's packages may be out of reach here.
     without_compiler = "--build-arg COMPILER="
-    return f"--build-context dependencies=container-image://{_ENVIRONMENT_IMAGE} {without_compiler}"
+    environment = f"worker-dependencies=container-image://{_ENVIRONMENT_IMAGE}"
+    return f"--build-context {environment} {without_compiler}"
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import pytest
 
 from tests.cluster.fleetkit import load_images
 from tests.cluster.harness import Cluster, wait_for
-from tests.cluster.images.build import DOCKERFILES, IMAGES, worker_test_template
+from tests.cluster.images.build import IMAGES, TARGETS, worker_test_template
 
 _RESTRICTED = {
     "runAsNonRoot": True,
@@ -65,7 +65,7 @@ def node(node_cluster: Cluster) -> Cluster:
 def test_the_images_run_as_restricted_pods(node: Cluster, namespace: str) -> None:
     level = "pod-security.kubernetes.io/enforce=restricted"
     node.kubectl("label", "namespace", namespace, level)
-    for name in DOCKERFILES:
+    for name in TARGETS:
         pod = _pod(name, IMAGES[name], args=["version"])
         assert _output(node, namespace, pod).startswith("xpyd ")
 

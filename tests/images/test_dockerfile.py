@@ -1,27 +1,27 @@
-"""The Dockerfiles keep to the rules of dockerfiles.py, and the rules find what breaks them."""
+"""The Dockerfile keeps to the rules of dockerfile.py, and the rules find what breaks them."""
 
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.images.build import DOCKERFILES, FILES, image_key
-from tests.images.dockerfiles import problems, read
+from tests.cluster.images.build import FILES, TARGETS, image_key
+from tests.images.dockerfile import chain, problems, read
 
 ROOT = Path(__file__).parents[2]
-TEXTS = {name: (ROOT / path).read_text() for name, path in DOCKERFILES.items()}
+TEXT = (ROOT / "Dockerfile").read_text()
+STAGES = {stage.name: stage for stage in read(TEXT)[1]}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_every_dockerfile_keeps_to_the_rules(name: str) -> None:
-    assert problems(TEXTS[name]) == []
+def test_the_dockerfile_keeps_to_the_rules() -> None:
+    assert problems(TEXT, TARGETS) == []
 
 
 BREAKS = {
     "a base of any version": (":3.11.14-slim-bookworm", ":3.11-slim", "exact version"),
     "a base without a tag": (":3.11.14-slim-bookworm", "", "exact version"),
-    "a stage from elsewhere": ("FROM ${BASE}\n", "FROM debian:12.1.0\n", "FROM debian"),
+    "a stage from elsewhere": ("FROM ${BASE} AS base", "FROM debian:12.1.0 AS base", "FROM debian"),
     "root": ("USER 10001:10001", "USER 0:0", "USER"),
     "a user by name": ("USER 10001:10001", "USER xpyd", "USER"),
     "no user": ("USER 10001:10001\n", "", "USER"),
@@ -40,9 +40,10 @@ BREAKS = {
 @pytest.mark.parametrize("case", BREAKS)
 def test_what_breaks_a_rule_is_found(case: str) -> None:
     good, bad, message = BREAKS[case]
-    text = TEXTS["router"].replace(good, bad)
-    assert text != TEXTS["router"]
-    assert any(message in problem for problem in problems(text)), problems(text)
+    text = TEXT.replace(good, bad)
+    assert text != TEXT
+    found = problems(text, ["router"])
+    assert any(message in problem for problem in found), found
 
 
 @pytest.mark.parametrize(
@@ -53,37 +54,51 @@ def test_what_breaks_a_rule_is_found(case: str) -> None:
     ],
 )
 def test_a_worker_that_has_more_than_tritons_compiler_is_found(good: str, bad: str) -> None:
-    text = TEXTS["worker"].replace(good, bad)
-    assert text != TEXTS["worker"]
-    assert any("more than triton's compiler" in problem for problem in problems(text))
+    text = TEXT.replace(good, bad)
+    assert text != TEXT
+    assert any("more than triton's compiler" in problem for problem in problems(text, ["worker"]))
+    assert problems(text, ["operator", "router"]) == []
+
+
+def _copied_from(name: str) -> list[str]:
+    return [words.split()[0] for words in STAGES[name].of("COPY") if words.startswith("--from")]
 
 
 def test_the_images_share_the_stages_that_are_not_their_own() -> None:
-    # Equal steps are built once for the three images.
-    stages = {name: {s.name: s for s in read(text)[1]} for name, text in TEXTS.items()}
-    assert stages["operator"]["tools"] == stages["router"]["tools"] == stages["worker"]["tools"]
-    assert stages["operator"]["code"] == stages["router"]["code"]
+    # Equal steps are written and built once for the three images.
+    for name in TARGETS:
+        assert chain([*STAGES.values()], name)[0] is STAGES["base"]
+        code = "worker-code" if name == "worker" else "code"
+        assert _copied_from(name) == [f"--from={name}-dependencies", f"--from={code}"]
+        assert STAGES[f"{name}-dependencies"].base == "requirements"
     # The worker's wheel is compiled for; what is installed is the same otherwise.
-    compiling, *rest = stages["worker"]["code"].of("RUN")
-    assert "${COMPILER}" in compiling
-    assert rest == stages["router"]["code"].of("RUN")
-    assert stages["worker"]["code"].of("COPY") == stages["router"]["code"].of("COPY")
-    assert read(TEXTS["operator"])[0] == read(TEXTS["router"])[0] == read(TEXTS["worker"])[0]
+    assert "${COMPILER}" in STAGES["compiler"].of("RUN")[0]
+    assert STAGES["worker-code"].base == "compiler"
+    assert STAGES["worker-code"].of("COPY") == ["--from=sources /src /src"]
+    assert STAGES["code"].base == "sources"
+    assert STAGES["worker-code"].of("RUN") == STAGES["code"].of("RUN")
+    assert {STAGES[name].base for name in ("requirements", "sources", "compiler")} == {"tools"}
 
 
-@pytest.mark.parametrize("name", TEXTS)
+def test_only_engines_have_a_compiler() -> None:
+    assert [stage.name for stage in chain([*STAGES.values()], "operator")] == ["base", "operator"]
+    assert [stage.name for stage in chain([*STAGES.values()], "router")] == ["base", "router"]
+    assert not any("apt-get" in run for run in STAGES["base"].of("RUN"))
+
+
+@pytest.mark.parametrize("name", TARGETS)
 def test_an_image_installs_its_own_extra(name: str) -> None:
     # The engine sends traces where it is told to; the rest of the extras is for other machines.
     extras = [name, "otel"] if name == "worker" else [name]
     wanted = "".join(f" --extra {extra}" for extra in extras)
-    assert f"--requirements pyproject.toml{wanted}\n" in TEXTS[name]
+    (install,) = STAGES[f"{name}-dependencies"].of("RUN")
+    assert install.endswith(f"--requirements pyproject.toml{wanted}")
     assert {*extras} <= PROJECT["project"]["optional-dependencies"].keys()
 
 
 def test_every_package_is_copied_for_the_wheel() -> None:
     packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
-    code = next(stage for stage in read(TEXTS["router"])[1] if stage.name == "code")
-    copied = {words.split()[0] for words in code.of("COPY")}
+    copied = {words.split()[0] for words in STAGES["sources"].of("COPY")}
     assert {package.split("/")[0] for package in packages} <= copied
 
 
@@ -92,11 +107,10 @@ def test_the_build_sees_the_files_it_copies_and_no_others() -> None:
     assert lines[1] == "*"  # behind the comment: nothing that is not named
     allowed = {line[1:].rstrip("/") for line in lines if line.startswith("!")} - {"examples"}
     copied: set[str] = set()
-    for text in TEXTS.values():
-        for stage in read(text)[1]:
-            for words in stage.of("COPY"):
-                if not words.startswith("--from="):
-                    copied |= set(words.split()[:-1])
+    for stage in STAGES.values():
+        for words in stage.of("COPY"):
+            if not words.startswith("--from="):
+                copied |= set(words.split()[:-1])
     assert copied == allowed
     assert all((ROOT / path).exists() for path in copied)
 
@@ -105,7 +119,7 @@ def _tree(folder: Path) -> Path:
     """A small tree with what the images' keys read."""
     for path in FILES:
         (folder / path).write_text(path)
-    for path in (*DOCKERFILES.values(), Path("scripts/images.sh"), Path("core/x/y.py")):
+    for path in (Path("scripts/images.sh"), Path("core/x/y.py")):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(str(path))
     test_image = folder / "tests/cluster/images/environment.Dockerfile"
@@ -120,7 +134,7 @@ def _tree(folder: Path) -> Path:
         ("core/x/y.py", {"operator", "router", "worker"}),
         ("core/x/new.py", {"operator", "router", "worker"}),
         ("constraints.txt", {"operator", "router", "worker"}),
-        ("router/Dockerfile", {"router"}),
+        ("Dockerfile", {"operator", "router", "worker"}),
         ("tests/cluster/images/environment.Dockerfile", {"worker"}),
         ("core/x/y.pyc", set[str]()),
         ("tests/test_x.py", set[str]()),
@@ -131,7 +145,7 @@ def test_a_change_rebuilds_the_test_images_that_hold_it(
     tmp_path: Path, changed: str, rebuilt: set[str]
 ) -> None:
     tree = _tree(tmp_path)
-    before = {name: image_key(name, tree) for name in DOCKERFILES}
+    before = {name: image_key(name, tree) for name in TARGETS}
     (tree / changed).write_text("changed")
-    after = {name: image_key(name, tree) for name in DOCKERFILES}
-    assert {name for name in DOCKERFILES if before[name] != after[name]} == rebuilt
+    after = {name: image_key(name, tree) for name in TARGETS}
+    assert {name for name in TARGETS if before[name] != after[name]} == rebuilt

@@ -1,4 +1,4 @@
-"""What every Dockerfile of the project keeps to, as a checker of its text.
+"""What the Dockerfile of the project keeps to, as a checker of its text.
 
 It reads the few instructions that the project uses, not the whole language. `problems` gives a
 line for each rule that is broken.
@@ -7,7 +7,7 @@ line for each rule that is broken.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 _FETCHES = re.compile(r"\b(pip|uv|apt|apt-get|curl|wget|gcc)\b")
@@ -54,16 +54,24 @@ def read(text: str) -> tuple[list[Instruction], list[Stage]]:
     return head, stages
 
 
-def problems(text: str) -> list[str]:
-    """The rules that this Dockerfile breaks."""
+def chain(stages: list[Stage], name: str) -> list[Stage]:
+    """The stages that the image of this stage consists of, the base's first."""
+    by_name = {stage.name: stage for stage in stages}
+    found: list[Stage] = []
+    while name in by_name:
+        found.insert(0, by_name[name])
+        name = found[0].base
+    return found
+
+
+def problems(text: str, targets: Iterable[str]) -> list[str]:
+    """The rules that this Dockerfile breaks; `targets`: the stages that are images."""
     head, stages = read(text)
-    return [
-        *_base_problems(head, stages),
-        *_build_problems(stages),
-        *_final_problems(stages[-1]),
-        *_runtime_problems(stages),
-        *_secret_problems(head, stages),
-    ]
+    found = [*_base_problems(head, stages), *_build_problems(stages)]
+    for target in targets:
+        found += _final_problems(chain(stages, target))
+        found += _runtime_problems(chain(stages, target))
+    return [*found, *_secret_problems(head, stages)]
 
 
 def _base_problems(head: list[Instruction], stages: list[Stage]) -> Iterator[str]:
@@ -85,9 +93,10 @@ def _build_problems(stages: list[Stage]) -> Iterator[str]:
             for command in run.split("&&"):
                 if "pip install" in command:
                     yield from _install_problems(command)
-    copied = [words for s in stages if s.name == "dependencies" for words in s.of("COPY")]
-    if copied != ["pyproject.toml constraints.txt ./"]:
-        yield "dependencies depend on more than pyproject.toml and constraints.txt"
+    for name in (stage.name for stage in stages if stage.name.endswith("dependencies")):
+        copied = [words for stage in chain(stages, name) for words in stage.of("COPY")]
+        if copied != ["pyproject.toml constraints.txt ./"]:
+            yield f"{name} depend on more than pyproject.toml and constraints.txt"
 
 
 def _install_problems(command: str) -> Iterator[str]:
@@ -100,32 +109,34 @@ def _install_problems(command: str) -> Iterator[str]:
         yield f"versions are left open: {command.strip()[:60]}"
 
 
-def _final_problems(stage: Stage) -> Iterator[str]:
-    users = stage.of("USER")
+def _final_problems(image: list[Stage]) -> Iterator[str]:
+    def of(keyword: str) -> list[str]:
+        return [words for stage in image for words in stage.of(keyword)]
+
+    users = of("USER")
     if not users or not re.fullmatch(r"[1-9]\d*:[1-9]\d*", users[-1]):
         yield "the last USER is no number other than 0"
-    if any(_FETCHES.search(run) for run in stage.of("RUN")):
+    if any(_FETCHES.search(run) for run in image[-1].of("RUN")):
         yield "the image itself installs or fetches something"
-    if stage.of("ENTRYPOINT") != ['["/opt/xpyd/bin/xpyd"]'] or stage.of("CMD"):
+    if of("ENTRYPOINT") != ['["/opt/xpyd/bin/xpyd"]'] or of("CMD"):
         yield "the entrypoint is not xpyd alone, without a shell"
-    labels = " ".join(stage.of("LABEL"))
+    labels = " ".join(of("LABEL"))
     missing = [name for name in LABELS if f"org.opencontainers.image.{name}=" not in labels]
     if missing:
         yield f"labels are missing: {', '.join(missing)}"
 
 
-def _runtime_problems(stages: list[Stage]) -> Iterator[str]:
-    """What the last stage stands on: the base, and for engines on a GPU a compiler, no more."""
-    by_name = {stage.name: stage for stage in stages[:-1]}
-    below = by_name.get(stages[-1].base)
-    while below is not None:
+def _runtime_problems(image: list[Stage]) -> Iterator[str]:
+    """What the last stage stands on: a user, and for engines on a GPU a compiler, no more."""
+    for below in image[:-1]:
         for run in below.of("RUN"):
+            if not _FETCHES.search(run):
+                continue
             installs = re.findall(r"apt-get install ((?:-\S+\s+)*)([^&;|]*)", run)
             rest = re.sub("apt-get|gcc|/var/lib/apt/lists", "", run)
             is_compiler = [what.split() for _, what in installs] == [["gcc", "libc6-dev"]]
             if not is_compiler or _FETCHES.search(rest):
                 yield f"{below.name}: the image installs more than triton's compiler"
-        below = by_name.get(below.base)
 
 
 def _secret_problems(head: list[Instruction], stages: list[Stage]) -> Iterator[str]:
