@@ -366,13 +366,13 @@ def test_the_feed_wakes_nobody_before_it_is_synced() -> None:
     found.expect((FLEET, POD), (None,))
     document = fleet()
     document["metadata"] |= {"uid": "u", "resourceVersion": "1"}
-    found.hear(Listed(FLEET, None, [document], 5, first=True, last=True))
-    found.hear(Present(FLEET, document))
+    found.receive(Listed(FLEET, None, [document], 5, first=True, last=True))
+    found.receive(Present(FLEET, document))
     assert woken == []
     assert found.missing() == ["pods"]
-    found.hear(Listed(POD, None, [], 5, first=True, last=False))
+    found.receive(Listed(POD, None, [], 5, first=True, last=False))
     assert not found.is_synced
-    found.hear(Listed(POD, None, [], 5, first=False, last=True))
+    found.receive(Listed(POD, None, [], 5, first=False, last=True))
     assert found.is_synced
     assert woken == [("chat", False)]
     assert found.listed == {FLEET, POD}
@@ -385,9 +385,9 @@ def test_a_whole_list_does_not_spoil_one_that_comes_in_parts() -> None:
     documents = [fleet(name) for name in ("a", "b")]
     for number, document in enumerate(documents):
         document["metadata"] |= {"uid": f"u{number}", "resourceVersion": "1"}
-    found.hear(Listed(FLEET, None, documents[:1], 5, first=True, last=False))
-    found.hear(Listed(FLEET, None, documents, 6, first=True, last=True))
-    found.hear(Listed(FLEET, None, documents[1:], 5, first=False, last=True))
+    found.receive(Listed(FLEET, None, documents[:1], 5, first=True, last=False))
+    found.receive(Listed(FLEET, None, documents, 6, first=True, last=True))
+    found.receive(Listed(FLEET, None, documents[1:], 5, first=False, last=True))
     assert sorted(key.name for key in cache.documents()) == ["a", "b"]
 
 

@@ -216,7 +216,7 @@ def test_contested_objects_rest() -> None:
     assert turn.recheck_after is not None
     (problem,) = turn.problems
     assert (problem.kind, problem.reason) == ("Degraded", "Contested")
-    assert problem.message.startswith("apply Service chat-router: somebody undoes it")
+    assert problem.message.startswith("apply Service chat-router: another client undoes it")
     # Another document, another apply.
     new = document()
     new["spec"]["router"] = {"service": {"port": 80}}

@@ -16,8 +16,9 @@ import json
 import logging
 import os
 import ssl
+import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -26,10 +27,9 @@ import aiohttp
 from aiohttp.client_middlewares import ClientHandlerType, ClientMiddlewareType
 
 from xpyd_core import __version__
-from xpyd_core.errors import UserError
+from xpyd_core.cli import EXIT_USAGE
+from xpyd_core.errors import UserError, XpydError
 from xpyd_operator.controller.decision.errors import (
-    Conflict,
-    KubeError,
     NotFound,
     Throttled,
     Unavailable,
@@ -77,7 +77,7 @@ async def _from_kubeconfig() -> Login:
 
     found: Any = Configuration()
     load: Any = cast("Any", config).load_kube_config
-    # Said here: the library reads KUBECONFIG when it is imported.
+    # Passed explicitly: the library reads KUBECONFIG when it is imported.
     file = os.environ.get("KUBECONFIG") or str(_KUBECONFIG)
     try:
         await load(config_file=file, client_configuration=found)
@@ -151,13 +151,13 @@ NEVER_CURRENT = "1"
 _ATTEMPT_TIMEOUT_S = 10.0
 _CONNECTIONS = 32
 _BACKOFFS_S = (0.2, 0.5, 1.0, 2.0)
-"""Waits between attempts. What still fails then goes to the fleet's own, longer back-off."""
+"""Waits between attempts. What still fails then gets the fleet's own, longer back-off."""
 _MAX_RETRY_AFTER_S = 5.0
-"""A server that wants more quiet than this gets it from the fleet's back-off."""
+"""A longer Retry-After is left to the fleet's back-off."""
 
 Verb = Literal["get", "list", "create", "apply", "patch", "delete"]
 Count = Callable[[str, str, str], None]
-"""Told of each attempt: verb, resource, HTTP status or "error"."""
+"""Called for each attempt: verb, resource, HTTP status or "error"."""
 
 
 @dataclass(frozen=True)
@@ -332,14 +332,30 @@ class Api:
                 login = await self._find_login()
             except (UserError, OSError) as error:
                 if self._session is None:
-                    raise  # There is no way to any cluster: a person has to be told.
-                # It worked before: the token's file may be in the making.
+                    raise  # There is no access to any cluster: the user must know.
+                # It worked before: the token's file may be about to be replaced.
                 raise Unavailable(f"cannot sign in: {error}") from error
             before, self._server = self._session, login.server
             self._session = open_session(login, connections=_CONNECTIONS)
             if before is not None:
                 await before.close()
             return self._session
+
+
+def run_job(work: Coroutine[Any, Any, None]) -> int:
+    """Run a job of the chart, a program of a few calls; its exit status, the error on stderr."""
+    try:
+        asyncio.run(work)
+    except XpydError as error:
+        sys.stderr.write(f"xpyd: {error}\n")
+        return EXIT_USAGE if isinstance(error, UserError) else 1
+    return 0
+
+
+def say_line(line: str) -> None:
+    """A line of a job's progress, on standard output at once."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def _delay(error: Unavailable, wait_s: float | None) -> float | None:
@@ -364,6 +380,3 @@ def _read(body: bytes) -> Obj:
 
 def _count_nothing(verb: str, resource: str, code: str) -> None:
     """No counters."""
-
-
-__all__ = ["APPLY", "FIELD_MANAGER", "MERGE", "NEVER_CURRENT", "Api", "Conflict", "KubeError"]

@@ -1,8 +1,8 @@
-"""`helm test` runs this in a pod: is xpyd installed so that it works?
+"""`helm test` runs this in a pod: it checks that the operator, its API and a fleet answer.
 
-Three questions, each asked again until it is answered or the time is over: is the operator ready,
-does the API server have xpyd's kinds, and does the router of a given fleet list its models? It
-needs no right but that of every account to see which kinds there are.
+Three checks, each repeated until it succeeds or the time is over: the operator is ready, the API
+server has xpyd's kinds, and the router of a given fleet lists its models. The pod needs no rights
+except that of every account to see which kinds exist.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from typing import cast
 
 import aiohttp
 
-from xpyd_core.cli import EXIT_USAGE
-from xpyd_core.errors import UserError, XpydError
-from xpyd_operator.controller.client import Api, find_login
+from xpyd_core.errors import XpydError
+from xpyd_operator.controller.client import Api, find_login, run_job, say_line
 from xpyd_operator.controller.decision.errors import KubeError
 from xpyd_operator.controller.decision.kinds import FLEET, POOL
 
@@ -33,12 +32,12 @@ Resources = Callable[[str], Awaitable[frozenset[str]]]
 
 
 class NotInstalled(XpydError):
-    """A question had no good answer in time; the text says which and what was answered."""
+    """A check did not succeed in time; the text names it and the last answer."""
 
 
 @dataclass(frozen=True)
 class InstallCheck:
-    """`problem()` asks once; empty: the answer is good. It raises nothing."""
+    """`problem()` runs the check once; empty: it succeeded. It raises nothing."""
 
     text: str
     problem: Callable[[], Awaitable[str]]
@@ -52,7 +51,7 @@ async def wait_for_all(
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> None:
-    """Return when every question has its good answer; NotInstalled after `timeout_s` for all."""
+    """Return when every check has succeeded; NotInstalled after `timeout_s` for all."""
     deadline = now() + timeout_s
     for question in questions:
         while problem := await question.problem():
@@ -63,7 +62,7 @@ async def wait_for_all(
 
 
 class InstallChecks:
-    """The questions, asked over HTTP. Owns its connections; `close` it in the loop of its use."""
+    """The checks, over HTTP. Owns its connections; `close` it in the loop that uses it."""
 
     def __init__(self, resources: Resources) -> None:
         self._resources = resources
@@ -114,8 +113,8 @@ class InstallChecks:
 
 
 def _shown(url: str, status: int, body: str) -> str:
-    said = " ".join(body[:_BODY_SHOWN].split())
-    return f"GET {url}: HTTP {status}: {said}" if status else f"GET {url}: {said}"
+    shown = " ".join(body[:_BODY_SHOWN].split())
+    return f"GET {url}: HTTP {status}: {shown}" if status else f"GET {url}: {shown}"
 
 
 def _lists_a_model(body: str) -> bool:
@@ -127,7 +126,7 @@ def _lists_a_model(body: str) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command of the chart's test pod. Status 1: a question had no good answer."""
+    """The command of the chart's test pod. Status 1: a check did not succeed."""
     parser = argparse.ArgumentParser(
         prog="python -m xpyd_operator.controller.installed",
         description="Check that the operator, its API and, if given, a fleet answer.",
@@ -136,30 +135,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--fleet", default="", help="URL of a fleet's router")
     parser.add_argument("--timeout-seconds", type=float, default=60.0)
     args = parser.parse_args(argv)
-    try:
-        asyncio.run(_run(args.operator, args.fleet, args.timeout_seconds))
-    except UserError as error:
-        sys.stderr.write(f"xpyd: {error}\n")
-        return EXIT_USAGE
-    except NotInstalled as error:
-        sys.stderr.write(f"xpyd: {error}\n")
-        return 1
-    return 0
+    return run_job(_run(args.operator, args.fleet, args.timeout_seconds))
 
 
 async def _run(operator: str, fleet: str, timeout_s: float) -> None:
     api = Api(find_login)
     checks = InstallChecks(api.resources)
     try:
-        await wait_for_all(checks.checks_of(operator, fleet), timeout_s=timeout_s, say=_say)
+        await wait_for_all(checks.checks_of(operator, fleet), timeout_s=timeout_s, say=say_line)
     finally:
         await checks.close()
         await api.close()
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

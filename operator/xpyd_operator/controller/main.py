@@ -75,7 +75,7 @@ class OperatorMetrics:
         self._api_calls.labels(verb, resource, code).inc()
 
     def count_watch_event(self, kind: str) -> None:
-        """A watch told of a change."""
+        """A watch delivered a change."""
         self._watch_events.labels(kind).inc()
 
     def count_dropped_event(self) -> None:
@@ -90,13 +90,13 @@ class OperatorMetrics:
 
 
 Check = Callable[[], list[str]]
-"""What speaks against it; empty: nothing does."""
+"""The reasons against it; empty: none."""
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class ProbeServer:
-    """Answers while the loop turns; that it answers at all is part of being healthy."""
+    """Answers as long as the loop runs; an answer at all is part of being healthy."""
 
     def __init__(self, *, unhealthy: Check, unready: Check, metrics: Callable[[], bytes]) -> None:
         self._unhealthy = unhealthy
@@ -143,9 +143,10 @@ _CRD_POLL_S = 3.0
 _OPTIONAL_POLL_S = 30.0
 """How soon a kind that is installed later is noticed; a call each for two small answers."""
 _RESYNC_SPREAD_S = 0.02
-"""Between two fleets of a resync: five hundred of them take ten seconds, not all the workers."""
+"""Between two fleets of a resync: five hundred fleets take ten seconds and do not take all
+workers."""
 _TURN_TIMEOUT_S = 300.0
-"""Far more than a turn's calls take with all their attempts; a turn that hangs ends."""
+"""Far more than a turn's calls take with all their attempts; it ends a turn that hangs."""
 _STOP_TIMEOUT_S = 5.0
 _POST_TIMEOUT_S = 1.0
 
@@ -167,7 +168,7 @@ def run_operator(config: OperatorConfig) -> int:
     level = logging.getLogger().level
     if level > logging.DEBUG:
         logging.getLogger("kopf").setLevel(max(logging.WARNING, level))
-        # It warns that it leaves the signals alone, as it should.
+        # kopf warns that it does not handle signals, as intended.
         logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)
     asyncio.run(_until_signalled(config))
     return 0
@@ -177,7 +178,7 @@ async def _until_signalled(config: OperatorConfig) -> None:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    # A wrong kubeconfig ends the program here, before anything waits for it.
+    # A wrong kubeconfig ends the program here, before anything waits for a login.
     await find_login()
     await Operator(config).run(stop)
 
@@ -206,7 +207,7 @@ class Operator:
             clock=time.monotonic,
         )
         self._feed = Feed(self._cache, self._wake)
-        self._inbox = Inbox(self._heard)
+        self._inbox = Inbox(self._receive)
         self._watchers: dict[tuple[Kind, ...], Watcher] = {}
         self._watched: set[Kind] = set()
         self._waits_for = "the API server"
@@ -327,14 +328,14 @@ class Operator:
     def _places(self) -> Sequence[str | None]:
         return self._config.namespaces or (None,)
 
-    def _heard(self, message: Message) -> None:
+    def _receive(self, message: Message) -> None:
         match message:
             case Missing(kind):
                 self._unwatch(kind)
             case Unlisted(kind):
                 self._feed.waive(kind)
             case _:
-                self._feed.hear(message)
+                self._feed.receive(message)
 
     def _wake(self, key: FleetKey, urgent: bool) -> None:
         self._queue.wake(key, urgent=urgent)
@@ -356,7 +357,7 @@ class Operator:
                 wait_s = self._queue.failed(key, at_least=error.retry_after_s)
                 logger.warning("%s: %s; again in %g s", key, error, wait_s)
             except Exception:
-                # A worker outlives a fault in one fleet's turn.
+                # A worker survives a fault in one fleet's turn.
                 wait_s = self._queue.failed(key)
                 logger.exception("%s: the turn broke; again in %g s", key, wait_s)
             if self._cache.document(key) is None:
@@ -366,7 +367,7 @@ class Operator:
             self.metrics.reconcile_seconds.observe(time.monotonic() - begun)
 
     async def _resync(self) -> None:
-        """Now and then list everything and look at every fleet: what a watch missed is found."""
+        """List everything and wake every fleet at intervals, to find what a watch missed."""
         while True:
             await asyncio.sleep(self._config.resync_s)
             for kind in sorted(self._watched, key=lambda kind: kind.name):
@@ -385,9 +386,9 @@ class Operator:
             listed(kind, place, page, first=True)
             async for page in self._api.pages(kind, place, selector=selector)
         ]
-        # In one piece: it is not to be mixed with a list that the watch makes at the time.
+        # As one message: it must not mix with a list that the watch makes at the same time.
         objects = [obj for part in parts for obj in part.objects]
-        self._feed.hear(replace(parts[0], objects=objects, last=True))
+        self._feed.receive(replace(parts[0], objects=objects, last=True))
 
     # For HTTP
 
@@ -396,14 +397,14 @@ class Operator:
         return self._turns
 
     def complaints(self) -> list[str]:
-        """What it still waits for before it works; empty: nothing."""
+        """What the operator still waits for before it works; empty: nothing."""
         if not self._watched:
             return [f"waiting for {self._waits_for}"]
         kinds = self._feed.missing()
         return [f"not yet listed: {', '.join(kinds)}"] if kinds else []
 
     def unhealthy(self) -> list[str]:
-        """What should never be so and a restart may mend; empty: nothing."""
+        """Faults that a restart may cure; empty: none."""
         now = time.monotonic()
         silent = sorted(
             {name for watcher in self._watchers.values() for name in watcher.silent(now)}

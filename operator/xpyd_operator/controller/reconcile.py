@@ -63,7 +63,7 @@ _MOST_WAITING = 1000
 
 
 class EventPoster:
-    """A bounded queue in front of the API. `run` is its one task."""
+    """A bounded queue of Events; `run` is the one task that posts them."""
 
     def __init__(
         self,
@@ -78,8 +78,8 @@ class EventPoster:
         self._waiting: asyncio.Queue[Obj] = asyncio.Queue(_MOST_WAITING)
         self._instance = socket.gethostname()
 
-    def tell(self, about: Obj, text: EventText) -> None:
-        """Queue an event about an object."""
+    def post(self, about: Obj, text: EventText) -> None:
+        """Queue an Event about an object."""
         metadata = about["metadata"]
         time = self._now().strftime("%Y-%m-%dT%H:%M:%SZ")
         event: Obj = {
@@ -113,7 +113,7 @@ class EventPoster:
             self._dropped()
 
     async def run(self) -> None:
-        """Post what is queued, until cancelled."""
+        """Post the queued Events, until cancelled."""
         while True:
             event = await self._waiting.get()
             try:
@@ -131,16 +131,16 @@ KEY_BYTES = 32
 
 @dataclass
 class Outcome:
-    """What the writes of a turn came to."""
+    """The results of a turn's writes."""
 
     refused: list[tuple[Write, Refused]] = field(default_factory=list[tuple[Write, Refused]])
     failed: KubeError | None = None
-    """A failure that has nothing to do with the write itself; the turn was given up."""
+    """A failure that no write caused; the turn was given up."""
     unsure: bool = False
-    """A pool's object was not as it was seen, so its replicas are not known: this was the last
-    stage."""
+    """A pool's object changed since the turn read it, so its replicas are unknown; no further stage
+    was done."""
     moved: list[tuple[Write, KubeError]] = field(default_factory=list[tuple[Write, KubeError]])
-    """What met something else than was seen: look again."""
+    """Writes that found another state than the turn saw; the next turn reads it again."""
     taken: dict[ObjectRef, str] = field(default_factory=dict[ObjectRef, str])
     applied: dict[ObjectRef, AppliedVersion] = field(
         default_factory=dict[ObjectRef, AppliedVersion]
@@ -203,7 +203,7 @@ class Executor:
             case SetFinalizers(finalizers, version):
                 body = {"metadata": {"finalizers": [*finalizers], "resourceVersion": version}}
                 after = await self._api.patch(FLEET, key.namespace, key.name, body)
-                # Without its last finalizer the object is gone; the watch will say so.
+                # Without its last finalizer the object is gone; the watch will deliver that.
                 if finalizers:
                     self._keep(FLEET, after)
 
@@ -221,12 +221,12 @@ class Executor:
             try:
                 unlabelled = await self._find_holder(state, kind, metadata["name"], outcome)
             except NotFound:
-                # What was refused is no name that exists: the first answer has the reason.
+                # The name does not exist: the first answer has the reason.
                 raise conflict from None
             if not unlabelled:
                 raise
-            # Without its label nobody tells us of it; this gives it back, and the next look tells
-            # what else it is: a pool's replicas are others' to write.
+            # The watch does not see an object without its label. This restores the label, and the
+            # next turn sees the rest: a pool's replicas are written by others.
             body = {"metadata": {"labels": metadata["labels"], "resourceVersion": unlabelled}}
             place = (metadata["namespace"], metadata["name"])
             self._keep(kind, await self._api.patch(kind, *place, body))
@@ -235,9 +235,9 @@ class Executor:
         self._keep(kind, after)
 
     async def _find_holder(self, state: FleetState, kind: Kind, name: str, outcome: Outcome) -> str:
-        """The name exists, and was not seen among the fleet's own: whose is it?
+        """Find the holder of a name that exists and is not among the fleet's objects.
 
-        Its version, where it is the fleet's and has lost its label; else empty.
+        Returns the object's version where it is the fleet's and has lost its label; else "".
         """
         namespace = state.document["metadata"]["namespace"]
         found = await self._api.get(kind, namespace, name)
@@ -246,7 +246,7 @@ class Executor:
         if controller_of(found) == state.uid and not labelled:
             return str(found["metadata"]["resourceVersion"])
         if controller_of(found) == state.uid or (controller_of(found) is None and labelled):
-            # Ours: the watch was late.
+            # The object is ours; the watch was late.
             self._keep(kind, found)
         else:
             outcome.taken[kind, name] = holder_of(found)
@@ -259,7 +259,7 @@ class Executor:
         try:
             await self._api.create(secret)
         except Conflict:
-            # It exists. What is in it is not ours to read.
+            # It exists. The operator does not read Secrets.
             logger.debug("%s: the Secret is there", state.document["metadata"]["name"])
 
     def _keep(self, kind: Kind, obj: Obj) -> None:
@@ -267,13 +267,13 @@ class Executor:
 
 
 _ROUNDS = 3
-"""Looks within one turn, where a write's answer is all that the next step waits for."""
+"""Rounds within one turn, where the next step waits only for the answer of a write."""
 _AGAIN_S = 0.5
-"""Until the watch has told of what was not as it was seen."""
+"""By then the watch has delivered what the turn did not see."""
 
 
 class TurnFailed(Exception):
-    """The turn is to be tried again later, after `retry_after_s` at the least."""
+    """The turn failed; the next one comes after `retry_after_s` at the earliest."""
 
     def __init__(self, message: str, *, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
@@ -281,7 +281,7 @@ class TurnFailed(Exception):
 
 
 class Reconciler:
-    """Turns of all fleets. At most one turn of a fleet runs at a time: the queue sees to it.
+    """Runs the turns of all fleets. The queue ensures that a fleet has at most one turn at a time.
 
     `clock`: steady seconds; `now`: the time of day.
     """
@@ -306,7 +306,7 @@ class Reconciler:
         self._histories: dict[FleetKey, FleetHistory] = {}
 
     async def turn(self, key: FleetKey, served: frozenset[Kind]) -> float | None:
-        """Look at a fleet once; seconds until it is to be looked at again, None: at a change.
+        """One turn of a fleet; seconds until its next turn, None: at a change.
 
         `served`: kinds that the API server has. Raises TurnFailed.
         """
@@ -324,14 +324,14 @@ class Reconciler:
             rounds -= 1
             if not turn.again or outcome.moved or outcome.refused or not rounds:
                 break
-        if _has_let_go(outcome):
+        if _has_released(outcome):
             return None
         refused = [*outcome.refused]
         if history.is_stuck(moved=bool(outcome.moved)):
             refused += outcome.moved
         problems = [*turn.problems, *(problem_of(write, error) for write, error in refused)]
         if turn.stages:
-            # The writes took time, and their answers changed what there is to see.
+            # The writes took time, and their answers changed the state.
             document = self._cache.document(key)
             if document is None:
                 return _AGAIN_S
@@ -341,7 +341,7 @@ class Reconciler:
             raise TurnFailed(f"{len(refused)} writes were refused")
         soon = _AGAIN_S if outcome.moved or turn.again else None
         if outcome.done and soon is None:
-            # The watch tells nothing new of our own writes: look whether that was all.
+            # The watch brings nothing new about our own writes: check at once whether more is due.
             soon = 0.0
         waits = (turn.recheck_after, status_wait, soon)
         return min((wait for wait in waits if wait is not None), default=None)
@@ -382,7 +382,7 @@ class Reconciler:
     async def _report(
         self, key: FleetKey, state: FleetState, history: FleetHistory, problems: list[Problem]
     ) -> float | None:
-        """Write what changed of the statuses; seconds until a write that has to wait."""
+        """Write the statuses that changed; seconds until a write that has to wait."""
         present = {(kind, name) for kind, names in state.children.items() for name in names}
         history.forget_old(frozenset(present), self._clock())
         own = kv_secret_name(key.name, state.uid)
@@ -394,7 +394,7 @@ class Reconciler:
                 await self._report_pools(key, history, found),
             )
         except NotFound:
-            # It went meanwhile; the watch will say so.
+            # The fleet was deleted meanwhile; the watch will deliver that.
             return None
         except KubeError as error:
             raise TurnFailed(f"the status was not written: {error}") from error
@@ -417,8 +417,8 @@ class Reconciler:
         after = trim(FLEET, after)
         self._cache.put(FLEET, after)
         for event in events(found.before, found.after):
-            if history.told.is_new(event, time):
-                self._poster.tell(after, event)
+            if history.posted.is_new(event, time):
+                self._poster.post(after, event)
         return None
 
     async def _report_pools(
@@ -438,8 +438,8 @@ class Reconciler:
         return None
 
 
-def _has_let_go(outcome: Outcome) -> bool:
-    """Whether the fleet's finalizer was taken away: there is nothing to report on any more."""
+def _has_released(outcome: Outcome) -> bool:
+    """Whether the fleet's finalizer was removed: nothing is left to report."""
     return any(
         isinstance(write, SetFinalizers) and FINALIZER not in write.finalizers
         for write in outcome.done

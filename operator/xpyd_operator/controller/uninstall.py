@@ -1,14 +1,14 @@
-"""`helm uninstall` runs this before the operator goes: fleets are deleted, and what they own.
+"""`helm uninstall` runs this before the operator is deleted: it deletes all fleets and waits.
 
     chart's pre-delete hook -> python -m xpyd_operator.controller.uninstall -> DELETE of every fleet
                                        ^                                       |
                                        +-- the operator drains, lets go of it -+
                                        +-- Kubernetes deletes what it owned ---+
 
-Without it fleets would wait for ever: each has a finalizer that only the operator takes away. And
-what a fleet owned would stay for ever: Kubernetes collects it only while the owner's CRD is there,
-and looks for new CRDs every half minute. This never touches a finalizer, and knows nothing of how
-a fleet is taken down.
+Without it fleets would wait for ever: each has a finalizer that only the operator removes. And what
+a fleet owned would stay for ever: Kubernetes deletes it only while the owner's CRD exists, and
+looks for new CRDs every half minute. This module never touches a finalizer and does not know how a
+fleet is taken down.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
-from xpyd_core.cli import EXIT_USAGE
-from xpyd_core.errors import UserError, XpydError
-from xpyd_operator.controller.client import Api, find_login
+from xpyd_core.errors import XpydError
+from xpyd_operator.controller.client import Api, find_login, run_job, say_line
 from xpyd_operator.controller.decision.errors import Conflict, NotFound, Refused, Unavailable
 from xpyd_operator.controller.decision.kinds import FLEET, FLEET_LABEL, SECRET, WATCHED, Kind, Obj
 from xpyd_operator.manifests.names import kv_secret_name
 
 OWNED = tuple(kind for kind in WATCHED if kind.labelled)
-"""What a fleet owns, but for its Secret: nobody here may read those."""
+"""The kinds that a fleet owns, except Secrets, which the operator may not read."""
 
 _POLL_S = 1.0
 _SAY_EVERY_S = 15.0
@@ -41,27 +40,11 @@ FleetId = tuple[str, str, str]
 
 
 class Leftovers(XpydError):
-    """The time is over and something is still there; the text says what and what to do."""
+    """Objects remain after the timeout; the text names them and says what to do."""
 
 
 class FleetsElsewhere(XpydError):
-    """The CRDs would go, and with them fleets that this release does not serve."""
-
-
-class Caller(Protocol):
-    """What is needed of kube.client.Api. All may raise KubeError."""
-
-    async def list(self, kind: Kind, namespace: str | None, *, selector: str = "") -> Obj:
-        """The whole list."""
-        ...
-
-    async def create(self, obj: Obj, *, dry_run: bool = False) -> Obj:
-        """Conflict where it exists."""
-        ...
-
-    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
-        """Begin to delete that object; one that is gone is no error."""
-        ...
+    """The CRDs would be deleted, and with them fleets that this release does not serve."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +57,12 @@ class Clock:
 
 @dataclass(frozen=True)
 class _Left:
-    """What the last look found. `owned`: by plural, only looked for when no fleet is left."""
+    """What the last round found. `owned`: by plural, read only when no fleet is left."""
 
     fleets: tuple[Obj, ...] = ()
     owned: tuple[tuple[str, tuple[Obj, ...]], ...] = ()
     trouble: str = "nothing was answered yet"
-    """Why that look failed; empty: it did not."""
+    """Why that round failed; empty: it did not."""
 
     def nothing(self) -> bool:
         return not (self.trouble or self.fleets or self.owned)
@@ -90,7 +73,7 @@ class Uninstall:
 
     def __init__(
         self,
-        api: Caller,
+        api: Api,
         namespaces: Sequence[str],
         *,
         say: Callable[[str], None],
@@ -115,9 +98,9 @@ class Uninstall:
             )
 
     async def run(self, timeout_s: float) -> None:
-        """Delete the fleets and wait until they are gone, and all that they owned.
+        """Delete the fleets and wait until they and all that they owned are gone.
 
-        Raises Leftovers after `timeout_s`, and at once what no retry mends (Forbidden).
+        Raises Leftovers after `timeout_s`, and errors that no retry can cure (Forbidden) at once.
         """
         started = self._clock.now()
         said_at, left = float("-inf"), _Left()
@@ -152,7 +135,7 @@ class Uninstall:
             return _Left(before.fleets, before.owned, str(error))
 
     async def _delete(self, fleets: Sequence[Obj]) -> None:
-        # One that was made after the first look goes as well.
+        # A fleet that was created after the first round is deleted, too.
         for meta in (fleet["metadata"] for fleet in fleets):
             self._seen.add((meta["namespace"], meta["name"], meta["uid"]))
             if "deletionTimestamp" not in meta:
@@ -160,7 +143,7 @@ class Uninstall:
                 await self._api.delete(FLEET, meta["namespace"], meta["name"], uid=meta["uid"])
 
     async def _has_key(self, fleet: FleetId) -> bool:
-        """Whether the fleet's own Secret is there, learned without the right to read it."""
+        """Whether the fleet's own Secret exists, found out without the right to read it."""
         try:
             await self._api.create(_secret(fleet), dry_run=True)
         except Conflict:
@@ -230,15 +213,15 @@ def _explain(left: _Left, timeout_s: float) -> str:
 
 
 def _progress(fleet: Obj) -> str:
-    """What the fleet's status says about its going."""
+    """What the fleet's status says about its deletion."""
     status = cast("dict[str, Any]", fleet.get("status") or {})
     conditions = cast("list[dict[str, Any]]", status.get("conditions") or [])
-    said = [
+    messages = [
         str(condition.get("message") or "")
         for condition in conditions
         if condition.get("type") in ("Progressing", "Degraded") and condition["status"] == "True"
     ]
-    return "; ".join(filter(None, said))
+    return "; ".join(filter(None, messages))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -257,31 +240,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--timeout-seconds", type=float, default=270.0)
     args = parser.parse_args(argv)
-    try:
-        asyncio.run(_run(args.namespace, args.crds_go, args.timeout_seconds))
-    except UserError as error:
-        sys.stderr.write(f"xpyd: {error}\n")
-        return EXIT_USAGE
-    except XpydError as error:
-        sys.stderr.write(f"xpyd: {error}\n")
-        return 1
-    return 0
+    return run_job(_run(args.namespace, args.crds_go, args.timeout_seconds))
 
 
 async def _run(namespaces: Sequence[str], crds_go: bool, timeout_s: float) -> None:
     api = Api(find_login)
     try:
-        uninstall = Uninstall(api, namespaces, say=_say)
+        uninstall = Uninstall(api, namespaces, say=say_line)
         if crds_go and namespaces:
             await uninstall.refuse_fleets_elsewhere()
         await uninstall.run(timeout_s)
     finally:
         await api.close()
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -63,9 +63,9 @@ class Inbox:
         self._scheduled = False
 
     def send(self, message: Message) -> None:
-        """Hand over one message; after the loop has ended it is dropped."""
+        """Send one message; after the end of the loop it is dropped."""
         self._messages.append(message)
-        # A race of two threads schedules twice at worst, and the second finds nothing.
+        # A race of two threads schedules twice at worst; the second call finds nothing.
         if not self._scheduled:
             self._scheduled = True
             try:
@@ -85,17 +85,18 @@ class Inbox:
 
 
 STREAM_GRACE_S = 120.0
-"""A stream that is not open is unhealthy when nothing was tried for so long. kopf's own retries
-are at most 20 s apart, and it reopens a silent stream after 70 s."""
+"""A stream that is not open is unhealthy after so long without an attempt. kopf's own retries are
+at most 20 s apart, and kopf reopens a silent stream after 70 s."""
 _GATHER_S = 0.01
-"""What comes within this time is read in one go: of a thousand pods' events each costs less than a
-wake-up of this thread, of kopf and of the reconciler's loop. What is `_LARGE` had gathered."""
+"""Data that arrives within this time is read at once: with a thousand pods an event costs less than
+a wake-up of this thread, of kopf and of the reconciler's loop. `_LARGE` data is not delayed."""
 _LARGE = 1 << 16
 _CHANGES = frozenset({"ADDED", "MODIFIED", "DELETED"})
 
 
 class WatchInterceptor:
-    """Middleware of kopf's session: tells what it reads, knows which streams are open."""
+    """Middleware of kopf's session: sends what it reads to the inbox, and knows which streams are
+    open."""
 
     def __init__(
         self,
@@ -141,7 +142,7 @@ class WatchInterceptor:
         return answer
 
     def untried(self) -> list[str]:
-        """Kinds that were never asked for."""
+        """Kinds that were never listed."""
         tried = {address.kind for address in self._tried_at}
         return sorted(kind.plural for kind in self._kinds - tried)
 
@@ -166,63 +167,63 @@ class WatchInterceptor:
         async def without_items(**_: object) -> Obj:
             return emptied
 
-        # aiohttp has no other way to answer differently from what was received.
+        # aiohttp has no other way to change the answer that its caller gets.
         cast("Any", answer).json = without_items
 
     def _relay(self, kind: Kind, answer: aiohttp.ClientResponse) -> None:
-        def hear(change: str, obj: Obj) -> None:
+        def receive(change: str, obj: Obj) -> None:
             self._count_event(kind.name)
             kept = trim(kind, obj)
             self._send(Gone(kind, kept) if change == "DELETED" else Present(kind, kept))
 
         # As above.
-        cast("Any", answer).content = WatchBody(kind, answer.content, hear)
+        cast("Any", answer).content = WatchBody(kind, answer.content, receive)
 
 
 class WatchBody:
     """The body of a watch as kopf is to read it: bookmarks in place of events, errors as they are.
 
-    `hear(change, object)` gets the events. All else of the body is the stream's own.
+    `receive(change, object)` gets the events. Other attributes are the stream's own.
     """
 
     def __init__(
-        self, kind: Kind, content: aiohttp.StreamReader, hear: Callable[[str, Obj], None]
+        self, kind: Kind, content: aiohttp.StreamReader, receive: Callable[[str, Obj], None]
     ) -> None:
         self._kind = kind
         self._content = content
-        self._hear = hear
+        self._receive = receive
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._content, name)
 
     async def iter_chunked(self, size: int) -> AsyncIterator[bytes]:
-        """What kopf reads: whole lines, at most one bookmark for what came at once."""
+        """What kopf reads: whole lines, and at most one bookmark for data that arrived at once."""
         rest = b""
         async for data in self._content.iter_chunked(size):
             *lines, rest = (rest + data).split(b"\n")
-            told = self._take(lines)
-            if told:
-                yield told
+            shown = self._take(lines)
+            if shown:
+                yield shown
             if len(data) < _LARGE:
                 await asyncio.sleep(_GATHER_S)
-        # The rest of a line that was cut off comes again: kopf resumes from the last bookmark.
+        # The rest of a line that was cut off is sent again: kopf resumes from the last bookmark.
 
     def _take(self, lines: Sequence[bytes]) -> bytes:
-        told: list[bytes] = []
+        shown: list[bytes] = []
         version = ""
         for line in filter(None, lines):
-            reached = parse_event(self._kind, line, self._hear_one)
+            reached = parse_event(self._kind, line, self._receive_one)
             if not reached:
-                told += [_bookmark(version), line + b"\n"]
+                shown += [_bookmark(version), line + b"\n"]
             version = reached
-        return b"".join((*told, _bookmark(version)))
+        return b"".join((*shown, _bookmark(version)))
 
-    def _hear_one(self, event: Obj) -> str:
-        """The version that the stream has come to; empty: what came is kopf's to read."""
+    def _receive_one(self, event: Obj) -> str:
+        """The version that the stream has reached; empty: kopf has to read the line itself."""
         change, obj = event["type"], cast("Obj", event["object"])
         if change in _CHANGES:
             version = str(obj["metadata"]["resourceVersion"])
-            self._hear(change, obj)
+            self._receive(change, obj)
             return version
         return str(obj["metadata"]["resourceVersion"]) if change == "BOOKMARK" else ""
 
@@ -234,8 +235,8 @@ def _is_fault(status: int) -> bool:
 def _bookmark(version: str) -> bytes:
     if not version:
         return b""
-    told = {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": version}}}
-    return json.dumps(told).encode() + b"\n"
+    event = {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": version}}}
+    return json.dumps(event).encode() + b"\n"
 
 
 def listed(kind: Kind, namespace: str | None, answer: Obj, *, first: bool) -> Listed:
@@ -260,19 +261,19 @@ RESTART_FIRST_S = 1.0
 RESTART_MOST_S = 30.0
 _STOP_TIMEOUT_S = 3.0
 _ALL_TRIED_S = 15.0
-"""By when kopf must have asked for every kind. It asks the server only once which kinds there are,
-and that list may lag behind a CRD that was installed a moment ago."""
+"""By then kopf must have listed every kind. kopf asks the server only once which kinds exist, and
+that answer may lag behind a CRD that was installed a moment ago."""
 
 
 class _Backoffs(Iterable[float]):
-    """kopf's waits between attempts, without an end: its default is to give up and exit."""
+    """kopf's waits between attempts, without an end: kopf's default is to give up and exit."""
 
     def __iter__(self) -> Iterator[float]:
         return itertools.chain((0.5, 1, 2, 3, 5, 8, 13), itertools.repeat(20.0))
 
 
 class Watcher:
-    """Watches `kinds` in `namespaces` (none: everywhere) and sends what it hears.
+    """Watches `kinds` in `namespaces` (none: everywhere) and sends what it receives.
 
     `send` is called in the watcher's thread. Owned by the loop that starts and stops it.
     """
@@ -303,7 +304,7 @@ class Watcher:
         self._thread.start()
 
     async def stop(self) -> None:
-        """End the streams; a thread that does not end in seconds is left behind as a daemon."""
+        """End the streams; a thread that does not end within seconds stays as a daemon thread."""
         self._stopping.set()
         if self._loop is not None and self._stop_flag is not None:
             try:
@@ -373,8 +374,9 @@ class Watcher:
         @kopf.on.event(
             group=kind.group, version=kind.version, plural=kind.plural, registry=registry
         )
-        async def heard(**_: object) -> None:
-            """kopf watches a kind that has a handler; the tap leaves nothing for it to hand on."""
+        async def ignored(**_: object) -> None:
+            """kopf watches only kinds with a handler; the interceptor leaves no event for this
+            one."""
 
     def _settings(self) -> kopf.OperatorSettings:
         settings = kopf.OperatorSettings()

@@ -1,8 +1,8 @@
-"""Which fleet is looked at next, and when. Level-triggered: a wake says "look", not "what".
+"""Decides which fleet has its turn next, and when. Level-triggered: a wake carries no content.
 
 `Schedule` is pure: times are arguments, in seconds of any steady clock. `FleetQueue` is its shell:
-workers wait in `take()`. A fleet is in at most one worker's hands; wakes meanwhile are remembered
-as one. Both are bounded by the number of fleets.
+workers wait in `take()`. At most one worker has a fleet; all wakes during a turn count as
+one. Both are bounded by the number of fleets.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from xpyd_operator.controller.decision.cache import FleetKey
 
 GATHER_S = 0.02
-"""A wake waits this long for its companions: a Deployment's event comes with its pods'."""
+"""A wake waits so long for others: a Deployment's event comes with its pods'."""
 SPACING_S = 0.1
 """Between two turns of one fleet, at least. A fleet of a thousand pods has hundreds of events a
 second; each turn reads all of its pods."""
@@ -47,9 +47,9 @@ class Schedule:
     def wake(
         self, key: FleetKey, now: float, *, after: float = GATHER_S, urgent: bool = False
     ) -> None:
-        """Look at the fleet in `after` seconds, or sooner if that is planned already.
+        """Plan a turn of the fleet in `after` seconds, or sooner if one is planned already.
 
-        While it backs off, only an `urgent` wake (its document changed) comes before that is over.
+        During a back-off, only an `urgent` wake (its document changed) comes earlier.
         """
         entry = self._entries.setdefault(key, _Entry())
         if urgent:
@@ -62,7 +62,7 @@ class Schedule:
                 heapq.heappush(self._heap, (due, key))
 
     def take(self, now: float) -> FleetKey | None:
-        """The fleet that is due longest, which is then in the caller's hands; None: none is."""
+        """The fleet that is due longest, which the caller then has; None: none is due."""
         self._drop_stale()
         if not self._heap or self._heap[0][0] > now:
             return None
@@ -74,7 +74,8 @@ class Schedule:
     def done(
         self, key: FleetKey, now: float, *, took_s: float, recheck_after: float | None
     ) -> None:
-        """The turn went well. Look again in `recheck_after` seconds; None: not before a wake."""
+        """The turn succeeded. The next turn is in `recheck_after` seconds; None: at the next
+        wake."""
         entry = self._entries[key]
         entry.failures = 0
         spacing = min(MAX_SPACING_S, max(SPACING_S, took_s * SPACING_PER_TURN))
@@ -83,7 +84,8 @@ class Schedule:
             self.wake(key, now, after=recheck_after)
 
     def failed(self, key: FleetKey, now: float, *, at_least: float = 0.0) -> float:
-        """The turn failed: look again after 1, 2, 4 ... 60 s, `at_least` that; returns the wait."""
+        """The turn failed: the next turn is in 1, 2, 4 ... 60 s, and `at_least` that; returns the
+        wait."""
         entry = self._entries[key]
         wait_s = min(BACKOFF_MOST_S, BACKOFF_FIRST_S * 2.0 ** min(entry.failures, 16))
         # A proxy may ask for a day.
@@ -134,8 +136,8 @@ class Schedule:
 class FleetQueue:
     """A Schedule that workers wait on. Owned by one event loop; `clock` must be steady.
 
-    One timer stands for the next due fleet and wakes one worker for each: a thousand wakes of a
-    fleet that is due already cost a look into a map each.
+    One timer runs until the next fleet is due and wakes one worker. A wake of a fleet that is due
+    already costs one look-up in a map.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -198,7 +200,7 @@ class FleetQueue:
         return self._schedule.depth(self._clock())
 
     def _arm(self) -> None:
-        """Have the timer go off when the next fleet is due, if anybody waits for one."""
+        """Start the timer for the next due fleet, if a worker waits for one."""
         if not self._idle or self._closed:
             return
         now = self._clock()
@@ -215,7 +217,7 @@ class FleetQueue:
 
     def _go_off(self) -> None:
         self._timer = None
-        # It takes the fleet and arms the timer for the next.
+        # The worker takes the fleet and starts the timer for the next.
         self._call_one()
 
     def _call_one(self) -> None:

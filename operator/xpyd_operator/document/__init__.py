@@ -1,7 +1,7 @@
 """The InferenceFleet document as typed values, the same for the cluster and for local mode.
 
-`load_fleet`, `parse_fleet` and `parse_object` are the only ways in: they report all mistakes at
-once. Nothing here knows how a fleet is run.
+`load_fleet`, `parse_fleet` and `parse_object` are the only entry points and report all
+mistakes at once. Nothing here knows how a fleet is run.
 """
 
 from xpyd_operator.document.engines import (

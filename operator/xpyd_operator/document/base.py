@@ -38,15 +38,15 @@ from pydantic_core import (
 M = TypeVar("M")
 VALIDATIONS = "x-kubernetes-validations"
 RULE = "rule"
-"""pydantic's error type for the rules that are ours: the message is what follows the path."""
+"""pydantic's error type for our own rules: the message is the text after the path."""
 INT_OR_STRING = "x-kubernetes-int-or-string"
 """A schema's extension, and pydantic's error type for a value that is neither."""
 DUPLICATE = "duplicate"
 """pydantic's error type for the second of two equal items; `key` in its context is their key."""
 
 
-def broken(text: str) -> PydanticCustomError:
-    """One of our own rules is broken: `text` is what the API server says of it, after the path."""
+def rule_error(text: str) -> PydanticCustomError:
+    """The error of a rule that does not hold; `text`: the API server's, after the path."""
     return PydanticCustomError(RULE, "{text}", {"text": text})
 
 
@@ -55,7 +55,7 @@ def duplicate(key: str, value: str) -> PydanticCustomError:
     return PydanticCustomError(DUPLICATE, "duplicate", {"key": key, "value": value})
 
 
-def neither() -> PydanticCustomError:
+def wrong_type_error() -> PydanticCustomError:
     """A value that must be an integer or text is neither."""
     return PydanticCustomError(INT_OR_STRING, "neither an integer nor text")
 
@@ -66,14 +66,14 @@ def mistake(error: PydanticCustomError, *loc: str | int) -> InitErrorDetails:
 
 
 def raise_all(mistakes: Iterable[InitErrorDetails]) -> None:
-    """Report the mistakes together, if there is one."""
+    """Raise one ValidationError with all the mistakes, if there are any."""
     if found := list(mistakes):
         raise ValidationError.from_exception_data("rules", found)
 
 
 @dataclass(frozen=True)
 class Numbers(Generic[M]):
-    """What a broken rule's message ends with, in parentheses: the values at fault.
+    """The values at fault, which a broken rule's message shows at its end in parentheses.
 
     `text`: with %d and %s, which CEL's format and Python's % read alike; `cel`: the values as CEL,
     `of`: as Python has them.
@@ -84,7 +84,7 @@ class Numbers(Generic[M]):
     of: Callable[[M], tuple[int | str, ...]]
 
     def expression(self, message: str) -> str:
-        """`message` with them, as a CEL expression."""
+        """`message` with the values, as a CEL expression."""
         quoted = message.replace("\\", "\\\\").replace("'", "\\'").replace("%", "%%")
         return f"'{quoted} ({self.text})'.format([{self.cel}])"
 
@@ -93,7 +93,7 @@ class Numbers(Generic[M]):
 class _Fields:
     """A rule over fields of a model; `field` names the one at fault, camelCase.
 
-    `in_cluster`: it is about pods or nodes, so that local mode does not ask it.
+    `in_cluster`: the rule is about pods or nodes, so local mode does not check it.
     """
 
     cel: str
@@ -111,7 +111,7 @@ class _Fields:
 
     @property
     def text(self) -> str:
-        """What the API server says after the path."""
+        """The API server's text after the path."""
         return f"{'Required value' if self.missing else 'Forbidden'}: {self.message}"
 
 
@@ -123,14 +123,14 @@ class Rule(_Fields, Generic[M]):
     numbers: Numbers[M] | None = None
 
     def schema(self) -> dict[str, str]:
-        """As the API server wants it, which falls back to the message where numbers fail."""
+        """As the API server takes it; it falls back to the message where the numbers fail."""
         found = super().schema()
         if self.numbers:
             found["messageExpression"] = self.numbers.expression(self.message)
         return found
 
-    def told(self, model: M) -> str:
-        """What the API server says of `model`, which breaks the rule, after the path."""
+    def message_for(self, model: M) -> str:
+        """The API server's text for `model`, which breaks the rule, after the path."""
         numbers = self.numbers
         return f"{self.text} ({numbers.text % numbers.of(model)})" if numbers else self.text
 
@@ -153,7 +153,8 @@ def rule(
 ) -> Callable[[Callable[[M], bool]], Rule[M]]:
     """Makes a method of an ApiModel the twin of `cel`: True where the rule holds.
 
-    `missing`: what breaks the rule is that `field` is not there. `in_cluster`: not of local mode.
+    `missing`: the rule is broken because `field` is absent. `in_cluster`: not checked by local
+    mode.
     """
     return lambda holds: Rule(cel, message, field, missing, in_cluster, holds, numbers)
 
@@ -169,7 +170,7 @@ def transition(
 
 @dataclass(frozen=True)
 class Check:
-    """A rule over one value, for `Annotated`. Asked only where the value's type is right.
+    """A rule over one value, for `Annotated`. Checked only where the value has the right type.
 
     `kind`: the value's type in the schema, which the API server shows.
     """
@@ -193,13 +194,13 @@ class Check:
 
     def _check(self, value: object) -> object:
         if not self.holds(value):
-            raise broken(_invalid(self.kind, self.message))
+            raise rule_error(_invalid(self.kind, self.message))
         return value
 
 
 @dataclass(frozen=True)
 class ListCheck:
-    """As Check, over a whole list, reported beside the mistakes of its items, not instead of them.
+    """As Check, over a whole list, reported together with the mistakes of its items.
 
     `holds` sees the raw list, whose items may be anything.
     """
@@ -223,12 +224,13 @@ class ListCheck:
     def _check(self, value: object, handler: ValidatorFunctionWrapHandler) -> object:
         fine = self.holds(_items(value))
         text = _invalid("array", self.message)
-        return _beside([] if fine else [mistake(broken(text))], value, handler)
+        return _validated([] if fine else [mistake(rule_error(text))], value, handler)
 
 
 @dataclass(frozen=True)
 class Unique:
-    """Items of a list, or their field `key`, must differ; the second of two equal is at fault."""
+    """Items of a list, or their field `key`, must differ; the second of two equal ones is at
+    fault."""
 
     key: str = ""
 
@@ -247,7 +249,7 @@ class Unique:
         return found
 
     def _check(self, value: object, handler: ValidatorFunctionWrapHandler) -> object:
-        return _beside(list(self._duplicates(_items(value))), value, handler)
+        return _validated(list(self._duplicates(_items(value))), value, handler)
 
     def _duplicates(self, raw: list[Any]) -> Iterable[InitErrorDetails]:
         seen: set[Hashable] = set()
@@ -270,10 +272,10 @@ def _items(value: object) -> list[Any]:
     return cast("list[Any]", value) if isinstance(value, list) else []
 
 
-def _beside(
+def _validated(
     mistakes: list[InitErrorDetails], value: object, handler: ValidatorFunctionWrapHandler
 ) -> object:
-    """The validated value, or its own mistakes and then these."""
+    """The validated value; else its own mistakes, followed by `mistakes`."""
     try:
         result: object = handler(value)
     except ValidationError as error:
@@ -288,11 +290,11 @@ def _details(error: ValidationError) -> Iterable[InitErrorDetails]:
         kind, context = item["type"], item.get("ctx", {})
         found: str | PydanticCustomError = kind
         if kind == RULE:
-            found, context = broken(item["msg"]), {}
+            found, context = rule_error(item["msg"]), {}
         elif kind == DUPLICATE:
             found, context = duplicate(context["key"], context["value"]), {}
         elif kind == INT_OR_STRING:
-            found, context = neither(), {}
+            found, context = wrong_type_error(), {}
         yield InitErrorDetails(type=found, loc=item["loc"], input=item["input"], ctx=context)
 
 
@@ -304,7 +306,7 @@ def matching(pattern: str, message: str) -> Check:
 
 
 LOCAL = "local"
-"""pydantic's context of a document for local mode: rules about pods and nodes are not asked."""
+"""pydantic's context of a document for local mode: rules about pods and nodes are not checked."""
 DNS_LABEL = r"[a-z]([-a-z0-9]*[a-z0-9])?"
 _SIZE = r"[0-9]+(\.[0-9]+)?([eE][0-9]{1,2}|[kMGTPE]|[KMGTPE]i)?"
 _PERCENT = "[1-9][0-9]?%"
@@ -312,7 +314,7 @@ _DNS_NAME = r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?"
 
 
 class ApiModel(BaseModel):
-    """Base: camelCase names, no unknown field, no silent conversion, never changed once read."""
+    """Base: camelCase names, no unknown field, no silent conversion, frozen."""
 
     model_config = ConfigDict(
         alias_generator=to_camel,
@@ -346,7 +348,8 @@ class ApiModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, value: object) -> object:
-        """null is no value, as for the API server; an unknown field stays unknown with it."""
+        """null counts as absent, as for the API server; an unknown field with null stays
+        unknown."""
         if not isinstance(value, dict):
             return value
         known = {field.alias for field in cls.model_fields.values()}
@@ -357,7 +360,9 @@ class ApiModel(BaseModel):
     def _keeps_its_rules(self, info: ValidationInfo) -> Self:
         is_local = info.context == LOCAL
         raise_all(
-            mistake(broken(rule.told(self)), *rule.field.split(".") if rule.field else ())
+            mistake(
+                rule_error(rule.message_for(self)), *rule.field.split(".") if rule.field else ()
+            )
             for rule in self.rules
             if not (rule.in_cluster and is_local) and not rule.holds(self)
         )
@@ -365,12 +370,12 @@ class ApiModel(BaseModel):
 
 
 def _size_text(value: object) -> object:
-    """A size may be an integer; all spellings become text."""
+    """A size may be an integer; every spelling becomes text."""
     if isinstance(value, str):
         return value
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    raise neither()
+    raise wrong_type_error()
 
 
 def _size(pattern: str, message: str) -> Check:
@@ -394,7 +399,7 @@ SizeOrPercent = Annotated[
     _size(f"{_SIZE}|{_PERCENT}", f"must be {_A_SIZE}, or 1% to 99%"),
 ]
 Plain = Check("!self.contains('\\x00')", "must not contain NUL characters", lambda v: "\0" not in v)
-"""What no command line, environment or file name can hold."""
+"""NUL is in no command line, environment or file name."""
 HostPath = Annotated[
     str,
     Field(max_length=1024),

@@ -1,7 +1,7 @@
-"""From the models to the CustomResourceDefinitions: `make generate` writes what this returns. Pure.
+"""Builds the CustomResourceDefinitions from the models; `make generate` writes them to files.
 
-A CRD's schema knows no $ref, no null and no additionalProperties beside properties, and it has
-extensions of its own; everything else is the models' JSON schema.
+A CRD's schema has no $ref, no null and no additionalProperties together with properties, and has
+extensions of its own. Everything else is the models' JSON schema.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def _children(node: Schema, found: Schema, defs: Schema) -> None:
 
 
 def _resolve(node: Schema, defs: Schema) -> Schema:
-    """Without $ref and without the null of an optional field; a field's own words win."""
+    """Without $ref and without the null of an optional field; the field's own keywords win."""
     choices = [c for c in node.get("anyOf", ()) if c.get("type") != "null"]
     own = {key: value for key, value in node.items() if key not in ("anyOf", "$ref")}
     if len(choices) > 1:

@@ -55,7 +55,7 @@ Annotations = Annotated[
 
 
 class PodMetadata(ApiModel):
-    """Metadata of the pods, beside what the operator sets."""
+    """Metadata of the pods, in addition to the operator's."""
 
     labels: Labels = Field(default_factory=dict[str, str])
     """Labels of the pods; the operator's own cannot be set."""
@@ -241,12 +241,12 @@ class EnvVar(ApiModel):
 
 
 _OF_POOLS = ("-t", "-tp", "-p", "-pp", "--tensor-parallel-size", "--pipeline-parallel-size")
-"""The worker's flags that pools give, with one dash also cut short as argparse takes them: the pods
-of an instance follow from them."""
+"""The worker's flags that the pools set, also with one dash and cut short as argparse accepts them:
+the pods of an instance follow from them."""
 
 
 class Engine(ApiModel):
-    """What every engine gets beside what the fleet decides."""
+    """What every engine gets in addition to what the fleet decides."""
 
     image: Annotated[
         str,
@@ -281,7 +281,7 @@ class Engine(ApiModel):
 
 Role = Literal["Prefill", "Decode", "Aggregated"]
 ROUTER = "router"
-"""The router's place in pod names; a pool of this name would take it."""
+"""The router's part in pod names; no pool may have this name."""
 MOST_CPU_RANKS = 64
 """Processes of one pod; one with GPUs has at most as many as Resources.gpus allows."""
 POOL_NAME = matching(
@@ -293,7 +293,7 @@ def _roles_fit(raw: list[Any]) -> bool:
     maps = [cast("dict[str, Any]", item) for item in raw if isinstance(item, dict)]
     known = [m.get("role") for m in maps if m.get("role") in ("Prefill", "Decode", "Aggregated")]
     if not known or len(known) < len(raw):
-        return True  # a role that is wrong itself says enough
+        return True  # a wrong role is reported by itself
     return set(known) == {"Aggregated"} or {"Prefill", "Decode"} <= set(known)
 
 
@@ -365,7 +365,7 @@ class Resources(ApiModel):
 
 
 class Scaling(ApiModel):
-    """Bounds that the pool's replicas keep, whoever scales it."""
+    """Bounds of the pool's replicas, also for `kubectl scale` and an HPA."""
 
     min_replicas: Annotated[int, Field(ge=0, le=1024)] = 0
     """Fewest instances."""
@@ -418,7 +418,7 @@ class Pool(ApiModel):
     resources: Resources = Resources()
     """Devices and memory of one pod of an instance."""
     scaling: Scaling = Scaling()
-    """Bounds that the pool's replicas keep, whoever scales it."""
+    """Bounds of the pool's replicas, also for `kubectl scale` and an HPA."""
     template: Annotated[dict[str, Any] | None, shaped_like(PodTemplate)] = None
     """Merged into the engines' pods in a cluster; the engine's container is `engine`."""
 
@@ -454,7 +454,7 @@ class Pool(ApiModel):
     )
     def _fills_pods(self) -> bool:
         gpus, parallelism = self.resources.gpus, self.parallelism
-        # What straddles pods is told of by the rule before.
+        # The rule before reports stages that straddle pods.
         return gpus == 0 or gpus % parallelism.tensor != 0 or parallelism.ranks % gpus == 0
 
     @rule(

@@ -65,7 +65,7 @@ class KvTransfer(ApiModel):
     transport: Literal["Auto", "TCP", "UDS", "SharedMemory"] = "Auto"
     """What carries the KV; Auto: the best that both engines of a pair have."""
     same_host_path: HostPath = ""
-    """Folder on each node, made if need be, where engines of one node find each other: UDS and
+    """Folder on each node, created if needed, where engines of one node find each other: UDS and
     SharedMemory need it in a cluster, TCP does not use it. Pod security 'restricted' forbids
     hostPath."""
     port: Annotated[
@@ -86,15 +86,15 @@ class KvTransfer(ApiModel):
     """Host pool of D, in mode Get of P, too; none: 4Gi in a cluster, a size that fits in local
     mode. Of an instance: its ranks share it."""
     lease_seconds: Annotated[int, Field(ge=5, le=3600)] = 30
-    """How long KV stays that no request asks for."""
+    """How long KV is kept that no request asks for."""
     wait_seconds: Annotated[int, Field(ge=1, le=600)] = 10
     """How long a request on D waits for its KV."""
     on_failure: Literal["Recompute", "Fail"] = "Recompute"
-    """What a request does whose KV does not come."""
+    """What happens to a request whose KV does not arrive."""
     key_secret_ref: KvKeyRef | None = None
-    """Secret with the key by which engines know each other; none: the operator makes one."""
+    """Secret with the key by which engines know each other; none: the operator creates one."""
     insecure: bool = False
-    """No key: whoever reaches an engine's KV port may read and write KV."""
+    """No key: anyone who reaches an engine's KV port may read and write KV."""
 
     def keeps_kv(self, role: str) -> bool:
         """Whether engines of this role have a device buffer and a host pool: D for KV that comes
@@ -103,7 +103,7 @@ class KvTransfer(ApiModel):
 
     @property
     def has_own_key(self) -> bool:
-        """Whether the fleet's key is in a Secret that the operator makes."""
+        """Whether the fleet's key is in a Secret that the operator creates."""
         return self.key_secret_ref is None and not self.insecure
 
     @property
@@ -149,11 +149,11 @@ Policy = Literal[
     "SessionAffinity",
     "SloAware",
 ]
-"""Of the router's own ones (docs/router.md) those that a document may name."""
+"""The router's own policies (docs/router.md) that a document may name."""
 
 
 class Slo(ApiModel):
-    """What a request may take that does not say it itself."""
+    """Objectives of requests that state none themselves."""
 
     ttft_milliseconds: Annotated[int, Field(ge=1, le=3_600_000)] | None = None
     """From the request to its first token; none: no objective."""
@@ -200,8 +200,8 @@ class Router(ApiModel):
     local_prefill_tokens: Annotated[int, Field(ge=0, le=10_000_000)] = 0
     """Prompts with fewer tokens to compute run on a Decode instance alone; 0: none."""
     on_no_prefill: Literal["Queue", "PrefillOnDecode", "Reject"] = "Queue"
-    """What a request does that finds neither a pair nor an Aggregated instance: wait for one; be
-    computed by a Decode instance alone; get status 503 at once. Without a Decode instance,
+    """What happens to a request that finds neither a pair nor an Aggregated instance: it waits for
+    one; a Decode instance computes it alone; it gets status 503 at once. Without a Decode instance,
     PrefillOnDecode waits, too."""
     limits: Limits = Limits()
     """How much each router works on at once."""
@@ -217,7 +217,7 @@ class Router(ApiModel):
             kind="integer",
         ),
     ] = DISCOVERY_PORT
-    """Port on which a router hears the engines' heartbeats."""
+    """Port on which a router receives the engines' heartbeats."""
     service: Service = Service()
     """The Service in front of the routers."""
     template: Annotated[dict[str, Any] | None, shaped_like(PodTemplate)] = None
@@ -228,12 +228,12 @@ class Heartbeat(ApiModel):
     """An instance leaves the routers' registry after missedBeats intervals without a beat."""
 
     interval_milliseconds: Annotated[int, Field(ge=100, le=60000)] = 3000
-    """How often engines tell the routers that they live."""
+    """How often engines send a heartbeat to the routers."""
     missed_beats: Annotated[int, Field(ge=2, le=60)] = 3
     """Beats missed before a router drops an engine."""
     accept_unsigned: bool = False
-    """Routers take heartbeats that are not signed with the KV key, too: of engines from before
-    signing, for as long as an upgrade takes, and of vLLM's."""
+    """Routers also accept heartbeats that are not signed with the KV key: those of engines older
+    than signing, for as long as an upgrade takes, and those of vLLM."""
 
 
 class Drain(ApiModel):
@@ -247,7 +247,8 @@ class NetworkPolicy(ApiModel):
     """Who may reach the fleet's ports in a cluster whose network enforces policies."""
 
     enabled: bool = True
-    """Only the fleet's own pods reach KV and discovery ports; anybody reaches the routers' HTTP."""
+    """Only the fleet's own pods reach KV and discovery ports; everyone reaches the routers'
+    HTTP."""
 
 
 API_VERSION = "xpyd.dev/v1alpha1"
@@ -308,7 +309,7 @@ class Spec(ApiModel):
     model: Model
     """Which checkpoint the fleet serves, and under which names."""
     engine: Engine = Engine()
-    """What every engine gets beside what the fleet decides."""
+    """What every engine gets in addition to what the fleet decides."""
     pools: Annotated[
         tuple[Pool, ...],
         Field(strict=False, min_length=1, max_length=8),

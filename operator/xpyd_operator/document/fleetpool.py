@@ -19,7 +19,7 @@ _BY_OPERATOR = "is set by the operator and immutable"
 
 
 class PoolSpec(ApiModel):
-    """A pool of a fleet; only replicas is for others than the operator."""
+    """A pool of a fleet; only replicas is written by others than the operator."""
 
     fleet_name: Annotated[str, Field(max_length=30)]
     """The fleet that the pool belongs to."""
@@ -28,13 +28,13 @@ class PoolSpec(ApiModel):
     role: Role
     """What its instances do."""
     replicas: Annotated[int, Field(ge=0, le=1024)] = 1
-    """Instances wanted; the truth for the operator, written by `kubectl scale` and HPA."""
+    """Instances wanted, written by `kubectl scale` and an HPA; the operator obeys this number."""
     min_replicas: Annotated[int, Field(ge=0, le=1024)] | None = None
     """Fewest instances, from the fleet's scaling.minReplicas."""
     max_replicas: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Most instances, from the fleet's scaling.maxReplicas."""
     declared_replicas: Annotated[int, Field(ge=0, le=1024)] | None = None
-    """What the fleet declared when the operator last took it over into replicas."""
+    """What the fleet declared when the operator last copied it into replicas."""
 
     @rule(
         "!has(self.maxReplicas) || self.replicas <= self.maxReplicas",
@@ -86,7 +86,7 @@ class InferenceFleetPool(ApiModel):
     metadata: PoolMetadata
     """Name and namespace."""
     spec: PoolSpec
-    """A pool of a fleet; only replicas is for others than the operator."""
+    """A pool of a fleet; only replicas is written by others than the operator."""
 
 
 def refused_changes(before: InferenceFleet, after: InferenceFleet) -> list[str]:
@@ -101,7 +101,7 @@ def refused_changes(before: InferenceFleet, after: InferenceFleet) -> list[str]:
 
 
 def refused_scale(fleet: InferenceFleet, pool: str, replicas: int) -> str:
-    """What the API server says to a scale of the pool, which the fleet has; "": nothing."""
+    """The API server's refusal of a scale of the fleet's pool; "": it accepts."""
     found = next(item for item in fleet.spec.pools if item.name == pool)
     scaled = PoolSpec.model_construct(  # unchecked, or its own rules would raise
         fleet_name=fleet.name,
@@ -112,4 +112,4 @@ def refused_scale(fleet: InferenceFleet, pool: str, replicas: int) -> str:
         max_replicas=found.scaling.max_replicas,
     )
     broken = [rule for rule in PoolSpec.rules if not rule.holds(scaled)]
-    return f"spec.{broken[0].field}: {broken[0].told(scaled)}" if broken else ""
+    return f"spec.{broken[0].field}: {broken[0].message_for(scaled)}" if broken else ""

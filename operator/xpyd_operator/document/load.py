@@ -18,14 +18,14 @@ from pydantic import ValidationError
 from xpyd_core.errors import UserError
 from xpyd_operator.document.base import LOCAL
 from xpyd_operator.document.fleet import API_VERSION, KIND, InferenceFleet
-from xpyd_operator.document.mistakes import problems
+from xpyd_operator.document.mistakes import describe_mistakes
 
 
 def excess(
     document: object, *, most_levels: int, most_values: int | None = None
 ) -> Literal["deep", "many"] | None:
-    """What there is too much of, None: nothing. A value that stands in several places counts in
-    each of them; one that contains itself is too deep."""
+    """What exceeds its limit, None: nothing. A value in several places counts in each of them; one
+    that contains itself is too deep."""
     level, count = [document], 0
     for _ in range(most_levels):
         below: list[object] = []
@@ -34,7 +34,7 @@ def excess(
                 below += cast("dict[object, object]", value).values()
             elif isinstance(value, list):
                 below += cast("list[object]", value)
-            # Asked for each: one level can be a thousand times the one before.
+            # Checked for each value: one level can have a thousand times as many as the one before.
             if most_values is not None and count + len(below) > most_values:
                 return "many"
         if not below:
@@ -47,7 +47,7 @@ def excess(
 MAX_DOCUMENT_BYTES = 1 << 20
 _MAX_VALUES = 200_000
 _MAX_DEPTH = 100
-"""Of a document with its aliases written out: they grow without bound, and may go in a circle."""
+"""Of a document with its aliases expanded: they grow without bound, and may form a circle."""
 _INT64 = 1 << 63
 _BOOKKEEPING = frozenset(
     {
@@ -56,7 +56,7 @@ _BOOKKEEPING = frozenset(
         "generateName",
     }
 )  # fmt: skip
-"""Fields of an object's metadata that are the API server's; `kubectl get -o yaml` shows them."""
+"""Metadata fields that the API server sets; `kubectl get -o yaml` shows them."""
 _SEPARATOR = "one file holds one InferenceFleet"
 
 
@@ -90,7 +90,7 @@ class _Loader(yaml.SafeLoader):
 def load_fleet(path: Path, *, local: bool = False) -> InferenceFleet:
     """The fleet in the YAML or JSON file `path`; UserError with all mistakes, one per line.
 
-    `local`: for local mode, where rules about pods and nodes are not asked.
+    `local`: for local mode, where rules about pods and nodes are not checked.
     """
     try:
         with path.open("rb") as file:
@@ -111,7 +111,7 @@ def parse_fleet(content: bytes, *, source: str, local: bool = False) -> Inferenc
     fields = cast("dict[str, object]", document)
     for name, value in (("apiVersion", API_VERSION), ("kind", KIND)):
         if fields.get(name, value) != value:
-            # Another kind of object: its fields would all be mistakes.
+            # The fields of another kind of object would all be mistakes.
             raise UserError(
                 f"{source}: {name}: given {fields[name]!r:.80}; supported values: {value}"
             )
@@ -119,10 +119,10 @@ def parse_fleet(content: bytes, *, source: str, local: bool = False) -> Inferenc
 
 
 def parse_object(obj: Mapping[str, Any]) -> InferenceFleet:
-    """The fleet in an object of the Kubernetes API, whatever else the server keeps in it.
+    """The fleet in an object of the Kubernetes API; the server's own fields are ignored.
 
-    Its labels and annotations are left out: they have the API server's bounds and not ours.
-    UserError with all mistakes: the object was stored under the rules of another version.
+    Labels and annotations are left out: they have the API server's bounds, not the document's.
+    UserError with all mistakes, for an object that was stored under another version's rules.
     """
     metadata: Mapping[str, Any] = obj.get("metadata") or {}
     names = {key: metadata[key] for key in ("name", "namespace") if key in metadata}
@@ -141,20 +141,20 @@ def _refuse_huge(document: object, source: str) -> None:
 
 def _validate(fields: Mapping[str, object], source: str, *, local: bool) -> InferenceFleet:
     document = as_sent(fields)
-    document.pop("status", None)  # what a user writes there is dropped by the API server too
+    document.pop("status", None)  # the API server drops a user's status, too
     if isinstance(metadata := document.get("metadata"), dict):
         known = cast("dict[str, Any]", metadata)
         document["metadata"] = {k: v for k, v in known.items() if k not in _BOOKKEEPING}
     try:
         return InferenceFleet.model_validate(document, context=LOCAL if local else None)
     except ValidationError as error:
-        lines = problems(error, InferenceFleet)
+        lines = describe_mistakes(error, InferenceFleet)
         count = f"{len(lines)} mistakes" if len(lines) > 1 else "1 mistake"
         raise UserError("\n  ".join([f"{source}: {count}", *lines])) from error
 
 
 def as_sent(fields: Mapping[Any, object]) -> dict[str, Any]:
-    """The map as kubectl sends it: whole floats are integers, integers have 64 bits."""
+    """The map as kubectl sends it: whole floats become integers, integers have 64 bits."""
     return {_key_text(key): _as_sent(value) for key, value in fields.items()}
 
 

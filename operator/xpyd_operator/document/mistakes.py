@@ -3,7 +3,7 @@
 A field that is out of bounds, missing, doubled or unknown therefore reads alike in `xpyd up` and in
 `kubectl apply`. Rules bring their own text (`document.base`). Where a user needs more than the
 server says, the addition follows the server's words. Fields and values that this version does not
-support yet are listed here, so that they are told apart from misspellings.
+support yet are listed here, so that users can tell them from misspellings.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from xpyd_operator.document.base import DUPLICATE, INT_OR_STRING, RULE
 
-FIELDS = frozenset(
+UNSUPPORTED_FIELDS = frozenset(
     {
         "spec.pools[].restartPolicy",
         "spec.kvTransfer.verify",
@@ -29,7 +29,7 @@ FIELDS = frozenset(
 )
 """Paths without list indexes."""
 
-VALUES = {
+UNSUPPORTED_VALUES = {
     "spec.kvTransfer.transport": ("NCCL", "CUDAIPC", "NIXL"),
 }
 """Path without list indexes -> values of its enum."""
@@ -51,7 +51,7 @@ _TYPES = {
 """pydantic's error type -> the schema's type that was expected."""
 
 
-def problems(error: ValidationError, model: type[BaseModel]) -> list[str]:
+def describe_mistakes(error: ValidationError, model: type[BaseModel]) -> list[str]:
     """One line for each mistake in a document of `model`, in the order of the fields."""
     details = error.errors(include_url=False)
     locs = [item["loc"] for item in details]
@@ -105,8 +105,8 @@ def _unsupported(given: object, path: str, loc: _Loc, expected: str) -> str:
         return _wrong_type(given, path, "string")
     values = expected.replace(" or ", ", ").replace("'", '"')
     text = f"Unsupported value: {_quoted(given)}: supported values: {values}"
-    later = given in VALUES.get(_general(loc), ())
-    return f"{text}; {given} is not supported by this version" if later else text
+    unsupported = given in UNSUPPORTED_VALUES.get(_general(loc), ())
+    return f"{text}; {given} is not supported by this version" if unsupported else text
 
 
 def _out_of_bounds(given: object, path: str, words: str) -> str:
@@ -176,7 +176,7 @@ def _general(loc: _Loc) -> str:
 
 
 def _about_unknown(loc: _Loc, model: type[BaseModel]) -> str:
-    if _general(loc) in FIELDS:
+    if _general(loc) in UNSUPPORTED_FIELDS:
         return "not supported by this version"
     above = loc[:-1]
     root: _Schema = model.model_json_schema(by_alias=True)

@@ -1,6 +1,7 @@
-"""docs/api.md: the CRDs as a page for people; `make generate` writes what this returns. Pure.
+"""Builds docs/api.md, the CRDs as a page; `make generate` writes it.
 
-It reads the finished schemas, not the models: what it shows is what the API server has.
+The page is made from the finished schemas and not from the models: it shows what the API server
+has.
 """
 
 from __future__ import annotations

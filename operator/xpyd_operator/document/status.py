@@ -1,7 +1,7 @@
-"""The status of both kinds, for the CRDs' schema: what the operator writes and people read.
+"""The models of both kinds' status, for the CRDs' schema.
 
-Everything in it can be rebuilt by looking at the cluster. Lists and texts are bounded: whoever
-writes a status cuts it to these bounds.
+The operator can rebuild a status from the cluster's objects. Lists and texts are bounded, and the
+writer of a status cuts them to these bounds.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class Condition(ApiModel):
     type: Annotated[str, Field(max_length=316)]
     """Ready, Available, Progressing, Degraded, RouterReady or CapacityAvailable."""
     status: Literal["True", "False", "Unknown"]
-    """Whether it holds."""
+    """Whether the condition holds."""
     reason: Annotated[str, Field(min_length=1, max_length=1024)]
     """One CamelCase word: why."""
     message: Annotated[str, Field(max_length=MAX_MESSAGE)]
-    """What is waited for or wrong, for people."""
+    """What the fleet waits for, or what is wrong."""
     last_transition_time: datetime
     """When status last changed."""
     observed_generation: Generation | None = None
-    """The metadata.generation that it is about."""
+    """The metadata.generation that the condition is about."""
 
 
 class FleetPoolStatus(ApiModel):

@@ -1,11 +1,11 @@
 """A fleet's Kubernetes objects, from values. Pure: no client, no clock, no random numbers.
 
-    InferenceFleet + Workload (of the plan) + Site --> workload_objects
-    InferenceFleet + Site                          --> support_objects, pool_object, kv_secret
+    InferenceFleet + Workload (of the plan) + Placement --> workload_objects
+    InferenceFleet + Placement                          --> support_objects, pool_object, kv_secret
 
-Objects are plain JSON-able maps with apiVersion and kind, made fresh by each call: whoever gets one
-may change it. What is applied, and when, is the shell's (`controller`); `desired_hash` and
-`contains` help it to find out.
+Objects are plain JSON-able maps with apiVersion and kind. Each call makes new ones, so the caller
+may change them. The shell (`controller`) decides what is applied and when, with `desired_hash` and
+`contains`.
 """
 
 from xpyd_operator.manifests.compare import contains, desired_hash

@@ -1,8 +1,8 @@
-"""Whether an object must be applied: a hash of what is wanted, and a comparison with what is. Pure.
+"""Whether an object must be applied: a hash of the wanted one, and a comparison with the observed.
 
-The API server answers with more than it was given (defaults, status, other writers' fields) and
-spells some values anew (0.5 CPU becomes 500m). `contains` sees through both: it asks only whether
-every wanted value is still there.
+The API server returns more than it was sent (defaults, status, other writers' fields) and rewrites
+some values (0.5 CPU becomes 500m). `contains` allows for both: it checks only that every wanted
+value is still there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import cast
 from xpyd_operator.manifests.names import JsonObject
 
 _ITEM_KEYS = ("uid", "mountPath", "name")
-"""What tells the items of a list apart, the most particular first."""
+"""The keys that identify the items of a list, the most specific first."""
 _QUANTITY_MAPS = ("limits", "requests")
 _QUANTITIES = ("sizeLimit", "divisor", "storage")
 _NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+))(?:[eE]([+-]?\d{1,3})|([numkMGTPE]|[KMGTPE]i)?)")
@@ -91,7 +91,7 @@ def _maps(items: list[object]) -> Iterator[JsonObject]:
 
 
 def quantity_value(value: object) -> Fraction | None:
-    """A Kubernetes quantity such as 500m, 4Gi, 1e3 or 0.5 as a number; None: it is none."""
+    """A Kubernetes quantity such as 500m, 4Gi, 1e3 or 0.5 as a number; None: it is not one."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return None
     match = _NUMBER.fullmatch(str(value))

@@ -32,7 +32,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one fleet's objects go: its namespace and `uid`, that of the InferenceFleet object."""
+    """Where one fleet's objects go: its namespace, and `uid`, that of the InferenceFleet object."""
 
     namespace: str
     uid: str
@@ -61,12 +61,12 @@ ENGINE_CONTAINER = "engine"
 ROUTER_CONTAINER = "router"
 
 KV_KEY = "key"
-"""The fleet's key in its Secret, and the file's name in KV_FOLDER."""
+"""The key's name in the fleet's Secret, and the file's name in KV_FOLDER."""
 KV_FOLDER = "/run/xpyd/kv"
 SOCKET_FOLDER = "/run/xpyd/sockets"
 """Where a pod has the node's folder of Unix sockets."""
 SOCKET_CONTAINER = "xpyd-sockets"
-"""The init container that makes it the engine's."""
+"""The init container that gives the folder to the engine's user."""
 DEFAULT_GPU_RESOURCE = "nvidia.com/gpu"
 
 _LONGEST_GROUP = 47
@@ -152,8 +152,8 @@ def discovery_service_name(fleet: str) -> str:
 def kv_secret_name(fleet: str, uid: str) -> str:
     """Name of the Secret with the fleet's own KV key; `uid`: the InferenceFleet's.
 
-    A fleet that is deleted and made again under its name must not take the old one's Secret for its
-    own: nobody reads Secrets, and Kubernetes deletes that one in a moment.
+    A fleet that is deleted and created again under its name must not take the old one's Secret for
+    its own: the operator reads no Secret, and Kubernetes deletes the old one soon.
     """
     return f"{fleet}-kv-{uid[:8]}"
 
@@ -186,7 +186,7 @@ def endpoint(fleet: str, namespace: str, port: int) -> str:
 def metadata(
     name: str, fleet: InferenceFleet, placement: Placement, labels: dict[str, str]
 ) -> JsonObject:
-    """Owned by the fleet: the garbage collector takes the object when the fleet is gone."""
+    """Owned by the fleet: the garbage collector deletes the object when the fleet is gone."""
     return {
         "name": name,
         "namespace": placement.namespace,

@@ -21,7 +21,7 @@ from xpyd_operator.manifests.pods import GPU_CLAIM, engine_pod, pods_per_instanc
 from xpyd_operator.plan import ROUTER, Workload
 
 _PROGRESS_DEADLINE_S = 3600
-"""A model of hundreds of gigabytes is loaded in less; the fleet's own conditions speak earlier."""
+"""A model of hundreds of gigabytes loads in less; the fleet's own conditions report earlier."""
 
 
 def workload_objects(
@@ -54,7 +54,7 @@ def _workload_labels(fleet: InferenceFleet, workload: Workload) -> dict[str, str
 def _deployment(
     fleet: InferenceFleet, workload: Workload, placement: Placement, pod: JsonObject
 ) -> JsonObject:
-    """A revision's pods never change, but for how a newer operator renders them."""
+    """A revision's pods never change, except in how a newer operator renders them."""
     name = names.workload_name(fleet.name, workload.pool, workload.revision)
     selector = names.workload_selector(fleet.name, workload.pool, workload.revision)
     return {
@@ -81,8 +81,8 @@ def _leader_worker_set(
 ) -> JsonObject:
     """LeaderWorkerSet itself gives the pods LWS_LEADER_ADDRESS, LWS_GROUP_SIZE and their index.
 
-    The others begin with the first, which is not ready before they are there, and an instance goes
-    down whole: where a container ended, all pods of its group are made again.
+    The other pods start with the first, which is not ready before they are there. An instance fails
+    as a whole: when a container ends, all pods of its group are created again.
     """
     name = names.group_workload_name(fleet.name, workload.pool, workload.revision)
     return {
@@ -184,7 +184,7 @@ def kv_secret(fleet: InferenceFleet, placement: Placement, key: str) -> JsonObje
 
 
 def _service_account(fleet: InferenceFleet, placement: Placement) -> JsonObject:
-    """Pods talk to each other only, never to the API server."""
+    """Pods call each other, never the API server."""
     name = names.service_account_name(fleet.name)
     labels = names.fleet_labels(fleet.name, names.ENGINE_APP)
     return {
@@ -246,7 +246,7 @@ def _service(
 def _disruption_budget(
     fleet: InferenceFleet, placement: Placement, pool: str, role: str
 ) -> JsonObject:
-    """One pod at a time leaves for a node's sake; a broken one never holds a node."""
+    """A node drain evicts one pod at a time; a broken pod never blocks a drain."""
     name = names.disruption_budget_name(fleet.name, pool)
     return {
         "apiVersion": "policy/v1",

@@ -33,14 +33,14 @@ MERGE_KEYS = {
     "resourceClaims": "name",
     "claims": "name",
 }
-"""Name of a list -> the key by which its items are told apart."""
+"""Name of a list -> the key that identifies its items."""
 _WHOLE_ITEMS = ("env", "volumes", "volumeMounts", "ports")
-"""Lists whose items replace ours: two sources of one variable or volume are an error."""
+"""Lists whose items replace ours: two sources of one variable or volume would be an error."""
 APPENDED = ("tolerations",)
 
 
 def merged(base: JsonObject, template: JsonObject) -> JsonObject:
-    """`base`, a whole pod template, with `template` laid over it."""
+    """`base`, a whole pod template, with `template` merged over it."""
     return _merge_maps(base, template)
 
 
@@ -130,7 +130,8 @@ def _has_host_path(template: JsonObject) -> bool:
 
 
 def common_volumes(fleet: InferenceFleet, uid: str) -> list[JsonObject]:
-    """Of engines and routers: a place to write and the KV key. `uid`: the InferenceFleet's."""
+    """Volumes of engines and routers: a place to write, and the KV key. `uid`: the
+    InferenceFleet's."""
     found: list[JsonObject] = [{"name": "xpyd-tmp", "emptyDir": {}}]
     if fleet.spec.kv_transfer.insecure:
         return found
@@ -154,13 +155,13 @@ def common_mounts(fleet: InferenceFleet) -> list[JsonObject]:
 
 
 def model_volumes(fleet: InferenceFleet) -> list[JsonObject]:
-    """Of engines: what is mounted at /models, if anything."""
+    """Volumes of engines: what is mounted at /models, if anything."""
     model, cache = fleet.spec.model, fleet.spec.model.cache
     if cache.type == "PersistentVolumeClaim":
         claim = {"claimName": cache.claim_name, "readOnly": cache.read_only}
         return [{"name": "xpyd-models", "persistentVolumeClaim": claim}]
     if cache.type == "HostPath":
-        # No DirectoryOrCreate: an empty folder that root made would hide a wrong path.
+        # No DirectoryOrCreate: an empty folder of root's would hide a wrong path.
         folder = {"path": cache.path, "type": "Directory"}
         return [{"name": "xpyd-models", "hostPath": folder}]
     if model.uri.startswith("hf://"):
@@ -249,7 +250,7 @@ GRACE_EXTRA_S = 30
 """Beyond the drain timeout, which the program itself honours: KV leases end, sockets close."""
 GPU_CLAIM = "xpyd-gpus"
 _START_S = 600
-"""An engine answers /live before it loads its model; this is for a slow image and slow imports."""
+"""An engine answers /live before it loads its model; this time is for slow images and imports."""
 _ROUTER_START_S = 120
 
 
@@ -268,8 +269,8 @@ def engine_pod(
 ) -> JsonObject:
     """The pod template of an engine. `leads` False: another pod of the instance, not its first.
 
-    Only the first pod of an instance serves HTTP and speaks for its ranks, so only it has probes; a
-    rank that is stuck elsewhere ends it. Ranks count through the pods in their order.
+    Only the first pod of an instance serves HTTP and reports for its ranks, so only it has probes;
+    a stuck rank in another pod ends it. Ranks count through the pods in their order.
     """
     shares = shares_sockets(fleet, pool)
     container: JsonObject = {
@@ -357,7 +358,7 @@ def _pod(
     container: JsonObject,
     volumes: list[JsonObject],
 ) -> JsonObject:
-    """What engines and routers have in common."""
+    """The parts that engines and routers share."""
     role = workload.template.role
     name = container["name"]
     container = {
@@ -365,7 +366,7 @@ def _pod(
         "image": workload.template.image,
         "imagePullPolicy": placement.settings.image_pull_policy,
         **container,
-        # A crash is told with the last line of the log: xpyd_operator.status.crashes reads it.
+        # The last line of the log explains a crash: xpyd_operator.status.crashes reads it.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": {
             "allowPrivilegeEscalation": False,
@@ -406,7 +407,7 @@ def _pod(
 def _place_env(
     fleet: InferenceFleet, workload: Workload, placement: Placement
 ) -> dict[str, JsonObject]:
-    """Variables that say which pod this is and where it lies: name -> the rest of the entry."""
+    """Variables that identify the pod and its place: name -> the rest of the entry."""
     key = {"XPYD_KV_KEY_FILE": {"value": f"{names.KV_FOLDER}/{names.KV_KEY}"}}
     return {
         "XPYD_POD_IP": _field("status.podIP"),
@@ -437,8 +438,8 @@ def _engine_env(
     if model.secret_ref is not None:
         ref = {"name": model.secret_ref.name, "key": model.secret_ref.key}
         env["HF_TOKEN"] = {"valueFrom": {"secretKeyRef": ref}}
-    # The document's come last, in its order: they may refer to ours, and a name given twice would
-    # be refused by the API server.
+    # The document's variables come last, in its order, because they may refer to ours. The API
+    # server would refuse a name that is given twice.
     for variable in fleet.spec.engine.env:
         env.pop(variable.name, None)
         if variable.value_from is None:

@@ -1,7 +1,8 @@
-"""What pool.template and router.template may not say, because it is xpyd's to say. Pure.
+"""Finds what pool.template and router.template set although xpyd sets it.
 
-The API server keeps a template as it is, so this is asked apart: the operator shows the answer as
-a condition, `xpyd up` refuses the document with it. Each line names the place and the way out.
+The API server does not check a template's content, so this module does: the operator shows the
+result as a condition, and `xpyd up` refuses the document with it. Each line names the field and the
+remedy.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class _Ours:
 
 
 def template_problems(fleet: InferenceFleet) -> tuple[str, ...]:
-    """One line for each thing that the document's templates may not say; none: they are fine."""
+    """One line for each field that the document's templates may not set; none: they are fine."""
     spec = fleet.spec
     router = _Ours(
         names.ROUTER_CONTAINER,
@@ -58,7 +59,7 @@ def template_problems(fleet: InferenceFleet) -> tuple[str, ...]:
 
 
 def _user_problems(fleet: InferenceFleet) -> Iterator[str]:
-    """A folder of sockets has one owner, and a socket only lets its own user in."""
+    """A folder of sockets has one owner, and a socket admits only its own user."""
     pools = [pool for pool in fleet.spec.pools if shares_sockets(fleet, pool)]
     if len({user_of(pool) for pool in pools}) > 1:
         users = ", ".join(f"{pool.name} {user_of(pool)}" for pool in pools)

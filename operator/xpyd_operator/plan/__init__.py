@@ -1,4 +1,4 @@
-"""Decides what a fleet's workloads should be, and, for local mode, its processes. Pure.
+"""Decides what a fleet's workloads should be and, for local mode, its processes. Pure.
 
     InferenceFleet --fleet_want--> FleetWant --plan(want, seen, now)--> actions on workloads
                                    Workload  --keep(workload, seen, now)--> actions on instances

@@ -1,4 +1,4 @@
-"""plan(): the workloads that a fleet should have now. Pure.
+"""plan(): the workloads that a fleet should have now.
 
 A changed template is a new revision, rolled out pool by pool: the new workload grows by the pool's
 surge, the old one shrinks by what is ready of the new. Pools that change together move together:
@@ -49,7 +49,7 @@ def plan(want: FleetWant, seen: FleetSeen, now: float) -> Plan:
         actions += _pool_actions(pool, share)
     names = {pool.want.name for pool in pools}
     leaving = [w for w in seen.workloads if w.workload.pool not in names]
-    # In an order of their own: shells see workloads in different ones.
+    # Sorted, because shells list workloads in different orders.
     leaving.sort(key=lambda w: (w.workload.pool, w.workload.revision))
     needed = not want.stopping and bool(leaving) and _is_needed(leaving, pools)
     if want.stopping:
@@ -66,7 +66,7 @@ def plan(want: FleetWant, seen: FleetSeen, now: float) -> Plan:
 
 
 def pools_wanted(want: FleetWant, seen: Iterable[PoolSeen]) -> tuple[PoolSeen, ...]:
-    """What is to be remembered of each pool: its replicas now, and what the document declares."""
+    """What the shell remembers of each pool: its replicas now, and what the document declares."""
     known = {pool.name: pool for pool in seen}
     return tuple(
         PoolSeen(pool.name, pool_replicas(pool, known.get(pool.name)), pool.replicas)
@@ -135,7 +135,7 @@ def _old_targets(pool: _Pool, share: Fraction) -> list[int]:
 
 
 def _new_target(pool: _Pool, targets: Sequence[int]) -> int:
-    """How many instances the newest revision gets beside so many of the old ones."""
+    """How many instances the newest revision gets next to so many of the old ones."""
     if not pool.old:
         return pool.replicas
     before = pool.new.workload.replicas if pool.new else 0
@@ -167,7 +167,7 @@ def _pool_actions(pool: _Pool, share: Fraction) -> list[Action]:
 
 
 def _stop(leaving: Sequence[WorkloadSeen]) -> list[Action]:
-    """Everything goes, the router last: it still carries the engines' answers."""
+    """Everything leaves, the router last: it still carries the engines' answers."""
     engines = [w for w in leaving if w.workload.pool != ROUTER]
     return _leave(engines if any(w.alive for w in engines) else leaving)
 
@@ -213,7 +213,7 @@ def _status(
     before: FleetStatus | None,
     now: float,
 ) -> FleetStatus:
-    """`leaving`: what is said of the pools that are wanted no more."""
+    """`leaving`: a text for each pool that is wanted no more."""
     rows: list[PoolStatus] = []
     waits: list[str] = []
     for pool in pools:

@@ -1,4 +1,4 @@
-"""keep(): the processes that one workload should have. Local mode's stand-in for Deployments. Pure.
+"""keep(): the processes that one workload should have, as a Deployment's controller would decide.
 
 Ordinals are stable: an instance keeps its number, and with it its address, through restarts. A new
 one takes the lowest free number, a victim of a scale-down is the highest.
@@ -22,9 +22,9 @@ from xpyd_operator.plan.values import (
 BACKOFF_FIRST_S = 1.0
 BACKOFF_MOST_S = 60.0
 STABLE_S = 60.0
-"""An instance that ran so long starts with a clean record when it exits."""
+"""After an instance ran so long, its exit counts as the first failure."""
 KILL_GRACE_S = 10.0
-"""Beyond the drain timeout, which the instance itself honours."""
+"""In addition to the drain timeout, which the instance itself obeys."""
 
 
 def keep(
@@ -38,7 +38,7 @@ def keep(
     """Actions on the workload's instances.
 
     `taken`: ordinals of the pool's other revisions. At most `workload.replicas` instances that
-    nobody asked to leave ever live; one that leaves is drained before it is killed.
+    were not asked to leave ever live; one that leaves is drained before it is killed.
     """
     actions: list[KeepAction] = []
     waits: list[float] = []
@@ -59,7 +59,7 @@ def keep(
 
 
 def backoff_s(instance: InstanceSeen) -> tuple[float, int]:
-    """How long an exited instance waits for its restart, and its failures in a row by then."""
+    """How long an exited instance waits for its restart, and its number of failures in a row."""
     assert instance.exited_at is not None
     stable = instance.exited_at - instance.started_at >= STABLE_S
     failures = 1 if stable else instance.failures + 1

@@ -1,9 +1,8 @@
-"""From the document to what is wanted: one template for each pool and one for the router. Pure.
+"""Builds what is wanted from the document: one template for each pool and one for the router.
 
-A template holds what the document says and nothing of the place: addresses, names, threads and
-sizes that the document leaves open are the shell's, so that another place is no new revision. What
-the document leaves at its default is left out of `pod`, so that a later version with more fields
-makes no new revision either.
+A template holds what the document says and nothing about the place. Addresses, names, threads and
+sizes that the document leaves open are the shell's, so that another place is no new revision.
+Defaults are left out of `pod`, so that a later version with more fields is no new revision either.
 """
 
 from __future__ import annotations
@@ -72,8 +71,8 @@ def engine_template(fleet: InferenceFleet, pool: Pool, *, model: str, image: str
         args.append(f"--revision={spec.model.revision}")
     if spec.model.served_names:
         args += ["--served-model-name", *spec.model.served_names]
-    # Not auto: an engine that was given no GPU may still see one, and one that was given a GPU and
-    # sees none must say so.
+    # Not auto: an engine without a GPU of its own may still see one, and an engine that should have
+    # a GPU and sees none must fail.
     device = "cuda" if pool.resources.gpus else "cpu"
     args += [f"--role={pool.role}", f"--device={device}", *_parallel_args(pool)]
     if pool.role != "Aggregated":
@@ -95,7 +94,7 @@ def engine_template(fleet: InferenceFleet, pool: Pool, *, model: str, image: str
 
 
 def _parallel_args(pool: Pool) -> list[str]:
-    """vLLM's names for them. Left out at 1, so that an instance of one rank keeps its revision."""
+    """vLLM's flags. Left out at 1, so that an instance of one rank keeps its revision."""
     sizes = {TENSOR: pool.parallelism.tensor, PIPELINE: pool.parallelism.pipeline}
     return [f"{flag}={size}" for flag, size in sizes.items() if size > 1]
 
@@ -132,15 +131,16 @@ def _key_args(kv: KvTransfer) -> list[str]:
 
 def _policy_args(router: Router) -> list[str]:
     """Left out where they are the router's own default."""
-    said = _said(router, only={"policy", "prefill_policy", "decode_policy"})
+    explicit = _explicit(router, only={"policy", "prefill_policy", "decode_policy"})
     flags = {"policy": "policy", "prefillPolicy": "prefill-policy", "decodePolicy": "decode-policy"}
-    return [f"--{flag}={said[field]}" for field, flag in flags.items() if field in said]
+    return [f"--{flag}={explicit[field]}" for field, flag in flags.items() if field in explicit]
 
 
 def _serving_args(router: Router) -> list[str]:
-    """Only what is not the router's own default: an upgrade then restarts no router for them."""
+    """Only values that differ from the router's own defaults, so that an upgrade restarts no
+    router."""
     limits, queue, slo, default = router.limits, router.queue, router.slo, Router()
-    said = {
+    flags = {
         "--processes": (router.processes, default.processes),
         "--slo-ttft-ms": (slo.ttft_milliseconds, None),
         "--slo-itl-ms": (slo.itl_milliseconds, None),
@@ -152,7 +152,7 @@ def _serving_args(router: Router) -> list[str]:
         "--queue-bytes": (queue.memory, default.queue.memory),
         "--queue-timeout-seconds": (queue.timeout_seconds, default.queue.timeout_seconds),
     }
-    return [f"{flag}={value}" for flag, (value, usual) in said.items() if value != usual]
+    return [f"{flag}={value}" for flag, (value, usual) in flags.items() if value != usual]
 
 
 def router_template(fleet: InferenceFleet, *, image: str = "") -> Template:
@@ -167,23 +167,23 @@ def router_template(fleet: InferenceFleet, *, image: str = "") -> Template:
         *_key_args(spec.kv_transfer),
     )
     pod = _canonical(
-        {**_shared(fleet), "drain": _said(spec.drain), "template": spec.router.template}
+        {**_shared(fleet), "drain": _explicit(spec.drain), "template": spec.router.template}
     )
     return Template(ROUTER, args, image=image, pod=pod)
 
 
 def _engine_pod(fleet: InferenceFleet, pool: Pool) -> str:
-    """What shapes an engine's pod and is no flag and no plain variable."""
+    """The parts of an engine's pod that are neither flags nor plain variables."""
     model, env, kv = fleet.spec.model, fleet.spec.engine.env, fleet.spec.kv_transfer
     # The order matters: a variable's value may refer to those before it.
-    sources = [_said(item) for item in env] if any(item.value_from for item in env) else []
+    sources = [_explicit(item) for item in env] if any(item.value_from for item in env) else []
     return _canonical(
         {
             **_shared(fleet),
             "sameHostPath": "" if pool.role == "Aggregated" else kv.socket_folder,
-            "resources": _said(pool.resources),
-            "cache": _said(model.cache),
-            "secretRef": _said(model.secret_ref),
+            "resources": _explicit(pool.resources),
+            "cache": _explicit(model.cache),
+            "secretRef": _explicit(model.secret_ref),
             "env": sources,
             "template": pool.template,
         }
@@ -191,21 +191,21 @@ def _engine_pod(fleet: InferenceFleet, pool: Pool) -> str:
 
 
 def _shared(fleet: InferenceFleet) -> dict[str, Any]:
-    """What the router and the engines must have alike to find and to trust each other."""
+    """What the router and the engines share, to find and to trust each other."""
     return {
-        "router": _said(fleet.spec.router, only={"discovery_port"}),
-        "keySecretRef": _said(fleet.spec.kv_transfer.key_secret_ref),
+        "router": _explicit(fleet.spec.router, only={"discovery_port"}),
+        "keySecretRef": _explicit(fleet.spec.kv_transfer.key_secret_ref),
     }
 
 
-def _said(part: BaseModel | None, *, only: set[str] | None = None) -> dict[str, Any]:
-    """What the document says differently from the defaults, of the fields in `only` if given."""
+def _explicit(part: BaseModel | None, *, only: set[str] | None = None) -> dict[str, Any]:
+    """The document's values that differ from the defaults; of the fields in `only`, if given."""
     if part is None:
         return {}
     return part.model_dump(mode="json", by_alias=True, exclude_defaults=True, include=only)
 
 
 def _canonical(parts: dict[str, Any]) -> str:
-    """One text for one meaning; "" where nothing is said."""
-    said = {name: part for name, part in parts.items() if part}
-    return json.dumps(said, sort_keys=True, separators=(",", ":")) if said else ""
+    """One text for one meaning; "" where all parts are empty."""
+    given = {name: part for name, part in parts.items() if part}
+    return json.dumps(given, sort_keys=True, separators=(",", ":")) if given else ""

@@ -1,4 +1,4 @@
-"""What plan() and keep() take and return: frozen values, nothing else. Pure."""
+"""The frozen values that plan() and keep() take and return."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Template:
 class Workload:
     """Equal instances of one pool and one revision.
 
-    Of a revision that is not the newest, only the template's role is known for sure: a shell that
-    observes workloads may know no more of it, and it never has to render one.
+    Of a revision that is not the newest, only the template's role is certain: a shell that observes
+    workloads may know no more, and never renders one.
     """
 
     pool: str
@@ -76,7 +76,7 @@ class FleetWant:
 
 @dataclass(frozen=True)
 class PoolSeen:
-    """A pool's own state: what `scale` writes and what the document said when it last spoke.
+    """A pool's own state: what `scale` writes, and what the document last declared.
 
     The last declared value wins once: `declared` changes `replicas` only when it changes itself.
     """
@@ -88,7 +88,7 @@ class PoolSeen:
 
 @dataclass(frozen=True)
 class WorkloadSeen:
-    """A workload as it was last put, and how many of its instances live and are routable."""
+    """A workload as it was last put, and how many of its instances are alive and are routable."""
 
     workload: Workload
     alive: int = 0
@@ -97,7 +97,7 @@ class WorkloadSeen:
 
 @dataclass(frozen=True)
 class PoolStatus:
-    """One pool for people: instances wanted, routable, and of the newest revision."""
+    """One pool's status: instances wanted, routable, and of the newest revision."""
 
     name: str
     role: str
@@ -110,7 +110,7 @@ class PoolStatus:
 
 @dataclass(frozen=True)
 class FleetStatus:
-    """The fleet for people. `reason` is one CamelCase word, `message` names what is waited for.
+    """The fleet's status. `reason` is one CamelCase word; `message` names what the fleet waits for.
 
     `since`: when `ready` last changed, in the clock of plan()'s `now`.
     """
@@ -158,14 +158,14 @@ class DeleteWorkload:
 
 @dataclass(frozen=True)
 class SetStatus:
-    """Publish the status; the pools' `replicas` and `declared` are to be remembered from it."""
+    """Publish the status; the shell remembers the pools' `replicas` and `declared` from it."""
 
     status: FleetStatus
 
 
 @dataclass(frozen=True)
 class Event:
-    """A decision for people, with the numbers behind it."""
+    """A decision as text, with its numbers."""
 
     reason: str
     message: str
@@ -190,7 +190,7 @@ class InstanceSeen:
     """One instance of a workload. Times are seconds in the clock of keep()'s `now`.
 
     `failures`: exits in a row before this start. `exited_at` None: it runs. `draining_since` None:
-    nobody asked it to leave. `killed`: SIGKILL was sent.
+    it was not asked to leave. `killed`: SIGKILL was sent.
     """
 
     ordinal: int

@@ -1,10 +1,10 @@
-"""What a fleet's Kubernetes objects say, for plan() and for people. Pure.
+"""Reads a fleet's Kubernetes objects: what plan() looks at, problems, statuses and Events.
 
     Children --fleet_seen--> FleetSeen (what plan() looks at)
     Children --find_problems--> Problem, ... --fleet_status--> the fleet's status --events--> Events
 
-Objects come raw, as the API server has them, and nothing in them makes this fail. Time comes in as
-RFC 3339 text. What is done about anything is plan()'s business.
+Objects come raw, as the API server returns them, and no content makes this fail. Time is an
+argument, as RFC 3339 text. plan() decides what is done.
 """
 
 from xpyd_operator.status.children import Children, fleet_seen

@@ -38,7 +38,7 @@ def at(obj: object, *path: str) -> object:
     """The field at `path`, None where there is none."""
     found: Any = obj
     for key in path:
-        # Hot: a cast is a call, and as dear as all else here.
+        # Hot path: a cast is a call, and costs as much as the rest.
         if not isinstance(found, dict):
             return None
         found = found.get(key)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
@@ -96,14 +96,14 @@ def moment(value: str) -> datetime | None:
 
 
 def seconds_between(before: str, after: str) -> float | None:
-    """Between two RFC 3339 times; None where one is none."""
+    """Seconds between two RFC 3339 times; None where one is not a time."""
     first, second = moment(before), moment(after)
     return (second - first).total_seconds() if first and second else None
 
 
 def short(value: str, most: int = MOST_TEXT) -> str:
-    """`value` in one line of at most `most` characters, all of them printable."""
-    # Only what can matter is looked at: a termination message may be long.
+    """`value` in one line of at most `most` printable characters."""
+    # Only the start matters: a termination message may be long.
     line = " ".join(value[: 4 * most].split())
     line = "".join(c if c.isprintable() else "?" for c in line)
     if len(line) <= most and len(value) <= 4 * most:
@@ -123,7 +123,7 @@ GROUP_SIZE = "leaderworkerset.sigs.k8s.io/size"
 WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
 _POD_OWNERS = frozenset({"ReplicaSet", "StatefulSet", "LeaderWorkerSet"})
 _OURS = re.compile(r"[a-z0-9]([-a-z0-9]{0,14}[a-z0-9])?", re.ASCII)
-"""Names of pools and revisions, as the API bounds them: a status could not tell of others."""
+"""Names of pools and revisions, as the API bounds them: a status has no room for others."""
 Key = tuple[str, str]
 """Pool and revision."""
 
@@ -157,7 +157,7 @@ class Counts:
 
     @property
     def staying(self) -> int:
-        """Those that nobody asked to leave."""
+        """Instances that were not asked to leave."""
         return self.alive - self.draining
 
 
@@ -166,7 +166,7 @@ NOTHING = Counts()
 
 @dataclass
 class _Instance:
-    """What the pods of one instance add up to."""
+    """The sum of one instance's pods."""
 
     ready: int = 0
     size: int = 1
@@ -174,7 +174,7 @@ class _Instance:
 
 
 def key_of(obj: Raw) -> Key | None:
-    """Pool and revision by the object's labels; None: they are none of ours."""
+    """Pool and revision by the object's labels; None: the labels are not ours."""
     labels = fields(obj, "metadata", "labels")
     pool, revision = text(labels, LABEL_POOL), text(labels, LABEL_REVISION)
     return (pool, revision) if _is_ours(pool) and _is_ours(revision) else None
@@ -197,7 +197,7 @@ def name_of(obj: Raw) -> str:
 
 
 def is_finished(pod: Raw) -> bool:
-    """Whether no container of the pod will ever run again: it holds no place."""
+    """Whether no container of the pod will run again; the pod holds no place then."""
     return text(pod, "status", "phase") in ("Succeeded", "Failed")
 
 
@@ -312,7 +312,7 @@ def _sum(instances: Iterable[_Instance]) -> Counts:
 
 
 def _orphans(children: Children) -> set[tuple[Key, PoolRole]]:
-    """Workloads that are gone while pods of theirs still end."""
+    """Workloads that are gone while their pods still end."""
     found: set[tuple[Key, PoolRole]] = set()
     for pod in children.pods:
         key, role = key_of(pod), role_of(pod)
@@ -324,7 +324,7 @@ def _orphans(children: Children) -> set[tuple[Key, PoolRole]]:
 def _is_of(pod: Raw, key: Key) -> bool:
     """Whether the workload made the pod: its owner's name is the workload's, or begins with it.
 
-    Others have our labels too, of a person's hand or of a copy of a Deployment: they serve nobody,
+    Other pods may have our labels, made by hand or by a copy of a Deployment. They do not serve,
     and would keep a deleted fleet from ending for ever.
     """
     begins = _workload_names(text(pod, "metadata", "labels", LABEL_FLEET), *key)
@@ -338,7 +338,7 @@ def _is_of(pod: Raw, key: Key) -> bool:
 
 @lru_cache(maxsize=4096)
 def _workload_names(fleet: str, pool: str, revision: str) -> tuple[str, str]:
-    """What owners of a workload's pods begin with; of one with an empty name nothing is."""
+    """Prefixes of the names of the owners of a workload's pods; an empty fleet matches none."""
     if not fleet:
         return "\0", "\0"
     names = workload_name(fleet, pool, revision), group_workload_name(fleet, pool, revision)
@@ -346,7 +346,7 @@ def _workload_names(fleet: str, pool: str, revision: str) -> tuple[str, str]:
 
 
 def is_pool_object(pool: Raw) -> bool:
-    """Whether it is the object of the pool that it names: anybody can put up another beside it."""
+    """Whether it is the object of the pool that it names: users can create others that name it."""
     fleet, name = text(pool, "metadata", "labels", LABEL_FLEET), text(pool, "spec", "poolName")
     return bool(name) and name_of(pool) == pool_object_name(fleet, name)
 

@@ -144,7 +144,7 @@ def _row(
 
 INVALID = "InvalidSpec"
 INVALID_TEMPLATE = "InvalidTemplate"
-"""A pod template of the document names what is xpyd's."""
+"""A pod template of the document sets what xpyd sets."""
 _MOST_PROBLEMS = 4
 _MOST_MISTAKES = 10
 _MOST_MISTAKE = 400
@@ -153,7 +153,7 @@ _DRAINING = "Draining"
 
 @dataclass(frozen=True)
 class _Fleet:
-    """What all the conditions are made from."""
+    """The input of all conditions."""
 
     pools: Sequence[PoolRow]
     problems: Sequence[Problem]
@@ -167,7 +167,7 @@ class _Fleet:
         return [row for row in self.pools if row.missing]
 
     def of_pools(self, names: Iterable[str]) -> list[Problem]:
-        """What keeps these pools from being ready."""
+        """The problems that keep these pools from being ready."""
         known = {*names, ""}
         return [p for p in self.problems if p.pool in known and p.reason != _DRAINING]
 
@@ -192,9 +192,9 @@ def conditions(
 ) -> list[dict[str, Any]]:
     """`before`: the whole status before; a condition keeps its time while its status stays.
 
-    `notices`: what the document asks for that somebody should know of, which Degraded's message
-    says even where nothing is wrong. `decode_alone`: Decode instances serve alone where there is no
-    Prefill instance.
+    `notices`: what the document asks for that an administrator should know; Degraded's message
+    shows them even where nothing is wrong. `decode_alone`: Decode instances serve alone where there
+    is no Prefill instance.
     """
     fleet = _Fleet(pools, problems, stopping, before, notices, decode_alone)
     verdicts = {
@@ -217,9 +217,10 @@ def conditions_of_invalid(
     generation: int,
     reason: str,
 ) -> list[dict[str, Any]]:
-    """Of a fleet whose document cannot be obeyed: `pools` may serve, as the last good one said."""
-    told = [short(line, _MOST_MISTAKE) for line in messages[:_MOST_MISTAKES]]
-    message = "; ".join(told) + _and_more(len(messages) - len(told))
+    """Conditions of a fleet whose document cannot be obeyed. Its `pools` may serve, as the last
+    valid document declared."""
+    shown = [short(line, _MOST_MISTAKE) for line in messages[:_MOST_MISTAKES]]
+    message = "; ".join(shown) + _and_more(len(messages) - len(shown))
     unknown = _Verdict(None, reason, "not looked at until the document is mended")
     verdicts = {
         "Ready": _Verdict(False, reason, message),
@@ -262,12 +263,12 @@ def _written(
 def _ready(fleet: _Fleet) -> _Verdict:
     if fleet.stopping:
         left = _alive(fleet.pools)
-        told = f"{left} to leave" if left else "no instance is left"
-        return _Verdict(False, _DRAINING, f"the fleet is being deleted: {told}")
+        left_text = f"{left} to leave" if left else "no instance is left"
+        return _Verdict(False, _DRAINING, f"the fleet is being deleted: {left_text}")
     missing = [row.name for row in fleet.missing]
     causes = fleet.of_pools(missing)
     if missing and causes and causes[0].kind != "Waiting":
-        return _Verdict(False, causes[0].reason, _told(_waits(fleet), causes))
+        return _Verdict(False, causes[0].reason, _summary_of(_waits(fleet), causes))
     wanted, _ = by_role(fleet.pools)
     if not serves(wanted):
         none = [r.name for r in fleet.pools if r.revision and r.name != ROUTER and not r.replicas]
@@ -276,7 +277,7 @@ def _ready(fleet: _Fleet) -> _Verdict:
     if not missing:
         return _Verdict(True, "Ready", f"{_counts(fleet.pools)} ready")
     if causes:
-        return _Verdict(False, causes[0].reason, _told(_waits(fleet), causes))
+        return _Verdict(False, causes[0].reason, _summary_of(_waits(fleet), causes))
     reason = "Rollout" if any(row.older for row in fleet.pools) else "PodsMissing"
     return _Verdict(False, reason, _waits(fleet))
 
@@ -312,7 +313,7 @@ def _progressing(fleet: _Fleet) -> _Verdict:
 
 
 def _movement(fleet: _Fleet) -> str:
-    """Why the fleet moves. What began counts until all is there, or something else happens."""
+    """Why the fleet moves. The first reason stays until all is ready or another reason appears."""
     earlier = text(condition_of(fleet.before, "Progressing"), "reason")
     pools = [row for row in fleet.pools if row.revision]
     known = {text(p, "name"): p.get("replicas") for p in rows(fleet.before, "pools")}
@@ -328,17 +329,17 @@ def _movement(fleet: _Fleet) -> str:
 
 def _degraded(fleet: _Fleet) -> _Verdict:
     found = [p for p in fleet.problems if p.kind == "Degraded"]
-    if not found and (earlier := _falls_again(fleet)):
+    if not found and (earlier := _fails_repeatedly(fleet)):
         return earlier
     if not found:
         message = "; ".join(["nothing needs to be done", *fleet.notices])
         return _Verdict(False, "AsExpected", message)
-    return _Verdict(True, found[0].reason, "; ".join([_told("", found), *fleet.notices]))
+    return _Verdict(True, found[0].reason, "; ".join([_summary_of("", found), *fleet.notices]))
 
 
-def _falls_again(fleet: _Fleet) -> _Verdict | None:
-    """What was wrong with an instance whose new pods are not ready yet: nothing counts its ends,
-    and between two of them it would look well."""
+def _fails_repeatedly(fleet: _Fleet) -> _Verdict | None:
+    """The failure of an instance whose new pods are not ready yet. No counter has its failures, so
+    between two of them the fleet would look healthy."""
     old = condition_of(fleet.before, "Degraded")
     if not fleet.missing or text(old, "status") != "True" or text(old, "reason") != RECREATED:
         return None
@@ -354,19 +355,19 @@ def _router_ready(fleet: _Fleet) -> _Verdict:
         return _Verdict(True, "RouterReady", f"{router.progress} ready")
     causes = fleet.of_pools([ROUTER])
     reason = causes[0].reason if causes else "Rollout" if router.older else "PodsMissing"
-    return _Verdict(False, reason, _told(f"waits for {router.progress} ready", causes))
+    return _Verdict(False, reason, _summary_of(f"waits for {router.progress} ready", causes))
 
 
 def _capacity(fleet: _Fleet) -> _Verdict:
-    # A quota is room, too, but one that only a person can make.
+    # A quota limits capacity, too, but only an administrator can raise it.
     found = [p for p in fleet.problems if p.kind == "Capacity" or p.reason == "QuotaExceeded"]
     if not found:
         return _Verdict(True, "Sufficient", "no pod lacks a place")
-    return _Verdict(False, found[0].reason, _told("", found))
+    return _Verdict(False, found[0].reason, _summary_of("", found))
 
 
 def _counts(pools: Iterable[PoolRow]) -> str:
-    """Router last: the engines come first in a reader's mind."""
+    """The router last: readers look for the engines first."""
     wanted = sorted((row for row in pools if row.revision), key=lambda row: row.name == ROUTER)
     return ", ".join(row.progress for row in wanted)
 
@@ -376,7 +377,7 @@ def _waits(fleet: _Fleet) -> str:
 
 
 def _alive(pools: Iterable[PoolRow], *, draining: bool = False) -> str:
-    """Instances that are there, or of pools that stay only those that drain."""
+    """Instances that exist; with `draining`, of pools that stay only those that drain."""
     parts: list[str] = []
     for row in pools:
         number = row.draining if draining and row.revision else row.alive
@@ -385,10 +386,10 @@ def _alive(pools: Iterable[PoolRow], *, draining: bool = False) -> str:
     return ", ".join(parts)
 
 
-def _told(start: str, problems: Sequence[Problem]) -> str:
-    said = [start] if start else []
-    said += [problem.message for problem in problems[:_MOST_PROBLEMS]]
-    return "; ".join(said) + _and_more(len(problems) - _MOST_PROBLEMS)
+def _summary_of(start: str, problems: Sequence[Problem]) -> str:
+    parts = [start] if start else []
+    parts += [problem.message for problem in problems[:_MOST_PROBLEMS]]
+    return "; ".join(parts) + _and_more(len(problems) - _MOST_PROBLEMS)
 
 
 def _and_more(number: int) -> str:

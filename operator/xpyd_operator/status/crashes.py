@@ -1,11 +1,12 @@
-"""What a container's exits say: exit code, memory limit, the last line that it logged. Pure.
+"""Explains a container's exit: exit code, signal, memory limit, the last line of its log.
 
-Engines and routers are rendered with `terminationMessagePolicy: FallbackToLogsOnError`, so kubelet
-puts the end of a failed container's log where its termination message belongs. An engine whose rank
-died ends its log with which one and why.
+Engines and routers have `terminationMessagePolicy: FallbackToLogsOnError`, so kubelet puts the end
+of a failed container's log into its termination message. An engine whose rank died ends its log
+with the rank and the reason.
 
-A container that ended is started again in its pod. Of an instance of several pods LeaderWorkerSet
-then deletes all and makes others: restarts are never counted, and an exit is seen in passing only.
+A container that ended is started again in its pod. Of an instance of several pods, LeaderWorkerSet
+then deletes all pods and creates new ones: restarts are not counted, and an exit is visible only
+until the pod is gone.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from xpyd_operator.status.children import (
 )
 
 LOOPS_AFTER = 2
-"""Restarts after which a container that runs, but is not ready, counts as one that crashes again:
-between two crashes it runs for a moment, and a condition should not follow that."""
+"""After so many restarts, a container that runs but is not ready counts as crashing: between two
+crashes it runs for a moment, and a condition should not follow that."""
 STABLE_S = 600.0
-"""A container that ran so long crashed anew: kubelet forgets its back-off then, too."""
+"""An exit after so long is a new crash: kubelet resets its back-off then, too."""
 
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT[\d:.,]+(Z|[+-]\d\d:?\d\d)?\s+", re.ASCII)
 _SIGNALS = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
 _SIGNALLED = 128
 RECREATED = "InstanceRecreated"
-"""All pods of an instance are made again, since one of them failed."""
+"""All pods of an instance are created again because one of them failed."""
 _LOOP = "CrashLoopBackOff"
 _CRASHES = "the container crashes"
 _OUT_OF_MEMORY = "OOMKilled"
@@ -45,7 +46,7 @@ _OUT_OF_MEMORY = "OOMKilled"
 
 @dataclass(frozen=True)
 class Crash:
-    """One container's exit. `loops`: it did so again and again."""
+    """One container's exit. `loops`: it exits repeatedly."""
 
     loops: bool
     reason: str
@@ -82,17 +83,17 @@ def crash(spec: Raw, status: Raw) -> Crash | None:
 
 
 def exit_before(status: Raw) -> str:
-    """How the container ended before it was started this time; "": it never failed."""
+    """How the container's run before this one ended; "": it did not fail."""
     exited = fields(status, "lastState", "terminated")
     if not count(exited, "exitCode"):
         return ""
     return _with_line(f"{exit_text(exited)}, {_times(count(status, 'restartCount'))}", exited)
 
 
-def fall(pod: Raw) -> Crash | None:
-    """What a pod that is being deleted did before: the exit for which its whole instance leaves.
+def group_failure(pod: Raw) -> Crash | None:
+    """The exit for which a pod and its whole instance are being deleted.
 
-    None where all its containers ran well until the API server was asked to delete it.
+    None where all its containers ran well until the deletion was requested.
     """
     end = moment(text(pod, "metadata", "deletionTimestamp"))
     grace_s = count(pod, "metadata", "deletionGracePeriodSeconds")
@@ -109,21 +110,21 @@ def fall(pod: Raw) -> Crash | None:
 
 
 def exit_text(exited: Raw) -> str:
-    """The exit code, and the signal that it stands for."""
+    """The exit code and, where it means a signal, the signal's name."""
     code = count(exited, "exitCode")
     signal = _SIGNALS.get(code - _SIGNALLED)
     return f"exit code {code} ({signal})" if signal else f"exit code {code}"
 
 
 def last_line(message: str) -> str:
-    """The last line of a log that says something, without its time; of JSON its message."""
+    """The last line of a log that is not blank, without its time; of a JSON line its message."""
     line = next((s for s in reversed(message.splitlines()) if s.strip()), "").strip()
     if line.startswith("{"):
         try:
-            said = text(json.loads(line), "message")
+            message_text = text(json.loads(line), "message")
         except (ValueError, RecursionError):
-            said = ""
-        line = said or line
+            message_text = ""
+        line = message_text or line
     return short(_TIME.sub("", line, count=1))
 
 

@@ -51,8 +51,8 @@ _HOST_PATH = (
     '"restricted" or "baseline" refuses'
 )
 _INSECURE = (
-    "the fleet has no KV key (spec.kvTransfer.insecure): whoever reaches an engine's KV port may "
-    "read and write KV"
+    "the fleet has no KV key (spec.kvTransfer.insecure): anyone who reaches an engine's KV port "
+    "may read and write KV"
 )
 
 
@@ -71,7 +71,7 @@ def fleet_status(
 ) -> dict[str, Any]:
     """The fleet's whole status; to be put in place of the one before, not merged into it.
 
-    `problems`: find_problems() and those that only the caller knows (a name that somebody else
+    `problems`: find_problems() and those that only the caller knows (a name that another object
     has, a missing API). `before`: the status that the fleet has. `now`: RFC 3339. `generation`: of
     the document. `key_secret`: "" while there is none.
     """
@@ -116,7 +116,7 @@ def pool_statuses(
             continue
         selector = pool_selector(fleet.name, row.name)
         if row.name in grouped:
-            # One pod for each instance, or an HPA would take the pods for instances.
+            # One pod per instance: an HPA would count every pod as an instance.
             selector[WORKER_INDEX] = "0"
         found[row.name] = {
             "observedGeneration": generations[row.name],
@@ -132,7 +132,7 @@ def pool_statuses(
 
 
 def _notices(fleet: InferenceFleet) -> tuple[str, ...]:
-    """What the document asks for that weakens the fleet, or asks more of its namespace."""
+    """What the document asks for that weakens the fleet or needs more of its namespace."""
     found = {_HOST_PATH: uses_host_path(fleet), _INSECURE: fleet.spec.kv_transfer.insecure}
     return tuple(text for text, holds in found.items() if holds)
 
@@ -183,7 +183,8 @@ def invalid_status(
     generation: int,
     reason: str = INVALID,
 ) -> dict[str, Any]:
-    """`messages`: the mistakes, one per line. `reason`: what kind of mistakes they are."""
+    """The status of a fleet whose document cannot be obeyed. `messages`: its mistakes, one per
+    line; `reason`: the kind of mistakes."""
     found = conditions_of_invalid(
         list(messages),
         pool_rows(FleetWant("", ()), seen, children),
@@ -204,7 +205,8 @@ def leaving_status(
     now: str,
     generation: int,
 ) -> dict[str, Any]:
-    """Of such a fleet while it is being deleted, which needs nothing of its document."""
+    """The status of such a fleet while it is being deleted, for which its document is not
+    needed."""
     found = conditions(
         pool_rows(FleetWant("", (), stopping=True), seen, children),
         in_order(problems),
@@ -217,7 +219,8 @@ def leaving_status(
 
 
 def invalid_pool_statuses(children: Children) -> dict[str, dict[str, Any]]:
-    """The status of each pool's own object, by the pool's name; one that never had any has none."""
+    """The status of each pool's own object, by the pool's name; none for an object without a
+    status."""
     found: dict[str, dict[str, Any]] = {}
     for pool in children.pools:
         status, name = fields(pool, "status"), text(pool, "spec", "poolName")
@@ -289,9 +292,9 @@ class EventText:
 
 
 def events(before: Raw | None, after: Raw) -> tuple[EventText, ...]:
-    """What to report when the status `after` takes the place of `before`.
+    """The Events to post when the status `after` replaces `before`.
 
-    To be called once for each status that was written, with the one that it replaced.
+    Call it once for each status that was written, with the one that it replaced.
     """
     old = before or {}
     if text(condition_of(after, "Ready"), "reason") == "Draining":
@@ -318,25 +321,27 @@ def _stopping(before: Raw, after: Raw) -> list[EventText]:
 def _pools(before: Raw, after: Raw) -> list[EventText]:
     """One Event for each kind of change, however many pools changed."""
     old, new = _wanted(before), _wanted(after)
-    told: dict[str, list[str]] = {"Created": [], "Rollout": [], "Scaled": [], "Draining": []}
+    lines: dict[str, list[str]] = {"Created": [], "Rollout": [], "Scaled": [], "Draining": []}
     for name, pool in new.items():
         replicas, earlier = count(pool, "replicas"), old.get(name)
         if earlier is None:
-            told["Created"].append(f"pool {name}: {_instances(replicas)}")
+            lines["Created"].append(f"pool {name}: {_instances(replicas)}")
             continue
         revisions = text(earlier, "revision"), text(pool, "revision")
         if revisions[0] != revisions[1]:
             change = f"revision {revisions[0]} -> {revisions[1]}"
-            told["Rollout"].append(f"pool {name}: {change}, {_instances(replicas)}")
+            lines["Rollout"].append(f"pool {name}: {change}, {_instances(replicas)}")
         if count(earlier, "replicas") != replicas:
             sizes = f"{count(earlier, 'replicas')} -> {_instances(replicas)}"
-            told["Scaled"].append(f"pool {name}: {sizes}")
+            lines["Scaled"].append(f"pool {name}: {sizes}")
     leaving = {text(p, "name"): p for p in rows(after, "pools")}
     for name in (name for name in old if name not in new):
         pool = leaving.get(name, {})
         left = count(pool, "readyReplicas") + count(pool, "drainingReplicas")
-        told["Draining"].append(f"pool {name} left the document: {_instances(left)} to leave")
-    return [EventText("Normal", reason, "; ".join(said)) for reason, said in told.items() if said]
+        lines["Draining"].append(f"pool {name} left the document: {_instances(left)} to leave")
+    return [
+        EventText("Normal", reason, "; ".join(parts)) for reason, parts in lines.items() if parts
+    ]
 
 
 def _states(before: Raw, after: Raw) -> list[EventText]:
@@ -362,7 +367,7 @@ def _states(before: Raw, after: Raw) -> list[EventText]:
 
 
 def _has_lost(before: Raw, after: Raw) -> bool:
-    """Whether a fleet that was well lost an instance, or it is seen only now for what."""
+    """Whether a healthy fleet lost an instance, or the reason of the loss is known only now."""
     ready, earlier = condition_of(after, "Ready"), condition_of(before, "Ready")
     moves = text(condition_of(after, "Progressing"), "reason")
     if text(ready, "status") != "False" or moves != "Recovering":
@@ -373,7 +378,7 @@ def _has_lost(before: Raw, after: Raw) -> bool:
 
 def _became_ready(before: Raw, after: Raw) -> list[EventText]:
     if text(condition_of(before, "Progressing"), "reason") == "Scaling":
-        return []  # the Event of the scale said it all
+        return []  # the Event of the scale is enough
     earlier, now = condition_of(before, "Ready"), condition_of(after, "Ready")
     times = text(earlier, "lastTransitionTime"), text(now, "lastTransitionTime")
     took_s = seconds_between(*times)

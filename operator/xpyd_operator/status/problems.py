@@ -39,16 +39,16 @@ from xpyd_operator.status.children import (
     text,
     workloads,
 )
-from xpyd_operator.status.crashes import RECREATED, crash, exit_before, fall
+from xpyd_operator.status.crashes import RECREATED, crash, exit_before, group_failure
 
 Kind = Literal["Degraded", "Capacity", "Waiting"]
 
 SLOW_VOLUMES_S = 30.0
-"""Volumes that take so long are named; most are there within a second."""
+"""Volumes that take longer are named; most are mounted within a second."""
 LOST_VOLUMES_S = 150.0
-"""Kubelet gives a mount up after 2 minutes and 3 s and begins again: then it is no hiccup."""
+"""Kubelet gives up a mount after 2 minutes and 3 s and begins again: a longer wait is an error."""
 STUCK_S = 60.0
-"""A pod that is still there so long after its grace period has ended is held by something."""
+"""A pod that exists so long after the end of its grace period is stuck."""
 
 _PULLS = frozenset(
     {"ImagePullBackOff", "ErrImagePull", "RegistryUnavailable", "SignatureValidationFailed"}
@@ -69,14 +69,14 @@ _LAYERS = re.compile(
     r'|failed to pull and unpack image "[^"]*": |failed to resolve reference "[^"]*": '
 )
 _PREEMPTION = re.compile(r"\.? [^.]*\bpreemption: .*", re.DOTALL)
-"""What preemption would do is the scheduler's last sentence, and never news."""
+"""The scheduler's last sentence says what preemption would do; it is left out."""
 _REASON = re.compile(r"[A-Za-z]([A-Za-z0-9]{0,61}[A-Za-z0-9])?", re.ASCII)
 _CREATING = ("", "ContainerCreating", "PodInitializing")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What keeps one pod. Pods with the same kind and reason are told of together."""
+    """Why one pod is not ready. Pods with the same kind and reason share one line."""
 
     kind: Kind
     reason: str
@@ -85,12 +85,12 @@ class Finding:
 
 
 def camel(reason: str, otherwise: str) -> str:
-    """`reason` where it is fit to be a condition's reason."""
+    """`reason` where it is valid as a condition's reason, else `otherwise`."""
     return reason if _REASON.fullmatch(reason) else otherwise
 
 
 def leaving(pod: Raw, now: str, *, grouped: bool = False) -> Finding:
-    """How a pod that is being deleted does. The API server's time is that of its end, not start.
+    """The state of a pod that is being deleted. deletionTimestamp is the deadline, not the start.
 
     `grouped`: it is one of several pods of an instance, which go together.
     """
@@ -100,13 +100,13 @@ def leaving(pod: Raw, now: str, *, grouped: bool = False) -> Finding:
         what = f"should have been gone by {clock(deadline)}"
         cause = f"its node {_node(pod)} does not answer, or a finalizer holds it"
         return Finding("Degraded", "StuckTerminating", what, cause)
-    if grouped and (fell := fall(pod)):
+    if grouped and (fell := group_failure(pod)):
         return Finding("Degraded" if fell.loops else "Waiting", fell.reason, fell.what, fell.detail)
     return Finding("Waiting", "Draining", f"draining, gone by {clock(deadline)} at the latest")
 
 
 def unready(pod: Raw, spec: Raw, now: str) -> Finding | None:
-    """What a pod that stays still lacks; None: nothing, it serves.
+    """What a pod that stays still lacks; None: the pod serves.
 
     `spec`: of the pod, or what its workload has as one.
     """
@@ -161,7 +161,7 @@ def _waits(status: Raw) -> str:
 
 
 def _broken(spec: Raw, status: Raw) -> Finding | None:
-    """What waiting alone may not mend in one container."""
+    """A problem of one container that waiting alone may not solve."""
     name, reason = text(status, "name"), _waits(status)
     whose = "" if name in (ENGINE_CONTAINER, ROUTER_CONTAINER) else f"container {short(name, 63)}, "
     message = _LAYERS.sub("", text(status, "state", "waiting", "message"))
@@ -187,7 +187,7 @@ def _image(spec: Raw, container: str) -> str:
 
 
 def _initializing(pod: Raw, waiting: Iterable[Raw]) -> Finding | None:
-    """An init container that the others wait for."""
+    """The init container that the other containers wait for."""
     if not any(_waits(status) == "PodInitializing" for status in waiting):
         return None
     for status in rows(pod, "status", "initContainerStatuses"):
@@ -216,7 +216,7 @@ def _creating(pod: Raw, spec: Raw, waiting: Iterable[Raw], now: str) -> Finding:
 
 
 def _needs(spec: Raw) -> list[str]:
-    """What a node must have at hand before it creates the pod's containers."""
+    """What a node needs before it creates the pod's containers."""
     found: list[str] = []
     for volume in rows(spec, "volumes"):
         for kind, key, called in (
@@ -257,18 +257,18 @@ def _starting(pod: Raw, spec: Raw, statuses: Iterable[Raw]) -> Finding:
 
 
 RECENT_S = 600.0
-"""Failed pods are kept by Kubernetes for long; those of before are history."""
+"""Kubernetes keeps failed pods for long; older ones are ignored."""
 MANY_FAILED = 3
-"""So many failed pods within RECENT_S, and it is no accident."""
+"""So many failed pods within RECENT_S count as Degraded."""
 
 _KINDS: dict[Kind, int] = {"Degraded": 0, "Capacity": 1, "Waiting": 2}
 _LAST = ("WaitingForEngines", "Draining")
-"""What follows from something else, or is nobody's trouble."""
+"""Reasons that follow from another problem, or that are none."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """`kind`: Degraded waits for a person, Capacity for room in the cluster, Waiting for time.
+    """`kind`: Degraded needs a person, Capacity needs room in the cluster, Waiting needs time.
 
     `reason` is one CamelCase word; `pool` is "router" for the router and "" for the whole fleet;
     `message` names pool, counts and one pod.
@@ -338,9 +338,9 @@ def _of_pods(
     for (kind, reason), found in groups.items():
         name, finding = min(found, key=lambda item: item[0])
         if reason == "Draining":
-            # The last of them to end is the one to wait for.
+            # The last pod to end is named: the fleet waits for it.
             name, finding = max(found, key=lambda item: (item[1].what, item[0]))
-        # Of those that leave, none is missed.
+        # Pods that leave are not counted against those that stay.
         among = "" if reason in ("Draining", "StuckTerminating", RECREATED) else f" of {stay}"
         some = f"{len(found)}{among} {'pod' if f'{len(found)}{among}' == '1' else 'pods'}"
         detail = f": {finding.detail}" if finding.detail else ""
@@ -350,7 +350,7 @@ def _of_pods(
 
 
 def _of_failed(pool: str, pods: Sequence[Raw], children: Children, now: str) -> list[Problem]:
-    """Pods that ended for good: evicted, or refused by a node. Others take their place."""
+    """Pods that ended for good: evicted, or refused by a node. Other pods replace them."""
     failed = [p for p in pods if _phase(p) == "Failed" and not is_leaving(p) and _is_new(p, now)]
     if not failed or not _is_short(pool, children):
         return []
@@ -358,8 +358,8 @@ def _of_failed(pool: str, pods: Sequence[Raw], children: Children, now: str) -> 
     reason = camel(text(pod, "status", "reason"), "PodFailed")
     kind: Kind = "Degraded" if len(failed) >= MANY_FAILED else "Waiting"
     some = f"{len(failed)} pods" if len(failed) > 1 else "1 pod"
-    said = short(text(pod, "status", "message"))
-    message = f"{pool}: failed for good ({some}, {short(name_of(pod), 80)}): {said or reason}"
+    words = short(text(pod, "status", "message"))
+    message = f"{pool}: failed for good ({some}, {short(name_of(pod), 80)}): {words or reason}"
     return [Problem(kind, reason, pool, message)]
 
 
@@ -397,7 +397,7 @@ def _of_workload(workload: Raw) -> list[Problem]:
 
 
 def _of_deadlines(children: Children, known: set[str]) -> list[Problem]:
-    """Pools that make no progress, where nothing else says why."""
+    """Pools that make no progress for no other known reason."""
     found: list[Problem] = []
     for workload in workloads(children):
         progress, key = condition(workload, "Progressing"), key_of(workload)

@@ -1,6 +1,6 @@
 """`xpyd chat`: a conversation with a fleet, or with any OpenAI endpoint, streamed to the terminal.
 
-Standard library only. One-shot where a message is given or nobody is at the terminal.
+Standard library only. One-shot where a message is given or standard input is no terminal.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_ERROR_BYTES = 64 << 10
 
 @dataclass
 class Conversation:
-    """One endpoint, one model, and what was said so far."""
+    """One endpoint, one model, and the messages so far."""
 
     url: str
     model: str = ""
@@ -33,7 +33,7 @@ class Conversation:
     messages: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
 
     def ask(self, text: str) -> Iterator[str]:
-        """Say `text`; the answer's pieces as they come. What came is kept as said."""
+        """Send `text`; yields the answer's pieces as they arrive and keeps them as a message."""
         if not self.model:
             self.model = first_model(self.url)
         self.messages.append({"role": "user", "content": text})
@@ -42,14 +42,14 @@ class Conversation:
             body["max_tokens"] = self.max_tokens
         if self.temperature is not None:
             body["temperature"] = self.temperature
-        said: list[str] = []
+        answer: list[str] = []
         try:
             for piece in _stream(self.url, body):
-                said.append(piece)
+                answer.append(piece)
                 yield piece
         finally:
-            if said:
-                self.messages.append({"role": "assistant", "content": "".join(said)})
+            if answer:
+                self.messages.append({"role": "assistant", "content": "".join(answer)})
             else:
                 self.messages.pop()
 
@@ -162,10 +162,10 @@ def _send(
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise UserError(f"{url} does not answer: {reason}") from error
     try:
-        said = _message(_json(text))
+        words = _message(_json(text))
     except UserError:
-        said = text.decode("utf-8", "replace")[:200]
-    raise UserError(f"{url} answered {answer.status}: {said}")
+        words = text.decode("utf-8", "replace")[:200]
+    raise UserError(f"{url} answered {answer.status}: {words}")
 
 
 def _message(answer: dict[str, Any]) -> str:

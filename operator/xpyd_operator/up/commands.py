@@ -94,7 +94,7 @@ def _configure_chat(parser: argparse.ArgumentParser) -> None:
     add("--model", default="", help="the model's name (default: the first that is served)")
     add("--max-tokens", type=int, metavar="N", help="longest answer")
     add("--temperature", type=float, default=0.3, help="0 always takes the likeliest token")
-    add("--system", help="what the model is told first")
+    add("--system", help="text of the system message")
 
 
 def _run_chat(args: argparse.Namespace) -> int:
@@ -145,7 +145,7 @@ def check_platform(platform: str) -> None:
 def _reporting(
     run: Callable[[argparse.Namespace], int], *, anywhere: bool = False
 ) -> Callable[[argparse.Namespace], int]:
-    """A fleet that failed is no wrong input: its reason, status 1. Not `anywhere`: Linux only."""
+    """Report a fleet that failed with its reason and status 1. Not `anywhere`: Linux only."""
 
     def reported(args: argparse.Namespace) -> int:
         if not anywhere:
@@ -154,7 +154,7 @@ def _reporting(
             return run(args)
         except UserError:
             raise
-        except BrokenPipeError:  # `xpyd logs | head`: nobody reads on, also not at exit
+        except BrokenPipeError:  # `xpyd logs | head`: the reader is gone, also at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         except XpydError as error:

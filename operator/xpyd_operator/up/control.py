@@ -84,7 +84,7 @@ def view_tables(view: FleetView) -> str:
     state = view.reason if not view.message else f"{view.reason} ({view.message})"
     pools = [("POOL", "ROLE", "DESIRED", "READY", "REVISION")]
     pools += [(p.name, p.role, str(p.desired), str(p.ready), p.revision) for p in view.pools]
-    # A fleet whose instances are one rank each has nothing to tell apart here.
+    # Instances of one rank each have no layout to show.
     has_layouts = any(pod.layout not in ("", ONE_RANK) for pod in view.pods)
     layout = ("LAYOUT",) if has_layouts else ()
     pods: list[tuple[str, ...]] = [
@@ -152,7 +152,7 @@ ControlRequest = StatusRequest | ScaleRequest | ApplyRequest | DownRequest
 
 
 class ControlResponse(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`error` is empty when it was done; `lines` say for people what happened."""
+    """`error` is empty on success; `lines` say what happened."""
 
     error: str = ""
     lines: tuple[str, ...] = ()

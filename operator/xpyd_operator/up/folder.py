@@ -55,7 +55,7 @@ class ProcessId(msgspec.Struct, frozen=True):
         except ProcessLookupError:
             return False
         try:
-            # The pidfd holds on to whoever has the pid now; only then is it compared.
+            # The pidfd refers to the process that has the pid now; only then is it compared.
             if not self.is_alive():
                 return False
             if group:
@@ -203,7 +203,7 @@ class FleetFolder:
 
     def lock(self) -> int | None:
         """The supervisor's lock as an open descriptor, None while another supervisor has it."""
-        for _ in range(_LOCK_TRIES):  # somebody's is_supervised() holds it for an instant
+        for _ in range(_LOCK_TRIES):  # another is_supervised() may hold it for an instant
             descriptor = _flock(self.folder / "lock")
             if descriptor is not None:
                 return descriptor
@@ -253,7 +253,7 @@ def find_fleet(root: Path, name: str | None) -> FleetFolder:
 
 @dataclass(frozen=True)
 class AddressClaim:
-    """The right to 127.1.`index`.*, held as long as one process has the descriptors open."""
+    """The claim to 127.1.`index`.*, held as long as one process has the descriptors open."""
 
     index: int
     descriptors: tuple[int, ...]
@@ -304,7 +304,7 @@ def _bind(host: str, port: int, kind: socket.SocketKind) -> socket.socket | None
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
         if kind == socket.SOCK_STREAM:
-            bound.listen(1)  # with SO_REUSEADDR only listening shows that nobody else does
+            bound.listen(1)  # with SO_REUSEADDR only listen() fails on a port in use
     except OSError:
         bound.close()
         return None

@@ -122,7 +122,7 @@ _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
 
 def is_coloured(stream: TextIO) -> bool:
-    """A terminal, and nobody said NO_COLOR."""
+    """Whether it is a terminal and NO_COLOR is not set."""
     return stream.isatty() and not os.environ.get("NO_COLOR")
 
 
@@ -165,7 +165,7 @@ class LogStreamer:
             while lines := follower.poll():
                 self._writer.write(name, lines)
                 found = True
-        self._from_end = False  # who comes later is new from its first line on
+        self._from_end = False  # later pods are new from their first line on
         return found
 
 

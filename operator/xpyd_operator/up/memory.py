@@ -79,7 +79,7 @@ def _room(folder: Path, limit: str, used: str, cache: str) -> int | None:
 
 MIB = 1 << 20
 USABLE_PERCENT = 80
-"""Of the available memory; the rest is for the page cache and everybody else."""
+"""Of the available memory; the rest is for the page cache and other processes."""
 PROCESS_BYTES = 700 * MIB
 """One Python process with torch and transformers loaded, without weights."""
 CACHE_MOST_BYTES = 1 << 30
@@ -149,8 +149,8 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Sizes of a pool's engines as far as somebody gave them; None: to be chosen. `cache` is that
-    of each of the `ranks`."""
+    """Sizes of a pool's engines as far as they are given; None: to be chosen. `cache` is that of
+    each of the `ranks`."""
 
     ranks: int
     cache: int | None

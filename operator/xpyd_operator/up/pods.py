@@ -45,7 +45,7 @@ ROUTER_HOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class LocalSettings:
-    """What all pods of one local fleet share."""
+    """Settings that all pods of one local fleet share."""
 
     fleet: str
     index: int
@@ -73,7 +73,7 @@ class LocalSettings:
 
 @dataclass(frozen=True)
 class Pod:
-    """One instance at its place."""
+    """One instance with its name and number."""
 
     name: str
     pool: str

@@ -143,7 +143,7 @@ class Supervisor:
     # Requests from the control socket and from signals.
 
     def wake(self) -> None:
-        """Look again now."""
+        """Begin the next turn now."""
         self._wake.set()
 
     @property
@@ -185,7 +185,7 @@ class Supervisor:
         return f"{self.fleet.name}-{pool}: {before.replicas} -> {replicas} replicas"
 
     def apply(self, fleet: InferenceFleet, folder: Path) -> list[str]:
-        """Take a changed document; lines for people say which pools change."""
+        """Take a changed document; the lines say which pools change."""
         self._refuse_if_stopping()
         if wrong := refused_changes(self.fleet, fleet):
             raise UserError("\n".join(wrong))
@@ -235,7 +235,7 @@ class Supervisor:
         return self.is_stopping and not self.pods.seen()
 
     def _turn_now(self) -> None:
-        """Before the answer goes out: the next `status` must not say Ready from before."""
+        """Run a turn before the answer is sent: the next `status` must show no outdated Ready."""
         self._turn(time.monotonic())
         self.wake()
 

@@ -2,6 +2,7 @@
 
     cache --FleetState--> decide --Turn--> (reconcile writes) --> report --> (reconcile writes)
 
-`kinds` has the API's objects, `errors` what a call may end in, `cache` what was last heard of each
-fleet, `state` what a turn sees, `memory` what earlier turns left, `decide` and `report` the writes.
+`kinds` has the API's objects, `errors` what a call may end in, `cache` the latest objects of
+each fleet, `state` what a turn sees, `history` what earlier turns left, `decide` and `report` the
+writes.
 """

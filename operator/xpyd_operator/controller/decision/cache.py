@@ -20,7 +20,7 @@ from xpyd_operator.controller.decision.kinds import FLEET, FLEET_LABEL, WATCHED,
 
 @dataclass(frozen=True)
 class Listed:
-    """A list, or a chunk of one. `last`: all that was not in the chunks so far is not there."""
+    """A list, or a chunk of one. `last`: objects that no chunk had do not exist."""
 
     kind: Kind
     namespace: str | None
@@ -66,8 +66,8 @@ Message = Listed | Present | Gone | Missing | Unlisted
 T = TypeVar("T")
 
 _MAX_REMOVED = 4096
-"""Deletions that are remembered: own ones until the watch has told of them too, and those that it
-told of, which an older list may still hold."""
+"""Deletions that are remembered: our own until the watch delivers them, too, and the watch's,
+because an older list may still hold the object."""
 
 
 class FleetKey(NamedTuple):
@@ -87,10 +87,10 @@ class _FleetEntry:
 
 
 class Cache:
-    """Objects by fleet. Methods that change it return the fleets that have something to look at.
+    """Objects by fleet. Methods that change it return the fleets that need a turn.
 
-    Every object carries its resourceVersion: what is older than what is held is ignored, so that
-    an event that was sent before our own write does not undo its answer.
+    Every object carries its resourceVersion. An older version than the one held is ignored, so that
+    an event that was sent before our own write does not undo the write's answer.
     """
 
     def __init__(self, kinds: Iterable[Kind] = WATCHED) -> None:
@@ -109,7 +109,7 @@ class Cache:
         return (key for key, entry in self._fleets.items() if entry.document is not None)
 
     def children(self, key: FleetKey) -> Mapping[Kind, Mapping[str, Obj]]:
-        """The fleet's objects by kind and name. Not to be changed, and only good until an await."""
+        """The fleet's objects by kind and name. Read-only, and valid only until the next await."""
         entry = self._fleets.get(key)
         return entry.children if entry else {}
 
@@ -121,13 +121,13 @@ class Cache:
         return self._held(kind, key, name)
 
     def put(self, kind: Kind, obj: Obj) -> set[FleetKey]:
-        """Take a trimmed object that is there; empty if it says nothing new."""
+        """Take a trimmed object that exists; the result is empty if nothing is new."""
         namespace, name = obj["metadata"]["namespace"], obj["metadata"]["name"]
         before = self.find(kind, namespace, name)
         if before is not None and not _is_newer(obj, before):
             return set()
         if (_version(obj) or 0) <= self._gone.get(obj["metadata"]["uid"], -1):
-            # From a list or an answer that is older than the end of it.
+            # From a list or an answer that is older than the object's deletion.
             return set()
         if obj["metadata"]["uid"] in self._removed and not _is_leaving(obj):
             return set()
@@ -145,10 +145,10 @@ class Cache:
         return touched
 
     def remove(self, kind: Kind, obj: Obj) -> set[FleetKey]:
-        """Take note that `obj` is gone, as a watch says."""
+        """Drop `obj`, which the watch reported as deleted."""
         metadata = obj["metadata"]
         self._removed.pop(metadata["uid"], None)
-        # Not for ever: a watch with a selector also says so of what lost its label.
+        # Not for ever: a watch with a selector also reports objects that lost their label.
         _note(self._gone, metadata["uid"], _version(obj) or 0)
         before = self.find(kind, metadata["namespace"], metadata["name"])
         if before is None or before["metadata"]["uid"] != metadata["uid"]:
@@ -156,7 +156,7 @@ class Cache:
         return self._take_out(kind, metadata["namespace"], metadata["name"])
 
     def removed_by_us(self, kind: Kind, namespace: str, name: str, uid: str) -> None:
-        """Forget an object whose deletion was accepted, before the watch tells of it."""
+        """Drop an object whose deletion was accepted, before the watch delivers that."""
         before = self.find(kind, namespace, name)
         if before is not None and before["metadata"]["uid"] == uid:
             self._take_out(kind, namespace, name)
@@ -165,7 +165,7 @@ class Cache:
     def keep_only(
         self, kind: Kind, namespace: str | None, uids: frozenset[str], version: int
     ) -> set[FleetKey]:
-        """Drop what a list of `kind` did not have: it went while nobody watched.
+        """Drop what a list of `kind` did not have: it was deleted while no watch was open.
 
         `namespace`: where the list was made, None: everywhere. `version`: the list's own; what is
         younger than it cannot have been in it.
@@ -216,8 +216,8 @@ class Cache:
 
 
 def _version(obj: Obj) -> int | None:
-    """The resourceVersion as a number: Kubernetes says since 1.35 that they compare so, and has
-    always made them ascend. None: a server that does otherwise.
+    """The resourceVersion as a number: since 1.35 Kubernetes documents that they compare so, and
+    they have always ascended. None: a server that uses other versions.
     """
     text: str = obj["metadata"].get("resourceVersion", "")
     return int(text) if text.isdecimal() else None
@@ -282,17 +282,17 @@ class Feed:
             self._wake(self._cache.documents())
 
     def forget(self, kind: Kind) -> None:
-        """The server has the kind no more, and none of its objects."""
+        """The server no longer has the kind, nor its objects."""
         self._outstanding.pop(kind, None)
         self._waived.discard(kind)
         self._parts = {place: uids for place, uids in self._parts.items() if place[0] != kind}
         self.listed -= {kind}
         self._cache.keep_only(kind, None, frozenset(), sys.maxsize)
-        # It may have been the last that was waited for: wakes meanwhile were dropped.
+        # It may have been the last missing kind: wakes until now were dropped.
         self._wake(self._cache.documents())
 
     def missing(self) -> list[str]:
-        """Kinds that are not listed yet and have to be."""
+        """Kinds whose first lists are still missing."""
         waits = self._outstanding.items()
         return sorted(k.plural for k, places in waits if places and k not in self._waived)
 
@@ -301,7 +301,7 @@ class Feed:
         """Whether all first lists are in."""
         return bool(self._outstanding) and not self.missing()
 
-    def hear(self, message: Listed | Present | Gone) -> None:
+    def receive(self, message: Listed | Present | Gone) -> None:
         """Take one message."""
         match message:
             case Listed():
@@ -316,7 +316,7 @@ class Feed:
             self._wake(self._cache.put(part.kind, obj), urgent=part.kind == FLEET)
         uids = {str(obj["metadata"]["uid"]) for obj in part.objects}
         if not (part.first and part.last):
-            # One that comes whole stands beside one that comes in parts.
+            # A whole list may arrive while another arrives in parts.
             place = (part.kind, part.namespace)
             if not part.first:
                 uids |= self._parts.get(place, set())

@@ -1,10 +1,10 @@
-"""What one turn of one fleet has to write: document and children in, writes out. Pure.
+"""Decides what one turn of a fleet writes to its objects.
 
-    Look --decide--> Turn(stages of writes, events, problems)
+    FleetState --decide--> Turn(stages of writes, problems)
 
-plan() decides about workloads; here its actions become writes on objects, what stands beside the
-workloads is compared with what should stand there, and names that others hold are found. The writes
-of a stage do not depend on each other; a later stage may depend on an earlier one.
+plan() decides about workloads. Here its actions become writes of objects, the support objects are
+compared with what they should be, and names that other objects hold are found. The writes of a
+stage do not depend on each other; a later stage may depend on an earlier one.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ from xpyd_operator.status import Children, Problem
 from xpyd_operator.status.children import key_of
 
 _UNSETTLED_RECHECK_S = 10.0
-"""Events wake a fleet; this is for findings that time alone brings, such as volumes that do not
-come for half a minute."""
+"""Events wake a fleet; this is for findings that only time brings, such as volumes that are not
+mounted for half a minute."""
 _TAKEN_RECHECK_S = 15.0
 _MISSING_APIS = {
     LEADER_WORKER_SET: (
@@ -82,9 +82,9 @@ _MISSING_APIS = {
 
 @dataclass(frozen=True)
 class Turn:
-    """What is to be done. `again`: nothing else can be said before the writes were done.
+    """What a turn decided. `again`: the rest can be decided only after these writes.
 
-    `problems`: those that only the decision knows. `compared`: places that are as they should be.
+    `problems`: those that only the decision knows. `compared`: objects that are as they should be.
     """
 
     stages: tuple[tuple[Write, ...], ...] = ()
@@ -126,7 +126,7 @@ def _stop(state: FleetState, finalizers: tuple[str, ...]) -> Turn:
 def _uncontested(
     state: FleetState, stages: Iterable[Iterable[Write]]
 ) -> tuple[tuple[tuple[Write, ...], ...], tuple[Problem, ...]]:
-    """The writes that nobody keeps undoing, and a problem for each of the others."""
+    """The writes that are not contested, and a problem for each of the others."""
     left: list[tuple[Write, ...]] = []
     problems: list[Problem] = []
     for stage in stages:
@@ -135,7 +135,7 @@ def _uncontested(
             if effect_of(write) not in state.contested:
                 writes.append(write)
                 continue
-            text = f"{describe(write)}: somebody undoes it again and again; it rests for a minute"
+            text = f"{describe(write)}: another client undoes it again and again; it waits a minute"
             problems.append(Problem("Degraded", "Contested", pool_of(write), text))
         if writes:
             left.append(tuple(writes))
@@ -165,7 +165,7 @@ class _Workloads:
 def _from_plan(
     made: Plan, want: FleetWant, workloads: _Workloads
 ) -> tuple[list[Scale], list[DeleteObject]]:
-    """The plan's actions on workloads that are not to be rendered: old ones, and those that go."""
+    """The plan's actions on workloads that are not rendered: old ones, and those that leave."""
     pools = () if want.stopping else want.pools
     newest = {(pool.name, pool.revision) for pool in pools}
     scales: list[Scale] = []
@@ -180,7 +180,7 @@ def _from_plan(
             case DeleteWorkload(pool, revision):
                 found = workloads.get(pool, revision)
                 if found is not None and not is_leaving(found):
-                    # With the version: it was seen empty, and must be so when it goes.
+                    # With the version: it must still be empty when it is deleted.
                     removals.append(_remove(found, exact=True))
             case _:
                 pass
@@ -204,7 +204,7 @@ def _replicas(obj: Obj) -> int:
 
 
 class _Decision:
-    """One turn's decision for a fleet whose document is good. Used once."""
+    """One turn's decision for a fleet whose document is valid. Used once."""
 
     def __init__(self, state: FleetState, fleet: InferenceFleet) -> None:
         self._state = state
@@ -216,7 +216,7 @@ class _Decision:
         self._compared: dict[ObjectRef, AppliedVersion] = {}
 
     def turn(self) -> Turn:
-        """The whole of it."""
+        """The decision."""
         state = self._state
         made = plan(self._want, self._seen, 0.0)
         support = support_objects(self._fleet, state.placement)
@@ -246,7 +246,7 @@ class _Decision:
     def _apply(
         self, obj: Obj, pool: str, *, hashed: Obj | None = None, guarded: bool = False
     ) -> Apply | None:
-        """The write that makes `obj` so, None: it is so, or cannot be.
+        """The write that brings the object to `obj`; None: it is so already, or cannot be.
 
         `hashed`: the part that the hash is over. `guarded`: refuse to overwrite another version
         than the one that was looked at.
@@ -269,7 +269,7 @@ class _Decision:
         if observed is None:
             return Apply(stamped, digest, create=True)
         if is_leaving(observed):
-            # Its name is free in a moment; the watch tells.
+            # Its name is free soon; the watch delivers that.
             return None
         before = self._state.settled.get((kind, name))
         if before is not None and (before.uid, before.digest) != (
@@ -284,7 +284,7 @@ class _Decision:
             self._compared[kind, name] = now
             return None
         if before is not None and not before.contained and before.generation == now.generation > 0:
-            # Applied, and the server has made something else of it: so it would again.
+            # Applied, and the server stored something else: another apply would end the same.
             return None
         version = observed["metadata"]["resourceVersion"] if guarded else ""
         return Apply(stamped, digest, resource_version=version)
@@ -299,10 +299,10 @@ class _Decision:
             )
             before = self._state.children.get(POOL, {}).get(obj["metadata"]["name"])
             if before is not None and _is_of_another_role(before, obj, self._state.uid):
-                # The role cannot be changed; the next turn makes a new one.
+                # The role cannot change; the next turn creates a new object.
                 yield _remove(before)
                 continue
-            # Replicas are others' to write: a scale alone is no reason to apply.
+            # Others write replicas: a scale alone is no reason to apply.
             fixed = {key: value for key, value in obj["spec"].items() if key != "replicas"}
             write = self._apply(obj, pool.name, hashed={**obj, "spec": fixed}, guarded=True)
             if write is not None:
@@ -328,7 +328,7 @@ class _Decision:
         return Workload(pool.name, pool.revision, _replicas(found), pool.template)
 
     def _leftovers(self, support: Iterable[Obj]) -> Iterator[DeleteObject]:
-        """What was made for a pool or a setting that is no more."""
+        """Objects of a pool or a setting that the document no longer has."""
         wanted = {(kind_of(obj), obj["metadata"]["name"]) for obj in support}
         for kind in SUPPORT:
             for name, obj in self._state.children.get(kind, {}).items():
@@ -346,7 +346,7 @@ class _Decision:
                 yield _remove(obj)
 
     def _is_ours(self, obj: Obj) -> bool:
-        """Whether we made it for this fleet, and it is not on its way already."""
+        """Whether the operator created it for this fleet, and it is not being deleted already."""
         return controller_of(obj) == self._state.uid and not is_leaving(obj)
 
 

@@ -1,12 +1,12 @@
-"""What a call to the Kubernetes API may end in, and what to do about it.
+"""The errors of calls to the Kubernetes API, and what to do about each.
 
     KubeError
     |-- Conflict      409: the object changed, or exists already; observe again
     |-- NotFound      404: no such object, or no such API
-    |-- Refused       4xx: the server will not have it; retrying the same is of no use
+    |-- Refused       4xx: the server refuses it; a retry of the same call is useless
     |   |-- Forbidden 403: RBAC, or a quota
     |   `-- Invalid   422, 400: the object breaks a rule; the message names the field
-    `-- Unavailable   nobody answered in time, 5xx, or 429 more often than is retried; later
+    `-- Unavailable   no answer in time, 5xx, or 429 more often than is retried; later
         `-- Throttled 429 with the server's own Retry-After
 
 `str(error)` is the server's message: made for people, without credentials.

@@ -37,7 +37,7 @@ _POOLS_S = 5.0
 _POOLS_READY_S = 1.0
 """The same where the fleet is ready: then its pools' statuses should not deny it for long."""
 _FIRST_POOLS_S = 30.0
-"""A new fleet's pools are told of when it is ready, or after this."""
+"""A new fleet's pools get their first status when the fleet is ready, or after this time."""
 
 _URGENT_CONDITIONS = ("Ready", "Available", "Degraded")
 _REPEAT_S = 60.0
@@ -78,7 +78,7 @@ class StatusPace:
 
 
 def is_urgent(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> bool:
-    """Whether `after` has news that somebody may wait for: a condition, another generation."""
+    """Whether `after` has news that a client may wait for: a condition or another generation."""
     if not before or before.get("observedGeneration") != after.get("observedGeneration"):
         return True
     old, new = _conditions_of(before), _conditions_of(after)
@@ -95,18 +95,18 @@ def _conditions_of(status: Mapping[str, Any] | None) -> dict[str, dict[str, Any]
 
 
 class RecentEvents:
-    """What one fleet was told within the last minute. Bounded."""
+    """The Events that were posted about one fleet within the last minute. Bounded."""
 
     def __init__(self) -> None:
-        self._told: deque[tuple[float, EventText]] = deque(maxlen=_MOST_EVENTS)
+        self._posted: deque[tuple[float, EventText]] = deque(maxlen=_MOST_EVENTS)
 
     def is_new(self, event: EventText, now: float) -> bool:
-        """Whether to tell it: not a repetition, and not one too many. Remembers it if so."""
-        while self._told and now - self._told[0][0] > _REPEAT_S:
-            self._told.popleft()
-        if len(self._told) == _MOST_EVENTS or any(told == event for _, told in self._told):
+        """Whether to post it: no repetition, and not above the limit. Remembers it if so."""
+        while self._posted and now - self._posted[0][0] > _REPEAT_S:
+            self._posted.popleft()
+        if len(self._posted) == _MOST_EVENTS or any(posted == event for _, posted in self._posted):
             return False
-        self._told.append((now, event))
+        self._posted.append((now, event))
         return True
 
 
@@ -116,21 +116,21 @@ def is_ready(status: Mapping[str, Any]) -> bool:
 
 
 TAKEN_S = 15.0
-"""How long a name that another holds is not tried again."""
+"""How long a name that another object holds is not tried again."""
 KEY_RETRY_S = 60.0
 MOST_MOVED = 5
 CONTESTED_WRITES = 10
 CONTESTED_S = 60.0
-"""The same done to one object so often within this time, and it rests until that is so long ago.
-A pool that is scaled up and down by turns comes nowhere near."""
+"""After so many equal writes to one object within this time, the write pauses until they are so
+long ago. A pool that is scaled up and down by turns stays far below."""
 
 
 class FleetHistory:
-    """One fleet's. Owned by the turn that runs."""
+    """One fleet's history. Owned by the turn that runs."""
 
     def __init__(self, now: float) -> None:
         self.pace = StatusPace(now)
-        self.told = RecentEvents()
+        self.posted = RecentEvents()
         self.settled: dict[ObjectRef, AppliedVersion] = {}
         self._parsed: tuple[str, int, ParsedDocument] | None = None
         self._taken: dict[ObjectRef, tuple[float, str]] = {}
@@ -139,7 +139,7 @@ class FleetHistory:
         self._turns_moved = 0
 
     def read(self, document: Obj, settings: Settings) -> ParsedDocument:
-        """The document's parsed, made once for each generation."""
+        """The parsed document, parsed once for each generation."""
         metadata = document["metadata"]
         uid, generation = str(metadata["uid"]), int(metadata.get("generation") or 0)
         if self._parsed is None or self._parsed[:2] != (uid, generation):
@@ -151,16 +151,16 @@ class FleetHistory:
         return self._parsed[2]
 
     def taken(self, now: float) -> Mapping[ObjectRef, str]:
-        """Names that were found in other hands not long ago."""
+        """Names that another object was found to hold not long ago."""
         self._taken = {p: item for p, item in self._taken.items() if now - item[0] < TAKEN_S}
         return {place: text for place, (_, text) in self._taken.items()}
 
     def found_taken(self, place: ObjectRef, holder: str, now: float) -> None:
-        """A name is in other hands."""
+        """Another object holds a name."""
         self._taken[place] = (now, holder)
 
     def contested(self, now: float) -> frozenset[Effect]:
-        """What is done again and again, because somebody undoes it."""
+        """Effects that are repeated because another client undoes them."""
         return frozenset(
             effect
             for effect, times in self._done.items()
@@ -174,16 +174,16 @@ class FleetHistory:
             self._done.setdefault(effect, deque(maxlen=CONTESTED_WRITES)).append(now)
 
     def is_stuck(self, *, moved: bool) -> bool:
-        """Whether turn after turn meets something else than it saw. `moved`: this one did.
+        """Whether each turn finds another state than it read. `moved`: this turn did.
 
-        Once or twice somebody else wrote meanwhile; so often it is an admission webhook that says
-        409 or 404, or a watch that brings nothing new.
+        Once or twice another client wrote meanwhile. More often it is an admission webhook that
+        answers 409 or 404, or a watch that brings nothing new.
         """
         self._turns_moved = self._turns_moved + 1 if moved else 0
         return self._turns_moved > MOST_MOVED
 
     def forget_old(self, present: frozenset[ObjectRef], now: float) -> None:
-        """Keep only what concerns objects that are there, and writes of late."""
+        """Keep only what concerns objects that exist, and recent writes."""
         self.settled = {p: mark for p, mark in self.settled.items() if p in present}
         self._done = {e: times for e, times in self._done.items() if now - times[-1] < CONTESTED_S}
 
@@ -206,7 +206,7 @@ class FleetHistory:
             return True
         if self._key_tried_at is not None and now - self._key_tried_at < KEY_RETRY_S:
             return False
-        # Another trouble may be the reason that a condition names; its message has them all.
+        # A condition's reason names only the first problem; its message has all of them.
         waits = f"Secret {own}"
         conditions = cast("list[dict[str, Any]]", status.get("conditions") or [])
         return any(

@@ -152,7 +152,8 @@ _CONTAINER_STATUS = ("name", "image", "ready", "restartCount", "state", "lastSta
 
 
 def trim(kind: Kind, obj: Obj) -> Obj:
-    """`obj` with what is kept of it; parts are shared with it, and it is not to be used again."""
+    """The parts of `obj` that are kept; they are shared with `obj`, which must not be used
+    again."""
     if kind == POD:
         return _trim_pod(obj)
     metadata = cast("dict[str, Any]", obj.get("metadata") or {})
@@ -160,7 +161,7 @@ def trim(kind: Kind, obj: Obj) -> Obj:
     annotations = metadata.get("annotations")
     if annotations:
         annotations.pop(_LAST_APPLIED, None)
-    # Items of a list come without these two; who reads the cache relies on them.
+    # Items of a list come without these two, which readers of the cache rely on.
     return _shared({**obj, "apiVersion": kind.api_version, "kind": kind.name})
 
 
@@ -256,7 +257,7 @@ class _PodSpec(TypedDict, total=False):
 
 
 class _Pod(TypedDict, total=False):
-    """What `trim` looks at: the rest, above all managedFields, is half of each event."""
+    """What `trim` reads. The rest, above all managedFields, is half of each event."""
 
     metadata: _PodMetadata | None
     spec: _PodSpec | None
@@ -273,9 +274,9 @@ _POD_EVENT: Decoder[Any] = Decoder(_PodEvent)
 
 
 def parse(body: bytes, use: Callable[[Any], T], decoder: Decoder[Any] = _ANYTHING) -> T:
-    """What `use` makes of the parsed body; of a shallow form where that is too deep for either.
+    """The result of `use` on the parsed body; on a shallow form of a body that is too deep.
 
-    `use` may change what it gets, and may be called twice. Raises ValueError for what is no JSON.
+    `use` may change its argument, and may be called twice. Raises ValueError for what is not JSON.
     """
     try:
         return use(decoder.decode(body))
@@ -284,7 +285,7 @@ def parse(body: bytes, use: Callable[[Any], T], decoder: Decoder[Any] = _ANYTHIN
 
 
 def parse_event(kind: Kind, line: bytes, use: Callable[[Any], T]) -> T:
-    """As parse, of one line of a watch of `kind`; fields of pods that nobody reads are skipped."""
+    """As parse, of one line of a watch of `kind`; fields of pods that are not read are skipped."""
     return parse(line, use, _POD_EVENT if kind == POD else _ANYTHING)
 
 

@@ -1,4 +1,4 @@
-"""What a turn reports: the statuses of a fleet and of its pools, as patches. Pure."""
+"""What a turn reports: the statuses of a fleet and of its pools, as merge patches."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def status_of(obj: Obj) -> dict[str, Any]:
 
 
 def report(state: FleetState, problems: Sequence[Problem], *, has_key: bool) -> Report:
-    """The statuses after a turn. `problems`: what the objects do not say themselves."""
+    """The statuses after a turn. `problems`: those that the objects do not show."""
     leaving, parsed = is_leaving(state.document), state.parsed
     if not leaving and (parsed.fleet is None or parsed.mistakes):
         after, pools = _invalid(state), invalid_pool_statuses(state.own)
@@ -132,7 +132,7 @@ def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str
 
 
 def problem_of(write: Write, error: KubeError) -> Problem:
-    """A write that the API server refused, as a condition tells it."""
+    """The problem of a write that the API server refused, for a condition."""
     match write:
         case Apply(obj):
             name = f"{kind_of(obj).name} {obj['metadata']['name']}"

@@ -36,9 +36,8 @@ from xpyd_operator.status import Children, fleet_seen
 class Apply:
     """Server-side apply of `obj`, which carries its hash as an annotation.
 
-    `resource_version`: the version that was looked at, where a change by others in between must
-    not be overwritten. `create`: nothing of that name was seen; what is there nevertheless is not
-    touched.
+    `resource_version`: the version that was read, where a later change by others must not be
+    overwritten. `create`: no object of that name was seen; an existing one is not touched.
     """
 
     obj: Obj
@@ -49,7 +48,7 @@ class Apply:
 
 @dataclass(frozen=True)
 class Scale:
-    """Give a workload other replicas and leave the rest of it alone."""
+    """Change a workload's replicas and nothing else."""
 
     kind: Kind
     name: str
@@ -59,7 +58,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class DeleteObject:
-    """Delete exactly the object that was looked at."""
+    """Delete exactly the object that was read."""
 
     kind: Kind
     name: str
@@ -74,7 +73,7 @@ class CreateKey:
 
 @dataclass(frozen=True)
 class SetFinalizers:
-    """Replace the document's finalizers, if nobody else changed it meanwhile."""
+    """Replace the document's finalizers, unless it changed meanwhile."""
 
     finalizers: tuple[str, ...]
     resource_version: str
@@ -87,7 +86,8 @@ Effect = tuple[Kind, str, str]
 
 
 def effect_of(write: Write) -> Effect | None:
-    """What the write makes of which object: the same again means that somebody undid it."""
+    """The write's effect on its object: an equal effect later means that another client undid
+    it."""
     match write:
         case Apply(obj, digest):
             return kind_of(obj), str(obj["metadata"]["name"]), digest
@@ -100,7 +100,7 @@ def effect_of(write: Write) -> Effect | None:
 
 
 def pool_of(write: Write) -> str:
-    """The pool whose object it is; empty: the whole fleet's, or not said."""
+    """The pool whose object it is; empty: the whole fleet's, or unknown."""
     if isinstance(write, Apply):
         labels = cast("dict[str, str]", write.obj["metadata"].get("labels") or {})
         return labels.get(LABEL_POOL, "")
@@ -124,17 +124,17 @@ def describe(write: Write) -> str:
 
 
 ObjectRef = tuple[Kind, str]
-"""An object of the fleet's namespace."""
+"""Kind and name of an object in the fleet's namespace."""
 
 SUPPORT = (SERVICE, SERVICE_ACCOUNT, BUDGET, NETWORK_POLICY)
-"""Kinds of what stands beside the workloads."""
+"""Kinds of the support objects."""
 
 
 @dataclass(frozen=True)
 class ParsedDocument:
-    """A document as it was understood. It changes with the object's generation only.
+    """A document as parsed. It changes only with the object's generation.
 
-    `complaints`: why it cannot be acted on; then `fleet` may be None.
+    `mistakes`: why it cannot be obeyed; then `fleet` may be None.
     """
 
     fleet: InferenceFleet | None
@@ -144,9 +144,9 @@ class ParsedDocument:
 
 @dataclass(frozen=True)
 class AppliedVersion:
-    """An object that was compared with what hashes to `digest`, or that this was applied to.
+    """The version of an object that was compared with, or got an apply of, what hashes to `digest`.
 
-    `contained`: the comparison found all of it. False after an apply, until one was made.
+    `contained`: a comparison found all of it. False after an apply, until a comparison.
     """
 
     uid: str
@@ -158,11 +158,11 @@ class AppliedVersion:
 
 @dataclass(frozen=True)
 class FleetState:
-    """What a turn sees.
+    """What a turn of a fleet sees.
 
-    `taken`: names that another's object was found under. `settled`: what was applied or compared
-    before, so that neither is done again in vain. `contested`: what somebody undoes as often as it
-    is done; it rests for a while.
+    `taken`: names that another owner's object holds. `settled`: what was applied or compared
+    before, so that it is not repeated in vain. `contested`: effects that another client undoes each
+    time; their writes pause for a while.
 
     `children` is the cache's own: a FleetState is good until the next await.
     """
@@ -212,7 +212,7 @@ class FleetState:
 
 
 def read(document: Obj, settings: Settings) -> ParsedDocument:
-    """Parse the document. Never raises: what cannot be used becomes complaints."""
+    """Parse the document. Never raises: errors become mistakes."""
     name = str(document["metadata"]["name"])
     try:
         fleet = parse_object(document)
@@ -243,7 +243,7 @@ def controller_of(obj: Obj) -> str | None:
 
 
 def applied_version_of(obj: Obj, digest: str, *, contained: bool = False) -> AppliedVersion:
-    """The mark of an object as it is."""
+    """The AppliedVersion of an object as it is."""
     metadata = obj["metadata"]
     return AppliedVersion(
         str(metadata["uid"]),
@@ -255,7 +255,7 @@ def applied_version_of(obj: Obj, digest: str, *, contained: bool = False) -> App
 
 
 def holder_of(obj: Obj) -> str:
-    """Whose an object is, for a message."""
+    """An object's owner, for a message."""
     owners = cast("list[dict[str, Any]]", obj["metadata"].get("ownerReferences") or [])
     for owner in owners:
         if owner.get("controller"):
