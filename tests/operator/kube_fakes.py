@@ -17,8 +17,7 @@ from typing import Any
 
 from aiohttp import web
 
-from tests.operator.kube_fake_json import merge, same, without_type
-from tests.operator.kube_pods import pod_of
+from tests.operator.kube_objects import merge, pod_of, same, without_type
 from xpyd_operator.controller.client import Login
 from xpyd_operator.controller.decision.kinds import (
     CLAIM_TEMPLATE,

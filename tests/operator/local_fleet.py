@@ -1,4 +1,8 @@
-"""Helpers of the local shell's tests: a fleet of stand-in pods, from outside through its socket."""
+"""The kit of local mode: a fleet of stand-in pods, from outside through its socket.
+
+Run as a program, it is the supervisor of such a fleet: `daemon` is what --detach starts, and
+`up FILE` is a user's command.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,15 @@ import sys
 import time
 from pathlib import Path
 
-from xpyd_operator.up import control
+from xpyd_operator.up import control, run
 from xpyd_operator.up.client import read_view, take_fleet_down
 from xpyd_operator.up.control import FleetView, PodView
 from xpyd_operator.up.folder import FleetFolder, ProcessId
+from xpyd_operator.up.pods import Pod
 from xpyd_operator.up.run import UpOptions, run_up
 
-SUPERVISOR = Path(__file__).with_name("stand_in_supervisor.py")
+SUPERVISOR = Path(__file__)
+POD = Path(__file__).with_name("stand_in_pod.py")
 DAEMON = (sys.executable, str(SUPERVISOR), "daemon")
 DEADLINE_S = 20.0
 
@@ -128,3 +134,14 @@ def is_gone(pid: int) -> bool:
     except ProcessLookupError:
         return True
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def program(pod: Pod) -> list[str]:
+    return [sys.executable, "-S", "-E", str(POD), pod.template.role]
+
+
+if __name__ == "__main__":
+    mode = sys.argv.pop(1)
+    if mode == "daemon":
+        sys.exit(run.main(program))
+    sys.exit(run_up(UpOptions(sys.argv[1]), detach=False, program=program))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.operator.kube_fakes import FakeApi, Fault, until
+from tests.operator.kube_objects import pod_of
 from tests.operator.kube_operating import (
     SETTINGS,
     condition,
@@ -23,7 +24,6 @@ from tests.operator.kube_operating import (
     run,
     still,
 )
-from tests.operator.kube_pods import pod_of
 from xpyd_operator.controller import main, watch
 from xpyd_operator.controller.decision.cache import Cache, Feed, Listed, Present
 from xpyd_operator.controller.decision.kinds import (
