@@ -14,7 +14,7 @@ from xpyd_core.errors import UserError
 from xpyd_operator.document import InferenceFleetPool, PoolSpec, load_fleet, parse_fleet
 from xpyd_operator.document.fleetpool import refused_changes
 from xpyd_operator.document.load import as_sent
-from xpyd_operator.document.mistakes import problems
+from xpyd_operator.document.mistakes import describe_mistakes
 
 
 def complaints(case: BadFleet) -> Sequence[str]:
@@ -36,7 +36,7 @@ def _about_pool(case: BadFleet) -> Sequence[str]:
     try:
         pool = InferenceFleetPool.model_validate(as_sent(case.object))
     except ValidationError as error:
-        return problems(error, InferenceFleetPool)
+        return describe_mistakes(error, InferenceFleetPool)
     assert case.old is not None
     old = InferenceFleetPool.model_validate(as_sent(case.old))
     return [

@@ -16,7 +16,7 @@ from xpyd_core.messages import Heartbeat
 from xpyd_kv.memory.api import StoreFigures
 from xpyd_kv.metrics import Counters, KvMetrics
 from xpyd_operator.controller.main import OperatorMetrics
-from xpyd_operator.document.mistakes import FIELDS, VALUES
+from xpyd_operator.document.mistakes import UNSUPPORTED_FIELDS, UNSUPPORTED_VALUES
 from xpyd_operator.up.checks import CLUSTER_ONLY
 from xpyd_router.access_log import Trace
 from xpyd_router.fleet.instances import Instance, InstanceKey
@@ -106,10 +106,10 @@ def test_the_fields_without_effect_in_local_mode_are_those_of_their_page() -> No
 def test_the_fields_refused_for_now_are_those_of_their_page() -> None:
     table = rows("fleet-document.md", "## Refused for now")
     paths = {path for row in table for path in code(row[0])}
-    assert paths == {*FIELDS, *VALUES}
+    assert paths == {*UNSUPPORTED_FIELDS, *UNSUPPORTED_VALUES}
     for row in table:
-        if (path := code(row[0])[0]) in VALUES:
-            assert tuple(code(row[1])) == VALUES[path]
+        if (path := code(row[0])[0]) in UNSUPPORTED_VALUES:
+            assert tuple(code(row[1])) == UNSUPPORTED_VALUES[path]
 
 
 def test_the_api_fields_shown_as_refused_are_refused() -> None:

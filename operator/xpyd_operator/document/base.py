@@ -1,4 +1,4 @@
-"""The base of the document's models: ApiModel, rules, and the scalar types that several models use.
+"""The base of the document's models, their rules, and the scalar types that several models use.
 
 A bound or a rule is written once, in a field's annotation or as a method of its model. A rule has
 a CEL expression for the API server, a Python twin for `xpyd up`, and one message for both: pydantic
