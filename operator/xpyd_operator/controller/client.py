@@ -1,4 +1,4 @@
-"""The one place that calls the Kubernetes API: JSON in, JSON out, errors of `controller.errors`.
+"""The one place that calls the Kubernetes API: JSON in, JSON out, errors of `decision.errors`.
 
 The client knows paths, verbs, deadlines and retries, and nothing of fleets. Objects stay plain
 dicts: models would cost memory and lose fields that they do not know. kopf makes the watches.

@@ -34,7 +34,7 @@ _TAIL_LINES = 15
 
 
 class FleetFailed(XpydError):
-    """The fleet did not come up; the text says why."""
+    """The fleet did not become ready; the text says why."""
 
 
 def read_view(state: FleetFolder) -> FleetView | None:
@@ -148,7 +148,7 @@ def show_status(name: str | None, *, as_json: bool) -> int:
 
 
 def current_view(state: FleetFolder) -> FleetView:
-    """The supervisor's view, or what is left without one."""
+    """The supervisor's view, or that of orphans where the supervisor died."""
     view = read_view(state)
     if view is not None:
         return view
@@ -203,7 +203,7 @@ def scale(target: str, replicas: int, *, timeout_s: float) -> int:
 
 
 def _find_pool(target: str) -> tuple[FleetFolder, str]:
-    """FLEET-POOL may be read in several ways; the pool that exists is meant."""
+    """FLEET-POOL may be split in several ways; the pool that exists is meant."""
     found: list[tuple[FleetFolder, str]] = []
     known: list[str] = []
     for state in find_fleets(state_root()):
@@ -262,7 +262,7 @@ def show_logs(
     writer = PrefixWriter(sys.stdout, max((len(name) for name, _ in wanted), default=0))
     streamer = LogStreamer(writer, from_end=True)
     if follow:
-        streamer.poll(wanted)  # first mark the ends, so that no line falls between
+        streamer.poll(wanted)  # mark the ends first, so that no line is lost in between
     for name, line in _merged(wanted, start):
         writer.write(name, [line])
     while follow:

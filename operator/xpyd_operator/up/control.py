@@ -183,7 +183,7 @@ def listen(path: Path) -> socket.socket:
 async def serve(
     listener: socket.socket, handle: Callable[[ControlRequest], ControlResponse]
 ) -> asyncio.Server:
-    """ControlResponse on `listener`. `handle` runs in the loop; its UserError becomes `error`."""
+    """Answer on `listener`. `handle` runs in the loop; its UserError becomes `error`."""
     open_connections = 0
 
     async def on_connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

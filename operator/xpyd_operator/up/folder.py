@@ -1,4 +1,4 @@
-"""Where a local fleet keeps what outlives a call: ${XDG_STATE_HOME}/xpyd/FLEET.
+"""The folder of a local fleet, which outlives a call: ${XDG_STATE_HOME}/xpyd/FLEET.
 
     lock         locked (flock) by the supervisor while it lives
     fleet.json   what runs: supervisor, pods with their pids and addresses (FleetRecord)
@@ -59,7 +59,7 @@ class ProcessId(msgspec.Struct, frozen=True):
             if not self.is_alive():
                 return False
             if group:
-                # The leader lives, so its group's number cannot have been given away.
+                # The leader lives, so its group's number cannot belong to another group.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self.pid, number)
             else:
@@ -112,7 +112,7 @@ class PodRecord(msgspec.Struct, frozen=True):
 
 
 class FleetRecord(msgspec.Struct, frozen=True):
-    """What a supervisor left on disk about its fleet."""
+    """What a supervisor writes to disk about its fleet."""
 
     fleet: str
     endpoint: str
@@ -161,7 +161,7 @@ class FleetFolder:
 
     @property
     def supervisor_log(self) -> Path:
-        """What a detached supervisor says."""
+        """The output of a detached supervisor."""
         return self.folder / "supervisor.log"
 
     def log_of(self, pod: str) -> Path:
@@ -182,7 +182,7 @@ class FleetFolder:
             file.write(secrets.token_hex(32) + "\n")
 
     def write_record(self, record: FleetRecord) -> None:
-        """Replace fleet.json as a whole, so that a reader never sees half of it."""
+        """Replace fleet.json atomically, so that a reader never sees a part of it."""
         fresh = self.folder / "fleet.json.new"
         fresh.write_bytes(msgspec.json.encode(record))
         fresh.replace(self.folder / "fleet.json")

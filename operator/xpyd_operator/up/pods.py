@@ -107,7 +107,7 @@ def pod_arguments(pod: Pod, settings: LocalSettings) -> list[str]:
             f"--port={settings.router_port}",
             f"--discovery-host={host}",
             f"--discovery-port={port}",
-            # No load balancer has to notice anything here.
+            # No load balancer needs time to notice the drain here.
             "--drain-seconds=0",
         ]
     else:
@@ -202,13 +202,13 @@ class PodProcess:
             self.identity = identify(self._process.pid)
 
     def reap(self, now: float) -> bool:
-        """Notice the process's end. True: it ended now."""
+        """Reap the process if it ended. True: it ended now."""
         if self._process is None:
             return False
         pid = self._process.pid
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return False
-        # Unreaped it still owns its number: what is left of its group can be ended safely.
+        # An unreaped process keeps its pid, so the rest of its group can be killed safely.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
         self.last_exit = self._process.wait()
@@ -219,13 +219,13 @@ class PodProcess:
         return True
 
     def drain(self, now: float) -> None:
-        """Ask it to finish and exit."""
+        """Ask the process to finish and exit."""
         self.seen = replace(self.seen, draining_since=now)
         self.is_ready = False
         self._send(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it and its whole group now."""
+        """Kill the process and its whole group."""
         self.seen = replace(self.seen, killed=True)
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -241,7 +241,7 @@ class PodProcess:
 
     def _send(self, number: signal.Signals) -> None:
         if self._process is not None:
-            # Not reaped yet, so the pid is its own.
+            # Not reaped yet, so the pid is still its own.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)
 
@@ -268,7 +268,7 @@ class LocalPods:
         return iter(sorted(pods, key=lambda p: (p.pod.pool != ROUTER, p.pod.pool, p.ordinal)))
 
     def seen(self) -> tuple[WorkloadSeen, ...]:
-        """What plan() wants to know."""
+        """The workloads as plan() looks at them."""
         return tuple(
             WorkloadSeen(
                 workload,
@@ -279,7 +279,7 @@ class LocalPods:
         )
 
     def records(self) -> tuple[PodRecord, ...]:
-        """The living pods as they go to disk."""
+        """The living pods as written to disk."""
         return tuple(
             PodRecord(pod.pod.name, self.settings.address(pod.pod.number), pod.identity)
             for pod in self
@@ -310,7 +310,8 @@ class LocalPods:
         return [pod for pod in self if pod.reap(now)]
 
     def keep(self, now: float, drain_timeout_s: float) -> tuple[bool, float | None]:
-        """Run keep() on each workload and do what it says: whether anything, and when to again."""
+        """Run keep() on each workload and apply its actions; whether there were any, and when to
+        run again."""
         acted, waits = False, list[float]()
         for key, workload in list(self._workloads.items()):
             pods = self._pods[key]
@@ -339,7 +340,7 @@ class LocalPods:
         pods: dict[int, PodProcess],
         now: float,
     ) -> bool:
-        """Whether it could be done."""
+        """Apply one action; whether it could be done."""
         match action:
             case Start(ordinal, failures):
                 pod = pods.get(ordinal) or self._new_pod(workload, ordinal)

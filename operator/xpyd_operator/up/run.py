@@ -66,7 +66,7 @@ from xpyd_operator.up.supervisor import Supervisor
 
 
 def handle(supervisor: Supervisor, ask: ControlRequest, now: float) -> ControlResponse:
-    """Do what was asked. UserError: it was refused."""
+    """Handle a request. UserError: it is refused."""
     match ask:
         case StatusRequest():
             return ControlResponse(view=view_of(supervisor, now))
@@ -173,7 +173,7 @@ def run_up(
     program: Program = xpyd_program,
     daemon: tuple[str, ...] = DAEMON,
 ) -> int:
-    """The command; `program` and `daemon` are what tests replace by stand-ins."""
+    """The command; tests replace `program` and `daemon` by stand-ins."""
     fleet = _load(options)
     if line := cluster_only(fleet):
         sys.stdout.write(line + "\n")
@@ -337,7 +337,7 @@ def _run_detached(options: UpOptions, state: FleetFolder, daemon: tuple[str, ...
     except (FleetFailed, KeyboardInterrupt):
         _end(child)  # half a fleet is of no use
         raise
-    child.returncode = 0  # it outlives us on purpose: Popen must not warn
+    child.returncode = 0  # the supervisor outlives this process on purpose: Popen must not warn
     sys.stdout.write(
         f"fleet {view.fleet} is ready: {view.endpoint}\n"
         f"  xpyd chat {view.fleet} 'Hello!'\n"

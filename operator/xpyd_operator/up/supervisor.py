@@ -211,7 +211,8 @@ class Supervisor:
         return lines or ["nothing changed"]
 
     def _plan_memory(self, fleet: InferenceFleet, want: FleetWant, model: str) -> MemoryPlan:
-        """The plan of a changed document, as if what runs now gave its memory back first."""
+        """The plan of a changed document, with the memory of the running engines counted as
+        free."""
         pools = pools_wanted(want, self._pools.values())
         sizes = [pool.replicas for pool in pools if pool.name != ROUTER]
         check_addresses(sum(sizes))
