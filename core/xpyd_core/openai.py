@@ -1,0 +1,399 @@
+"""Request bodies of /v1/completions and /v1/chat/completions, with the bounds of each field. Pure.
+
+The one description of these bodies: the router reads `RoutedCompletion` or `RoutedChat`, the
+fields that it acts on; the engine reads them too, and `CompletionRequest` or `ChatRequest` behind
+them; the router's OpenAPI document shows the fields of both. `read` makes one of these values of a
+parsed body, or raises the ApiError that names the field. Unknown fields are ignored, null counts as
+absent.
+
+What needs the model (its name, its vocabulary, the context's length) and what two fields forbid
+together is checked by the program that acts on it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import reprlib
+import sys
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar, cast
+
+import msgspec
+from msgspec import Meta, inspect
+
+from xpyd_core.errors import ApiError
+
+# vLLM has no bound on these; without one a small body could order unbounded work.
+MAX_NAME_CHARACTERS = 512
+MAX_CHOICES = 16_384
+"""Of all prompts of a request: the router keeps something for each. Engines allow fewer."""
+MAX_PROMPTS = 256
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1024
+MAX_STOP_TOKEN_IDS = 256
+MAX_MESSAGES = 4096
+MAX_LOGPROBS = 20
+"""OpenAI's bound for chat; vLLM has the same default for both endpoints."""
+MAX_TOKENS = 2**62
+"""Larger than any context; a number above the context gets its own message."""
+# Each is work per generated token, and OpenAI and vLLM state no bound.
+MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 65_536
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARACTERS = 128
+# vLLM takes any finite number above 0; no wider range than this one means anything.
+_MOST_REPETITION_PENALTY = 1e6
+_SHOWN_CHARACTERS = 40
+
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+"""Whether the model has it is checked later."""
+_Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+_Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+_Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+_Penalty = Annotated[float, Meta(ge=-2, le=2)]
+_Text1024 = Annotated[str, Meta(max_length=1024)]
+_Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+_PromptItem = (
+    TokenId | Annotated[str, Meta(min_length=1)] | Annotated[list[TokenId], Meta(min_length=1)]
+)
+_BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
+
+
+def _router(text: str) -> Meta:
+    """A field that the router acts on, and therefore checks."""
+    return Meta(description=text, extra_json_schema={"x-checked-by": "router"})
+
+
+def _engine(text: str) -> Meta:
+    """A field that goes to the engine unread: the client gets the engine's 400."""
+    return Meta(description=text, extra_json_schema={"x-checked-by": "engine"})
+
+
+class StreamOptions(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """How usage is streamed."""
+
+    include_usage: Annotated[bool | None, _router("A last chunk with the usage.")] = None
+    continuous_usage_stats: Annotated[
+        bool | None, _router("With include_usage: the usage so far in every chunk.")
+    ] = None
+
+
+class Routed(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """The fields of both endpoints that the router acts on; the engine reads them too."""
+
+    model: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)] | None,
+        _router("A name that GET /v1/models shows."),
+    ] = None
+    stream: Annotated[bool | None, _router("The answer as server-sent events.")] = None
+    stream_options: Annotated[StreamOptions | None, _router("Only with stream.")] = None
+    max_tokens: Annotated[
+        _Tokens | None,
+        _router(
+            "Tokens to generate at most. 0 only with echo or prompt_logprobs. Without it 16 of a "
+            "completion, of a chat what the context has room for."
+        ),
+    ] = None
+    min_tokens: Annotated[_Tokens | None, _router("Not more than max_tokens.")] = None
+    n: Annotated[
+        Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None,
+        _router(f"Choices for each prompt, at most {MAX_CHOICES} of all; engines allow fewer."),
+    ] = None
+    seed: Annotated[_Int64 | None, _router("Without one the router draws one.")] = None
+    return_token_ids: Annotated[bool | None, _router("As in vLLM.")] = None
+
+
+class RoutedCompletion(Routed, frozen=True, gc=False, kw_only=True):
+    """What the router reads of a /v1/completions body."""
+
+    echo: Annotated[bool | None, _router("The answer begins with the prompt.")] = None
+
+
+class RoutedChat(Routed, frozen=True, gc=False, kw_only=True):
+    """What the router reads of a /v1/chat/completions body."""
+
+    max_completion_tokens: Annotated[
+        _Tokens | None, _router("As max_tokens, and wins over it.")
+    ] = None
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of both endpoints that only the engine reads. Ranges are OpenAI's or vLLM's."""
+
+    priority: Annotated[
+        _Int64 | None,
+        _engine(
+            "Lower goes first, where the router has limits; the header X-Xpyd-Priority wins over "
+            "it. Engines refuse it unless they schedule by it."
+        ),
+    ] = None
+    user: Annotated[str | None, _engine("The session, for --policy SessionAffinity.")] = None
+    prompt_cache_key: Annotated[str | None, _engine("The session, before `user`.")] = None
+    temperature: Annotated[
+        Annotated[float, Meta(ge=0, le=2)] | None, _engine("0: greedy. Default: 1.")
+    ] = None
+    top_p: Annotated[Annotated[float, Meta(gt=0, le=1)] | None, _engine("Default: 1.")] = None
+    top_k: Annotated[
+        Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None, _engine("0 and -1: off.")
+    ] = None
+    min_p: Annotated[Annotated[float, Meta(ge=0, le=1)] | None, _engine("Default: 0, off.")] = None
+    presence_penalty: Annotated[_Penalty | None, _engine("Of tokens in the output.")] = None
+    frequency_penalty: Annotated[_Penalty | None, _engine("Of tokens in the output.")] = None
+    repetition_penalty: Annotated[
+        Annotated[float, Meta(gt=0, le=_MOST_REPETITION_PENALTY)] | None,
+        _engine("Of tokens in prompt or output."),
+    ] = None
+    logit_bias: Annotated[
+        Annotated[dict[str, float], Meta(max_length=MAX_LOGIT_BIAS)] | None,
+        _engine("By token id: added to its logit, -100 to 100."),
+    ] = None
+    allowed_token_ids: Annotated[
+        Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None,
+        _engine("Only these tokens are generated."),
+    ] = None
+    bad_words: Annotated[
+        Annotated[list[_BadWord], Meta(max_length=MAX_BAD_WORDS)] | None,
+        _engine("Words that are not generated."),
+    ] = None
+    stop: Annotated[
+        _Stop | Annotated[list[_Stop], Meta(max_length=MAX_STOPS)] | None,
+        _engine("Texts that end the answer."),
+    ] = None
+    stop_token_ids: Annotated[
+        Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None,
+        _engine("Tokens that end the answer."),
+    ] = None
+    include_stop_str_in_output: Annotated[
+        bool | None, _engine("Stop texts are part of the answer.")
+    ] = None
+    ignore_eos: Annotated[bool | None, _engine("Generate until max_tokens.")] = None
+    skip_special_tokens: Annotated[bool | None, _engine("Default: true.")] = None
+    spaces_between_special_tokens: Annotated[bool | None, _engine("Default: true.")] = None
+    prompt_logprobs: Annotated[
+        _Logprobs | None, _engine("Log probabilities of the prompt; not with stream.")
+    ] = None
+    cache_salt: Annotated[
+        _Text1024 | None, _engine("Prefixes are shared only within one cache_salt.")
+    ] = None
+
+
+class CompletionRequest(Generation, frozen=True, kw_only=True):
+    """What only the engine reads of a /v1/completions body."""
+
+    prompt: Annotated[
+        Annotated[str, Meta(min_length=1)]
+        | Annotated[
+            list[
+                TokenId
+                | Annotated[str, Meta(min_length=1)]
+                | Annotated[list[TokenId], Meta(min_length=1)]
+            ],
+            Meta(min_length=1),
+        ],
+        _engine("A text, token ids, or several of either."),
+    ]
+    logprobs: Annotated[
+        _Logprobs | None, _engine("Log probabilities of so many tokens at each place.")
+    ] = None
+
+
+class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    """A message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[ContentPart]
+    name: Annotated[str, Meta(max_length=256)] | None = None
+
+
+class ChatRequest(Generation, frozen=True, kw_only=True):
+    """What only the engine reads of a /v1/chat/completions body."""
+
+    messages: Annotated[
+        Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)],
+        _engine("The chat so far."),
+    ]
+    logprobs: Annotated[bool | None, _engine("Log probabilities of the answer's tokens.")] = None
+    top_logprobs: Annotated[
+        _Logprobs | None, _engine("With logprobs: of so many tokens at each place.")
+    ] = None
+
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+def read(kind: type[Body], body: Mapping[str, Any], prefix: str = "") -> Body:
+    """The fields of `kind` in a parsed JSON object.
+
+    Raises ApiError 400 that names the field, with `prefix` before it, and what is allowed.
+    """
+    try:
+        return msgspec.convert(body, kind)
+    except msgspec.ValidationError as error:
+        raise _refusal(kind, body, str(error), prefix) from None
+
+
+def refuse(name: str, message: str, *, code: str | None = None) -> ApiError:
+    """A 400 that names the field at fault."""
+    return ApiError(400, f"{name}: {message}", param=name, code=code)
+
+
+def shown(value: object) -> str:
+    """A value as an error message shows it: short, whatever the client sent."""
+    try:
+        is_long = isinstance(value, list | dict)
+        text = reprlib.repr(cast("object", value)) if is_long else repr(value)
+    except ValueError:  # Python writes no integer of more than some thousand digits
+        return "a number of very many digits"
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+def _refusal(
+    kind: type[msgspec.Struct], body: Mapping[str, Any], message: str, prefix: str
+) -> ApiError:
+    """The ApiError for msgspec's message; of that only the path and a missing name are used."""
+    place = re.search(r" - at `\$(.*)`$", message)
+    steps = re.findall(r"\.(\w+)|\[(\d+|\.\.\.)\]", place[1]) if place else []
+    expected, value, name, item = inspect.type_info(kind), cast("Any", body), prefix, ""
+    for field, index in steps:
+        expected = _inside(expected, field, value)
+        if field:
+            name, item = f"{name}{item}.{field}".lstrip("."), ""
+            value = value[field]
+        elif index == "...":
+            index = next(key for key, one in value.items() if not _is_finite(one))
+            item, value = f"[{index}]", value[index]
+        else:
+            item, value = f"{item}[{index}]", value[int(index)]
+    if missing := re.match(r"Object missing required field `(\w+)`", message):
+        return refuse(f"{name}{item}.{missing[1]}".lstrip("."), "this field is missing")
+    complaint = _complaint(expected, value)
+    # An item of a list has no name of its own: the parameter at fault is the list.
+    return refuse(name, f"item {item[1:-1].replace('][', '.')}: {complaint}" if item else complaint)
+
+
+def _alternatives(expected: inspect.Type) -> list[inspect.Type]:
+    """The types that a value may have, but for null."""
+    if isinstance(expected, inspect.Metadata):
+        return _alternatives(expected.type)
+    if isinstance(expected, inspect.UnionType):
+        found = [one for member in expected.types for one in _alternatives(member)]
+        return [one for one in found if not isinstance(one, inspect.NoneType)]
+    return [expected]
+
+
+def _inside(expected: inspect.Type, field: str, value: object) -> inspect.Type:
+    """The type of a struct's field, or of a list's or a dict's items."""
+    for one in _alternatives(expected):
+        if field and isinstance(one, inspect.StructType):
+            return next(each.type for each in one.fields if each.encode_name == field)
+        if isinstance(value, list) and isinstance(one, inspect.ListType):
+            return one.item_type
+        if isinstance(value, dict) and not field and isinstance(one, inspect.DictType):
+            return one.value_type
+    raise AssertionError(f"no {field or 'item'} in {expected}")  # the path is msgspec's own
+
+
+def _complaint(expected: inspect.Type, value: object) -> str:
+    """What is wrong with a value that has none of the types, or lies outside their bounds."""
+    alternatives = _alternatives(expected)
+    for one in alternatives:
+        if isinstance(one, inspect.LiteralType):
+            values = ", ".join(str(each) for each in one.values)
+            return f"expected one of {values}, got {shown(value)}"
+        if isinstance(one, inspect.IntType | inspect.FloatType) and _is_number(value):
+            if isinstance(one, inspect.IntType) and isinstance(value, float):
+                continue
+            return f"must be {_range(one)}, got {shown(value)}"
+        if isinstance(one, inspect.StrType) and isinstance(value, str):
+            return f"must have {_lengths(one, 'characters')}, got {len(value)}"
+        if isinstance(one, inspect.ListType) and isinstance(value, list):
+            return f"must have {_lengths(one, 'items')}, got {len(cast('list[Any]', value))}"
+        if isinstance(one, inspect.DictType) and isinstance(value, dict):
+            return f"must have {_lengths(one, 'members')}, got {len(cast('dict[str, Any]', value))}"
+    names = [_NAMES.get(type(one), "another value") for one in alternatives]
+    return f"expected {' or '.join(dict.fromkeys(names))}, got {shown(value)}"
+
+
+_NAMES: Mapping[type[inspect.Type], str] = {
+    inspect.IntType: "an integer",
+    inspect.FloatType: "a number",
+    inspect.BoolType: "true or false",
+    inspect.StrType: "a string",
+    inspect.ListType: "a list",
+    inspect.DictType: "an object",
+    inspect.StructType: "an object",
+}
+
+
+def _is_number(value: object) -> bool:
+    # True is an int in Python, not in JSON.
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_finite(value: object) -> bool:
+    """Also of an integer beyond the floats, for which math's raises."""
+    return _is_number(value) and abs(cast("float", value)) <= sys.float_info.max
+
+
+def _range(bounds: inspect.IntType | inspect.FloatType) -> str:
+    low = bounds.ge if bounds.ge is not None else bounds.gt
+    if low is None and bounds.le is None:
+        return "a finite number"
+    low_text = _number(-math.inf if low is None else low)
+    high_text = _number(math.inf if bounds.le is None else bounds.le)
+    if bounds.gt is not None:
+        return f"above {low_text} and at most {high_text}"
+    return f"{low_text} to {high_text}"
+
+
+def _number(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:g}"
+
+
+def _lengths(bounds: inspect.StrType | inspect.ListType | inspect.DictType, what: str) -> str:
+    least, most = bounds.min_length, bounds.max_length
+    if most is None:
+        return f"at least {least} {what}"
+    return f"{least} to {most} {what}" if least else f"at most {most} {what}"
+
+
+def body_schema(*kinds: type[msgspec.Struct]) -> dict[str, Any]:
+    """One JSON schema of an object with the fields of all `kinds`, in their order."""
+    _, parts = msgspec.json.schema_components(kinds, ref_template="{name}")
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    for kind in kinds:
+        own = _resolved(parts[kind.__name__], parts)
+        properties |= own["properties"]
+        required += own.get("required", ())
+    return {"type": "object", "properties": properties, "required": required}
+
+
+def _resolved(schema: Any, parts: Mapping[str, Any]) -> Any:  # noqa: ANN401 - any JSON value
+    """`schema` with what it refers to in its place, and null as one more type."""
+    if isinstance(schema, list):
+        return [_resolved(one, parts) for one in cast("list[Any]", schema)]
+    if not isinstance(schema, dict):
+        return schema
+    found = dict(cast("dict[str, Any]", schema))
+    if "$ref" in found:
+        found = {**parts[found.pop("$ref")], **found}
+        found.pop("title", None)
+    made = {name: _resolved(one, parts) for name, one in found.items()}
+    if made.get("default", ...) is None:
+        del made["default"]
+    if made.get("required") == []:
+        del made["required"]
+    others = [one for one in made.get("anyOf", []) if one != {"type": "null"}]
+    if len(others) == 1 and isinstance(others[0].get("type"), str):
+        del made["anyOf"]
+        made = {**others[0], "type": [others[0]["type"], "null"], **made}
+    return made
