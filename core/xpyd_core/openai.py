@@ -58,6 +58,22 @@ _PromptItem = (
     TokenId | Annotated[str, Meta(min_length=1)] | Annotated[list[TokenId], Meta(min_length=1)]
 )
 _BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
+# msgspec knows one list type in a union: engines refuse a list of texts and token ids.
+_ONE_PROMPT: list[dict[str, Any]] = [
+    {"type": "string", "minLength": 1},
+    {
+        "type": "array",
+        "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
+        "minItems": 1,
+    },
+]
+_PROMPT_FORMS = [
+    *_ONE_PROMPT,
+    *(
+        {"type": "array", "items": one, "minItems": 1, "maxItems": MAX_PROMPTS}
+        for one in _ONE_PROMPT
+    ),
+]
 
 
 def _router(text: str) -> Meta:
@@ -65,9 +81,12 @@ def _router(text: str) -> Meta:
     return Meta(description=text, extra_json_schema={"x-checked-by": "router"})
 
 
-def _engine(text: str) -> Meta:
-    """A field that goes to the engine unread: the client gets the engine's 400."""
-    return Meta(description=text, extra_json_schema={"x-checked-by": "engine"})
+def _engine(text: str, **schema: Any) -> Meta:  # noqa: ANN401 - any JSON value
+    """A field that goes to the engine unread: the client gets the engine's 400.
+
+    `schema` replaces what msgspec writes of the type, where its bounds say less.
+    """
+    return Meta(description=text, extra_json_schema={"x-checked-by": "engine", **schema})
 
 
 class StreamOptions(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -191,7 +210,7 @@ class CompletionRequest(Generation, frozen=True, kw_only=True):
             ],
             Meta(min_length=1),
         ],
-        _engine("A text, token ids, or several of either."),
+        _engine("A text, token ids, or several of either.", oneOf=_PROMPT_FORMS),
     ]
     logprobs: Annotated[
         _Logprobs | None, _engine("Log probabilities of so many tokens at each place.")
@@ -388,6 +407,8 @@ def _resolved(schema: Any, parts: Mapping[str, Any]) -> Any:  # noqa: ANN401 - a
         found = {**parts[found.pop("$ref")], **found}
         found.pop("title", None)
     made = {name: _resolved(one, parts) for name, one in found.items()}
+    if "oneOf" in made:  # says exactly what msgspec's own union says loosely
+        made.pop("anyOf", None)
     if made.get("default", ...) is None:
         del made["default"]
     if made.get("required") == []:

@@ -39,7 +39,7 @@ def ask(endpoint: Any = "completions", **fields: Any) -> Any:
         ({"seed": "x"}, "seed"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": 1}, "stream_options"),
-        ({"stream": True, "stream_options": {"include_usage": 1}}, "include_usage"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         ({"return_token_ids": 1}, "return_token_ids"),
         ({"echo": 1}, "echo"),
         ({"kv_transfer_params": {}}, "kv_transfer_params"),

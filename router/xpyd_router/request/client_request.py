@@ -18,6 +18,7 @@ import msgspec
 import orjson
 
 from xpyd_core.errors import ApiError, UserError
+from xpyd_core.openai import MAX_CHOICES, Routed, RoutedChat, RoutedCompletion, read, refuse
 from xpyd_router.policy.base import NO_SLO, Slo
 
 MAX_NAMES = 32
@@ -187,9 +188,10 @@ def _trace_context(parents: list[bytes], states: list[bytes]) -> tuple[str, str]
 
 Endpoint = Literal["completions", "chat/completions"]
 ENDPOINTS: tuple[Endpoint, ...] = ("completions", "chat/completions")
-MAX_NAME_CHARACTERS = 512
-MAX_CHOICES = 16_384
-"""Of all prompts: the router keeps something for each. Engines allow fewer."""
+_READERS: Mapping[Endpoint, type[RoutedChat | RoutedCompletion]] = {
+    "completions": RoutedCompletion,
+    "chat/completions": RoutedChat,
+}
 MAX_DEPTH = 254
 """Of lists and objects in the body: orjson reads more of them than it writes."""
 _BYTES_PER_TOKEN = 4
@@ -234,44 +236,6 @@ class Ask(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         return self.endpoint == "chat/completions"
 
 
-def _bad(field: str, message: str) -> ApiError:
-    return ApiError(400, f"{field}: {message}", param=field)
-
-
-def _boolean(fields: Mapping[str, Any], name: str) -> bool:
-    value = fields.get(name)
-    if value is None or value is False:
-        return False
-    if value is not True:
-        raise _bad(name, "expected true or false")
-    return True
-
-
-def _integer(fields: Mapping[str, Any], name: str, least: int | None = None) -> int | None:
-    value = fields.get(name)
-    if value is None:
-        return None
-    if type(value) is not int:  # True is an int, too
-        raise _bad(name, "expected an integer")
-    if least is not None and value < least:
-        raise _bad(name, f"expected at least {least}")
-    return value
-
-
-def _stream_options(fields: Mapping[str, Any], stream: bool) -> tuple[bool, bool]:
-    """Whether the client wants usage at the stream's end, and in every chunk."""
-    options = fields.get("stream_options")
-    if options is None:
-        return False, False
-    if not isinstance(options, dict):
-        raise _bad("stream_options", "expected an object")
-    if not stream:
-        raise _bad("stream_options", "only allowed when stream is true")
-    options = cast("dict[str, Any]", options)
-    at_end = _boolean(options, "include_usage")
-    return at_end, _boolean(options, "continuous_usage_stats") and at_end  # as in vLLM
-
-
 def _load(raw: bytes) -> dict[str, Any]:
     try:
         fields = orjson.loads(raw)
@@ -282,19 +246,27 @@ def _load(raw: bytes) -> dict[str, Any]:
     return cast("dict[str, Any]", fields)
 
 
-def _shows_prompt(fields: Mapping[str, Any], endpoint: Endpoint) -> bool:
+def _streamed_usage(routed: Routed) -> tuple[bool, bool]:
+    """Whether the client wants usage at the stream's end, and in every chunk."""
+    options = routed.stream_options
+    if options is None:
+        return False, False
+    if not routed.stream:
+        raise refuse("stream_options", "only allowed when stream is true")
+    at_end = bool(options.include_usage)
+    return at_end, bool(options.continuous_usage_stats) and at_end  # as in vLLM
+
+
+def _shows_prompt(fields: Mapping[str, Any], routed: Routed) -> bool:
     """Whether the answer holds the prompt's text or logprobs, which only a prefill makes."""
-    echo = endpoint == "completions" and _boolean(fields, "echo")
+    echo = isinstance(routed, RoutedCompletion) and bool(routed.echo)
     wanted = fields.get("prompt_logprobs")  # 0 is a wish too, and equals False
     return echo or (wanted is not None and wanted is not False)
 
 
-def _limit(fields: Mapping[str, Any], endpoint: Endpoint) -> int | None:
-    limit = _integer(fields, "max_tokens", 0)
-    if endpoint == "chat/completions":
-        newer = _integer(fields, "max_completion_tokens", 0)
-        limit = newer if newer is not None else limit
-    return limit
+def _limit(routed: Routed) -> int | None:
+    newer = routed.max_completion_tokens if isinstance(routed, RoutedChat) else None
+    return newer if newer is not None else routed.max_tokens
 
 
 def _prompts(fields: Mapping[str, Any], endpoint: Endpoint) -> int:
@@ -306,35 +278,33 @@ def _prompts(fields: Mapping[str, Any], endpoint: Endpoint) -> int:
     return len(cast("list[Any]", prompt)) if isinstance(first, str | list) else 1
 
 
-def _choices(fields: Mapping[str, Any], endpoint: Endpoint) -> int:
-    each, prompts = _integer(fields, "n", 1) or 1, _prompts(fields, endpoint)
-    if each * prompts > MAX_CHOICES:
-        field = "n" if each > 1 else "prompt"
-        raise _bad(field, f"expected at most {MAX_CHOICES} choices (prompts x n)")
-    return each * prompts
+def _choices(fields: Mapping[str, Any], endpoint: Endpoint, n: int) -> int:
+    prompts = _prompts(fields, endpoint)
+    if n * prompts > MAX_CHOICES:
+        field = "n" if n > 1 else "prompt"
+        raise refuse(field, f"expected at most {MAX_CHOICES} choices (prompts x n)")
+    return n * prompts
 
 
 def parse_ask(endpoint: Endpoint, raw: bytes) -> Ask:
     """The request in `raw`; ApiError 400 that names the field and what is allowed."""
     fields = _load(raw)
-    model = fields.get("model")
-    if not isinstance(model, str) or not 0 < len(model) <= MAX_NAME_CHARACTERS:
-        raise _bad("model", "you must provide the model's name as a string")
+    routed = read(_READERS[endpoint], fields)
+    if routed.model is None:
+        raise refuse("model", "you must provide the model's name as a string")
     if fields.get("kv_transfer_params") is not None:
-        raise _bad("kv_transfer_params", "set by the router, not by clients")
-    stream = _boolean(fields, "stream")
-    include_usage, running_usage = _stream_options(fields, stream)
-    choices = _choices(fields, endpoint)
-    shows_prompt = _shows_prompt(fields, endpoint)
-    limit = _limit(fields, endpoint)
+        raise refuse("kv_transfer_params", "set by the router, not by clients")
+    include_usage, running_usage = _streamed_usage(routed)
+    choices = _choices(fields, endpoint, routed.n or 1)
+    shows_prompt = _shows_prompt(fields, routed)
+    limit = _limit(routed)
     if limit == 0 and not shows_prompt:
-        raise _bad("max_tokens", "expected at least 1 (0 only with echo or prompt_logprobs)")
-    least = _integer(fields, "min_tokens", 0) or 0
+        raise refuse("max_tokens", "expected at least 1 (0 only with echo or prompt_logprobs)")
     most = limit
     if endpoint == "completions" and limit is None:
         most = _COMPLETIONS_MAX_TOKENS
-    if most is not None and least > most:
-        raise _bad("min_tokens", f"must not be more than max_tokens, {most}")
+    if most is not None and (routed.min_tokens or 0) > most:
+        raise refuse("min_tokens", f"must not be more than max_tokens, {most}")
     alone: Literal["P", "D"] | None = None
     if limit is not None and limit <= 1:
         alone = "P"
@@ -344,13 +314,13 @@ def parse_ask(endpoint: Endpoint, raw: bytes) -> Ask:
         endpoint=endpoint,
         raw=raw,
         fields=fields,
-        model=model,
-        stream=stream,
+        model=routed.model,
+        stream=bool(routed.stream),
         include_usage=include_usage,
         wants_running_usage=running_usage,
-        wants_token_ids=_boolean(fields, "return_token_ids"),
+        wants_token_ids=bool(routed.return_token_ids),
         max_tokens=limit,
-        seed=_integer(fields, "seed"),
+        seed=routed.seed,
         choices=choices,
         prompt_tokens=len(raw) // _BYTES_PER_TOKEN + 1,
         output_tokens=choices * min(most or _EXPECTED_TOKENS, _MOST_EXPECTED_TOKENS),

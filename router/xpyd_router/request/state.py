@@ -14,6 +14,7 @@ import msgspec
 import orjson
 
 from xpyd_core.errors import ApiError, ProtocolError
+from xpyd_core.openai import MAX_NAME_CHARACTERS
 from xpyd_router.access_log import Trace
 from xpyd_router.fleet.instances import Instance, InstanceKey
 from xpyd_router.fleet.poison import Break
@@ -29,7 +30,7 @@ from xpyd_router.request.answers import (
     parse_prefill_answer,
     role_events,
 )
-from xpyd_router.request.client_request import MAX_DEPTH, MAX_NAME_CHARACTERS, Ask
+from xpyd_router.request.client_request import MAX_DEPTH, Ask
 
 _SERVED_TOKENS = 32
 """A request that kills in its stream does so at one place: tries behind it get a few tokens each,
