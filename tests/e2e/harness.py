@@ -69,6 +69,14 @@ def listens(ip: str, port: int) -> bool:
     return True
 
 
+def free_port() -> int:
+    """A port of 127.0.0.1 for `xpyd up --port`: two of these that start at once, in two of the
+    tests' processes, may else find the same one free."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 @dataclass
 class Process:
     """One started program and its log."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.harness import DEMO_MODEL, ROOT, http, wait_for
+from tests.e2e.harness import DEMO_MODEL, ROOT, free_port, http, wait_for
 from tests.e2e.oracle import Case, load
 
 pytestmark = pytest.mark.slow
@@ -77,7 +77,7 @@ def two_by_two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
     file.write_text(DOCUMENT.replace("NAME", "pair"))
     local = Local("pair", folder / "state")
     try:
-        local.xpyd("up", "-f", str(file), "--detach")
+        local.xpyd("up", "-f", str(file), "--detach", "--port", str(free_port()))
         yield local
     finally:
         local.xpyd("down", "pair")
@@ -165,7 +165,7 @@ def test_3p1d_behind_two_processes_serves_in_the_foreground_and_ctrl_c_drains_it
     document = document.replace("Decode, replicas: 2", "Decode, replicas: 1")
     document += "  router: {processes: 2}\n"
     (tmp_path / "fleet.yaml").write_text(document)
-    process = local.start("up", "-f", str(tmp_path / "fleet.yaml"))
+    process = local.start("up", "-f", str(tmp_path / "fleet.yaml"), "--port", str(free_port()))
     try:
         socket = local.state / "xpyd" / "three"
         wait_for("its state", socket.exists, 30)

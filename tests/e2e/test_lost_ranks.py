@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.e2e.harness import DEMO_MODEL, http, wait_for
+from tests.e2e.harness import DEMO_MODEL, free_port, http, wait_for
 from tests.e2e.oracle import Case, load
 from tests.e2e.test_local_fleet import Local
 from tests.ranks.kit import is_alive
@@ -59,7 +59,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
     local = Local("lost", folder / "state")
     trees: list[int] = []
     try:
-        local.xpyd("up", "-f", str(file), "--detach")
+        local.xpyd("up", "-f", str(file), "--detach", "--port", str(free_port()))
         yield local
         trees = [pid for main in local.pids().values() for pid in (main, *below(main))]
         assert len(trees) >= 5 + 4
