@@ -23,7 +23,7 @@ from xpyd_router.fleet.instances import Instance, InstanceKey
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.request_metrics import Exposition
 from xpyd_worker.engine.request import EngineStats
-from xpyd_worker.ranks.figures import RankFigures
+from xpyd_worker.ranks.metrics import RankFigures
 from xpyd_worker.server.kv_metrics import kv_samples
 from xpyd_worker.server.metrics import ServerMetrics
 from xpyd_worker.server.not_built import refuse_not_built

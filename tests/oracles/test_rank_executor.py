@@ -16,7 +16,7 @@ from xpyd_core.errors import UserError
 from xpyd_core.parallel.ranks import Sizes
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.ranks.instance import Instance
-from xpyd_worker.ranks.messages import Ready
+from xpyd_worker.ranks.start.messages import Ready
 
 FOUR = Sizes(pipeline=2, tensor=2)
 

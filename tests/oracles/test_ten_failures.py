@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from xpyd_worker.ranks.preflight import ADVISED_FILES
+from xpyd_worker.ranks.start.preflight import ADVISED_FILES
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/parallel-failures.md").read_text()

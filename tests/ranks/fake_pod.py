@@ -7,7 +7,7 @@ import sys
 from tests.ranks.kit import COMMAND, pod_config
 from xpyd_core.errors import UserError
 from xpyd_core.logs import set_up_logging
-from xpyd_worker.ranks.pod_agent import serve_pod
+from xpyd_worker.ranks.pods.agent import serve_pod
 
 if __name__ == "__main__":
     set_up_logging("warning", "text")

@@ -17,9 +17,9 @@ from typing import Any
 from xpyd_core.errors import UserError
 from xpyd_kv.ranks.engine import Channel
 from xpyd_worker.ranks.loss import MissesOthersError
-from xpyd_worker.ranks.messages import Ready, Start
-from xpyd_worker.ranks.nursery import main
-from xpyd_worker.ranks.process import GiveUp
+from xpyd_worker.ranks.start.fork_server import main
+from xpyd_worker.ranks.start.messages import Ready, Start
+from xpyd_worker.ranks.start.rank_main import GiveUp
 
 
 class Step:

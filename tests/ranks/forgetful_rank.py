@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from xpyd_kv.ranks.engine import Channel
-from xpyd_worker.ranks.messages import Start
-from xpyd_worker.ranks.nursery import main
-from xpyd_worker.ranks.process import GiveUp, MakeProgram, Program
+from xpyd_worker.ranks.start.fork_server import main
+from xpyd_worker.ranks.start.messages import Start
+from xpyd_worker.ranks.start.rank_main import GiveUp, MakeProgram, Program
 from xpyd_worker.system import prepare_for_torch
 
 
@@ -21,8 +21,8 @@ def prepare() -> MakeProgram:
 def make_program(start: Start, channel: Channel, give_up: GiveUp) -> Program:
     """The real one, but for that."""
     from xpyd_worker.parallel.api import Sampled
-    from xpyd_worker.ranks import program
-    from xpyd_worker.ranks.request_states import RequestStates
+    from xpyd_worker.ranks.start import program
+    from xpyd_worker.ranks.step.request_states import RequestStates
 
     class Forgetful(RequestStates):
         def post_update(

@@ -15,7 +15,7 @@ from xpyd_worker.engine.executor import Running, StepInput, StepOutput
 from xpyd_worker.ranks.executor import RankedExecutor
 from xpyd_worker.ranks.instance import Instance
 from xpyd_worker.ranks.loss import Loss
-from xpyd_worker.ranks.messages import Logs
+from xpyd_worker.ranks.start.messages import Logs
 
 COMMAND = (sys.executable, "-m", "tests.ranks.fake_rank")
 WAIT_S = 120.0

@@ -263,7 +263,7 @@ def test_a_rank_that_waits_for_one_that_does_not_come_is_ended_by_close() -> Non
 
 def test_a_command_that_cannot_be_started_is_a_loss() -> None:
     instance = make(TWO)
-    instance._pod._brood._command = ("/does/not/exist",)  # pyright: ignore[reportPrivateUsage]
+    instance._pod._processes._command = ("/does/not/exist",)  # pyright: ignore[reportPrivateUsage]
     try:
         with pytest.raises(RankLostError, match="No such file"):
             instance.start()

@@ -6,15 +6,6 @@ from __future__ import annotations
 import pytest
 
 from xpyd_core.parallel.ranks import Sizes
-from xpyd_worker.ranks.beats import Beat
-from xpyd_worker.ranks.judge import (
-    DOWN_LOOKS,
-    IDLE_LOOKS,
-    LOOK_S,
-    SILENT_LOOKS,
-    STARTING_SILENT_LOOKS,
-    Judge,
-)
 from xpyd_worker.ranks.loss import (
     EXIT_RANK_ENDED,
     EXIT_RANK_SILENT,
@@ -23,6 +14,15 @@ from xpyd_worker.ranks.loss import (
     Failure,
     Loss,
     who,
+)
+from xpyd_worker.ranks.watch.beats import Beat
+from xpyd_worker.ranks.watch.judge import (
+    DOWN_LOOKS,
+    IDLE_LOOKS,
+    LOOK_S,
+    SILENT_LOOKS,
+    STARTING_SILENT_LOOKS,
+    Judge,
 )
 
 SIZES = Sizes(pipeline=2, tensor=2)

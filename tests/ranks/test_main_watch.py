@@ -11,8 +11,7 @@ import pytest
 from tests.ranks.kit import started
 from tests.ranks.worker_kit import wait_for
 from xpyd_core.parallel.ranks import Sizes
-from xpyd_worker.ranks.beats import BeatPage, Maker
-from xpyd_worker.ranks.main_watch import SILENT_LOOKS, MainWatch, kill
+from xpyd_worker.ranks.watch.beats import SILENT_LOOKS, BeatPage, MainWatch, Maker, kill
 
 PID = 4711
 

@@ -31,8 +31,8 @@ from xpyd_core.pod_env import rendezvous_port
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.ranks.instance import Instance
 from xpyd_worker.ranks.loss import EXIT_POD_LOST, EXIT_RANK_ENDED, RankLostError
-from xpyd_worker.ranks.messages import Logs
-from xpyd_worker.ranks.pod_handshake import join_leader
+from xpyd_worker.ranks.pods.handshake import join_leader
+from xpyd_worker.ranks.start.messages import Logs
 
 LEADER, POD = (f"127.{44 + os.getpid() % 200}.{os.getpid() // 200 % 250}.{n}" for n in (1, 2))
 KEY = "0123456789abcdef"

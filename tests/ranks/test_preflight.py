@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from xpyd_core.errors import UserError
-from xpyd_worker.ranks.preflight import (
+from xpyd_worker.ranks.start.preflight import (
     check_devices,
     file_warning,
     look_at_network,
@@ -22,7 +22,7 @@ from xpyd_worker.ranks.preflight import (
 @pytest.mark.parametrize("soft", [256, 4096])
 def test_the_file_limit_is_raised_as_far_as_it_may_be(soft: int) -> None:
     code = (
-        "import resource; from xpyd_worker.ranks.preflight import raise_file_limit;"
+        "import resource; from xpyd_worker.ranks.start.preflight import raise_file_limit;"
         "print(raise_file_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
     done = subprocess.run(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from xpyd_worker.ranks.ring import (
+from xpyd_worker.ranks.link.ring import (
     MAX_MESSAGE_BYTES,
     GivenUpError,
     NotReadError,

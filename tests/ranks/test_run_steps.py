@@ -8,10 +8,10 @@ from typing import cast
 
 import pytest
 
-from xpyd_worker.ranks.beats import Slot
-from xpyd_worker.ranks.process import Program, run_steps
-from xpyd_worker.ranks.responses import Answers
-from xpyd_worker.ranks.ring import RingReader
+from xpyd_worker.ranks.link.responses import Answers
+from xpyd_worker.ranks.link.ring import RingReader
+from xpyd_worker.ranks.start.rank_main import Program, run_steps
+from xpyd_worker.ranks.watch.beats import Slot
 
 
 @dataclass

@@ -14,10 +14,10 @@ from tests.e2e.harness import DEMO_MODEL
 from tests.worker.runner_driver import Driver, make_runner
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.load.ranks import executor_of
-from xpyd_worker.ranks.brood import COMMAND
 from xpyd_worker.ranks.executor import RankedExecutor
 from xpyd_worker.ranks.instance import Instance
-from xpyd_worker.ranks.messages import Logs
+from xpyd_worker.ranks.start.messages import Logs
+from xpyd_worker.ranks.start.processes import COMMAND
 from xpyd_worker.runner.runner import ModelRunner
 
 FORGETFUL = (sys.executable, "-m", "tests.ranks.forgetful_rank")

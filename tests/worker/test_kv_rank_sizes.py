@@ -19,7 +19,7 @@ from xpyd_worker.config import WorkerConfig
 from xpyd_worker.kv.engine import settings_of
 from xpyd_worker.kv.transports import transports_for_host
 from xpyd_worker.load.ranks import memory_rows
-from xpyd_worker.ranks.messages import Ready
+from xpyd_worker.ranks.start.messages import Ready
 
 GIB = 1 << 30
 BLOCKS = 500

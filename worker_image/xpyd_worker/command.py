@@ -30,7 +30,7 @@ from xpyd_worker.config import (
     check_config,
 )
 from xpyd_worker.engine.limits import POLICIES
-from xpyd_worker.ranks.messages import Logs
+from xpyd_worker.ranks.start.messages import Logs
 
 _EPILOG = """examples:
   xpyd worker --model examples/demo-model
@@ -389,7 +389,7 @@ def _run(args: argparse.Namespace) -> int:
     config = read_config(args)
     logs = Logs(args.log_level, args.log_format)
     if config.pod:
-        from xpyd_worker.ranks.pod_agent import serve_pod
+        from xpyd_worker.ranks.pods.agent import serve_pod
 
         status = serve_pod(config)
     else:

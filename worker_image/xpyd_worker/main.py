@@ -33,7 +33,7 @@ from xpyd_worker.kv.engine import LETTER
 from xpyd_worker.model.registry import load_config
 from xpyd_worker.model.source import resolve_checkpoint
 from xpyd_worker.ranks.loss import Loss, RankLostError
-from xpyd_worker.ranks.messages import Logs
+from xpyd_worker.ranks.start.messages import Logs
 from xpyd_worker.server.admin import Admin, DrainState, Process
 from xpyd_worker.server.api import Api
 from xpyd_worker.server.app import create_app

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from tests.worker.engine_fakes import FakeExecutor
 from xpyd_worker.engine.executor import Running, StepInput, StepOutput
 from xpyd_worker.engine.limits import Limits
-from xpyd_worker.ranks.request_states import RequestStates
-from xpyd_worker.ranks.step_decoder import StepDecoder
-from xpyd_worker.ranks.step_encoder import StepEncoder
-from xpyd_worker.ranks.step_messages import (
+from xpyd_worker.ranks.step.decoder import StepDecoder
+from xpyd_worker.ranks.step.encoder import StepEncoder
+from xpyd_worker.ranks.step.messages import (
     Row,
     decode_output,
     decode_step,
     encode_output,
 )
-from xpyd_worker.ranks.step_work import sampled_rows
+from xpyd_worker.ranks.step.request_states import RequestStates
+from xpyd_worker.ranks.step.work import sampled_rows
 
 MOST_TOKENS = 512
 

@@ -27,10 +27,10 @@ from xpyd_worker.engine.executor import (
 from xpyd_worker.engine.limits import Limits
 from xpyd_worker.engine.request import SampledToken
 from xpyd_worker.parallel.api import NO_GROUP, Boundary, Part, Sampled, TensorGroup
-from xpyd_worker.ranks.request_states import RequestStates
-from xpyd_worker.ranks.step_encoder import StepEncoder
-from xpyd_worker.ranks.step_messages import decode_output
-from xpyd_worker.ranks.step_work import LaunchedStep, RankWork
+from xpyd_worker.ranks.step.encoder import StepEncoder
+from xpyd_worker.ranks.step.messages import decode_output
+from xpyd_worker.ranks.step.request_states import RequestStates
+from xpyd_worker.ranks.step.work import LaunchedStep, RankWork
 from xpyd_worker.runner.runner import DeviceDraw
 
 _ROOT = 12345

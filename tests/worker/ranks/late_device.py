@@ -14,7 +14,7 @@ from torch import Tensor
 
 from xpyd_worker.kernels.post_update import Fields, post_update
 from xpyd_worker.parallel.api import Sampled
-from xpyd_worker.ranks.device_states import DeviceStates
+from xpyd_worker.ranks.step.device_states import DeviceStates
 
 MOST_TOKENS = 512
 

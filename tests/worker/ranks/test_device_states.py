@@ -21,10 +21,10 @@ from xpyd_worker.engine.executor import (
 )
 from xpyd_worker.kernels.api import NOT_FINITE
 from xpyd_worker.parallel.api import Part
-from xpyd_worker.ranks.device_states import DeviceStates, Row
-from xpyd_worker.ranks.step_encoder import StepEncoder
-from xpyd_worker.ranks.step_messages import decode_output
-from xpyd_worker.ranks.step_work import LaunchedStep, RankWork
+from xpyd_worker.ranks.step.device_states import DeviceStates, Row
+from xpyd_worker.ranks.step.encoder import StepEncoder
+from xpyd_worker.ranks.step.messages import decode_output
+from xpyd_worker.ranks.step.work import LaunchedStep, RankWork
 from xpyd_worker.runner.runner import DeviceDraw
 
 SOME = ScheduledSequence(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from xpyd_core.parallel.ranks import Sizes
-from xpyd_worker.ranks.beats import Beat
-from xpyd_worker.ranks.figures import rank_figures
-from xpyd_worker.ranks.judge import Shown
-from xpyd_worker.ranks.messages import Ready
+from xpyd_worker.ranks.metrics import rank_figures
+from xpyd_worker.ranks.start.messages import Ready
+from xpyd_worker.ranks.watch.beats import Beat
+from xpyd_worker.ranks.watch.judge import Shown
 from xpyd_worker.server.rank_metrics import rank_samples
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from xpyd_core.parallel.ranks import Sizes
 from xpyd_worker.config import WorkerConfig
-from xpyd_worker.ranks import program
-from xpyd_worker.ranks.messages import Logs, Start
-from xpyd_worker.ranks.ring import RingFds
+from xpyd_worker.ranks.link.ring import RingFds
+from xpyd_worker.ranks.start import program
+from xpyd_worker.ranks.start.messages import Logs, Start
 
 MODEL = Path(__file__).parents[3] / "examples/demo-model"
 NO_RING = RingFds(-1, (), ())

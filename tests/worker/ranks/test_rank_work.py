@@ -8,7 +8,7 @@ from tests.worker.engine_bench import Bench, make_request, prompt_of, seeds
 from tests.worker.ranks.fake_pipeline import FakePipeline
 from tests.worker.test_engine_walks import Walk
 from xpyd_worker.parallel.api import Sampled
-from xpyd_worker.ranks.request_states import RequestStates
+from xpyd_worker.ranks.step.request_states import RequestStates
 
 
 class Forgetful(RequestStates):

@@ -21,12 +21,11 @@ from xpyd_worker.engine.executor import (
 from xpyd_worker.engine.request import SampledToken
 from xpyd_worker.ranks.executor import RankedExecutor
 from xpyd_worker.ranks.instance import Instance
-from xpyd_worker.ranks.request_states import RequestStates
-from xpyd_worker.ranks.responses import RESPONSE_RING_BYTES, Answers, Responses
-from xpyd_worker.ranks.ring import make_ring
-from xpyd_worker.ranks.step_decoder import StepDecoder
-from xpyd_worker.ranks.step_encoder import StepEncoder
-from xpyd_worker.ranks.step_messages import (
+from xpyd_worker.ranks.link.responses import RESPONSE_RING_BYTES, Answers, Responses
+from xpyd_worker.ranks.link.ring import make_ring
+from xpyd_worker.ranks.step.decoder import StepDecoder
+from xpyd_worker.ranks.step.encoder import StepEncoder
+from xpyd_worker.ranks.step.messages import (
     Full,
     Going,
     Row,
@@ -34,7 +33,8 @@ from xpyd_worker.ranks.step_messages import (
     decode_step,
     encode_output,
 )
-from xpyd_worker.ranks.step_work import sampled_rows
+from xpyd_worker.ranks.step.request_states import RequestStates
+from xpyd_worker.ranks.step.work import sampled_rows
 
 DRAWN = 20
 

@@ -13,7 +13,7 @@ import pytest
 from tests.worker.engine_bench import Way, walks
 from tests.worker.ranks.coded_executor import CodedExecutor, CrowdedExecutor
 from tests.worker.test_engine_walks import Walk
-from xpyd_worker.ranks.step_messages import Ahead, Chunk, Full, Going
+from xpyd_worker.ranks.step.messages import Ahead, Chunk, Full, Going
 
 
 def walk(seed: int, make_executor: type[CodedExecutor], **options: int | bool) -> Counter[type]:

@@ -18,11 +18,10 @@ from xpyd_worker.engine.executor import (
     StepOutput,
 )
 from xpyd_worker.engine.request import SampledToken, SamplingParams, TokenLogprob
-from xpyd_worker.ranks import step_messages
-from xpyd_worker.ranks.request_states import RequestStates
-from xpyd_worker.ranks.step_decoder import StepDecoder
-from xpyd_worker.ranks.step_encoder import StepEncoder
-from xpyd_worker.ranks.step_messages import (
+from xpyd_worker.ranks.step import messages as step_messages
+from xpyd_worker.ranks.step.decoder import StepDecoder
+from xpyd_worker.ranks.step.encoder import StepEncoder
+from xpyd_worker.ranks.step.messages import (
     Ahead,
     Chunk,
     Full,
@@ -34,7 +33,8 @@ from xpyd_worker.ranks.step_messages import (
     encode_output,
     encode_step,
 )
-from xpyd_worker.ranks.step_work import sampled_rows
+from xpyd_worker.ranks.step.request_states import RequestStates
+from xpyd_worker.ranks.step.work import sampled_rows
 
 SAMPLING = SamplingParams(max_tokens=8, seed=7, temperature=0.0)
 PENALIZED = replace(SAMPLING, presence_penalty=0.5)

@@ -34,7 +34,7 @@ from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.registry import load_config
 from xpyd_worker.model.source import own_name, resolve_checkpoint
 from xpyd_worker.ranks.loss import Loss
-from xpyd_worker.ranks.messages import Logs
+from xpyd_worker.ranks.start.messages import Logs
 from xpyd_worker.runner.tokenizer import Tokenizer
 from xpyd_worker.server.kv_metrics import samples_of
 from xpyd_worker.server.rank_metrics import rank_samples

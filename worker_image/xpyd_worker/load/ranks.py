@@ -9,11 +9,11 @@ from xpyd_kv.ranks.engine import RankedEngine
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.load.ready_model import MemoryUse, RankedKv, ReadyModel
 from xpyd_worker.ranks.executor import RankedExecutor
-from xpyd_worker.ranks.figures import rank_figures
 from xpyd_worker.ranks.instance import Instance
-from xpyd_worker.ranks.messages import Logs, Ready
-from xpyd_worker.ranks.step_encoder import StepEncoder
-from xpyd_worker.ranks.step_messages import decode_output, slot_count
+from xpyd_worker.ranks.metrics import rank_figures
+from xpyd_worker.ranks.start.messages import Logs, Ready
+from xpyd_worker.ranks.step.encoder import StepEncoder
+from xpyd_worker.ranks.step.messages import decode_output, slot_count
 
 
 def load_ranks(config: WorkerConfig, logs: Logs, incarnation: str) -> ReadyModel:

@@ -22,8 +22,8 @@ from xpyd_worker.engine.executor import Executor
 
 if TYPE_CHECKING:
     from xpyd_worker.kv.cache import DeviceCache
-    from xpyd_worker.ranks.figures import RankFigures
     from xpyd_worker.ranks.instance import Instance
+    from xpyd_worker.ranks.metrics import RankFigures
     from xpyd_worker.runner.gpu_memory import GpuUse
 
 _log = logging.getLogger(__name__)

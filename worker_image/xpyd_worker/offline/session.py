@@ -20,7 +20,7 @@ from xpyd_core.logs import format_in_use, level_in_use
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.engine.request import RequestOutput
 from xpyd_worker.ranks.loss import RankLostError
-from xpyd_worker.ranks.messages import Logs
+from xpyd_worker.ranks.start.messages import Logs
 from xpyd_worker.server.bridge import EngineBridge
 from xpyd_worker.server.latency import RequestFigures
 from xpyd_worker.server.service import Place, Service, seeds

@@ -15,12 +15,10 @@ from typing import TypeVar
 
 from xpyd_core.errors import ProtocolError, UserError
 from xpyd_worker.config import WorkerConfig
-from xpyd_worker.ranks.beats import Beat
-from xpyd_worker.ranks.brood import COMMAND
-from xpyd_worker.ranks.frames import Frame, Kind
-from xpyd_worker.ranks.judge import Judge, Shown
-from xpyd_worker.ranks.leader import gather, listen
-from xpyd_worker.ranks.links import LinkChannel, Links
+from xpyd_worker.ranks.link.frames import Frame, Kind
+from xpyd_worker.ranks.link.links import LinkChannel, Links
+from xpyd_worker.ranks.link.responses import Responses
+from xpyd_worker.ranks.link.ring import GivenUpError, NotReadError, RingFds
 from xpyd_worker.ranks.loss import (
     EXIT_POD_LOST,
     EXIT_STEP_STUCK,
@@ -30,7 +28,11 @@ from xpyd_worker.ranks.loss import (
     Who,
     who,
 )
-from xpyd_worker.ranks.messages import (
+from xpyd_worker.ranks.pods.handshake import gather, listen
+from xpyd_worker.ranks.pods.messages import Join
+from xpyd_worker.ranks.pods.pod import Pod
+from xpyd_worker.ranks.pods.remote import RelayedResponses, RemotePod
+from xpyd_worker.ranks.start.messages import (
     Agreed,
     Failed,
     Fits,
@@ -44,12 +46,10 @@ from xpyd_worker.ranks.messages import (
     Start,
     decode_from_rank,
 )
-from xpyd_worker.ranks.pod import Pod
-from xpyd_worker.ranks.pod_messages import Join
-from xpyd_worker.ranks.remote_pod import RelayedResponses, RemotePod
-from xpyd_worker.ranks.responses import Responses
-from xpyd_worker.ranks.ring import GivenUpError, NotReadError, RingFds
-from xpyd_worker.ranks.watch import Watch
+from xpyd_worker.ranks.start.processes import COMMAND
+from xpyd_worker.ranks.watch.beats import Beat
+from xpyd_worker.ranks.watch.judge import Judge, Shown
+from xpyd_worker.ranks.watcher import Watch
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T", Opened, Loaded, Fits, Ready)

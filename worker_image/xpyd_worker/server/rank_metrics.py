@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from xpyd_worker.ranks.figures import RankFigures
+from xpyd_worker.ranks.metrics import RankFigures
 from xpyd_worker.server.samples import Sample
 
 _PREFIX = "xpyd_engine_rank_"

@@ -1,0 +1,148 @@
+"""What the engine's process and a rank tell each other while the instance starts. Pure.
+
+main --Start--> rank    what to load, and where its ring and the others are
+     <-Opened--         it has opened them, its libraries are loaded: it beats without delay
+     --Meet--->         all have: make the groups, load the weights
+     <-Loaded--         they are there, however long their files took to be read
+     --Measure->        everywhere: measure the largest step, for which ranks wait as in steps
+     <--Fits---         so many blocks of KV fit beside the weights
+     --Agreed->         so many are made on every rank: the least
+     <--Ready--         steps may come
+     <-Failed--         any time: why the rank ends
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from xpyd_core.errors import ProtocolError
+from xpyd_core.parallel.ranks import Sizes
+from xpyd_kv.plan.engine_layout import EngineLayout
+from xpyd_worker.config import WorkerConfig
+from xpyd_worker.ranks.link.ring import RingFds
+from xpyd_worker.ranks.loss import Failure
+
+
+class Logs(msgspec.Struct, frozen=True):
+    """How ranks log: the engine's --log-level and --log-format."""
+
+    level: str = "info"
+    format: str = "text"
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """`pod_rank` and `pod_ranks`: the rank's number among those of its pod, and how many these are.
+    `rendezvous`: where rank 0's store listens, and `listener` its socket's descriptor, on rank 0.
+    `address`: where the rank listens for other ranks of the instance; for peers' KV it does on the
+    configuration's host. The others are descriptors, too."""
+
+    config: WorkerConfig
+    sizes: Sizes
+    rank: int
+    pod_rank: int
+    pod_ranks: int
+    rendezvous: tuple[str, int]
+    address: str
+    listener: int | None
+    ring: RingFds
+    responses: RingFds
+    beats: int
+    logs: Logs
+    engine_id: str = ""
+    incarnation: str = ""
+    """Both are the engine's, to peers; `config` has the address of the rank's own pod."""
+
+
+class Opened(msgspec.Struct, frozen=True, tag=True):
+    """See above."""
+
+
+class Meet(msgspec.Struct, frozen=True, tag=True):
+    """See above."""
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """See above."""
+
+
+class Measure(msgspec.Struct, frozen=True, tag=True):
+    """See above."""
+
+
+class Fits(msgspec.Struct, frozen=True, tag=True):
+    """Blocks of KV that this rank has room for."""
+
+    blocks: int
+
+
+class Agreed(msgspec.Struct, frozen=True, tag=True):
+    """Blocks of KV that every rank makes."""
+
+    blocks: int
+
+
+class KvReady(msgspec.Struct, frozen=True):
+    """Of an instance that moves KV: how its cache is divided, where this rank of a D listens for
+    it, and the GPU that has the rank's, if one has."""
+
+    engine: EngineLayout
+    head_dim: int
+    address: tuple[str, int] | None
+    gpu: str = ""
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """What the rank has: blocks of KV, as agreed; bytes of its weights and of its KV cache, what is
+    resident of its process (None: the system does not say), the dtype's name, and how many steps
+    its device takes at once. `on_gpu`: where weights and cache are."""
+
+    blocks: int
+    weight_bytes: int
+    cache_bytes: int
+    resident_bytes: int | None
+    dtype: str
+    depth: int
+    on_gpu: bool
+    kv: KvReady | None = None
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """Why the rank ends."""
+
+    failure: Failure
+
+
+ToRank = Start | Meet | Measure | Agreed
+FromRank = Opened | Loaded | Fits | Ready | Failed
+
+_to_rank = msgspec.msgpack.Decoder(ToRank, dec_hook=lambda kind, value: _path(kind, value))
+_from_rank = msgspec.msgpack.Decoder(FromRank)
+
+
+def encode(message: ToRank | FromRank) -> bytes:
+    """For a frame of kind CONTROL."""
+    return msgspec.msgpack.encode(message, enc_hook=str)
+
+
+def decode_to_rank(data: bytes) -> ToRank:
+    """Raises ProtocolError."""
+    try:
+        return _to_rank.decode(data)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"not a message of this version: {error}") from error
+
+
+def decode_from_rank(data: bytes) -> FromRank:
+    """Raises ProtocolError."""
+    try:
+        return _from_rank.decode(data)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"not a message of this version: {error}") from error
+
+
+def _path(kind: type, value: object) -> object:
+    if kind is Path:
+        return Path(str(value))
+    raise NotImplementedError(kind)

@@ -1,0 +1,250 @@
+"""What a rank runs: its part of the model. A rank's way to torch: `process` imports this module
+when the rank beats already, and what torch reads of the environment is set.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from xpyd_core.parallel.partition import partition
+from xpyd_kv.ranks.engine import Channel
+from xpyd_worker.config import WorkerConfig
+from xpyd_worker.kv.cache import CacheMemory, gpu_limits, open_cache, paged
+from xpyd_worker.kv.rank import RankKv, engine_layout, share_of, start_rank_kv
+from xpyd_worker.kv.transports import check_host
+from xpyd_worker.model.registry import load_config
+from xpyd_worker.model.source import own_name, resolve_checkpoint
+from xpyd_worker.parallel.api import GroupError, Part
+from xpyd_worker.parallel.boundary import HiddenSize
+from xpyd_worker.parallel.distributed import Rendezvous
+from xpyd_worker.parallel.state import ParallelState, open_parallel
+from xpyd_worker.ranks.loss import MissesOthersError
+from xpyd_worker.ranks.start.messages import KvReady, Ready, Start
+from xpyd_worker.ranks.start.preflight import check_devices, look_at_network, look_at_waits
+from xpyd_worker.ranks.start.rank_main import LaunchedStep
+from xpyd_worker.ranks.step.device_states import DeviceStates
+from xpyd_worker.ranks.step.messages import slot_count
+from xpyd_worker.ranks.step.request_states import RequestStates
+from xpyd_worker.ranks.step.work import RankWork
+from xpyd_worker.runner.device import CPU, CudaDevice, choose_device
+from xpyd_worker.runner.dtypes import cpu_dtype, dtype_name, gpu_dtype
+from xpyd_worker.runner.gpu_fit import GpuFit
+from xpyd_worker.runner.load import CpuFit, GpuPart, fit_on_cpu, open_gpu, part_on_gpu
+from xpyd_worker.runner.runner import ModelRunner
+from xpyd_worker.system import give_back, resident_bytes
+
+
+class RankProgram:
+    """See Program."""
+
+    def __init__(self, start: Start, channel: Channel, give_up: Callable[[str], None]) -> None:
+        """`channel`: where the KV transfer's ranks hear of it. `give_up` ends the rank."""
+        config = start.config
+        self._start = start
+        self._channel = channel
+        self._give_up = give_up
+        torch.set_num_threads(_threads(config, start.pod_ranks))
+        self._folder = resolve_checkpoint(config.model, config.revision)
+        self._model = load_config(self._folder)
+        self._device = _device(start)
+        if self._device.type == "cuda":
+            self._dtype = gpu_dtype(config.dtype, self._model.dtype, self._device)
+            open_gpu(CudaDevice(self._device))
+        else:
+            check_host(config)
+            self._dtype = cpu_dtype(config.dtype, self._model.dtype)
+        self._cache = CacheMemory(config, open_cache(config, self._device))
+        self._stages = partition(
+            self._model.num_layers, start.sizes.pipeline, config.layer_partition
+        )
+        self._parallel: ParallelState | None = None
+        self._loaded: GpuPart | None = None
+        self._fit: CpuFit | GpuFit | None = None
+        self._work: RankWork | None = None
+        self._kv: RankKv | None = None
+
+    def load(self) -> None:
+        """See Program."""
+        with _group_errors():
+            self._parallel = parallel = self._meet()
+            config, model = self._start.config, self._model
+            if self._device.type == "cuda":
+                self._loaded = part_on_gpu(
+                    self._folder,
+                    model,
+                    dtype=self._dtype,
+                    gpu=CudaDevice(self._device),
+                    limits=gpu_limits(
+                        config, model, share=share_of(config, self._stage, model.num_layers)
+                    ),
+                    block_size_tokens=config.block_size,
+                    parallel=parallel,
+                )
+            else:
+                self._fit = fit_on_cpu(
+                    self._folder,
+                    model,
+                    dtype=self._dtype,
+                    kv_cache_bytes=config.cpu_cache_bytes,
+                    block_size_tokens=config.block_size,
+                    parallel=parallel,
+                )
+
+    def measure(self) -> int:
+        """See Program. On a CPU nothing has to be run for it."""
+        if self._loaded is not None:
+            with _group_errors():
+                self._fit = self._loaded.fit()
+        assert self._fit is not None, "load comes before"
+        return self._fit.num_blocks
+
+    def _meet(self) -> ParallelState:
+        start, config, model = self._start, self._start.config, self._model
+        host, port = start.rendezvous
+        listener = None if start.listener is None else socket.socket(fileno=start.listener)
+        return open_parallel(
+            start.sizes,
+            rank=start.rank,
+            local_rank=start.pod_rank,
+            at=Rendezvous(host=host, port=port, address=start.address, listener=listener),
+            device=self._device,
+            layers=self._stages,
+            hidden=HiddenSize(
+                most_rows=config.batched_tokens(on_gpu=self._device.type == "cuda"),
+                width=model.hidden_size,
+                dtype=self._dtype,
+            ),
+            custom_all_reduce=config.custom_all_reduce,
+        )
+
+    def make(self, blocks: int) -> Ready:
+        """See Program."""
+        assert self._fit is not None, "load comes before"
+        assert self._parallel is not None, "load comes before"
+        config = self._start.config
+        with _group_errors():
+            runner = self._make_runner(blocks)
+        kv = self._start_kv(runner) if config.moves_kv else None
+        most_tokens = config.max_model_len or self._model.max_positions
+        most_tokens = min(most_tokens, blocks * config.block_size)
+        self._work = RankWork(
+            runner,
+            self._states(slot_count(config.max_num_seqs), most_tokens, self._parallel.part),
+            parallel=self._parallel,
+            kv_sender=None if self._kv is None else self._kv.sender,
+        )
+        give_back()
+        return Ready(
+            blocks=blocks,
+            weight_bytes=runner.weight_bytes,
+            cache_bytes=runner.kv_cache.size_bytes,
+            resident_bytes=resident_bytes(),
+            dtype=dtype_name(runner.kv_cache.shape.dtype),
+            depth=runner.depth,
+            on_gpu=self._device != CPU,
+            kv=kv,
+        )
+
+    @property
+    def _stage(self) -> Sequence[int]:
+        return self._stages[self._start.sizes.place(self._start.rank).stage]
+
+    def _make_runner(self, blocks: int) -> ModelRunner:
+        fit = self._fit
+        assert fit is not None, "load comes before"
+        if isinstance(fit, CpuFit):
+            return fit.make_runner(blocks, make_memory=self._cache.allocate)
+        # Where no KV moves the cache is torch's.
+        make = None if self._cache.gpu is None else self._cache.allocate
+        return fit.make_runner(blocks, make_memory=make)
+
+    def _start_kv(self, runner: ModelRunner) -> KvReady:
+        start, config, model = self._start, self._start.config, self._model
+        cache = paged(runner.kv_cache.layers, self._cache.gpu, layers=tuple(self._stage))
+        engine = engine_layout(config, cache, kv_heads=model.num_kv_heads, stages=self._stages)
+        self._kv = start_rank_kv(
+            config,
+            rank=start.rank,
+            host=config.host,
+            engine_id=start.engine_id,
+            incarnation=start.incarnation,
+            channel=self._channel,
+            cache=cache,
+            memory=self._cache,
+            engine=engine,
+            folder=self._folder,
+            model_name=own_name(config.model, self._folder),
+            give_up=self._give_up,
+        )
+        return KvReady(engine, model.head_dim, self._kv.address, self._kv.transports.gpu)
+
+    def _states(self, slots: int, most_tokens: int, part: Part) -> RequestStates:
+        """Draws come to the host, but on a last stage with a GPU."""
+        if self._device == CPU or not part.is_last:
+            return RequestStates(slots, most_tokens)
+        # Triton is imported with it.
+        from xpyd_worker.kernels.gpu.post_update import post_update
+
+        device = CudaDevice(self._device)
+        return DeviceStates(slots, most_tokens, device=device, update=post_update)
+
+    def launch(self, message: bytes) -> LaunchedStep:
+        """See Program."""
+        assert self._work is not None, "make comes before"
+        with _group_errors():
+            return _Launched(self._work.launch(message))
+
+    def close(self) -> None:
+        """See Program."""
+        if self._kv is not None:
+            self._kv.close()
+        if self._parallel is not None:
+            self._parallel.close()
+
+
+class _Launched:
+    def __init__(self, step: LaunchedStep) -> None:
+        self._step = step
+
+    @property
+    def is_over(self) -> bool:
+        return self._step.is_over
+
+    def finish(self) -> bytes | None:
+        with _group_errors():
+            return self._step.finish()
+
+
+@contextmanager
+def _group_errors() -> Generator[None]:
+    """Say it in a way that needs no torch."""
+    try:
+        yield
+    except GroupError as error:
+        raise MissesOthersError(str(error)) from error
+
+
+def _threads(config: WorkerConfig, pod_ranks: int) -> int:
+    """Of one rank: the machine's cores are shared."""
+    if config.threads is not None:
+        return config.threads
+    if "OMP_NUM_THREADS" in os.environ:
+        return torch.get_num_threads()
+    return max(1, len(os.sched_getaffinity(0)) // pod_ranks)
+
+
+def _device(start: Start) -> torch.device:
+    """The GPU of the rank's number in its pod, or the CPU. UserError where there are too few."""
+    chosen = choose_device(start.config.device)
+    if chosen == CPU:
+        return chosen
+    check_devices(torch.cuda.device_count(), start.pod_ranks)
+    if start.pod_rank == 0:
+        look_at_network(start.sizes.replica // start.pod_ranks, os.environ)
+        look_at_waits(os.environ)
+    return choose_device(f"cuda:{start.pod_rank}")

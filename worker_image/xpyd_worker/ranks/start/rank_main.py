@@ -1,0 +1,243 @@
+"""A rank's process, from when the fork server has forked it.
+
+    main thread: start-up, then steps     links' thread: what the engine's process says     beats
+
+Signals are the engine's process' to hear: this one ends when it is told to, when it fails, or with
+that process. Only what `program` makes knows torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import NoReturn, Protocol, TypeVar
+
+from xpyd_core.errors import UserError
+from xpyd_core.logs import set_up_logging
+from xpyd_kv.ranks.engine import Channel
+from xpyd_worker.ranks.link.frames import Frame, Kind
+from xpyd_worker.ranks.link.links import Link, LinkChannel, Links
+from xpyd_worker.ranks.link.responses import Answers
+from xpyd_worker.ranks.link.ring import RingReader
+from xpyd_worker.ranks.loss import RANK_FAILED, RANK_MISSES_OTHERS, Failure, MissesOthersError
+from xpyd_worker.ranks.start.messages import (
+    Agreed,
+    Failed,
+    Fits,
+    FromRank,
+    Loaded,
+    Measure,
+    Meet,
+    Opened,
+    Ready,
+    Start,
+    ToRank,
+    decode_to_rank,
+    encode,
+)
+from xpyd_worker.ranks.start.prctl import set_name, set_title
+from xpyd_worker.ranks.watch.beats import BeatPage, MainWatch, Slot, beat_forever
+
+_log = logging.getLogger(__name__)
+_FLUSH_S = 2.0
+
+_T = TypeVar("_T")
+
+
+class LaunchedStep(Protocol):
+    """A step under way on a rank."""
+
+    @property
+    def is_over(self) -> bool:
+        """True where `finish` has nothing to wait for."""
+        ...
+
+    def finish(self) -> bytes | None:
+        """Wait for it, once: what came of it where this is the output rank, None elsewhere."""
+        ...
+
+
+class Program(Protocol):
+    """What a rank computes. Any call raises UserError for what the user can mend, and
+    MissesOthersError where another rank is at fault."""
+
+    def load(self) -> None:
+        """Meet the other ranks and load the weights."""
+        ...
+
+    def measure(self) -> int:
+        """Blocks of KV that fit beside the weights. When all ranks have loaded: it may wait for
+        them, no longer than steps do."""
+        ...
+
+    def make(self, blocks: int) -> Ready:
+        """Make the KV cache."""
+        ...
+
+    def launch(self, message: bytes) -> LaunchedStep:
+        """Start a step; see RankWork."""
+        ...
+
+    def close(self) -> None:
+        """Leave the other ranks. When no step is under way."""
+        ...
+
+
+GiveUp = Callable[[str], None]
+"""Ends this process, from any thread, and says why."""
+MakeProgram = Callable[[Start, Channel, GiveUp], Program]
+
+
+class _Main:
+    """The link to the engine's process, as this one's main thread has it."""
+
+    def __init__(self, sock: socket.socket, rank: int) -> None:
+        self._rank = rank
+        self._come: queue.SimpleQueue[ToRank] = queue.SimpleQueue()
+        self._links = Links(f"rank-{rank}-link")
+        self._link: Link = self._links.add(sock, self._take, self._lose)
+        self.channel = LinkChannel(rank, self._link.post)
+
+    def tell(self, message: FromRank) -> None:
+        """Say it."""
+        self._link.post(Frame(Kind.CONTROL, self._rank, encode(message)))
+
+    def hear(self) -> ToRank:
+        """The next that it says; this process ends with it."""
+        return self._come.get()
+
+    def give_up(self, reason: str) -> None:
+        """See GiveUp. Does not return."""
+        _log.critical("this rank cannot go on: %s", reason)
+        self.tell(Failed(Failure(reason)))
+        self.close()
+        os._exit(RANK_FAILED)
+
+    def close(self) -> None:
+        """Send what was posted."""
+        self._links.close(_FLUSH_S)
+
+    def _take(self, frame: Frame) -> None:
+        if frame.kind == Kind.CONTROL:
+            self._come.put(decode_to_rank(frame.body))
+        else:
+            self.channel.take(frame.body)
+
+    def _lose(self, reason: str) -> None:
+        # Nobody is left who would hear of it, and nothing here must outlive the instance.
+        os._exit(RANK_FAILED)
+
+
+class _Rank(logging.Filter):
+    """Says in each line which rank it is of."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.rank = self._rank
+        return True
+
+
+def run_steps(
+    program: Program, ring: RingReader, answers: Answers, slot: Slot, *, is_output: bool, depth: int
+) -> None:
+    """Steps as they come, until an empty message. The output rank finishes a step as soon as it is
+    over, or no other has come; the others when so many are under way that the engine must have had
+    the answer: what they finish waits for the last stage, and the next step must not wait for that.
+
+    An answer never waits for a step behind it: the engine fills the pipeline with what it learns,
+    and the stages before this one would stand still for as long."""
+    under_way: deque[LaunchedStep] = deque()
+
+    def finish() -> None:
+        output = under_way.popleft().finish()
+        if output is not None:
+            answers.done(output)
+
+    while True:
+        message = ring.read(0 if under_way and is_output else None)
+        if message == b"":
+            return
+        slot.begin()
+        if message is None or len(under_way) == depth:
+            finish()
+        if message is not None:
+            under_way.append(program.launch(message))
+            slot.launched()
+            if is_output and under_way[0].is_over:
+                finish()
+        slot.end()
+
+
+def serve(main: _Main, start: Start, make_program: MakeProgram) -> int:
+    """The life of a rank that knows what it is; its exit status."""
+    sizes, rank = start.sizes, start.rank
+    page = BeatPage(start.pod_ranks, start.beats)
+    slot = page.slot(start.pod_rank)
+    watch = MainWatch(page.maker, start.pod_rank)
+    is_running = False
+    beat_forever(slot, lambda: watch.look(is_serving=is_running))
+    answers = Answers(start.responses)
+    try:
+        program = make_program(start, main.channel, main.give_up)
+        ring = RingReader(start.ring)
+        main.tell(Opened())
+        _expect(main, Meet)
+        program.load()
+        main.tell(Loaded())
+        _expect(main, Measure)
+        main.tell(Fits(program.measure()))
+        ready = program.make(_expect(main, Agreed).blocks)
+        main.tell(ready)
+        is_running = True
+        depth = sizes.depth(ready.depth)
+        is_output = rank == sizes.output_rank
+        run_steps(program, ring, answers, slot, is_output=is_output, depth=depth)
+        is_running = False
+        program.close()
+    except Exception as error:  # the process' edge: the engine's process is told, and ends all
+        misses = isinstance(error, MissesOthersError)
+        is_user_error = isinstance(error, UserError)
+        if not misses and not is_user_error:
+            _log.exception("rank %d fails", rank)
+        failure = Failure(str(error) or repr(error), is_user_error, misses)
+        if is_running:
+            answers.failed(failure)
+        else:
+            main.tell(Failed(failure))
+        return RANK_MISSES_OTHERS if misses else RANK_FAILED
+    return 0
+
+
+def _expect(main: _Main, kind: type[_T]) -> _T:
+    message = main.hear()
+    assert isinstance(message, kind), f"{message!r} where {kind} was to come"
+    return message
+
+
+def live(rank: int, link: int, make_program: MakeProgram, *, note: str = "") -> NoReturn:
+    """The whole life of rank `rank`, whose link is the descriptor `link`. `note`: what its log has
+    to say of how it was started."""
+    set_name(f"xpyd-rank-{rank}")
+    main = _Main(socket.socket(fileno=link), rank)
+    start = _expect(main, Start)
+    place, sizes = start.sizes.place(rank), start.sizes
+    where = f"stage {place.stage} of {sizes.pipeline}, share {place.tensor} of {sizes.tensor}"
+    set_title(f"xpyd rank {rank}: {where}")
+    set_up_logging(start.logs.level, start.logs.format)
+    logging.getLogger().handlers[0].addFilter(_Rank(rank))
+    if note:
+        _log.warning(note)
+    status = serve(main, start, make_program)
+    main.close()
+    logging.shutdown()
+    sys.stdout.flush()
+    # What is left is memory; unloading torch module by module would take a second.
+    os._exit(status)

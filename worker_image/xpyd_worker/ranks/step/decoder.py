@@ -1,0 +1,172 @@
+"""From a message back to the StepInput, on a rank: what the message leaves out is known here. Pure.
+
+What stays the same over a sequence's steps is kept here, by slot; what its steps change, its tokens
+and how many are computed, is in the rank's RequestStates, which every step's draws are written to.
+It must not know tensors or groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from xpyd_worker.engine.executor import (
+    DRAWN_BEFORE,
+    KnownTokens,
+    SampleSpec,
+    ScheduledSequence,
+    StepInput,
+)
+from xpyd_worker.engine.request import SamplingParams
+from xpyd_worker.ranks.step.messages import (
+    Ahead,
+    Chunk,
+    Full,
+    Going,
+    MessageError,
+    StepMessage,
+)
+
+
+class State(NamedTuple):
+    """Of one sequence: how many of its tokens are computed, and which was drawn last."""
+
+    num_computed: int
+    last_sampled: int
+
+
+class States(Protocol):
+    """What the decoder needs of the rank's RequestStates."""
+
+    def begin(
+        self, slot: int, *, start: int, tokens: Sequence[int], before: Sequence[int], prompt: int
+    ) -> None:
+        """The slot is another sequence's, or the same one's in another place: its tokens from
+        `start` on, those before it where they are needed, and how many are the prompt's. A token
+        DRAWN_BEFORE is the one that was drawn last."""
+        ...
+
+    def extend(self, slot: int, tokens: Sequence[int]) -> None:
+        """Its next tokens."""
+        ...
+
+    def look(self, slots: Sequence[int]) -> Sequence[State]:
+        """As of the last update, in this order."""
+        ...
+
+    def tokens(self, slot: int, end: int) -> list[int]:
+        """Its first `end` tokens."""
+        ...
+
+
+@dataclass(slots=True)
+class _Held:
+    """What stays the same of the sequence in a slot, and what its last share of a step was."""
+
+    seq_id: int
+    prompt_tokens: int
+    sampling: SamplingParams
+    eos_token_ids: tuple[int, ...]
+    log_id: str
+    blocks: tuple[int, ...]
+    samples: tuple[SampleSpec, ...]
+    # Made when a draw first reads it.
+    prompt: tuple[int, ...] | None = None
+
+
+class StepDecoder:
+    """Reads the steps of one engine, in their order. One thread."""
+
+    def __init__(self, slots: int, states: States) -> None:
+        """`slots` and what is in them are those of the StepEncoder at the other end."""
+        self._held: list[_Held | None] = [None] * slots
+        self._states = states
+
+    def read(self, message: StepMessage) -> StepInput:
+        """The StepInput that the message was made from, where the states are those after all steps
+        that drew for a sequence of it. Raises MessageError where it names a slot that holds
+        nothing."""
+        known = [row.slot for row in message.rows if not isinstance(row, Full)]
+        states = dict(zip(known, self._states.look(known), strict=True)) if known else {}
+        sequences: list[ScheduledSequence] = []
+        for row in message.rows:
+            if isinstance(row, Full):
+                sequences.append(self._begin(row))
+            else:
+                sequences.append(self._go_on(row, states[row.slot]))
+        return StepInput(message.step, tuple(sequences), message.block_copies, message.kv)
+
+    def _begin(self, row: Full) -> ScheduledSequence:
+        if row.slot >= len(self._held):
+            raise MessageError(f"slot {row.slot} of {len(self._held)}")
+        samples = tuple(SampleSpec(*pair) for pair in row.samples)
+        held = _Held(
+            row.seq_id,
+            row.prompt_tokens,
+            row.sampling,
+            row.eos_token_ids,
+            row.log_id,
+            row.blocks,
+            samples,
+        )
+        self._held[row.slot] = held
+        self._states.begin(
+            row.slot,
+            start=row.start,
+            tokens=row.tokens,
+            before=row.before or (),
+            prompt=row.prompt_tokens,
+        )
+        known = None
+        if row.before is not None:
+            known = self._known(row.slot, held, row.start + len(row.tokens))
+        return _scheduled(held, start=row.start, ids=row.tokens, known=known)
+
+    def _go_on(self, row: Going | Ahead | Chunk, state: State) -> ScheduledSequence:
+        held = self._held[row.slot]
+        if held is None:
+            raise MessageError(f"slot {row.slot} holds no sequence")
+        if row.blocks:
+            held.blocks += row.blocks
+        start = state.num_computed
+        match row:
+            case Going():
+                ids = (state.last_sampled,)
+            case Ahead():
+                ids = (DRAWN_BEFORE,)
+            case Chunk(tokens=ids):
+                self._states.extend(row.slot, ids)
+        end = start + len(ids)
+        if isinstance(row, Chunk):
+            position = end - held.prompt_tokens
+            held.samples = tuple(SampleSpec(choice, position) for choice in row.choices)
+        else:
+            (before,) = held.samples
+            held.samples = (SampleSpec(before.choice_index, before.position + 1),)
+        reads = bool(held.samples) and held.sampling.reads_tokens
+        known = self._known(row.slot, held, end) if reads else None
+        return _scheduled(held, start=start, ids=ids, known=known)
+
+    def _known(self, slot: int, held: _Held, end: int) -> KnownTokens:
+        tokens = self._states.tokens(slot, end)
+        if held.prompt is None:
+            held.prompt = tuple(tokens[: held.prompt_tokens])
+        return KnownTokens(held.prompt, tuple(tokens[held.prompt_tokens :]))
+
+
+def _scheduled(
+    held: _Held, *, start: int, ids: tuple[int, ...], known: KnownTokens | None
+) -> ScheduledSequence:
+    return ScheduledSequence(
+        seq_id=held.seq_id,
+        token_ids=ids,
+        start=start,
+        block_ids=held.blocks,
+        sampling=held.sampling,
+        prompt_tokens=held.prompt_tokens,
+        samples=held.samples,
+        eos_token_ids=held.eos_token_ids,
+        log_id=held.log_id,
+        known=known,
+    )

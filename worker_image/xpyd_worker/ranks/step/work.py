@@ -1,0 +1,305 @@
+"""What a rank does with each step: read it, run its part of the model, and keep its states right.
+
+    message -> StepDecoder -> runner (its Part) -> last stage: draws, tells the others, answers
+                    ^                             other stages: begin to receive what is drawn
+                    '------ RequestStates <------ the update that every step ends with
+
+On other stages than the last the draws of a step are waited for when a later step first needs them,
+so that what is under way between the stages stays under way. So they are on a last stage that has a
+GPU: there the update stands behind the draw on the device, and the others are told what was drawn
+when the host knows it. It must not know processes, sockets or the queue of requests.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from xpyd_kv.ranks.engine import RankSender
+from xpyd_worker.engine.executor import Finished, Running, StepInput, StepOutput
+from xpyd_worker.parallel.api import IncomingSampled, Parallel, Sampled
+from xpyd_worker.ranks.step.decoder import StepDecoder
+from xpyd_worker.ranks.step.device_states import DeviceStates, Row, UnderWay
+from xpyd_worker.ranks.step.messages import (
+    Ahead,
+    Chunk,
+    StepMessage,
+    decode_step,
+    encode_output,
+)
+from xpyd_worker.ranks.step.request_states import RequestStates
+from xpyd_worker.runner.device import reach
+from xpyd_worker.runner.runner import DeviceDraw
+
+# As of a step: what it waits for is enqueued right behind one.
+_UPDATE_DEADLINE_S = 120.0
+
+
+@dataclass(frozen=True)
+class Share:
+    """Slots of a step's sequences and how many tokens each had."""
+
+    slots: list[int]
+    query_lens: list[int]
+
+
+class Awaited(Protocol):
+    """Draws that the host has yet to learn of."""
+
+    def has_slot_of(self, slots: set[int]) -> bool:
+        """Whether they are for one of these."""
+        ...
+
+    def is_known(self) -> bool:
+        """Whether `settle` would not wait."""
+        ...
+
+    def settle(self) -> None:
+        """Wait, and write them to the states. The oldest first."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Coming:
+    """Drawn on the last stage, on their way here."""
+
+    states: RequestStates
+    share: Share
+    incoming: IncomingSampled
+
+    def has_slot_of(self, slots: set[int]) -> bool:
+        return not slots.isdisjoint(self.share.slots)
+
+    def is_known(self) -> bool:
+        return False
+
+    def settle(self) -> None:
+        self.states.post_update(self.share.slots, self.share.query_lens, self.incoming.get())
+
+
+@dataclass(frozen=True, eq=False)
+class OnDevice:
+    """Drawn here, by a device that updates the states itself. `tell`: what was drawn, to others."""
+
+    states: DeviceStates
+    update: UnderWay
+    running: Running
+    step: int
+    tell: Callable[[StepOutput], None]
+
+    def has_slot_of(self, slots: set[int]) -> bool:
+        return not slots.isdisjoint(self.update.ends)
+
+    def is_known(self) -> bool:
+        return self.update.mark.is_reached()
+
+    def settle(self) -> None:
+        what = f"the update behind step {self.step}"
+        reach(self.update.mark, within_s=_UPDATE_DEADLINE_S, what=what)
+        self.tell(self.running.wait())
+        self.states.settle(self.update)
+
+
+@dataclass(frozen=True)
+class Settling:
+    """A step whose `wait` makes the host learn of its draws, and of those before."""
+
+    running: Running
+    settle: Callable[[], None]
+
+    def wait(self) -> StepOutput:
+        self.settle()
+        return self.running.wait()
+
+
+class Launched(Running, Protocol):
+    """A step on its way."""
+
+    @property
+    def draw(self) -> DeviceDraw:
+        """What it draws, where that will be."""
+        ...
+
+
+class Runner(Protocol):
+    """The rank's part of the model, as Executor.launch runs it; hidden states come and go inside.
+    Other stages than the last give an output without samples."""
+
+    def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Launched: ...
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step that this rank has begun."""
+
+    _running: Running
+    _answers: bool
+
+    @property
+    def is_over(self) -> bool:
+        """On a CPU it is from the start."""
+        return isinstance(self._running, Finished)
+
+    def finish(self) -> bytes | None:
+        """Wait for this rank's share; once, in the order of the steps. On the output rank the
+        encoded StepOutput, None elsewhere. Raises like Running.wait."""
+        output = self._running.wait()
+        return encode_output(output) if self._answers else None
+
+
+class RankWork:
+    """Runs the steps of one rank, in their order. One thread."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        states: RequestStates,
+        *,
+        parallel: Parallel,
+        kv_sender: RankSender | None = None,
+    ) -> None:
+        self._runner = runner
+        self._states = states
+        self._part = parallel.part
+        self._feedback = parallel.feedback
+        self._kv_sender = kv_sender
+        self._decoder = StepDecoder(states.slots, states)
+        # The oldest first; no more than there are steps under way.
+        self._awaited: deque[Awaited] = deque()
+
+    def launch(self, encoded: bytes) -> LaunchedStep:
+        """Begin a step. Raises MessageError for bytes that are none, GroupError where another rank
+        does not answer, and what the runner raises: the ranks cannot go on together then."""
+        message = decode_step(encoded)
+        self._catch_up(message)
+        step = self._decoder.read(message)
+        running = self._run(step)
+        part = self._part
+        if not part.is_last:
+            self._await_draws(message, step)
+        elif isinstance(self._states, DeviceStates):
+            running = self._draw_on_device(self._states, message, step, running)
+        else:
+            running = self._draw(message, step, running)
+        return LaunchedStep(running, part.is_last and not part.tensor_rank)
+
+    def _run(self, step: StepInput) -> Launched:
+        sender = self._kv_sender
+        if sender is None:
+            return self._runner.launch(step, _no_layer_done)
+        sender.begin_step(step.kv)
+        try:
+            running = self._runner.launch(step, sender.layer_done)
+        except BaseException:
+            sender.step_done(failed=True)
+            raise
+        sender.step_done(failed=False)
+        return running
+
+    def _catch_up(self, message: StepMessage) -> None:
+        """Take in draws on their way, in order, until none is left that a sequence of this step
+        needs, nor one older than the steps that can be under way."""
+        # Who has a further chunk drew no token of its own before; what is drawn ahead of a step is
+        # known to the device.
+        needed = {row.slot for row in message.rows if not isinstance(row, Chunk | Ahead)}
+        awaited = self._awaited
+        count = max((n for n, one in enumerate(awaited, 1) if one.has_slot_of(needed)), default=0)
+        # A last stage's own are settled by whoever finishes its steps.
+        if not self._part.is_last:
+            count = max(count, len(awaited) - self._part.stages + 1)
+        for _ in range(count):
+            awaited.popleft().settle()
+        # Whoever waits for these need not wait any longer.
+        while awaited and awaited[0].is_known():
+            awaited.popleft().settle()
+
+    def _draw(self, message: StepMessage, step: StepInput, running: Running) -> Running:
+        """On the last stage."""
+        output = running.wait()
+        share = Share(
+            [row.slot for row in message.rows], [len(one.token_ids) for one in step.sequences]
+        )
+        sampled = sampled_rows(step, output)
+        if not self._part.is_first and (asking := _asking(step)):
+            self._feedback.tell(_rows(sampled, asking))
+        self._states.post_update(share.slots, share.query_lens, sampled)
+        return Finished(output)
+
+    def _draw_on_device(
+        self, states: DeviceStates, message: StepMessage, step: StepInput, running: Launched
+    ) -> Running:
+        """On a last stage with a GPU. Waits for nothing."""
+        places = running.draw.places
+        rows = [
+            Row(row.slot, len(one.token_ids), places.get(one.seq_id))
+            for row, one in zip(message.rows, step.sequences, strict=True)
+        ]
+        update = states.enqueue(rows, [one.start for one in step.sequences], running.draw)
+        asking = [] if self._part.is_first else _asking(step)
+
+        def tell(output: StepOutput) -> None:
+            if asking:
+                self._feedback.tell(_rows(sampled_rows(step, output), asking))
+
+        one = OnDevice(states, update, running, step.step, tell)
+        self._awaited.append(one)
+
+        def settle() -> None:
+            while one in self._awaited:
+                self._awaited.popleft().settle()
+
+        return Settling(running, settle)
+
+    def _await_draws(self, message: StepMessage, step: StepInput) -> None:
+        """On the others: sequences that nothing is drawn for are done with the step, the rest are
+        when their draws have come."""
+        asking = _asking(step)
+        resting = [n for n, one in enumerate(step.sequences) if len(one.samples) != 1]
+
+        def share(places: list[int]) -> Share:
+            return Share(
+                [message.rows[n].slot for n in places],
+                [len(step.sequences[n].token_ids) for n in places],
+            )
+
+        if resting:
+            rest = share(resting)
+            self._states.post_update(rest.slots, rest.query_lens, None)
+        if asking:
+            incoming = self._feedback.receive(len(asking))
+            self._awaited.append(Coming(self._states, share(asking), incoming))
+
+
+def _asking(step: StepInput) -> list[int]:
+    """Places of the sequences that a token is drawn for: the rows of Sampled, on every stage. Where
+    choices fork none is their sequence's: the engine says who goes on with which."""
+    return [n for n, one in enumerate(step.sequences) if len(one.samples) == 1]
+
+
+def sampled_rows(step: StepInput, output: StepOutput) -> Sampled:
+    """What was drawn for each of a step's sequences."""
+    tokens: list[list[int]] = []
+    counts: list[int] = []
+    for one in step.sequences:
+        drawn = output.samples.get(one.seq_id, ())
+        is_one = len(drawn) == 1
+        tokens.append([drawn[0].token_id if is_one else 0])
+        counts.append(int(is_one))
+    return Sampled(
+        torch.tensor(tokens, dtype=torch.int64),
+        torch.tensor(counts, dtype=torch.int32),
+        torch.zeros(len(counts), dtype=torch.int32),
+    )
+
+
+def _rows(sampled: Sampled, places: list[int]) -> Sampled:
+    """Of these sequences only."""
+    return Sampled(*(one[torch.tensor(places)] for one in sampled))
+
+
+def _no_layer_done(_layer: int) -> None:
+    """Nobody sends KV."""
