@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tests.parallel.rank_kit import Seat, run_ranks
+from tests.ranks.kit.groups import Seat, run_ranks
 from xpyd_core.parallel.ranks import Sizes
 
 SIZES_KIB = (16, 64, 256, 1024, 8192)

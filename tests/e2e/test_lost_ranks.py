@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.e2e.harness import DEMO_MODEL, free_port, http, wait_for
 from tests.e2e.oracle import Case, load
 from tests.e2e.test_local_fleet import Local
-from tests.ranks.kit import is_alive
+from tests.ranks.kit.instances import is_alive
 
 DOCUMENT = f"""
 apiVersion: xpyd.dev/v1alpha1

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.parallel.rank_kit import Seat, run_ranks
+from tests.ranks.kit.groups import Seat, run_ranks
 from xpyd_core.parallel.partition import partition
 from xpyd_core.parallel.ranks import Sizes
 from xpyd_worker.parallel.boundary import HiddenSize

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.worker.rank_fakes import Meeting, MemoryGroup, connect
+from tests.ranks.kit.threads import Meeting, MemoryGroup, connect
 from tests.worker.runner_driver import tiny_checkpoint
 from xpyd_core.parallel.ranks import Sizes
 from xpyd_worker.kernels.plain import PlainKernels

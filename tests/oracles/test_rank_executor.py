@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.kit import executor_of, make, step
+from tests.ranks.kit.instances import executor_of, make, step
 from tests.worker.test_engine_pipeline import submit
 from tests.worker.timed_pipeline import timed
 from xpyd_core.errors import UserError

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parallel.rank_kit import Seat, run_ranks
+from tests.ranks.kit.groups import Seat, run_ranks
 from xpyd_core.parallel.ranks import Sizes
 from xpyd_worker.parallel.api import GroupError, Hidden, Sampled
 from xpyd_worker.parallel.boundary import HEAD_TAG, RESIDUAL_TAG, X_TAG, HiddenSize

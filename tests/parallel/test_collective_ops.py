@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.parallel.rank_kit import Seat, run_ranks
+from tests.ranks.kit.groups import Seat, run_ranks
 from xpyd_core.parallel.ranks import Sizes
 
 CHECKS = ("test_schema", "test_faketensor")

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.parallel.rank_kit import PATIENCE_S, Seat, ranks, run_ranks
 from tests.parallel.shared_gpus import SharedGpu, interpreter
+from tests.ranks.kit.groups import PATIENCE_S, Seat, ranks, run_ranks
 from xpyd_worker.parallel import peer_memory
 from xpyd_worker.parallel.api import GroupError
 from xpyd_worker.parallel.custom_reduce import CustomAllReduce, open_custom_all_reduce

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.parallel.rank_kit import PATIENCE_S, Seat, run_ranks
+from tests.ranks.kit.groups import PATIENCE_S, Seat, run_ranks
 from xpyd_core.parallel.ranks import Sizes
 from xpyd_worker.parallel.api import GroupError
 from xpyd_worker.parallel.custom_reduce import CustomAllReduce

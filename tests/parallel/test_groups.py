@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.parallel.rank_kit import Seat, run_ranks
+from tests.ranks.kit.groups import Seat, run_ranks
 from xpyd_core.parallel.ranks import Sizes
 from xpyd_worker.parallel import native
 from xpyd_worker.parallel.distributed import ProcessGroup

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.parallel.rank_kit import Seat, ranks
+from tests.ranks.kit.groups import Seat, ranks
 from xpyd_core.parallel.ranks import Sizes
 from xpyd_worker.parallel.api import GroupError, Hidden, Parallel, Sampled
 from xpyd_worker.parallel.state import ParallelState

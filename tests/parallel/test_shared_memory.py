@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.parallel.rank_kit import Seat, ranks, run_ranks
+from tests.ranks.kit.groups import Seat, ranks, run_ranks
 from xpyd_core.parallel.ranks import Sizes
 from xpyd_worker.parallel import native
 from xpyd_worker.parallel.api import GroupError

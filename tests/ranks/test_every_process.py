@@ -15,8 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.ranks.kit import WAIT_S, is_alive
-from tests.ranks.worker_kit import HOST, LONG, Worker, started, wait_for
+from tests.ranks.kit.instances import WAIT_S, is_alive
+from tests.ranks.kit.worker import HOST, LONG, Worker, started, wait_for
 from xpyd_core.parallel.ranks import Sizes
 from xpyd_worker.ranks.loss import EXIT_RANK_ENDED, EXIT_RANK_SILENT, who
 

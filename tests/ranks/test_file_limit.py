@@ -6,7 +6,7 @@ import re
 import resource
 from pathlib import Path
 
-from tests.ranks.kit import started
+from tests.ranks.kit.instances import started
 from xpyd_core.parallel.ranks import Sizes
 
 FEW = 200

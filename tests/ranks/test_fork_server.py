@@ -11,36 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.kit import WAIT_S, executor_of, is_alive, make, started, step
-from xpyd_core.parallel.ranks import Sizes
-from xpyd_worker.ranks.instance import Instance
+from tests.ranks.kit.instances import WAIT_S, executor_of, is_alive, started, step
+from tests.ranks.kit.odd_fork_server import MODULE, TWO, fork_server_of, odd, text_of
 from xpyd_worker.ranks.loss import RankLostError
-
-TWO = Sizes(tensor=2)
-FORK_SERVER = "tests.ranks.odd_fork_server"
-
-
-def odd(how: str) -> Instance:
-    """With a fork server that does what `how` says as it imports."""
-    instance = make(TWO)
-    processes = instance._pod._processes  # pyright: ignore[reportPrivateUsage]
-    processes._command = (sys.executable, "-m", FORK_SERVER, how)  # pyright: ignore[reportPrivateUsage]
-    return instance
-
-
-def fork_server_of(instance: Instance) -> int:
-    """Its process, as soon as it is there."""
-    ticks = threading.Event()
-    for _ in range(round(WAIT_S / 0.01)):
-        found = instance._pod._processes._fork_server  # pyright: ignore[reportPrivateUsage]
-        if found is not None:
-            return found.pid
-        ticks.wait(0.01)
-    raise AssertionError("no fork server")
-
-
-def text_of(pid: int, name: str) -> str:
-    return Path(f"/proc/{pid}/{name}").read_text()
 
 
 def test_ranks_are_children_of_this_process_with_a_name_and_nothing_of_each_others() -> None:
@@ -142,7 +115,7 @@ def test_a_close_while_the_fork_server_imports_leaves_nothing() -> None:
 @pytest.mark.parametrize("how", ["hang", "count"])
 def test_nothing_outlives_a_process_that_is_killed(how: str) -> None:
     """While the fork server imports, and when it has forked; also what is stopped."""
-    command = [sys.executable, "-m", FORK_SERVER, "--instance", how]
+    command = [sys.executable, "-m", MODULE, "--instance", how]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         pids = [int(one) for one in process.stdout.readline().split()]

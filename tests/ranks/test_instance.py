@@ -13,7 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.kit import WAIT_S, executor_of, is_alive, launch, loss_of, make, started, step
+from tests.ranks.kit.instances import (
+    WAIT_S,
+    executor_of,
+    is_alive,
+    launch,
+    loss_of,
+    make,
+    started,
+    step,
+)
 from xpyd_core.errors import UserError
 from xpyd_core.parallel.ranks import Sizes
 from xpyd_worker.ranks.instance import Instance

@@ -8,8 +8,8 @@ import subprocess
 
 import pytest
 
-from tests.ranks.kit import started
-from tests.ranks.worker_kit import wait_for
+from tests.ranks.kit.instances import started
+from tests.ranks.kit.worker import wait_for
 from xpyd_core.parallel.ranks import Sizes
 from xpyd_worker.ranks.watch.beats import SILENT_LOOKS, BeatPage, MainWatch, Maker, kill
 

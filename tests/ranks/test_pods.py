@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.kit import (
+from tests.ranks.kit.instances import (
     COMMAND,
     WAIT_S,
     executor_of,
@@ -54,7 +54,7 @@ class Pair:
 def other_pod(tmp_path: Path, key: str = KEY) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     key_file, log = tmp_path / "pod.key", tmp_path / "pod.log"
     key_file.write_text(key)
-    command = [sys.executable, "-m", "tests.ranks.fake_pod", LEADER, POD, str(key_file)]
+    command = [sys.executable, "-m", "tests.ranks.kit.fake_pod", LEADER, POD, str(key_file)]
     with log.open("wb") as file:
         process = subprocess.Popen(command, stderr=file)
     try:

@@ -20,7 +20,7 @@ from xpyd_worker.ranks.start.messages import Logs
 from xpyd_worker.ranks.start.processes import COMMAND
 from xpyd_worker.runner.runner import ModelRunner
 
-FORGETFUL = (sys.executable, "-m", "tests.ranks.forgetful_rank")
+FORGETFUL = (sys.executable, "-m", "tests.ranks.kit.forgetful_rank")
 PROMPTS = ((5, 90, 17, 33, 60, 8), (7,) * 19)
 TOKENS = 6
 pytestmark = pytest.mark.slow  # torch is imported twice

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.kit import WAIT_S, is_alive
-from tests.ranks.worker_kit import LONG, Worker, loading, started, wait_for
+from tests.ranks.kit.instances import WAIT_S, is_alive
+from tests.ranks.kit.worker import LONG, Worker, loading, started, wait_for
 from xpyd_worker.ranks.loss import EXIT_RANK_ENDED, EXIT_RANK_SILENT
 
 pytestmark = pytest.mark.slow  # torch is imported twice

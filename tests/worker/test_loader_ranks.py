@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.worker.rank_fakes import connect, fit
+from tests.ranks.kit.threads import connect, fit
 from tests.worker.runner_driver import tiny_checkpoint
 from tests.worker.test_model_loader import CPU, Recorded
 from xpyd_core.errors import UserError

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.kit import is_alive
+from tests.ranks.kit.instances import is_alive
 from xpyd_core.cli import main
 from xpyd_core.errors import UserError
 from xpyd_worker import LLM, RankLostError, RequestOutput, SamplingParams

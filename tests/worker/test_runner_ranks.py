@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.worker.rank_fakes import Ranks
+from tests.ranks.kit.threads import Ranks
 from tests.worker.runner_driver import (
     DrivenSequence,
     Driver,

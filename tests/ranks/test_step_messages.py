@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.worker.ranks.coded_executor import MOST_TOKENS
+from tests.ranks.kit.coded_executor import MOST_TOKENS
 from xpyd_worker.engine.executor import (
     DRAWN_BEFORE,
     KnownTokens,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.ranks.kit import WAIT_S
+from tests.ranks.kit.instances import WAIT_S
 from tests.warm_start import WarmProcess, start_warm
 
 HOST = f"127.{46 + os.getpid() % 200}.{os.getpid() // 200 % 250}.1"

@@ -1,5 +1,5 @@
 """A rank that leaves out the update that a step ends with, on every stage but the first and the
-last: `python -m tests.ranks.forgetful_rank`, started as the real one is."""
+last: `python -m tests.ranks.kit.forgetful_rank`, started as the real one is."""
 
 from __future__ import annotations
 

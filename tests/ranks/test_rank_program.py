@@ -13,7 +13,7 @@ from xpyd_worker.ranks.link.ring import RingFds
 from xpyd_worker.ranks.start import program
 from xpyd_worker.ranks.start.messages import Logs, Start
 
-MODEL = Path(__file__).parents[3] / "examples/demo-model"
+MODEL = Path(__file__).parents[2] / "examples/demo-model"
 NO_RING = RingFds(-1, (), ())
 
 

@@ -1,10 +1,10 @@
-"""A pod that does not lead, with fake ranks: python -m tests.ranks.fake_pod LEADER HOST KEY."""
+"""A pod that does not lead, with fake ranks: python -m tests.ranks.kit.fake_pod LEADER HOST KEY."""
 
 from __future__ import annotations
 
 import sys
 
-from tests.ranks.kit import COMMAND, pod_config
+from tests.ranks.kit.instances import COMMAND, pod_config
 from xpyd_core.errors import UserError
 from xpyd_core.logs import set_up_logging
 from xpyd_worker.ranks.pods.agent import serve_pod

@@ -17,7 +17,7 @@ from xpyd_worker.ranks.instance import Instance
 from xpyd_worker.ranks.loss import Loss
 from xpyd_worker.ranks.start.messages import Logs
 
-COMMAND = (sys.executable, "-m", "tests.ranks.fake_rank")
+COMMAND = (sys.executable, "-m", "tests.ranks.kit.fake_rank")
 WAIT_S = 120.0
 
 

@@ -4,6 +4,9 @@ A stage keeps KV by slot of its own cache, made from all hidden states before; w
 right only as long as that KV is. So a stage that is wrong about a position, a block or a token
 changes what is drawn. A rank that waits lets the later ones work, in an order drawn at random: each
 may be as late as it can.
+
+`LateDevice` is a fake GPU that does what is enqueued as late as it may: when a test waits for it,
+or when a look at a mark finds at random that it is reached.
 """
 
 from __future__ import annotations
@@ -11,12 +14,13 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from tests.worker.engine_fakes import BLOCK, FakeExecutor, chain, next_token
-from tests.worker.ranks.late_device import MOST_TOKENS, LateDevice, LateMark, make_late_states
 from xpyd_worker.engine.executor import (
     DRAWN_BEFORE,
     Running,
@@ -26,12 +30,73 @@ from xpyd_worker.engine.executor import (
 )
 from xpyd_worker.engine.limits import Limits
 from xpyd_worker.engine.request import SampledToken
+from xpyd_worker.kernels.post_update import Fields, post_update
 from xpyd_worker.parallel.api import NO_GROUP, Boundary, Part, Sampled, TensorGroup
+from xpyd_worker.ranks.step.device_states import DeviceStates
 from xpyd_worker.ranks.step.encoder import StepEncoder
 from xpyd_worker.ranks.step.messages import decode_output
 from xpyd_worker.ranks.step.request_states import RequestStates
 from xpyd_worker.ranks.step.work import LaunchedStep, RankWork
 from xpyd_worker.runner.runner import DeviceDraw
+
+MOST_TOKENS = 512
+
+
+class LateDevice:
+    """See Device; computes on the CPU."""
+
+    torch_device = torch.device("cpu")
+    depth = 2
+    is_lost_by_an_error = True
+
+    def __init__(self, seed: int, most_looks: int = 4) -> None:
+        self.enqueued = self.done = self.looks = 0
+        self._work: deque[Callable[[], None]] = deque()
+        self._rng = random.Random(seed)
+        self._most_looks = most_looks
+
+    def use(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def enqueue(self, work: Callable[[], None]) -> None:
+        self.enqueued += 1
+        self._work.append(work)
+
+    def run_to(self, place: int) -> None:
+        while self.done < place:
+            self._work.popleft()()
+            self.done += 1
+
+    def mark(self) -> LateMark:
+        return LateMark(self, self.enqueued)
+
+    def look(self, place: int) -> bool:
+        """A host that looks again and again waits: it is let through in the end."""
+        self.looks += 1
+        if self._rng.randrange(self._most_looks) == 0:
+            self.run_to(place)
+        return self.done >= place
+
+
+@dataclass(frozen=True)
+class LateMark:
+    """Behind so much of what was enqueued."""
+
+    device: LateDevice
+    place: int
+
+    def is_reached(self) -> bool:
+        return self.device.look(self.place)
+
+
+def make_late_states(slots: int, device: LateDevice) -> DeviceStates:
+    """States that such a device updates."""
+
+    def update(fields: Fields, slots: Tensor, query_lens: Tensor, sampled: Sampled) -> None:
+        device.enqueue(lambda: post_update(fields, slots, query_lens, sampled))
+
+    return DeviceStates(slots, MOST_TOKENS, device=device, update=update)
+
 
 _ROOT = 12345
 

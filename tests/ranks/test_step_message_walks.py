@@ -10,8 +10,8 @@ from collections import Counter
 
 import pytest
 
+from tests.ranks.kit.coded_executor import CodedExecutor, CrowdedExecutor
 from tests.worker.engine_bench import Way, walks
-from tests.worker.ranks.coded_executor import CodedExecutor, CrowdedExecutor
 from tests.worker.test_engine_walks import Walk
 from xpyd_worker.ranks.step.messages import Ahead, Chunk, Full, Going
 

@@ -1,4 +1,4 @@
-"""A fork server that does something odd as it imports: `python -m tests.ranks.odd_fork_server HOW`.
+"""A fork server that does something odd: `python -m tests.ranks.kit.odd_fork_server HOW`.
 
 `--instance HOW`: an instance with such a fork server, which prints the processes that it has.
 """
@@ -12,12 +12,42 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-from tests.ranks.fake_rank import FakeProgram
+from tests.ranks.kit.fake_rank import FakeProgram
+from tests.ranks.kit.instances import WAIT_S, make
+from xpyd_core.parallel.ranks import Sizes
 from xpyd_kv.ranks.engine import Channel
+from xpyd_worker.ranks.instance import Instance
 from xpyd_worker.ranks.start.fork_server import main
 from xpyd_worker.ranks.start.messages import Start
 from xpyd_worker.ranks.start.rank_main import GiveUp, LaunchedStep, MakeProgram
+
+TWO = Sizes(tensor=2)
+MODULE = "tests.ranks.kit.odd_fork_server"
+
+
+def odd(how: str) -> Instance:
+    """With a fork server that does what `how` says as it imports."""
+    instance = make(TWO)
+    processes = instance._pod._processes  # pyright: ignore[reportPrivateUsage]
+    processes._command = (sys.executable, "-m", MODULE, how)  # pyright: ignore[reportPrivateUsage]
+    return instance
+
+
+def fork_server_of(instance: Instance) -> int:
+    """Its process, as soon as it is there."""
+    ticks = threading.Event()
+    for _ in range(round(WAIT_S / 0.01)):
+        found = instance._pod._processes._fork_server  # pyright: ignore[reportPrivateUsage]
+        if found is not None:
+            return found.pid
+        ticks.wait(0.01)
+    raise AssertionError("no fork server")
+
+
+def text_of(pid: int, name: str) -> str:
+    return Path(f"/proc/{pid}/{name}").read_text()
 
 
 class Told:
@@ -79,8 +109,6 @@ def dying_at_the_second() -> Callable[[], None]:
 
 def show_instance(how: str) -> None:
     """Start one, print its processes as soon as they are what `how` leads to, and wait."""
-    from tests.ranks.test_fork_server import fork_server_of, odd, text_of
-
     instance = odd(how)
     starting = threading.Thread(target=instance.start, daemon=True)
     starting.start()

@@ -10,8 +10,8 @@ from typing import cast
 
 import pytest
 
-from tests.worker.ranks.coded_executor import MOST_TOKENS
-from tests.worker.ranks.test_step_messages import GOING, SOME
+from tests.ranks.kit.coded_executor import MOST_TOKENS
+from tests.ranks.test_step_messages import GOING, SOME
 from xpyd_worker.engine.executor import (
     SampleSpec,
     ScheduledSequence,

@@ -9,8 +9,13 @@ from typing import Any
 import torch
 
 from tests.gpu.fake_gpu import FakeGpu
-from tests.worker.ranks.fake_pipeline import FakeFeedback, FakeParallel, FakeStage
-from tests.worker.ranks.late_device import LateDevice, make_late_states
+from tests.ranks.kit.pipeline import (
+    FakeFeedback,
+    FakeParallel,
+    FakeStage,
+    LateDevice,
+    make_late_states,
+)
 from tests.worker.runner_driver import GREEDY
 from tests.worker.test_gpu_runner_waits import NoWaitsInSteps
 from xpyd_worker.engine.executor import (

@@ -1,4 +1,4 @@
-"""A rank without a model: `python -m tests.ranks.fake_rank`, started as the real one is.
+"""A rank without a model: `python -m tests.ranks.kit.fake_rank`, started as the real one is.
 
 A step is JSON: what each rank does with it, by its number (`"*"`: all); the output rank answers
 what it was told. At the start it does what the model's name says.
