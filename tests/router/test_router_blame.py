@@ -54,7 +54,7 @@ def attempt_at(called: Instance | Pair, call_s: float) -> Attempt:
     made = Attempt(
         Alone(called) if isinstance(called, Instance) else called,
         uuid="u", public="p", forwarded="",
-        fleet=unused, upstream=unused, figures=unused,
+        loads=LoadTable(), fleet=unused, upstream=unused, figures=unused,
     )  # fmt: skip
     made.call_s = call_s
     return made
@@ -249,7 +249,7 @@ def test_requests_that_met_the_same_death_are_tried_apart() -> None:
                 engine.script = script
             await asyncio.gather(*(fleet_.json(user="one", prompt=p) for p in ("a", "b")))
             assert sorted(e.served for e in engines) == [1, 1, 2]
-            assert not fleet_.router.surface.flow._loads.suspected()
+            assert not fleet_.router.surface.fleet._loads.suspected()
 
     run(work())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from typing import Any, cast
 
 import pytest
 from aiohttp import web
@@ -34,7 +33,6 @@ from xpyd_router.fleet.registry import Registry
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.policy.base import NO_SLO, Slo
 from xpyd_router.policy.pairs import Alone
-from xpyd_router.request.attempt import Attempt
 from xpyd_router.request.client_request import HeadReader
 from xpyd_router.request.objectives import Objectives
 from xpyd_router.request.state import Course, Sent
@@ -397,27 +395,12 @@ def test_of_several_choices_the_longest_tells_the_gaps() -> None:
     assert verdicts(world) == {("itl", "unknown", "missed"): 1}
 
 
-def tried(world: Sampled, call_s: float) -> Attempt:
-    """A try that ended now, on the instance alone."""
-    made = Attempt(
-        Alone(world.instance),
-        uuid="0" * 32,
-        public="1" * 32,
-        forwarded="",
-        fleet=cast(Any, None),
-        upstream=cast(Any, None),
-        figures=world.figures,
-    )
-    made.load, made.waiting_tokens, made.call_s = world.load, 100.0, call_s
-    return made
-
-
 def test_the_first_token_of_one_alone_is_told_from_its_own_call() -> None:
     world, asked = Sampled(), given()
     asked.trace.first_s = 8.0
-    world.objectives.streamed(asked, tried(world, call_s=1.5))
+    world.objectives.streamed(asked, world.load, 100.0, 1.5)
     assert not world.load.pace.first.is_known  # it came 2 s ago, from an earlier try
-    world.objectives.streamed(asked, tried(world, call_s=2.25))
+    world.objectives.streamed(asked, world.load, 100.0, 2.25)
     assert world.load.pace.first.at(100) == pytest.approx(0.25)
 
 
@@ -426,7 +409,7 @@ def test_the_time_per_token_of_a_whole_answer_is_of_one_choice() -> None:
     asked.ask = course(n=4, max_tokens=20).ask
     asked.trace.output_tokens = 80
     world.load.begin(10)
-    world.objectives.answered(asked, tried(world, call_s=2.0))
+    world.objectives.answered(asked, world.load, 100.0, 2.0, is_prefill=False)
     assert world.load.pace.gap.at(1) == pytest.approx(0.1)
 
 

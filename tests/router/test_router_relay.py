@@ -12,6 +12,7 @@ from tests.router.test_router_blame import view_of
 from tests.router.test_router_course import course
 from xpyd_router.access_log import Trace
 from xpyd_router.errors import CallFailed
+from xpyd_router.fleet.loads import LoadTable
 from xpyd_router.policy.pairs import Alone
 from xpyd_router.request.answers import DONE, MAX_EVENT_BYTES
 from xpyd_router.request.attempt import Attempt
@@ -63,7 +64,7 @@ class Stream:
         unused = cast(Any, None)
         attempt = Attempt(
             Alone(view_of("A").instances[0]), uuid=UUID, public=PUBLIC, forwarded="",
-            fleet=unused, upstream=unused, figures=unused,
+            loads=LoadTable(), fleet=unused, upstream=unused, figures=unused,
         )  # fmt: skip
         attempt.running = cast(Any, self.figures)
         outlet = Outlet(cast(Any, self.client), (), Trace("completions", 0.0), lambda: 0.0)

@@ -57,10 +57,15 @@ class Instance:
     is_cordoned: bool = False
     """An operator wants no new requests on this incarnation."""
 
-    @property
-    def name(self) -> str:
-        """What people call it: the name it gives itself, else its HTTP address."""
-        return self.beat.instance or self.key.http
+    name: str = field(init=False)
+    """What people call it: the name it gives itself, else its HTTP address."""
+    is_continuing: bool = field(init=False)
+    """Whether it understands `continue_from` (DECISIONS: continuation 1 in its beat)."""
+
+    def __post_init__(self) -> None:
+        # Read for every request: so they are no properties. The value is frozen.
+        object.__setattr__(self, "name", self.beat.instance or self.key.http)
+        object.__setattr__(self, "is_continuing", self.beat.continuation == 1)
 
     @property
     def is_routable(self) -> bool:
@@ -84,11 +89,6 @@ class Instance:
     def is_late(self, now: float) -> bool:
         """Whether a beat is missing."""
         return now - self.last_beat_s > _LATE_PERIODS * self.period_s
-
-    @property
-    def is_continuing(self) -> bool:
-        """Whether it understands `continue_from` (DECISIONS: continuation 1 in its beat)."""
-        return self.beat.continuation == 1
 
     def serves(self, model: str) -> bool:
         """Old beats name no model; such an instance takes every name and may answer 404 itself."""

@@ -36,7 +36,8 @@ from xpyd_router.http.protocol import ClientProtocol
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.policy.base import NO_SLO
 from xpyd_router.policy.pairs import Policy, PolicyNames, build_policy
-from xpyd_router.request.attempt import Picker
+from xpyd_router.request.attempt import Attempts
+from xpyd_router.request.failures import Failures
 from xpyd_router.request.flow import Draws, Flow
 from xpyd_router.request.objectives import Objectives
 from xpyd_router.request.releases import Releases
@@ -325,25 +326,34 @@ def _surface(
     tokens: Tokens | None,
     objectives: Objectives | None,
 ) -> Surface:
-    picker = Picker(
+    random_bytes = Draws(os.urandom)
+    attempts = Attempts(
         config=parts.config,
         fleet=parts.fleet,
+        loads=parts.loads,
         policy=parts.policy,
+        upstream=upstream,
+        releases=releases,
+        metrics=parts.metrics,
+        clock=parts.clock,
+        random_bytes=random_bytes,
+        objectives=objectives,
+    )
+    failures = Failures(
+        config=parts.config,
+        fleet=parts.fleet,
+        loads=parts.loads,
         metrics=parts.metrics,
         clock=parts.clock,
     )
     flow = Flow(
         config=parts.config,
-        fleet=parts.fleet,
-        loads=parts.loads,
         policy=parts.policy,
-        picker=picker,
-        upstream=upstream,
-        releases=releases,
-        metrics=parts.metrics,
+        attempts=attempts,
+        failures=failures,
         clock=parts.clock,
         wall_clock=time.time,
-        random_bytes=Draws(os.urandom),
+        random_bytes=random_bytes,
         tokens=tokens,
         objectives=objectives,
     )

@@ -16,15 +16,18 @@ from msgspec.structs import replace
 from xpyd_core.errors import ApiError
 from xpyd_core.request_id import pair_id_text
 from xpyd_router.config import RouterConfig
-from xpyd_router.errors import TRANSFER_FAILED, Answer, CallFailed, EngineRefused
+from xpyd_router.errors import BROKEN, TRANSFER_FAILED, Answer, CallFailed, EngineRefused
 from xpyd_router.fleet.instances import Instance, InstanceKey, Snapshot
-from xpyd_router.fleet.loads import Load
+from xpyd_router.fleet.loads import LoadTable
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
-from xpyd_router.policy.base import OnNoPrefill, Want
+from xpyd_router.policy.base import NO_SLO, OnNoPrefill, Want
 from xpyd_router.policy.pairs import Alone, Pair, Policy
 from xpyd_router.request.answers import scrub
 from xpyd_router.request.client_request import Ask
+from xpyd_router.request.objectives import Objectives
+from xpyd_router.request.releases import Releases
+from xpyd_router.request.state import Course, gave_up
 from xpyd_router.request_metrics import Call, InstanceTable
 from xpyd_router.upstream.client import UpstreamClient
 from xpyd_router.upstream.connection import Exchange
@@ -39,6 +42,7 @@ def second_wish(want: Want, on_no_prefill: OnNoPrefill) -> Want | None:
 
 _ASK_AGAIN_S = 0.5
 _MAX_REMEMBERED = 256
+_NOBODY: frozenset[InstanceKey] = frozenset()
 
 
 class Picker:
@@ -172,6 +176,7 @@ class Attempt:
         self,
         choice: Pair | Alone,
         *,
+        loads: LoadTable,
         uuid: str,
         public: str,
         forwarded: str,
@@ -198,8 +203,10 @@ class Attempt:
         """The internal id: holds the addresses of both."""
         self.called = self.instances[0]
         """Who was called last."""
-        self.load: Load | None = None
-        """The place that it takes on the last of them."""
+        self.prefill_load = loads.of(self.instances[0].key)
+        """Of the first of them."""
+        self.load = loads.of(self.instances[-1].key)
+        """Of the last of them."""
         self.is_suspect = False
         """An instance died under an earlier try of its request."""
         self.prefill_tokens = 0
@@ -259,6 +266,10 @@ class Attempt:
         finally:
             self.end(exchange)
 
+    def succeeded(self) -> None:
+        """The last call was served: wholly, or its stream has begun."""
+        self._fleet.succeeded(self.called)
+
     def scrubbed(self, data: bytes) -> bytes:
         """`data` without the internal ids."""
         if data.find(self.uuid_bytes) < 0:
@@ -292,6 +303,119 @@ class Attempt:
         if error is None:
             body = ApiError(answer.status, "the engine refused the request").body()
         raise EngineRefused(answer._replace(body=body, content_type="application/json"))
+
+
+class Attempts:
+    """Begins and ends the attempts of all requests. `clock` is monotonic seconds; ids are made of
+    `random_bytes`.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: RouterConfig,
+        fleet: FleetView,
+        loads: LoadTable,
+        policy: Policy,
+        upstream: UpstreamClient,
+        releases: Releases,
+        metrics: RouterMetrics,
+        clock: Callable[[], float],
+        random_bytes: Callable[[int], bytes],
+        objectives: Objectives | None = None,
+    ) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._loads = loads
+        self._policy = policy
+        self._picker = Picker(
+            config=config, fleet=fleet, policy=policy, metrics=metrics, clock=clock
+        )
+        self._upstream = upstream
+        self._releases = releases
+        self._metrics = metrics
+        self._clock = clock
+        self._random_bytes = random_bytes
+        self._objectives = objectives
+
+    async def begin(self, course: Course) -> Attempt:
+        """Pick who serves, waiting for a pair where there is none, and count the load. Raises
+        ApiError as Picker.
+        """
+        want = Want(
+            course.ask.model,
+            alone=None if course.sent else course.ask.alone,
+            exclude=frozenset(course.exclude) if course.exclude else _NOBODY,
+            continue_at=course.sent.compatibility if course.sent else None,
+            prompt_tokens=course.prompt_tokens,
+            session=course.session,
+            marks=course.marks,
+            output_tokens=course.ask.output_tokens,
+            slo=self._objectives.left(course) if self._objectives else NO_SLO,
+        )
+        trace = course.trace
+        choice = None if course.shunned else self._picker.at_once(want)
+        if choice is None:
+            give_up = None if course.last_cause == "refused" else lambda: gave_up(course)
+            asked_s, deadline_s = self._clock(), self._pick_deadline_s(course)
+            choice = await self._picker.pick(
+                want,
+                deadline_s,
+                give_up,
+                body_bytes=len(course.ask.raw),
+                shunned=course.shunned,
+                may_repeat=course.last_cause in BROKEN,
+            )
+            trace.queue_s += self._clock() - asked_s
+        attempt = Attempt(
+            choice,
+            loads=self._loads,
+            uuid=self._random_bytes(16).hex(),
+            public=course.public,
+            forwarded=course.forwarded,
+            fleet=self._fleet,
+            upstream=self._upstream,
+            figures=self._metrics.instances,
+        )
+        attempt.prefill_tokens = self._policy.placed(choice, want)
+        if self._objectives is not None:
+            self._objectives.placed(course, choice, attempt.prefill_tokens)
+        # From now on, also while P computes: D keeps room for what it will be sent.
+        attempt.load.begin(course.prompt_tokens, course.ask.output_tokens)
+        attempt.waiting_tokens = attempt.load.queued_tokens
+        self._fleet.began(attempt.instances)
+        if course.breaks:
+            # A request that met a death is tried there, until `end`.
+            attempt.is_suspect = True
+            self._loads.suspect(one.key for one in attempt.instances)
+        if isinstance(choice, Pair):
+            self._metrics.instances.paired(choice.prefill, choice.decode)
+        trace.request, trace.tries = attempt.uuid, trace.tries + 1
+        trace.prefill, trace.decode = attempt.instances[0].name, attempt.instances[-1].name
+        trace.prefill_s = trace.decode_s = None
+        return attempt
+
+    def _pick_deadline_s(self, course: Course) -> float:
+        if course.has_decode_begun:
+            return self._clock() + self._config.request_timeout_s
+        return course.deadline_s
+
+    def end(self, course: Course, attempt: Attempt) -> None:
+        """However the try ended: it is noted, its place is free, and D is told of a transfer that
+        nobody will ask for.
+        """
+        attempt.load.end(course.prompt_tokens, course.ask.output_tokens)
+        if attempt.is_suspect:
+            self._loads.clear(one.key for one in attempt.instances)
+        if attempt.called.beat.type == "P":
+            course.trace.prefill_s = attempt.call_s
+        else:
+            course.trace.decode_s = attempt.call_s
+        if course.sent is not None:
+            course.trace.output_tokens = sum(map(len, course.sent.token_ids))
+            course.trace.prompt_tokens = course.sent.usage.get("prompt_tokens")
+        if attempt.owes_release and isinstance(attempt.choice, Pair):
+            self._releases.send(attempt.choice.decode, attempt.uuid)
 
 
 def _error_in(body: bytes) -> dict[str, Any] | None:

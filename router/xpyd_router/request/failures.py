@@ -57,15 +57,6 @@ class Failures:
         """A request with this body was served: instances do not die of it."""
         self._fleet.acquit(ask.raw)
 
-    def suspect(self, attempt: Attempt) -> None:
-        """A request under which an instance died is tried again there, until `over`."""
-        attempt.is_suspect = True
-        self._loads.suspect(one.key for one in attempt.instances)
-
-    def over(self, attempt: Attempt) -> None:
-        """A suspect's try has ended."""
-        self._loads.clear(one.key for one in attempt.instances)
-
     async def after(self, course: Course, attempt: Attempt, failure: CallFailed) -> None:
         """Count, tell and remember it; returns when another try is due, else raises ApiError."""
         instance, cause = attempt.called, failure.cause

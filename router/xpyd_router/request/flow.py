@@ -12,21 +12,16 @@ from collections.abc import Callable
 from xpyd_core.errors import ApiError, ProtocolError
 from xpyd_router.access_log import Trace
 from xpyd_router.config import RouterConfig
-from xpyd_router.errors import BROKEN, Answer, CallFailed, EngineRefused
-from xpyd_router.fleet.instances import InstanceKey
-from xpyd_router.fleet.loads import LoadTable
-from xpyd_router.fleet.view import FleetView
-from xpyd_router.metrics import RouterMetrics
-from xpyd_router.policy.base import NO_SLO, Want
+from xpyd_router.errors import Answer, CallFailed, EngineRefused
+from xpyd_router.policy.base import NO_SLO
 from xpyd_router.policy.pairs import Alone, Pair, Policy
 from xpyd_router.request.answers import Head, error_event, tokens_in, whole_answer
-from xpyd_router.request.attempt import Attempt, Picker
+from xpyd_router.request.attempt import Attempt, Attempts
 from xpyd_router.request.client_request import Ask, ClientHead
 from xpyd_router.request.failures import Failures
 from xpyd_router.request.objectives import Objectives
 from xpyd_router.request.prefixes import hash_marks, session_in, text_marks
-from xpyd_router.request.relay import Outlet, Relay, Sink
-from xpyd_router.request.releases import Releases
+from xpyd_router.request.relay import Outlet, Relay
 from xpyd_router.request.state import (
     Course,
     Prefilled,
@@ -34,7 +29,6 @@ from xpyd_router.request.state import (
     can_go_on_alone,
     decode_params,
     first_events,
-    gave_up,
     last_events,
     prefill_body,
     prefill_params,
@@ -43,8 +37,6 @@ from xpyd_router.request.state import (
     take_prefill,
 )
 from xpyd_router.tokens.service import Tokens
-from xpyd_router.upstream.client import UpstreamClient
-from xpyd_router.upstream.connection import Exchange
 
 _DRAW_BYTES = 8192
 
@@ -69,9 +61,6 @@ class Draws:
 
 
 logger = logging.getLogger(__name__)
-_BODY_END_S = 1.0
-"""For the end of an engine's body behind its last event; else the connection is not kept."""
-_NOBODY: frozenset[InstanceKey] = frozenset()
 
 
 class Flow:
@@ -83,13 +72,9 @@ class Flow:
         self,
         *,
         config: RouterConfig,
-        fleet: FleetView,
-        loads: LoadTable,
         policy: Policy,
-        picker: Picker,
-        upstream: UpstreamClient,
-        releases: Releases,
-        metrics: RouterMetrics,
+        attempts: Attempts,
+        failures: Failures,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
         random_bytes: Callable[[int], bytes],
@@ -97,16 +82,9 @@ class Flow:
         objectives: Objectives | None = None,
     ) -> None:
         self._config = config
-        self._fleet = fleet
-        self._failures = Failures(
-            config=config, fleet=fleet, loads=loads, metrics=metrics, clock=clock
-        )
-        self._loads = loads
         self._policy = policy
-        self._picker = picker
-        self._upstream = upstream
-        self._releases = releases
-        self._metrics = metrics
+        self._attempts = attempts
+        self._failures = failures
         self._clock = clock
         self._wall_clock = wall_clock
         self._random_bytes = random_bytes
@@ -157,19 +135,26 @@ class Flow:
     async def whole(self, course: Course) -> Answer:
         """The whole answer. Raises ApiError, or EngineRefused with an engine's 4xx."""
         while True:
-            attempt = await self._pick(course)
+            attempt = await self._attempts.begin(course)
             try:
                 answer = await self._try_whole(course, attempt)
                 course.trace.prompt_tokens, course.trace.output_tokens = tokens_in(answer.body)
                 if self._failures.refused:
                     self._failures.served(course.ask)
-                if self._objectives is not None:
-                    self._objectives.answered(course, attempt)
+                # Else P ended it, and D was not called.
+                if self._objectives is not None and attempt.called is attempt.instances[-1]:
+                    self._objectives.answered(
+                        course,
+                        attempt.load,
+                        attempt.waiting_tokens,
+                        attempt.call_s,
+                        is_prefill=attempt.called.beat.type == "P",
+                    )
                 return answer
             except CallFailed as failure:
                 await self._failures.after(course, attempt, failure)
             finally:
-                self._over(course, attempt)
+                self._attempts.end(course, attempt)
 
     async def stream(self, course: Course, outlet: Outlet) -> None:
         """Write a streamed answer to its end.
@@ -193,7 +178,7 @@ class Flow:
 
     async def _stream(self, course: Course, outlet: Outlet) -> None:
         while True:
-            attempt = await self._pick(course)
+            attempt = await self._attempts.begin(course)
             try:
                 await self._try_stream(course, attempt, outlet)
                 if self._failures.refused:
@@ -202,86 +187,11 @@ class Flow:
             except CallFailed as failure:
                 await self._failures.after(course, attempt, failure)
             finally:
-                self._over(course, attempt)
+                self._attempts.end(course, attempt)
             if last := last_events(course):
                 outlet.write(last)
                 outlet.end()
                 return
-
-    async def _pick(self, course: Course) -> Attempt:
-        want = Want(
-            course.ask.model,
-            alone=None if course.sent else course.ask.alone,
-            exclude=frozenset(course.exclude) if course.exclude else _NOBODY,
-            continue_at=course.sent.compatibility if course.sent else None,
-            prompt_tokens=course.prompt_tokens,
-            session=course.session,
-            marks=course.marks,
-            output_tokens=course.ask.output_tokens,
-            slo=self._objectives.left(course) if self._objectives else NO_SLO,
-        )
-        trace = course.trace
-        choice = None if course.shunned else self._picker.at_once(want)
-        if choice is None:
-            give_up = None if course.last_cause == "refused" else lambda: gave_up(course)
-            asked_s, deadline_s = self._clock(), self._pick_deadline_s(course)
-            choice = await self._picker.pick(
-                want,
-                deadline_s,
-                give_up,
-                body_bytes=len(course.ask.raw),
-                shunned=course.shunned,
-                may_repeat=course.last_cause in BROKEN,
-            )
-            trace.queue_s += self._clock() - asked_s
-        attempt = Attempt(
-            choice,
-            uuid=self._random_bytes(16).hex(),
-            public=course.public,
-            forwarded=course.forwarded,
-            fleet=self._fleet,
-            upstream=self._upstream,
-            figures=self._metrics.instances,
-        )
-        attempt.prefill_tokens = self._policy.placed(choice, want)
-        if self._objectives is not None:
-            self._objectives.placed(course, choice, attempt.prefill_tokens)
-        # From now on, also while P computes: D keeps room for what it will be sent.
-        attempt.load = self._loads.of(attempt.instances[-1].key)
-        attempt.load.begin(course.prompt_tokens, course.ask.output_tokens)
-        attempt.waiting_tokens = attempt.load.queued_tokens
-        self._fleet.began(attempt.instances)
-        if course.breaks:
-            self._failures.suspect(attempt)
-        if isinstance(choice, Pair):
-            self._metrics.instances.paired(choice.prefill, choice.decode)
-        trace.request, trace.tries = attempt.uuid, trace.tries + 1
-        trace.prefill, trace.decode = attempt.instances[0].name, attempt.instances[-1].name
-        trace.prefill_s = trace.decode_s = None
-        return attempt
-
-    def _pick_deadline_s(self, course: Course) -> float:
-        if course.has_decode_begun:
-            return self._clock() + self._config.request_timeout_s
-        return course.deadline_s
-
-    def _over(self, course: Course, attempt: Attempt) -> None:
-        """However the try ended: it is noted, its place is free, and D is told of a transfer that
-        nobody will ask for.
-        """
-        if attempt.load is not None:
-            attempt.load.end(course.prompt_tokens, course.ask.output_tokens)
-        if attempt.is_suspect:
-            self._failures.over(attempt)
-        if attempt.called.beat.type == "P":
-            course.trace.prefill_s = attempt.call_s
-        else:
-            course.trace.decode_s = attempt.call_s
-        if course.sent is not None:
-            course.trace.output_tokens = sum(map(len, course.sent.token_ids))
-            course.trace.prompt_tokens = course.sent.usage.get("prompt_tokens")
-        if attempt.owes_release and isinstance(attempt.choice, Pair):
-            self._releases.send(attempt.choice.decode, attempt.uuid)
 
     async def _try_whole(self, course: Course, attempt: Attempt) -> Answer:
         ask, choice = course.ask, attempt.choice
@@ -293,7 +203,7 @@ class Flow:
                     return Answer(200, whole_answer(ask, course.head, prefilled.answer))
                 body = splice(body, decode_params(course, prefilled, is_stream=False))
         answer = await attempt.call(attempt.instances[-1], ask, body, self._left_s(course))
-        self._fleet.succeeded(attempt.called)
+        attempt.succeeded()
         attempt.owes_release = False
         body = attempt.scrubbed(answer.body)
         return Answer(answer.status, body, answer.content_type, answer.retry_after)
@@ -318,12 +228,14 @@ class Flow:
         exchange = await attempt.open(instance, ask, body, self._left_s(course))
         try:
             sent = (course.sent or sent_alone(course, instance)) if goes_on else None
-            await self._relay(exchange, Relay(course, attempt, outlet, sent=sent), outlet.sink)
-            self._fleet.succeeded(attempt.called)
+            await Relay(course, attempt, outlet, sent=sent).run(
+                exchange, self._config.request_timeout_s
+            )
+            attempt.succeeded()
         finally:
             attempt.end(exchange)
         if self._objectives is not None and isinstance(choice, Alone):
-            self._objectives.streamed(course, attempt)
+            self._objectives.streamed(course, attempt.load, attempt.waiting_tokens, attempt.call_s)
 
     async def _prefill(self, course: Course, attempt: Attempt, pair: Pair) -> Prefilled | None:
         """P's answer, or None where the pair does not continue: then it is dropped."""
@@ -331,7 +243,7 @@ class Flow:
         params = prefill_params(course, pair) if pair.is_continuing else None
         body = prefill_body(ask, params)
         attempt.owes_release = True
-        load = self._loads.of(pair.prefill.key)
+        load = attempt.prefill_load
         load.begin(attempt.prefill_tokens)
         waiting_tokens = load.queued_tokens
         try:
@@ -345,7 +257,7 @@ class Flow:
             if self._objectives is not None and attempt.call_s is not None:
                 load.pace.first.observe(waiting_tokens, attempt.call_s)
             prefilled = take_prefill(course, answer.body) if params is not None else None
-            self._fleet.succeeded(pair.prefill)
+            attempt.succeeded()
         except ProtocolError as error:
             logger.warning("%s", error, extra={"request": attempt.uuid})
             raise CallFailed("answer") from error
@@ -360,34 +272,8 @@ class Flow:
             attempt.owes_release = False
         return prefilled
 
-    async def _relay(self, exchange: Exchange, relay: Relay, sink: Sink) -> None:
-        """The engine's events until [DONE]; CallFailed when they end without it."""
-
-        def resume() -> None:
-            relay.interrupted()
-            exchange.resume()
-
-        exchange.bound_gaps(self._config.request_timeout_s)
-        relay.on_done = lambda: exchange.end_within(_BODY_END_S)
-        sink.on_pause, sink.on_resume = exchange.pause, resume
-        if sink.is_paused:
-            exchange.pause()
-        try:
-            await exchange.relay(relay.feed, relay.take_frame if relay.passes_frames else None)
-        except CallFailed:
-            if not relay.is_done:
-                raise
-        finally:
-            sink.on_pause = sink.on_resume = _nothing
-        if not relay.is_done:
-            raise CallFailed("incomplete")
-
     def _left_s(self, course: Course) -> float:
         """Until a stream begins the request's deadline counts, from then on the gap in it."""
         if course.has_decode_begun:
             return self._config.request_timeout_s
         return course.deadline_s - self._clock()
-
-
-def _nothing() -> None:
-    return

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from xpyd_router.fleet.instances import InstanceKey
-from xpyd_router.fleet.loads import LoadTable
+from xpyd_router.fleet.loads import Load, LoadTable
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.policy.base import Slo, forecast
 from xpyd_router.policy.pairs import Alone, Pair
-from xpyd_router.request.attempt import Attempt
 from xpyd_router.request.state import Course
 from xpyd_router.request_metrics import InstanceTable, ObjectiveTable, word
 
@@ -74,25 +73,34 @@ class Objectives:
             course.forecast = forecast(first, last, prefill_tokens)
             course.placed_s = self._clock() - course.trace.started_s
 
-    def streamed(self, course: Course, attempt: Attempt) -> None:
-        """An instance alone made a whole stream: note when its first token came."""
-        load, trace = attempt.load, course.trace
-        if load is None or trace.first_s is None or attempt.call_s is None:
+    def streamed(
+        self, course: Course, load: Load, waiting_tokens: float, call_s: float | None
+    ) -> None:
+        """An instance alone made a whole stream in `call_s`: note when its first token came."""
+        trace = course.trace
+        if trace.first_s is None or call_s is None:
             return
-        first_s = attempt.call_s - (self._clock() - trace.started_s - trace.first_s)
+        first_s = call_s - (self._clock() - trace.started_s - trace.first_s)
         if first_s >= 0:  # else the client had it from an earlier try
-            load.pace.first.observe(attempt.waiting_tokens, first_s)
+            load.pace.first.observe(waiting_tokens, first_s)
 
-    def answered(self, course: Course, attempt: Attempt) -> None:
-        """The last of the try made an answer that was not streamed."""
-        load, tokens = attempt.load, course.trace.output_tokens
-        is_last = attempt.called is attempt.instances[-1]  # else P ended it, and D was not called
-        if load is None or attempt.call_s is None or not tokens or not is_last:
+    def answered(
+        self,
+        course: Course,
+        load: Load,
+        waiting_tokens: float,
+        call_s: float | None,
+        *,
+        is_prefill: bool,
+    ) -> None:
+        """The last instance of the try made an answer that was not streamed."""
+        tokens = course.trace.output_tokens
+        if call_s is None or not tokens:
             return
-        if attempt.called.beat.type == "P":
-            load.pace.first.observe(attempt.waiting_tokens, attempt.call_s)
+        if is_prefill:
+            load.pace.first.observe(waiting_tokens, call_s)
         else:
-            load.pace.gap.observe(load.active, attempt.call_s * course.ask.choices / tokens)
+            load.pace.gap.observe(load.active, call_s * course.ask.choices / tokens)
 
     def judge(self, course: Course, *, is_whole: bool) -> None:
         """Count a stream that ended, by itself or before its end."""

@@ -25,6 +25,7 @@ from xpyd_router.request.answers import (
 )
 from xpyd_router.request.attempt import Attempt
 from xpyd_router.request.state import Course, Sent, begin_alone
+from xpyd_router.upstream.connection import Exchange
 
 KNOWN_LINES = 4096
 CHUNK_LINES: tuple[bytes, ...] = tuple(b"%x\r\n" % size for size in range(KNOWN_LINES))
@@ -125,6 +126,8 @@ class Outlet:
         self.sink.end()
 
 
+_BODY_END_S = 1.0
+"""For the end of an engine's body behind its last event; else the connection is not kept."""
 _CHUNK = b'data: {"id"'
 _LINE_END = b"}\n\n"
 _FRAME_END = _LINE_END + b"\r\n"
@@ -164,8 +167,26 @@ class Relay:
         """The stream has begun, and what comes next begins an event."""
         self.is_done = False
         """The engine's last event has come, and the answer was ended."""
-        self.on_done: Callable[[], None] | None = None
-        """Called then."""
+        self._exchange: Exchange | None = None
+
+    async def run(self, exchange: Exchange, gap_s: float) -> None:
+        """Relay the answer of `exchange` until [DONE]; CallFailed where it ends without it. Each
+        gap in it may take `gap_s`. The engine is not read from while the client does not read.
+        """
+        self._exchange, sink = exchange, self._outlet.sink
+        exchange.bound_gaps(gap_s)
+        sink.on_pause, sink.on_resume = exchange.pause, self._resume
+        if sink.is_paused:
+            exchange.pause()
+        try:
+            await exchange.relay(self.feed, self.take_frame if self.passes_frames else None)
+        except CallFailed:
+            if not self.is_done:
+                raise
+        finally:
+            sink.on_pause = sink.on_resume = _nothing
+        if not self.is_done:
+            raise CallFailed("incomplete")
 
     def take_frame(self, frame: bytes) -> bool:
         """Pass on what was read where an HTTP chunk begins, if it is one chunk with one event of
@@ -263,8 +284,13 @@ class Relay:
             self._outlet.write(b"".join(kept))
         if self.is_done:
             self._outlet.end()
-            if self.on_done is not None:
-                self.on_done()
+            if self._exchange is not None:
+                self._exchange.end_within(_BODY_END_S)
+
+    def _resume(self) -> None:
+        self.interrupted()
+        if self._exchange is not None:
+            self._exchange.resume()
 
     def interrupted(self) -> None:
         """The client had not taken what came, and does now."""
@@ -321,3 +347,7 @@ class Relay:
         elif self._keeps_ids:
             return event
         return without_token_ids(chunk, keep=self._keeps_ids)
+
+
+def _nothing() -> None:
+    return
