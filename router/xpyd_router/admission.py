@@ -40,7 +40,7 @@ class Cost(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Limits:
+class AdmissionLimits:
     """Of one router. Without queue entries nobody waits: who is over a limit is refused."""
 
     requests: int | None = None
@@ -95,7 +95,7 @@ class Entry:
 E = TypeVar("E", bound=Entry)
 
 
-class Line(Generic[E]):
+class WaitingQueue(Generic[E]):
     """Add, first, last and remove in O(log n), but for one memmove of the distinct priorities."""
 
     def __init__(self) -> None:
@@ -168,11 +168,11 @@ _RETRY_AFTER_BOUNDS_S = (1, 60)
 class Gate(Generic[E]):
     """One per router process. `others` are the rows of the other processes."""
 
-    def __init__(self, limits: Limits, row: Row, others: Sequence[Row] = ()) -> None:
+    def __init__(self, limits: AdmissionLimits, row: Row, others: Sequence[Row] = ()) -> None:
         self._limits = limits
         self._row = row
         self._others = others
-        self._line = Line[E]()
+        self._queue = WaitingQueue[E]()
         self.is_limited: Final = bool(limits.requests or limits.tokens)
         self._most_requests: float = limits.requests or math.inf
         self._most_tokens: float = limits.tokens or math.inf
@@ -182,7 +182,7 @@ class Gate(Generic[E]):
     @property
     def waiting(self) -> int:
         """Requests in line, of this process."""
-        return len(self._line)
+        return len(self._queue)
 
     @property
     def is_shared(self) -> bool:
@@ -205,20 +205,20 @@ class Gate(Generic[E]):
         self._row[TOKENS] += cost.tokens
         return True
 
-    def line_up(self, entry: E) -> tuple[bool, E | None]:
+    def enqueue(self, entry: E) -> tuple[bool, E | None]:
         """Whether `entry` stands in line now, and whom it displaced.
 
         A full line takes an entry of higher priority in the place of its last one, if that makes
         room: else a line full of batch work would shut out what is urgent.
         """
-        if self._fits_line(entry.cost, self._line.held_bytes, len(self._line)):
+        if self._fits_queue(entry.cost, self._queue.held_bytes, len(self._queue)):
             self._add(entry)
             return True, None
-        if not self._line or self._line.last.priority <= entry.priority:
+        if not self._queue or self._queue.last.priority <= entry.priority:
             return False, None
-        last = self._line.last
-        left_bytes = self._line.held_bytes - last.cost.body_bytes
-        if not self._fits_line(entry.cost, left_bytes, len(self._line) - 1):
+        last = self._queue.last
+        left_bytes = self._queue.held_bytes - last.cost.body_bytes
+        if not self._fits_queue(entry.cost, left_bytes, len(self._queue) - 1):
             return False, None
         self.remove(last)
         self._add(entry)
@@ -226,7 +226,7 @@ class Gate(Generic[E]):
 
     def remove(self, entry: E) -> bool:
         """`entry` waits no more; whether it did. Call `admit` then: it may have held up others."""
-        was_waiting = self._line.remove(entry)
+        was_waiting = self._queue.remove(entry)
         if was_waiting:
             self._row[WAITING] -= 1
             self._row[WAITING_BYTES] -= entry.cost.body_bytes
@@ -235,8 +235,8 @@ class Gate(Generic[E]):
     def admit(self) -> list[E]:
         """Those whose turn has come, in order. They have their places."""
         admitted: list[E] = []
-        while self._line and self._has_room(self._line.first.cost):
-            entry = self._line.first
+        while self._queue and self._has_room(self._queue.first.cost):
+            entry = self._queue.first
             self.remove(entry)
             self._row[REQUESTS] += entry.cost.requests
             self._row[TOKENS] += entry.cost.tokens
@@ -263,7 +263,7 @@ class Gate(Generic[E]):
         return math.ceil(min(max(ahead * (self._mean_s or 0.0) / in_flight, least), most))
 
     def _must_wait(self, priority: int) -> bool:
-        if self._row[WAITING] and self._line.first.priority <= priority:
+        if self._row[WAITING] and self._queue.first.priority <= priority:
             return True
         return self.is_shared and any(row[WAITING] for row in self._others)
 
@@ -275,14 +275,14 @@ class Gate(Generic[E]):
             tokens += row[TOKENS]
         return requests <= self._most_requests and tokens <= self._most_tokens
 
-    def _fits_line(self, cost: Cost, held_bytes: int, entries: int) -> bool:
+    def _fits_queue(self, cost: Cost, held_bytes: int, entries: int) -> bool:
         limits = self._limits
         held_bytes += self._elsewhere(WAITING_BYTES)
         fits_bytes = held_bytes + cost.body_bytes <= limits.queue_bytes
         return entries + self._elsewhere(WAITING) < limits.queue_entries and fits_bytes
 
     def _add(self, entry: E) -> None:
-        self._line.add(entry)
+        self._queue.add(entry)
         self._row[WAITING] += 1
         self._row[WAITING_BYTES] += entry.cost.body_bytes
 
@@ -339,7 +339,7 @@ class Admission:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: AdmissionLimits,
         metrics: RouterMetrics,
         clock: Callable[[], float],
         *,
@@ -395,10 +395,10 @@ class Admission:
     async def _wait(self, cost: Cost, priority: int, left_s: float) -> Ticket:
         loop = asyncio.get_running_loop()
         waiter = _Waiter(cost, priority, loop.create_future())
-        stands, displaced = self._gate.line_up(waiter)
+        is_queued, displaced = self._gate.enqueue(waiter)
         if displaced is not None:
             _tell(displaced, "displaced")
-        if not stands:
+        if not is_queued:
             raise self._refusal("full")
         if self._gate.is_shared and self._tick is None:
             self._tick = loop.call_later(_TICK_S, self._on_tick)

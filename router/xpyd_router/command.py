@@ -15,7 +15,7 @@ from xpyd_core.logs import add_logging_arguments, set_up_logging
 from xpyd_core.messages import HEARTBEAT_PERIOD_S, MISSED_BEATS
 from xpyd_core.pod_env import DISCOVERY_PORT, ROUTER_HTTP_PORT, read_pod_env
 from xpyd_core.sizes import parse_bytes
-from xpyd_router.admission import Limits
+from xpyd_router.admission import AdmissionLimits
 from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.health import HealthRules
 from xpyd_router.policy.base import ON_NO_PREFILL, Slo
@@ -192,7 +192,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_admission(parser: argparse.ArgumentParser) -> None:
-    default = Limits()
+    default = AdmissionLimits()
     add = parser.add_argument
     add(
         "--max-concurrent-requests",
@@ -268,7 +268,7 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
         prefill_timeout_s=args.prefill_timeout,
         max_tries=args.max_tries,
         max_body_bytes=_size("--max-body-bytes", args.max_body_bytes),
-        limits=Limits(
+        limits=AdmissionLimits(
             requests=args.max_concurrent_requests,
             tokens=args.max_concurrent_tokens,
             queue_entries=args.queue_size,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from xpyd_core.messages import HEARTBEAT_PERIOD_S, MISSED_BEATS
 from xpyd_core.pod_env import DISCOVERY_PORT, ROUTER_HTTP_PORT
-from xpyd_router.admission import Limits
+from xpyd_router.admission import AdmissionLimits
 from xpyd_router.fleet.health import HealthRules
 from xpyd_router.policy.base import NO_SLO, OnNoPrefill, Slo
 
@@ -63,9 +63,9 @@ class RouterConfig:
     """Of a request in all, within its deadline; a refusal (503) is none."""
     max_body_bytes: int = 32 * 1024 * 1024
     """Longest request body: a million tokens as ids are about 7 MB."""
-    limits: Limits = field(default_factory=Limits)
+    limits: AdmissionLimits = field(default_factory=AdmissionLimits)
     """What runs at once, and what may wait."""
-    pair_wait_s: float = Limits.queue_timeout_s
+    pair_wait_s: float = AdmissionLimits.queue_timeout_s
     """How long after the last successful pick a request waits for a pair; one flag sets this and
     the queue's deadline."""
     on_no_prefill: OnNoPrefill = "Queue"

@@ -76,7 +76,7 @@ class Exposition:
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
-class EndpointFigures:
+class EndpointMetrics:
     """One endpoint's figures. Written at each request's end."""
 
     __slots__ = (
@@ -114,7 +114,7 @@ class RequestTable:
     """Owner of the figures of all requests."""
 
     def __init__(self) -> None:
-        self._endpoints: dict[str, EndpointFigures] = {}
+        self._endpoints: dict[str, EndpointMetrics] = {}
         self.in_flight = 0
         """Requests that came and are not answered yet."""
 
@@ -125,10 +125,10 @@ class RequestTable:
     def ended(self, trace: Trace, status: int, now_s: float) -> None:
         """It was answered, or its client left."""
         self.in_flight -= 1
-        figures = self._endpoints.get(trace.endpoint)
-        if figures is None:
-            figures = self._endpoints[trace.endpoint] = EndpointFigures()
-        figures.take(trace, status, now_s)
+        metrics = self._endpoints.get(trace.endpoint)
+        if metrics is None:
+            metrics = self._endpoints[trace.endpoint] = EndpointMetrics()
+        metrics.take(trace, status, now_s)
 
     def write(self, out: Exposition) -> None:
         """All figures as metrics."""
@@ -219,7 +219,7 @@ TOKEN_SECONDS = (
 )
 
 
-class InstanceFigures:
+class InstanceMetrics:
     """One name's figures. Mutable; calls to the instance write them."""
 
     __slots__ = (
@@ -250,7 +250,7 @@ class InstanceFigures:
         self.received_bytes = 0
         self.retries = 0
         self.errors: Counter[FailureCause] = Counter()
-        self.paired: dict[InstanceFigures, int] = {}
+        self.paired: dict[InstanceMetrics, int] = {}
         """Of a P: how often with which D."""
         self.ttft_s = Distribution(CALL_SECONDS)
         self.itl_s = Distribution(TOKEN_SECONDS)
@@ -262,43 +262,43 @@ class InstanceFigures:
         return self.calls - self.call_s.count
 
 
-class Call:
+class CallMetrics:
     """One call to an instance, from its beginning to `end`, which must follow."""
 
-    __slots__ = ("_clock", "_figures", "_last_s", "_started_s")
+    __slots__ = ("_clock", "_last_s", "_metrics", "_started_s")
 
     def __init__(
-        self, figures: InstanceFigures, clock: Callable[[], float], sent_bytes: int
+        self, metrics: InstanceMetrics, clock: Callable[[], float], sent_bytes: int
     ) -> None:
-        self._figures = figures
+        self._metrics = metrics
         self._clock = clock
         self._started_s = clock()
         self._last_s = 0.0
-        figures.calls += 1
-        figures.sent_bytes += sent_bytes
+        metrics.calls += 1
+        metrics.sent_bytes += sent_bytes
 
     def answered(self, size_bytes: int, *, is_first_token: bool) -> None:
         """The whole answer is here."""
-        figures = self._figures
-        figures.received_bytes += size_bytes
+        metrics = self._metrics
+        metrics.received_bytes += size_bytes
         if is_first_token:
-            figures.ttft_s.observe(self._clock() - self._started_s)
+            metrics.ttft_s.observe(self._clock() - self._started_s)
 
     def streamed(self, chunks: int, size_bytes: int) -> None:
         """A piece of the stream came, with this many chunks. Called for every token."""
-        figures = self._figures
-        figures.received_bytes += size_bytes
+        metrics = self._metrics
+        metrics.received_bytes += size_bytes
         if not chunks:
             return
         now_s = self._clock()
         last_s, self._last_s = self._last_s, now_s
         if last_s > 0 and chunks == 1:
-            figures.itl_s.observe(now_s - last_s)
+            metrics.itl_s.observe(now_s - last_s)
         elif last_s > 0:
             # Several at once waited for each other on the way: each took its part of the gap.
-            figures.itl_s.observe_each((now_s - last_s) / chunks, chunks)
+            metrics.itl_s.observe_each((now_s - last_s) / chunks, chunks)
         elif last_s == 0:
-            figures.ttft_s.observe(now_s - self._started_s)
+            metrics.ttft_s.observe(now_s - self._started_s)
 
     def interrupted(self) -> None:
         """The client did not take what came: the gap until the next piece is not the engine's."""
@@ -308,30 +308,30 @@ class Call:
     def end(self) -> float:
         """The call is over, however it went; seconds that it took."""
         seconds = self._clock() - self._started_s
-        self._figures.call_s.observe(seconds)
+        self._metrics.call_s.observe(seconds)
         return seconds
 
 
 class InstanceTable:
-    """Owner of all InstanceFigures. `clock` is monotonic seconds, never 0."""
+    """Owner of all InstanceMetrics. `clock` is monotonic seconds, never 0."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._by_name: dict[tuple[str, Phase], InstanceFigures] = {}
-        self._by_key: dict[InstanceKey, InstanceFigures] = {}
+        self._by_name: dict[tuple[str, Phase], InstanceMetrics] = {}
+        self._by_key: dict[InstanceKey, InstanceMetrics] = {}
         self._pairs = 0
         self._other_pairs = 0
 
     def __len__(self) -> int:
         return len(self._by_name)
 
-    def of(self, instance: Instance) -> InstanceFigures:
+    def of(self, instance: Instance) -> InstanceMetrics:
         """The instance's figures."""
         return self._by_key.get(instance.key) or self._enter(instance)
 
-    def call(self, instance: Instance, sent_bytes: int) -> Call:
+    def call(self, instance: Instance, sent_bytes: int) -> CallMetrics:
         """A call to `instance` begins."""
-        return Call(self.of(instance), self._clock, sent_bytes)
+        return CallMetrics(self.of(instance), self._clock, sent_bytes)
 
     def paired(self, prefill: Instance, decode: Instance) -> None:
         """P and D were picked for a try."""
@@ -352,8 +352,8 @@ class InstanceTable:
             self.of(instance).seen_s = now_s
         oldest_s = now_s - KEEP_S
         gone = [f for f in self._by_name.values() if f.seen_s < oldest_s and not f.in_flight]
-        for figures in gone:
-            del self._by_name[figures.name, figures.phase]
+        for metrics in gone:
+            del self._by_name[metrics.name, metrics.phase]
         if gone:
             self._forget_pairs(frozenset(gone))
 
@@ -386,31 +386,31 @@ class InstanceTable:
             pairs.append((other, self._other_pairs))
         out.numbers("xpyd_router_pairs_total", "counter", "Tries, by P and D", pairs)
 
-    def _enter(self, instance: Instance) -> InstanceFigures:
+    def _enter(self, instance: Instance) -> InstanceMetrics:
         phase = PHASES[instance.beat.type]
         name = instance.name[:_MAX_LABEL]
-        figures = self._by_name.get((name, phase))
-        if figures is None:
+        metrics = self._by_name.get((name, phase))
+        if metrics is None:
             if len(self._by_name) >= MAX_NAMES:
                 # Nobody asks for the metrics, or `keep` had made room.
                 self._by_name.clear()
                 self._forget_pairs(None)
-            figures = InstanceFigures(name, phase, self._clock())
-            self._by_name[name, phase] = figures
+            metrics = InstanceMetrics(name, phase, self._clock())
+            self._by_name[name, phase] = metrics
         if len(self._by_key) >= MAX_NAMES:
             self._by_key.clear()
-        self._by_key[instance.key] = figures
-        return figures
+        self._by_key[instance.key] = metrics
+        return metrics
 
-    def _forget_pairs(self, gone: frozenset[InstanceFigures] | None) -> None:
+    def _forget_pairs(self, gone: frozenset[InstanceMetrics] | None) -> None:
         """Pairs without those who are `gone`; None: without all."""
-        for figures in self._by_name.values():
-            for partner in [d for d in figures.paired if gone is None or d in gone]:
-                del figures.paired[partner]
-        self._pairs = sum(len(figures.paired) for figures in self._by_name.values())
+        for metrics in self._by_name.values():
+            for partner in [d for d in metrics.paired if gone is None or d in gone]:
+                del metrics.paired[partner]
+        self._pairs = sum(len(metrics.paired) for metrics in self._by_name.values())
 
 
-_NUMBERS: tuple[tuple[str, Kind, str, Callable[[InstanceFigures], int]], ...] = (
+_NUMBERS: tuple[tuple[str, Kind, str, Callable[[InstanceMetrics], int]], ...] = (
     ("xpyd_router_engine_requests_total", "counter", "Calls to the engine", lambda f: f.calls),
     ("xpyd_router_engine_in_flight", "gauge", "Calls that run", lambda f: f.in_flight),
     (
@@ -432,7 +432,7 @@ _NUMBERS: tuple[tuple[str, Kind, str, Callable[[InstanceFigures], int]], ...] = 
         lambda f: f.received_bytes,
     ),
 )
-_HISTOGRAMS: tuple[tuple[str, str, Callable[[InstanceFigures], Distribution]], ...] = (
+_HISTOGRAMS: tuple[tuple[str, str, Callable[[InstanceMetrics], Distribution]], ...] = (
     (
         "xpyd_router_engine_ttft_seconds",
         "From the call to its first token",

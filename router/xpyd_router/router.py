@@ -34,7 +34,7 @@ from xpyd_router.discovery.prober import Prober, probe_http
 from xpyd_router.fleet.loads import LoadTable
 from xpyd_router.fleet.registry import Registry
 from xpyd_router.fleet.view import FleetView
-from xpyd_router.http.inference import OneProcess, Surface
+from xpyd_router.http.inference import LocalControl, Surface
 from xpyd_router.http.server import BACKLOG, Parts, Serving, make_policy, open_serving, source_host
 from xpyd_router.metrics import RouterMetrics
 
@@ -140,7 +140,7 @@ async def open_router(
         loads=loads,
         policy=make_policy(config, fleet, loads),
         metrics=metrics,
-        whole=OneProcess(fleet, metrics),
+        control=LocalControl(fleet, metrics),
         admission=Admission(config.limits, metrics, clock),
         access_log=AccessLog(
             is_json=config.logs_json, wall_clock=time.time, is_on=config.access_log

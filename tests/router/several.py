@@ -23,7 +23,7 @@ from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.health import HealthRules
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.processes.owner import Owner, open_owner
-from xpyd_router.processes.worker_processes import Worker
+from xpyd_router.processes.worker_processes import WorkerProcess
 from xpyd_router.router import RunningRouter
 
 PATIENCE_S = 60.0
@@ -138,8 +138,8 @@ class Several(Fleet):
         return cast(_Router, self.router).owner
 
     @property
-    def workers(self) -> list[Worker]:
-        return self.owner.staff.workers
+    def workers(self) -> list[WorkerProcess]:
+        return self.owner.worker_processes.workers
 
     async def client(self, number: int) -> Client:
         """A new connection to worker `number`, counted from 0."""

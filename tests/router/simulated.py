@@ -80,7 +80,7 @@ class Simulation:
             self.slo,
             fleet=self._view,
             loads=self._loads,
-            figures=self._figures,
+            instance_metrics=self._figures,
             table=ObjectiveTable(),
             clock=self._clock,
         )

@@ -13,8 +13,8 @@ from xpyd_core.errors import ApiError
 from xpyd_router.admission import (
     PRIORITY_HEADER,
     Admission,
+    AdmissionLimits,
     Cost,
-    Limits,
     Row,
     Ticket,
     read_priority,
@@ -22,7 +22,7 @@ from xpyd_router.admission import (
 from xpyd_router.metrics import RouterMetrics
 
 
-def admission(limits: Limits, *others: Row) -> tuple[Admission, RouterMetrics]:
+def admission(limits: AdmissionLimits, *others: Row) -> tuple[Admission, RouterMetrics]:
     metrics = RouterMetrics()
     clock = asyncio.get_running_loop().time
     return Admission(limits, metrics, clock, others=others), metrics
@@ -46,7 +46,7 @@ async def refusal(task: asyncio.Task[Ticket]) -> tuple[int, str | None, int | No
 
 def test_a_place_is_had_without_giving_up_the_turn():
     async def scenario() -> None:
-        door, metrics = admission(Limits(requests=1))
+        door, metrics = admission(AdmissionLimits(requests=1))
         coroutine = door.enter(Cost(1, 7))
         with pytest.raises(StopIteration) as done:
             coroutine.send(None)
@@ -63,7 +63,7 @@ def test_a_place_is_had_without_giving_up_the_turn():
 
 def test_a_request_larger_than_the_limit_runs_alone():
     async def scenario() -> None:
-        door, _ = admission(Limits(tokens=100))
+        door, _ = admission(AdmissionLimits(tokens=100))
         small = await door.enter(Cost(1, 1))
         large = asyncio.create_task(door.enter(Cost(1, 5000)))
         await settle()
@@ -78,7 +78,7 @@ def test_a_request_larger_than_the_limit_runs_alone():
 
 def test_waiters_go_in_order_of_priority_and_then_of_arrival():
     async def scenario() -> None:
-        door, metrics = admission(Limits(requests=1))
+        door, metrics = admission(AdmissionLimits(requests=1))
         order: list[str] = []
 
         async def request(name: str, priority: int) -> None:
@@ -102,7 +102,7 @@ def test_waiters_go_in_order_of_priority_and_then_of_arrival():
 
 def test_a_ticket_says_how_long_it_was_waited_for():
     async def scenario() -> None:
-        door, _ = admission(Limits(requests=1))
+        door, _ = admission(AdmissionLimits(requests=1))
         first = await door.enter(Cost())
         waiting = asyncio.create_task(door.enter(Cost()))
         await asyncio.sleep(2.5)
@@ -115,7 +115,7 @@ def test_a_ticket_says_how_long_it_was_waited_for():
 
 def test_a_full_line_answers_429_and_says_when_to_come_again():
     async def scenario() -> None:
-        door, metrics = admission(Limits(requests=1, queue_entries=1))
+        door, metrics = admission(AdmissionLimits(requests=1, queue_entries=1))
         ticket = await door.enter(Cost())
         await asyncio.sleep(4.0)
         ticket.leave()
@@ -132,7 +132,7 @@ def test_a_full_line_answers_429_and_says_when_to_come_again():
 
 def test_a_higher_priority_takes_the_place_of_the_last_in_a_full_line():
     async def scenario() -> None:
-        door, _ = admission(Limits(requests=1, queue_entries=1))
+        door, _ = admission(AdmissionLimits(requests=1, queue_entries=1))
         running = await door.enter(Cost())
         batch = asyncio.create_task(door.enter(Cost(), priority=1))
         await settle()
@@ -147,7 +147,7 @@ def test_a_higher_priority_takes_the_place_of_the_last_in_a_full_line():
 @pytest.mark.parametrize(("deadline_in_s", "waits_s"), [(1000.0, 60.0), (7.0, 7.0), (-1.0, 0.0)])
 def test_a_turn_that_does_not_come_in_time_is_answered_503(deadline_in_s: float, waits_s: float):
     async def scenario() -> None:
-        door, metrics = admission(Limits(requests=1))
+        door, metrics = admission(AdmissionLimits(requests=1))
         running = await door.enter(Cost())
         now_s = asyncio.get_running_loop().time()
         late = asyncio.create_task(door.enter(Cost(), deadline_s=now_s + deadline_in_s))
@@ -165,7 +165,7 @@ def test_a_turn_that_does_not_come_in_time_is_answered_503(deadline_in_s: float,
 
 def test_the_deadline_of_the_head_lets_those_behind_go():
     async def scenario() -> None:
-        door, _ = admission(Limits(tokens=100))
+        door, _ = admission(AdmissionLimits(tokens=100))
         await door.enter(Cost(1, 50))
         now_s = asyncio.get_running_loop().time()
         large = asyncio.create_task(door.enter(Cost(1, 80), deadline_s=now_s + 3.0))
@@ -179,7 +179,7 @@ def test_the_deadline_of_the_head_lets_those_behind_go():
 
 def test_a_client_that_leaves_the_line_is_forgotten_at_once():
     async def scenario() -> None:
-        door, _ = admission(Limits(tokens=100))
+        door, _ = admission(AdmissionLimits(tokens=100))
         await door.enter(Cost(1, 50))
         large = asyncio.create_task(door.enter(Cost(1, 80)))
         await settle()
@@ -198,7 +198,7 @@ def test_a_place_handed_to_a_client_that_left_goes_to_the_next(leaves_first: boo
     """The client leaves in the same turn of the loop in which its place comes."""
 
     async def scenario() -> None:
-        door, _ = admission(Limits(requests=1))
+        door, _ = admission(AdmissionLimits(requests=1))
         running = await door.enter(Cost())
         gone = asyncio.create_task(door.enter(Cost()))
         await settle()
@@ -221,7 +221,7 @@ def test_a_place_handed_to_a_client_that_left_goes_to_the_next(leaves_first: boo
 def test_a_place_that_another_process_gave_back_is_found():
     async def scenario() -> None:
         theirs: Row = [2, 0, 0, 0]
-        door, _ = admission(Limits(requests=2), theirs)
+        door, _ = admission(AdmissionLimits(requests=2), theirs)
         waiting = asyncio.create_task(door.enter(Cost()))
         await asyncio.sleep(10.0)
         assert not waiting.done()
@@ -236,7 +236,7 @@ def test_every_place_comes_back_whatever_clients_do():
 
     async def scenario(seed: int) -> None:
         draw = random.Random(seed)
-        limits = Limits(requests=6, tokens=300, queue_entries=20, queue_timeout_s=8.0)
+        limits = AdmissionLimits(requests=6, tokens=300, queue_entries=20, queue_timeout_s=8.0)
         door, _ = admission(limits)
         ends = {"served": 0, "refused": 0}
 

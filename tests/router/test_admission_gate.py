@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from xpyd_router.admission import REQUESTS, TOKENS, WAITING, Cost, Entry, Gate, Limits, Row
+from xpyd_router.admission import REQUESTS, TOKENS, WAITING, AdmissionLimits, Cost, Entry, Gate, Row
 
 
-def gate(limits: Limits, *others: Row) -> tuple[Gate[Entry], Row]:
+def gate(limits: AdmissionLimits, *others: Row) -> tuple[Gate[Entry], Row]:
     row: Row = [0, 0, 0, 0]
     return Gate[Entry](limits, row, others), row
 
@@ -20,7 +20,7 @@ def entry(tokens: int = 0, priority: int = 0, body_bytes: int = 0) -> Entry:
 
 
 def test_without_limits_everybody_goes_on_and_is_counted():
-    found, row = gate(Limits())
+    found, row = gate(AdmissionLimits())
     assert all(found.enter(Cost(1, 10**9), 0) for _ in range(1000))
     assert row == [1000, 1000 * 10**9, 0, 0]
     found.leave(Cost(1, 10**9), 1.0)
@@ -28,37 +28,37 @@ def test_without_limits_everybody_goes_on_and_is_counted():
 
 
 def test_a_place_goes_to_the_first_in_line_and_not_to_who_comes_just_then():
-    found, _ = gate(Limits(requests=1))
+    found, _ = gate(AdmissionLimits(requests=1))
     assert found.enter(Cost(), 0)
     waiter = entry()
-    assert found.line_up(waiter) == (True, None)
+    assert found.enqueue(waiter) == (True, None)
     found.leave(Cost(), 1.0)
     assert not found.enter(Cost(), 0), "the place belongs to the waiter"
     assert found.admit() == [waiter]
 
 
 def test_a_large_request_at_the_head_is_not_overtaken_by_small_ones():
-    found, _ = gate(Limits(tokens=100))
+    found, _ = gate(AdmissionLimits(tokens=100))
     assert found.enter(Cost(1, 60), 0)
     large, small = entry(80), entry(10)
-    found.line_up(large)
+    found.enqueue(large)
     assert not found.enter(small.cost, 0), "10 would fit, but 80 came first"
-    found.line_up(small)
+    found.enqueue(small)
     assert found.admit() == []
     found.leave(Cost(1, 60), 1.0)
     assert found.admit() == [large, small]
 
 
 def test_a_higher_priority_goes_before_the_line_where_it_fits():
-    found, _ = gate(Limits(tokens=100))
+    found, _ = gate(AdmissionLimits(tokens=100))
     assert found.enter(Cost(1, 60), 0)
-    found.line_up(entry(80))
+    found.enqueue(entry(80))
     assert found.enter(Cost(1, 10), -1)
     assert not found.enter(Cost(1, 50), -1)
 
 
 def test_a_request_larger_than_the_limit_runs_alone():
-    found, _ = gate(Limits(tokens=100))
+    found, _ = gate(AdmissionLimits(tokens=100))
     cost = found.bounded(Cost(3, 5000, 7))
     assert cost == Cost(3, 100, 7)
     assert found.enter(cost, 0)
@@ -66,24 +66,24 @@ def test_a_request_larger_than_the_limit_runs_alone():
 
 
 def test_a_bounded_cost_fits_in_a_shared_row():
-    found, _ = gate(Limits())
+    found, _ = gate(AdmissionLimits())
     assert found.bounded(Cost(10**30, 10**30)) == Cost(2**40, 2**40)
     assert found.bounded(Cost(1, 10**9)) == Cost(1, 10**9)
 
 
 def test_who_leaves_the_line_lets_those_behind_go():
-    found, _ = gate(Limits(tokens=100))
+    found, _ = gate(AdmissionLimits(tokens=100))
     assert found.enter(Cost(1, 60), 0)
     large, small = entry(80), entry(10)
-    found.line_up(large)
-    found.line_up(small)
+    found.enqueue(large)
+    found.enqueue(small)
     assert found.remove(large)
     assert found.admit() == [small]
     assert not found.remove(large)
 
 
 @pytest.mark.parametrize(
-    ("newcomer", "stands", "leaves"),
+    ("newcomer", "is_queued", "leaves"),
     [
         (entry(priority=5), False, None),
         (entry(priority=6), False, None),
@@ -94,9 +94,9 @@ def test_who_leaves_the_line_lets_those_behind_go():
     ids=["equal", "lower", "higher", "higher but its body is too long", "higher and fits"],
 )
 def test_a_full_line_gives_up_its_newest_lowest_for_a_higher_one(
-    newcomer: Entry, stands: bool, leaves: int | None
+    newcomer: Entry, is_queued: bool, leaves: int | None
 ):
-    found, row = gate(Limits(requests=1, queue_entries=3, queue_bytes=100))
+    found, row = gate(AdmissionLimits(requests=1, queue_entries=3, queue_bytes=100))
     found.enter(Cost(), 0)
     line = [
         entry(priority=0, body_bytes=30),
@@ -104,17 +104,17 @@ def test_a_full_line_gives_up_its_newest_lowest_for_a_higher_one(
         entry(priority=5, body_bytes=30),
     ]
     for one in line:
-        assert found.line_up(one) == (True, None)
-    assert found.line_up(newcomer) == (stands, None if leaves is None else line[leaves])
+        assert found.enqueue(one) == (True, None)
+    assert found.enqueue(newcomer) == (is_queued, None if leaves is None else line[leaves])
     assert found.waiting == row[WAITING] == 3
 
 
 def test_the_line_is_bounded_in_bytes():
-    found, _ = gate(Limits(requests=1, queue_bytes=100))
+    found, _ = gate(AdmissionLimits(requests=1, queue_bytes=100))
     found.enter(Cost(), 0)
-    assert found.line_up(entry(body_bytes=100)) == (True, None)
-    assert found.line_up(entry(body_bytes=1)) == (False, None)
-    assert found.line_up(entry(body_bytes=0)) == (True, None)
+    assert found.enqueue(entry(body_bytes=100)) == (True, None)
+    assert found.enqueue(entry(body_bytes=1)) == (False, None)
+    assert found.enqueue(entry(body_bytes=0)) == (True, None)
 
 
 @pytest.mark.parametrize(
@@ -124,21 +124,21 @@ def test_the_line_is_bounded_in_bytes():
 def test_retry_after_is_the_lines_length_by_the_rate_within_bounds(
     mean_s: float | None, waiting: int, expected_s: int
 ):
-    found, _ = gate(Limits(requests=4))
+    found, _ = gate(AdmissionLimits(requests=4))
     for _ in range(4):
         found.enter(Cost(), 0)
     if mean_s is not None:
         found.leave(Cost(), mean_s)
         found.enter(Cost(), 0)
     for _ in range(waiting):
-        found.line_up(entry())
+        found.enqueue(entry())
     # 4 in flight, each 2 s: two leave per second.
     assert found.retry_after_s() == expected_s
 
 
 def test_retry_after_counts_the_lines_and_places_of_all_processes():
     theirs: Row = [4, 0, 0, 0]
-    found, _ = gate(Limits(requests=8), theirs)
+    found, _ = gate(AdmissionLimits(requests=8), theirs)
     for held_s in (2.0, None):
         assert all(found.enter(Cost(), 0) for _ in range(4))
         if held_s is not None:
@@ -149,7 +149,7 @@ def test_retry_after_counts_the_lines_and_places_of_all_processes():
 
 
 def test_the_mean_time_follows_what_is_seen():
-    found, _ = gate(Limits(requests=1))
+    found, _ = gate(AdmissionLimits(requests=1))
     found.enter(Cost(), 0)
     for _ in range(200):
         found.leave(Cost(), 30.0)
@@ -167,10 +167,10 @@ def test_the_mean_time_follows_what_is_seen():
 
 def test_limits_count_what_other_processes_have_in_flight():
     theirs: Row = [2, 70, 0, 0]
-    found, row = gate(Limits(requests=3, tokens=100), theirs)
+    found, row = gate(AdmissionLimits(requests=3, tokens=100), theirs)
     assert not found.enter(Cost(1, 31), 0)
     waiter = entry(31)
-    found.line_up(waiter)
+    found.enqueue(waiter)
     assert found.admit() == []
     theirs[TOKENS] = 69
     assert found.admit() == [waiter]
@@ -186,7 +186,7 @@ class Model:
 
     requests: int
     tokens: int
-    limits: Limits
+    limits: AdmissionLimits
     line: list[Entry] = field(default_factory=list[Entry])
     running: list[Cost] = field(default_factory=list[Cost])
 
@@ -213,7 +213,7 @@ class Model:
             return True
         return False
 
-    def line_up(self, one: Entry) -> tuple[bool, Entry | None]:
+    def enqueue(self, one: Entry) -> tuple[bool, Entry | None]:
         def fits(line: list[Entry]) -> bool:
             held = sum(other.cost.body_bytes for other in line) + one.cost.body_bytes
             return len(line) < self.limits.queue_entries and held <= self.limits.queue_bytes
@@ -235,7 +235,7 @@ class Model:
 def test_random_walks_do_as_the_model_does(seed: int):
     draw = random.Random(seed)
     requests, tokens = draw.randint(1, 5), 100
-    limits = Limits(requests=requests, tokens=tokens, queue_entries=8, queue_bytes=400)
+    limits = AdmissionLimits(requests=requests, tokens=tokens, queue_entries=8, queue_bytes=400)
     found, row = gate(limits)
     model = Model(requests, tokens, limits)
     for _ in range(400):
@@ -245,7 +245,7 @@ def test_random_walks_do_as_the_model_does(seed: int):
             entered = found.enter(one.cost, one.priority)
             assert entered == model.enter(one)
             if not entered:
-                assert found.line_up(one) == model.line_up(one)
+                assert found.enqueue(one) == model.enqueue(one)
         elif action < 0.9 and model.running:
             cost = model.running.pop(draw.randrange(len(model.running)))
             found.leave(cost, draw.random())
@@ -268,5 +268,5 @@ def test_random_walks_do_as_the_model_does(seed: int):
     ids=["room for one", "no place", "bytes for one", "no bytes"],
 )
 def test_the_queues_bounds_hold_for_all_processes_together(theirs: Row, fits: bool) -> None:
-    found, _ = gate(Limits(requests=1, queue_entries=3, queue_bytes=100), theirs)
-    assert found.line_up(entry(body_bytes=10))[0] is fits
+    found, _ = gate(AdmissionLimits(requests=1, queue_entries=3, queue_bytes=100), theirs)
+    assert found.enqueue(entry(body_bytes=10))[0] is fits

@@ -27,7 +27,7 @@ from xpyd_router.processes.events import (
     to_owner,
     to_worker,
 )
-from xpyd_router.processes.worker import SILENCE_S, Asking
+from xpyd_router.processes.worker import SILENCE_S, OwnerControl
 
 MORE_THAN_BUFFERS = [Acquit(bytes(1000))] * 2000
 """2 MB: a socket and its transport hold some hundred KB."""
@@ -35,13 +35,13 @@ MORE_THAN_BUFFERS = [Acquit(bytes(1000))] * 2000
 
 def test_a_worker_is_current_as_long_as_its_owner_is_heard() -> None:
     now_s, told = 100.0, list[ToOwner]()
-    asking = Asking(told.append, lambda: now_s)
+    control = OwnerControl(told.append, lambda: now_s)
     now_s += SILENCE_S - 1
-    assert asking.is_current
+    assert control.is_current
     now_s += 1
-    assert not asking.is_current
-    asking.take(Ping())
-    assert asking.is_current
+    assert not control.is_current
+    control.take(Ping())
+    assert control.is_current
     assert told == [Pong()]
 
 
@@ -51,7 +51,7 @@ def test_a_router_that_is_not_current_is_not_ready_and_serves() -> None:
 
     async def work() -> None:
         async with pair() as (fleet_, _, d):
-            fleet_.router.surface.whole = Old()  # pyright: ignore[reportAttributeAccessIssue]
+            fleet_.router.surface.control = Old()  # pyright: ignore[reportAttributeAccessIssue]
             async with fleet_.http.get(f"{fleet_.base}/readiness") as response:
                 assert response.status == 503
                 assert await response.json() == {"status": "no word of the instances"}

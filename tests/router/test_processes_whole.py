@@ -16,7 +16,7 @@ import pytest
 
 from tests.router.fakes import Call, FakeEngine, serve_model, until
 from tests.router.several import Client, Several, children, routed, run, several, when
-from xpyd_router.admission import Limits
+from xpyd_router.admission import AdmissionLimits
 
 pytestmark = pytest.mark.slow
 
@@ -78,7 +78,7 @@ def test_the_least_loaded_is_so_over_all_workers() -> None:
 
 def test_a_limit_holds_for_all_workers_together() -> None:
     async def work() -> None:
-        async with several(2, limits=Limits(requests=2, queue_entries=1)) as made:
+        async with several(2, limits=AdmissionLimits(requests=2, queue_entries=1)) as made:
             gate = Gate()
             _, d, clients = await with_pair(made)
             d.script = gate
@@ -165,7 +165,7 @@ def test_what_one_worker_met_all_know() -> None:
 
 def test_a_killed_worker_takes_only_its_own_requests_with_it_and_is_replaced() -> None:
     async def work() -> None:
-        async with several(2, limits=Limits(requests=2)) as made:
+        async with several(2, limits=AdmissionLimits(requests=2)) as made:
             gate = Gate()
             _, d, clients = await with_pair(made)
             assert await clients[0].status() == 200

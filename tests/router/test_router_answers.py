@@ -22,13 +22,13 @@ from xpyd_router.request.answers import (
     whole_answer,
     without_token_ids,
 )
-from xpyd_router.request.client_request import parse_ask
+from xpyd_router.request.client_request import parse_request
 
 HEAD = Head("cmpl-abc", 7)
 
 
 def ask(endpoint: Any = "completions", **fields: Any) -> Any:
-    return parse_ask(endpoint, orjson.dumps({"model": "m", **fields}))
+    return parse_request(endpoint, orjson.dumps({"model": "m", **fields}))
 
 
 def writer(what: Any, answer: Any) -> ChunkWriter:

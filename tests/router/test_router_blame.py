@@ -10,7 +10,7 @@ import pytest
 
 from tests.router.beats import beat
 from tests.router.fakes import Call, FakeEngine, answer, die, fleet, run, serve_model, until
-from tests.router.test_router_course import course
+from tests.router.test_router_request_state import request_state
 from xpyd_core.errors import ApiError
 from xpyd_router.config import RouterConfig
 from xpyd_router.errors import CallFailed
@@ -54,7 +54,7 @@ def attempt_at(called: Instance | Pair, call_s: float) -> Attempt:
     made = Attempt(
         Alone(called) if isinstance(called, Instance) else called,
         uuid="u", public="p", forwarded="",
-        loads=LoadTable(), fleet=unused, upstream=unused, figures=unused,
+        loads=LoadTable(), fleet=unused, upstream=unused, instance_metrics=unused,
     )  # fmt: skip
     made.call_s = call_s
     return made
@@ -70,7 +70,7 @@ def test_a_timeout_counts_against_who_had_half_of_its_time(
     async def work() -> None:
         view = view_of(kind)
         failures = failures_of(view, prefill_timeout_s=1.0, request_timeout_s=10.0)
-        tried = course()
+        tried = request_state()
         await failures.after(tried, attempt_at(view.instances[0], call_s), CallFailed("timeout"))
         assert bool(view._health.breakers) == counts
         assert tried.exclude == {view.instances[0].key}
@@ -82,7 +82,7 @@ def test_a_timeout_counts_against_who_had_half_of_its_time(
 def test_refusals_cost_no_tries_but_are_bounded() -> None:
     async def work() -> None:
         view = view_of("A")
-        failures, tried = failures_of(view, max_tries=1), course()
+        failures, tried = failures_of(view, max_tries=1), request_state()
         for _ in range(15):
             await failures.after(tried, attempt_at(view.instances[0], 1.0), CallFailed("refused"))
         with pytest.raises(ApiError) as caught:
@@ -102,7 +102,7 @@ def test_a_stream_is_tried_again_only_where_its_tokens_are_known(
 
     async def work() -> None:
         view = view_of("A")
-        failures, tried = failures_of(view), course(sent)
+        failures, tried = failures_of(view), request_state(sent)
         tried.has_decode_begun, tried.deadline_s = True, -1.0
         failed = failures.after(tried, attempt_at(view.instances[0], 1.0), CallFailed("status"))
         if not code:
@@ -118,7 +118,7 @@ def test_a_stream_is_tried_again_only_where_its_tokens_are_known(
 def test_a_request_that_two_instances_died_of_is_refused_and_its_body_with_it() -> None:
     async def work() -> None:
         view = view_of("A", "A")
-        failures, tried = failures_of(view), course()
+        failures, tried = failures_of(view), request_state()
         one, other = view.instances
         for each in (one, other):
             view._health.poison.died(each.key, view.now_s)
@@ -127,7 +127,7 @@ def test_a_request_that_two_instances_died_of_is_refused_and_its_body_with_it() 
             await failures.after(tried, attempt_at(other, 1.0), CallFailed("reset"))
         assert (caught.value.status, caught.value.code) == (422, "poisoned_request")
         with pytest.raises(ApiError, match="refused"):
-            failures.refuse(tried.ask)
+            failures.refuse(tried.request)
         counted = failures._metrics.render(()).decode()
         assert "xpyd_router_poisoned_requests_total 2.0" in counted
 
@@ -137,7 +137,7 @@ def test_a_request_that_two_instances_died_of_is_refused_and_its_body_with_it() 
 def test_a_request_whose_time_is_up_is_not_tried_again() -> None:
     async def work() -> None:
         view = view_of("A")
-        failures, tried = failures_of(view), course()
+        failures, tried = failures_of(view), request_state()
         tried.deadline_s = 0.0
         with pytest.raises(ApiError) as caught:
             await failures.after(tried, attempt_at(view.instances[0], 1.0), CallFailed("status"))
@@ -149,8 +149,8 @@ def test_a_request_whose_time_is_up_is_not_tried_again() -> None:
 def test_a_request_whose_body_was_convicted_meanwhile_is_not_tried_again() -> None:
     async def work() -> None:
         view = view_of("A")
-        failures, tried = failures_of(view), course()
-        view._health.poison.convict(fingerprint(tried.ask.raw, view._secret), time.monotonic())
+        failures, tried = failures_of(view), request_state()
+        view._health.poison.convict(fingerprint(tried.request.raw, view._secret), time.monotonic())
         with pytest.raises(ApiError, match="refused") as caught:
             await failures.after(tried, attempt_at(view.instances[0], 1.0), CallFailed("status"))
         assert caught.value.status == 422
@@ -257,7 +257,7 @@ def test_requests_that_met_the_same_death_are_tried_apart() -> None:
 def test_failed_transfers_count_against_who_they_have_in_common() -> None:
     async def work() -> None:
         view = view_of("P", "P", "D")
-        failures, tried = failures_of(view), course()
+        failures, tried = failures_of(view), request_state()
         (d,) = (one for one in view.instances if one.beat.type == "D")
         for p in (one for one in view.instances if one.beat.type == "P"):
             assert not view._health.breakers

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xpyd_core.errors import ApiError
-from xpyd_router.request.client_request import parse_ask
+from xpyd_router.request.client_request import parse_request
 from xpyd_router.request.state import prefill_body, splice
 
 
 def ask(endpoint: Any = "completions", **fields: Any) -> Any:
-    return parse_ask(endpoint, orjson.dumps({"model": "m", "prompt": "x", **fields}))
+    return parse_request(endpoint, orjson.dumps({"model": "m", "prompt": "x", **fields}))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_wrong_field_is_refused_by_name(fields: dict[str, Any], param: str) ->
 )
 def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
     with pytest.raises(ApiError) as caught:
-        parse_ask("completions", raw)
+        parse_request("completions", raw)
     assert caught.value.status == 400
 
 

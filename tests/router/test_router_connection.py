@@ -10,7 +10,7 @@ import pytest
 
 from tests.router.fakes import run
 from xpyd_router.errors import CallFailed
-from xpyd_router.upstream.connection import Connection, Exchange
+from xpyd_router.upstream.connection import EngineConnection, Exchange
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n\r\n"
@@ -48,8 +48,8 @@ class Line:
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self.wire = Wire()
         self.loop = loop
-        self.free: list[Connection] = []
-        self.connection = Connection(self.free.append, lambda _: None)
+        self.free: list[EngineConnection] = []
+        self.connection = EngineConnection(self.free.append, lambda _: None)
         self.connection.connection_made(cast(Any, self.wire))
 
     def ask(self, body: bytes = b"{}") -> Exchange:

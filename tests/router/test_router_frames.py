@@ -13,8 +13,8 @@ from tests.router.test_router_upstream_bytes import Parsed
 from xpyd_router.access_log import Trace
 from xpyd_router.http.sinks import DirectSink, UnframedSink
 from xpyd_router.request.answers import scrub
-from xpyd_router.request.relay import CHUNK_LINES, KNOWN_LINES, Outlet, Relay, size_in
-from xpyd_router.upstream.connection import Connection, Exchange
+from xpyd_router.request.relay import CHUNK_LINES, KNOWN_LINES, ClientStream, Relay, size_in
+from xpyd_router.upstream.connection import EngineConnection, Exchange
 
 UUID, PUBLIC = b"0123456789abcdef0123456789abcdef", b"f" * 32
 SECRET = b"___prefill_addr_10.0.0.1:1___decode_addr_10.0.0.2:1_" + UUID
@@ -71,21 +71,21 @@ class Stream:
             kind = FramingSink
         sink = kind(self.client)  # type: ignore[arg-type]
         self.trace = Trace("completions", 0.0)
-        self.outlet = Outlet(sink, [], self.trace, lambda: 1.0)
+        self.outlet = ClientStream(sink, [], self.trace, lambda: 1.0)
         attempt: Any = SimpleNamespace(
             running=self.seen, secret=SECRET, uuid_bytes=UUID, public_bytes=PUBLIC
         )
         attempt.scrubbed = lambda data: scrub(data, (SECRET, UUID), PUBLIC)
-        course: Any = SimpleNamespace(
-            ask=SimpleNamespace(wants_token_ids=False),
+        request_state: Any = SimpleNamespace(
+            request=SimpleNamespace(wants_token_ids=False),
             has_decode_begun=False,
             sent=None,
             trace=self.trace,
         )
-        self.relay = Relay(course, attempt, self.outlet, sent=None)
+        self.relay = Relay(request_state, attempt, self.outlet, sent=None)
         self.taken = 0
         self.exchange = Exchange(None, loop, 10.0)
-        self.engine = Connection(lambda _: None, lambda _: None)
+        self.engine = EngineConnection(lambda _: None, lambda _: None)
         self.engine.connection_made(Wire())  # type: ignore[arg-type]
         self.engine.send(self.exchange, b"POST", b"")
 

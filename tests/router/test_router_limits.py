@@ -26,11 +26,11 @@ from tests.router.fakes import (
     serve_model,
     until,
 )
-from xpyd_router.admission import Cost, Limits
+from xpyd_router.admission import AdmissionLimits, Cost
 from xpyd_router.http.inference import cost_of
-from xpyd_router.request.client_request import parse_ask
+from xpyd_router.request.client_request import parse_request
 
-ONE = Limits(requests=1)
+ONE = AdmissionLimits(requests=1)
 NOTHING = Cost(0, 0)
 
 
@@ -43,7 +43,7 @@ def waiting(fleet_: Fleet) -> int:
 
 
 @contextlib.asynccontextmanager
-async def busy(limits: Limits) -> AsyncGenerator[tuple[Fleet, FakeEngine, asyncio.Event]]:
+async def busy(limits: AdmissionLimits) -> AsyncGenerator[tuple[Fleet, FakeEngine, asyncio.Event]]:
     """A fleet whose P holds one request until the event is set."""
     async with pair(limits=limits) as (fleet_, p, _):
         release = asyncio.Event()
@@ -77,7 +77,7 @@ async def busy(limits: Limits) -> AsyncGenerator[tuple[Fleet, FakeEngine, asynci
 def test_a_request_costs_a_quarter_of_its_bytes_and_what_it_may_put_out(
     endpoint: Any, body: bytes, tokens: int
 ) -> None:
-    ask = parse_ask(endpoint, body)
+    ask = parse_request(endpoint, body)
     assert cost_of(ask, ask.prompt_tokens) == Cost(1, tokens, len(body))
     assert cost_of(ask, ask.prompt_tokens + 70) == Cost(1, tokens + 70, len(body))
 
@@ -119,7 +119,7 @@ def test_a_higher_priority_is_served_first(
 
 def test_a_full_queue_answers_429() -> None:
     async def work() -> None:
-        async with busy(Limits(requests=1, queue_entries=0)) as (fleet_, _, __):
+        async with busy(AdmissionLimits(requests=1, queue_entries=0)) as (fleet_, _, __):
             async with await fleet_.post() as response:
                 assert response.status == 429
                 assert response.headers["Retry-After"] == "1"
@@ -132,7 +132,7 @@ def test_a_full_queue_answers_429() -> None:
 
 def test_a_turn_that_does_not_come_answers_503() -> None:
     async def work() -> None:
-        limits = Limits(requests=1, queue_timeout_s=0.05)
+        limits = AdmissionLimits(requests=1, queue_timeout_s=0.05)
         async with busy(limits) as (fleet_, _, __), await fleet_.post(stream=True) as response:
             assert response.status == 503
             assert 1 <= int(response.headers["Retry-After"]) <= 60
@@ -141,8 +141,8 @@ def test_a_turn_that_does_not_come_answers_503() -> None:
     run(work())
 
 
-@pytest.mark.parametrize(("limits", "status"), [(ONE, 400), (Limits(), 200)])
-def test_priorities_are_read_where_they_matter(limits: Limits, status: int) -> None:
+@pytest.mark.parametrize(("limits", "status"), [(ONE, 400), (AdmissionLimits(), 200)])
+def test_priorities_are_read_where_they_matter(limits: AdmissionLimits, status: int) -> None:
     async def work() -> None:
         headers = {"X-Xpyd-Priority": "urgent"}
         async with pair(limits=limits) as (fleet_, _, __), await fleet_.post(headers=headers) as r:

@@ -19,7 +19,7 @@ from tests.router.fakes import (
     text_of,
     until,
 )
-from xpyd_router.admission import Limits
+from xpyd_router.admission import AdmissionLimits
 from xpyd_router.policy.base import OnNoPrefill, Want
 from xpyd_router.request.attempt import second_wish
 
@@ -189,8 +189,10 @@ def test_without_a_d_requests_wait_for_one(on: OnNoPrefill) -> None:
     run(work())
 
 
-@pytest.mark.parametrize("limits", [Limits(queue_entries=1), Limits(queue_bytes=100)])  # of 2 * 63
-def test_those_who_wait_for_instances_are_bounded_too(limits: Limits) -> None:
+@pytest.mark.parametrize(
+    "limits", [AdmissionLimits(queue_entries=1), AdmissionLimits(queue_bytes=100)]
+)  # of 2 * 63
+def test_those_who_wait_for_instances_are_bounded_too(limits: AdmissionLimits) -> None:
     async def work() -> None:
         async with fleet(limits=limits, pair_wait_s=1000.0) as fleet_:
             await fleet_.engine("P")

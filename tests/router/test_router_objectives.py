@@ -25,7 +25,7 @@ from tests.router.fakes import (
     start_stream,
     until,
 )
-from tests.router.test_router_course import course
+from tests.router.test_router_request_state import request_state
 from xpyd_core.errors import UserError
 from xpyd_router.command import command, read_config
 from xpyd_router.fleet.loads import LoadTable, Pace
@@ -35,7 +35,7 @@ from xpyd_router.policy.base import NO_SLO, Slo
 from xpyd_router.policy.pairs import Alone
 from xpyd_router.request.client_request import HeadReader
 from xpyd_router.request.objectives import Objectives
-from xpyd_router.request.state import Course, Sent
+from xpyd_router.request.state import RequestState, Sent
 from xpyd_router.request_metrics import InstanceTable, ObjectiveTable
 
 LOOSE, STRICT = Slo(3000.0, 3000.0), Slo(1e-9, 1e-9)
@@ -275,13 +275,13 @@ class Sampled:
         view.apply(beat("D"))
         (self.instance,) = view.instances
         self.load = loads.of(self.instance.key)
-        self.figures = InstanceTable(lambda: self.now_s)
+        self.instance_metrics = InstanceTable(lambda: self.now_s)
         self.table = ObjectiveTable()
         self.objectives = Objectives(
             NO_SLO,
             fleet=view,
             loads=loads,
-            figures=self.figures,
+            instance_metrics=self.instance_metrics,
             table=self.table,
             clock=lambda: self.now_s,
         )
@@ -290,7 +290,7 @@ class Sampled:
 def test_a_sample_is_the_mean_gap_since_the_last_one_over_the_requests_meanwhile() -> None:
     world = Sampled()
     world.objectives.sample()
-    calls = [world.figures.call(world.instance, 0) for _ in range(4)]
+    calls = [world.instance_metrics.call(world.instance, 0) for _ in range(4)]
     for _ in calls:
         world.load.begin(10)
     world.objectives.sample()  # nothing came yet
@@ -325,7 +325,7 @@ def test_a_sample_is_the_mean_gap_since_the_last_one_over_the_requests_meanwhile
 def test_what_a_name_had_before_its_process_is_not_the_processes() -> None:
     """Figures go by the name: a restarted engine goes on with those of its predecessor."""
     world = Sampled()
-    call = world.figures.call(world.instance, 0)
+    call = world.instance_metrics.call(world.instance, 0)
     for _ in range(5):
         world.now_s += 9.0
         call.streamed(1, 1)
@@ -333,10 +333,10 @@ def test_what_a_name_had_before_its_process_is_not_the_processes() -> None:
     assert not world.load.pace.gap.is_known
 
 
-def given(ttft_s: float | None = None, itl_s: float | None = None, ids: int = 0) -> Course:
+def given(ttft_s: float | None = None, itl_s: float | None = None, ids: int = 0) -> RequestState:
     """A request that came 10 s before the sampled world's beginning; the client has `ids`."""
     sent = Sent([list(range(ids))], "k", {}, "m") if ids else None
-    made = course(sent)
+    made = request_state(sent)
     made.trace.started_s, made.slo = 90.0, Slo(ttft_s, itl_s)
     return made
 
@@ -406,7 +406,7 @@ def test_the_first_token_of_one_alone_is_told_from_its_own_call() -> None:
 
 def test_the_time_per_token_of_a_whole_answer_is_of_one_choice() -> None:
     world, asked = Sampled(), given()
-    asked.ask = course(n=4, max_tokens=20).ask
+    asked.request = request_state(n=4, max_tokens=20).request
     asked.trace.output_tokens = 80
     world.load.begin(10)
     world.objectives.answered(asked, world.load, 100.0, 2.0, is_prefill=False)
@@ -415,7 +415,7 @@ def test_the_time_per_token_of_a_whole_answer_is_of_one_choice() -> None:
 
 def test_a_sample_counts_the_requests_between_its_ends() -> None:
     world = Sampled()
-    calls = [world.figures.call(world.instance, 0) for _ in range(8)]
+    calls = [world.instance_metrics.call(world.instance, 0) for _ in range(8)]
     for call in calls:
         world.load.begin(1)
         call.streamed(1, 1)

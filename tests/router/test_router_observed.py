@@ -25,7 +25,7 @@ from tests.router.fakes import (
     until,
 )
 from xpyd_router.access_log import AccessLog, Trace, as_words
-from xpyd_router.admission import Limits
+from xpyd_router.admission import AdmissionLimits
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
@@ -238,9 +238,11 @@ def test_tokens_of_a_stream_that_passes_as_it_is_are_those_of_its_last_chunk(
     run(work())
 
 
-@pytest.mark.parametrize(("limits", "said"), [(Limits(requests=1), [0, -1, 100]), (Limits(), [])])
+@pytest.mark.parametrize(
+    ("limits", "said"), [(AdmissionLimits(requests=1), [0, -1, 100]), (AdmissionLimits(), [])]
+)
 def test_a_line_has_the_priority_that_admission_went_by(
-    limits: Limits,
+    limits: AdmissionLimits,
     said: list[int],
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],

@@ -23,7 +23,7 @@ from tests.router.fakes import (
     serve_model,
     until,
 )
-from xpyd_router.admission import Limits
+from xpyd_router.admission import AdmissionLimits
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -176,7 +176,7 @@ def test_a_failure_is_the_class_that_users_catch(case: str, stream: bool) -> Non
 
 def test_who_is_over_the_limits_sees_when_to_come_again() -> None:
     async def work() -> None:
-        limits = Limits(requests=1, queue_entries=0)
+        limits = AdmissionLimits(requests=1, queue_entries=0)
         async with pair(limits=limits) as (fleet_, p, _), client_of(fleet_) as client:
             p.script = hang
             first = asyncio.create_task(client.completions.create(model="m", prompt="x"))

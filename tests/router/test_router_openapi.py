@@ -22,7 +22,7 @@ from xpyd_router.http.app import quart_app
 from xpyd_router.http.openapi.document import openapi_document
 from xpyd_router.http.openapi.requests import chat_request, completion_request
 from xpyd_router.http.openapi.responses import ERRORS
-from xpyd_router.request.client_request import ENDPOINTS, parse_ask
+from xpyd_router.request.client_request import ENDPOINTS, parse_request
 from xpyd_worker.server.openai_types import parse_chat, parse_completion
 
 DOCUMENT = openapi_document(__version__)
@@ -157,7 +157,7 @@ def test_requests_of_the_examples_are_taken(endpoint: Any) -> None:
     parse = parse_completion if endpoint == "completions" else parse_chat
     content = DOCUMENT["paths"][f"/v1/{endpoint}"]["post"]["requestBody"]["content"]
     for example in content["application/json"]["examples"].values():
-        ask = parse_ask(endpoint, orjson.dumps(example["value"]))
+        ask = parse_request(endpoint, orjson.dumps(example["value"]))
         parse(ask.fields)
 
 
@@ -186,10 +186,10 @@ def test_the_router_checks_what_the_document_says_that_it_checks(endpoint: Any) 
         for value in values:
             body = {"model": "m", "stream": name == "stream_options", name: value}
             with pytest.raises(ApiError) as error:
-                parse_ask(endpoint, orjson.dumps(body))
+                parse_request(endpoint, orjson.dumps(body))
             assert (error.value.status, error.value.param) == (400, name), value
         if "null" in kinds:
-            parse_ask(endpoint, orjson.dumps({"model": "m", name: None}))
+            parse_request(endpoint, orjson.dumps({"model": "m", name: None}))
 
 
 ANY_VALUES: tuple[Any, ...] = (
@@ -218,4 +218,4 @@ def test_our_engines_check_what_the_document_says_that_engines_check(endpoint: A
 def test_it_checks_the_options_of_streams(name: str) -> None:
     body = {"model": "m", "stream": True, "stream_options": {name: 1}}
     with pytest.raises(ApiError, match=name):
-        parse_ask("completions", orjson.dumps(body))
+        parse_request("completions", orjson.dumps(body))

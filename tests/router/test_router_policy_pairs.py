@@ -162,4 +162,4 @@ def test_names_that_clients_make_up_leave_nothing_behind() -> None:
     for number in range(50):
         assert policy.pick(found, Want(f"made-up-{number}")) is None
         assert policy.pick(found, Want("x"))
-    assert len(policy._lineups) == 2  # pyright: ignore[reportPrivateUsage] - what would grow
+    assert len(policy._sides_by_model) == 2  # pyright: ignore[reportPrivateUsage] - what would grow

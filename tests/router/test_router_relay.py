@@ -9,15 +9,15 @@ import pytest
 
 from tests.router.fakes import sse
 from tests.router.test_router_blame import view_of
-from tests.router.test_router_course import course
+from tests.router.test_router_request_state import request_state
 from xpyd_router.access_log import Trace
 from xpyd_router.errors import CallFailed
 from xpyd_router.fleet.loads import LoadTable
 from xpyd_router.policy.pairs import Alone
 from xpyd_router.request.answers import DONE, MAX_EVENT_BYTES
 from xpyd_router.request.attempt import Attempt
-from xpyd_router.request.relay import Outlet, Relay
-from xpyd_router.request.state import Course, Sent
+from xpyd_router.request.relay import ClientStream, Relay
+from xpyd_router.request.state import RequestState, Sent
 
 UUID, PUBLIC = "0123456789abcdef" * 2, "fedcba9876543210" * 2
 
@@ -59,16 +59,16 @@ class Stream:
     """A relay between an engine and a client, both the test."""
 
     def __init__(self, sent: Sent | None, **fields: Any) -> None:
-        self.client, self.figures = Client(), Figures()
-        self.course: Course = course(sent, stream=True, **fields)
+        self.client, self.instance_metrics = Client(), Figures()
+        self.request_state: RequestState = request_state(sent, stream=True, **fields)
         unused = cast(Any, None)
         attempt = Attempt(
             Alone(view_of("A").instances[0]), uuid=UUID, public=PUBLIC, forwarded="",
-            loads=LoadTable(), fleet=unused, upstream=unused, figures=unused,
+            loads=LoadTable(), fleet=unused, upstream=unused, instance_metrics=unused,
         )  # fmt: skip
-        attempt.running = cast(Any, self.figures)
-        outlet = Outlet(cast(Any, self.client), (), Trace("completions", 0.0), lambda: 0.0)
-        self.relay = Relay(self.course, attempt, outlet, sent=sent)
+        attempt.running = cast(Any, self.instance_metrics)
+        outlet = ClientStream(cast(Any, self.client), (), Trace("completions", 0.0), lambda: 0.0)
+        self.relay = Relay(self.request_state, attempt, outlet, sent=sent)
 
     def feed(self, *pieces: bytes) -> None:
         for piece in pieces:
@@ -147,7 +147,7 @@ def test_any_cut_is_the_same_to_the_client_and_in_the_figures(size: int, choices
     assert stream.client.got.endswith(DONE)
     assert [text for _, text, _ in texts(stream.client.got)] == [f"t{n} " for n in range(6)]
     assert had.token_ids == ([[0, 2, 4], [1, 3, 5]] if choices == 2 else [[*range(6)]])
-    assert (stream.figures.chunks, stream.figures.size_bytes) == (6, len(data))
+    assert (stream.instance_metrics.chunks, stream.instance_metrics.size_bytes) == (6, len(data))
 
 
 def test_each_event_alone_is_counted_with_all_its_bytes() -> None:
@@ -155,7 +155,7 @@ def test_each_event_alone_is_counted_with_all_its_bytes() -> None:
     events = [chunk(choice([n])) for n in range(4)]
     stream.feed(*events, DONE)
     size_bytes = sum(map(len, events)) + len(DONE)
-    assert (stream.figures.chunks, stream.figures.size_bytes) == (4, size_bytes)
+    assert (stream.instance_metrics.chunks, stream.instance_metrics.size_bytes) == (4, size_bytes)
 
 
 def test_the_internal_id_is_replaced_wherever_it_stands() -> None:
@@ -223,8 +223,8 @@ def test_a_client_that_did_not_read_is_noted() -> None:
     stream = Stream(sent())
     stream.feed(chunk(choice([1])))
     stream.relay.interrupted()
-    assert stream.course.was_interrupted
-    assert stream.figures.interruptions == 1
+    assert stream.request_state.was_interrupted
+    assert stream.instance_metrics.interruptions == 1
 
 
 def test_the_chunk_that_counts_is_known_to_be_sent() -> None:

@@ -10,13 +10,13 @@ import sys
 
 import pytest
 
-from xpyd_router.http.server import Tide, trim_after_bursts
+from xpyd_router.http.server import BurstEnd, trim_after_bursts
 
 
 def told(*in_flight: int) -> list[int]:
     """At which of these looks a burst is over."""
-    tide = Tide()
-    return [at for at, count in enumerate(in_flight) if tide.has_fallen(count)]
+    burst_end = BurstEnd()
+    return [at for at, count in enumerate(in_flight) if burst_end.is_over(count)]
 
 
 def test_a_burst_is_over_once_when_an_eighth_of_it_is_left() -> None:

@@ -20,7 +20,7 @@ from tests.router.chat_templates import (
 from tests.worker.engine_bench import Bench
 from tests.worker.engine_fakes import BLOCK
 from xpyd_core.errors import ApiError
-from xpyd_router.tokens.child import Checkpoint, Limits
+from xpyd_router.tokens.child import Checkpoint, PromptLimits
 from xpyd_router.tokens.prompts import Refused
 from xpyd_worker.engine.request import EngineRequest
 from xpyd_worker.runner.tokenizer import Tokenizer
@@ -86,7 +86,7 @@ def both(folder: Path, *, knows_developer: bool = False) -> Both:
     files = files_of(tokenizer, block_size=BLOCK, knows_developer=knows_developer)
     return Both(
         Service(model, place, EngineBridge(ServerMetrics().requests)),
-        Checkpoint(files, Limits(max_hashes=10_000)),
+        Checkpoint(files, PromptLimits(max_hashes=10_000)),
     )
 
 
@@ -189,9 +189,11 @@ def test_what_the_engine_refuses_has_no_exact_count(
 def test_an_engine_without_a_prefix_cache_or_with_another_chain_has_no_hashes() -> None:
     tokenizer = Tokenizer.load(DEMO_MODEL)
     body = {"prompt": "hello " * 100}
-    usual = Checkpoint(files_of(tokenizer), Limits()).count(body, is_chat=False)
+    usual = Checkpoint(files_of(tokenizer), PromptLimits()).count(body, is_chat=False)
     for change in ({"prefix_caching": False}, {"block_hash": "another/1"}):
-        counts = Checkpoint(files_of(tokenizer, **change), Limits()).count(body, is_chat=False)
+        counts = Checkpoint(files_of(tokenizer, **change), PromptLimits()).count(
+            body, is_chat=False
+        )
         assert (counts.tokens, counts.hashes) == (usual.tokens, [])
     assert len(usual.hashes) == usual.tokens // 16
 
@@ -199,6 +201,6 @@ def test_an_engine_without_a_prefix_cache_or_with_another_chain_has_no_hashes() 
 def test_a_chain_is_as_long_as_it_may_be() -> None:
     files = files_of(Tokenizer.load(DEMO_MODEL))
     body = {"prompt": list(range(1, 1000))}
-    whole = Checkpoint(files, Limits()).count(body, is_chat=False)
-    cut = Checkpoint(files, Limits(max_hashes=3)).count(body, is_chat=False)
+    whole = Checkpoint(files, PromptLimits()).count(body, is_chat=False)
+    cut = Checkpoint(files, PromptLimits(max_hashes=3)).count(body, is_chat=False)
     assert (cut.tokens, cut.hashes) == (999, whole.hashes[:3])

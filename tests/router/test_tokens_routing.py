@@ -10,7 +10,7 @@ import pytest
 from tests.router.chat_templates import DEMO_MODEL, files_of, run
 from tests.router.fakes import Call, FakeEngine, Fleet, fleet, serve_model, until
 from xpyd_core.tokenizer_files import encode_tokenizer_files
-from xpyd_router.admission import Limits
+from xpyd_router.admission import AdmissionLimits
 from xpyd_router.request.prefixes import hash_marks
 from xpyd_worker.runner.tokenizer import Tokenizer
 
@@ -47,7 +47,7 @@ async def counting(made: Fleet, kinds: str, tokenizer: Tokenizer) -> None:
 def test_limits_and_loads_go_by_counted_tokens() -> None:
     async def test() -> None:
         tokenizer = Tokenizer.load(DEMO_MODEL)
-        limits = Limits(tokens=100_000)
+        limits = AdmissionLimits(tokens=100_000)
         async with fleet(limits=limits, exact_prefixes=True) as made:
             await counting(made, "A", tokenizer)
             (engine,) = made.engines

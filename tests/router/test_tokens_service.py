@@ -24,7 +24,7 @@ from xpyd_core.tokenizer_files import MAX_BYTES, PATH, TokenizerFiles, encode_to
 from xpyd_router.fleet.registry import Registry
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
-from xpyd_router.request.client_request import Ask, parse_ask
+from xpyd_router.request.client_request import InferenceRequest, parse_request
 from xpyd_router.tokens.fetch import AiohttpFetch
 from xpyd_router.tokens.process import ChildLimits, TokenChild
 from xpyd_router.tokens.service import FetchFailed, Prompted, Tokens
@@ -33,10 +33,10 @@ from xpyd_worker.runner.tokenizer import Tokenizer
 LIMITS = ChildLimits(wait_s=60)
 
 
-def ask(**fields: Any) -> Ask:
+def ask(**fields: Any) -> InferenceRequest:
     body = {"model": "m", "prompt": "hello hello hello hello hello", **fields}
     is_chat = "messages" in fields
-    return parse_ask("chat/completions" if is_chat else "completions", orjson.dumps(body))
+    return parse_request("chat/completions" if is_chat else "completions", orjson.dumps(body))
 
 
 @dataclass
@@ -79,10 +79,10 @@ class Fleet:
     def loads(self, result: str) -> float:
         return self.metrics.tokenizer_loads.labels(result)._value.get()
 
-    async def count(self, asked: Ask) -> Prompted:
+    async def count(self, asked: InferenceRequest) -> Prompted:
         return await self.tokens.count(asked.model, asked.raw, asked.fields, is_chat=asked.is_chat)
 
-    async def exact(self, asked: Ask) -> Prompted:
+    async def exact(self, asked: InferenceRequest) -> Prompted:
         """Ask until the count is exact; time goes on meanwhile."""
         while not (found := await self.count(asked)).is_exact:
             self.clock[0] += 1

@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.router.chat_templates import FAMILIES, files_of, save_byte_level
-from xpyd_router.tokens.child import Checkpoint, Limits, cpu_limit
+from xpyd_router.tokens.child import Checkpoint, PromptLimits, cpu_limit
 from xpyd_router.tokens.prompts import Refused, conversation
 from xpyd_router.tokens.template import ChatTemplates
 from xpyd_worker.runner.tokenizer import Tokenizer
@@ -72,7 +72,7 @@ def test_requests_with_tools_take_the_template_for_them() -> None:
 @pytest.mark.parametrize(("kept", "tokens"), [(3, 3), (10**6, 8), (-1, 5), (None, 8)])
 def test_truncated_prompts_keep_their_end(kept: int | None, tokens: int, tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(save_byte_level(tmp_path, FAMILIES["inst"]))
-    checkpoint = Checkpoint(files_of(tokenizer, block_size=1, max_model_len=5), Limits())
+    checkpoint = Checkpoint(files_of(tokenizer, block_size=1, max_model_len=5), PromptLimits())
     whole = checkpoint.count({"prompt": [10, 11, 12, 13, 14, 15, 16, 17]}, is_chat=False)
     body = {"prompt": [10, 11, 12, 13, 14, 15, 16, 17], "truncate_prompt_tokens": kept}
     counts = checkpoint.count(body, is_chat=False)
@@ -84,7 +84,7 @@ def test_truncated_prompts_keep_their_end(kept: int | None, tokens: int, tmp_pat
 @pytest.mark.parametrize("given", [True, False, None])
 def test_special_tokens_are_added_as_asked(given: bool | None, tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(save_byte_level(tmp_path, "{{ messages[0].content }}"))
-    checkpoint = Checkpoint(files_of(tokenizer), Limits())
+    checkpoint = Checkpoint(files_of(tokenizer), PromptLimits())
     for is_chat, body, usual in (
         (False, {"prompt": "hello"}, True),
         (True, {"messages": [{"role": "user", "content": "hello"}]}, False),
@@ -133,6 +133,6 @@ def test_a_template_that_runs_for_long_is_stopped() -> None:
 
 def test_a_model_without_a_template_has_no_chats(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(save_byte_level(tmp_path, ""))
-    checkpoint = Checkpoint(files_of(tokenizer), Limits())
+    checkpoint = Checkpoint(files_of(tokenizer), PromptLimits())
     with pytest.raises(Refused, match="no chat template"):
         checkpoint.count({"messages": MESSAGES}, is_chat=True)

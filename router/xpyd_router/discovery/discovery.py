@@ -72,29 +72,29 @@ class BeatPort:
         self.dropped = dropped
         self.limits = limits
         self.held_bytes = 0
-        self._open: dict[Connection, None] = {}
-        self._strangers: dict[Connection, None] = {}
+        self._open: dict[BeatConnection, None] = {}
+        self._strangers: dict[BeatConnection, None] = {}
         """Those without a good beat so far, the oldest first."""
         self._next_sweep_s = 0.0
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def accept(self) -> Connection:
+    def accept(self) -> BeatConnection:
         """The protocol of a connection that came."""
-        return Connection(self)
+        return BeatConnection(self)
 
-    def opened(self, connection: Connection) -> None:
+    def opened(self, connection: BeatConnection) -> None:
         """Where there are too many, the oldest stranger goes; without one, who came."""
         self._open[connection] = self._strangers[connection] = None
         if len(self._open) > self.limits.connections:
             next(iter(self._strangers)).drop("too many connections")
 
-    def proven(self, connection: Connection) -> None:
+    def proven(self, connection: BeatConnection) -> None:
         """It sent a good beat: no stranger's connection replaces it any more."""
         self._strangers.pop(connection, None)
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: BeatConnection) -> None:
         """Forget it."""
         self._open.pop(connection, None)
         self._strangers.pop(connection, None)
@@ -113,7 +113,7 @@ class BeatPort:
             connection.abort()
 
 
-class Connection(asyncio.Protocol):
+class BeatConnection(asyncio.Protocol):
     """One TCP connection to the port."""
 
     def __init__(self, port: BeatPort) -> None:

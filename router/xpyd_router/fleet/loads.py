@@ -23,7 +23,7 @@ GAP_OFFSET = 16.0
 the weights once for all of them."""
 
 
-class Line:
+class FittedLine:
     """y over x by least squares, in which old observations fade.
 
     Where the x that were seen hardly differ, the slope is that of a y that grows with x + `offset`:
@@ -84,9 +84,9 @@ class Pace:
     __slots__ = ("first", "gap")
 
     def __init__(self) -> None:
-        self.first = Line()
+        self.first = FittedLine()
         """Seconds to the first token over prompt tokens."""
-        self.gap = Line(GAP_OFFSET)
+        self.gap = FittedLine(GAP_OFFSET)
         """Seconds between two tokens over requests."""
 
 

@@ -79,7 +79,7 @@ def is_readable(beat: Heartbeat) -> bool:
     return all(text.isprintable() for text in (*texts, beat.compatibility, *beat.models))
 
 
-class Past:
+class Departed:
     """Who left, and up to when what it says is old. Bounded: the oldest are forgotten."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class Past:
         return until is not None and sent_us <= until
 
 
-class Belongings:
+class Claims:
     """What the present instances have: KV addresses, each once, and names of models.
 
     The KV address of an aggregated instance is never dialled, so it counts for nothing.
@@ -171,8 +171,8 @@ class Registry:
         self._period_s = period_s
         self._missed_beats = missed_beats
         self._instances: dict[str, Instance] = {}
-        self._belongings = Belongings()
-        self._past = Past()
+        self._belongings = Claims()
+        self._past = Departed()
         self._decode_alone = decode_alone
         self._snapshot: Snapshot | None = build_snapshot(())
         self.version = 0

@@ -110,7 +110,7 @@ def admin_routes(surface: Surface) -> Blueprint:
 async def _cordon(surface: Surface, name: str, *, is_cordoned: bool) -> Response:
     fleet = surface.fleet
     instance = _find(fleet, name)
-    await surface.whole.cordon(instance.key, is_cordoned=is_cordoned)
+    await surface.control.cordon(instance.key, is_cordoned=is_cordoned)
     logger.info("%s %s", "cordoned" if is_cordoned else "uncordoned", instance.name)
     return json_reply(_describe_load(fleet, _find(fleet, instance.key.http)))
 
@@ -263,7 +263,7 @@ def _add_state(app: Quart, surface: Surface) -> None:
     async def readiness() -> Response:
         if surface.is_draining:
             return json_reply(NotReady(status="draining"), 503)
-        if not surface.whole.is_current:
+        if not surface.control.is_current:
             return json_reply(NotReady(status="no word of the instances"), 503)
         if not surface.fleet.snapshot.is_ready:
             return json_reply(NotReady(status="no instances"), 503)
@@ -272,7 +272,7 @@ def _add_state(app: Quart, surface: Surface) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         try:
-            text = await surface.whole.metrics()
+            text = await surface.control.metrics()
         except ApiError as error:
             return error_reply(error)
         return Response(text, content_type=CONTENT_TYPE_LATEST)

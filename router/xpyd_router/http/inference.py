@@ -30,13 +30,19 @@ from xpyd_router.http.sinks import (
     Send,
 )
 from xpyd_router.metrics import RouterMetrics
-from xpyd_router.request.client_request import ENDPOINTS, Ask, Endpoint, HeadReader, parse_ask
+from xpyd_router.request.client_request import (
+    ENDPOINTS,
+    Endpoint,
+    HeadReader,
+    InferenceRequest,
+    parse_request,
+)
 from xpyd_router.request.flow import Flow
-from xpyd_router.request.relay import Header, Outlet
-from xpyd_router.request.state import Course
+from xpyd_router.request.relay import ClientStream, Header
+from xpyd_router.request.state import RequestState
 
 
-class Whole(Protocol):
+class RouterControl(Protocol):
     """The router as its clients see it."""
 
     @property
@@ -55,7 +61,7 @@ class Whole(Protocol):
         ...
 
 
-class OneProcess:
+class LocalControl:
     """A router of one process."""
 
     is_current = True
@@ -65,11 +71,11 @@ class OneProcess:
         self._metrics = metrics
 
     async def metrics(self) -> bytes:
-        """See Whole."""
+        """See RouterControl."""
         return self._metrics.render(self._fleet.instances)
 
     async def cordon(self, key: InstanceKey, *, is_cordoned: bool) -> None:
-        """See Whole."""
+        """See RouterControl."""
         self._fleet.cordon(key, is_cordoned=is_cordoned)
 
 
@@ -83,7 +89,7 @@ class Surface:
     flow: Flow
     metrics: RouterMetrics
     """Of this process."""
-    whole: Whole
+    control: RouterControl
     access_log: AccessLog
     clock: Callable[[], float]
     created: int
@@ -93,10 +99,14 @@ class Surface:
     is_draining: bool = False
 
 
-def cost_of(ask: Ask, prompt_tokens: int) -> Cost:
+def cost_of(request: InferenceRequest, prompt_tokens: int) -> Cost:
     """Its prompts and all that its choices may put out; without a limit, what is expected."""
-    output = ask.output_tokens if ask.max_tokens is None else ask.max_tokens * ask.choices
-    return Cost(1, prompt_tokens + output, len(ask.raw))
+    output = (
+        request.output_tokens
+        if request.max_tokens is None
+        else request.max_tokens * request.choices
+    )
+    return Cost(1, prompt_tokens + output, len(request.raw))
 
 
 logger = logging.getLogger(__name__)
@@ -208,20 +218,20 @@ class Inference:
         client_id = head.request_id
         trace.client_id, trace.trace_id = client_id.decode("ascii"), head.trace_id
         trace.body_bytes = len(body)
-        outlet: Outlet | None = None
+        client: ClientStream | None = None
         ticket: Ticket | None = None
         try:
             if head.complaint is not None:
                 raise head.complaint
-            ask = parse_ask(cast(Endpoint, trace.endpoint), body)
-            course = flow.begin(ask, trace, head)
-            ticket = self._at_once(course) or await self._enter(course, headers_in)
+            request = parse_request(cast(Endpoint, trace.endpoint), body)
+            state = flow.begin(request, trace, head)
+            ticket = self._at_once(state) or await self._enter(state, headers_in)
             name = (b"x-request-id", client_id or trace.response_id.encode())
-            if course.ask.stream:
-                outlet = Outlet(sink, [*_STREAM_HEADERS, name], trace, self._surface.clock)
-                await flow.stream(course, outlet)
+            if state.request.stream:
+                client = ClientStream(sink, [*_STREAM_HEADERS, name], trace, self._surface.clock)
+                await flow.stream(state, client)
                 return 200
-            answer = await flow.whole(course)
+            answer = await flow.whole(state)
             headers = [(b"content-type", answer.content_type.encode("latin-1")), name]
         except (ApiError, EngineRefused) as error:
             answer, headers = _refusal(error, client_id or trace.response_id.encode())
@@ -232,7 +242,7 @@ class Inference:
             return _CLIENT_CLOSED
         except Exception:
             logger.exception("request failed", extra={"request": trace.request or "-"})
-            if outlet is not None and outlet.has_begun:
+            if client is not None and client.has_begun:
                 sink.cut()
                 return 500
             error = ApiError(500, "internal error of the router")
@@ -240,28 +250,28 @@ class Inference:
         finally:
             if ticket is not None:
                 ticket.leave()
-            if outlet is not None:
-                trace.sent_bytes = outlet.sent_bytes
+            if client is not None:
+                trace.sent_bytes = client.sent_bytes
         trace.sent_bytes = len(answer.body)
         sink.whole(answer.status, headers, answer.body)
         return answer.status
 
-    def _at_once(self, course: Course) -> Ticket | None:
+    def _at_once(self, state: RequestState) -> Ticket | None:
         if self._surface.flow.counts_tokens:
             return None
-        return self._surface.admission.at_once(cost_of(course.ask, course.prompt_tokens))
+        return self._surface.admission.at_once(cost_of(state.request, state.prompt_tokens))
 
-    async def _enter(self, course: Course, headers: Sequence[Header]) -> Ticket:
+    async def _enter(self, state: RequestState, headers: Sequence[Header]) -> Ticket:
         """The request's place, for which it may have to wait; counted before, where it is."""
         if self._surface.flow.counts_tokens:
-            await self._surface.flow.count(course)
-        admission, ask, priority = self._surface.admission, course.ask, 0
+            await self._surface.flow.count(state)
+        admission, request, priority = self._surface.admission, state.request, 0
         if admission.is_limited:
-            priority = read_priority(ask.fields, _header(headers, _PRIORITY).decode("latin-1"))
-            course.trace.priority = priority
-        cost = cost_of(ask, course.prompt_tokens)
-        ticket = await admission.enter(cost, priority=priority, deadline_s=course.deadline_s)
-        course.trace.queue_s += ticket.queue_s
+            priority = read_priority(request.fields, _header(headers, _PRIORITY).decode("latin-1"))
+            state.trace.priority = priority
+        cost = cost_of(request, state.prompt_tokens)
+        ticket = await admission.enter(cost, priority=priority, deadline_s=state.deadline_s)
+        state.trace.queue_s += ticket.queue_s
         return ticket
 
     def _finish(self, trace: Trace, status: int) -> None:

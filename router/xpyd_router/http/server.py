@@ -31,14 +31,14 @@ from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.loads import LoadTable
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.http.app import build_app
-from xpyd_router.http.inference import Surface, Whole
+from xpyd_router.http.inference import RouterControl, Surface
 from xpyd_router.http.protocol import ClientProtocol
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.policy.base import NO_SLO
 from xpyd_router.policy.pairs import Policy, PolicyNames, build_policy
 from xpyd_router.request.attempt import Attempts
 from xpyd_router.request.failures import Failures
-from xpyd_router.request.flow import Draws, Flow
+from xpyd_router.request.flow import Flow, RandomPool
 from xpyd_router.request.objectives import Objectives
 from xpyd_router.request.releases import Releases
 from xpyd_router.tokens.service import Tokens
@@ -132,13 +132,13 @@ _FALLEN_TO = 8
 """A burst is over when this part of it is left."""
 
 
-class Tide:
+class BurstEnd:
     """Tells when the requests in flight have fallen. Pure."""
 
     def __init__(self) -> None:
         self._most = 0
 
-    def has_fallen(self, in_flight: int) -> bool:
+    def is_over(self, in_flight: int) -> bool:
         """Whether a burst that was seen before is over, which is said once."""
         self._most = max(self._most, in_flight)
         if self._most < _LEAST_REQUESTS or in_flight * _FALLEN_TO > self._most:
@@ -167,10 +167,10 @@ async def trim_after_bursts(
     in_flight: Callable[[], int], trim: Callable[[], None], look_s: float = _LOOK_S
 ) -> None:
     """Call `trim` after each burst, for ever."""
-    tide = Tide()
+    burst_end = BurstEnd()
     while True:
         await asyncio.sleep(look_s)
-        if tide.has_fallen(in_flight()):
+        if burst_end.is_over(in_flight()):
             trim()
 
 
@@ -217,7 +217,7 @@ class Parts:
     loads: LoadTable
     policy: Policy
     metrics: RouterMetrics
-    whole: Whole
+    control: RouterControl
     admission: Admission
     access_log: AccessLog
     keys: tuple[bytes, ...] = field(repr=False)
@@ -326,7 +326,7 @@ def _surface(
     tokens: Tokens | None,
     objectives: Objectives | None,
 ) -> Surface:
-    random_bytes = Draws(os.urandom)
+    random_bytes = RandomPool(os.urandom)
     attempts = Attempts(
         config=parts.config,
         fleet=parts.fleet,
@@ -363,7 +363,7 @@ def _surface(
         admission=parts.admission,
         flow=flow,
         metrics=parts.metrics,
-        whole=parts.whole,
+        control=parts.control,
         access_log=parts.access_log,
         clock=parts.clock,
         created=parts.created,
@@ -423,7 +423,7 @@ def _objectives(parts: Parts) -> Objectives | None:
         parts.config.slo,
         fleet=parts.fleet,
         loads=parts.loads,
-        figures=parts.metrics.instances,
+        instance_metrics=parts.metrics.instances,
         table=parts.metrics.objectives,
         clock=parts.clock,
     )

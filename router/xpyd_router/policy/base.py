@@ -140,7 +140,7 @@ class PairGroup(NamedTuple):
     decode: Side
 
 
-class Lineup(NamedTuple):
+class Sides(NamedTuple):
     """Who may serve one model."""
 
     groups: tuple[PairGroup, ...]

@@ -17,12 +17,12 @@ from xpyd_router.fleet.instances import Candidates, Instance, InstanceKey, Snaps
 from xpyd_router.fleet.loads import LoadTable
 from xpyd_router.policy.base import (
     Candidate,
-    Lineup,
     PairGroup,
     Side,
     SideFactory,
     SideKind,
     SidePolicy,
+    Sides,
     Tools,
     Want,
 )
@@ -87,7 +87,7 @@ def _side(kind: SideKind, candidates: Iterable[Candidate], attempt: str = "") ->
     return Side(kind, members, (kind, attempt, *keys))
 
 
-def build_lineup(found: Candidates, loads: LoadTable, want: Want | None = None) -> Lineup:
+def build_sides(found: Candidates, loads: LoadTable, want: Want | None = None) -> Sides:
     """The sides of `found`; with `want`, without those whom it excludes, and without old engines
     and other compatibility keys where tokens must be continued.
     """
@@ -122,7 +122,7 @@ def build_lineup(found: Candidates, loads: LoadTable, want: Want | None = None) 
         (one for g in found.groups for one in g.decode),
         lambda one: one.is_continuing and may_go_on(one),
     )
-    return Lineup(
+    return Sides(
         groups=tuple(groups),
         decode=_side("D", (one for g in groups for one in g.decode.candidates), attempt),
         alone_on_prefill=_side("P", ps, f"{attempt} alone"),
@@ -150,72 +150,72 @@ class PairPolicy:
         self._aggregated = aggregated
         self._local_prefill_tokens = local_prefill_tokens
         self._loads = loads
-        self._sides = {"P": prefill, "D": decode, "A": aggregated}
-        self.needs_session = any(side.needs_session for side in self._sides.values())
-        self.needs_marks = any(side.needs_marks for side in self._sides.values())
-        self.needs_paces = any(side.needs_paces for side in self._sides.values())
-        self._learns = any(map(_learns, self._sides.values()))
+        self._policies = {"P": prefill, "D": decode, "A": aggregated}
+        self.needs_session = any(side.needs_session for side in self._policies.values())
+        self.needs_marks = any(side.needs_marks for side in self._policies.values())
+        self.needs_paces = any(side.needs_paces for side in self._policies.values())
+        self._learns = any(map(_learns, self._policies.values()))
         self._rotation = None
         if isinstance(prefill, RoundRobin) and isinstance(decode, RoundRobin):
             self._rotation = PairRotation(prefill.first_turn)
         self._snapshot: Snapshot | None = None
-        self._lineups: dict[str, Lineup] = {}
+        self._sides_by_model: dict[str, Sides] = {}
 
     def pick(self, snapshot: Snapshot, want: Want) -> Pair | Alone | None:
         """A pair, or one instance where the request runs alone or no pair exists."""
-        lineup = self._lineup(snapshot, want)
-        if want.alone is not None and (choice := self._alone(lineup, want)):
+        sides = self._sides_of(snapshot, want)
+        if want.alone is not None and (choice := self._alone(sides, want)):
             return choice
-        if lineup.groups:
-            return self._pair(lineup, want)
-        return _single(self._aggregated, lineup.aggregated, want)
+        if sides.groups:
+            return self._pair(sides, want)
+        return _single(self._aggregated, sides.aggregated, want)
 
     def placed(self, choice: Pair | Alone, want: Want) -> int:
         """Tell the policies of both; see Policy."""
         if not self._learns:
             return want.prompt_tokens
         first = choice[0]  # who computes the prompt
-        cached = self._sides[first.beat.type].cached_tokens(first.key, want)
+        cached = self._policies[first.beat.type].cached_tokens(first.key, want)
         for instance in choice:
-            self._sides[instance.beat.type].placed(instance, want)
+            self._policies[instance.beat.type].placed(instance, want)
         return max(want.prompt_tokens - cached, 1)
 
     def forget(self, key: InstanceKey) -> None:
         """The instance left the fleet for good."""
-        for side in self._sides.values():
+        for side in self._policies.values():
             side.forget(key)
         if self._rotation:
             self._rotation.forget(key)
 
-    def _lineup(self, snapshot: Snapshot, want: Want) -> Lineup:
+    def _sides_of(self, snapshot: Snapshot, want: Want) -> Sides:
         if want.exclude or want.continue_at is not None:
-            return build_lineup(snapshot.candidates(want.model), self._loads, want)
+            return build_sides(snapshot.candidates(want.model), self._loads, want)
         if snapshot is not self._snapshot:
             self._snapshot = snapshot
-            self._lineups.clear()
+            self._sides_by_model.clear()
         # One entry for all names that no instance gives: clients may ask for any number of them.
         name = want.model if want.model in snapshot.by_model else ""
-        lineup = self._lineups.get(name)
-        if lineup is None:
-            lineup = build_lineup(snapshot.candidates(want.model), self._loads)
-            self._lineups[name] = lineup
-        return lineup
+        sides = self._sides_by_model.get(name)
+        if sides is None:
+            sides = build_sides(snapshot.candidates(want.model), self._loads)
+            self._sides_by_model[name] = sides
+        return sides
 
-    def _alone(self, lineup: Lineup, want: Want) -> Alone | None:
+    def _alone(self, sides: Sides, want: Want) -> Alone | None:
         if want.alone == "P":
-            return _single(self._prefill, lineup.alone_on_prefill, want)
-        return _single(self._decode, lineup.alone_on_decode, want)
+            return _single(self._prefill, sides.alone_on_prefill, want)
+        return _single(self._decode, sides.alone_on_decode, want)
 
-    def _pair(self, lineup: Lineup, want: Want) -> Pair | Alone:
+    def _pair(self, sides: Sides, want: Want) -> Pair | Alone:
         # Short prompts have their own turns: in those of pairs they would shift the long ones'.
         is_short = 0 < want.prompt_tokens < self._local_prefill_tokens
         if self._rotation and not is_short:
-            prefill, decode = self._rotation.next(lineup)
+            prefill, decode = self._rotation.next(sides)
             return Pair(prefill.instance, decode.instance)
-        decode = self._decode.choose(lineup.decode, want)
+        decode = self._decode.choose(sides.decode, want)
         if self._local_prefill_tokens and self._stays(decode.instance, want):
             return Alone(decode.instance)
-        prefill = self._prefill.choose(_group_of(decode, lineup).prefill, want)
+        prefill = self._prefill.choose(_group_of(decode, sides).prefill, want)
         return Pair(prefill.instance, decode.instance)
 
     def _stays(self, decode: Instance, want: Want) -> bool:
@@ -226,12 +226,12 @@ class PairPolicy:
         return want.prompt_tokens - cached < self._local_prefill_tokens
 
 
-def _group_of(decode: Candidate, lineup: Lineup) -> PairGroup:
+def _group_of(decode: Candidate, sides: Sides) -> PairGroup:
     """The group of the chosen D."""
-    if len(lineup.groups) == 1:
-        return lineup.groups[0]
+    if len(sides.groups) == 1:
+        return sides.groups[0]
     compatibility = decode.instance.beat.compatibility
-    return next(group for group in lineup.groups if group.compatibility == compatibility)
+    return next(group for group in sides.groups if group.compatibility == compatibility)
 
 
 def _learns(side: SidePolicy) -> bool:

@@ -9,7 +9,7 @@ from math import gcd, lcm
 
 from xpyd_router.fleet.instances import InstanceKey
 from xpyd_router.fleet.loads import Load
-from xpyd_router.policy.base import Candidate, Lineup, PairGroup, Side, SidePolicy, Tools, Want
+from xpyd_router.policy.base import Candidate, PairGroup, Side, SidePolicy, Sides, Tools, Want
 
 _MAX_ROTAS = 256
 _MOST_PASSES = 64
@@ -72,24 +72,24 @@ class PairRotation:
     def __init__(self, first_turn: int = 0) -> None:
         self._turns = _Turns(first_turn)
 
-    def next(self, lineup: Lineup) -> tuple[Candidate, Candidate]:
-        """The next P and D; `lineup` has at least one group."""
-        prefill, decode = self._at(lineup)
+    def next(self, sides: Sides) -> tuple[Candidate, Candidate]:
+        """The next P and D; `sides` has at least one group."""
+        prefill, decode = self._at(sides)
         for _ in range(_MOST_PASSES):
             if self._turns.takes(decode.load) and self._turns.takes(prefill.load):
                 break
-            prefill, decode = self._at(lineup)
+            prefill, decode = self._at(sides)
         return prefill, decode
 
     def forget(self, key: InstanceKey) -> None:
         """Drop what it saved up."""
         self._turns.forget(key)
 
-    def _at(self, lineup: Lineup) -> tuple[Candidate, Candidate]:
+    def _at(self, sides: Sides) -> tuple[Candidate, Candidate]:
         """Turns go to groups in proportion to their Ds; within a group its own are counted."""
-        turn = self._turns.next(lineup.decode.rota)
-        lap, rest = divmod(turn, len(lineup.decode.candidates))
-        for group in lineup.groups:
+        turn = self._turns.next(sides.decode.rota)
+        lap, rest = divmod(turn, len(sides.decode.candidates))
+        for group in sides.groups:
             ds = len(group.decode.candidates)
             if rest < ds:
                 return nth_pair(group, lap * ds + rest)

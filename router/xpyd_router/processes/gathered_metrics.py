@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from xpyd_router.processes.events import GiveText, Text
-from xpyd_router.processes.worker_processes import Worker
+from xpyd_router.processes.worker_processes import WorkerProcess
 
 OWNERS_ALONE = frozenset({"xpyd_router_instances", "xpyd_router_workers"})
 """Gauges of which every process has the whole."""
@@ -108,7 +108,7 @@ _GATHER_S = 2.0
 """Of the 5 s that a worker waits, and the 10 s of a scraper."""
 
 
-class Texts:
+class MetricsGatherer:
     """The owner's. `own` gives the owner's own text. A worker that does not answer in time counts
     with what it said last.
     """
@@ -116,23 +116,23 @@ class Texts:
     def __init__(self, own: Callable[[], bytes]) -> None:
         self._own = own
         self._numbers = count(1)
-        self._open: dict[tuple[int, Worker], asyncio.Future[bytes]] = {}
-        self._last: dict[Worker, Families] = {}
+        self._open: dict[tuple[int, WorkerProcess], asyncio.Future[bytes]] = {}
+        self._last: dict[WorkerProcess, Families] = {}
         self._past: Families = {}
 
-    def take(self, worker: Worker, event: Text) -> None:
+    def take(self, worker: WorkerProcess, event: Text) -> None:
         """A worker's answer."""
         answer = self._open.get((event.ask, worker))
         if answer is not None and not answer.done():
             answer.set_result(event.text)
 
-    def retire(self, worker: Worker) -> None:
+    def retire(self, worker: WorkerProcess) -> None:
         """Its process ended: what it counted, as far as anybody has seen it, remains."""
         last = self._last.pop(worker, None)
         if last is not None:
             self._past = retire(self._past, last)
 
-    async def gather(self, workers: list[Worker]) -> bytes:
+    async def gather(self, workers: list[WorkerProcess]) -> bytes:
         """The whole router's metrics."""
         number, loop = next(self._numbers), asyncio.get_running_loop()
         asked = {one: loop.create_future() for one in workers if one.is_ready}

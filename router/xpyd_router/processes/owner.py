@@ -39,10 +39,10 @@ from xpyd_router.processes.events import (
     Welcome,
     encode_config,
 )
-from xpyd_router.processes.gathered_metrics import Texts
+from xpyd_router.processes.gathered_metrics import MetricsGatherer
 from xpyd_router.processes.owner_view import OwnerView
 from xpyd_router.processes.shared_loads import make_memory, map_rows
-from xpyd_router.processes.worker_processes import Staff, Worker
+from xpyd_router.processes.worker_processes import WorkerProcess, WorkerProcesses
 from xpyd_router.router import (
     make_discovery,
     make_prober,
@@ -130,7 +130,7 @@ class Owner:
         self._created = int(time.time())
         self._rows = map_rows(memory, config.processes)
         self.fleet = OwnerView(make_registry(config), time.monotonic, config.health, self._publish)
-        self.staff = Staff(
+        self.worker_processes = WorkerProcesses(
             processes=config.processes,
             port=self.http_port,
             memory=memory,
@@ -139,7 +139,7 @@ class Owner:
             take=self._take,
             ended=self._ended,
         )
-        self._texts = Texts(lambda: self.metrics.render(self.fleet.instances))
+        self._gatherer = MetricsGatherer(lambda: self.metrics.render(self.fleet.instances))
         self._answering: set[asyncio.Task[None]] = set()
         self._discovery = make_discovery(config, self.fleet, self.metrics, self._keys)
         self._prober = make_prober(config, self.fleet, self.metrics)
@@ -151,11 +151,11 @@ class Owner:
 
     def stop(self) -> None:
         """Have all workers drain; a second call ends them at once."""
-        self.staff.drain()
+        self.worker_processes.drain()
 
     async def run(self) -> None:
         """Until all workers have drained, after `stop`."""
-        await self.staff.wait()
+        await self.worker_processes.wait()
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncGenerator[None]:
@@ -166,17 +166,17 @@ class Owner:
         for task in watching:
             task.add_done_callback(_report_death)
         try:
-            await self.staff.open()
+            await self.worker_processes.open()
             yield
         finally:
-            await self.staff.close()
+            await self.worker_processes.close()
             for task in (*watching, *self._answering):
                 task.cancel()
             await asyncio.gather(*watching, *self._answering, return_exceptions=True)
             self._discovery.close()
 
     def _publish(self, event: ToWorker) -> None:
-        self.staff.tell(event)
+        self.worker_processes.tell(event)
 
     def _greeting(self) -> list[ToWorker]:
         welcome = Welcome(
@@ -189,11 +189,11 @@ class Owner:
         )
         return [welcome, *self.fleet.present(), Present()]
 
-    def _ended(self, worker: Worker) -> None:
+    def _ended(self, worker: WorkerProcess) -> None:
         self._rows.zero(worker.number)
-        self._texts.retire(worker)
+        self._gatherer.retire(worker)
 
-    def _take(self, worker: Worker, event: ToOwner) -> None:
+    def _take(self, worker: WorkerProcess, event: ToOwner) -> None:
         """What a worker tells or asks."""
         match event:
             case Began():
@@ -213,7 +213,7 @@ class Owner:
                 self.fleet.cordon(key, is_cordoned=is_cordoned)
                 worker.send(Done(ask))
             case Text():
-                self._texts.take(worker, event)
+                self._gatherer.take(worker, event)
             case AskMetrics(ask):
                 self._answer(self._gather(worker, ask))
             case _:
@@ -227,8 +227,8 @@ class Owner:
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
 
-    async def _gather(self, worker: Worker, ask: int) -> None:
-        worker.send(Metrics(ask, await self._texts.gather(self.staff.workers)))
+    async def _gather(self, worker: WorkerProcess, ask: int) -> None:
+        worker.send(Metrics(ask, await self._gatherer.gather(self.worker_processes.workers)))
 
 
 @contextlib.asynccontextmanager
@@ -256,7 +256,7 @@ async def _open_process(config: RouterConfig) -> AsyncGenerator[Owner]:
     """`open_owner`, in a process that has no other children."""
     async with open_owner(config) as owner:
         reaping = asyncio.create_task(
-            reap_orphans(lambda: [worker.pid for worker in owner.staff.workers])
+            reap_orphans(lambda: [worker.pid for worker in owner.worker_processes.workers])
         )
         reaping.add_done_callback(_report_death)
         try:

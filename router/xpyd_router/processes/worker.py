@@ -59,8 +59,8 @@ SILENCE_S = 10.0
 Answer = Metrics | Done
 
 
-class Asking:
-    """One per worker: a serving.whole.Whole. `tell` reaches the owner."""
+class OwnerControl:
+    """One per worker: a RouterControl. `tell` reaches the owner."""
 
     def __init__(self, tell: Callable[[ToOwner], None], clock: Callable[[], float]) -> None:
         self._tell = tell
@@ -71,7 +71,7 @@ class Asking:
 
     @property
     def is_current(self) -> bool:
-        """See Whole."""
+        """See RouterControl."""
         return self._clock() - self._heard_s < SILENCE_S
 
     def take(self, event: ToWorker) -> None:
@@ -85,13 +85,13 @@ class Asking:
                 answer.set_result(event)
 
     async def metrics(self) -> bytes:
-        """See Whole."""
+        """See RouterControl."""
         answer = await self._ask(AskMetrics, _ANSWER_S)
         assert isinstance(answer, Metrics)
         return answer.text
 
     async def cordon(self, key: InstanceKey, *, is_cordoned: bool) -> None:
-        """See Whole."""
+        """See RouterControl."""
         await self._ask(lambda ask: Cordon(ask, key, is_cordoned), _ANSWER_S)
 
     async def _ask(self, question: Callable[[int], ToOwner], deadline_s: float) -> Answer:
@@ -197,7 +197,7 @@ class Worker:
         tune_process()
         metrics = RouterMetrics(time.monotonic)
         loads = SharedLoadTable(self._rows, self._number)
-        asking = Asking(self._send, time.monotonic)
+        control = OwnerControl(self._send, time.monotonic)
         fleet = Mirror(
             make_registry(config),
             time.monotonic,
@@ -220,7 +220,7 @@ class Worker:
             loads=loads,
             policy=FreshPolicy(policy, loads, time.monotonic),
             metrics=metrics,
-            whole=asking,
+            control=control,
             admission=admission,
             access_log=AccessLog(
                 is_json=config.logs_json,
@@ -245,7 +245,7 @@ class Worker:
                     if self._serving is not None:
                         self._serving.stop()
                 case _:
-                    asking.take(event)
+                    control.take(event)
                     fleet.take(event)
 
         while self._early:

@@ -45,7 +45,7 @@ _FORCED_S = 5.0
 _CLOSING_S = 2.0
 
 
-class Worker:
+class WorkerProcess:
     """One place of the staff, and the process in it now."""
 
     def __init__(self, number: int) -> None:
@@ -77,7 +77,7 @@ class Worker:
                 self.process.kill()
 
 
-class Staff:
+class WorkerProcesses:
     """See the module. `greet` gives what a new worker is told first; `take` gets events but those
     of life; `ended` hears of each worker that is gone.
     """
@@ -90,10 +90,10 @@ class Staff:
         memory: int,
         metrics: RouterMetrics,
         greet: Callable[[], Sequence[ToWorker]],
-        take: Callable[[Worker, ToOwner], None],
-        ended: Callable[[Worker], None],
+        take: Callable[[WorkerProcess, ToOwner], None],
+        ended: Callable[[WorkerProcess], None],
     ) -> None:
-        self.workers = [Worker(number) for number in range(processes)]
+        self.workers = [WorkerProcess(number) for number in range(processes)]
         self._port = port
         self._memory = memory
         self._metrics = metrics
@@ -145,7 +145,7 @@ class Staff:
         """Until all have ended, after `drain`."""
         await asyncio.wait(self._tasks)
 
-    async def _keep(self, worker: Worker) -> None:
+    async def _keep(self, worker: WorkerProcess) -> None:
         """Have a process in this place for as long as nobody drains."""
         loop, backoff_s = asyncio.get_running_loop(), 0.0
         while not self._ending.is_set():
@@ -175,7 +175,7 @@ class Staff:
                 async with asyncio.timeout(backoff_s):
                     await self._ending.wait()
 
-    async def _run(self, worker: Worker) -> int:
+    async def _run(self, worker: WorkerProcess) -> int:
         """One process from start to end; its exit status."""
         ours, theirs = socket.socketpair()
         with theirs:
@@ -200,7 +200,7 @@ class Staff:
         finally:
             channel.close()
 
-    def _start(self, worker: Worker, channel: socket.socket) -> subprocess.Popen[bytes]:
+    def _start(self, worker: WorkerProcess, channel: socket.socket) -> subprocess.Popen[bytes]:
         descriptors = (channel.fileno(), self._memory)
         # Ctrl-C is for all processes of a terminal: the worker sets free what it inherits blocked
         # when it ignores it.
@@ -219,7 +219,7 @@ class Staff:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    def _hear(self, worker: Worker, event: ToOwner) -> None:
+    def _hear(self, worker: WorkerProcess, event: ToOwner) -> None:
         match event:
             case Pong():
                 worker.misses = 0

@@ -17,7 +17,7 @@ import orjson
 
 from xpyd_core.errors import ProtocolError
 from xpyd_router.errors import TRANSFER_FAILED, FailureCause
-from xpyd_router.request.client_request import Ask
+from xpyd_router.request.client_request import InferenceRequest
 
 _PROMPT = re.compile(rb'"prompt_tokens"\s*:\s*(\d{1,12})\b')
 _OUTPUT = re.compile(rb'"completion_tokens"\s*:\s*(\d{1,12})\b')
@@ -161,7 +161,7 @@ def _first_choice(choice: Json, index: int, is_chat: bool) -> FirstChoice:
     )
 
 
-def parse_prefill_answer(ask: Ask, body: bytes) -> PrefillAnswer:
+def parse_prefill_answer(request: InferenceRequest, body: bytes) -> PrefillAnswer:
     """P's answer to a body with kv_transfer_params; ProtocolError says what is missing."""
     try:
         document = orjson.loads(body)
@@ -175,8 +175,8 @@ def parse_prefill_answer(ask: Ask, body: bytes) -> PrefillAnswer:
     usage = document.get("usage")
     return PrefillAnswer(
         document=document,
-        model=str(document.get("model") or ask.model),
-        choices=tuple(_first_choice(c, i, ask.is_chat) for i, c in enumerate(choices)),
+        model=str(document.get("model") or request.model),
+        choices=tuple(_first_choice(c, i, request.is_chat) for i, c in enumerate(choices)),
         usage=cast(Json, usage) if isinstance(usage, dict) else {},
         transfer={
             name: cast(Json, transfer)[name]
@@ -186,10 +186,10 @@ def parse_prefill_answer(ask: Ask, body: bytes) -> PrefillAnswer:
     )
 
 
-def _base(ask: Ask, head: Head, model: str) -> Json:
+def _base(request: InferenceRequest, head: Head, model: str) -> Json:
     return {
         "id": head.response_id,
-        "object": "chat.completion.chunk" if ask.is_chat else "text_completion",
+        "object": "chat.completion.chunk" if request.is_chat else "text_completion",
         "created": head.created,
         "model": model,
     }
@@ -201,10 +201,12 @@ def _counted(usage: Json, generated: int) -> Json:
     return {"usage": {**usage, "completion_tokens": generated, "total_tokens": total}}
 
 
-def role_events(ask: Ask, head: Head, model: str, usage: Json) -> bytes:
+def role_events(request: InferenceRequest, head: Head, model: str, usage: Json) -> bytes:
     """What a chat stream begins with: one role delta per choice. `usage` counts the prompt."""
-    base = _base(ask, head, model)
-    chunks = (_with_usage(ask, {**base, "choices": [_role(i)]}, usage) for i in range(ask.choices))
+    base = _base(request, head, model)
+    chunks = (
+        _with_usage(request, {**base, "choices": [_role(i)]}, usage) for i in range(request.choices)
+    )
     return b"".join(map(encode_event, chunks))
 
 
@@ -214,19 +216,21 @@ def _role(index: int) -> Json:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def _with_usage(ask: Ask, chunk: Json, usage: Json, generated: int = 0) -> Json:
+def _with_usage(request: InferenceRequest, chunk: Json, usage: Json, generated: int = 0) -> Json:
     """`chunk` with what the client wants of the tokens so far: all, null, or nothing."""
-    if ask.wants_running_usage:
+    if request.wants_running_usage:
         return chunk | _counted(usage, generated)
-    return chunk | {"usage": None} if ask.include_usage else chunk
+    return chunk | {"usage": None} if request.include_usage else chunk
 
 
-def end_of_stream(ask: Ask, head: Head, model: str, usage: Json, generated: int) -> bytes:
+def end_of_stream(
+    request: InferenceRequest, head: Head, model: str, usage: Json, generated: int
+) -> bytes:
     """What follows the last choice's end: usage where it was asked for, and [DONE]."""
-    if not ask.include_usage:
+    if not request.include_usage:
         return DONE
     counted = _counted(usage, generated)
-    return encode_event({**_base(ask, head, model), "choices": [], **counted}) + DONE
+    return encode_event({**_base(request, head, model), "choices": [], **counted}) + DONE
 
 
 class ChunkWriter:
@@ -236,12 +240,14 @@ class ChunkWriter:
     null, or with continuous_usage_stats the tokens of all choices so far.
     """
 
-    def __init__(self, ask: Ask, head: Head, answer: PrefillAnswer, usage: Json) -> None:
-        self._ask = ask
+    def __init__(
+        self, request: InferenceRequest, head: Head, answer: PrefillAnswer, usage: Json
+    ) -> None:
+        self._ask = request
         self._head = head
         self._answer = answer
         self._usage = usage
-        self._base = _base(ask, head, answer.model)
+        self._base = _base(request, head, answer.model)
 
     def role(self) -> list[bytes]:
         """What a chat stream begins with: one role delta per choice. Nothing for completions."""
@@ -281,23 +287,23 @@ class ChunkWriter:
 
     def _piece(self, choice: FirstChoice) -> Json | None:
         """One choice of the first content chunk; None where it would say nothing."""
-        ask = self._ask
-        if not choice.text and choice.logprobs is None and not ask.wants_token_ids:
+        request = self._ask
+        if not choice.text and choice.logprobs is None and not request.wants_token_ids:
             return None
         piece: Json = {"index": choice.index, "logprobs": choice.logprobs, "finish_reason": None}
-        piece |= {"delta": {"content": choice.text}} if ask.is_chat else {"text": choice.text}
-        if ask.wants_token_ids:
+        piece |= {"delta": {"content": choice.text}} if request.is_chat else {"text": choice.text}
+        if request.wants_token_ids:
             piece["token_ids"] = choice.token_ids
             if "prompt_token_ids" in choice.extras:
                 piece["prompt_token_ids"] = choice.extras["prompt_token_ids"]
         return piece
 
 
-def whole_answer(ask: Ask, head: Head, answer: PrefillAnswer) -> bytes:
+def whole_answer(request: InferenceRequest, head: Head, answer: PrefillAnswer) -> bytes:
     """P's answer as the client's, where every choice ended at its first token."""
     document = {k: v for k, v in answer.document.items() if k != "kv_transfer_params"}
     document |= {"id": head.response_id, "created": head.created}
-    if not ask.wants_token_ids:
+    if not request.wants_token_ids:
         document.pop("prompt_token_ids", None)
         for choice in _objects(document["choices"], "choices"):
             choice.pop("token_ids", None)

@@ -24,11 +24,11 @@ from xpyd_router.metrics import RouterMetrics
 from xpyd_router.policy.base import NO_SLO, OnNoPrefill, Want
 from xpyd_router.policy.pairs import Alone, Pair, Policy
 from xpyd_router.request.answers import scrub
-from xpyd_router.request.client_request import Ask
+from xpyd_router.request.client_request import InferenceRequest
 from xpyd_router.request.objectives import Objectives
 from xpyd_router.request.releases import Releases
-from xpyd_router.request.state import Course, gave_up
-from xpyd_router.request_metrics import Call, InstanceTable
+from xpyd_router.request.state import RequestState, gave_up
+from xpyd_router.request_metrics import CallMetrics, InstanceTable
 from xpyd_router.upstream.client import UpstreamClient
 from xpyd_router.upstream.connection import Exchange
 
@@ -182,13 +182,13 @@ class Attempt:
         forwarded: str,
         fleet: FleetView,
         upstream: UpstreamClient,
-        figures: InstanceTable,
+        instance_metrics: InstanceTable,
     ) -> None:
         self.choice = choice
         self.uuid = uuid
         self._fleet = fleet
         self._upstream = upstream
-        self._figures = figures
+        self._instance_metrics = instance_metrics
         self._forwarded = forwarded
         self.public_bytes = public.encode()
         self.uuid_bytes = uuid.encode()
@@ -215,12 +215,14 @@ class Attempt:
         """Prompt tokens on the last of them when it was picked, its own included."""
         self.owes_release = False
         """P was called, and D may hold or get KV that nobody will ask for."""
-        self.running: Call | None = None
+        self.running: CallMetrics | None = None
         """The call that runs: one at a time."""
         self.call_s: float | None = None
         """How long the last call took."""
 
-    async def open(self, instance: Instance, ask: Ask, body: bytes, timeout_s: float) -> Exchange:
+    async def open(
+        self, instance: Instance, request: InferenceRequest, body: bytes, timeout_s: float
+    ) -> Exchange:
         """POST `body`; the exchange of a 2xx answer, whose body is still to be read. The caller
         closes it by `end`.
 
@@ -230,11 +232,11 @@ class Attempt:
         self.called = instance
         if self._fleet.is_lost(instance.key):
             raise CallFailed("connect")  # it does not exist any more, and did not get the request
-        self.running = self._figures.call(instance, len(body))
+        self.running = self._instance_metrics.call(instance, len(body))
         try:
             exchange = await self._upstream.start(
                 instance.http,
-                self._head(instance, ask, len(body)),
+                self._head(instance, request, len(body)),
                 body,
                 owner=instance.key,
                 timeout_s=timeout_s,
@@ -254,9 +256,11 @@ class Attempt:
         self._upstream.end(exchange)
         self._end_call()
 
-    async def call(self, instance: Instance, ask: Ask, body: bytes, timeout_s: float) -> Answer:
+    async def call(
+        self, instance: Instance, request: InferenceRequest, body: bytes, timeout_s: float
+    ) -> Answer:
         """POST `body` and read the whole answer within `timeout_s`; raises as `open`."""
-        exchange = await self.open(instance, ask, body, timeout_s)
+        exchange = await self.open(instance, request, body, timeout_s)
         try:
             answer = exchange.answer if exchange.is_whole else await exchange.read()
             if self.running is not None:
@@ -286,9 +290,9 @@ class Attempt:
         if running is not None:
             self.call_s = running.end()
 
-    def _head(self, instance: Instance, ask: Ask, length: int) -> bytes:
+    def _head(self, instance: Instance, request: InferenceRequest, length: int) -> bytes:
         return (
-            f"POST /v1/{ask.endpoint} HTTP/1.1\r\nHost: {instance.key.http}\r\n"
+            f"POST /v1/{request.endpoint} HTTP/1.1\r\nHost: {instance.key.http}\r\n"
             f"Content-Type: application/json\r\nX-Request-Id: {self.request_id}\r\n"
             f"{self._forwarded}Content-Length: {length}\r\n\r\n"
         ).encode("latin-1")
@@ -338,53 +342,53 @@ class Attempts:
         self._random_bytes = random_bytes
         self._objectives = objectives
 
-    async def begin(self, course: Course) -> Attempt:
+    async def begin(self, state: RequestState) -> Attempt:
         """Pick who serves, waiting for a pair where there is none, and count the load. Raises
         ApiError as Picker.
         """
         want = Want(
-            course.ask.model,
-            alone=None if course.sent else course.ask.alone,
-            exclude=frozenset(course.exclude) if course.exclude else _NOBODY,
-            continue_at=course.sent.compatibility if course.sent else None,
-            prompt_tokens=course.prompt_tokens,
-            session=course.session,
-            marks=course.marks,
-            output_tokens=course.ask.output_tokens,
-            slo=self._objectives.left(course) if self._objectives else NO_SLO,
+            state.request.model,
+            alone=None if state.sent else state.request.alone,
+            exclude=frozenset(state.exclude) if state.exclude else _NOBODY,
+            continue_at=state.sent.compatibility if state.sent else None,
+            prompt_tokens=state.prompt_tokens,
+            session=state.session,
+            marks=state.marks,
+            output_tokens=state.request.output_tokens,
+            slo=self._objectives.left(state) if self._objectives else NO_SLO,
         )
-        trace = course.trace
-        choice = None if course.shunned else self._picker.at_once(want)
+        trace = state.trace
+        choice = None if state.shunned else self._picker.at_once(want)
         if choice is None:
-            give_up = None if course.last_cause == "refused" else lambda: gave_up(course)
-            asked_s, deadline_s = self._clock(), self._pick_deadline_s(course)
+            give_up = None if state.last_cause == "refused" else lambda: gave_up(state)
+            asked_s, deadline_s = self._clock(), self._pick_deadline_s(state)
             choice = await self._picker.pick(
                 want,
                 deadline_s,
                 give_up,
-                body_bytes=len(course.ask.raw),
-                shunned=course.shunned,
-                may_repeat=course.last_cause in BROKEN,
+                body_bytes=len(state.request.raw),
+                shunned=state.shunned,
+                may_repeat=state.last_cause in BROKEN,
             )
             trace.queue_s += self._clock() - asked_s
         attempt = Attempt(
             choice,
             loads=self._loads,
             uuid=self._random_bytes(16).hex(),
-            public=course.public,
-            forwarded=course.forwarded,
+            public=state.public,
+            forwarded=state.forwarded,
             fleet=self._fleet,
             upstream=self._upstream,
-            figures=self._metrics.instances,
+            instance_metrics=self._metrics.instances,
         )
         attempt.prefill_tokens = self._policy.placed(choice, want)
         if self._objectives is not None:
-            self._objectives.placed(course, choice, attempt.prefill_tokens)
+            self._objectives.placed(state, choice, attempt.prefill_tokens)
         # From now on, also while P computes: D keeps room for what it will be sent.
-        attempt.load.begin(course.prompt_tokens, course.ask.output_tokens)
+        attempt.load.begin(state.prompt_tokens, state.request.output_tokens)
         attempt.waiting_tokens = attempt.load.queued_tokens
         self._fleet.began(attempt.instances)
-        if course.breaks:
+        if state.breaks:
             # A request that met a death is tried there, until `end`.
             attempt.is_suspect = True
             self._loads.suspect(one.key for one in attempt.instances)
@@ -395,25 +399,25 @@ class Attempts:
         trace.prefill_s = trace.decode_s = None
         return attempt
 
-    def _pick_deadline_s(self, course: Course) -> float:
-        if course.has_decode_begun:
+    def _pick_deadline_s(self, state: RequestState) -> float:
+        if state.has_decode_begun:
             return self._clock() + self._config.request_timeout_s
-        return course.deadline_s
+        return state.deadline_s
 
-    def end(self, course: Course, attempt: Attempt) -> None:
+    def end(self, state: RequestState, attempt: Attempt) -> None:
         """However the try ended: it is noted, its place is free, and D is told of a transfer that
         nobody will ask for.
         """
-        attempt.load.end(course.prompt_tokens, course.ask.output_tokens)
+        attempt.load.end(state.prompt_tokens, state.request.output_tokens)
         if attempt.is_suspect:
             self._loads.clear(one.key for one in attempt.instances)
         if attempt.called.beat.type == "P":
-            course.trace.prefill_s = attempt.call_s
+            state.trace.prefill_s = attempt.call_s
         else:
-            course.trace.decode_s = attempt.call_s
-        if course.sent is not None:
-            course.trace.output_tokens = sum(map(len, course.sent.token_ids))
-            course.trace.prompt_tokens = course.sent.usage.get("prompt_tokens")
+            state.trace.decode_s = attempt.call_s
+        if state.sent is not None:
+            state.trace.output_tokens = sum(map(len, state.sent.token_ids))
+            state.trace.prompt_tokens = state.sent.usage.get("prompt_tokens")
         if attempt.owes_release and isinstance(attempt.choice, Pair):
             self._releases.send(attempt.choice.decode, attempt.uuid)
 

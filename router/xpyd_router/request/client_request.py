@@ -203,7 +203,7 @@ _COMPLETIONS_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions without the field."""
 
 
-class Ask(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+class InferenceRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """A client's request: its bytes and what the router reads in them. Made for every request: a
     Struct takes a twelfth of a frozen dataclass's time.
     """
@@ -286,7 +286,7 @@ def _choices(fields: Mapping[str, Any], endpoint: Endpoint, n: int) -> int:
     return n * prompts
 
 
-def parse_ask(endpoint: Endpoint, raw: bytes) -> Ask:
+def parse_request(endpoint: Endpoint, raw: bytes) -> InferenceRequest:
     """The request in `raw`; ApiError 400 that names the field and what is allowed."""
     fields = _load(raw)
     routed = read(_READERS[endpoint], fields)
@@ -310,7 +310,7 @@ def parse_ask(endpoint: Endpoint, raw: bytes) -> Ask:
         alone = "P"
     elif shows_prompt:
         alone = "D"
-    return Ask(
+    return InferenceRequest(
         endpoint=endpoint,
         raw=raw,
         fields=fields,

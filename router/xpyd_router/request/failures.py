@@ -18,8 +18,8 @@ from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.policy.pairs import Pair
 from xpyd_router.request.attempt import Attempt
-from xpyd_router.request.client_request import Ask
-from xpyd_router.request.state import Course, gave_up
+from xpyd_router.request.client_request import InferenceRequest
+from xpyd_router.request.state import RequestState, gave_up
 from xpyd_router.request_metrics import PHASES
 
 logger = logging.getLogger(__name__)
@@ -47,59 +47,59 @@ class Failures:
         self.refused = fleet.refused
         """While it is empty, `refuse` and `served` need not be called."""
 
-    def refuse(self, ask: Ask) -> None:
+    def refuse(self, request: InferenceRequest) -> None:
         """ApiError for a body that instances died of lately."""
-        if refused_s := self._fleet.refused_s(ask.raw):
+        if refused_s := self._fleet.refused_s(request.raw):
             self._metrics.poisoned_requests.inc()
             raise poisoned(refused_s)
 
-    def served(self, ask: Ask) -> None:
+    def served(self, request: InferenceRequest) -> None:
         """A request with this body was served: instances do not die of it."""
-        self._fleet.acquit(ask.raw)
+        self._fleet.acquit(request.raw)
 
-    async def after(self, course: Course, attempt: Attempt, failure: CallFailed) -> None:
+    async def after(self, state: RequestState, attempt: Attempt, failure: CallFailed) -> None:
         """Count, tell and remember it; returns when another try is due, else raises ApiError."""
         instance, cause = attempt.called, failure.cause
         phase = PHASES[instance.beat.type]
         self._metrics.failed(instance, cause)
-        course.trace.failures.append(f"{phase}:{cause}")
-        course.last_cause = cause
-        extra = {"request": attempt.uuid, "instance": instance.name, "tries": course.trace.tries}
+        state.trace.failures.append(f"{phase}:{cause}")
+        state.last_cause = cause
+        extra = {"request": attempt.uuid, "instance": instance.name, "tries": state.trace.tries}
         logger.warning("%s call failed: %s", phase, cause, extra=extra)
-        await self._blame(course, attempt, cause)
-        if course.has_decode_begun and course.sent is None:
+        await self._blame(state, attempt, cause)
+        if state.has_decode_begun and state.sent is None:
             raise ApiError(502, "the generating instance failed", code="decode_failed")
         if cause == "refused":
-            course.refusals += 1
+            state.refusals += 1
         else:
-            course.failures += 1
-        is_late = not course.has_decode_begun and self._clock() >= course.deadline_s
-        is_last = course.failures >= self._config.max_tries or course.refusals >= _MAX_REFUSALS
+            state.failures += 1
+        is_late = not state.has_decode_begun and self._clock() >= state.deadline_s
+        is_last = state.failures >= self._config.max_tries or state.refusals >= _MAX_REFUSALS
         if is_last or is_late:
-            raise gave_up(course)
+            raise gave_up(state)
         self._metrics.retried(instance)
 
-    async def _blame(self, course: Course, attempt: Attempt, cause: FailureCause) -> None:
+    async def _blame(self, state: RequestState, attempt: Attempt, cause: FailureCause) -> None:
         """Hold it against whom it concerns; ApiError for a request that kills instances."""
-        ask, instance, choice = course.ask, attempt.called, attempt.choice
+        request, instance, choice = state.request, attempt.called, attempt.choice
         if cause == "transfer" and isinstance(choice, Pair):
             # Any other pair will do; one that shares nobody with this one does best.
-            self._fleet.transfer_failed(choice.prefill, choice.decode, ask.raw)
+            self._fleet.transfer_failed(choice.prefill, choice.decode, request.raw)
             p, d = choice.prefill.key, choice.decode.key
-            course.shunned = (frozenset((p, d)), frozenset((d,)), frozenset((p,)))
+            state.shunned = (frozenset((p, d)), frozenset((d,)), frozenset((p,)))
             return
-        course.exclude.add(instance.key)
+        state.exclude.add(instance.key)
         if cause == "timeout" and not self._had_its_time(attempt):
             return
-        if met := self._fleet.failed(instance, cause, ask.raw):
-            course.met(met)
-        if len(course.breaks) >= KILLS and await self._fleet.convicts(course.breaks, ask.raw):
+        if met := self._fleet.failed(instance, cause, request.raw):
+            state.met(met)
+        if len(state.breaks) >= KILLS and await self._fleet.convicts(state.breaks, request.raw):
             self._metrics.poisoned_requests.inc()
             raise poisoned(REFUSED_S)
         if self.refused:
-            self.refuse(ask)  # its body's, convicted meanwhile
+            self.refuse(request)  # its body's, convicted meanwhile
         # Those that met the same death keep apart: then the next one tells them from each other.
-        course.shunned = (self._loads.suspected(),) if course.breaks else ()
+        state.shunned = (self._loads.suspected(),) if state.breaks else ()
 
     def _had_its_time(self, attempt: Attempt) -> bool:
         """Whether the instance had at least half of what a call may take. A request that waited

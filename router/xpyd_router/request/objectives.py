@@ -15,7 +15,7 @@ from xpyd_router.fleet.loads import Load, LoadTable
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.policy.base import Slo, forecast
 from xpyd_router.policy.pairs import Alone, Pair
-from xpyd_router.request.state import Course
+from xpyd_router.request.state import RequestState
 from xpyd_router.request_metrics import InstanceTable, ObjectiveTable, word
 
 _SAMPLE_S = 0.25
@@ -38,14 +38,14 @@ class Objectives:
         *,
         fleet: FleetView,
         loads: LoadTable,
-        figures: InstanceTable,
+        instance_metrics: InstanceTable,
         table: ObjectiveTable,
         clock: Callable[[], float],
     ) -> None:
         self._default = default
         self._fleet = fleet
         self._loads = loads
-        self._figures = figures
+        self._instance_metrics = instance_metrics
         self._table = table
         self._clock = clock
         self._seen: dict[InstanceKey, _Seen] = {}
@@ -55,29 +55,29 @@ class Objectives:
         ttft_s = self._default.ttft_s if asked.ttft_s is None else asked.ttft_s
         return Slo(ttft_s, self._default.itl_s if asked.itl_s is None else asked.itl_s)
 
-    def left(self, course: Course) -> Slo:
+    def left(self, state: RequestState) -> Slo:
         """What is left of them now; no first token is wanted of one that has it."""
-        slo = course.slo
+        slo = state.slo
         if slo.ttft_s is None:
             return slo
-        if course.sent is not None:
+        if state.sent is not None:
             return Slo(None, slo.itl_s)
-        return slo._replace(ttft_s=slo.ttft_s - (self._clock() - course.trace.started_s))
+        return slo._replace(ttft_s=slo.ttft_s - (self._clock() - state.trace.started_s))
 
-    def placed(self, course: Course, choice: Pair | Alone, prefill_tokens: int) -> None:
+    def placed(self, state: RequestState, choice: Pair | Alone, prefill_tokens: int) -> None:
         """The request goes there, and its load is not counted yet. What is expected of its first
         try is what is said of it.
         """
-        if course.forecast is None:
+        if state.forecast is None:
             first, last = self._loads.of(choice[0].key), self._loads.of(choice[-1].key)
-            course.forecast = forecast(first, last, prefill_tokens)
-            course.placed_s = self._clock() - course.trace.started_s
+            state.forecast = forecast(first, last, prefill_tokens)
+            state.placed_s = self._clock() - state.trace.started_s
 
     def streamed(
-        self, course: Course, load: Load, waiting_tokens: float, call_s: float | None
+        self, state: RequestState, load: Load, waiting_tokens: float, call_s: float | None
     ) -> None:
         """An instance alone made a whole stream in `call_s`: note when its first token came."""
-        trace = course.trace
+        trace = state.trace
         if trace.first_s is None or call_s is None:
             return
         first_s = call_s - (self._clock() - trace.started_s - trace.first_s)
@@ -86,7 +86,7 @@ class Objectives:
 
     def answered(
         self,
-        course: Course,
+        state: RequestState,
         load: Load,
         waiting_tokens: float,
         call_s: float | None,
@@ -94,17 +94,17 @@ class Objectives:
         is_prefill: bool,
     ) -> None:
         """The last instance of the try made an answer that was not streamed."""
-        tokens = course.trace.output_tokens
+        tokens = state.trace.output_tokens
         if call_s is None or not tokens:
             return
         if is_prefill:
             load.pace.first.observe(waiting_tokens, call_s)
         else:
-            load.pace.gap.observe(load.active, call_s * course.ask.choices / tokens)
+            load.pace.gap.observe(load.active, call_s * state.request.choices / tokens)
 
-    def judge(self, course: Course, *, is_whole: bool) -> None:
+    def judge(self, state: RequestState, *, is_whole: bool) -> None:
         """Count a stream that ended, by itself or before its end."""
-        slo, trace, expected = course.slo, course.trace, course.forecast
+        slo, trace, expected = state.slo, state.trace, state.forecast
         if expected is None:
             return
         took_s = self._clock() - trace.started_s
@@ -113,11 +113,11 @@ class Objectives:
             # Who left before was not served in time only if that time was over.
             if trace.first_s is not None or first_s > slo.ttft_s:
                 ttft_s = expected.ttft_s
-                said = word(None if ttft_s is None else course.placed_s + ttft_s, slo.ttft_s)
+                said = word(None if ttft_s is None else state.placed_s + ttft_s, slo.ttft_s)
                 self._table.count("ttft", predicted=said, result=word(first_s, slo.ttft_s))
-        if slo.itl_s is None or not is_whole or course.was_interrupted or trace.first_s is None:
+        if slo.itl_s is None or not is_whole or state.was_interrupted or trace.first_s is None:
             return
-        gaps = max(map(len, course.sent.token_ids)) - 1 if course.sent else 0
+        gaps = max(map(len, state.sent.token_ids)) - 1 if state.sent else 0
         if gaps > 0:
             said, itl_s = word(expected.itl_s, slo.itl_s), (took_s - trace.first_s) / gaps
             self._table.count("itl", predicted=said, result=word(itl_s, slo.itl_s))
@@ -128,7 +128,7 @@ class Objectives:
         """
         seen: dict[InstanceKey, _Seen] = {}
         for instance in self._fleet.instances:
-            load, gaps = self._loads.of(instance.key), self._figures.of(instance).itl_s
+            load, gaps = self._loads.of(instance.key), self._instance_metrics.of(instance).itl_s
             now = seen[instance.key] = _Seen(gaps.count, gaps.sum, load.active)
             before = self._seen.get(instance.key, now)
             if count := now.gaps - before.gaps:

@@ -24,7 +24,7 @@ from xpyd_router.request.answers import (
     without_token_ids,
 )
 from xpyd_router.request.attempt import Attempt
-from xpyd_router.request.state import Course, Sent, begin_alone
+from xpyd_router.request.state import RequestState, Sent, begin_alone
 from xpyd_router.upstream.connection import Exchange
 
 KNOWN_LINES = 4096
@@ -82,7 +82,7 @@ class Sink(Protocol):
         ...
 
 
-class Outlet:
+class ClientStream:
     """See the module. `headers` are the response's; `clock` is monotonic seconds."""
 
     def __init__(
@@ -145,21 +145,21 @@ class Relay:
     """
 
     def __init__(
-        self, course: Course, attempt: Attempt, outlet: Outlet, *, sent: Sent | None
+        self, state: RequestState, attempt: Attempt, client: ClientStream, *, sent: Sent | None
     ) -> None:
-        self._course = course
+        self._state = state
         self._attempt = attempt
         self._call = attempt.running
         self._secret = attempt.secret
         self._uuid = attempt.uuid_bytes
         self._public = attempt.public_bytes
         self._id_at: int = -1
-        self._outlet = outlet
+        self._client = client
         self._sent = sent
-        self._keeps_ids = course.ask.wants_token_ids
+        self._keeps_ids = state.request.wants_token_ids
         self._is_single = sent is not None and len(sent.token_ids) == 1
         self._splitter = EventSplitter()
-        self.passes_frames = sent is None and outlet.takes_frames
+        self.passes_frames = sent is None and client.takes_frames
         """Chunks of the engine can be chunks of the answer, with another id in them."""
         self._came = self._goes = b""
         """How they begin, up to the id and with it: from the engine, and to the client."""
@@ -173,7 +173,7 @@ class Relay:
         """Relay the answer of `exchange` until [DONE]; CallFailed where it ends without it. Each
         gap in it may take `gap_s`. The engine is not read from while the client does not read.
         """
-        self._exchange, sink = exchange, self._outlet.sink
+        self._exchange, sink = exchange, self._client.sink
         exchange.bound_gaps(gap_s)
         sink.on_pause, sink.on_resume = exchange.pause, self._resume
         if sink.is_paused:
@@ -215,7 +215,7 @@ class Relay:
             self._call.streamed(1, size)
         goes = self._goes
         size += len(goes) - len(came)
-        self._outlet.write_frame(b"".join((CHUNK_LINES[size], goes, frame[at:])), size)
+        self._client.write_frame(b"".join((CHUNK_LINES[size], goes, frame[at:])), size)
         return True
 
     def feed(self, data: bytes) -> None:
@@ -229,14 +229,14 @@ class Relay:
                 is_plain = self._sent is None and data[-4] != _BRACE
                 shown = data if is_plain else self._shown(data)
                 if shown is not None:
-                    self._outlet.write(self._scrubbed(shown))
+                    self._client.write(self._scrubbed(shown))
                 return
         if self.is_done:
             return
         self._attempt.owes_release = False
         self._feed_events(data)
         self._is_flowing = (
-            self._splitter.is_empty and self._course.has_decode_begun and not self.is_done
+            self._splitter.is_empty and self._state.has_decode_begun and not self.is_done
         )
 
     def _scrubbed(self, event: bytes) -> bytes:
@@ -281,9 +281,9 @@ class Relay:
                     kept.append(self._scrubbed(shown))
         finally:
             # Also before a failure: what is noted as sent has to be.
-            self._outlet.write(b"".join(kept))
+            self._client.write(b"".join(kept))
         if self.is_done:
-            self._outlet.end()
+            self._client.end()
             if self._exchange is not None:
                 self._exchange.end_within(_BODY_END_S)
 
@@ -294,12 +294,12 @@ class Relay:
 
     def interrupted(self) -> None:
         """The client had not taken what came, and does now."""
-        self._course.was_interrupted = True
+        self._state.was_interrupted = True
         if self._call is not None:
             self._call.interrupted()
 
     def _error(self, event: bytes) -> bytes:
-        may_go_on = self._sent is not None or not self._course.has_decode_begun
+        may_go_on = self._sent is not None or not self._state.has_decode_begun
         if may_go_on and (cause := failure_in(event)):
             raise CallFailed(cause)
         return self._attempt.scrubbed_error(event)
@@ -307,13 +307,13 @@ class Relay:
     def _shown(self, event: bytes) -> bytes | None:
         """What the client gets of a chunk."""
         sent = self._sent
-        if not self._course.has_decode_begun:
-            self._course.has_decode_begun = True
-            if sent is not None and self._course.sent is None:
-                self._outlet.write(begin_alone(self._course, sent, event))
+        if not self._state.has_decode_begun:
+            self._state.has_decode_begun = True
+            if sent is not None and self._state.sent is None:
+                self._client.write(begin_alone(self._state, sent, event))
         if sent is None:
             if event.find(_NO_CHOICES) >= 0:
-                trace = self._course.trace
+                trace = self._state.trace
                 trace.prompt_tokens, trace.output_tokens = tokens_in(event)
             return event
         start = event.find(_IDS)

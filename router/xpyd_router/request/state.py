@@ -30,7 +30,7 @@ from xpyd_router.request.answers import (
     parse_prefill_answer,
     role_events,
 )
-from xpyd_router.request.client_request import MAX_DEPTH, Ask
+from xpyd_router.request.client_request import MAX_DEPTH, InferenceRequest
 
 _SERVED_TOKENS = 32
 """A request that kills in its stream does so at one place: tries behind it get a few tokens each,
@@ -92,10 +92,10 @@ class Prefilled(NamedTuple):
         return self.is_news and self.answer.is_over
 
 
-class Course(msgspec.Struct, kw_only=True):
+class RequestState(msgspec.Struct, kw_only=True):
     """See the module. One owner: the task that serves the request."""
 
-    ask: Ask
+    request: InferenceRequest
     trace: Trace
     head: Head
     public: str
@@ -147,7 +147,7 @@ class Course(msgspec.Struct, kw_only=True):
         self.broke_at_tokens = had_tokens
 
 
-def _may_extend(ask: Ask, sent: Sent, context: int) -> bool:
+def _may_extend(request: InferenceRequest, sent: Sent, context: int) -> bool:
     """Whether P' may add a token to what was sent: one living choice, and not the last token that
     the client or the context allows.
 
@@ -158,7 +158,7 @@ def _may_extend(ask: Ask, sent: Sent, context: int) -> bool:
     after = len(sent.token_ids[0]) + 1
     if context and sent.usage.get("prompt_tokens", context) + after >= context:
         return False
-    return ask.max_tokens is None or after < ask.max_tokens
+    return request.max_tokens is None or after < request.max_tokens
 
 
 def _context(pair: Pair) -> int:
@@ -167,32 +167,32 @@ def _context(pair: Pair) -> int:
     return min(said, default=0)
 
 
-def prefill_params(course: Course, pair: Pair) -> dict[str, Any]:
+def prefill_params(state: RequestState, pair: Pair) -> dict[str, Any]:
     """kv_transfer_params for a P that continues.
 
     Without client_max_tokens P only makes the KV of the prompts; its token is thrown away. With
     max_model_len P refuses what D has no room for, before anything is streamed.
     """
-    ask, sent, context = course.ask, course.sent, _context(pair)
-    course.extends = sent is None or _may_extend(ask, sent, context)
-    params: dict[str, Any] = {"seed": course.seed}
+    request, sent, context = state.request, state.sent, _context(pair)
+    state.extends = sent is None or _may_extend(request, sent, context)
+    params: dict[str, Any] = {"seed": state.seed}
     if context:
         params["max_model_len"] = context
-    if course.extends:
-        params["client_max_tokens"] = ask.max_tokens
-    if sent is not None and course.extends:
+    if state.extends:
+        params["client_max_tokens"] = request.max_tokens
+    if sent is not None and state.extends:
         params["continue_from"] = sent.token_ids
     return params
 
 
-def take_prefill(course: Course, body: bytes) -> Prefilled:
+def take_prefill(state: RequestState, body: bytes) -> Prefilled:
     """P's answer to `prefill_params`; ProtocolError for one that cannot be used."""
-    answer = parse_prefill_answer(course.ask, body)
-    sent = course.sent
+    answer = parse_prefill_answer(state.request, body)
+    sent = state.sent
     before = frozen(sent.token_ids) if sent else ((),) * len(answer.choices)
     if len(before) != len(answer.choices):
         raise ProtocolError("prefill answer: another number of choices than before")
-    if not course.extends:
+    if not state.extends:
         return Prefilled(answer, before, is_news=False)
     ids = tuple(old + new.token_ids for old, new in zip(before, answer.choices, strict=True))
     return Prefilled(answer, ids, is_news=True)
@@ -203,18 +203,18 @@ def frozen(ids: Sequence[Sequence[int]]) -> TokenIds:
     return tuple(map(tuple, ids))
 
 
-def first_events(course: Course, prefilled: Prefilled, pair: Pair) -> bytes:
+def first_events(state: RequestState, prefilled: Prefilled, pair: Pair) -> bytes:
     """What the client gets of P's answer, empty where that is nothing; from here on it is sent."""
     if not prefilled.is_news:
         return b""
-    sent, answer = course.sent, prefilled.answer
+    sent, answer = state.sent, prefilled.answer
     is_first = sent is None
     if sent is None:
         compatibility = pair.decode.beat.compatibility
-        sent = course.sent = Sent([], compatibility, answer.usage, answer.model)
+        sent = state.sent = Sent([], compatibility, answer.usage, answer.model)
     sent.token_ids = [list(ids) for ids in prefilled.token_ids]
     sent.usage = sent.usage or answer.usage
-    writer = ChunkWriter(course.ask, course.head, answer, sent.usage)
+    writer = ChunkWriter(state.request, state.head, answer, sent.usage)
     generated = sum(len(ids) for ids in prefilled.token_ids)
     events = [*(writer.role() if is_first else ()), *writer.content(generated)]
     if prefilled.is_over:
@@ -222,69 +222,69 @@ def first_events(course: Course, prefilled: Prefilled, pair: Pair) -> bytes:
     return b"".join(events)
 
 
-def can_go_on_alone(course: Course, instance: Instance) -> bool:
+def can_go_on_alone(state: RequestState, instance: Instance) -> bool:
     """Whether `instance`, alone, streams with token ids, so that another can go on behind it.
 
     What shows the prompt's side is asked for as it is: who went on would show it again.
     """
-    return instance.is_continuing and not course.ask.shows_prompt
+    return instance.is_continuing and not state.request.shows_prompt
 
 
-def sent_alone(course: Course, instance: Instance) -> Sent:
+def sent_alone(state: RequestState, instance: Instance) -> Sent:
     """What the client will have of a stream that `instance` serves alone: nothing yet."""
-    ids: list[list[int]] = [[] for _ in range(course.ask.choices)]
-    return Sent(ids, instance.beat.compatibility, {}, course.ask.model)
+    ids: list[list[int]] = [[] for _ in range(state.request.choices)]
+    return Sent(ids, instance.beat.compatibility, {}, state.request.model)
 
 
-def begin_alone(course: Course, sent: Sent, event: bytes) -> bytes:
+def begin_alone(state: RequestState, sent: Sent, event: bytes) -> bytes:
     """What goes before `event`, the first of an instance alone; from here on it is sent."""
-    ask, course.sent = course.ask, sent
-    if ask.wants_running_usage and (chunk := chunk_of(event)) is not None:
+    request, state.sent = state.request, sent
+    if request.wants_running_usage and (chunk := chunk_of(event)) is not None:
         sent.usage = chunk.get("usage") or {}
-    return role_events(ask, course.head, sent.model, sent.usage) if ask.is_chat else b""
+    return role_events(request, state.head, sent.model, sent.usage) if request.is_chat else b""
 
 
-def alone_params(course: Course) -> dict[str, Any]:
+def alone_params(state: RequestState) -> dict[str, Any]:
     """kv_transfer_params for an instance that serves a stream alone: it gives token ids with each
     chunk, and begins behind those that were sent."""
-    sent = course.sent
-    ids = frozen(sent.token_ids) if sent else ((),) * course.ask.choices
+    sent = state.sent
+    ids = frozen(sent.token_ids) if sent else ((),) * state.request.choices
     return {
-        "seed": course.seed,
+        "seed": state.seed,
         "continue_from": ids,
         "emit_from": [len(one) for one in ids],
-        "response_id": course.head.response_id,
-        "created": course.head.created,
+        "response_id": state.head.response_id,
+        "created": state.head.created,
     }
 
 
-def last_events(course: Course) -> bytes | None:
+def last_events(state: RequestState) -> bytes | None:
     """What is left of a stream whose choices have all ended: usage if asked, [DONE]. None where
     only an engine knows it.
     """
-    sent = course.sent
+    sent = state.sent
     if sent is None or not sent.is_over:
         return None
     if sent.has_usage:
         return DONE
-    if course.ask.include_usage and "prompt_tokens" not in sent.usage:
+    if state.request.include_usage and "prompt_tokens" not in sent.usage:
         return None
     generated = sum(len(ids) for ids in sent.token_ids)
-    return end_of_stream(course.ask, course.head, sent.model, sent.usage, generated)
+    return end_of_stream(state.request, state.head, sent.model, sent.usage, generated)
 
 
-def decode_params(course: Course, prefilled: Prefilled, *, is_stream: bool) -> dict[str, Any]:
+def decode_params(state: RequestState, prefilled: Prefilled, *, is_stream: bool) -> dict[str, Any]:
     """kv_transfer_params for a D that continues.
 
     Streamed, it emits what follows the ids; else the whole answer, P's logprobs in front.
     """
     emit_from: Sequence[int] = [len(ids) if is_stream else 0 for ids in prefilled.token_ids]
     params: dict[str, Any] = {
-        "seed": course.seed,
+        "seed": state.seed,
         "continue_from": prefilled.token_ids,
         "emit_from": emit_from,
-        "response_id": course.head.response_id,
-        "created": course.head.created,
+        "response_id": state.head.response_id,
+        "created": state.head.created,
         **prefilled.answer.transfer,
     }
     if not is_stream:
@@ -292,13 +292,13 @@ def decode_params(course: Course, prefilled: Prefilled, *, is_stream: bool) -> d
     return params
 
 
-def gave_up(course: Course) -> ApiError:
+def gave_up(state: RequestState) -> ApiError:
     """The last word of a request that failed wherever it was tried; names no instance."""
-    count = course.trace.tries
+    count = state.trace.tries
     tries = "after one try" if count == 1 else f"after {count} tries"
-    if course.last_cause == "timeout":
+    if state.last_cause == "timeout":
         return ApiError(504, f"the instances did not answer in time, {tries}", code="timeout")
-    if course.last_cause == "refused":
+    if state.last_cause == "refused":
         return ApiError(503, f"the instances take no requests, {tries}", retry_after_s=1)
     return ApiError(502, f"the instances failed, {tries}", code="upstream_failed")
 
@@ -314,14 +314,14 @@ def _too_deep(fields: Mapping[str, Any]) -> ApiError:
     return ApiError(400, f"the body is nested more than {MAX_DEPTH} levels deep")
 
 
-def prefill_body(ask: Ask, params: Mapping[str, Any] | None = None) -> bytes:
+def prefill_body(request: InferenceRequest, params: Mapping[str, Any] | None = None) -> bytes:
     """P's body: one token behind what it continues, not streamed.
 
     `params` is None for an engine without continuation; else {seed, client_max_tokens,
     continue_from?}, with one list of ids per choice in continue_from. ApiError 400 for a field that
     is nested too deeply.
     """
-    fields = dict(ask.fields)
+    fields = dict(request.fields)
     limit = 1
     if params is not None:
         ids: Sequence[Sequence[int]] = params.get("continue_from") or ((),)
@@ -338,7 +338,7 @@ def prefill_body(ask: Ask, params: Mapping[str, Any] | None = None) -> bytes:
     try:
         return orjson.dumps(fields)
     except TypeError as error:  # all else that was read can be written
-        raise _too_deep(ask.fields) from error
+        raise _too_deep(request.fields) from error
 
 
 def splice(raw: bytes, params: Mapping[str, Any]) -> bytes:

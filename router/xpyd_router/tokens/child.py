@@ -51,7 +51,7 @@ _LONG_CHARACTERS = 4096
 Guard = Callable[[], AbstractContextManager[None]]
 
 
-class Limits(NamedTuple):
+class PromptLimits(NamedTuple):
     """Bounds on one request."""
 
     max_characters: int = 4 * 1024 * 1024
@@ -71,7 +71,7 @@ class Checkpoint:
     """Immutable after it was made. `guard` bounds the time of what runs in it."""
 
     def __init__(
-        self, files: TokenizerFiles, limits: Limits, guard: Guard = lambda: nullcontext()
+        self, files: TokenizerFiles, limits: PromptLimits, guard: Guard = lambda: nullcontext()
     ) -> None:
         """Raises UserError for a tokenizer that cannot be read. Slow for a large vocabulary."""
         self._files = files
@@ -164,7 +164,7 @@ def cpu_limit(seconds: float = RENDER_CPU_S) -> Generator[None]:
 class Child:
     """The checkpoints by key, and the answers to frames."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: PromptLimits) -> None:
         self._limits = limits
         self._known: dict[str, Checkpoint] = {}
 
@@ -222,7 +222,7 @@ def main() -> None:
     answers = os.dup(1)
     os.dup2(2, 1)
     with open(answers, "wb") as sink, contextlib.suppress(BrokenPipeError):
-        _serve(Child(Limits()), sys.stdin.buffer, sink)
+        _serve(Child(PromptLimits()), sys.stdin.buffer, sink)
 
 
 if __name__ == "__main__":

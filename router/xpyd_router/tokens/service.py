@@ -18,7 +18,7 @@ from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.tokens.process import ChildEnded, ChildLimits, TokenChild, Uncounted
 from xpyd_router.tokens.prompts import estimate_tokens
-from xpyd_router.tokens.shelf import Shelf, Wish
+from xpyd_router.tokens.wanted_files import WantedFiles, Wish
 
 logger = logging.getLogger(__name__)
 _FETCH_S = 30.0
@@ -40,7 +40,7 @@ class Fetch(Protocol):
         ...
 
 
-class Keeper:
+class ChildSupervisor:
     """Owner of the child. `run` until cancelled, then `close`."""
 
     def __init__(
@@ -57,7 +57,7 @@ class Keeper:
         self._loads = metrics.tokenizer_loads
         self._limits = limits
         self._clock = clock
-        self._shelf = Shelf()
+        self._wanted = WantedFiles()
         self._child: TokenChild | None = None
         self._start_not_before_s = 0.0
         self._start_backoff_s = 1.0
@@ -65,18 +65,18 @@ class Keeper:
     def child_with(self, key: str) -> TokenChild | None:
         """The child, if it has the files of `key`."""
         child = self._child
-        if child is None or child.has_ended or not self._shelf.is_loaded(key):
+        if child is None or child.has_ended or not self._wanted.is_loaded(key):
             return None
         return child
 
     async def run(self) -> None:
         """Follow the fleet for ever."""
         while True:
-            for key in self._shelf.see(self._fleet.instances):
+            for key in self._wanted.see(self._fleet.instances):
                 if self._child is not None:
                     self._child.forget(key)
             child = await self._living_child()
-            wish = self._shelf.wish(self._clock()) if child is not None else None
+            wish = self._wanted.wish(self._clock()) if child is not None else None
             if child is not None and wish is not None:
                 await self._bring(child, wish)
             else:
@@ -93,9 +93,9 @@ class Keeper:
         if self._child is not None and self._child.has_ended:
             await self._child.close()
             logger.warning("the tokenizing process ended; it is started again")
-            self._shelf.lost(self._child.blamed, now)
+            self._wanted.lost(self._child.blamed, now)
             self._child = None
-        if self._child is None and not self._shelf.is_empty and now >= self._start_not_before_s:
+        if self._child is None and not self._wanted.is_empty and now >= self._start_not_before_s:
             self._start_not_before_s = now + self._start_backoff_s
             self._start_backoff_s = min(2 * self._start_backoff_s, _MAX_START_BACKOFF_S)
             try:
@@ -117,13 +117,13 @@ class Keeper:
             if error:
                 self._failed(wish, "unreadable", error)
                 return
-            self._shelf.loaded(wish, self._clock())
+            self._wanted.loaded(wish, self._clock())
             self._start_backoff_s = 1.0
             self._loads.labels("loaded").inc()
             logger.info("tokenizer files loaded", extra={"compatibility": wish.key})
 
     def _failed(self, wish: Wish, result: str, why: str) -> None:
-        self._shelf.failed(wish, self._clock())
+        self._wanted.failed(wish, self._clock())
         self._loads.labels(result).inc()
         logger.warning(
             "no tokenizer files: %s", why[:200], extra={"instance": wish.source.instance.http}
@@ -157,7 +157,7 @@ class Tokens:
         limits: ChildLimits | None = None,
     ) -> None:
         self._fleet = fleet
-        self._keeper = Keeper(
+        self._supervisor = ChildSupervisor(
             fleet=fleet,
             fetch=fetch,
             metrics=metrics,
@@ -169,11 +169,11 @@ class Tokens:
 
     async def run(self) -> None:
         """Follow the fleet for ever."""
-        await self._keeper.run()
+        await self._supervisor.run()
 
     async def close(self) -> None:
         """End what `run` started."""
-        await self._keeper.close()
+        await self._supervisor.close()
 
     async def count(
         self, model: str, raw: bytes, fields: Mapping[str, Any], *, is_chat: bool
@@ -183,7 +183,7 @@ class Tokens:
         """
         try:
             for key in _keys(self._fleet.snapshot.candidates(model)):
-                child = self._keeper.child_with(key)
+                child = self._supervisor.child_with(key)
                 if child is not None:
                     tokens, hashes = await child.count(key, raw, is_chat=is_chat)
                     self._counted["exact"].inc()

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from xpyd_core.request_id import Address
 from xpyd_router.errors import CallFailed
 from xpyd_router.fleet.instances import InstanceKey
-from xpyd_router.upstream.connection import Connection, Exchange
+from xpyd_router.upstream.connection import EngineConnection, Exchange
 
 
 def source_for(to: Address, local_host: str | None) -> tuple[str, int] | None:
@@ -50,8 +50,8 @@ class UpstreamClient:
     def __init__(self, local_host: str | None = None) -> None:
         self._local_host = local_host
         self._loop = asyncio.get_running_loop()
-        self._idle: dict[Address, list[Connection]] = {}
-        self._connections: set[Connection] = set()
+        self._idle: dict[Address, list[EngineConnection]] = {}
+        self._connections: set[EngineConnection] = set()
         self._active: set[Exchange] = set()
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._is_closed = False
@@ -124,7 +124,7 @@ class UpstreamClient:
 
     def _send(
         self,
-        connection: Connection,
+        connection: EngineConnection,
         head: bytes,
         body: bytes,
         owner: InstanceKey | None,
@@ -149,7 +149,7 @@ class UpstreamClient:
             if exchange.owner in gone:
                 exchange.fail("lost")
 
-    def _take_idle(self, to: Address, oldest_s: float) -> Connection | None:
+    def _take_idle(self, to: Address, oldest_s: float) -> EngineConnection | None:
         """A kept connection; the youngest, so that the others may go."""
         idle = self._idle.get(to)
         while idle:
@@ -159,8 +159,8 @@ class UpstreamClient:
             connection.abort()
         return None
 
-    async def _connect(self, to: Address, timeout_s: float) -> Connection:
-        def on_free(connection: Connection) -> None:
+    async def _connect(self, to: Address, timeout_s: float) -> EngineConnection:
+        def on_free(connection: EngineConnection) -> None:
             idle = self._idle.setdefault(to, [])
             if len(idle) >= _MAX_IDLE or self._is_closed:
                 connection.abort()
@@ -170,14 +170,14 @@ class UpstreamClient:
             if self._sweep_timer is None:
                 self._arm()
 
-        def on_lost(connection: Connection) -> None:
+        def on_lost(connection: EngineConnection) -> None:
             self._connections.discard(connection)
             if idle := self._idle.get(to):
                 with contextlib.suppress(ValueError):
                     idle.remove(connection)
 
-        def make() -> Connection:
-            connection = Connection(on_free, on_lost)
+        def make() -> EngineConnection:
+            connection = EngineConnection(on_free, on_lost)
             self._connections.add(connection)
             return connection
 

@@ -70,7 +70,7 @@ class Exchange:
         self.has_answered = False
         """A byte of the answer has come."""
         self.is_whole = False
-        self.carrier: Connection | None = None
+        self.carrier: EngineConnection | None = None
         """The connection on which it was sent, which writes this."""
         self.take_frame: Callable[[bytes], bool] | None = None
         """What `connection` offers each read to between two chunks, before it reads them itself."""
@@ -331,15 +331,15 @@ def whole_chunks(data: bytes) -> bytes | None:
     return None
 
 
-class Connection(asyncio.Protocol):
+class EngineConnection(asyncio.Protocol):
     """See the module. `on_free(self)` is called when it may serve again, `on_lost(self)` once, when
     it is closed.
     """
 
     def __init__(
         self,
-        on_free: Callable[[Connection], None],
-        on_lost: Callable[[Connection], None],
+        on_free: Callable[[EngineConnection], None],
+        on_lost: Callable[[EngineConnection], None],
     ) -> None:
         self._on_free = on_free
         self._on_lost = on_lost

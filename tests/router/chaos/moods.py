@@ -38,7 +38,7 @@ class Fate:
 
 
 def fate_of(call: Call, mood: Mood, rng: random.Random, *, pace: float) -> Fate:
-    """Draws one call's fate. `pace` stretches the engine's own times; 0 is at once."""
+    """RandomPool one call's fate. `pace` stretches the engine's own times; 0 is at once."""
     mode: Mode = mood.mode if rng.random() < mood.chance else "well"
     slow = 20.0 if mode == "slow" else 1.0
     return Fate(

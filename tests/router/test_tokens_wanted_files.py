@@ -6,7 +6,7 @@ from typing import Any
 
 from xpyd_core.messages import Heartbeat
 from xpyd_router.fleet.instances import Instance, InstanceKey
-from xpyd_router.tokens.shelf import Shelf, Wish
+from xpyd_router.tokens.wanted_files import WantedFiles, Wish
 
 
 def engine(number: int, key: str = "k", **beat: Any) -> Instance:
@@ -18,19 +18,19 @@ def engine(number: int, key: str = "k", **beat: Any) -> Instance:
     return Instance(InstanceKey(address, incarnation), said, said.http, said.kv, 0, 9, 3)
 
 
-def wished(shelf: Shelf, now: float) -> tuple[str, str] | None:
+def wished(shelf: WantedFiles, now: float) -> tuple[str, str] | None:
     wish = shelf.wish(now)
     return None if wish is None else (wish.key, wish.source.instance.http)
 
 
-def expect(shelf: Shelf, now: float) -> Wish:
+def expect(shelf: WantedFiles, now: float) -> Wish:
     wish = shelf.wish(now)
     assert wish is not None
     return wish
 
 
 def test_files_are_wished_for_when_an_engine_with_them_is_first_seen() -> None:
-    shelf = Shelf()
+    shelf = WantedFiles()
     assert shelf.is_empty
     assert wished(shelf, 0) is None
     shelf.see([engine(1)])
@@ -43,14 +43,14 @@ def test_files_are_wished_for_when_an_engine_with_them_is_first_seen() -> None:
 
 
 def test_engines_that_are_not_ready_or_name_no_key_are_not_asked() -> None:
-    shelf = Shelf()
+    shelf = WantedFiles()
     shelf.see([engine(1, state="Starting"), engine(2, state="Draining"), engine(3, "")])
     assert shelf.is_empty
     assert wished(shelf, 0) is None
 
 
 def test_after_a_failure_another_engine_is_asked_later_and_later() -> None:
-    shelf = Shelf()
+    shelf = WantedFiles()
     shelf.see([engine(1), engine(2)])
     now, asked, pauses_s = 0.0, list[str](), list[float]()
     for _ in range(12):
@@ -66,7 +66,7 @@ def test_after_a_failure_another_engine_is_asked_later_and_later() -> None:
 
 
 def test_when_the_engine_of_the_files_leaves_they_are_fetched_anew_and_used_meanwhile() -> None:
-    shelf = Shelf()
+    shelf = WantedFiles()
     shelf.see([engine(1), engine(2)])
     shelf.loaded(expect(shelf, 0), 0)
     shelf.see([engine(2)])
@@ -82,7 +82,7 @@ def test_when_the_engine_of_the_files_leaves_they_are_fetched_anew_and_used_mean
 
 
 def test_another_checkpoint_is_fetched_beside_the_first() -> None:
-    shelf = Shelf()
+    shelf = WantedFiles()
     shelf.see([engine(1)])
     shelf.loaded(expect(shelf, 0), 0)
     assert shelf.see([engine(1), engine(2, "other")]) == []
@@ -91,7 +91,7 @@ def test_another_checkpoint_is_fetched_beside_the_first() -> None:
 
 
 def test_of_too_many_checkpoints_one_without_engines_makes_room() -> None:
-    shelf = Shelf(max_kept=2)
+    shelf = WantedFiles(max_kept=2)
     assert shelf.see([engine(1, "a"), engine(2, "b"), engine(3, "c")]) == []
     for _ in range(2):
         shelf.loaded(expect(shelf, 0), 0)
@@ -104,7 +104,7 @@ def test_of_too_many_checkpoints_one_without_engines_makes_room() -> None:
 
 
 def test_when_the_child_ended_all_is_fetched_again_and_what_it_died_of_later_and_later() -> None:
-    shelf = Shelf()
+    shelf = WantedFiles()
     shelf.see([engine(1, "good"), engine(2, "bad")])
     now, pauses_s = 0.0, list[int]()
     for _ in range(4):
@@ -120,7 +120,7 @@ def test_when_the_child_ended_all_is_fetched_again_and_what_it_died_of_later_and
 
 
 def test_files_that_were_forgotten_meanwhile_are_not_taken_for_loaded() -> None:
-    shelf = Shelf(max_kept=1)
+    shelf = WantedFiles(max_kept=1)
     shelf.see([engine(1, "a")])
     wish = expect(shelf, 0)
     shelf.see([])

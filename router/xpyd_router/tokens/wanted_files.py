@@ -53,7 +53,7 @@ class _Entry:
 
 
 @dataclass(eq=False)
-class Shelf:
+class WantedFiles:
     """What is there and what is missing, at most `max_kept` checkpoints."""
 
     max_kept: int = MAX_KEPT

@@ -16,9 +16,9 @@ from xpyd_router.fleet.registry import Registry
 from xpyd_router.policy.base import Want
 from xpyd_router.policy.pairs import Pair
 from xpyd_router.request.answers import DONE, EventSplitter, Head, event_data
-from xpyd_router.request.client_request import parse_ask
+from xpyd_router.request.client_request import parse_request
 from xpyd_router.request.state import (
-    Course,
+    RequestState,
     Sent,
     alone_params,
     decode_params,
@@ -40,10 +40,10 @@ def pair(p_context: int, d_context: int) -> Pair:
     return chosen
 
 
-def course(sent: Sent | None = None, **fields: object) -> Course:
+def request_state(sent: Sent | None = None, **fields: object) -> RequestState:
     raw = orjson.dumps({"model": "m", "prompt": "x", **fields})
-    return Course(
-        ask=parse_ask("completions", raw),
+    return RequestState(
+        request=parse_request("completions", raw),
         trace=Trace("completions", 0.0),
         head=Head("cmpl-1", 5),
         public="1",
@@ -60,12 +60,12 @@ def course(sent: Sent | None = None, **fields: object) -> Course:
 def test_p_hears_the_smaller_context_so_that_it_refuses_for_d_too(
     p_context: int, d_context: int, said: int
 ) -> None:
-    params = prefill_params(course(max_tokens=9), pair(p_context, d_context))
+    params = prefill_params(request_state(max_tokens=9), pair(p_context, d_context))
     assert params == {"seed": 3, "client_max_tokens": 9, "max_model_len": said}
 
 
 def test_nothing_is_said_of_contexts_that_nobody_told() -> None:
-    assert "max_model_len" not in prefill_params(course(), pair(0, 0))
+    assert "max_model_len" not in prefill_params(request_state(), pair(0, 0))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_at_the_contexts_last_token_p_adds_none(
     prompt_tokens: int, ids: int, extends: bool
 ) -> None:
     sent = Sent([[7] * ids], "k", {"prompt_tokens": prompt_tokens}, "m")
-    tried = course(sent)
+    tried = request_state(sent)
     params = prefill_params(tried, pair(128, 128))
     assert tried.extends == extends
     assert ("continue_from" in params) == extends
@@ -85,7 +85,7 @@ def test_at_the_contexts_last_token_p_adds_none(
 
 @pytest.mark.parametrize(("max_tokens", "extends"), [(2, False), (3, True), (None, True)])
 def test_at_the_clients_last_token_p_adds_none(max_tokens: int | None, extends: bool) -> None:
-    tried = course(Sent([[7]], "k", {}, "m"), max_tokens=max_tokens)
+    tried = request_state(Sent([[7]], "k", {}, "m"), max_tokens=max_tokens)
     prefill_params(tried, pair(0, 0))
     assert tried.extends == extends
 
@@ -106,7 +106,7 @@ def of_p(*choices: list[int]) -> bytes:
 
 
 def test_ps_token_is_sent_once_and_d_goes_on_behind_it() -> None:
-    both, tried = pair(0, 0), course(stream=True, n=2)
+    both, tried = pair(0, 0), request_state(stream=True, n=2)
     assert "continue_from" not in prefill_params(tried, both)
     prefilled = take_prefill(tried, of_p([7], [8]))
     assert first_events(tried, prefilled, both).count(b"t[") == 2
@@ -128,7 +128,7 @@ def test_ps_token_is_sent_once_and_d_goes_on_behind_it() -> None:
 def test_a_later_p_goes_on_behind_what_was_sent() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     sent = Sent([[1, 2]], "k", {"prompt_tokens": 4}, "m")
-    both, tried = pair(0, 0), course(sent, stream=True, stream_options=options)
+    both, tried = pair(0, 0), request_state(sent, stream=True, stream_options=options)
     assert prefill_params(tried, both)["continue_from"] == [[1, 2]]
     prefilled = take_prefill(tried, of_p([3]))
     assert decode_params(tried, prefilled, is_stream=True)["emit_from"] == [3]
@@ -139,7 +139,7 @@ def test_a_later_p_goes_on_behind_what_was_sent() -> None:
 
 
 def test_a_later_p_that_only_makes_the_kv_adds_nothing() -> None:
-    both, tried = pair(0, 0), course(Sent([[1], [2, 3]], "k", {}, "m"), stream=True, n=2)
+    both, tried = pair(0, 0), request_state(Sent([[1], [2, 3]], "k", {}, "m"), stream=True, n=2)
     assert "continue_from" not in prefill_params(tried, both)
     prefilled = take_prefill(tried, of_p([8], [9]))
     assert first_events(tried, prefilled, both) == b""
@@ -150,10 +150,10 @@ def test_a_later_p_that_only_makes_the_kv_adds_nothing() -> None:
 
 
 def test_who_goes_on_alone_begins_behind_what_was_sent() -> None:
-    params = alone_params(course(Sent([[1], [2, 3]], "k", {}, "m"), n=2))
+    params = alone_params(request_state(Sent([[1], [2, 3]], "k", {}, "m"), n=2))
     assert (params["continue_from"], params["emit_from"]) == (((1,), (2, 3)), [1, 2])
     assert params["seed"] == 3
-    begins = alone_params(course(n=2))
+    begins = alone_params(request_state(n=2))
     assert (begins["continue_from"], begins["emit_from"]) == (((), ()), [0, 0])
 
 
@@ -168,7 +168,7 @@ def test_who_goes_on_alone_begins_behind_what_was_sent() -> None:
 def test_the_last_word_tells_what_a_client_may_do(
     cause: str, status: int, code: str | None, retry_after_s: int | None
 ) -> None:
-    tried = course()
+    tried = request_state()
     tried.last_cause, tried.trace.tries = cause, 3
     error = gave_up(tried)
     assert (error.status, error.code, error.retry_after_s) == (status, code, retry_after_s)
@@ -176,7 +176,7 @@ def test_the_last_word_tells_what_a_client_may_do(
 
 
 def test_behind_the_end_of_a_choice_p_adds_no_token() -> None:
-    tried = course(Sent([[7]], "k", {}, "m", ended={0}))
+    tried = request_state(Sent([[7]], "k", {}, "m", ended={0}))
     assert "continue_from" not in prefill_params(tried, pair(0, 0))
     assert not tried.extends
 
@@ -196,7 +196,7 @@ def test_what_is_left_of_a_stream_whose_choices_have_ended_needs_no_engine(
     sent: Sent | None, include_usage: bool, left: list[tuple[int, int, int]] | None
 ) -> None:
     options = {"stream_options": {"include_usage": True}} if include_usage else {}
-    events = last_events(course(sent, stream=True, **options))
+    events = last_events(request_state(sent, stream=True, **options))
     if left is None:
         assert events is None
         return
@@ -209,7 +209,7 @@ def test_what_is_left_of_a_stream_whose_choices_have_ended_needs_no_engine(
 
 def broke_at(tokens: list[int]) -> int:
     """How many deaths a stream has met that broke when the client had so many tokens."""
-    tried = course(Sent([[]], "k", {}, "m"))
+    tried = request_state(Sent([[]], "k", {}, "m"))
     for had in tokens:
         assert tried.sent is not None
         tried.sent.token_ids[0] = [7] * had
@@ -226,7 +226,7 @@ def test_who_streamed_much_did_not_die_of_the_same(tokens: list[int], deaths: in
 
 
 def test_one_death_is_met_once() -> None:
-    tried, broken = course(), Break(0.0)
+    tried, broken = request_state(), Break(0.0)
     for _ in range(2):
         tried.met(broken)
     assert tried.breaks == [broken]
