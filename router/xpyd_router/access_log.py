@@ -50,7 +50,7 @@ class Trace(msgspec.Struct):
     """The call of the last try to D, or to the instance that serves alone."""
     prompt_tokens: int | None = None
     output_tokens: int | None = None
-    """Of all choices; None where no engine told."""
+    """Of all choices; None where no engine said."""
     sent_bytes: int = 0
     status: int = 0
     failures: list[str] = []

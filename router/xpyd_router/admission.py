@@ -41,7 +41,7 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True)
 class AdmissionLimits:
-    """Of one router. Without queue entries nobody waits: who is over a limit is refused."""
+    """Of one router. Without queue entries no request waits: one over a limit is refused."""
 
     requests: int | None = None
     """Requests in flight; None: no limit."""
@@ -109,7 +109,7 @@ class WaitingQueue(Generic[E]):
 
     @property
     def held_bytes(self) -> int:
-        """Bodies of all who wait."""
+        """Bodies of all waiting requests."""
         return self._bytes
 
     @property
@@ -186,7 +186,7 @@ class Gate(Generic[E]):
 
     @property
     def is_shared(self) -> bool:
-        """Whether places become free that nobody hands over."""
+        """Whether places become free without being handed over."""
         return bool(self._others)
 
     def bounded(self, cost: Cost) -> Cost:
@@ -206,7 +206,7 @@ class Gate(Generic[E]):
         return True
 
     def enqueue(self, entry: E) -> tuple[bool, E | None]:
-        """Whether `entry` stands in line now, and whom it displaced.
+        """Whether `entry` is in the queue now, and the entry that it displaced.
 
         A full line takes an entry of higher priority in the place of its last one, if that makes
         room: else a line full of batch work would shut out what is urgent.
@@ -291,7 +291,8 @@ class Gate(Generic[E]):
 
 
 _TICK_S = 0.005
-"""How often a line asks for places that other processes gave back: little beside a prefill."""
+"""How often a line asks for places that other processes gave back: little compared with a prefill.
+"""
 RejectReason = Literal["full", "displaced", "timeout"]
 _Word = Literal["admitted", "displaced", "timeout"]
 _REFUSALS: dict[RejectReason, tuple[int, str, str]] = {
@@ -306,7 +307,7 @@ _REFUSALS: dict[RejectReason, tuple[int, str, str]] = {
 
 
 class Ticket:
-    """A place. Whoever got it calls `leave` once it is not needed; a second call does nothing."""
+    """A place. Its holder calls `leave` once it is not needed; a second call does nothing."""
 
     __slots__ = ("_cost", "_gives_back", "_since_s", "queue_s")
 
@@ -330,7 +331,7 @@ class _Waiter(Entry):
     def __init__(self, cost: Cost, priority: int, word: asyncio.Future[_Word]) -> None:
         super().__init__(cost, priority)
         self.word = word
-        """How the wait ended. Who sets it has taken the waiter out of line before."""
+        """How the wait ended. Set only after the waiter was taken out of the queue."""
         self.has_place = False
 
 
@@ -358,7 +359,7 @@ class Admission:
 
     @property
     def is_limited(self) -> bool:
-        """Whether anybody may have to wait, so that priorities matter."""
+        """Whether a request may have to wait, so that priorities matter."""
         return self._gate.is_limited
 
     @property
@@ -435,7 +436,7 @@ class Admission:
             self._admit()
 
     def _abandon(self, waiter: _Waiter) -> None:
-        """The client left; it may have been told that it has a place already."""
+        """The client left; it may have got its place already."""
         if waiter.has_place:
             self._gate.leave(waiter.cost, held_s=None)
         else:

@@ -1,4 +1,4 @@
-"""`xpyd router`: its flags. Imports nothing heavy; the server itself is in `main`."""
+"""`xpyd router`: its flags. Imports nothing heavy; the server itself is in `router`."""
 
 from __future__ import annotations
 
@@ -342,7 +342,7 @@ def _leave(_number: int, _frame: FrameType | None) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
-        # Nothing has begun that would need an end; `main` takes them over.
+        # Nothing has begun that would need an end; `router` takes them over.
         signal.signal(number, _leave)
     set_up_logging(args.log_level, args.log_format)
     config = read_config(args)

@@ -41,7 +41,7 @@ class RouterConfig:
     missed_beats: int = MISSED_BEATS
     """An instance leaves after this many periods without a beat."""
     policy: str = "LeastLoaded"
-    """Who is picked: a name of the entry-point group `xpyd.router.policies`."""
+    """How instances are picked: a name of the entry-point group `xpyd.router.policies`."""
     prefill_policy: str | None = None
     """Another policy for prefill instances."""
     decode_policy: str | None = None
@@ -73,7 +73,7 @@ class RouterConfig:
     drain_s: float = 5.0
     """How long to accept after SIGTERM: load balancers take notice of /readiness with delay."""
     forward_headers: tuple[str, ...] = ()
-    """Names of the client's headers that go to the engines, beside W3C trace context."""
+    """Names of the client's headers that go to the engines, in addition to W3C trace context."""
     access_log: bool = True
     """Whether each request has a log line."""
     logs_json: bool = False

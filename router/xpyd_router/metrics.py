@@ -1,4 +1,4 @@
-"""The router's metrics, all named xpyd_router_*. What every request counts is in `figures`."""
+"""The router's metrics, all named xpyd_router_*; `request_metrics` has those of each request."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class RouterMetrics:
 def state_of(instance: Instance) -> ShownState:
     """The state as people see it: its beat's, but for a Ready one that gets no or few requests.
 
-    An operator's cordon stands before what health says: it is why there are no requests.
+    An operator's cordon is shown before health: it is why the instance gets no requests.
     """
     if instance.beat.state != "Ready":
         return instance.beat.state

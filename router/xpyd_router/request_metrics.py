@@ -25,7 +25,7 @@ _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
 def labels_of(values: Mapping[str, str]) -> str:
-    """`values` as they stand between a sample's braces, sorted as the client library does."""
+    """`values` as they are written between a sample's braces, sorted as the client library does."""
     return ",".join(f'{name}="{values[name].translate(_ESCAPES)}"' for name in sorted(values))
 
 
@@ -345,7 +345,7 @@ class InstanceTable:
             self._other_pairs += 1
 
     def keep(self, instances: Iterable[Instance]) -> None:
-        """These are in the fleet now; forget who has been gone for long."""
+        """These are in the fleet now; forget instances that left long ago."""
         now_s = self._clock()
         self._by_key.clear()
         for instance in instances:
@@ -392,7 +392,7 @@ class InstanceTable:
         metrics = self._by_name.get((name, phase))
         if metrics is None:
             if len(self._by_name) >= MAX_NAMES:
-                # Nobody asks for the metrics, or `keep` had made room.
+                # The metrics are not scraped, or `keep` had made room.
                 self._by_name.clear()
                 self._forget_pairs(None)
             metrics = InstanceMetrics(name, phase, self._clock())
@@ -403,7 +403,7 @@ class InstanceTable:
         return metrics
 
     def _forget_pairs(self, gone: frozenset[InstanceMetrics] | None) -> None:
-        """Pairs without those who are `gone`; None: without all."""
+        """Pairs without the instances in `gone`; None: without all."""
         for metrics in self._by_name.values():
             for partner in [d for d in metrics.paired if gone is None or d in gone]:
                 del metrics.paired[partner]

@@ -2,7 +2,7 @@
 
 At the first signal /readiness turns 503 while requests are still taken for `drain_s`; then no more
 are accepted, running ones finish, and the exit status is 0. A second signal ends at once, one that
-comes before it listens ends the start. `serving.server` is the half that serves; with several
+comes before it listens ends the start. `http.server` is the half that serves; with several
 processes `processes.owner` takes over.
 """
 
@@ -107,7 +107,7 @@ def make_discovery(
 
 
 def make_prober(config: RouterConfig, fleet: FleetView, metrics: RouterMetrics) -> Prober:
-    """Who probes the instances of `fleet`."""
+    """The prober of the instances of `fleet`."""
     return Prober(fleet, metrics, partial(probe_http, local_host=source_host(config)))
 
 

@@ -1,8 +1,8 @@
-"""The discovery port: heartbeats into the fleet's view.
+"""The discovery port: connections of engines, and their heartbeats into the fleet's view.
 
-Never replies. What is not a heartbeat, or not one of this fleet's, is counted and dropped; junk
-costs its sender, nobody else. `beat_port` has the connections, `zmtp` their wire, `registry` what
-follows from a beat.
+It never replies. What is not a heartbeat, or not one of this fleet's, is counted and dropped; junk
+costs only its sender (ADR 0025, ADR 0026). `BeatPort` has the connections, `zmtp` their wire,
+`fleet.registry` decides what follows from a beat.
 """
 
 from __future__ import annotations
@@ -65,7 +65,12 @@ def port_limits() -> PortLimits:
 
 
 class BeatPort:
-    """Owner of the connections. In one event loop; `dropped` hears why one was ended."""
+    """Owner of the connections: which may stay, at what pace, and for how long.
+
+    What a stranger does costs its own connection: all strangers together hold a bounded number of
+    bytes and of file descriptors, and none takes the place of an instance that beats. In one event
+    loop; `dropped` gets the reason when one is closed.
+    """
 
     def __init__(self, take: Take, dropped: Callable[[str], None], limits: PortLimits) -> None:
         self.take = take
@@ -85,7 +90,7 @@ class BeatPort:
         return BeatConnection(self)
 
     def opened(self, connection: BeatConnection) -> None:
-        """Where there are too many, the oldest stranger goes; without one, who came."""
+        """Where there are too many, close the oldest stranger; without one, the new connection."""
         self._open[connection] = self._strangers[connection] = None
         if len(self._open) > self.limits.connections:
             next(iter(self._strangers)).drop("too many connections")
@@ -100,7 +105,7 @@ class BeatPort:
         self._strangers.pop(connection, None)
 
     def sweep(self, now_s: float) -> None:
-        """Drop who takes too long for a handshake, a message or its next beat."""
+        """Close connections that take too long for a handshake, a message or the next beat."""
         if now_s < self._next_sweep_s:
             return
         self._next_sweep_s = now_s + _SWEEP_S
@@ -108,7 +113,7 @@ class BeatPort:
             connection.check(now_s)
 
     def close(self) -> None:
-        """Drop everyone."""
+        """Close all connections."""
         for connection in list(self._open):
             connection.abort()
 
@@ -197,7 +202,7 @@ class BeatConnection(asyncio.Protocol):
         self._transport.write(data)
 
     def _pause(self) -> None:
-        """It sends faster than anyone who beats: the rest waits, in its own socket."""
+        """It sends faster than any engine beats: the rest waits in its own socket."""
         assert self._transport is not None
         self._transport.pause_reading()
         self._resume = self._loop.call_later(_PAUSE_S, self._go_on)
@@ -278,7 +283,7 @@ class Discovery:
         self._quiet_until_s = 0.0
         self._dropped = 0
         self.beats = BeatPort(self._take, self._end, limits or port_limits())
-        """Who is connected."""
+        """How many connections there are."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -295,7 +300,7 @@ class Discovery:
         self._listener.close()
 
     async def run(self) -> None:
-        """Take beats and remove who is silent, for ever."""
+        """Take beats and remove silent instances, for ever."""
         loop = asyncio.get_running_loop()
         server = await loop.create_server(self.beats.accept, sock=self._listener, backlog=_BACKLOG)
         try:
@@ -340,7 +345,7 @@ class Discovery:
         return outcome in _GOOD
 
     def _apply(self, beat: Heartbeat, *, is_signed: bool) -> str:
-        # vLLM names no fleet: who dials this port then means this one.
+        # vLLM names no fleet: its engines mean the fleet of the port that they dial.
         if self._name and beat.fleet and beat.fleet != self._name:
             return "foreign"
         age_s = self._wall_clock() - beat.sent_us / 1e6 if is_signed else None
@@ -364,7 +369,7 @@ class Discovery:
 
 
 def _has_mac(frames: tuple[bytes, ...]) -> bool:
-    """Whether there is a signature; a frame of another length is somebody else's."""
+    """Whether there is a signature; a frame of another length is not ours."""
     return len(frames) > 1 and len(frames[1]) == BEAT_MAC_BYTES
 
 

@@ -1,7 +1,9 @@
-"""Probes who is due, and lets the fleet's time pass. The asyncio side of `health`.
+"""Probes the instances that are due, and lets the fleet's time pass.
 
-One task per router, beside `discovery`. Probes run side by side up to a bound; whom to probe when
-is `probe_plan`'s. Who comes into doubt is probed at once.
+One task per router. Probes run concurrently up to a bound; `fleet.health` says which instance is
+due when. An instance that comes into doubt is probed at once. A probe is GET /health on a
+connection of its own, which shows whether the port still accepts; an engine without /health
+answers 404, which shows as much.
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ logger = logging.getLogger(__name__)
 _TICK_S = 0.25
 _MAX_RUNNING = 64
 _STALL_S = 0.5
-"""A deadline noticed this late: the router itself did not run, so nobody was given his time."""
+"""A deadline noticed this late: the router itself did not run, so no instance had its time."""
 
 
 class Prober:

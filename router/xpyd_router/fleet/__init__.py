@@ -1,1 +1,1 @@
-"""Who is in the fleet: heartbeats in, snapshots and health out."""
+"""The instances of the fleet: heartbeats in, snapshots and health out."""

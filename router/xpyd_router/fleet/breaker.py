@@ -28,7 +28,7 @@ TRIAL_S = 30.0
 
 
 class Breaker:
-    """See the module. `now` is seconds of one monotonic clock; a fingerprint stands for a body."""
+    """See the module. `now` is seconds of one monotonic clock; a fingerprint identifies a body."""
 
     __slots__ = (
         "_consecutive",
@@ -118,14 +118,20 @@ class Breaker:
 
 
 class Transfers:
-    """See the module. `now` is seconds of one monotonic clock."""
+    """Transfers of KV that failed: are they P's fault or D's?
+
+    D reports a failed transfer, but P may be the one that is gone, or the path between the two. The
+    failure of one pair therefore says nothing about either. An instance that fails with a second
+    partner within WINDOW_S is what these failures have in common: for it they count, as any fault
+    of its own does. `now` is seconds of one monotonic clock.
+    """
 
     def __init__(self) -> None:
         self._partners: dict[InstanceKey, dict[InstanceKey, float]] = {}
         """Of each instance the last two with which it failed, and when."""
 
     def failed(self, prefill: InstanceKey, decode: InstanceKey, now: float) -> list[InstanceKey]:
-        """A transfer between the two failed; for whom of them it counts."""
+        """A transfer between the two failed; the instances for which it counts."""
         pairs = ((prefill, decode), (decode, prefill))
         return [key for key, partner in pairs if self._has_several(key, partner, now)]
 

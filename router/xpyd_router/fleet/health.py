@@ -5,7 +5,7 @@ registry. Four things act together:
 
 - Ejection: a call that broke off takes the instance out at once; only an answered probe brings it
   back. A beat does not: it comes from another socket than the answers.
-- Probes (`probe_plan`) find instances whose HTTP is dead or frozen though nobody calls them.
+- Probes (`ProbePlan`) find instances whose HTTP is dead or frozen though no call shows it.
 - The breaker (`breaker`) stops requests to an instance that is reached and yet fails.
 - Slow start: an instance that comes back, or joins others that serve, gets few requests at first,
   then more.
@@ -33,7 +33,12 @@ _BURST = 16.0
 
 
 class ProbePlan:
-    """See the module. `draw` gives a random number from 0 to 1; `now` is one monotonic clock's."""
+    """Which instance to probe when: a regular probe (each instance once per interval, spread by
+    chance) or an early one (an instance in doubt, at once).
+
+    Both stay below one rate: when thousands of instances come into doubt together, they are probed
+    one after the other. `draw` gives a random number from 0 to 1; `now` is one monotonic clock's.
+    """
 
     def __init__(self, *, interval_s: float, draw: Callable[[], float]) -> None:
         self._interval_s = interval_s
@@ -84,7 +89,9 @@ class ProbePlan:
         self._set(key, now + in_s)
 
     def take(self, now: float, limit: int) -> list[InstanceKey]:
-        """Who is due, at most `limit` and what the rate allows. Each must end in `again`."""
+        """The instances that are due, at most `limit` and what the rate allows. Each must end in
+        `again`.
+        """
         self._tokens = min(_BURST, self._tokens + (now - self._filled_s) * MAX_PROBES_PER_S)
         self._filled_s = now
         taken: list[InstanceKey] = []
@@ -96,7 +103,7 @@ class ProbePlan:
         return taken
 
     def wait_s(self, now: float) -> float:
-        """Until `take` may give somebody; infinite where nobody is due."""
+        """Seconds until `take` may give an instance; infinite where none is due."""
         missing = max(0.0, 1.0 - self._tokens) / MAX_PROBES_PER_S
         return max(missing, self._skip_stale() - now, 0.0)
 
@@ -115,16 +122,16 @@ class ProbePlan:
 
 
 ProbeResult = Literal["ok", "connect", "reset", "timeout", "status", "void"]
-"""Any answer below 500; nobody listens; closed without an answer; none in time; an answer of 5xx or
+"""Any answer below 500; no listener; closed without an answer; none in time; an answer of 5xx or
 that is not HTTP; a probe that says nothing because of a fault here."""
 Parting = Literal["goodbye", "replaced", "silent"]
 """How an instance leaves: it said so; another process took its place; its beats did not come, and
-nobody knows why."""
+for an unknown reason."""
 EJECTING = frozenset({"connect", "reset", "incomplete"})
 """Causes that take an instance out at once."""
 STRIKES = frozenset({"reset", "incomplete", "timeout", "status", "answer"})
 """The instance's own faults. Not: refused (full, draining), lost (seen by its beats), too_large,
-transfer (see `transfers`)."""
+transfer (see `breaker.Transfers`)."""
 KILLING = frozenset({"reset", "incomplete", "lost"})
 """Causes that an instance's death may have."""
 SILENT_AND_LATE = 2
@@ -140,10 +147,11 @@ _LONGEST_PROBE_AGAIN_S = 10.0
 _HOLD_S = 1.0
 _LONGEST_HOLD_S = 30.0
 _CALM_S = 60.0
-"""The first ejection ends with the first answered probe. Who is ejected again within a minute of
-calls stays out for at least 1 s, then 2 s, ... up to 30 s."""
+"""The first ejection ends with the first answered probe. An instance ejected again within a minute
+of calls stays out for at least 1 s, then 2 s, ... up to 30 s.
+"""
 _BRIEF_S = 1.0
-"""Who was away for less was not restarted: it does not start slowly."""
+"""An instance away for less was not restarted: it does not start slowly."""
 WEIGHT_FLOOR = 0.1
 
 
@@ -191,7 +199,7 @@ class _Record:
     silent_probes: int = 0
     """The last ones, in a row."""
     is_dead: bool = False
-    """Nobody listens there."""
+    """No process listens there."""
     is_frozen: bool = False
     """It, or its machine, does nothing; that is no death."""
     breaker: Breaker | None = None
@@ -264,14 +272,15 @@ class Health:
                 self.plan.hasten(key, now)
         if not is_killing:
             return None
-        # Who drains is ended by others: only Ready instances have a record, or leave a death.
+        # An instance that drains is ended by others: only Ready instances have a record, or leave a
+        # death.
         return self.poison.death_of(key) if record is None else self.poison.broke(key, now)
 
     def transfer_failed(
         self, prefill: InstanceKey, decode: InstanceKey, suspect: bytes, now: float
     ) -> list[InstanceKey]:
-        """The KV did not come from P to D; for whom of them it counted. Either may be dead: both
-        are probed.
+        """The KV did not come from P to D; the instances for which it counted. Either may be dead:
+        both are probed.
         """
         counted = self._transfers.failed(prefill, decode, now)
         self.plan.hasten(prefill, now)
@@ -344,7 +353,7 @@ class Health:
         return seen
 
     def standing(self, key: InstanceKey) -> Standing:
-        """How `key` stands; Good where nothing is known."""
+        """The standing of `key`; Good where nothing is known."""
         record = self._records.get(key)
         return "Good" if record is None else record.standing
 

@@ -27,7 +27,7 @@ Side = tuple[str, str, tuple[str, ...]]
 
 
 def side_of(beat: Heartbeat) -> Side:
-    """Whom the instance that beats so can stand in for."""
+    """Which instances the one with this beat can stand in for."""
     return beat.type, beat.compatibility, beat.models
 
 
@@ -50,7 +50,7 @@ class Instance:
     expires_at_s: float
     period_s: float
     kv_text: str = ""
-    """`kv` as it stands in request ids; `http` as text is the key's."""
+    """`kv` as it is written in request ids; `http` as text is the key's."""
     standing: Standing = "Good"
     is_signed: bool = False
     """Its beats are signed with the fleet's key."""
@@ -74,7 +74,7 @@ class Instance:
 
     @property
     def is_spare(self) -> bool:
-        """Whether new requests may be sent to it where its side has nobody better."""
+        """Whether new requests may be sent to it where its side has no better one."""
         return self._may_be_asked and self.standing in ("Open", "Trial")
 
     @property
@@ -83,7 +83,7 @@ class Instance:
 
     @property
     def side(self) -> Side:
-        """Those that can stand in for it have the same."""
+        """Instances that can stand in for it have the same."""
         return side_of(self.beat)
 
     def is_late(self, now: float) -> bool:
@@ -105,7 +105,7 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidates:
-    """Who may serve one model. `groups` holds also those with only P or only D."""
+    """The instances that may serve one model. `groups` holds also those with only P or only D."""
 
     groups: tuple[Group, ...] = ()
     aggregated: tuple[Instance, ...] = ()
@@ -136,7 +136,7 @@ class Snapshot:
     is_empty: bool = True
 
     def candidates(self, model: str) -> Candidates:
-        """Who may serve `model` now."""
+        """The instances that may serve `model` now."""
         return self.by_model.get(model, self.any_model)
 
     def knows(self, model: str) -> bool:

@@ -79,7 +79,11 @@ class FittedLine:
 
 
 class Pace:
-    """What is known of one instance's speed. One writer, the event loop of its process."""
+    """How fast one instance works, learned from what its calls took: two straight lines.
+
+    The slope of `first` is the inverse of the prefill rate; each prompt also takes its base. A Pace
+    ends with its instance, so a restarted engine is unknown. One writer, the event loop.
+    """
 
     __slots__ = ("first", "gap")
 
@@ -112,7 +116,7 @@ class Work(NamedTuple):
 class Load:
     """One instance's figures. Mutable; `flow` and the beats write, policies read.
 
-    Whoever writes computes what policies compare, so that a pick reads only a few attributes:
+    A write computes what policies compare, so that a pick reads only a few attributes:
 
     - `queued_tokens`: prompt tokens that wait on it or are computed. With a prompt of n tokens more
       it would cost `(queued_tokens + n) * scale`.
@@ -166,7 +170,7 @@ class Load:
 
     @property
     def active(self) -> int:
-        """Requests on the instance, whoever sent them."""
+        """Requests on the instance, of this and other routers."""
         return self._requests + self._others.requests + self.foreign_requests
 
     @property
@@ -247,7 +251,7 @@ class LoadTable:
         return iter(self._loads.values())
 
     def of(self, key: InstanceKey) -> Load:
-        """The instance's load. Of one that is not in the fleet: a new one that nobody keeps, so
+        """The instance's load. Of one that is not in the fleet: a new one that is not kept, so
         that a call to an instance that just left may still be counted and ended.
         """
         return self._loads.get(key) or Load(key)

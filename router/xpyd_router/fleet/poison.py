@@ -2,10 +2,10 @@
 
 A request is blamed, never a body: many clients may send the same one while an instance dies of
 something else. A request that itself met KILLS deaths is convicted, and from then on its body is
-refused for a while, whoever sends it, so that a client that tries again does not kill two more.
-`requests.course` holds the breaks that one request met, `health` tells which of them were deaths:
-those after which nobody listens at the address any more, or another process does. Silence is none,
-it also comes from a machine that is busy.
+refused for a while, from any client, so that a client that tries again does not kill two more.
+`request.state` holds the breaks that one request met, `health` says which of them were deaths:
+those after which no process listens at the address any more, or another process does. Silence is
+none, it also comes from a machine that is busy.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ KILLS = 2
 REFUSED_S = 300.0
 """How long the body of a convicted request is refused."""
 _RESTART_S = 10.0
-"""What answered the probe may have been the next process: its first beat tells within this time."""
+"""What answered the probe may have been the next process: its first beat comes within this time."""
 _KEPT_S = 60.0
-"""How long a break is remembered; whoever waits for its probe waits for seconds."""
+"""How long a break is remembered; a request waits seconds for its probe."""
 _MAX_BREAKS = 4096
 _MAX_REFUSED = 1024
 
 Fate = Literal["open", "dead", "alive"]
-"""Open until a probe or a beat tells."""
+"""Open until a probe or a beat decides."""
 Verdict = Literal["innocent", "open", "guilty"]
 OnFate = Callable[[InstanceKey, Fate], None]
 """What calls to an instance broke off of is open now, or known."""
@@ -52,7 +52,7 @@ class Break:
 
 
 def judge(breaks: Iterable[Break]) -> Verdict:
-    """The rule: who met KILLS deaths is guilty; open while a probe has still to tell."""
+    """The rule: a request that met KILLS deaths is guilty; open while a probe is missing."""
     fates = [one.fate for one in breaks]
     if fates.count("dead") >= KILLS:
         return "guilty"
@@ -64,7 +64,9 @@ class Poison:
 
     def __init__(self) -> None:
         self.refused: OrderedDict[bytes, float] = OrderedDict()
-        """Fingerprints of refused bodies, and until when. Empty: nobody need make one."""
+        """Fingerprints of refused bodies, and until when. While it is empty no fingerprint need be
+        made.
+        """
         self._last: OrderedDict[InstanceKey, Break] = OrderedDict()
         self._on_fate: list[OnFate] = []
 
@@ -92,7 +94,7 @@ class Poison:
         return [(key, one) for key, one in self._last.items() if one.fate != "alive"]
 
     def died(self, key: InstanceKey, now: float) -> None:
-        """`key` is dead: nobody listens there, or another took its place."""
+        """`key` is dead: no process listens there, or another took its place."""
         last = self._last.get(key)
         if last is None or (last.fate == "alive" and now - last.at_s > _RESTART_S):
             last = self._add(key, now)

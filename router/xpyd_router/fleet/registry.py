@@ -1,12 +1,12 @@
-"""Who is in the fleet: heartbeats in, an immutable snapshot out. Pure: time is an argument.
+"""The instances of the fleet: heartbeats in, an immutable snapshot out. Pure: time is an argument.
 
 `discovery` feeds it, `policy` reads the snapshot. An instance is known by its HTTP address; another
 incarnation (process start) at the same address is another instance and replaces it at once. It
 leaves by goodbye at once, or when its time to live (missed beats x its period) has passed.
 
-Who claims what another has: of two incarnations at one address the one that was heard of last stays
-(its beats are newer), the other never comes back. A KV address belongs to whoever came first, for
-as long as it beats. What came signed is touched by signed beats only.
+Conflicting claims: of two incarnations at one address the one with the newer beats stays, the other
+never comes back. A KV address belongs to the instance that came first, for as long as it beats. An
+instance with signed beats is changed by signed beats only.
 """
 
 from __future__ import annotations
@@ -74,21 +74,21 @@ def _usable(address: Address, field_name: str) -> Address:
 
 
 def is_readable(beat: Heartbeat) -> bool:
-    """Whether its texts can stand in a log line."""
+    """Whether its texts can be written in a log line."""
     texts = (beat.instance, beat.incarnation, beat.fleet, beat.pool, beat.revision)
     return all(text.isprintable() for text in (*texts, beat.compatibility, *beat.models))
 
 
 class Departed:
-    """Who left, and up to when what it says is old. Bounded: the oldest are forgotten."""
+    """Instances that left, and up to when their beats are old. Bounded: the oldest go."""
 
     def __init__(self) -> None:
         self._until: OrderedDict[InstanceKey, int] = OrderedDict()
 
     def put(self, key: InstanceKey, sent_us: int) -> None:
         """Beats of `key` sent up to `sent_us` are of the past."""
-        # Without an incarnation a late beat cannot be told from a restart: let it in again. And one
-        # that says no time comes back by the beat that it always sends.
+        # Without an incarnation a late beat cannot be distinguished from a restart: let it in
+        # again. And one that says no time comes back by the beat that it always sends.
         if not key.incarnation or not sent_us:
             return
         self._until[key] = sent_us
@@ -142,7 +142,7 @@ class Claims:
 
 MAX_SKEW_S = 120.0
 """How old the first signed beat of an incarnation may be, or how far ahead: clocks differ, and an
-old beat that somebody kept must not bring back who is gone."""
+old beat that was kept must not bring back an instance that is gone."""
 # A period is a stranger's word: within these bounds a wrong one neither flaps nor stays for ever.
 _PERIOD_BOUNDS_S = (0.05, 60.0)
 Outcome = Literal[
@@ -152,7 +152,7 @@ Outcome = Literal[
 
 
 def _routing_view(beat: Heartbeat) -> tuple[object, ...]:
-    """The part of a beat that decides who is picked; loads change with every beat."""
+    """The part of a beat that decides which instance is picked; loads change with every beat."""
     return (
         *(beat.type, beat.http_address, beat.zmq_address, beat.state, beat.models),
         *(beat.compatibility, beat.continuation, beat.instance),
@@ -176,7 +176,7 @@ class Registry:
         self._decode_alone = decode_alone
         self._snapshot: Snapshot | None = build_snapshot(())
         self.version = 0
-        """Another number whenever who may be picked has changed."""
+        """Another number whenever the instances that may be picked have changed."""
 
     @property
     def snapshot(self) -> Snapshot:
@@ -200,7 +200,8 @@ class Registry:
         """Take one beat: what it was, and the instances that died by it (were replaced).
 
         `signed_age_s`: how long ago a beat was sent whose signature is right; None: it has none.
-        Raises ProtocolError for an address or name that cannot stand in a header or a log line.
+        Raises ProtocolError for an address or name that cannot be written in a header or a log
+        line.
         """
         instance = self._instance(beat, now, is_signed=signed_age_s is not None)
         key, address = instance.key, instance.key.http

@@ -1,7 +1,7 @@
 """The registry as the asyncio side uses it: changes can be waited for, calls to the dead end.
 
 One object per router, used in one event loop. `discovery` and `prober` write, `flow` reads, and
-tells how its calls went.
+reports how its calls went.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAX_LOST = 1024
 _VERDICT_SLACK_S = 0.5
 
 OnStanding = Callable[[Instance, Standing, str], None]
-"""An instance as it stands now, how it stood before, and the cause where it is ejected."""
+"""An instance with its new standing, its standing before, and the cause where it is ejected."""
 
 
 class FleetView:
@@ -65,7 +65,7 @@ class FleetView:
 
     @property
     def snapshot(self) -> Snapshot:
-        """Who can be picked now."""
+        """The instances that can be picked now."""
         return self._registry.snapshot
 
     @property
@@ -98,7 +98,7 @@ class FleetView:
         return outcome
 
     def expire(self) -> tuple[InstanceKey, ...]:
-        """Remove who missed its beats, and end the calls that wait for it."""
+        """Remove instances that missed their beats, and end the calls that wait for them."""
         before, now = self._registry.version, self._clock()
         gone = self._registry.expire(now)
         self._bury(gone, now, "silent")
@@ -145,8 +145,8 @@ class FleetView:
 
     async def convicts(self, breaks: Sequence[Break], body: bytes) -> bool:
         """Whether the request that met these is to be tried no more, because instances die of it;
-        its `body` is refused from now on. Waits for the probes that tell whether they died, but for
-        no longer than one: who is silent may be slow, and nobody is blamed for that.
+        its `body` is refused from now on. Waits for the probes that show whether they died, but for
+        no longer than one: a silent instance may be slow, which is held against no request.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.rules.probe_timeout_s + _VERDICT_SLACK_S):
@@ -173,13 +173,13 @@ class FleetView:
         self._health.poison.acquit(fingerprint(body, self._secret))
 
     def take_probes(self, limit: int) -> list[Instance]:
-        """Whom to probe now; each must be told by `probed`."""
+        """The instances to probe now; each must be reported by `probed`."""
         keys = self._health.plan.take(self._clock(), limit)
         return [found for key in keys if (found := self._registry.get(key)) is not None]
 
     @property
     def next_probe_s(self) -> float:
-        """Until somebody is to be probed."""
+        """Seconds until an instance is to be probed."""
         return self._health.plan.wait_s(self._clock())
 
     def probed(self, instance: Instance, result: ProbeResult, began_s: float) -> None:

@@ -1,6 +1,6 @@
 """The HTTP surface in Quart: models, state and the admin API, errors as OpenAI's JSON.
 
-The inference routes stand before it, in `inference`. The admin API (under /admin) shows instances
+The inference routes come before it, in `inference`. The admin API (under /admin) shows instances
 with their loads and sets cordons. It has keys of its own (`--admin-key-file`): a client that may
 send requests may not take instances out. To drain an instance, cordon it and wait until it has no
 calls in flight.
@@ -102,7 +102,7 @@ def admin_routes(surface: Surface) -> Blueprint:
     async def uncordon(name: str) -> Response:
         return await _cordon(surface, name, is_cordoned=False)
 
-    # Quart's decorators register them; pyright sees names that nobody reads.
+    # Quart's decorators register them; pyright sees names without a reader.
     _ = check, refuse, state, show, cordon, uncordon
     return routes
 
@@ -219,13 +219,13 @@ def quart_app(surface: Surface) -> Quart:
             response.headers["X-Request-Id"] = client_id.decode("ascii")
         return response
 
-    # Quart's decorators register them; pyright sees names that nobody reads.
+    # Quart's decorators register them; pyright sees names without a reader.
     _ = http_error, echo
     return app
 
 
 def _add_inference(app: Quart) -> None:
-    """The inference routes stand before Quart, which knows their paths only to refuse GET."""
+    """The inference routes come before Quart, which knows their paths only to refuse GET."""
     for endpoint in ENDPOINTS:
         app.add_url_rule(f"/v1/{endpoint}", endpoint, _unreachable, methods=["POST"])
 

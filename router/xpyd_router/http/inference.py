@@ -1,8 +1,9 @@
 """The inference routes: before Quart, so that a request costs little more than its bytes.
 
 Under our uvicorn protocol a usual request comes by `serve_direct`, and its answer goes straight to
-the client's transport. Under another server, or for an unusual one (a body of unknown length,
-pipelining), it comes and goes as raw ASGI. Both meet in `_answer`.
+the client's transport (ADR 0027). Under another server, or for an unusual request (a body of
+unknown length, pipelining), it comes and goes as raw ASGI. Both meet in `_answer`. `Surface` is
+what the HTTP side works with, `RouterControl` what concerns all processes of a router.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class RouterControl(Protocol):
 
     @property
     def is_current(self) -> bool:
-        """Whether this process knows how the fleet stands now, not only how it stood."""
+        """Whether this process knows the present state of the fleet, not only an earlier one."""
         ...
 
     async def metrics(self) -> bytes:
@@ -81,7 +82,7 @@ class LocalControl:
 
 @dataclass
 class Surface:
-    """See the module. `is_draining` is set by `main` at SIGTERM."""
+    """See the module. `is_draining` is set at SIGTERM."""
 
     config: RouterConfig
     fleet: FleetView

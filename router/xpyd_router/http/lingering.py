@@ -2,7 +2,7 @@
 
 A socket that is closed with unread data in it resets the connection, and the reset takes away what
 the client has not read of its answer. So our side is ended first, and what still comes is dropped.
-`http_protocol` hands its connections over to this; nothing here reads or writes HTTP.
+`protocol` hands its connections over to this; nothing here reads or writes HTTP.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 LINGER_S = 10.0
 """How long a client may go on sending behind its answer."""
 MAX_DROPPED_BYTES = 64 * 1024 * 1024
-"""Twice the longest body by default: who did not wait for an answer shall be able to read it."""
+"""Twice the longest body by default: a client that did not wait for the answer can read it."""
 
 
 class Lingering(asyncio.Protocol):

@@ -3,7 +3,7 @@
 uvicorn closes a connection that is idle between requests, but waits for ever for the first request,
 and for the rest of a head that began: a few thousand such connections would use up the file limit.
 
-A POST to an inference route, with its length told and nothing unusual about it, is read here and
+A POST to an inference route, with a Content-Length and nothing unusual about it, is read here and
 answered by `inference` through a DirectSink: no ASGI scope, no messages, no task per message. All
 other requests are uvicorn's, and reach the application as ASGI.
 """
@@ -122,7 +122,7 @@ class ClientProtocol(HttpToolsProtocol):
         return False
 
     def on_message_begin(self) -> None:
-        # uvicorn makes its scope here: only those who need it shall pay for it.
+        # uvicorn makes its scope here: only requests that need it pay for it.
         self.url = b""
         self.headers = []
         self.expect_100_continue = False
@@ -176,7 +176,7 @@ class ClientProtocol(HttpToolsProtocol):
             self._idle_timer.cancel()
         super().connection_lost(exc)
         served, self._served = self._served, None
-        if served is not None:  # uvicorn tells only the last that came
+        if served is not None:  # uvicorn informs only the last cycle
             served.disconnected = True
             served.message_event.set()
         # uvicorn forgets it only where the client closed, not where it reset the connection.
@@ -313,9 +313,9 @@ class ClientProtocol(HttpToolsProtocol):
         self._body_timer = None
         direct = self._direct
         if not self._is_busy:
-            self._close()  # answered before its end, which nobody will read
+            self._close()  # answered before its end, which will not be read
         elif direct is None or not self._is_last(direct):
-            self._expect_body()  # whoever reads it has a deadline of its own
+            self._expect_body()  # the application reads it with a deadline of its own
         elif self._app is not None:
             direct.keep_alive = False
             self._app.broke_off(direct, DirectSink(self))

@@ -60,7 +60,7 @@ class ServedConnection(Protocol):
 
 
 class Acceptor:
-    """Accepts on `listener`, which it owns, until `close`. It stands where uvicorn has an
+    """Accepts on `listener`, which it owns, until `close`. It takes the place of uvicorn's
     asyncio.Server, and has what uvicorn asks of one.
     """
 
@@ -87,7 +87,7 @@ class Acceptor:
         self._listener.close()
 
     async def wait_closed(self) -> None:
-        """Until nobody begins any more."""
+        """Until no connection is being made."""
         if self._beginning:
             await asyncio.wait(self._beginning)
 
@@ -121,7 +121,7 @@ class Acceptor:
             connection.close()
             return
         if self._is_closed:
-            # The others were told before it was there.
+            # The other connections were closed before this one existed.
             cast(ServedConnection, protocol).shutdown()
 
 
@@ -197,7 +197,7 @@ class _Server(uvicorn.Server):
         try:
             await super().serve(sockets)
         finally:
-            # uvloop cannot close a loop in which somebody still waits for a file.
+            # uvloop cannot close a loop in which a file is still watched.
             for one in self.servers:
                 one.close()
 
@@ -278,7 +278,7 @@ async def open_serving(
     protocol: type[asyncio.Protocol] | None = None,
     works: Iterable[Coroutine[None, None, None]] = (),
 ) -> AsyncGenerator[Serving]:
-    """A server on `listeners`, with `works` running beside it; leaving frees everything of it.
+    """A server on `listeners`, with `works` running as tasks; leaving frees everything of it.
 
     `protocol` is uvicorn's `http`; None: ours, whose answers go straight to the transport.
     """
@@ -297,7 +297,7 @@ async def open_serving(
             backlog=BACKLOG,
             access_log=False,
             log_config=None,
-            proxy_headers=False,  # nothing asks who the client is
+            proxy_headers=False,  # the client's address is not used
             server_header=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
         )
@@ -374,7 +374,7 @@ def _surface(
 def make_policy(
     config: RouterConfig, fleet: FleetView, loads: LoadTable, first_turn: int = 0
 ) -> Policy:
-    """The policy that `config` names, told of those that leave."""
+    """The policy that `config` names; it forgets instances that leave."""
     policy = build_policy(
         PolicyNames(config.policy, config.prefill_policy, config.decode_policy),
         loads=loads,
@@ -387,7 +387,7 @@ def make_policy(
 
 
 def source_host(config: RouterConfig) -> str | None:
-    """The pod's own loopback address, where it has one: then the engines see who calls."""
+    """The pod's own loopback address, where it has one: then engines see which router calls."""
     for host in (config.discovery_host, config.host):
         with contextlib.suppress(ValueError):
             address = ipaddress.ip_address(host)
@@ -406,7 +406,7 @@ def _protocol(config: RouterConfig) -> type[ClientProtocol]:
 
 
 def _tokens(parts: Parts) -> Tokens | None:
-    """Who counts tokens, where a flag asks for it."""
+    """The token counter, where a flag asks for it."""
     if not parts.config.exact_prefixes:
         return None
     from xpyd_router.tokens.fetch import AiohttpFetch  # some megabytes that others do without
@@ -416,7 +416,7 @@ def _tokens(parts: Parts) -> Tokens | None:
 
 
 def _objectives(parts: Parts) -> Objectives | None:
-    """Who learns how fast instances are, where a policy or an objective asks for it."""
+    """The objectives, where a policy or an objective needs the paces of instances."""
     if not parts.policy.needs_paces and parts.config.slo == NO_SLO:
         return None
     return Objectives(

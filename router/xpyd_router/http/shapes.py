@@ -1,4 +1,4 @@
-"""The JSON that the router itself answers, beside inference. Pure.
+"""The JSON that the router itself answers on all routes but inference. Pure.
 
 `app` and `admin` fill these structs, `openapi` makes schemas of them: they cannot differ.
 """

@@ -18,7 +18,7 @@ from xpyd_router.request.relay import CHUNK_LINES, KNOWN_LINES, Header
 
 
 class DirectRequest:
-    """A request that is served without ASGI. It stands where uvicorn has its `cycle`, with the
+    """A request that is served without ASGI. It takes the place of uvicorn's `cycle`, with the
     names that uvicorn reads there.
     """
 
@@ -60,7 +60,7 @@ class DirectRequest:
 
     @property
     def message_event(self) -> DirectRequest:
-        """uvicorn wakes its cycle by it: nobody waits here."""
+        """uvicorn wakes its cycle by it; nothing waits here."""
         return self
 
     def set(self) -> None:
@@ -96,7 +96,7 @@ class Connected(Protocol):
 
     @property
     def common_head(self) -> bytes:
-        """Header lines that stand in every response, such as the date."""
+        """Header lines of every response, such as the date."""
         ...
 
 

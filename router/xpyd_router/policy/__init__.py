@@ -1,1 +1,1 @@
-"""Who serves a request. Pure."""
+"""Which instances serve a request. Pure."""

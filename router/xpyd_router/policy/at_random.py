@@ -6,7 +6,7 @@ from xpyd_router.policy.base import Candidate, Side, SidePolicy, Tools, Want
 from xpyd_router.policy.least_loaded import less_loaded
 
 _MOST_DRAWS = 64
-"""RandomPool of one pick, where everybody's weight is low."""
+"""Draws of one pick, where all weights are low."""
 
 
 class Random(SidePolicy):

@@ -1,8 +1,7 @@
-"""The words of choosing: what a request wants, whom it may get, what a policy must offer. Pure.
+"""What policies work with: what a request wants, its candidates, what a policy must offer. Pure.
 
-`flow` asks a Policy once per try. The one that is built is `pairs.PairPolicy`: it knows which
-instances may work together, and leaves to a SidePolicy which one of a side is taken. A SidePolicy
-comes by its name from the entry-point group `xpyd.router.policies` (`catalogue`).
+`request.attempt` asks a Policy once per attempt. The one that is built is `pairs.PairPolicy`: it
+knows which instances may work together, and leaves to a SidePolicy which one of a side is taken.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from xpyd_router.fleet.loads import Load, LoadTable
 
 SideKind = Literal["P", "D", "A"]
 Mark = tuple[int, bytes]
-"""A beginning of a prompt: about how many tokens long, and a digest that stands for it."""
+"""A beginning of a prompt: about how many tokens long, and its digest."""
 
 
 class Slo(NamedTuple):
@@ -48,19 +47,19 @@ class Want(msgspec.Struct, frozen=True, gc=False):
     """The client has tokens already: only continuing instances of this compatibility key may go
     on."""
     prompt_tokens: int = 0
-    """About how long the prompt is; 0 where nobody knows."""
+    """About how long the prompt is; 0 where it is unknown."""
     session: str = ""
     """What the client calls its conversation; only read where a policy needs it."""
     marks: tuple[Mark, ...] = ()
     """Beginnings of the prompt, shortest first; only made where a policy needs them."""
     output_tokens: int = 0
-    """About how long the answer will be; 0 where nobody knows."""
+    """About how long the answer will be; 0 where it is unknown."""
     slo: Slo = NO_SLO
     """What it may take; only set where the paces of instances are learned."""
 
 
 class Candidate:
-    """One instance that may be taken, beside its load. Never changed."""
+    """One instance that may be taken, and its load. Never changed."""
 
     __slots__ = ("instance", "load")
 
@@ -72,8 +71,8 @@ class Candidate:
 class Side:
     """The candidates for one place, in the order of their addresses. Never changed.
 
-    `rota` names the competition: equal where the same kinds of instances stand for the same place,
-    also when one of them came or went, so that turns may go on.
+    `rota` names the competition: equal where the same kinds of instances compete for the same
+    place, also when one of them came or went, so that turns may go on.
     """
 
     __slots__ = ("candidates", "kind", "rota")
@@ -141,7 +140,7 @@ class PairGroup(NamedTuple):
 
 
 class Sides(NamedTuple):
-    """Who may serve one model."""
+    """The instances that may serve one model, by the place that they may take."""
 
     groups: tuple[PairGroup, ...]
     decode: Side

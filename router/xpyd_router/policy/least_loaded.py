@@ -1,4 +1,4 @@
-"""LeastLoaded: who would be done first with what it has and this request. Pure.
+"""LeastLoaded: the instance that would finish its work and this request first. Pure.
 
 On P that is counted in prompt tokens that wait, on D and aggregated instances in requests of the
 batch; both count for more where KV blocks run out (`fleet.loads`).

@@ -1,7 +1,10 @@
-"""The Policy: pairs by compatibility, one instance where no KV should move. Pure.
+"""The Policy of a router: pairs by compatibility, or one instance where no KV should move. Pure.
 
-D is chosen first, among the Ds of all groups: a group with more Ds gets more requests. Then P,
-among the Ps of that D's group. Where both sides go by turns, PairRotation lets all pairs meet.
+From a snapshot it builds the sides that policies choose on, once per snapshot and model; a second
+attempt, which excludes instances, builds its own. D is chosen first, among the Ds of all groups: a
+group with more Ds gets more requests. Then P, among the Ps of that D's group. Where both sides go
+by turns, PairRotation lets all pairs meet. `build_policy` finds policies by name, ours and those of
+other packages, in the entry-point group `xpyd.router.policies`.
 """
 
 from __future__ import annotations
@@ -88,8 +91,8 @@ def _side(kind: SideKind, candidates: Iterable[Candidate], attempt: str = "") ->
 
 
 def build_sides(found: Candidates, loads: LoadTable, want: Want | None = None) -> Sides:
-    """The sides of `found`; with `want`, without those whom it excludes, and without old engines
-    and other compatibility keys where tokens must be continued.
+    """The sides of `found`; with `want`, without the instances that it excludes, and without old
+    engines and other compatibility keys where tokens must be continued.
     """
     exclude: frozenset[InstanceKey] = want.exclude if want else frozenset()
     continue_at = want.continue_at if want else None
@@ -174,7 +177,7 @@ class PairPolicy:
         """Tell the policies of both; see Policy."""
         if not self._learns:
             return want.prompt_tokens
-        first = choice[0]  # who computes the prompt
+        first = choice[0]  # the one that computes the prompt
         cached = self._policies[first.beat.type].cached_tokens(first.key, want)
         for instance in choice:
             self._policies[instance.beat.type].placed(instance, want)

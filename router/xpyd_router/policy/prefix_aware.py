@@ -1,4 +1,4 @@
-"""PrefixAware: who has the beginning of the prompt in its cache, weighed against its work. Pure.
+"""PrefixAware: the instance whose cache has the most of the prompt, weighed against its work. Pure.
 
 The router notes which prompts it sent where, as marks (`Want.marks`), and takes the cache to have
 them: in the order of use, as far as the instance's KV blocks reach. What it knows is a guess, which
@@ -36,8 +36,8 @@ class _Cache:
         return len(self._marks)
 
     def length(self, marks: Sequence[Mark]) -> int:
-        """Tokens of the longest mark that is in it. Whoever has a mark has those before it: the
-        shorter one was used later.
+        """Tokens of the longest mark that is in it. An instance with a mark has those before it:
+        the shorter one was used later.
         """
         if not marks or marks[0][1] not in self._marks:
             return 0

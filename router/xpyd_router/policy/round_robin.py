@@ -1,4 +1,4 @@
-"""RoundRobin: everybody in turn. Pure.
+"""RoundRobin: each instance in turn. Pure.
 
 An instance with a weight below 1 lets its turn pass, but for that share of them.
 """
@@ -13,7 +13,7 @@ from xpyd_router.policy.base import Candidate, PairGroup, Side, SidePolicy, Side
 
 _MAX_ROTAS = 256
 _MOST_PASSES = 64
-"""Turns that may pass in one pick, where everybody's weight is low."""
+"""Turns that may pass in one pick, where all weights are low."""
 
 
 class _Turns:

@@ -18,7 +18,7 @@ _MASK = 2**64 - 1
 _MIX = (0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93)
 """Odd multipliers of known mixers (Weyl's golden ratio; Stafford's search)."""
 _MOST_OF_LEAST = 2.0
-"""Who has more than this many times as much to do as the least loaded is passed over..."""
+"""An instance with more than this many times the work of the least loaded one is passed over..."""
 _SLACK = {"P": 8192.0, "D": 8.0, "A": 8.0}
 """...but not for less than this more: prompt tokens (a second or less of work), or requests."""
 
@@ -58,7 +58,7 @@ class SessionAffinity(SidePolicy):
             load = one.load
             place = rank(self._seed(one.instance.key), session)
             # While it comes back after faults it has only so large a part of its sessions, each
-            # with all its requests. To the others it is not there: that it is idle moves nobody.
+            # with all its requests. It takes no others: that it is idle moves no session.
             if load.weight < 1.0 and (place & 0xFFFFFFFF) / 2**32 >= load.weight:
                 continue
             cost = load.queued_tokens * load.scale if is_prefill else load.decode_cost

@@ -1,4 +1,4 @@
-"""SloAware: who is expected to meet the request's objectives, by what its calls took so far. Pure.
+"""SloAware: an instance expected to meet the request's objectives, by its calls so far. Pure.
 
 `Load.pace` gives each candidate's expected time to the first token (P) and between tokens (D); an
 aggregated instance has both. Among those that are expected to meet the objectives the request goes
@@ -32,8 +32,8 @@ would be; how long the answer takes."""
 
 
 class SloAware(SidePolicy):
-    """See the module. Where nobody meets the objectives, who would be late by the least; without
-    objectives, who is expected to be fastest. Who is unknown gets one request at a time until it
+    """See the module. Where no instance meets the objectives, the one that would be late by the
+    least; without objectives, the fastest. An unknown instance gets one request at a time until it
     is known; where all are, the least loaded is taken.
     """
 
@@ -95,7 +95,7 @@ class SloAware(SidePolicy):
             if not first.is_known:
                 return None
             tokens = max(want.prompt_tokens - self.cached_tokens(one.instance.key, want), 1)
-            # A low weight stands for a load that the instance is not to have yet.
+            # A low weight means a load that the instance is not to have yet.
             total_s = first.at(load.queued_tokens + tokens) / weight
             if ttft_s is not None:
                 used = _part(total_s, first.at(1 + tokens), ttft_s)

@@ -1,8 +1,8 @@
 """`--processes N`: one owner of discovery, probes and health; N processes that serve HTTP.
 
-    owner      hears beats, probes, judges; starts, watches and replaces the workers
+    owner      takes beats, probes, decides health; starts, watches and replaces the workers
     worker     serves requests on the shared port; its registry and health mirror the owner's
 
 They talk over one socket pair for each worker (`events`, `channel`) and share counters in memory
-(`rows`, `shared_loads`). `merge` makes one /metrics of all.
+(`shared_loads`). `gathered_metrics` makes one /metrics of all.
 """

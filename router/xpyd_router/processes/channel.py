@@ -121,5 +121,5 @@ class Channel(asyncio.Protocol, Generic[E]):
         self._transport.write(data)
 
     def _give_up(self) -> None:
-        logger.error("a process of the router does not read what the others tell it")
+        logger.error("a process of the router does not read what the others send")
         self.close()

@@ -1,4 +1,4 @@
-"""What owner and workers tell each other, and how it stands in a stream. Pure.
+"""The messages between owner and workers, and how they are framed in a stream. Pure.
 
 A frame is its length (u32, little-endian) and one event in msgpack. Both ends are of one version of
 this package, started by one another, so nothing is optional and nothing is a stranger's word. Times
@@ -143,7 +143,7 @@ class Metrics(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The answer to Cordon: everyone has been told."""
+    """The answer to Cordon: all workers know."""
 
     ask: int
 
@@ -209,7 +209,7 @@ class Cordon(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class AskMetrics(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Somebody scrapes. Answered by Metrics."""
+    """/metrics is scraped. Answered by Metrics."""
 
     ask: int
 
@@ -236,7 +236,7 @@ to_owner = msgspec.msgpack.Decoder(ToOwner)
 
 
 def frame(event: ToWorker | ToOwner) -> bytes:
-    """The event as it stands in the stream."""
+    """The event as it is framed in the stream."""
     body = _encoder.encode(event)
     return _LENGTH.pack(len(body)) + body
 

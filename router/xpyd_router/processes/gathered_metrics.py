@@ -127,7 +127,7 @@ class MetricsGatherer:
             answer.set_result(event.text)
 
     def retire(self, worker: WorkerProcess) -> None:
-        """Its process ended: what it counted, as far as anybody has seen it, remains."""
+        """Its process ended: what it counted, as far as it was scraped, remains."""
         last = self._last.pop(worker, None)
         if last is not None:
             self._past = retire(self._past, last)

@@ -1,7 +1,8 @@
 """The owner of a router of several processes: discovery, probes, health, and the workers.
 
-It serves no request. What a worker tells of its calls changes the fleet here, and what changes is
-told to all of them.
+It serves no request. What a worker reports of its calls changes the fleet here, and every change
+is sent to all workers. It reserves the HTTP port on which each worker listens, and reaps children
+of workers that died: they become children of a container's first process, which is mostly this one.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ from xpyd_router.router import (
 
 
 def reserve(host: str, port: int) -> list[socket.socket]:
-    """Sockets that keep `port` (0: a free one) on `host`, and on the loopback beside it, without
-    listening. UserError where another program has it.
+    """Sockets that keep `port` (0: a free one) on `host`, and on the loopback address as well,
+    without listening. UserError where another program has it.
     """
     try:
         if port:
@@ -90,7 +91,7 @@ _EVERY_S = 1.0
 
 
 async def reap_orphans(own: Callable[[], Collection[int | None]]) -> None:
-    """Until cancelled. `own` gives the children that somebody else waits for; all others that have
+    """Until cancelled. `own` gives the children that have a waiting task; all others that have
     ended are forgotten. For a process that has no further children.
     """
     while True:
@@ -114,7 +115,7 @@ def _ended() -> int | None:
 
 logger = logging.getLogger(__name__)
 _MAX_ANSWERING = 4096
-"""Questions of all workers under way; who asks more gets no answer."""
+"""Questions of all workers under way; further ones get no answer."""
 
 
 class Owner:
@@ -194,7 +195,7 @@ class Owner:
         self._gatherer.retire(worker)
 
     def _take(self, worker: WorkerProcess, event: ToOwner) -> None:
-        """What a worker tells or asks."""
+        """What a worker reports or asks."""
         match event:
             case Began():
                 for stood in self.fleet.take_began(event):

@@ -1,8 +1,8 @@
 """The owner's fleet: beats, probes and the workers' calls in; what the workers must know out.
 
 Each change is published once, in the order in which it happened; `present` is the same for a worker
-that comes later. Health is decided here alone: workers tell what happened to their calls, and hear
-how instances stand.
+that comes later. Health is decided here alone: workers report what happened to their calls, and get
+the standing of instances.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class OwnerView(FleetView):
         self._touched: dict[InstanceKey, None] = {}
         self._after: list[ToWorker] = []
         self.on_gone(self._forget)
-        # At once: whoever is told that an instance is gone asks how it went.
+        # At once: a worker that learns that an instance is gone asks how it went.
         self._health.poison.on_fate(lambda key, fate: publish(Broke(key, fate, self.now_s)))
 
     @property
@@ -115,7 +115,7 @@ class OwnerView(FleetView):
             self._publish(Weights(tuple(changed.items())))
 
     def take_began(self, event: Began) -> Sequence[Stood]:
-        """A worker's request is the trial of these; how they stand now."""
+        """A worker's request is the trial of these; their standing now."""
         found = [one for key in event.keys if (one := self._registry.get(key)) is not None]
         super().began(found)
         self._flush()
@@ -128,7 +128,7 @@ class OwnerView(FleetView):
             self._flush()
 
     def take_failed(self, event: Failed) -> Stood:
-        """A worker's call failed; how the instance stands now."""
+        """A worker's call failed; the standing of the instance now."""
         before, key = self._registry.version, event.key
         self._health.failed(key, event.cause, event.suspect, self.now_s)
         self._settle(key)

@@ -91,7 +91,7 @@ def total(rows: list[memoryview], cell: int) -> Work:
 
 
 class Slots:
-    """Who has which slot. The owner's: workers are told with each beat."""
+    """The instances' slots. The owner has it: workers get a slot's number with each beat."""
 
     def __init__(self) -> None:
         self._of: OrderedDict[InstanceKey, int] = OrderedDict()
@@ -174,7 +174,7 @@ class SharedLoad(Load):
         return any(row[cell] for row in others)
 
     def unbind(self) -> None:
-        """The instance left: its slot is somebody else's soon. Calls that run still end here."""
+        """The instance left: another gets its slot soon. Calls that run still end here."""
         write(self._row, self._cell, Work())
         self.set_suspects(0)
         self._row, self._cell = [0, 0, 0, 0], 0
@@ -201,7 +201,7 @@ class SharedLoadTable(LoadTable):
         super().take(key, beat)
 
     def keep(self, members: Collection[InstanceKey]) -> list[InstanceKey]:
-        """See LoadTable; who left gives its slot back."""
+        """See LoadTable; an instance that left gives its slot back."""
         gone = super().keep(members)
         for key in gone:
             self._bound.pop(key).unbind()

@@ -1,7 +1,8 @@
 """A worker: `python -m xpyd_router.processes.worker`, started by the owner.
 
-It serves HTTP on the shared port. Signals are the owner's to hear; when the owner ends, this
-process stops accepting at once, finishes its requests within a deadline, and ends.
+It serves HTTP on the shared port. Signals go to the owner; when the owner ends, this process stops
+accepting at once, finishes its requests within a deadline, and ends. `OwnerControl` asks the owner
+for what concerns the whole router.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ Answer = Metrics | Done
 
 
 class OwnerControl:
-    """One per worker: a RouterControl. `tell` reaches the owner."""
+    """The RouterControl of a worker: asks the owner and waits, within a deadline. `is_current`:
+    whether the owner's pings come. `tell` sends to the owner.
+    """
 
     def __init__(self, tell: Callable[[ToOwner], None], clock: Callable[[], float]) -> None:
         self._tell = tell
@@ -134,7 +137,7 @@ logger = logging.getLogger("xpyd_router.processes.worker")
 _PR_SET_PDEATHSIG = 1
 _WELCOME_S = 30.0
 ORPHAN_S = 30.0
-"""For the requests of a worker without owner: nobody replaces it, and instances come and go."""
+"""For the requests of a worker without owner: it is not replaced, and instances come and go."""
 
 
 class Worker:
@@ -270,7 +273,7 @@ def _write_lines(data: bytes) -> None:
 
 def _wake_with_owner() -> None:
     """Have the kernel continue this process, where it is stopped, when the owner's ends: else its
-    port would stay open, and nobody would be there.
+    port would stay open, and no process would serve it.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 

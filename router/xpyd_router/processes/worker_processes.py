@@ -1,7 +1,7 @@
 """The worker processes: started, watched, replaced, ended. The owner has one Staff.
 
 A worker that ends unasked is replaced: at once where it had served for a while, else after 1, 2, 4,
-... 30 s. One that does not answer pings, or does not read what it is told, is killed first.
+... 30 s. One that does not answer pings, or does not read what it is sent, is killed first.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class WorkerProcess:
         return self.process.pid if self.process is not None else None
 
     def send_frame(self, data: bytes) -> None:
-        """Have it told, where there is somebody."""
+        """Send it to the process, where there is one."""
         if self.channel is not None:
             self.channel.send_frame(data)
 
@@ -78,7 +78,7 @@ class WorkerProcess:
 
 
 class WorkerProcesses:
-    """See the module. `greet` gives what a new worker is told first; `take` gets events but those
+    """See the module. `greet` gives the first events of a new worker; `take` gets events but those
     of life; `ended` hears of each worker that is gone.
     """
 
@@ -118,7 +118,7 @@ class WorkerProcesses:
             raise UserError("a process of the router did not start; its lines above say why")
 
     async def close(self) -> None:
-        """Kill who is left, and wait until all are gone."""
+        """Kill the processes that are left, and wait until all have ended."""
         self._ending.set()
         for worker in self.workers:
             worker.kill()
@@ -129,7 +129,7 @@ class WorkerProcesses:
             await asyncio.wait([self._watching])
 
     def tell(self, event: ToWorker) -> None:
-        """Tell everyone."""
+        """Send it to all workers."""
         data = frame(event)
         for worker in self.workers:
             worker.send_frame(data)
@@ -146,7 +146,7 @@ class WorkerProcesses:
         await asyncio.wait(self._tasks)
 
     async def _keep(self, worker: WorkerProcess) -> None:
-        """Have a process in this place for as long as nobody drains."""
+        """Have a process in this place until the router drains."""
         loop, backoff_s = asyncio.get_running_loop(), 0.0
         while not self._ending.is_set():
             began_s = loop.time()
@@ -163,7 +163,7 @@ class WorkerProcesses:
             self._deaths += 1
             self._metrics.worker_deaths.inc()
             if not was_ready:
-                self._ready.set()  # who waits for the first start need not wait for its end
+                self._ready.set()  # `open` need not wait longer for this one
             has_settled = was_ready and loop.time() - began_s >= _SETTLED_S
             backoff_s = 0.0 if has_settled else min(max(1.0, 2 * backoff_s), _LONGEST_BACKOFF_S)
             how = f"signal {-status}" if status < 0 else f"status {status}"
@@ -184,7 +184,7 @@ class WorkerProcesses:
         loop = asyncio.get_running_loop()
 
         def lost() -> None:
-            # Who closed the channel is about to end, or of no use.
+            # A worker that closed the channel is about to end, or of no use.
             loop.call_later(_CLOSING_S, _kill, process)
 
         worker.channel = await Channel[ToOwner].open(
@@ -231,7 +231,7 @@ class WorkerProcesses:
                 self._take(worker, event)
 
     async def _watch(self) -> None:
-        """Ping everyone; kill who is stuck, also while it starts or drains."""
+        """Ping all workers; kill one that is stuck, also while it starts or drains."""
         while True:
             for worker in self.workers:
                 worker.misses += 1

@@ -1,1 +1,5 @@
-"""One inference request from its parsed body to its last byte: attempts, relay, answers."""
+"""One inference request from its parsed body to its last byte: attempts, relay, answers.
+
+`flow` drives: it begins an attempt (`attempt`), has P prefill and D decode, and after a failure
+(`failures`) tries again. `state` is what the request keeps over its attempts.
+"""

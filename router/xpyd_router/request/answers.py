@@ -1,8 +1,8 @@
-"""Answers: what P and D sent -> what the client gets. Pure.
+"""Answers: what the client gets of what P and D sent. Pure.
 
 With continuation the router itself writes the first chunks of a stream, made of P's answer, and the
 whole end when every choice ended at its first token. What D streams is relayed; only the token ids
-that the client did not ask for are taken out.
+that the client did not ask for are removed. Here too: events cut out of a stream, token counts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""One try of a request: the instances, the transfer's uuid, and what it may still owe D.
+"""One attempt to serve a request: its instances, its calls, and the KV that D may have to release.
 
-`flow` makes one per try; the calls of a try go through it, so that every failure is told as a
-CallFailed, every wait has a deadline, and internal ids and addresses stay inside.
+`Attempts` begins and ends the attempts of all requests: `Picker` asks the policy for instances, and
+waits for a fleet that lost its last pair a moment ago (a restart takes seconds; a fleet that never
+served the model is answered 503 at once). The load of an attempt counts from its begin to its end.
+All calls of an attempt go through `Attempt`: a failure is a CallFailed, each wait has a deadline,
+and internal ids and addresses stay inside.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from xpyd_router.upstream.connection import Exchange
 
 
 def second_wish(want: Want, on_no_prefill: OnNoPrefill) -> Want | None:
-    """What to ask the policy for where `want` found nobody; None for nothing."""
+    """What to ask the policy for where `want` found no instance; None for nothing."""
     if on_no_prefill != "PrefillOnDecode" or want.alone == "D":
         return None
     return replace(want, alone="D")
@@ -84,9 +87,9 @@ class Picker:
     ) -> Pair | Alone:
         """A choice, at latest at `deadline_s`; without the first of `shunned` that leaves one.
 
-        Raises ApiError: 404 for an unknown model, 503 where nobody is ready, `give_up()` where only
-        those that failed are left. Without it they are waited for as well: they refused, because
-        they are being replaced. With `may_repeat` they are tried again at once.
+        Raises ApiError: 404 for an unknown model, 503 where no instance is ready, `give_up()` where
+        only those that failed are left. Without it they are waited for as well: they refused,
+        because they are being replaced. With `may_repeat` they are tried again at once.
         """
         for some in shunned:
             fewer = replace(want, exclude=want.exclude | some)
@@ -113,9 +116,10 @@ class Picker:
             left_s = min(served_s + self._config.pair_wait_s, deadline_s) - now_s
             if left_s <= 0 or not self._may_wait(body_bytes, only_tried):
                 raise self._unavailable(want.model)
-            # Who refused may be full, not leaving: no beat tells when it has room again.
+            # An instance that refused may be full, not leaving: no beat says when it has room
+            # again.
             await self._wait(min(left_s, _ASK_AGAIN_S) if only_tried else left_s, body_bytes)
-            # Whoever is back has come back with a beat: it may be tried again.
+            # An instance that is back came back with a beat: it may be tried again.
             want = everyone
 
     def _second_choice(self, snapshot: Snapshot, want: Want) -> Pair | Alone | None:
@@ -126,7 +130,7 @@ class Picker:
         return bool(self._policy.pick(snapshot, want) or self._second_choice(snapshot, want))
 
     def _may_wait(self, body_bytes: int, only_tried: bool) -> bool:
-        """Who refused is about to leave, which its next beat says: till then they are there."""
+        """An instance that refused is about to leave, as its next beat says; till then it counts"""
         limits = self._config.limits
         if self._config.on_no_prefill == "Reject" and not only_tried:
             return False
@@ -168,7 +172,7 @@ class Picker:
 
 
 class Attempt:
-    """See the module. `public` is the hex part of the response id; it replaces internal ids.
+    """One attempt. `public` is the hex part of the response id; it replaces internal ids.
     `forwarded`: the client's header lines that engines get, each with its end of line.
     """
 
@@ -202,7 +206,7 @@ class Attempt:
         self.secret = self.request_id.encode()
         """The internal id: holds the addresses of both."""
         self.called = self.instances[0]
-        """Who was called last."""
+        """The instance that was called last."""
         self.prefill_load = loads.of(self.instances[0].key)
         """Of the first of them."""
         self.load = loads.of(self.instances[-1].key)
@@ -214,7 +218,7 @@ class Attempt:
         self.waiting_tokens = 0.0
         """Prompt tokens on the last of them when it was picked, its own included."""
         self.owes_release = False
-        """P was called, and D may hold or get KV that nobody will ask for."""
+        """P was called, and D may hold or get KV that no call will ask for."""
         self.running: CallMetrics | None = None
         """The call that runs: one at a time."""
         self.call_s: float | None = None
@@ -343,7 +347,7 @@ class Attempts:
         self._objectives = objectives
 
     async def begin(self, state: RequestState) -> Attempt:
-        """Pick who serves, waiting for a pair where there is none, and count the load. Raises
+        """Pick the instances, waiting for a pair where there is none, and count the load. Raises
         ApiError as Picker.
         """
         want = Want(
@@ -405,8 +409,8 @@ class Attempts:
         return state.deadline_s
 
     def end(self, state: RequestState, attempt: Attempt) -> None:
-        """However the try ended: it is noted, its place is free, and D is told of a transfer that
-        nobody will ask for.
+        """However the attempt ended: note it, free its place, and have D release KV that no call
+        will ask for.
         """
         attempt.load.end(state.prompt_tokens, state.request.output_tokens)
         if attempt.is_suspect:

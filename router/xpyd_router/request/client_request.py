@@ -30,7 +30,7 @@ MAX_SLO_MS = 3_600_000
 """An hour: longer than any request may take."""
 _MAX_CLIENT_ID = 256
 _MAX_TRACESTATE = 512
-"""As much as W3C asks everybody to pass on."""
+"""As much as W3C asks proxies to pass on."""
 _MAX_TRACEPARENT = 256
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}")
 _PRINTABLE = re.compile(rb"[ -~]*")

@@ -1,7 +1,7 @@
-"""What follows from a try that failed: whom it is held against, and what the next one does without.
+"""What follows from a failed attempt: which instance it counts against, what the next one avoids.
 
-`flow` asks after each failure. Instances answer for their own faults only (`fleet.health` counts
-them); a request answers for the instances that died under it (`fleet.poison` has the rule).
+`flow` calls it after each failure. An instance answers for its own faults only (`fleet.health`
+counts them); a request answers for the instances that died under it (`fleet.poison` has the rule).
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ class Failures:
         self._metrics.retried(instance)
 
     async def _blame(self, state: RequestState, attempt: Attempt, cause: FailureCause) -> None:
-        """Hold it against whom it concerns; ApiError for a request that kills instances."""
+        """Count it against the instance at fault; ApiError for a request that kills instances."""
         request, instance, choice = state.request, attempt.called, attempt.choice
         if cause == "transfer" and isinstance(choice, Pair):
-            # Any other pair will do; one that shares nobody with this one does best.
+            # Any other pair will do; best is one that shares no instance with this one.
             self._fleet.transfer_failed(choice.prefill, choice.decode, request.raw)
             p, d = choice.prefill.key, choice.decode.key
             state.shunned = (frozenset((p, d)), frozenset((d,)), frozenset((p,)))
@@ -98,7 +98,7 @@ class Failures:
             raise poisoned(REFUSED_S)
         if self.refused:
             self.refuse(request)  # its body's, convicted meanwhile
-        # Those that met the same death keep apart: then the next one tells them from each other.
+        # Requests that met the same death keep apart: the next death then shows which one kills.
         state.shunned = (self._loads.suspected(),) if state.breaks else ()
 
     def _had_its_time(self, attempt: Attempt) -> bool:

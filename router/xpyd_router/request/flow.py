@@ -1,7 +1,7 @@
-"""One request's life: pick, prefill on P, decode on D, try again elsewhere, go on where D died.
+"""The life of one request: prefill on P, decode on D, new attempts after failures, continuation.
 
-`serving.inference` calls `whole` or `stream`. A try is an Attempt under its own uuid; what a
-request keeps over its tries is a RequestState.
+`http.inference` calls `begin`, then `whole` or `stream`. Each attempt has its own uuid (`Attempt`);
+what a request keeps over its attempts is in its RequestState. P comes first, then D (ADR 0002).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RandomPool:
         self._at = 0
 
     def __call__(self, size: int) -> bytes:
-        """`size` bytes, at most 8192, that were given to nobody else."""
+        """`size` bytes, at most 8192, each given out once."""
         end = self._at + size
         if end > len(self._drawn):
             self._drawn = self._source(_DRAW_BYTES)

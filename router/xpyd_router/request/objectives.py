@@ -1,6 +1,6 @@
 """Learns how fast instances work, forecasts requests, and judges those that have objectives.
 
-`flow` tells it what calls took; four times a second it reads what was counted of streams, so that
+`flow` reports what calls took; four times a second it reads what was counted of streams, so that
 no token pays for it. One per router, and none where neither a policy nor an objective asks for it.
 """
 
@@ -110,7 +110,7 @@ class Objectives:
         took_s = self._clock() - trace.started_s
         if slo.ttft_s is not None:
             first_s = took_s if trace.first_s is None else trace.first_s
-            # Who left before was not served in time only if that time was over.
+            # A client that left earlier was not served in time only if that time was over.
             if trace.first_s is not None or first_s > slo.ttft_s:
                 ttft_s = expected.ttft_s
                 said = word(None if ttft_s is None else state.placed_s + ttft_s, slo.ttft_s)

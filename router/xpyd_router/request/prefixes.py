@@ -1,6 +1,6 @@
 """What policies compare of requests: the session, and marks of the prompt's beginnings. Pure.
 
-Marks stand at fixed places, every block at first, then ever further apart: what two prompts have in
+Marks are at fixed places, every block at first, then ever further apart: what two prompts have in
 common is known to an eighth, with 58 marks for 32 Ki tokens. They are made of the JSON's text, so
 that they need no tokenizer, and four bytes of it are taken for a token; or, where the router counts
 tokens, they are the engines' own block hashes.
@@ -20,7 +20,7 @@ from xpyd_router.policy.base import Mark
 _MAX_SESSION = 512
 _BYTES_PER_TOKEN = 4
 _MAX_BLOCKS = 2048
-"""32 Ki tokens; prefixes that are longer are told apart no more."""
+"""32 Ki tokens; longer prefixes are not distinguished."""
 
 
 def _places() -> Iterator[int]:
@@ -49,7 +49,7 @@ def session_in(fields: Mapping[str, Any]) -> str:
 
 
 def text_marks(fields: Mapping[str, Any], *, is_chat: bool) -> tuple[Mark, ...]:
-    """Marks of a request's prompt. What stands before it in a chat, or changes all of it, is in
+    """Marks of a request's prompt. What precedes it in a chat, or changes all of it, is in
     them, too: tools, the template's variables, the salt, the model.
     """
     root = [fields.get(name) for name in ("model", "cache_salt", "chat_template_kwargs")]

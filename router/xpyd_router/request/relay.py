@@ -1,8 +1,9 @@
-"""D's stream on its way to the client: the hot path of every token.
+"""The stream of D on its way to the client: the hot path of every token.
 
-`flow` makes one per streamed call; the exchange feeds it inside the event loop's read callback,
-and it writes to the client's outlet. What the client has (ids per choice, ended choices) is noted
-in the course, so that another D can go on behind it.
+`flow` makes one Relay per streamed call. The exchange feeds it inside the event loop's read
+callback; it writes to the ClientStream, which writes to a Sink of `http.sinks`. What the client has
+(ids per choice, ended choices) is noted in the request's state, so that another D can continue.
+Whole HTTP chunks of the usual form are passed on without being parsed (ADR 0027, ADR 0028).
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ class Sink(Protocol):
 
 
 class ClientStream:
-    """See the module. `headers` are the response's; `clock` is monotonic seconds."""
+    """The client's side of a streamed answer: writes the head with the first bytes, notes the time
+    of these in the trace, and knows whether anything was sent. `clock` is monotonic seconds.
+    """
 
     def __init__(
         self,
@@ -141,7 +144,7 @@ _NO_CHOICES = b'"choices":[]'
 
 class Relay:
     """See the module. `sent` is None where the engine gives no token ids: then its chunks pass as
-    they are, and nobody can go on behind them.
+    they are, and no other instance can continue behind them.
     """
 
     def __init__(
@@ -242,7 +245,7 @@ class Relay:
     def _scrubbed(self, event: bytes) -> bytes:
         """`event` without the internal id.
 
-        The id stands in all chunks of a stream at the same place: to look there, and only for its
+        The id is at the same place in all chunks of a stream: to look there, and only for its
         uuid behind it, takes a third of a search for all of it.
         """
         at, secret = self._id_at, self._secret

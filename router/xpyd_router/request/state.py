@@ -1,7 +1,8 @@
-"""What one request keeps over its tries, and what each try says to P and D because of it. Pure.
+"""What one request keeps over its attempts, and what each attempt sends to P and D. Pure.
 
-`flow` drives it. The rule behind it: nothing that the client has is sent again. Once P's first
-token is on the wire, a later try goes on behind the ids that were sent.
+`flow` drives it. The rule: nothing that the client has is sent again. Once P's first token is on
+the wire, a later attempt continues behind the ids that were sent. D's body is the client's bytes
+with kv_transfer_params spliced in; nothing else of it is encoded again.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ class RequestState(msgspec.Struct, kw_only=True):
     failures: int = 0
     refusals: int = 0
     shunned: tuple[frozenset[InstanceKey], ...] = ()
-    """Whom the next try does without, if it can: the first of these that leaves somebody."""
+    """Sets of instances to avoid: the next attempt avoids the first set that leaves a choice."""
     breaks: list[Break] = []
     """Those under it, a few tokens apart: instances may have died of it."""
     broke_at_tokens: int = 0
@@ -131,7 +132,7 @@ class RequestState(msgspec.Struct, kw_only=True):
     extends: bool = True
     """Whether P's next token is the client's; else P only makes the KV."""
     has_decode_begun: bool = False
-    """Events of D (or of the instance alone) went out. Without `sent` nobody can go on behind."""
+    """Events of D (or of the instance alone) went out. Without `sent` no instance can continue."""
     was_interrupted: bool = False
     """The client did not take what came for a while."""
 
@@ -225,7 +226,7 @@ def first_events(state: RequestState, prefilled: Prefilled, pair: Pair) -> bytes
 def can_go_on_alone(state: RequestState, instance: Instance) -> bool:
     """Whether `instance`, alone, streams with token ids, so that another can go on behind it.
 
-    What shows the prompt's side is asked for as it is: who went on would show it again.
+    A request that shows the prompt's side is sent as it is: a second instance would show it again.
     """
     return instance.is_continuing and not state.request.shows_prompt
 

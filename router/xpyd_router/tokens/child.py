@@ -1,8 +1,10 @@
 """The tokenizing child: `python -m xpyd_router.tokens.child`, started by `process`.
 
-One thread, one request after the other, answers in the order of the questions. It ends when its
-stdin does, or with its parent. It has no secrets in its environment, no descriptors but the pipes,
-bounded memory, and bounded CPU time for a template; what gets by that is killed by the parent.
+One thread answers one request after the other, in order. It ends when its stdin does, or with its
+parent. It has no secrets in its environment, no descriptors but the pipes, bounded memory, and
+bounded CPU time for a template; the parent kills what gets past that. `Checkpoint` is one
+checkpoint's tokenizer, templates and block chain; it calls the library as the engine does
+(xpyd_worker.runner.tokenizer), so that the ids are the same.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class PromptLimits(NamedTuple):
     max_characters: int = 4 * 1024 * 1024
     """Of what a template puts out."""
     max_hashes: int = 2048
-    """Of a chain: 32 Ki tokens in blocks of 16. Prefixes that are longer are told apart no more."""
+    """Of a chain: 32 Ki tokens in blocks of 16. Longer prefixes are not distinguished."""
 
 
 class Counts(NamedTuple):
@@ -126,7 +128,7 @@ class Checkpoint:
         if len(text) <= _LONG_CHARACTERS:
             encoding = self._tokenizer.encode(text, add_special_tokens=is_special)
         else:
-            # "fast": without the offsets, which nobody reads here.
+            # "fast": without the offsets, which are not read here.
             encode = self._tokenizer.encode_batch_fast
             encoding = encode([text], add_special_tokens=is_special)[0]
         return cast("list[int]", encoding.ids)

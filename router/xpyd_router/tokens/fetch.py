@@ -1,4 +1,4 @@
-"""Fetch over aiohttp (see keeper.Fetch)."""
+"""GETs tokenizer files from engines over aiohttp. Alone, because aiohttp takes some megabytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class AiohttpFetch:
         self._local_host = local_host
 
     async def __call__(self, to: Address, path: str, *, max_bytes: int) -> bytes:
-        """See keeper.Fetch."""
+        """See service.Fetch."""
         parts: list[bytes] = []
         size_bytes = 0
         try:

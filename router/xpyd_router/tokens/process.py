@@ -214,7 +214,9 @@ class TokenChild(asyncio.SubprocessProtocol):
         return _Question(message, body, self._loop.create_future(), now, limit_s)
 
     def _pump(self) -> None:
-        """Send what waits, as far as the child may have it; not what nobody waits for any more."""
+        """Send what waits, as far as the child may have it; not what has no waiting caller any
+        more.
+        """
         while self._waiting and len(self._sent) < self._limits.ahead and not self._is_loading:
             question = self._waiting.popleft()
             self._waiting_bytes -= len(question.body)

@@ -175,7 +175,7 @@ def _content(value: object) -> str:
 
 
 def _objects(fields: Mapping[str, Any], name: str) -> list[Any] | None:
-    """A list of objects; None where absent or empty, for which engines tell no difference."""
+    """A list of objects; None where absent or empty, which are the same to engines."""
     value = fields.get(name)
     if not value:
         return None

@@ -1,7 +1,9 @@
-"""Tokens of a request: an estimate at once, or the engine's own count and block hashes.
+"""The token counter: an estimate at once, or the engine's own count and block hashes.
 
-Policies and limits call it; a client never sees an error of it. Its owner runs `run` as a task and
-calls `close` at the end.
+Policies and limits call it; it gives a client no error. Its owner runs `run` as a task and calls
+`close` at the end. `ChildSupervisor` keeps the child process with the fleet's tokenizer files: it
+fetches, loads and restarts. One fetch runs at a time, so that one document at most is in memory.
+The child is started when the first engine with files is seen.
 """
 
 from __future__ import annotations
@@ -195,7 +197,7 @@ class Tokens:
 
 
 def _keys(candidates: Candidates) -> Iterator[str]:
-    """Compatibility keys of those who may serve the request."""
+    """Compatibility keys of the instances that may serve the request."""
     for group in candidates.groups:
         yield group.compatibility
     for instance in candidates.aggregated:

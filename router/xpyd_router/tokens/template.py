@@ -26,7 +26,7 @@ _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class _Generation(Extension):
-    """`{% generation %}`: marks what the assistant said; it stands there as if unmarked."""
+    """`{% generation %}`: marks what the assistant said; it is rendered as if unmarked."""
 
     tags = {"generation"}  # noqa: RUF012 - as Extension
 

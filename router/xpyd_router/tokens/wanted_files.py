@@ -1,8 +1,8 @@
-"""Which tokenizer files the child must have, and from whom to fetch them. Pure: time is given.
+"""Which tokenizer files the child must have, and which engine to fetch them from. Pure.
 
 Files are known by the compatibility key, which names the checkpoint. They come from an engine that
 is Ready; when it leaves (a restart may bring another chat template or block size) they are fetched
-again from one that lives, and used meanwhile. `keeper` does what this says.
+again from one that lives, and used meanwhile. `service` does what this says.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Entry:
     loaded_from: InstanceKey | None = None
     not_before_s: float = 0.0
     failures: int = 0
-    """Since the last success: whom to ask next, and how long to wait."""
+    """Since the last success: which engine is next, and how long to wait."""
     strikes: int = 0
     """How often the child died of it. Never forgiven: the same files would kill it again."""
 
@@ -60,7 +60,7 @@ class WantedFiles:
     _entries: dict[str, _Entry] = field(default_factory=dict[str, _Entry])
 
     def see(self, instances: Iterable[Instance]) -> list[str]:
-        """Take notice of who is in the fleet; the keys to be forgotten for want of room.
+        """Take notice of the instances in the fleet; the keys to be forgotten for want of room.
 
         Checkpoints beyond `max_kept` wait until one has no engine any more.
         """

@@ -42,7 +42,7 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
 
 
 class Counted(msgspec.Struct, frozen=True, tag="counted"):
-    """The hashes stand in the body. `refused` says why there is no count."""
+    """The hashes are in the body. `refused` says why there is no count."""
 
     tokens: int = 0
     refused: str = ""
@@ -57,6 +57,6 @@ from_child = msgspec.msgpack.Decoder(FromChild)
 
 
 def frame_head(message: ToChild | FromChild, body_bytes: int) -> bytes:
-    """All of a frame that stands before its body."""
+    """All of a frame before its body."""
     head = _encoder.encode(message)
     return HEAD.pack(len(head), body_bytes) + head

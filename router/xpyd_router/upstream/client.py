@@ -1,7 +1,9 @@
-"""The client: connections kept per engine, deadlines, and what ends when an engine is lost.
+"""The HTTP client for engines: connections kept per engine, deadlines, calls to lost engines ended.
 
-`requests` and `releases` call engines through it. A connection is kept for less time than engines
-keep theirs; one that an engine closed all the same, before it said anything, costs one fresh try.
+`request` calls engines through it. A connection is kept for less time than engines keep theirs; one
+that an engine closed all the same, before a byte of the answer, costs one fresh try. In a local
+fleet the router is a pod with a loopback address of its own, by which engines see which router
+calls (`source_for`).
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ class UpstreamClient:
     ) -> Exchange:
         """Send a request; the exchange, whose answer's head has come.
 
-        `head` is everything of the request before its body; `owner` is who is called, so that
+        `head` is everything of the request before its body; `owner` is the instance called, so that
         `lose` finds the call; `timeout_s` counts until the head. The caller must `close` the
         exchange. Raises CallFailed: `connect` when nothing was sent, `timeout`, `lost`, `reset`.
         """
@@ -205,7 +207,7 @@ class UpstreamClient:
                 exchange.fail("timeout")
         oldest_s = now_s - _IDLE_S
         for to, idle in tuple(self._idle.items()):
-            # Given back in order of time: the oldest stand first.
+            # Given back in order of time: the oldest come first.
             while idle and idle[0].idle_since_s < oldest_s:
                 idle.pop(0).abort()
             if not idle:

@@ -24,7 +24,7 @@ from xpyd_router.fleet.instances import InstanceKey
 MAX_ANSWER_BYTES = 128 * 1024 * 1024
 MAX_HEAD_BYTES = 64 * 1024
 _WAITING_BYTES = 256 * 1024
-"""Of an answer that nobody takes yet; then the engine is not read from."""
+"""Of an answer that has no reader yet; then the engine is not read from."""
 
 
 class Exchange:
@@ -114,7 +114,7 @@ class Exchange:
     async def read(self, limit_bytes: int = MAX_ANSWER_BYTES) -> Answer:
         """The whole answer; CallFailed `incomplete` when it broke off, `too_large` above the limit.
 
-        Resumes a connection that was paused because nobody had asked for the body.
+        Resumes a connection that was paused because the body had no reader.
         """
         self._limit_bytes = limit_bytes
         self._consumer = None
@@ -193,7 +193,7 @@ class Exchange:
             carrier.abort()
 
     def fail(self, cause: FailureCause) -> None:
-        """End it with a failure, whoever waits."""
+        """End it with a failure, which the waiting caller gets."""
         if self.is_whole or self._failure is not None:
             return
         self._failure = cause
@@ -234,14 +234,14 @@ class Exchange:
         if self._size > self._limit_bytes:
             if self._waits_for_end:
                 self.fail("too_large")
-            else:  # nobody reads yet
+            else:  # no reader yet
                 self.pause()
 
     def on_whole(self, content_type: bytes, body: bytes) -> None:
         """A whole answer with status 200, in one piece."""
         self.content_type = content_type.decode("latin-1")
         self.status = 200
-        self._body.append(body)  # nobody consumes it: `relay` comes after the head
+        self._body.append(body)  # no consumer yet: `relay` comes after the head
         if self._failure is None:
             self.is_whole = True
         self._wake()
@@ -456,7 +456,7 @@ class EngineConnection(asyncio.Protocol):
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             if exchange.status and not self._is_bounded and exc is None:
-                exchange.on_end()  # the answer's length was told by the end of the connection
+                exchange.on_end()  # the answer's length is given by the end of the connection
             else:
                 exchange.fail("incomplete" if exchange.status else "reset")
         self._on_lost(self)
