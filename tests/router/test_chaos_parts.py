@@ -8,7 +8,7 @@ from collections.abc import Callable
 import orjson
 import pytest
 
-from tests.router.chaos.asks import InferenceRequest, draw
+from tests.router.chaos.asks import Ask, draw
 from tests.router.chaos.script import KINDS, Exposure, Fitness, faults, victims
 from tests.router.chaos.verdict import Answer, complaints
 from tests.router.chaos.wire import DONE, Call, Stream, whole
@@ -16,17 +16,17 @@ from tests.router.chaos.wire import DONE, Call, Stream, whole
 UUID = "93923d63113b4b338973f24d19d4bf11"
 
 
-def right_answer(ask: InferenceRequest) -> Answer:
+def right_answer(ask: Ask) -> Answer:
     """What one engine alone says."""
     call = Call.of("A", ask.endpoint, UUID, orjson.dumps(ask.body))
     body = b"".join(Stream(call)) if ask.wanted.stream else whole(call)
     return Answer(200, {"x-request-id": call.head(chunk=False)["id"]}, body)
 
 
-def asked(**fields: object) -> InferenceRequest:
+def asked(**fields: object) -> Ask:
     is_chat = "messages" in fields
     body = {"model": "m", "user": "t", "seed": 5, "max_tokens": 12, "ignore_eos": True, **fields}
-    return InferenceRequest(0, "chat/completions" if is_chat else "completions", body)
+    return Ask(0, "chat/completions" if is_chat else "completions", body)
 
 
 CHAT = [{"role": "user", "content": "hello"}]
@@ -99,7 +99,7 @@ SPOILT: dict[str, Callable[[list[bytes]], list[bytes]]] = {
 
 @pytest.mark.parametrize("ask", STREAMS, ids=["plain", "chat of two", "scored chat"])
 @pytest.mark.parametrize("defect", SPOILT)
-def test_a_defect_of_a_stream_is_seen(defect: str, ask: InferenceRequest) -> None:
+def test_a_defect_of_a_stream_is_seen(defect: str, ask: Ask) -> None:
     answer = right_answer(ask)
     assert complaints(ask, answer) == []
     spoilt = b"".join(SPOILT[defect](events_of(answer.body)))

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from tests.router.chaos import truth
-from tests.router.chaos.asks import InferenceRequest, draw
+from tests.router.chaos.asks import Ask, draw
 from tests.router.chaos.truth import Wanted
 from tests.router.chaos.wire import Call, Stream, whole
 from tests.worker.server_fakes import ByteTokenizer, FakeEngine, Running, run, serving
@@ -161,7 +161,7 @@ def first_ids(wanted: Wanted, count: int) -> list[list[int]]:
     return out
 
 
-async def to_p(server: Running, ask: InferenceRequest, rng: random.Random) -> None:
+async def to_p(server: Running, ask: Ask, rng: random.Random) -> None:
     wanted = ask.wanted
     is_single = wanted.choices == 1
     before = rng.randrange(max(1, min(wanted.limit - 1, 6))) if is_single else 0
@@ -169,14 +169,14 @@ async def to_p(server: Running, ask: InferenceRequest, rng: random.Random) -> No
     await compare(server, "P", ask.endpoint, PAIR, body)
 
 
-async def to_d(server: Running, ask: InferenceRequest, rng: random.Random) -> None:
+async def to_d(server: Running, ask: Ask, rng: random.Random) -> None:
     if ask.wanted.limit > 1:
         given = first_ids(ask.wanted, rng.randrange(1, min(ask.wanted.limit, 8)))
         body = params_to_d(ask.wanted, ask.body, given)
         await compare(server, "D", ask.endpoint, PAIR, body)
 
 
-async def alone(server: Running, ask: InferenceRequest, rng: random.Random) -> None:
+async def alone(server: Running, ask: Ask, rng: random.Random) -> None:
     """As it is; and, streamed, behind what each choice said elsewhere: of some choices nothing."""
     await compare(server, "A", ask.endpoint, UUID, ask.body)
     wanted = ask.wanted

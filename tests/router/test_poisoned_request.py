@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.router.chaos.asks import MODEL, InferenceRequest
+from tests.router.chaos.asks import MODEL, Ask
 from tests.router.chaos.load import Load, Outcome
 from tests.router.chaos.moods import lethal
 from tests.router.chaos.script import Exposure
@@ -153,10 +153,10 @@ def test_a_body_that_many_send_is_not_blamed_for_engines_that_are_killed(tmp_pat
     """Many requests with one and the same body meet each death, none of them two."""
     exposure = Exposure()
 
-    def same(_: random.Random, number: int) -> InferenceRequest:
+    def same(_: random.Random, number: int) -> Ask:
         body: dict[str, Any] = {"model": MODEL, "prompt": "the same for all", "user": "same"}
         body |= {"max_tokens": 20, "seed": 1, "ignore_eos": True}
-        return InferenceRequest(number, "completions", body)
+        return Ask(number, "completions", body)
 
     async def kill_some(world_: World) -> None:
         for name in ("d0", "p0", "d1"):

@@ -116,8 +116,8 @@ def test_clients_that_leave_leave_no_task_behind(both_ways: None) -> None:
 
 def loads_of(fleet_: Any) -> list[Any]:
     """What the router believes to be in flight on each engine."""
-    flow = fleet_.router.surface.flow
-    return [flow._loads.of(instance.key) for instance in fleet_.router.surface.fleet.instances]
+    view = fleet_.router.surface.fleet
+    return [view.load(instance.key) for instance in view.instances]
 
 
 async def crowd(world_: World, first: int, count: int) -> None:

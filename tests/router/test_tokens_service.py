@@ -91,7 +91,7 @@ class Fleet:
 
     @property
     def child(self) -> TokenChild:
-        child = self.tokens._keeper.child_with("k")
+        child = self.tokens._supervisor.child_with("k")
         assert child is not None
         return child
 
