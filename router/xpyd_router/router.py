@@ -50,17 +50,11 @@ class RunningRouter:
     """A router that serves until `run` returns. Ports are the real ones."""
 
     serving: Serving
+    surface: Surface
+    """What it serves with."""
+    http_port: int
+    """Where clients connect."""
     discovery_port: int
-
-    @property
-    def surface(self) -> Surface:
-        """What it serves with."""
-        return self.serving.surface
-
-    @property
-    def http_port(self) -> int:
-        """Where clients connect."""
-        return self.serving.http_port
 
     def stop(self) -> None:
         """Begin the drain; a second call ends at once."""
@@ -157,7 +151,7 @@ async def open_router(
         prober = make_prober(config, fleet, metrics)
         works = (discovery.run(), prober.run())
         async with open_serving(parts, listeners, protocol, works) as serving:
-            yield RunningRouter(serving, discovery.port)
+            yield RunningRouter(serving, serving.surface, serving.http_port, discovery.port)
 
 
 class Running(Protocol):

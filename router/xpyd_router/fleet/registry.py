@@ -174,7 +174,8 @@ class Registry:
         self._belongings = Claims()
         self._past = Departed()
         self._decode_alone = decode_alone
-        self._snapshot: Snapshot | None = build_snapshot(())
+        self.built: Snapshot | None = build_snapshot(())
+        """The present snapshot, where it is built; else `snapshot` builds it."""
         self.version = 0
         """Another number whenever the instances that may be picked have changed."""
 
@@ -184,10 +185,10 @@ class Registry:
 
         Built when it is asked for: a burst of changes costs one.
         """
-        if self._snapshot is None:
+        if self.built is None:
             everyone = self._instances.values()
-            self._snapshot = build_snapshot(everyone, decode_alone=self._decode_alone)
-        return self._snapshot
+            self.built = build_snapshot(everyone, decode_alone=self._decode_alone)
+        return self.built
 
     @property
     def instances(self) -> tuple[Instance, ...]:
@@ -329,5 +330,5 @@ class Registry:
         self._rebuild()
 
     def _rebuild(self) -> None:
-        self._snapshot = None
+        self.built = None
         self.version += 1

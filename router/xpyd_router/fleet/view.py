@@ -66,7 +66,7 @@ class FleetView:
     @property
     def snapshot(self) -> Snapshot:
         """The instances that can be picked now."""
-        return self._registry.snapshot
+        return self._registry.built or self._registry.snapshot
 
     @property
     def instances(self) -> tuple[Instance, ...]:
