@@ -10,7 +10,7 @@ import pytest
 
 from xpyd_operator.document import parse_fleet
 from xpyd_operator.plan import ROUTER, fleet_want
-from xpyd_router.admission import Limits
+from xpyd_router.admission import AdmissionLimits
 from xpyd_router.command import command, read_config
 from xpyd_router.config import RouterConfig
 from xpyd_router.policy.base import Slo
@@ -49,7 +49,7 @@ def test_limits_queue_and_an_empty_side_reach_the_router() -> None:
         }
     )
     assert found.on_no_prefill == "PrefillOnDecode"
-    assert found.limits == Limits(
+    assert found.limits == AdmissionLimits(
         requests=7, tokens=8000, queue_entries=9, queue_bytes=2 << 20, queue_timeout_s=11.0
     )
     assert found.pair_wait_s == 11.0

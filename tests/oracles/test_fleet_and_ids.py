@@ -20,7 +20,7 @@ from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.registry import Registry
 from xpyd_router.policy.base import Want
 from xpyd_router.policy.pairs import Pair
-from xpyd_router.request.client_request import parse_ask
+from xpyd_router.request.client_request import parse_request
 from xpyd_router.request.state import prefill_body
 from xpyd_worker.command import configure, read_config
 
@@ -79,7 +79,7 @@ def test_the_articles_id_parses() -> None:
 def test_ps_copy_has_max_tokens_1_and_the_clients_bytes_stay() -> None:
     """Article fact 3."""
     raw = b'{"model": "base_model", "prompt": "San Francisco is a", "max_tokens": 10}'
-    ask = parse_ask("completions", raw)
+    ask = parse_request("completions", raw)
     assert orjson.loads(prefill_body(ask))["max_tokens"] == 1
     assert ask.raw == raw
 
