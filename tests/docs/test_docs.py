@@ -167,6 +167,14 @@ def test_links_lead_to_files_that_exist(page: Path) -> None:
             assert (page.parent / target).exists(), target
 
 
+def test_contributing_names_files_that_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    paths = [path for path in re.findall(r"`([\w./-]+)`", text) if "/" in path]
+    assert len(paths) > 25
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in link]
+    assert [path for path in paths + links if not (ROOT / path).exists()] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])
 def test_the_fleets_shown_are_accepted(page: Path, tmp_path: Path) -> None:
     for number, block in enumerate(blocks_of(page)):
