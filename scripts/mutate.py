@@ -283,9 +283,9 @@ def ranked(module: str, imports: dict[str, set[str]]) -> list[tuple[int, str]]:
 class Copy:
     """A copy of the tree, for one mutant after the other."""
 
-    def __init__(self, folder: Path, *, limit_s: float) -> None:
+    def __init__(self, folder: Path, *, limit_s: float, workers: int) -> None:
         self.root = folder / "tree"
-        self._limit_s = limit_s
+        self._limit_s, self._workers = limit_s, workers
         leave_out = shutil.ignore_patterns(
             ".git", ".venv", ".*_cache", "__pycache__", ".hypothesis"
         )
@@ -329,6 +329,8 @@ class Copy:
     def _first_failure(self, tests: Sequence[str]) -> str:
         """The id of the first test that fails; empty: none does."""
         command = [str(ROOT / ".venv/bin/python"), "-m", "pytest", "-x", "-q", "-m", NOT_QUICK]
+        if len(tests) > NEAREST:
+            command += ["-n", str(self._workers), "--dist", "loadfile"]
         process = subprocess.Popen(
             [*command, "-p", "no:cacheprovider", "--tb=no", *tests],
             cwd=self.root,
@@ -378,7 +380,8 @@ def main() -> None:
         "--package", action="append", choices=PACKAGES, help="only of this; repeat it"
     )
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
-    parser.add_argument("--limit", type=float, default=240.0, help="seconds of one run of tests")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds of one run of tests")
+    parser.add_argument("--workers", type=int, default=2, help="processes of a package's tests")
     parser.add_argument("--output", choices=("text", "json"), default="text")
     options = parser.parse_args()
     everything = list(all_mutants(options.package or list(PACKAGES)))
@@ -389,7 +392,7 @@ def main() -> None:
         return
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="xpyd-mutate-") as folder:
-        copy = Copy(Path(folder), limit_s=options.limit)
+        copy = Copy(Path(folder), limit_s=options.limit, workers=options.workers)
         for number, mutant in enumerate(mutants, start=1):
             result = copy.judge(mutant)
             results.append(result)
