@@ -42,6 +42,7 @@ def byte_level(folder: Path, *, template: str | None = TEMPLATE) -> Wrapper:
 def byte_fallback(folder: Path) -> Wrapper:
     """A vocabulary of pieces as SentencePiece has: U+2581 for a space, <0xAB> for other bytes."""
     names = ["<unk>", "\u2581", "\u2581hello", *(f"<0x{byte:02X}>" for byte in range(256)), "o"]
+    names += ["xyz41>", "<0x41)", "<0xZZ>"]  # no bytes, though half of them looks so
     tokenizer = Tokenizer(
         models.BPE({n: i for i, n in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True)
     )
@@ -174,3 +175,8 @@ def test_a_folder_without_a_readable_tokenizer_is_refused(tmp_path: Path, text: 
         (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(UserError, match=r"model: .*tokenizer"):
         Wrapper.load(tmp_path)
+
+
+def test_only_pieces_that_are_a_byte_in_whole_count_as_bytes(tmp_path: Path) -> None:
+    found = byte_fallback(tmp_path).byte_ids
+    assert found == {3 + byte: byte for byte in range(256)}
