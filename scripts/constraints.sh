@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Write the versions in .venv to constraints.txt, behind its comment lines.
+# Write the versions in .venv to constraints.txt, behind its comment lines. See docs/adr/0005.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 comments=$(grep '^#' constraints.txt)

@@ -6,6 +6,8 @@ rotated by adding, rolling and removing. A key never appears in a log line or an
 
 A fleet without a secret (--kv-insecure) signs with the empty key, which no file can hold: it speaks
 the same protocol, and never with a fleet that has a secret.
+
+See docs/adr/0025.
 """
 
 from __future__ import annotations

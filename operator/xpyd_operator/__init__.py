@@ -1,6 +1,11 @@
 """From a fleet document to running pods.
 
-api     the document: typed, bounded, refused with every mistake named
-plan    what should run, and what to do next: pure
-local   `xpyd up` and its sister commands: pods as processes on this machine
+    document    the document: typed, bounded, every mistake named
+    plan        what should run, and what to do next: pure
+    manifests   Kubernetes objects as YAML values: pure
+    status      what the cluster shows, as conditions, problems and events: pure
+    controller  the operator: watches, decides, writes; the only folder that knows Kubernetes
+    up          `xpyd up` and its sister commands: pods as processes on this machine
+
+docs/architecture.md shows the way of one edit through them.
 """

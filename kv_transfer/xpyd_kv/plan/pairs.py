@@ -9,6 +9,8 @@ may differ, one dividing the other. A block of either side is [heads, tokens, ro
 within a larger D block has one run for each head, and so has each D block that a larger P block
 reaches over. What P's last block has behind D's last one, past the prompt's end, is surplus: it
 belongs nowhere.
+
+See docs/adr/0019.
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ For each head of a destination rank one source rank that holds it is chosen:
 4. Else (3 replicas to 2): the salt rotates through all of P's.
 
 Layers go where the two stages' sets meet; nothing is assumed of how either side cut them.
+
+See docs/adr/0010.
 """
 
 from __future__ import annotations

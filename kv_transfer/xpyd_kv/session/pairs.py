@@ -3,6 +3,8 @@
 The engine's process has the block manager and speaks with the other engine; the bytes go from rank
 to rank. Both are one build and one instance, so these messages change freely. Sizes are bounded by
 what the engine holds: blocks of its cache, ranks of the two engines.
+
+See docs/adr/0030.
 """
 
 from __future__ import annotations

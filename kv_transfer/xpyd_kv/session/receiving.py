@@ -7,6 +7,8 @@ nor the engine.
 
 A landing belongs to the engine's side again when ReceiveLanded or ReceiveQuiet is reported, not
 before: until then a frame may be on its way into it. Late frames are known by (key, epoch).
+
+See docs/adr/0003.
 """
 
 from __future__ import annotations

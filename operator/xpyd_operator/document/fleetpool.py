@@ -3,6 +3,8 @@
 The operator creates one object for each pool. The API server runs the rules about changes itself;
 local mode has no API server, so `xpyd up` and `xpyd scale` call `refused_changes` and
 `refused_scale`.
+
+See docs/adr/0007.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@
 
 A shell observes, calls these, applies the actions and calls again. No I/O, no clock, no randomness:
 time comes in as an argument. Applying a plan twice changes nothing the second time.
+
+See docs/adr/0004.
 """
 
 from xpyd_operator.plan.fleet import plan, pool_replicas, pools_wanted

@@ -2,6 +2,8 @@
 
 A FleetState holds the document as parsed, the fleet's objects from the cache, and what earlier
 turns learnt. The methods answer questions that have one answer; `decide` makes the decisions.
+
+See docs/adr/0008.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 An agent of its own, because ending it is all that stops a read: NIXL (1.5) gives a transfer's
 handle back, and forgets its peer, while the bytes go on arriving. It is made on a thread of its
 own, since registering much memory takes long; until then fetches wait.
+
+See docs/adr/0016.
 """
 
 from __future__ import annotations
