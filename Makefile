@@ -64,7 +64,7 @@ test-gpu: ## The tests that need a CUDA device, by that machine's GPU_PYTHON (do
 	$(ON_GPU) -m pytest $(GPU_TESTS) -m "gpu and not soak" --durations=10 $(PYTEST_ARGS)
 
 test-cluster: setup ## The tests on a real Kubernetes; needs root, Go and Debian's packages
-	$(PYTEST) -q -n $(WORKERS) --dist loadgroup -m "cluster and not soak" --durations=25 $(PYTEST_ARGS)
+	$(PYTEST) -m "cluster and not soak$(if $(ONLY), and $(ONLY))" --durations=25 $(PYTEST_ARGS)
 
 cluster-build: setup ## Build the test cluster's programs into the cache (minutes, once)
 	@$(BIN)/python -m tests.cluster.harness build

@@ -21,16 +21,13 @@ _NAMESPACE_GONE_S = 90.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what needs a cluster, and by which of them: pytest-xdist (`--dist loadgroup`) runs the
-    tests of one cluster in one process, which alone starts it, and the others file by file."""
+    """Mark what needs a cluster, and what needs the one with a node: `.ci/run` runs these beside
+    the others."""
     for item in items:
-        if not isinstance(item, pytest.Function):
-            continue
-        used = sorted(_FIXTURES & set(item.fixturenames))
-        if used:
+        if isinstance(item, pytest.Function) and (used := _FIXTURES & set(item.fixturenames)):
             item.add_marker(pytest.mark.cluster)
-        if item.get_closest_marker("cluster"):
-            item.add_marker(pytest.mark.xdist_group(used[0] if used else item.path.name))
+            if "node_cluster" in used:
+                item.add_marker(pytest.mark.node)
 
 
 @pytest.fixture(scope="session")

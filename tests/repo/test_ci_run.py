@@ -13,6 +13,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / ".ci/run"
 MAKE = """#!/usr/bin/env bash
 part=$1
+[[ $* == *ONLY=node* ]] && part=test-node
 echo "$*" >> "$ASKED"
 echo "output of $part"
 [[ $* == *--last-failed* ]] && times=2 || times=1
@@ -23,7 +24,9 @@ fi
 [[ $part == test-* ]] && echo "==== $((30 / times)) passed, 5 deselected in 61.00s (0:01:01) ===="
 exit 0
 """
-HEADER = "=== parts, of which checks, tests and cluster ran at once"
+HEADER = "=== parts; behind setup and collect they ran at once"
+# The targets as the make above calls them, and the parts of the table.
+PARTS = {"test-all": "tests", "test-cluster": "cluster", "test-node": "node"}
 
 
 def run(folder: Path, fails: str = "") -> tuple[int, list[str], list[str]]:
@@ -69,7 +72,8 @@ def test_all_parts_run_once_and_each_is_shown_whole(tmp_path: Path) -> None:
         "lint type imports",
         "setup",
         f"test-all WORKERS={len(os.sched_getaffinity(0)) + 1}",
-        "test-cluster",
+        "test-cluster ONLY=node",
+        "test-cluster ONLY=not node",
     ]
     summary = "==== 30 passed, 5 deselected in 61.00s (0:01:01) ===="
     assert lines[: lines.index(HEADER)] == [
@@ -82,46 +86,49 @@ def test_all_parts_run_once_and_each_is_shown_whole(tmp_path: Path) -> None:
         "=== cluster",
         "output of test-cluster",
         summary,
+        "=== node",
+        "output of test-node",
+        summary,
     ]
 
 
 def test_it_ends_with_the_time_of_each_part_and_the_sums(tmp_path: Path) -> None:
     _, lines, _ = run(tmp_path)
-    parts = dict.fromkeys(("setup", "collect", "checks", "tests", "cluster"), "ok")
+    parts = dict.fromkeys(("setup", "collect", "checks", *PARTS.values()), "ok")
     assert times(lines) == {**parts, "whole": ""}
-    assert lines[-1] == "60 passed, 0 failed, 0 skipped"
+    assert lines[-1] == "90 passed, 0 failed, 0 skipped"
 
 
-@pytest.mark.parametrize("part", ["test-all", "test-cluster"])
+@pytest.mark.parametrize("part", PARTS)
 def test_tests_that_fail_twice_fail_the_run_and_are_shown_last(tmp_path: Path, part: str) -> None:
     status, lines, asked = run(tmp_path, f"{part}:1 {part}:2")
     assert status == 1
-    assert len(asked) == 6
-    name = {"test-all": "tests", "test-cluster": "cluster"}[part]
+    assert len(asked) == 7
+    name = PARTS[part]
     assert times(lines)[name] == "failed"
-    assert lines[-1] == "50 passed, 1 failed, 4 skipped"
+    assert lines[-1] == "80 passed, 1 failed, 4 skipped"
     shown = lines[lines.index(f"=== {name} failed") + 1 : lines.index(HEADER)]
     assert [line for line in shown if line.startswith("output")] == [f"output of {part}"] * 2
     assert any(line.startswith("FAILED ONCE: ") for line in shown)
 
 
-@pytest.mark.parametrize("part", ["test-all", "test-cluster"])
+@pytest.mark.parametrize("part", PARTS)
 def test_what_fails_once_is_run_again_by_itself(tmp_path: Path, part: str) -> None:
     status, lines, asked = run(tmp_path, f"{part}:1")
     assert status == 0
     [again] = [line for line in asked if "--last-failed" in line]
     first, same = [line for line in asked if again.startswith(line)]
     assert same == again
-    name = {"test-all": "tests", "test-cluster": "cluster"}[part]
+    name = PARTS[part]
     assert f"cache_dir=.pytest_cache/{name}" in first
-    assert lines[-1] == "55 passed, 0 failed, 2 skipped"
+    assert lines[-1] == "85 passed, 0 failed, 2 skipped"
 
 
 def test_a_check_that_fails_fails_the_run_and_counts(tmp_path: Path) -> None:
     status, lines, _ = run(tmp_path, "lint:1")
     assert status == 1
     assert times(lines)["checks"] == "failed"
-    assert lines[-1] == "60 passed, 1 failed, 0 skipped"
+    assert lines[-1] == "90 passed, 1 failed, 0 skipped"
 
 
 def test_tests_that_cannot_be_imported_are_not_run(tmp_path: Path) -> None:

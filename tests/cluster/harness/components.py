@@ -74,7 +74,10 @@ class Components:
                 start_new_session=True,
             )
         self._children[name] = child
-        process = Process.of(child.pid)
+        try:
+            process = Process.of(child.pid)
+        except ProcessLookupError:  # it has ended; `check` says how
+            process = Process(child.pid, started=0)
         (self._pids / name).write_text(f"{process.pid} {process.started}")
 
     def forget(self, name: str) -> None:
