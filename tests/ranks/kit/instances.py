@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -88,9 +89,20 @@ def started(sizes: Sizes, *, host: str = "127.0.0.1", **told: Any) -> Iterator[I
     instance = make(sizes, host=host, **told)
     try:
         instance.start()
+        await_pids(instance, sizes)
         yield instance
     finally:
         instance.close(in_order=instance.loss is None)
+
+
+def await_pids(instance: Instance, sizes: Sizes) -> None:
+    """Until the watch's thread has the ranks' processes, which may answer before."""
+    ticks = threading.Event()
+    for _ in range(round(WAIT_S / 0.01)):
+        if all(instance.who(rank).pid for rank in range(sizes.replica)):
+            return
+        ticks.wait(0.01)
+    raise AssertionError("a rank has no process")
 
 
 def loss_of(instance: Instance) -> Loss:
