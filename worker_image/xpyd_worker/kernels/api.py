@@ -4,6 +4,8 @@ it what the sampler gives a kernel that draws tokens (xpyd_worker.runner.draws h
 A model says what is computed, in which order; a Kernels says how: in plain torch, in C on a CPU, in
 Triton on a GPU. All tensors of one call are on one device and, but for float32 angles and integer
 indices, of one dtype. Implementations agree to rounding; `plain` is the one others are tested by.
+
+See docs/adr/0021.
 """
 
 from __future__ import annotations

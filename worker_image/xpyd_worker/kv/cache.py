@@ -4,6 +4,8 @@ Between the runner, which cuts its layers from one flat tensor, and the transfer
 same bytes. On a GPU the memory is one allocation of the driver's, not of torch's allocator: a peer
 on this machine opens an allocation whole, and torch may have other things in its own. Which
 transports move it is decided in `transports`.
+
+See docs/adr/0024.
 """
 
 from __future__ import annotations

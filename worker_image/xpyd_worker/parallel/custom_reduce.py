@@ -4,6 +4,8 @@ The kernel is kernels/gpu/all_reduce.py's, what it takes reduce_shape.py's, the 
 peer_memory.py's. Before a group goes that way its ranks add up known numbers and compare, since a
 machine may say that its GPUs reach each other, and be wrong. Where anything is missing all ranks of
 the group agree to stay with NCCL, and the first logs why.
+
+See docs/adr/0032.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ signature in a second frame, which routers that know no signatures do not read.
 A name with several addresses means all routers behind it and is looked up again at each beat, so
 that a replica that moved is found. Nothing here waits for a router: each socket keeps a few beats,
 the newest among them, until its router can be reached.
+
+See docs/adr/0009.
 """
 
 from __future__ import annotations
