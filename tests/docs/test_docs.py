@@ -167,6 +167,22 @@ def test_links_lead_to_files_that_exist(page: Path) -> None:
             assert (page.parent / target).exists(), target
 
 
+def test_the_code_names_each_decision_that_it_follows() -> None:
+    listed = subprocess.run(
+        ["git", "grep", "-hoE", r"(adr/|ADR )0[0-9]{3}", "--", "*.py", "*.sh", ".ci"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+    )
+    named = {line[-4:] for line in listed.stdout.splitlines()}
+    pages = {page.name[:4] for page in (ROOT / "docs/adr").glob("0*.md")}
+    of_the_repository = {"0034", "0039"}  # words, and the time of a test run
+    assert sorted(pages - named - of_the_repository) == []
+    assert sorted(named - pages) == []
+
+
 def test_contributing_names_files_that_exist() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     paths = [path for path in re.findall(r"`([\w./-]+)`", text) if "/" in path]

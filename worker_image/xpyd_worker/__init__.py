@@ -7,7 +7,8 @@
 `engine` is pure Python without torch; torch lives in `runner` and `model`, behind the Executor
 seam. `offline` is the same engine without HTTP: `from xpyd_worker import LLM, SamplingParams`. Its
 names are imported when they are asked for, since this module is imported by everything here and by
-the command line, which must not wait for torch. docs/architecture.md shows the way of one token.
+the command line, which must not wait for torch. docs/architecture.md shows the way of one token,
+docs/adr/0001 why these are threads of one process.
 """
 
 from __future__ import annotations

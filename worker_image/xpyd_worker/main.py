@@ -5,8 +5,6 @@
 HTTP answers 503 while the model loads. A first signal, or POST /drain, drains; a second signal
 stops at once. When the engine or the HTTP server ends by itself the process says goodbye and exits
 with status 1.
-
-See docs/adr/0001.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 In plain torch, for the host; `kernels.gpu.post_update` is the same in Triton, on the stream behind
 the draw. Between a rank's RequestStates and the devices. It must not know messages or groups.
+
+One step is launched ahead of the device: see docs/adr/0022.
 """
 
 from __future__ import annotations

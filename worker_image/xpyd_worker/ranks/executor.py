@@ -1,6 +1,7 @@
 """The engine's Executor over ranks: a step out to all of them, what came of it from one. No torch.
 
 On the engine's thread. Which ranks there are, and what becomes of them, is the instance's matter.
+Steps of a pipeline are drawn as docs/adr/0029 says.
 """
 
 from __future__ import annotations
