@@ -28,6 +28,7 @@ from xpyd_kv.ranks.handler import ComputeGate, LateHandler
 from xpyd_kv.ranks.local import LocalReceivingRank, LocalSendingRank
 from xpyd_kv.ranks.remote import Ears, RankedCopies, RemoteReceivingRank, RemoteSendingRank
 from xpyd_kv.ranks.store import RankedSpace
+from xpyd_kv.session.deadlines import Alarm
 from xpyd_kv.session.events import ReceiveEvent, ReceiveOffered, SendEvent
 from xpyd_kv.session.fanin import Fanin
 from xpyd_kv.session.fanout import Fanout
@@ -92,12 +93,14 @@ def build(
     that `memory` is their BookMemory, and the store is theirs.
     """
     metrics = KvMetrics()
-    gate = ComputeGate(clock)
-    handler = LateHandler(gate)
+    alarm = Alarm()
+    gate = ComputeGate(clock, alarm=alarm)
+    handler = LateHandler(gate, alarm)
     half = _Half(
         endpoint=make_endpoint(handler),
         handler=handler,
         gate=gate,
+        alarm=alarm,
         metrics=metrics,
         memory=memory,
         pool=pool,
@@ -124,6 +127,7 @@ class _Half:
     endpoint: Endpoint
     handler: LateHandler
     gate: ComputeGate
+    alarm: Alarm
     metrics: KvMetrics
     memory: KvMemory
     pool: BlockPool
@@ -249,6 +253,7 @@ class _Half:
             memory=self.memory,
             settings=self.settings,
             clock=self.clock,
+            alarm=self.alarm,
         )
 
     def _receive_session(
@@ -268,6 +273,7 @@ class _Half:
             report=report,
             metrics=metrics,
             fanin=fanin,
+            alarm=self.alarm,
         )
 
     def _store(self) -> Store:

@@ -146,7 +146,8 @@ class KvConsumer:
                     self._free_held(event.key, event.epoch)
         self._polled_s = now
         self._store.poll()
-        self._lost.purge(now)
+        if now >= self._lost.due_s:
+            self._lost.purge(now)
 
     def offered(self, key: TransferKey) -> OfferedPrompt | None:
         return self._prompts.get(key)

@@ -232,7 +232,8 @@ class KvProducer:
 
     def poll(self, now: float) -> None:
         self._take_events()
-        self._settled.purge(now)
+        if now >= self._settled.due_s:
+            self._settled.purge(now)
         self._pressure.relieve(self._prompts.values(), self.cancel)
 
     def has_work(self) -> bool:

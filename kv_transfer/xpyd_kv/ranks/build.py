@@ -20,6 +20,7 @@ from xpyd_kv.ranks.handler import ComputeGate, LateHandler
 from xpyd_kv.ranks.receives import RankReceives
 from xpyd_kv.ranks.rooms import Rooms
 from xpyd_kv.ranks.sends import RankSends
+from xpyd_kv.session.deadlines import Alarm
 from xpyd_kv.session.events import ReceiveEvent, SendEvent
 from xpyd_kv.session.fanout import Fanout
 from xpyd_kv.session.receiving import ReceiveSession
@@ -57,8 +58,9 @@ def build_rank(
     has_store = role == "D" or settings.mode == "get"
     units = settings.store.units(engine.held_bytes_per_block) if has_store else (0, 0)
     rooms = Rooms(memory, units)
-    gate = ComputeGate(clock, lost=give_up)
-    handler = LateHandler(gate)
+    alarm = Alarm()
+    gate = ComputeGate(clock, alarm=alarm, lost=give_up)
+    handler = LateHandler(gate, alarm)
     endpoint = make_endpoint(handler)
     metrics = KvMetrics()
     figures = FigureBook(metrics)
@@ -85,6 +87,7 @@ def build_rank(
                 clock=clock,
                 report=report,
                 metrics=metrics,
+                alarm=alarm,
             )
 
         receives = RankReceives(receive_session, report=mouth.received)
@@ -99,6 +102,7 @@ def build_rank(
             settings=settings,
             clock=clock,
             metrics=metrics,
+            alarm=alarm,
         ),
         report=mouth.sent,
         on_probed=mouth.probed,
@@ -127,6 +131,7 @@ def send_session(
     clock: Callable[[], float],
     metrics: KvMetrics,
     fanout: Fanout | None = None,
+    alarm: Alarm | None = None,
 ) -> SendSession:
     """A SendSession as the settings say."""
     return SendSession(
@@ -139,4 +144,5 @@ def send_session(
         report=report,
         metrics=metrics,
         fanout=fanout,
+        alarm=alarm,
     )

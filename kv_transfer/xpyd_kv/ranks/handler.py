@@ -7,12 +7,14 @@ handler; session and rank are set later, before `start`.
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from xpyd_core.request_id import Address
 from xpyd_kv.memory.device import DeviceError, Event, View
+from xpyd_kv.session.deadlines import Alarm
 from xpyd_kv.transport.api import Handler, Peer
 from xpyd_kv.wire import messages as wire
 
@@ -35,16 +37,23 @@ class ComputeGate:
     LIMIT_S. `clock` as the endpoint's; `lost`: told when the device has failed."""
 
     def __init__(
-        self, clock: Callable[[], float], *, lost: Callable[[str], None] = lambda _: None
+        self,
+        clock: Callable[[], float],
+        *,
+        alarm: Alarm | None = None,
+        lost: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._clock = clock
+        self._alarm = alarm or Alarm()
         self._lost = lost
         self._waiting: deque[_Waiting] = deque()
 
     def add(self, event: Event, call: Callable[[], None], fail: Callable[[], None]) -> None:
         """`call` when `event` is done; `fail` when it fails or is not done in time."""
         self._waiting.append(_Waiting(event, call, fail, self._clock() + LIMIT_S))
-        self.poll()
+        at = self.poll()
+        if at is not None:
+            self._alarm.at = min(self._alarm.at, at)
 
     def poll(self) -> float | None:
         """Make the calls whose time has come; when to ask again (None: nothing waits)."""
@@ -85,8 +94,9 @@ class LateHandler:
     rank: Handler | None = None
     teller: Ticking | None = None
 
-    def __init__(self, gate: ComputeGate) -> None:
+    def __init__(self, gate: ComputeGate, alarm: Alarm) -> None:
         self._gate = gate
+        self._alarm = alarm
 
     def peer_up(self, peer: Peer) -> None:
         self._of(peer).peer_up(peer)
@@ -111,10 +121,15 @@ class LateHandler:
         self._of(peer).data_end(peer, header, checksum, stored=stored, intact=intact)
 
     def tick(self, now: float) -> float | None:
-        times = [self._gate.poll()]
-        parts = (self.session, self.rank, self.teller)
-        times += [part.tick(now) for part in parts if part is not None]
-        return min((time for time in times if time is not None), default=None)
+        alarm = self._alarm
+        if now >= alarm.at:
+            alarm.at = math.inf
+            times = [self._gate.poll()]
+            parts = (self.session, self.rank, self.teller)
+            times += [part.tick(now) for part in parts if part is not None]
+            # What they did meanwhile may have set it, too.
+            alarm.at = min([alarm.at, *(time for time in times if time is not None)])
+        return None if alarm.at == math.inf else alarm.at
 
     def _of(self, peer: Peer) -> Handler:
         part = self.rank if peer.is_data else self.session

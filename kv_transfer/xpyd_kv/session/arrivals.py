@@ -11,7 +11,7 @@ from collections.abc import Callable
 from xpyd_core.errors import XpydError
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.metrics import KvMetrics
-from xpyd_kv.session.deadlines import Deadlines, Tombstones
+from xpyd_kv.session.deadlines import Alarm, Deadlines, Tombstones
 from xpyd_kv.session.events import ReceiveEnded, ReceiveEvent, ReceiveQuiet
 from xpyd_kv.session.incoming import RECEIVE_MOVES, RECEIVING, Incoming, ReceiveState, lease_of
 from xpyd_kv.session.outgoing import cancel_of, cancelled_of
@@ -23,10 +23,10 @@ from xpyd_kv.transport.api import Endpoint, Peer
 class Awaited:
     """Openings whose P rank has not been heard of. They expire `lease_s` after they came."""
 
-    def __init__(self, lease_s: float) -> None:
+    def __init__(self, lease_s: float, alarm: Alarm) -> None:
         self._lease_s = lease_s
         self._openings: dict[TransferKey, Opening] = {}
-        self._deadlines: Deadlines[TransferKey] = Deadlines()
+        self._deadlines: Deadlines[TransferKey] = Deadlines(alarm)
 
     def __len__(self) -> int:
         return len(self._openings)
@@ -75,6 +75,7 @@ class Arrivals:
         metrics: KvMetrics,
         tombstones: Tombstones,
         stop: Callable[[Incoming, str], None],
+        alarm: Alarm,
     ) -> None:
         """`stop`: our ranks take no more of it."""
         self._endpoint = endpoint
@@ -86,7 +87,7 @@ class Arrivals:
         self._stop = stop
         self._live: dict[TransferKey, Incoming] = {}
         self._quiescing: dict[_Ref, Incoming] = {}
-        self._deadlines: Deadlines[_Ref] = Deadlines()
+        self._deadlines: Deadlines[_Ref] = Deadlines(alarm)
 
     def __len__(self) -> int:
         return len(self._live) + len(self._quiescing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -14,11 +15,20 @@ V = TypeVar("V")
 _MIN_STALE = 64
 
 
+class Alarm:
+    """When the Handler's tick has something to do, at the earliest. All Deadlines of one endpoint
+    share it: each moves it to an earlier time, and the tick sets it anew."""
+
+    def __init__(self) -> None:
+        self.at = -math.inf
+
+
 class Deadlines(Generic[K]):
     """Deadlines by key. A heap with stale entries, dropped when they come up or outnumber the
     rest."""
 
-    def __init__(self) -> None:
+    def __init__(self, alarm: Alarm | None = None) -> None:
+        self._alarm = alarm or Alarm()
         self._at: dict[K, float] = {}
         self._heap: list[tuple[float, int, K]] = []
         self._order = 0
@@ -31,6 +41,8 @@ class Deadlines(Generic[K]):
         if self._at.get(key) == at:
             return
         self._at[key] = at
+        if at < self._alarm.at:
+            self._alarm.at = at
         self._order += 1
         heapq.heappush(self._heap, (at, self._order, key))
         if len(self._heap) > 2 * len(self._at) + _MIN_STALE:
@@ -65,16 +77,20 @@ class Remembered(Generic[K, V]):
     def __init__(self, ttl_s: float) -> None:
         self._ttl_s = ttl_s
         self._values: dict[K, tuple[float, V]] = {}
+        self.due_s = math.inf
+        """When `purge` has something to do, at the earliest."""
 
     def __len__(self) -> int:
         return len(self._values)
 
     def set(self, key: K, value: V, now: float) -> None:
         """Remember `value` from now on."""
-        self.purge(now)
+        if now >= self.due_s:
+            self.purge(now)
         # Moved to the end: the dict stays ordered by time of expiry.
         self._values.pop(key, None)
         self._values[key] = (now + self._ttl_s, value)
+        self.due_s = min(self.due_s, now + self._ttl_s)
 
     def get(self, key: K, now: float) -> V | None:
         """The value, or None where there is none or it has expired."""
@@ -89,9 +105,11 @@ class Remembered(Generic[K, V]):
         """Forget what has expired."""
         while self._values:
             key = next(iter(self._values))
-            if self._values[key][0] > now:
-                break
+            self.due_s = self._values[key][0]
+            if self.due_s > now:
+                return
             del self._values[key]
+        self.due_s = math.inf
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from xpyd_core.request_id import Address
 from xpyd_kv.metrics import Names
-from xpyd_kv.session.deadlines import Deadlines
+from xpyd_kv.session.deadlines import Alarm, Deadlines
 from xpyd_kv.transport.api import Endpoint, Peer
 from xpyd_kv.wire import messages as wire
 
@@ -92,6 +92,7 @@ class Probes:
         clock: Callable[[], float],
         outcomes: Names,
         ranks: ProbeRanks | None = None,
+        alarm: Alarm | None = None,
     ) -> None:
         """`ranks`: ours, where DATA may go between ranks."""
         self._endpoint = endpoint
@@ -100,7 +101,7 @@ class Probes:
         self._outcomes = outcomes
         self._ranks = ranks
         self._open: dict[Address, _Probe] = {}
-        self._deadlines: Deadlines[Address] = Deadlines()
+        self._deadlines: Deadlines[Address] = Deadlines(alarm)
         self._next_s = float("-inf")
         self._token = 0
 

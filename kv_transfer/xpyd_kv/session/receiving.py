@@ -22,7 +22,7 @@ from xpyd_kv.memory.device import View
 from xpyd_kv.metrics import KvMetrics
 from xpyd_kv.plan.engine_layout import LayoutError
 from xpyd_kv.session.arrivals import Arrivals, Awaited
-from xpyd_kv.session.deadlines import Tombstones
+from xpyd_kv.session.deadlines import Alarm, Tombstones
 from xpyd_kv.session.events import (
     ReceiveEnded,
     ReceiveEvent,
@@ -72,6 +72,7 @@ class ReceiveSession:
         report: Callable[[ReceiveEvent], None],
         metrics: KvMetrics,
         fanin: Fanin | None = None,
+        alarm: Alarm | None = None,
     ) -> None:
         """`fanin`: from our ranks, where DATA may come to them; None: we are one of them."""
         self._endpoint = endpoint
@@ -81,6 +82,7 @@ class ReceiveSession:
         self._clock = clock
         self._report = report
         self._metrics = metrics
+        alarm = alarm or Alarm()
         self._over = Tombstones(limits.tombstone_s)
         self._arrivals = Arrivals(
             endpoint,
@@ -90,11 +92,12 @@ class ReceiveSession:
             metrics=metrics,
             tombstones=self._over,
             stop=self._stop,
+            alarm=alarm,
         )
         self._fanin = fanin
         if fanin is not None:
             fanin.owner = self
-        self._awaited = Awaited(limits.lease_s)
+        self._awaited = Awaited(limits.lease_s, alarm)
         # Of the connected peers that have offered something; None: their cache does not fit.
         self._placings: dict[Peer, Placing | None] = {}
         self._expected: set[TransferKey] = set()

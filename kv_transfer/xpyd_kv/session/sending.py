@@ -19,7 +19,7 @@ from xpyd_core.errors import ProtocolError, XpydError
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.memory.api import KvMemory, Room, Stash
 from xpyd_kv.metrics import KvMetrics
-from xpyd_kv.session.deadlines import Deadlines, Remembered
+from xpyd_kv.session.deadlines import Alarm, Deadlines, Remembered
 from xpyd_kv.session.events import (
     SendDeferred,
     SendEnded,
@@ -73,6 +73,7 @@ class SendSession:
         report: Callable[[SendEvent], None],
         metrics: KvMetrics,
         fanout: Fanout | None = None,
+        alarm: Alarm | None = None,
     ) -> None:
         """`fanout`: to our ranks, where DATA may go from them; None: we are one of them."""
         self._endpoint = endpoint
@@ -82,7 +83,7 @@ class SendSession:
         self.report = report
         self._metrics = metrics
         self._transfers: dict[TransferKey, Outgoing] = {}
-        self._deadlines: Deadlines[TransferKey] = Deadlines()
+        self._deadlines: Deadlines[TransferKey] = Deadlines(alarm)
         # DONE transfers whose KV may still be withdrawn: epoch and peer.
         self._done: Remembered[TransferKey, tuple[int, Peer]] = Remembered(limits.tombstone_s)
         self._shipping = Shipping(
@@ -103,6 +104,7 @@ class SendSession:
             clock=clock,
             outcomes=metrics.probes,
             ranks=fanout,
+            alarm=alarm,
         )
 
     @property

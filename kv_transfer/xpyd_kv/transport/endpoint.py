@@ -273,14 +273,20 @@ class TcpEndpoint:
     def _turn(self) -> None:
         for ready, mask in self._selector.select(self._timeout_s()):
             ready(mask, self._clock())
-        for function in self._selector.take_calls():
-            self._session.run(function)
+        calls, session, streams = self._selector.calls, self._session, self._streams
+        # Those that come meanwhile wait for the next turn.
+        for _ in range(len(calls)):
+            session.run(calls.popleft())
         now = self._clock()
-        self._streams.run_timers(now)
-        self._listeners.run_timers(now)
-        self._session.run_later()
-        self._session.tick(now)
-        self._streams.settle()
+        if now >= streams.timers_at:
+            streams.run_timers(now)
+        if now >= self._listeners.due:
+            self._listeners.run_timers(now)
+        if session.calls_later:
+            session.run_later()
+        session.tick(now)
+        if streams.is_unsettled:
+            streams.settle()
 
     def _timeout_s(self) -> float | None:
         times = (self._streams.due, self._session.due, self._listeners.due)

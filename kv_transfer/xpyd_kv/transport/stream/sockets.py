@@ -124,12 +124,13 @@ class WakeableSelector:
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._selector.register(self._wake_out, READ, None)
-        self._calls: deque[Callable[[], None]] = deque()
+        self.calls: deque[Callable[[], None]] = deque()
+        """The calls of other threads that wait, in order."""
         self._woken = False
 
     def call(self, function: Callable[[], None]) -> None:
-        """From any thread: keep `function` for `take_calls`, and end a `select` under way."""
-        self._calls.append(function)
+        """From any thread: put `function` into `calls`, and end a `select` under way."""
+        self.calls.append(function)
         # Many calls between two turns cost one wake. The flag is lowered before the queue is read,
         # so a call is either seen there or wakes the next select.
         if not self._woken:
@@ -139,10 +140,6 @@ class WakeableSelector:
             except OSError:
                 # Full: a wake is pending. Closed: nobody is left to be woken.
                 return
-
-    def take_calls(self) -> list[Callable[[], None]]:
-        """The calls waiting now, in order."""
-        return [self._calls.popleft() for _ in range(len(self._calls))]
 
     def set(self, sock: socket.socket, mask: int, ready: Ready) -> None:
         """Watch `sock` for `mask` from now on; 0 = not at all."""

@@ -71,6 +71,9 @@ class Stream:
         self.paused_since: float | None = None
         """Since when it is not read, for want of a slab; see `resume`."""
         self.closing: str | None = None
+        self.may_fetch = staging is not None
+        """Whether `waiting_since` may be a time: it has more to do than read and write its
+        socket."""
         self.is_up = False
         """Whether the session has been told of this peer."""
         self.session_ran = False
@@ -95,7 +98,6 @@ class Stream:
             counters=counters,
             staging=staging,
             session_runs=self._session_runs,
-            is_closing=lambda: self.closing is not None,
         )
         # At D: where DATA moves beside the socket, and where it goes on to a GPU.
         self._borrowing: Borrowing | None = None
@@ -153,6 +155,11 @@ class Stream:
             self._inward.since_s if self._inward is not None else None,
         )
         return min((time_s for time_s in times if time_s is not None), default=None)
+
+    def end(self, reason: str) -> None:
+        """Nothing more is read or written."""
+        self.closing = reason
+        self._outlet.is_closing = True
 
     def _session_runs(self) -> None:
         self.session_ran = True
@@ -237,7 +244,8 @@ class Stream:
                 self._handle(event, now)
                 if self.closing is not None:
                     break
-                self._say_copied(now)
+                if self._borrowing is not None:
+                    self._say_copied(now)
         finally:
             self._queue_own()
         return count, room
@@ -279,6 +287,7 @@ class Stream:
     def _borrow(self) -> None:
         path = self._paths.get(self.transport)
         if self._borrowing is None and path is not None:
+            self.may_fetch = True
             self._borrowing = Borrowing(path.borrower(), fetch_s=self._fetch_s)
 
     def _came(self, count: int) -> int:

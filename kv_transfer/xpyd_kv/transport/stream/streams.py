@@ -93,22 +93,20 @@ class SessionCalls:
 
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
-        self._later: deque[Callable[[], None]] = deque()
-        self._ran = True
+        self.calls_later: deque[Callable[[], None]] = deque()
+        """What waits for `run_later`."""
+        self.ran = True
+        """Whether the session was called since its last tick: its deadlines may have moved."""
         self._tick_at = -math.inf
 
     @property
     def due(self) -> float:
         """When `tick` has something to do; -inf = at once."""
-        return -math.inf if self._ran or self._later else self._tick_at
-
-    def note(self, ran: bool) -> None:
-        """The session was called elsewhere (or not): its deadlines may have moved."""
-        self._ran = self._ran or ran
+        return -math.inf if self.ran or self.calls_later else self._tick_at
 
     def run(self, function: Callable[[], None]) -> None:
         """Call it now; nothing of the session may be running."""
-        self._ran = True
+        self.ran = True
         try:
             function()
         except Exception:
@@ -116,18 +114,18 @@ class SessionCalls:
 
     def later(self, function: Callable[[], None]) -> None:
         """Call it when what runs now has returned."""
-        self._later.append(function)
+        self.calls_later.append(function)
 
     def run_later(self) -> None:
         """The calls put off until now; what they put off in turn waits for the next time."""
-        for _ in range(len(self._later)):
-            self.run(self._later.popleft())
+        for _ in range(len(self.calls_later)):
+            self.run(self.calls_later.popleft())
 
     def tick(self, now: float) -> None:
         """The session's tick, if it was called since the last one or its time has come."""
-        if not self._ran and now < self._tick_at:
+        if not self.ran and now < self._tick_at:
             return
-        self._ran = False
+        self.ran = False
         self._tick_at = now + _TICK_AFTER_ERROR_S
         try:
             tick_at = self.handler.tick(now)
@@ -175,6 +173,8 @@ class Streams:
         self._scratch = memoryview(bytearray(context.bounds.scratch_bytes))
         self._dirty: dict[Stream, None] = {}
         self._to_close: deque[Stream] = deque()
+        self.timers_at = math.inf
+        """When `run_timers` has something to do, at the earliest."""
         self._timer_at = math.inf
         # Those with fetches under way, and when to look at them.
         self._fetching: dict[Stream, None] = {}
@@ -185,9 +185,12 @@ class Streams:
     @property
     def due(self) -> float:
         """When `run_timers` or `settle` has something to do; -inf = at once."""
-        if self._dirty or self._to_close:
-            return -math.inf
-        return min(self._timer_at, self._poll_at)
+        return -math.inf if self._dirty or self._to_close else self.timers_at
+
+    @property
+    def is_unsettled(self) -> bool:
+        """Whether `settle` has something to do."""
+        return bool(self._dirty or self._to_close)
 
     def add(
         self,
@@ -233,7 +236,7 @@ class Streams:
             self._fail(self.registry.oldest_stranger(), crowd)
         self.registry.add(stream)
         self._count()
-        self._timer_at = min(self._timer_at, stream.due)
+        self._wake_by(stream.due)
         self.guard(stream, partial(sockets.prepare, sock))
         self._watch(stream, READ if address is None else WRITE)
 
@@ -249,13 +252,16 @@ class Streams:
             action()
         except Exception as error:
             self._fail(stream, error)
-        self._context.session.note(stream.session_ran)
-        stream.session_ran = False
+        if stream.session_ran:
+            stream.session_ran = False
+            self._context.session.ran = True
 
     def run_timers(self, now: float) -> None:
         """PINGs, deadlines, and what was fetched meanwhile."""
-        self._poll_fetches(now)
+        if now >= self._poll_at:
+            self._poll_fetches(now)
         if now < self._timer_at:
+            self.timers_at = min(self._timer_at, self._poll_at)
             return
         for stream in self.registry:
             if now >= stream.due:
@@ -266,6 +272,11 @@ class Streams:
                 self.touch(stream)
         # A lower bound from here on: what a peer says moves its own time later, never earlier.
         self._timer_at = min((stream.due for stream in self.registry), default=math.inf)
+        self.timers_at = min(self._timer_at, self._poll_at)
+
+    def _wake_by(self, at: float) -> None:
+        self._timer_at = min(self._timer_at, at)
+        self.timers_at = min(self.timers_at, at)
 
     def _poll_fetches(self, now: float) -> None:
         fetching, self._fetching, self._poll_at = self._fetching, {}, math.inf
@@ -274,7 +285,7 @@ class Streams:
             self.touch(stream)
             if stream.closing is None and stream.resume():
                 self._watch(stream, READ | WRITE if stream.wants_write else READ)
-                self._timer_at = min(self._timer_at, stream.due)
+                self._wake_by(stream.due)
             self._note_fetches(stream, now)
 
     def _note_fetches(self, stream: Stream, now: float) -> None:
@@ -285,6 +296,7 @@ class Streams:
         # Whose data path wakes us need not be looked at.
         is_young = now < since_s + _EAGER_S and stream.transport != links.NAME
         self._poll_at = min(self._poll_at, now if is_young else now + _POLL_S)
+        self.timers_at = min(self.timers_at, self._poll_at)
 
     def settle(self) -> None:
         """Write what was queued, close what has ended."""
@@ -298,7 +310,7 @@ class Streams:
     def end(self, stream: Stream, reason: str) -> None:
         """From here on `stream` is nobody's peer; `settle` closes and reports it."""
         if stream.closing is None:
-            stream.closing = reason
+            stream.end(reason)
             self.registry.remove(stream)
             if stream.is_up:
                 self._context.counters.connections_by[stream.transport] -= 1
@@ -321,7 +333,8 @@ class Streams:
             self.touch(stream)
             if stream.paused_since is not None:
                 self._watch(stream, WRITE if stream.wants_write else 0)
-            self._note_fetches(stream, now)
+            if stream.may_fetch:
+                self._note_fetches(stream, now)
         if mask & WRITE:
             self._write(stream)
 
@@ -348,7 +361,8 @@ class Streams:
                 self._watch(stream, reads | WRITE if wants_write else reads)
 
         self.guard(stream, write)
-        self._note_fetches(stream, now)
+        if stream.may_fetch:
+            self._note_fetches(stream, now)
 
     # --- peers come and go
 
@@ -362,7 +376,7 @@ class Streams:
             raise stream.protocol.refuse(errors.LIMIT)
         if self._quarantine.holds(stream.hello.engine_id, context.clock()):
             raise stream.protocol.refuse(errors.QUARANTINE)
-        self._timer_at = min(self._timer_at, stream.due)
+        self._wake_by(stream.due)
         older = self.registry.open(stream)
         if older is not None:
             self.end(older, "replaced")
@@ -403,7 +417,7 @@ class Streams:
         main.attach(links.number_of(stream), stream.sock)
         self._watch(stream, 0)
         self.registry.remove(stream)
-        stream.closing = "attached"
+        stream.end("attached")
         self._count()
 
     def _mismatch(self, stream: Stream, now: float) -> bool:

@@ -46,7 +46,7 @@ class DataFrame(NamedTuple):
 
 
 class Outlet:
-    """`session_runs` is called before the session is; `is_closing` says that nothing more is to be
+    """`session_runs` is called before the session is; once `is_closing` is set nothing more is
     written."""
 
     def __init__(
@@ -58,7 +58,6 @@ class Outlet:
         counters: Counters,
         staging: Staging | None,
         session_runs: Callable[[], None],
-        is_closing: Callable[[], bool],
     ) -> None:
         self._sock = sock
         self._protocol = protocol
@@ -66,7 +65,7 @@ class Outlet:
         self._counters = counters
         self._staging = staging
         self._session_runs = session_runs
-        self._is_closing = is_closing
+        self.is_closing = False
         self._control: deque[bytes] = deque()
         self._control_bytes = 0
         self._data: deque[DataFrame] = deque()
@@ -142,7 +141,7 @@ class Outlet:
         if self._outward is not None and self._data:
             self._outward.gather(self._staged_frames(), now)
         budget = self._bounds.turn_bytes
-        while budget > 0 and not self._is_closing():
+        while budget > 0 and not self.is_closing:
             cursor = self._sending or self._next_frame(now)
             if cursor is None:
                 return False
