@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 
@@ -66,11 +66,10 @@ class Offer:
     is_pulled: bool = False
     state: OfferState = OfferState.DEFERRED
     granted_at_s: float = 0.0
+    token_ids: tuple[int, ...] = field(init=False)
 
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """All offered ids."""
-        return self.prompt.token_ids
+    def __post_init__(self) -> None:
+        self.token_ids = self.prompt.token_ids
 
 
 @dataclass

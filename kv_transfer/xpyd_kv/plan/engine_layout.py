@@ -11,6 +11,7 @@ layer instead of heads, so it counts as one head, which every rank has.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from xpyd_core.errors import XpydError
 
@@ -69,7 +70,7 @@ class EngineLayout:
         if any(list(stage) != sorted(stage) for stage in self.stages):
             raise LayoutError("layers", "a stage's layers must be in ascending order")
 
-    @property
+    @cached_property
     def heads(self) -> int:
         """Heads that are cached, all ranks together."""
         return 1 if self.is_mla else self.kv_heads

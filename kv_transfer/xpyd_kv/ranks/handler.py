@@ -21,6 +21,8 @@ from xpyd_kv.wire import messages as wire
 _log = logging.getLogger(__name__)
 POLL_S = 0.0005
 """Steps take milliseconds; a layer group that leaves half a millisecond later loses nothing."""
+PURGE_S = 1.0
+"""Expired tombstones wake nobody: they are dropped by a tick that comes so long after the last."""
 LIMIT_S = 30.0
 """A model that has not run in this time does not run any more."""
 
@@ -97,6 +99,7 @@ class LateHandler:
     def __init__(self, gate: ComputeGate, alarm: Alarm) -> None:
         self._gate = gate
         self._alarm = alarm
+        self._purge_at = -math.inf
 
     def peer_up(self, peer: Peer) -> None:
         self._of(peer).peer_up(peer)
@@ -110,7 +113,9 @@ class LateHandler:
         self._of(peer).peer_down(peer, reason)
 
     def message(self, peer: Peer, message: wire.Message, body: bytes) -> None:
-        self._of(peer).message(peer, message, body)
+        part = self.rank if peer.is_data else self.session
+        assert part is not None  # The endpoint takes no others.
+        part.message(peer, message, body)
 
     def data_begin(self, peer: Peer, header: wire.Data, length: int) -> Sequence[View] | None:
         return self._of(peer).data_begin(peer, header, length)
@@ -122,8 +127,9 @@ class LateHandler:
 
     def tick(self, now: float) -> float | None:
         alarm = self._alarm
-        if now >= alarm.at:
+        if now >= alarm.at or now >= self._purge_at:
             alarm.at = math.inf
+            self._purge_at = now + PURGE_S
             times = [self._gate.poll()]
             parts = (self.session, self.rank, self.teller)
             times += [part.tick(now) for part in parts if part is not None]

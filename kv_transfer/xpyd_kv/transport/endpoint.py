@@ -41,6 +41,7 @@ _log = logging.getLogger(__name__)
 _FLUSH_SHARE = 0.75
 # What is reported at the end may be answered, and that too; not for ever.
 _END_ROUNDS = 8
+_WRONG_THREAD = "only on the I/O thread: use call()"
 
 
 def _random_nonce() -> bytes:
@@ -196,7 +197,8 @@ class TcpEndpoint:
     # --- on the I/O thread, for the session
 
     def connect(self, address: Address, *, data: bool = False) -> Peer | None:
-        self._check_thread()
+        if threading.current_thread() is not self._thread:
+            raise RuntimeError(_WRONG_THREAD)
         registry, now = self._streams.registry, self._clock()
         peer = registry.peer_at(address)
         if peer is not None or registry.is_dialling(address):
@@ -249,14 +251,11 @@ class TcpEndpoint:
         return source.digest
 
     def _stream(self, peer: Peer) -> Stream:
-        self._check_thread()
+        if threading.current_thread() is not self._thread:
+            raise RuntimeError(_WRONG_THREAD)
         if not isinstance(peer, Stream):
             raise TypeError("not a peer of this endpoint")
         return peer
-
-    def _check_thread(self) -> None:
-        if threading.current_thread() is not self._thread:
-            raise RuntimeError("only on the I/O thread: use call()")
 
     # --- the loop
 

@@ -120,13 +120,11 @@ class Connection:
         self._peer_limits = Limits()
         self._outgoing = bytearray(self._handshake.begin())
         self._opened: Opened | None = None
+        self.is_open = False
+        self._may_send: frozenset[type[Message]] = frozenset()
         self._due = deadline
         self._unanswered = 0
         self._pings = 0
-
-    @property
-    def is_open(self) -> bool:
-        return self._opened is not None
 
     @property
     def is_proved(self) -> bool:
@@ -204,7 +202,7 @@ class Connection:
     def encode(self, message: Message, body_bytes: int = 0) -> bytes:
         """Prefix and header of a frame of the session. IllegalMoveError: we may not send it."""
         kind = type(message)
-        if not self.is_open or kind not in self._legal(self._role) or kind in _OWN_FRAMES:
+        if kind not in self._may_send:
             raise IllegalMoveError(f"{self._role} may not send {kind.__name__.upper()} now")
         fault = self._peer_limits.fault(message, body_bytes)
         if fault:
@@ -275,6 +273,8 @@ class Connection:
         assert shake.hello is not None
         assert shake.layout is not None
         self._opened = Opened(shake.hello, shake.layout)
+        self.is_open = True
+        self._may_send = self._legal(self._role) - _OWN_FRAMES
         self._decoder.limits = Limits.of(self._layout, shake.pair)
         self._peer_limits = Limits.of(shake.layout, shake.pair)
         # None: what a later minor version adds is skipped where it says that it may be.

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import msgspec
@@ -112,26 +113,23 @@ class Limits:
             layers=0 if pair is None else pair.layers,
         )
 
-    def max_body_bytes(self, kind: type[Message]) -> int:
-        """The longest body of a frame of this type, known before its header is."""
-        if kind is Data:
-            return self.max_data_bytes + CHECKSUM_BYTES
-        if kind is Offer:
-            return TOKEN_BYTES * self.max_tokens
-        if kind is Nack:
-            return TOKEN_BYTES * MAX_NACK_FRAMES
-        if kind is Region:
-            return MAX_REGION_BODY_BYTES
-        if kind is Probe:
-            return MAX_PROBE_BYTES
-        if kind is Shared:
-            return RUN_BYTES * (self.max_data_bytes // self.block_bytes if self.block_bytes else 0)
-        return 0
+    @cached_property
+    def max_body_bytes(self) -> Mapping[type[Message], int]:
+        """The longest body of a frame by its type, known before its header is; others have none."""
+        blocks = self.max_data_bytes // self.block_bytes if self.block_bytes else 0
+        return {
+            Data: self.max_data_bytes + CHECKSUM_BYTES,
+            Offer: TOKEN_BYTES * self.max_tokens,
+            Nack: TOKEN_BYTES * MAX_NACK_FRAMES,
+            Region: MAX_REGION_BODY_BYTES,
+            Probe: MAX_PROBE_BYTES,
+            Shared: RUN_BYTES * blocks,
+        }
 
     def fault(self, message: Message, body_bytes: int) -> str:
         """What is wrong with a body of this length behind this header; '' when nothing is."""
         name = type(message).__name__.upper()
-        if body_bytes > self.max_body_bytes(type(message)):
+        if body_bytes > self.max_body_bytes.get(type(message), 0):
             return f"{name} with a body of {body_bytes} bytes, over its limit"
         if isinstance(message, Data):
             return self._data_fault(message, body_bytes)
@@ -283,7 +281,7 @@ class Decoder:
                 raise ProtocolError(f"unknown type {number} that must be understood")
             limit = MAX_SKIPPED_BODY_BYTES
         else:
-            limit = self.limits.max_body_bytes(kind)
+            limit = self.limits.max_body_bytes.get(kind, 0)
         if body_bytes > limit:
             raise ProtocolError(f"type {number} with a body of {body_bytes} bytes, over its limit")
         self._prefix = (kind, header_bytes, body_bytes, crc)

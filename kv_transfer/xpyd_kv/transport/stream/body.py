@@ -60,17 +60,12 @@ class Cursor:
         self._views = views
         # Where each view ends, from the first one's begin.
         self._ends = list(accumulate(map(len, views)))
-        self._size = self._ends[-1] if views else 0
-        self._at = 0
-
-    @property
-    def left(self) -> int:
-        """Bytes from here to the end."""
-        return self._size - self._at
+        self._size = self.left = self._ends[-1] if views else 0
+        """`left`: bytes from here to the end."""
 
     def window(self, most_bytes: int) -> list[memoryview]:
         """The next views, up to `most_bytes` in all; the first and the last may be parts."""
-        ends, at = self._ends, self._at
+        ends, at = self._ends, self._size - self.left
         stop = min(self._size, at + most_bytes)
         first = bisect_right(ends, at)
         end = min(bisect_left(ends, stop) + 1, first + MAX_VIEWS_PER_CALL, len(ends))
@@ -87,7 +82,7 @@ class Cursor:
 
     def advance(self, count: int) -> None:
         """`count` bytes have been sent or read."""
-        self._at += count
+        self.left -= count
 
     def write(self, data: memoryview) -> None:
         """Copy `data` (at most `left` bytes) to this place and step over it."""
@@ -96,7 +91,7 @@ class Cursor:
                 length = len(view)
                 view[:] = data[:length]
                 data = data[length:]
-                self._at += length
+                self.left -= length
 
 
 TURN_BYTES = 512 * 1024

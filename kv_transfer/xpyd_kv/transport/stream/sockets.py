@@ -126,15 +126,16 @@ class WakeableSelector:
         self._selector.register(self._wake_out, READ, None)
         self.calls: deque[Callable[[], None]] = deque()
         """The calls of other threads that wait, in order."""
-        self._woken = False
+        # Whether a call has to end a `select` under way, which none has ended yet.
+        self._sleeps = False
 
     def call(self, function: Callable[[], None]) -> None:
         """From any thread: put `function` into `calls`, and end a `select` under way."""
         self.calls.append(function)
-        # Many calls between two turns cost one wake. The flag is lowered before the queue is read,
-        # so a call is either seen there or wakes the next select.
-        if not self._woken:
-            self._woken = True
+        # Many calls between two turns cost one wake, those within a turn none. `select` raises the
+        # flag before it looks at the queue, so a call is either seen there or ends it.
+        if self._sleeps:
+            self._sleeps = False
             try:
                 self._wake_in.send(b"\0")
             except OSError:
@@ -155,12 +156,14 @@ class WakeableSelector:
     def select(self, timeout_s: float | None) -> list[tuple[Ready, int]]:
         """Wait until a socket is ready, a call has come, or the timeout has passed."""
         ready: list[tuple[Ready, int]] = []
-        for key, mask in self._selector.select(timeout_s):
+        self._sleeps = True
+        found = self._selector.select(0.0 if self.calls else timeout_s)
+        self._sleeps = False
+        for key, mask in found:
             if key.data is None:
                 self._wake_out.recv(4096)
             else:
                 ready.append((key.data, mask))
-        self._woken = False
         return ready
 
     def close(self) -> None:

@@ -42,6 +42,13 @@ class ClosedByPeerError(OSError):
 class Stream:
     """A Peer, once `protocol` is open."""
 
+    # Set when it opens: what the session reads often.
+    hello: Hello
+    layout: Layout
+    is_data = False
+    pair: Pair | None = None
+    transport = ""
+
     def __init__(
         self,
         sock: socket.socket,
@@ -112,26 +119,6 @@ class Stream:
     @property
     def address(self) -> Address | None:
         return self._address
-
-    @property
-    def transport(self) -> str:
-        return self.protocol.transport
-
-    @property
-    def hello(self) -> Hello:
-        return self.protocol.peer.hello
-
-    @property
-    def layout(self) -> Layout:
-        return self.protocol.peer.layout
-
-    @property
-    def is_data(self) -> bool:
-        return self.protocol.is_data
-
-    @property
-    def pair(self) -> Pair | None:
-        return self.protocol.pair
 
     @property
     def due(self) -> float:
@@ -285,7 +272,7 @@ class Stream:
         return self._borrowing.receive(self.sock, self._scratch[:room])
 
     def _borrow(self) -> None:
-        path = self._paths.get(self.transport)
+        path = self._paths.get(self.protocol.transport)
         if self._borrowing is None and path is not None:
             self.may_fetch = True
             self._borrowing = Borrowing(path.borrower(), fetch_s=self._fetch_s)
@@ -317,6 +304,9 @@ class Stream:
             self._end_data(event, now)
         else:
             assert isinstance(event, Opened)
+            self.hello, self.layout = event
+            self.is_data, self.pair = self.protocol.is_data, self.protocol.pair
+            self.transport = self.protocol.transport
             # Our LAYOUT may have been made by the same read: it goes before the session's frames.
             self._queue_own()
             path = self._paths.get(self.transport)
@@ -423,7 +413,9 @@ class Stream:
     def _say(self, call: Callable[[], None], now: float) -> None:
         """To the session, behind the frames that a device still takes."""
         if self._inward is None:
-            self._say_now(call)
+            if self.closing is None:
+                self.session_ran = True
+                call()
         else:
             self._inward.after(partial(self._say_now, call), now)
 
