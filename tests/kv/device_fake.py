@@ -100,14 +100,14 @@ class Machine:
     def find(self, span: Span, process: str) -> tuple[Allocation, int]:
         """The allocation of these bytes as `process` sees them, and where in it they begin."""
         for address, one in (*self.opened.items(), *self._allocations.items()):
-            if not address <= span.address <= address + len(one.data) - span.length:
+            if not address <= span.start <= address + len(one.data) - span.length:
                 continue
             if one.is_freed:
-                raise self.fault(f"memory at {span.address:#x} is used after it was freed")
+                raise self.fault(f"memory at {span.start:#x} is used after it was freed")
             if one.process != process and address == one.address:
                 raise self.fault(f"{process} uses an address of {one.process}")
-            return one, span.address - address
-        raise self.fault(f"no memory at {span.address:#x}, {span.length} bytes (a closed handle?)")
+            return one, span.start - address
+        raise self.fault(f"no memory at {span.start:#x}, {span.length} bytes (a closed handle?)")
 
     def give_back(self, allocation: Allocation) -> None:
         late = allocation.unfinished(self.host)

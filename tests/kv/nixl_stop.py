@@ -9,9 +9,10 @@ import time
 
 import numpy as np
 
+from xpyd_kv.spans import Span
 from xpyd_kv.transport.devices.nixl import library
 from xpyd_kv.transport.devices.nixl.path import NixlPath
-from xpyd_kv.transport.host.data_path import Run, pack
+from xpyd_kv.transport.host.data_path import pack
 
 SIZE = 2**29
 UNIT = 2**16
@@ -38,7 +39,7 @@ def main():
     path = NixlPath(nixl, unit_bytes=UNIT, lands_in=lambda: [view])
     borrower = path.borrower()
     borrower.open(SIZE, ours.recv(), [])
-    fetch = borrower.prepare(pack([Run(0, SIZE)]), SIZE)([view])
+    fetch = borrower.prepare(pack([Span(0, SIZE)]), SIZE)([view])
     end = time.monotonic() + PATIENCE_S
     while not arrived(landing):
         assert not fetch.poll(), "the machine copied without P"

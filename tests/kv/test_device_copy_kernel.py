@@ -137,7 +137,7 @@ def test_two_lists_of_pieces_are_cut_where_either_is_cut(sizes, cuts):
     for target, start, length in segments(targets, sources):
         assert length > 0
         landed[target : target + length] = memory[start : start + length]
-    assert b"".join(landed[span.address :][: span.length] for span in targets) == source
+    assert b"".join(landed[span.start :][: span.length] for span in targets) == source
 
 
 def test_neighbours_are_one_segment():

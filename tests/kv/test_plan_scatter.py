@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xpyd_kv.plan.engine_layout import EngineLayout
-from xpyd_kv.plan.pairs import Scatter, Span, scatter_of
+from xpyd_kv.plan.pairs import Scatter, ScatterSpan, scatter_of
 from xpyd_kv.plan.transfers import plan_transfers
 
 
@@ -105,4 +105,4 @@ def test_runs_of_a_block(
     spans: list[tuple[int | None, int]],
 ) -> None:
     scatter = _scatter(*sizes, heads=heads)
-    assert scatter.spans(0, blocks, last_block=last) == [Span(*span) for span in spans]
+    assert scatter.spans(0, blocks, last_block=last) == [ScatterSpan(*span) for span in spans]

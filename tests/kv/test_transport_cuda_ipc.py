@@ -18,8 +18,9 @@ from tests.kv.transport_kit import (
 )
 from xpyd_core.errors import ProtocolError
 from xpyd_kv.memory.device import DeviceView
+from xpyd_kv.spans import Span
 from xpyd_kv.transport.devices.cuda_ipc import CudaIpcPath, runs_in
-from xpyd_kv.transport.host.data_path import Run, check_runs, pack, unpack
+from xpyd_kv.transport.host.data_path import check_runs, pack, unpack
 from xpyd_kv.transport.host.shared_memory import host_token
 from xpyd_kv.transport.host.sharing import shared_of
 from xpyd_kv.transport.settings import Deadlines
@@ -230,14 +231,14 @@ def test_a_gpu_that_fails_ends_the_connection(net, machine):
 def test_places_are_found_and_neighbours_joined():
     region = DeviceView(0, 1000, 100)
     views = [region[8:16], region[16:20], region[:0], region[4:8]]
-    assert runs_in(region, views) == [Run(8, 12), Run(4, 4)]
+    assert runs_in(region, views) == [Span(8, 12), Span(4, 4)]
     for other in (DeviceView(0, 1090, 11), DeviceView(1, 1000, 4), DeviceView(0, 999, 4)):
         assert runs_in(region, [other]) is None
     assert runs_in(region, [memoryview(bytes(4))]) is None
 
 
 @pytest.mark.parametrize(
-    "runs", [[Run(90, 11)], [Run(2**64 - 1, 10)], [Run(0, 0), Run(0, 10)], [Run(0, 9)]]
+    "runs", [[Span(90, 11)], [Span(2**64 - 1, 10)], [Span(0, 0), Span(0, 10)], [Span(0, 9)]]
 )
 def test_places_that_lie_are_refused(runs):
     with pytest.raises(ProtocolError):
@@ -269,7 +270,7 @@ def test_a_region_that_lies_ends_the_connection(net, lie):
 
 def test_a_frame_that_points_outside_ends_the_connection_and_copies_nothing(net, machine):
     d_told, puppet = opened_p(net)
-    body = pack([Run(net._region.length - 1, BLOCK_BYTES)])
+    body = pack([Span(net._region.length - 1, BLOCK_BYTES)])
     header = shared_of(data_header(bytes(BLOCK_BYTES)))
     puppet.sock.sendall(region_of(net) + encode(header, len(body)) + body)
     assert d_told.wait("down")[1] == "protocol"

@@ -6,7 +6,8 @@ import threading
 import pytest
 
 from tests.kv.transport_kit import BLOCK_BYTES, SHARED, Puppet, data_header, network, send_data
-from xpyd_kv.transport.host.data_path import Run, pack
+from xpyd_kv.spans import Span
+from xpyd_kv.transport.host.data_path import pack
 from xpyd_kv.transport.host.shared_memory import SharedMemoryBorrower, SharedMemoryPath
 from xpyd_kv.transport.host.sharing import WINDOW_BYTES, WINDOW_FRAMES, shared_of
 from xpyd_kv.transport.settings import Deadlines
@@ -120,7 +121,7 @@ def test_a_p_that_lends_more_than_the_window_loses_its_connection(net):
     d_told.on["begin"] = lambda peer, header, length: None
     socket.send_fds(puppet.sock, [encode(Region(size_bytes=SHARED.size_bytes))], [SHARED.fd])
     body = bytes(WINDOW_BYTES)
-    places = pack([Run(0, 2**20)] * (WINDOW_BYTES // 2**20))
+    places = pack([Span(0, 2**20)] * (WINDOW_BYTES // 2**20))
     frames = [shared_of(data_header(body, seq=seq)) for seq in range(WINDOW_FRAMES + 1)]
     for frame in frames[:-1]:
         puppet.sock.sendall(encode(frame, len(places)) + places)

@@ -20,6 +20,7 @@ from tests.kv.transport_kit import (
 )
 from xpyd_core.errors import UserError
 from xpyd_kv.memory.device import DeviceView
+from xpyd_kv.spans import Span
 from xpyd_kv.transport.devices.nccl.library import (
     ID_BYTES,
     NcclError,
@@ -28,7 +29,7 @@ from xpyd_kv.transport.devices.nccl.library import (
     load,
 )
 from xpyd_kv.transport.devices.nccl.path import place
-from xpyd_kv.transport.host.data_path import Run, pack
+from xpyd_kv.transport.host.data_path import pack
 from xpyd_kv.transport.host.sharing import shared_of
 from xpyd_kv.wire.frames import encode
 from xpyd_kv.wire.messages import Region
@@ -232,7 +233,7 @@ def test_a_peer_that_does_not_join_ends_the_connection_in_time(net):
     d, d_told = net.endpoint("D", paths=[nccl_path(net, "D", **SHORT)])
     room = net.room(len(FRAME))
     d_told.on["begin"] = lambda *_: [room]
-    puppet = announced(net, d, [Run(1, UNIT)] * (len(FRAME) // UNIT))
+    puppet = announced(net, d, [Span(1, UNIT)] * (len(FRAME) // UNIT))
     assert d_told.wait("down")[1] == "refused:transport"
     until(lambda: figures(net, "D").ended == {"failed": 1})
     assert d_told.all("end") == []
@@ -301,13 +302,15 @@ def forget_streams(machine):
 
 def test_an_unlike_nccl_is_done_without(net):
     d, d_told = net.endpoint("D", paths=[nccl_path(net, "D")])
-    puppet = announced(net, d, [Run(1, UNIT)], version=22000)
+    puppet = announced(net, d, [Span(1, UNIT)], version=22000)
     assert d_told.wait("down")[1] == "refused:transport"
     assert net.nccl.world.made == 0
     puppet.sock.close()
 
 
-@pytest.mark.parametrize("runs", [[Run(2, UNIT)], [Run(1, UNIT - 1)], [Run(1, 0), Run(1, UNIT)]])
+@pytest.mark.parametrize(
+    "runs", [[Span(2, UNIT)], [Span(1, UNIT - 1)], [Span(1, 0), Span(1, UNIT)]]
+)
 def test_a_shared_that_lies_ends_the_connection(net, runs):
     d, d_told = net.endpoint("D", paths=[nccl_path(net, "D")])
     puppet = announced(net, d, runs)

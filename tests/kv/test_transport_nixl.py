@@ -22,6 +22,7 @@ from tests.kv.transport_kit import (
     send_data,
 )
 from xpyd_core.errors import ProtocolError, UserError
+from xpyd_kv.spans import Span
 from xpyd_kv.transport.devices.nixl import regions as region_body
 from xpyd_kv.transport.devices.nixl.library import check
 from xpyd_kv.transport.devices.nixl.path import NixlPath
@@ -35,7 +36,7 @@ from xpyd_kv.transport.devices.nixl.regions import (
     region_of,
     unit_numbers,
 )
-from xpyd_kv.transport.host.data_path import Run, pack
+from xpyd_kv.transport.host.data_path import pack
 from xpyd_kv.transport.host.sharing import shared_of
 from xpyd_kv.wire.frames import encode
 from xpyd_kv.wire.messages import Region as RegionFrame
@@ -105,9 +106,9 @@ def test_two_lists_are_cut_where_either_is_cut(targets, sources):
 
 
 def test_whole_units_have_numbers_and_parts_have_none():
-    assert unit_numbers([Run(20, 30), Run(0, 10)], 10) == [2, 3, 4, 0]
-    assert unit_numbers([Run(5, 10)], 10) is None
-    assert unit_numbers([Run(10, 15)], 10) is None
+    assert unit_numbers([Span(20, 30), Span(0, 10)], 10) == [2, 3, 4, 0]
+    assert unit_numbers([Span(5, 10)], 10) is None
+    assert unit_numbers([Span(10, 15)], 10) is None
 
 
 def test_neighbours_of_one_device_are_joined():
@@ -248,7 +249,7 @@ def test_a_p_that_lends_what_it_has_not_ends_its_own_connection_only(net, what):
     puppet = Puppet(net.connect(d.listen_address), "P", transports=("nixl",)).open()
     body = region_body.pack(Described(row, BLOCK_BYTES, metadata))
     puppet.sock.sendall(encode(RegionFrame(size_bytes=row.size_bytes), len(body)) + body)
-    puppet.sock.sendall(shared_frame([Run(0, BLOCK_BYTES)]))
+    puppet.sock.sendall(shared_frame([Span(0, BLOCK_BYTES)]))
     assert d_told.wait("down")[1] == "refused:transport"
     agent.close()
     send_data(good, good_told, its, [net.share(b"\x07" * BLOCK_BYTES)])
@@ -260,10 +261,10 @@ def test_a_p_that_lends_what_it_has_not_ends_its_own_connection_only(net, what):
 @pytest.mark.parametrize(
     "runs",
     [
-        [Run(0, BLOCK_BYTES - 1)],
-        [Run(2**40, BLOCK_BYTES)],
-        [Run(2**64 - 1, BLOCK_BYTES)],
-        [Run(0, 0), Run(0, BLOCK_BYTES)],
+        [Span(0, BLOCK_BYTES - 1)],
+        [Span(2**40, BLOCK_BYTES)],
+        [Span(2**64 - 1, BLOCK_BYTES)],
+        [Span(0, 0), Span(0, BLOCK_BYTES)],
     ],
 )
 def test_runs_that_lie_end_the_connection(net, runs):

@@ -13,7 +13,8 @@ from tests.kv.transport_kit import (
     send_data,
     until,
 )
-from xpyd_kv.transport.host.data_path import Run, pack
+from xpyd_kv.spans import Span
+from xpyd_kv.transport.host.data_path import pack
 from xpyd_kv.transport.host.shared_memory import SharedMemoryPath
 from xpyd_kv.transport.stream.body import checksum
 from xpyd_kv.wire.frames import encode
@@ -107,9 +108,9 @@ def test_a_probe_that_lies_ends_the_connection(net, changes):
 @pytest.mark.parametrize(
     ("places", "size"),
     [
-        ([Run(SHARED.size_bytes - 1, 100)], 100),
-        ([Run(0, 99)], 100),
-        ([Run(0, 60), Run(60, 60)], 100),
+        ([Span(SHARED.size_bytes - 1, 100)], 100),
+        ([Span(0, 99)], 100),
+        ([Span(0, 60), Span(60, 60)], 100),
     ],
     ids=["outside", "too few", "too many"],
 )

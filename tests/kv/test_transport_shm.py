@@ -26,7 +26,8 @@ from tests.kv.transport_kit import (
     until,
 )
 from xpyd_core.errors import UserError
-from xpyd_kv.transport.host.data_path import Run, pack, unpack
+from xpyd_kv.spans import Span
+from xpyd_kv.transport.host.data_path import pack, unpack
 from xpyd_kv.transport.host.shared_memory import PeerMemory, SharedMemory
 from xpyd_kv.transport.host.sharing import NO_CHECKSUM, WINDOW_BYTES, shared_of
 from xpyd_kv.wire.frames import encode
@@ -86,7 +87,7 @@ def test_a_size_that_cannot_be_shared_is_refused(size):
 def test_places_are_found_and_neighbours_joined(memory):
     whole = memoryview(memory.buffer)
     views = [whole[8:16], whole[16:20], whole[0:0], whole[4:8], whole[100:101]]
-    assert memory.runs_of(views, at_most=3) == [Run(8, 12), Run(4, 4), Run(100, 1)]
+    assert memory.runs_of(views, at_most=3) == [Span(8, 12), Span(4, 4), Span(100, 1)]
     assert memory.runs_of(views, at_most=2) is None
     assert memory.runs_of([memoryview(bytearray(8))], at_most=9) is None
     assert memory.runs_of([memoryview(b"read-only")], at_most=9) is None
@@ -100,7 +101,7 @@ def test_places_are_found_and_neighbours_joined(memory):
 def test_runs_are_copied_into_room_of_any_shape(runs, sizes):
     memory = SharedMemory(1000)
     memory.buffer[:] = random.Random(1).randbytes(1000)
-    runs = [Run(*run) for run in runs]
+    runs = [Span(*run) for run in runs]
     content = b"".join(memory.buffer[o : o + n] for o, n in runs)
     room, views, start = bytearray(len(content)), [], 0
     for size in [*sizes, len(room)]:
@@ -224,7 +225,7 @@ def region(size=SHARED.size_bytes):
 
 def shared(*runs, blocks=1, seq=0, body=None):
     header = shared_of(data_header(bytes(blocks * BLOCK_BYTES), seq=seq))
-    body = pack(Run(*r) for r in runs) if body is None else body
+    body = pack(Span(*r) for r in runs) if body is None else body
     return encode(header, len(body)) + body
 
 
@@ -245,7 +246,7 @@ LIES = {
     "fewer bytes than the ranges mean": [shared((0, BLOCK_BYTES - 1))],
     "more bytes than the ranges mean": [shared((0, 200), (0, 200), blocks=2)],
     "an empty run": [shared((0, 0), OK_RUN, blocks=2)],
-    "half a run": [shared(body=pack([Run(*OK_RUN)])[:6])],
+    "half a run": [shared(body=pack([Span(*OK_RUN)])[:6])],
     "no run": [shared(body=b"")],
     "more runs than blocks": [shared((0, 64), (64, 64))],
 }

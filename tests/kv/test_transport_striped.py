@@ -28,7 +28,8 @@ from tests.kv.transport_kit import (
     until,
 )
 from xpyd_core.request_id import Address
-from xpyd_kv.transport.host.data_path import Run, pack
+from xpyd_kv.spans import Span
+from xpyd_kv.transport.host.data_path import pack
 from xpyd_kv.transport.host.sharing import shared_of
 from xpyd_kv.transport.host.striped import MAX_LINKS
 from xpyd_kv.transport.settings import Deadlines
@@ -65,7 +66,7 @@ def linked(net, count=1):
 
 
 def announce(main, seq, body=BODY, length=None):
-    places = pack([Run(seq, len(body) if length is None else length)])
+    places = pack([Span(seq, len(body) if length is None else length)])
     header = shared_of(data_header(body, seq=seq))
     main.sock.sendall(encode(header, len(places)) + places)
 
@@ -360,7 +361,7 @@ def test_further_connections_that_say_nothing_end_the_peer(net):
 def test_a_broken_probe_is_counted_there_too(net):
     d, _, main, (link,) = linked(net)
     probe = Probe(token=1, size_bytes=len(BODY), checksum=bytes(8), shared=True)
-    places = pack([Run(0, len(BODY))])
+    places = pack([Span(0, len(BODY))])
     main.sock.sendall(encode(probe, len(places)) + places)
     link.sendall(BODY + bytes(8))
     assert any(isinstance(getattr(e, "message", None), Probed) for e in main.read())

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from tests.kv.kvfakes import LAYOUT
 from tests.kv.transport_kit import Puppet
 from tests.kv.wire_fuzz import Door, Fuzzer, good_transfer, reset
-from xpyd_kv.transport.host.data_path import Run, pack
+from xpyd_kv.spans import Span
+from xpyd_kv.transport.host.data_path import pack
 from xpyd_kv.transport.host.shared_memory import SharedMemory
 from xpyd_kv.wire.frames import encode
 from xpyd_kv.wire.messages import Ping, Pong, Region, Shared
@@ -110,7 +111,7 @@ class UnixFuzzer(Fuzzer):
         self.peer(sock)
         self._lend(sock)
         header = self._shared("d" * 32)
-        body = pack([Run(0, _UNIT * (header.end_block - header.first_block))])
+        body = pack([Span(0, _UNIT * (header.end_block - header.first_block))])
         for _ in range(self.rng.randrange(200)):
             sock.sendall(encode(header, len(body)) + body)
         return False
@@ -178,7 +179,7 @@ class UnixFuzzer(Fuzzer):
         offsets = [0, 1, SIZE - 1, SIZE - _UNIT, SIZE, 2**32, 2**63, 2**64 - _UNIT, 2**64 - 1]
         lengths = [0, 1, _UNIT - 1, _UNIT, blocks * _UNIT, SIZE, 2**32 - 1]
         count = rng.choice([0, 1, 1, 2, blocks])
-        return pack(Run(rng.choice(offsets), rng.choice(lengths)) for _ in range(count))
+        return pack(Span(rng.choice(offsets), rng.choice(lengths)) for _ in range(count))
 
     def _transfer(self, uuid: str) -> list[bytes]:
         """OFFER, SHARED, COMMIT as they should be, but for the bytes, which nobody computed."""
@@ -188,7 +189,7 @@ class UnixFuzzer(Fuzzer):
             uuid=uuid, prompt_index=0, epoch=0, seq=0,
             first_layer=0, end_layer=_LAYERS, first_block=0, end_block=blocks,
         )  # fmt: skip
-        body = pack([Run(0, blocks * _UNIT)])
+        body = pack([Span(0, blocks * _UNIT)])
         return [offer, encode(header, len(body)) + body, commit]
 
     @contextlib.contextmanager

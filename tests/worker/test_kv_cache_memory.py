@@ -7,7 +7,7 @@ import torch
 
 from xpyd_core.errors import UserError
 from xpyd_kv.memory.paged import PagedMemory
-from xpyd_kv.transport.host.data_path import Run
+from xpyd_kv.spans import Span
 from xpyd_kv.transport.host.shared_memory import SharedMemory
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.kernels.api import KvShape
@@ -38,7 +38,7 @@ def test_blocks_stand_in_the_given_memory_one_layer_behind_the_other(memory):
     for layer in range(3):
         for block in range(BLOCKS):
             (run,) = memory.runs_of([paged.block_view(layer, block)], at_most=1) or [None]
-            assert run == Run((layer * BLOCKS + block) * size, size)
+            assert run == Span((layer * BLOCKS + block) * size, size)
 
 
 def test_what_the_model_writes_is_what_a_peer_reads(memory):

@@ -7,10 +7,12 @@ stays inside this file.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, cast
 
 from xpyd_core.errors import XpydError
 from xpyd_kv.memory.device import Device, DeviceView, Event
+from xpyd_kv.spans import join
 from xpyd_kv.values import KvLayout
 
 if TYPE_CHECKING:
@@ -57,8 +59,8 @@ class PagedMemory:
 
     def views(self, layers: Sequence[int], block_ids: Sequence[int]) -> list[memoryview]:
         """These blocks of these layers, layer after layer, neighbours joined."""
-        runs = _runs(block_ids, self._layout.block_bytes)
-        return [self._views[layer][begin:end] for layer in layers for begin, end in runs]
+        ranges = _ranges(block_ids, self._layout.block_bytes)
+        return [self._views[layer][begin:end] for layer in layers for begin, end in ranges]
 
     def written(self) -> None:
         """What the model wrote stands: its calls have returned."""
@@ -107,8 +109,8 @@ class DevicePagedMemory:
 
     def views(self, layers: Sequence[int], block_ids: Sequence[int]) -> list[DeviceView]:
         """Where these blocks of these layers lie, layer after layer, neighbours joined."""
-        runs = _runs(block_ids, self._layout.block_bytes)
-        return [self._layers[layer][begin:end] for layer in layers for begin, end in runs]
+        ranges = _ranges(block_ids, self._layout.block_bytes)
+        return [self._layers[layer][begin:end] for layer in layers for begin, end in ranges]
 
     def written(self) -> Event:
         """Engine thread: when all that the model has enqueued by now stands in the cache."""
@@ -165,20 +167,10 @@ def layout_of(
     )
 
 
-def _runs(block_ids: Sequence[int], block_bytes: int) -> list[tuple[int, int]]:
+def _ranges(block_ids: Sequence[int], block_bytes: int) -> list[tuple[int, int]]:
     """Bytes [begin, end) of a layer's memory for these blocks in order, neighbours joined."""
-    runs: list[tuple[int, int]] = []
-    begin = end = -1
-    for block_id in block_ids:
-        start = block_id * block_bytes
-        if start != end:
-            if end >= 0:
-                runs.append((begin, end))
-            begin = start
-        end = start + block_bytes
-    if end >= 0:
-        runs.append((begin, end))
-    return runs
+    spans = join((block_id * block_bytes for block_id in block_ids), repeat(block_bytes))
+    return [(start, start + length) for start, length in spans]
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -16,13 +16,13 @@ See docs/adr/0019.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from xpyd_kv.plan.engine_layout import EngineLayout, LayoutError
 from xpyd_kv.plan.frames import Area
-from xpyd_kv.plan.transfers import Run, Segment, runs, segment_between, units
+from xpyd_kv.plan.transfers import Segment, runs, segment_between, units
+from xpyd_kv.spans import segments
 
 
 class Part(NamedTuple):
@@ -34,7 +34,7 @@ class Part(NamedTuple):
     length_bytes: int
 
 
-class Span(NamedTuple):
+class ScatterSpan(NamedTuple):
     """The next `length_bytes` of one layer of a DATA body: at `offset_bytes` of D's blocks of that
     layer, laid end to end. None: surplus."""
 
@@ -60,22 +60,24 @@ class Scatter:
         first = first_block * self.source_size // self.destination_size
         return first, -(-end_block * self.source_size // self.destination_size)
 
-    def spans(self, first_block: int, end_block: int, *, last_block: int) -> list[Span]:
+    def spans(self, first_block: int, end_block: int, *, last_block: int) -> list[ScatterSpan]:
         """Where one layer of P's blocks [first_block, end_block) belongs. Offsets count from the
         first D block that they reach, and D has none from `last_block` on. Neighbours are one span
         where their bytes join."""
         first = first_block * self.source_size // self.destination_size
-        spans: list[Span] = []
+        places: list[ScatterSpan] = []
         for index in range(first_block, end_block):
             begin = index * self.source_size // self.destination_size
             for block, offset, length in self.parts[index % len(self.parts)]:
                 at = (begin + block - first) * self.block_bytes + offset
                 where = at if begin + block < last_block else None
-                if spans and _joins(spans[-1], where):
-                    spans[-1] = Span(spans[-1].offset_bytes, spans[-1].length_bytes + length)
+                if places and _joins(places[-1], where):
+                    places[-1] = ScatterSpan(
+                        places[-1].offset_bytes, places[-1].length_bytes + length
+                    )
                 else:
-                    spans.append(Span(where, length))
-        return spans
+                    places.append(ScatterSpan(where, length))
+        return places
 
 
 def scatter_of(source: EngineLayout, destination: EngineLayout, segment: Segment) -> Scatter:
@@ -118,30 +120,13 @@ def _parts(
             first_token=unit.destination_token,
             tokens=unit.tokens,
         )
-        for read, write, length in _refined(reads, writes):
-            found.append((read, Part(unit.destination_block - begin, write, length)))
+        for piece in segments(writes, reads):
+            part = Part(unit.destination_block - begin, piece.target, piece.length)
+            found.append((piece.source, part))
     return [part for _, part in sorted(found)]
 
 
-def _refined(reads: list[Run], writes: list[Run]) -> Iterator[tuple[int, int, int]]:
-    """(offset on P, offset on D, length) of the pieces into which the two lists cut the same
-    bytes."""
-    left, right = iter(reads), iter(writes)
-    read, write = next(left, None), next(right, None)
-    while read is not None and write is not None:
-        length = min(read.length_bytes, write.length_bytes)
-        yield read.offset_bytes, write.offset_bytes, length
-        read = _behind(read, length) or next(left, None)
-        write = _behind(write, length) or next(right, None)
-
-
-def _behind(run: Run, length: int) -> Run | None:
-    if run.length_bytes == length:
-        return None
-    return Run(run.offset_bytes + length, run.length_bytes - length)
-
-
-def _joins(before: Span, offset: int | None) -> bool:
+def _joins(before: ScatterSpan, offset: int | None) -> bool:
     if before.offset_bytes is None or offset is None:
         return before.offset_bytes is offset
     return before.offset_bytes + before.length_bytes == offset

@@ -31,6 +31,7 @@ from typing import NamedTuple
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.plan import transfers as pieces
 from xpyd_kv.plan.engine_layout import EngineLayout, LayoutError
+from xpyd_kv.spans import Span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,7 @@ class TransferPlan:
             destination_block_size=self.destination.block_size,
         )
 
-    def source_runs(self, segment: Segment, unit: Unit) -> list[Run]:
+    def source_runs(self, segment: Segment, unit: Unit) -> list[Span]:
         """Where the segment lies in the unit's block of each of its layers on P. What they hold,
         joined, is what D's runs take."""
         return pieces.runs(
@@ -88,7 +89,7 @@ class TransferPlan:
             tokens=unit.tokens,
         )
 
-    def destination_runs(self, segment: Segment, unit: Unit) -> list[Run]:
+    def destination_runs(self, segment: Segment, unit: Unit) -> list[Span]:
         """The same on D."""
         return pieces.runs(
             self.destination,
@@ -276,13 +277,6 @@ class Unit(NamedTuple):
     destination_token: int
 
 
-class Run(NamedTuple):
-    """Adjacent bytes of one block of one layer."""
-
-    offset_bytes: int
-    length_bytes: int
-
-
 def units(
     tokens: int, *, skip_tokens: int, source_block_size: int, destination_block_size: int
 ) -> list[Unit]:
@@ -311,14 +305,14 @@ def units(
 
 def runs(
     layout: EngineLayout, *, first_head: int, heads: int, first_token: int, tokens: int
-) -> list[Run]:
+) -> list[Span]:
     """The bytes of heads [first_head, first_head + heads) (counted within the rank) and tokens
     [first_token, first_token + tokens) of a block: one run where the block is taken whole or by one
     head, else one for each head."""
     head_bytes = layout.block_size * layout.row_bytes
     if tokens == layout.block_size:
-        return [Run(first_head * head_bytes, heads * head_bytes)]
+        return [Span(first_head * head_bytes, heads * head_bytes)]
     return [
-        Run(head * head_bytes + first_token * layout.row_bytes, tokens * layout.row_bytes)
+        Span(head * head_bytes + first_token * layout.row_bytes, tokens * layout.row_bytes)
         for head in range(first_head, first_head + heads)
     ]

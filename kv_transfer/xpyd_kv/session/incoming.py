@@ -9,12 +9,11 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import sha256
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import NamedTuple
 
 from xpyd_core.blocks import blocks_for
@@ -24,7 +23,8 @@ from xpyd_kv.memory.api import Room
 from xpyd_kv.memory.device import View
 from xpyd_kv.plan.engine_layout import LayoutError
 from xpyd_kv.plan.frames import Area
-from xpyd_kv.plan.pairs import Pair, Span
+from xpyd_kv.plan.pairs import Pair, ScatterSpan
+from xpyd_kv.spans import join, locate
 from xpyd_kv.transport.api import Peer
 from xpyd_kv.wire import messages as wire
 from xpyd_kv.wire.fit import engine_layout_of
@@ -65,8 +65,8 @@ class Placing:
         found: list[View] = []
         if self._scatter is None:
             blocks = first_block - skip, end_block - skip
-            for begin, end in _runs(layers):
-                found += room.views(begin, end, *blocks)
+            for begin, count in join(layers, repeat(1)):
+                found += room.views(begin, begin + count, *blocks)
             return found
         last = blocks_for(tokens, self._size)
         first, end = self._scatter.destination_blocks(first_block, end_block)
@@ -74,8 +74,8 @@ class Placing:
             blocks = room.views(layer, layer + 1, first - skip, min(end, last) - skip)
             key = (first_block, end_block, last, *map(len, blocks))
             if key not in self._cuts:
-                spans = self._scatter.spans(first_block, end_block, last_block=last)
-                self._keep(key, _cuts_of(spans, [len(block) for block in blocks]))
+                places = self._scatter.spans(first_block, end_block, last_block=last)
+                self._keep(key, _cuts_of(places, [len(block) for block in blocks]))
             cuts, surplus = self._cuts[key]
             # The spare memory lives as long as this frame's views.
             views: list[View] = [*blocks, memoryview(bytearray(surplus))]
@@ -100,35 +100,19 @@ def check_surplus(theirs: int, ours: int, *, on_device: bool) -> None:
         raise LayoutError("block_size", "P's must not be larger where D's cache is on a GPU")
 
 
-def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The ranges that ascending places make."""
-    begin = at = places[0]
-    for place in places[1:]:
-        if place != at + 1:
-            yield begin, at + 1
-            begin = place
-        at = place
-    yield begin, at + 1
-
-
-def _cuts_of(spans: Sequence[Span], lengths: Sequence[int]) -> tuple[list[_Cut], int]:
-    """Where the spans lie in views of these lengths, which are D's blocks of a layer; and the bytes
+def _cuts_of(places: Sequence[ScatterSpan], lengths: Sequence[int]) -> tuple[list[_Cut], int]:
+    """Where the places lie in views of these lengths, D's blocks of a layer; and the bytes
     of surplus, which go into memory of their own behind the last: less than a P block."""
     starts = [0, *accumulate(lengths)]
     cuts: list[_Cut] = []
     surplus = 0
-    for offset, length in spans:
+    for offset, length in places:
         if offset is None:
             cuts.append(_Cut(len(lengths), surplus, surplus + length))
             surplus += length
             continue
-        while length:
-            view = bisect_right(starts, offset) - 1
-            begin = offset - starts[view]
-            end = min(begin + length, lengths[view])
-            cuts.append(_Cut(view, begin, end))
-            offset += end - begin
-            length -= end - begin
+        for view, begin, size in locate(starts, offset, length):
+            cuts.append(_Cut(view, begin, begin + size))
     return cuts, surplus
 
 

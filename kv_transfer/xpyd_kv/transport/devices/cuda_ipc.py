@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 
 from xpyd_core.errors import ProtocolError
 from xpyd_kv.memory.device import Device, DeviceError, DeviceView, Event, IpcHandle, Stream, View
-from xpyd_kv.transport.host.data_path import Lent, Run, check_runs, join_runs, pack, unpack
+from xpyd_kv.spans import Span, join
+from xpyd_kv.transport.host.data_path import Lent, check_runs, pack, unpack
 from xpyd_kv.wire.messages import Hello
 
 _log = logging.getLogger(__name__)
@@ -163,7 +164,7 @@ class Fetch:
             raise DeviceFailedError(str(error)) from error
 
 
-def runs_in(region: DeviceView, views: Sequence[View]) -> list[Run] | None:
+def runs_in(region: DeviceView, views: Sequence[View]) -> list[Span] | None:
     """Where in `region` these bytes stand, neighbours joined; None when some stand elsewhere."""
     offsets: list[int] = []
     for view in views:
@@ -173,4 +174,4 @@ def runs_in(region: DeviceView, views: Sequence[View]) -> list[Run] | None:
         if view.length and not 0 <= offset <= region.length - view.length:
             return None
         offsets.append(offset)
-    return join_runs(offsets, map(len, views))
+    return join(offsets, map(len, views))

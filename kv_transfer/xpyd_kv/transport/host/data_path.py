@@ -18,45 +18,24 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from xpyd_core.errors import ProtocolError, XpydError
 from xpyd_kv.memory.device import View
+from xpyd_kv.spans import Span
 from xpyd_kv.wire.messages import Hello
 
 _RUN = struct.Struct("<QI")
 
 
-class Run(NamedTuple):
-    """Bytes [offset, offset + length) of the memory."""
-
-    offset: int
-    length: int
-
-
 class Runs(NamedTuple):
-    """The same, many of them: what many places cost is a step of Python for each."""
+    """Many Spans of a memory that is lent: a Span for each would cost a step of Python."""
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
 
-    def each(self) -> list[Run]:
+    def each(self) -> list[Span]:
         """One by one, where a step of Python costs nothing."""
-        return [Run(*run) for run in zip(*self, strict=True)]
+        return [Span(*run) for run in zip(*self, strict=True)]
 
 
-def join_runs(offsets: Iterable[int], lengths: Iterable[int]) -> list[Run]:
-    """Runs at these places in this order, neighbours as one, without empty ones. Hot path."""
-    runs: list[Run] = []
-    begin = end = 0
-    for offset, length in zip(offsets, lengths, strict=True):
-        if offset != end and length:
-            if end != begin:
-                runs.append(Run(begin, end - begin))
-            begin = end = offset
-        end += length
-    if end != begin:
-        runs.append(Run(begin, end - begin))
-    return runs
-
-
-def pack(runs: Iterable[Run]) -> bytes:
+def pack(runs: Iterable[Span]) -> bytes:
     """Runs as they stand on the wire: u64 offset, u32 length, little-endian."""
     return b"".join(starmap(_RUN.pack, runs))
 

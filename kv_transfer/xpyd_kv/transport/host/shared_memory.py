@@ -22,7 +22,8 @@ import numpy as np
 from xpyd_core.errors import ProtocolError, UserError
 from xpyd_kv import native
 from xpyd_kv.memory.device import View, is_on_host, on_host
-from xpyd_kv.transport.host.data_path import Lent, Run, Runs, check_runs, join_runs, pack, unpack
+from xpyd_kv.spans import Span, join
+from xpyd_kv.transport.host.data_path import Lent, Runs, check_runs, pack, unpack
 from xpyd_kv.wire.messages import Hello
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -160,7 +161,7 @@ class SharedMemory:
         self.size_bytes = size_bytes
         self._start = address_of(self.buffer)
 
-    def runs_of(self, views: Iterable[View], *, at_most: int) -> list[Run] | None:
+    def runs_of(self, views: Iterable[View], *, at_most: int) -> list[Span] | None:
         """Where these bytes stand, neighbours joined; None when some stand elsewhere, or in more
         than `at_most` places. Hot path: P does this for every block of every frame."""
         views = [view for view in views if len(view)]
@@ -177,7 +178,7 @@ class SharedMemory:
             self.size_bytes
         ):
             return None
-        runs = join_runs(offsets, lengths)
+        runs = join(offsets, lengths)
         return runs if len(runs) <= at_most else None
 
     def close(self) -> None:

@@ -18,7 +18,8 @@ from queue import SimpleQueue
 
 from xpyd_core.errors import ProtocolError
 from xpyd_kv.memory.device import View
-from xpyd_kv.transport.host.data_path import CorruptError, Lent, Run, pack
+from xpyd_kv.spans import Span
+from xpyd_kv.transport.host.data_path import CorruptError, Lent, pack
 from xpyd_kv.transport.stream.body import Checksum, Cursor
 from xpyd_kv.wire.messages import Hello
 
@@ -131,7 +132,7 @@ class StripedLender:
         if self._missing or self._links.fault is not None or len(host) != len(views):
             return None
         self._views = host
-        return pack([Run(self._frames, sum(map(len, host)))])
+        return pack([Span(self._frames, sum(map(len, host)))])
 
     def sent(self) -> None:
         views, self._views = self._views, ()
@@ -173,7 +174,7 @@ class StripedBorrower:
     def prepare(self, body: bytes, length: int) -> Callable[[Sequence[View] | None], _Arriving]:
         if not self._links.are(self._connections):
             raise ProtocolError("SHARED before all connections are there")
-        if body != pack([Run(self._frames, length)]):
+        if body != pack([Span(self._frames, length)]):
             raise ProtocolError("SHARED for another frame than the next")
         self._frames += 1
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from xpyd_core.errors import ProtocolError
 from xpyd_kv.memory.device import DeviceView, View
+from xpyd_kv.spans import Span
 from xpyd_kv.transport.devices.nccl.library import (
     ID_BYTES,
     RECEIVER,
@@ -21,7 +22,7 @@ from xpyd_kv.transport.devices.nccl.library import (
     communicator_bytes,
 )
 from xpyd_kv.transport.devices.nccl.pair import Book, Frame, Pair
-from xpyd_kv.transport.host.data_path import Lent, Run, pack, unpack
+from xpyd_kv.transport.host.data_path import Lent, pack, unpack
 from xpyd_kv.wire.messages import Hello
 
 NAME = "nccl"
@@ -103,7 +104,7 @@ class NcclLender:
         if len(messages) > at_most:
             return None
         self._messages = messages
-        return pack(Run(self._number, message.length) for message in messages)
+        return pack(Span(self._number, message.length) for message in messages)
 
     def sent(self) -> None:
         assert self._pair is not None

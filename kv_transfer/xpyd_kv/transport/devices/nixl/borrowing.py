@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from xpyd_kv.memory.device import View
+from xpyd_kv.spans import Span
 from xpyd_kv.transport.devices.nixl import regions as region_body
 from xpyd_kv.transport.devices.nixl.library import (
     Agent,
@@ -33,7 +34,7 @@ from xpyd_kv.transport.devices.nixl.regions import (
     region_of,
     unit_numbers,
 )
-from xpyd_kv.transport.host.data_path import Run, check_runs, unpack
+from xpyd_kv.transport.host.data_path import check_runs, unpack
 
 _log = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ class _Opened:
         self._their_units = agent.prepare(theirs.row, unit, remote)
 
     def read_units(
-        self, device: int, places: Sequence[Run], runs: Sequence[Run]
+        self, device: int, places: Sequence[Span], runs: Sequence[Span]
     ) -> Transfer | None:
         """Begin to read whole units into the row of `device`; None where these are not."""
         units = self._our_units.get(device)
@@ -117,7 +118,7 @@ class _Opened:
             return None
         return self.agent.read_units(units, ours, self._their_units, theirs)
 
-    def read(self, targets: Sequence[Region], runs: Sequence[Run]) -> Transfer:
+    def read(self, targets: Sequence[Region], runs: Sequence[Span]) -> Transfer:
         """Begin to read any bytes into memory of one device that is registered."""
         pairs = list(cuts(targets, self.theirs.spans_of(runs)))
         to, sources = zip(*pairs, strict=True)
@@ -181,7 +182,7 @@ class _Nothing:
 class _Read:
     """See Fetch."""
 
-    def __init__(self, opening: _Opening, runs: Sequence[Run], views: Sequence[View]) -> None:
+    def __init__(self, opening: _Opening, runs: Sequence[Span], views: Sequence[View]) -> None:
         self._opening = opening
         self._runs = runs
         # The views are kept: what is read into them must not go away before.

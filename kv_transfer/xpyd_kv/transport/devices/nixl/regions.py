@@ -10,12 +10,13 @@ from __future__ import annotations
 import struct
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 from xpyd_core.errors import ProtocolError
 from xpyd_kv.memory.device import DeviceView, View
-from xpyd_kv.transport.host.data_path import Run, join_runs
+from xpyd_kv.spans import Span, cut, join, locate
 from xpyd_kv.transport.host.shared_memory import address_of
 
 HOST = -1
@@ -59,7 +60,7 @@ class Row:
             return None
         return self._offsets[index] + inside
 
-    def runs_of(self, spans: Iterable[Region], *, at_most: int) -> list[Run] | None:
+    def runs_of(self, spans: Iterable[Region], *, at_most: int) -> list[Span] | None:
         """Where these bytes are, neighbours joined; None when some are not in the row, or in more
         than `at_most` places."""
         offsets: list[int] = []
@@ -72,21 +73,16 @@ class Row:
                 return None
             offsets.append(offset)
             lengths.append(span.length)
-        runs = join_runs(offsets, lengths)
+        runs = join(offsets, lengths)
         return runs if len(runs) <= at_most else None
 
-    def spans_of(self, runs: Iterable[Run]) -> list[Region]:
+    def spans_of(self, runs: Iterable[Span]) -> list[Region]:
         """The addresses of runs that lie inside of the row."""
         spans: list[Region] = []
         for run in runs:
-            offset, left = run
-            index = bisect_right(self._offsets, offset) - 1
-            while left:
+            for index, inside, length in locate(self._offsets, *run):
                 region = self.regions[index]
-                inside = offset - self._offsets[index]
-                length = min(left, region.length - inside)
                 spans.append(Region(region.address + inside, length, region.device))
-                offset, left, index = offset + length, left - length, index + 1
         return spans
 
 
@@ -102,19 +98,14 @@ def region_of(view: View) -> Region:
 def joined(regions: Iterable[Region]) -> list[Region]:
     """The same bytes in the same order, neighbours joined."""
     found: list[Region] = []
-    for region in regions:
-        last = found[-1] if found else None
-        if last is not None and (last.address + last.length, last.device) == (
-            region.address,
-            region.device,
-        ):
-            found[-1] = last._replace(length=last.length + region.length)
-        elif region.length:
-            found.append(region)
+    for device, group in groupby(regions, key=attrgetter("device")):
+        its = list(group)
+        spans = join((one.address for one in its), (one.length for one in its))
+        found += [Region(*span, device) for span in spans]
     return found
 
 
-def unit_numbers(places: Iterable[Run], unit: int) -> list[int] | None:
+def unit_numbers(places: Iterable[Span], unit: int) -> list[int] | None:
     """The numbers of all units that these places are made of, in order; None where one begins or
     ends inside of a unit."""
     numbers: list[int] = []
@@ -127,20 +118,15 @@ def unit_numbers(places: Iterable[Run], unit: int) -> list[int] | None:
 
 def cuts(targets: Sequence[Region], sources: Sequence[Region]) -> Iterator[tuple[Region, Region]]:
     """Two lists of equal length in all, cut where either is cut: where to, where from."""
-    following = iter(sources)
-    source = Region(0, 0, HOST)
-    for whole in targets:
-        target = whole
-        while target.length:
-            while not source.length:
-                source = next(following)
-            length = min(target.length, source.length)
-            yield target._replace(length=length), source._replace(length=length)
-            target, source = _behind(target, length), _behind(source, length)
+    for piece in cut([one.length for one in targets], [one.length for one in sources]):
+        yield (
+            _part(targets[piece.target], piece.target_offset, piece.length),
+            _part(sources[piece.source], piece.source_offset, piece.length),
+        )
 
 
-def _behind(region: Region, length: int) -> Region:
-    return region._replace(address=region.address + length, length=region.length - length)
+def _part(region: Region, offset: int, length: int) -> Region:
+    return Region(region.address + offset, length, region.device)
 
 
 _HEAD = struct.Struct("<II")
