@@ -215,7 +215,7 @@ class Side:
         self.kv.endpoint.close(2.0)
         for part in self.parts:
             part.endpoint.close(2.0)
-            part.rooms.close(1.0)
+            part.space.close(1.0)
         for shared in self.shared:
             if shared is not None:
                 shared.close()

@@ -14,10 +14,12 @@ from xpyd_core.request_id import TransferKey
 from xpyd_kv.connector.build import default_store
 from xpyd_kv.memory.store import StoreLimits
 from xpyd_kv.metrics import KvMetrics
+from xpyd_kv.ranks.engine import engine_of
 from xpyd_kv.session.events import (
     ReceiveEvent,
     ReceiveOffered,
 )
+from xpyd_kv.session.fanin import Fanin
 from xpyd_kv.session.receiving import ReceiveSession
 from xpyd_kv.session.settings import KvLimits
 from xpyd_kv.wire import messages as wire
@@ -59,6 +61,7 @@ class Bench:
             clock=self.clock,
             report=self.events.append,
             metrics=self.metrics,
+            fanin=Fanin((), engine_of(LAYOUT)),
         )
 
     # What the session uses of an Endpoint.

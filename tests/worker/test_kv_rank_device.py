@@ -21,10 +21,10 @@ from tests.worker.rank_pair import Pair
 from xpyd_core.errors import UserError
 from xpyd_kv.memory.device import DeviceView
 from xpyd_kv.memory.paged import DevicePagedMemory
+from xpyd_kv.memory.space import OwnSpace
 from xpyd_kv.memory.store import StoreLimits
 from xpyd_kv.plan.transfers import pairs_between
 from xpyd_kv.ranks import handler as compute_gate
-from xpyd_kv.ranks.rooms import Rooms
 from xpyd_kv.session.probing import ProbeResult
 from xpyd_kv.transport.settings import TRANSPORTS
 from xpyd_kv.values import NoKv
@@ -317,11 +317,11 @@ def test_a_rank_keeps_its_share_of_buffer_and_pool_and_gives_all_back(tmp_path: 
     with pair.of(*engines("pp2-pp2 cut elsewhere"), **sizes) as (_, d):
         block = d.engine.block_bytes
         units = 10_000 // (3 * block), 20_000 // (3 * block)
-        assert [[len(r) for r in one.part.rooms.regions] for one in d.rank_kvs] == [
+        assert [[len(r) for r in one.part.space.regions] for one in d.rank_kvs] == [
             [units[0] * layers * block, units[1] * layers * block] for layers in (1, 2)
         ]
         for one in d.rank_kvs:
-            buffer, pool = one.part.rooms.regions
+            buffer, pool = one.part.space.regions
             assert isinstance(buffer, DeviceView)
             assert isinstance(pool, memoryview)
             needed = kv_overhead(d.config, share=share_of(d.config, one_stage(d, one), 3))
@@ -353,6 +353,6 @@ def test_memory_that_a_rank_does_not_get_is_refused_by_its_flag(field: str, flag
     region = DeviceView(0, 0, layout.block_bytes)
     device = Full(Machine(), "d", "GPU-0", 0)
     memory = DevicePagedMemory(device, [region] * 3, layout=layout, region=region)
-    units = StoreLimits(**{size: 2**20}).units(engine.held_bytes_per_block)
+    limits = StoreLimits(**{size: 2**20})
     with pytest.raises(UserError, match=rf"{flag}: .* \(out of memory\)"):
-        Rooms(memory, units)
+        OwnSpace(memory, limits, book_unit_bytes=engine.held_bytes_per_block)

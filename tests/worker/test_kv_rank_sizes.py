@@ -84,7 +84,7 @@ def test_the_memory_of_the_ranks_adds_up_to_the_instances(name: str, buffer: str
         "D", engine, settings=settings_of(config, transports, wanted["buffer"]), blocks=BLOCKS
     )
     try:
-        taken = [[len(region) for region in part.rooms.regions] for part in side.parts]
+        taken = [[len(region) for region in part.space.regions] for part in side.parts]
         assert side.kv.store is not None
         figures = side.kv.store.figures()
     finally:

@@ -209,14 +209,19 @@ class _Half:
             fanout = Fanout([RemoteSendingRank(c) for c in engine.channels], engine.layout)
             self._ears(self.remote)(on_sent=fanout.on_report, on_probed=fanout.on_probed)
             return fanout
+        layout = engine_of(self.memory.layout)
+
+        def pair_session(report: Callable[[SendEvent], None], *, metrics: KvMetrics) -> SendSession:
+            return self._send_session()(report, metrics=metrics, fanout=Fanout((), layout))
+
         local = LocalSendingRank(
-            self._send_session(),
+            pair_session,
             call=self.endpoint.call,
             metrics=self.metrics,
             tombstone_s=self.settings.limits.tombstone_s,
             clock=self.clock,
         )
-        fanout = Fanout([local.rank], engine_of(self.memory.layout))
+        fanout = Fanout([local.rank], layout)
         local.on_report = fanout.on_report
         local.on_probed = fanout.on_probed
         self.handler.rank = local.rank
@@ -228,10 +233,15 @@ class _Half:
             fanin = Fanin([RemoteReceivingRank(c) for c in engine.channels], engine.layout)
             self._ears(self.remote)(on_received=fanin.on_report)
             return fanin
-        local = LocalReceivingRank(
-            self._receive_session, call=self.endpoint.call, metrics=self.metrics
-        )
-        fanin = Fanin([local], engine_of(self.memory.layout))
+        layout = engine_of(self.memory.layout)
+
+        def pair_session(
+            report: Callable[[ReceiveEvent], None], *, metrics: KvMetrics
+        ) -> ReceiveSession:
+            return self._receive_session(report, metrics=metrics, fanin=Fanin((), layout))
+
+        local = LocalReceivingRank(pair_session, call=self.endpoint.call, metrics=self.metrics)
+        fanin = Fanin([local], layout)
         local.on_report = fanin.on_report
         self.handler.rank = local.rank
         return fanin
@@ -261,7 +271,7 @@ class _Half:
         report: Callable[[ReceiveEvent], None],
         *,
         metrics: KvMetrics,
-        fanin: Fanin | None = None,
+        fanin: Fanin,
     ) -> ReceiveSession:
         ranks_are_on_device = self.remote is not None and self.remote.engine.on_device
         return ReceiveSession(

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from xpyd_core.errors import UserError
+from xpyd_core.errors import UserError, XpydError
 from xpyd_core.sizes import format_bytes
-from xpyd_kv.memory.api import KvMemory, Room, StashKind
+from xpyd_kv.memory.api import KvMemory, Place, Room, StashKind
 from xpyd_kv.memory.buddy import Extent
 from xpyd_kv.memory.device import Device, DeviceView, Event, View, on_host
 from xpyd_kv.memory.store import StoreLimits
@@ -173,19 +173,29 @@ class PieceRoom:
 
 
 class OwnSpace:
-    """See Space. `memory` is the cache that it stands beside."""
+    """See Space: the memory of this process, beside the cache `memory`. It is also what a rank's
+    places mean, whose engine keeps the books in another process.
 
-    def __init__(self, memory: KvMemory, limits: StoreLimits) -> None:
-        """UserError, naming the flag, when there is less memory than buffer and pool take."""
+    The host pool is one allocation at start: on a CPU the system brings its pages when they are
+    first touched, with a GPU it is pinned. So is the device buffer, but on a CPU where nobody else
+    names its units: there each landing gets memory of its own.
+    """
+
+    def __init__(
+        self, memory: KvMemory, limits: StoreLimits, *, book_unit_bytes: int | None = None
+    ) -> None:
+        """`book_unit_bytes`: a unit in the books of an engine of several ranks; None: the books are
+        ours. UserError, naming the flag, when there is less memory than buffer and pool take."""
         self._memory = memory
         self.unit_bytes = memory.layout.bytes_per_block
         device = self._device = memory.device
         self._copier = Copier(device)
-        buffer, pool = (units * self.unit_bytes for units in limits.units(self.unit_bytes))
+        units = limits.units(book_unit_bytes or self.unit_bytes)
+        buffer, pool = (count * self.unit_bytes for count in units)
         self._arenas: dict[StashKind, Arena] = {}
         if pool:
             self._arenas["pool"] = Arena(pool_memory(pool, device), self.unit_bytes)
-        if buffer and device is not None:
+        if buffer and (device is not None or book_unit_bytes is not None):
             self._arenas["buffer"] = Arena(buffer_memory(buffer, device), self.unit_bytes)
 
     def blocks(self, block_ids: Sequence[int]) -> Room:
@@ -202,6 +212,15 @@ class OwnSpace:
             pieces = [Piece(memoryview(bytearray(units * self.unit_bytes)), units)]
         return PieceRoom(self._memory, pieces, self._copier)
 
+    def room(self, place: Place) -> Room:
+        """What a place in the engine's books is here. XpydError for what is not here."""
+        return self.blocks(place.blocks) if place.where == "blocks" else self._beside(place)
+
+    def copy(self, place: Place, block_ids: Sequence[int], *, into_cache: bool) -> Event | None:
+        """Begin to copy between the place and blocks of the cache; when that is through (None: it
+        is). DeviceError."""
+        return self._beside(place).copy(block_ids, into_cache=into_cache)
+
     @property
     def regions(self) -> Sequence[View]:
         """See Store."""
@@ -216,3 +235,8 @@ class OwnSpace:
                 self._device.free(cast("DeviceView", arena.memory))
             else:
                 self._device.free_pinned(cast("memoryview", arena.memory))
+
+    def _beside(self, place: Place) -> PieceRoom:
+        if place.where == "blocks" or place.where not in self._arenas:
+            raise XpydError(f"this rank has no {place.where}")
+        return self.beside(place.where, [Extent(*extent) for extent in place.extents])

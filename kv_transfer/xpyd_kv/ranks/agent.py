@@ -12,13 +12,13 @@ from functools import partial
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.memory.api import KvMemory
 from xpyd_kv.memory.device import DeviceError
+from xpyd_kv.memory.space import OwnSpace
 from xpyd_kv.metrics import EndpointFigures, FigureBook, Figures
 from xpyd_kv.plan.frames import FrameLimits
 from xpyd_kv.ranks.chunks import StepChunks
 from xpyd_kv.ranks.engine import Channel
 from xpyd_kv.ranks.handler import ComputeGate
 from xpyd_kv.ranks.receives import RankReceives
-from xpyd_kv.ranks.rooms import Rooms
 from xpyd_kv.ranks.sends import RankSends
 from xpyd_kv.session import pairs as told
 from xpyd_kv.session.outgoing import ReadyArea
@@ -128,7 +128,7 @@ class RankAgent:
 
     call: Call
     memory: KvMemory
-    rooms: Rooms
+    space: OwnSpace
     gate: ComputeGate
     mouth: Mouth
     give_up: Callable[[str], None]
@@ -156,7 +156,7 @@ class RankAgent:
         key, epoch = TransferKey(message.uuid, message.prompt_index), message.epoch
         match message:
             case told.Send():
-                stash = None if message.stash is None else self.rooms.room(message.stash)
+                stash = None if message.stash is None else self.space.room(message.stash)
                 sends.send(
                     Sending(
                         key=key,
@@ -188,7 +188,7 @@ class RankAgent:
                 tokens=message.tokens,
                 skip_tokens=message.skip_tokens,
                 sources=message.sources,
-                room=self.rooms.room(message.place),
+                room=self.space.room(message.place),
             )
         )
         opened = partial(self.mouth.received, key, epoch, Opened())
@@ -201,7 +201,7 @@ class RankAgent:
 
     def _copy(self, copy: told.Copy) -> None:
         try:
-            event = self.rooms.copy(copy.place, copy.block_ids, into_cache=copy.into_cache)
+            event = self.space.copy(copy.place, copy.block_ids, into_cache=copy.into_cache)
         except DeviceError as error:
             self.give_up(f"the GPU has failed: {error}")
             return

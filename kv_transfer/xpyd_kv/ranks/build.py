@@ -12,16 +12,18 @@ from functools import partial
 from typing import Literal
 
 from xpyd_kv.memory.api import KvMemory
+from xpyd_kv.memory.space import OwnSpace
+from xpyd_kv.memory.store import StoreLimits
 from xpyd_kv.metrics import Counters, FigureBook, KvMetrics, Teller
 from xpyd_kv.plan.engine_layout import EngineLayout
 from xpyd_kv.ranks.agent import Mouth, RankAgent, StepSender
 from xpyd_kv.ranks.engine import Channel
 from xpyd_kv.ranks.handler import ComputeGate, LateHandler
 from xpyd_kv.ranks.receives import RankReceives
-from xpyd_kv.ranks.rooms import Rooms
 from xpyd_kv.ranks.sends import RankSends
 from xpyd_kv.session.deadlines import Alarm
 from xpyd_kv.session.events import ReceiveEvent, SendEvent
+from xpyd_kv.session.fanin import Fanin
 from xpyd_kv.session.fanout import Fanout
 from xpyd_kv.session.receiving import ReceiveSession
 from xpyd_kv.session.sending import SendSession
@@ -31,10 +33,10 @@ from xpyd_kv.transport.api import Endpoint, MakeEndpoint
 
 @dataclass(frozen=True)
 class RankPart:
-    """Start and close `endpoint`, then close `rooms`. `sender` is a P's, for its runner."""
+    """Start and close `endpoint`, then close `space`. `sender` is a P's, for its runner."""
 
     endpoint: Endpoint
-    rooms: Rooms
+    space: OwnSpace
     metrics: KvMetrics
     sender: StepSender | None = None
 
@@ -55,9 +57,13 @@ def build_rank(
     on. `memory` is the rank's cache, `engine` all of it; `settings` are the engine's. `give_up`
     ends the rank, with the reason: its device has failed. `counters`: the endpoint's, which the
     engine is told of. UserError when there is less memory than buffer and pool take."""
+    # In the other modes a P has no KV that would wait long for D alone.
     has_store = role == "D" or settings.mode == "get"
-    units = settings.store.units(engine.held_bytes_per_block) if has_store else (0, 0)
-    rooms = Rooms(memory, units)
+    space = OwnSpace(
+        memory,
+        settings.store if has_store else StoreLimits(),
+        book_unit_bytes=engine.held_bytes_per_block,
+    )
     alarm = Alarm()
     gate = ComputeGate(clock, alarm=alarm, lost=give_up)
     handler = LateHandler(gate, alarm)
@@ -71,7 +77,7 @@ def build_rank(
         RankAgent,
         call=endpoint.call,
         memory=memory,
-        rooms=rooms,
+        space=space,
         gate=gate,
         mouth=mouth,
         give_up=give_up,
@@ -88,22 +94,28 @@ def build_rank(
                 report=report,
                 metrics=metrics,
                 alarm=alarm,
+                fanin=Fanin((), engine),
             )
 
         receives = RankReceives(receive_session, report=mouth.received)
         handler.rank = receives
         channel.listen(agent(receives=receives).heard)
-        return RankPart(endpoint, rooms, metrics)
-    sends = RankSends(
-        partial(
-            send_session,
+        return RankPart(endpoint, space, metrics)
+
+    def pair_session(report: Callable[[SendEvent], None]) -> SendSession:
+        return send_session(
             endpoint,
+            report,
             memory=memory,
             settings=settings,
             clock=clock,
             metrics=metrics,
+            fanout=Fanout((), engine),
             alarm=alarm,
-        ),
+        )
+
+    sends = RankSends(
+        pair_session,
         report=mouth.sent,
         on_probed=mouth.probed,
         tombstone_s=settings.limits.tombstone_s,
@@ -119,7 +131,7 @@ def build_rank(
         mode=settings.mode,
         limits=settings.frames,
     )
-    return RankPart(endpoint, rooms, metrics, sender)
+    return RankPart(endpoint, space, metrics, sender)
 
 
 def send_session(
@@ -130,7 +142,7 @@ def send_session(
     settings: KvSettings,
     clock: Callable[[], float],
     metrics: KvMetrics,
-    fanout: Fanout | None = None,
+    fanout: Fanout,
     alarm: Alarm | None = None,
 ) -> SendSession:
     """A SendSession as the settings say."""

@@ -52,7 +52,8 @@ class Owner(Protocol):
 
 
 class Fanout:
-    """Our ranks. `engine` is how the cache is divided over them; `owner` comes with the session."""
+    """Our ranks, of which a rank itself has none. `engine` is how the cache is divided over them;
+    `owner` is set by the session."""
 
     owner: Owner
 

@@ -91,10 +91,10 @@ class Probes:
         probe_s: float,
         clock: Callable[[], float],
         outcomes: Names,
-        ranks: ProbeRanks | None = None,
+        ranks: ProbeRanks,
         alarm: Alarm | None = None,
     ) -> None:
-        """`ranks`: ours, where DATA may go between ranks."""
+        """`ranks`: ours; a rank that probes another one has none."""
         self._endpoint = endpoint
         self._probe_s = probe_s
         self._clock = clock
@@ -152,8 +152,8 @@ class Probes:
             digest_matches=matches,
             reason="" if matches else "digest",
         )
-        if matches and self._ranks is not None and peer.pair is None:
-            self._ask_ranks(self._ranks, probe, peer, result)
+        if matches and peer.pair is None:
+            self._ask_ranks(probe, peer, result)
         else:
             self._end(peer.address, result)
 
@@ -178,9 +178,9 @@ class Probes:
             self._end_pairs(address, probe)
         return self._deadlines.next()
 
-    def _ask_ranks(self, ranks: ProbeRanks, probe: _Probe, peer: Peer, result: ProbeResult) -> None:
+    def _ask_ranks(self, probe: _Probe, peer: Peer, result: ProbeResult) -> None:
         assert peer.address is not None
-        pairs = ranks.probe(probe.token, peer)
+        pairs = self._ranks.probe(probe.token, peer)
         if not pairs:
             self._end(peer.address, replace(result, ok=False, reason="address"))
             return

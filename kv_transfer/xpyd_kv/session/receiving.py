@@ -71,10 +71,10 @@ class ReceiveSession:
         clock: Callable[[], float],
         report: Callable[[ReceiveEvent], None],
         metrics: KvMetrics,
-        fanin: Fanin | None = None,
+        fanin: Fanin,
         alarm: Alarm | None = None,
     ) -> None:
-        """`fanin`: from our ranks, where DATA may come to them; None: we are one of them."""
+        """`fanin`: from our ranks, where DATA may come to them; a rank's own session has none."""
         self._endpoint = endpoint
         self._layout = layout
         self._on_device = on_device
@@ -95,8 +95,7 @@ class ReceiveSession:
             alarm=alarm,
         )
         self._fanin = fanin
-        if fanin is not None:
-            fanin.owner = self
+        fanin.owner = self
         self._awaited = Awaited(limits.lease_s, alarm)
         # Of the connected peers that have offered something; None: their cache does not fit.
         self._placings: dict[Peer, Placing | None] = {}
@@ -122,7 +121,7 @@ class ReceiveSession:
         if transfer.placing is not None:
             transfer.ledger = _ledger_of(transfer, transfer.placing)
             self.opened(transfer)
-        elif self._fanin is not None:
+        else:
             self._fanin.open(transfer)
 
     def defer(self, key: TransferKey, epoch: int) -> None:
@@ -253,8 +252,7 @@ class ReceiveSession:
         self._arrivals.settle(transfer)
 
     def _stop(self, transfer: Incoming, reason: str) -> None:
-        if self._fanin is not None:
-            self._fanin.stop(transfer, reason)
+        self._fanin.stop(transfer, reason)
 
     def drain(self) -> None:
         """Refuse OFFERs from now on; what is under way finishes."""

@@ -72,10 +72,10 @@ class SendSession:
         clock: Callable[[], float],
         report: Callable[[SendEvent], None],
         metrics: KvMetrics,
-        fanout: Fanout | None = None,
+        fanout: Fanout,
         alarm: Alarm | None = None,
     ) -> None:
-        """`fanout`: to our ranks, where DATA may go from them; None: we are one of them."""
+        """`fanout`: to our ranks, where DATA may go from them; a rank's own session has none."""
         self._endpoint = endpoint
         self._memory = memory
         self._limits = limits
@@ -95,8 +95,7 @@ class SendSession:
             metrics=metrics,
         )
         self._fanout = fanout
-        if fanout is not None:
-            fanout.owner = self
+        fanout.owner = self
         self._draining: set[Peer] = set()
         self.probes = Probes(
             endpoint,
@@ -132,7 +131,7 @@ class SendSession:
         if not transfer.pairs:
             transfer.waiting.extend(areas)
             self._shipping.pump(transfer)
-        elif self._fanout is not None:
+        else:
             self._fanout.ready(transfer, areas)
 
     def complete(self, key: TransferKey, epoch: int) -> None:
@@ -144,7 +143,7 @@ class SendSession:
             self._keep_offer(transfer)
             if not transfer.pairs:
                 self._shipping.pump(transfer)
-            elif self._fanout is not None:
+            else:
                 self._fanout.complete(transfer)
 
     def stash(self, key: TransferKey, epoch: int, stash: Stash) -> None:
@@ -375,7 +374,7 @@ class SendSession:
         )
         if transfer.source is not None:
             self._shipping.pump(transfer)
-        elif self._fanout is not None:
+        else:
             # The ranks have the deadlines of what they send.
             self._deadlines.clear(request.key)
             self._fanout.start(transfer, message.skip_tokens)
@@ -419,7 +418,7 @@ class SendSession:
         self.move(transfer, SendState.CANCELLING)
         self.arm(transfer, self._limits.cancel_s)
         self._shipping.drop(transfer)
-        if transfer.pairs and self._fanout is not None:
+        if transfer.pairs:
             self._fanout.cancel(transfer)
 
     def settle(self, transfer: Outgoing) -> None:
@@ -445,7 +444,7 @@ class SendSession:
         self._deadlines.clear(request.key)
         self._metrics.open_transfers -= 1
         self._metrics.ended(reason)
-        if self._fanout is not None and transfer.source is None:
+        if transfer.source is None:
             self._fanout.forget(request.key, request.epoch)
         self.report(SendEnded(request.key, request.epoch, reason))
 

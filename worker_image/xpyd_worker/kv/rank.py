@@ -17,11 +17,11 @@ from xpyd_core.keys import fleet_keys
 from xpyd_core.request_id import Address
 from xpyd_kv.memory.device import DeviceError, View
 from xpyd_kv.memory.paged import DevicePagedMemory, PagedMemory
+from xpyd_kv.memory.space import OwnSpace
 from xpyd_kv.metrics import Counters
 from xpyd_kv.plan.engine_layout import EngineLayout
 from xpyd_kv.ranks.build import RankPart, build_rank
 from xpyd_kv.ranks.engine import Channel, RankSender
-from xpyd_kv.ranks.rooms import Rooms
 from xpyd_kv.transport.api import Handler
 from xpyd_kv.transport.endpoint import TcpEndpoint
 from xpyd_kv.wire.fit import wire_layout
@@ -74,7 +74,7 @@ class RankKv:
         memory = self.memory
         try:
             self.transports.close()
-            self.part.rooms.close(_CLOSE_S)
+            self.part.space.close(_CLOSE_S)
             if memory.gpu is not None:
                 memory.gpu.close(_CLOSE_S)
         except DeviceError as error:
@@ -118,10 +118,10 @@ def start_rank_kv(
     more. UserError when the port is taken, or memory is short."""
     role = letter_of(config)
     blocks = cache.num_blocks
-    rooms: list[Rooms] = []
+    spaces: list[OwnSpace] = []
 
     def landings() -> list[View]:
-        return [view for one in rooms for view in one.regions]
+        return [view for one in spaces for view in one.regions]
 
     if memory.gpu is not None and isinstance(cache, DevicePagedMemory):
         transports = transports_for_gpu(
@@ -175,7 +175,7 @@ def start_rank_kv(
         ),
         give_up=give_up,
     )
-    rooms.append(part.rooms)
+    spaces.append(part.space)
     part.endpoint.start()
     assert isinstance(part.endpoint, TcpEndpoint)
     return RankKv(part, transports, memory, part.endpoint.listen_address)
