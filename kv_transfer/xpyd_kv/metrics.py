@@ -184,7 +184,7 @@ def together(parts: Iterable[Counters]) -> Counters:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figures:
+class RankCounts:
     """What a rank has counted since it last said so: see KvMetrics."""
 
     sent_bytes: int = 0
@@ -197,7 +197,7 @@ class Figures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EndpointFigures:
+class EndpointCounts:
     """What a rank's endpoint has counted since the rank last said so, by the fields of Counters:
     only what has changed."""
 
@@ -218,7 +218,7 @@ _NUMBERS = (
 )
 
 
-class FigureBook:
+class RankMetricsDelta:
     """Of one rank: what it has not told yet. On its I/O thread."""
 
     def __init__(self, metrics: KvMetrics) -> None:
@@ -226,7 +226,7 @@ class FigureBook:
         self._told = dict.fromkeys(_NUMBERS, 0)
         self._refused: Counter[str] = Counter()
 
-    def take(self) -> Figures:
+    def take(self) -> RankCounts:
         """What was counted since the last call."""
         now: dict[str, int] = {name: getattr(self._metrics, name) for name in _NUMBERS}
         more = {name: now[name] - self._told[name] for name in _NUMBERS}
@@ -234,17 +234,17 @@ class FigureBook:
         refused = Counter(self._metrics.refused_data)
         new = refused - self._refused
         self._refused = refused
-        return Figures(**more, refused_data=dict(new))
+        return RankCounts(**more, refused_data=dict(new))
 
 
-def add(metrics: KvMetrics, figures: Figures) -> None:
+def add(metrics: KvMetrics, figures: RankCounts) -> None:
     """Into the engine's, on its I/O thread."""
     for name in _NUMBERS:
         setattr(metrics, name, getattr(metrics, name) + getattr(figures, name))
     metrics.refused_data.update(figures.refused_data)
 
 
-class EndpointBook:
+class EndpointMetricsDelta:
     """Of one rank's endpoint: what it has not told yet. On its I/O thread."""
 
     def __init__(self, counters: Counters) -> None:
@@ -252,10 +252,10 @@ class EndpointBook:
         self._numbers: dict[str, int] = {}
         self._named: dict[str, dict[str, int]] = {}
 
-    def take(self) -> EndpointFigures:
+    def take(self) -> EndpointCounts:
         """What has changed since the last call."""
         numbers, named = self._counters.numbers(), self._counters.named()
-        found = EndpointFigures(
+        found = EndpointCounts(
             numbers=_changes(numbers, self._numbers),
             named={
                 name: changes
@@ -267,17 +267,17 @@ class EndpointBook:
         return found
 
 
-class Teller:
+class MetricsReporter:
     """Calls `tell` with what has changed, at most once in TELL_S. The Handler's tick asks it."""
 
     def __init__(
         self,
-        figures: FigureBook,
+        figures: RankMetricsDelta,
         counters: Counters,
-        tell: Callable[[Figures, EndpointFigures], None],
+        tell: Callable[[RankCounts, EndpointCounts], None],
     ) -> None:
         self._figures = figures
-        self._endpoint = EndpointBook(counters)
+        self._endpoint = EndpointMetricsDelta(counters)
         self._tell = tell
         self._next_s = float("-inf")
 
@@ -286,7 +286,7 @@ class Teller:
         if now >= self._next_s:
             self._next_s = now + TELL_S
             figures, endpoint = self._figures.take(), self._endpoint.take()
-            if figures != Figures() or endpoint != EndpointFigures():
+            if figures != RankCounts() or endpoint != EndpointCounts():
                 self._tell(figures, endpoint)
         return self._next_s
 

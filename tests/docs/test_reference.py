@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from xpyd_core.cli import build_parser
 from xpyd_core.errors import ApiError
 from xpyd_core.messages import Heartbeat
-from xpyd_kv.memory.api import StoreFigures
+from xpyd_kv.memory.api import StoreMetrics
 from xpyd_kv.metrics import Counters, KvMetrics
 from xpyd_operator.controller.main import OperatorMetrics
 from xpyd_operator.document.mistakes import UNSUPPORTED_FIELDS, UNSUPPORTED_VALUES
@@ -204,7 +204,7 @@ def test_the_metrics_of_the_engine_are_those_of_the_page() -> None:
     metrics.watch(
         lambda: stats,
         lambda now: [
-            *kv_samples(KvMetrics(), Counters(), StoreFigures(), now),
+            *kv_samples(KvMetrics(), Counters(), StoreMetrics(), now),
             *rank_samples([rank]),
         ],
         model="m",

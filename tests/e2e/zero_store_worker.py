@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from xpyd_core.logs import set_up_logging
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.connector.build import default_store
-from xpyd_kv.memory.api import KvMemory, Landing, Store, StoreFigures
+from xpyd_kv.memory.api import KvMemory, Landing, Store, StoreMetrics
 from xpyd_kv.memory.device import View
 from xpyd_kv.memory.store import StoreLimits
 from xpyd_kv.values import BlockPool
@@ -73,7 +73,7 @@ class ZeroStore:
     def regions(self) -> Sequence[View]:
         return self._inner.regions
 
-    def figures(self) -> StoreFigures:
+    def figures(self) -> StoreMetrics:
         return self._inner.figures()
 
     def _wrap(self, landing: Landing | None) -> Landing | None:

@@ -19,7 +19,7 @@ from tests.kv.kvfakes import LAYOUT, FakeMemory, FakePool
 from tests.kv.kvwatch import WatchedStore, WatchedView
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.connector.build import Connector, build
-from xpyd_kv.memory.api import KvMemory, StoreFigures
+from xpyd_kv.memory.api import KvMemory, StoreMetrics
 from xpyd_kv.memory.space import OwnSpace
 from xpyd_kv.memory.store import StoreLimits
 from xpyd_kv.plan.pairs import Pair
@@ -447,7 +447,7 @@ class World:
         assert self.p_pool.num_free == self.p_pool.num_blocks
         assert self.d_pool.num_free == self.d_pool.num_blocks
         for side in (self.p, self.d):
-            figures = side.store.figures() if side.store else StoreFigures()
+            figures = side.store.figures() if side.store else StoreMetrics()
             assert (figures.leases, figures.buffer_used_bytes, figures.pool_used_bytes) == (0, 0, 0)
 
 

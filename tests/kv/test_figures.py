@@ -1,4 +1,4 @@
-"""Figures and log limits: bounded, and never more than what was put in."""
+"""RankCounts and log limits: bounded, and never more than what was put in."""
 
 from itertools import pairwise
 

@@ -11,12 +11,12 @@ from xpyd_kv.metrics import (
     MAX_NAMES,
     TELL_S,
     Counters,
-    EndpointBook,
-    EndpointFigures,
-    FigureBook,
-    Figures,
+    EndpointCounts,
+    EndpointMetricsDelta,
     KvMetrics,
-    Teller,
+    MetricsReporter,
+    RankCounts,
+    RankMetricsDelta,
     together,
 )
 
@@ -49,7 +49,7 @@ def test_who_is_refused_by_a_rank_is_counted_without_any_transfer() -> None:
 
 def test_what_a_rank_tells_adds_up_to_what_it_has_counted() -> None:
     own, total = Counters(), Counters()
-    book = EndpointBook(own)
+    book = EndpointMetricsDelta(own)
     for turn in range(3):
         own.sent_bytes += 10
         own.connections = 2 - turn
@@ -59,7 +59,7 @@ def test_what_a_rank_tells_adds_up_to_what_it_has_counted() -> None:
         told = book.take()
         total.add(told.numbers, told.named)
         assert total == own
-    assert book.take() == EndpointFigures()
+    assert book.take() == EndpointCounts()
 
 
 def test_names_of_many_ranks_are_bounded_together() -> None:
@@ -73,9 +73,11 @@ def test_names_of_many_ranks_are_bounded_together() -> None:
 
 
 def test_a_rank_tells_what_has_changed_and_not_more_often_than_it_is_to() -> None:
-    told: list[tuple[Figures, EndpointFigures]] = []
+    told: list[tuple[RankCounts, EndpointCounts]] = []
     metrics, counters = KvMetrics(), Counters()
-    teller = Teller(FigureBook(metrics), counters, lambda *figures: told.append(figures))
+    teller = MetricsReporter(
+        RankMetricsDelta(metrics), counters, lambda *figures: told.append(figures)
+    )
     assert teller.tick(100.0) == 100.0 + TELL_S
     assert not told
     counters.silent_peers = 1
@@ -83,7 +85,7 @@ def test_a_rank_tells_what_has_changed_and_not_more_often_than_it_is_to() -> Non
     assert teller.tick(100.5) == 100.0 + TELL_S
     assert not told
     teller.tick(100.0 + TELL_S)
-    expected = Figures(refused_data={"stale": 2}), EndpointFigures(numbers={"silent_peers": 1})
+    expected = RankCounts(refused_data={"stale": 2}), EndpointCounts(numbers={"silent_peers": 1})
     assert told == [expected]
     teller.tick(100.0 + 2 * TELL_S)
     assert told == [expected]

@@ -16,7 +16,7 @@ from xpyd_core.errors import XpydError
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.connector.consumer import KvConsumer
 from xpyd_kv.connector.producer import KvProducer, MakeChunks
-from xpyd_kv.connector.prompts import Prompt, ToldChunks
+from xpyd_kv.connector.prompts import AnnouncedChunks, Prompt
 from xpyd_kv.memory.api import KvMemory, Store
 from xpyd_kv.memory.space import OwnSpace
 from xpyd_kv.memory.store import LandingStore, StoreLimits
@@ -26,7 +26,7 @@ from xpyd_kv.ranks.chunks import StepChunks
 from xpyd_kv.ranks.engine import RankedEngine, engine_of
 from xpyd_kv.ranks.handler import ComputeGate, LateHandler
 from xpyd_kv.ranks.local import LocalReceivingRank, LocalSendingRank
-from xpyd_kv.ranks.remote import Ears, RankedCopies, RemoteReceivingRank, RemoteSendingRank
+from xpyd_kv.ranks.remote import RankedCopies, RankReports, RemoteReceivingRank, RemoteSendingRank
 from xpyd_kv.ranks.store import RankedSpace
 from xpyd_kv.session.deadlines import Alarm
 from xpyd_kv.session.events import ReceiveEvent, ReceiveOffered, SendEvent
@@ -246,9 +246,9 @@ class _Half:
         self.handler.rank = local.rank
         return fanin
 
-    def _ears(self, remote: _Remote) -> partial[Ears]:
+    def _ears(self, remote: _Remote) -> partial[RankReports]:
         return partial(
-            Ears,
+            RankReports,
             remote.engine.channels,
             call=self.endpoint.call,
             metrics=self.metrics,
@@ -295,7 +295,7 @@ class _Half:
     def _make_chunks(self) -> MakeChunks:
         layout = self.memory.layout
         if self.remote is not None:
-            return lambda ready: ToldChunks(layers=len(layout.layers), ready=ready)
+            return lambda ready: AnnouncedChunks(layers=len(layout.layers), ready=ready)
         mode, limits = self.settings.mode, self.settings.frames
         return lambda ready: StepChunks[Prompt](layout, mode=mode, limits=limits, ready=ready)
 

@@ -51,7 +51,7 @@ _USUAL = frozenset({"stopped", "aborted"})
 
 
 class Chunks(Protocol):
-    """The chunks of the steps under way: StepChunks, or ToldChunks where ranks send them."""
+    """The chunks of the steps under way: StepChunks, or AnnouncedChunks where ranks send them."""
 
     def cached(self, owner: Prompt, first: int, block_ids: tuple[int, ...]) -> None: ...
 

@@ -153,7 +153,7 @@ class Pressure:
         return prompt
 
 
-class ToldChunks:
+class AnnouncedChunks:
     """`ready` counts: the areas that it gets name all layers and no blocks."""
 
     def __init__(

@@ -64,7 +64,7 @@ StashKind = Literal["buffer", "pool"]
 
 
 @dataclass(frozen=True)
-class StoreFigures:
+class StoreMetrics:
     """Gauges of a store, in bytes; `leases` counts landings and stashes that are held now,
     `direct_free_bytes` what may still land in own blocks, `pool_fragmentation` is the share of the
     pool's free memory that is not in its largest free piece."""
@@ -90,7 +90,7 @@ class Room(Protocol):
         ...
 
 
-class Beside(Room, Protocol):
+class StagingRoom(Room, Protocol):
     """Room that is no block of the paged cache, and what copies between the two."""
 
     def copy(self, block_ids: Sequence[int], *, into_cache: bool) -> Event | None:
@@ -114,7 +114,7 @@ class Space(Protocol):
         """These blocks of the paged cache."""
         ...
 
-    def beside(self, kind: StashKind, extents: Sequence[Extent]) -> Beside:
+    def beside(self, kind: StashKind, extents: Sequence[Extent]) -> StagingRoom:
         """These units of the device buffer or of the host pool."""
         ...
 
@@ -214,4 +214,4 @@ class Store(Protocol):
         they are made of is the cache, or comes and goes."""
         ...
 
-    def figures(self) -> StoreFigures: ...
+    def figures(self) -> StoreMetrics: ...

@@ -121,7 +121,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class PieceRoom:
-    """Pieces one after another: see Beside. `memory` is the cache that they stand beside."""
+    """Pieces one after another: see StagingRoom. `memory` is the cache that they stand beside."""
 
     memory: KvMemory
     pieces: Sequence[Piece]
@@ -143,7 +143,7 @@ class PieceRoom:
         ]
 
     def copy(self, block_ids: Sequence[int], *, into_cache: bool) -> Event | None:
-        """See Beside."""
+        """See StagingRoom."""
         here: list[View] = []
         blocks: list[View] = []
         for layer in range(len(self.memory.layout.layers)):

@@ -14,7 +14,15 @@ from typing import Generic, NamedTuple, TypeVar
 
 from xpyd_core.errors import XpydError
 from xpyd_core.request_id import TransferKey
-from xpyd_kv.memory.api import Beside, Landing, LandingKind, Room, Space, StashKind, StoreFigures
+from xpyd_kv.memory.api import (
+    Landing,
+    LandingKind,
+    Room,
+    Space,
+    StagingRoom,
+    StashKind,
+    StoreMetrics,
+)
 from xpyd_kv.memory.buddy import Buddy, Extent
 from xpyd_kv.memory.device import DeviceError, Event, View
 from xpyd_kv.values import BlockPool
@@ -126,14 +134,14 @@ class DirectLanding(_Lease[Room]):
         self._pool.release(self._block_ids)
 
 
-class BesideLanding(_Lease[Beside]):
+class StagedLanding(_Lease[StagingRoom]):
     """Room beside the paged cache: in the device buffer, or in the host pool. A Landing, and a
     Stash."""
 
     def __init__(
         self,
         owner: TransferKey,
-        room: Beside,
+        room: StagingRoom,
         *,
         kind: StashKind,
         num_blocks: int,
@@ -252,13 +260,13 @@ class LandingStore:
             on_end=self._lease(),
         )
 
-    def take_beside(self, owner: TransferKey, num_blocks: int) -> BesideLanding | None:
+    def take_beside(self, owner: TransferKey, num_blocks: int) -> StagedLanding | None:
         """See Store."""
         for kind, book in self._books.items():
             extents = book.take(num_blocks)
             if extents is None:
                 continue
-            return BesideLanding(
+            return StagedLanding(
                 owner,
                 self._space.beside(kind, extents),
                 kind=kind,
@@ -284,13 +292,13 @@ class LandingStore:
         """See Store."""
         return self._space.regions
 
-    def figures(self) -> StoreFigures:
+    def figures(self) -> StoreMetrics:
         """See Store."""
         # `take` leaves more than this free.
         kept = self._limits.direct_free * self._pool.num_blocks
         direct = max(0, math.ceil(self._pool.num_free - kept) - 1)
         buffer, pool, unit = self._books["buffer"], self._books["pool"], self._space.unit_bytes
-        return StoreFigures(
+        return StoreMetrics(
             leases=self._leases,
             direct_free_bytes=direct * unit,
             buffer_used_bytes=buffer.used_units * unit,

@@ -13,7 +13,7 @@ from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.memory.api import KvMemory
 from xpyd_kv.memory.device import DeviceError
 from xpyd_kv.memory.space import OwnSpace
-from xpyd_kv.metrics import EndpointFigures, FigureBook, Figures
+from xpyd_kv.metrics import EndpointCounts, RankCounts, RankMetricsDelta
 from xpyd_kv.plan.frames import FrameLimits
 from xpyd_kv.ranks.chunks import StepChunks
 from xpyd_kv.ranks.engine import Channel
@@ -41,10 +41,10 @@ from xpyd_kv.wire.messages import Mode
 Call = Callable[[Callable[[], None]], None]
 
 
-class Mouth:
+class RankReporter:
     """Tells the engine. From any thread."""
 
-    def __init__(self, channel: Channel, figures: FigureBook) -> None:
+    def __init__(self, channel: Channel, figures: RankMetricsDelta) -> None:
         self._channel = channel
         self._figures = figures
 
@@ -113,8 +113,8 @@ class Mouth:
             )
         )
 
-    def counted(self, figures: Figures, endpoint: EndpointFigures) -> None:
-        """See Teller."""
+    def counted(self, figures: RankCounts, endpoint: EndpointCounts) -> None:
+        """See MetricsReporter."""
         self._post(told.Counted(figures=figures, endpoint=endpoint))
 
     def _post(self, message: told.FromRank) -> None:
@@ -130,7 +130,7 @@ class RankAgent:
     memory: KvMemory
     space: OwnSpace
     gate: ComputeGate
-    mouth: Mouth
+    mouth: RankReporter
     give_up: Callable[[str], None]
     sends: RankSends | None = None
     receives: RankReceives | None = None

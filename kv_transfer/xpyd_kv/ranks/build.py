@@ -14,9 +14,9 @@ from typing import Literal
 from xpyd_kv.memory.api import KvMemory
 from xpyd_kv.memory.space import OwnSpace
 from xpyd_kv.memory.store import StoreLimits
-from xpyd_kv.metrics import Counters, FigureBook, KvMetrics, Teller
+from xpyd_kv.metrics import Counters, KvMetrics, MetricsReporter, RankMetricsDelta
 from xpyd_kv.plan.engine_layout import EngineLayout
-from xpyd_kv.ranks.agent import Mouth, RankAgent, StepSender
+from xpyd_kv.ranks.agent import RankAgent, RankReporter, StepSender
 from xpyd_kv.ranks.engine import Channel
 from xpyd_kv.ranks.handler import ComputeGate, LateHandler
 from xpyd_kv.ranks.receives import RankReceives
@@ -69,10 +69,10 @@ def build_rank(
     handler = LateHandler(gate, alarm)
     endpoint = make_endpoint(handler)
     metrics = KvMetrics()
-    figures = FigureBook(metrics)
-    mouth = Mouth(channel, figures)
+    figures = RankMetricsDelta(metrics)
+    mouth = RankReporter(channel, figures)
     if counters is not None:
-        handler.teller = Teller(figures, counters, mouth.counted)
+        handler.teller = MetricsReporter(figures, counters, mouth.counted)
     agent = partial(
         RankAgent,
         call=endpoint.call,

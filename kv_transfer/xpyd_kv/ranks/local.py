@@ -12,7 +12,7 @@ from typing import Protocol
 
 from xpyd_core.request_id import TransferKey
 from xpyd_kv import metrics as figures
-from xpyd_kv.metrics import FigureBook, KvMetrics
+from xpyd_kv.metrics import KvMetrics, RankMetricsDelta
 from xpyd_kv.ranks.receives import RankReceives
 from xpyd_kv.ranks.sends import RankSends
 from xpyd_kv.session.events import ReceiveEvent, SendEvent
@@ -58,7 +58,7 @@ class LocalSendingRank:
         self._call = call
         self._metrics = metrics
         own = KvMetrics()
-        self._figures = FigureBook(own)
+        self._figures = RankMetricsDelta(own)
         self.rank = RankSends(
             partial(make_session, metrics=own),
             report=self._report,
@@ -84,7 +84,7 @@ class LocalReceivingRank:
         self._call = call
         self._metrics = metrics
         own = KvMetrics()
-        self._figures = FigureBook(own)
+        self._figures = RankMetricsDelta(own)
         self.rank = RankReceives(partial(make_session, metrics=own), report=self._report)
 
     def open(self, opening: Opening) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 from xpyd_core.request_id import TransferKey
 from xpyd_kv import metrics as figures
 from xpyd_kv.memory.api import Place
-from xpyd_kv.metrics import Counters, Figures, KvMetrics
+from xpyd_kv.metrics import Counters, KvMetrics, RankCounts
 from xpyd_kv.ranks.engine import Channel
 from xpyd_kv.ranks.store import place_of
 from xpyd_kv.session import pairs as told
@@ -164,7 +164,7 @@ class RankedCopies:
             self._wake()
 
 
-class Ears:
+class RankReports:
     """Hears all ranks of one engine. On each Channel's thread, and on to the I/O thread."""
 
     def __init__(
@@ -200,7 +200,7 @@ class Ears:
     def _report(self, rank: int, said: told.FromRank) -> None:
         assert not isinstance(said, told.Copied)
         counted = getattr(said, "figures", None)
-        if isinstance(counted, Figures):
+        if isinstance(counted, RankCounts):
             figures.add(self._metrics, counted)
         if isinstance(said, told.Counted):
             self._counters.add(said.endpoint.numbers, said.endpoint.named)

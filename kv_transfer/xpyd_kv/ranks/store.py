@@ -14,7 +14,7 @@ from xpyd_core.errors import XpydError
 from xpyd_kv.memory.api import Place, Room, StashKind
 from xpyd_kv.memory.buddy import Extent
 from xpyd_kv.memory.device import Event, View
-from xpyd_kv.memory.store import BesideLanding, DirectLanding
+from xpyd_kv.memory.store import DirectLanding, StagedLanding
 
 
 class Copies(Protocol):
@@ -27,14 +27,14 @@ class Copies(Protocol):
 
 def place_of(room: Room) -> Place:
     """What the ranks are told of a lease of this store."""
-    leased = room.room if isinstance(room, DirectLanding | BesideLanding) else room
+    leased = room.room if isinstance(room, DirectLanding | StagedLanding) else room
     if not isinstance(leased, _RankedRoom):
         raise XpydError("a room that ranks know nothing of")
     return leased.place
 
 
 class _RankedRoom:
-    """See Beside: the same place on each rank."""
+    """See StagingRoom: the same place on each rank."""
 
     def __init__(self, place: Place, copies: Copies) -> None:
         self.place = place
@@ -47,7 +47,7 @@ class _RankedRoom:
         raise XpydError("the bytes stand on the ranks")
 
     def copy(self, block_ids: Sequence[int], *, into_cache: bool) -> Event:
-        """See Beside."""
+        """See StagingRoom."""
         return self._copies.begin(self.place, block_ids, into_cache=into_cache)
 
 

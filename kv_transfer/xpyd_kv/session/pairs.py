@@ -17,7 +17,7 @@ import msgspec
 
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.memory.api import Place, Room
-from xpyd_kv.metrics import EndpointFigures, Figures
+from xpyd_kv.metrics import EndpointCounts, RankCounts
 from xpyd_kv.session.outgoing import ReadyArea
 from xpyd_kv.wire.messages import Mode
 
@@ -256,7 +256,7 @@ class Ended(_Named, frozen=True, kw_only=True):
     destination: int
     reason: str
     transport: str
-    figures: Figures
+    figures: RankCounts
 
 
 class Taking(_Named, frozen=True, kw_only=True):
@@ -268,7 +268,7 @@ class Landed(_Named, frozen=True, kw_only=True):
 
     source: int
     transport: str
-    figures: Figures
+    figures: RankCounts
 
 
 class Lost(_Named, frozen=True, kw_only=True):
@@ -276,7 +276,7 @@ class Lost(_Named, frozen=True, kw_only=True):
 
     source: int
     reason: str
-    figures: Figures
+    figures: RankCounts
 
 
 class Quiet(_Named, frozen=True, kw_only=True):
@@ -292,10 +292,10 @@ class Copied(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tru
 
 
 class Counted(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """What was counted besides: see Teller."""
+    """What was counted besides: see MetricsReporter."""
 
-    figures: Figures
-    endpoint: EndpointFigures
+    figures: RankCounts
+    endpoint: EndpointCounts
 
 
 class Probed(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):

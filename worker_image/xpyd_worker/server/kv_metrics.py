@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from xpyd_core.distribution import Distribution
-from xpyd_kv.memory.api import StoreFigures
+from xpyd_kv.memory.api import StoreMetrics
 from xpyd_kv.metrics import Counters, KvMetrics, together
 from xpyd_kv.transport.devices.nccl.library import NcclFigures
 from xpyd_kv.transport.settings import TRANSPORTS
@@ -29,12 +29,12 @@ def samples_of(kv: Kv, stats: EngineStats) -> Iterable[Sample | HistogramSample]
     """The figures of a worker's transfer, its ranks' among them."""
     connector = kv.connector
     if connector is None:
-        return kv_samples(KvMetrics(), Counters(), StoreFigures(), stats)
+        return kv_samples(KvMetrics(), Counters(), StoreMetrics(), stats)
     store = connector.store
     return kv_samples(
         connector.metrics,
         together((kv.counters or Counters(), connector.rank_counters)),
-        store.figures() if store is not None else StoreFigures(),
+        store.figures() if store is not None else StoreMetrics(),
         stats,
         kv.transports.nccl if kv.transports is not None else None,
     )
@@ -43,7 +43,7 @@ def samples_of(kv: Kv, stats: EngineStats) -> Iterable[Sample | HistogramSample]
 def kv_samples(
     metrics: KvMetrics,
     counters: Counters,
-    figures: StoreFigures,
+    figures: StoreMetrics,
     stats: EngineStats,
     nccl: NcclFigures | None = None,
 ) -> Iterable[Sample | HistogramSample]:
@@ -146,7 +146,7 @@ def _nccl(figures: NcclFigures) -> Iterable[Sample]:
     yield from _by("nccl_ended", "NCCL communicators ended", "reason", figures.ended, ())
 
 
-def _store(figures: StoreFigures) -> Iterable[Sample]:
+def _store(figures: StoreMetrics) -> Iterable[Sample]:
     yield _gauge("leases", "Landings and spilled prompts held now", figures.leases)
     free = {
         "direct": figures.direct_free_bytes,

@@ -1,8 +1,8 @@
 """One connection's socket: bytes between it, the wire's state machine and the session.
 
-Knows neither listening nor dialling, which are the endpoint's. What is written is the Outlet's;
-DATA that comes goes straight from the kernel into the session's views, or by a slab to a GPU
-(`staging`). Its methods raise where the connection must end; the endpoint ends it.
+Knows neither listening nor dialling, which are the endpoint's. SocketWriter writes; DATA that comes
+goes straight from the kernel into the session's views, or by a slab to a GPU (`staging`). Its
+methods raise where the connection must end; the endpoint ends it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from xpyd_kv.transport.host.sharing import NO_CHECKSUM, Borrowing, data_of
 from xpyd_kv.transport.settings import Bounds
 from xpyd_kv.transport.stream import sockets
 from xpyd_kv.transport.stream.body import Body, answer_of, checksum
-from xpyd_kv.transport.stream.writer import DataFrame, Outlet
+from xpyd_kv.transport.stream.writer import DataFrame, SocketWriter
 from xpyd_kv.wire import errors
 from xpyd_kv.wire.connection import Connection, Event, Opened, Received
 from xpyd_kv.wire.frames import DataBegin, DataChunk, DataEnd
@@ -98,7 +98,7 @@ class Stream:
         self._paths = paths
         self._fetch_s = fetch_s
         self._staging = staging
-        self._outlet = Outlet(
+        self._writer = SocketWriter(
             sock,
             protocol,
             bounds=bounds,
@@ -130,14 +130,14 @@ class Stream:
     @property
     def has_output(self) -> bool:
         """Whether something is not through yet, written or to be copied by the peer."""
-        return self._outlet.has_output
+        return self._writer.has_output
 
     @property
     def waiting_since(self) -> float | None:
         """Since when something has to be polled: a copy by another thread or device, a slab."""
         times = (
             self.paused_since,
-            self._outlet.waiting_since,
+            self._writer.waiting_since,
             self._borrowing.fetching_since if self._borrowing is not None else None,
             self._inward.since_s if self._inward is not None else None,
         )
@@ -146,7 +146,7 @@ class Stream:
     def end(self, reason: str) -> None:
         """Nothing more is read or written."""
         self.closing = reason
-        self._outlet.is_closing = True
+        self._writer.is_closing = True
 
     def _session_runs(self) -> None:
         self.session_ran = True
@@ -240,7 +240,7 @@ class Stream:
     def poll(self, now: float) -> None:
         """See what has been fetched meanwhile. Errors end the connection."""
         self._end_fetches(now)
-        self._outlet.check(now, self._fetch_s)
+        self._writer.check(now, self._fetch_s)
         if self._inward is not None:
             self._inward.poll(now, self._fetch_s)
         self._say_copied(now)
@@ -258,7 +258,7 @@ class Stream:
     def attach(self, number: int, sock: socket.socket) -> None:
         """One more connection between the two processes, for DATA only."""
         sockets.make_blocking(sock, self._fetch_s)
-        books = self._outlet.lending or self._borrowing
+        books = self._writer.lending or self._borrowing
         assert books is not None
         books.attach(number, sock)
 
@@ -313,7 +313,7 @@ class Stream:
             if self._address is None:
                 self._borrow()
             elif path is not None and self.main is None and self.pair is not None:
-                self._outlet.lend(path.lender())
+                self._writer.lend(path.lender())
             if self._staging is not None and self._address is None:
                 room = self.protocol.max_own_data_bytes + len(self._scratch)
                 self._inward = Inward(self._staging, room_bytes=room)
@@ -324,7 +324,7 @@ class Stream:
     def _handle_shared(self, message: Region | Shared | Copied, body: bytes, now: float) -> None:
         """What stands in for DATA bodies that move beside the socket."""
         if isinstance(message, Copied):
-            lending = self._outlet.lending
+            lending = self._writer.lending
             assert lending is not None
             for done in lending.copied(message.frames):
                 self.session_ran = True
@@ -433,15 +433,15 @@ class Stream:
 
     def queue_control(self, frame: bytes) -> None:
         """SlowReaderError when the queue is full."""
-        self._outlet.queue_control(frame)
+        self._writer.queue_control(frame)
 
     def queue_data(self, frame: DataFrame) -> None:
         """IllegalMoveError when it can never be sent."""
-        self._outlet.queue_data(frame)
+        self._writer.queue_data(frame)
 
     def write(self, now: float) -> bool:
         """Write one turn's worth; whether there is more to write. Errors end the connection."""
-        return self._outlet.write(now)
+        return self._writer.write(now)
 
     def tick(self, now: float) -> None:
         """PING, or raise SilentPeerError. TimeoutError while connecting. Nothing while it is
@@ -469,13 +469,13 @@ class Stream:
 
     def say_last_words(self) -> None:
         """Try once to send what the handshake has to say, a REFUSE above all."""
-        if self.connect_by is None and not self._outlet.is_in_frame:
-            self._outlet.say_last_words(self.protocol.outgoing())
+        if self.connect_by is None and not self._writer.is_in_frame:
+            self._writer.say_last_words(self.protocol.outgoing())
 
     def abandon(self) -> list[Done]:
         """Close the socket, let go of all views; the `done` of every frame not through."""
         self.sock.close()
-        ended = self._outlet.abandon()
+        ended = self._writer.abandon()
         if self._borrowing is not None:
             self._borrowing.close()
         if self._inward is not None:

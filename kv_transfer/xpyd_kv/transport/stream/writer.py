@@ -45,7 +45,7 @@ class DataFrame(NamedTuple):
     done: Done
 
 
-class Outlet:
+class SocketWriter:
     """`session_runs` is called before the session is; once `is_closing` is set nothing more is
     written."""
 
