@@ -193,10 +193,10 @@ class OwnSpace:
         units = limits.units(book_unit_bytes or self.unit_bytes)
         buffer, pool = (count * self.unit_bytes for count in units)
         self._arenas: dict[StashKind, Arena] = {}
-        if pool:
-            self._arenas["pool"] = Arena(pool_memory(pool, device), self.unit_bytes)
         if buffer and (device is not None or book_unit_bytes is not None):
             self._arenas["buffer"] = Arena(buffer_memory(buffer, device), self.unit_bytes)
+        if pool:
+            self._arenas["pool"] = Arena(pool_memory(pool, device), self.unit_bytes)
 
     def blocks(self, block_ids: Sequence[int]) -> Room:
         """See Space."""
