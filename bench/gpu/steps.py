@@ -21,8 +21,8 @@ from xpyd_worker.engine.executor import ScheduledSequence as Scheduled
 from xpyd_worker.engine.request import SamplingParams
 from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.runner.device import CudaDevice, Gpu
-from xpyd_worker.runner.draws import kernel_draw
 from xpyd_worker.runner.runner import ModelRunner
+from xpyd_worker.runner.sampler import kernel_draw
 
 _GREEDY = SamplingParams(max_tokens=1 << 30, seed=0, temperature=0.0)
 

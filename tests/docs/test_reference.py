@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import re
 from pathlib import Path
 
@@ -22,12 +23,12 @@ from xpyd_router.access_log import Trace
 from xpyd_router.fleet.instances import Instance, InstanceKey
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.request_metrics import Exposition
+from xpyd_worker import LLM
 from xpyd_worker.engine.request import EngineStats
+from xpyd_worker.flags import add_flags, flags_of
 from xpyd_worker.ranks.metrics import RankFigures
-from xpyd_worker.server.kv_metrics import kv_samples
-from xpyd_worker.server.metrics import ServerMetrics
-from xpyd_worker.server.not_built import refuse_not_built
-from xpyd_worker.server.rank_metrics import rank_samples
+from xpyd_worker.server.openai.fields import refuse_not_built
+from xpyd_worker.server.telemetry.metrics import ServerMetrics, kv_samples, rank_samples
 
 CHAT_ONLY = {"tools", "functions", "chat_template", "audio"}
 DOCS = Path(__file__).parents[2] / "docs"
@@ -89,6 +90,30 @@ def test_the_flags_of_a_program_are_those_of_its_page(command: str, page: str) -
             assert re.fullmatch(r"`\d+\wi`", table[flag]), flag
         else:
             assert table[flag] == f"`{default}`", flag
+
+
+def test_the_engine_flags_of_the_benchmarks_are_on_their_page() -> None:
+    text = (DOCS / "bench.md").read_text()
+    found = re.search(r"^Of `latency` and `throughput`, for the engine: (.*?)^$", text, re.M | re.S)
+    assert found is not None
+    names = {name for name in code(found[1]) if name.startswith("--")}
+    assert names == {flag.names[0] for flag in flags_of("bench")}
+
+
+def test_the_arguments_of_an_llm_are_flags_of_the_worker_and_on_their_page() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, "LLM", flags_of("LLM"))
+    defaults = vars(parser.parse_args(["--model", "m"]))
+    parameters = dict(inspect.signature(LLM).parameters)
+    assert set(parameters) == set(defaults)
+    del parameters["model"]
+    assert {name: one.default for name, one in parameters.items()} == {
+        name: defaults[name] for name in parameters
+    }
+    text = (DOCS / "offline.md").read_text()
+    found = re.search(r"^`LLM\(model, ...\)` takes (.*?)^$", text, re.M | re.S)
+    assert found is not None
+    assert set(parameters) <= set(code(found[1]))
 
 
 @pytest.mark.parametrize("command", ["up", "status", "scale", "logs", "chat", "down"])

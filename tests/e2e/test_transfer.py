@@ -187,7 +187,7 @@ def test_a_stalled_transfer_is_recomputed_and_its_late_kv_refused(
         asking.join(60)
         assert answers == [other.ids]
         assert decode.metric("xpyd_kv_recomputed_tokens_total{reason=timeout}") > 0
-        assert decode.log.count("WARNING xpyd_worker.engine.recompute_log: 1 prompts") == 1
+        assert decode.log.count("WARNING xpyd_worker.engine.core: 1 prompts") == 1
         wait_for("late KV refused", lambda: decode.metric("xpyd_kv_refused_data_total") > 0)
         wait_for("nothing held", lambda: _figures(decode) == start)
         assert _greedy(one_p, case) == case.ids

@@ -15,10 +15,10 @@ from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.decoder import Decoder
 from xpyd_worker.model.registry import build_model, parse_config
 from xpyd_worker.runner.device import Gpu, StaticKernels
-from xpyd_worker.runner.draws import Draw
 from xpyd_worker.runner.graphs import DecodeGraphs, padded_sizes
 from xpyd_worker.runner.kv_cache import KvCache, cache_bytes
 from xpyd_worker.runner.runner import ModelRunner
+from xpyd_worker.runner.sampler import Draw
 
 BLOCK_SIZE = 16
 CPU = torch.device("cpu")

@@ -17,8 +17,7 @@ from tests.gpu.conftest import Kit, modules
 from tests.gpu.waits import waits_are_errors
 from xpyd_worker.kernels.api import KvShape, Span
 from xpyd_worker.model.config import Experts
-from xpyd_worker.model.experts import ExpertMlps
-from xpyd_worker.model.layers import StepContext
+from xpyd_worker.model.layers import ExpertMlps, StepContext
 
 META = torch.device("meta")
 

@@ -25,10 +25,10 @@ from tests.worker.runner_driver import Driver, fork_by_copy, with_params
 from tests.worker.test_gpu_engine import Run
 from xpyd_worker.engine.executor import DRAWN_BEFORE, StepInput
 from xpyd_worker.runner.device import CudaDevice, Gpu
-from xpyd_worker.runner.draws import kernel_draw
 from xpyd_worker.runner.gpu_fit import fit
-from xpyd_worker.runner.gpu_limits import GpuLimits
+from xpyd_worker.runner.gpu_memory import GpuLimits
 from xpyd_worker.runner.runner import ModelRunner
+from xpyd_worker.runner.sampler import kernel_draw
 
 PROMPTS = ([5, 9, 100, 3, 77], [*range(40, 57)], [210])
 TOKENS = 3

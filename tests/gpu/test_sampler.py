@@ -19,9 +19,7 @@ from tests.gpu.waits import waits_are_errors
 from xpyd_worker.engine.executor import KnownTokens, SampleSpec, ScheduledSequence
 from xpyd_worker.engine.request import SamplingParams, TokenLogprob
 from xpyd_worker.runner.adjustments import Adjustments
-from xpyd_worker.runner.draws import kernel_draw
-from xpyd_worker.runner.logprobs import score
-from xpyd_worker.runner.sampler import SampleRow, sample
+from xpyd_worker.runner.sampler import SampleRow, kernel_draw, sample, score
 from xpyd_worker.runner.tensors import numbers
 
 VOCAB = 150

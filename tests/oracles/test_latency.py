@@ -24,8 +24,7 @@ from xpyd_worker.engine.request import (
     SampledToken,
     SamplingParams,
 )
-from xpyd_worker.server.bridge import EngineBridge, Mailbox
-from xpyd_worker.server.latency import RequestFigures, RequestTimes
+from xpyd_worker.server.bridge import EngineBridge, Mailbox, RequestMetrics, RequestTimes
 
 GAPS = st.lists(st.floats(0.0005, 200, allow_nan=False), min_size=1, max_size=40)
 SUBMITTED_S = 1000.0
@@ -38,9 +37,9 @@ def step(choices: Sequence[int], *, tokens: int = 1, finished: bool = False) -> 
     )
 
 
-def measured(gaps: Sequence[float], *, tokens: int = 1) -> RequestFigures:
+def measured(gaps: Sequence[float], *, tokens: int = 1) -> RequestMetrics:
     """One request with one choice; `gaps` lie before its steps."""
-    figures = RequestFigures()
+    figures = RequestMetrics()
     times = RequestTimes(figures, submitted_s=SUBMITTED_S, prompt_tokens=5)
     now_s = SUBMITTED_S
     for gap in gaps:
@@ -100,7 +99,7 @@ def test_the_identities_hold_for_the_sums_of_many_requests(requests: list[list[f
 
 def test_each_choice_has_its_own_gaps() -> None:
     """Article fact 29."""
-    figures = RequestFigures()
+    figures = RequestMetrics()
     times = RequestTimes(figures, submitted_s=SUBMITTED_S, prompt_tokens=5)
     for now_s, choices in ((1001, [0, 1]), (1003, [0]), (1004, [1]), (1008, [0])):
         times.take(step(choices), float(now_s))
@@ -113,7 +112,7 @@ def test_each_choice_has_its_own_gaps() -> None:
 
 def test_what_failed_or_was_aborted_has_no_end() -> None:
     """Article fact 29."""
-    figures = RequestFigures()
+    figures = RequestMetrics()
     times = RequestTimes(figures, submitted_s=SUBMITTED_S, prompt_tokens=5)
     times.take(step([0]), 1001.0)
     assert (figures.ttft.count, figures.e2e.count, figures.tpot.count) == (1, 0, 0)
@@ -130,7 +129,7 @@ def test_times_are_those_of_the_engines_thread_not_of_a_late_loop() -> None:
 
     async def test() -> None:
         now_s = [SUBMITTED_S]
-        figures = RequestFigures()
+        figures = RequestMetrics()
         bridge = EngineBridge(figures, clock=lambda: now_s[0])
         bridge.bind(FakeEngine(silent=True))
         mailbox = Mailbox()
@@ -148,7 +147,7 @@ def test_times_are_those_of_the_engines_thread_not_of_a_late_loop() -> None:
 
 def test_buckets_reach_from_a_millisecond_to_minutes() -> None:
     """Article fact 29."""
-    figures = RequestFigures()
+    figures = RequestMetrics()
     for values in (figures.ttft, figures.itl, figures.tpot, figures.e2e, figures.queue):
         assert isinstance(values, Distribution)
         assert values.bounds[0] <= 0.001

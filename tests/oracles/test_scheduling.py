@@ -13,8 +13,8 @@ from tests.worker.engine_fakes import BLOCK, EOS
 from tests.worker.server_fakes import FakeEngine, run, say, serving
 from xpyd_core.blocks import block_hashes, blocks_for, next_block_hash, root_hash
 from xpyd_worker.engine.block_manager import BlockManager
+from xpyd_worker.engine.open_requests import End, StopRules
 from xpyd_worker.engine.request import SamplingParams
-from xpyd_worker.engine.stopping import End, StopRules
 
 
 def tokens(count: int, first: int = 0) -> list[int]:

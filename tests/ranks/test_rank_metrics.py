@@ -7,7 +7,7 @@ from xpyd_worker.ranks.metrics import rank_figures
 from xpyd_worker.ranks.start.messages import Ready
 from xpyd_worker.ranks.watch.beats import Beat
 from xpyd_worker.ranks.watch.judge import Shown
-from xpyd_worker.server.rank_metrics import rank_samples
+from xpyd_worker.server.telemetry.metrics import rank_samples
 
 
 def test_each_rank_has_its_own_figures_under_its_place() -> None:

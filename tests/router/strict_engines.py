@@ -20,7 +20,7 @@ from tests.router.fakes import Call, FakeEngine, now_us, replace_beat, serve_mod
 from xpyd_core.errors import ApiError
 from xpyd_core.keys import beat_mac, read_keys
 from xpyd_core.messages import Heartbeat, encode_heartbeat
-from xpyd_worker.server.openai_types import parse_chat, parse_completion
+from xpyd_worker.server.openai.params import parse_chat, parse_completion
 
 MODEL = "demo"
 SPARE = "spare"

@@ -18,7 +18,7 @@ import uvicorn
 
 from tests.router.fakes import fleet, run
 from xpyd_router.http.protocol import ClientProtocol as RouterProtocol
-from xpyd_worker.server.http_protocol import HeadDeadlineProtocol as WorkerProtocol
+from xpyd_worker.server.http.server import HeadDeadlineProtocol as WorkerProtocol
 
 PROTOCOLS = [RouterProtocol, WorkerProtocol]
 LONG = b"x" * 32 * 1024

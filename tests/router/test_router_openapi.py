@@ -23,7 +23,7 @@ from xpyd_router.http.openapi.document import openapi_document
 from xpyd_router.http.openapi.requests import chat_request, completion_request
 from xpyd_router.http.openapi.responses import ERRORS
 from xpyd_router.request.client_request import ENDPOINTS, parse_request
-from xpyd_worker.server.openai_types import parse_chat, parse_completion
+from xpyd_worker.server.openai.params import parse_chat, parse_completion
 
 DOCUMENT = openapi_document(__version__)
 ROUTER = Path(xpyd_router.__file__).parent

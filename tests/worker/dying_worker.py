@@ -12,7 +12,7 @@ from typing import Any
 
 from xpyd_core.cli import main
 from xpyd_worker.runner.runner import ModelRunner
-from xpyd_worker.server.asgi import Server
+from xpyd_worker.server.http.server import Server
 
 
 def arm(file: Path) -> None:

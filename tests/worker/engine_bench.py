@@ -13,9 +13,14 @@ from xpyd_core.errors import XpydError
 from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.core import EngineCore
 from xpyd_worker.engine.inbox import Inbox
-from xpyd_worker.engine.limits import Limits, Policy
-from xpyd_worker.engine.request import EngineRequest, RequestOutput, SamplingParams
-from xpyd_worker.engine.stopping import StopRules
+from xpyd_worker.engine.open_requests import StopRules
+from xpyd_worker.engine.request import (
+    EngineRequest,
+    Policy,
+    RequestOutput,
+    SamplingParams,
+    SchedulerConfig,
+)
 
 # How many steps are under way: one, one more that is drawn ahead for, or those of a pipeline.
 Way = dict[str, int | bool]
@@ -65,9 +70,9 @@ class Bench:
         depth: int = 1,
         draws_ahead: bool = True,
         ranks_send: bool = False,
-        make_executor: Callable[[int, Limits, int, bool], FakeExecutor] = FakeExecutor,
+        make_executor: Callable[[int, SchedulerConfig, int, bool], FakeExecutor] = FakeExecutor,
     ) -> None:
-        limits = Limits(seqs, budget, max_waiting, recompute, threshold, policy)
+        limits = SchedulerConfig(seqs, budget, max_waiting, recompute, threshold, policy)
         self.now = 100.0
         self.model_len = model_len
         self.executor = make_executor(blocks, limits, depth, draws_ahead)
@@ -82,7 +87,7 @@ class Bench:
             self.executor,
             pool=self.pool,
             inbox=Inbox(),
-            limits=limits,
+            config=limits,
             rules=StopRules((EOS,), model_len),
             deliver=self._deliver,
             producer=self.producer,

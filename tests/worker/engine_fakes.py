@@ -20,11 +20,11 @@ from xpyd_worker.engine.executor import (
     StepInput,
     StepOutput,
 )
-from xpyd_worker.engine.limits import Limits
 from xpyd_worker.engine.request import (
     EngineRequest,
     SampledToken,
     SamplingParams,
+    SchedulerConfig,
     TokenLogprob,
 )
 
@@ -100,7 +100,7 @@ class FakeExecutor:
     """
 
     def __init__(
-        self, num_blocks: int, limits: Limits, depth: int = 1, draws_ahead: bool = True
+        self, num_blocks: int, limits: SchedulerConfig, depth: int = 1, draws_ahead: bool = True
     ) -> None:
         self.num_blocks = num_blocks
         self.memory: list[list[int | None]] = [[None] * BLOCK for _ in range(num_blocks)]

@@ -18,15 +18,15 @@ from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.core import EngineCore
 from xpyd_worker.engine.executor import Executor
 from xpyd_worker.engine.inbox import Inbox
-from xpyd_worker.engine.limits import Limits
+from xpyd_worker.engine.open_requests import StopRules
 from xpyd_worker.engine.request import (
     EngineRequest,
     ReceiveFrom,
     RequestOutput,
     SamplingParams,
+    SchedulerConfig,
     SendTo,
 )
-from xpyd_worker.engine.stopping import StopRules
 from xpyd_worker.kv.cache import DeviceCache
 from xpyd_worker.kv.engine import Kv, KvParts, make_kv
 
@@ -71,7 +71,7 @@ class Instance:
             executor,
             pool=pool,
             inbox=inbox,
-            limits=Limits(max_num_batched_tokens=budget, max_num_seqs=16),
+            config=SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=16),
             rules=StopRules((), MODEL_LEN),
             deliver=self._deliver,
             producer=connector.producer if connector is not None else None,

@@ -24,16 +24,15 @@ from xpyd_worker.engine.request import (
     TokenLogprob,
     TransferReport,
 )
-from xpyd_worker.server.admin import Admin, DrainState, Process
-from xpyd_worker.server.api import Api
-from xpyd_worker.server.app import create_app
-from xpyd_worker.server.asgi import Server, listen, make_server
-from xpyd_worker.server.bodies import BodyBudget
 from xpyd_worker.server.bridge import EngineBridge
-from xpyd_worker.server.lifecycle import Lifecycle
-from xpyd_worker.server.metrics import ServerMetrics
+from xpyd_worker.server.http.admin import Admin, DrainState, Process
+from xpyd_worker.server.http.admission import Lifecycle
+from xpyd_worker.server.http.bodies import BodyBudget
+from xpyd_worker.server.http.inference import Api
+from xpyd_worker.server.http.server import Server, create_app, listen, make_server
 from xpyd_worker.server.service import Place, ServedModel, Service, seeds
-from xpyd_worker.server.tracing import Tracer
+from xpyd_worker.server.telemetry.metrics import ServerMetrics
+from xpyd_worker.server.telemetry.tracing import Tracer
 
 EOS = 256
 BOS = 257

@@ -11,13 +11,11 @@ from tests.worker.engine_bench import Bench, make_request
 from tests.worker.engine_fakes import BLOCK, FakeExecutor
 from tests.worker.transfer_fakes import FakeConsumer
 from xpyd_core.request_id import TransferKey
-from xpyd_worker.engine.api import Engine
 from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.core import EngineCore
 from xpyd_worker.engine.inbox import Inbox, Submit
-from xpyd_worker.engine.limits import Limits
-from xpyd_worker.engine.request import ReceiveFrom, RequestOutput
-from xpyd_worker.engine.stopping import StopRules
+from xpyd_worker.engine.open_requests import StopRules
+from xpyd_worker.engine.request import ReceiveFrom, RequestOutput, SchedulerConfig
 
 WAIT_S = 10.0
 
@@ -26,7 +24,7 @@ class Live:
     """An engine with its thread running."""
 
     def __init__(self, *, receives: bool = False) -> None:
-        limits = Limits(max_num_seqs=8, max_num_batched_tokens=32)
+        limits = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32)
         self.executor = FakeExecutor(64, limits)
         self.pool = BlockManager(64, block_size=BLOCK)
         self.consumer = FakeConsumer(self.pool, self.executor) if receives else None
@@ -38,7 +36,7 @@ class Live:
             self.executor,
             pool=self.pool,
             inbox=self.inbox,
-            limits=limits,
+            config=limits,
             rules=StopRules((0,), 200),
             deliver=self._deliver,
             consumer=self.consumer,
@@ -58,7 +56,7 @@ class Live:
 
 
 def test_it_is_an_engine():
-    engine: Engine = Live().engine
+    engine = Live().engine
     assert engine.failure is None
     assert engine.is_idle()
 

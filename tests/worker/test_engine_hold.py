@@ -13,9 +13,8 @@ from tests.worker.transfer_fakes import FakeProducer
 from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.core import EngineCore
 from xpyd_worker.engine.inbox import Inbox
-from xpyd_worker.engine.limits import Limits
-from xpyd_worker.engine.request import RequestOutput
-from xpyd_worker.engine.stopping import StopRules
+from xpyd_worker.engine.open_requests import StopRules
+from xpyd_worker.engine.request import RequestOutput, SchedulerConfig
 
 WAIT_S = 30.0
 LATER_S = 600.0
@@ -25,7 +24,7 @@ class Holding:
     """An engine whose producer holds every step until `let_go`."""
 
     def __init__(self) -> None:
-        limits = Limits(max_num_seqs=8, max_num_batched_tokens=32)
+        limits = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32)
         executor, pool = FakeExecutor(64, limits), BlockManager(64, block_size=BLOCK)
         self.producer = FakeProducer(pool, executor)
         self.producer.hold = self._held_until
@@ -39,7 +38,7 @@ class Holding:
             executor,
             pool=pool,
             inbox=self.inbox,
-            limits=limits,
+            config=limits,
             rules=StopRules((0,), 200),
             deliver=self._deliver,
             producer=self.producer,

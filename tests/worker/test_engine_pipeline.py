@@ -12,8 +12,8 @@ from tests.worker.engine_fakes import BLOCK
 from tests.worker.timed_pipeline import timed
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_worker.engine.executor import StepInput
-from xpyd_worker.engine.pipeline import decodes_per_step
 from xpyd_worker.engine.request import EngineRequest, SendTo
+from xpyd_worker.engine.scheduler import decodes_per_step
 
 SEND = SendTo(TransferKey("0" * 32, 0), Address("127.0.0.1", 21001), 11, False)
 

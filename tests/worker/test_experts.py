@@ -9,11 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from xpyd_worker.kernels.plain import PlainKernels
-from xpyd_worker.kernels.plain_experts import rows_by_expert
+from xpyd_worker.kernels.plain import PlainKernels, rows_by_expert
 from xpyd_worker.model.config import Experts, MlpNames
-from xpyd_worker.model.experts import ExpertMlps, route
-from xpyd_worker.model.layers import StepContext
+from xpyd_worker.model.layers import ExpertMlps, StepContext, route
 
 HIDDEN, SIZE, COUNT, PER_TOKEN = 12, 20, 6, 2
 

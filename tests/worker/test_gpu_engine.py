@@ -15,9 +15,8 @@ from tests.worker.test_gpu_runner import make
 from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.core import EngineCore
 from xpyd_worker.engine.inbox import Inbox
-from xpyd_worker.engine.limits import Limits
-from xpyd_worker.engine.request import EngineRequest, RequestOutput, SamplingParams
-from xpyd_worker.engine.stopping import StopRules
+from xpyd_worker.engine.open_requests import StopRules
+from xpyd_worker.engine.request import EngineRequest, RequestOutput, SamplingParams, SchedulerConfig
 from xpyd_worker.runner.runner import ModelRunner
 
 # Ends of some texts of these models, at different places.
@@ -61,7 +60,7 @@ class Run:
             runner,
             pool=pool,
             inbox=Inbox(),
-            limits=Limits(max_num_seqs=seqs, max_num_batched_tokens=24),
+            config=SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=24),
             rules=StopRules((210,), 250),
             deliver=self._deliver,
         )

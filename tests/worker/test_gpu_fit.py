@@ -21,8 +21,7 @@ from xpyd_core.errors import UserError
 from xpyd_worker.engine.executor import StepInput
 from xpyd_worker.model.registry import load_config
 from xpyd_worker.runner.gpu_fit import fit
-from xpyd_worker.runner.gpu_limits import GpuLimits, largest, warm_ups
-from xpyd_worker.runner.gpu_memory import GpuUse
+from xpyd_worker.runner.gpu_memory import GpuLimits, GpuUse, largest, warm_ups
 from xpyd_worker.runner.kv_cache import host_memory
 from xpyd_worker.runner.load import load_on_gpu, part_on_gpu
 from xpyd_worker.runner.runner import ModelRunner

@@ -15,8 +15,8 @@ from tests.worker.runner_driver import Driver, fork_by_copy, with_params
 from xpyd_core.errors import XpydError
 from xpyd_worker.engine.executor import DRAWN_BEFORE, Executor, SampleSpec, StepInput
 from xpyd_worker.runner.device import DeviceLostError
-from xpyd_worker.runner.draws import draw
 from xpyd_worker.runner.runner import ModelRunner
+from xpyd_worker.runner.sampler import draw
 
 PROMPTS = ([5, 9, 100, 3, 77], [*range(40, 59)], [210], [7, 7, 7, 8, 8, 8, 9, 9])
 TOKENS = 8

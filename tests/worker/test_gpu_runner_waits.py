@@ -20,8 +20,8 @@ from xpyd_worker.engine.executor import DRAWN_BEFORE, StepInput
 from xpyd_worker.kernels.api import DrawParams, KvShape, Plan, Span
 from xpyd_worker.kernels.gpu.plan import StaticPlan, make_plan
 from xpyd_worker.kernels.plain import PlainKernels
-from xpyd_worker.runner.draws import kernel_draw
 from xpyd_worker.runner.runner import ModelRunner
+from xpyd_worker.runner.sampler import kernel_draw
 
 META = torch.device("meta")
 

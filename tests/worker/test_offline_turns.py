@@ -14,8 +14,7 @@ from tests.worker.server_fakes import VOCAB, ByteTokenizer
 from xpyd_worker import LLM, SamplingParams
 from xpyd_worker.engine.request import EngineRequest
 from xpyd_worker.offline.requests import Ask, Turns, prepare
-from xpyd_worker.server.bridge import EngineBridge
-from xpyd_worker.server.latency import RequestFigures
+from xpyd_worker.server.bridge import EngineBridge, RequestMetrics
 from xpyd_worker.server.service import Place, ServedModel, Service
 
 MODEL = Path(__file__).parents[2] / "examples/demo-model"
@@ -58,7 +57,7 @@ def test_calls_from_many_threads_stay_within_the_engines_bound_together(
 def test_long_texts_of_more_calls_than_may_wait_for_a_thread_are_all_encoded() -> None:
     async def test() -> None:
         model = ServedModel(("m",), ByteTokenizer(), frozenset(), VOCAB, 10_000, 0)
-        bridge = EngineBridge(RequestFigures())
+        bridge = EngineBridge(RequestMetrics())
         service, turns = Service(model, Place("Aggregated", "inc"), bridge), Turns(4)
         try:
             asks = [Ask("x" * 5000)]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from xpyd_core.errors import ApiError
-from xpyd_worker.server.openai_types import MAX_PARTS, parse_chat, parse_completion
+from xpyd_worker.server.openai.params import MAX_PARTS, parse_chat, parse_completion
 
 USER = {"role": "user", "content": "hi"}
 

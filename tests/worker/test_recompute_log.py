@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from xpyd_worker.engine.recompute_log import EVERY_S, RecomputeLog
+from xpyd_worker.engine.core import EVERY_S, RecomputeLog
 
 
 def test_the_first_is_said_at_once_and_the_rest_together(caplog: pytest.LogCaptureFixture) -> None:

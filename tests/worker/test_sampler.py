@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from xpyd_worker.engine.request import SampledToken, SamplingParams
 from xpyd_worker.runner import sampler
-from xpyd_worker.runner.sampler import SampleRow
-from xpyd_worker.runner.uniform import uniform
+from xpyd_worker.runner.filters import drop_unlikely
+from xpyd_worker.runner.sampler import SampleRow, uniform
 
 BASE = SamplingParams(max_tokens=100, seed=1)
 
@@ -124,6 +124,26 @@ def test_filters_keep_the_right_tokens_in_the_right_shares(
     tokens = sorted(kept)
     statistic = chi_square([seen[t + padding] for t in tokens], [kept[t] * count for t in tokens])
     assert statistic < 16.3  # 0.1 % at three degrees of freedom
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "top_p", "kept"),
+    [
+        ((0.5, 0.5), 0.5, {0}),
+        ((0.5, 0.25, 0.125, 0.125), 0.5, {0}),
+        ((0.5, 0.25, 0.125, 0.125), 0.75, {0, 1}),
+        ((0.25, 0.125, 0.5, 0.125), 0.75, {0, 2}),
+        ((0.25, 0.25, 0.25, 0.25), 0.5, {0, 1}),
+        ((0.5, 0.25, 0.125, 0.125), 0.5 + 2**-20, {0, 1}),
+    ],
+)
+def test_a_share_that_is_reached_exactly_is_reached(
+    probabilities: tuple[float, ...], top_p: float, kept: set[int]
+) -> None:
+    """These shares are exact in binary, so the border of top_p falls on a token's end."""
+    left = torch.tensor([probabilities])
+    drop_unlikely(left, left.log(), [replace(BASE, top_p=top_p)])
+    assert set(left[0].nonzero().flatten().tolist()) == kept
 
 
 def test_top_k_keeps_all_that_equal_the_last_of_them() -> None:

@@ -20,10 +20,8 @@ from xpyd_worker.engine.executor import SampleSpec, ScheduledSequence
 from xpyd_worker.engine.request import SamplingParams
 from xpyd_worker.runner.adjustments import Adjustments
 from xpyd_worker.runner.batch import BatchRows
-from xpyd_worker.runner.draws import kernel_draw
-from xpyd_worker.runner.logprobs import score
 from xpyd_worker.runner.prompt_scores import PromptScorer
-from xpyd_worker.runner.sampler import SampleRow, sample
+from xpyd_worker.runner.sampler import SampleRow, kernel_draw, sample, score
 from xpyd_worker.runner.tensors import rows_of
 
 META = torch.device("meta")

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from xpyd_core.errors import ApiError
-from xpyd_worker.server.openai_types import parse_chat, parse_completion
-from xpyd_worker.server.sampling_fields import (
+from xpyd_worker.server.openai.params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARACTERS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     LogitRules,
+    parse_chat,
+    parse_completion,
 )
 
 

@@ -17,8 +17,7 @@ from xpyd_worker.engine.executor import KnownTokens, SampleSpec, ScheduledSequen
 from xpyd_worker.engine.request import SampledToken, SamplingParams
 from xpyd_worker.runner import sampler
 from xpyd_worker.runner.adjustments import Adjustments
-from xpyd_worker.runner.draws import distribution
-from xpyd_worker.runner.sampler import SampleRow, adjust
+from xpyd_worker.runner.sampler import SampleRow, adjust, distribution
 
 VOCAB = 61
 EOS = 60

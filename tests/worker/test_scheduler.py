@@ -8,7 +8,7 @@ import pytest
 
 from tests.worker.engine_bench import Bench, make_request, prompt_of
 from tests.worker.engine_fakes import BLOCK, EOS, alone
-from xpyd_worker.engine.limits import Limits
+from xpyd_worker.engine.request import SchedulerConfig
 
 
 def counts(bench: Bench) -> list[list[int]]:
@@ -99,7 +99,7 @@ def test_a_full_queue_refuses_and_says_so():
 
 def test_a_budget_below_the_number_of_sequences_is_refused():
     with pytest.raises(ValueError, match="max_num_batched_tokens"):
-        Limits(max_num_seqs=8, max_num_batched_tokens=7)
+        SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=7)
 
 
 # --- several choices

@@ -7,8 +7,7 @@ import pytest
 from tests.worker.engine_bench import Bench, make_request, prompt_of
 from tests.worker.engine_fakes import BLOCK, alone
 from xpyd_core.request_id import TransferKey
-from xpyd_worker.engine.limits import Limits
-from xpyd_worker.engine.request import ReceiveFrom
+from xpyd_worker.engine.request import ReceiveFrom, SchedulerConfig
 
 
 def names(bench: Bench) -> list[list[str]]:
@@ -149,7 +148,7 @@ def test_with_a_threshold_a_second_prompt_runs_beside_a_long_one():
 
 def test_a_threshold_below_nothing_is_refused():
     with pytest.raises(ValueError, match="threshold"):
-        Limits(long_prefill_token_threshold=-1)
+        SchedulerConfig(long_prefill_token_threshold=-1)
 
 
 # --- the prefix cache

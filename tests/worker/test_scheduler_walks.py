@@ -19,12 +19,10 @@ from tests.worker.engine_bench import Way, make_request, walks
 from tests.worker.engine_fakes import BLOCK, EOS
 from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.executor import DRAWN_BEFORE, StepOutput
-from xpyd_worker.engine.limits import Limits, Policy
-from xpyd_worker.engine.request import RequestOutput, SampledToken
-from xpyd_worker.engine.scheduler import Scheduler
-from xpyd_worker.engine.sequence import Rank, RequestState, Sequence
-from xpyd_worker.engine.steps import ScheduledStep
-from xpyd_worker.engine.stopping import StopRules
+from xpyd_worker.engine.open_requests import StopRules
+from xpyd_worker.engine.request import Policy, RequestOutput, SampledToken, SchedulerConfig
+from xpyd_worker.engine.scheduler import ScheduledStep, Scheduler
+from xpyd_worker.engine.sequences import Rank, RequestState, Sequence
 
 _MODEL_LEN = 48
 
@@ -35,7 +33,7 @@ class Walk:
     def __init__(
         self,
         seed: int,
-        limits: Limits,
+        limits: SchedulerConfig,
         *,
         blocks: int,
         choices: bool = True,
@@ -50,7 +48,7 @@ class Walk:
         self.limits = limits
         self.choices = choices
         self.pool = BlockManager(blocks, block_size=BLOCK)
-        self.scheduler = Scheduler(self.pool, limits=limits, rules=self.rules, stages=self.stages)
+        self.scheduler = Scheduler(self.pool, config=limits, rules=self.rules, stages=self.stages)
         # The ranks of requests that never ran, and the state of every one that did.
         self.unseen: dict[str, Rank] = {}
         self.seen: dict[str, RequestState] = {}
@@ -236,7 +234,7 @@ class Walk:
 def test_every_step_keeps_the_limits_the_blocks_and_the_order(
     seed: int, threshold: int, policy: Policy, way: Way
 ):
-    limits = Limits(6, 11, 1000, True, threshold, policy)
+    limits = SchedulerConfig(6, 11, 1000, True, threshold, policy)
     walk = Walk(seed, limits, blocks=16, choices=False, **way)
     walk.run(400)
     walk.check_all_was_seen()
@@ -245,6 +243,6 @@ def test_every_step_keeps_the_limits_the_blocks_and_the_order(
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize(("seed", "way"), walks(3, 5))
 def test_so_does_every_step_with_several_choices(seed: int, policy: Policy, way: Way):
-    walk = Walk(seed, Limits(6, 11, 1000, True, 4, policy), blocks=16, **way)
+    walk = Walk(seed, SchedulerConfig(6, 11, 1000, True, 4, policy), blocks=16, **way)
     walk.run(400)
     walk.check_all_was_seen()

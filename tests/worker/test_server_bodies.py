@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.worker.server_fakes import FakeEngine, Running, run, serving, until
-from xpyd_worker.server.bodies import MAX_BODY_BYTES, BodyBudget
+from xpyd_worker.server.http.bodies import MAX_BODY_BYTES, BodyBudget
 
 ROUTES = (
     "/v1/completions",

@@ -18,7 +18,7 @@ from xpyd_core.keys import (
     release_mac,
     reset_mac,
 )
-from xpyd_worker.server.callers import Caller, check_caller
+from xpyd_worker.server.http.admin import Caller, check_caller
 
 MINE = "my-inc"
 BODY = {"incarnation": MINE}

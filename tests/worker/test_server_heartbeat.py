@@ -15,7 +15,7 @@ from tests.worker.server_fakes import run
 from xpyd_core.keys import is_beat_mac
 from xpyd_core.messages import Heartbeat, InstanceState, decode_heartbeat
 from xpyd_core.request_id import Address
-from xpyd_worker.server.heartbeat import HeartbeatSender
+from xpyd_worker.server.telemetry.heartbeat import HeartbeatSender
 
 KEY = b"k" * 32
 
@@ -45,9 +45,8 @@ def sender(states: States, *ports: int, host: str = "127.0.0.1", **more: Any) ->
         [Address(host, port) for port in ports],
         identity="127.0.0.1:2/inc",
         source_host="127.0.0.2",
-        period_s=60,
         make=states.beat,
-        **{"key": KEY, **more},
+        **{"key": KEY, "period_s": 60, **more},
     )
 
 
@@ -82,6 +81,35 @@ def test_a_name_is_looked_up() -> None:
             beats = sender(States(), port, host="localhost")
             beats.start()
             assert await next_state(sock) == "Ready"
+            await beats.close()
+
+    run(test())
+
+
+def test_a_failed_look_up_drops_no_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resolver that fails does not say which routers are gone; one that answers does."""
+    answers = ["found", "failed", "failed", "found"]
+
+    async def test() -> None:
+        is_gone = asyncio.Event()
+        with router() as (sock, port):
+            found = await asyncio.get_running_loop().getaddrinfo("127.0.0.1", port)
+
+            async def look_up(*_where: object, **_how: object) -> list[Any]:
+                if not answers:
+                    is_gone.set()
+                    return []
+                if answers.pop(0) == "failed":
+                    raise OSError("no resolver")
+                return found[:1]
+
+            monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
+            beats = sender(States(), port, host="routers.test", period_s=0.01)
+            beats.start()
+            assert [await next_state(sock) for _ in range(4)] == ["Ready"] * 4
+            await is_gone.wait()
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(next_state(sock), 0.2)
             await beats.close()
 
     run(test())

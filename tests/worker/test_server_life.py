@@ -14,12 +14,12 @@ import pytest
 from tests.worker.server_fakes import KEY, FakeEngine, Running, run, say, serving
 from xpyd_core.keys import release_mac
 from xpyd_core.request_id import TransferKey
-from xpyd_kv.values import OfferedPrompt
-from xpyd_worker.server.asgi import WriteDeadline
+from xpyd_kv.connector.api import OfferedPrompt
 from xpyd_worker.server.generation import Ending, Generation
-from xpyd_worker.server.jobs import make_jobs
-from xpyd_worker.server.openai_types import parse_completion
-from xpyd_worker.server.request_ids import RequestId
+from xpyd_worker.server.http.request_ids import RequestId
+from xpyd_worker.server.http.server import WriteDeadline
+from xpyd_worker.server.openai.jobs import make_jobs
+from xpyd_worker.server.openai.params import parse_completion
 
 UUID = "93923d63113b4b338973f24d19d4bf11"
 PAIR = f"___prefill_addr_10.0.1.2:21001___decode_addr_10.0.1.3:22001_{UUID}"

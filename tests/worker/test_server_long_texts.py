@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.worker.server_fakes import ByteTokenizer, FakeEngine, Running, run, say, serving
-from xpyd_worker.server.text_threads import TextThreads
+from xpyd_worker.server.service import TextThreads
 
 
 class Watched(ByteTokenizer):

@@ -8,7 +8,7 @@ from tests.worker.engine_bench import make_request
 from tests.worker.server_fakes import FakeEngine, Running, run, say, serving
 from tests.worker.test_engine_core import WAIT_S, Live
 from xpyd_worker.engine.request import EngineStats
-from xpyd_worker.server.metrics import kv_usage
+from xpyd_worker.server.telemetry.metrics import kv_usage
 
 PATH = "/v1/completions"
 Values = dict[str, float]

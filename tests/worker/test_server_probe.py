@@ -17,7 +17,7 @@ from xpyd_core.keys import probe_mac, release_mac
 from xpyd_core.request_id import Address
 from xpyd_kv.session.probing import BUSY, PairProbe, ProbeResult
 from xpyd_tools.kv_probe import command
-from xpyd_worker.server import probe as probe_module
+from xpyd_worker.server.http import admin
 
 PEER = "10.0.0.7:21001"
 GOOD = {"X-Xpyd-Mac": probe_mac(KEY, PEER)}
@@ -167,7 +167,7 @@ def test_too_many_are_told_to_come_again() -> None:
 
 
 def test_a_thread_that_does_not_answer_costs_a_503(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe_module, "_ANSWER_S", 0.05)
+    monkeypatch.setattr(admin, "_ANSWER_S", 0.05)
 
     async def test() -> None:
         async with serving(role="Prefill") as server:

@@ -35,7 +35,7 @@ def test_the_callers_id_is_in_the_header_the_answers_id_and_the_log(
             assert stream.headers["X-Request-Id"] == name
             assert f'"id":"{prefix}-{name}"' in stream.text
 
-    caplog.set_level(logging.INFO, "xpyd_worker.server.api")
+    caplog.set_level(logging.INFO, "xpyd_worker.server.http.inference")
     run(test())
     done = [record for record in caplog.records if record.message == "request done"]
     assert [vars(record)["request"] for record in done] == [name, name]

@@ -21,7 +21,7 @@ from tests.worker.server_fakes import (
 from xpyd_core import __version__
 from xpyd_core.errors import ApiError
 from xpyd_worker.runner.tokenizer import Tokenizer
-from xpyd_worker.server.text_threads import TextThreads
+from xpyd_worker.server.service import TextThreads
 
 CHAT = [{"role": "user", "content": "hi"}]
 

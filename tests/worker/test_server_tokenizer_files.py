@@ -17,7 +17,7 @@ from xpyd_core.tokenizer_files import (
     decode_tokenizer_files,
     encode_tokenizer_files,
 )
-from xpyd_worker.server.tokenizer_files import ServedFiles
+from xpyd_worker.server.service import ServedFiles
 
 FILES = TokenizerFiles(tokenizer="é" * 10**6, vocab_size=5, max_model_len=9, block_size=16)
 

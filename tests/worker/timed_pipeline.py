@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tests.worker.engine_bench import Bench
 from tests.worker.engine_fakes import FakeExecutor
 from xpyd_worker.engine.executor import Running, StepInput, StepOutput
-from xpyd_worker.engine.limits import Limits
+from xpyd_worker.engine.request import SchedulerConfig
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,9 @@ class TimedPipeline(FakeExecutor):
     stages = 4
     bench: Bench
 
-    def __init__(self, num_blocks: int, limits: Limits, depth: int, draws_ahead: bool) -> None:
+    def __init__(
+        self, num_blocks: int, limits: SchedulerConfig, depth: int, draws_ahead: bool
+    ) -> None:
         super().__init__(num_blocks, limits, depth, draws_ahead)
         self.cost: Callable[[StepInput], float] = lambda step: 10.0
         # By stage, when it began and ended each step; steps under way when one was waited for.

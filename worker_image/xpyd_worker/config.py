@@ -19,7 +19,7 @@ from xpyd_kv.transport.host.striped import MAX_LINKS
 from xpyd_kv.transport.settings import TRANSPORTS
 from xpyd_kv.wire.handshake import OVER_TCP
 from xpyd_kv.wire.messages import Mode
-from xpyd_worker.engine.limits import POLICIES, Policy
+from xpyd_worker.engine.request import POLICIES, Policy
 
 Role = Literal["Prefill", "Decode", "Aggregated"]
 # Each divides the larger ones, so that any P fits any D.
@@ -27,7 +27,7 @@ BLOCK_SIZES = (8, 16, 32, 64)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # auto, cpu, cuda (the first) or cuda:N.
 DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]?))?")
-# On a CPU a forward of 2,048 tokens takes seconds, for which every running decode stands still.
+# On a CPU a forward of 2,048 tokens takes seconds, for which every running decode waits.
 AUTO_BATCHED_TOKENS = 512
 # On a GPU it takes a tenth of a second, and fewer tokens would leave it idle.
 AUTO_BATCHED_TOKENS_GPU = 2048
@@ -36,7 +36,7 @@ MAX_PARALLEL = 64
 GIB = 1024**3
 MIB = 1024**2
 CPU_CACHE_BYTES = GIB
-"""KV cache of an engine on a CPU that was told no size."""
+"""KV cache of an engine on a CPU without --kv-cache-memory."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,9 @@ class WorkerConfig:
     """KV address that others dial; None: host and kv_port."""
     kv_key_file: Path | None = None
     kv_mode: Mode = "put_async"
-    """When a Prefill instance's KV moves; a Decode instance does what it is told in OFFER."""
+    """When a Prefill instance's KV moves; a Decode instance does what OFFER says."""
     kv_insecure: bool = False
-    """No secret: whoever reaches the KV port counts as one of the fleet."""
+    """No secret: every peer that reaches the KV port counts as one of the fleet."""
     kv_transports: tuple[str, ...] = TRANSPORTS
     """What may move KV, the best common one of each pair does."""
     kv_connections: int = 1
@@ -158,7 +158,7 @@ class WorkerConfig:
 
     @property
     def kv_address(self) -> Address:
-        """What stands in request ids for this instance."""
+        """The address of this instance in request ids."""
         return self.kv_advertise or Address(self.host, self.kv_port)
 
     @property
@@ -174,13 +174,13 @@ class WorkerConfig:
 
     @property
     def lands_kv(self) -> bool:
-        """Whether KV stands in memory beside the cache here: on a D before its request runs, on a P
-        in mode get until it is pulled."""
+        """Whether KV is kept in memory outside of the cache here: on a D before its request runs,
+        on a P in mode get until it is pulled."""
         return self.role == "Decode" or (self.role == "Prefill" and self.kv_mode == "get")
 
     @property
     def shares_kv(self) -> bool:
-        """Whether D's on this machine may read the KV cache where it stands."""
+        """Whether D's on this machine may read the KV cache in place."""
         is_possible = "shm" in self.kv_transports and self.kv_socket_dir is not None
         return self.role == "Prefill" and is_possible
 

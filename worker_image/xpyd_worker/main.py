@@ -34,16 +34,15 @@ from xpyd_worker.model.registry import load_config
 from xpyd_worker.model.source import resolve_checkpoint
 from xpyd_worker.ranks.loss import Loss, RankLostError
 from xpyd_worker.ranks.start.messages import Logs
-from xpyd_worker.server.admin import Admin, DrainState, Process
-from xpyd_worker.server.api import Api
-from xpyd_worker.server.app import create_app
-from xpyd_worker.server.asgi import listen, make_server
 from xpyd_worker.server.bridge import EngineBridge
-from xpyd_worker.server.heartbeat import HeartbeatSender
-from xpyd_worker.server.lifecycle import Lifecycle
-from xpyd_worker.server.metrics import ServerMetrics
+from xpyd_worker.server.http.admin import Admin, DrainState, Process
+from xpyd_worker.server.http.admission import Lifecycle
+from xpyd_worker.server.http.inference import Api
+from xpyd_worker.server.http.server import create_app, listen, make_server
 from xpyd_worker.server.service import Place, Service, seeds
-from xpyd_worker.server.tracing import Tracer
+from xpyd_worker.server.telemetry.heartbeat import HeartbeatSender
+from xpyd_worker.server.telemetry.metrics import ServerMetrics
+from xpyd_worker.server.telemetry.tracing import Tracer
 from xpyd_worker.system import prepare_for_torch, process_age_s
 
 if TYPE_CHECKING:
@@ -360,7 +359,7 @@ def _make_tracer(config: WorkerConfig, incarnation: str) -> Tracer | None:
     if config.otlp_traces_endpoint is None:
         return None
     try:
-        from xpyd_worker.server.otel import OtlpTracer
+        from xpyd_worker.server.telemetry.otel import OtlpTracer
     except ModuleNotFoundError as error:
         raise UserError(
             f"--otlp-traces-endpoint: {error.name} is not installed; pip install 'xpyd[otel]'"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tests.worker.engine_fakes import FakeExecutor
 from xpyd_worker.engine.executor import Running, StepInput, StepOutput
-from xpyd_worker.engine.limits import Limits
+from xpyd_worker.engine.request import SchedulerConfig
 from xpyd_worker.ranks.step.decoder import StepDecoder
 from xpyd_worker.ranks.step.encoder import StepEncoder
 from xpyd_worker.ranks.step.messages import (
@@ -40,7 +40,7 @@ class CodedExecutor(FakeExecutor):
     slots_per_sequence = 2
 
     def __init__(
-        self, num_blocks: int, limits: Limits, depth: int = 1, draws_ahead: bool = True
+        self, num_blocks: int, limits: SchedulerConfig, depth: int = 1, draws_ahead: bool = True
     ) -> None:
         super().__init__(num_blocks, limits, depth, draws_ahead)
         slots = self.slots_per_sequence * limits.max_num_seqs

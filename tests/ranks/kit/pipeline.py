@@ -28,8 +28,7 @@ from xpyd_worker.engine.executor import (
     StepInput,
     StepOutput,
 )
-from xpyd_worker.engine.limits import Limits
-from xpyd_worker.engine.request import SampledToken
+from xpyd_worker.engine.request import SampledToken, SchedulerConfig
 from xpyd_worker.kernels.post_update import Fields, post_update
 from xpyd_worker.parallel.api import NO_GROUP, Boundary, Part, Sampled, TensorGroup
 from xpyd_worker.ranks.step.device_states import DeviceStates
@@ -239,7 +238,7 @@ class FakePipeline(FakeExecutor):
     states_of: tuple[type[RequestStates], ...] = ()
 
     def __init__(
-        self, num_blocks: int, limits: Limits, depth: int = 1, draws_ahead: bool = True
+        self, num_blocks: int, limits: SchedulerConfig, depth: int = 1, draws_ahead: bool = True
     ) -> None:
         super().__init__(num_blocks, limits, depth, draws_ahead)
         slots = 2 * limits.max_num_seqs

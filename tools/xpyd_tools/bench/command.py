@@ -17,12 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
 from xpyd_core.cli import Command
 from xpyd_core.errors import UserError
 from xpyd_core.logs import add_logging_arguments, set_up_logging
 from xpyd_tools.bench.load import LoadRequest, random_requests, read_requests
-from xpyd_worker.config import BLOCK_SIZES, DTYPES
+from xpyd_worker.flags import add_flags, flags_of
 
 if TYPE_CHECKING:
     from xpyd_worker import LLM
@@ -77,42 +76,7 @@ def _add_lengths(
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("engine, as for `xpyd worker`").add_argument
-    add("--model", required=True, metavar="PATH_OR_URI", help="folder or hf://org/name")
-    add("--revision", help="branch, tag or commit of an hf:// model")
-    add("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:N")
-    add("--dtype", choices=DTYPES, default="auto", help="of weights and KV, e.g. bfloat16")
-    add(
-        "--tensor-parallel-size",
-        "-tp",
-        type=int,
-        default=1,
-        metavar="N",
-        help="ranks that share each layer (default: %(default)s)",
-    )
-    add(
-        "--pipeline-parallel-size",
-        "-pp",
-        type=int,
-        default=1,
-        metavar="N",
-        help="stages that hold the layers one behind the other (default: %(default)s)",
-    )
-    add("--max-model-len", type=int, metavar="N", help="tokens of prompt and output, e.g. 4096")
-    add("--max-num-seqs", type=int, default=256, metavar="N", help="running sequences")
-    add("--max-num-batched-tokens", type=int, metavar="N", help="of one forward (default: auto)")
-    add("--kv-cache-memory", metavar="SIZE", help="paged KV cache, e.g. 4Gi")
-    add(
-        "--gpu-memory-utilization",
-        type=float,
-        default=0.9,
-        metavar="SHARE",
-        help="of the GPU's memory, for all (default: %(default)s)",
-    )
-    add("--enforce-eager", action="store_true", help="no CUDA graphs")
-    add("--disable-custom-all-reduce", action="store_true", help="on several GPUs: NCCL alone")
-    add("--block-size", type=int, choices=BLOCK_SIZES, default=DEFAULT_BLOCK_SIZE, help="tokens")
-    add("--threads", type=int, metavar="N", help="threads of torch, e.g. 2")
+    add_flags(parser, "engine, as for `xpyd worker`", flags_of("bench"))
 
 
 # --- latency

@@ -16,6 +16,7 @@ from typing import Any
 from xpyd_tools.bench.load import LoadRequest
 from xpyd_tools.bench.summary import Spread, spread
 from xpyd_worker import LLM, RankLostError, SamplingParams
+from xpyd_worker.flags import flags_of
 
 
 @dataclass(frozen=True)
@@ -58,25 +59,9 @@ def run_engine(args: argparse.Namespace, measure: Callable[[LLM], None]) -> int:
 
 
 def _make_llm(args: argparse.Namespace) -> LLM:
-    return LLM(
-        args.model,
-        revision=args.revision,
-        device=args.device,
-        dtype=args.dtype,
-        tensor_parallel_size=args.tensor_parallel_size,
-        pipeline_parallel_size=args.pipeline_parallel_size,
-        max_model_len=args.max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        kv_cache_memory=args.kv_cache_memory,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        enforce_eager=args.enforce_eager,
-        disable_custom_all_reduce=args.disable_custom_all_reduce,
-        block_size=args.block_size,
-        # Warm-ups and repetitions must compute what the first run computed.
-        enable_prefix_caching=False,
-        threads=args.threads,
-    )
+    given = {flag.argument: getattr(args, flag.argument) for flag in flags_of("bench")}
+    # Warm-ups and repetitions must compute what the first run computed.
+    return LLM(**given, enable_prefix_caching=False)
 
 
 def batch_latency(

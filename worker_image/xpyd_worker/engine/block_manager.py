@@ -1,4 +1,4 @@
-"""Paged KV blocks: who holds them, and what prefix stands in them. Pure.
+"""Paged KV blocks: their references, the free queue, and the prefix cache. Pure.
 
 The scheduler takes and frees blocks through this, and so does the transfer library (it is its
 BlockPool). A block with no reference is free: it waits in a queue in LRU order, and as long as it
@@ -17,7 +17,7 @@ from xpyd_core.blocks import DEFAULT_BLOCK_SIZE, next_block_hash, root_hash
 class BlockManager:
     """`num_blocks` blocks with reference counts, a free queue and the prefix cache over them.
 
-    One thread uses it. Releasing or retaining a block that nobody holds is a defect of the caller
+    One thread uses it. Releasing or retaining a block without references is a defect of the caller
     and raises RuntimeError.
     """
 
@@ -159,7 +159,7 @@ class BlockManager:
         return found
 
     def register(self, block_id: int, block_hash: bytes) -> None:
-        """The content of a held, full block stands in the cache. A second block with the same
+        """Put the content of a held, full block into the cache. A second block with the same
         content stays unregistered."""
         if self._caching and block_hash not in self._block_of:
             self._block_of[block_hash] = block_id

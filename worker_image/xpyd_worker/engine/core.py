@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 
@@ -23,20 +23,25 @@ from xpyd_core.errors import XpydError
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.connector.api import Consumer, Producer
 from xpyd_kv.values import OfferedPrompt
-from xpyd_worker.engine.api import Deliver
 from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.executor import Executor, Running
 from xpyd_worker.engine.inbox import Abort, Inbox, Item, ReleaseKv, ResetPrefixCache, Submit
-from xpyd_worker.engine.limits import Limits
-from xpyd_worker.engine.recompute_log import RecomputeLog
-from xpyd_worker.engine.request import ChoiceOutput, EngineRequest, EngineStats, RequestOutput
+from xpyd_worker.engine.open_requests import StopRules
+from xpyd_worker.engine.request import (
+    ChoiceOutput,
+    EngineRequest,
+    EngineStats,
+    RequestOutput,
+    SchedulerConfig,
+)
 from xpyd_worker.engine.scheduler import Scheduler
-from xpyd_worker.engine.steps import ScheduledStep
-from xpyd_worker.engine.stopping import StopRules
+from xpyd_worker.engine.sequences import ScheduledStep
 
 logger = logging.getLogger(__name__)
 
-# Unfinished transfers and waiting requests are looked at this often even if no wake-up comes:
+Deliver = Callable[[Sequence[RequestOutput]], None]
+
+# Unfinished transfers and waiting requests are polled this often even without a wake-up:
 # P's deadlines (GRANT, leases) are checked in Producer.poll, which names no next one.
 _TICK_S = 0.25
 # A deadline that has passed and is named again must not become a busy loop.
@@ -57,11 +62,15 @@ def _no_layer_done(_layer: int) -> None:
 
 
 class EngineCore:
-    """Implements `xpyd_worker.engine.api.Engine`.
+    """One engine: its queue, its loop, its KV cache.
+
+    The methods above "the engine's thread" may be called from any thread and return at once, except
+    `start` and `stop`. Outputs go to `deliver`, once per step, on the engine's thread; the server
+    moves them to its event loop.
 
     Built last: executor, then `BlockManager(executor.num_blocks)` and `Inbox()`, then the
-    connectors with that pool and `inbox.wake`, then this with all of them. `deliver` is called on
-    the engine's thread; once, from the caller of `submit`, when the engine has ended.
+    connectors with that pool and `inbox.wake`, then this class with all of them. When the engine
+    has ended, `submit` calls `deliver` once, on the thread of its caller.
     """
 
     def __init__(
@@ -70,7 +79,7 @@ class EngineCore:
         *,
         pool: BlockManager,
         inbox: Inbox,
-        limits: Limits,
+        config: SchedulerConfig,
         rules: StopRules,
         deliver: Deliver,
         producer: Producer | None = None,
@@ -84,12 +93,12 @@ class EngineCore:
         self._producer = producer
         self._consumer = consumer
         self._clock = clock
-        # Who is told of each layer here cannot tell two steps apart.
+        # A producer that is called for each layer cannot tell the layers of two steps apart.
         is_single = producer is not None and not producer.ranks_send
         self._depth = 1 if is_single else executor.depth
         self._scheduler = Scheduler(
             pool,
-            limits=limits,
+            config=config,
             rules=rules,
             producer=producer,
             consumer=consumer,
@@ -110,7 +119,7 @@ class EngineCore:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why the engine's thread ended by itself; None while it runs."""
+        """Why the engine's thread ended by itself; None while it runs. The process then exits."""
         return self._failure
 
     @property
@@ -144,19 +153,29 @@ class EngineCore:
             self._deliver([last])
 
     def abort(self, request_id: str, choices: tuple[int, ...] | None = None) -> None:
-        """End a request, or some of its choices."""
+        """End a request, or some of its choices (a stop string was found; they count as `stop`).
+
+        No output follows for these choices, except those of steps that already ran. When no choice
+        is left, a last output without choices has `finished` set; it does not come when the whole
+        request is aborted. Unknown requests are ignored. On P, choices that ended by `length` may
+        still be named: when all are, and `cancel_when_done` was set, their transfer is cancelled.
+        """
         self._inbox.put(Abort(request_id, choices))
 
     def kv_offered(self, key: TransferKey) -> OfferedPrompt | None:
-        """The prompt that P offered under `key`, if its OFFER has come."""
+        """The prompt that P offered under `key`; None before its OFFER arrives."""
         return self._consumer.offered(key) if self._consumer else None
 
     def kv_release(self, uuid: str) -> None:
-        """Free KV received for `uuid` and refuse more of it."""
+        """Free KV received for `uuid` and refuse more of it (docs: release)."""
         self._inbox.put(ReleaseKv(uuid))
 
     def reset_prefix_cache(self, done: Callable[[bool], None]) -> None:
-        """Forget cached prefixes that nobody holds; `done` is told whether none is left."""
+        """Forget cached prefixes that no request and no transfer holds, before the next step.
+
+        `done` gets whether no prefix is left, on the engine's thread; False at once, on the
+        caller's thread, when the engine has ended.
+        """
         if not self._inbox.put(ResetPrefixCache(done)):
             done(False)
 
@@ -241,7 +260,7 @@ class EngineCore:
             self._under_way.append(_UnderWay(step, running, begun_s))
 
     def _finish(self, one: _UnderWay) -> None:
-        """Wait for the oldest step and take in what came of it."""
+        """Wait for the oldest step and give its result to the scheduler."""
         step = one.step
         try:
             result = one.running.wait()
@@ -252,13 +271,12 @@ class EngineCore:
             raise
         else:
             now = self._clock()
-            self._scheduler.stats.steps.observe(
-                # Its own time: it begins when the one before is over. In a pipeline that is what
-                # the step adds, once its stages overlap.
-                seconds=now - max(one.begun_s, self._last_over_s),
-                tokens=step.input.tokens,
-                sequences=len(step.input.sequences),
-            )
+            steps = self._scheduler.stats.steps
+            # The step's own time: it begins when the step before is over. In a pipeline that is
+            # what the step adds, once its stages overlap.
+            steps.seconds.observe(now - max(one.begun_s, self._last_over_s))
+            steps.tokens.observe(step.input.tokens)
+            steps.sequences.observe(len(step.input.sequences))
             self._last_over_s = now
             for message in result.failed.values():
                 logger.error("step %d: %s", step.input.step, message)
@@ -321,3 +339,41 @@ class EngineCore:
         self._scheduler.end_all(reason, message)
         self._hand_out()
         self._observe()
+
+
+# At least so many seconds between two warnings of one engine.
+EVERY_S = 30.0
+# No fault of the transfer: the scores of a prompt need its forward; blocks ran out later.
+_USUAL = frozenset({"prompt_logprobs", "preempted"})
+
+
+class RecomputeLog:
+    """Warns, at most once in EVERY_S, that D computes prompts whose KV P was to send.
+
+    Answers stay right meanwhile, so without the warning P's work would be lost unseen. Each request
+    has a log line of its own at INFO. The class reads no clock.
+    """
+
+    def __init__(self) -> None:
+        self._said: dict[str, int] = {}
+        self._quiet_until = float("-inf")
+
+    def look(self, requests: Mapping[str, int], tokens: Mapping[str, int], now: float) -> None:
+        """The counters of recomputed requests and their tokens, by reason, as of now."""
+        if now < self._quiet_until or requests == self._said:
+            return
+        new = {
+            reason: count - self._said.get(reason, 0)
+            for reason, count in requests.items()
+            if reason not in _USUAL and count > self._said.get(reason, 0)
+        }
+        self._said = dict(requests)
+        if not new:
+            return
+        self._quiet_until = now + EVERY_S
+        logger.warning(
+            "%d prompts are computed here whose KV was to come (%s); %d tokens since the start",
+            sum(new.values()),
+            ", ".join(f"{reason} {count}" for reason, count in sorted(new.items())),
+            sum(count for reason, count in tokens.items() if reason not in _USUAL),
+        )

@@ -1,7 +1,7 @@
 """The seam between the engine and the model: one step in, its samples out.
 
-On one rank the runner implements it in the engine's thread; with TP and PP it stands for worker
-processes. The engine never sees a tensor, the executor never sees a queue of requests.
+On one rank the runner implements it in the engine's thread; with TP and PP the executor drives
+worker processes. The engine never sees a tensor, the executor never sees a queue of requests.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class ScheduledSequence:
 class StepInput:
     """One flat batch: the sequences' tokens one behind the other, no padding.
 
-    `block_copies` (source, destination) are done before the forward. `kv` is what the producer has
-    to tell ranks that send KV themselves; opaque here.
+    `block_copies` (source, destination) are done before the forward. `kv` is the producer's
+    message to ranks that send KV themselves; opaque here.
     """
 
     step: int
@@ -92,7 +92,7 @@ class StepOutput:
     says why nothing could be drawn for them.
 
     `prompt_logprobs` by sequence id: for each token in `token_ids` that lies in the prompt and is
-    not its first token, its log probability given what stands before it (so chunks concatenate).
+    not its first token, its log probability given the tokens before it (so chunks concatenate).
     """
 
     samples: dict[int, tuple[SampledToken, ...]]
@@ -104,8 +104,8 @@ class Running(Protocol):
     """A step that was launched."""
 
     def wait(self) -> StepOutput:
-        """What came of it; once. Raises XpydError when the step failed: the engine then fails its
-        requests and goes on."""
+        """The step's result; call it once. Raises XpydError when the step failed: the engine then
+        fails its requests and goes on."""
         ...
 
 
@@ -146,7 +146,7 @@ class Executor(Protocol):
         """Start one forward and the sampling after it.
 
         Before: every block named is owned by its sequence, until the step is over. `layer_done(i)`
-        is called when the KV of layer i of all scheduled tokens stands in the cache, or will before
+        is called when the KV of layer i of all scheduled tokens is in the cache, or will be before
         anything that is enqueued on the device after the call. Raises XpydError like Running.wait.
         """
         ...
@@ -154,6 +154,6 @@ class Executor(Protocol):
     def await_oldest(self, awake: int) -> bool:
         """Wait until the oldest step not waited for is over: True. False where descriptor `awake`
         was readable before, so that a step may be launched behind those under way. Called while
-        there are some, and fewer than `depth`. True at once where nothing would come of it sooner.
-        Raises what the step's `wait` would raise."""
+        there are some, and fewer than `depth`. True at once where a step launched sooner would not
+        end sooner. Raises what the step's `wait` would raise."""
         ...

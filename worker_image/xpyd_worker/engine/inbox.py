@@ -1,4 +1,4 @@
-"""What other threads tell the engine's thread, and how they wake it.
+"""The queue of calls from other threads to the engine's thread, and its wake-up.
 
 Made before the connectors, which call `wake`, and before the engine, which takes the items.
 """
@@ -35,14 +35,14 @@ class Abort:
 
 @dataclass(frozen=True)
 class ReleaseKv:
-    """KV received for a uuid that nobody will ask for."""
+    """KV received for a uuid that no request will use."""
 
     uuid: str
 
 
 @dataclass(frozen=True)
 class ResetPrefixCache:
-    """Cached prefixes to forget; `done` is told on the engine's thread whether none is left."""
+    """Cached prefixes to forget; `done` gets whether no prefix is left, on the engine's thread."""
 
     done: Callable[[bool], None]
 
@@ -73,7 +73,7 @@ class Inbox:
         return self._awake
 
     def put(self, item: Item) -> bool:
-        """Hand an item to the engine; False when it has ended and nobody will read it."""
+        """Hand an item to the engine; False when the engine has ended and will not read it."""
         with self._lock:
             if self._closed:
                 return False
@@ -87,7 +87,8 @@ class Inbox:
 
     def wait(self, timeout_s: float | None) -> None:
         """Sleep until `put` or `wake` was called since the last `take`, or the time is over."""
-        # Upwards: who wakes a moment before a deadline finds nothing to do, and comes again.
+        # Rounded up: a reader that wakes just before a deadline finds nothing to do and waits
+        # again.
         self._poll.poll(None if timeout_s is None else max(0, ceil(timeout_s * 1000)))
 
     def rearm(self) -> None:

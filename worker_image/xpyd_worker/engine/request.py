@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out: values between the server and the engine thread.
+"""Values between the server and the engine's thread: requests, outputs, counters, configuration.
 
 Pure and frozen. The server validates and tokenizes, the engine trusts these values.
 """
@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
+from xpyd_core.distribution import Distribution
 from xpyd_core.request_id import Address, TransferKey
-from xpyd_worker.engine.step_figures import StepFigures
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+Policy = Literal["fcfs", "priority"]
+POLICIES: tuple[Policy, ...] = ("fcfs", "priority")
 TransferState = Literal["none", "pending", "granted"]
 # busy: the queue is full, try another instance. too_long: it can never fit here. kv_failed: its KV
-# did not come and recomputing is off. internal: the step or the engine failed.
+# did not arrive and recomputing is off. internal: the step or the engine failed.
 ErrorKind = Literal["", "busy", "too_long", "kv_failed", "internal"]
 
 
@@ -25,7 +27,7 @@ class SamplingParams:
 
     `max_tokens` and `min_tokens` count output tokens, those of `continue_from` included.
     `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off. `seed` is always set (the server
-    draws one where nobody gave one). `stop_token_ids` end a choice and stay in its output.
+    draws one for a request without). `stop_token_ids` end a choice and stay in its output.
     `logprobs`: how many top alternatives per token, None for none at all (0: the token's own only).
     `prompt_logprobs`: the same for the prompt's tokens; such a request skips the prefix cache.
     Stop strings are not here: the server finds them in the text and aborts the choice.
@@ -73,7 +75,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class SendTo:
-    """On P: the KV of this prompt goes to the D whose KV address stands in the request id."""
+    """On P: the KV of this prompt goes to the D whose KV address is in the request id."""
 
     key: TransferKey
     peer: Address
@@ -109,7 +111,8 @@ class EngineRequest:
     first_choice: int = 0
     continue_from: tuple[tuple[int, ...], ...] = ()
     transfer: SendTo | ReceiveFrom | None = None
-    # On D: why KV of this prompt will not come although a P computed it ("not_sent", "restarted").
+    # On D: why KV of this prompt will not arrive although a P computed it ("not_sent",
+    # "restarted").
     kv_missing: str = ""
     cache_salt: bytes = b""
     priority: int = 0
@@ -163,8 +166,8 @@ class RequestOutput:
     """What one request gained in one step; the server gets them in order.
 
     `finished` is true on the last. `prompt_logprobs` (one entry per prompt token, None for the
-    first) comes once, with the first output of a request that asked. `cached_tokens` counts prompt
-    tokens from the local prefix cache, `received_tokens` those whose KV came from P. `started_s`:
+    first) is in the first output of a request that asked for it. `cached_tokens` counts prompt
+    tokens from the local prefix cache, `received_tokens` those whose KV P sent. `started_s`:
     when the request first left the queue, on the engine's clock (time.monotonic); None before.
     `error` is set, and `error_kind` with it, where choices ended by `error`.
     """
@@ -179,6 +182,26 @@ class RequestOutput:
     started_s: float | None = None
     error: str = ""
     error_kind: ErrorKind = ""
+
+
+# From a small model's decode step to a full chunk of a large one on a CPU.
+STEP_SECONDS = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
+    *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
+)
+STEP_TOKENS = tuple(float(2**power) for power in range(16))
+STEP_SEQUENCES = tuple(float(2**power) for power in range(12))
+
+
+@dataclass
+class StepMetrics:
+    """Distributions over the steps that succeeded. `seconds`: the forward and the sampling, without
+    scheduling and, in mode put, without waiting for D; of a step behind another, from when that was
+    over."""
+
+    seconds: Distribution = field(default_factory=lambda: Distribution(STEP_SECONDS))
+    tokens: Distribution = field(default_factory=lambda: Distribution(STEP_TOKENS))
+    sequences: Distribution = field(default_factory=lambda: Distribution(STEP_SEQUENCES))
 
 
 @dataclass
@@ -200,9 +223,38 @@ class EngineStats:
     blocks_total: int = 0
     blocks_free: int = 0
     finished: dict[str, int] = field(default_factory=dict[str, int])
-    # Requests that computed a prompt here although its KV was to come, by reason.
+    # Requests that computed a prompt here although P was to send its KV, by reason.
     kv_recomputed: dict[str, int] = field(default_factory=dict[str, int])
     # The tokens of those prompts that entered a forward.
     kv_recomputed_tokens: dict[str, int] = field(default_factory=dict[str, int])
     received_tokens: int = 0
-    steps: StepFigures = field(default_factory=StepFigures)
+    steps: StepMetrics = field(default_factory=StepMetrics)
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Bounds and policy of one engine's scheduler, checked when made.
+
+    `max_num_seqs` is how many sequences run at once, `max_num_batched_tokens` a step's budget,
+    `max_waiting` how many may queue. With `recompute_without_kv` False a request whose KV did not
+    arrive fails instead. A sequence gets at most `long_prefill_token_threshold` new tokens in a
+    step (0: the budget alone bounds it). Under `fcfs` requests rank by arrival, under `priority` by
+    their own number first, lower before higher.
+    """
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 512
+    max_waiting: int = 4096
+    recompute_without_kv: bool = True
+    long_prefill_token_threshold: int = 0
+    policy: Policy = "fcfs"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:
+            raise ValueError("expected 1 <= max_num_seqs <= max_num_batched_tokens")
+        if self.long_prefill_token_threshold < 0:
+            raise ValueError("expected 0 <= long_prefill_token_threshold")
+
+    def chunk(self, remaining: int, budget: int) -> int:
+        """How many of a sequence's `remaining` tokens go into a step that has room for `budget`."""
+        return min(remaining, budget, self.long_prefill_token_threshold or remaining)

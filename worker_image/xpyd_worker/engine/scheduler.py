@@ -1,19 +1,19 @@
-"""Who runs in the next step, with how many tokens and in which blocks. Pure: time is an argument.
+"""Which sequences run in the next step, with how many tokens and blocks. Pure: time is an argument.
 
     submit -> waiting (for its turn, or for KV from P) -> running -> finished
                  ^---------- preempted (recompute) ------'
 
 Running sequences come first, then the queue, each by rank: arrival, or priority and then arrival.
-Every running decode has its token of the step's budget; prompts share what is left, and one that
-gets a part is simply not computed yet, so chunked prefill and mixed batches need no code of their
-own, and a decode waits for one chunk at most. When blocks run out the last in rank is preempted
-and goes back to its place in the queue.
+Every running decode has its token of the step's budget; prompts share the rest. A prompt that gets
+a part of its tokens stays running with tokens to compute, so chunked prefill and mixed batches need
+no code of their own, and a decode waits for one chunk at most. When blocks run out, the last
+sequence in rank is preempted and goes back to its place in the queue.
 
 Further steps may be made before the last one is over. Where a device draws ahead, one: its
-sequences compute tokens that are still being drawn, and who turns out to have ended has taken part
-for nothing. In a pipeline as many as it has stages: a prompt's chunks follow each other, and a
-decode is in one step at a time. Blocks stay until no step under way writes to them. It must not
-know tensors, sockets or threads.
+sequences compute tokens that are still being drawn, and the work for a sequence that then turns out
+to have ended is lost. In a pipeline as many as it has stages: a prompt's chunks follow each other,
+and a decode is in one step at a time. Blocks stay until no step under way writes to them. It must
+not know tensors, sockets or threads.
 """
 
 from __future__ import annotations
@@ -21,15 +21,25 @@ from __future__ import annotations
 import itertools
 import logging
 from bisect import insort
+from collections.abc import Iterable
 
 from xpyd_kv.connector.api import Consumer, Producer
-from xpyd_worker.engine.admission import Admission, Verdict
-from xpyd_worker.engine.advance import Advance, Forked
 from xpyd_worker.engine.block_manager import BlockManager
-from xpyd_worker.engine.book import RequestBook
-from xpyd_worker.engine.executor import StepOutput
-from xpyd_worker.engine.limits import Limits
-from xpyd_worker.engine.pipeline import decodes_per_step
+from xpyd_worker.engine.executor import (
+    DRAWN_BEFORE,
+    SampleSpec,
+    ScheduledSequence,
+    StepInput,
+    StepOutput,
+)
+from xpyd_worker.engine.open_requests import (
+    Admission,
+    Forked,
+    OpenRequests,
+    StopRules,
+    TokenCommit,
+    Verdict,
+)
 from xpyd_worker.engine.request import (
     EngineRequest,
     EngineStats,
@@ -37,13 +47,17 @@ from xpyd_worker.engine.request import (
     FinishReason,
     RequestOutput,
     SampledToken,
+    SchedulerConfig,
 )
 from xpyd_worker.engine.sending import Sending
-from xpyd_worker.engine.sequence import RequestState, Sequence
-from xpyd_worker.engine.steps import Part, ScheduledStep, StepMaker
-from xpyd_worker.engine.stopping import StopRules
-from xpyd_worker.engine.tables import BlockTables
-from xpyd_worker.engine.waiting import WaitingQueue
+from xpyd_worker.engine.sequences import (
+    BlockTables,
+    RequestState,
+    ScheduledStep,
+    Sequence,
+    SequenceShare,
+    WaitingQueue,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +72,7 @@ class Scheduler:
         self,
         pool: BlockManager,
         *,
-        limits: Limits,
+        config: SchedulerConfig,
         rules: StopRules,
         producer: Producer | None = None,
         consumer: Consumer | None = None,
@@ -68,23 +82,23 @@ class Scheduler:
         step behind one that is not over has the tokens that this draws."""
         self.stats = EngineStats(blocks_total=pool.num_blocks, blocks_free=pool.num_free)
         self._pool = pool
-        self._limits = limits
+        self._config = config
         self._rules = rules
         self._consumer = consumer
         self._stages = stages
         self._sending = Sending(producer)
         self._tables = BlockTables(pool)
-        self._book = RequestBook(
+        self._requests = OpenRequests(
             self.stats, tables=self._tables, sending=self._sending, consumer=consumer
         )
         self._admission = Admission(
             tables=self._tables,
-            book=self._book,
+            requests=self._requests,
             sending=self._sending,
             consumer=consumer,
-            recompute_without_kv=limits.recompute_without_kv,
+            recompute_without_kv=config.recompute_without_kv,
         )
-        self._advance = Advance(self._tables, rules)
+        self._commit = TokenCommit(self._tables, rules)
         self._maker = StepMaker(self._sending, rules)
         self._arrivals = itertools.count()
         self._waiting = WaitingQueue()
@@ -93,53 +107,53 @@ class Scheduler:
         # Steps made and not over, the oldest first.
         self._under_way: list[ScheduledStep] = []
 
-    # --- requests come and go
+    # --- requests: submit, abort, outputs
 
     @property
     def has_requests(self) -> bool:
         """Whether any request is unfinished."""
-        return bool(self._book.states)
+        return bool(self._requests.states)
 
     def take_outputs(self) -> list[RequestOutput]:
         """What requests gained since the last call, in order."""
-        return self._book.take_outputs()
+        return self._requests.take_outputs()
 
     def submit(self, request: EngineRequest, now: float) -> None:
         """Queue a request, or end it at once: it can never fit, the queue is full, or all its
-        choices ended in the ids they came with."""
-        state = self._advance.begin(request)
+        choices end in their `continue_from` ids."""
+        state = self._commit.begin(request)
         state.arrival = next(self._arrivals)
-        if self._limits.policy == "priority":
+        if self._config.policy == "priority":
             state.priority = request.priority
         receive = state.receive
         if self._consumer is not None and receive is not None:
             self._consumer.expect(receive.key, wait_s=receive.wait_s, now=now)
             state.expects_kv = True
-        self._book.states[request.request_id] = state
+        self._requests.states[request.request_id] = state
         refusal = self._refusal(state)
         if refusal is not None:
-            self._book.fail(state, *refusal)
+            self._requests.fail(state, *refusal)
             return
         if state.expects_kv and state.scores_prompt:
-            self._book.forget_kv(state)
-            self._book.recomputes(state, "prompt_logprobs")
+            self._requests.forget_kv(state)
+            self._requests.recomputes(state, "prompt_logprobs")
         missing = request.kv_missing
         if missing and not self._admission.goes_on_without_kv(state, missing):
             return
         for sequence in state.sequences:
             self._waiting.push(sequence)
         if not state.sequences or (state.held and not state.scores_prompt):
-            self._book.emit(state)
+            self._requests.emit(state)
 
     def abort(self, request_id: str, choices: tuple[int, ...] | None = None) -> None:
         """End a request, or some of its choices; blocks go back at once."""
-        state = self._book.states.get(request_id)
+        state = self._requests.states.get(request_id)
         if state is None:
             self._sending.abort_ended(request_id, choices)
             return
         if choices is None:
             self._sending.aborted(state, "aborted")
-            self._book.close(state, "abort")
+            self._requests.close(state, "abort")
             self._sweep()
             return
         for choice in choices:
@@ -149,13 +163,13 @@ class Scheduler:
                     if sequence.choice == choice:
                         self._tables.drop(sequence)
         if not state.open:
-            self._book.emit(state)
+            self._requests.emit(state)
         self._sweep()
 
     def end_all(self, reason: FinishReason, message: str) -> None:
         """Give every request its last output: the engine stops."""
-        for state in list(self._book.states.values()):
-            self._book.fail(state, "internal", message, reason)
+        for state in list(self._requests.states.values()):
+            self._requests.fail(state, "internal", message, reason)
         for step in list(self._under_way):
             self._land(step)
         self._sweep()
@@ -165,8 +179,8 @@ class Scheduler:
     def schedule(self, now: float) -> ScheduledStep | None:
         """The next step, or None when nothing can run now.
 
-        Where a device draws ahead, behind a step that is not over only one that all who run can
-        take part in; when it is over the step is waited for, and asked for again.
+        Where a device draws ahead: behind a step that is not over, only a step in which every
+        running sequence can take part. Otherwise the caller waits for the step and asks again.
         """
         is_ahead = self._stages == 1 and bool(self._under_way)
         if is_ahead and any(sequence.hangs for sequence in self._running):
@@ -193,17 +207,17 @@ class Scheduler:
         for part in step.parts:
             self._take(part, result)
         for state in dict.fromkeys(part.sequence.state for part in step.parts):
-            if not self._book.is_open(state):
+            if not self._requests.is_open(state):
                 continue
             if state.gained or not (state.open or state.sequences):
-                self._book.emit(state)
+                self._requests.emit(state)
         self._running = [s for s in self._running if not s.ended]
 
     def fail(self, step: ScheduledStep, message: str) -> None:
         """A step failed: so do its requests."""
         for part in step.parts:
-            if self._book.is_open(part.sequence.state):
-                self._book.fail(part.sequence.state, "internal", message)
+            if self._requests.is_open(part.sequence.state):
+                self._requests.fail(part.sequence.state, "internal", message)
         self._land(step)
         self._sweep()
 
@@ -211,45 +225,45 @@ class Scheduler:
         """The counters, with gauges as of now. The scheduler goes on writing into it."""
         running = {id(sequence.state) for sequence in self._running}
         self.stats.running = len(running)
-        self.stats.waiting = len(self._book.states) - len(running)
+        self.stats.waiting = len(self._requests.states) - len(running)
         self.stats.blocks_free = self._pool.num_free
         return self.stats
 
     # --- scheduling
 
     def _land(self, step: ScheduledStep) -> None:
-        """A step is over, and nothing came of it."""
+        """A step has ended without a result."""
         self._under_way.remove(step)
         for part in step.parts:
             part.land()
             self._tables.landed(part.sequence)
 
-    def _take(self, part: Part, result: StepOutput) -> None:
-        """What a step computed and drew for one sequence."""
+    def _take(self, part: SequenceShare, result: StepOutput) -> None:
+        """Give a sequence what the step computed and drew for it."""
         sequence, count = part.sequence, part.count
         part.land()
-        self._book.count_computed(sequence, count)
+        self._requests.count_computed(sequence, count)
         if sequence.ended:
             self._tables.landed(sequence)
             return
         failure = result.failed.get(sequence.seq_id)
         if failure is not None:
-            self._book.fail(sequence.state, "internal", f"the step failed: {failure}")
+            self._requests.fail(sequence.state, "internal", f"the step failed: {failure}")
             return
         sequence.num_computed += count
         self._tables.copied(sequence)
         self._tables.register_computed(sequence)
-        self._sending.computed(sequence)
-        self._book.take_prompt_logprobs(sequence, count, result)
+        sequence.state.computed(sequence.num_computed)
+        self._requests.take_prompt_logprobs(sequence, count, result)
         if sequence.num_computed == len(sequence.tokens):
-            room = self._limits.max_num_seqs - len(self._running)
-            self._place(self._advance.take(sequence, _samples(part, result), room))
+            room = self._config.max_num_seqs - len(self._running)
+            self._place(self._commit.commit(sequence, _samples(part, result), room))
 
     def _shares(self) -> dict[int, int]:
         """By id, tokens of each running sequence that the next step may compute."""
         due = {sequence.seq_id: self._due(sequence) for sequence in self._running}
         if self._stages > 1:
-            # Who has waited longest goes first.
+            # The sequences that waited longest go first.
             ready = sorted(
                 (s for s in self._running if due[s.seq_id] == 1), key=lambda s: s.last_step
             )
@@ -277,10 +291,10 @@ class Scheduler:
 
     def _schedule_running(self, parts: list[tuple[Sequence, int]]) -> int | None:
         """What is left of the budget. Where blocks lack behind a step of a device that draws ahead
-        None: whoever ends in it makes room. In a pipeline 0, if the last in rank is in a step:
-        those before go on, until that one can be preempted."""
+        None: a sequence that ends in that step makes room. In a pipeline 0, if the last in rank is
+        in a step: those before go on, until that one can be preempted."""
         due = self._shares()
-        budget, index = self._limits.max_num_batched_tokens, 0
+        budget, index = self._config.max_num_batched_tokens, 0
         # Tokens kept for decodes further behind. The budget is at least max_num_seqs, so each has
         # its own, and the first prompt at least one.
         kept = sum(count == 1 for count in due.values())
@@ -288,7 +302,7 @@ class Scheduler:
             sequence = self._running[index]
             left = due[sequence.seq_id]
             kept -= left == 1
-            count = self._limits.chunk(left, budget - kept)
+            count = self._config.chunk(left, budget - kept)
             index += 1
             if not count:
                 continue
@@ -310,22 +324,22 @@ class Scheduler:
     def _admit(self, parts: list[tuple[Sequence, int]], budget: int, now: float) -> None:
         """Start sequences from the queue while budget, room and blocks last.
 
-        Who waits for KV keeps nobody else waiting, but for KV that would be pulled into blocks that
-        its own could not be pulled into. Who waits for blocks does, but for those whose KV has
-        landed: they hold blocks already, and give them back only by running. Free blocks are kept
-        from transfers as long as somebody waits for them, unless nobody runs: then transfers hold
-        what is missing, and must go on.
+        A sequence that waits for KV blocks no other, except those whose KV would be pulled into
+        the blocks that it lacks. A sequence that waits for blocks blocks all others, except those
+        whose KV has landed: they hold blocks already, and free them only by running. Free blocks
+        are kept from transfers while a sequence waits for them, unless no sequence runs: then
+        transfers hold the missing blocks, and must go on.
         """
         if self._waiting and not budget:
             return
         missing, is_crowded = 0, False
         passed: list[Sequence] = []
         self._pool.set_aside(0, from_hits=False)
-        while budget and len(self._running) < self._limits.max_num_seqs:
+        while budget and len(self._running) < self._config.max_num_seqs:
             sequence = self._waiting.pop()
             if sequence is None:
                 break
-            seats = 0 if is_crowded else self._limits.max_num_seqs - len(self._running)
+            seats = 0 if is_crowded else self._config.max_num_seqs - len(self._running)
             verdict = self._admission.admit(sequence, blocked=missing > 0, seats=seats, now=now)
             is_crowded = is_crowded or verdict is Verdict.CROWDED
             if verdict is Verdict.GO:
@@ -348,12 +362,12 @@ class Scheduler:
         forked = Forked()
         self._run(sequence)
         if not sequence.remaining:
-            room = self._limits.max_num_seqs - len(self._running)
-            forked = self._advance.fork(sequence, {}, room)
+            room = self._config.max_num_seqs - len(self._running)
+            forked = self._commit.fork(sequence, {}, room)
             self._place(forked)
         used = 0
         for member in (sequence, *forked.running):
-            count = self._limits.chunk(member.remaining, budget - used)
+            count = self._config.chunk(member.remaining, budget - used)
             # Without a block it waits in the running list; the next step preempts for it.
             if count and self._tables.grow(member, member.reached + count):
                 parts.append((member, count))
@@ -370,7 +384,7 @@ class Scheduler:
         self._waiting.push(sequence)
         if state.adopted:
             state.adopted = False
-            self._book.recomputes(state, "preempted")
+            self._requests.recomputes(state, "preempted")
 
     # --- bookkeeping
 
@@ -386,7 +400,7 @@ class Scheduler:
             have = self._pool.num_blocks * self._pool.block_size
             return "too_long", f"prompt and max_tokens need {tokens} tokens of KV cache of {have}"
         receive = state.receive
-        if len(self._waiting) < self._limits.max_waiting:
+        if len(self._waiting) < self._config.max_waiting:
             return None
         if receive and self._consumer and self._consumer.offered(receive.key) is not None:
             return None
@@ -406,11 +420,80 @@ class Scheduler:
         self._waiting.sweep()
 
 
-def _samples(part: Part, result: StepOutput) -> dict[int, SampledToken]:
-    """What was drawn for each choice that nobody has ended since the step was made."""
+def _samples(part: SequenceShare, result: StepOutput) -> dict[int, SampledToken]:
+    """The tokens drawn for each choice that is still open."""
     drawn = result.samples.get(part.sequence.seq_id, ())
     if len(drawn) != len(part.choices):
-        raise RuntimeError(f"{len(drawn)} samples came for {len(part.choices)} choices")
+        raise RuntimeError(f"{len(drawn)} samples arrived for {len(part.choices)} choices")
     still_open = part.sequence.state.open
     pairs = zip(part.choices, drawn, strict=True)
     return {choice: sample for choice, sample in pairs if choice in still_open}
+
+
+def decodes_per_step(decodes: int, *, ready: int, stages: int, free: int) -> int:
+    """How many decodes go into the next step of a pipeline of `stages`. `decodes` run, `ready` of
+    them are in no step, and `free` steps may still be launched before one is waited for.
+
+    The first bound keeps steps even where many become ready at once; each that is ready then waits
+    for `stages` steps at most. The second leaves some for the other free steps.
+    """
+    return min(-(-decodes // stages), -(-ready // free))
+
+
+class StepMaker:
+    """Numbers the steps of one engine and makes the executor's input of them.
+
+    It tells the producer which tokens a step computes, and the sequences that the step is under
+    way.
+    """
+
+    def __init__(self, sending: Sending, rules: StopRules) -> None:
+        self._sending = sending
+        self._rules = rules
+        self._steps = 0
+
+    def make(self, parts: Iterable[tuple[Sequence, int]]) -> ScheduledStep:
+        """A step in which each sequence computes its next so many tokens; its table has room. It
+        counts as under way from here on."""
+        self._steps += 1
+        made: list[SequenceShare] = []
+        copies: list[tuple[int, int]] = []
+        for sequence, count in parts:
+            end = sequence.reached + count
+            self._sending.stage(sequence, end)
+            if sequence.copy is not None and not sequence.in_flight:
+                copies.append(sequence.copy)
+            scheduled = self._scheduled(sequence, end)
+            sequence.launch(self._steps, count, len(scheduled.samples))
+            made.append(SequenceShare(sequence, scheduled))
+        step = StepInput(
+            self._steps,
+            tuple(part.scheduled for part in made),
+            tuple(copies),
+            self._sending.step_chunks(),
+        )
+        return ScheduledStep(step, tuple(made))
+
+    def _scheduled(self, sequence: Sequence, end: int) -> ScheduledSequence:
+        request = sequence.state.request
+        start, known = sequence.reached, len(sequence.tokens)
+        drawn_before = (DRAWN_BEFORE,) if end > known else ()
+        samples: tuple[SampleSpec, ...] = ()
+        if end == known + sequence.drawing:
+            position = sequence.output_position()
+            samples = tuple(
+                SampleSpec(request.first_choice + choice, position)
+                for choice in sequence.sampling_choices()
+            )
+        return ScheduledSequence(
+            seq_id=sequence.seq_id,
+            token_ids=(*sequence.tokens[start:end], *drawn_before),
+            start=start,
+            block_ids=tuple(sequence.blocks),
+            sampling=sequence.state.sampling(),
+            prompt_tokens=sequence.state.prompt_tokens,
+            samples=samples,
+            eos_token_ids=self._rules.eos_token_ids,
+            log_id=request.log_id,
+            known=sequence.known_tokens() if samples else None,
+        )

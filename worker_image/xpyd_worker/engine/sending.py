@@ -1,4 +1,4 @@
-"""P's side of a request: when its KV is offered, staged, given up and reported. Pure.
+"""P's side of a request: when its KV is offered, staged, cancelled and reported. Pure.
 
 Between the scheduler and the transfer library's Producer. One trunk or lead sequence per request
 carries the offer; what it computes after the offered tokens is not sent.
@@ -12,7 +12,7 @@ from collections import OrderedDict
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.connector.api import Producer
 from xpyd_worker.engine.request import TransferReport, TransferState
-from xpyd_worker.engine.sequence import RequestState, Sequence
+from xpyd_worker.engine.sequences import RequestState, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +36,12 @@ class Sending:
         return not state.unsettled
 
     def started(self, sequence: Sequence, now: float) -> None:
-        """The first chunk is scheduled; what stands in its table was in the prefix cache."""
+        """The first chunk is scheduled; the blocks of its table were in the prefix cache."""
         state, producer = sequence.state, self._producer
         if producer is None or state.send is None or state.offer_complete:
             return
         if not producer.is_settled(state.send.key):
-            # Another request came with the same id: the first one's transfer has the key.
+            # Another request has the same id: the key belongs to the first one's transfer.
             logger.warning(
                 "not sent: a transfer of this id is under way",
                 extra={"request": state.request.log_id},
@@ -58,12 +58,12 @@ class Sending:
         state.offered_tokens = len(sequence.tokens)
         if sequence.num_computed:
             producer.cached(state.send.key, tuple(sequence.blocks), sequence.num_computed)
-        self.computed(sequence)
+        state.computed(sequence.num_computed)
 
     def stage(self, sequence: Sequence, tokens: int) -> None:
-        """Before the forward: after it the first `tokens` tokens stand in the sequence's table."""
+        """Before the forward, after which the sequence's table holds its first `tokens` tokens."""
         state = sequence.state
-        if self._producer is None or state.send is None or not self._is_offered(state):
+        if self._producer is None or state.send is None or not state.is_offered:
             return
         if sequence.reached >= state.offered_tokens:
             # All of them are in steps under way.
@@ -75,15 +75,9 @@ class Sending:
         """What ranks that send have to know of the step that was staged."""
         return self._producer.step_chunks() if self._producer else b""
 
-    def computed(self, sequence: Sequence) -> None:
-        """After the forward: once all offered tokens are computed, the transfer goes on alone."""
-        state = sequence.state
-        if self._is_offered(state) and sequence.num_computed >= state.offered_tokens:
-            state.offer_complete = True
-
     def preempted(self, state: RequestState) -> None:
         """Its blocks are taken away. An offer that is not complete must be made again."""
-        if self._producer is not None and state.send is not None and self._is_offered(state):
+        if self._producer is not None and state.send is not None and state.is_offered:
             self._producer.cancel(state.send.key, "preempted")
             state.offered_tokens = 0
             state.unsettled = True
@@ -125,13 +119,10 @@ class Sending:
             self._producer.cancel(key, "stopped" if choices is not None else "aborted")
 
     def report(self, state: RequestState) -> TransferReport | None:
-        """How the transfer stands, for the last output; None where there was none to make."""
+        """The state of the transfer, for the last output; None without a transfer."""
         if state.send is None:
             return None
         if self._producer is None or not state.offered_tokens:
             return TransferReport("none")
         status = self._producer.status(state.send.key)
         return TransferReport(_STATES.get(status.state, "none"), status.decode_incarnation)
-
-    def _is_offered(self, state: RequestState) -> bool:
-        return state.offered_tokens > 0 and not state.offer_complete

@@ -1,5 +1,5 @@
 """The seam between a model and the operators that its forward runs on. Documented here only. Beside
-it what the sampler gives a kernel that draws tokens (xpyd_worker.runner.draws has that seam).
+it what the sampler gives a kernel that draws tokens (xpyd_worker.runner.sampler has that seam).
 
 A model says what is computed, in which order; a Kernels says how: in plain torch, in C on a CPU, in
 Triton on a GPU. All tensors of one call are on one device and, but for float32 angles and integer
@@ -139,7 +139,7 @@ class Kernels(Protocol):
 
     def attention(self, query: Tensor, cache: Tensor, plan: Plan, window: int | None) -> Tensor:
         """Causal attention of `query` [rows, heads, head_dim] over the cache, each sequence over
-        its own tokens only, whatever stands in unused slots (NaN included): [rows, heads *
+        its own tokens only, whatever is in unused slots (NaN included): [rows, heads *
         head_dim]. Scores are scaled by head_dim ** -0.5. With `window` a token sees the last
         `window` positions, its own included."""
         ...

@@ -27,7 +27,7 @@ from xpyd_kv.transport.host.shared_memory import SharedMemory
 from xpyd_kv.wire.messages import MAX_PROBE_BYTES
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.model.config import ModelConfig
-from xpyd_worker.runner.gpu_limits import GpuLimits
+from xpyd_worker.runner.gpu_memory import GpuLimits
 from xpyd_worker.runner.kv_cache import host_memory
 
 _log = logging.getLogger(__name__)

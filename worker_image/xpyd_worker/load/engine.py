@@ -21,13 +21,11 @@ from xpyd_core.tokenizer_files import TokenizerFiles
 from xpyd_kv.connector.build import MakeStore
 from xpyd_kv.ranks.engine import BookMemory
 from xpyd_worker.config import WorkerConfig
-from xpyd_worker.engine.api import Deliver
 from xpyd_worker.engine.block_manager import BlockManager
-from xpyd_worker.engine.core import EngineCore
+from xpyd_worker.engine.core import Deliver, EngineCore
 from xpyd_worker.engine.inbox import Inbox
-from xpyd_worker.engine.limits import Limits
-from xpyd_worker.engine.request import EngineStats
-from xpyd_worker.engine.stopping import StopRules
+from xpyd_worker.engine.open_requests import StopRules
+from xpyd_worker.engine.request import EngineStats, SchedulerConfig
 from xpyd_worker.kv.engine import Kv, KvParts, make_kv
 from xpyd_worker.load.ready_model import ReadyModel, log_memory
 from xpyd_worker.model.config import ModelConfig
@@ -36,11 +34,8 @@ from xpyd_worker.model.source import own_name, resolve_checkpoint
 from xpyd_worker.ranks.loss import Loss
 from xpyd_worker.ranks.start.messages import Logs
 from xpyd_worker.runner.tokenizer import Tokenizer
-from xpyd_worker.server.kv_metrics import samples_of
-from xpyd_worker.server.rank_metrics import rank_samples
-from xpyd_worker.server.samples import AnySample
-from xpyd_worker.server.service import ServedModel
-from xpyd_worker.server.tokenizer_files import ServedFiles
+from xpyd_worker.server.service import ServedFiles, ServedModel
+from xpyd_worker.server.telemetry.metrics import AnySample, rank_samples, samples_of
 from xpyd_worker.system import give_back
 
 _log = logging.getLogger(__name__)
@@ -206,7 +201,7 @@ def _assemble(
         ready.executor,
         pool=pool,
         inbox=inbox,
-        limits=Limits(
+        config=SchedulerConfig(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.batched_tokens(on_gpu=ready.on_gpu),
             recompute_without_kv=config.kv_recompute,

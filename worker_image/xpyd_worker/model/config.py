@@ -72,7 +72,7 @@ class Experts:
 @dataclass(frozen=True)
 class LayerConfig:
     """What may differ from layer to layer. With `window` a token sees the last `window` tokens, its
-    own included; with `experts` they stand in place of the MLP."""
+    own included; with `experts` they replace the MLP."""
 
     window: int | None = None
     experts: Experts | None = None

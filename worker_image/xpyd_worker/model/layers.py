@@ -1,7 +1,9 @@
-"""The small parts that a decoder is made of: weights that the loader fills and the kernels pack.
+"""The parts of a decoder layer: linears, norms, attention, gated MLP, experts.
 
-No nn.Module: at batch 1 its call overhead is a measurable share of a small model's step. A part is
-made without memory, so that a checkpoint can be read and packed piece by piece.
+The loader fills the weights and the kernels pack them. No nn.Module: at batch 1 its call overhead
+is a measurable share of a small model's step. A part is made without memory, so that a checkpoint
+can be read and packed piece by piece. How an operator runs is the Kernels' matter
+(xpyd_worker.kernels.api); a layer must not know requests or block management.
 """
 
 from __future__ import annotations
@@ -12,9 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from xpyd_worker.kernels.api import Experts as PackedExperts
 from xpyd_worker.kernels.api import Kernels, Plan
 from xpyd_worker.kernels.api import Linear as PackedLinear
-from xpyd_worker.model.shards import Cut, Stored, by_name
+from xpyd_worker.model.config import Experts, MlpNames, ModelConfig
+from xpyd_worker.model.shards import Cut, Stored, all_of, by_name, is_first, share, whole
+from xpyd_worker.parallel.api import NO_GROUP, TensorGroup
 
 
 @dataclass(frozen=True)
@@ -83,3 +88,176 @@ class Norm:
     def allocate(self, device: torch.device) -> None:
         """Memory, uninitialised, for the loader to fill."""
         self.weight = unfilled(self.weight, device)
+
+
+class Attention:
+    """Self-attention with grouped KV heads, rotary positions and, where configured, head norms."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        dtype: torch.dtype,
+        *,
+        place: int | None = None,
+        group: TensorGroup = NO_GROUP,
+    ) -> None:
+        """Of layer `index` of the model, which is `place` of those here (None: the same). Each rank
+        of `group` has a share of the heads; KV heads that are fewer than ranks are there several
+        times, beside the queries that attend to them."""
+        self._place = index if place is None else place
+        self._window, self._group = config.layers[index].window, group
+        self._names = config.names.qkv
+        self._head_dim = config.head_dim
+        queries = share(config.num_heads, group, config.head_dim)
+        keys = share(config.num_kv_heads, group, config.head_dim)
+        hidden = whole(config.hidden_size)
+        self._qkv = Linear(hidden, (queries, keys, keys), bias=config.qkv_bias, dtype=dtype)
+        self._all_heads = self._qkv.weight.shape[0] // config.head_dim
+        has_bias = config.output_bias and is_first(group)
+        self._output = Linear(queries, (hidden,), bias=has_bias, dtype=dtype)
+        self._norms: tuple[Norm, Norm] | None = None
+        if config.qk_norm:
+            eps = config.rms_norm_eps
+            self._norms = (
+                Norm(config.head_dim, eps=eps, dtype=dtype),
+                Norm(config.head_dim, eps=eps, dtype=dtype),
+            )
+
+    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]; `step.kv_stored` is called on the way."""
+        kernels, cache = step.kernels, step.caches[self._place]
+        qkv = self._qkv(x).view(x.shape[0], self._all_heads, self._head_dim)
+        norms = None
+        if self._norms is not None:
+            norms = (self._norms[0].weight, self._norms[1].weight, self._norms[0].eps)
+        query = kernels.rotate_and_store(qkv, step.angles, norms, cache, step.plan)
+        step.kv_stored(self._place)
+        attended = kernels.attention(query, cache, step.plan, self._window)
+        return self._group.all_reduce(self._output(attended))
+
+    def allocate(self, device: torch.device) -> None:
+        """Memory for all weights."""
+        for part in (self._qkv, self._output, *(self._norms or ())):
+            part.allocate(device)
+
+    def pack(self, kernels: Kernels) -> None:
+        """All weights are read."""
+        self._qkv.pack(kernels)
+        self._output.pack(kernels)
+
+    def checkpoint_tensors(self, prefix: str) -> dict[str, Stored]:
+        """Checkpoint name -> where it goes."""
+        tensors = {
+            **self._qkv.checkpoint_tensors(prefix, self._names),
+            **self._output.checkpoint_tensors(prefix, ("o_proj",)),
+        }
+        if self._norms is not None:
+            tensors[f"{prefix}q_norm.weight"] = all_of(self._norms[0].weight)
+            tensors[f"{prefix}k_norm.weight"] = all_of(self._norms[1].weight)
+        return tensors
+
+
+class Mlp:
+    """down(silu(gate(x)) * up(x)), with gate and up in one linear."""
+
+    def __init__(
+        self,
+        hidden: int,
+        size: int,
+        *,
+        bias: bool,
+        names: MlpNames,
+        dtype: torch.dtype,
+        group: TensorGroup = NO_GROUP,
+    ) -> None:
+        """Each rank of `group` has a share of the `size` numbers between the two linears."""
+        self._names, self._group = names, group
+        inner = share(size, group)
+        self._gate_up = Linear(whole(hidden), (inner, inner), bias=bias, dtype=dtype)
+        has_bias = bias and is_first(group)
+        self._down = Linear(inner, (whole(hidden),), bias=has_bias, dtype=dtype)
+
+    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        return self._group.all_reduce(self._down(step.kernels.silu_mul(self._gate_up(x))))
+
+    def allocate(self, device: torch.device) -> None:
+        """Memory for all weights."""
+        self._gate_up.allocate(device)
+        self._down.allocate(device)
+
+    def pack(self, kernels: Kernels) -> None:
+        """All weights are read."""
+        self._gate_up.pack(kernels)
+        self._down.pack(kernels)
+
+    def checkpoint_tensors(self, prefix: str) -> dict[str, Stored]:
+        """Checkpoint name -> where it goes."""
+        return {
+            **self._gate_up.checkpoint_tensors(prefix, self._names.gate_up),
+            **self._down.checkpoint_tensors(prefix, (self._names.down,)),
+        }
+
+
+class ExpertMlps:
+    """Router and experts of one layer, in the place of its MLP. The experts' weights have no memory
+    before `allocate` and after `pack`."""
+
+    def __init__(
+        self, hidden: int, experts: Experts, dtype: torch.dtype, group: TensorGroup = NO_GROUP
+    ) -> None:
+        """Each rank of `group` has the router and a share of every expert."""
+        self._experts, self._group = experts, group
+        self._hidden, self._inner = whole(hidden), share(experts.intermediate_size, group)
+        router = (whole(experts.count),)
+        self._router = Linear(self._hidden, router, bias=False, dtype=dtype)
+        count, size = experts.count, len(self._inner.held)
+        self._gate_up = torch.empty(count, 2 * size, hidden, dtype=dtype, device="meta")
+        self._down = torch.empty(count, hidden, size, dtype=dtype, device="meta")
+        self._packed: PackedExperts | None = None
+
+    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]. Only after `pack`."""
+        assert self._packed is not None, "not loaded"
+        weights, chosen = route(
+            self._router(x),
+            per_token=self._experts.per_token,
+            is_normalized=self._experts.is_normalized,
+        )
+        return self._group.all_reduce(self._packed(x, weights, chosen, step.plan))
+
+    def allocate(self, device: torch.device) -> None:
+        """Memory for all weights."""
+        self._router.allocate(device)
+        self._gate_up = unfilled(self._gate_up, device)
+        self._down = unfilled(self._down, device)
+
+    def pack(self, kernels: Kernels) -> None:
+        """All weights are read."""
+        self._router.pack(kernels)
+        self._packed = kernels.experts(self._gate_up, self._down)
+        self._gate_up = unfilled(self._gate_up, "meta")
+        self._down = unfilled(self._down, "meta")
+
+    def checkpoint_tensors(self, prefix: str) -> dict[str, Stored]:
+        """Checkpoint name -> where it goes; `prefix` is the block's."""
+        names, hidden, inner = self._experts.names, self._hidden, self._inner
+        tensors = self._router.checkpoint_tensors(prefix, ("gate",))
+        for index in range(self._experts.count):
+            expert = f"{prefix}experts.{index}."
+            gate_up, down = self._gate_up[index], self._down[index]
+            tensors |= by_name(gate_up, expert, names.gate_up, rows=(inner, inner), columns=hidden)
+            tensors |= by_name(down, expert, (names.down,), rows=(hidden,), columns=inner)
+        return tensors
+
+
+def route(logits: Tensor, *, per_token: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
+    """The router's choice for [tokens, experts] logits: weights (float32) and experts, each
+    [tokens, per_token]. Softmax comes before the choice; `is_normalized` makes the weights sum to
+    1 after it. Nothing waits for the device."""
+    probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
+    weights, chosen = probabilities.topk(per_token, dim=-1)
+    if is_normalized:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights, chosen

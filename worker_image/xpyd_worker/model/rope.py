@@ -109,7 +109,7 @@ def _check_same(fields: Fields) -> None:
     if not all(given):
         return
     keys = {key for values in given for key in values} - {"type", "rope_type", "rope_theta"}
-    # Bases may stand in one of them only.
+    # Bases may be in one of them only.
     keys |= {"rope_theta"} if all("rope_theta" in values for values in given) else set()
     if _kind(new)[1] != _kind(old)[1] or any(new.get(key) != old.get(key) for key in keys):
         raise fields.refusal("rope_scaling", "what rope_parameters says, or one of the two alone")

@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Where it stands in the stored tensor."""
+        """Its place in the stored tensor."""
         ends = zip(self.at, self.destination.shape, strict=True)
         return tuple(slice(first, first + count) for first, count in ends)
 

@@ -18,7 +18,7 @@ from xpyd_core.errors import UserError
 from xpyd_core.parallel.partition import PARTITION_VARIABLE, parse_override
 from xpyd_core.sizes import parse_bytes
 from xpyd_worker.config import WorkerConfig, check_config
-from xpyd_worker.engine.limits import Policy
+from xpyd_worker.engine.request import Policy
 from xpyd_worker.offline.outputs import RequestOutput
 from xpyd_worker.offline.progress import Progress
 from xpyd_worker.offline.requests import (
@@ -32,7 +32,7 @@ from xpyd_worker.offline.requests import (
 )
 from xpyd_worker.offline.sampling import SamplingParams
 from xpyd_worker.offline.session import Session
-from xpyd_worker.server.openai_types import parse_chat
+from xpyd_worker.server.openai.params import parse_chat
 from xpyd_worker.server.service import Service
 
 Prompt = str | TextPrompt | TokensPrompt
@@ -113,7 +113,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete each prompt: a text, `{"prompt": text}` or `{"prompt_token_ids": ids}`.
 
-        One SamplingParams for all or one for each; None: the defaults. The outputs stand in the
+        One SamplingParams for all or one for each; None: the defaults. The outputs are in the
         prompts' order. `use_tqdm`: a progress bar on standard error. `priority`: one for each, the
         lower the earlier, where scheduling_policy is "priority". Raises UserError for a prompt
         that does not fit the model, before anything is computed; RankLostError where a rank has

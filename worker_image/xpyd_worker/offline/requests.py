@@ -14,14 +14,14 @@ from xpyd_core.errors import UserError
 from xpyd_worker.offline.outputs import RequestOutput, completion_output, prompt_alternatives
 from xpyd_worker.offline.sampling import SamplingParams
 from xpyd_worker.offline.texts import check_text
-from xpyd_worker.server.answers import collect
-from xpyd_worker.server.fields import as_token_ids
 from xpyd_worker.server.generation import ChoiceDelta, Generation, ending_of
-from xpyd_worker.server.jobs import Job, make_jobs
-from xpyd_worker.server.openai_types import Message, Options
-from xpyd_worker.server.prompts import bad_word_ids, chat_ids, completion_ids
-from xpyd_worker.server.request_ids import read_request_id
+from xpyd_worker.server.http.request_ids import read_request_id
+from xpyd_worker.server.openai.answers import collect
+from xpyd_worker.server.openai.fields import as_token_ids
+from xpyd_worker.server.openai.jobs import Job, make_jobs
+from xpyd_worker.server.openai.params import Message, Options
 from xpyd_worker.server.service import Service
+from xpyd_worker.server.text.prompts import bad_word_ids, chat_ids, completion_ids
 
 # Calls that tokenize at once: half of what the text threads let wait.
 _PREPARING = 32
@@ -114,7 +114,7 @@ async def _prepare(
         (ids,) = await completion_ids(service, [ids])
     options = replace(params.options(), priority=priority)
     # As in vLLM's class of this name, the context's end is an end like max_tokens; over HTTP a
-    # client that asks for more than fits is told so.
+    # client that asks for more than fits gets an error.
     room = service.model.max_model_len - len(ids)
     if options.max_tokens is not None and 0 < room < options.max_tokens:
         options = replace(options, max_tokens=room)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, cast
 
 from xpyd_worker.offline.texts import check_text
-from xpyd_worker.server.openai_types import Options, parse_completion
+from xpyd_worker.server.openai.params import Options, parse_completion
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,7 @@ from xpyd_worker.config import WorkerConfig
 from xpyd_worker.engine.request import RequestOutput
 from xpyd_worker.ranks.loss import RankLostError
 from xpyd_worker.ranks.start.messages import Logs
-from xpyd_worker.server.bridge import EngineBridge
-from xpyd_worker.server.latency import RequestFigures
+from xpyd_worker.server.bridge import EngineBridge, RequestMetrics
 from xpyd_worker.server.service import Place, Service, seeds
 from xpyd_worker.system import prepare_for_torch
 
@@ -46,7 +45,7 @@ class Session:
         from xpyd_worker.load.engine import load
 
         incarnation = os.urandom(8).hex()
-        bridge = EngineBridge(RequestFigures())
+        bridge = EngineBridge(RequestMetrics())
         self._own_threads: set[int] = set()
 
         def deliver(outputs: Sequence[RequestOutput]) -> None:
@@ -151,7 +150,7 @@ class Session:
         del parts
         # The parts know each other in circles; the memory is large enough not to wait for it.
         gc.collect()
-        # With ranks nobody here needed it.
+        # With ranks this process did not need it.
         if "torch" in sys.modules:
             from xpyd_worker.runner.device import empty_cache
 

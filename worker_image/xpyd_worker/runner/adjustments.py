@@ -31,7 +31,7 @@ _MINUS_INFINITY = float("-inf")
 
 @dataclass(frozen=True)
 class Seen:
-    """Distinct tokens that a penalty touches: `ids` int64 [s], and how often each stands in the
+    """Distinct tokens that a penalty touches: `ids` int64 [s], and how often each is in the
     output, float64 [s]. A view of state that the next step changes."""
 
     ids: Tensor
@@ -68,8 +68,8 @@ class Adjustments:
         return len(self._known)
 
     def begin_step(self) -> None:
-        """Forget whom the last step did not draw for: it has ended, or is preempted. Its few small
-        tensors would keep the memory around them from being used for large ones."""
+        """Forget sequences that the last step did not draw for: they have ended, or are preempted.
+        Its few small tensors would keep the memory around them from being used for large ones."""
         for seq_id in [seq_id for seq_id, kept in self._known.items() if not kept.is_in_use]:
             self._size -= self._known.pop(seq_id).size
         for kept in self._known.values():
@@ -215,7 +215,7 @@ def apply_bias(logits: Tensor, adjustments: Sequence[tuple[int, Adjustment]]) ->
 def apply_penalties(logits: Tensor, adjustments: Sequence[tuple[int, Adjustment]]) -> None:
     """Repetition, frequency and presence penalties, as vLLM's and (the last two) OpenAI's.
 
-    https://platform.openai.com/docs/api-reference/completions: a token that stands c times in the
+    https://platform.openai.com/docs/api-reference/completions: a token that is c times in the
     output loses c x frequency + (c > 0) x presence. The repetition penalty divides positive logits
     of tokens seen anywhere and multiplies others (CTRL, Keskar et al. 2019).
     """

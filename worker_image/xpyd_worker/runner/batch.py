@@ -37,7 +37,7 @@ class Batch:
     drawn_at: list[int]
     """Rows whose token the host does not know; `token_ids` has 0 there."""
     drawn_from: list[int]
-    """For each of them: where that token stands among those of the step before."""
+    """For each of them: the index of that token among those of the step before."""
     prompt_tokens: int
     """Tokens of the batch that lie in their sequence's prompt."""
 

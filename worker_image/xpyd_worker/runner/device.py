@@ -28,7 +28,7 @@ _POLL_S = 20e-6
 
 class DeviceLostError(Exception):
     """The device does not answer. No XpydError: it fails in every later step, too, so the engine
-    ends, and whoever started the process starts another."""
+    ends, and the supervisor of the process starts another."""
 
 
 class Mark(Protocol):
@@ -44,7 +44,7 @@ class Device(Protocol):
 
     @property
     def torch_device(self) -> torch.device:
-        """Where tensors stand."""
+        """The device that tensors are on."""
         ...
 
     @property

@@ -24,9 +24,15 @@ from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.decoder import Decoder
 from xpyd_worker.parallel.api import GroupError, Parallel
 from xpyd_worker.runner.device import Gpu, StaticKernels
-from xpyd_worker.runner.draws import draw_for
-from xpyd_worker.runner.gpu_limits import GpuLimits, largest, warm_ups
-from xpyd_worker.runner.gpu_memory import GpuUse, kv_cache_bytes, lacks_memory, profile
+from xpyd_worker.runner.gpu_memory import (
+    GpuLimits,
+    GpuUse,
+    kv_cache_bytes,
+    lacks_memory,
+    largest,
+    profile,
+    warm_ups,
+)
 from xpyd_worker.runner.graphs import DecodeGraphs, PlanBuffer, padded_sizes
 from xpyd_worker.runner.kv_cache import (
     KvCache,
@@ -36,6 +42,7 @@ from xpyd_worker.runner.kv_cache import (
     cache_bytes,
 )
 from xpyd_worker.runner.runner import ModelRunner
+from xpyd_worker.runner.sampler import draw_for
 
 _log = logging.getLogger(__name__)
 # Sequences of the largest graph. Beyond it a step computes long enough to hide its launches.

@@ -15,10 +15,10 @@ from torch import Tensor
 from xpyd_core.errors import UserError, XpydError
 from xpyd_core.sizes import format_bytes
 from xpyd_worker.kernels.api import KvShape
-from xpyd_worker.runner.inputs import put_ints
+from xpyd_worker.runner.tensors import put_ints
 
 MakeMemory = Callable[[int], Tensor]
-"""Size in bytes -> zeros, uint8, on the runner's device: what a KV cache stands in."""
+"""Size in bytes -> zeros, uint8, on the runner's device: the memory of a KV cache."""
 
 
 def blocks_in_budget(
@@ -39,7 +39,7 @@ class KvCache:
 
     `layers` are contiguous tensors [num_blocks, kv_heads, block_size, 2 * head_dim], K then V per
     token, one after another in `memory`: zeros, uint8 [at least cache_bytes], on any device, and
-    whoever made it may let others read it. Without it the cache is in memory of the process' own.
+    its owner may let others read it. Without it the cache is in memory of the process' own.
     """
 
     def __init__(

@@ -27,8 +27,7 @@ from xpyd_worker.model.registry import build_model
 from xpyd_worker.parallel.api import Parallel, Part
 from xpyd_worker.runner.device import CPU, Gpu, StaticKernels
 from xpyd_worker.runner.gpu_fit import GpuFit, fit
-from xpyd_worker.runner.gpu_limits import GpuLimits
-from xpyd_worker.runner.gpu_memory import GpuUse
+from xpyd_worker.runner.gpu_memory import GpuLimits, GpuUse
 from xpyd_worker.runner.kv_cache import (
     KvCache,
     MakeMemory,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from xpyd_worker.engine.request import TokenLogprob
 from xpyd_worker.runner.batch import BatchRows
-from xpyd_worker.runner.logprobs import Scores, score
+from xpyd_worker.runner.sampler import Scores, score
 from xpyd_worker.runner.tensors import numbers
 
 # Unfinished prompts that are remembered; more than any scheduler keeps half computed at once. Those

@@ -17,13 +17,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from xpyd_core.errors import XpydError
-from xpyd_worker.engine.executor import StepInput, StepOutput
+from xpyd_worker.engine.executor import ScheduledSequence, StepInput, StepOutput
+from xpyd_worker.engine.request import SampledToken
 from xpyd_worker.kernels.api import Kernels, Plan
 from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.decoder import Decoder
@@ -31,14 +32,12 @@ from xpyd_worker.parallel.api import Boundary, GroupError, Incoming, Parallel
 from xpyd_worker.runner.adjustments import Adjustments
 from xpyd_worker.runner.batch import Batch, BatchRows, build_batch, faults
 from xpyd_worker.runner.device import Device, HostDevice, Mark, reach
-from xpyd_worker.runner.draws import Draw, draw
 from xpyd_worker.runner.gpu_memory import lacks_memory
 from xpyd_worker.runner.graphs import DecodeGraphs
-from xpyd_worker.runner.inputs import fill_drawn, put_ints
 from xpyd_worker.runner.kv_cache import KvCache
-from xpyd_worker.runner.prompt_scores import NO_SCORES, PromptScorer
-from xpyd_worker.runner.results import StepResults
-from xpyd_worker.runner.sampler import Drawn, SampleRow, sample
+from xpyd_worker.runner.prompt_scores import NO_SCORES, PromptScorer, PromptScores
+from xpyd_worker.runner.sampler import Draw, Drawn, SampleRow, draw, sample
+from xpyd_worker.runner.tensors import fill_drawn, put_ints
 
 _log = logging.getLogger(__name__)
 # The longest step of the largest model takes seconds; a device that needs more does not answer.
@@ -266,7 +265,7 @@ def _places(asking: list[BatchRows]) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A step on its way: what it draws, for whoever goes on with that on the device, and the mark
+    """A step on its way: what it draws, for the next step on the device, and the mark
     behind the copies of its results."""
 
     draw: DeviceDraw
@@ -281,7 +280,7 @@ class LaunchedStep:
 
 
 def _logged(layer_done: Callable[[int], None], step: int) -> Callable[[int], None]:
-    """`layer_done` with a debug line before it; itself where nobody reads such lines."""
+    """`layer_done` with a debug line before it; itself where debug lines are off."""
     if not _log.isEnabledFor(logging.DEBUG):
         return layer_done
 
@@ -291,3 +290,39 @@ def _logged(layer_done: Callable[[int], None], step: int) -> Callable[[int], Non
         layer_done(layer)
 
     return log
+
+
+@dataclass(frozen=True)
+class StepResults:
+    """Of a step's sequences: `failed` says why some took no part, `asking` are those that draw, and
+    `drawn` has the rows of their SampleSpecs, one behind the other; None where no sequence
+    draws."""
+
+    failed: dict[int, str]
+    prompts: PromptScores
+    asking: tuple[ScheduledSequence, ...]
+    drawn: Drawn | None
+
+    def to_host(self) -> StepResults:
+        """Enqueue the copies to the host: right when what was enqueued so far is done."""
+        drawn = None if self.drawn is None else self.drawn.to_host()
+        return replace(self, prompts=self.prompts.to_host(), drawn=drawn)
+
+    def output(self) -> StepOutput:
+        """What is on the host, when the caller has waited for the copies: nothing here does."""
+        scored = self.prompts.result()
+        failed = self.failed | scored.failed
+        samples: dict[int, tuple[SampledToken, ...]] = {}
+        tokens = iter(() if self.drawn is None else self.drawn.result())
+        for sequence in self.asking:
+            drawn = [next(tokens) for _ in sequence.samples]
+            found = tuple(token for token in drawn if token is not None)
+            if len(found) < len(drawn):
+                failed.setdefault(
+                    sequence.seq_id,
+                    f"request {sequence.log_id or sequence.seq_id}: the model gave logits that are "
+                    "not finite",
+                )
+            elif sequence.seq_id not in failed:
+                samples[sequence.seq_id] = found
+        return StepOutput(samples, scored.scores, failed)

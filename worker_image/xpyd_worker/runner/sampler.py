@@ -1,7 +1,7 @@
 """From logits to tokens and their log probabilities, on the device that the logits are on.
 
 Vectorised over the rows of a step; a row's token depends on its own logits, parameters, earlier
-tokens and random number only. Nothing waits for the device: what was drawn is read later, or goes
+tokens and random number only. Nothing waits for the device: a drawn token is read later, or goes
 into the next step without the host. It must not know sequences, blocks or the model.
 
 Order of the steps, as in vLLM V1 (v1/sample/sampler.py there):
@@ -11,22 +11,26 @@ Order of the steps, as in vLLM V1 (v1/sample/sampler.py there):
 3. penalties: repetition over prompt and output, frequency and presence over the output;
 4. greedy rows take the best token (the lowest id among equals);
 5. the others divide by the temperature, keep what the filters leave (min_p, top_k, top_p), and draw
-   from that by inverse CDF, lower ids first (draws.py).
+   from that by inverse CDF, lower ids first.
 Where step 2 leaves a row no token at all, bad words and min_tokens give way for that draw. A row
 whose logits are not finite gets no token; the others of its step are drawn as without it.
+
+Steps 4 and 5 are a `Draw`: on a CPU torch's operators over all rows, on a GPU one Triton kernel.
+Both draw the same token for the same random number, unless it falls within the rounding of `exp` of
+a border.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from xpyd_worker.engine.request import SampledToken, SamplingParams
-from xpyd_worker.kernels.api import NOT_FINITE
-from xpyd_worker.runner import logprobs
+from xpyd_worker.engine.request import SampledToken, SamplingParams, TokenLogprob
+from xpyd_worker.kernels.api import NOT_FINITE, DrawParams
 from xpyd_worker.runner.adjustments import (
     Adjustment,
     apply_allowed,
@@ -34,9 +38,218 @@ from xpyd_worker.runner.adjustments import (
     apply_bias,
     apply_penalties,
 )
-from xpyd_worker.runner.draws import Draw, draw, is_greedy
-from xpyd_worker.runner.tensors import can_be_read, numbers, rows_of, to_host, to_ints
-from xpyd_worker.runner.uniform import uniform
+from xpyd_worker.runner.filters import drop_unlikely
+from xpyd_worker.runner.tensors import can_be_read, numbers, rows_of, to_floats, to_host, to_ints
+
+_MASK = (1 << 64) - 1
+# The increment and the two multipliers of SplitMix64 (Steele, Lea, Flood 2014).
+_GAMMA = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+# A double holds 53 bits of fraction.
+_BITS = 53
+
+
+def uniform(seed: int, choice_index: int, position: int) -> float:
+    """A number in [0, 1) for the token that a choice puts out at `position` (0 for its first).
+
+    Any whole number is a seed; those that agree in their lowest 64 bits are the same seed.
+    """
+    state = _mix((seed + _GAMMA) & _MASK)
+    state = _mix(((state ^ choice_index) + _GAMMA) & _MASK)
+    state = _mix(((state ^ position) + _GAMMA) & _MASK)
+    return (state >> (64 - _BITS)) * 2.0**-_BITS
+
+
+def _mix(value: int) -> int:
+    """SplitMix64's finaliser: a bijection of 64 bits in which each input bit moves each output."""
+    value = ((value ^ (value >> 30)) * _MIX_1) & _MASK
+    value = ((value ^ (value >> 27)) * _MIX_2) & _MASK
+    return value ^ (value >> 31)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Of each row the best, best first: values float32 and token ids int64, both [m, count]. Equals
+    come in the order of their ids."""
+
+    values: Tensor
+    ids: Tensor
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of the m rows among `wanted` that are not None, in that order.
+
+    `wanted` [rows] is how many alternatives each asked for; `own` float32 [m] and `ranks` int64 [m]
+    belong to the rows' tokens.
+    """
+
+    wanted: tuple[int | None, ...]
+    own: Tensor
+    ranks: Tensor
+    top: Columns | None
+
+    def to_host(self) -> Scores:
+        """The same on the host, when what was enqueued so far is done."""
+        return replace(
+            self,
+            own=to_host(self.own),
+            ranks=to_host(self.ranks),
+            top=self.top and Columns(to_host(self.top.values), to_host(self.top.ids)),
+        )
+
+    def read(self, tokens: Sequence[int]) -> list[TokenLogprob | None]:
+        """One entry per row, None where nothing was wanted; `tokens` [rows] are those scored. On
+        the host only: elsewhere it would wait."""
+        own = iter(to_floats(self.own))
+        ranks = to_ints(self.ranks)
+        found: list[TokenLogprob | None] = []
+        row = 0
+        for token, count in zip(tokens, self.wanted, strict=True):
+            if count is None:
+                found.append(None)
+                continue
+            found.append(TokenLogprob(token, next(own), self._best(row, count), ranks[row]))
+            row += 1
+        return found
+
+    def _best(self, row: int, count: int) -> tuple[tuple[int, float], ...]:
+        if not count or self.top is None:
+            return ()
+        ids, values = self.top.ids[row, :count], self.top.values[row, :count]
+        return tuple(zip(to_ints(ids), to_floats(values), strict=True))
+
+
+def score(logits: Tensor, tokens: Tensor, wanted: Sequence[int | None]) -> Scores | None:
+    """Raw log probability of tokens[i] (int64, on the device) in row i of float32 `logits` [rows,
+    vocab], and its wanted[i] best alternatives; what it says of a token below 0 means nothing. None
+    where no row wants any."""
+    some = [index for index, count in enumerate(wanted) if count is not None]
+    if not some:
+        return None
+    scores = rows_of(logits, some).log_softmax(dim=-1)
+    own = scores.gather(1, rows_of(tokens, some).clamp(min=0)[:, None])
+    ranks = (scores >= own).sum(dim=-1)
+    most = min(max(count or 0 for count in wanted), scores.shape[1])
+    return Scores(tuple(wanted), own[:, 0], ranks, _best(scores, most) if most else None)
+
+
+def _best(scores: Tensor, count: int) -> Columns:
+    """The `count` best of each row. Which of several equals at the border are in is unspecified."""
+    if count >= scores.shape[1]:
+        return Columns(*scores.sort(dim=-1, descending=True, stable=True))
+    # topk leaves equals in any order: sort by index, then stably by value.
+    ids = scores.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
+    values, order = scores.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+    return Columns(values, ids.gather(1, order))
+
+
+# Below it a row is greedy: float32 logits divided by less could overflow (vLLM's bound).
+_LEAST_TEMPERATURE = 1e-5
+
+
+class Draw(Protocol):
+    """A way to draw."""
+
+    def __call__(
+        self, logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]
+    ) -> Tensor:
+        """Tokens [rows] int64 from float32 `logits` [rows, vocab], at least one row, on their
+        device; `uniforms` in [0, 1) say where in its distribution a row's draw falls. Greedy rows
+        take the best token, the lowest id among equals. NOT_FINITE where a row has NaN or +inf, or
+        nothing but -inf. A row's token depends on nothing of the others. The logits stay untouched,
+        and nothing waits for the device."""
+        ...
+
+
+def is_greedy(params: SamplingParams) -> bool:
+    """Whether the best token is taken, and no random number looked at."""
+    return params.temperature < _LEAST_TEMPERATURE
+
+
+def draw_for(device: torch.device) -> Draw:
+    """How to draw on `device`."""
+    if device.type != "cuda":
+        return draw
+    # Triton is not everywhere where torch is.
+    from xpyd_worker.kernels.gpu.sampling import sample
+
+    return kernel_draw(sample)
+
+
+def kernel_draw(kernel: Callable[[Tensor, DrawParams], Tensor]) -> Draw:
+    """The draw of a kernel that takes all rows and their parameters at once."""
+
+    def draw(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
+        # One copy to the device: a float64 holds what any of the columns can hold.
+        columns = [
+            [one.temperature for one in params],
+            [min(one.top_k, logits.shape[1]) for one in params],
+            [one.top_p for one in params],
+            [one.min_p for one in params],
+            uniforms,
+        ]
+        table = numbers(columns, torch.float64, logits.device)
+        temperature, top_k, top_p, min_p, uniform = table.unbind(0)
+        return kernel(
+            logits,
+            DrawParams(
+                temperature.to(torch.float32),
+                top_k.to(torch.int32),
+                top_p,
+                min_p.to(torch.float32),
+                uniform,
+            ),
+        )
+
+    return draw
+
+
+def draw(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
+    """In torch's operators; see Draw."""
+    best = logits.argmax(dim=-1)
+    highest = logits.gather(1, best[:, None])
+    tokens = best
+    drawn = [index for index, one in enumerate(params) if not is_greedy(one)]
+    if drawn:
+        found = _draw(
+            rows_of(logits, drawn),
+            rows_of(highest, drawn),
+            [params[index] for index in drawn],
+            [uniforms[index] for index in drawn],
+        )
+        if len(drawn) == len(params):
+            tokens = found
+        else:
+            tokens = best.index_copy(0, numbers(drawn, torch.int64, logits.device), found)
+    # NaN and +inf win an argmax, so that the best of a row tells whether the row is sound.
+    return tokens.masked_fill(highest[:, 0].isfinite().logical_not(), NOT_FINITE)
+
+
+def distribution(logits: Tensor, highest: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """What rows that are not greedy are drawn from: float32 [rows, vocab], 0 where a filter dropped
+    a token, not normalised. `logits` are adjusted, `highest` [rows, 1] are their maxima."""
+    temperatures = numbers([one.temperature for one in params], torch.float32, logits.device)
+    # Taking the maximum off first keeps a tiny temperature from overflowing.
+    probabilities = (logits - highest).div_(temperatures[:, None]).softmax(dim=-1)
+    drop_unlikely(probabilities, logits, params)
+    return probabilities
+
+
+def _draw(
+    logits: Tensor, highest: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]
+) -> Tensor:
+    """Tokens [rows] of rows that are not greedy; `highest` [rows, 1] are the rows' maxima."""
+    probabilities = distribution(logits, highest, params)
+    # Sums in float64, one row after the other: the same in any batch.
+    reached = probabilities.cumsum(dim=-1, dtype=torch.float64)
+    total = reached[:, -1:].contiguous()
+    target = numbers(uniforms, torch.float64, logits.device)[:, None] * total
+    column = torch.searchsorted(reached, target, right=True)
+    # Rounding may put the target at the very end: the last token that has a probability.
+    final = torch.searchsorted(reached, total, right=False)
+    return torch.minimum(column, final)[:, 0]
 
 
 @dataclass(frozen=True)
@@ -75,7 +288,7 @@ class Drawn:
 
     tokens: Tensor
     """int64 [rows]; NOT_FINITE for a row that has none: no id to give a model."""
-    scores: logprobs.Scores | None
+    scores: Scores | None
 
     def to_host(self) -> Drawn:
         """Enqueue copies to the host: what they hold is right when what was enqueued so far is
@@ -100,7 +313,7 @@ def sample(logits: Tensor, rows: Sequence[SampleRow], draw: Draw = draw) -> Draw
     chosen = rows_of(logits, [row.logits_row for row in rows])
     tokens = _settled(_drawn(adjust(chosen, rows), rows, draw), chosen, rows, draw)
     wanted = [row.sampling.logprobs for row in rows]
-    return Drawn(tokens, logprobs.score(chosen, tokens, wanted))
+    return Drawn(tokens, score(chosen, tokens, wanted))
 
 
 def _drawn(logits: Tensor, rows: Sequence[SampleRow], draw: Draw) -> Tensor:
@@ -150,7 +363,7 @@ def adjust(logits: Tensor, rows: Sequence[SampleRow], *, bans: bool = True) -> T
 
 
 def _early_stops(rows: Sequence[SampleRow], logits: Tensor) -> Tensor | None:
-    """Where in `logits`, flat, the EOS and stop ids stand that may not come yet."""
+    """Where in `logits`, flat, the EOS and stop ids are that may not come yet."""
     vocab = logits.shape[1]
     places = [
         index * vocab + token

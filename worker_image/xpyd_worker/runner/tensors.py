@@ -8,6 +8,7 @@ caller knows that they have come. `to_ints` and `to_floats` are for tensors on t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -61,3 +62,15 @@ def rows_of(matrix: Tensor, rows: list[int]) -> Tensor:
     if rows == list(range(matrix.shape[0])):
         return matrix
     return matrix.index_select(0, numbers(rows, torch.int64, matrix.device))
+
+
+def put_ints(lists: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
+    """Each list as int64 on `device`, all by one copy."""
+    together = numbers(list(itertools.chain.from_iterable(lists)), torch.int64, device)
+    return list(torch.split(together, [len(one) for one in lists]))
+
+
+def fill_drawn(token_ids: Tensor, at: Tensor, drawn: Tensor, places: Tensor) -> None:
+    """Put `drawn[places]` into rows `at` of `token_ids`. A token that is none (the model's numbers
+    were not finite) becomes token 0: the engine drops its sequence when it has the tokens."""
+    token_ids.index_copy_(0, at, drawn.index_select(0, places).clamp_(min=0))

@@ -103,7 +103,7 @@ class Tokenizer:
         if len(text) <= _LONG_CHARACTERS:
             encoding = self._rust.encode(text, add_special_tokens=add_special_tokens)
         else:
-            # "fast": without the offsets, which nobody reads here.
+            # "fast": without the offsets, which are not read here.
             encode = self._rust.encode_batch_fast
             encoding = encode([text], add_special_tokens=add_special_tokens)[0]
         return cast("list[int]", encoding.ids)
@@ -203,7 +203,7 @@ class Tokenizer:
 
     @property
     def template_variables(self) -> dict[str, str]:
-        """What templates know beside the conversation: `bos_token` and its like."""
+        """What templates know besides the conversation: `bos_token` and its like."""
         return dict(cast("Mapping[str, str]", self._hf.special_tokens_map))
 
     @property

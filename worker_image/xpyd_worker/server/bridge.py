@@ -1,8 +1,13 @@
-"""Between the engine's thread and the server's event loop: outputs in, mailboxes out.
+"""Between the engine's thread and the server's event loop: requests in, outputs and their times
+out.
 
-The engine's thread calls `deliver` once per step; that is one wake-up of the loop. All else here
-runs on the loop. A mailbox belongs to one HTTP request; while its client does not read, its outputs
-pile up in it (at most the request's own tokens) and are taken together.
+The engine's thread calls `EngineBridge.deliver` once per step: one wake-up of the loop. All other
+code of this module runs on the loop. A mailbox belongs to one HTTP request; while its client does
+not read, its outputs collect there (at most the request's own tokens) and are taken together.
+
+TTFT: submit to first token. ITL: gap of two consecutive tokens. TPOT: mean ITL over the output
+tokens of a choice. E2E: submit to last token. Of a request with one choice and n tokens therefore
+E2E - TTFT = sum of its ITL = TPOT x (n - 1). Times are seconds of one monotonic clock.
 """
 
 from __future__ import annotations
@@ -11,12 +16,110 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
+from xpyd_core.distribution import Distribution
 from xpyd_core.errors import ApiError
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.values import OfferedPrompt
-from xpyd_worker.engine.api import Engine
+from xpyd_worker.engine.core import EngineCore
 from xpyd_worker.engine.request import EngineRequest, EngineStats, RequestOutput
-from xpyd_worker.server.latency import RequestFigures, RequestTimes
+
+# From a token of a small model to a long answer, or a long queue, on a CPU.
+REQUEST_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
+)
+TOKEN_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15),
+    *(0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0),
+)
+REQUEST_TOKENS = tuple(float(2**power) for power in range(18))
+
+
+class RequestMetrics:
+    """Distributions and sums over requests. A request is one prompt; ITL and TPOT are of each of
+    its choices. Requests that failed or were aborted count up to there and have no TPOT and E2E.
+    """
+
+    def __init__(self) -> None:
+        self.ttft = Distribution(REQUEST_SECONDS)
+        self.itl = Distribution(TOKEN_SECONDS)
+        self.tpot = Distribution(TOKEN_SECONDS)
+        self.e2e = Distribution(REQUEST_SECONDS)
+        self.queue = Distribution(REQUEST_SECONDS)
+        self.request_prompt_tokens = Distribution(REQUEST_TOKENS)
+        self.request_output_tokens = Distribution(REQUEST_TOKENS)
+        self.prompt_tokens = 0
+        self.output_tokens = 0
+
+
+class _Choice:
+    """The first and last token of one choice, and how many there were."""
+
+    __slots__ = ("first_s", "last_s", "tokens")
+
+    def __init__(self, now_s: float) -> None:
+        self.first_s = now_s
+        self.last_s = now_s
+        self.tokens = 0
+
+
+class RequestTimes:
+    """When the tokens of one prompt's choices came. Feeds `metrics` as they arrive."""
+
+    def __init__(self, metrics: RequestMetrics, *, submitted_s: float, prompt_tokens: int) -> None:
+        self.submitted_s = submitted_s
+        self.started_s: float | None = None
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
+        self._metrics = metrics
+        self._prompt_tokens = prompt_tokens
+        self._choices: dict[int, _Choice] = {}
+
+    def take(self, output: RequestOutput, now_s: float) -> None:
+        """The step that gave `output` ended at `now_s`."""
+        if self.started_s is None and output.started_s is not None:
+            self.started_s = output.started_s
+            self._metrics.queue.observe(max(0.0, output.started_s - self.submitted_s))
+        for choice in output.choices:
+            if choice.tokens:
+                self._take_tokens(choice.choice, len(choice.tokens), now_s)
+
+    def _take_tokens(self, index: int, count: int, now_s: float) -> None:
+        metrics = self._metrics
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+            metrics.ttft.observe(now_s - self.submitted_s)
+            metrics.prompt_tokens += self._prompt_tokens
+        choice = self._choices.get(index)
+        if choice is None:
+            choice = self._choices[index] = _Choice(now_s)
+        else:
+            metrics.itl.observe(now_s - choice.last_s)
+            choice.last_s = now_s
+        # The tokens of one step came together.
+        for _ in range(count - 1):
+            metrics.itl.observe(0.0)
+        choice.tokens += count
+        self.last_token_s = now_s
+        metrics.output_tokens += count
+
+    def finish(self) -> None:
+        """The request has its last token: TPOT, E2E and its sizes. Once."""
+        metrics = self._metrics
+        if self.last_token_s is None:
+            return
+        metrics.e2e.observe(self.last_token_s - self.submitted_s)
+        for choice in self._choices.values():
+            if choice.tokens > 1:
+                metrics.tpot.observe((choice.last_s - choice.first_s) / (choice.tokens - 1))
+        metrics.request_prompt_tokens.observe(self._prompt_tokens)
+        metrics.request_output_tokens.observe(self.output_tokens)
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of all choices."""
+        return sum(choice.tokens for choice in self._choices.values())
+
 
 # The engine takes it in between two steps; one of a large prompt takes seconds on a CPU.
 _RESET_S = 30.0
@@ -52,7 +155,7 @@ class Mailbox:
 
 
 def engine_gone() -> ApiError:
-    """What a client is told when the engine's thread has ended by itself."""
+    """The client's answer when the engine's thread has ended by itself."""
     return ApiError(500, "the engine failed; this instance is going down", code="engine_failed")
 
 
@@ -70,23 +173,23 @@ class EngineBridge:
     """Requests to the engine, outputs back to the request's mailbox."""
 
     def __init__(
-        self, figures: RequestFigures, *, clock: Callable[[], float] = time.monotonic
+        self, metrics: RequestMetrics, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Call `bind` before the engine starts. `clock` is the engine's, and safe on any thread."""
-        self._figures = figures
+        self._metrics = metrics
         self._clock = clock
         self._open: dict[str, _Open] = {}
-        self._engine: Engine | None = None
+        self._engine: EngineCore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._gone = False
 
-    def bind(self, engine: Engine) -> None:
+    def bind(self, engine: EngineCore) -> None:
         """Serve `engine` on the running loop."""
         self._engine = engine
         self._loop = asyncio.get_running_loop()
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> EngineCore:
         """The engine bound."""
         if self._engine is None:
             raise RuntimeError("EngineBridge.bind was not called")
@@ -120,7 +223,7 @@ class EngineBridge:
         if self._gone:
             raise engine_gone()
         times = RequestTimes(
-            self._figures, submitted_s=self._clock(), prompt_tokens=len(request.prompt)
+            self._metrics, submitted_s=self._clock(), prompt_tokens=len(request.prompt)
         )
         self._open[request.request_id] = _Open(mailbox, times)
         self.engine.submit(request)
@@ -161,7 +264,7 @@ class EngineBridge:
             self.engine.kv_release(uuid)
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes that nobody holds; whether none is left. ApiError 503 when the
+        """Forget cached prefixes that no request holds; whether none is left. ApiError 503 when the
         engine does not get to it in time, 500 when it is gone."""
         if self._gone:
             raise engine_gone()

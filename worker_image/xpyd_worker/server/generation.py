@@ -21,12 +21,11 @@ from xpyd_worker.engine.request import (
     TokenLogprob,
     TransferReport,
 )
-from xpyd_worker.server.bridge import Mailbox
-from xpyd_worker.server.jobs import Job
-from xpyd_worker.server.latency import RequestTimes
-from xpyd_worker.server.openai_types import Options
-from xpyd_worker.server.output_text import OutputText
+from xpyd_worker.server.bridge import Mailbox, RequestTimes
+from xpyd_worker.server.openai.jobs import Job
+from xpyd_worker.server.openai.params import Options
 from xpyd_worker.server.service import Service
+from xpyd_worker.server.text.output_text import OutputText
 
 _log = logging.getLogger(__name__)
 _FAILURES: Mapping[ErrorKind, str] = MappingProxyType(
@@ -241,7 +240,7 @@ class Generation:
             self._bridge.abort_choices(request_id, ended)
 
     async def steps(self) -> AsyncIterator[list[ChoiceDelta]]:
-        """What the choices gained, step by step; steps merge while nobody asks.
+        """What the choices gained, step by step; steps merge while the caller does not read.
 
         ApiError when the engine could not run the request.
         """
@@ -276,7 +275,7 @@ class Generation:
         return [delta for delta in deltas if delta is not None]
 
     def _take(self, output: RequestOutput) -> ApiError | None:
-        """Take one output; the error it stands for, if any."""
+        """Take one output; its error, if it has one."""
         prompt = self._prompts[output.request_id]
         if output.error:
             return self._failure(prompt, output)
@@ -358,7 +357,7 @@ class Generation:
 
 
 def failure_answer(kind: ErrorKind) -> ApiError:
-    """What the client is told of an engine's error: no internals."""
+    """The client's answer to an engine's error: no internals."""
     match kind:
         case "busy":
             return ApiError(503, "too many requests are waiting", retry_after_s=1)

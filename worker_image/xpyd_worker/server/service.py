@@ -1,23 +1,100 @@
-"""What the HTTP handlers work with: the model that is served, this instance's place in the fleet.
+"""What the HTTP handlers share: the served model, the instance's place in the fleet, text threads.
 
-Built once by main when the model is loaded, then read only.
+Main builds one Service when the model is loaded; after that it is read only. It must not know HTTP,
+except for the two headers with which a router asks for the tokenizer's files.
 """
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Literal, Protocol
+from hashlib import sha256
+from typing import Any, Literal, Protocol, TypeVar
+
+from quart import Response
 
 from xpyd_core.errors import ApiError
 from xpyd_core.request_id import Address
+from xpyd_core.tokenizer_files import MAX_BYTES, TokenizerFiles, encode_tokenizer_files
 from xpyd_kv.session.probing import ProbeResult
 from xpyd_worker.server.bridge import EngineBridge
-from xpyd_worker.server.output_text import Detokenizer
-from xpyd_worker.server.text_threads import TextThreads
-from xpyd_worker.server.tokenizer_files import ServedFiles
+from xpyd_worker.server.text.output_text import Detokenizer
+
+T = TypeVar("T")
+# More would take the cores from the engine. A megabyte takes about half a second.
+_THREADS = 2
+_MAX_JOBS = 64
+
+
+class TextThreads:
+    """A few threads and a bounded queue before them. Main closes it."""
+
+    def __init__(self, *, threads: int = _THREADS, max_jobs: int = _MAX_JOBS) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="text")
+        self._slots = threading.BoundedSemaphore(max_jobs)
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """`work()` on a thread; ApiError 503 when too much waits already.
+
+        Cancelled, work that waits is dropped; what runs ends by itself and keeps its slot so long.
+        """
+        if not self._slots.acquire(blocking=False):
+            message = "too many long texts are being tokenized"
+            raise ApiError(503, message, retry_after_s=1)
+        future = self._pool.submit(work)
+        future.add_done_callback(self._free)
+        return await asyncio.wrap_future(future)
+
+    async def finish(self, work: Callable[[], T]) -> T:
+        """`work()` for the answer to a request that was computed: behind what waits, and never
+        refused. The requests that were let in bound how many there are."""
+        return await asyncio.wrap_future(self._pool.submit(work))
+
+    def _free(self, _future: Future[T]) -> None:
+        self._slots.release()
+
+    def close(self) -> None:
+        """Start nothing more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+_PIECE_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True)
+class ServedFiles:
+    """The document and its ETag, quotes included."""
+
+    body: bytes
+    etag: str
+
+    @classmethod
+    def of(cls, files: TokenizerFiles) -> ServedFiles | None:
+        """Slow for a large vocabulary; None for one that is longer than routers take."""
+        body = encode_tokenizer_files(files)
+        if len(body) > MAX_BYTES:
+            return None
+        return cls(body, f'"{sha256(body).hexdigest()[:32]}"')
+
+
+def tokenizer_files_response(files: ServedFiles, if_none_match: str) -> Response:
+    """The document; 304 where the caller has it."""
+    known = {tag.strip().removeprefix("W/") for tag in if_none_match.split(",")}
+    if files.etag in known or "*" in known:
+        return Response(b"", 304, {"ETag": files.etag})
+    headers = {"ETag": files.etag, "Content-Length": str(len(files.body))}
+    return Response(_pieces(files.body), 200, headers, content_type="application/json")
+
+
+async def _pieces(body: bytes) -> AsyncGenerator[bytes]:
+    for start in range(0, len(body), _PIECE_BYTES):
+        yield body[start : start + _PIECE_BYTES]
+
 
 ProbePeer = Callable[[Address, Callable[[ProbeResult], None]], None]
 Role = Literal["Prefill", "Decode", "Aggregated"]
@@ -66,10 +143,10 @@ class TextTokenizer(Protocol):
 class ServedModel:
     """The loaded model as the API shows it.
 
-    `names`: it answers to each; the first stands in answers where the client named none.
+    `names`: it answers to each; answers carry the first where the client named none.
     `vocab_size`: ids the model can embed. `max_model_len`: tokens of prompt and output together.
     `created`: Unix time of the load. `knows_developer`: the chat template has that role.
-    `files`: what routers tokenize by; None where nobody asks for it.
+    `files`: what routers tokenize by; None where no router asks for it.
     """
 
     names: tuple[str, ...]
@@ -98,14 +175,11 @@ class ServedModel:
         """A new one, for one choice behind `prompt`."""
         tokenizer = self.tokenizer
 
-        def decode(ids: Sequence[int]) -> str:
-            return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-
         joined: dict[int, str] = {}
         if not (skip_special_tokens or spaces_between_special_tokens):
             joined = {i: tokenizer.token_text(i) for i in tokenizer.special_ids}
         return Detokenizer(
-            decode,
+            partial(tokenizer.decode, skip_special_tokens=skip_special_tokens),
             tokenizer.special_ids if skip_special_tokens else frozenset(),
             byte_ids=tokenizer.byte_ids,
             joined=joined,

@@ -21,8 +21,7 @@ from torch import Tensor
 from xpyd_worker.kernels.api import Experts, Kernels, KvShape, Linear, Plan, Span
 from xpyd_worker.kernels.cpu.library import HEAD_DIMS, LANES, TYPES, Attention, Turn, library
 from xpyd_worker.kernels.cpu.packed import FewRowsLinear, OneDnnLinear, can_pack
-from xpyd_worker.kernels.plain import PlainKernels, PlainLinear
-from xpyd_worker.kernels.plain_experts import ExpertByExpert
+from xpyd_worker.kernels.plain import ExpertByExpert, PlainKernels, PlainLinear
 
 _log = logging.getLogger(__name__)
 
@@ -161,7 +160,7 @@ class CpuKernels:
         return query
 
     def attention(self, query: Tensor, cache: Tensor, plan: Plan, window: int | None) -> Tensor:
-        """Over the cache where it stands."""
+        """Over the cache in place."""
         own = cast("CpuPlan", plan)
         rows, heads, head_dim = query.shape
         out = torch.empty(rows, heads * head_dim, dtype=query.dtype)

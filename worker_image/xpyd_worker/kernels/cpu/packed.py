@@ -3,7 +3,7 @@
 torch keeps these operators to itself (its inductor uses them), so each use is checked first, and
 torch's own linear does it where they are gone or give something else. A few rows go through
 matvec.cpp, out of the same memory and with the same sums to the last bit: what is drawn for one
-must not depend on how many run beside it. Measured on two cores with avx512_bf16, 443 million
+must not depend on how many run with it. Measured on two cores with avx512_bf16, 443 million
 parameters in bfloat16: one row takes oneDNN 21.3 ms and us 18.7, reading the bytes alone 17; 512
 rows take oneDNN 412 ms.
 """
@@ -52,7 +52,7 @@ class OneDnnLinear:
         return self._run(x, self._packed, self.bias, "none", [], None)
 
     def packed_bytes(self) -> tuple[int, int]:
-        """Where the packed copy stands, and its length."""
+        """The address of the packed copy, and its length."""
         ops = _operators()
         return ops.data_ptr(self._packed), ops._nbytes(self._packed)
 

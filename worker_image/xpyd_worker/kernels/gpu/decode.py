@@ -68,7 +68,7 @@ def _decode(
         block = tl.load(table, mask=is_seen, other=0).to(tl.int64)
         token = (block * kv_heads + kv_head) * block_size + position % block_size
         stored = cache + token[:, None] * (2 * dim) + column[None, :]
-        # What stands in unused slots is never loaded: 0 * NaN is NaN.
+        # What is in unused slots is never loaded: 0 * NaN is NaN.
         is_loaded = is_seen[:, None] & (column < dim)[None, :]
         keys = tl.load(stored, mask=is_loaded, other=0)
         scores = tl.dot(asked, tl.trans(keys), input_precision="ieee") * scale

@@ -50,7 +50,7 @@ def _walk(
     column = tl.arange(0, width)
     for at in range(begin, end, tile):
         position = at + tl.arange(0, tile)
-        # What stands in unused slots is never loaded: 0 * NaN is NaN.
+        # What is in unused slots is never loaded: 0 * NaN is NaN.
         is_loaded = (position < context)[:, None] & (column < dim)[None, :]
         block = tl.load(table + position // block_size, mask=position < context, other=0)
         token = (block.to(tl.int64) * kv_heads + kv_head) * block_size + position % block_size

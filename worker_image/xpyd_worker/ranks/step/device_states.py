@@ -19,8 +19,8 @@ from xpyd_worker.parallel.api import Sampled
 from xpyd_worker.ranks.step.decoder import State
 from xpyd_worker.ranks.step.request_states import RequestStates
 from xpyd_worker.runner.device import Device, Mark
-from xpyd_worker.runner.inputs import put_ints
 from xpyd_worker.runner.runner import DeviceDraw
+from xpyd_worker.runner.tensors import put_ints
 
 Update = Callable[[Fields, Tensor, Tensor, Sampled], None]
 

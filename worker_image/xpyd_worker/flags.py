@@ -1,0 +1,335 @@
+"""The flags of an engine, once: `xpyd worker`, `xpyd bench` and `LLM()` take theirs from this
+table.
+
+A row has a flag, its argparse options (type, default, choices, help) and the programs besides
+`xpyd worker` that take it. docs/engine.md lists the same flags, and tests compare both and the
+arguments of LLM() with this table. Bounds that depend on other values are in config.check_config.
+Values only: this module must not know what a flag does.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
+from xpyd_core.pod_env import ROLES
+from xpyd_core.sizes import format_bytes
+from xpyd_kv.transport.settings import TRANSPORTS
+from xpyd_kv.wire.messages import MODES
+from xpyd_worker.config import (
+    AUTO_BATCHED_TOKENS,
+    AUTO_BATCHED_TOKENS_GPU,
+    BLOCK_SIZES,
+    CPU_CACHE_BYTES,
+    DTYPES,
+)
+from xpyd_worker.engine.request import POLICIES
+
+Program = Literal["bench", "LLM"]
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag of `xpyd worker`. `options` are those of argparse's add_argument; `programs` take
+    the flag, too: the bench's offline benchmarks as a flag, LLM() as an argument."""
+
+    names: tuple[str, ...]
+    options: Mapping[str, Any]
+    programs: frozenset[Program]
+
+    @property
+    def argument(self) -> str:
+        """The flag's name as an argument of LLM()."""
+        return self.names[0].removeprefix("--").replace("-", "_")
+
+
+_BOTH = frozenset[Program]({"bench", "LLM"})
+_LLM = frozenset[Program]({"LLM"})
+
+
+def _flag(
+    *names: str,
+    programs: frozenset[Program] = frozenset(),
+    **options: Any,  # noqa: ANN401 - what argparse takes
+) -> Flag:
+    return Flag(names, options, programs)
+
+
+def _tokens_or_auto(text: str) -> int | None:
+    try:
+        return None if text == "auto" else int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"expected a number of tokens or auto, got {text!r}"
+        ) from error
+
+
+MODEL_FLAGS = (
+    _flag(
+        "--model",
+        programs=_BOTH,
+        required=True,
+        metavar="PATH_OR_URI",
+        help="folder, file:///... or hf://org/name",
+    ),
+    _flag("--revision", programs=_BOTH, help="branch, tag or commit of an hf:// model, e.g. main"),
+    _flag(
+        "--served-model-name",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="names that requests may use, e.g. chat (default: the checkpoint's own)",
+    ),
+    _flag(
+        "--device",
+        programs=_BOTH,
+        default="auto",
+        metavar="DEVICE",
+        help="auto, cpu, cuda (the first GPU) or cuda:N (default: auto, a GPU where torch finds "
+        "one and triton is installed)",
+    ),
+    _flag(
+        "--dtype",
+        programs=_BOTH,
+        choices=DTYPES,
+        default="auto",
+        help="of weights and KV (default: auto, the checkpoint's, but float32 where the CPU is "
+        "slow in 16 bits, and float16 for bfloat16 on a GPU that has none)",
+    ),
+    _flag(
+        "--max-model-len",
+        programs=_BOTH,
+        type=int,
+        metavar="TOKENS",
+        help="prompt and output together, e.g. 4096 (default: the checkpoint's context, or what "
+        "the KV cache holds)",
+    ),
+    _flag(
+        "--seed",
+        programs=_LLM,
+        type=int,
+        metavar="N",
+        help="0 to 2**64 - 1: base of the seeds drawn for requests without one, so that the same "
+        "requests in the same order give the same tokens (default: another at each start)",
+    ),
+    _flag(
+        "--threads",
+        programs=_BOTH,
+        type=int,
+        metavar="N",
+        help="CPU threads of the forward pass, of each rank (default: OMP_NUM_THREADS, else all "
+        "cores, which ranks share)",
+    ),
+    _flag(
+        "--tensor-parallel-size",
+        "-tp",
+        programs=_BOTH,
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks that share each layer (default: %(default)s)",
+    ),
+    _flag(
+        "--pipeline-parallel-size",
+        "-pp",
+        programs=_BOTH,
+        type=int,
+        default=1,
+        metavar="N",
+        help="stages that hold the layers one behind the other; how many each: "
+        "VLLM_PP_LAYER_PARTITION, e.g. 5,6,6,5 (default: %(default)s)",
+    ),
+    _flag(
+        "--disable-custom-all-reduce",
+        programs=_BOTH,
+        action="store_true",
+        help="NCCL adds up all that ranks on GPUs share; without, an all-reduce of our own adds up "
+        "small tensors where the GPUs reach each other's memory. No effect on a CPU",
+    ),
+)
+
+BATCH_FLAGS = (
+    _flag(
+        "--max-num-seqs",
+        programs=_BOTH,
+        type=int,
+        default=256,
+        metavar="N",
+        help="sequences that run at once (default: %(default)s)",
+    ),
+    _flag(
+        "--max-num-batched-tokens",
+        programs=_BOTH,
+        type=_tokens_or_auto,
+        default="auto",
+        metavar="TOKENS",
+        help="of one forward, at least --max-num-seqs; longer prompts go in chunks, and running "
+        "requests wait for one chunk at most between two of their tokens (default: auto, on a CPU "
+        f"{AUTO_BATCHED_TOKENS}, on a GPU {AUTO_BATCHED_TOKENS_GPU}, or --max-num-seqs where that "
+        "is more)",
+    ),
+    _flag(
+        "--long-prefill-token-threshold",
+        programs=_LLM,
+        type=int,
+        default=0,
+        metavar="TOKENS",
+        help="of one prompt in one forward, so that others have room beside it, e.g. 256 "
+        "(default: 0, off)",
+    ),
+    _flag(
+        "--scheduling-policy",
+        programs=_LLM,
+        choices=POLICIES,
+        default="fcfs",
+        help="fcfs: who came first goes first; priority: who has the lower number in the "
+        "request's field priority does, then who came first (default: %(default)s)",
+    ),
+    _flag(
+        "--kv-cache-memory",
+        programs=_BOTH,
+        metavar="SIZE",
+        help="bytes of the paged KV cache, of each rank, e.g. 4Gi (default: on a CPU "
+        f"{format_bytes(CPU_CACHE_BYTES)}, on a GPU what --gpu-memory-utilization leaves)",
+    ),
+    _flag(
+        "--gpu-memory-utilization",
+        programs=_BOTH,
+        type=float,
+        default=0.9,
+        metavar="SHARE",
+        help="above 0, at most 1: of the GPU's whole memory, for weights, the largest step, CUDA "
+        "graphs and KV cache together; a step of that size is run at the start, and the KV cache "
+        "gets the rest. No effect on a CPU, or on the KV cache where --kv-cache-memory is given "
+        "(default: %(default)s)",
+    ),
+    _flag(
+        "--enforce-eager",
+        programs=_BOTH,
+        action="store_true",
+        help="no CUDA graphs: starts sooner, takes less memory, decodes slower. No effect on a CPU",
+    ),
+    _flag(
+        "--block-size",
+        programs=_BOTH,
+        type=int,
+        choices=BLOCK_SIZES,
+        default=DEFAULT_BLOCK_SIZE,
+        help="tokens of a KV block; P's and D's may differ (default: %(default)s)",
+    ),
+    _flag(
+        "--enable-prefix-caching",
+        programs=_LLM,
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="keep the KV of prompts and reuse it for the next with the same beginning; without: "
+        "compute every prompt whole, e.g. for benchmarks (default: on)",
+    ),
+)
+
+PLACE_FLAGS = (
+    _flag("--role", choices=ROLES, help="default: XPYD_ROLE, else Aggregated"),
+    _flag("--host", metavar="IP", help="literal ip to listen on (default: XPYD_POD_IP)"),
+    _flag("--port", type=int, metavar="N", help="HTTP port, e.g. 20001; 0: any free one"),
+    _flag("--discovery", metavar="HOST:PORT,...", help="routers, e.g. 10.0.0.2:30001"),
+    _flag("--heartbeat-period-ms", type=int, default=3000, metavar="MS", help="e.g. 3000"),
+    _flag(
+        "--drain-timeout", type=float, default=300, metavar="SECONDS", help="on SIGTERM, e.g. 300"
+    ),
+    _flag(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="send spans there by OTLP/HTTP, e.g. http://collector:4318/v1/traces (extra otel)",
+    ),
+)
+
+KV_FLAGS = (
+    _flag("--kv-port", type=int, metavar="N", help="KV port, e.g. 21001"),
+    _flag(
+        "--kv-advertise",
+        metavar="HOST:PORT",
+        help="KV address that others dial, where it is not host and port, e.g. 192.0.2.7:21001",
+    ),
+    _flag("--kv-key-file", type=Path, metavar="FILE", help="the fleet's secret, e.g. /run/kv.key"),
+    _flag(
+        "--kv-insecure",
+        action="store_true",
+        help="no secret: whoever reaches the KV port may read and write KV, e.g. on one machine",
+    ),
+    _flag(
+        "--kv-mode",
+        choices=[name.replace("_", "-") for name in MODES],
+        default="put-async",
+        help="when Prefill sends: put-async: while it computes; put: after each step, which waits; "
+        "get: when Decode asks, e.g. get. Decode does what Prefill says",
+    ),
+    _flag(
+        "--kv-transport",
+        choices=("auto", *TRANSPORTS),
+        default="auto",
+        help="what moves KV; auto: the best that both sides of a pair have",
+    ),
+    _flag(
+        "--kv-socket-dir",
+        type=Path,
+        metavar="DIR",
+        help="folder that this machine's instances share, for uds and shm, e.g. /run/xpyd/chat",
+    ),
+    _flag(
+        "--kv-direct-free",
+        type=float,
+        default=0.1,
+        metavar="SHARE",
+        help="share of blocks that stays free when KV lands directly, e.g. 0.1; 1: never directly",
+    ),
+    _flag(
+        "--kv-buffer-size",
+        default="10%",
+        metavar="SIZE",
+        help="buffer for KV that waits, e.g. 8e9 or 10%% of the KV cache; ranks share it",
+    ),
+    _flag(
+        "--kv-host-pool-size",
+        default="4Gi",
+        metavar="SIZE",
+        help="when it is full, e.g. 4Gi; ranks share it",
+    ),
+    _flag("--kv-connections", type=int, default=1, metavar="N", help="TCP ones of a pair, e.g. 2"),
+    _flag(
+        "--kv-group-bytes", default="4Mi", metavar="SIZE", help="least bytes per frame, e.g. 4Mi"
+    ),
+    _flag("--kv-wait-seconds", type=float, default=10, metavar="S", help="for KV to come, e.g. 10"),
+    _flag(
+        "--kv-lease-seconds", type=float, default=30, metavar="S", help="of orphaned KV, e.g. 30"
+    ),
+    _flag(
+        "--kv-on-failure",
+        choices=("recompute", "fail"),
+        default="recompute",
+        help="what a request does whose KV does not come",
+    ),
+)
+
+GROUPS: Mapping[str, tuple[Flag, ...]] = {
+    "model": MODEL_FLAGS,
+    "batch and KV cache": BATCH_FLAGS,
+    "place in the fleet": PLACE_FLAGS,
+    "KV transfer (roles Prefill and Decode)": KV_FLAGS,
+}
+"""By the heading that `xpyd worker --help` shows."""
+
+
+def flags_of(program: Program) -> tuple[Flag, ...]:
+    """The flags that a program besides the worker takes."""
+    return tuple(flag for group in GROUPS.values() for flag in group if program in flag.programs)
+
+
+def add_flags(parser: argparse.ArgumentParser, title: str, flags: Iterable[Flag]) -> None:
+    """Add `flags` to the parser, below one heading."""
+    group = parser.add_argument_group(title)
+    for flag in flags:
+        group.add_argument(*flag.names, **flag.options)

@@ -1,0 +1,1 @@
+"""HTTP: the app and its server, routes, admission, bodies and request ids."""

@@ -1,0 +1,276 @@
+"""The HTTP surface of one engine: completions, chats, models. What is no inference: admin.py.
+
+A handler's task owns its Generation: when the task ends, also by the client's leaving, what still
+runs in the engine is aborted. Decisions live in the other modules of the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import orjson
+from quart import Response, request
+
+from xpyd_core.errors import ApiError
+from xpyd_worker.server.generation import ChoiceDelta, Generation, ending_of
+from xpyd_worker.server.http.admission import Admission, Admitted, Lifecycle
+from xpyd_worker.server.http.bodies import JSON, json_response, parsed_body
+from xpyd_worker.server.http.request_ids import RequestId, current
+from xpyd_worker.server.openai.answers import (
+    INLINE_SCORES,
+    AnswerId,
+    Format,
+    answer_id,
+    collect,
+    events,
+    prefill_params,
+    usage_json,
+)
+from xpyd_worker.server.openai.formats import ChatFormat, CompletionFormat
+from xpyd_worker.server.openai.jobs import COMPLETION_DEFAULT_TOKENS, Job, make_jobs, offered_ids
+from xpyd_worker.server.openai.params import (
+    CompletionCall,
+    Options,
+    parse_chat,
+    parse_completion,
+)
+from xpyd_worker.server.service import Service
+from xpyd_worker.server.telemetry.tracing import Operation, Outcome, RequestTrace, Tracer
+from xpyd_worker.server.text.prompts import bad_word_ids, chat_ids, completion_ids, prompt_texts
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One request that was let in, with what its body asks for."""
+
+    service: Service
+    request_id: RequestId
+    admitted: Admitted
+    trace: RequestTrace | None
+    operation: Operation
+
+
+class Api:
+    """Handlers over one Service, which main sets when the model is loaded."""
+
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        self.lifecycle = lifecycle
+        self.admission = Admission(lifecycle)
+        self.service: Service | None = None
+        self.tracer: Tracer | None = None
+
+    def ready_service(self) -> Service:
+        """The service, or 503 while there is none."""
+        if self.service is None or not self.lifecycle.is_serving:
+            self.lifecycle.admit(lambda: False)
+        if self.service is None:
+            raise ApiError(503, "this instance is starting", retry_after_s=1)
+        return self.service
+
+    # --- inference
+
+    def _enter(self, operation: Operation) -> _Call:
+        """Let the request in to have its body read."""
+        service, request_id = self.ready_service(), current()
+        admitted = self.admission.enter(service, request_id)
+        trace = None
+        if self.tracer is not None:
+            trace = RequestTrace.begin(
+                operation,
+                request_id.log_id,
+                parent=request.headers.get("traceparent", ""),
+                state=request.headers.get("tracestate", ""),
+            )
+        return _Call(service, request_id, admitted, trace, operation)
+
+    async def completions(self) -> Response:
+        """POST /v1/completions."""
+        call = self._enter("text_completion")
+        service, request_id = call.service, call.request_id
+        parse = partial(parse_completion, max_model_len=service.model.max_model_len)
+        body = await parsed_body(service.threads, parse)
+        options = body.options
+        model = service.model.name_for(options.model)
+        call.admitted.prepare(len(body.prompts))
+        jobs = await _completion_jobs(service, request_id, body)
+        generation = Generation(service, jobs, ending_of(service, options))
+        return await self._answer(
+            call,
+            options,
+            generation,
+            CompletionFormat(service.model.tokenizer, options, generation),
+            answer_id("cmpl", options, model, alone=request_id.alone),
+        )
+
+    async def chat(self) -> Response:
+        """POST /v1/chat/completions."""
+        call = self._enter("chat")
+        service, request_id = call.service, call.request_id
+        body = await parsed_body(service.threads, parse_chat)
+        options = body.options
+        model = service.model.name_for(options.model)
+        call.admitted.prepare(1)
+        ids = offered_ids(service, request_id, options, 0)
+        if ids is None:
+            ids = await chat_ids(service, body.messages)
+        jobs = make_jobs(
+            service,
+            request_id,
+            options,
+            [ids],
+            default_max_tokens=None,
+            bad_words=await bad_word_ids(service, options.rules.bad_words),
+            name="messages",
+        )
+        generation = Generation(service, jobs, ending_of(service, options))
+        return await self._answer(
+            call,
+            options,
+            generation,
+            ChatFormat(service.model.tokenizer, options, generation),
+            answer_id("chatcmpl", options, model, alone=request_id.alone),
+        )
+
+    async def _answer(
+        self,
+        call: _Call,
+        options: Options,
+        generation: Generation,
+        format_: Format,
+        head: AnswerId,
+    ) -> Response:
+        self._close_with_this_task(call, options, generation, head)
+        generation.start()
+        call.admitted.submitted()
+        steps = generation.steps()
+        if options.stream:
+            # What goes wrong before the first token is a status, so that a router can retry.
+            first = await anext(steps, None) or []
+            body = events(
+                generation,
+                steps,
+                first,
+                format_=format_,
+                head=head,
+                options=options,
+                threads=call.service.threads,
+            )
+            response = Response(body, content_type="text/event-stream; charset=utf-8")
+            response.headers["Cache-Control"] = "no-cache"
+            return response
+        gained: dict[int, ChoiceDelta] = {}
+        async for deltas in steps:
+            collect(gained, deltas)
+        write = partial(_whole_answer, call, generation, format_, head, gained)
+        is_short = format_.scores(list(gained.values())) <= INLINE_SCORES
+        text = write() if is_short else await call.service.threads.finish(write)
+        return Response(text, content_type=JSON)
+
+    def _close_with_this_task(
+        self, call: _Call, options: Options, generation: Generation, head: AnswerId
+    ) -> None:
+        """Abort what runs when the handler's task ends: answered, failed or cancelled."""
+        task = asyncio.current_task()
+        assert task is not None, "handlers run in a task"
+        tracer, trace = self.tracer, call.trace
+
+        def close(task: asyncio.Task[Any]) -> None:
+            outcome: Outcome = "request done" if generation.is_finished else "request failed"
+            if task.cancelled():
+                outcome = "client left"
+            generation.close()
+            _log_end(outcome, call.request_id, generation)
+            if tracer is not None and trace is not None:
+                tracer.record(trace.end(outcome, options, generation, head))
+
+        task.add_done_callback(close)
+
+    # --- models
+
+    async def models(self) -> Response:
+        """GET /v1/models."""
+        service = self.ready_service()
+        cards = [_model_card(service, name) for name in service.model.names]
+        return json_response({"object": "list", "data": cards})
+
+    async def model(self, name: str) -> Response:
+        """GET /v1/models/NAME."""
+        service = self.ready_service()
+        return json_response(_model_card(service, service.model.name_for(name)))
+
+
+async def _completion_jobs(
+    service: Service, request_id: RequestId, call: CompletionCall
+) -> list[Job]:
+    options = call.options
+    known = [
+        offered_ids(service, request_id, options, index) or prompt
+        for index, prompt in enumerate(call.prompts)
+    ]
+    prompts = await completion_ids(service, known)
+    echo_texts = None
+    if call.echo:
+        echo_texts = await prompt_texts(
+            service, call.prompts, skip_special_tokens=options.skip_special_tokens
+        )
+    return make_jobs(
+        service,
+        request_id,
+        options,
+        prompts,
+        default_max_tokens=COMPLETION_DEFAULT_TOKENS,
+        bad_words=await bad_word_ids(service, options.rules.bad_words),
+        echo_texts=echo_texts,
+    )
+
+
+def _whole_answer(
+    call: _Call,
+    generation: Generation,
+    format_: Format,
+    head: AnswerId,
+    gained: Mapping[int, ChoiceDelta],
+) -> bytes:
+    """The body of an answer that is not streamed. Any thread: nothing of the request changes."""
+    answer: dict[str, Any] = {
+        "id": head.id,
+        "object": format_.whole_object,
+        "created": head.created,
+        "model": head.model,
+        "choices": [format_.whole(gained[index]) for index in sorted(gained)],
+        "usage": usage_json(generation.usage),
+        **format_.extras(continued=False),
+    }
+    if call.service.place.role == "Prefill" and call.request_id.pair is not None:
+        answer["kv_transfer_params"] = prefill_params(generation)
+    return orjson.dumps(answer)
+
+
+def _log_end(outcome: str, request_id: RequestId, generation: Generation) -> None:
+    transfer, usage = generation.jobs[0].request.transfer, generation.usage
+    _log.info(
+        outcome,
+        extra={
+            "request": request_id.log_id,
+            "transfer": type(transfer).__name__ if transfer else "alone",
+            "prompt_tokens": usage.prompt_tokens,
+            "output_tokens": usage.completion_tokens,
+        },
+    )
+
+
+def _model_card(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.model.created,
+        "owned_by": "xpyd",
+        "max_model_len": service.model.max_model_len,
+    }

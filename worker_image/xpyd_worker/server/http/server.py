@@ -1,0 +1,166 @@
+"""The Quart app on uvicorn: routes, deadlines for heads and writes, listening sockets.
+
+uvicorn waits without limit for a client that does not read, and for the first head of a connection.
+A client that does not read would keep its request's KV blocks; a few thousand connections without a
+head would use up the file limit. So each write and each head has a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Generator
+from typing import Any, cast
+
+import uvicorn
+from quart import Quart
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+import xpyd_core.listen
+from xpyd_core import tokenizer_files
+from xpyd_worker.server.http.admin import Admin
+from xpyd_worker.server.http.bodies import (
+    MAX_BODY_BYTES,
+    AsgiApp,
+    ChargedBodies,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    register_errors,
+)
+from xpyd_worker.server.http.inference import Api
+from xpyd_worker.server.http.request_ids import register_request_ids
+
+HEAD_DEADLINE_S = 30.0
+
+
+class HeadDeadlineProtocol(HttpToolsProtocol):
+    """uvicorn's protocol; a head that is not whole `HEAD_DEADLINE_S` after the connection was made,
+    or after its first byte, closes the connection."""
+
+    head_deadline_s = HEAD_DEADLINE_S
+    _head_timer: asyncio.TimerHandle | None = None
+
+    # uvicorn narrows asyncio's BaseTransport in the same way.
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_head()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._expect_head()
+
+    def on_headers_complete(self) -> None:
+        self._forget_head()
+        super().on_headers_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget_head()
+        super().connection_lost(exc)
+        # uvicorn forgets it only where the client closed, not where it reset the connection.
+        self._unset_keepalive_if_required()
+
+    def _expect_head(self) -> None:
+        self._forget_head()
+        self._head_timer = self.loop.call_later(self.head_deadline_s, self._close_late)
+
+    def _forget_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _close_late(self) -> None:
+        self._head_timer = None
+        self.transport.close()
+
+
+WRITE_DEADLINE_S = 120.0
+_KEEP_ALIVE_S = 75  # above the idle time of clients' pools, so that the client closes first
+_BACKLOG = 4096
+
+
+class WriteDeadline:
+    """ASGI middleware: a write that takes longer than `deadline_s` ends the request."""
+
+    def __init__(self, app: AsgiApp, deadline_s: float = WRITE_DEADLINE_S) -> None:
+        self._app = app
+        self._deadline_s = deadline_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        deadline_s = self._deadline_s
+
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(deadline_s):
+                await send(message)
+
+        await self._app(scope, receive, send_in_time)
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server; the signals stay main's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Leave the handlers as they are."""
+        yield
+
+
+def make_server(app: object) -> Server:
+    """A server for `app` (a Quart app); run it by `await serve(sockets=[...])`."""
+    config = uvicorn.Config(
+        WriteDeadline(cast("AsgiApp", app)),
+        http=HeadDeadlineProtocol,
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        log_level="warning",
+        backlog=_BACKLOG,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=5,
+        server_header=False,
+        date_header=False,
+    )
+    return Server(config)
+
+
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Listening sockets, the one on `host` first; OSError when the address is taken."""
+    return xpyd_core.listen.listen(host, port, backlog=_BACKLOG)
+
+
+def create_app(api: Api, admin: Admin) -> Quart:
+    """The Quart app over both."""
+    app = Quart("xpyd_worker", static_folder=None)
+    # Quart's own place for middleware, whose two types of an ASGI app do not fit each other.
+    charged: Any = ChargedBodies(cast("AsgiApp", app.asgi_app), api.admission.bodies)
+    app.asgi_app = charged
+    app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
+    # A stream may take longer than any fixed time; what is bounded is each write (WriteDeadline).
+    app.config["RESPONSE_TIMEOUT"] = None
+    register_request_ids(app)
+    register_errors(app)
+    get, post = ["GET"], ["POST"]
+    for path, handler, methods in (
+        ("/v1/completions", api.completions, post),
+        ("/v1/chat/completions", api.chat, post),
+        ("/v1/models", api.models, get),
+        ("/v1/models/<path:name>", api.model, get),
+        (tokenizer_files.PATH, admin.tokenizer_files, get),
+        ("/tokenize", admin.tokenize, post),
+        ("/detokenize", admin.detokenize, post),
+        ("/health", admin.health, get),
+        ("/ping", admin.health, [*get, *post]),
+        ("/live", admin.live, get),
+        ("/load", admin.load, get),
+        ("/version", admin.version, get),
+        ("/metrics", admin.show_metrics, get),
+        ("/reset_prefix_cache", admin.reset_prefix_cache, post),
+        ("/drain", admin.drain, post),
+        ("/kv/release", admin.release, post),
+        ("/kv/probe", admin.probe, post),
+    ):
+        app.add_url_rule(path, path, view_func=handler, methods=methods)
+    return app

@@ -1,0 +1,1 @@
+"""OpenAI's API: parameters in, engine requests, and the members of answers out. No HTTP."""

@@ -1,0 +1,1 @@
+"""Texts: prompts to token ids, and token ids to the text of an answer."""

@@ -1,0 +1,270 @@
+"""Texts and conversations to token ids: prompts of requests, `POST /tokenize`, `POST /detokenize`.
+
+Short texts are encoded on the event loop, long ones on the text threads. Nothing here reaches the
+engine. /tokenize counts texts longer than the context, too, so that a client sees how much too long
+its prompt is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from functools import partial
+from typing import Any, TypeVar
+
+from xpyd_core.errors import ApiError, UserError
+from xpyd_worker.server.openai.fields import Fields, bad, refuse_not_built, shown, too_long
+from xpyd_worker.server.openai.params import Message, Prompt, parse_messages
+from xpyd_worker.server.service import ServedModel, Service
+
+_Item = TypeVar("_Item", bound=Sized)
+_Found = TypeVar("_Found")
+# Encoding 4 k characters takes about a millisecond; a thread hop is worth more only above that.
+_INLINE_CHARACTERS = 4096
+# Words are encoded one by one, twice each.
+_INLINE_BAD_WORD_CHARACTERS = 256
+# Below that many a hop to a thread costs more than looking the tokens' text up.
+INLINE_TOKENS = 4096
+# Short texts share a hop, up to so many times what is done inline: a client that leaves is noticed
+# between two of them.
+_HOP = 16
+
+
+async def completion_ids(service: Service, prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
+    """Ids of each prompt of /v1/completions, with the model's BOS where it uses one."""
+    model = service.model
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            _refuse_hopeless(model, len(prompt), "prompt")
+        elif len(prompt) >= model.max_model_len:
+            raise too_long(model.max_model_len, f"your prompt has {len(prompt)} tokens", "prompt")
+        else:
+            check_vocabulary(model, prompt, "prompt")
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    encode = partial(model.tokenizer.encode, add_special_tokens=True)
+    encoded = iter(await _each(service, encode, texts, inline=_INLINE_CHARACTERS))
+    found = [tuple(next(encoded)) if isinstance(one, str) else one for one in prompts]
+    if not all(found):
+        raise bad("prompt", "is empty after tokenization")
+    return found
+
+
+async def prompt_texts(
+    service: Service, prompts: Sequence[Prompt], *, skip_special_tokens: bool
+) -> list[str]:
+    """The text of each prompt, as echo puts it in front of the answer."""
+    ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
+    decode = partial(service.model.tokenizer.decode, skip_special_tokens=skip_special_tokens)
+    decoded = iter(await _each(service, decode, ids, inline=INLINE_TOKENS))
+    return [one if isinstance(one, str) else next(decoded) for one in prompts]
+
+
+async def _each(
+    service: Service, work: Callable[[_Item], _Found], items: Sequence[_Item], *, inline: int
+) -> list[_Found]:
+    """What `work` gives for each item; on a thread where they are longer than `inline` together."""
+    if sum(map(len, items)) <= inline:
+        return [work(item) for item in items]
+    found: list[_Found] = []
+    for group in _groups(items, _HOP * inline):
+        found += await service.threads.run(lambda group=group: [work(item) for item in group])
+    return found
+
+
+def _groups(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
+    """Neighbours that are at most `size` long together, or one that is longer."""
+    start, length = 0, 0
+    for index, item in enumerate(items):
+        if index > start and length + len(item) > size:
+            yield items[start:index]
+            start, length = index, 0
+        length += len(item)
+    yield items[start:]
+
+
+async def chat_ids(service: Service, messages: Sequence[Message]) -> tuple[int, ...]:
+    """Ids of a conversation, the beginning of the assistant's answer included."""
+    _refuse_hopeless(service.model, characters_of(messages), "messages")
+    ids = await template_ids(
+        service, messages, add_generation_prompt=True, add_special_tokens=False
+    )
+    return tuple(ids)
+
+
+def characters_of(messages: Sequence[Message]) -> int:
+    """Characters of all contents."""
+    return sum(len(message["content"]) for message in messages)
+
+
+async def text_ids(service: Service, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Ids of `text`, however many."""
+    encode = partial(service.model.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    return encode() if len(text) <= _INLINE_CHARACTERS else await service.threads.run(encode)
+
+
+async def template_ids(
+    service: Service,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool,
+    add_special_tokens: bool,
+) -> list[int]:
+    """Ids of a conversation in the model's template, however many; 400 where it refuses it."""
+    model = service.model
+    if not model.knows_developer:
+        # OpenAI's newer name for the same thing; templates of older models know one of them.
+        messages = [
+            {**message, "role": "system"} if message["role"] == "developer" else message
+            for message in messages
+        ]
+    apply = partial(
+        model.tokenizer.apply_chat_template,
+        messages,
+        add_generation_prompt=add_generation_prompt,
+        add_special_tokens=add_special_tokens,
+    )
+    try:
+        is_short = characters_of(messages) <= _INLINE_CHARACTERS
+        return apply() if is_short else await service.threads.run(apply)
+    except ApiError:
+        raise
+    except UserError as error:
+        raise ApiError(400, str(error), param="messages") from error
+
+
+def _refuse_hopeless(model: ServedModel, characters: int, name: str) -> None:
+    """Refuse at once a text that cannot fit however it is encoded (megabytes take seconds)."""
+    if characters <= _INLINE_CHARACTERS:
+        return
+    least = -(-characters // model.max_token_bytes)
+    if least >= model.max_model_len:
+        raise too_long(model.max_model_len, f"your {name} has at least {least} tokens", name)
+
+
+def check_vocabulary(model: ServedModel, ids: Sequence[int], name: str) -> None:
+    """400 for an id that the model does not have."""
+    worst = max(ids, default=0)
+    if worst >= model.vocab_size:
+        raise bad(name, f"token id {worst} is not in the vocabulary of {model.vocab_size} ids")
+
+
+async def bad_word_ids(service: Service, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Token sequences of `words` at the beginning of a text and, as vLLM has it, those with a space
+    in front where that makes another first token and no more tokens."""
+    find = partial(_bad_word_ids, service.model, words)
+    is_short = sum(map(len, words)) <= _INLINE_BAD_WORD_CHARACTERS
+    return find() if is_short else await service.threads.run(find)
+
+
+def _bad_word_ids(model: ServedModel, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        text = word.lstrip()
+        plain = tuple(model.tokenizer.encode(text, add_special_tokens=False))
+        if not plain:
+            raise bad("bad_words", f"{shown(word)} has no tokens")
+        spaced = tuple(model.tokenizer.encode(f" {text}", add_special_tokens=False))
+        found[plain] = None
+        if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
+            found[spaced] = None
+    return tuple(found)
+
+
+def output_limit(
+    model: ServedModel, prompt_tokens: int, *, asked: int | None, default: int | None, name: str
+) -> int:
+    """How many tokens may follow the prompt. `asked` is the client's max_tokens; where it gave
+    none, `default`, but never more than the context has room for (None: all of it).
+
+    400 when the prompt, or prompt and `asked`, exceed the context.
+    """
+    room = model.max_model_len - prompt_tokens
+    if room < 1:
+        raise too_long(model.max_model_len, f"your {name} has {prompt_tokens} tokens", name)
+    if asked is None:
+        return room if default is None else min(default, room)
+    if asked > room:
+        raise too_long(
+            model.max_model_len,
+            f"you requested {prompt_tokens + asked} tokens "
+            f"({prompt_tokens} in the {name}, {asked} in the completion)",
+            "max_tokens",
+        )
+    return asked
+
+
+# A second of encoding. No model's context is longer, but for texts of very long tokens.
+MAX_CHARACTERS = 4 * 1024 * 1024
+MAX_TOKENS = 1024 * 1024
+_TEMPLATE_FIELDS = (
+    "chat_template",
+    "chat_template_kwargs",
+    "continue_final_message",
+    "documents",
+    "mm_processor_kwargs",
+    "tools",
+)
+
+
+async def tokenize(service: Service, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer to `prompt` (text) or `messages` (a conversation in the model's template)."""
+    fields = Fields(body)
+    service.model.name_for(fields.text("model", 1024))
+    has_prompt, has_messages = fields.get("prompt") is not None, fields.get("messages") is not None
+    if has_prompt == has_messages:
+        raise bad("prompt", "give either prompt, a text, or messages, a conversation")
+    wants_pieces = fields.boolean("return_token_strs")
+    if has_prompt:
+        text = fields.text("prompt", MAX_CHARACTERS) or ""
+        add_special = _flag(fields, "add_special_tokens", default=True)
+        ids = await text_ids(service, text, add_special_tokens=add_special)
+    else:
+        ids = await _conversation_ids(service, body, fields)
+    return {
+        "count": len(ids),
+        "max_model_len": service.model.max_model_len,
+        "tokens": ids,
+        "token_strs": await _pieces(service, ids) if wants_pieces else None,
+    }
+
+
+async def detokenize(service: Service, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer to `tokens`: their text, special ones included."""
+    fields = Fields(body)
+    service.model.name_for(fields.text("model", 1024))
+    ids = fields.token_ids("tokens", MAX_TOKENS)
+    if ids is None:
+        raise bad("tokens", "expected a list of token ids")
+    check_vocabulary(service.model, ids, "tokens")
+
+    def decode() -> str:
+        return service.model.tokenizer.decode(ids, skip_special_tokens=False)
+
+    is_short = len(ids) <= INLINE_TOKENS
+    return {"prompt": decode() if is_short else await service.threads.run(decode)}
+
+
+async def _conversation_ids(service: Service, body: Mapping[str, Any], fields: Fields) -> list[int]:
+    refuse_not_built({name: body.get(name) for name in _TEMPLATE_FIELDS}, chat=True)
+    messages = parse_messages(fields)
+    characters = characters_of(messages)
+    if characters > MAX_CHARACTERS:
+        raise bad("messages", f"at most {MAX_CHARACTERS} characters, got {characters}")
+    return await template_ids(
+        service,
+        messages,
+        add_generation_prompt=_flag(fields, "add_generation_prompt", default=True),
+        add_special_tokens=_flag(fields, "add_special_tokens", default=False),
+    )
+
+
+def _flag(fields: Fields, name: str, *, default: bool) -> bool:
+    return default if fields.get(name) is None else fields.boolean(name)
+
+
+async def _pieces(service: Service, ids: Sequence[int]) -> list[str]:
+    """The tokens as the vocabulary writes them."""
+
+    def pieces() -> list[str]:
+        return [service.model.tokenizer.token_piece(token_id) for token_id in ids]
+
+    return pieces() if len(ids) <= INLINE_TOKENS else await service.threads.run(pieces)
