@@ -311,20 +311,31 @@ class Copy:
         rest = [file for _, file in tests if file not in near]
         outcome, by = "survived", ""
         for files in (near, rest):
-            if not files:
-                continue
-            path.write_text(mutant.applied(source))
             try:
-                failed = self._first_failure(files)
+                by = self._caught_by(mutant, path, source, files) if files else ""
             except subprocess.TimeoutExpired:
                 outcome = "timeout"
                 continue
             finally:
                 path.write_text(source)
-            if failed and not self._first_failure([failed]):
-                outcome, by = "caught", failed
+            if by:
+                outcome = "caught"
                 break
         return Result(mutant, outcome, by, time.monotonic() - began)
+
+    def _caught_by(self, mutant: Mutant, path: Path, source: str, files: Sequence[str]) -> str:
+        """The test that fails with the mutant, and again, and passes without it; empty: none. One
+        that fails now and then is left out."""
+        unsteady: list[str] = []
+        while len(unsteady) < 4:
+            path.write_text(mutant.applied(source))
+            failed = self._first_failure([*files, *(f"--deselect={test}" for test in unsteady)])
+            if not failed or self._first_failure([failed]):
+                path.write_text(source)
+                if not failed or not self._first_failure([failed]):
+                    return failed
+            unsteady.append(failed)
+        return ""
 
     def _first_failure(self, tests: Sequence[str]) -> str:
         """The id of the first test that fails; empty: none does."""
