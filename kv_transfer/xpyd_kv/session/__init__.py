@@ -1,2 +1,5 @@
 """The transfer's state machines, P's and D's. Pure: no sockets, no threads, no clock of their
-own."""
+own.
+
+A session always has ranks: see docs/adr/0035.
+"""
