@@ -44,6 +44,9 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARACTERS = 128
 # vLLM takes any finite number above 0; no wider range than this one means anything.
 _MOST_REPETITION_PENALTY = 1e6
+MAX_TOKENIZED_CHARACTERS = 4 * 1024 * 1024
+"""A second of encoding. No model's context is longer, but for texts of very long tokens."""
+MAX_DETOKENIZED = 1024 * 1024
 _SHOWN_CHARACTERS = 40
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -52,13 +55,15 @@ _Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 _Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 _Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
+_Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
+_Text64 = Annotated[str, Meta(max_length=64)]
 _Text1024 = Annotated[str, Meta(max_length=1024)]
 _Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 _PromptItem = (
     TokenId | Annotated[str, Meta(min_length=1)] | Annotated[list[TokenId], Meta(min_length=1)]
 )
 _BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
-# msgspec knows one list type in a union: engines refuse a list of texts and token ids.
+# msgspec knows one list type in a union; a list of token ids is one prompt, and holds nothing else.
 _ONE_PROMPT: list[dict[str, Any]] = [
     {"type": "string", "minLength": 1},
     {
@@ -102,7 +107,7 @@ class Routed(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """The fields of both endpoints that the router acts on; the engine reads them too."""
 
     model: Annotated[
-        Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)] | None,
+        _Name | None,
         _router("A name that GET /v1/models shows."),
     ] = None
     stream: Annotated[bool | None, _router("The answer as server-sent events.")] = None
@@ -232,17 +237,59 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     name: Annotated[str, Meta(max_length=256)] | None = None
 
 
+_Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
 class ChatRequest(Generation, frozen=True, kw_only=True):
     """What only the engine reads of a /v1/chat/completions body."""
 
     messages: Annotated[
-        Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)],
+        _Messages,
         _engine("The chat so far."),
     ]
     logprobs: Annotated[bool | None, _engine("Log probabilities of the answer's tokens.")] = None
     top_logprobs: Annotated[
         _Logprobs | None, _engine("With logprobs: of so many tokens at each place.")
     ] = None
+
+
+class KvTransferParams(msgspec.Struct, frozen=True, kw_only=True):
+    """`kv_transfer_params`, which our router puts into bodies for P and D (docs/engine.md).
+
+    Other routers' keys are ignored. Lists per choice follow OpenAI's order: i*n+j for choice j of
+    prompt i; the others have one entry per prompt.
+    """
+
+    seed: int | None = None
+    client_max_tokens: _Tokens | msgspec.UnsetType | None = msgspec.UNSET
+    """Unset: the request does not come from our router."""
+    max_model_len: Annotated[int, Meta(ge=1, le=2**53)] | None = None
+    continue_from: list[list[TokenId]] | None = None
+    emit_from: list[int] | None = None
+    first_logprobs: list[dict[str, Any] | None] | None = None
+    response_id: Annotated[str, Meta(max_length=256)] | None = None
+    created: Annotated[int, Meta(ge=0, le=2**53)] | None = None
+    transfer: list[Literal["none", "pending", "granted"]] | None = None
+    decode_incarnation: _Text64 | None = None
+    prompt_digest: list[_Text64] | None = None
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of the engine's POST /tokenize: `prompt` or `messages`."""
+
+    model: _Name | None = None
+    prompt: Annotated[str, Meta(max_length=MAX_TOKENIZED_CHARACTERS)] | None = None
+    messages: _Messages | None = None
+    return_token_strs: bool | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of the engine's POST /detokenize."""
+
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_DETOKENIZED)]
+    model: _Name | None = None
 
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -294,8 +341,10 @@ def _refusal(
     if missing := re.match(r"Object missing required field `(\w+)`", message):
         return refuse(f"{name}{item}.{missing[1]}".lstrip("."), "this field is missing")
     complaint = _complaint(expected, value)
-    # An item of a list has no name of its own: the parameter at fault is the list.
-    return refuse(name, f"item {item[1:-1].replace('][', '.')}: {complaint}" if item else complaint)
+    if not item or any(isinstance(one, inspect.StructType) for one in _alternatives(expected)):
+        return refuse(name + item, complaint)
+    # A number or a text has no name of its own: the parameter at fault is the list.
+    return refuse(name, f"item {item[1:-1].replace('][', '.')}: {complaint}")
 
 
 def _alternatives(expected: inspect.Type) -> list[inspect.Type]:

@@ -113,7 +113,7 @@ def test_a_number_beyond_the_floats_is_refused_wherever_it_comes() -> None:
     [
         ([], "messages", "must have 1 to 4096 items, got 0"),
         ("hello", "messages", "expected a list, got 'hello'"),
-        (["hello"], "messages", "item 0: expected an object, got 'hello'"),
+        (["hello"], "messages[0]", "expected an object, got 'hello'"),
         ([{"content": "x"}], "messages[0].role", "this field is missing"),
         (
             [_USER, {"role": "tool", "content": "x"}],

@@ -7,15 +7,13 @@ from typing import Any
 import pytest
 
 from xpyd_core.errors import ApiError
-from xpyd_worker.server.openai.params import (
+from xpyd_core.openai import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARACTERS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
-    LogitRules,
-    parse_chat,
-    parse_completion,
 )
+from xpyd_worker.server.openai.params import LogitRules, parse_chat, parse_completion
 
 
 def parse(endpoint: str, **fields: Any) -> Any:

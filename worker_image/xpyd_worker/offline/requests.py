@@ -8,16 +8,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypedDict
+from typing import Annotated, TypedDict
+
+import msgspec
 
 from xpyd_core.errors import UserError
+from xpyd_core.openai import TokenId, read
 from xpyd_worker.offline.outputs import RequestOutput, completion_output, prompt_alternatives
 from xpyd_worker.offline.sampling import SamplingParams
 from xpyd_worker.offline.texts import check_text
 from xpyd_worker.server.generation import ChoiceDelta, Generation, ending_of
 from xpyd_worker.server.http.request_ids import read_request_id
 from xpyd_worker.server.openai.answers import collect
-from xpyd_worker.server.openai.fields import as_token_ids
 from xpyd_worker.server.openai.jobs import Job, make_jobs
 from xpyd_worker.server.openai.params import Message, Options
 from xpyd_worker.server.service import Service
@@ -25,6 +27,12 @@ from xpyd_worker.server.text.prompts import bad_word_ids, chat_ids, completion_i
 
 # Calls that tokenize at once: half of what the text threads let wait.
 _PREPARING = 32
+
+
+class _TokenPrompt(msgspec.Struct, frozen=True):
+    """A prompt of token ids, checked as the server checks one."""
+
+    prompt_token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
 
 
 class TextPrompt(TypedDict):
@@ -108,10 +116,9 @@ async def _prepare(
         text = ask.text
         (ids,) = await completion_ids(service, [text])
     else:
-        text, ids = None, as_token_ids(list(ask.token_ids), "prompt_token_ids")
-        if not ids:
-            raise UserError("prompt_token_ids is empty")
-        (ids,) = await completion_ids(service, [ids])
+        found = read(_TokenPrompt, {"prompt_token_ids": list(ask.token_ids)})
+        text = None
+        (ids,) = await completion_ids(service, [tuple(found.prompt_token_ids)])
     options = replace(params.options(), priority=priority)
     # As in vLLM's class of this name, the context's end is an end like max_tokens; over HTTP a
     # client that asks for more than fits gets an error.

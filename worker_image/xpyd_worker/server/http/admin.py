@@ -22,12 +22,12 @@ from quart import Response, request
 from xpyd_core import __version__
 from xpyd_core.errors import ApiError, UserError
 from xpyd_core.keys import INSECURE_KEYS, is_drain_mac, is_probe_mac, is_release_mac, is_reset_mac
+from xpyd_core.openai import refuse
 from xpyd_core.request_id import Address, is_dialable, is_uuid, parse_address
 from xpyd_kv.session.probing import BUSY, ProbeResult
 from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.server.http.bodies import json_body, json_response
 from xpyd_worker.server.http.inference import Api
-from xpyd_worker.server.openai.fields import bad
 from xpyd_worker.server.service import Service, tokenizer_files_response
 from xpyd_worker.server.telemetry.metrics import ServerMetrics
 from xpyd_worker.server.text.prompts import detokenize, tokenize
@@ -67,7 +67,7 @@ def check_caller(
         return
     given = body.get("incarnation")
     if not isinstance(given, str):
-        raise bad("incarnation", "expected this process' own, which GET /load shows")
+        raise refuse("incarnation", "expected this process' own, which GET /load shows")
     if not is_mac(keys, given, caller.mac):
         message = "X-Xpyd-Mac is not the MAC of this call and incarnation"
         raise ApiError(403, message, code="wrong_mac")
@@ -93,7 +93,7 @@ async def answer_probe(service: Service, body: Mapping[str, Any], mac: str) -> d
     """The answer to `body`. ApiError: 400, 403, 409 (no P), 429 (too many), 503 (no answer)."""
     text = body.get("address")
     if not isinstance(text, str):
-        raise bad("address", "expected the KV address of a Decode instance, ip:port")
+        raise refuse("address", "expected the KV address of a Decode instance, ip:port")
     address = _address(text)
     if not is_probe_mac(service.place.keys, text, mac):
         raise ApiError(403, "X-Xpyd-Mac is not the MAC of this address", code="wrong_mac")
@@ -132,9 +132,9 @@ def _address(text: str) -> Address:
     try:
         address = parse_address(text)
     except UserError as error:
-        raise bad("address", str(error)) from error
+        raise refuse("address", str(error)) from error
     if not is_dialable(address):
-        raise bad("address", "expected a literal ip and a port of at least 1024")
+        raise refuse("address", "expected a literal ip and a port of at least 1024")
     return address
 
 
@@ -277,7 +277,7 @@ class Admin:
         service = self._api.ready_service()
         uuid = (await json_body()).get("uuid")
         if not isinstance(uuid, str) or not is_uuid(uuid):
-            raise bad("uuid", "expected 32 lower-case hex digits")
+            raise refuse("uuid", "expected 32 lower-case hex digits")
         mac = request.headers.get("X-Xpyd-Mac", "")
         if not is_release_mac(service.place.keys, uuid, mac):
             raise ApiError(403, "X-Xpyd-Mac is not the MAC of this uuid", code="wrong_mac")

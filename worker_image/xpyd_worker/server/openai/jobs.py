@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from xpyd_core.blocks import prompt_digest
+from xpyd_core.openai import refuse
 from xpyd_core.request_id import TransferKey, is_dialable
 from xpyd_worker.engine.request import EngineRequest, ReceiveFrom, SamplingParams, SendTo
 from xpyd_worker.server.http.request_ids import RequestId
-from xpyd_worker.server.openai.fields import bad
 from xpyd_worker.server.openai.params import Options
 from xpyd_worker.server.service import Service
 from xpyd_worker.server.text.prompts import check_vocabulary, output_limit
@@ -68,7 +68,7 @@ def make_jobs(
     _check_ids(service, options)
     seed = _seed(service, options)
     if options.priority and not service.has_priorities:
-        raise bad("priority", "must be 0: this engine runs without --scheduling-policy priority")
+        raise refuse("priority", "must be 0: this engine runs without --scheduling-policy priority")
     batch = os.urandom(4).hex()  # the same uuid may come twice, the engine's ids must differ
     jobs: list[Job] = []
     for index, prompt in enumerate(prompts):
@@ -154,7 +154,7 @@ def _sampling(
     )
     least = options.min_tokens
     if options.max_tokens is None and default is not None and least > default:
-        raise bad("min_tokens", f"must not be above max_tokens, which is {default} by default")
+        raise refuse("min_tokens", f"must not be above max_tokens, which is {default} by default")
     return SamplingParams(
         # With max_tokens 0 (only the prompt is shown) one token is computed and thrown away.
         max_tokens=max(1, max_tokens),

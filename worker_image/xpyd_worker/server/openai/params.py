@@ -1,36 +1,47 @@
 """The bodies of completions and chats as checked values: options, sampling, KV transfer. Pure.
 
-JSON members in (fields.py), frozen values out; ApiError 400 names the member at fault. It must not
-know the model, the engine or HTTP.
+xpyd_core.openai describes the fields and their bounds; this module checks what two fields forbid
+together, fills in defaults, and makes the frozen values that the engine's server works with.
+ApiError 400 names the field at fault. It must not know the model, the engine or HTTP.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
-from xpyd_worker.server.openai.fields import (
-    Fields,
-    as_token_ids,
-    bad,
-    is_token_id,
-    refuse_not_built,
+import msgspec
+
+from xpyd_core.errors import ApiError
+from xpyd_core.openai import (
+    MAX_PROMPTS,
+    ChatRequest,
+    CompletionRequest,
+    ContentPart,
+    KvTransferParams,
+    RoutedChat,
+    RoutedCompletion,
+    read,
+    refuse,
     shown,
-    too_long,
 )
+from xpyd_core.openai import Message as ChatMessage
+from xpyd_worker.server.openai.not_built import refuse_not_built
 
-# Each is work per token put out, and OpenAI and vLLM state no bound.
-MAX_LOGIT_BIAS = 1024
-MAX_ALLOWED_TOKEN_IDS = 65_536
-MAX_BAD_WORDS = 256
-MAX_BAD_WORD_CHARACTERS = 128
-# OpenAI's range. What lies outside is taken for its end, as vLLM does.
+MAX_N = 128
+MAX_CHOICES = 1024
+"""Of all prompts. vLLM has no bound; without one a small body could order unbounded work."""
+MAX_PARTS = 16_384
+"""Of the contents of all messages together."""
+MAX_CONTINUE_TOKENS = 2**20
+# OpenAI's range. A value outside of it is taken for its end, as vLLM does.
 _MOST_BIAS = 100.0
-# vLLM takes any finite number above 0; no wider range than this one means anything.
-_MOST_REPETITION_PENALTY = 1e6
 _MOST_ID_DIGITS = 10
+_MOST_ID = 2**31 - 1
+_SEED = 2**64
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
@@ -44,71 +55,6 @@ class LogitRules:
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
-
-
-def parse_logit_rules(fields: Fields) -> LogitRules:
-    """The rules in a body; ApiError 400 that names the field."""
-    repetition = fields.number("repetition_penalty", 0, _MOST_REPETITION_PENALTY, above=True)
-    return LogitRules(
-        min_p=fields.number("min_p", 0, 1) or 0.0,
-        repetition_penalty=1.0 if repetition is None else repetition,
-        presence_penalty=fields.number("presence_penalty", -2, 2) or 0.0,
-        frequency_penalty=fields.number("frequency_penalty", -2, 2) or 0.0,
-        logit_bias=_logit_bias(fields),
-        allowed_token_ids=_allowed(fields),
-        bad_words=_bad_words(fields),
-    )
-
-
-def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
-    name, value = "logit_bias", fields.get("logit_bias")
-    if value is None:
-        return ()
-    if not isinstance(value, dict):
-        raise bad(name, f"expected an object of token ids and numbers, got {shown(value)}")
-    members = cast("dict[str, Any]", value)
-    if len(members) > MAX_LOGIT_BIAS:
-        raise bad(name, f"at most {MAX_LOGIT_BIAS} entries, got {len(members)}")
-    found: dict[int, float] = {}
-    values = Fields(members)
-    for key in members:
-        is_number = key.isascii() and key.isdecimal() and len(key) <= _MOST_ID_DIGITS
-        token_id = int(key) if is_number else -1
-        if not is_token_id(token_id):
-            raise bad(name, f"expected token ids as keys, got {shown(key)}")
-        bias = values.get(key)
-        if not isinstance(bias, int | float) or isinstance(bias, bool) or not _is_finite(bias):
-            raise bad(name, f"{key}: expected a finite number, got {shown(bias)}")
-        found[token_id] = float(max(-_MOST_BIAS, min(_MOST_BIAS, bias)))
-    return tuple(found.items())
-
-
-def _is_finite(number: float) -> bool:
-    """Also of an integer beyond the floats, for which math's raises."""
-    return abs(number) <= sys.float_info.max
-
-
-def _allowed(fields: Fields) -> tuple[int, ...]:
-    found = fields.token_ids("allowed_token_ids", MAX_ALLOWED_TOKEN_IDS)
-    if found is not None and not found:
-        raise bad("allowed_token_ids", "must not be empty; leave it out to allow all tokens")
-    return tuple(dict.fromkeys(found or ()))
-
-
-def _bad_words(fields: Fields) -> tuple[str, ...]:
-    found = fields.items("bad_words", MAX_BAD_WORDS) or []
-    for word in found:
-        if not isinstance(word, str) or not 0 < len(word) <= MAX_BAD_WORD_CHARACTERS:
-            raise bad(
-                "bad_words",
-                f"expected strings of 1 to {MAX_BAD_WORD_CHARACTERS} characters, got {shown(word)}",
-            )
-    return tuple(dict.fromkeys(found))
-
-
-MAX_CONTINUE_TOKENS = 2**20
-_STATES = ("none", "pending", "granted")
-_SEED = 2**64
 
 
 @dataclass(frozen=True)
@@ -136,97 +82,10 @@ class KvParams:
     prompt_digest: tuple[str, ...] = ()
 
 
-def parse_kv_params(body: Fields, *, choices: int, prompts: int) -> KvParams:
-    """The body's kv_transfer_params for `prompts` prompts with `choices` choices in all."""
-    fields = body.object("kv_transfer_params")
-    if fields is None:
-        return KvParams()
-    continue_from = _continue_from(fields, choices)
-    return KvParams(
-        seed=fields.integer("seed", -_SEED, _SEED),
-        from_router=fields.has("client_max_tokens"),
-        client_max_tokens=fields.integer("client_max_tokens", 0, 2**62),
-        max_model_len=fields.integer("max_model_len", 1, 2**53),
-        continue_from=continue_from,
-        emit_from=_emit_from(fields, continue_from),
-        first_logprobs=_first_logprobs(fields, choices),
-        response_id=fields.text("response_id", 256),
-        created=fields.integer("created", 0, 2**53),
-        transfer=_words(fields, "transfer", prompts, _STATES),
-        decode_incarnation=fields.text("decode_incarnation", 64) or "",
-        prompt_digest=_words(fields, "prompt_digest", prompts, None),
-    )
-
-
-def _list_of(fields: Fields, name: str, length: int) -> list[Any]:
-    """A list with `length` entries; empty where absent."""
-    found = fields.items(name, length)
-    if found is None:
-        return []
-    if len(found) != length:
-        raise bad(fields.name(name), f"expected {length} entries, got {len(found)}")
-    return found
-
-
-def _continue_from(fields: Fields, choices: int) -> tuple[tuple[int, ...], ...]:
-    name = fields.name("continue_from")
-    result: list[tuple[int, ...]] = []
-    for ids in _list_of(fields, "continue_from", choices):
-        if not isinstance(ids, list):
-            raise bad(name, f"expected lists of token ids, got {shown(ids)}")
-        result.append(as_token_ids(cast("list[Any]", ids), name))
-    if sum(map(len, result)) > MAX_CONTINUE_TOKENS:
-        raise bad(name, f"at most {MAX_CONTINUE_TOKENS} token ids")
-    return tuple(result)
-
-
-def _emit_from(fields: Fields, continue_from: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-    found = _list_of(fields, "emit_from", len(continue_from))
-    for ids, k in zip(continue_from, found, strict=False):
-        if not isinstance(k, int) or isinstance(k, bool) or not 0 <= k <= len(ids):
-            raise bad(fields.name("emit_from"), f"must be 0 to {len(ids)}, got {shown(k)}")
-    return tuple(found) or (0,) * len(continue_from)
-
-
-def _first_logprobs(fields: Fields, choices: int) -> tuple[dict[str, Any] | None, ...]:
-    found = _list_of(fields, "first_logprobs", choices)
-    for one in found:
-        if one is not None and not isinstance(one, dict):
-            raise bad(fields.name("first_logprobs"), f"expected objects, got {shown(one)}")
-    return tuple(found)
-
-
-def _words(
-    fields: Fields, name: str, prompts: int, allowed: tuple[str, ...] | None
-) -> tuple[str, ...]:
-    found = _list_of(fields, name, prompts)
-    for one in found:
-        if not isinstance(one, str) or len(one) > 64 or (allowed and one not in allowed):
-            raise bad(fields.name(name), f"unexpected entry {shown(one)}")
-    return tuple(found)
-
-
-# vLLM has no bound on these; without one a small body could order unbounded work.
-MAX_N = 128
-MAX_PROMPTS = 256
-MAX_CHOICES = 1024
-MAX_STOPS = 16
-MAX_STOP_CHARACTERS = 1024
-MAX_STOP_TOKEN_IDS = 256
-MAX_MESSAGES = 4096
-MAX_PARTS = 16_384
-"""Of the contents of all messages together."""
-# As OpenAI's bound for chat; vLLM has the same default for both.
-MAX_LOGPROBS = 20
-# Larger than any context; a number above the context gets its own message.
-MAX_TOKENS = 2**62
-_INT_64 = 2**63
-_LABELS = ("user", "prompt_cache_key")
-"""Whose a request is. Routers read them; only a wrong type matters here."""
-_ROLES = ("system", "developer", "user", "assistant")
-
 Prompt = str | tuple[int, ...]
 Message = dict[str, str]
+_Common = RoutedCompletion | RoutedChat
+_Own = CompletionRequest | ChatRequest
 
 
 @dataclass(frozen=True)
@@ -287,183 +146,235 @@ def parse_completion(
 ) -> CompletionCall:
     """The body of /v1/completions. Ids that are more than `max_model_len` are not looked at."""
     refuse_not_built(body, chat=False)
-    fields = Fields(body)
-    prompts = _prompts(body.get("prompt"), max_model_len)
-    echo = fields.boolean("echo")
-    least = 0 if echo or fields.get("prompt_logprobs") is not None else 1
-    max_tokens = fields.integer("max_tokens", least, MAX_TOKENS)
-    logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
-    options = _options(fields, max_tokens=max_tokens, logprobs=logprobs, prompts=len(prompts))
-    return CompletionCall(options, prompts, echo)
+    _refuse_long_prompts(body.get("prompt"), max_model_len)
+    common, own = read(RoutedCompletion, body), read(CompletionRequest, body)
+    prompts = _prompts(own.prompt)
+    options = _options(
+        body,
+        common,
+        own,
+        max_tokens=_max_tokens("max_tokens", common.max_tokens, own, echo=bool(common.echo)),
+        logprobs=own.logprobs,
+        prompts=len(prompts),
+    )
+    return CompletionCall(options, prompts, bool(common.echo))
 
 
 def parse_chat(body: Mapping[str, Any]) -> ChatCall:
     """The body of /v1/chat/completions."""
     refuse_not_built(body, chat=True)
-    fields = Fields(body)
-    messages = parse_messages(fields)
-    least = 0 if fields.get("prompt_logprobs") is not None else 1
-    given = [
-        fields.integer(name, least, MAX_TOKENS) for name in ("max_completion_tokens", "max_tokens")
-    ]
-    max_tokens = given[0] if given[0] is not None else given[1]
-    top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
-    wanted = fields.boolean("logprobs")
-    if top and not wanted:
-        raise bad("top_logprobs", "needs logprobs to be true")
-    logprobs = (top or 0) if wanted else None
-    return ChatCall(_options(fields, max_tokens=max_tokens, logprobs=logprobs, prompts=1), messages)
+    common, own = read(RoutedChat, body), read(ChatRequest, body)
+    messages = as_messages(own.messages, body["messages"])
+    newer = _max_tokens("max_completion_tokens", common.max_completion_tokens, own)
+    older = _max_tokens("max_tokens", common.max_tokens, own)
+    if own.top_logprobs and not own.logprobs:
+        raise refuse("top_logprobs", "needs logprobs to be true")
+    options = _options(
+        body,
+        common,
+        own,
+        max_tokens=older if newer is None else newer,
+        logprobs=(own.top_logprobs or 0) if own.logprobs else None,
+        prompts=1,
+    )
+    return ChatCall(options, messages)
+
+
+def too_long(max_model_len: int, detail: str, param: str) -> ApiError:
+    """A 400 in OpenAI's words for what is longer than the context; `detail` says how long it is."""
+    message = (
+        f"This model's maximum context length is {max_model_len} tokens. However, {detail}. "
+        "Please reduce the length of the prompt or of the completion."
+    )
+    return ApiError(400, message, param=param, code="context_length_exceeded")
+
+
+def _max_tokens(name: str, value: int | None, own: _Own, *, echo: bool = False) -> int | None:
+    if value == 0 and not echo and own.prompt_logprobs is None:
+        raise refuse(name, "must be at least 1; 0 only with echo or prompt_logprobs")
+    return value
 
 
 def _options(
-    fields: Fields, *, max_tokens: int | None, logprobs: int | None, prompts: int
+    body: Mapping[str, Any],
+    common: _Common,
+    own: _Own,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompts: int,
 ) -> Options:
-    for label in _LABELS:
-        fields.text(label)
-    stream = fields.boolean("stream")
-    include_usage, running_usage = _stream_usage(fields, stream=stream)
-    n = fields.integer("n", 1, MAX_N) or 1
+    include_usage, running_usage = _stream_usage(common)
+    n = 1 if common.n is None else common.n
+    if n > MAX_N:
+        raise refuse("n", f"must be 1 to {MAX_N}, got {n}")
     if n * prompts > MAX_CHOICES:
-        raise bad("n", f"at most {MAX_CHOICES} choices (prompts x n), got {n * prompts}")
-    min_tokens = fields.integer("min_tokens", 0, MAX_TOKENS) or 0
+        raise refuse("n", f"at most {MAX_CHOICES} choices (prompts x n), got {n * prompts}")
+    min_tokens = common.min_tokens or 0
     if max_tokens is not None and min_tokens > max_tokens:
-        raise bad("min_tokens", f"must not be above max_tokens, which is {max_tokens}")
-    temperature = fields.number("temperature", 0, 2)
-    top_p = fields.number("top_p", 0, 1, above=True)
-    top_k = fields.integer("top_k", -1, 2**31 - 1) or 0
-    prompt_logprobs = fields.integer("prompt_logprobs", 0, MAX_LOGPROBS)
-    if prompt_logprobs is not None and stream:
-        raise bad("prompt_logprobs", "not available when stream is true")
+        raise refuse("min_tokens", f"must not be above max_tokens, which is {max_tokens}")
+    if own.prompt_logprobs is not None and common.stream:
+        raise refuse("prompt_logprobs", "not available when stream is true")
     return Options(
-        model=fields.text("model", 1024),
-        stream=stream,
+        model=common.model,
+        stream=bool(common.stream),
         include_usage=include_usage,
         running_usage=running_usage,
         n=n,
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        temperature=1.0 if temperature is None else temperature,
-        top_p=1.0 if top_p is None else top_p,
-        top_k=max(0, top_k),
-        seed=fields.integer("seed", -_INT_64, _INT_64 - 1),
-        stop=_stop(fields),
-        stop_token_ids=fields.token_ids("stop_token_ids", MAX_STOP_TOKEN_IDS) or (),
-        include_stop=fields.boolean("include_stop_str_in_output"),
-        rules=parse_logit_rules(fields),
+        temperature=1.0 if own.temperature is None else own.temperature,
+        top_p=1.0 if own.top_p is None else own.top_p,
+        top_k=max(0, own.top_k or 0),
+        seed=common.seed,
+        stop=(own.stop,) if isinstance(own.stop, str) else tuple(own.stop or ()),
+        stop_token_ids=tuple(own.stop_token_ids or ()),
+        include_stop=bool(own.include_stop_str_in_output),
+        rules=_logit_rules(own),
         logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        skip_special_tokens=fields.boolean("skip_special_tokens", default=True),
-        spaces_between_special_tokens=fields.boolean("spaces_between_special_tokens", default=True),
-        ignore_eos=fields.boolean("ignore_eos"),
-        return_token_ids=fields.boolean("return_token_ids"),
-        priority=fields.integer("priority", -_INT_64, _INT_64 - 1) or 0,
-        cache_salt=(fields.text("cache_salt", 1024) or "").encode(),
-        kv=parse_kv_params(fields, choices=n * prompts, prompts=prompts),
+        prompt_logprobs=own.prompt_logprobs,
+        skip_special_tokens=own.skip_special_tokens is not False,
+        spaces_between_special_tokens=own.spaces_between_special_tokens is not False,
+        ignore_eos=bool(own.ignore_eos),
+        return_token_ids=bool(common.return_token_ids),
+        priority=own.priority or 0,
+        cache_salt=(own.cache_salt or "").encode(),
+        kv=_kv_params(body.get("kv_transfer_params"), choices=n * prompts, prompts=prompts),
     )
 
 
-def _stream_usage(fields: Fields, *, stream: bool) -> tuple[bool, bool]:
+def _stream_usage(common: _Common) -> tuple[bool, bool]:
     """Whether usage is wanted at the end of the stream, and in every chunk of it."""
-    options = fields.object("stream_options")
+    options = common.stream_options
     if options is None:
         return False, False
-    if not stream:
-        raise bad("stream_options", "needs stream to be true")
-    include = options.boolean("include_usage")
-    return include, options.boolean("continuous_usage_stats") and include
+    if not common.stream:
+        raise refuse("stream_options", "needs stream to be true")
+    include = bool(options.include_usage)
+    return include, bool(options.continuous_usage_stats) and include
 
 
-def _stop(fields: Fields) -> tuple[str, ...]:
-    value = fields.get("stop")
-    if value is None:
-        return ()
-    found = [value] if isinstance(value, str) else fields.items("stop", MAX_STOPS) or []
-    for one in found:
-        if not isinstance(one, str) or not 0 < len(one) <= MAX_STOP_CHARACTERS:
-            raise bad(
-                "stop",
-                f"expected strings of 1 to {MAX_STOP_CHARACTERS} characters, got {shown(one)}",
-            )
+def _logit_rules(own: _Own) -> LogitRules:
+    return LogitRules(
+        min_p=own.min_p or 0.0,
+        repetition_penalty=1.0 if own.repetition_penalty is None else own.repetition_penalty,
+        presence_penalty=own.presence_penalty or 0.0,
+        frequency_penalty=own.frequency_penalty or 0.0,
+        logit_bias=_logit_bias(own.logit_bias or {}),
+        allowed_token_ids=tuple(dict.fromkeys(own.allowed_token_ids or ())),
+        bad_words=tuple(dict.fromkeys(own.bad_words or ())),
+    )
+
+
+def _logit_bias(members: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    found: dict[int, float] = {}
+    for key, bias in members.items():
+        is_number = key.isascii() and key.isdecimal() and len(key) <= _MOST_ID_DIGITS
+        if not is_number or int(key) > _MOST_ID:
+            raise refuse("logit_bias", f"expected token ids as keys, got {shown(key)}")
+        if not math.isfinite(bias):
+            raise refuse("logit_bias", f"{key}: expected a finite number, got {shown(bias)}")
+        found[int(key)] = max(-_MOST_BIAS, min(_MOST_BIAS, bias))
+    return tuple(found.items())
+
+
+def _refuse_long_prompts(value: object, max_model_len: int | None) -> None:
+    """Before their items are looked at: a list may have a million."""
+    if max_model_len is None or not isinstance(value, list) or not value:
+        return
+    items = cast("list[object]", value)
+    for ids in [items] if isinstance(items[0], int) else items[:MAX_PROMPTS]:
+        if isinstance(ids, list) and len(cast("list[object]", ids)) >= max_model_len:
+            tokens = len(cast("list[object]", ids))
+            raise too_long(max_model_len, f"your prompt has {tokens} tokens", "prompt")
+
+
+def _prompts(value: str | list[int | str | list[int]]) -> tuple[Prompt, ...]:
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value[0], int):
+        for index, one in enumerate(value):
+            if not isinstance(one, int):
+                raise refuse("prompt", f"item {index}: expected a token id, got {shown(one)}")
+        return (tuple(cast("list[int]", value)),)
+    if len(value) > MAX_PROMPTS:
+        raise refuse("prompt", f"at most {MAX_PROMPTS} prompts, got {len(value)}")
+    found: list[Prompt] = []
+    for index, one in enumerate(value):
+        if isinstance(one, int):
+            raise refuse("prompt", f"item {index}: expected a string or token ids, got {one}")
+        found.append(one if isinstance(one, str) else tuple(one))
     return tuple(found)
 
 
-def _prompts(value: object, max_model_len: int | None) -> tuple[Prompt, ...]:
-    if isinstance(value, str):
-        found: list[Any] = [value]
-    elif isinstance(value, list) and value:
-        found = cast("list[Any]", value)
-        if is_token_id(found[0]):
-            return (_ids(found, max_model_len),)
-    else:
-        raise bad(
-            "prompt", "expected a string, strings, token ids or lists of token ids, not empty"
-        )
-    if len(found) > MAX_PROMPTS:
-        raise bad("prompt", f"at most {MAX_PROMPTS} prompts, got {len(found)}")
-    return tuple(_prompt(one, index, max_model_len) for index, one in enumerate(found))
-
-
-def _prompt(value: object, index: int, max_model_len: int | None) -> Prompt:
-    if not isinstance(value, str | list):
-        raise bad("prompt", f"item {index}: expected a string or token ids, got {shown(value)}")
-    if not value:
-        raise bad("prompt", f"item {index} is empty")
-    if isinstance(value, str):
-        return value
-    return _ids(cast("list[Any]", value), max_model_len)
-
-
-def _ids(values: list[Any], max_model_len: int | None) -> tuple[int, ...]:
-    if max_model_len is not None and len(values) >= max_model_len:
-        raise too_long(max_model_len, f"your prompt has {len(values)} tokens", "prompt")
-    return as_token_ids(values, "prompt")
-
-
-def parse_messages(fields: Fields) -> tuple[Message, ...]:
-    """The member `messages`, also that of /tokenize."""
-    found = fields.items("messages", MAX_MESSAGES)
-    if not found:
-        raise bad("messages", "expected a list of messages, not empty")
-    parts = sum(map(_count_parts, found))
+def as_messages(
+    found: Sequence[ChatMessage], raw: Sequence[Mapping[str, Any]]
+) -> tuple[Message, ...]:
+    """Messages as templates take them: of several text parts, one text. `raw` is as they came."""
+    for index, message in enumerate(raw):
+        for key in ("tool_calls", "function_call", "audio"):
+            if message.get(key):
+                raise refuse(f"messages[{index}].{key}", "this engine does not support it yet")
+    parts = sum(len(one.content) for one in found if not isinstance(one.content, str))
     if parts > MAX_PARTS:
-        raise bad("messages", f"at most {MAX_PARTS} parts of content, got {parts}")
-    return tuple(_message(one, f"messages[{index}]") for index, one in enumerate(found))
+        raise refuse("messages", f"at most {MAX_PARTS} parts of content, got {parts}")
+    return tuple(_message(one) for one in found)
 
 
-def _count_parts(message: object) -> int:
-    content = cast("dict[str, Any]", message).get("content") if isinstance(message, dict) else None
-    return len(cast("list[Any]", content)) if isinstance(content, list) else 0
+def _message(found: ChatMessage) -> Message:
+    content = found.content
+    text = content if isinstance(content, str) else _joined(content)
+    message: Message = {"role": found.role, "content": text}
+    return message if found.name is None else {**message, "name": found.name}
 
 
-def _message(value: object, name: str) -> Message:
+def _joined(parts: Sequence[ContentPart]) -> str:
+    return "\n".join(part.text for part in parts)
+
+
+def _kv_params(value: object, *, choices: int, prompts: int) -> KvParams:
+    """kv_transfer_params for `prompts` prompts with `choices` choices in all."""
+    name = "kv_transfer_params"
+    if value is None:
+        return KvParams()
     if not isinstance(value, dict):
-        raise bad(name, f"expected an object, got {shown(value)}")
-    fields = Fields(cast("dict[str, Any]", value), f"{name}.")
-    role = fields.get("role")
-    if role not in _ROLES:
-        raise bad(f"{name}.role", f"expected one of {', '.join(_ROLES)}, got {shown(role)}")
-    for key in ("tool_calls", "function_call", "audio"):
-        if fields.get(key):
-            raise bad(f"{name}.{key}", "this engine does not support it yet")
-    message: Message = {"role": role, "content": _content(fields.get("content"), f"{name}.content")}
-    speaker = fields.text("name", 256)
-    return message if speaker is None else {**message, "name": speaker}
+        raise refuse(name, f"expected an object, got {shown(value)}")
+    found = read(KvTransferParams, cast("dict[str, Any]", value), name)
+    seed, client_max_tokens = found.seed, found.client_max_tokens
+    if seed is not None and not -_SEED <= seed <= _SEED:
+        raise refuse(f"{name}.seed", f"must be {-_SEED} to {_SEED}, got {shown(seed)}")
+    continue_from = _listed(found.continue_from, f"{name}.continue_from", choices)
+    if sum(map(len, continue_from)) > MAX_CONTINUE_TOKENS:
+        raise refuse(f"{name}.continue_from", f"at most {MAX_CONTINUE_TOKENS} token ids")
+    is_unset = isinstance(client_max_tokens, msgspec.UnsetType)
+    return KvParams(
+        seed=seed,
+        from_router=not is_unset,
+        client_max_tokens=None if is_unset else client_max_tokens,
+        max_model_len=found.max_model_len,
+        continue_from=tuple(map(tuple, continue_from)),
+        emit_from=_emit_from(found.emit_from, f"{name}.emit_from", continue_from),
+        first_logprobs=_listed(found.first_logprobs, f"{name}.first_logprobs", choices),
+        response_id=found.response_id,
+        created=found.created,
+        transfer=_listed(found.transfer, f"{name}.transfer", prompts),
+        decode_incarnation=found.decode_incarnation or "",
+        prompt_digest=_listed(found.prompt_digest, f"{name}.prompt_digest", prompts),
+    )
 
 
-def _content(value: object, name: str) -> str:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise bad(name, f"expected a string or a list of parts, got {shown(value)}")
-    texts: list[str] = []
-    for index, part in enumerate(cast("list[Any]", value)):
-        if not isinstance(part, dict):
-            raise bad(f"{name}[{index}]", f"expected an object, got {shown(part)}")
-        fields = Fields(cast("dict[str, Any]", part), f"{name}[{index}].")
-        kind, text = fields.get("type"), fields.get("text")
-        if kind != "text":
-            raise bad(f"{name}[{index}].type", f"this engine takes text only, got {shown(kind)}")
-        if not isinstance(text, str):
-            raise bad(f"{name}[{index}].text", f"expected a string, got {shown(text)}")
-        texts.append(text)
-    return "\n".join(texts)
+def _listed(found: Sequence[_Item] | None, name: str, length: int) -> tuple[_Item, ...]:
+    """As many entries as `length`; none where the field is absent."""
+    if found is not None and len(found) != length:
+        raise refuse(name, f"expected {length} entries, got {len(found)}")
+    return tuple(found or ())
+
+
+def _emit_from(
+    found: Sequence[int] | None, name: str, continue_from: Sequence[Sequence[int]]
+) -> tuple[int, ...]:
+    emitted = _listed(found, name, len(continue_from))
+    for ids, k in zip(continue_from, emitted, strict=False):
+        if not 0 <= k <= len(ids):
+            raise refuse(name, f"must be 0 to {len(ids)}, got {shown(k)}")
+    return emitted or (0,) * len(continue_from)

@@ -12,8 +12,16 @@ from functools import partial
 from typing import Any, TypeVar
 
 from xpyd_core.errors import ApiError, UserError
-from xpyd_worker.server.openai.fields import Fields, bad, refuse_not_built, shown, too_long
-from xpyd_worker.server.openai.params import Message, Prompt, parse_messages
+from xpyd_core.openai import (
+    MAX_TOKENIZED_CHARACTERS,
+    DetokenizeRequest,
+    TokenizeRequest,
+    read,
+    refuse,
+    shown,
+)
+from xpyd_worker.server.openai.not_built import refuse_not_built
+from xpyd_worker.server.openai.params import Message, Prompt, as_messages, too_long
 from xpyd_worker.server.service import ServedModel, Service
 
 _Item = TypeVar("_Item", bound=Sized)
@@ -44,7 +52,7 @@ async def completion_ids(service: Service, prompts: Sequence[Prompt]) -> list[tu
     encoded = iter(await _each(service, encode, texts, inline=_INLINE_CHARACTERS))
     found = [tuple(next(encoded)) if isinstance(one, str) else one for one in prompts]
     if not all(found):
-        raise bad("prompt", "is empty after tokenization")
+        raise refuse("prompt", "is empty after tokenization")
     return found
 
 
@@ -144,7 +152,7 @@ def check_vocabulary(model: ServedModel, ids: Sequence[int], name: str) -> None:
     """400 for an id that the model does not have."""
     worst = max(ids, default=0)
     if worst >= model.vocab_size:
-        raise bad(name, f"token id {worst} is not in the vocabulary of {model.vocab_size} ids")
+        raise refuse(name, f"token id {worst} is not in the vocabulary of {model.vocab_size} ids")
 
 
 async def bad_word_ids(service: Service, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -161,7 +169,7 @@ def _bad_word_ids(model: ServedModel, words: Sequence[str]) -> tuple[tuple[int, 
         text = word.lstrip()
         plain = tuple(model.tokenizer.encode(text, add_special_tokens=False))
         if not plain:
-            raise bad("bad_words", f"{shown(word)} has no tokens")
+            raise refuse("bad_words", f"{shown(word)} has no tokens")
         spaced = tuple(model.tokenizer.encode(f" {text}", add_special_tokens=False))
         found[plain] = None
         if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
@@ -192,9 +200,6 @@ def output_limit(
     return asked
 
 
-# A second of encoding. No model's context is longer, but for texts of very long tokens.
-MAX_CHARACTERS = 4 * 1024 * 1024
-MAX_TOKENS = 1024 * 1024
 _TEMPLATE_FIELDS = (
     "chat_template",
     "chat_template_kwargs",
@@ -207,33 +212,28 @@ _TEMPLATE_FIELDS = (
 
 async def tokenize(service: Service, body: Mapping[str, Any]) -> dict[str, Any]:
     """The answer to `prompt` (text) or `messages` (a conversation in the model's template)."""
-    fields = Fields(body)
-    service.model.name_for(fields.text("model", 1024))
-    has_prompt, has_messages = fields.get("prompt") is not None, fields.get("messages") is not None
-    if has_prompt == has_messages:
-        raise bad("prompt", "give either prompt, a text, or messages, a conversation")
-    wants_pieces = fields.boolean("return_token_strs")
-    if has_prompt:
-        text = fields.text("prompt", MAX_CHARACTERS) or ""
-        add_special = _flag(fields, "add_special_tokens", default=True)
-        ids = await text_ids(service, text, add_special_tokens=add_special)
+    asked = read(TokenizeRequest, body)
+    service.model.name_for(asked.model)
+    if (asked.prompt is None) == (asked.messages is None):
+        raise refuse("prompt", "give either prompt, a text, or messages, a conversation")
+    if asked.prompt is not None:
+        add_special = asked.add_special_tokens is not False
+        ids = await text_ids(service, asked.prompt, add_special_tokens=add_special)
     else:
-        ids = await _conversation_ids(service, body, fields)
+        ids = await _conversation_ids(service, body, asked)
     return {
         "count": len(ids),
         "max_model_len": service.model.max_model_len,
         "tokens": ids,
-        "token_strs": await _pieces(service, ids) if wants_pieces else None,
+        "token_strs": await _pieces(service, ids) if asked.return_token_strs else None,
     }
 
 
 async def detokenize(service: Service, body: Mapping[str, Any]) -> dict[str, Any]:
     """The answer to `tokens`: their text, special ones included."""
-    fields = Fields(body)
-    service.model.name_for(fields.text("model", 1024))
-    ids = fields.token_ids("tokens", MAX_TOKENS)
-    if ids is None:
-        raise bad("tokens", "expected a list of token ids")
+    asked = read(DetokenizeRequest, body)
+    service.model.name_for(asked.model)
+    ids = asked.tokens
     check_vocabulary(service.model, ids, "tokens")
 
     def decode() -> str:
@@ -243,22 +243,20 @@ async def detokenize(service: Service, body: Mapping[str, Any]) -> dict[str, Any
     return {"prompt": decode() if is_short else await service.threads.run(decode)}
 
 
-async def _conversation_ids(service: Service, body: Mapping[str, Any], fields: Fields) -> list[int]:
+async def _conversation_ids(
+    service: Service, body: Mapping[str, Any], asked: TokenizeRequest
+) -> list[int]:
     refuse_not_built({name: body.get(name) for name in _TEMPLATE_FIELDS}, chat=True)
-    messages = parse_messages(fields)
+    messages = as_messages(asked.messages or (), body["messages"])
     characters = characters_of(messages)
-    if characters > MAX_CHARACTERS:
-        raise bad("messages", f"at most {MAX_CHARACTERS} characters, got {characters}")
+    if characters > MAX_TOKENIZED_CHARACTERS:
+        raise refuse("messages", f"at most {MAX_TOKENIZED_CHARACTERS} characters, got {characters}")
     return await template_ids(
         service,
         messages,
-        add_generation_prompt=_flag(fields, "add_generation_prompt", default=True),
-        add_special_tokens=_flag(fields, "add_special_tokens", default=False),
+        add_generation_prompt=asked.add_generation_prompt is not False,
+        add_special_tokens=bool(asked.add_special_tokens),
     )
-
-
-def _flag(fields: Fields, name: str, *, default: bool) -> bool:
-    return default if fields.get(name) is None else fields.boolean(name)
 
 
 async def _pieces(service: Service, ids: Sequence[int]) -> list[str]:
