@@ -7,7 +7,7 @@ parsed body, or raises the ApiError that names the field. Unknown fields are ign
 absent.
 
 What needs the model (its name, its vocabulary, the context's length) and what two fields forbid
-together is checked by the program that acts on it.
+together is checked by the program that acts on it. See docs/adr/0036.
 """
 
 from __future__ import annotations

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from xpyd_core.errors import UserError
 from xpyd_core.pod_env import PodEnv
 from xpyd_operator.document import parse_fleet
 from xpyd_operator.plan import fleet_want
 from xpyd_worker.command import configure, read_config
 from xpyd_worker.config import WorkerConfig
+from xpyd_worker.flags import GROUPS
 
 ARGS = [
     *("--max-num-seqs=8", "--max-num-batched-tokens=64", "--max-model-len", "1000"),
@@ -71,3 +73,16 @@ def test_without_them_the_engines_have_their_defaults(pool: str) -> None:
     assert (found.kv_cache_bytes, found.custom_all_reduce) == (None, True)
     assert (found.prefix_caching, found.seed) == (True, None)
     assert (found.served_model_names, found.scheduling_policy) == (("named",), "fcfs")
+
+
+def test_each_name_of_a_flag_that_pools_set_is_refused() -> None:
+    """`parallelism` of a pool sets them; the engine's own table of flags has their names."""
+    flags = [flag for group in GROUPS.values() for flag in group]
+    of_pools = [flag for flag in flags if flag.argument.endswith("_parallel_size")]
+    assert {flag.argument for flag in of_pools} == {
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+    }
+    for name in [name for flag in of_pools for name in flag.names]:
+        with pytest.raises(UserError, match="parallelism"):
+            configs([f"{name}=2"])

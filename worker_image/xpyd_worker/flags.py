@@ -4,7 +4,7 @@ table.
 A row has a flag, its argparse options (type, default, choices, help) and the programs besides
 `xpyd worker` that take it. docs/engine.md lists the same flags, and tests compare both and the
 arguments of LLM() with this table. Bounds that depend on other values are in config.check_config.
-Values only: this module must not know what a flag does.
+Values only: this module must not know what a flag does. See docs/adr/0037.
 """
 
 from __future__ import annotations

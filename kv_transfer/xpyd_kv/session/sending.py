@@ -1,4 +1,4 @@
-"""P's transfers: OFFER, wait for GRANT, stream frames as they become ready, COMMIT, wait for DONE.
+"""Transfers as P drives them: OFFER, wait for GRANT, stream frames, COMMIT, wait for DONE.
 
 It is the Handler of P's Endpoint. The engine's side calls `offer`, `ready`, `complete` and `cancel`
 through `Endpoint.call`, so everything here runs on the I/O thread; results go to `report`. It reads
