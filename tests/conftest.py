@@ -1,11 +1,13 @@
-"""What all tests share: how torch's threads wait, in which order files start, and, for a machine
-with a GPU, where nothing is installed, a stand-in for a package."""
+"""What all tests share: how torch's threads wait, in which order files start, logging as it was,
+and, for a machine with a GPU, where nothing is installed, a stand-in for a package."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -38,3 +40,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     last is short. Within these and the others the order stays."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.fixture(autouse=True)
+def logging_of_one_test() -> Iterator[None]:
+    """Undo the logging that a program sets up which a test runs in this process."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    root.setLevel(level)
+    # pytest's own handlers are of a class of their own.
+    for handler in [one for one in root.handlers if type(one) is logging.StreamHandler]:
+        root.removeHandler(handler)

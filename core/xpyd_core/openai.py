@@ -381,11 +381,11 @@ def _complaint(expected: inspect.Type, value: object) -> str:
                 continue
             return f"must be {_range(one)}, got {shown(value)}"
         if isinstance(one, inspect.StrType) and isinstance(value, str):
-            return f"must have {_lengths(one, 'characters')}, got {len(value)}"
+            return _length_complaint(one, "characters", len(value))
         if isinstance(one, inspect.ListType) and isinstance(value, list):
-            return f"must have {_lengths(one, 'items')}, got {len(cast('list[Any]', value))}"
+            return _length_complaint(one, "items", len(cast("list[Any]", value)))
         if isinstance(one, inspect.DictType) and isinstance(value, dict):
-            return f"must have {_lengths(one, 'members')}, got {len(cast('dict[str, Any]', value))}"
+            return _length_complaint(one, "members", len(cast("dict[str, Any]", value)))
     names = [_NAMES.get(type(one), "another value") for one in alternatives]
     return f"expected {' or '.join(dict.fromkeys(names))}, got {shown(value)}"
 
@@ -426,11 +426,13 @@ def _number(number: float) -> str:
     return str(number) if isinstance(number, int) else f"{number:g}"
 
 
-def _lengths(bounds: inspect.StrType | inspect.ListType | inspect.DictType, what: str) -> str:
-    least, most = bounds.min_length, bounds.max_length
-    if most is None:
-        return f"at least {least} {what}"
-    return f"{least} to {most} {what}" if least else f"at most {most} {what}"
+def _length_complaint(
+    bounds: inspect.StrType | inspect.ListType | inspect.DictType, what: str, length: int
+) -> str:
+    least, most = bounds.min_length or 0, bounds.max_length
+    if length < least:
+        return "must not be empty" if least == 1 else f"must have at least {least} {what}"
+    return f"must have at most {most} {what}, got {length}"
 
 
 def body_schema(*kinds: type[msgspec.Struct]) -> dict[str, Any]:

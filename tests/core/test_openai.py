@@ -58,7 +58,7 @@ def test_messages_and_stream_options_become_values() -> None:
             *("stream_options.include_usage", "expected true or false, got 1"),
         ),
         (RoutedCompletion, {"echo": "yes"}, "echo", "expected true or false, got 'yes'"),
-        (RoutedCompletion, {"model": ""}, "model", "must have 1 to 512 characters, got 0"),
+        (RoutedCompletion, {"model": ""}, "model", "must not be empty"),
     ],
 )
 def test_what_the_router_reads_is_refused_by_name(
@@ -77,16 +77,16 @@ def test_what_the_router_reads_is_refused_by_name(
         ({"top_p": 0}, "top_p", "must be above 0 and at most 1, got 0"),
         ({"presence_penalty": -3}, "presence_penalty", "must be -2 to 2, got -3"),
         ({"stop": 3}, "stop", "expected a string or a list, got 3"),
-        ({"stop": ["a", ""]}, "stop", "item 1: must have 1 to 1024 characters, got 0"),
+        ({"stop": ["a", ""]}, "stop", "item 1: must not be empty"),
         ({"stop": ["a"] * 17}, "stop", "must have at most 16 items, got 17"),
         ({"logit_bias": {"1": 1, "2": "x"}}, "logit_bias", "item 2: expected a number, got 'x'"),
         ({"logit_bias": dict.fromkeys(map(str, range(1025)), 0)}, "logit_bias", "1024 members"),
-        ({"allowed_token_ids": []}, "allowed_token_ids", "must have 1 to 65536 items, got 0"),
+        ({"allowed_token_ids": []}, "allowed_token_ids", "must not be empty"),
         ({"prompt": 3}, "prompt", "expected a string or a list, got 3"),
-        ({"prompt": ""}, "prompt", "must have at least 1 characters, got 0"),
-        ({"prompt": []}, "prompt", "must have at least 1 items, got 0"),
+        ({"prompt": ""}, "prompt", "must not be empty"),
+        ({"prompt": []}, "prompt", "must not be empty"),
         ({"prompt": [1, -1]}, "prompt", "item 1: must be 0 to 2147483647, got -1"),
-        ({"prompt": [[1], []]}, "prompt", "item 1: must have at least 1 items, got 0"),
+        ({"prompt": [[1], []]}, "prompt", "item 1: must not be empty"),
         ({"prompt": [[1, 2**31]]}, "prompt", f"item 0.1: must be 0 to 2147483647, got {2**31}"),
     ],
 )
@@ -111,7 +111,7 @@ def test_a_number_beyond_the_floats_is_refused_wherever_it_comes() -> None:
 @pytest.mark.parametrize(
     ("messages", "param", "message"),
     [
-        ([], "messages", "must have 1 to 4096 items, got 0"),
+        ([], "messages", "must not be empty"),
         ("hello", "messages", "expected a list, got 'hello'"),
         (["hello"], "messages[0]", "expected an object, got 'hello'"),
         ([{"content": "x"}], "messages[0].role", "this field is missing"),
