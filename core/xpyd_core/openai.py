@@ -243,10 +243,7 @@ _Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)
 class ChatRequest(Generation, frozen=True, kw_only=True):
     """What only the engine reads of a /v1/chat/completions body."""
 
-    messages: Annotated[
-        _Messages,
-        _engine("The chat so far."),
-    ]
+    messages: Annotated[_Messages, _engine("The chat so far.")]
     logprobs: Annotated[bool | None, _engine("Log probabilities of the answer's tokens.")] = None
     top_logprobs: Annotated[
         _Logprobs | None, _engine("With logprobs: of so many tokens at each place.")

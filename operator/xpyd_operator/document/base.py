@@ -169,14 +169,27 @@ def transition(
 
 
 @dataclass(frozen=True)
-class Check:
+class _SchemaRule:
+    """The half of a rule over one value that goes into the CRD."""
+
+    cel: str
+    message: str
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        found = handler(schema)
+        found.setdefault(VALIDATIONS, []).append({"rule": self.cel, "message": self.message})
+        return found
+
+
+@dataclass(frozen=True)
+class Check(_SchemaRule):
     """A rule over one value, for `Annotated`. Checked only where the value has the right type.
 
     `kind`: the value's type in the schema, which the API server shows.
     """
 
-    cel: str
-    message: str
     holds: Callable[[Any], bool]
     kind: str = "string"
 
@@ -185,13 +198,6 @@ class Check:
     ) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
-    def __get_pydantic_json_schema__(
-        self, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        found = handler(schema)
-        found.setdefault(VALIDATIONS, []).append({"rule": self.cel, "message": self.message})
-        return found
-
     def _check(self, value: object) -> object:
         if not self.holds(value):
             raise rule_error(_invalid(self.kind, self.message))
@@ -199,27 +205,18 @@ class Check:
 
 
 @dataclass(frozen=True)
-class ListCheck:
+class ListCheck(_SchemaRule):
     """As Check, over a whole list, reported together with the mistakes of its items.
 
     `holds` sees the raw list, whose items may be anything.
     """
 
-    cel: str
-    message: str
     holds: Callable[[list[Any]], bool]
 
     def __get_pydantic_core_schema__(
         self, source: object, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
         return core_schema.no_info_wrap_validator_function(self._check, handler(source))
-
-    def __get_pydantic_json_schema__(
-        self, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        found = handler(schema)
-        found.setdefault(VALIDATIONS, []).append({"rule": self.cel, "message": self.message})
-        return found
 
     def _check(self, value: object, handler: ValidatorFunctionWrapHandler) -> object:
         fine = self.holds(_items(value))
