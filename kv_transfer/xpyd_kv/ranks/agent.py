@@ -1,4 +1,4 @@
-"""One rank's end of the Channel: what the engine says is done, what comes of it is told.
+"""One rank's end of the Channel: what the engine says is done, what comes of it is pairs.
 
 On the rank's I/O thread, but for the step's chunks (`StepSender`), which come on the runner's.
 """
@@ -20,7 +20,7 @@ from xpyd_kv.ranks.engine import Channel
 from xpyd_kv.ranks.handler import ComputeGate
 from xpyd_kv.ranks.receives import RankReceives
 from xpyd_kv.ranks.sends import RankSends
-from xpyd_kv.session import pairs as told
+from xpyd_kv.session import pairs
 from xpyd_kv.session.outgoing import ReadyArea
 from xpyd_kv.session.pairs import (
     Opened,
@@ -50,15 +50,15 @@ class RankReporter:
 
     def sent(self, key: TransferKey, epoch: int, report: SendReport) -> None:
         """What becomes of a pair of a P's rank."""
-        names = told.names_of(key, epoch)
+        names = pairs.names_of(key, epoch)
         match report:
             case PairFlushed():
                 self._post(
-                    told.Flushed(**names, destination=report.destination, areas=report.areas)
+                    pairs.Flushed(**names, destination=report.destination, areas=report.areas)
                 )
             case PairEnded():
                 self._post(
-                    told.Ended(
+                    pairs.Ended(
                         **names,
                         destination=report.destination,
                         reason=report.reason,
@@ -69,13 +69,13 @@ class RankReporter:
 
     def received(self, key: TransferKey, epoch: int, report: ReceiveReport) -> None:
         """What becomes of a pair of a D's rank."""
-        names = told.names_of(key, epoch)
+        names = pairs.names_of(key, epoch)
         match report:
             case Opened():
-                self._post(told.Taking(**names))
+                self._post(pairs.Taking(**names))
             case PairLanded():
                 self._post(
-                    told.Landed(
+                    pairs.Landed(
                         **names,
                         source=report.source,
                         transport=report.transport,
@@ -84,7 +84,7 @@ class RankReporter:
                 )
             case PairLost():
                 self._post(
-                    told.Lost(
+                    pairs.Lost(
                         **names,
                         source=report.source,
                         reason=report.reason,
@@ -92,16 +92,16 @@ class RankReporter:
                     )
                 )
             case PairQuiet():
-                self._post(told.Quiet(**names, source=report.source))
+                self._post(pairs.Quiet(**names, source=report.source))
 
     def copied(self, number: int) -> None:
         """A copy is through."""
-        self._post(told.Copied(number=number))
+        self._post(pairs.Copied(number=number))
 
     def probed(self, number: int, destination: int, result: ProbeResult) -> None:
         """A probe of one rank of D is over."""
         self._post(
-            told.Probed(
+            pairs.Probed(
                 number=number,
                 destination=destination,
                 ok=result.ok,
@@ -115,10 +115,10 @@ class RankReporter:
 
     def counted(self, figures: RankCounts, endpoint: EndpointCounts) -> None:
         """See MetricsReporter."""
-        self._post(told.Counted(figures=figures, endpoint=endpoint))
+        self._post(pairs.Counted(figures=figures, endpoint=endpoint))
 
-    def _post(self, message: told.FromRank) -> None:
-        self._channel.post(told.encode(message))
+    def _post(self, message: pairs.FromRank) -> None:
+        self._channel.post(pairs.encode(message))
 
 
 @dataclass(frozen=True)
@@ -137,25 +137,25 @@ class RankAgent:
 
     def heard(self, message: bytes) -> None:
         """On the Channel's thread."""
-        self.call(partial(self._do, told.decode_to_rank(message)))
+        self.call(partial(self._do, pairs.decode_to_rank(message)))
 
-    def _do(self, message: told.ToRank) -> None:
+    def _do(self, message: pairs.ToRank) -> None:
         match message:
-            case told.Copy():
+            case pairs.Copy():
                 self._copy(message)
-            case told.Send() | told.Cancel() | told.Forget() if self.sends is not None:
+            case pairs.Send() | pairs.Cancel() | pairs.Forget() if self.sends is not None:
                 self._send(self.sends, message)
-            case told.Probe() if self.sends is not None:
+            case pairs.Probe() if self.sends is not None:
                 self.sends.probe(message.number, _targets_of(message))
-            case told.Open() | told.Stop() if self.receives is not None:
+            case pairs.Open() | pairs.Stop() if self.receives is not None:
                 self._receive(self.receives, message)
             case _:
                 return
 
-    def _send(self, sends: RankSends, message: told.Send | told.Cancel | told.Forget) -> None:
+    def _send(self, sends: RankSends, message: pairs.Send | pairs.Cancel | pairs.Forget) -> None:
         key, epoch = TransferKey(message.uuid, message.prompt_index), message.epoch
         match message:
-            case told.Send():
+            case pairs.Send():
                 stash = None if message.stash is None else self.space.room(message.stash)
                 sends.send(
                     Sending(
@@ -169,14 +169,14 @@ class RankAgent:
                         stash=stash,
                     )
                 )
-            case told.Cancel():
+            case pairs.Cancel():
                 sends.cancel(key, epoch, message.reason)
-            case told.Forget():
+            case pairs.Forget():
                 sends.forget(key, epoch)
 
-    def _receive(self, receives: RankReceives, message: told.Open | told.Stop) -> None:
+    def _receive(self, receives: RankReceives, message: pairs.Open | pairs.Stop) -> None:
         key, epoch = TransferKey(message.uuid, message.prompt_index), message.epoch
-        if isinstance(message, told.Stop):
+        if isinstance(message, pairs.Stop):
             receives.stop(key, epoch, message.reason)
             return
         receives.open(
@@ -199,7 +199,7 @@ class RankAgent:
         else:
             self.gate.add(event, opened, partial(receives.stop, key, epoch, "device_failed"))
 
-    def _copy(self, copy: told.Copy) -> None:
+    def _copy(self, copy: pairs.Copy) -> None:
         try:
             event = self.space.copy(copy.place, copy.block_ids, into_cache=copy.into_cache)
         except DeviceError as error:
@@ -214,7 +214,7 @@ class RankAgent:
             self.gate.add(event, done, fail)
 
 
-def _targets_of(message: told.Send | told.Probe) -> tuple[Target, ...]:
+def _targets_of(message: pairs.Send | pairs.Probe) -> tuple[Target, ...]:
     return tuple(Target(rank, Address(host, port)) for rank, host, port in message.targets)
 
 
@@ -240,7 +240,7 @@ class StepSender:
 
     def begin_step(self, chunks: bytes) -> None:
         """See RankSender."""
-        for chunk in told.decode_chunks(chunks):
+        for chunk in pairs.decode_chunks(chunks):
             name = (TransferKey(chunk.uuid, chunk.prompt_index), chunk.epoch)
             if chunk.is_cached:
                 self._chunks.cached(name, chunk.first_block, chunk.block_ids)

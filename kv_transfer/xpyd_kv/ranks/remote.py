@@ -16,7 +16,7 @@ from xpyd_kv.memory.api import Place
 from xpyd_kv.metrics import Counters, KvMetrics, RankCounts
 from xpyd_kv.ranks.engine import Channel
 from xpyd_kv.ranks.store import place_of
-from xpyd_kv.session import pairs as told
+from xpyd_kv.session import pairs
 from xpyd_kv.session.outgoing import ReadyArea
 from xpyd_kv.session.pairs import (
     Opened,
@@ -52,8 +52,8 @@ class RemoteSendingRank:
     def send(self, sending: Sending) -> None:
         stash = None if sending.stash is None else place_of(sending.stash)
         self._post(
-            told.Send(
-                **told.names_of(sending.key, sending.epoch),
+            pairs.Send(
+                **pairs.names_of(sending.key, sending.epoch),
                 tokens=sending.tokens,
                 skip_tokens=sending.skip_tokens,
                 mode=sending.mode,
@@ -70,16 +70,16 @@ class RemoteSendingRank:
         """Nothing."""
 
     def cancel(self, key: TransferKey, epoch: int, reason: str) -> None:
-        self._post(told.Cancel(**told.names_of(key, epoch), reason=reason))
+        self._post(pairs.Cancel(**pairs.names_of(key, epoch), reason=reason))
 
     def forget(self, key: TransferKey, epoch: int) -> None:
-        self._post(told.Forget(**told.names_of(key, epoch)))
+        self._post(pairs.Forget(**pairs.names_of(key, epoch)))
 
     def probe(self, number: int, targets: Sequence[Target]) -> None:
-        self._post(told.Probe(number=number, targets=_written(targets)))
+        self._post(pairs.Probe(number=number, targets=_written(targets)))
 
-    def _post(self, message: told.ToRank) -> None:
-        self._channel.post(told.encode(message))
+    def _post(self, message: pairs.ToRank) -> None:
+        self._channel.post(pairs.encode(message))
 
 
 def _written(targets: Sequence[Target]) -> tuple[tuple[int, str, int], ...]:
@@ -93,8 +93,8 @@ class RemoteReceivingRank:
         self._channel = channel
 
     def open(self, opening: Opening) -> None:
-        message = told.Open(
-            **told.names_of(opening.key, opening.epoch),
+        message = pairs.Open(
+            **pairs.names_of(opening.key, opening.epoch),
             engine_id=opening.engine_id,
             incarnation=opening.incarnation,
             tokens=opening.tokens,
@@ -102,10 +102,10 @@ class RemoteReceivingRank:
             sources=opening.sources,
             place=place_of(opening.room),
         )
-        self._channel.post(told.encode(message))
+        self._channel.post(pairs.encode(message))
 
     def stop(self, key: TransferKey, epoch: int, reason: str) -> None:
-        self._channel.post(told.encode(told.Stop(**told.names_of(key, epoch), reason=reason)))
+        self._channel.post(pairs.encode(pairs.Stop(**pairs.names_of(key, epoch), reason=reason)))
 
 
 class _Ticket:
@@ -145,8 +145,8 @@ class RankedCopies:
         """Engine thread. What is copied stays as it is until the ticket is done."""
         self._number += 1
         ticket = self._tickets[self._number] = _Ticket(len(self._channels))
-        message = told.encode(
-            told.Copy(
+        message = pairs.encode(
+            pairs.Copy(
                 number=self._number, place=place, block_ids=tuple(block_ids), into_cache=into_cache
             )
         )
@@ -156,7 +156,7 @@ class RankedCopies:
         self._tickets = {n: t for n, t in self._tickets.items() if not t.is_done()}
         return ticket
 
-    def on_copied(self, copied: told.Copied) -> None:
+    def on_copied(self, copied: pairs.Copied) -> None:
         """Any thread: a rank is through."""
         ticket = self._tickets.get(copied.number)
         if ticket is not None:
@@ -191,29 +191,29 @@ class RankReports:
             channel.listen(partial(self._heard, rank))
 
     def _heard(self, rank: int, message: bytes) -> None:
-        said = told.decode_from_rank(message)
-        if isinstance(said, told.Copied):
+        said = pairs.decode_from_rank(message)
+        if isinstance(said, pairs.Copied):
             self._copies.on_copied(said)
         else:
             self._call(partial(self._report, rank, said))
 
-    def _report(self, rank: int, said: told.FromRank) -> None:
-        assert not isinstance(said, told.Copied)
+    def _report(self, rank: int, said: pairs.FromRank) -> None:
+        assert not isinstance(said, pairs.Copied)
         counted = getattr(said, "figures", None)
         if isinstance(counted, RankCounts):
             figures.add(self._metrics, counted)
-        if isinstance(said, told.Counted):
+        if isinstance(said, pairs.Counted):
             self._counters.add(said.endpoint.numbers, said.endpoint.named)
             return
-        if isinstance(said, told.Probed):
+        if isinstance(said, pairs.Probed):
             if self._on_probed is not None:
                 self._on_probed(said.number, (rank, said.destination), _result_of(said))
             return
         key = TransferKey(said.uuid, said.prompt_index)
         match said:
-            case told.Flushed() | told.Ended() if self._on_sent is not None:
+            case pairs.Flushed() | pairs.Ended() if self._on_sent is not None:
                 self._on_sent(rank, key, said.epoch, _sent(said))
-            case told.Taking() | told.Landed() | told.Lost() | told.Quiet() if (
+            case pairs.Taking() | pairs.Landed() | pairs.Lost() | pairs.Quiet() if (
                 self._on_received is not None
             ):
                 self._on_received(rank, key, said.epoch, _received(said))
@@ -221,7 +221,7 @@ class RankReports:
                 return
 
 
-def _result_of(said: told.Probed) -> ProbeResult:
+def _result_of(said: pairs.Probed) -> ProbeResult:
     return ProbeResult(
         ok=said.ok,
         transport=said.transport,
@@ -232,19 +232,19 @@ def _result_of(said: told.Probed) -> ProbeResult:
     )
 
 
-def _sent(said: told.Flushed | told.Ended) -> SendReport:
-    if isinstance(said, told.Flushed):
+def _sent(said: pairs.Flushed | pairs.Ended) -> SendReport:
+    if isinstance(said, pairs.Flushed):
         return PairFlushed(said.destination, said.areas)
     return PairEnded(said.destination, said.reason, said.transport)
 
 
-def _received(said: told.Taking | told.Landed | told.Lost | told.Quiet) -> ReceiveReport:
+def _received(said: pairs.Taking | pairs.Landed | pairs.Lost | pairs.Quiet) -> ReceiveReport:
     match said:
-        case told.Taking():
+        case pairs.Taking():
             return Opened()
-        case told.Landed():
+        case pairs.Landed():
             return PairLanded(said.source, said.transport)
-        case told.Lost():
+        case pairs.Lost():
             return PairLost(said.source, said.reason)
-        case told.Quiet():
+        case pairs.Quiet():
             return PairQuiet(said.source)
