@@ -219,7 +219,7 @@ _NUMBERS = (
 
 
 class RankMetricsDelta:
-    """Of one rank: what it has not told yet. On its I/O thread."""
+    """Of one rank: what it has not reported yet. On its I/O thread."""
 
     def __init__(self, metrics: KvMetrics) -> None:
         self._metrics = metrics
@@ -245,7 +245,7 @@ def add(metrics: KvMetrics, figures: RankCounts) -> None:
 
 
 class EndpointMetricsDelta:
-    """Of one rank's endpoint: what it has not told yet. On its I/O thread."""
+    """Of one rank's endpoint: what it has not reported yet. On its I/O thread."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters

@@ -1,6 +1,6 @@
 """The ranks of an engine, as its process talks to them: each over a Channel.
 
-What they are told is encoded here and posted; what they say is taken to the I/O thread. Copies
+Messages to them are encoded here and posted; their reports go to the I/O thread. Copies
 (`RankedCopies`) are begun on the engine's thread.
 """
 
