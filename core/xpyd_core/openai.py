@@ -303,9 +303,9 @@ def read(kind: type[Body], body: Mapping[str, Any], prefix: str = "") -> Body:
         raise _refusal(kind, body, str(error), prefix) from None
 
 
-def refuse(name: str, message: str, *, code: str | None = None) -> ApiError:
+def refuse(name: str, message: str) -> ApiError:
     """A 400 that names the field at fault."""
-    return ApiError(400, f"{name}: {message}", param=name, code=code)
+    return ApiError(400, f"{name}: {message}", param=name)
 
 
 def shown(value: object) -> str:
