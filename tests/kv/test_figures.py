@@ -1,4 +1,4 @@
-"""RankCounts and log limits: bounded, and never more than what was put in."""
+"""Distributions, names in metrics and log limits: bounded, and never more than what was put in."""
 
 from itertools import pairwise
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
+from pydantic import BaseModel
 
 from tests.operator.object_samples import FOLDER, SETTINGS, objects_of, placement_of, workloads_of
 from xpyd_core.pod_env import rendezvous_port
@@ -85,7 +87,52 @@ EDITS = [
     ("drain.timeoutSeconds", 60),
     ("pools.0.replicas", 3), ("pools.0.scaling", {"maxReplicas": 3}), ("router.replicas", 1),
     ("router.service", {"type": "NodePort", "port": 8080}), ("networkPolicy", {"enabled": False}),
+    ("router.policy", "Random"), ("router.prefillPolicy", "Random"),
+    ("router.decodePolicy", "Random"), ("router.processes", 2), ("router.localPrefillTokens", 64),
+    ("router.onNoPrefill", "Reject"), ("router.limits", {"requests": 9}),
+    ("router.limits", {"tokens": 9000}), ("router.queue", {"size": 9}),
+    ("router.queue", {"memory": "1Mi"}), ("router.queue", {"timeoutSeconds": 9}),
+    ("router.slo", {"ttftMilliseconds": 500}), ("router.slo", {"itlMilliseconds": 50}),
+    ("heartbeat.acceptUnsigned", True), ("kvTransfer.mode", "Get"),
+    ("pools.0.scaling", {"minReplicas": 2}),
+    *(
+        ("engine.env.0.valueFrom", {kind: {"name": "n", "key": "k", "optional": True}})
+        for kind in ("configMapKeyRef", "secretKeyRef")
+    ),
+    ("engine.env.0.valueFrom", {"fieldRef": {"apiVersion": "v1", "fieldPath": "spec.hostIP"}}),
 ]  # fmt: skip
+
+
+def fields_of(kind: Any, path: str) -> Iterator[str]:
+    """The dotted paths of a model's fields, without the numbers of lists."""
+    parts = [part for part in get_args(kind) if part not in (..., type(None))]
+    if parts:
+        yield from {field for part in parts for field in fields_of(part, path)}
+    elif isinstance(kind, type) and issubclass(kind, BaseModel):
+        for name, field in kind.model_fields.items():
+            yield from fields_of(field.annotation, f"{path}.{field.alias or name}")
+    else:
+        yield path
+
+
+def edited(path: str, value: Any) -> Iterator[str]:
+    """The paths of the fields that an edit puts values at."""
+    path = ".".join(part for part in path.split(".") if not part.isdigit())
+    if isinstance(value, dict):
+        for key, below in value.items():
+            yield from edited(f"{path}.{key}", below)
+    for item in value if isinstance(value, list) else []:
+        yield from edited(path, item)
+    yield path
+
+
+def test_every_field_of_the_document_has_an_edit():
+    """Without one, a field that reaches pods and not the plan's template would go unnoticed."""
+    fields = set(fields_of(InferenceFleet.model_fields["spec"].annotation, "spec"))
+    with_edits = {field for path, value in EDITS for field in edited(f"spec.{path}", value)}
+    # Another name is another pool, whose workloads are new; of the sample's two pools each has the
+    # role that the fleet needs.
+    assert fields - with_edits == {"spec.pools.name", "spec.pools.role"}
 
 
 @pytest.mark.parametrize(("path", "value"), EDITS, ids=[f"{p}={v}"[:60] for p, v in EDITS])

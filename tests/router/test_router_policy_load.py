@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from tests.router.choosing import Bench, key_of
 from xpyd_router.fleet.loads import Work
 from xpyd_router.policy.base import Want
+from xpyd_router.policy.pairs import installed
 
 
 def test_random_is_even_in_the_long_run_and_not_in_turn() -> None:
@@ -27,6 +28,18 @@ def test_random_honours_weights() -> None:
     bench.load(bench.d[0]).weight = 0.25
     tally = Counter(bench.d_index() for _ in range(5000))
     assert 0.2 < tally[0] / tally[1] < 0.3
+
+
+@pytest.mark.parametrize("policy", sorted(installed()))
+def test_an_instance_that_starts_slowly_gets_less_work_by_every_policy(policy: str) -> None:
+    bench = Bench(1, 2, policy)
+    bench.load(bench.d[0]).weight = 0.25
+    tally: Counter[int] = Counter()
+    for turn in range(400):
+        place = bench.d_index(Want("m", session=str(turn), marks=((64, b"%d" % turn),)))
+        bench.load(bench.d[place]).begin(10)
+        tally[place] += 1
+    assert 0 < tally[0] < 0.5 * tally[1]
 
 
 @pytest.mark.parametrize("policy", ["PowerOfTwo", "LeastLoaded"])

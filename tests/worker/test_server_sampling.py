@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -40,6 +41,17 @@ def test_the_engine_gets_every_option(path: str) -> None:
                 path,
                 max_tokens=9,
                 seed=4,
+                min_tokens=1,
+                temperature=0.5,
+                top_p=0.9,
+                top_k=7,
+                ignore_eos=True,
+                stop_token_ids=[67],
+                **(
+                    {"logprobs": 3}
+                    if path == COMPLETIONS
+                    else {"logprobs": True, "top_logprobs": 3}
+                ),
                 min_p=0.1,
                 repetition_penalty=1.1,
                 presence_penalty=0.2,
@@ -61,6 +73,13 @@ def test_the_engine_gets_every_option(path: str) -> None:
         SamplingParams(
             max_tokens=9,
             seed=4,
+            min_tokens=1,
+            temperature=0.5,
+            top_p=0.9,
+            top_k=7,
+            ignore_eos=True,
+            stop_token_ids=(67,),
+            logprobs=3,
             min_p=0.1,
             repetition_penalty=1.1,
             presence_penalty=0.2,
@@ -72,6 +91,8 @@ def test_the_engine_gets_every_option(path: str) -> None:
             prompt_logprobs=2,
         )
     ]
+    # A field that the body has and the engine does not get would be ignored without a word.
+    assert [f.name for f in fields(SamplingParams) if getattr(found[0], f.name) == f.default] == []
 
 
 @PATHS

@@ -118,7 +118,8 @@ class Consumer(Protocol):
         ...
 
     def forget(self, key: TransferKey) -> None:
-        """The expecting request was aborted: free its KV as soon as no write can land."""
+        """No request expects this KV any more (aborted, refused or failed): free what has landed,
+        and what has not as soon as no write can land."""
         ...
 
     def release(self, uuid: str, now: float) -> None:

@@ -40,7 +40,11 @@ class InstanceKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Instance:
-    """One engine as its last beat described it. Times are the caller's clock, in seconds."""
+    """One engine as a beat described it. Times are the caller's clock, in seconds.
+
+    In a snapshot, `beat` is the one that last changed how the instance may be picked. Its numbers
+    (free blocks, running requests) are old: policies read them from `loads.Load`.
+    """
 
     key: InstanceKey
     beat: Heartbeat

@@ -1,4 +1,4 @@
-"""From a checked call to engine requests: sampling, KV transfer, what to emit.
+"""Makes engine requests of a checked call: SamplingParams, KV transfer, what to emit.
 
 Decides, by this instance's role and the request id, whether a prompt's KV is sent (P), awaited (D)
 or neither. It talks to the engine only to ask what P offered.
