@@ -115,7 +115,7 @@ class KvMetrics:
 
 
 @dataclass
-class Counters:
+class EndpointCounters:
     """Since the start, but for `connections` and `strangers`, which are now."""
 
     connections: int = 0
@@ -175,9 +175,9 @@ class Counters:
                     own[key] = own.get(key, 0) + more
 
 
-def together(parts: Iterable[Counters]) -> Counters:
+def together(parts: Iterable[EndpointCounters]) -> EndpointCounters:
     """Their sum."""
-    total = Counters()
+    total = EndpointCounters()
     for part in parts:
         total.add(part.numbers(), part.named())
     return total
@@ -198,8 +198,8 @@ class RankCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointCounts:
-    """What a rank's endpoint has counted since the rank last said so, by the fields of Counters:
-    only what has changed."""
+    """What a rank's endpoint has counted since the rank last reported it, by the fields of
+    EndpointCounters: only what has changed."""
 
     numbers: dict[str, int] = field(default_factory=dict[str, int])
     named: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
@@ -222,32 +222,32 @@ class RankMetricsDelta:
     """Of one rank: what it has not reported yet. On its I/O thread."""
 
     def __init__(self, metrics: KvMetrics) -> None:
-        self._metrics = metrics
+        self.metrics = metrics
         self._told = dict.fromkeys(_NUMBERS, 0)
         self._refused: Counter[str] = Counter()
 
     def take(self) -> RankCounts:
         """What was counted since the last call."""
-        now: dict[str, int] = {name: getattr(self._metrics, name) for name in _NUMBERS}
+        now: dict[str, int] = {name: getattr(self.metrics, name) for name in _NUMBERS}
         more = {name: now[name] - self._told[name] for name in _NUMBERS}
         self._told = now
-        refused = Counter(self._metrics.refused_data)
+        refused = Counter(self.metrics.refused_data)
         new = refused - self._refused
         self._refused = refused
         return RankCounts(**more, refused_data=dict(new))
 
 
-def add(metrics: KvMetrics, figures: RankCounts) -> None:
+def add(metrics: KvMetrics, counts: RankCounts) -> None:
     """Into the engine's, on its I/O thread."""
     for name in _NUMBERS:
-        setattr(metrics, name, getattr(metrics, name) + getattr(figures, name))
-    metrics.refused_data.update(figures.refused_data)
+        setattr(metrics, name, getattr(metrics, name) + getattr(counts, name))
+    metrics.refused_data.update(counts.refused_data)
 
 
 class EndpointMetricsDelta:
     """Of one rank's endpoint: what it has not reported yet. On its I/O thread."""
 
-    def __init__(self, counters: Counters) -> None:
+    def __init__(self, counters: EndpointCounters) -> None:
         self._counters = counters
         self._numbers: dict[str, int] = {}
         self._named: dict[str, dict[str, int]] = {}
@@ -273,7 +273,7 @@ class MetricsReporter:
     def __init__(
         self,
         figures: RankMetricsDelta,
-        counters: Counters,
+        counters: EndpointCounters,
         tell: Callable[[RankCounts, EndpointCounts], None],
     ) -> None:
         self._figures = figures

@@ -15,7 +15,7 @@ from xpyd_core.cli import build_parser
 from xpyd_core.errors import ApiError
 from xpyd_core.messages import Heartbeat
 from xpyd_kv.memory.api import StoreMetrics
-from xpyd_kv.metrics import Counters, KvMetrics
+from xpyd_kv.metrics import EndpointCounters, KvMetrics
 from xpyd_operator.controller.main import OperatorMetrics
 from xpyd_operator.document.mistakes import UNSUPPORTED_FIELDS, UNSUPPORTED_VALUES
 from xpyd_operator.up.checks import CLUSTER_ONLY
@@ -229,7 +229,7 @@ def test_the_metrics_of_the_engine_are_those_of_the_page() -> None:
     metrics.watch(
         lambda: stats,
         lambda now: [
-            *kv_samples(KvMetrics(), Counters(), StoreMetrics(), now),
+            *kv_samples(KvMetrics(), EndpointCounters(), StoreMetrics(), now),
             *rank_samples([rank]),
         ],
         model="m",

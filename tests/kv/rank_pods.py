@@ -17,7 +17,7 @@ from tests.kv.kvfakes import FakeMemory, FakePool
 from xpyd_core.blocks import blocks_for
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.connector.build import build
-from xpyd_kv.metrics import Counters
+from xpyd_kv.metrics import EndpointCounters
 from xpyd_kv.plan.engine_layout import EngineLayout
 from xpyd_kv.ranks.build import RankPart, build_rank
 from xpyd_kv.ranks.engine import BookMemory, RankedEngine, engine_wire_layout
@@ -152,7 +152,7 @@ class Side:
     def _start_rank(self, rank: int) -> None:
         pipe = Pipe()
         layout = layout_of(self.engine, rank)
-        counters = Counters()
+        counters = EndpointCounters()
 
         def make(handler: Handler) -> TcpEndpoint:
             return TcpEndpoint(

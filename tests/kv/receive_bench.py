@@ -19,7 +19,6 @@ from xpyd_kv.session.events import (
     ReceiveEvent,
     ReceiveOffered,
 )
-from xpyd_kv.session.fanin import Fanin
 from xpyd_kv.session.receiving import ReceiveSession
 from xpyd_kv.session.settings import KvLimits
 from xpyd_kv.wire import messages as wire
@@ -61,7 +60,7 @@ class Bench:
             clock=self.clock,
             report=self.events.append,
             metrics=self.metrics,
-            fanin=Fanin((), engine_of(LAYOUT)),
+            engine=engine_of(LAYOUT),
         )
 
     # What the session uses of an Endpoint.

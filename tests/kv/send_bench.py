@@ -12,7 +12,6 @@ from xpyd_kv.metrics import KvMetrics
 from xpyd_kv.plan.frames import Area
 from xpyd_kv.ranks.engine import engine_of
 from xpyd_kv.session.events import SendEvent
-from xpyd_kv.session.fanout import Fanout
 from xpyd_kv.session.outgoing import OfferRequest, ReadyArea
 from xpyd_kv.session.sending import SendSession
 from xpyd_kv.session.settings import KvLimits
@@ -57,7 +56,7 @@ class Bench:
             clock=self.clock,
             report=self.events.append,
             metrics=self.metrics,
-            fanout=Fanout((), engine_of(self.memory.layout)),
+            engine=engine_of(self.memory.layout),
         )
         if connected:
             self.session.peer_up(self.peer)

@@ -10,7 +10,7 @@ from tests.kv.test_ranks_pairs import IDS, ONE, TWO, move
 from xpyd_kv.metrics import (
     MAX_NAMES,
     TELL_S,
-    Counters,
+    EndpointCounters,
     EndpointCounts,
     EndpointMetricsDelta,
     KvMetrics,
@@ -48,7 +48,7 @@ def test_who_is_refused_by_a_rank_is_counted_without_any_transfer() -> None:
 
 
 def test_what_a_rank_tells_adds_up_to_what_it_has_counted() -> None:
-    own, total = Counters(), Counters()
+    own, total = EndpointCounters(), EndpointCounters()
     book = EndpointMetricsDelta(own)
     for turn in range(3):
         own.sent_bytes += 10
@@ -63,7 +63,7 @@ def test_what_a_rank_tells_adds_up_to_what_it_has_counted() -> None:
 
 
 def test_names_of_many_ranks_are_bounded_together() -> None:
-    ranks = [Counters() for _ in range(4)]
+    ranks = [EndpointCounters() for _ in range(4)]
     for rank, one in enumerate(ranks):
         for number in range(MAX_NAMES):
             one.refused.add(f"rank {rank} factor {number}")
@@ -74,7 +74,7 @@ def test_names_of_many_ranks_are_bounded_together() -> None:
 
 def test_a_rank_tells_what_has_changed_and_not_more_often_than_it_is_to() -> None:
     told: list[tuple[RankCounts, EndpointCounts]] = []
-    metrics, counters = KvMetrics(), Counters()
+    metrics, counters = KvMetrics(), EndpointCounters()
     teller = MetricsReporter(
         RankMetricsDelta(metrics), counters, lambda *figures: told.append(figures)
     )

@@ -10,11 +10,19 @@ from xpyd_kv.plan.frames import Area
 from xpyd_kv.ranks.sends import RankSends
 from xpyd_kv.session.events import SendEnded, SendEvent, SendFlushed
 from xpyd_kv.session.outgoing import ReadyArea
-from xpyd_kv.session.pairs import PairEnded, PairFlushed, Sending, Target
+from xpyd_kv.session.pairs import Cancel, Ended, Flushed, Forget, FromRank, Send, Target
 
 KEY = TransferKey(f"{1:032x}", 0)
 D0, D1 = Address("127.0.0.2", 21002), Address("127.0.0.2", 21003)
 FIRST, SECOND = (ReadyArea(Area(0, 1, at, at + 1), (at,)) for at in range(2))
+
+
+def flushed(destination: int, areas: int) -> Flushed:
+    return Flushed(key=KEY, epoch=0, destination=destination, areas=areas)
+
+
+def ended(destination: int, reason: str) -> Ended:
+    return Ended(key=KEY, epoch=0, destination=destination, reason=reason)
 
 
 class Session:
@@ -45,27 +53,23 @@ class Session:
 class Bench:
     def __init__(self) -> None:
         self.sessions: list[Session] = []
-        self.reports: list[Any] = []
+        self.reports: list[FromRank] = []
         self.now = 100.0
 
         def make(report: Callable[[SendEvent], None]) -> Any:
             self.sessions.append(Session(report))
             return self.sessions[-1]
 
-        def report(key: TransferKey, epoch: int, what: Any) -> None:
-            self.reports.append((epoch, what))
-
         self.rank = RankSends(
             make,
-            report=report,
-            on_probed=lambda *_: None,
+            report=self.reports.append,
             tombstone_s=60.0,
             clock=lambda: self.now,
         )
 
     def send(self, epoch: int = 0) -> None:
-        self.rank.send(
-            Sending(
+        self.rank.do(
+            Send(
                 key=KEY, epoch=epoch, tokens=8, skip_tokens=4, mode="put", incarnation="d",
                 targets=(Target(0, D0), Target(1, D1)),
             )
@@ -84,7 +88,7 @@ def test_what_stood_before_the_grant_goes_to_every_target_and_so_does_the_rest()
     ]
     bench.sessions[1].report(SendFlushed(KEY, 0, 2))
     bench.sessions[0].report(SendEnded(KEY, 0, ""))
-    assert bench.reports == [(0, PairFlushed(1, 2)), (0, PairEnded(0, ""))]
+    assert bench.reports == [flushed(1, 2), ended(0, "")]
 
 
 def test_a_prompt_that_was_computed_before_its_grant_is_complete_at_once() -> None:
@@ -97,10 +101,10 @@ def test_a_prompt_that_was_computed_before_its_grant_is_complete_at_once() -> No
 
 def test_what_a_runner_says_of_a_forgotten_transfer_is_late_and_kept_nowhere() -> None:
     bench = Bench()
-    bench.rank.forget(KEY, 0)
+    bench.rank.do(Forget(key=KEY, epoch=0))
     bench.rank.ready(KEY, 0, [FIRST])
     bench.send()
-    assert bench.reports == [(0, PairEnded(rank, "cancelled")) for rank in (0, 1)]
+    assert bench.reports == [ended(rank, "cancelled") for rank in (0, 1)]
     assert not bench.sessions
     # Offered anew it is another transfer.
     bench.rank.ready(KEY, 1, [SECOND])
@@ -112,11 +116,11 @@ def test_a_rank_of_d_that_is_not_there_leaves_nothing_behind() -> None:
     bench = Bench()
     bench.send()
     bench.rank.dial_failed(D0, "unreachable")
-    assert bench.reports == [(0, PairEnded(0, "unreachable"))]
+    assert bench.reports == [ended(0, "unreachable")]
     bench.rank.ready(KEY, 0, [FIRST])
-    bench.rank.cancel(KEY, 0, "aborted")
+    bench.rank.do(Cancel(key=KEY, epoch=0, reason="aborted"))
     assert [len(s.said) for s in bench.sessions] == [2, 4]
     # Its session is gone: the next transfer makes another.
-    bench.rank.forget(KEY, 0)
+    bench.rank.do(Forget(key=KEY, epoch=0))
     bench.send(epoch=1)
     assert len(bench.sessions) == 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from xpyd_kv.session.shipping import Outbox
+from xpyd_kv.session.outgoing import Outbox
 
 
 class Bench:

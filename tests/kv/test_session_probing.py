@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.kv.kvfakes import LAYOUT
 from tests.kv.kvsim import Clock, SimPeer
 from tests.kv.test_session_sending import HELLO
 from xpyd_core.request_id import Address
 from xpyd_kv.metrics import Names
-from xpyd_kv.ranks.engine import engine_of
-from xpyd_kv.session.fanout import Fanout
 from xpyd_kv.session.probing import INTERVAL_S, MAX_OPEN, PairProbe, ProbeResult, Probes
 from xpyd_kv.wire import messages as wire
 
@@ -49,7 +46,7 @@ class Bench:
             probe_s=5.0,
             clock=self.clock,
             outcomes=self.outcomes,
-            ranks=ranks or Fanout((), engine_of(LAYOUT)),
+            ask_ranks=(ranks or Ranks()).probe,
         )
 
     def connect(self, address: Address, *, data: bool = False) -> Any:

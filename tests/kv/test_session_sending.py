@@ -315,6 +315,7 @@ def test_frames_keep_within_what_d_takes(bench: Bench) -> None:
         factors={}, layers=(0, 1, 2), kv_heads=2, head_dim=1, block_size=4, dtype="float32",
         block_bytes=64, max_tokens=100, max_data_bytes=128,
     )  # fmt: skip
+    bench.session.peer_up(bench.peer)
     bench.offer()
     bench.grant()
     bench.session.ready(KEY, 0, [ReadyArea(Area(0, 3, 0, 3), BLOCKS)])

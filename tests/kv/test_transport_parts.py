@@ -7,7 +7,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xpyd_kv.metrics import Counters, RateLimit
+from xpyd_kv.metrics import EndpointCounters, RateLimit
 from xpyd_kv.transport.stream.body import (
     MAX_VIEWS_PER_CALL,
     TURN_BYTES,
@@ -140,7 +140,7 @@ def test_lines_caused_by_strangers_are_counted_and_left_out():
 
 
 def test_refusals_have_a_bounded_number_of_names():
-    counters = Counters()
+    counters = EndpointCounters()
     for number in range(1000):
         counters.refused.add(f"factor{number}")
     assert len(counters.refused) <= 65

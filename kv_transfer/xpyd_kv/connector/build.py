@@ -6,40 +6,34 @@ The worker's main calls `build` once; nothing else needs to know how the parts f
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal
 
 from xpyd_core.errors import XpydError
-from xpyd_core.request_id import Address, TransferKey
+from xpyd_core.request_id import Address
+from xpyd_kv import metrics as counts
 from xpyd_kv.connector.consumer import KvConsumer
-from xpyd_kv.connector.producer import KvProducer, MakeChunks
+from xpyd_kv.connector.producer import KvProducer
 from xpyd_kv.connector.prompts import AnnouncedChunks, Prompt
 from xpyd_kv.memory.api import KvMemory, Store
 from xpyd_kv.memory.space import OwnSpace
 from xpyd_kv.memory.store import LandingStore, StoreLimits
-from xpyd_kv.metrics import Counters, KvMetrics
-from xpyd_kv.ranks.build import send_session
+from xpyd_kv.metrics import EndpointCounters, KvMetrics, RankMetricsDelta
+from xpyd_kv.ranks import remote
+from xpyd_kv.ranks.build import Parts
 from xpyd_kv.ranks.chunks import StepChunks
 from xpyd_kv.ranks.engine import RankedEngine, engine_of
-from xpyd_kv.ranks.handler import ComputeGate, LateHandler
-from xpyd_kv.ranks.local import LocalReceivingRank, LocalSendingRank
-from xpyd_kv.ranks.remote import RankedCopies, RankReports, RemoteReceivingRank, RemoteSendingRank
-from xpyd_kv.ranks.store import RankedSpace
-from xpyd_kv.session.deadlines import Alarm
-from xpyd_kv.session.events import ReceiveEvent, ReceiveOffered, SendEvent
-from xpyd_kv.session.fanin import Fanin
-from xpyd_kv.session.fanout import Fanout
+from xpyd_kv.session import pairs
+from xpyd_kv.session.outgoing import ReadyArea
 from xpyd_kv.session.probing import ProbeResult, Probes
 from xpyd_kv.session.receiving import ReceiveSession
 from xpyd_kv.session.sending import SendSession
 from xpyd_kv.session.settings import KvSettings
 from xpyd_kv.transport.api import Endpoint, MakeEndpoint
-from xpyd_kv.values import BlockPool, OfferedPrompt
+from xpyd_kv.values import BlockPool
 
-_Event = TypeVar("_Event")
 MakeStore = Callable[[StoreLimits, KvMemory, BlockPool], Store]
 """D's landings; P's stashes in mode get."""
 
@@ -54,7 +48,7 @@ class Connector:
     probes: Probes | None = None
     consumer: KvConsumer | None = None
     store: Store | None = None
-    rank_counters: Counters = field(default_factory=Counters)
+    rank_counters: EndpointCounters = field(default_factory=EndpointCounters)
     """What the endpoints of the engine's ranks have counted together, where each has its own."""
 
     def probe(self, address: Address, done: Callable[[ProbeResult], None]) -> None:
@@ -92,217 +86,96 @@ def build(
     engine's and the endpoint's own clock. `ranks`: they have the cache and move it themselves, so
     that `memory` is their BookMemory, and the store is theirs.
     """
-    metrics = KvMetrics()
-    alarm = Alarm()
-    gate = ComputeGate(clock, alarm=alarm)
-    handler = LateHandler(gate, alarm)
-    half = _Half(
-        endpoint=make_endpoint(handler),
-        handler=handler,
-        gate=gate,
-        alarm=alarm,
-        metrics=metrics,
+    copies = None if ranks is None else remote.RankedCopies(ranks.channels, wake)
+    parts = Parts(
+        make_endpoint=make_endpoint,
         memory=memory,
-        pool=pool,
-        wake=wake,
+        engine=engine_of(memory.layout) if ranks is None else ranks.layout,
+        on_device=memory.device is not None or (ranks is not None and ranks.on_device),
         settings=settings or KvSettings(),
-        make_store=make_store,
         clock=clock,
-        remote=None if ranks is None else _Remote(ranks, RankedCopies(ranks.channels, wake)),
     )
-    return half.producer() if role == "P" else half.consumer()
+    rank_counters = EndpointCounters()
 
+    def hear(rank: int, message: pairs.FromRank) -> None:
+        """On the I/O thread."""
+        if isinstance(message, pairs.Counted):
+            counts.add(parts.metrics, message.counts)
+            rank_counters.add(message.endpoint.numbers, message.endpoint.named)
+        else:
+            session.hear(rank, message)
 
-class _Remote(NamedTuple):
-    """The ranks of this engine, where each is a process, and the copies on them."""
+    def hear_later(rank: int, message: pairs.FromRank) -> None:
+        """On any thread. A session must not be called inside one of its own calls either."""
+        if isinstance(message, pairs.Copied) and copies is not None:
+            copies.on_copied(message)
+        else:
+            parts.endpoint.call(partial(hear, rank, message))
 
-    engine: RankedEngine
-    copies: RankedCopies
-
-
-@dataclass(frozen=True)
-class _Half:
-    """What both roles are made of."""
-
-    endpoint: Endpoint
-    handler: LateHandler
-    gate: ComputeGate
-    alarm: Alarm
-    metrics: KvMetrics
-    memory: KvMemory
-    pool: BlockPool
-    wake: Callable[[], None]
-    settings: KvSettings
-    make_store: MakeStore
-    clock: Callable[[], float]
-    remote: _Remote | None
-    rank_counters: Counters = field(default_factory=Counters)
-
-    def producer(self) -> Connector:
-        events: deque[SendEvent] = deque()
-        session = self._send_session()(
-            _reporter(events, self.wake), metrics=self.metrics, fanout=self._fanout()
-        )
-        self.handler.session = session
-        # The other modes have no KV that would wait long for D alone.
-        store = self._store() if self.settings.mode == "get" else None
+    if ranks is not None:
+        posts = [remote.post_to(channel) for channel in ranks.channels]
+        remote.listen(ranks.channels, hear_later)
+    else:
+        # The grant has waited for what the model may still read.
+        own, heard = RankMetricsDelta(KvMetrics()), partial(hear_later, 0)
+        posts = [parts.rank(role, heard, counts=own, written=lambda: None).do]
+    store = None
+    # In the other modes a P has no KV that would wait long for D alone.
+    if role == "D" or parts.settings.mode == "get":
+        store = _store(parts, pool, make_store, ranks, copies)
+    producer = consumer = None
+    session: SendSession | ReceiveSession
+    if role == "P":
         producer = KvProducer(
-            endpoint=self.endpoint,
-            session=session,
-            events=events,
-            memory=self.memory,
-            gate=self.gate,
-            pool=self.pool,
-            mode=self.settings.mode,
+            parts,
+            make_session=partial(parts.send_session, metrics=parts.metrics, ranks=posts),
+            wake=wake,
+            pool=pool,
             store=store,
-            limits=self.settings.limits,
-            make_chunks=self._make_chunks(),
-            ranks_send=self.remote is not None,
-            metrics=self.metrics,
-            clock=self.clock,
+            make_chunks=partial(_chunks, parts, ranks_send=ranks is not None),
+            ranks_send=ranks is not None,
         )
-        return Connector(
-            self.endpoint,
-            self.metrics,
-            producer=producer,
-            store=store,
-            probes=session.probes,
-            rank_counters=self.rank_counters,
-        )
-
-    def consumer(self) -> Connector:
-        events: deque[ReceiveEvent] = deque()
-        prompts: dict[TransferKey, OfferedPrompt] = {}
-        post = _reporter(events, self.wake)
-
-        def report(event: ReceiveEvent) -> None:
-            if isinstance(event, ReceiveOffered):
-                prompts[event.key] = event.prompt
-            post(event)
-
-        session = self._receive_session(report, metrics=self.metrics, fanin=self._fanin())
-        self.handler.session = session
-        store = self._store()
+        session = producer.session
+    else:
+        assert store is not None
         consumer = KvConsumer(
-            endpoint=self.endpoint,
-            session=session,
-            events=events,
-            prompts=prompts,
+            parts,
+            make_session=partial(parts.receive_session, metrics=parts.metrics, ranks=posts),
+            wake=wake,
+            pool=pool,
             store=store,
-            pool=self.pool,
-            memory=self.memory,
-            gate=self.gate,
-            limits=self.settings.limits,
-            metrics=self.metrics,
         )
-        return Connector(
-            self.endpoint,
-            self.metrics,
-            consumer=consumer,
-            store=store,
-            rank_counters=self.rank_counters,
-        )
-
-    def _fanout(self) -> Fanout:
-        if self.remote is not None:
-            engine = self.remote.engine
-            fanout = Fanout([RemoteSendingRank(c) for c in engine.channels], engine.layout)
-            self._ears(self.remote)(on_sent=fanout.on_report, on_probed=fanout.on_probed)
-            return fanout
-        layout = engine_of(self.memory.layout)
-
-        def pair_session(report: Callable[[SendEvent], None], *, metrics: KvMetrics) -> SendSession:
-            return self._send_session()(report, metrics=metrics, fanout=Fanout((), layout))
-
-        local = LocalSendingRank(
-            pair_session,
-            call=self.endpoint.call,
-            metrics=self.metrics,
-            tombstone_s=self.settings.limits.tombstone_s,
-            clock=self.clock,
-        )
-        fanout = Fanout([local.rank], layout)
-        local.on_report = fanout.on_report
-        local.on_probed = fanout.on_probed
-        self.handler.rank = local.rank
-        return fanout
-
-    def _fanin(self) -> Fanin:
-        if self.remote is not None:
-            engine = self.remote.engine
-            fanin = Fanin([RemoteReceivingRank(c) for c in engine.channels], engine.layout)
-            self._ears(self.remote)(on_received=fanin.on_report)
-            return fanin
-        layout = engine_of(self.memory.layout)
-
-        def pair_session(
-            report: Callable[[ReceiveEvent], None], *, metrics: KvMetrics
-        ) -> ReceiveSession:
-            return self._receive_session(report, metrics=metrics, fanin=Fanin((), layout))
-
-        local = LocalReceivingRank(pair_session, call=self.endpoint.call, metrics=self.metrics)
-        fanin = Fanin([local], layout)
-        local.on_report = fanin.on_report
-        self.handler.rank = local.rank
-        return fanin
-
-    def _ears(self, remote: _Remote) -> partial[RankReports]:
-        return partial(
-            RankReports,
-            remote.engine.channels,
-            call=self.endpoint.call,
-            metrics=self.metrics,
-            counters=self.rank_counters,
-            copies=remote.copies,
-        )
-
-    def _send_session(self) -> partial[SendSession]:
-        return partial(
-            send_session,
-            self.endpoint,
-            memory=self.memory,
-            settings=self.settings,
-            clock=self.clock,
-            alarm=self.alarm,
-        )
-
-    def _receive_session(
-        self,
-        report: Callable[[ReceiveEvent], None],
-        *,
-        metrics: KvMetrics,
-        fanin: Fanin,
-    ) -> ReceiveSession:
-        ranks_are_on_device = self.remote is not None and self.remote.engine.on_device
-        return ReceiveSession(
-            self.endpoint,
-            layout=self.memory.layout,
-            on_device=self.memory.device is not None or ranks_are_on_device,
-            limits=self.settings.limits,
-            clock=self.clock,
-            report=report,
-            metrics=metrics,
-            fanin=fanin,
-            alarm=self.alarm,
-        )
-
-    def _store(self) -> Store:
-        if self.remote is None:
-            return self.make_store(self.settings.store, self.memory, self.pool)
-        space = RankedSpace(self.remote.engine.layout.held_bytes_per_block, self.remote.copies)
-        return LandingStore(self.settings.store, pool=self.pool, space=space)
-
-    def _make_chunks(self) -> MakeChunks:
-        layout = self.memory.layout
-        if self.remote is not None:
-            return lambda ready: AnnouncedChunks(layers=len(layout.layers), ready=ready)
-        mode, limits = self.settings.mode, self.settings.frames
-        return lambda ready: StepChunks[Prompt](layout, mode=mode, limits=limits, ready=ready)
+        session = consumer.session
+    parts.handler.session = session
+    return Connector(
+        parts.endpoint,
+        parts.metrics,
+        producer=producer,
+        probes=producer and producer.session.probes,
+        consumer=consumer,
+        store=store,
+        rank_counters=rank_counters,
+    )
 
 
-def _reporter(events: deque[_Event], wake: Callable[[], None]) -> Callable[[_Event], None]:
-    def report(event: _Event) -> None:
-        events.append(event)
-        wake()
+def _store(
+    parts: Parts,
+    pool: BlockPool,
+    make_store: MakeStore,
+    ranks: RankedEngine | None,
+    copies: remote.RankedCopies | None,
+) -> Store:
+    limits = parts.settings.store
+    if ranks is None or copies is None:
+        return make_store(limits, parts.memory, pool)
+    space = remote.RankedSpace(ranks.layout.held_bytes_per_block, copies)
+    return LandingStore(limits, pool=pool, space=space)
 
-    return report
+
+def _chunks(
+    parts: Parts, ready: Callable[[Prompt, Sequence[ReadyArea]], None], *, ranks_send: bool
+) -> AnnouncedChunks | StepChunks[Prompt]:
+    layout, settings = parts.memory.layout, parts.settings
+    if ranks_send:
+        return AnnouncedChunks(layers=len(layout.layers), ready=ready)
+    return StepChunks[Prompt](layout, mode=settings.mode, limits=settings.frames, ready=ready)

@@ -17,9 +17,8 @@ from functools import partial
 
 from xpyd_core.blocks import blocks_for
 from xpyd_core.request_id import TransferKey
-from xpyd_kv.memory.api import KvMemory, Landing, Store
-from xpyd_kv.metrics import KvMetrics
-from xpyd_kv.ranks.handler import ComputeGate
+from xpyd_kv.memory.api import Landing, Store
+from xpyd_kv.ranks.build import Parts
 from xpyd_kv.session.deadlines import Remembered
 from xpyd_kv.session.events import (
     ReceiveEnded,
@@ -29,8 +28,6 @@ from xpyd_kv.session.events import (
     ReceiveQuiet,
 )
 from xpyd_kv.session.receiving import ReceiveSession
-from xpyd_kv.session.settings import KvLimits
-from xpyd_kv.transport.api import Endpoint
 from xpyd_kv.values import Admission, BlockPool, Landed, NoKv, OfferedPrompt, Wait
 
 
@@ -97,28 +94,25 @@ class KvConsumer:
 
     def __init__(
         self,
+        parts: Parts,
         *,
-        endpoint: Endpoint,
-        session: ReceiveSession,
-        events: deque[ReceiveEvent],
-        prompts: dict[TransferKey, OfferedPrompt],
-        store: Store,
+        make_session: Callable[[Callable[[ReceiveEvent], None]], ReceiveSession],
+        wake: Callable[[], None],
         pool: BlockPool,
-        memory: KvMemory,
-        gate: ComputeGate,
-        limits: KvLimits,
-        metrics: KvMetrics,
+        store: Store,
     ) -> None:
-        self._call = endpoint.call
-        self._session = session
-        self._events = events
+        self.session = make_session(self._on_event)
+        self._wake = wake
+        self._call = parts.endpoint.call
+        # What the I/O thread reported, in order.
+        self._events: deque[ReceiveEvent] = deque()
         # Written by the I/O thread as OFFERs come, so that the server finds one at once.
-        self._prompts = prompts
+        self._prompts: dict[TransferKey, OfferedPrompt] = {}
         self._store = store
         self._pool = pool
-        self._memory = memory
-        self._gate = gate
-        self._metrics = metrics
+        self._memory = parts.memory
+        self._gate = parts.gate
+        self._metrics = parts.metrics
         self._expected: dict[TransferKey, Expectation] = {}
         self._offers: dict[TransferKey, Offer] = {}
         # What the session may still write into, or what waits to be adopted.
@@ -126,7 +120,7 @@ class KvConsumer:
         # Pulled, or being pulled, and not adopted.
         self._pulled: set[TransferKey] = set()
         # Why offered KV is gone, for a request that comes later.
-        self._lost: Remembered[TransferKey, str] = Remembered(limits.tombstone_s)
+        self._lost: Remembered[TransferKey, str] = Remembered(parts.settings.limits.tombstone_s)
         self._polled_s = 0.0
 
     # --- the engine's calls
@@ -153,7 +147,7 @@ class KvConsumer:
 
     def expect(self, key: TransferKey, *, wait_s: float, now: float) -> None:
         self._expected[key] = Expectation(wait_s, now)
-        self._call(partial(self._session.expect, key))
+        self._call(partial(self.session.expect, key))
 
     def admit(
         self, key: TransferKey, token_ids: Sequence[int], *, seats: int, now: float
@@ -191,7 +185,7 @@ class KvConsumer:
         self._finish(key, "forgotten")
 
     def release(self, uuid: str, now: float) -> None:
-        self._call(partial(self._session.release, uuid))
+        self._call(partial(self.session.release, uuid))
         for key in [key for key in self._offers if key.uuid == uuid]:
             self._drop_offer(key)
             self._lost.set(key, "released", now)
@@ -213,9 +207,16 @@ class KvConsumer:
 
     def drain(self) -> None:
         """Refuse OFFERs from now on; what is under way finishes."""
-        self._call(self._session.drain)
+        self._call(self.session.drain)
 
     # --- what the session reports
+
+    def _on_event(self, event: ReceiveEvent) -> None:
+        """On the I/O thread."""
+        if isinstance(event, ReceiveOffered):
+            self._prompts[event.key] = event.prompt
+        self._events.append(event)
+        self._wake()
 
     def _on_offered(self, event: ReceiveOffered, now: float) -> None:
         key = event.key
@@ -235,14 +236,14 @@ class KvConsumer:
             return
         self._offers[key] = offer
         if offer.is_pulled:
-            self._call(partial(self._session.defer, key, offer.epoch))
+            self._call(partial(self.session.defer, key, offer.epoch))
             return
         prefix = self._match(offer, len(offer.token_ids) - 1)
         landing = self._store.take(key, self._blocks_of(offer) - len(prefix))
         if landing is None:
             # The prefix is looked up anew when the request runs: nothing is pinned until then.
             self._pool.release(prefix)
-            self._call(partial(self._session.defer, key, offer.epoch))
+            self._call(partial(self.session.defer, key, offer.epoch))
         else:
             self._grant(offer, landing, prefix, now, where=landing.kind)
 
@@ -288,7 +289,7 @@ class KvConsumer:
         offer.state = OfferState.GRANTED
         offer.granted_at_s = now
         self._held[offer.key, offer.epoch] = Held(landing, prefix, skip)
-        grant = partial(self._session.grant, offer.key, offer.epoch, landing, skip)
+        grant = partial(self.session.grant, offer.key, offer.epoch, landing, skip)
         # On a GPU the model may still read what these blocks held before.
         event = self._memory.written()
         if event is not None:
@@ -297,7 +298,7 @@ class KvConsumer:
 
     def _refuse(self, key: TransferKey, grant: Callable[[], None]) -> None:
         """I/O thread: its blocks cannot be had. Granted after its end, the landing comes back."""
-        self._session.finish(key, "device_failed")
+        self.session.finish(key, "device_failed")
         grant()
 
     def _grant_deferred(self, offer: Offer, now: float) -> Admission:
@@ -359,7 +360,7 @@ class KvConsumer:
         self._finish_at_session(key, reason)
 
     def _finish_at_session(self, key: TransferKey, reason: str) -> None:
-        self._call(partial(self._session.finish, key, reason))
+        self._call(partial(self.session.finish, key, reason))
 
     def _drop_offer(self, key: TransferKey) -> None:
         """Forget the offer; free its landing now if no write can follow, else at ReceiveQuiet."""

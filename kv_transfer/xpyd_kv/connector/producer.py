@@ -24,11 +24,11 @@ from xpyd_core.blocks import blocks_for, token_bytes
 from xpyd_core.errors import XpydError
 from xpyd_core.request_id import Address, TransferKey, is_dialable
 from xpyd_kv.connector.prompts import Hold, Pressure, Prompt, Settled
-from xpyd_kv.memory.api import KvMemory, Store
+from xpyd_kv.memory.api import Store
 from xpyd_kv.memory.device import Event
-from xpyd_kv.metrics import KvMetrics, RateLimits
+from xpyd_kv.metrics import RateLimits
+from xpyd_kv.ranks.build import Parts
 from xpyd_kv.ranks.chunks import Chunk
-from xpyd_kv.ranks.handler import ComputeGate
 from xpyd_kv.session.deadlines import Remembered
 from xpyd_kv.session.events import (
     SendDeferred,
@@ -40,8 +40,6 @@ from xpyd_kv.session.events import (
 )
 from xpyd_kv.session.outgoing import OfferRequest, ReadyArea
 from xpyd_kv.session.sending import SendSession
-from xpyd_kv.session.settings import KvLimits
-from xpyd_kv.transport.api import Endpoint
 from xpyd_kv.values import BlockPool, SendStatus
 from xpyd_kv.wire.messages import Mode
 
@@ -72,47 +70,43 @@ class KvProducer:
 
     def __init__(
         self,
+        parts: Parts,
         *,
-        endpoint: Endpoint,
-        session: SendSession,
-        events: deque[SendEvent],
-        memory: KvMemory,
-        gate: ComputeGate,
+        make_session: Callable[[Callable[[SendEvent], None]], SendSession],
+        wake: Callable[[], None],
         pool: BlockPool,
-        mode: Mode,
         store: Store | None,
-        limits: KvLimits,
         make_chunks: MakeChunks,
         ranks_send: bool,
-        metrics: KvMetrics,
-        clock: Callable[[], float],
     ) -> None:
         """`store`: where to move KV that waits to be pulled; None: nowhere. `make_chunks`: given
         what hands areas over; if `ranks_send`, they know steps that follow each other apart."""
         self.ranks_send = ranks_send
-        self._call = endpoint.call
-        self._session = session
-        self._events = events
-        self._memory = memory
-        self._gate = gate
-        self._layout = memory.layout
+        self.session = make_session(self._on_event)
+        self._wake = wake
+        self._call = parts.endpoint.call
+        # What the I/O thread reported, in order.
+        self._events: deque[SendEvent] = deque()
+        self._memory = parts.memory
+        self._gate = parts.gate
+        self._layout = parts.memory.layout
         self._pool = pool
-        self._mode: Mode = mode
-        self._limits = limits
-        self._metrics = metrics
-        self._clock = clock
+        self._mode: Mode = parts.settings.mode
+        self._limits = parts.settings.limits
+        self._metrics = parts.metrics
+        self._clock = parts.clock
         self._prompts: dict[TransferKey, Prompt] = {}
-        self._settled: Remembered[TransferKey, Settled] = Remembered(limits.tombstone_s)
+        self._settled: Remembered[TransferKey, Settled] = Remembered(self._limits.tombstone_s)
         self._warnings = RateLimits()
         self._chunks = make_chunks(self._ready)
         self._hold: Hold | None = None
         self._pressure = Pressure(
             call_after=self._call_after,
-            session=session,
+            session=self.session,
             pool=pool,
-            limits=limits,
+            limits=self._limits,
             store=store,
-            metrics=metrics,
+            metrics=parts.metrics,
         )
 
     # --- the life of a prompt
@@ -147,7 +141,7 @@ class KvProducer:
             body=token_bytes(token_ids),
             mode=self._mode,
         )
-        self._call(partial(self._session.offer, request))
+        self._call(partial(self.session.offer, request))
 
     def cached(self, key: TransferKey, block_ids: Sequence[int], tokens: int) -> None:
         prompt = self._sendable(key)
@@ -183,7 +177,7 @@ class KvProducer:
                 self.cancel(prompt.key, "step_failed")
             elif chunk.end_block == prompt.num_blocks:
                 prompt.computed = True
-                complete = partial(self._session.complete, prompt.key, prompt.epoch)
+                complete = partial(self.session.complete, prompt.key, prompt.epoch)
                 self._when_written(prompt, complete)
         if self._mode == "put" and chunks and not failed:
             now = self._clock()
@@ -206,11 +200,11 @@ class KvProducer:
         if prompt is not None:
             if not prompt.cancelled:
                 prompt.cancelled = True
-                self._call(partial(self._session.cancel, key, prompt.epoch, reason))
+                self._call(partial(self.session.cancel, key, prompt.epoch, reason))
             return
         settled = self._settled.get(key, self._clock())
         if settled is not None and settled.state == "granted":
-            self._call(partial(self._session.cancel, key, settled.epoch, reason))
+            self._call(partial(self.session.cancel, key, settled.epoch, reason))
             self._settle(key, settled.epoch, reason)
 
     # --- how it stands
@@ -254,7 +248,7 @@ class KvProducer:
 
     def _ready(self, prompt: Prompt, areas: Sequence[ReadyArea]) -> None:
         prompt.handed += len(areas)
-        self._when_written(prompt, partial(self._session.ready, prompt.key, prompt.epoch, areas))
+        self._when_written(prompt, partial(self.session.ready, prompt.key, prompt.epoch, areas))
 
     def _when_written(self, prompt: Prompt, call: Callable[[], None]) -> None:
         """To the session, when the blocks that the model was told to write are written."""
@@ -262,9 +256,14 @@ class KvProducer:
 
     def _call_after(self, event: Event | None, prompt: Prompt, call: Callable[[], None]) -> None:
         if event is not None:
-            fail = partial(self._session.cancel, prompt.key, prompt.epoch, "device_failed")
+            fail = partial(self.session.cancel, prompt.key, prompt.epoch, "device_failed")
             call = partial(self._gate.add, event, call, fail)
         self._call(call)
+
+    def _on_event(self, event: SendEvent) -> None:
+        """On the I/O thread."""
+        self._events.append(event)
+        self._wake()
 
     def _take_events(self) -> None:
         while self._events:

@@ -199,8 +199,7 @@ class AnnouncedChunks:
         self._chunks.append(chunk)
         self._told.append(
             StepChunk(
-                uuid=owner.key.uuid,
-                prompt_index=owner.key.prompt_index,
+                key=owner.key,
                 epoch=owner.epoch,
                 first_block=first,
                 block_ids=block_ids,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
 
@@ -79,8 +79,10 @@ class StoreMetrics:
     pool_fragmentation: float = 0.0
 
 
+@runtime_checkable
 class Room(Protocol):
-    """Memory for blocks of all layers of a rank, as the I/O thread sees it."""
+    """Memory for blocks of all layers of a rank, as the I/O thread sees it. Checked at run time
+    where a rank decodes a message (`ranks.remote`)."""
 
     def views(
         self, first_layer: int, end_layer: int, first_block: int, end_block: int

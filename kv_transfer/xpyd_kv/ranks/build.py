@@ -1,34 +1,144 @@
-"""Puts one rank's half of the transfer together, in the rank's own process.
+"""Makes the sessions of one process, and puts a rank's half of the transfer together.
 
-Its main calls `build_rank` once, starts `endpoint`, and gives `sender` to the runner.
+An engine's half (`connector.build`) and a rank's half are made of the same parts, `Parts`. A rank
+in its engine's process shares the engine's endpoint and gets its messages by calls; a rank in a
+process of its own is built here: its main calls `build_rank` once, starts `endpoint`, and gives
+`sender` to the runner.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 from xpyd_kv.memory.api import KvMemory
+from xpyd_kv.memory.device import Event
 from xpyd_kv.memory.space import OwnSpace
 from xpyd_kv.memory.store import StoreLimits
-from xpyd_kv.metrics import Counters, KvMetrics, MetricsReporter, RankMetricsDelta
+from xpyd_kv.metrics import EndpointCounters, KvMetrics, MetricsReporter, RankMetricsDelta
 from xpyd_kv.plan.engine_layout import EngineLayout
-from xpyd_kv.ranks.agent import RankAgent, RankReporter, StepSender
+from xpyd_kv.ranks.agent import RankAgent, StepSender
 from xpyd_kv.ranks.engine import Channel
-from xpyd_kv.ranks.handler import ComputeGate, LateHandler
+from xpyd_kv.ranks.handler import ComputeGate, ProcessHandler
 from xpyd_kv.ranks.receives import RankReceives
+from xpyd_kv.ranks.remote import encode, to_rank_decoder
 from xpyd_kv.ranks.sends import RankSends
+from xpyd_kv.session import pairs
 from xpyd_kv.session.deadlines import Alarm
 from xpyd_kv.session.events import ReceiveEvent, SendEvent
-from xpyd_kv.session.fanin import Fanin
-from xpyd_kv.session.fanout import Fanout
 from xpyd_kv.session.receiving import ReceiveSession
 from xpyd_kv.session.sending import SendSession
 from xpyd_kv.session.settings import KvSettings
 from xpyd_kv.transport.api import Endpoint, MakeEndpoint
+
+
+class Parts:
+    """What the sessions of one process have in common. `engine`: all of the cache, `memory`: what
+    of it is here. `lost`: the device has failed."""
+
+    def __init__(
+        self,
+        *,
+        make_endpoint: MakeEndpoint,
+        memory: KvMemory,
+        engine: EngineLayout,
+        on_device: bool,
+        settings: KvSettings,
+        clock: Callable[[], float],
+        lost: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.memory = memory
+        self.engine = engine
+        self.settings = settings
+        self.clock = clock
+        self.metrics = KvMetrics()
+        self._on_device = on_device
+        self._alarm = Alarm()
+        self.gate = ComputeGate(clock, alarm=self._alarm, lost=lost)
+        self.handler = ProcessHandler(self.gate, self._alarm)
+        self.endpoint: Endpoint = make_endpoint(self.handler)
+
+    def send_session(
+        self,
+        report: Callable[[SendEvent], None],
+        *,
+        metrics: KvMetrics,
+        ranks: Sequence[pairs.Post] = (),
+    ) -> SendSession:
+        """The engine's, with its `ranks`; or one for a pair of ranks."""
+        return SendSession(
+            self.endpoint,
+            memory=self.memory,
+            limits=self.settings.limits,
+            max_frame_bytes=self.settings.frames.max_frame_bytes,
+            join_bytes=self.settings.frames.join_bytes,
+            clock=self.clock,
+            report=report,
+            metrics=metrics,
+            engine=self.engine,
+            ranks=ranks,
+            alarm=self._alarm,
+        )
+
+    def receive_session(
+        self,
+        report: Callable[[ReceiveEvent], None],
+        *,
+        metrics: KvMetrics,
+        ranks: Sequence[pairs.Post] = (),
+    ) -> ReceiveSession:
+        """As `send_session`."""
+        return ReceiveSession(
+            self.endpoint,
+            layout=self.memory.layout,
+            on_device=self._on_device,
+            limits=self.settings.limits,
+            clock=self.clock,
+            report=report,
+            metrics=metrics,
+            engine=self.engine,
+            ranks=ranks,
+            alarm=self._alarm,
+        )
+
+    def rank(
+        self,
+        role: Literal["P", "D"],
+        post: pairs.Report,
+        *,
+        counts: RankMetricsDelta,
+        written: Callable[[], Event | None],
+    ) -> RankSends | RankReceives:
+        """A rank's half, which the Handler knows from now on. `post` gives its messages to the
+        engine, `counts` is of the rank's own metrics; `written`: see RankReceives."""
+        report = partial(_report, post, counts)
+        half: RankSends | RankReceives
+        if role == "P":
+            half = RankSends(
+                partial(self.send_session, metrics=counts.metrics),
+                report=report,
+                tombstone_s=self.settings.limits.tombstone_s,
+                clock=self.clock,
+            )
+        else:
+            half = RankReceives(
+                partial(self.receive_session, metrics=counts.metrics),
+                report=report,
+                written=written,
+                gate=self.gate,
+            )
+        self.handler.rank = half
+        return half
+
+
+def _report(post: pairs.Report, counts: RankMetricsDelta, message: pairs.FromRank) -> None:
+    """What was counted goes before what ends a pair."""
+    if isinstance(message, pairs.Ended | pairs.Landed | pairs.Lost):
+        post(pairs.Counted(counts=counts.take()))
+    post(message)
 
 
 @dataclass(frozen=True)
@@ -50,13 +160,13 @@ def build_rank(
     engine: EngineLayout,
     settings: KvSettings,
     give_up: Callable[[str], None],
-    counters: Counters | None = None,
+    counters: EndpointCounters | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> RankPart:
     """The parts of one rank of a P or a D, endpoint not started; it listens to `channel` from now
     on. `memory` is the rank's cache, `engine` all of it; `settings` are the engine's. `give_up`
     ends the rank, with the reason: its device has failed. `counters`: the endpoint's, which the
-    engine is told of. UserError when there is less memory than buffer and pool take."""
+    engine hears of. UserError when there is less memory than buffer and pool take."""
     # In the other modes a P has no KV that would wait long for D alone.
     has_store = role == "D" or settings.mode == "get"
     space = OwnSpace(
@@ -64,97 +174,38 @@ def build_rank(
         settings.store if has_store else StoreLimits(),
         book_unit_bytes=engine.held_bytes_per_block,
     )
-    alarm = Alarm()
-    gate = ComputeGate(clock, alarm=alarm, lost=give_up)
-    handler = LateHandler(gate, alarm)
-    endpoint = make_endpoint(handler)
-    metrics = KvMetrics()
-    figures = RankMetricsDelta(metrics)
-    mouth = RankReporter(channel, figures)
+    parts = Parts(
+        make_endpoint=make_endpoint,
+        memory=memory,
+        engine=engine,
+        on_device=memory.device is not None,
+        settings=settings,
+        clock=clock,
+        lost=give_up,
+    )
+    counts = RankMetricsDelta(parts.metrics)
+
+    def post(message: pairs.FromRank) -> None:
+        channel.post(encode(message))
+
+    half = parts.rank(role, post, counts=counts, written=memory.written)
     if counters is not None:
-        handler.teller = MetricsReporter(figures, counters, mouth.counted)
-    agent = partial(
-        RankAgent,
-        call=endpoint.call,
-        memory=memory,
-        space=space,
-        gate=gate,
-        mouth=mouth,
-        give_up=give_up,
-    )
-    if role == "D":
-
-        def receive_session(report: Callable[[ReceiveEvent], None]) -> ReceiveSession:
-            return ReceiveSession(
-                endpoint,
-                layout=memory.layout,
-                on_device=memory.device is not None,
-                limits=settings.limits,
-                clock=clock,
-                report=report,
-                metrics=metrics,
-                alarm=alarm,
-                fanin=Fanin((), engine),
-            )
-
-        receives = RankReceives(receive_session, report=mouth.received)
-        handler.rank = receives
-        channel.listen(agent(receives=receives).heard)
-        return RankPart(endpoint, space, metrics)
-
-    def pair_session(report: Callable[[SendEvent], None]) -> SendSession:
-        return send_session(
-            endpoint,
-            report,
-            memory=memory,
-            settings=settings,
-            clock=clock,
-            metrics=metrics,
-            fanout=Fanout((), engine),
-            alarm=alarm,
+        parts.handler.reporter = MetricsReporter(
+            counts,
+            counters,
+            lambda counted, endpoint: post(pairs.Counted(counts=counted, endpoint=endpoint)),
         )
-
-    sends = RankSends(
-        pair_session,
-        report=mouth.sent,
-        on_probed=mouth.probed,
-        tombstone_s=settings.limits.tombstone_s,
-        clock=clock,
-    )
-    handler.rank = sends
-    channel.listen(agent(sends=sends).heard)
-    sender = StepSender(
-        sends,
-        call=endpoint.call,
-        memory=memory,
-        gate=gate,
-        mode=settings.mode,
-        limits=settings.frames,
-    )
-    return RankPart(endpoint, space, metrics, sender)
-
-
-def send_session(
-    endpoint: Endpoint,
-    report: Callable[[SendEvent], None],
-    *,
-    memory: KvMemory,
-    settings: KvSettings,
-    clock: Callable[[], float],
-    metrics: KvMetrics,
-    fanout: Fanout,
-    alarm: Alarm | None = None,
-) -> SendSession:
-    """A SendSession as the settings say."""
-    return SendSession(
-        endpoint,
-        memory=memory,
-        limits=settings.limits,
-        max_frame_bytes=settings.frames.max_frame_bytes,
-        join_bytes=settings.frames.join_bytes,
-        clock=clock,
-        report=report,
-        metrics=metrics,
-        fanout=fanout,
-        alarm=alarm,
-    )
+    agent = RankAgent(half, space=space, gate=parts.gate, post=post, give_up=give_up)
+    call, decode = parts.endpoint.call, to_rank_decoder(space.room)
+    channel.listen(lambda message: call(partial(agent.do, decode(message))))
+    sender = None
+    if isinstance(half, RankSends):
+        sender = StepSender(
+            half,
+            call=call,
+            memory=memory,
+            gate=parts.gate,
+            mode=settings.mode,
+            limits=settings.frames,
+        )
+    return RankPart(parts.endpoint, space, parts.metrics, sender)

@@ -10,10 +10,11 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from xpyd_core.request_id import Address
 from xpyd_kv.memory.device import DeviceError, Event, View
+from xpyd_kv.metrics import MetricsReporter
 from xpyd_kv.session.deadlines import Alarm
 from xpyd_kv.transport.api import Handler, Peer
 from xpyd_kv.wire import messages as wire
@@ -82,19 +83,13 @@ class ComputeGate:
         return None
 
 
-class Ticking(Protocol):
-    """What Handler.tick asks."""
-
-    def tick(self, now: float) -> float | None: ...
-
-
-class LateHandler:
-    """See Handler. `session` None: a rank's process, whose `teller` tells its engine what it
-    counts. `rank` None: one that only has an engine."""
+class ProcessHandler:
+    """See Handler. `session` None: a rank's process, whose `reporter` reports to its engine what it
+    counts. `rank` None: a process that only has an engine."""
 
     session: Handler | None = None
     rank: Handler | None = None
-    teller: Ticking | None = None
+    reporter: MetricsReporter | None = None
 
     def __init__(self, gate: ComputeGate, alarm: Alarm) -> None:
         self._gate = gate
@@ -131,7 +126,7 @@ class LateHandler:
             alarm.at = math.inf
             self._purge_at = now + PURGE_S
             times = [self._gate.poll()]
-            parts = (self.session, self.rank, self.teller)
+            parts = (self.session, self.rank, self.reporter)
             times += [part.tick(now) for part in parts if part is not None]
             # What they did meanwhile may have set it, too.
             alarm.at = min([alarm.at, *(time for time in times if time is not None)])

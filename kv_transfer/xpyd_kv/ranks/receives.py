@@ -1,46 +1,70 @@
 """One rank of D: what ranks of P send it goes where its engine said before.
 
-The Handler of connections that ranks of P dial. Each rank number of P has a ReceiveSession of its
-own here, to which a pair of ranks is a whole transfer. Everything on the I/O thread that the
-sessions run on.
+The Handler of connections that ranks of P dial, and what does its engine's messages, in the
+engine's process or in one of its own. Each rank number of P has a ReceiveSession of its own here,
+to which a pair of ranks is a whole transfer. Everything on the I/O thread that the sessions run on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
-from xpyd_core.request_id import Address, TransferKey
-from xpyd_kv.memory.device import View
+from xpyd_core.request_id import Address
+from xpyd_kv.memory.device import Event, View
+from xpyd_kv.ranks.handler import ComputeGate
+from xpyd_kv.session import pairs
 from xpyd_kv.session.events import ReceiveEnded, ReceiveEvent, ReceiveLanded, ReceiveQuiet
-from xpyd_kv.session.pairs import Opening, PairLanded, PairLost, PairQuiet, ReceiveReport
 from xpyd_kv.session.receiving import ReceiveSession
 from xpyd_kv.transport.api import Peer
 from xpyd_kv.wire import messages as wire
 
 MakeSession = Callable[[Callable[[ReceiveEvent], None]], ReceiveSession]
 """A session that tells this function what becomes of its transfers."""
-Report = Callable[[TransferKey, int, ReceiveReport], None]
 
 
 class RankReceives:
-    """A ReceivingRank but for Opened, which its user says. `report` must not call back before it
-    returns."""
+    """`report` must not call back before it returns. `written`: when what the model has enqueued
+    is in the cache (None: it is), for which `gate` waits before a landing is opened: on a GPU the
+    model may still read what the blocks held before."""
 
-    def __init__(self, make_session: MakeSession, *, report: Report) -> None:
+    def __init__(
+        self,
+        make_session: MakeSession,
+        *,
+        report: pairs.Report,
+        written: Callable[[], Event | None],
+        gate: ComputeGate,
+    ) -> None:
         self._make_session = make_session
         self._report = report
+        self._written = written
+        self._gate = gate
         # By the number of P's rank; LAYOUT bounds how many there are.
         self._sessions: dict[int, ReceiveSession] = {}
 
-    def open(self, opening: Opening) -> None:
-        """Take what comes."""
+    def do(self, message: pairs.ToRank) -> None:
+        """Do what the engine says."""
+        if isinstance(message, pairs.Open):
+            self._open(message)
+        elif isinstance(message, pairs.Stop):
+            self._stop(message)
+
+    def _open(self, opening: pairs.Open) -> None:
+        key, epoch = opening.key, opening.epoch
         for source in opening.sources:
             self._session_of(source).open(opening)
+        opened = partial(self._report, pairs.Opened(key=key, epoch=epoch))
+        event = self._written()
+        if event is None:
+            opened()
+        else:
+            stop = pairs.Stop(key=key, epoch=epoch, reason="device_failed")
+            self._gate.add(event, opened, partial(self._stop, stop))
 
-    def stop(self, key: TransferKey, epoch: int, reason: str) -> None:
-        """See ReceivingRank."""
+    def _stop(self, stop: pairs.Stop) -> None:
         for session in self._sessions.values():
-            session.stop(key, epoch, reason)
+            session.stop(stop.key, stop.epoch, stop.reason)
 
     def _session_of(self, source: int) -> ReceiveSession:
         session = self._sessions.get(source)
@@ -50,16 +74,18 @@ class RankReceives:
         return session
 
     def _on_event(self, source: int, event: ReceiveEvent) -> None:
+        key, epoch = event.key, event.epoch
         match event:
             case ReceiveLanded():
-                report: ReceiveReport = PairLanded(source, event.transport)
+                transport = event.transport
+                self._report(pairs.Landed(key=key, epoch=epoch, source=source, transport=transport))
             case ReceiveEnded():
-                report = PairLost(source, event.reason)
+                reason = event.reason
+                self._report(pairs.Lost(key=key, epoch=epoch, source=source, reason=reason))
             case ReceiveQuiet():
-                report = PairQuiet(source)
+                self._report(pairs.Quiet(key=key, epoch=epoch, source=source))
             case _:
                 return
-        self._report(event.key, event.epoch, report)
 
     # --- Handler, of connections that ranks of P have dialled
 

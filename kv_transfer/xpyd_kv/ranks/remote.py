@@ -1,111 +1,75 @@
-"""The ranks of an engine, as its process talks to them: each over a Channel.
+"""Ranks in processes of their own: their messages on a Channel, and the memory that they hold.
 
-Messages to them are encoded here and posted; their reports go to the I/O thread. Copies
-(`RankedCopies`) are begun on the engine's thread.
+The engine's process keeps the books of that memory: a unit is one block of all layers of all ranks,
+the same place in each rank's arena, as a block is in each rank's cache. So a Room there is only a
+Place, which each rank resolves in its own memory (`memory.space`).
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 
-from xpyd_core.request_id import TransferKey
-from xpyd_kv import metrics as figures
-from xpyd_kv.memory.api import Place
-from xpyd_kv.metrics import Counters, KvMetrics, RankCounts
+import msgspec
+
+from xpyd_core.errors import XpydError
+from xpyd_kv.memory.api import Place, Room, StashKind
+from xpyd_kv.memory.buddy import Extent
+from xpyd_kv.memory.device import View
+from xpyd_kv.memory.store import DirectLanding, StagedLanding
 from xpyd_kv.ranks.engine import Channel
-from xpyd_kv.ranks.store import place_of
 from xpyd_kv.session import pairs
-from xpyd_kv.session.outgoing import ReadyArea
-from xpyd_kv.session.pairs import (
-    Opened,
-    Opening,
-    PairEnded,
-    PairFlushed,
-    PairLanded,
-    PairLost,
-    PairQuiet,
-    ReceiveReport,
-    Sending,
-    SendReport,
-    Target,
-)
-from xpyd_kv.session.probing import ProbeResult
 
-Call = Callable[[Callable[[], None]], None]
-"""Endpoint.call."""
-OnSent = Callable[[int, TransferKey, int, SendReport], None]
-"""Fanout.on_report."""
-OnProbed = Callable[[int, tuple[int, int], ProbeResult], None]
-"""Probes.pair_probed."""
-OnReceived = Callable[[int, TransferKey, int, ReceiveReport], None]
-"""Fanin.on_report."""
+# --- messages
 
 
-class RemoteSendingRank:
-    """See SendingRank. Its runner tells it what stands in its cache."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-
-    def send(self, sending: Sending) -> None:
-        stash = None if sending.stash is None else place_of(sending.stash)
-        self._post(
-            pairs.Send(
-                **pairs.names_of(sending.key, sending.epoch),
-                tokens=sending.tokens,
-                skip_tokens=sending.skip_tokens,
-                mode=sending.mode,
-                incarnation=sending.incarnation,
-                targets=_written(sending.targets),
-                stash=stash,
-            )
-        )
-
-    def ready(self, key: TransferKey, epoch: int, areas: Sequence[ReadyArea]) -> None:
-        """Nothing."""
-
-    def complete(self, key: TransferKey, epoch: int) -> None:
-        """Nothing."""
-
-    def cancel(self, key: TransferKey, epoch: int, reason: str) -> None:
-        self._post(pairs.Cancel(**pairs.names_of(key, epoch), reason=reason))
-
-    def forget(self, key: TransferKey, epoch: int) -> None:
-        self._post(pairs.Forget(**pairs.names_of(key, epoch)))
-
-    def probe(self, number: int, targets: Sequence[Target]) -> None:
-        self._post(pairs.Probe(number=number, targets=_written(targets)))
-
-    def _post(self, message: pairs.ToRank) -> None:
-        self._channel.post(pairs.encode(message))
+def _place_of(room: object) -> Place:
+    """What goes on a Channel for a lease of the engine's store."""
+    leased = room.room if isinstance(room, DirectLanding | StagedLanding) else room
+    if not isinstance(leased, _RankedRoom):
+        raise XpydError("a room that ranks know nothing of")
+    return leased.place
 
 
-def _written(targets: Sequence[Target]) -> tuple[tuple[int, str, int], ...]:
-    return tuple((each.rank, each.address.host, each.address.port) for each in targets)
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_place_of)
+_FROM_RANK: msgspec.msgpack.Decoder[pairs.FromRank] = msgspec.msgpack.Decoder(pairs.FromRank)
 
 
-class RemoteReceivingRank:
-    """See ReceivingRank."""
+def encode(message: pairs.ToRank | pairs.FromRank) -> bytes:
+    """For the Channel."""
+    return _ENCODER.encode(message)
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
 
-    def open(self, opening: Opening) -> None:
-        message = pairs.Open(
-            **pairs.names_of(opening.key, opening.epoch),
-            engine_id=opening.engine_id,
-            incarnation=opening.incarnation,
-            tokens=opening.tokens,
-            skip_tokens=opening.skip_tokens,
-            sources=opening.sources,
-            place=place_of(opening.room),
-        )
-        self._channel.post(pairs.encode(message))
+def to_rank_decoder(room: Callable[[Place], Room]) -> Callable[[bytes], pairs.ToRank]:
+    """Decodes what the engine says. `room`: what a place is on this rank."""
 
-    def stop(self, key: TransferKey, epoch: int, reason: str) -> None:
-        self._channel.post(pairs.encode(pairs.Stop(**pairs.names_of(key, epoch), reason=reason)))
+    def resolve(_type: type, place: object) -> Room:
+        return room(msgspec.convert(place, Place))
+
+    decoder: msgspec.msgpack.Decoder[pairs.ToRank] = msgspec.msgpack.Decoder(
+        pairs.ToRank, dec_hook=resolve
+    )
+    return decoder.decode
+
+
+def post_to(channel: Channel) -> pairs.Post:
+    """Posts messages to the rank at the other end, whose runner says itself what is in its
+    cache."""
+
+    def post(message: pairs.ToRank) -> None:
+        if not isinstance(message, pairs.Ready | pairs.Complete):
+            channel.post(encode(message))
+
+    return post
+
+
+def listen(channels: Sequence[Channel], hear: Callable[[int, pairs.FromRank], None]) -> None:
+    """Call `hear` with a rank's number and each of its messages, on its Channel's thread."""
+    for rank, channel in enumerate(channels):
+        channel.listen(lambda message, rank=rank: hear(rank, _FROM_RANK.decode(message)))
+
+
+# --- memory
 
 
 class _Ticket:
@@ -133,10 +97,10 @@ class _Ticket:
 
 
 class RankedCopies:
-    """Copies between the cache and what stands beside it, on every rank. `wake`: one is through."""
+    """Copies between the cache and memory beside it, on every rank. `wake`: one is through."""
 
     def __init__(self, channels: Sequence[Channel], wake: Callable[[], None]) -> None:
-        self._channels = channels
+        self._posts = [post_to(channel) for channel in channels]
         self._wake = wake
         self._tickets: dict[int, _Ticket] = {}
         self._number = 0
@@ -144,14 +108,12 @@ class RankedCopies:
     def begin(self, place: Place, block_ids: Sequence[int], *, into_cache: bool) -> _Ticket:
         """Engine thread. What is copied stays as it is until the ticket is done."""
         self._number += 1
-        ticket = self._tickets[self._number] = _Ticket(len(self._channels))
-        message = pairs.encode(
-            pairs.Copy(
-                number=self._number, place=place, block_ids=tuple(block_ids), into_cache=into_cache
-            )
+        ticket = self._tickets[self._number] = _Ticket(len(self._posts))
+        copy = pairs.Copy(
+            number=self._number, place=place, block_ids=tuple(block_ids), into_cache=into_cache
         )
-        for channel in self._channels:
-            channel.post(message)
+        for post in self._posts:
+            post(copy)
         # Those that are through were taken by whoever waited for them.
         self._tickets = {n: t for n, t in self._tickets.items() if not t.is_done()}
         return ticket
@@ -164,87 +126,44 @@ class RankedCopies:
             self._wake()
 
 
-class RankReports:
-    """Hears all ranks of one engine. On each Channel's thread, and on to the I/O thread."""
+class _RankedRoom:
+    """See StagingRoom: the same place on each rank."""
 
-    def __init__(
-        self,
-        channels: Sequence[Channel],
-        *,
-        call: Call,
-        metrics: KvMetrics,
-        counters: Counters,
-        copies: RankedCopies,
-        on_sent: OnSent | None = None,
-        on_probed: OnProbed | None = None,
-        on_received: OnReceived | None = None,
-    ) -> None:
-        """`metrics` and `counters`: what the ranks count is added there."""
-        self._call = call
-        self._metrics = metrics
-        self._counters = counters
+    def __init__(self, place: Place, copies: RankedCopies) -> None:
+        self.place = place
         self._copies = copies
-        self._on_sent = on_sent
-        self._on_probed = on_probed
-        self._on_received = on_received
-        for rank, channel in enumerate(channels):
-            channel.listen(partial(self._heard, rank))
 
-    def _heard(self, rank: int, message: bytes) -> None:
-        said = pairs.decode_from_rank(message)
-        if isinstance(said, pairs.Copied):
-            self._copies.on_copied(said)
-        else:
-            self._call(partial(self._report, rank, said))
+    def views(
+        self, first_layer: int, end_layer: int, first_block: int, end_block: int
+    ) -> Sequence[View]:
+        """Not in this process."""
+        raise XpydError("the bytes stand on the ranks")
 
-    def _report(self, rank: int, said: pairs.FromRank) -> None:
-        assert not isinstance(said, pairs.Copied)
-        counted = getattr(said, "figures", None)
-        if isinstance(counted, RankCounts):
-            figures.add(self._metrics, counted)
-        if isinstance(said, pairs.Counted):
-            self._counters.add(said.endpoint.numbers, said.endpoint.named)
-            return
-        if isinstance(said, pairs.Probed):
-            if self._on_probed is not None:
-                self._on_probed(said.number, (rank, said.destination), _result_of(said))
-            return
-        key = TransferKey(said.uuid, said.prompt_index)
-        match said:
-            case pairs.Flushed() | pairs.Ended() if self._on_sent is not None:
-                self._on_sent(rank, key, said.epoch, _sent(said))
-            case pairs.Taking() | pairs.Landed() | pairs.Lost() | pairs.Quiet() if (
-                self._on_received is not None
-            ):
-                self._on_received(rank, key, said.epoch, _received(said))
-            case _:
-                return
+    def copy(self, block_ids: Sequence[int], *, into_cache: bool) -> _Ticket:
+        """See StagingRoom."""
+        return self._copies.begin(self.place, block_ids, into_cache=into_cache)
 
 
-def _result_of(said: pairs.Probed) -> ProbeResult:
-    return ProbeResult(
-        ok=said.ok,
-        transport=said.transport,
-        num_bytes=said.num_bytes,
-        seconds=said.seconds,
-        digest_matches=said.digest_matches,
-        reason=said.reason,
-    )
+class RankedSpace:
+    """See Space. Engine thread only."""
 
+    def __init__(self, unit_bytes: int, copies: RankedCopies) -> None:
+        self.unit_bytes = unit_bytes
+        self._copies = copies
 
-def _sent(said: pairs.Flushed | pairs.Ended) -> SendReport:
-    if isinstance(said, pairs.Flushed):
-        return PairFlushed(said.destination, said.areas)
-    return PairEnded(said.destination, said.reason, said.transport)
+    def blocks(self, block_ids: Sequence[int]) -> Room:
+        """See Space."""
+        return _RankedRoom(Place("blocks", blocks=tuple(block_ids)), self._copies)
 
+    def beside(self, kind: StashKind, extents: Sequence[Extent]) -> _RankedRoom:
+        """See Space."""
+        place = Place(kind, extents=tuple((e.offset, e.units) for e in extents))
+        return _RankedRoom(place, self._copies)
 
-def _received(said: pairs.Taking | pairs.Landed | pairs.Lost | pairs.Quiet) -> ReceiveReport:
-    match said:
-        case pairs.Taking():
-            return Opened()
-        case pairs.Landed():
-            return PairLanded(said.source, said.transport)
-        case pairs.Lost():
-            return PairLost(said.source, said.reason)
-        case pairs.Quiet():
-            return PairQuiet(said.source)
+    @property
+    def regions(self) -> Sequence[View]:
+        """None in this process."""
+        return ()
+
+    def close(self, deadline_s: float) -> None:
+        """Nothing here is memory."""

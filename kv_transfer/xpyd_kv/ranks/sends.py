@@ -1,8 +1,8 @@
 """One rank of P: what its engine granted goes to ranks of D, over a connection to each.
 
-The Handler of connections that this rank dials, and a SendingRank. Each rank of D has a SendSession
-of its own here, to which a pair of ranks is a whole transfer. Everything on the I/O thread that the
-sessions run on.
+The Handler of connections that this rank dials, and what does its engine's messages, in the
+engine's process or in one of its own. Each rank of D has a SendSession of its own here, to which a
+pair of ranks is a whole transfer. Everything on the I/O thread that the sessions run on.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from xpyd_core.request_id import Address, TransferKey
+from xpyd_kv.session import pairs
 from xpyd_kv.session.deadlines import Remembered
 from xpyd_kv.session.events import SendEnded, SendEvent, SendFlushed
 from xpyd_kv.session.outgoing import Granted, OfferRequest, ReadyArea
-from xpyd_kv.session.pairs import PairEnded, PairFlushed, Sending, SendReport, Target
 from xpyd_kv.session.probing import ProbeResult
 from xpyd_kv.session.sending import SendSession
 from xpyd_kv.transport.api import Peer
@@ -23,9 +23,6 @@ from xpyd_kv.wire import messages as wire
 
 MakeSession = Callable[[Callable[[SendEvent], None]], SendSession]
 """A session that tells this function what becomes of its transfers."""
-Report = Callable[[TransferKey, int, SendReport], None]
-OnProbed = Callable[[int, int, ProbeResult], None]
-"""A probe's number, the rank of D, and what came of it."""
 
 
 @dataclass
@@ -33,27 +30,25 @@ class _Part:
     """This rank's part of a transfer, until its engine forgets it."""
 
     epoch: int
-    # What stands here and nobody was given: before the grant.
+    # What is in the cache and no session was given: before the grant.
     areas: list[ReadyArea] = field(default_factory=list[ReadyArea])
     is_complete: bool = False
     targets: dict[Address, int] | None = None
 
 
 class RankSends:
-    """See SendingRank. `report` and `on_probed` must not call back before they return."""
+    """`report` must not call back before it returns."""
 
     def __init__(
         self,
         make_session: MakeSession,
         *,
-        report: Report,
-        on_probed: OnProbed,
+        report: pairs.Report,
         tombstone_s: float,
         clock: Callable[[], float],
     ) -> None:
         self._make_session = make_session
         self._report = report
-        self._on_probed = on_probed
         self._clock = clock
         # By the address of a rank of D: of those that are connected, dialled or sent to.
         self._sessions: dict[Address, SendSession] = {}
@@ -65,13 +60,32 @@ class RankSends:
 
     # --- from the engine
 
-    def send(self, sending: Sending) -> None:
-        """See SendingRank."""
+    def do(self, message: pairs.ToRank) -> None:
+        """Do what the engine says."""
+        match message:
+            case pairs.Send():
+                self._send(message)
+            case pairs.Ready():
+                self.ready(message.key, message.epoch, message.areas)
+            case pairs.Complete():
+                self.complete(message.key, message.epoch)
+            case pairs.Cancel():
+                self.cancel(message.key, message.epoch, message.reason)
+            case pairs.Forget():
+                self._forget(message.key, message.epoch)
+            case pairs.Probe():
+                self._probe(message)
+            case _:
+                return
+
+    def _send(self, sending: pairs.Send) -> None:
         part = self._part(sending.key, sending.epoch)
         targets = {target.address: target.rank for target in sending.targets}
         if part is None or part.targets is not None or len(targets) < len(sending.targets):
-            for target in sending.targets:
-                self._report(sending.key, sending.epoch, PairEnded(target.rank, "cancelled"))
+            key, epoch = sending.key, sending.epoch
+            for rank, _ in sending.targets:
+                ended = pairs.Ended(key=key, epoch=epoch, destination=rank, reason="cancelled")
+                self._report(ended)
             return
         part.targets = targets
         areas, part.areas = part.areas, []
@@ -94,7 +108,7 @@ class RankSends:
                 session.complete(sending.key, sending.epoch)
 
     def ready(self, key: TransferKey, epoch: int, areas: Sequence[ReadyArea]) -> None:
-        """See SendingRank; also from this rank's runner."""
+        """These areas are in the cache. Also from this rank's runner."""
         part = self._part(key, epoch)
         if part is None:
             return
@@ -104,7 +118,7 @@ class RankSends:
             session.ready(key, epoch, areas)
 
     def complete(self, key: TransferKey, epoch: int) -> None:
-        """See SendingRank; also from this rank's runner."""
+        """No more areas follow. Also from this rank's runner."""
         part = self._part(key, epoch)
         if part is None:
             return
@@ -113,15 +127,14 @@ class RankSends:
             session.complete(key, epoch)
 
     def cancel(self, key: TransferKey, epoch: int, reason: str) -> None:
-        """See SendingRank."""
+        """Stop sending. Also from this rank's runner."""
         part = self._parts.get(key)
         if part is None or part.epoch != epoch:
             return
         for session in self._sessions_of(part):
             session.cancel(key, epoch, reason)
 
-    def forget(self, key: TransferKey, epoch: int) -> None:
-        """See SendingRank."""
+    def _forget(self, key: TransferKey, epoch: int) -> None:
         self._over.set(key, epoch, self._clock())
         part = self._parts.get(key)
         if part is not None and part.epoch <= epoch:
@@ -129,11 +142,13 @@ class RankSends:
             for address in part.targets or ():
                 self._drop_if_idle(address)
 
-    def probe(self, number: int, targets: Sequence[Target]) -> None:
-        """See SendingRank."""
-        for target in targets:
-            probes = self._session_at(target.address).probes
-            probes.ask(target.address, partial(self._on_probed, number, target.rank), data=True)
+    def _probe(self, probe: pairs.Probe) -> None:
+        for rank, address in probe.targets:
+            done = partial(self._on_probed, probe.number, rank)
+            self._session_at(address).probes.ask(address, done, data=True)
+
+    def _on_probed(self, number: int, rank: int, result: ProbeResult) -> None:
+        self._report(pairs.Probed(number=number, destination=rank, result=result))
 
     def _part(self, key: TransferKey, epoch: int) -> _Part | None:
         """The part of this epoch, a new one where it is the first that is heard of it; None for one
@@ -170,17 +185,23 @@ class RankSends:
         rank = part.targets.get(address)
         if rank is None:
             return
-        match event:
-            case SendFlushed():
-                report: SendReport = PairFlushed(rank, event.areas)
-            case SendEnded():
-                report = PairEnded(rank, event.reason, self._transports.get(address, ""))
-            case _:
-                return
-        self._report(event.key, event.epoch, report)
+        key, epoch = event.key, event.epoch
+        if isinstance(event, SendFlushed):
+            areas = event.areas
+            self._report(pairs.Flushed(key=key, epoch=epoch, destination=rank, areas=areas))
+        elif isinstance(event, SendEnded):
+            self._report(
+                pairs.Ended(
+                    key=key,
+                    epoch=epoch,
+                    destination=rank,
+                    reason=event.reason,
+                    transport=self._transports.get(address, ""),
+                )
+            )
 
     def _drop_if_idle(self, address: Address) -> None:
-        """Nobody is there, and nobody sends there: D's come and go."""
+        """Forget a D that is not connected and to which nothing is sent."""
         session = self._sessions.get(address)
         if session is None or address in self._up:
             return

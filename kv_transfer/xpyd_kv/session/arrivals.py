@@ -1,23 +1,37 @@
 """The transfers that a D has open: their moves, their deadlines, and when a landing is quiet.
 
 The part of ReceiveSession that knows no frame. There is one live transfer for a key; those that
-wait until no write can land are apart and keep their landing. Pure; the I/O thread owns it.
+wait until no write can land are apart and keep their landing. What our ranks take in is counted
+here: each pair of ranks is a transfer by itself (`pairs`); the whole has landed or is quiet when
+all pairs are. Pure; the I/O thread owns it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 
 from xpyd_core.errors import XpydError
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.metrics import KvMetrics
+from xpyd_kv.plan.engine_layout import EngineLayout
+from xpyd_kv.plan.transfers import pairs_between, transfer_salt
+from xpyd_kv.session import pairs
 from xpyd_kv.session.deadlines import Alarm, Deadlines, Tombstones
-from xpyd_kv.session.events import ReceiveEnded, ReceiveEvent, ReceiveQuiet
-from xpyd_kv.session.incoming import RECEIVE_MOVES, RECEIVING, Incoming, ReceiveState, lease_of
+from xpyd_kv.session.events import ReceiveEnded, ReceiveEvent, ReceiveLanded, ReceiveQuiet
+from xpyd_kv.session.incoming import (
+    RECEIVE_MOVES,
+    RECEIVING,
+    Incoming,
+    ReceiveState,
+    done_of,
+    grant_of,
+    lease_of,
+)
 from xpyd_kv.session.outgoing import cancel_of, cancelled_of
-from xpyd_kv.session.pairs import Opening
 from xpyd_kv.session.settings import KvLimits
 from xpyd_kv.transport.api import Endpoint, Peer
+from xpyd_kv.wire.fit import engine_layout_of
 
 
 class Awaited:
@@ -25,20 +39,20 @@ class Awaited:
 
     def __init__(self, lease_s: float, alarm: Alarm) -> None:
         self._lease_s = lease_s
-        self._openings: dict[TransferKey, Opening] = {}
+        self._openings: dict[TransferKey, pairs.Open] = {}
         self._deadlines: Deadlines[TransferKey] = Deadlines(alarm)
 
     def __len__(self) -> int:
         return len(self._openings)
 
-    def add(self, opening: Opening, now: float) -> Opening | None:
+    def add(self, opening: pairs.Open, now: float) -> pairs.Open | None:
         """Wait for it; the older one of its key, if there is one."""
         older = self._openings.get(opening.key)
         self._openings[opening.key] = opening
         self._deadlines.set(opening.key, now + self._lease_s)
         return older
 
-    def take(self, key: TransferKey, epoch: int, peer: Peer | None = None) -> Opening | None:
+    def take(self, key: TransferKey, epoch: int, peer: Peer | None = None) -> pairs.Open | None:
         """The opening, once, if it is of this epoch and (where one is given) for this peer."""
         opening = self._openings.get(key)
         if opening is None or opening.epoch != epoch:
@@ -49,7 +63,7 @@ class Awaited:
         self._deadlines.clear(key)
         return self._openings.pop(key)
 
-    def due(self, now: float) -> list[Opening]:
+    def due(self, now: float) -> list[pairs.Open]:
         """Those that were waited for too long: no longer awaited."""
         return [self._openings.pop(key) for key in self._deadlines.due(now)]
 
@@ -74,17 +88,19 @@ class Arrivals:
         report: Callable[[ReceiveEvent], None],
         metrics: KvMetrics,
         tombstones: Tombstones,
-        stop: Callable[[Incoming, str], None],
+        engine: EngineLayout,
+        ranks: Sequence[pairs.Post],
         alarm: Alarm,
     ) -> None:
-        """`stop`: our ranks take no more of it."""
+        """`ranks`: ours, over which `engine` is divided."""
         self._endpoint = endpoint
         self._limits = limits
         self._clock = clock
         self._report = report
         self._metrics = metrics
         self._over = tombstones
-        self._stop = stop
+        self._engine = engine
+        self._ranks = tuple(ranks)
         self._live: dict[TransferKey, Incoming] = {}
         self._quiescing: dict[_Ref, Incoming] = {}
         self._deadlines: Deadlines[_Ref] = Deadlines(alarm)
@@ -98,6 +114,13 @@ class Arrivals:
 
     def quiescing(self, key: TransferKey, epoch: int) -> Incoming | None:
         """The given-up transfer into whose landing a write may still come."""
+        return self._quiescing.get((key, epoch))
+
+    def find(self, key: TransferKey, epoch: int) -> Incoming | None:
+        """The transfer, live or quiescing."""
+        live = self._live.get(key)
+        if live is not None and live.epoch == epoch:
+            return live
         return self._quiescing.get((key, epoch))
 
     def all_live(self) -> list[Incoming]:
@@ -117,6 +140,25 @@ class Arrivals:
         if state not in RECEIVE_MOVES[transfer.state]:
             raise XpydError(f"{transfer.key}: {transfer.state.name} -> {state.name}")
         transfer.state = state
+
+    def opened(self, transfer: Incoming) -> None:
+        """All processes that take the bytes can: GRANT."""
+        self.move(transfer, ReceiveState.GRANTED)
+        transfer.granted_s = transfer.activity_s = self._clock()
+        self.arm(transfer)
+        self._endpoint.send(transfer.peer, grant_of(transfer))
+
+    def landed(self, transfer: Incoming, transport: str) -> None:
+        """All of it is here, and agrees with what P sent."""
+        self.move(transfer, ReceiveState.LANDED)
+        self.arm(transfer)
+        self._metrics.ended("")
+        self._metrics.transferred(transport, self._clock() - transfer.granted_s)
+        if transfer.placing is not None:
+            self._endpoint.send(transfer.peer, done_of(transfer))
+        if transfer.is_of_rank:
+            self.drop(transfer)
+        self._report(ReceiveLanded(transfer.key, transfer.epoch, transport))
 
     def touch(self, transfer: Incoming) -> None:
         """A frame came: leases run from now."""
@@ -158,8 +200,9 @@ class Arrivals:
         self.move(transfer, ReceiveState.CANCELLING)
         self._quiescing[transfer.key, transfer.epoch] = transfer
         self.arm(transfer)
-        if transfer.pairs:
-            self._stop(transfer, reason)
+        for rank in sorted({destination for _, destination in transfer.pairs}):
+            stop = pairs.Stop(key=transfer.key, epoch=transfer.epoch, reason=reason)
+            self._ranks[rank](stop)
 
     def settle(self, transfer: Incoming) -> None:
         """Answer CANCEL and free the landing as soon as no frame is being written."""
@@ -201,6 +244,62 @@ class Arrivals:
         del self._quiescing[ref]
         self._deadlines.clear(ref)
         self._report(ReceiveQuiet(*ref))
+
+    # --- what our ranks take in
+
+    def open_ranks(self, transfer: Incoming) -> None:
+        """It has a landing: our ranks hear of it before P does."""
+        assert transfer.landing is not None
+        peer = transfer.peer
+        theirs = engine_layout_of(peer.layout)
+        salt = transfer_salt(transfer.key) % theirs.replicas
+        transfer.pairs = set(pairs_between(theirs, self._engine, salt))
+        sources: dict[int, list[int]] = defaultdict(list)
+        for source, destination in sorted(transfer.pairs):
+            sources[destination].append(source)
+        transfer.unopened = set(sources)
+        for rank, its in sources.items():
+            self._ranks[rank](
+                pairs.Open(
+                    key=transfer.key,
+                    epoch=transfer.epoch,
+                    engine_id=peer.hello.engine_id,
+                    incarnation=peer.hello.incarnation,
+                    tokens=transfer.tokens,
+                    skip_tokens=transfer.skip_tokens,
+                    sources=tuple(its),
+                    room=transfer.landing,
+                )
+            )
+
+    def hear(self, rank: int, message: pairs.FromRank) -> None:
+        """A message of one of our ranks."""
+        if not isinstance(message, pairs.Opened | pairs.Landed | pairs.Lost | pairs.Quiet):
+            return
+        transfer = self.find(message.key, message.epoch)
+        if transfer is None:
+            return
+        is_over = transfer.state is ReceiveState.CANCELLING
+        if isinstance(message, pairs.Opened):
+            is_last = transfer.unopened == {rank}
+            transfer.unopened.discard(rank)
+            if is_last and not is_over:
+                self.opened(transfer)
+            return
+        pair = (message.source, rank)
+        if pair not in transfer.pairs:
+            return
+        if isinstance(message, pairs.Lost):
+            if not is_over:
+                self.give_up(transfer, message.reason)
+            return
+        transfer.pairs.discard(pair)
+        if isinstance(message, pairs.Landed):
+            transfer.transports.add(message.transport)
+        if is_over:
+            self.settle(transfer)
+        elif isinstance(message, pairs.Landed) and not transfer.pairs:
+            self.landed(transfer, min(transfer.transports))
 
     # --- deadlines
 

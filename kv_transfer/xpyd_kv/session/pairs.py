@@ -1,17 +1,19 @@
-"""What an engine and its ranks tell each other of transfers, and its form on a Channel. Pure.
+"""The messages between an engine and its ranks: what moves between each pair of ranks. Pure.
 
-The engine's process has the block manager and speaks with the other engine; the bytes go from rank
-to rank. Both are one build and one instance, so these messages change freely. Sizes are bounded by
-what the engine holds: blocks of its cache, ranks of the two engines.
+The engine has the block manager and agrees with the other engine; each rank moves its part of the
+bytes to or from ranks of the other engine. These values are the messages: where a rank runs in its
+engine's process they are arguments of a call (`Post`), where it is a process of its own
+`ranks.remote` encodes them, and a Room goes as its Place. Both are one build and one instance, so
+they change freely. Sizes are bounded by what the engine holds: blocks of its cache, ranks of the
+two engines.
 
-See docs/adr/0030.
+See docs/adr/0030 and docs/adr/0035.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypedDict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,26 +21,35 @@ from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.memory.api import Place, Room
 from xpyd_kv.metrics import EndpointCounts, RankCounts
 from xpyd_kv.session.outgoing import ReadyArea
+from xpyd_kv.session.probing import ProbeResult
 from xpyd_kv.wire.messages import Mode
 
-# --- P's engine and one of its ranks, on the I/O thread of the engine's process
 
-
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """A rank of D that a rank of P sends to."""
 
     rank: int
     address: Address
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sending:
-    """D has room: what a rank of P is told. `incarnation` is D's; `stash`: what is read instead of
-    the blocks."""
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+    """Of no one transfer."""
+
+
+class _OfTransfer(_Message, frozen=True, kw_only=True):
+    """Of one transfer."""
 
     key: TransferKey
     epoch: int
+
+
+# --- to a rank of P
+
+
+class Send(_OfTransfer, frozen=True, kw_only=True):
+    """D has room: send each target its part. An Ended follows for each. `incarnation` is D's;
+    `stash`: what is read instead of the blocks."""
+
     tokens: int
     skip_tokens: int
     mode: Mode
@@ -47,62 +58,42 @@ class Sending:
     stash: Room | None = None
 
 
-class SendingRank(Protocol):
-    """A rank of P as its engine's session tells it what to do."""
+class Ready(_OfTransfer, frozen=True, kw_only=True):
+    """These areas are in the rank's cache. A rank in a process of its own hears it from its
+    runner."""
 
-    def send(self, sending: Sending) -> None:
-        """Send each target its part. A PairEnded follows for each of them."""
-        ...
-
-    def ready(self, key: TransferKey, epoch: int, areas: Sequence[ReadyArea]) -> None:
-        """These areas stand in its cache. Nothing where its runner tells it so itself."""
-        ...
-
-    def complete(self, key: TransferKey, epoch: int) -> None:
-        """No more areas follow. As `ready`."""
-        ...
-
-    def cancel(self, key: TransferKey, epoch: int, reason: str) -> None:
-        """Stop."""
-        ...
-
-    def forget(self, key: TransferKey, epoch: int) -> None:
-        """The transfer is over, or never began: what comes of it by other ways is late."""
-        ...
-
-    def probe(self, number: int, targets: Sequence[Target]) -> None:
-        """Probe the way to each of these, all at once. Probes.pair_probed hears of each."""
-        ...
+    areas: Sequence[ReadyArea]
 
 
-@dataclass(frozen=True)
-class PairFlushed:
-    """Mode put: of what the rank was handed, the first `areas` areas are sent to this rank of
-    D."""
-
-    destination: int
-    areas: int
+class Complete(_OfTransfer, frozen=True, kw_only=True):
+    """No more areas follow. As Ready."""
 
 
-@dataclass(frozen=True)
-class PairEnded:
-    """Nothing goes to this rank of D any more. `reason` is '' when it has all, by `transport`."""
+class Cancel(_OfTransfer, frozen=True, kw_only=True):
+    """Stop sending."""
 
-    destination: int
     reason: str
-    transport: str = ""
 
 
-# --- D's engine and one of its ranks, likewise
+class Forget(_OfTransfer, frozen=True, kw_only=True):
+    """The transfer is over, or never began: what the runner still says of it is late."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Opening:
-    """What a rank of D is told before GRANT leaves: `engine_id` and `incarnation` are P's,
-    `sources` its ranks that will send, `room` is where."""
+class Probe(_Message, frozen=True, kw_only=True):
+    """Probe the way to each of these, all at once. A Probed follows for each."""
 
-    key: TransferKey
-    epoch: int
+    number: int
+    targets: tuple[Target, ...]
+
+
+# --- to a rank of D
+
+
+class Open(_OfTransfer, frozen=True, kw_only=True):
+    """Take what comes, before GRANT leaves. Opened follows, then for each source a Landed, or a
+    Lost and a Quiet. `engine_id` and `incarnation` are P's, `sources` its ranks that will send,
+    `room` is where."""
+
     engine_id: str
     incarnation: str
     tokens: int
@@ -111,116 +102,17 @@ class Opening:
     room: Room
 
 
-class ReceivingRank(Protocol):
-    """A rank of D as its engine's session tells it what to do."""
-
-    def open(self, opening: Opening) -> None:
-        """Take what comes. Opened follows, then for each source a PairLanded, or a PairLost and a
-        PairQuiet."""
-        ...
-
-    def stop(self, key: TransferKey, epoch: int, reason: str) -> None:
-        """Take nothing more. PairQuiet follows for each source that has not landed and was not said
-        to be quiet."""
-        ...
-
-
-@dataclass(frozen=True)
-class Opened:
-    """The rank takes what comes."""
-
-
-@dataclass(frozen=True)
-class PairLanded:
-    """All of this rank of P is here, and nothing more of it will be written."""
-
-    source: int
-    transport: str
-
-
-@dataclass(frozen=True)
-class PairLost:
-    """What this rank of P sends will not come; writes may still land."""
-
-    source: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class PairQuiet:
-    """Of this rank of P nothing can land any more."""
-
-    source: int
-
-
-SendReport = PairFlushed | PairEnded
-ReceiveReport = Opened | PairLanded | PairLost | PairQuiet
-
-
-class Names(TypedDict):
-    """Which transfer."""
-
-    uuid: str
-    prompt_index: int
-    epoch: int
-
-
-def names_of(key: TransferKey, epoch: int) -> Names:
-    """A message's first fields."""
-    return {"uuid": key.uuid, "prompt_index": key.prompt_index, "epoch": epoch}
-
-
-class _Named(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Of one transfer."""
-
-    uuid: str
-    prompt_index: int
-    epoch: int
-
-
-# --- from the engine
-
-
-class Send(_Named, frozen=True, kw_only=True):
-    """See Sending."""
-
-    tokens: int
-    skip_tokens: int
-    mode: Mode
-    incarnation: str
-    targets: tuple[tuple[int, str, int], ...]
-    """Rank, host and port."""
-    stash: Place | None = None
-
-
-class Cancel(_Named, frozen=True, kw_only=True):
-    """SendingRank.cancel."""
+class Stop(_OfTransfer, frozen=True, kw_only=True):
+    """Take no more of it. Quiet follows for each source that has not landed and was not reported
+    as quiet."""
 
     reason: str
 
 
-class Forget(_Named, frozen=True, kw_only=True):
-    """SendingRank.forget."""
+# --- to either
 
 
-class Open(_Named, frozen=True, kw_only=True):
-    """See Opening."""
-
-    engine_id: str
-    incarnation: str
-    tokens: int
-    skip_tokens: int
-    sources: tuple[int, ...]
-    place: Place
-
-
-class Stop(_Named, frozen=True, kw_only=True):
-    """ReceivingRank.stop."""
-
-    reason: str
-
-
-class Copy(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+class Copy(_Message, frozen=True, kw_only=True):
     """Copy between a place beside the cache and blocks of it; Copied follows, with the number."""
 
     number: int
@@ -229,89 +121,85 @@ class Copy(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True)
     into_cache: bool
 
 
-class Probe(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """SendingRank.probe."""
-
-    number: int
-    targets: tuple[tuple[int, str, int], ...]
-    """As Send's."""
+ToRank = Send | Ready | Complete | Cancel | Forget | Probe | Open | Stop | Copy
+Post = Callable[[ToRank], None]
+"""Gives a message to one rank."""
 
 
-ToRank = Send | Cancel | Forget | Open | Stop | Copy | Probe
+# --- from a rank of P
 
 
-# --- from a rank
-
-
-class Flushed(_Named, frozen=True, kw_only=True):
-    """See PairFlushed."""
+class Flushed(_OfTransfer, frozen=True, kw_only=True):
+    """Mode put: of what the rank was handed, the first `areas` areas are sent to this rank of
+    D."""
 
     destination: int
     areas: int
 
 
-class Ended(_Named, frozen=True, kw_only=True):
-    """See PairEnded."""
+class Ended(_OfTransfer, frozen=True, kw_only=True):
+    """Nothing goes to this rank of D any more. `reason` is '' when it has all, by `transport`."""
 
     destination: int
     reason: str
-    transport: str
-    figures: RankCounts
+    transport: str = ""
 
 
-class Taking(_Named, frozen=True, kw_only=True):
-    """See Opened."""
+class Probed(_Message, frozen=True, kw_only=True):
+    """What came of one target of a Probe."""
+
+    number: int
+    destination: int
+    result: ProbeResult
 
 
-class Landed(_Named, frozen=True, kw_only=True):
-    """See PairLanded."""
+# --- from a rank of D
+
+
+class Opened(_OfTransfer, frozen=True, kw_only=True):
+    """The rank takes what comes."""
+
+
+class Landed(_OfTransfer, frozen=True, kw_only=True):
+    """All of this rank of P is here, and nothing more of it will be written."""
 
     source: int
     transport: str
-    figures: RankCounts
 
 
-class Lost(_Named, frozen=True, kw_only=True):
-    """See PairLost."""
+class Lost(_OfTransfer, frozen=True, kw_only=True):
+    """What this rank of P sends will not come; writes may still land."""
 
     source: int
     reason: str
-    figures: RankCounts
 
 
-class Quiet(_Named, frozen=True, kw_only=True):
-    """See PairQuiet."""
+class Quiet(_OfTransfer, frozen=True, kw_only=True):
+    """Of this rank of P nothing can land any more."""
 
     source: int
 
 
-class Copied(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+# --- from either
+
+
+class Copied(_Message, frozen=True, kw_only=True):
     """The Copy of that number is through. A rank whose device does not copy ends."""
 
     number: int
 
 
-class Counted(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """What was counted besides: see MetricsReporter."""
+class Counted(_Message, frozen=True, kw_only=True):
+    """What the rank has counted since the last one: before what ends a pair, and once a second."""
 
-    figures: RankCounts
-    endpoint: EndpointCounts
-
-
-class Probed(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """What came of one target of a Probe: see ProbeResult."""
-
-    number: int
-    destination: int
-    ok: bool
-    transport: str
-    num_bytes: int
-    seconds: float
-    digest_matches: bool
-    reason: str
+    counts: RankCounts
+    endpoint: EndpointCounts = msgspec.field(default_factory=EndpointCounts)
 
 
-FromRank = Flushed | Ended | Taking | Landed | Lost | Quiet | Copied | Counted | Probed
+PairReport = Flushed | Ended | Opened | Landed | Lost | Quiet
+FromRank = PairReport | Probed | Copied | Counted
+Report = Callable[[FromRank], None]
+"""Gives a rank's message to its engine."""
 
 
 # --- in a step's message
@@ -321,8 +209,7 @@ class StepChunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Blocks `block_ids` of a prompt, from its `first_block`-th on: computed before, or by the
     step. `is_last`: the prompt's last are among them."""
 
-    uuid: str
-    prompt_index: int
+    key: TransferKey
     epoch: int
     first_block: int
     block_ids: tuple[int, ...]
@@ -331,24 +218,7 @@ class StepChunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_TO_RANK: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
-_FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 _CHUNKS = msgspec.msgpack.Decoder(tuple[StepChunk, ...])
-
-
-def encode(message: ToRank | FromRank) -> bytes:
-    """For the Channel."""
-    return _ENCODER.encode(message)
-
-
-def decode_to_rank(message: bytes) -> ToRank:
-    """What the engine says."""
-    return _TO_RANK.decode(message)
-
-
-def decode_from_rank(message: bytes) -> FromRank:
-    """What a rank says."""
-    return _FROM_RANK.decode(message)
 
 
 def encode_chunks(chunks: Sequence[StepChunk]) -> bytes:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from xpyd_core.request_id import Address
 from xpyd_kv.metrics import Names
@@ -55,15 +54,9 @@ class PairProbe:
     result: ProbeResult
 
 
-class ProbeRanks(Protocol):
-    """Our ranks."""
-
-    def probe(self, number: int, peer: Peer) -> Mapping[tuple[int, int], Address] | None:
-        """Have each probe all ranks of `peer` that it may send to; their pairs, of which
-        Probes.pair_probed hears after this returned. None where D's addresses are none."""
-        ...
-
-
+AskRanks = Callable[[int, Peer], Mapping[tuple[int, int], Address] | None]
+"""Given a probe's number: has each of our ranks probe all ranks of the peer that it may send to.
+Their pairs, of which `pair_probed` hears after this returned; None where D's addresses are none."""
 Done = Callable[[ProbeResult], None]
 
 
@@ -91,15 +84,14 @@ class Probes:
         probe_s: float,
         clock: Callable[[], float],
         outcomes: Names,
-        ranks: ProbeRanks,
+        ask_ranks: AskRanks,
         alarm: Alarm | None = None,
     ) -> None:
-        """`ranks`: ours; a rank that probes another one has none."""
         self._endpoint = endpoint
         self._probe_s = probe_s
         self._clock = clock
         self._outcomes = outcomes
-        self._ranks = ranks
+        self._ask_our_ranks = ask_ranks
         self._open: dict[Address, _Probe] = {}
         self._deadlines: Deadlines[Address] = Deadlines(alarm)
         self._next_s = float("-inf")
@@ -180,7 +172,7 @@ class Probes:
 
     def _ask_ranks(self, probe: _Probe, peer: Peer, result: ProbeResult) -> None:
         assert peer.address is not None
-        pairs = self._ranks.probe(probe.token, peer)
+        pairs = self._ask_our_ranks(probe.token, peer)
         if not pairs:
             self._end(peer.address, replace(result, ok=False, reason="address"))
             return

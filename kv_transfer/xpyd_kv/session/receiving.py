@@ -20,17 +20,16 @@ from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.memory.api import Room
 from xpyd_kv.memory.device import View
 from xpyd_kv.metrics import KvMetrics
-from xpyd_kv.plan.engine_layout import LayoutError
+from xpyd_kv.plan.engine_layout import EngineLayout, LayoutError
+from xpyd_kv.session import pairs
 from xpyd_kv.session.arrivals import Arrivals, Awaited
 from xpyd_kv.session.deadlines import Alarm, Tombstones
 from xpyd_kv.session.events import (
     ReceiveEnded,
     ReceiveEvent,
-    ReceiveLanded,
     ReceiveOffered,
     ReceiveQuiet,
 )
-from xpyd_kv.session.fanin import Fanin
 from xpyd_kv.session.incoming import (
     RECEIVING,
     Incoming,
@@ -47,7 +46,6 @@ from xpyd_kv.session.incoming import (
     token_ids_of,
 )
 from xpyd_kv.session.outgoing import cancel_of, cancelled_of
-from xpyd_kv.session.pairs import Opening
 from xpyd_kv.session.settings import KvLimits
 from xpyd_kv.transport.api import Endpoint, Peer
 from xpyd_kv.values import KvLayout, OfferedPrompt
@@ -71,10 +69,12 @@ class ReceiveSession:
         clock: Callable[[], float],
         report: Callable[[ReceiveEvent], None],
         metrics: KvMetrics,
-        fanin: Fanin,
+        engine: EngineLayout,
+        ranks: Sequence[pairs.Post] = (),
         alarm: Alarm | None = None,
     ) -> None:
-        """`fanin`: from our ranks, where DATA may come to them; a rank's own session has none."""
+        """`ranks`: ours, to which DATA may come, and `engine` is divided over them; a rank's own
+        session has none."""
         self._endpoint = endpoint
         self._layout = layout
         self._on_device = on_device
@@ -91,11 +91,10 @@ class ReceiveSession:
             report=report,
             metrics=metrics,
             tombstones=self._over,
-            stop=self._stop,
+            engine=engine,
+            ranks=ranks,
             alarm=alarm,
         )
-        self._fanin = fanin
-        fanin.owner = self
         self._awaited = Awaited(limits.lease_s, alarm)
         # Of the connected peers that have offered something; None: their cache does not fit.
         self._placings: dict[Peer, Placing | None] = {}
@@ -120,9 +119,9 @@ class ReceiveSession:
         transfer.skip_tokens = skip_tokens
         if transfer.placing is not None:
             transfer.ledger = _ledger_of(transfer, transfer.placing)
-            self.opened(transfer)
+            self._arrivals.opened(transfer)
         else:
-            self._fanin.open(transfer)
+            self._arrivals.open_ranks(transfer)
 
     def defer(self, key: TransferKey, epoch: int) -> None:
         """No room yet: P keeps its blocks, for as long as LEASEs tell it to."""
@@ -159,9 +158,17 @@ class ReceiveSession:
             if transfer.key.uuid == uuid:
                 self._arrivals.end(transfer, "released")
 
+    def drain(self) -> None:
+        """Refuse OFFERs from now on; what is under way finishes."""
+        self._draining = True
+
+    def hear(self, rank: int, message: pairs.FromRank) -> None:
+        """A message of one of our ranks."""
+        self._arrivals.hear(rank, message)
+
     # --- a rank's, from its engine
 
-    def open(self, opening: Opening) -> None:
+    def open(self, opening: pairs.Open) -> None:
         """Take what a rank of P sends of this transfer."""
         older = self._awaited.add(opening, self._clock())
         if older is not None:
@@ -179,7 +186,7 @@ class ReceiveSession:
         elif self._arrivals.quiescing(key, epoch) is None:
             self._report(ReceiveQuiet(key, epoch))
 
-    def _lost(self, opening: Opening, reason: str) -> None:
+    def _lost(self, opening: pairs.Open, reason: str) -> None:
         """Nothing has come of it, and what comes is refused."""
         self._over.end(opening.key, opening.epoch, self._clock())
         self._metrics.ended(reason)
@@ -214,49 +221,6 @@ class ReceiveSession:
         if live is not None:
             self._arrivals.end(live, "replaced")
         self._arrivals.add(transfer)
-
-    # --- what becomes of a transfer: see Fanin's Owner
-
-    def find(self, key: TransferKey, epoch: int) -> Incoming | None:
-        """The transfer, live or quiescing."""
-        live = self._arrivals.live(key)
-        if live is not None and live.epoch == epoch:
-            return live
-        return self._arrivals.quiescing(key, epoch)
-
-    def opened(self, transfer: Incoming) -> None:
-        """Whoever takes the bytes can: GRANT."""
-        self._arrivals.move(transfer, ReceiveState.GRANTED)
-        transfer.granted_s = transfer.activity_s = self._clock()
-        self._arrivals.arm(transfer)
-        self._endpoint.send(transfer.peer, grant_of(transfer))
-
-    def landed(self, transfer: Incoming, transport: str) -> None:
-        """All of it is here, and agrees with what P sent."""
-        self._arrivals.move(transfer, ReceiveState.LANDED)
-        self._arrivals.arm(transfer)
-        self._metrics.ended("")
-        self._metrics.transferred(transport, self._clock() - transfer.granted_s)
-        if transfer.placing is not None:
-            self._endpoint.send(transfer.peer, done_of(transfer))
-        if transfer.is_of_rank:
-            self._arrivals.drop(transfer)
-        self._report(ReceiveLanded(transfer.key, transfer.epoch, transport))
-
-    def give_up(self, transfer: Incoming, reason: str) -> None:
-        """It cannot go on."""
-        self._arrivals.give_up(transfer, reason)
-
-    def settle(self, transfer: Incoming) -> None:
-        """One that is given up may be quiet."""
-        self._arrivals.settle(transfer)
-
-    def _stop(self, transfer: Incoming, reason: str) -> None:
-        self._fanin.stop(transfer, reason)
-
-    def drain(self) -> None:
-        """Refuse OFFERs from now on; what is under way finishes."""
-        self._draining = True
 
     # --- Handler
 
@@ -449,7 +413,7 @@ class ReceiveSession:
         self._arrivals.touch(transfer)
         missing = transfer.ledger.missing(commit.frames)
         if not missing and transfer.ledger.agrees(commit):
-            self.landed(transfer, peer.transport)
+            self._arrivals.landed(transfer, peer.transport)
         elif 0 < len(missing) <= MAX_NACK_FRAMES and not transfer.nacked:
             transfer.nacked = True
             self._endpoint.send(peer, *nack_of(transfer, missing))

@@ -19,7 +19,7 @@ from pathlib import Path
 from xpyd_core.errors import UserError
 from xpyd_core.request_id import Address
 from xpyd_kv.memory.device import View
-from xpyd_kv.metrics import Counters
+from xpyd_kv.metrics import EndpointCounters
 from xpyd_kv.transport.api import Done, Handler, Peer
 from xpyd_kv.transport.devices.staging import Staging
 from xpyd_kv.transport.host.data_path import DataPath
@@ -89,13 +89,13 @@ class TcpEndpoint:
         probe_room: memoryview | None = None,
         deadlines: Deadlines | None = None,
         bounds: Bounds | None = None,
-        counters: Counters | None = None,
+        counters: EndpointCounters | None = None,
         clock: Callable[[], float] = time.monotonic,
         nonce: Callable[[], bytes] = _random_nonce,
     ) -> None:
         if not keys:
             raise UserError("KV transfer needs a key: give --kv-key-file, or --kv-insecure")
-        self.counters = counters or Counters()
+        self.counters = counters or EndpointCounters()
         self._clock = clock
         self._listen = listen
         self._source_host = source_host

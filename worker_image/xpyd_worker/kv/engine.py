@@ -16,7 +16,7 @@ from xpyd_kv.memory.api import KvMemory, Store
 from xpyd_kv.memory.device import DeviceError, View
 from xpyd_kv.memory.paged import DevicePagedMemory
 from xpyd_kv.memory.store import StoreLimits
-from xpyd_kv.metrics import Counters
+from xpyd_kv.metrics import EndpointCounters
 from xpyd_kv.ranks.engine import RankedEngine, engine_wire_layout
 from xpyd_kv.session.settings import KvLimits, KvSettings
 from xpyd_kv.transport.api import Handler
@@ -63,7 +63,7 @@ class Kv:
     """What a worker has of the KV transfer; `connector` None on an Aggregated one."""
 
     connector: Connector | None = None
-    counters: Counters | None = None
+    counters: EndpointCounters | None = None
     transports: Transports | None = None
     shared: SharedMemory | None = None
     gpu: DeviceCache | None = None

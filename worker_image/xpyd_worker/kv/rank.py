@@ -18,7 +18,7 @@ from xpyd_core.request_id import Address
 from xpyd_kv.memory.device import DeviceError, View
 from xpyd_kv.memory.paged import DevicePagedMemory, PagedMemory
 from xpyd_kv.memory.space import OwnSpace
-from xpyd_kv.metrics import Counters
+from xpyd_kv.metrics import EndpointCounters
 from xpyd_kv.plan.engine_layout import EngineLayout
 from xpyd_kv.ranks.build import RankPart, build_rank
 from xpyd_kv.ranks.engine import Channel, RankSender
@@ -134,7 +134,7 @@ def start_rank_kv(
         )
     factors = compat_factors(folder, model=model_name, revision="", kv_dtype=cache.layout.dtype)
 
-    counters = Counters()
+    counters = EndpointCounters()
 
     def make_endpoint(handler: Handler) -> TcpEndpoint:
         return TcpEndpoint(

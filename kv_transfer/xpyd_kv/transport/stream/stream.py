@@ -17,7 +17,7 @@ from functools import partial
 from xpyd_core.errors import ProtocolError
 from xpyd_core.request_id import Address
 from xpyd_kv.memory.device import View, is_on_host, on_host
-from xpyd_kv.metrics import Counters
+from xpyd_kv.metrics import EndpointCounters
 from xpyd_kv.plan.pairs import Pair
 from xpyd_kv.transport.api import Done, Handler
 from xpyd_kv.transport.devices.staging import Into, Inward, Staging
@@ -56,7 +56,7 @@ class Stream:
         *,
         handler: Handler,
         bounds: Bounds,
-        counters: Counters,
+        counters: EndpointCounters,
         scratch: memoryview,
         opened: Callable[[Stream], None],
         mismatch: Callable[[Stream, float], bool],

@@ -17,7 +17,7 @@ from functools import partial
 
 from xpyd_core.errors import ProtocolError
 from xpyd_core.request_id import Address
-from xpyd_kv.metrics import Counters, RateLimit, RateLimits
+from xpyd_kv.metrics import EndpointCounters, RateLimit, RateLimits
 from xpyd_kv.transport.api import Handler
 from xpyd_kv.transport.devices.staging import Staging
 from xpyd_kv.transport.host.data_path import DataPath
@@ -68,7 +68,7 @@ def reason_of(error: Exception, *, was_open: bool) -> str:
     return "internal"
 
 
-def count(counters: Counters, stream: Stream, error: Exception) -> None:
+def count(counters: EndpointCounters, stream: Stream, error: Exception) -> None:
     """Enter the end of `stream` by `error` where it belongs."""
     if isinstance(error, RefusedError):
         counters.auth_failed += error.reason == errors.AUTH
@@ -149,7 +149,7 @@ class Context:
     to do without, and whether we dial as one rank does another."""
     session: SessionCalls
     selector: WakeableSelector
-    counters: Counters
+    counters: EndpointCounters
     deadlines: Deadlines
     bounds: Bounds
     clock: Callable[[], float]

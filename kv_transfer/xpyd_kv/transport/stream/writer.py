@@ -18,7 +18,7 @@ from itertools import islice, takewhile
 from typing import NamedTuple
 
 from xpyd_kv.memory.device import View, is_on_host, on_host
-from xpyd_kv.metrics import Counters
+from xpyd_kv.metrics import EndpointCounters
 from xpyd_kv.transport.api import Done
 from xpyd_kv.transport.devices.staging import AHEAD, Outward, Staging
 from xpyd_kv.transport.host.data_path import Lender, Rights
@@ -55,7 +55,7 @@ class SocketWriter:
         protocol: Connection,
         *,
         bounds: Bounds,
-        counters: Counters,
+        counters: EndpointCounters,
         staging: Staging | None,
         session_runs: Callable[[], None],
     ) -> None:

@@ -25,7 +25,7 @@ from prometheus_client.registry import Collector
 
 from xpyd_core.distribution import Distribution
 from xpyd_kv.memory.api import StoreMetrics
-from xpyd_kv.metrics import Counters, KvMetrics, together
+from xpyd_kv.metrics import EndpointCounters, KvMetrics, together
 from xpyd_kv.transport.devices.nccl.library import NcclFigures
 from xpyd_kv.transport.settings import TRANSPORTS
 from xpyd_worker.engine.request import EngineStats
@@ -227,11 +227,11 @@ def samples_of(kv: Kv, stats: EngineStats) -> Iterable[Sample | HistogramSample]
     """The figures of a worker's transfer, its ranks' among them."""
     connector = kv.connector
     if connector is None:
-        return kv_samples(KvMetrics(), Counters(), StoreMetrics(), stats)
+        return kv_samples(KvMetrics(), EndpointCounters(), StoreMetrics(), stats)
     store = connector.store
     return kv_samples(
         connector.metrics,
-        together((kv.counters or Counters(), connector.rank_counters)),
+        together((kv.counters or EndpointCounters(), connector.rank_counters)),
         store.figures() if store is not None else StoreMetrics(),
         stats,
         kv.transports.nccl if kv.transports is not None else None,
@@ -240,7 +240,7 @@ def samples_of(kv: Kv, stats: EngineStats) -> Iterable[Sample | HistogramSample]
 
 def kv_samples(
     metrics: KvMetrics,
-    counters: Counters,
+    counters: EndpointCounters,
     figures: StoreMetrics,
     stats: EngineStats,
     nccl: NcclFigures | None = None,
@@ -314,7 +314,7 @@ def _without_kv(metrics: KvMetrics, stats: EngineStats) -> Iterable[Sample]:
     )
 
 
-def _connections(metrics: KvMetrics, counters: Counters) -> Iterable[Sample]:
+def _connections(metrics: KvMetrics, counters: EndpointCounters) -> Iterable[Sample]:
     yield from _by(
         "connections",
         "Open connections to peers",
