@@ -106,7 +106,7 @@ class Watch:
             return
         self._world.seen["held"] += now > since
         for prompt in gained:
-            transfer = process.session._transfers.get(prompt.key)
+            transfer = process.session._departures._open.get(prompt.key)
             state = engine.producer.status(prompt.key).state
             if state == "none":
                 continue
