@@ -1,7 +1,7 @@
 """The Endpoint over sockets: one I/O thread that listens, dials and moves frames for all peers.
 
-A turn of its loop: wait, sockets, calls of other threads, timers, the session's tick, output and
-closings. The thread ends by `close` only. The handshake and the frames are xpyd_kv.wire's,
+A turn of its loop: wait, sockets, calls of other threads, timers, output and closings, the
+session's tick. The thread ends by `close` only. The handshake and the frames are xpyd_kv.wire's,
 transfers are the Handler's.
 """
 
@@ -219,9 +219,7 @@ class TcpEndpoint:
     def send(self, peer: Peer, message: Message, body: bytes = b"") -> None:
         stream = self._stream(peer)
         if stream.closing is None:
-            frame = stream.protocol.encode(message, len(body)) + body
-            self._streams.guard(stream, partial(stream.queue_control, frame))
-            self._streams.touch(stream)
+            self._streams.send(stream, stream.protocol.encode(message, len(body)) + body)
 
     def send_data(
         self,
@@ -236,8 +234,7 @@ class TcpEndpoint:
             return
         if sum(map(len, views)) > stream.protocol.max_data_bytes:
             raise IllegalMoveError("DATA over the peer's limit")
-        stream.queue_data(DataFrame(make_header, views, done))
-        self._streams.touch(stream)
+        self._streams.send_data(stream, DataFrame(make_header, views, done))
 
     @property
     def probe_bytes(self) -> int:
@@ -246,8 +243,8 @@ class TcpEndpoint:
     def send_probe(self, peer: Peer, token: int) -> bytes:
         stream, source = self._stream(peer), self._probe
         if stream.closing is None:
-            stream.queue_data(DataFrame(source.header(token), source.views, _nothing))
-            self._streams.touch(stream)
+            frame = DataFrame(source.header(token), source.views, _nothing)
+            self._streams.send_data(stream, frame)
         return source.digest
 
     def _stream(self, peer: Peer) -> Stream:
@@ -270,27 +267,28 @@ class TcpEndpoint:
             self._end()
 
     def _turn(self) -> None:
-        for ready, mask in self._selector.select(self._timeout_s()):
-            ready(mask, self._clock())
         calls, session, streams = self._selector.calls, self._session, self._streams
-        # Those that come meanwhile wait for the next turn.
-        for _ in range(len(calls)):
-            session.run(calls.popleft())
+        timeout_s: float | None = 0.0
+        if not (session.calls_later or streams.dirty or streams.to_close):
+            until = min(streams.timers_at, session.tick_at, self._listeners.due)
+            if self._flush_by is not None:
+                until = min(until, self._flush_by)
+            timeout_s = None if until == math.inf else max(0.0, until - self._clock())
+        for ready, mask in self._selector.select(timeout_s):
+            ready(mask, self._clock())
+        if calls:
+            session.run_all(calls)
         now = self._clock()
         if now >= streams.timers_at:
             streams.run_timers(now)
         if now >= self._listeners.due:
             self._listeners.run_timers(now)
         if session.calls_later:
-            session.run_later()
-        session.tick(now)
-        if streams.is_unsettled:
+            session.run_all(session.calls_later)
+        if streams.dirty or streams.to_close:
             streams.settle()
-
-    def _timeout_s(self) -> float | None:
-        times = (self._streams.due, self._session.due, self._listeners.due)
-        until = min(*times, math.inf if self._flush_by is None else self._flush_by)
-        return None if until == math.inf else max(0.0, until - self._clock())
+        # Last: what has run above may have set the session's deadlines.
+        session.tick(now)
 
     # --- dialling
 
@@ -331,7 +329,7 @@ class TcpEndpoint:
         for stream in self._streams.registry:
             self._streams.end(stream, "closed")
         for _ in range(_END_ROUNDS):
-            self._session.run_later()
+            self._session.run_all(self._session.calls_later)
             self._streams.settle()
         self._release()
 

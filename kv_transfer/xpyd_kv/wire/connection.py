@@ -118,7 +118,8 @@ class Connection:
         # Nothing of the handshake has a body: no limit is needed before the peer's LAYOUT.
         self._decoder = Decoder(Limits(), frozenset((Hello,)))
         self._peer_limits = Limits()
-        self._outgoing = bytearray(self._handshake.begin())
+        self.own_frames = bytearray(self._handshake.begin())
+        """What `outgoing` returns next."""
         self._opened: Opened | None = None
         self.is_open = False
         self._may_send: frozenset[type[Message]] = frozenset()
@@ -179,7 +180,7 @@ class Connection:
     def outgoing(self) -> bytes:
         """The handshake's, PING's and REFUSE's frames made since the last call; send them, also
         after an error."""
-        frames, self._outgoing = bytes(self._outgoing), bytearray()
+        frames, self.own_frames = bytes(self.own_frames), bytearray()
         return frames
 
     def feed(self, data: bytes | bytearray | memoryview, now: float) -> Iterator[Event]:
@@ -231,7 +232,7 @@ class Connection:
     def refuse(self, reason: str, *, factor: str = "") -> RefusedError:
         """Queue a REFUSE if the peer is one of the fleet; the error to close with."""
         if self.is_proved:
-            self._outgoing += encode(Refuse(reason=reason, factor=factor))
+            self.own_frames += encode(Refuse(reason=reason, factor=factor))
         return RefusedError(reason, factor=factor)
 
     def tick(self, now: float) -> None:
@@ -245,7 +246,7 @@ class Connection:
             raise SilentPeerError(f"no answer to {self._unanswered} PINGs")
         self._unanswered += 1
         self._pings = (self._pings + 1) % _TOKEN_RANGE
-        self._outgoing += encode(Ping(token=self._pings))
+        self.own_frames += encode(Ping(token=self._pings))
         self._due = now + self._pulse.ping_s
 
     def _legal(self, role: str) -> frozenset[type[Message]]:
@@ -264,7 +265,7 @@ class Connection:
 
     def _shake(self, frame: Frame, now: float) -> Opened | None:
         shake = self._handshake
-        self._outgoing += shake.receive(frame)
+        self.own_frames += shake.receive(frame)
         if shake.refusal is not None:
             raise shake.refusal
         if not shake.is_done:
@@ -287,7 +288,7 @@ class Connection:
         if isinstance(message, Refuse):
             raise RefusedError(message.reason, factor=message.factor, by_peer=True)
         if isinstance(message, Ping):
-            self._outgoing += encode(Pong(token=message.token))
+            self.own_frames += encode(Pong(token=message.token))
             return None
         if isinstance(message, Pong):
             return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -210,12 +210,10 @@ class Decoder:
         self._message: Message | None = None
         self._need: int = PREFIX_BYTES
         self._skip_left = 0
-        self._data_left = 0
-
-    @property
-    def data_left(self) -> int:
+        # Takes what `_need` bytes are: prefix, header, body or DATA's checksum.
+        self._step: Callable[[], FrameEvent | None] = self._read_prefix
+        self.data_left = 0
         """KV bytes still missing of the DATA frame under way, 0 when there are none."""
-        return self._data_left
 
     @property
     def kept_bytes(self) -> int:
@@ -233,8 +231,8 @@ class Decoder:
         feed. ProtocolError is raised at its place in the order."""
         rest = memoryview(data)
         while len(rest):
-            if self._data_left:
-                chunk, rest = rest[: self._data_left], rest[self._data_left :]
+            if self.data_left:
+                chunk, rest = rest[: self.data_left], rest[self.data_left :]
                 yield DataChunk(chunk)
                 self.data_read(len(chunk))
             elif self._skip_left:
@@ -245,30 +243,18 @@ class Decoder:
                 missing = self._need - len(self._buffer)
                 self._buffer += rest[:missing]
                 rest = rest[missing:]
-                event = self._advance()
-                if event is not None:
-                    yield event
+                if self._prefix is None and not MAGIC.startswith(self._buffer[: len(MAGIC)]):
+                    raise ProtocolError("not a frame: wrong magic")
+                while len(self._buffer) == self._need:
+                    event = self._step()
+                    if event is not None:
+                        yield event
 
     def data_read(self, count: int) -> None:
         """Count `count` KV bytes that the caller has read without `feed`."""
-        if not 0 < count <= self._data_left:
+        if not 0 < count <= self.data_left:
             raise IllegalMoveError("more bytes read than the DATA frame has")
-        self._data_left -= count
-
-    def _advance(self) -> FrameEvent | None:
-        """Take the next step of the frame under way if its bytes are there."""
-        if self._prefix is None and not MAGIC.startswith(self._buffer[: len(MAGIC)]):
-            raise ProtocolError("not a frame: wrong magic")
-        while len(self._buffer) == self._need:
-            if self._prefix is None:
-                self._read_prefix()
-            elif self._message is None:
-                event = self._read_header()
-                if event is not None or not self._buffer:
-                    return event
-            else:
-                return self._finish(self._message)
-        return None
+        self.data_left -= count
 
     def _read_prefix(self) -> None:
         fields: tuple[bytes, int, int, int, int, int] = _PREFIX.unpack(self._buffer)
@@ -286,6 +272,7 @@ class Decoder:
             raise ProtocolError(f"type {number} with a body of {body_bytes} bytes, over its limit")
         self._prefix = (kind, header_bytes, body_bytes, crc)
         self._need = PREFIX_BYTES + header_bytes
+        self._step = self._read_header
 
     def _read_header(self) -> FrameEvent | None:
         assert self._prefix is not None
@@ -294,7 +281,11 @@ class Decoder:
         try:
             if zlib.crc32(header) != crc:
                 raise ProtocolError("a header's CRC is wrong")
-            message = None if kind is None else decode_header(kind, header)
+            message = None if kind is None else _DECODERS[kind].decode(header)
+        except (ValueError, RecursionError) as error:
+            # The error holds nothing of the header: a stranger may have written it.
+            name = "" if kind is None else kind.__name__.upper()
+            raise ProtocolError(f"{name} header breaks its schema") from error
         finally:
             header.release()
         if message is None:
@@ -305,38 +296,32 @@ class Decoder:
         if fault:
             raise ProtocolError(fault)
         self._message = message
+        self._step = self._finish
         if isinstance(message, Data):
             self._buffer = bytearray()
             self._need = CHECKSUM_BYTES
-            self._data_left = body_bytes - CHECKSUM_BYTES
-            return DataBegin(message, self._data_left)
+            self.data_left = body_bytes - CHECKSUM_BYTES
+            return DataBegin(message, self.data_left)
         if not body_bytes:
-            return self._finish(message)
+            return self._finish()
         self._need += body_bytes
         return None
 
-    def _finish(self, message: Message) -> FrameEvent:
+    def _finish(self) -> FrameEvent:
+        message = self._message
         assert self._prefix is not None
+        assert message is not None
         if isinstance(message, Data):
             event = DataEnd(message, bytes(self._buffer))
         else:
             header_end = PREFIX_BYTES + self._prefix[1]
             raw, body = bytes(self._buffer[:header_end]), bytes(self._buffer[header_end:])
             event = Frame(message, body, raw)
-        self._message = None
         self._reset()
         return event
 
     def _reset(self) -> None:
         self._buffer = bytearray()
-        self._prefix = None
+        self._prefix = self._message = None
         self._need = PREFIX_BYTES
-
-
-def decode_header(kind: type[Message], header: memoryview) -> Message:
-    """The header of a frame of this type from its msgpack bytes; ProtocolError when it breaks the
-    schema. The error holds nothing of the header: a stranger may have written it."""
-    try:
-        return _DECODERS[kind].decode(header)
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"{kind.__name__.upper()} header breaks its schema") from error
+        self._step = self._read_prefix

@@ -80,9 +80,10 @@ class Cursor:
             views[0] = views[0][begun:]
         return views
 
-    def advance(self, count: int) -> None:
-        """`count` bytes have been sent or read."""
+    def advance(self, count: int) -> int:
+        """`count` bytes have been sent or read; how many are left."""
         self.left -= count
+        return self.left
 
     def write(self, data: memoryview) -> None:
         """Copy `data` (at most `left` bytes) to this place and step over it."""
@@ -125,7 +126,7 @@ class Body:
                 if got:
                     break
                 raise
-            self._cursor.advance(count)
+            self._cursor.left -= count
             self._checksum.take(window, count)
             got += count
             if count < part:
@@ -157,9 +158,10 @@ class Departure:
             self._turn = Cursor(self._next())
         return self._turn.window(most_bytes)
 
-    def advance(self, count: int) -> None:
-        """`count` bytes have been sent."""
-        self._turn.advance(count)
+    def advance(self, count: int) -> int:
+        """`count` bytes have been sent; see `left`."""
+        self._turn.left -= count
+        return self._turn.left + self._body.left
 
     def digest(self) -> bytes:
         """The checksum, when all is sent."""
@@ -170,7 +172,7 @@ class Departure:
         views = self._body.window(TURN_BYTES)
         for view in views:
             self._sum.update(view)
-        self._body.advance(sum(map(len, views)))
+        self._body.left -= sum(map(len, views))
         behind = () if self._body.left else (memoryview(self._sum.digest()),)
         return [*before, *views, *behind]
 

@@ -26,7 +26,7 @@ from xpyd_kv.transport.host.sharing import NO_CHECKSUM, Borrowing, data_of
 from xpyd_kv.transport.settings import Bounds
 from xpyd_kv.transport.stream import sockets
 from xpyd_kv.transport.stream.body import Body, answer_of, checksum
-from xpyd_kv.transport.stream.writer import DataFrame, SocketWriter
+from xpyd_kv.transport.stream.writer import SocketWriter
 from xpyd_kv.wire import errors
 from xpyd_kv.wire.connection import Connection, Event, Opened, Received
 from xpyd_kv.wire.frames import DataBegin, DataChunk, DataEnd
@@ -83,8 +83,6 @@ class Stream:
         socket."""
         self.is_up = False
         """Whether the session has been told of this peer."""
-        self.session_ran = False
-        """Whether the session was called since this was set to False."""
         self.main = main
         """P: the peer that this is a further connection of."""
         self._address = address
@@ -98,16 +96,16 @@ class Stream:
         self._paths = paths
         self._fetch_s = fetch_s
         self._staging = staging
-        self._writer = SocketWriter(
+        self.writer = SocketWriter(
             sock,
             protocol,
             bounds=bounds,
             counters=counters,
             staging=staging,
-            session_runs=self._session_runs,
         )
         # At D: where DATA moves beside the socket, and where it goes on to a GPU.
         self._borrowing: Borrowing | None = None
+        self._may_borrow = address is None and bool(paths)
         self._inward: Inward | None = None
         self._into: Into | None = None
         self._is_at_end = False
@@ -130,14 +128,14 @@ class Stream:
     @property
     def has_output(self) -> bool:
         """Whether something is not through yet, written or to be copied by the peer."""
-        return self._writer.has_output
+        return self.writer.has_output
 
     @property
     def waiting_since(self) -> float | None:
         """Since when something has to be polled: a copy by another thread or device, a slab."""
         times = (
             self.paused_since,
-            self._writer.waiting_since,
+            self.writer.waiting_since,
             self._borrowing.fetching_since if self._borrowing is not None else None,
             self._inward.since_s if self._inward is not None else None,
         )
@@ -146,10 +144,7 @@ class Stream:
     def end(self, reason: str) -> None:
         """Nothing more is read or written."""
         self.closing = reason
-        self._writer.is_closing = True
-
-    def _session_runs(self) -> None:
-        self.session_ran = True
+        self.writer.is_closing = True
 
     # --- reading
 
@@ -158,7 +153,7 @@ class Stream:
         connection."""
         budget = self._bounds.turn_bytes
         while budget > 0 and self.closing is None:
-            if not self._may_read():
+            if self._inward is not None and not self._may_read(self._inward):
                 self.paused_since = now
                 break
             try:
@@ -172,7 +167,8 @@ class Stream:
             self.paused_since = now
         if self._inward is not None and not self._is_in_body:
             self._inward.rest()
-        self._wait_for_more()
+        if self._landing is not None or self._wake_bytes > 1:
+            self._wait_for_more()
 
     @property
     def may_have_more(self) -> bool:
@@ -189,19 +185,19 @@ class Stream:
 
     def resume(self) -> bool:
         """Whether a paused connection may be read from now on."""
-        if self.paused_since is None or not self._may_read():
+        if self.paused_since is None:
+            return False
+        if self._inward is not None and not self._may_read(self._inward):
             return False
         self.paused_since = None
         return True
 
-    def _may_read(self) -> bool:
+    def _may_read(self, inward: Inward) -> bool:
         """Whether there is room for the frames that a read may begin; and nothing on its way to
         the GPU, where the end is all that is left to be read."""
-        if self._inward is None:
-            return True
         if self._is_at_end:
-            return self._inward.since_s is None
-        return self._is_in_body or self._inward.reserve()
+            return inward.since_s is None
+        return self._is_in_body or inward.reserve()
 
     @property
     def _is_in_body(self) -> bool:
@@ -225,7 +221,12 @@ class Stream:
             # What stands behind D's LAYOUT is for the thread that the socket goes to then; behind
             # a frame's checksum may stand a frame for which no slab is reserved.
             room = min(room, self.protocol.wanted_bytes)
-        count = self._came(self._receive(room))
+        if self._may_borrow and self.protocol.is_proved:
+            self._borrow()
+        if self._borrowing is None:
+            count = self._came(self.sock.recv_into(self._scratch, room))
+        else:
+            count = self._came(self._borrowing.receive(self.sock, self._scratch[:room]))
         try:
             for event in self.protocol.feed(self._scratch[:count], now):
                 self._handle(event, now)
@@ -234,13 +235,14 @@ class Stream:
                 if self._borrowing is not None:
                     self._say_copied(now)
         finally:
-            self._queue_own()
+            if self.protocol.own_frames:
+                self._queue_own()
         return count, room
 
     def poll(self, now: float) -> None:
         """See what has been fetched meanwhile. Errors end the connection."""
         self._end_fetches(now)
-        self._writer.check(now, self._fetch_s)
+        self.writer.check(now, self._fetch_s)
         if self._inward is not None:
             self._inward.poll(now, self._fetch_s)
         self._say_copied(now)
@@ -249,35 +251,29 @@ class Stream:
         """At once, not with what the rest of the read makes: P lends the next frame meanwhile."""
         frames = self._borrowing.take_copied() if self._borrowing is not None else 0
         if frames:
-            self.queue_control(self.protocol.encode(Copied(frames=frames)))
+            self.writer.queue_control(self.protocol.encode(Copied(frames=frames)))
             if not self.wants_write:
                 # A P that has gone may have said more, which is read first; the next write ends it.
                 with contextlib.suppress(ConnectionError):
-                    self.write(now)
+                    self.writer.write(now)
 
     def attach(self, number: int, sock: socket.socket) -> None:
         """One more connection between the two processes, for DATA only."""
         sockets.make_blocking(sock, self._fetch_s)
-        books = self._writer.lending or self._borrowing
+        books = self.writer.lending or self._borrowing
         assert books is not None
         books.attach(number, sock)
 
-    def _receive(self, room: int) -> int:
-        """Read up to `room` bytes of control frames. From the peer's AUTH on D takes the descriptor
-        that REGION may have."""
-        if self._address is None and self.protocol.is_proved:
-            self._borrow()
-        if self._borrowing is None:
-            return self.sock.recv_into(self._scratch, room)
-        return self._borrowing.receive(self.sock, self._scratch[:room])
-
     def _borrow(self) -> None:
+        """At D, from P's AUTH on: REGION may come with a descriptor."""
+        self._may_borrow = False
         path = self._paths.get(self.protocol.transport)
         if self._borrowing is None and path is not None:
             self.may_fetch = True
             self._borrowing = Borrowing(path.borrower(), fetch_s=self._fetch_s)
 
     def _came(self, count: int) -> int:
+        """So many bytes were read."""
         if not count and self._inward is not None and self._inward.since_s is not None:
             self._is_at_end = True
             raise BlockingIOError
@@ -313,7 +309,7 @@ class Stream:
             if self._address is None:
                 self._borrow()
             elif path is not None and self.main is None and self.pair is not None:
-                self._writer.lend(path.lender())
+                self.writer.lend(path.lender())
             if self._staging is not None and self._address is None:
                 room = self.protocol.max_own_data_bytes + len(self._scratch)
                 self._inward = Inward(self._staging, room_bytes=room)
@@ -324,10 +320,9 @@ class Stream:
     def _handle_shared(self, message: Region | Shared | Copied, body: bytes, now: float) -> None:
         """What stands in for DATA bodies that move beside the socket."""
         if isinstance(message, Copied):
-            lending = self._writer.lending
+            lending = self.writer.lending
             assert lending is not None
             for done in lending.copied(message.frames):
-                self.session_ran = True
                 done(NO_CHECKSUM)
             return
         borrowing = self._borrowing
@@ -353,7 +348,6 @@ class Stream:
                 self._answer_probe(header, views or (), self.transport)
             else:
                 self._counters.shared_bytes += length if stored else 0
-                self.session_ran = True
                 whole = stored and intact
                 self._handler.data_end(self, header, NO_CHECKSUM, stored=stored, intact=whole)
             if not intact:
@@ -376,10 +370,9 @@ class Stream:
         self._end_fetches(now)
 
     def _answer_probe(self, probe: Probe, views: Sequence[View], transport: str) -> None:
-        self.queue_control(self.protocol.encode(answer_of(probe, on_host(views), transport)))
+        self.writer.queue_control(self.protocol.encode(answer_of(probe, on_host(views), transport)))
 
     def _room_for(self, header: Data, length: int) -> Sequence[View] | None:
-        self.session_ran = True
         views = self._handler.data_begin(self, header, length)
         room = length if views is None else sum(map(len, views))
         if room != length:
@@ -413,15 +406,12 @@ class Stream:
     def _say(self, call: Callable[[], None], now: float) -> None:
         """To the session, behind the frames that a device still takes."""
         if self._inward is None:
-            if self.closing is None:
-                self.session_ran = True
-                call()
+            self._say_now(call)
         else:
             self._inward.after(partial(self._say_now, call), now)
 
     def _say_now(self, call: Callable[[], None]) -> None:
         if self.closing is None:
-            self.session_ran = True
             call()
 
     def _count_broken(self, now: float) -> None:
@@ -430,18 +420,6 @@ class Stream:
             raise self.protocol.refuse(errors.QUARANTINE)
 
     # --- writing
-
-    def queue_control(self, frame: bytes) -> None:
-        """SlowReaderError when the queue is full."""
-        self._writer.queue_control(frame)
-
-    def queue_data(self, frame: DataFrame) -> None:
-        """IllegalMoveError when it can never be sent."""
-        self._writer.queue_data(frame)
-
-    def write(self, now: float) -> bool:
-        """Write one turn's worth; whether there is more to write. Errors end the connection."""
-        return self._writer.write(now)
 
     def tick(self, now: float) -> None:
         """PING, or raise SilentPeerError. TimeoutError while connecting. Nothing while it is
@@ -463,19 +441,19 @@ class Stream:
     def _queue_own(self) -> None:
         frames = self.protocol.outgoing()
         if frames:
-            self.queue_control(frames)
+            self.writer.queue_control(frames)
 
     # --- the end
 
     def say_last_words(self) -> None:
         """Try once to send what the handshake has to say, a REFUSE above all."""
-        if self.connect_by is None and not self._writer.is_in_frame:
-            self._writer.say_last_words(self.protocol.outgoing())
+        if self.connect_by is None and not self.writer.is_in_frame:
+            self.writer.say_last_words(self.protocol.outgoing())
 
     def abandon(self) -> list[Done]:
         """Close the socket, let go of all views; the `done` of every frame not through."""
         self.sock.close()
-        ended = self._writer.abandon()
+        ended = self.writer.abandon()
         if self._borrowing is not None:
             self._borrowing.close()
         if self._inward is not None:

@@ -28,7 +28,7 @@ from xpyd_kv.transport.stream import sockets
 from xpyd_kv.transport.stream.registry import MISMATCHES, Quarantine, Registry
 from xpyd_kv.transport.stream.sockets import READ, WRITE, WakeableSelector
 from xpyd_kv.transport.stream.stream import ClosedByPeerError, Stream
-from xpyd_kv.transport.stream.writer import SlowReaderError
+from xpyd_kv.transport.stream.writer import DataFrame, SlowReaderError
 from xpyd_kv.wire import errors
 from xpyd_kv.wire.connection import Connection, Pulse
 from xpyd_kv.wire.errors import RefusedError, SilentPeerError
@@ -89,47 +89,38 @@ _TICK_AFTER_ERROR_S = 1.0
 
 
 class SessionCalls:
-    """What has to be said to the Handler, and when its tick is due."""
+    """Calls of the Handler, none inside another, and when its tick is due."""
 
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
         self.calls_later: deque[Callable[[], None]] = deque()
-        """What waits for `run_later`."""
-        self.ran = True
-        """Whether the session was called since its last tick: its deadlines may have moved."""
-        self._tick_at = -math.inf
-
-    @property
-    def due(self) -> float:
-        """When `tick` has something to do; -inf = at once."""
-        return -math.inf if self.ran or self.calls_later else self._tick_at
+        """What waits until the call that runs now has returned."""
+        self.tick_at = -math.inf
+        """When `tick` has something to do, at the latest."""
 
     def run(self, function: Callable[[], None]) -> None:
         """Call it now; nothing of the session may be running."""
-        self.ran = True
-        try:
-            function()
-        except Exception:
-            _log.exception("the session has failed in a call")
+        self.run_all(deque((function,)))
+
+    def run_all(self, calls: deque[Callable[[], None]]) -> None:
+        """Make these calls; those that come meanwhile wait for the next time."""
+        for _ in range(len(calls)):
+            function = calls.popleft()
+            try:
+                function()
+            except Exception:
+                _log.exception("the session has failed in a call")
 
     def later(self, function: Callable[[], None]) -> None:
         """Call it when what runs now has returned."""
         self.calls_later.append(function)
 
-    def run_later(self) -> None:
-        """The calls put off until now; what they put off in turn waits for the next time."""
-        for _ in range(len(self.calls_later)):
-            self.run(self.calls_later.popleft())
-
     def tick(self, now: float) -> None:
-        """The session's tick, if it was called since the last one or its time has come."""
-        if not self.ran and now < self._tick_at:
-            return
-        self.ran = False
-        self._tick_at = now + _TICK_AFTER_ERROR_S
+        """The session's tick, once in a turn: what it asks for costs a comparison."""
+        self.tick_at = now + _TICK_AFTER_ERROR_S
         try:
             tick_at = self.handler.tick(now)
-            self._tick_at = math.inf if tick_at is None else tick_at
+            self.tick_at = math.inf if tick_at is None else tick_at
         except Exception:
             _log.exception("the session's tick has failed")
 
@@ -171,8 +162,10 @@ class Streams:
         self._quarantine = Quarantine(window_s=times.mismatch_window_s, for_s=times.quarantine_s)
         self._context = context
         self._scratch = memoryview(bytearray(context.bounds.scratch_bytes))
-        self._dirty: dict[Stream, None] = {}
-        self._to_close: deque[Stream] = deque()
+        self.dirty: dict[Stream, None] = {}
+        """Those that have something to write, for `settle`."""
+        self.to_close: deque[Stream] = deque()
+        """Those that have ended, for `settle`."""
         self.timers_at = math.inf
         """When `run_timers` has something to do, at the earliest."""
         self._timer_at = math.inf
@@ -181,16 +174,6 @@ class Streams:
         self._poll_at = math.inf
         self._junk_log = RateLimit()
         self._refusal_log = RateLimits()
-
-    @property
-    def due(self) -> float:
-        """When `run_timers` or `settle` has something to do; -inf = at once."""
-        return -math.inf if self._dirty or self._to_close else self.timers_at
-
-    @property
-    def is_unsettled(self) -> bool:
-        """Whether `settle` has something to do."""
-        return bool(self._dirty or self._to_close)
 
     def add(
         self,
@@ -240,9 +223,18 @@ class Streams:
         self.guard(stream, partial(sockets.prepare, sock))
         self._watch(stream, READ if address is None else WRITE)
 
-    def touch(self, stream: Stream) -> None:
-        """`stream` has something to write."""
-        self._dirty[stream] = None
+    def send(self, stream: Stream, frame: bytes) -> None:
+        """A control frame, for `settle` to write. A stream whose queue is full ends."""
+        try:
+            stream.writer.queue_control(frame)
+        except SlowReaderError as error:
+            self._fail(stream, error)
+        self.dirty[stream] = None
+
+    def send_data(self, stream: Stream, frame: DataFrame) -> None:
+        """A DATA frame, likewise. IllegalMoveError when it can never be sent."""
+        stream.writer.queue_data(frame)
+        self.dirty[stream] = None
 
     def guard(self, stream: Stream, action: Callable[[], object]) -> None:
         """Run what concerns `stream` only; an error ends it and nothing else."""
@@ -252,9 +244,6 @@ class Streams:
             action()
         except Exception as error:
             self._fail(stream, error)
-        if stream.session_ran:
-            stream.session_ran = False
-            self._context.session.ran = True
 
     def run_timers(self, now: float) -> None:
         """PINGs, deadlines, and what was fetched meanwhile."""
@@ -269,7 +258,7 @@ class Streams:
                     # They show that the peer lives.
                     self._ready(stream, READ, now)
                 self.guard(stream, partial(stream.tick, now))
-                self.touch(stream)
+                self.dirty[stream] = None
         # A lower bound from here on: what a peer says moves its own time later, never earlier.
         self._timer_at = min((stream.due for stream in self.registry), default=math.inf)
         self.timers_at = min(self._timer_at, self._poll_at)
@@ -282,7 +271,7 @@ class Streams:
         fetching, self._fetching, self._poll_at = self._fetching, {}, math.inf
         for stream in fetching:
             self.guard(stream, partial(stream.poll, now))
-            self.touch(stream)
+            self.dirty[stream] = None
             if stream.closing is None and stream.resume():
                 self._watch(stream, READ | WRITE if stream.wants_write else READ)
                 self._wake_by(stream.due)
@@ -300,12 +289,14 @@ class Streams:
 
     def settle(self) -> None:
         """Write what was queued, close what has ended."""
-        dirty, self._dirty = self._dirty, {}
+        dirty, self.dirty = self.dirty, {}
         for stream in dirty:
             if not stream.wants_write and stream.connect_by is None:
                 self._write(stream)
-        for _ in range(len(self._to_close)):
-            self._close(self._to_close.popleft())
+                # A write goes on until all is written that came meanwhile, or the socket is full.
+                self.dirty.pop(stream, None)
+        for _ in range(len(self.to_close)):
+            self._close(self.to_close.popleft())
 
     def end(self, stream: Stream, reason: str) -> None:
         """From here on `stream` is nobody's peer; `settle` closes and reports it."""
@@ -315,7 +306,7 @@ class Streams:
             if stream.is_up:
                 self._context.counters.connections_by[stream.transport] -= 1
             self._count()
-            self._to_close.append(stream)
+            self.to_close.append(stream)
 
     # --- sockets
 
@@ -329,8 +320,9 @@ class Streams:
             return
         if mask & READ:
             self.guard(stream, partial(stream.read, now))
-            # What it read may have been answered at once: PONG, the handshake.
-            self.touch(stream)
+            if stream.may_fetch or stream.writer.control:
+                # What it read was answered at once: PONG, the handshake.
+                self.dirty[stream] = None
             if stream.paused_since is not None:
                 self._watch(stream, WRITE if stream.wants_write else 0)
             if stream.may_fetch:
@@ -344,23 +336,24 @@ class Streams:
             raise error
         stream.connected()
         self._watch(stream, READ)
-        self.touch(stream)
+        self.dirty[stream] = None
 
     def _write(self, stream: Stream) -> None:
+        if stream.closing is not None:
+            return
         now = self._context.clock()
-
-        def write() -> None:
-            try:
-                wants_write = stream.write(now)
-            except ConnectionError:
-                # The peer is gone; what it has said before, a REFUSE perhaps, says more.
-                stream.read(now)
-                raise
+        try:
+            wants_write = stream.writer.write(now)
             if wants_write != stream.wants_write:
                 reads = READ if stream.paused_since is None else 0
                 self._watch(stream, reads | WRITE if wants_write else reads)
-
-        self.guard(stream, write)
+        except ConnectionError as error:
+            # The peer is gone; what it has said before, a REFUSE perhaps, says more.
+            self.guard(stream, partial(stream.read, now))
+            if stream.closing is None:
+                self._fail(stream, error)
+        except Exception as error:
+            self._fail(stream, error)
         if stream.may_fetch:
             self._note_fetches(stream, now)
 
@@ -385,7 +378,7 @@ class Streams:
         for figures in (context.counters.opened, context.counters.connections_by):
             figures[name] = figures.get(name, 0) + 1
         _log.info("KV peer %s at %s is up over %s", stream.hello.engine_id, stream.remote, name)
-        stream.is_up = stream.session_ran = True
+        stream.is_up = True
         context.session.handler.peer_up(stream)
         if stream.address is not None and stream.transport == links.NAME:
             self._dial_links(stream, stream.address)
@@ -413,7 +406,7 @@ class Streams:
         """A further connection is the data path's from now on. Raises where it has no peer."""
         main = links.main_of(stream, self.registry.peer_of(stream.hello))
         # P's LAYOUT, which its first job must not overtake.
-        stream.write(self._context.clock())
+        stream.writer.write(self._context.clock())
         main.attach(links.number_of(stream), stream.sock)
         self._watch(stream, 0)
         self.registry.remove(stream)

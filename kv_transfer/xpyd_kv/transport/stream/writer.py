@@ -46,8 +46,7 @@ class DataFrame(NamedTuple):
 
 
 class SocketWriter:
-    """`session_runs` is called before the session is; once `is_closing` is set nothing more is
-    written."""
+    """Once `is_closing` is set nothing more is written."""
 
     def __init__(
         self,
@@ -57,16 +56,15 @@ class SocketWriter:
         bounds: Bounds,
         counters: EndpointCounters,
         staging: Staging | None,
-        session_runs: Callable[[], None],
     ) -> None:
         self._sock = sock
         self._protocol = protocol
         self._bounds = bounds
         self._counters = counters
         self._staging = staging
-        self._session_runs = session_runs
         self.is_closing = False
-        self._control: deque[bytes] = deque()
+        self.control: deque[bytes] = deque()
+        """Control frames that wait to be written."""
         self._control_bytes = 0
         self._data: deque[DataFrame] = deque()
         self._sending: Cursor | Departure | None = None
@@ -108,17 +106,17 @@ class SocketWriter:
 
     @property
     def _can_write(self) -> bool:
-        if self._sending is not None or self._control:
+        if self._sending is not None or self.control:
             return True
         return bool(self._data) and (self._lending is None or self._lending.has_room)
 
     def queue_control(self, frame: bytes) -> None:
         """SlowReaderError when the queue is full."""
-        self._control.append(frame)
+        self.control.append(frame)
         self._control_bytes += len(frame)
         if (
             self._control_bytes > self._bounds.control_bytes
-            or len(self._control) > self._bounds.control_frames
+            or len(self.control) > self._bounds.control_frames
         ):
             raise SlowReaderError("control queue full")
 
@@ -142,34 +140,44 @@ class SocketWriter:
             self._outward.gather(self._staged_frames(), now)
         budget = self._bounds.turn_bytes
         while budget > 0 and not self.is_closing:
-            cursor = self._sending or self._next_frame(now)
-            if cursor is None:
-                return False
+            cursor = self._sending
             try:
-                # Over the budget rather than in two: a turn is summed up to be sent at once.
-                window = cursor.window(budget + TURN_BYTES)
-                count = self._sock.sendmsg(window, self._rights)
+                if cursor is None and self.control:
+                    count = self._send_control()
+                else:
+                    cursor = cursor or (self._next_data(now) if self._data else None)
+                    if cursor is None:
+                        return False
+                    # Over the budget rather than in two: a turn is summed up to be sent at once.
+                    window = cursor.window(budget + TURN_BYTES)
+                    count = self._sock.sendmsg(window, self._rights)
+                    self._rights = ()
             except BlockingIOError:
                 return True
-            self._rights = ()
-            cursor.advance(count)
             budget -= count
             self._counters.sent_bytes += count
+            if cursor is None:
+                continue
+            left = cursor.advance(count)
             if self._unlogged is not None:
                 self._log_sent(self._unlogged)
-            if not cursor.left:
+            if not left:
                 self._finish_frame()
         return self._can_write
 
-    def _next_frame(self, now: float) -> Cursor | Departure | None:
-        """Begin with the next thing to send: all control frames, else one DATA frame (which waits
-        while too much is lent)."""
-        if self._control:
-            frames = [memoryview(frame) for frame in self._control]
-            self._control.clear()
-            self._control_bytes = 0
-            self._sending = Cursor(frames)
-            return self._sending
+    def _send_control(self) -> int:
+        """Send all control frames; how many bytes went. What the kernel does not take follows."""
+        frames = b"".join(self.control)
+        count = self._sock.send(frames)
+        self.control.clear()
+        self._control_bytes = 0
+        if count < len(frames):
+            self._sending = Cursor([memoryview(frames)[count:]])
+        return count
+
+    def _next_data(self, now: float) -> Cursor | Departure | None:
+        """Begin with the next DATA frame, which waits while too much is lent, or with the REGION
+        that goes before it; None: it cannot go yet."""
         lending = self._lending
         if lending is not None and self._owes_region(lending):
             return self._next_region(lending.lender)
@@ -184,7 +192,6 @@ class SocketWriter:
                 views = [part]
             # Stays reachable for `abandon` until its header is made, which may raise.
             self._sending_data = self._data.popleft()
-            self._session_runs()
             self._is_shared = places is not None
             header = frame.make_header()
             if header is None:
@@ -268,7 +275,6 @@ class SocketWriter:
             self._counters.shared_bytes += length if self._is_kv else 0
             self._lending.lend(length, frame.done)
             return
-        self._session_runs()
         frame.done(sent.digest() if isinstance(sent, Departure) else NO_CHECKSUM)
 
     def _log_sent(self, header: Data) -> None:
@@ -285,7 +291,7 @@ class SocketWriter:
 
     def say_last_words(self, frames: bytes) -> None:
         """Try once to send what is queued and `frames`."""
-        frames = b"".join(self._control) + frames
+        frames = b"".join(self.control) + frames
         if frames:
             # It is closed next in any case; a full or broken socket loses nothing but the reason.
             with contextlib.suppress(OSError):
@@ -299,6 +305,6 @@ class SocketWriter:
         frames = [self._sending_data] if self._sending_data is not None else []
         frames += self._data
         self._data.clear()
-        self._control.clear()
+        self.control.clear()
         self._sending = self._sending_data = self._unlogged = None
         return lent + [frame.done for frame in frames]
