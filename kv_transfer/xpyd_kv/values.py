@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 
@@ -25,7 +26,7 @@ class KvLayout:
     dtype: str
     block_bytes: int
 
-    @property
+    @cached_property
     def bytes_per_block(self) -> int:
         """Bytes of one block over all layers."""
         return self.block_bytes * len(self.layers)

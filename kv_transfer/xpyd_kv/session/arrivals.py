@@ -101,16 +101,13 @@ class Arrivals:
         self._over = tombstones
         self._engine = engine
         self._ranks = tuple(ranks)
-        self._live: dict[TransferKey, Incoming] = {}
+        self.live: dict[TransferKey, Incoming] = {}
+        """The transfer of a key that is not over."""
         self._quiescing: dict[_Ref, Incoming] = {}
         self._deadlines: Deadlines[_Ref] = Deadlines(alarm)
 
     def __len__(self) -> int:
-        return len(self._live) + len(self._quiescing)
-
-    def live(self, key: TransferKey) -> Incoming | None:
-        """The transfer of `key` that is not over."""
-        return self._live.get(key)
+        return len(self.live) + len(self._quiescing)
 
     def quiescing(self, key: TransferKey, epoch: int) -> Incoming | None:
         """The given-up transfer into whose landing a write may still come."""
@@ -118,18 +115,14 @@ class Arrivals:
 
     def find(self, key: TransferKey, epoch: int) -> Incoming | None:
         """The transfer, live or quiescing."""
-        live = self._live.get(key)
+        live = self.live.get(key)
         if live is not None and live.epoch == epoch:
             return live
         return self._quiescing.get((key, epoch))
 
-    def all_live(self) -> list[Incoming]:
-        """All live transfers, as a copy."""
-        return list(self._live.values())
-
     def add(self, transfer: Incoming) -> None:
         """A new transfer; its key has no live one."""
-        self._live[transfer.key] = transfer
+        self.live[transfer.key] = transfer
         self._metrics.open_transfers += 1
         self.arm(transfer)
 
@@ -167,7 +160,7 @@ class Arrivals:
 
     def drop(self, transfer: Incoming) -> None:
         """Over, without a word to anybody."""
-        del self._live[transfer.key]
+        del self.live[transfer.key]
         self._metrics.open_transfers -= 1
         self._deadlines.clear((transfer.key, transfer.epoch))
         self._over.end(transfer.key, transfer.epoch, self._clock())
@@ -219,7 +212,7 @@ class Arrivals:
         for transfer in [t for t in self._quiescing.values() if t.peer is peer]:
             self._peer_is_gone(transfer)
             self.settle(transfer)
-        for transfer in [t for t in self._live.values() if t.peer is peer]:
+        for transfer in [t for t in self.live.values() if t.peer is peer]:
             if transfer.state is ReceiveState.LANDED:
                 continue
             self._peer_is_gone(transfer)
@@ -335,7 +328,7 @@ class Arrivals:
                     # Only a closed connection proves that no write can land.
                     self._endpoint.disconnect(quiescing.peer, "CANCEL was not answered")
                 continue
-            transfer = self._live[ref[0]]
+            transfer = self.live[ref[0]]
             waits = transfer.state in _UNANSWERED
             if waits and (_is_kept(transfer) or now < self._expiry(transfer)):
                 self.renew(transfer)

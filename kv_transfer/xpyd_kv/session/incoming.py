@@ -21,11 +21,11 @@ from xpyd_core.errors import ProtocolError
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.memory.api import Room
 from xpyd_kv.memory.device import View
-from xpyd_kv.plan.engine_layout import LayoutError
 from xpyd_kv.plan.frames import Area
 from xpyd_kv.plan.pairs import Pair, ScatterSpan
 from xpyd_kv.spans import join, locate
 from xpyd_kv.transport.api import Peer
+from xpyd_kv.values import KvLayout
 from xpyd_kv.wire import messages as wire
 from xpyd_kv.wire.fit import engine_layout_of
 from xpyd_kv.wire.messages import Mode
@@ -88,16 +88,29 @@ class Placing:
         self._cuts[key] = cuts
 
 
-def placing_of(pair: Pair, *, on_device: bool) -> Placing:
-    """LayoutError when surplus could come to a GPU's memory, where there is nothing to put it."""
-    check_surplus(pair.source.block_size, pair.destination.block_size, on_device=on_device)
-    return Placing(pair)
+class Origin:
+    """What is the same for all transfers of one peer. `fits`: not where surplus could come to a
+    GPU's memory, in which there is nothing to put it. `placing`: where frames of the peer go; None:
+    there are none, since our ranks take them."""
 
+    def __init__(self, peer: Peer, ours: KvLayout, *, on_device: bool) -> None:
+        engine = engine_layout_of(peer.layout)
+        self.fits = not (on_device and engine.block_size > ours.block_size)
+        self.placing = None if peer.pair is None else Placing(peer.pair)
+        self.alignment_tokens = max(engine.block_size, ours.block_size)
+        """Blocks of both sides begin at its multiples."""
+        self._block_size = engine.block_size
+        self._bytes_per_block = engine.bytes_per_block
 
-def check_surplus(theirs: int, ours: int, *, on_device: bool) -> None:
-    """LayoutError as in `placing_of`, for P's block size and D's."""
-    if on_device and theirs > ours:
-        raise LayoutError("block_size", "P's must not be larger where D's cache is on a GPU")
+    def check(self, offer: wire.Offer, body: bytes) -> None:
+        """ProtocolError where header, body and P's cache do not agree."""
+        if not 0 < offer.prompt_tokens <= offer.tokens or len(body) != 4 * offer.tokens:
+            raise ProtocolError("OFFER: number of tokens")
+        if sha256(body).digest() != offer.digest:
+            raise ProtocolError("OFFER: digest of the token ids")
+        blocks = blocks_for(offer.tokens, self._block_size)
+        if offer.total_bytes != blocks * self._bytes_per_block:
+            raise ProtocolError("OFFER: total bytes")
 
 
 def _cuts_of(places: Sequence[ScatterSpan], lengths: Sequence[int]) -> tuple[list[_Cut], int]:
@@ -298,18 +311,6 @@ def done_of(transfer: Incoming) -> wire.Done:
     return wire.Done(
         uuid=transfer.key.uuid, prompt_index=transfer.key.prompt_index, epoch=transfer.epoch
     )
-
-
-def check_offer(offer: wire.Offer, body: bytes, theirs: wire.Layout) -> None:
-    """ProtocolError where header, body and P's cache do not agree."""
-    if not 0 < offer.prompt_tokens <= offer.tokens or len(body) != 4 * offer.tokens:
-        raise ProtocolError("OFFER: number of tokens")
-    if sha256(body).digest() != offer.digest:
-        raise ProtocolError("OFFER: digest of the token ids")
-    engine = engine_layout_of(theirs)
-    blocks = blocks_for(offer.tokens, engine.block_size)
-    if offer.total_bytes != blocks * engine.bytes_per_block:
-        raise ProtocolError("OFFER: total bytes")
 
 
 def token_ids_of(body: bytes) -> tuple[int, ...]:

@@ -41,14 +41,11 @@ class Source:
     def __init__(self, memory: KvMemory, pair: Pair) -> None:
         self._memory = memory
         self._pair = pair
+        self.block_bytes = pair.block_bytes
+        """What is read of a block of one layer."""
         self._part = pair.source_part
         self._layers = pair.source_layers
         self._is_all = self._layers == tuple(range(len(memory.layout.layers)))
-
-    @property
-    def block_bytes(self) -> int:
-        """What is read of a block of one layer."""
-        return self._pair.block_bytes
 
     def cut(self, areas: Sequence[ReadyArea]) -> Sequence[ReadyArea]:
         """Areas of the rank's layers, in the pair's: without those that it has not."""

@@ -20,7 +20,7 @@ from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.memory.api import Room
 from xpyd_kv.memory.device import View
 from xpyd_kv.metrics import KvMetrics
-from xpyd_kv.plan.engine_layout import EngineLayout, LayoutError
+from xpyd_kv.plan.engine_layout import EngineLayout
 from xpyd_kv.session import pairs
 from xpyd_kv.session.arrivals import Arrivals, Awaited
 from xpyd_kv.session.deadlines import Alarm, Tombstones
@@ -34,15 +34,13 @@ from xpyd_kv.session.incoming import (
     RECEIVING,
     Incoming,
     Ledger,
+    Origin,
     Placing,
     ReceiveState,
     area_of,
-    check_offer,
-    check_surplus,
     done_of,
     grant_of,
     nack_of,
-    placing_of,
     token_ids_of,
 )
 from xpyd_kv.session.outgoing import cancel_of, cancelled_of
@@ -96,8 +94,8 @@ class ReceiveSession:
             alarm=alarm,
         )
         self._awaited = Awaited(limits.lease_s, alarm)
-        # Of the connected peers that have offered something; None: their cache does not fit.
-        self._placings: dict[Peer, Placing | None] = {}
+        # Of the connected peers that have sent something of a transfer.
+        self._origins: dict[Peer, Origin] = {}
         self._expected: set[TransferKey] = set()
         self._draining = False
 
@@ -110,7 +108,7 @@ class ReceiveSession:
 
     def grant(self, key: TransferKey, epoch: int, landing: Room, skip_tokens: int) -> None:
         """The transfer may land there; the first `skip_tokens` tokens are here already."""
-        transfer = self._arrivals.live(key)
+        transfer = self._arrivals.live.get(key)
         if transfer is None or transfer.epoch != epoch or transfer.landing is not None:
             # It ended meanwhile: nothing was written, nothing will be.
             self._report(ReceiveQuiet(key, epoch))
@@ -125,7 +123,7 @@ class ReceiveSession:
 
     def defer(self, key: TransferKey, epoch: int) -> None:
         """No room yet: P keeps its blocks, for as long as LEASEs tell it to."""
-        transfer = self._arrivals.live(key)
+        transfer = self._arrivals.live.get(key)
         if transfer is not None and transfer.epoch == epoch:
             self._arrivals.move(transfer, ReceiveState.DEFERRED)
             self._arrivals.renew(transfer)
@@ -133,7 +131,7 @@ class ReceiveSession:
     def expect(self, key: TransferKey) -> None:
         """A request waits for this key: its KV is no orphan."""
         self._expected.add(key)
-        transfer = self._arrivals.live(key)
+        transfer = self._arrivals.live.get(key)
         if transfer is not None:
             transfer.expected = True
             self._arrivals.arm(transfer)
@@ -143,7 +141,7 @@ class ReceiveSession:
         now = self._clock()
         self._expected.discard(key)
         self._over.close(key, now)
-        transfer = self._arrivals.live(key)
+        transfer = self._arrivals.live.get(key)
         if transfer is None:
             return
         if transfer.state is ReceiveState.LANDED:
@@ -154,7 +152,7 @@ class ReceiveSession:
     def release(self, uuid: str) -> None:
         """Give up all transfers of `uuid` and refuse its OFFERs for a while."""
         self._over.release(uuid, self._clock())
-        for transfer in self._arrivals.all_live():
+        for transfer in list(self._arrivals.live.values()):
             if transfer.key.uuid == uuid:
                 self._arrivals.end(transfer, "released")
 
@@ -180,7 +178,7 @@ class ReceiveSession:
         if opening is not None:
             self._lost(opening, reason)
             return
-        transfer = self._arrivals.live(key)
+        transfer = self._arrivals.live.get(key)
         if transfer is not None and transfer.epoch == epoch:
             self._arrivals.give_up(transfer, reason)
         elif self._arrivals.quiescing(key, epoch) is None:
@@ -195,11 +193,11 @@ class ReceiveSession:
 
     def _bind(self, peer: Peer, key: TransferKey, epoch: int) -> None:
         """The first that is heard of an awaited transfer."""
-        opening = self._awaited.take(key, epoch, peer) if len(self._awaited) else None
-        placing = self._placing(peer) if opening is not None else None
+        opening = self._awaited.take(key, epoch, peer)
         if opening is None:
             return
-        if placing is None:
+        origin = self._origin(peer)
+        if origin.placing is None or not origin.fits:
             self._lost(opening, "layout")
             return
         now = self._clock()
@@ -210,14 +208,14 @@ class ReceiveSession:
             opening.tokens,
             activity_s=now,
             granted_s=now,
-            placing=placing,
+            placing=origin.placing,
             state=ReceiveState.GRANTED,
             skip_tokens=opening.skip_tokens,
             landing=opening.room,
             is_of_rank=True,
         )
-        transfer.ledger = _ledger_of(transfer, placing)
-        live = self._arrivals.live(key)
+        transfer.ledger = _ledger_of(transfer, origin.placing)
+        live = self._arrivals.live.get(key)
         if live is not None:
             self._arrivals.end(live, "replaced")
         self._arrivals.add(transfer)
@@ -232,7 +230,7 @@ class ReceiveSession:
 
     def peer_down(self, peer: Peer, reason: str) -> None:
         """Nothing of this P lands any more: what is not complete is lost."""
-        self._placings.pop(peer, None)
+        self._origins.pop(peer, None)
         self._arrivals.peer_down(peer)
 
     def message(self, peer: Peer, message: wire.Message, body: bytes) -> None:
@@ -256,7 +254,7 @@ class ReceiveSession:
         """Where the frame's bytes go. A late or wrong one goes nowhere, and P is told."""
         key = TransferKey(header.uuid, header.prompt_index)
         self._bind(peer, key, header.epoch)
-        transfer = self._arrivals.live(key)
+        transfer = self._arrivals.live.get(key)
         refusal = self._data_refusal(peer, transfer, header, length)
         if transfer is None or refusal is not None:
             reason = refusal or "unknown"
@@ -286,7 +284,7 @@ class ReceiveSession:
         if not stored:
             return
         key = TransferKey(header.uuid, header.prompt_index)
-        transfer = self._arrivals.quiescing(key, header.epoch) or self._arrivals.live(key)
+        transfer = self._arrivals.quiescing(key, header.epoch) or self._arrivals.live.get(key)
         assert transfer is not None
         transfer.writing -= 1
         if transfer.state is ReceiveState.CANCELLING:
@@ -314,14 +312,14 @@ class ReceiveSession:
     # --- frames from P
 
     def _on_offer(self, peer: Peer, offer: wire.Offer, body: bytes) -> None:
-        check_offer(offer, body, peer.layout)
+        origin = self._origin(peer)
+        origin.check(offer, body)
         key = TransferKey(offer.uuid, offer.prompt_index)
-        live = self._arrivals.live(key)
+        live = self._arrivals.live.get(key)
         if live is not None and live.epoch == offer.epoch and live.peer is peer:
             self._answer_again(live)
             return
-        placing = None if peer.pair is None else self._placing(peer)
-        refusal = self._offer_refusal(peer, key, offer)
+        refusal = self._offer_refusal(peer, origin, live, offer)
         if refusal is not None:
             self._endpoint.send(peer, cancel_of(key, offer.epoch, refusal))
             return
@@ -335,7 +333,7 @@ class ReceiveSession:
             peer,
             offer.tokens,
             activity_s=now,
-            placing=placing,
+            placing=origin.placing,
             mode=offer.mode,
             expected=key in self._expected,
             # P waits `offer_s`: an engine in a long step must not cost the transfer.
@@ -343,26 +341,20 @@ class ReceiveSession:
         )
         self._arrivals.add(transfer)
         prompt = OfferedPrompt(token_ids_of(body), offer.prompt_tokens)
-        # There blocks of both sides begin.
-        alignment = max(peer.layout.block_size, self._layout.block_size)
+        alignment = origin.alignment_tokens
         self._report(ReceiveOffered(key, offer.epoch, prompt, offer.salt, alignment, offer.mode))
 
-    def _placing(self, peer: Peer) -> Placing | None:
-        assert peer.pair is not None
-        if peer not in self._placings:
-            try:
-                self._placings[peer] = placing_of(peer.pair, on_device=self._on_device)
-            except LayoutError:
-                self._placings[peer] = None
-        return self._placings[peer]
+    def _origin(self, peer: Peer) -> Origin:
+        origin = self._origins.get(peer)
+        if origin is None:
+            origin = Origin(peer, self._layout, on_device=self._on_device)
+            self._origins[peer] = origin
+        return origin
 
-    def _offer_refusal(self, peer: Peer, key: TransferKey, offer: wire.Offer) -> str | None:
-        live = self._arrivals.live(key)
-        try:
-            check_surplus(
-                peer.layout.block_size, self._layout.block_size, on_device=self._on_device
-            )
-        except LayoutError:
+    def _offer_refusal(
+        self, peer: Peer, origin: Origin, live: Incoming | None, offer: wire.Offer
+    ) -> str | None:
+        if not origin.fits:
             return "layout"
         if self._draining:
             return "draining"
@@ -370,6 +362,7 @@ class ReceiveSession:
             return "duplicate"
         if len(self._arrivals) >= self._limits.max_transfers:
             return "busy"
+        key = TransferKey(offer.uuid, offer.prompt_index)
         return self._over.refusal(key, offer.epoch, self._clock())
 
     def _answer_again(self, transfer: Incoming) -> None:
@@ -400,7 +393,7 @@ class ReceiveSession:
 
     def _on_commit(self, peer: Peer, commit: wire.Commit) -> None:
         key = TransferKey(commit.uuid, commit.prompt_index)
-        transfer = self._arrivals.live(key)
+        transfer = self._arrivals.live.get(key)
         if transfer is None or transfer.epoch != commit.epoch or transfer.peer is not peer:
             if self._arrivals.quiescing(key, commit.epoch) is None:
                 self._endpoint.send(peer, cancel_of(key, commit.epoch, "unknown"))
@@ -429,7 +422,7 @@ class ReceiveSession:
             transfer.owes_cancelled = True
             self._arrivals.settle(transfer)
             return
-        transfer = self._arrivals.live(key)
+        transfer = self._arrivals.live.get(key)
         if transfer is None or transfer.peer is not peer or transfer.epoch != message.epoch:
             if transfer is None or transfer.peer is peer:
                 self._over.end(key, message.epoch, now)

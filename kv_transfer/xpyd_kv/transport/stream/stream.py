@@ -290,7 +290,11 @@ class Stream:
             if isinstance(event.message, Probe):
                 self._handle_probe(event.message, event.body, now)
                 return
-            self._say(partial(self._handler.message, self, event.message, event.body), now)
+            if self._inward is None:
+                self._handler.message(self, event.message, event.body)
+            else:
+                call = partial(self._handler.message, self, event.message, event.body)
+                self._inward.after(partial(self._say_now, call), now)
         elif isinstance(event, DataBegin):
             self._begin_data(event.header, event.length)
         elif isinstance(event, DataChunk):
@@ -393,24 +397,22 @@ class Stream:
         into, self._into = self._into, None
         intact = landing is not None and landing.digest() == end.checksum
         stored = landing is not None
-        ended = partial(self._handler.data_end, self, *end, stored=stored, intact=intact)
-        if into is not None and self._inward is not None:
-            if intact:
-                self._inward.land(into, then=partial(self._say_now, ended), now=now)
+        if self._inward is None:
+            self._handler.data_end(self, *end, stored=stored, intact=intact)
+        else:
+            ended = partial(self._handler.data_end, self, *end, stored=stored, intact=intact)
+            then = partial(self._say_now, ended)
+            if into is not None and intact:
+                self._inward.land(into, then=then, now=now)
                 return
-            self._inward.drop(into.slab)
-        self._say(ended, now)
+            if into is not None:
+                self._inward.drop(into.slab)
+            self._inward.after(then, now)
         if landing is not None and not intact:
             self._count_broken(now)
 
-    def _say(self, call: Callable[[], None], now: float) -> None:
-        """To the session, behind the frames that a device still takes."""
-        if self._inward is None:
-            self._say_now(call)
-        else:
-            self._inward.after(partial(self._say_now, call), now)
-
     def _say_now(self, call: Callable[[], None]) -> None:
+        """To the session: the frames before it are no longer on their way to the device."""
         if self.closing is None:
             call()
 
