@@ -94,7 +94,8 @@ def overtaken(seat: Seat) -> list[float]:
     with interpreter() as kernels:
         found: CustomAllReduce = _opened(group, gpu, kernels.all_reduce.all_reduce)
         words = gpu.own_words()
-        meet, begun = kernels.all_reduce._meet, words[0].item()
+        # This rank's own word: rank 0 may have written its word of the next call already.
+        meet, begun = kernels.all_reduce._meet, words[seat.rank].item()
 
         def meet_and_wait(*args: Any) -> None:
             meet(*args)
