@@ -16,8 +16,8 @@ from torch import Tensor
 from tests.ranks.kit.groups import Seat, run_ranks
 from xpyd_core.parallel.partition import partition
 from xpyd_core.parallel.ranks import Sizes
-from xpyd_worker.parallel.boundary import HiddenSize
-from xpyd_worker.parallel.reduce_shape import WORLD_SIZES
+from xpyd_worker.kernels.gpu.reduce_shape import WORLD_SIZES
+from xpyd_worker.parallel.stages import HiddenSize
 from xpyd_worker.parallel.state import open_parallel
 
 SIZES_KIB = (8, 16, 64, 256, 512, 1024, 8192)

@@ -12,10 +12,10 @@ from torch import Tensor
 from tests.ranks.kit.groups import Seat, run_ranks
 from xpyd_core.parallel.partition import partition
 from xpyd_core.parallel.ranks import Sizes
-from xpyd_worker.parallel.boundary import HiddenSize
+from xpyd_worker.kernels.gpu.reduce_shape import MOST_BYTES, ReduceShape
 from xpyd_worker.parallel.custom_reduce import open_custom_all_reduce
 from xpyd_worker.parallel.distributed import Store, gloo_device, gloo_group
-from xpyd_worker.parallel.reduce_shape import MOST_BYTES, ReduceShape
+from xpyd_worker.parallel.stages import HiddenSize
 from xpyd_worker.parallel.state import open_parallel
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +30,7 @@ def _opened(seat: Seat) -> Any:
     torch.cuda.set_device(device)
     # Both import what only a machine with a GPU can use.
     from xpyd_worker.kernels.gpu.all_reduce import all_reduce
-    from xpyd_worker.parallel.gpu_peers import GpuPeers
+    from xpyd_worker.parallel.peer_memory import GpuPeers
 
     store = Store(seat.at(), seat.rank, seat.world)
     members = tuple(range(seat.world))

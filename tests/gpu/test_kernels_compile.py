@@ -17,9 +17,8 @@ from triton.compiler import ASTSource
 
 from tests.gpu.conftest import modules
 from xpyd_worker.kernels.api import KvShape, Span
-from xpyd_worker.kernels.post_update import make_fields
-from xpyd_worker.parallel.api import Sampled
-from xpyd_worker.parallel.reduce_shape import MOST_RANKS, ReduceShape
+from xpyd_worker.kernels.gpu.reduce_shape import MOST_RANKS, ReduceShape
+from xpyd_worker.kernels.post_update import Sampled, make_fields
 
 HOPPER = GPUTarget("cuda", 90, 32)
 # Bytes that one program may have of a multiprocessor's shared memory, on an H100.

@@ -12,7 +12,7 @@ import torch
 
 from tests.gpu.conftest import Kit
 from xpyd_worker.kernels import post_update as plain
-from xpyd_worker.parallel.api import Sampled
+from xpyd_worker.kernels.post_update import Sampled
 
 SLOTS = 7
 MOST_TOKENS = 24

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tests.gpu.conftest import interpreted, interpreted_library
 from xpyd_kv.memory.device import DeviceError, DeviceView, IpcHandle
-from xpyd_worker.parallel.reduce_shape import MOST_RANKS
+from xpyd_worker.kernels.gpu.reduce_shape import MOST_RANKS
 
 
 class SharedGpu:

@@ -9,8 +9,9 @@ import torch
 
 from tests.ranks.kit.groups import Seat, run_ranks
 from xpyd_core.parallel.ranks import Sizes
-from xpyd_worker.parallel.api import GroupError, Hidden, Sampled
-from xpyd_worker.parallel.boundary import HEAD_TAG, RESIDUAL_TAG, X_TAG, HiddenSize
+from xpyd_worker.kernels.post_update import Sampled
+from xpyd_worker.parallel.api import GroupError, Hidden
+from xpyd_worker.parallel.stages import HEAD_TAG, RESIDUAL_TAG, X_TAG, HiddenSize
 
 STEPS = (16, 1, 7, 3)
 HIDDEN = HiddenSize(most_rows=16, width=10, dtype=torch.float32)
@@ -168,7 +169,7 @@ def draw(seat: Seat, sizes: Sizes) -> list[Any]:
     with seat.open(sizes) as state:
         if state.part.is_last:
             for step, (requests, width) in enumerate(DRAWN):
-                state.feedback.tell(_sampled(step, requests, width))
+                state.feedback.send(_sampled(step, requests, width))
             state.world.cpu_group.all_reduce(torch.zeros(1))
             return []
         coming = [state.feedback.receive(*shape) for shape in DRAWN]

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from tests.parallel.shared_gpus import SharedGpu, interpreter
 from tests.ranks.kit.groups import PATIENCE_S, Seat, ranks, run_ranks
+from xpyd_worker.kernels.gpu.reduce_shape import LINE_BYTES, ReduceShape
 from xpyd_worker.parallel import peer_memory
 from xpyd_worker.parallel.api import GroupError
 from xpyd_worker.parallel.custom_reduce import CustomAllReduce, open_custom_all_reduce
 from xpyd_worker.parallel.distributed import ProcessGroup, Store, gloo_device, gloo_group
-from xpyd_worker.parallel.reduce_shape import LINE_BYTES, ReduceShape
 
 # A kilobyte of a rank at once, two programs, two shots from 4 KiB on.
 SHAPE = ReduceShape(most_bytes=16 << 10, programs=2, tile_bytes=1 << 10, two_from_bytes=4 << 10)

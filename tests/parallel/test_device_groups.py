@@ -11,11 +11,11 @@ from torch import Tensor
 
 from tests.ranks.kit.groups import PATIENCE_S, Seat, run_ranks
 from xpyd_core.parallel.ranks import Sizes
+from xpyd_worker.kernels.gpu.reduce_shape import ReduceShape
 from xpyd_worker.parallel.api import GroupError
 from xpyd_worker.parallel.custom_reduce import CustomAllReduce
 from xpyd_worker.parallel.distributed import ProcessGroup
 from xpyd_worker.parallel.groups import GroupCoordinator
-from xpyd_worker.parallel.reduce_shape import ReduceShape
 
 CPU = torch.device("cpu")
 

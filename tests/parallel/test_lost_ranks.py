@@ -11,7 +11,8 @@ import torch
 
 from tests.ranks.kit.groups import Seat, ranks
 from xpyd_core.parallel.ranks import Sizes
-from xpyd_worker.parallel.api import GroupError, Hidden, Parallel, Sampled
+from xpyd_worker.kernels.post_update import Sampled
+from xpyd_worker.parallel.api import GroupError, Hidden
 from xpyd_worker.parallel.state import ParallelState
 
 SOON_S = 1.0
@@ -37,32 +38,32 @@ def test_ranks_that_do_not_come_are_named():
             assert said.endswith("within 1 s; 4 ranks were to")
 
 
-def _all_reduce(parallel: Parallel) -> None:
+def _all_reduce(parallel: ParallelState) -> None:
     parallel.tensor.all_reduce(torch.ones(1, 4))
 
 
-def _all_gather(parallel: Parallel) -> None:
+def _all_gather(parallel: ParallelState) -> None:
     parallel.tensor.all_gather(torch.ones(1, 4))
 
 
-def _receive(parallel: Parallel) -> None:
+def _receive(parallel: ParallelState) -> None:
     parallel.boundary.receive(2).get()
 
 
-def _send(parallel: Parallel) -> None:
+def _send(parallel: ParallelState) -> None:
     parallel.boundary.send(Hidden(torch.ones(2, 8), torch.ones(2, 8)))
     parallel.boundary.begin_step()
 
 
-def _feedback(parallel: Parallel) -> None:
+def _feedback(parallel: ParallelState) -> None:
     parallel.feedback.receive(1).get()
 
 
-def _tell(parallel: Parallel) -> None:
+def _tell(parallel: ParallelState) -> None:
     drawn = torch.ones(1, 1, dtype=torch.int64)
     counts = torch.ones(1, dtype=torch.int32)
     for _ in range(100):
-        parallel.feedback.tell(Sampled(drawn, counts, counts))
+        parallel.feedback.send(Sampled(drawn, counts, counts))
 
 
 TENSOR, PIPELINE = Sizes(tensor=3), Sizes(pipeline=3)
@@ -78,7 +79,12 @@ CALLS = [
 
 
 def waits(
-    seat: Seat, sizes: Sizes, lost: int, how: int, waiting: int, call: Callable[[Parallel], None]
+    seat: Seat,
+    sizes: Sizes,
+    lost: int,
+    how: int,
+    waiting: int,
+    call: Callable[[ParallelState], None],
 ) -> str:
     """All come; one is lost once the others are there. `waiting` makes the call, and in a
     collective so do the others."""
@@ -103,7 +109,12 @@ def _lose(state: ParallelState, lost: int, how: int) -> None:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize(("sizes", "lost", "waiting", "call", "said"), CALLS)
 def test_who_waits_for_a_lost_rank_names_it(
-    sizes: Sizes, lost: int, waiting: int, call: Callable[[Parallel], None], said: str, how: int
+    sizes: Sizes,
+    lost: int,
+    waiting: int,
+    call: Callable[[ParallelState], None],
+    said: str,
+    how: int,
 ):
     with ranks(waits, 3, sizes, lost, how, waiting, call) as found:
         assert said in found[waiting].answer()

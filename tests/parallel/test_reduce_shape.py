@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from xpyd_worker.parallel.reduce_shape import MOST_BYTES, MOST_RANKS, ReduceShape
+from xpyd_worker.kernels.gpu.reduce_shape import MOST_BYTES, MOST_RANKS, ReduceShape
 
 SHAPE = ReduceShape()
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from xpyd_core.errors import UserError
 from xpyd_kv.ranks.engine import Channel
-from xpyd_worker.ranks.loss import MissesOthersError
+from xpyd_worker.parallel.api import GroupError
 from xpyd_worker.ranks.start.fork_server import main
 from xpyd_worker.ranks.start.messages import Ready, Start
 from xpyd_worker.ranks.start.rank_main import GiveUp
@@ -89,7 +89,7 @@ def act(what: str) -> None:
         case ["user", text]:
             raise UserError(text)
         case ["misses"]:
-            raise MissesOthersError("the others do not answer")
+            raise GroupError("the others do not answer")
         case ["fail", text]:
             raise ValueError(text)
         case ["exit", status]:

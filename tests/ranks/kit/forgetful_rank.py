@@ -20,7 +20,7 @@ def prepare() -> MakeProgram:
 
 def make_program(start: Start, channel: Channel, give_up: GiveUp) -> Program:
     """The real one, but for that."""
-    from xpyd_worker.parallel.api import Sampled
+    from xpyd_worker.kernels.post_update import Sampled
     from xpyd_worker.ranks.start import program
     from xpyd_worker.ranks.step.request_states import RequestStates
 

@@ -22,8 +22,8 @@ import torch
 
 from xpyd_core.parallel.partition import partition
 from xpyd_core.parallel.ranks import Sizes
-from xpyd_worker.parallel.boundary import HiddenSize
 from xpyd_worker.parallel.distributed import Rendezvous
+from xpyd_worker.parallel.stages import HiddenSize
 from xpyd_worker.parallel.state import ParallelState, open_parallel
 
 PATIENCE_S = 60.0

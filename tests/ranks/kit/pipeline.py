@@ -29,13 +29,13 @@ from xpyd_worker.engine.executor import (
     StepOutput,
 )
 from xpyd_worker.engine.request import SampledToken, SchedulerConfig
-from xpyd_worker.kernels.post_update import Fields, post_update
-from xpyd_worker.parallel.api import NO_GROUP, Boundary, Part, Sampled, TensorGroup
+from xpyd_worker.kernels.post_update import Fields, Sampled, post_update
+from xpyd_worker.parallel.api import NO_GROUP, Part, TensorGroup
 from xpyd_worker.ranks.step.device_states import DeviceStates
 from xpyd_worker.ranks.step.encoder import StepEncoder
 from xpyd_worker.ranks.step.messages import decode_output
 from xpyd_worker.ranks.step.request_states import RequestStates
-from xpyd_worker.ranks.step.work import LaunchedStep, RankWork
+from xpyd_worker.ranks.step.work import RankStep, RankWork
 from xpyd_worker.runner.runner import DeviceDraw
 
 MOST_TOKENS = 512
@@ -208,7 +208,7 @@ class FakeFeedback:
     others: list[FakeFeedback] = field(default_factory=list["FakeFeedback"])
     told: deque[Sampled] = field(default_factory=deque[Sampled])
 
-    def tell(self, sampled: Sampled) -> None:
+    def send(self, sampled: Sampled) -> None:
         for other in self.others:
             other.told.append(sampled)
 
@@ -224,10 +224,6 @@ class FakeParallel:
     part: Part
     feedback: FakeFeedback
     tensor: TensorGroup = NO_GROUP
-
-    @property
-    def boundary(self) -> Boundary:
-        raise AssertionError("the runner's")
 
 
 class FakePipeline(FakeExecutor):
@@ -262,7 +258,7 @@ class FakePipeline(FakeExecutor):
             parallel = FakeParallel(part, feedbacks[stage])
             self.ranks.append(RankWork(runner, states, parallel=parallel))
         self.inboxes: list[deque[bytes]] = [deque() for _ in range(self.stages)]
-        self.begun: list[deque[LaunchedStep]] = [deque() for _ in range(self.stages)]
+        self.begun: list[deque[RankStep]] = [deque() for _ in range(self.stages)]
         self.busy: set[int] = set()
         self.answers: deque[bytes] = deque()
         self.rng = random.Random(num_blocks)

@@ -100,6 +100,22 @@ class StepOutput:
     failed: dict[int, str] = field(default_factory=dict[int, str])
 
 
+@dataclass
+class StepCounters:
+    """What entered forwards since the start. Written by the engine's thread only."""
+
+    forwards: int = 0
+    prompt_tokens_computed: int = 0
+    output_tokens_computed: int = 0
+    graph_replays: int = 0
+
+    def count(self, tokens: int, prompt_tokens: int) -> None:
+        """One forward of so many tokens, some of them of prompts."""
+        self.forwards += 1
+        self.prompt_tokens_computed += prompt_tokens
+        self.output_tokens_computed += tokens - prompt_tokens
+
+
 class Running(Protocol):
     """A step that was launched."""
 
@@ -141,6 +157,9 @@ class Executor(Protocol):
         not, and the depth is more than 1, steps go through a pipeline of `depth` stages, and a
         sequence is in no step behind the one that draws its token before that is known."""
         ...
+
+    @property
+    def counters(self) -> StepCounters: ...
 
     def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Running:
         """Start one forward and the sampling after it.

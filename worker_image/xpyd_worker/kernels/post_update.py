@@ -9,11 +9,20 @@ One step is launched ahead of the device: see docs/adr/0022.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from xpyd_worker.parallel.api import Sampled
+
+class Sampled(NamedTuple):
+    """What one step drew for its requests: `tokens` int64 [requests, most tokens of a step], and
+    how many of each row count, `num_sampled` int32 [requests]; `num_rejected` int32 [requests] of
+    the tokens that entered the step's forward turned out wrong (speculation; 0 without)."""
+
+    tokens: Tensor
+    num_sampled: Tensor
+    num_rejected: Tensor
 
 
 @dataclass(frozen=True)
@@ -22,7 +31,7 @@ class Fields:
 
     `total_len` tokens of a sequence are known, `num_computed` have gone through the forward, and of
     its `prefill_len` (the prompt's) `computed_prefill`. `last_sampled` is what was drawn last.
-    What penalties count stands in the history, behind the prompt.
+    What penalties count is in the history, behind the prompt.
     """
 
     last_sampled: Tensor

@@ -13,7 +13,7 @@ from xpyd_worker.ranks.instance import Instance
 from xpyd_worker.ranks.metrics import rank_figures
 from xpyd_worker.ranks.start.messages import Logs, Ready
 from xpyd_worker.ranks.step.encoder import StepEncoder
-from xpyd_worker.ranks.step.messages import decode_output, slot_count
+from xpyd_worker.ranks.step.messages import slot_count
 
 
 def load_ranks(config: WorkerConfig, logs: Logs, incarnation: str) -> ReadyModel:
@@ -49,7 +49,6 @@ def executor_of(config: WorkerConfig, instance: Instance, first: Ready) -> Ranke
         depth=sizes.depth(first.depth),
         draws_ahead=sizes.pipeline == 1 and first.depth > 1,
         encoder=StepEncoder(slot_count(config.max_num_seqs)),
-        decode=decode_output,
     )
 
 

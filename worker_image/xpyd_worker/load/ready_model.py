@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from xpyd_core.request_id import Address
 from xpyd_core.sizes import format_bytes
@@ -27,26 +27,6 @@ if TYPE_CHECKING:
     from xpyd_worker.runner.gpu_memory import GpuUse
 
 _log = logging.getLogger(__name__)
-
-
-class StepCounters(Protocol):
-    """What entered forwards since the start."""
-
-    @property
-    def forwards(self) -> int: ...
-
-    @property
-    def prompt_tokens_computed(self) -> int: ...
-
-    @property
-    def output_tokens_computed(self) -> int: ...
-
-
-class CountingExecutor(Executor, Protocol):
-    """One that counts what it runs."""
-
-    @property
-    def counters(self) -> StepCounters: ...
 
 
 @dataclass(frozen=True)
@@ -84,7 +64,7 @@ class ReadyModel:
     """A model that can run steps. `dtype`: of weights and KV; `cache_bytes`: of all ranks. `kv` is
     there where KV moves and the cache is this process'; `instance` where there are ranks."""
 
-    executor: CountingExecutor
+    executor: Executor
     dtype: str
     cache_bytes: int
     on_gpu: bool

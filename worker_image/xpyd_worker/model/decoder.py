@@ -20,11 +20,12 @@ from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.layers import Attention, ExpertMlps, Linear, Mlp, Norm, StepContext, unfilled
 from xpyd_worker.model.rotary import Rotary
 from xpyd_worker.model.shards import Cut, Stored, all_of, by_name, whole
-from xpyd_worker.parallel.api import NO_GROUP, Hidden, Incoming, Part, TensorGroup
+from xpyd_worker.parallel.api import NO_GROUP, Hidden, Part, TensorGroup
 
 if TYPE_CHECKING:
     # A forward needs no safetensors.
     from xpyd_worker.model.loader import WeightGroup
+    from xpyd_worker.parallel.stages import IncomingHidden
 
 
 class DecoderLayer:
@@ -133,7 +134,7 @@ class Decoder:
 
     def forward(
         self,
-        entering: Tensor | Incoming,
+        entering: Tensor | IncomingHidden,
         positions: Tensor,
         caches: Sequence[Tensor],
         plan: Plan,
@@ -145,7 +146,7 @@ class Decoder:
 
     def stage(
         self,
-        entering: Tensor | Incoming,
+        entering: Tensor | IncomingHidden,
         positions: Tensor,
         caches: Sequence[Tensor],
         plan: Plan,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from xpyd_worker.kernels.api import Kernels
     from xpyd_worker.model.decoder import Decoder
-    from xpyd_worker.parallel.api import Parallel
+    from xpyd_worker.parallel.state import ParallelState
 
 FAMILIES: tuple[Family, ...] = (
     llama.FAMILY,
@@ -62,7 +62,7 @@ def build_model(
     kernels: Kernels,
     device: torch.device,
     *,
-    parallel: Parallel | None = None,
+    parallel: ParallelState | None = None,
 ) -> Decoder:
     """The model for `config` in `dtype`, without weights; those go to `device`. `parallel`: which
     part of it, and with whom (None: all of it)."""

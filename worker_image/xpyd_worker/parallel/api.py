@@ -2,19 +2,20 @@
 
 A rank holds a `Part` of the model. Within a stage its tensor group adds up what each rank computed
 of a layer; between stages hidden states go on, and what the last stage drew comes back.
-`open_parallel` (state.py) makes them; `alone` (alone.py) is a rank without others. All calls of one
-rank come from one thread, in the same order on all ranks; every wait has a deadline and raises
-GroupError when it has passed.
+`open_parallel` (state.py) makes them; stages.py moves hidden states and drawn tokens. All calls of
+one rank come from one thread, in the same order on all ranks; every wait has a deadline and raises
+GroupError when it has passed. Imports no torch: a rank's process needs GroupError before it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from xpyd_core.errors import XpydError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class GroupError(XpydError):
@@ -67,7 +68,8 @@ class TensorGroup(Protocol):
         ...
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """All ranks' `x` [rows, n] beside each other, by rank: [rows, n * size], the caller's."""
+        """All ranks' `x` [rows, n], joined along the rows by rank: [rows, n * size]; the
+        caller's."""
         ...
 
 
@@ -77,77 +79,6 @@ class Hidden(NamedTuple):
 
     x: Tensor
     residual: Tensor
-
-
-class Incoming(Protocol):
-    """Hidden states on their way here."""
-
-    def get(self) -> Hidden:
-        """Wait for them, once, and give them in buffers whose addresses never change: they are
-        overwritten by the next step's."""
-        ...
-
-
-class Boundary(Protocol):
-    """A rank's neighbours: the same tensor share of the stage before and of the one behind."""
-
-    def begin_step(self) -> None:
-        """Wait until what the step before sent has left."""
-        ...
-
-    def receive(self, rows: int) -> Incoming:
-        """Begin to receive; not on the first stage. The wait is at the first use."""
-        ...
-
-    def send(self, hidden: Hidden) -> None:
-        """Begin to send, and keep the tensors until they have left; not on the last stage."""
-        ...
-
-
-class Sampled(NamedTuple):
-    """What one step drew for its requests: `tokens` int64 [requests, most tokens of a step], and
-    how many of each row count, `num_sampled` int32 [requests]; `num_rejected` int32 [requests] of
-    the tokens that entered the step's forward turned out wrong (speculation; 0 without)."""
-
-    tokens: Tensor
-    num_sampled: Tensor
-    num_rejected: Tensor
-
-
-class IncomingSampled(Protocol):
-    """Drawn tokens on their way here."""
-
-    def get(self) -> Sampled:
-        """Wait for them. On the host."""
-        ...
-
-
-class Feedback(Protocol):
-    """From the last stage to all others, the same tensor share each."""
-
-    def tell(self, sampled: Sampled) -> None:
-        """On the last stage, once a step that draws: `sampled` is on the host. Does not wait."""
-        ...
-
-    def receive(self, requests: int, width: int = 1) -> IncomingSampled:
-        """On the others: begin to receive what the last stage drew in its next step that draws."""
-        ...
-
-
-class Parallel(Protocol):
-    """What a rank has of the others."""
-
-    @property
-    def part(self) -> Part: ...
-
-    @property
-    def tensor(self) -> TensorGroup: ...
-
-    @property
-    def boundary(self) -> Boundary: ...
-
-    @property
-    def feedback(self) -> Feedback: ...
 
 
 class _NoGroup:

@@ -1,6 +1,6 @@
 """The GPU's own all-reduce for a tensor group, where its GPUs have each other's memory.
 
-The kernel is kernels/gpu/all_reduce.py's, what it takes reduce_shape.py's, the memory
+The kernel is kernels/gpu/all_reduce.py's, what it takes reduce_shape.py's beside it, the memory
 peer_memory.py's. Before a group goes that way its ranks add up known numbers and compare, since a
 machine may say that its GPUs reach each other, and be wrong. Where anything is missing all ranks of
 the group agree to stay with NCCL, and the first logs why.
@@ -11,25 +11,27 @@ See docs/adr/0032.
 from __future__ import annotations
 
 import logging
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from xpyd_core.errors import XpydError
 from xpyd_core.sizes import format_bytes
+from xpyd_worker.kernels.gpu.reduce_shape import MOST_RANKS, WORLD_SIZES, ReduceShape
 from xpyd_worker.parallel.api import GroupError
 from xpyd_worker.parallel.distributed import ProcessGroup
 from xpyd_worker.parallel.peer_memory import (
+    GpuPeers,
     NotReachableError,
-    PeerDevice,
     PeerMemory,
     agree,
     open_peer_memory,
 )
-from xpyd_worker.parallel.reduce_shape import MOST_RANKS, WORLD_SIZES, ReduceShape
 
 _log = logging.getLogger(__name__)
+Launch = Callable[..., None]
+"""kernels.gpu.all_reduce.all_reduce."""
 FLAG = "--disable-custom-all-reduce"
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TRIALS = 3
@@ -37,14 +39,6 @@ _TRIALS = 3
 _CYCLE = 31
 """Numbers of a trial: with a rank's added all types hold them, and no neighbours are the same."""
 _WORLDS = f"{', '.join(map(str, WORLD_SIZES[:-1]))} or {WORLD_SIZES[-1]}"
-
-
-class Launch(Protocol):
-    """See kernels.gpu.all_reduce."""
-
-    def __call__(
-        self, x: Tensor, table: Tensor, *, rank: int, ranks: int, shape: ReduceShape
-    ) -> None: ...
 
 
 class CustomAllReduce:
@@ -78,7 +72,7 @@ def open_custom_all_reduce(
     group: ProcessGroup,
     name: str,
     *,
-    device: PeerDevice,
+    device: GpuPeers,
     launch: Launch,
     dtype: torch.dtype,
     shape: ReduceShape,

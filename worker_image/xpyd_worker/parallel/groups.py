@@ -1,21 +1,24 @@
-"""One group of ranks as all its members see it, and the registry that finds it by its name.
+"""One group of ranks as all its members see it, its registry, and its operators in torch.
 
-A coordinator has two process groups over the same ranks: one that moves what stands on the device
-(NCCL on a GPU, Gloo on a CPU), and one over Gloo for what stands on the host, so that numbers and
-tokens never queue behind activations. Compiled graphs hold a group's name, never the group: the
-operators (`ops.py`) look it up here, which is why the registry belongs to the process.
+A coordinator has two process groups over the same ranks: one that moves what is on the device (NCCL
+on a GPU, Gloo on a CPU), and one over Gloo for what is on the host, so that numbers and tokens
+never queue behind activations. A compiled or exported graph holds a group's name, never the group:
+the operators (tensor, name of a group) look it up here, which is why the registry belongs to the
+process. They have fakes of the same shape, and are registered by torch's lower interface: its
+decorator costs four times as much a call, and a step has two calls a layer.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from xpyd_worker.parallel.distributed import ProcessGroup
+from xpyd_worker.parallel.shared_memory import SharedMemoryCollectives
 
 
 class FastReduce(Protocol):
@@ -34,15 +37,6 @@ class FastReduce(Protocol):
         ...
 
 
-class FastGather(Protocol):
-    """A faster all-gather, of one host's ranks and for what stands in its memory."""
-
-    def all_gather(self, out: Tensor, share: Tensor, rows: int) -> None:
-        """`out` [rows, size, n] of all ranks' `share` [rows, n], both contiguous. With one row
-        `share` may be this rank's place in `out`. Raises GroupError."""
-        ...
-
-
 class GroupCoordinator:
     """One group, as one of its ranks has it."""
 
@@ -55,7 +49,7 @@ class GroupCoordinator:
         device: torch.device,
         local_rank: int,
         fast: FastReduce | None = None,
-        fast_gather: FastGather | None = None,
+        fast_gather: SharedMemoryCollectives | None = None,
     ) -> None:
         """Takes `fast` over; all else stays its maker's."""
         assert device_group.ranks == cpu_group.ranks, "two process groups, one set of ranks"
@@ -121,18 +115,18 @@ class GroupCoordinator:
             self.device_group.all_gather(out, share)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """All ranks' `x` [rows, n] beside each other: [rows, n * size]."""
+        """All ranks' `x` [rows, n], joined along the rows by rank: [rows, n * size]."""
         rows, width = x.shape
         if self._fast_gather is not None and x.numel():
-            beside = x.new_empty(rows, self.size * width)
-            self._fast_gather.all_gather(beside, x.contiguous(), rows)
-            return beside
+            joined = x.new_empty(rows, self.size * width)
+            self._fast_gather.all_gather(joined, x.contiguous(), rows)
+            return joined
         out = x.new_empty(self.size, rows, width)
         self.device_group.all_gather(out, x.contiguous())
         return out.transpose(0, 1).reshape(rows, self.size * width)
 
     def close(self) -> None:
-        """The name is nobody's any more."""
+        """Take the group out of the registry, and close its faster all-reduce."""
         _groups.pop(self.unique_name, None)
         if self._fast is not None:
             self._fast.close()
@@ -153,3 +147,55 @@ def group_by_name(name: str) -> GroupCoordinator:
         return _groups[name]
     except KeyError:
         raise KeyError(f"no group {name!r} is open here; open: {sorted(_groups)}") from None
+
+
+# torch.ops and torch.library are not typed.
+_library: Any = torch.library
+_LIBRARY: Any = _library.Library("xpyd", "FRAGMENT")
+_LIBRARY.define("all_reduce_(Tensor(a!) x, str group) -> ()")
+_LIBRARY.define("all_gather(Tensor x, str group) -> Tensor")
+
+
+def _all_reduce(x: Tensor, group: str) -> None:
+    group_by_name(group).all_reduce(x)
+
+
+def _all_gather(x: Tensor, group: str) -> Tensor:
+    return group_by_name(group).all_gather(x)
+
+
+def _fake_all_reduce(x: Tensor, group: str) -> None:
+    """In place: nothing changes but values."""
+
+
+def _fake_all_gather(x: Tensor, group: str) -> Tensor:
+    rows, width = x.shape
+    return x.new_empty(rows, width * group_by_name(group).size)
+
+
+_LIBRARY.impl("all_reduce_", _all_reduce, "CompositeExplicitAutograd")
+_LIBRARY.impl("all_gather", _all_gather, "CompositeExplicitAutograd")
+_library.register_fake("xpyd::all_reduce_", _fake_all_reduce, lib=_LIBRARY)
+_library.register_fake("xpyd::all_gather", _fake_all_gather, lib=_LIBRARY)
+
+_ops: Any = torch.ops
+_ALL_REDUCE: Any = _ops.xpyd.all_reduce_.default
+_ALL_GATHER: Any = _ops.xpyd.all_gather.default
+
+
+class OpsTensorGroup:
+    """See TensorGroup: the group's operators."""
+
+    def __init__(self, group: GroupCoordinator) -> None:
+        self.rank, self.size = group.rank_in_group, group.size
+        self._name = group.unique_name
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """In place."""
+        _ALL_REDUCE(x, self._name)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """In new memory."""
+        gathered: Tensor = _ALL_GATHER(x, self._name)
+        return gathered

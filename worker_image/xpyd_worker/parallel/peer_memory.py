@@ -1,26 +1,28 @@
 """Memory of each rank's GPU that all ranks of a tensor group have opened.
 
 Each makes its own and says over the store how it is opened, opens that of the others, and says how
-that went: all have all of it, or nobody has any. It is given back in the opposite order: what was
+that went: all have all of it, or none has any. It is given back in the opposite order: what was
 opened of others is closed, then, when all have done so, one's own is freed.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Protocol
 
 import msgspec
 import torch
 from torch import Tensor
 
 from xpyd_core.errors import XpydError
-from xpyd_kv.memory.device import DeviceView, IpcHandle
+from xpyd_kv.memory.cuda import CudaDevice, tensor_over
+from xpyd_kv.memory.device import DeviceError, DeviceView, IpcHandle
 from xpyd_worker.parallel.distributed import ProcessGroup, named
 
 _log = logging.getLogger(__name__)
 _SOON_S = 5.0
 """For what is under way when it is given back: steps are over then."""
+_ZERO_S = 30.0
+"""For the first work on a device, its context included."""
 
 
 class _Word(msgspec.Struct, frozen=True):
@@ -30,59 +32,74 @@ class _Word(msgspec.Struct, frozen=True):
     body: bytes
 
 
-class _Offer(msgspec.Struct, frozen=True):
-    """See IpcHandle."""
-
-    handle: bytes
-    size_bytes: int
-    device_uuid: str
-    process: bytes
-
-
 class NotReachableError(XpydError):
     """The ranks' GPUs do not have each other's memory; the reason, for the log."""
 
 
-class PeerDevice(Protocol):
-    """A rank's GPU. Any call may raise XpydError."""
+class GpuPeers:
+    """A rank's GPU, over the driver's memory of KV transfers' device seam. Nothing is asked of the
+    driver before `allocate`. Any call may raise XpydError. Unverified on hardware."""
+
+    def __init__(self, device: torch.device) -> None:
+        """`device` has an index."""
+        self._torch_device = device
+        self._gpu: CudaDevice | None = None
 
     def allocate(self, size_bytes: int) -> DeviceView:
         """Memory that others can open, all zero when this returns."""
-        ...
+        self._gpu = CudaDevice(self._torch_device.index)
+        memory = self._gpu.allocate(size_bytes)
+        tensor_over(memory, (size_bytes,), torch.uint8).zero_()
+        if not self.is_done(_ZERO_S):
+            raise DeviceError(f"{self._torch_device} did not fill memory within {_ZERO_S:g} s")
+        return memory
 
     def free(self, memory: DeviceView) -> None:
         """Give back what `allocate` gave."""
-        ...
+        self._open.free(memory)
 
     def export(self, memory: DeviceView) -> IpcHandle:
         """How others open it."""
-        ...
+        return self._open.export(memory)
 
     def lacks(self, uuid: str) -> str:
-        """Why memory of that GPU is of no use here; "" where it is."""
-        ...
+        """Why memory of that GPU is of no use here; "" where it is. Words arrive by atomic
+        operations, which PCIe does not carry."""
+        gpu = self._open
+        if uuid == gpu.uuid:
+            return ""
+        if not gpu.can_reach(uuid):
+            return f"no peer access from GPU {gpu.uuid} to GPU {uuid}"
+        if not gpu.has_atomics_on(uuid):
+            return f"no NVLink from GPU {gpu.uuid} to GPU {uuid}, or one without atomic operations"
+        return ""
 
     def open_peer(self, handle: IpcHandle) -> DeviceView:
         """Map a peer's memory, to be read and written."""
-        ...
+        return self._open.open_peer(handle)
 
     def close_peer(self, memory: DeviceView) -> None:
         """Unmap it."""
-        ...
+        self._open.close_peer(memory)
 
     def put(self, x: Tensor) -> Tensor:
         """A copy of `x` on the device."""
-        ...
+        return x.to(self._torch_device)
 
     def is_done(self, within_s: float) -> bool:
         """Whether all that this thread has enqueued is done, at the latest after `within_s`."""
-        ...
+        return self._gpu is None or self._gpu.compute_stream().record().wait(within_s)
+
+    @property
+    def _open(self) -> CudaDevice:
+        assert self._gpu is not None, "allocate comes before"
+        return self._gpu
 
 
 class PeerMemory:
     """What a rank has of its group's. Made by `open_peer_memory`."""
 
-    def __init__(self, device: PeerDevice, group: ProcessGroup, name: str) -> None:
+    def __init__(self, device: GpuPeers, group: ProcessGroup, name: str) -> None:
         """Nothing yet."""
         self._device, self.group, self.name = device, group, name
         self._own: DeviceView | None = None
@@ -112,7 +129,7 @@ class PeerMemory:
         return self._device.put(x)
 
     def is_done(self, within_s: float) -> bool:
-        """See PeerDevice."""
+        """See GpuPeers."""
         return self._device.is_done(within_s)
 
     def close(self) -> None:
@@ -134,23 +151,23 @@ class PeerMemory:
 
 
 def open_peer_memory(
-    group: ProcessGroup, name: str, *, device: PeerDevice, size_bytes: int
+    group: ProcessGroup, name: str, *, device: GpuPeers, size_bytes: int
 ) -> PeerMemory:
     """`size_bytes` of each rank of `group`, which is over Gloo; `name` is no other's of its ranks'.
-    NotReachableError, on all of them,
-    where one cannot; it has each one's reason. GroupError where one says nothing."""
+    NotReachableError, on all of them, where one cannot; it has each one's reason. GroupError where
+    one says nothing."""
     memory = PeerMemory(device, group, name)
     try:
         offer, refusal = b"", ""
         try:
-            offer = msgspec.msgpack.encode(_offer(memory.make(size_bytes)))
+            offer = msgspec.msgpack.encode(memory.make(size_bytes))
         except XpydError as error:
             refusal = str(error)
         offers = agree(group, f"peers/{name}/made", offer, refusal)
         try:
             for rank, body in enumerate(offers):
                 if rank != group.rank:
-                    memory.open(rank, _handle(msgspec.msgpack.decode(body, type=_Offer)))
+                    memory.open(rank, msgspec.msgpack.decode(body, type=IpcHandle))
         except XpydError as error:
             refusal = str(error)
         agree(group, f"peers/{name}/opened", b"", refusal)
@@ -174,11 +191,3 @@ def agree(group: ProcessGroup, key: str, body: bytes, refusal: str) -> list[byte
     if refused:
         raise NotReachableError("; ".join(f"{named(who)}: {why}" for why, who in refused.items()))
     return [word.body for word in words]
-
-
-def _offer(handle: IpcHandle) -> _Offer:
-    return _Offer(handle.handle, handle.size_bytes, handle.device_uuid, handle.process)
-
-
-def _handle(offer: _Offer) -> IpcHandle:
-    return IpcHandle(offer.handle, offer.size_bytes, offer.device_uuid, offer.process)

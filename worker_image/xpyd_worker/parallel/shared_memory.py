@@ -1,17 +1,22 @@
 """Collectives of ranks that share a host, over memory that all of them have mapped.
 
-The first of the group makes it, the others open it (shared_pages.py); what is done in it is
-native/collectives.cpp's. Where that was not built, or a rank cannot open the memory, all ranks of
-the group agree to stay with Gloo.
+The first of the group makes it, the others open it: an anonymous file (memfd) that they open
+through its maker's table of descriptors. It has no name, so nothing is left of it when the last
+process that has it has ended, however that ended. Its size is fixed and its pages are there from
+the start: no access to it can fail. What is done in it is native/collectives.cpp's. Where that was
+not built, or a rank cannot open the memory, all ranks of the group agree to stay with Gloo.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import logging
 import mmap
 import os
-from contextlib import ExitStack
+import secrets
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -20,7 +25,6 @@ from xpyd_worker.kernels.cpu.library import TYPES
 from xpyd_worker.parallel import native
 from xpyd_worker.parallel.api import GroupError
 from xpyd_worker.parallel.distributed import Rendezvous, Store, named
-from xpyd_worker.parallel.shared_pages import NotShared, Pages, make_pages, open_pages
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +33,9 @@ PIECE_BYTES = 256 << 10
 a small group (docs/adr/0031). Larger tensors go in pieces."""
 SHARES_FROM_BYTES = 32 << 10
 """From here on three ranks and more add up a share each; below the second meeting costs more."""
+_NAME = "xpyd-collectives"
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_NONCE_BYTES = 32
 SPIN_S = 50e-6
 """How long a rank looks for the others at most before it sleeps, where each has a core: to sleep
 and to be woken takes about that long."""
@@ -50,7 +57,8 @@ class Host:
 
 
 class SharedMemoryCollectives:
-    """See FastReduce and FastGather. Made by `open_shared_memory`."""
+    """See FastReduce; an all-gather, too, for what is in the host's memory. Made by
+    `open_shared_memory`."""
 
     def __init__(
         self,
@@ -96,7 +104,8 @@ class SharedMemoryCollectives:
             raise self._error("all_reduce", failed)
 
     def all_gather(self, out: Tensor, share: Tensor, rows: int) -> None:
-        """See FastGather."""
+        """`out` [rows, size, n] of all ranks' `share` [rows, n], both contiguous. With one row
+        `share` may be this rank's place in `out`. Raises GroupError."""
         failed = self._library.xpyd_all_gather(
             self._reference,
             share.data_ptr(),
@@ -108,11 +117,11 @@ class SharedMemoryCollectives:
             raise self._error("all_gather", failed)
 
     def close(self) -> None:
-        """Whoever waits in it fails. It goes with the last rank that has it."""
+        """Leave: ranks that wait in it fail. The memory goes with the last rank that has it."""
         if self._at is None:
             return
         self._library.xpyd_leave(self._reference)
-        # The memory cannot be unmapped while somebody holds its address.
+        # The memory cannot be unmapped while its address is held.
         self._at = None
         self._memory.close()
         for descriptor in self._processes:
@@ -201,3 +210,81 @@ def _process(pid: int) -> int:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
         return -1
+
+
+# --- the memory
+
+
+class NotShared(Exception):
+    """These processes cannot have memory in common; says why."""
+
+
+@dataclass(frozen=True)
+class Pages:
+    """`memory` begins with the bytes by which its openers know it; it has a descriptor of its own.
+    `close` this one once all have it."""
+
+    memory: mmap.mmap
+    descriptor: int
+    where: str
+    """For `open_pages`."""
+
+    def close(self) -> None:
+        """`where` holds no longer."""
+        os.close(self.descriptor)
+
+
+def make_pages(size_bytes: int) -> Pages:
+    """Zeros, but for the first 32 bytes. NotShared where the system refuses."""
+    nonce = secrets.token_hex(_NONCE_BYTES // 2)
+    with _as_not_shared("memory cannot be made"):
+        descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        with _closed_on_error(descriptor):
+            os.posix_fallocate(descriptor, 0, size_bytes)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            memory = _mapped(descriptor, size_bytes)
+            memory[:_NONCE_BYTES] = nonce.encode()
+            return Pages(memory, descriptor, f"{os.getpid()} {descriptor} {nonce}")
+
+
+def open_pages(where: str, size_bytes: int) -> Pages:
+    """What another process of this host made. NotShared where that is on another host, or the
+    system forbids to look at other processes."""
+    if not where:
+        raise NotShared("there is none")
+    pid, number, nonce = where.split()
+    path = f"/proc/{int(pid)}/fd/{int(number)}"
+    with _as_not_shared("memory cannot be opened"):
+        # On another host that number may be anything: look before it is opened.
+        if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+            raise NotShared("the ranks are not on one host")
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        with _closed_on_error(descriptor):
+            if os.fstat(descriptor).st_size != size_bytes:
+                raise NotShared("the ranks are not of one version")
+            memory = _mapped(descriptor, size_bytes)
+            if memory[:_NONCE_BYTES] != nonce.encode():
+                memory.close()
+                raise NotShared("the ranks are not on one host")
+            return Pages(memory, descriptor, where)
+
+
+def _mapped(descriptor: int, size_bytes: int) -> mmap.mmap:
+    return mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+
+
+@contextmanager
+def _closed_on_error(descriptor: int) -> Generator[None]:
+    try:
+        yield
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+@contextmanager
+def _as_not_shared(what: str) -> Generator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise NotShared(f"{what}: {error}") from error

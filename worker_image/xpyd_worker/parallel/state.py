@@ -13,10 +13,8 @@ from typing import Self
 import torch
 
 from xpyd_core.parallel.ranks import Groups, Sizes, group_of
-from xpyd_worker.parallel.alone import NO_BOUNDARY, NO_FEEDBACK
-from xpyd_worker.parallel.api import NO_GROUP, Boundary, Feedback, Part, TensorGroup
-from xpyd_worker.parallel.boundary import HiddenSize, StageBoundary
-from xpyd_worker.parallel.custom_reduce import CustomAllReduce, open_custom_all_reduce
+from xpyd_worker.kernels.gpu.reduce_shape import ReduceShape
+from xpyd_worker.parallel.api import NO_GROUP, Part, TensorGroup
 from xpyd_worker.parallel.distributed import (
     ProcessGroup,
     Rendezvous,
@@ -25,46 +23,31 @@ from xpyd_worker.parallel.distributed import (
     gloo_group,
     nccl_group,
 )
-from xpyd_worker.parallel.feedback import StageFeedback
-from xpyd_worker.parallel.groups import GroupCoordinator
-from xpyd_worker.parallel.ops import OpsTensorGroup
-from xpyd_worker.parallel.reduce_shape import ReduceShape
+from xpyd_worker.parallel.groups import FastReduce, GroupCoordinator, OpsTensorGroup
 from xpyd_worker.parallel.shared_memory import Host, open_shared_memory
+from xpyd_worker.parallel.stages import HiddenSize, StageBoundary, StageFeedback
 
 
 class ParallelState:
-    """See Parallel. `close` it, or use it in a `with`."""
+    """What a rank has of the others. `close` it, or use it in a `with`. `boundary` and `feedback`:
+    None where there is one stage."""
 
     def __init__(
         self, part: Part, groups: dict[str, GroupCoordinator], hidden: HiddenSize, owned: ExitStack
     ) -> None:
         """`groups` are owned by `owned`. See `open_parallel`."""
-        self._part = part
+        self.part = part
         self.world, self.tensor_group = groups["world"], groups["tensor"]
         self.pipeline_group, self.data_group = groups["pipeline"], groups["data"]
         self._owned = owned
-        self._tensor = OpsTensorGroup(self.tensor_group) if part.tensor_size > 1 else NO_GROUP
-        self._boundary: Boundary = NO_BOUNDARY
-        self._feedback: Feedback = NO_FEEDBACK
+        self.tensor: TensorGroup = NO_GROUP
+        if part.tensor_size > 1:
+            self.tensor = OpsTensorGroup(self.tensor_group)
+        self.boundary: StageBoundary | None = None
+        self.feedback: StageFeedback | None = None
         if part.stages > 1:
-            self._boundary = StageBoundary(self.pipeline_group, self.tensor_group, hidden)
-            self._feedback = StageFeedback(self.pipeline_group)
-
-    @property
-    def part(self) -> Part:
-        return self._part
-
-    @property
-    def tensor(self) -> TensorGroup:
-        return self._tensor
-
-    @property
-    def boundary(self) -> Boundary:
-        return self._boundary
-
-    @property
-    def feedback(self) -> Feedback:
-        return self._feedback
+            self.boundary = StageBoundary(self.pipeline_group, self.tensor_group, hidden)
+            self.feedback = StageFeedback(self.pipeline_group)
 
     def close(self) -> None:
         """End all groups, the last made first. What waits in one fails."""
@@ -89,7 +72,7 @@ def open_parallel(
     custom_all_reduce: bool = True,
 ) -> ParallelState:
     """Meet the other ranks and make the groups. `layers`: of each stage (partition()); `hidden`: of
-    the largest step; `custom_all_reduce`: on GPUs beside NCCL's, where it can be. Raises
+    the largest step; `custom_all_reduce`: on GPUs in addition to NCCL's, where it can be. Raises
     GroupError, naming who does not come within `at.connect_s`."""
     place = sizes.place(rank)
     part = Part(
@@ -113,7 +96,7 @@ def open_parallel(
     with ExitStack() as stack:
         for kind, all_of_kind in kinds.items():
             ranks = group_of(all_of_kind, rank)
-            # The same on all its members, and nobody else's.
+            # The same on all its members, and on no other rank.
             name = f"{kind}-{all_of_kind.index(ranks)}"
             cpu_group = gloo_group(store, f"{name}-cpu", ranks, device=gloo, at=at)
             stack.callback(cpu_group.close)
@@ -149,10 +132,11 @@ def _on_gpu(
     dtype: torch.dtype,
     at: Rendezvous,
     is_asked: bool,
-) -> CustomAllReduce | None:
+) -> FastReduce | None:
     # Triton is not everywhere where torch is.
     from xpyd_worker.kernels.gpu.all_reduce import all_reduce
-    from xpyd_worker.parallel.gpu_peers import GpuPeers
+    from xpyd_worker.parallel.custom_reduce import open_custom_all_reduce
+    from xpyd_worker.parallel.peer_memory import GpuPeers
 
     with torch.cuda.device(device):
         return open_custom_all_reduce(

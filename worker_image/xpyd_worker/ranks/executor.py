@@ -10,44 +10,14 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
 
-from xpyd_worker.engine.executor import Running, StepInput, StepOutput
+from xpyd_worker.engine.executor import Running, StepCounters, StepInput, StepOutput
 from xpyd_worker.ranks.instance import Instance
+from xpyd_worker.ranks.step.encoder import StepEncoder
+from xpyd_worker.ranks.step.messages import decode_output
 
 STEP_DEADLINE_S = 120.0
 """As of one rank (runner): the longest step of the largest model takes seconds."""
-
-
-class Encoder(Protocol):
-    """Steps as bytes; keeps what the ranks know already."""
-
-    def encode(self, step: StepInput) -> bytes:
-        """One step. In the order in which they are launched."""
-        ...
-
-    def drawn(self, step: int, output: StepOutput) -> None:
-        """What came of the step of this number."""
-        ...
-
-
-@dataclass
-class RankedCounters:
-    """What entered forwards since the start. Written by the engine's thread only."""
-
-    forwards: int = 0
-    prompt_tokens_computed: int = 0
-    output_tokens_computed: int = 0
-
-    def count(self, step: StepInput) -> None:
-        """A step is launched."""
-        prompt = 0
-        for one in step.sequences:
-            prompt += min(len(one.token_ids), max(0, one.prompt_tokens - one.start))
-        self.forwards += 1
-        self.prompt_tokens_computed += prompt
-        self.output_tokens_computed += step.tokens - prompt
 
 
 class RankedExecutor:
@@ -60,8 +30,8 @@ class RankedExecutor:
         num_blocks: int,
         depth: int,
         draws_ahead: bool,
-        encoder: Encoder,
-        decode: Callable[[bytes], StepOutput],
+        encoder: StepEncoder,
+        decode: Callable[[bytes], StepOutput] = decode_output,
         step_deadline_s: float = STEP_DEADLINE_S,
     ) -> None:
         self._instance = instance
@@ -79,16 +49,19 @@ class RankedExecutor:
         self.num_blocks = num_blocks
         self.depth = depth
         self.draws_ahead = draws_ahead
-        self.counters = RankedCounters()
+        self.counters = StepCounters()
 
     def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Running:
-        """See Executor. `layer_done` is for one rank; here each tells its own sender."""
+        """See Executor. `layer_done` is for one rank; here each calls its own sender."""
         self._instance.publish(self._encoder.encode(step))
         if not self._steps:
             self._since_s = time.monotonic()
         self._steps.append(step.step)
-        self.counters.count(step)
-        return _Launched(self)
+        prompt_tokens = sum(
+            min(len(one.token_ids), max(0, one.prompt_tokens - one.start)) for one in step.sequences
+        )
+        self.counters.count(step.tokens, prompt_tokens)
+        return _RankedStep(self)
 
     def await_oldest(self, awake: int) -> bool:
         """See Executor."""
@@ -135,7 +108,7 @@ class RankedExecutor:
                 self._instance.failed(rank, response.failure)
 
 
-class _Launched:
+class _RankedStep:
     """A step on its way."""
 
     def __init__(self, executor: RankedExecutor) -> None:

@@ -27,10 +27,6 @@ class RankLostError(Exception):
         self.status = status
 
 
-class MissesOthersError(Exception):
-    """In a rank: another does not answer it."""
-
-
 @dataclass(frozen=True)
 class Who:
     """A rank, as people are told of it. `pod`: its number in the instance where there are several;

@@ -11,7 +11,7 @@ import gc
 import logging
 import sys
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from xpyd_worker.engine.executor import StepInput
 from xpyd_worker.kernels.api import KvShape, Plan
 from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.decoder import Decoder
-from xpyd_worker.parallel.api import GroupError, Parallel
+from xpyd_worker.parallel.api import GroupError
 from xpyd_worker.runner.device import Gpu, StaticKernels
 from xpyd_worker.runner.gpu_memory import (
     GpuLimits,
@@ -43,6 +43,9 @@ from xpyd_worker.runner.kv_cache import (
 )
 from xpyd_worker.runner.runner import ModelRunner
 from xpyd_worker.runner.sampler import draw_for
+
+if TYPE_CHECKING:
+    from xpyd_worker.parallel.state import ParallelState
 
 _log = logging.getLogger(__name__)
 # Sequences of the largest graph. Beyond it a step computes long enough to hide its launches.
@@ -90,7 +93,7 @@ def fit(
     gpu: Gpu,
     limits: GpuLimits,
     free_at_start: int,
-    parallel: Parallel | None = None,
+    parallel: ParallelState | None = None,
 ) -> GpuFit:
     """How much KV fits beside `model`, which is loaded, and made of `kernels`; `free_at_start` were
     free before it was. `parallel`: the ranks that measure at the same time.
@@ -122,7 +125,7 @@ class Maker:
     shape: KvShape
     gpu: Gpu
     limits: GpuLimits
-    parallel: Parallel | None
+    parallel: ParallelState | None
 
     def zeros(self, size_bytes: int) -> Tensor:
         """Memory of torch's allocator."""

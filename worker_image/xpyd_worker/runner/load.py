@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,7 +25,7 @@ from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.decoder import Decoder
 from xpyd_worker.model.loader import load_weights
 from xpyd_worker.model.registry import build_model
-from xpyd_worker.parallel.api import Parallel, Part
+from xpyd_worker.parallel.api import Part
 from xpyd_worker.runner.device import CPU, Gpu, StaticKernels
 from xpyd_worker.runner.gpu_fit import GpuFit, fit
 from xpyd_worker.runner.gpu_memory import GpuLimits, GpuUse
@@ -37,6 +38,9 @@ from xpyd_worker.runner.kv_cache import (
     host_memory,
 )
 from xpyd_worker.runner.runner import ModelRunner
+
+if TYPE_CHECKING:
+    from xpyd_worker.parallel.state import ParallelState
 
 # The GPU's attention keeps whole heads in a program's shared memory; wider ones do not fit there.
 _MOST_HEAD_DIM_GPU = 256
@@ -52,7 +56,7 @@ class CpuFit:
     kernels: Kernels
     shape: KvShape
     num_blocks: int
-    parallel: Parallel | None
+    parallel: ParallelState | None
 
     def make_runner(
         self, num_blocks: int | None = None, *, make_memory: MakeMemory = host_memory
@@ -73,7 +77,7 @@ def fit_on_cpu(
     dtype: torch.dtype,
     kv_cache_bytes: int,
     block_size_tokens: int = DEFAULT_BLOCK_SIZE,
-    parallel: Parallel | None = None,
+    parallel: ParallelState | None = None,
 ) -> CpuFit:
     """Read what this rank has of the checkpoint in `folder`; its KV cache may have at most
     `kv_cache_bytes`. Nothing is said to other ranks.
@@ -134,7 +138,7 @@ class GpuPart:
     gpu: Gpu
     limits: GpuLimits
     free_at_start: int
-    parallel: Parallel | None
+    parallel: ParallelState | None
 
     def fit(self) -> GpuFit:
         """Find out how many KV blocks the share that the limits name has room for. All ranks of the
@@ -160,7 +164,7 @@ def part_on_gpu(
     gpu: Gpu,
     limits: GpuLimits,
     block_size_tokens: int = DEFAULT_BLOCK_SIZE,
-    parallel: Parallel | None = None,
+    parallel: ParallelState | None = None,
 ) -> GpuPart:
     """Read what this rank has of the checkpoint in `folder` to its GPU. Nothing is said to other
     ranks: files may be read fast here and slowly there.
@@ -223,7 +227,7 @@ def load_on_gpu(
     return found.make_runner(make_memory=make_memory), found.use
 
 
-def _part(config: ModelConfig, parallel: Parallel | None) -> Part:
+def _part(config: ModelConfig, parallel: ParallelState | None) -> Part:
     """What is to be loaded. UserError where the model cannot be divided so."""
     if parallel is None:
         return Part(layers=range(config.num_layers))
@@ -245,7 +249,7 @@ def _load_model(
     dtype: torch.dtype,
     kernels: Kernels,
     device: torch.device,
-    parallel: Parallel | None,
+    parallel: ParallelState | None,
 ) -> Decoder:
     model = build_model(config, dtype, kernels, device, parallel=parallel)
     known = None

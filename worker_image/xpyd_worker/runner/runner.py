@@ -18,17 +18,18 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from xpyd_core.errors import XpydError
-from xpyd_worker.engine.executor import ScheduledSequence, StepInput, StepOutput
+from xpyd_worker.engine.executor import ScheduledSequence, StepCounters, StepInput, StepOutput
 from xpyd_worker.engine.request import SampledToken
 from xpyd_worker.kernels.api import Kernels, Plan
 from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.decoder import Decoder
-from xpyd_worker.parallel.api import Boundary, GroupError, Incoming, Parallel
+from xpyd_worker.parallel.api import GroupError
 from xpyd_worker.runner.adjustments import Adjustments
 from xpyd_worker.runner.batch import Batch, BatchRows, build_batch, faults
 from xpyd_worker.runner.device import Device, HostDevice, Mark, reach
@@ -39,19 +40,13 @@ from xpyd_worker.runner.prompt_scores import NO_SCORES, PromptScorer, PromptScor
 from xpyd_worker.runner.sampler import Draw, Drawn, SampleRow, draw, sample
 from xpyd_worker.runner.tensors import fill_drawn, put_ints
 
+if TYPE_CHECKING:
+    from xpyd_worker.parallel.stages import IncomingHidden, StageBoundary
+    from xpyd_worker.parallel.state import ParallelState
+
 _log = logging.getLogger(__name__)
 # The longest step of the largest model takes seconds; a device that needs more does not answer.
 _STEP_DEADLINE_S = 120.0
-
-
-@dataclass
-class RunnerCounters:
-    """What entered forwards since the start. Written by the engine's thread only."""
-
-    forwards: int = 0
-    prompt_tokens_computed: int = 0
-    output_tokens_computed: int = 0
-    graph_replays: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,14 +73,14 @@ class ModelRunner:
         device: Device | None = None,
         graphs: DecodeGraphs | None = None,
         draw: Draw = draw,
-        parallel: Parallel | None = None,
+        parallel: ParallelState | None = None,
     ) -> None:
         """`model` is loaded, and made of `kernels`; all of it is on `device` (None: the CPU), and
         `graphs` are of its forward over this cache. `draw`: how tokens are drawn there. `parallel`:
         the other ranks that `model` was built with; None where there are none."""
         self._model = model
         self._has_others = parallel is not None and parallel.part.ranks > 1
-        self._boundary: Boundary | None = None
+        self._boundary: StageBoundary | None = None
         if parallel is not None and parallel.part.stages > 1:
             self._boundary = parallel.boundary
         self._kernels = kernels
@@ -103,7 +98,7 @@ class ModelRunner:
             for stored in group.checkpoint_tensors().values()
             for piece in stored.pieces
         )
-        self.counters = RunnerCounters()
+        self.counters = StepCounters()
 
     @property
     def num_blocks(self) -> int:
@@ -185,9 +180,7 @@ class ModelRunner:
     ) -> tuple[Tensor | None, Tensor]:
         """The step's one forward: hidden states [tokens, hidden], None where they went to the next
         stage; and which rows of them are asked for a token."""
-        self.counters.forwards += 1
-        self.counters.prompt_tokens_computed += batch.prompt_tokens
-        self.counters.output_tokens_computed += len(batch.token_ids) - batch.prompt_tokens
+        self.counters.count(len(batch.token_ids), batch.prompt_tokens)
         some = [batch.drawn_at, batch.drawn_from, [rows.last_row for rows in asking]]
 
         def fill(token_ids: Tensor) -> None:
@@ -208,7 +201,7 @@ class ModelRunner:
         entering = token_ids if incoming is None else incoming
         return self._run(entering, positions, plan, layer_done), asked
 
-    def _begin_stage(self, rows: int) -> Incoming | None:
+    def _begin_stage(self, rows: int) -> IncomingHidden | None:
         """Before the forward of `rows` tokens: what comes of the stage before, if there is one. The
         buffers that it comes into may be on their way still, sent by the step before."""
         if self._boundary is None:
@@ -218,7 +211,7 @@ class ModelRunner:
 
     def _run(
         self,
-        entering: Tensor | Incoming,
+        entering: Tensor | IncomingHidden,
         positions: Tensor,
         plan: Plan,
         layer_done: Callable[[int], None],

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from xpyd_worker.parallel.reduce_shape import LINE_BYTES, MOST_RANKS, ReduceShape
+from xpyd_worker.kernels.gpu.reduce_shape import LINE_BYTES, MOST_RANKS, ReduceShape
 
 _WORDS = tl.constexpr(LINE_BYTES // 8)
 _RANKS = tl.constexpr(MOST_RANKS)

@@ -13,8 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from xpyd_worker.kernels.post_update import Fields
-from xpyd_worker.parallel.api import Sampled
+from xpyd_worker.kernels.post_update import Fields, Sampled
 
 
 @triton.jit

@@ -23,14 +23,14 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from xpyd_kv.ranks.engine import Channel
 from xpyd_worker.ranks.loss import RANK_FAILED
 from xpyd_worker.ranks.start.messages import Start
 from xpyd_worker.ranks.start.prctl import bind_to, set_name
 from xpyd_worker.ranks.start.processes import report_pid
-from xpyd_worker.ranks.start.rank_main import MakeProgram, Program, live
+from xpyd_worker.ranks.start.rank_main import MakeProgram, live
 from xpyd_worker.ranks.watch.beats import BeatPage, Slot
 from xpyd_worker.system import prepare_for_torch
 
@@ -141,7 +141,7 @@ def _prepared(prepare: Prepare, slots: Sequence[Slot]) -> MakeProgram:
     finally:
         sys.meta_path.remove(beats)
 
-    def fail(_start: Start, _channel: Channel, _give_up: Callable[[str], None]) -> Program:
+    def fail(_start: Start, _channel: Channel, _give_up: Callable[[str], None]) -> NoReturn:
         raise failed
 
     return fail

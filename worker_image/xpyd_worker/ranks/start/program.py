@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -19,18 +18,16 @@ from xpyd_worker.kv.rank import RankKv, engine_layout, share_of, start_rank_kv
 from xpyd_worker.kv.transports import check_host
 from xpyd_worker.model.registry import load_config
 from xpyd_worker.model.source import own_name, resolve_checkpoint
-from xpyd_worker.parallel.api import GroupError, Part
-from xpyd_worker.parallel.boundary import HiddenSize
+from xpyd_worker.parallel.api import Part
 from xpyd_worker.parallel.distributed import Rendezvous
+from xpyd_worker.parallel.stages import HiddenSize
 from xpyd_worker.parallel.state import ParallelState, open_parallel
-from xpyd_worker.ranks.loss import MissesOthersError
 from xpyd_worker.ranks.start.messages import KvReady, Ready, Start
 from xpyd_worker.ranks.start.preflight import check_devices, look_at_network, look_at_waits
-from xpyd_worker.ranks.start.rank_main import LaunchedStep
 from xpyd_worker.ranks.step.device_states import DeviceStates
 from xpyd_worker.ranks.step.messages import slot_count
 from xpyd_worker.ranks.step.request_states import RequestStates
-from xpyd_worker.ranks.step.work import RankWork
+from xpyd_worker.ranks.step.work import RankStep, RankWork
 from xpyd_worker.runner.device import CPU, CudaDevice, choose_device
 from xpyd_worker.runner.dtypes import cpu_dtype, dtype_name, gpu_dtype
 from xpyd_worker.runner.gpu_fit import GpuFit
@@ -40,7 +37,8 @@ from xpyd_worker.system import give_back, resident_bytes
 
 
 class RankProgram:
-    """See Program."""
+    """What a rank computes. Any call raises UserError for what the user can mend, and GroupError
+    where another rank is at fault."""
 
     def __init__(self, start: Start, channel: Channel, give_up: Callable[[str], None]) -> None:
         """`channel`: where the KV transfer's ranks hear of it. `give_up` ends the rank."""
@@ -69,37 +67,36 @@ class RankProgram:
         self._kv: RankKv | None = None
 
     def load(self) -> None:
-        """See Program."""
-        with _group_errors():
-            self._parallel = parallel = self._meet()
-            config, model = self._start.config, self._model
-            if self._device.type == "cuda":
-                self._loaded = part_on_gpu(
-                    self._folder,
-                    model,
-                    dtype=self._dtype,
-                    gpu=CudaDevice(self._device),
-                    limits=gpu_limits(
-                        config, model, share=share_of(config, self._stage, model.num_layers)
-                    ),
-                    block_size_tokens=config.block_size,
-                    parallel=parallel,
-                )
-            else:
-                self._fit = fit_on_cpu(
-                    self._folder,
-                    model,
-                    dtype=self._dtype,
-                    kv_cache_bytes=config.cpu_cache_bytes,
-                    block_size_tokens=config.block_size,
-                    parallel=parallel,
-                )
+        """Meet the other ranks and load the weights."""
+        self._parallel = parallel = self._meet()
+        config, model = self._start.config, self._model
+        if self._device.type == "cuda":
+            self._loaded = part_on_gpu(
+                self._folder,
+                model,
+                dtype=self._dtype,
+                gpu=CudaDevice(self._device),
+                limits=gpu_limits(
+                    config, model, share=share_of(config, self._stage, model.num_layers)
+                ),
+                block_size_tokens=config.block_size,
+                parallel=parallel,
+            )
+        else:
+            self._fit = fit_on_cpu(
+                self._folder,
+                model,
+                dtype=self._dtype,
+                kv_cache_bytes=config.cpu_cache_bytes,
+                block_size_tokens=config.block_size,
+                parallel=parallel,
+            )
 
     def measure(self) -> int:
-        """See Program. On a CPU nothing has to be run for it."""
+        """Blocks of KV that fit into the memory that the weights leave. When all ranks have
+        loaded: it may wait for them, no longer than steps do. On a CPU nothing has to be run."""
         if self._loaded is not None:
-            with _group_errors():
-                self._fit = self._loaded.fit()
+            self._fit = self._loaded.fit()
         assert self._fit is not None, "load comes before"
         return self._fit.num_blocks
 
@@ -123,12 +120,11 @@ class RankProgram:
         )
 
     def make(self, blocks: int) -> Ready:
-        """See Program."""
+        """Make the KV cache."""
         assert self._fit is not None, "load comes before"
         assert self._parallel is not None, "load comes before"
         config = self._start.config
-        with _group_errors():
-            runner = self._make_runner(blocks)
+        runner = self._make_runner(blocks)
         kv = self._start_kv(runner) if config.moves_kv else None
         most_tokens = config.max_model_len or self._model.max_positions
         most_tokens = min(most_tokens, blocks * config.block_size)
@@ -193,40 +189,17 @@ class RankProgram:
         device = CudaDevice(self._device)
         return DeviceStates(slots, most_tokens, device=device, update=post_update)
 
-    def launch(self, message: bytes) -> LaunchedStep:
-        """See Program."""
+    def launch(self, message: bytes) -> RankStep:
+        """Start a step; see RankWork."""
         assert self._work is not None, "make comes before"
-        with _group_errors():
-            return _Launched(self._work.launch(message))
+        return self._work.launch(message)
 
     def close(self) -> None:
-        """See Program."""
+        """Leave the other ranks. When no step is under way."""
         if self._kv is not None:
             self._kv.close()
         if self._parallel is not None:
             self._parallel.close()
-
-
-class _Launched:
-    def __init__(self, step: LaunchedStep) -> None:
-        self._step = step
-
-    @property
-    def is_over(self) -> bool:
-        return self._step.is_over
-
-    def finish(self) -> bytes | None:
-        with _group_errors():
-            return self._step.finish()
-
-
-@contextmanager
-def _group_errors() -> Generator[None]:
-    """Say it in a way that needs no torch."""
-    try:
-        yield
-    except GroupError as error:
-        raise MissesOthersError(str(error)) from error
 
 
 def _threads(config: WorkerConfig, pod_ranks: int) -> int:

@@ -2,8 +2,8 @@
 
     main thread: start-up, then steps     links' thread: what the engine's process says     beats
 
-Signals are the engine's process' to hear: this one ends when it is told to, when it fails, or with
-that process. Only what `program` makes knows torch.
+Signals are handled by the engine's process: this one ends when that says so, when it fails, or with
+that process. Only the program (program.py) knows torch.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Callable
-from typing import NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from xpyd_core.errors import UserError
 from xpyd_core.logs import set_up_logging
 from xpyd_kv.ranks.engine import Channel
+from xpyd_worker.parallel.api import GroupError
 from xpyd_worker.ranks.link.frames import Frame, Kind
 from xpyd_worker.ranks.link.links import Link, LinkChannel, Links
 from xpyd_worker.ranks.link.responses import Answers
 from xpyd_worker.ranks.link.ring import RingReader
-from xpyd_worker.ranks.loss import RANK_FAILED, RANK_MISSES_OTHERS, Failure, MissesOthersError
+from xpyd_worker.ranks.loss import RANK_FAILED, RANK_MISSES_OTHERS, Failure
 from xpyd_worker.ranks.start.messages import (
     Agreed,
     Failed,
@@ -34,7 +35,6 @@ from xpyd_worker.ranks.start.messages import (
     Measure,
     Meet,
     Opened,
-    Ready,
     Start,
     ToRank,
     decode_to_rank,
@@ -43,54 +43,19 @@ from xpyd_worker.ranks.start.messages import (
 from xpyd_worker.ranks.start.prctl import set_name, set_title
 from xpyd_worker.ranks.watch.beats import BeatPage, MainWatch, Slot, beat_forever
 
+if TYPE_CHECKING:
+    from xpyd_worker.ranks.start.program import RankProgram
+    from xpyd_worker.ranks.step.work import RankStep
+
 _log = logging.getLogger(__name__)
 _FLUSH_S = 2.0
 
 _T = TypeVar("_T")
 
 
-class LaunchedStep(Protocol):
-    """A step under way on a rank."""
-
-    @property
-    def is_over(self) -> bool:
-        """True where `finish` has nothing to wait for."""
-        ...
-
-    def finish(self) -> bytes | None:
-        """Wait for it, once: what came of it where this is the output rank, None elsewhere."""
-        ...
-
-
-class Program(Protocol):
-    """What a rank computes. Any call raises UserError for what the user can mend, and
-    MissesOthersError where another rank is at fault."""
-
-    def load(self) -> None:
-        """Meet the other ranks and load the weights."""
-        ...
-
-    def measure(self) -> int:
-        """Blocks of KV that fit beside the weights. When all ranks have loaded: it may wait for
-        them, no longer than steps do."""
-        ...
-
-    def make(self, blocks: int) -> Ready:
-        """Make the KV cache."""
-        ...
-
-    def launch(self, message: bytes) -> LaunchedStep:
-        """Start a step; see RankWork."""
-        ...
-
-    def close(self) -> None:
-        """Leave the other ranks. When no step is under way."""
-        ...
-
-
 GiveUp = Callable[[str], None]
 """Ends this process, from any thread, and says why."""
-MakeProgram = Callable[[Start, Channel, GiveUp], Program]
+MakeProgram = Callable[[Start, Channel, GiveUp], "RankProgram"]
 
 
 class _Main:
@@ -129,7 +94,7 @@ class _Main:
             self.channel.take(frame.body)
 
     def _lose(self, reason: str) -> None:
-        # Nobody is left who would hear of it, and nothing here must outlive the instance.
+        # No process is left to report to, and nothing here must outlive the instance.
         os._exit(RANK_FAILED)
 
 
@@ -146,7 +111,13 @@ class _Rank(logging.Filter):
 
 
 def run_steps(
-    program: Program, ring: RingReader, answers: Answers, slot: Slot, *, is_output: bool, depth: int
+    program: RankProgram,
+    ring: RingReader,
+    answers: Answers,
+    slot: Slot,
+    *,
+    is_output: bool,
+    depth: int,
 ) -> None:
     """Steps as they come, until an empty message. The output rank finishes a step as soon as it is
     over, or no other has come; the others when so many are under way that the engine must have had
@@ -154,7 +125,7 @@ def run_steps(
 
     An answer never waits for a step behind it: the engine fills the pipeline with what it learns,
     and the stages before this one would stand still for as long."""
-    under_way: deque[LaunchedStep] = deque()
+    under_way: deque[RankStep] = deque()
 
     def finish() -> None:
         output = under_way.popleft().finish()
@@ -202,8 +173,8 @@ def serve(main: _Main, start: Start, make_program: MakeProgram) -> int:
         run_steps(program, ring, answers, slot, is_output=is_output, depth=depth)
         is_running = False
         program.close()
-    except Exception as error:  # the process' edge: the engine's process is told, and ends all
-        misses = isinstance(error, MissesOthersError)
+    except Exception as error:  # the process' edge: the engine's process ends all
+        misses = isinstance(error, GroupError)
         is_user_error = isinstance(error, UserError)
         if not misses and not is_user_error:
             _log.exception("rank %d fails", rank)

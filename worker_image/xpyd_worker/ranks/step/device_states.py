@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from xpyd_worker.kernels.post_update import Fields
-from xpyd_worker.parallel.api import Sampled
+from xpyd_worker.kernels.post_update import Fields, Sampled
 from xpyd_worker.ranks.step.decoder import State
 from xpyd_worker.ranks.step.request_states import RequestStates
 from xpyd_worker.runner.device import Device, Mark

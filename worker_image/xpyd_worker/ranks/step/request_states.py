@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from xpyd_worker.engine.executor import DRAWN_BEFORE
-from xpyd_worker.kernels.post_update import make_fields, post_update
-from xpyd_worker.parallel.api import Sampled
+from xpyd_worker.kernels.post_update import Sampled, make_fields, post_update
 from xpyd_worker.ranks.step.decoder import State
 from xpyd_worker.runner.device import CPU
 from xpyd_worker.runner.tensors import numbers

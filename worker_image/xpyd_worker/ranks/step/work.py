@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from xpyd_kv.ranks.engine import RankSender
 from xpyd_worker.engine.executor import Finished, Running, StepInput, StepOutput
-from xpyd_worker.parallel.api import IncomingSampled, Parallel, Sampled
+from xpyd_worker.kernels.post_update import Sampled
 from xpyd_worker.ranks.step.decoder import StepDecoder
 from xpyd_worker.ranks.step.device_states import DeviceStates, Row, UnderWay
 from xpyd_worker.ranks.step.messages import (
@@ -33,7 +33,11 @@ from xpyd_worker.ranks.step.messages import (
 )
 from xpyd_worker.ranks.step.request_states import RequestStates
 from xpyd_worker.runner.device import reach
-from xpyd_worker.runner.runner import DeviceDraw
+
+if TYPE_CHECKING:
+    from xpyd_worker.parallel.stages import IncomingSampled
+    from xpyd_worker.parallel.state import ParallelState
+    from xpyd_worker.runner.runner import LaunchedStep, ModelRunner
 
 # As of a step: what it waits for is enqueued right behind one.
 _UPDATE_DEADLINE_S = 120.0
@@ -45,22 +49,6 @@ class Share:
 
     slots: list[int]
     query_lens: list[int]
-
-
-class Awaited(Protocol):
-    """Draws that the host has yet to learn of."""
-
-    def has_slot_of(self, slots: set[int]) -> bool:
-        """Whether they are for one of these."""
-        ...
-
-    def is_known(self) -> bool:
-        """Whether `settle` would not wait."""
-        ...
-
-    def settle(self) -> None:
-        """Wait, and write them to the states. The oldest first."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,13 +71,14 @@ class Coming:
 
 @dataclass(frozen=True, eq=False)
 class OnDevice:
-    """Drawn here, by a device that updates the states itself. `tell`: what was drawn, to others."""
+    """Drawn here, by a device that updates the states itself. `send`: what was drawn, to the other
+    stages."""
 
     states: DeviceStates
     update: UnderWay
     running: Running
     step: int
-    tell: Callable[[StepOutput], None]
+    send: Callable[[StepOutput], None]
 
     def has_slot_of(self, slots: set[int]) -> bool:
         return not slots.isdisjoint(self.update.ends)
@@ -100,7 +89,7 @@ class OnDevice:
     def settle(self) -> None:
         what = f"the update behind step {self.step}"
         reach(self.update.mark, within_s=_UPDATE_DEADLINE_S, what=what)
-        self.tell(self.running.wait())
+        self.send(self.running.wait())
         self.states.settle(self.update)
 
 
@@ -116,24 +105,14 @@ class Settling:
         return self.running.wait()
 
 
-class Launched(Running, Protocol):
-    """A step on its way."""
-
-    @property
-    def draw(self) -> DeviceDraw:
-        """What it draws, where that will be."""
-        ...
-
-
-class Runner(Protocol):
-    """The rank's part of the model, as Executor.launch runs it; hidden states come and go inside.
-    Other stages than the last give an output without samples."""
-
-    def launch(self, step: StepInput, layer_done: Callable[[int], None]) -> Launched: ...
+Awaited = Coming | OnDevice
+"""Draws that the host has yet to learn of. `has_slot_of`: whether they are for one of these slots;
+`is_known`: whether `settle` would not wait; `settle`: wait, and write them to the states, the
+oldest first."""
 
 
 @dataclass(frozen=True)
-class LaunchedStep:
+class RankStep:
     """A step that this rank has begun."""
 
     _running: Running
@@ -156,10 +135,10 @@ class RankWork:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: ModelRunner,
         states: RequestStates,
         *,
-        parallel: Parallel,
+        parallel: ParallelState,
         kv_sender: RankSender | None = None,
     ) -> None:
         self._runner = runner
@@ -171,7 +150,7 @@ class RankWork:
         # The oldest first; no more than there are steps under way.
         self._awaited: deque[Awaited] = deque()
 
-    def launch(self, encoded: bytes) -> LaunchedStep:
+    def launch(self, encoded: bytes) -> RankStep:
         """Begin a step. Raises MessageError for bytes that are none, GroupError where another rank
         does not answer, and what the runner raises: the ranks cannot go on together then."""
         message = decode_step(encoded)
@@ -185,9 +164,9 @@ class RankWork:
             running = self._draw_on_device(self._states, message, step, running)
         else:
             running = self._draw(message, step, running)
-        return LaunchedStep(running, part.is_last and not part.tensor_rank)
+        return RankStep(running, part.is_last and not part.tensor_rank)
 
-    def _run(self, step: StepInput) -> Launched:
+    def _run(self, step: StepInput) -> LaunchedStep:
         sender = self._kv_sender
         if sender is None:
             return self._runner.launch(step, _no_layer_done)
@@ -217,6 +196,11 @@ class RankWork:
         while awaited and awaited[0].is_known():
             awaited.popleft().settle()
 
+    def _send_drawn(self, sampled: Sampled) -> None:
+        """To the other stages."""
+        assert self._feedback is not None, "there are other stages"
+        self._feedback.send(sampled)
+
     def _draw(self, message: StepMessage, step: StepInput, running: Running) -> Running:
         """On the last stage."""
         output = running.wait()
@@ -225,12 +209,12 @@ class RankWork:
         )
         sampled = sampled_rows(step, output)
         if not self._part.is_first and (asking := _asking(step)):
-            self._feedback.tell(_rows(sampled, asking))
+            self._send_drawn(_rows(sampled, asking))
         self._states.post_update(share.slots, share.query_lens, sampled)
         return Finished(output)
 
     def _draw_on_device(
-        self, states: DeviceStates, message: StepMessage, step: StepInput, running: Launched
+        self, states: DeviceStates, message: StepMessage, step: StepInput, running: LaunchedStep
     ) -> Running:
         """On a last stage with a GPU. Waits for nothing."""
         places = running.draw.places
@@ -241,11 +225,11 @@ class RankWork:
         update = states.enqueue(rows, [one.start for one in step.sequences], running.draw)
         asking = [] if self._part.is_first else _asking(step)
 
-        def tell(output: StepOutput) -> None:
+        def send(output: StepOutput) -> None:
             if asking:
-                self._feedback.tell(_rows(sampled_rows(step, output), asking))
+                self._send_drawn(_rows(sampled_rows(step, output), asking))
 
-        one = OnDevice(states, update, running, step.step, tell)
+        one = OnDevice(states, update, running, step.step, send)
         self._awaited.append(one)
 
         def settle() -> None:
@@ -270,6 +254,7 @@ class RankWork:
             rest = share(resting)
             self._states.post_update(rest.slots, rest.query_lens, None)
         if asking:
+            assert self._feedback is not None, "a stage that does not draw has others"
             incoming = self._feedback.receive(len(asking))
             self._awaited.append(Coming(self._states, share(asking), incoming))
 
