@@ -2,9 +2,10 @@
 table.
 
 A row has a flag, its argparse options (type, default, choices, help) and the programs besides
-`xpyd worker` that take it. docs/engine.md lists the same flags, and tests compare both and the
-arguments of LLM() with this table. Bounds that depend on other values are in config.check_config.
-Values only: this module must not know what a flag does. See docs/adr/0037.
+`xpyd worker` that take it. The table of docs/engine.md is generated from this one (`make
+generate`), and a test compares the arguments of LLM() with it. Bounds that depend on other values
+are in config.check_config. Values only: this module must not know what a flag does. See
+docs/adr/0037.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
-from xpyd_core.pod_env import ROLES
+from xpyd_core.parallel.checks import PIPELINE, SHORT_NAMES, TENSOR
+from xpyd_core.pod_env import HTTP_PORT, KV_PORT, ROLES
 from xpyd_core.sizes import format_bytes
 from xpyd_kv.transport.settings import TRANSPORTS
 from xpyd_kv.wire.messages import MODES
@@ -26,6 +28,7 @@ from xpyd_worker.config import (
     BLOCK_SIZES,
     CPU_CACHE_BYTES,
     DTYPES,
+    WorkerConfig,
 )
 from xpyd_worker.engine.request import POLICIES
 
@@ -74,39 +77,44 @@ MODEL_FLAGS = (
         programs=_BOTH,
         required=True,
         metavar="PATH_OR_URI",
-        help="folder, file:///... or hf://org/name",
+        help="a folder, file:///folder (absolute) or hf://org/name",
     ),
-    _flag("--revision", programs=_BOTH, help="branch, tag or commit of an hf:// model, e.g. main"),
+    _flag(
+        "--revision",
+        programs=_BOTH,
+        help="branch, tag or commit of an hf:// model, e.g. main (default: the hub's)",
+    ),
     _flag(
         "--served-model-name",
         nargs="+",
         default=[],
         metavar="NAME",
-        help="names that requests may use, e.g. chat (default: the checkpoint's own)",
+        help="names that requests may use, up to 64, e.g. chat (default: org/name or the folder's "
+        "name)",
     ),
     _flag(
         "--device",
         programs=_BOTH,
         default="auto",
         metavar="DEVICE",
-        help="auto, cpu, cuda (the first GPU) or cuda:N (default: auto, a GPU where torch finds "
-        "one and triton is installed)",
+        help="cpu, cuda (the first GPU) or cuda:N; auto: a GPU where torch finds one and triton is "
+        "installed, else the CPU",
     ),
     _flag(
         "--dtype",
         programs=_BOTH,
         choices=DTYPES,
         default="auto",
-        help="of weights and KV (default: auto, the checkpoint's, but float32 where the CPU is "
-        "slow in 16 bits, and float16 for bfloat16 on a GPU that has none)",
+        help="of weights and KV; auto: the checkpoint's, but float32 where the CPU is slow in 16 "
+        "bits, and float16 for bfloat16 on a GPU that has none",
     ),
     _flag(
         "--max-model-len",
         programs=_BOTH,
         type=int,
         metavar="TOKENS",
-        help="prompt and output together, e.g. 4096 (default: the checkpoint's context, or what "
-        "the KV cache holds)",
+        help="tokens of prompt and output together, e.g. 4096 (default: the checkpoint's context, "
+        "or what the KV cache holds)",
     ),
     _flag(
         "--seed",
@@ -121,12 +129,13 @@ MODEL_FLAGS = (
         programs=_BOTH,
         type=int,
         metavar="N",
-        help="CPU threads of the forward pass, of each rank (default: OMP_NUM_THREADS, else all "
-        "cores, which ranks share)",
+        help="CPU threads of the forward pass, of each rank. Give it where several engines or "
+        "other work share the cores: threads that wait for each other make steps many times slower "
+        "(default: OMP_NUM_THREADS, else all cores, which ranks share)",
     ),
     _flag(
-        "--tensor-parallel-size",
-        "-tp",
+        TENSOR,
+        SHORT_NAMES[TENSOR],
         programs=_BOTH,
         type=int,
         default=1,
@@ -134,8 +143,8 @@ MODEL_FLAGS = (
         help="ranks that share each layer (default: %(default)s)",
     ),
     _flag(
-        "--pipeline-parallel-size",
-        "-pp",
+        PIPELINE,
+        SHORT_NAMES[PIPELINE],
         programs=_BOTH,
         type=int,
         default=1,
@@ -167,10 +176,10 @@ BATCH_FLAGS = (
         type=_tokens_or_auto,
         default="auto",
         metavar="TOKENS",
-        help="of one forward, at least --max-num-seqs; longer prompts go in chunks, and running "
-        "requests wait for one chunk at most between two of their tokens (default: auto, on a CPU "
+        help="tokens of one forward, at least --max-num-seqs; longer prompts go in chunks, and "
+        "running requests wait for one chunk at most between two of their tokens; auto: on a CPU "
         f"{AUTO_BATCHED_TOKENS}, on a GPU {AUTO_BATCHED_TOKENS_GPU}, or --max-num-seqs where that "
-        "is more)",
+        "is more",
     ),
     _flag(
         "--long-prefill-token-threshold",
@@ -178,16 +187,16 @@ BATCH_FLAGS = (
         type=int,
         default=0,
         metavar="TOKENS",
-        help="of one prompt in one forward, so that others have room beside it, e.g. 256 "
-        "(default: 0, off)",
+        help="tokens of one prompt in one forward, so that others have room, too, e.g. 256; 0: no "
+        "bound (default: %(default)s)",
     ),
     _flag(
         "--scheduling-policy",
         programs=_LLM,
         choices=POLICIES,
         default="fcfs",
-        help="fcfs: who came first goes first; priority: who has the lower number in the "
-        "request's field priority does, then who came first (default: %(default)s)",
+        help="which request goes first; fcfs: the one that came first; priority: the one with the "
+        "lower number in its field priority, then the one that came first (default: %(default)s)",
     ),
     _flag(
         "--kv-cache-memory",
@@ -232,85 +241,154 @@ BATCH_FLAGS = (
 )
 
 PLACE_FLAGS = (
-    _flag("--role", choices=ROLES, help="default: XPYD_ROLE, else Aggregated"),
-    _flag("--host", metavar="IP", help="literal ip to listen on (default: XPYD_POD_IP)"),
-    _flag("--port", type=int, metavar="N", help="HTTP port, e.g. 20001; 0: any free one"),
-    _flag("--discovery", metavar="HOST:PORT,...", help="routers, e.g. 10.0.0.2:30001"),
-    _flag("--heartbeat-period-ms", type=int, default=3000, metavar="MS", help="e.g. 3000"),
     _flag(
-        "--drain-timeout", type=float, default=300, metavar="SECONDS", help="on SIGTERM, e.g. 300"
+        "--role",
+        choices=ROLES,
+        help="what the instance does in its fleet (default: XPYD_ROLE, else Aggregated)",
+    ),
+    _flag(
+        "--host",
+        metavar="IP",
+        help="literal ip to listen on, which heartbeats name; not 0.0.0.0 (default: XPYD_POD_IP, "
+        f"else {WorkerConfig.host})",
+    ),
+    _flag(
+        "--port",
+        type=int,
+        metavar="N",
+        help=f"HTTP port; 0: any free one (default: XPYD_HTTP_PORT, else {HTTP_PORT})",
+    ),
+    _flag(
+        "--discovery",
+        metavar="HOST:PORT,...",
+        help="routers to send heartbeats to, e.g. 10.0.0.2:30001; a name with several addresses "
+        "means all of them (default: XPYD_DISCOVERY, else none)",
+    ),
+    _flag(
+        "--heartbeat-period-ms",
+        type=int,
+        default=3000,
+        metavar="MS",
+        help="50 to 60000 (default: %(default)s)",
+    ),
+    _flag(
+        "--drain-timeout",
+        type=float,
+        default=300,
+        metavar="SECONDS",
+        help="how long SIGTERM and POST /drain wait for requests (default: %(default)s)",
     ),
     _flag(
         "--otlp-traces-endpoint",
         metavar="URL",
-        help="send spans there by OTLP/HTTP, e.g. http://collector:4318/v1/traces (extra otel)",
+        help="URL of an OTLP/HTTP receiver for spans, e.g. http://collector:4318/v1/traces; needs "
+        "the extra otel (default: none, no tracing)",
     ),
 )
 
 KV_FLAGS = (
-    _flag("--kv-port", type=int, metavar="N", help="KV port, e.g. 21001"),
+    _flag(
+        "--kv-port",
+        type=int,
+        metavar="N",
+        help=f"KV port, from 1024 on (default: XPYD_KV_PORT, else {KV_PORT})",
+    ),
     _flag(
         "--kv-advertise",
         metavar="HOST:PORT",
-        help="KV address that others dial, where it is not host and port, e.g. 192.0.2.7:21001",
+        help="KV address that others dial, a literal ip and a port, behind NAT or a relay, e.g. "
+        "192.0.2.7:21001 (default: host and KV port)",
     ),
-    _flag("--kv-key-file", type=Path, metavar="FILE", help="the fleet's secret, e.g. /run/kv.key"),
+    _flag(
+        "--kv-key-file",
+        type=Path,
+        metavar="FILE",
+        help="the fleet's secret, e.g. /run/kv.key; required for Prefill and Decode without "
+        "--kv-insecure (default: XPYD_KV_KEY_FILE)",
+    ),
     _flag(
         "--kv-insecure",
         action="store_true",
-        help="no secret: whoever reaches the KV port may read and write KV, e.g. on one machine",
+        help="no secret: any host that reaches the KV port may read and write KV, e.g. on one "
+        "machine",
     ),
     _flag(
         "--kv-mode",
         choices=[name.replace("_", "-") for name in MODES],
         default="put-async",
-        help="when Prefill sends: put-async: while it computes; put: after each step, which waits; "
-        "get: when Decode asks, e.g. get. Decode does what Prefill says",
+        help="when a Prefill instance sends; put-async: while it computes; put: after each step, "
+        "which waits; get: when Decode asks. Decode does what Prefill says",
     ),
     _flag(
         "--kv-transport",
         choices=("auto", *TRANSPORTS),
         default="auto",
-        help="what moves KV; auto: the best that both sides of a pair have",
+        help="what moves KV, cuda_ipc and nccl only between GPUs; auto: the best that both sides "
+        "of a pair have",
     ),
     _flag(
         "--kv-socket-dir",
         type=Path,
         metavar="DIR",
-        help="folder that this machine's instances share, for uds and shm, e.g. /run/xpyd/chat",
+        help="folder of Unix sockets that the instances of this machine share, for uds and shm, "
+        "e.g. /run/xpyd/chat (default: none, tcp only)",
     ),
     _flag(
         "--kv-direct-free",
         type=float,
         default=0.1,
         metavar="SHARE",
-        help="share of blocks that stays free when KV lands directly, e.g. 0.1; 1: never directly",
+        help="KV lands in D's own blocks while more than this share of them stays free; 1: never "
+        "(default: %(default)s)",
     ),
     _flag(
         "--kv-buffer-size",
         default="10%",
         metavar="SIZE",
-        help="buffer for KV that waits, e.g. 8e9 or 10%% of the KV cache; ranks share it",
+        help="device buffer of D, and of P in mode get, for KV that waits: a size, e.g. 8e9, or a "
+        "percentage of the KV cache. Of the instance: ranks share it (default: %(default)s)",
     ),
     _flag(
         "--kv-host-pool-size",
         default="4Gi",
         metavar="SIZE",
-        help="when it is full, e.g. 4Gi; ranks share it",
+        help="host pool of D, and of P in mode get, for what the buffer has no room for. Of the "
+        "instance: ranks share it (default: %(default)s)",
     ),
-    _flag("--kv-connections", type=int, default=1, metavar="N", help="TCP ones of a pair, e.g. 2"),
     _flag(
-        "--kv-group-bytes", default="4Mi", metavar="SIZE", help="least bytes per frame, e.g. 4Mi"
+        "--kv-connections",
+        type=int,
+        default=1,
+        metavar="N",
+        help="TCP connections that KV of a pair of instances goes over, at most 4; from 2 on each "
+        "has a thread on both sides (default: %(default)s)",
     ),
-    _flag("--kv-wait-seconds", type=float, default=10, metavar="S", help="for KV to come, e.g. 10"),
     _flag(
-        "--kv-lease-seconds", type=float, default=30, metavar="S", help="of orphaned KV, e.g. 30"
+        "--kv-group-bytes",
+        default="4Mi",
+        metavar="SIZE",
+        help="layers are sent in groups of at least this many bytes (default: %(default)s)",
+    ),
+    _flag(
+        "--kv-wait-seconds",
+        type=float,
+        default=10,
+        metavar="S",
+        help="how long a request on D waits for its KV, and in mode put a step of P for D "
+        "(default: %(default)s)",
+    ),
+    _flag(
+        "--kv-lease-seconds",
+        type=float,
+        default=30,
+        metavar="S",
+        help="how long KV stays that no request asks for (default: %(default)s)",
     ),
     _flag(
         "--kv-on-failure",
         choices=("recompute", "fail"),
         default="recompute",
-        help="what a request does whose KV does not come",
+        help="what a request does whose KV does not come (default: %(default)s)",
     ),
 )
 

@@ -13,6 +13,8 @@ from xpyd_core.parallel.partition import partition
 from xpyd_core.parallel.ranks import Sizes
 
 TENSOR, PIPELINE = "--tensor-parallel-size", "--pipeline-parallel-size"
+SHORT_NAMES = {TENSOR: "-tp", PIPELINE: "-pp"}
+"""The engine's other names of them; `engine.args` of a fleet document may use none of the four."""
 
 
 @dataclass(frozen=True, kw_only=True)

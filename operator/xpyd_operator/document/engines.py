@@ -18,6 +18,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
+from xpyd_core.parallel.checks import SHORT_NAMES
 from xpyd_operator.document.base import (
     DNS_LABEL,
     ApiModel,
@@ -240,7 +241,10 @@ class EnvVar(ApiModel):
         return not self.value or self.value_from is None
 
 
-_OF_POOLS = ("-t", "-tp", "-p", "-pp", "--tensor-parallel-size", "--pipeline-parallel-size")
+_OF_POOLS = (
+    *(name[:end] for name in SHORT_NAMES.values() for end in range(2, len(name) + 1)),
+    *SHORT_NAMES,
+)
 """The worker's flags that the pools set, also with one dash and cut short as argparse accepts them:
 the pods of an instance follow from them."""
 
