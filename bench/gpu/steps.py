@@ -20,7 +20,7 @@ from xpyd_worker.engine.executor import DRAWN_BEFORE, Running, SampleSpec, StepI
 from xpyd_worker.engine.executor import ScheduledSequence as Scheduled
 from xpyd_worker.engine.request import SamplingParams
 from xpyd_worker.model.config import ModelConfig
-from xpyd_worker.runner.device import CudaDevice, Gpu
+from xpyd_worker.runner.device import CudaDevice
 from xpyd_worker.runner.runner import ModelRunner
 from xpyd_worker.runner.sampler import kernel_draw
 
@@ -60,7 +60,9 @@ def step_rows(
     bytes a second."""
     config = model_config("llama", **sizes.model)
     kernels = package.kernels.TritonKernels(device)
-    gpu: Gpu = FakeGpu(kernels) if device.type != "cuda" else CudaDevice(torch.device("cuda", 0))
+    gpu: CudaDevice = (
+        FakeGpu(kernels) if device.type != "cuda" else CudaDevice(torch.device("cuda", 0))
+    )
     most = max(count for count, _ in sizes.batches)
     blocks = max(count * _blocks(context, sizes) for count, context in sizes.batches)
     for has_graphs in (True, False):

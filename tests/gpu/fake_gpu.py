@@ -84,7 +84,7 @@ class FakeCounters:
 
 @dataclass
 class FakeGpu:
-    """See xpyd_worker.runner.device.Gpu. Marks come from `marks` while it has some."""
+    """See xpyd_worker.runner.device.CudaDevice. Marks come from `marks` while it has some."""
 
     own_kernels: Any = None
     torch_device: torch.device = CPU

@@ -24,7 +24,7 @@ from tests.worker.ahead_driver import Ahead
 from tests.worker.runner_driver import Driver, fork_by_copy, with_params
 from tests.worker.test_gpu_engine import Run
 from xpyd_worker.engine.executor import DRAWN_BEFORE, StepInput
-from xpyd_worker.runner.device import CudaDevice, Gpu
+from xpyd_worker.runner.device import CudaDevice
 from xpyd_worker.runner.gpu_fit import fit
 from xpyd_worker.runner.gpu_memory import GpuLimits
 from xpyd_worker.runner.runner import ModelRunner
@@ -50,7 +50,7 @@ MIXED: list[dict[str, Any]] = [
 ]
 
 
-def gpu_of(kit: Kit) -> Gpu:
+def gpu_of(kit: Kit) -> CudaDevice:
     """The device, or what stands for it."""
     if kit.device.type == "cuda":
         return CudaDevice(torch.device("cuda", torch.cuda.current_device()))

@@ -29,7 +29,7 @@ from xpyd_worker.parallel.api import Part
 from xpyd_worker.ranks.step.device_states import DeviceStates, Row
 from xpyd_worker.ranks.step.encoder import StepEncoder
 from xpyd_worker.ranks.step.messages import decode_output
-from xpyd_worker.ranks.step.work import LaunchedStep, RankWork
+from xpyd_worker.ranks.step.work import RankStep, RankWork
 from xpyd_worker.runner.runner import DeviceDraw
 
 SOME = ScheduledSequence(
@@ -69,12 +69,12 @@ class Rank:
         self.encoder = StepEncoder(4)
         self.steps: list[StepInput] = []
 
-    def launch(self, *sequences: ScheduledSequence) -> LaunchedStep:
+    def launch(self, *sequences: ScheduledSequence) -> RankStep:
         step = StepInput(len(self.steps) + 1, sequences)
         self.steps.append(step)
         return self.work.launch(self.encoder.encode(step))
 
-    def finish(self, launched: LaunchedStep) -> dict[int, int]:
+    def finish(self, launched: RankStep) -> dict[int, int]:
         """Tokens by sequence."""
         self.device.run_to(self.device.enqueued)
         answer = launched.finish()

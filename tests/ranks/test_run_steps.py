@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from xpyd_worker.ranks.link.responses import Answers
 from xpyd_worker.ranks.link.ring import RingReader
-from xpyd_worker.ranks.start.rank_main import Program, run_steps
+from xpyd_worker.ranks.start.rank_main import run_steps
 from xpyd_worker.ranks.watch.beats import Slot
 
 
@@ -54,7 +54,7 @@ class Rank:
 
     def run(self, depth: int) -> list[str]:
         run_steps(
-            cast(Program, self),
+            cast(Any, self),
             cast(RingReader, self),
             cast(Answers, self),
             cast(Slot, self),

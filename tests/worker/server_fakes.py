@@ -32,7 +32,6 @@ from xpyd_worker.server.http.inference import Api
 from xpyd_worker.server.http.server import Server, create_app, listen, make_server
 from xpyd_worker.server.service import Place, ServedModel, Service, seeds
 from xpyd_worker.server.telemetry.metrics import ServerMetrics
-from xpyd_worker.server.telemetry.tracing import Tracer
 
 EOS = 256
 BOS = 257
@@ -250,7 +249,7 @@ async def serving(
     keys: tuple[bytes, ...] = (KEY,),
     tokenizer: ByteTokenizer | None = None,
     model: ServedModel | None = None,
-    tracer: Tracer | None = None,
+    tracer: Any = None,
     bodies: BodyBudget | None = None,
 ) -> AsyncIterator[Running]:
     """The API over `engine` on a loopback port."""

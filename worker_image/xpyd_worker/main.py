@@ -42,11 +42,11 @@ from xpyd_worker.server.http.server import create_app, listen, make_server
 from xpyd_worker.server.service import Place, Service, seeds
 from xpyd_worker.server.telemetry.heartbeat import HeartbeatSender
 from xpyd_worker.server.telemetry.metrics import ServerMetrics
-from xpyd_worker.server.telemetry.tracing import Tracer
 from xpyd_worker.system import prepare_for_torch, process_age_s
 
 if TYPE_CHECKING:
     from xpyd_worker.load.engine import Loaded
+    from xpyd_worker.server.telemetry.otel import OtlpTracer
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -354,7 +354,7 @@ class _Worker:
         )
 
 
-def _make_tracer(config: WorkerConfig, incarnation: str) -> Tracer | None:
+def _make_tracer(config: WorkerConfig, incarnation: str) -> OtlpTracer | None:
     """UserError where tracing is asked for and its packages are not installed."""
     if config.otlp_traces_endpoint is None:
         return None

@@ -4,12 +4,16 @@ last: `python -m tests.ranks.kit.forgetful_rank`, started as the real one is."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from xpyd_kv.ranks.engine import Channel
 from xpyd_worker.ranks.start.fork_server import main
 from xpyd_worker.ranks.start.messages import Start
-from xpyd_worker.ranks.start.rank_main import GiveUp, MakeProgram, Program
+from xpyd_worker.ranks.start.rank_main import GiveUp, MakeProgram
 from xpyd_worker.system import prepare_for_torch
+
+if TYPE_CHECKING:
+    from xpyd_worker.ranks.start.program import RankProgram
 
 
 def prepare() -> MakeProgram:
@@ -18,7 +22,7 @@ def prepare() -> MakeProgram:
     return make_program
 
 
-def make_program(start: Start, channel: Channel, give_up: GiveUp) -> Program:
+def make_program(start: Start, channel: Channel, give_up: GiveUp) -> RankProgram:
     """The real one, but for that."""
     from xpyd_worker.kernels.post_update import Sampled
     from xpyd_worker.ranks.start import program

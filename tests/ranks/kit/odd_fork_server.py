@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.ranks.kit.fake_rank import FakeProgram
+from tests.ranks.kit.fake_rank import FakeProgram, Step
 from tests.ranks.kit.instances import WAIT_S, make
 from xpyd_core.parallel.ranks import Sizes
 from xpyd_kv.ranks.engine import Channel
 from xpyd_worker.ranks.instance import Instance
 from xpyd_worker.ranks.start.fork_server import main
 from xpyd_worker.ranks.start.messages import Start
-from xpyd_worker.ranks.start.rank_main import GiveUp, LaunchedStep, MakeProgram
+from xpyd_worker.ranks.start.rank_main import GiveUp, MakeProgram
 
 TWO = Sizes(tensor=2)
 MODULE = "tests.ranks.kit.odd_fork_server"
@@ -53,7 +53,7 @@ def text_of(pid: int, name: str) -> str:
 class Told:
     """A step's answer, with what is to be told beside it."""
 
-    def __init__(self, step: LaunchedStep, imported_by: str) -> None:
+    def __init__(self, step: Step, imported_by: str) -> None:
         self._step = step
         self._imported_by = imported_by
 

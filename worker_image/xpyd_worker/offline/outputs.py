@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xpyd_worker.engine.request import TokenLogprob
+from xpyd_worker.runner.tokenizer import Tokenizer
 from xpyd_worker.server.generation import ChoiceDelta
-from xpyd_worker.server.service import TextTokenizer
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class RequestOutput:
 
 
 def completion_output(
-    tokenizer: TextTokenizer, choice: ChoiceDelta, *, with_logprobs: bool
+    tokenizer: Tokenizer, choice: ChoiceDelta, *, with_logprobs: bool
 ) -> CompletionOutput:
     """The choice from all that it gained."""
     entries = choice.logprobs if with_logprobs else None
@@ -70,13 +70,13 @@ def completion_output(
 
 
 def prompt_alternatives(
-    tokenizer: TextTokenizer, entries: Sequence[TokenLogprob | None]
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprob | None]
 ) -> tuple[dict[int, Logprob] | None, ...]:
     """`prompt_logprobs` of a RequestOutput."""
     return tuple(None if one is None else _alternatives(tokenizer, one) for one in entries)
 
 
-def _alternatives(tokenizer: TextTokenizer, entry: TokenLogprob) -> dict[int, Logprob]:
+def _alternatives(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[int, Logprob]:
     """The token itself first, then the best ones in order."""
     found = {entry.token_id: (entry.logprob, entry.rank)}
     for rank, (token_id, logprob) in enumerate(entry.top, start=1):

@@ -2,7 +2,7 @@
 
 A step is enqueued; `mark` says where it ends in the device's work, and `reach` waits for that with
 a deadline. On a CPU an operator is over when it returns, so there is nothing to wait for. What a
-GPU needs besides, to be loaded, is `Gpu`. It must not know models or requests.
+GPU needs besides, to be loaded, is in `CudaDevice`. It must not know models or requests.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
 from xpyd_core.errors import UserError
-from xpyd_worker.kernels.api import Kernels, KvShape
-from xpyd_worker.runner.gpu_memory import CudaCounters, MemoryCounters
-from xpyd_worker.runner.graphs import CudaGraphDevice, GraphDevice, PlanBuffer
+from xpyd_worker.runner.gpu_memory import CudaCounters
+from xpyd_worker.runner.graphs import CudaGraphDevice
+
+if TYPE_CHECKING:
+    from xpyd_worker.kernels.gpu.kernels import TritonKernels
 
 CPU = torch.device("cpu")
 # Between two looks at a mark; what the system makes of it is some 70 us, and meanwhile other
@@ -66,30 +68,6 @@ class Device(Protocol):
         ...
 
 
-class StaticKernels(Kernels, Protocol):
-    """Kernels that can plan at fixed addresses, as CUDA graphs need it."""
-
-    def static_plan(self, shape: KvShape, *, max_sequences: int, max_context: int) -> PlanBuffer:
-        """Room for so many sequences that decode, none of them longer."""
-        ...
-
-
-class Gpu(Device, Protocol):
-    """A device with memory and graphs of its own."""
-
-    def kernels(self) -> StaticKernels:
-        """The operators of a forward."""
-        ...
-
-    def counters(self) -> MemoryCounters:
-        """What it tells of its memory."""
-        ...
-
-    def graph_device(self) -> GraphDevice:
-        """What captures."""
-        ...
-
-
 class _Reached:
     def is_reached(self) -> bool:
         return True
@@ -131,17 +109,17 @@ class CudaDevice:
         event.record()
         return _CudaMark(event)
 
-    def kernels(self) -> StaticKernels:
+    def kernels(self) -> TritonKernels:
         """Triton's; imported here only, so that an engine on a CPU starts without."""
         from xpyd_worker.kernels.gpu.kernels import TritonKernels
 
         return TritonKernels(self.torch_device)
 
-    def counters(self) -> MemoryCounters:
+    def counters(self) -> CudaCounters:
         """The driver's, and those of torch's allocator."""
         return CudaCounters(self.torch_device)
 
-    def graph_device(self) -> GraphDevice:
+    def graph_device(self) -> CudaGraphDevice:
         """CUDA graphs."""
         return CudaGraphDevice()
 

@@ -23,7 +23,7 @@ from xpyd_worker.kernels.api import KvShape, Plan
 from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.model.decoder import Decoder
 from xpyd_worker.parallel.api import GroupError
-from xpyd_worker.runner.device import Gpu, StaticKernels
+from xpyd_worker.runner.device import CudaDevice
 from xpyd_worker.runner.gpu_memory import (
     GpuLimits,
     GpuUse,
@@ -33,7 +33,7 @@ from xpyd_worker.runner.gpu_memory import (
     profile,
     warm_ups,
 )
-from xpyd_worker.runner.graphs import DecodeGraphs, PlanBuffer, padded_sizes
+from xpyd_worker.runner.graphs import DecodeGraphs, padded_sizes
 from xpyd_worker.runner.kv_cache import (
     KvCache,
     MakeMemory,
@@ -45,6 +45,9 @@ from xpyd_worker.runner.runner import ModelRunner
 from xpyd_worker.runner.sampler import draw_for
 
 if TYPE_CHECKING:
+    # Triton is not everywhere where torch is.
+    from xpyd_worker.kernels.gpu.kernels import TritonKernels
+    from xpyd_worker.kernels.gpu.plan import StaticPlan
     from xpyd_worker.parallel.state import ParallelState
 
 _log = logging.getLogger(__name__)
@@ -87,10 +90,10 @@ class GpuFit:
 def fit(
     model: Decoder,
     config: ModelConfig,
-    kernels: StaticKernels,
+    kernels: TritonKernels,
     shape: KvShape,
     *,
-    gpu: Gpu,
+    gpu: CudaDevice,
     limits: GpuLimits,
     free_at_start: int,
     parallel: ParallelState | None = None,
@@ -121,9 +124,9 @@ class Maker:
 
     model: Decoder
     config: ModelConfig
-    kernels: StaticKernels
+    kernels: TritonKernels
     shape: KvShape
-    gpu: Gpu
+    gpu: CudaDevice
     limits: GpuLimits
     parallel: ParallelState | None
 
@@ -155,7 +158,7 @@ class Maker:
         def forward(token_ids: Tensor, positions: Tensor, plan: Plan) -> Tensor:
             return self.model.forward(token_ids, positions, cache.layers, plan, _no_layer_done)
 
-        def plan_buffer(size: int) -> PlanBuffer:
+        def plan_buffer(size: int) -> StaticPlan:
             return self.kernels.static_plan(
                 self.shape, max_sequences=size, max_context=limits.max_model_len
             )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 
@@ -20,58 +20,34 @@ from xpyd_worker.engine.executor import KnownTokens, SampleSpec, ScheduledSequen
 from xpyd_worker.engine.request import SamplingParams
 
 
-class MemoryCounters(Protocol):
-    """What a device tells of its memory, in bytes."""
-
-    def total(self) -> int:
-        """Of the device."""
-        ...
-
-    def free(self) -> int:
-        """That no process has now."""
-        ...
-
-    def reserved(self) -> int:
-        """That this process's allocator of tensors has from the device now."""
-        ...
-
-    def release(self) -> None:
-        """Give back what the allocator has and no tensor uses, and forget the peak."""
-        ...
-
-    def peak(self) -> int:
-        """The most that tensors took at once since `release`."""
-        ...
-
-
 class CudaCounters:
-    """Those of a CUDA device, of the driver and of torch's allocator."""
+    """The memory of a CUDA device in bytes, by the driver and by torch's allocator."""
 
     def __init__(self, device: torch.device) -> None:
         # Partly untyped in torch.
         self._cuda, self._device = cast("Any", torch.cuda), device
 
     def total(self) -> int:
-        """See MemoryCounters."""
+        """Of the device."""
         return int(self._cuda.mem_get_info(self._device)[1])
 
     def free(self) -> int:
-        """See MemoryCounters."""
+        """That no process has now."""
         return int(self._cuda.mem_get_info(self._device)[0])
 
     def reserved(self) -> int:
-        """See MemoryCounters."""
+        """That this process's allocator of tensors has from the device now."""
         return int(self._cuda.memory_reserved(self._device))
 
     def release(self) -> None:
-        """See MemoryCounters."""
+        """Give back what the allocator has and no tensor uses, and forget the peak."""
         # What is still under way would give its memory back later.
         self._cuda.synchronize(self._device)
         self._cuda.empty_cache()
         self._cuda.reset_peak_memory_stats(self._device)
 
     def peak(self) -> int:
-        """See MemoryCounters."""
+        """The most that tensors took at once since `release`."""
         return int(self._cuda.max_memory_allocated(self._device))
 
 
@@ -105,7 +81,7 @@ def lacks_memory(error: RuntimeError) -> bool:
 
 
 def profile(
-    counters: MemoryCounters, free_at_start: int, largest_step: Callable[[], None]
+    counters: CudaCounters, free_at_start: int, largest_step: Callable[[], None]
 ) -> Profile:
     """Run the largest step that the scheduler may make. `free_at_start` was free before this
     process put anything on the device but the driver's context, without which nobody tells: that

@@ -3,22 +3,26 @@
 A step of a small batch launches hundreds of kernels that each take microseconds, so launching is
 what it waits for; a replay is one launch. A graph reads and writes fixed addresses: a step's inputs
 are copied into buffers that live as long as the graph, and the batch is padded to the next size
-that was captured. Capturing itself is behind a seam. It must not know requests or sampling.
+that was captured. It must not know requests or sampling.
 
-The forward's Python does not run in a replay: nobody is told of a layer whose keys and values are
-stored. Steps that someone listens to are for the caller to run without a graph.
+The forward's Python does not run in a replay, so no layer reports that its keys and values are
+stored. The caller runs steps that need these reports without a graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from xpyd_worker.kernels.api import Plan, Span
+
+if TYPE_CHECKING:
+    # Triton is not everywhere where torch is.
+    from xpyd_worker.kernels.gpu.plan import StaticPlan
 
 Forward = Callable[[Tensor, Tensor, Plan], Tensor]
 """Token ids and positions [rows] int64 and a plan -> hidden states [rows, hidden]."""
@@ -28,38 +32,35 @@ Fill = Callable[[Tensor], None]
 _WARM_UPS = 2
 
 
-class Captured(Protocol):
-    """A run that can be had again."""
+class CudaGraphDevice:
+    """torch.cuda's graphs, all with one pool of memory: only one of them may be on its way at a
+    time."""
 
-    @property
-    def output(self) -> Tensor:
-        """What the run returned: each replay writes to it."""
-        ...
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Callable[[], Tensor]) -> CudaGraph:
+        """Capture what `run` launches. It has run before, so that nothing is compiled or set up in
+        it now."""
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may ask CUDA for anything meanwhile, as those that move KV do.
+        mode = "thread_local"
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=mode):
+            output = run()
+        return CudaGraph(graph, output)
+
+
+@dataclass(frozen=True)
+class CudaGraph:
+    """A run that can be had again. `output`: what the run returned; each replay writes to it."""
+
+    graph: torch.cuda.CUDAGraph
+    output: Tensor
 
     def replay(self) -> None:
         """Start it once more on the current stream, without waiting for it."""
-        ...
-
-
-class GraphDevice(Protocol):
-    """The device's part of capturing."""
-
-    def capture(self, run: Callable[[], Tensor]) -> Captured:
-        """Capture what `run` launches. It has run before, so that nothing is compiled or set up in
-        it now, and it allocates from memory that captured runs share: only one of them may be on
-        its way at a time."""
-        ...
-
-
-class PlanBuffer(Protocol):
-    """A plan at fixed addresses: StaticPlan of the GPU's kernels."""
-
-    @property
-    def plan(self) -> Plan: ...
-
-    def copy_(self, spans: Sequence[Span]) -> None:
-        """Put a step's sequences in; rows behind them touch no block."""
-        ...
+        self.graph.replay()
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ class _Step:
     """What is captured for one batch size. `inputs` [2, size]: token ids and positions."""
 
     inputs: Tensor
-    plan: PlanBuffer
-    captured: Captured
+    plan: StaticPlan
+    captured: CudaGraph
 
 
 class DecodeGraphs:
@@ -76,9 +77,9 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        device: GraphDevice,
+        device: CudaGraphDevice,
         forward: Forward,
-        plan_buffer: Callable[[int], PlanBuffer],
+        plan_buffer: Callable[[int], StaticPlan],
         *,
         sizes: Sequence[int],
         on: torch.device,
@@ -114,7 +115,9 @@ class DecodeGraphs:
         step.captured.replay()
         return step.captured.output[:count]
 
-    def _capture(self, device: GraphDevice, forward: Forward, plan: PlanBuffer, size: int) -> _Step:
+    def _capture(
+        self, device: CudaGraphDevice, forward: Forward, plan: StaticPlan, size: int
+    ) -> _Step:
         inputs = torch.zeros(2, size, dtype=torch.int64, device=self._on)
 
         def run() -> Tensor:
@@ -129,29 +132,3 @@ def padded_sizes(most: int) -> tuple[int, ...]:
     """Batch sizes to capture for up to `most` sequences: powers of two, then `most` itself."""
     powers = [1 << bit for bit in range(most.bit_length()) if 1 << bit <= most]
     return (*powers,) if not powers or powers[-1] == most else (*powers, most)
-
-
-class CudaGraphDevice:
-    """torch.cuda's graphs, all with one pool of memory."""
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def capture(self, run: Callable[[], Tensor]) -> Captured:
-        """See GraphDevice."""
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may ask CUDA for anything meanwhile, as those that move KV do.
-        mode = "thread_local"
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=mode):
-            output = run()
-        return _CudaGraph(graph, output)
-
-
-@dataclass(frozen=True)
-class _CudaGraph:
-    graph: torch.cuda.CUDAGraph
-    output: Tensor
-
-    def replay(self) -> None:
-        self.graph.replay()

@@ -26,7 +26,7 @@ from xpyd_worker.model.decoder import Decoder
 from xpyd_worker.model.loader import load_weights
 from xpyd_worker.model.registry import build_model
 from xpyd_worker.parallel.api import Part
-from xpyd_worker.runner.device import CPU, Gpu, StaticKernels
+from xpyd_worker.runner.device import CPU, CudaDevice
 from xpyd_worker.runner.gpu_fit import GpuFit, fit
 from xpyd_worker.runner.gpu_memory import GpuLimits, GpuUse
 from xpyd_worker.runner.kv_cache import (
@@ -40,6 +40,8 @@ from xpyd_worker.runner.kv_cache import (
 from xpyd_worker.runner.runner import ModelRunner
 
 if TYPE_CHECKING:
+    # Triton is not everywhere where torch is.
+    from xpyd_worker.kernels.gpu.kernels import TritonKernels
     from xpyd_worker.parallel.state import ParallelState
 
 # The GPU's attention keeps whole heads in a program's shared memory; wider ones do not fit there.
@@ -118,7 +120,7 @@ def load_on_cpu(
     return found.make_runner(make_memory=make_memory)
 
 
-def open_gpu(gpu: Gpu) -> None:
+def open_gpu(gpu: CudaDevice) -> None:
     """Import the kernels' libraries and make the process' context on the GPU. Both may take seconds
     in which no other thread of the process runs, as its watcher expects before it has opened."""
     with gpu.use():
@@ -133,9 +135,9 @@ class GpuPart:
 
     model: Decoder
     config: ModelConfig
-    kernels: StaticKernels
+    kernels: TritonKernels
     shape: KvShape
-    gpu: Gpu
+    gpu: CudaDevice
     limits: GpuLimits
     free_at_start: int
     parallel: ParallelState | None
@@ -161,7 +163,7 @@ def part_on_gpu(
     config: ModelConfig,
     *,
     dtype: torch.dtype,
-    gpu: Gpu,
+    gpu: CudaDevice,
     limits: GpuLimits,
     block_size_tokens: int = DEFAULT_BLOCK_SIZE,
     parallel: ParallelState | None = None,
@@ -207,7 +209,7 @@ def load_on_gpu(
     config: ModelConfig,
     *,
     dtype: torch.dtype,
-    gpu: Gpu,
+    gpu: CudaDevice,
     limits: GpuLimits,
     block_size_tokens: int = DEFAULT_BLOCK_SIZE,
     make_memory: MakeMemory | None = None,

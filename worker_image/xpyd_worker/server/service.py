@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from hashlib import sha256
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 from quart import Response
 
@@ -22,6 +22,7 @@ from xpyd_core.errors import ApiError
 from xpyd_core.request_id import Address
 from xpyd_core.tokenizer_files import MAX_BYTES, TokenizerFiles, encode_tokenizer_files
 from xpyd_kv.session.probing import ProbeResult
+from xpyd_worker.runner.tokenizer import Tokenizer
 from xpyd_worker.server.bridge import EngineBridge
 from xpyd_worker.server.text.output_text import Detokenizer
 
@@ -105,40 +106,6 @@ def seeds(base: int | None = None) -> Callable[[], int]:
     return partial((random.SystemRandom() if base is None else random.Random(base)).getrandbits, 64)
 
 
-class TextTokenizer(Protocol):
-    """What the server needs of runner.tokenizer.Tokenizer; documented there."""
-
-    @property
-    def special_ids(self) -> frozenset[int]: ...
-
-    @property
-    def byte_ids(self) -> Mapping[int, int]: ...
-
-    @property
-    def has_chat_template(self) -> bool: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
-
-    def token_text(self, token_id: int) -> str: ...
-
-    def token_bytes(self, token_id: int) -> bytes: ...
-
-    def token_piece(self, token_id: int) -> str: ...
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool,
-        add_special_tokens: bool = False,
-    ) -> list[int]: ...
-
-
 @dataclass(frozen=True)
 class ServedModel:
     """The loaded model as the API shows it.
@@ -150,7 +117,7 @@ class ServedModel:
     """
 
     names: tuple[str, ...]
-    tokenizer: TextTokenizer
+    tokenizer: Tokenizer
     eos_token_ids: frozenset[int]
     vocab_size: int
     max_model_len: int

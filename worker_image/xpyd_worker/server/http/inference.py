@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from quart import Response, request
@@ -40,8 +40,12 @@ from xpyd_worker.server.openai.params import (
     parse_completion,
 )
 from xpyd_worker.server.service import Service
-from xpyd_worker.server.telemetry.tracing import Operation, Outcome, RequestTrace, Tracer
+from xpyd_worker.server.telemetry.tracing import Operation, Outcome, RequestTrace
 from xpyd_worker.server.text.prompts import bad_word_ids, chat_ids, completion_ids, prompt_texts
+
+if TYPE_CHECKING:
+    # Its packages are an extra.
+    from xpyd_worker.server.telemetry.otel import OtlpTracer
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +68,7 @@ class Api:
         self.lifecycle = lifecycle
         self.admission = Admission(lifecycle)
         self.service: Service | None = None
-        self.tracer: Tracer | None = None
+        self.tracer: OtlpTracer | None = None
 
     def ready_service(self) -> Service:
         """The service, or 503 while there is none."""

@@ -11,17 +11,17 @@ from dataclasses import replace
 from typing import Any
 
 from xpyd_worker.engine.request import TokenLogprob
+from xpyd_worker.runner.tokenizer import Tokenizer
 from xpyd_worker.server.generation import ChoiceDelta, Generation
 from xpyd_worker.server.openai.jobs import Job
 from xpyd_worker.server.openai.params import Options
-from xpyd_worker.server.service import TextTokenizer
 
 # JSON has no minus infinity; OpenAI's and vLLM's stand-in for a probability of 0.
 _LEAST = -9999.0
 
 
 def completion_logprobs(
-    tokenizer: TextTokenizer, entries: Sequence[TokenLogprob | None], *, text_offset: int
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprob | None], *, text_offset: int
 ) -> dict[str, Any]:
     """The `logprobs` object of a completion's choice. `text_offset`: where the first token begins.
 
@@ -43,7 +43,7 @@ def completion_logprobs(
 
 
 def prompt_logprobs(
-    tokenizer: TextTokenizer, prompt: Sequence[int], entries: Sequence[TokenLogprob | None]
+    tokenizer: Tokenizer, prompt: Sequence[int], entries: Sequence[TokenLogprob | None]
 ) -> dict[str, Any]:
     """The part of an echo's `logprobs` object that describes the prompt."""
     result = completion_logprobs(tokenizer, entries, text_offset=0)
@@ -55,14 +55,14 @@ def prompt_logprobs(
 
 
 def prompt_logprob_maps(
-    tokenizer: TextTokenizer, entries: Sequence[TokenLogprob | None], count: int
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprob | None], count: int
 ) -> list[dict[str, dict[str, Any]] | None]:
     """vLLM's `prompt_logprobs`: per prompt token (None for the first) a map from token ids, the
     token's own and the `count` best, to log probability, rank and text."""
     return [None if one is None else _map(tokenizer, one, count) for one in entries]
 
 
-def _map(tokenizer: TextTokenizer, entry: TokenLogprob, count: int) -> dict[str, dict[str, Any]]:
+def _map(tokenizer: Tokenizer, entry: TokenLogprob, count: int) -> dict[str, dict[str, Any]]:
     ranked = [(entry.token_id, entry.logprob, entry.rank)]
     ranked += [(i, logprob, rank) for rank, (i, logprob) in enumerate(entry.top[:count], start=1)]
     return {
@@ -75,12 +75,12 @@ def _map(tokenizer: TextTokenizer, entry: TokenLogprob, count: int) -> dict[str,
     }
 
 
-def _top(tokenizer: TextTokenizer, entry: TokenLogprob) -> dict[str, float]:
+def _top(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, float]:
     pairs = (*entry.top, (entry.token_id, entry.logprob))
     return {tokenizer.token_text(i): max(logprob, _LEAST) for i, logprob in pairs}
 
 
-def chat_logprobs(tokenizer: TextTokenizer, entries: Iterable[TokenLogprob]) -> dict[str, Any]:
+def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprob]) -> dict[str, Any]:
     """The `logprobs` object of a chat's choice."""
     content = [
         {
@@ -92,7 +92,7 @@ def chat_logprobs(tokenizer: TextTokenizer, entries: Iterable[TokenLogprob]) -> 
     return {"content": content, "refusal": None}
 
 
-def _chat_token(tokenizer: TextTokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
     return {
         "token": tokenizer.token_text(token_id),
         "logprob": max(logprob, _LEAST),
@@ -127,7 +127,7 @@ class ChatFormat:
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, tokenizer: TextTokenizer, options: Options, generation: Generation) -> None:
+    def __init__(self, tokenizer: Tokenizer, options: Options, generation: Generation) -> None:
         self._tokenizer = tokenizer
         self._options = options
         self._generation = generation
@@ -208,7 +208,7 @@ class CompletionFormat:
     whole_object = "text_completion"
     chunk_object = "text_completion"
 
-    def __init__(self, tokenizer: TextTokenizer, options: Options, generation: Generation) -> None:
+    def __init__(self, tokenizer: Tokenizer, options: Options, generation: Generation) -> None:
         self._tokenizer = tokenizer
         self._options = options
         self._generation = generation

@@ -43,7 +43,8 @@ def traces_url(endpoint: str) -> str:
 
 
 class OtlpTracer:
-    """tracing.Tracer. The SDK's own thread sends."""
+    """Takes requests that are over. Loop only; never waits for a collector: the SDK's own thread
+    sends."""
 
     def __init__(self, endpoint: str, *, instance: str, role: str) -> None:
         """`instance` names this process where OTEL_RESOURCE_ATTRIBUTES does not. `role` tells the
@@ -60,7 +61,7 @@ class OtlpTracer:
         self._propagator = TraceContextTextMapPropagator()
 
     def record(self, finished: FinishedTrace) -> None:
-        """See tracing.Tracer."""
+        """Make the spans of one request."""
         # From the monotonic clock to Unix time, by the difference of the two clocks now.
         offset_ns = time.time_ns() - time.monotonic_ns()
         trace, head = finished.trace, finished.head
@@ -98,7 +99,7 @@ class OtlpTracer:
             span.end(_at(ended_s if end_s is None else end_s, offset_ns))
 
     def close(self, deadline_s: float) -> None:
-        """See tracing.Tracer."""
+        """Send what is left, within the deadline. Blocks: call it on a thread."""
         # The SDK sends what is left with its own retries and deadlines, which are longer.
         closing = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
         closing.start()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from xpyd_worker.server.generation import Generation, Usage
 from xpyd_worker.server.openai.answers import AnswerId
@@ -102,15 +102,3 @@ def _error(outcome: Outcome, generation: Generation) -> str:
         case "request failed":
             # OpenTelemetry's word where there is none: a client that did not read, for example.
             return generation.failure or "_OTHER"
-
-
-class Tracer(Protocol):
-    """Takes requests that are over. Loop only; never waits for a collector."""
-
-    def record(self, finished: FinishedTrace) -> None:
-        """Make the spans of one request."""
-        ...
-
-    def close(self, deadline_s: float) -> None:
-        """Send what is left, within the deadline. Blocks: call it on a thread."""
-        ...
