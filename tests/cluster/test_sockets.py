@@ -156,7 +156,7 @@ def test_a_fleet_that_gives_up_its_key_says_so_and_serves(fleet: FleetOnNode, fo
         (pod,) = fleet.pods(pool)
         assert not [volume for volume in pod["spec"]["volumes"] if "secret" in volume]
         log = fleet.kubectl("logs", pod["metadata"]["name"])
-        assert log.count("--kv-insecure: whoever reaches") == 1
+        assert log.count("--kv-insecure: any host that reaches") == 1
 
 
 def pod_revision(fleet: FleetOnNode, pool: str) -> str:

@@ -26,7 +26,7 @@ from xpyd_router.request_metrics import Exposition
 from xpyd_worker import LLM
 from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.flags import add_flags, flags_of
-from xpyd_worker.ranks.metrics import RankFigures
+from xpyd_worker.ranks.metrics import RankMetrics
 from xpyd_worker.server.openai.not_built import refuse_not_built
 from xpyd_worker.server.telemetry.metrics import ServerMetrics, kv_samples, rank_samples
 
@@ -215,7 +215,7 @@ def test_the_fields_of_the_access_log_are_those_of_the_page() -> None:
 
 def test_the_metrics_of_the_engine_are_those_of_the_page() -> None:
     metrics, stats = ServerMetrics(), EngineStats()
-    rank = RankFigures(
+    rank = RankMetrics(
         rank=0,
         stage=0,
         tensor=0,

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 CASES = 6
 KEYLESS = {"XPYD_KV_KEY_FILE": ""}
 SHORT_WAIT = ("--kv-wait-seconds", "1")
-WARNING = "--kv-insecure: whoever reaches"
+WARNING = "--kv-insecure: any host that reaches"
 
 
 def answers(running: Fleet, cases: list[Case]) -> list[tuple[int, ...]]:

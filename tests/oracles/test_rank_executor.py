@@ -16,7 +16,7 @@ from xpyd_core.errors import UserError
 from xpyd_core.parallel.ranks import Sizes
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.ranks.instance import Instance
-from xpyd_worker.ranks.start.messages import Ready
+from xpyd_worker.ranks.start.messages import RankReady
 
 FOUR = Sizes(pipeline=2, tensor=2)
 
@@ -26,7 +26,7 @@ class Four:
     """An instance of fake ranks, and what each has said of itself."""
 
     instance: Instance
-    ready: tuple[Ready, ...]
+    ready: tuple[RankReady, ...]
 
     def pids(self) -> list[int]:
         return [self.instance.who(rank).pid for rank in range(4)]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from xpyd_core.parallel.ranks import Sizes
-from xpyd_worker.ranks.metrics import rank_figures
-from xpyd_worker.ranks.start.messages import Ready
+from xpyd_worker.ranks.metrics import rank_metrics
+from xpyd_worker.ranks.start.messages import RankReady
 from xpyd_worker.ranks.watch.beats import Beat
 from xpyd_worker.ranks.watch.judge import Shown
 from xpyd_worker.server.telemetry.metrics import rank_samples
@@ -12,10 +12,12 @@ from xpyd_worker.server.telemetry.metrics import rank_samples
 
 def test_each_rank_has_its_own_figures_under_its_place() -> None:
     sizes = Sizes(pipeline=2, tensor=2)
-    figures = rank_figures(
+    figures = rank_metrics(
         sizes,
         shown=[Shown(rank != 2, Beat(9, 5, 4, 1_500_000_000 * rank, rank)) for rank in range(4)],
-        ready=[Ready(7, 100 + rank, 200 + rank, None, "float32", 1, False) for rank in range(4)],
+        ready=[
+            RankReady(7, 100 + rank, 200 + rank, None, "float32", 1, False) for rank in range(4)
+        ],
         fits=(9, 7, 8, 10),
     )
     found = {(s.name.removeprefix("xpyd_engine_rank_"), s.labels): s for s in rank_samples(figures)}

@@ -115,7 +115,10 @@ def test_a_share_that_leaves_no_block_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("number", "said"),
-    [(0, "fails beside the model: CUDA error: out of memory; lower"), (4, "KV cache of .* lower")],
+    [
+        (0, "fails with the model loaded: CUDA error: out of memory; lower"),
+        (4, "KV cache of .* lower"),
+    ],
 )
 def test_a_graph_without_room_is_refused_with_the_flags(number: int, said: str) -> None:
     gpu = FakeGpu()

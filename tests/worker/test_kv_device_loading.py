@@ -48,7 +48,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return seen
 
 
-def load(role: Any, **changes: Any) -> engine.Loaded:
+def load(role: Any, **changes: Any) -> engine.LoadedEngine:
     config = WorkerConfig(
         str(MODEL), role=role, device="cuda", port=1, kv_port=0, kv_host_pool_bytes=MIB, **changes
     )

@@ -191,7 +191,7 @@ class WorkerConfig:
         return max(AUTO_BATCHED_TOKENS_GPU if on_gpu else AUTO_BATCHED_TOKENS, self.max_num_seqs)
 
     def buffer_bytes(self, cache_bytes: int) -> int:
-        """Budget of the device buffer beside a cache of this size, of all ranks."""
+        """Budget of the device buffer for a cache of this size, of all ranks."""
         if self.kv_buffer_bytes is not None:
             return self.kv_buffer_bytes
         return cache_bytes * self.kv_buffer_percent // 100

@@ -45,7 +45,7 @@ from xpyd_worker.server.telemetry.metrics import ServerMetrics
 from xpyd_worker.system import prepare_for_torch, process_age_s
 
 if TYPE_CHECKING:
-    from xpyd_worker.load.engine import Loaded
+    from xpyd_worker.load.engine import LoadedEngine
     from xpyd_worker.server.telemetry.otel import OtlpTracer
 
 T = TypeVar("T")
@@ -94,7 +94,7 @@ class _Worker:
         self._keys = fleet_keys(config.kv_key_file, insecure=config.kv_insecure)
         if config.moves_kv and config.kv_insecure:
             _log.warning(
-                "--kv-insecure: whoever reaches %s may read and write this engine's KV",
+                "--kv-insecure: any host that reaches %s may read and write this engine's KV",
                 config.kv_address,
             )
         self._incarnation = os.urandom(8).hex()
@@ -107,7 +107,7 @@ class _Worker:
         process = Process(self._keys, self._incarnation, self._ask_drain)
         self._server = make_server(create_app(self._api, Admin(self._api, self._metrics, process)))
         self._begun_s = time.monotonic()
-        self._loaded: Loaded | None = None
+        self._loaded: LoadedEngine | None = None
         self._signals = 0
         self._last_signal_s = 0.0
         self._drain_end_s: float | None = None
@@ -175,7 +175,7 @@ class _Worker:
                 f"--port: cannot listen on {config.host}:{config.port}: {error.strerror}"
             ) from error
 
-    def _load(self) -> Loaded:
+    def _load(self) -> LoadedEngine:
         """The loaded parts; slow, on the load's thread."""
         # What is wrong with a checkpoint is said before torch is imported, which takes seconds;
         # HTTP answers meanwhile.
@@ -196,7 +196,9 @@ class _Worker:
             logs=self._logs,
         )
 
-    async def _serve_loaded(self, loaded: Loaded, port: int, serving: asyncio.Task[None]) -> int:
+    async def _serve_loaded(
+        self, loaded: LoadedEngine, port: int, serving: asyncio.Task[None]
+    ) -> int:
         config = self._config
         self._loaded = loaded
         self._bridge.bind(loaded.engine)
@@ -249,7 +251,7 @@ class _Worker:
         age_s = process_age_s()
         return time.monotonic() - self._begun_s if age_s is None else age_s
 
-    async def _until_the_end(self, loaded: Loaded, serving: asyncio.Task[None]) -> int:
+    async def _until_the_end(self, loaded: LoadedEngine, serving: asyncio.Task[None]) -> int:
         while not self._signals and self._drain_end_s is None:
             if self._has_failed(loaded, serving):
                 return self._failure_status
@@ -266,7 +268,7 @@ class _Worker:
         except TimeoutError:
             pass
 
-    async def _drain(self, loaded: Loaded, serving: asyncio.Task[None]) -> int:
+    async def _drain(self, loaded: LoadedEngine, serving: asyncio.Task[None]) -> int:
         """Finish what is here, at most --drain-timeout or until a second signal."""
         loop = asyncio.get_running_loop()
         end = self._drain_end_s
@@ -289,9 +291,9 @@ class _Worker:
     def _failure_status(self) -> int:
         return EXIT_FAILED if self.loss is None else self.loss.status
 
-    def _has_failed(self, loaded: Loaded, serving: asyncio.Task[None]) -> bool:
+    def _has_failed(self, loaded: LoadedEngine, serving: asyncio.Task[None]) -> bool:
         """Whether the engine's thread or the HTTP server has ended by itself: then nothing can be
-        served any more, and whoever waits is told."""
+        served any more, and open requests fail."""
         if loaded.loss is not None:
             self.loss = loaded.loss
             _log.critical("the instance lost a rank: %s", self.loss.text)
@@ -308,7 +310,7 @@ class _Worker:
         self._lifecycle.fail()
         return True
 
-    def _beat(self, loaded: Loaded, port: int) -> Heartbeat:
+    def _beat(self, loaded: LoadedEngine, port: int) -> Heartbeat:
         config = self._config
         stats = loaded.engine.stats()
         return Heartbeat(
@@ -333,7 +335,7 @@ class _Worker:
             total_blocks=stats.blocks_total,
         )
 
-    def _say_ready(self, loaded: Loaded, port: int) -> None:
+    def _say_ready(self, loaded: LoadedEngine, port: int) -> None:
         config = self._config
         routers = ",".join(map(str, config.discovery)) or "none"
         _log.info(
@@ -375,7 +377,7 @@ def _bracketed(host: str) -> str:
 async def run_unless(stopped: asyncio.Event, work: Callable[[], T]) -> T | None:
     """`work()` on a thread of its own, or None when `stopped` is set before it ends.
 
-    Raises what `work` raises. The thread is a daemon: nobody waits for a load that is not wanted.
+    Raises what `work` raises. The thread is a daemon: a load that is not wanted holds nothing up.
     """
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()

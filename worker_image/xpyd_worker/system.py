@@ -47,7 +47,7 @@ def prepare_for_torch() -> None:
 
     A thread that waits for the others looks GOMP_SPINCOUNT times before it sleeps, and waking takes
     30 us, many times a step; without end, as is OpenMP's default, it would take the others' cores.
-    torch imports numpy, whose BLAS nobody uses here, and which would start a thread for each core.
+    torch imports numpy, whose BLAS is not used here, and which would start a thread for each core.
     Weights stand in huge pages: reading them all at each step was 1.15 times as fast. Of a lost
     rank torch's store would log C++ stacks, several of them; the error that is raised says it.
     """

@@ -18,7 +18,7 @@ from xpyd_core.errors import UserError
 from xpyd_kv.ranks.engine import Channel
 from xpyd_worker.parallel.api import GroupError
 from xpyd_worker.ranks.start.fork_server import main
-from xpyd_worker.ranks.start.messages import Ready, Start
+from xpyd_worker.ranks.start.messages import RankReady, Start
 from xpyd_worker.ranks.start.rank_main import GiveUp
 
 
@@ -61,10 +61,10 @@ class FakeProgram:
         self._do("measure")
         return int(self._told.get("blocks", [7] * 64)[self._start.rank])
 
-    def make(self, blocks: int) -> Ready:
+    def make(self, blocks: int) -> RankReady:
         self._do("make")
         self._blocks = blocks
-        return Ready(blocks, 100, 200, None, "float32", 1, False)
+        return RankReady(blocks, 100, 200, None, "float32", 1, False)
 
     def launch(self, message: bytes) -> Step:
         told = json.loads(message)

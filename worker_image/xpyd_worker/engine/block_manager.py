@@ -166,8 +166,8 @@ class BlockManager:
             self._hash_of[block_id] = block_hash
 
     def reset_prefix_cache(self) -> bool:
-        """Forget what free blocks hold; whether nothing is cached any more. A block that somebody
-        holds stays in the cache as long as it would have."""
+        """Forget what free blocks hold; whether nothing is cached any more. A block that is
+        held stays in the cache as long as it would have."""
         for block_id in self._free:
             self._forget(block_id)
         return not self._block_of

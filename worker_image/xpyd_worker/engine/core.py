@@ -58,7 +58,7 @@ class _UnderWay:
 
 
 def _no_layer_done(_layer: int) -> None:
-    """Nobody sends KV."""
+    """No KV is sent."""
 
 
 class EngineCore:

@@ -13,8 +13,8 @@ from typing import Protocol
 from xpyd_worker.engine.request import SampledToken, SamplingParams, TokenLogprob
 
 DRAWN_BEFORE = -1
-"""Stands for the token that the step launched before this one draws for the same sequence, the only
-one it draws for it: the engine does not know it yet, the device does. Only where draws_ahead."""
+"""For the token that the step launched before this one draws for the same sequence, the only one it
+draws for it: the engine does not know it yet, the device does. Only where draws_ahead."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The requests of an engine that are not finished: admitted, given their tokens, and ended.
 
-    Admission (blocks for a queued sequence) -> TokenCommit (drawn tokens) -> OpenRequests (outputs)
+    SequenceAdmission (blocks) -> TokenCommit (drawn tokens) -> OpenRequests (outputs)
 
 The scheduler decides which sequence runs, and calls these classes. Pure: no clock, no I/O. Stop
 strings belong to the server: it sees text, the engine sees token ids.
@@ -331,7 +331,7 @@ class Verdict(Enum):
     OVER = auto()
 
 
-class Admission:
+class SequenceAdmission:
     """Gives queued sequences their blocks. `consumer` None: this engine receives no KV."""
 
     def __init__(

@@ -33,9 +33,9 @@ from xpyd_worker.engine.executor import (
     StepOutput,
 )
 from xpyd_worker.engine.open_requests import (
-    Admission,
     Forked,
     OpenRequests,
+    SequenceAdmission,
     StopRules,
     TokenCommit,
     Verdict,
@@ -91,7 +91,7 @@ class Scheduler:
         self._requests = OpenRequests(
             self.stats, tables=self._tables, sending=self._sending, consumer=consumer
         )
-        self._admission = Admission(
+        self._admission = SequenceAdmission(
             tables=self._tables,
             requests=self._requests,
             sending=self._sending,

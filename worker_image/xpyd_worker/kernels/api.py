@@ -1,5 +1,5 @@
-"""The seam between a model and the operators that its forward runs on. Documented here only. Beside
-it what the sampler gives a kernel that draws tokens (xpyd_worker.runner.sampler has that seam).
+"""The seam between a model and the operators that its forward runs on. Documented here only. So is
+what the sampler gives a kernel that draws tokens (xpyd_worker.runner.sampler has that seam).
 
 A model says what is computed, in which order; a Kernels says how: in plain torch, in C on a CPU, in
 Triton on a GPU. All tensors of one call are on one device and, but for float32 angles and integer
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 NOT_FINITE = -1
-"""Stands for the token of a row with NaN or +inf, or with nothing but -inf."""
+"""In place of the token of a row with NaN or +inf, or with nothing but -inf."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ WHOLE = Fraction(1)
 
 class DeviceCache:
     """The memory, and the device as the transfer uses it. One thread at a time: the loading one,
-    then whoever ends the process.
+    then the one that ends the process.
 
     `tensor_over` makes a flat uint8 tensor that is a piece of the device's memory; `load_nccl`
     finds the library (UserError where there is none).
@@ -60,8 +60,9 @@ class DeviceCache:
         self._memory: tuple[DeviceView, torch.Tensor] | None = None
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
-        """The cache's memory, once: uint8 [size_bytes], zeros, since what nobody wrote travels to
-        peers in half-full blocks. It is valid until `close`. UserError when the GPU has less."""
+        """The cache's memory, once: uint8 [size_bytes], zeros, since what was never written
+        travels to peers in half-full blocks. It is valid until `close`. UserError when the GPU has
+        less."""
         if self._memory is not None:
             raise XpydError("the cache's memory is allocated once")
         try:
@@ -85,7 +86,7 @@ class DeviceCache:
         return paged_over(self.device, *self._memory, tensors, layers=layers)
 
     def close(self, deadline_s: float) -> None:
-        """Give the memory back. Nobody may use it, nor tensors in it, any more; if the model's
+        """Give the memory back. Neither it nor tensors in it may be used any more; if the model's
         stream is not empty within `deadline_s` it is left to the end of the process."""
         if self._memory is None:
             return
@@ -154,7 +155,7 @@ def check(config: WorkerConfig) -> None:
 
 
 class KvOverhead(NamedTuple):
-    """Memory of a GPU that moving KV takes beside the cache: `size_bytes`, and `percent` of the
+    """Memory of a GPU that moving KV takes besides the cache: `size_bytes`, and `percent` of the
     cache's size."""
 
     size_bytes: int

@@ -48,7 +48,7 @@ LETTER: dict[Role, Literal["P", "D", "A"]] = {
 
 
 @dataclass
-class Loss:
+class KvLoss:
     """Why the process has to end, said by the transfer; empty while it has not."""
 
     reason: str = ""
@@ -67,7 +67,7 @@ class Kv:
     transports: Transports | None = None
     shared: SharedMemory | None = None
     gpu: DeviceCache | None = None
-    loss: Loss = field(default_factory=Loss)
+    loss: KvLoss = field(default_factory=KvLoss)
 
     @property
     def probe(self) -> ProbePeer | None:
@@ -121,10 +121,10 @@ class KvParts:
     buffer_bytes: int
     """Budget of the device buffer."""
     shared: SharedMemory | None = None
-    """What `memory` stands in, where peers may read it; its last MAX_PROBE_BYTES are for PROBEs.
+    """What `memory` is part of, where peers may read it; its last MAX_PROBE_BYTES are for PROBEs.
     Kv closes it."""
     gpu: DeviceCache | None = None
-    """What `memory` stands in on a GPU. Kv closes it."""
+    """What `memory` is part of on a GPU. Kv closes it."""
     ranks: RankedEngine | None = None
     """Who has the cache, where they are several; `memory` is a BookMemory then."""
     rank_gpu: str = ""
@@ -141,7 +141,7 @@ def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None =
     role = letter_of(config)
     endpoints: list[TcpEndpoint] = []
     stores: list[Store] = []
-    loss = Loss()
+    loss = KvLoss()
 
     def landings() -> list[View]:
         return [view for store in stores for view in store.regions]
@@ -237,7 +237,7 @@ def _layout(parts: KvParts, transports: Transports) -> Layout:
 
 
 def _transports(
-    config: WorkerConfig, parts: KvParts, landings: Callable[[], Sequence[View]], loss: Loss
+    config: WorkerConfig, parts: KvParts, landings: Callable[[], Sequence[View]], loss: KvLoss
 ) -> Transports:
     memory = parts.memory
     if parts.ranks is not None:

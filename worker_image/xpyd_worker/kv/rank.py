@@ -113,7 +113,7 @@ def start_rank_kv(
     give_up: Callable[[str], None],
 ) -> RankKv:
     """Of a Prefill or a Decode instance; `host`: the rank's own; `engine_id`
-    and `incarnation` are the engine's; `memory`: what `cache` stands in.
+    and `incarnation` are the engine's; `memory`: what `cache` is part of.
     `give_up` ends the rank, with the reason: what its GPU may still write into is not known any
     more. UserError when the port is taken, or memory is short."""
     role = letter_of(config)

@@ -1,4 +1,4 @@
-"""What moves a worker's KV: the data paths and slabs of its endpoint, by where its cache stands.
+"""What moves a worker's KV: the data paths and slabs of its endpoint, by where its cache is.
 
 `engine` and `rank` put them together with the rest. Sockets read a cache in ordinary memory where
 it is; a cache on a GPU needs slabs of pinned memory for them, which the endpoint also falls back to
@@ -94,7 +94,7 @@ def transports_for_host(
 def transports_for_ranks(config: WorkerConfig, *, gpu: str) -> Transports:
     """For the process of an engine whose ranks have the cache and move it: its own connections move
     none. It names the transport that was asked for by name, as its ranks and its peers do. `gpu`:
-    the first rank's, which stands for all towards a peer of one rank."""
+    the first rank's, which is used for all towards a peer of one rank."""
     named = config.kv_transports[0] if len(config.kv_transports) == 1 else ""
     paths = (UnusedPath(named),) if named in LENT else ()
     frames = FrameLimits(group_bytes=config.kv_group_bytes)

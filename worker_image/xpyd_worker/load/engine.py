@@ -43,7 +43,7 @@ _OWN_LOGS = Logs()
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedEngine:
     """All parts, none started. `compatibility` is the key that P and D must share."""
 
     model: ServedModel
@@ -76,7 +76,7 @@ class Loaded:
             self.ready.ranked_kv.clear()
 
     def stats(self) -> EngineStats:
-        """The engine's figures; what entered forwards as the runner counted it."""
+        """The engine's counters; what entered forwards as the runner counted it."""
         counters = self.ready.executor.counters
         return replace(
             self.engine.stats(),
@@ -86,7 +86,7 @@ class Loaded:
         )
 
     def samples(self, stats: EngineStats) -> Iterable[AnySample]:
-        """The figures of its KV transfer and of its ranks."""
+        """The samples of its KV transfer and of its ranks."""
         yield from samples_of(self.kv, stats)
         yield from rank_samples(self.ready.ranks())
 
@@ -99,7 +99,7 @@ def load(
     incarnation: str,
     make_store: MakeStore | None,
     logs: Logs = _OWN_LOGS,
-) -> Loaded:
+) -> LoadedEngine:
     """Load what `config` names. UserError for a checkpoint or a size that cannot work. `logs`: how
     ranks in processes of their own log."""
     folder = resolve_checkpoint(config.model, config.revision)
@@ -144,13 +144,13 @@ def _assemble(
     keys: tuple[bytes, ...],
     incarnation: str,
     make_store: MakeStore | None,
-) -> Loaded:
+) -> LoadedEngine:
     num_blocks = ready.executor.num_blocks
     by_share = ready.on_gpu and config.kv_cache_bytes is None
     sizing = "--gpu-memory-utilization" if by_share else "--kv-cache-memory"
     max_model_len = _context(config, model_config, num_blocks, sizing)
     names = config.served_model_names or (own_name(config.model, folder),)
-    # Without a revision the weights' own fingerprint stands in the key, which is what matters.
+    # Without a revision the weights' own fingerprint is in the key, which is what matters.
     factors = compat_factors(
         folder, model=own_name(config.model, folder), revision="", kv_dtype=ready.dtype
     )
@@ -236,7 +236,7 @@ def _assemble(
     )
     # Asks every token of the vocabulary; now, not when the first long prompt waits for it.
     _ = model.max_token_bytes
-    return Loaded(model, engine, ready, kv, compat_key(factors))
+    return LoadedEngine(model, engine, ready, kv, compat_key(factors))
 
 
 def _make_ready(

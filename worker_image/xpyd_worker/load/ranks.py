@@ -10,8 +10,8 @@ from xpyd_worker.config import WorkerConfig
 from xpyd_worker.load.ready_model import MemoryUse, RankedKv, ReadyModel
 from xpyd_worker.ranks.executor import RankedExecutor
 from xpyd_worker.ranks.instance import Instance
-from xpyd_worker.ranks.metrics import rank_figures
-from xpyd_worker.ranks.start.messages import Logs, Ready
+from xpyd_worker.ranks.metrics import rank_metrics
+from xpyd_worker.ranks.start.messages import Logs, RankReady
 from xpyd_worker.ranks.step.encoder import StepEncoder
 from xpyd_worker.ranks.step.messages import slot_count
 
@@ -34,13 +34,13 @@ def load_ranks(config: WorkerConfig, logs: Logs, incarnation: str) -> ReadyModel
         memory=lambda: memory_rows(config, ready),
         ranked_kv=_ranked_kv(config, instance, ready),
         instance=instance,
-        ranks=lambda: rank_figures(
+        ranks=lambda: rank_metrics(
             config.sizes, shown=instance.show(), ready=ready, fits=instance.fits
         ),
     )
 
 
-def executor_of(config: WorkerConfig, instance: Instance, first: Ready) -> RankedExecutor:
+def executor_of(config: WorkerConfig, instance: Instance, first: RankReady) -> RankedExecutor:
     """Of an instance that has started; `first`: what its rank 0 has."""
     sizes = config.sizes
     return RankedExecutor(
@@ -52,7 +52,9 @@ def executor_of(config: WorkerConfig, instance: Instance, first: Ready) -> Ranke
     )
 
 
-def _ranked_kv(config: WorkerConfig, instance: Instance, ready: Sequence[Ready]) -> RankedKv | None:
+def _ranked_kv(
+    config: WorkerConfig, instance: Instance, ready: Sequence[RankReady]
+) -> RankedKv | None:
     """None where KV does not move."""
     kv = ready[0].kv
     if kv is None:
@@ -72,7 +74,7 @@ def _ranked_kv(config: WorkerConfig, instance: Instance, ready: Sequence[Ready])
     )
 
 
-def memory_rows(config: WorkerConfig, ready: Sequence[Ready]) -> list[MemoryUse]:
+def memory_rows(config: WorkerConfig, ready: Sequence[RankReady]) -> list[MemoryUse]:
     """What each rank takes, and what all of them share."""
     rows: list[MemoryUse] = []
     for rank, one in enumerate(ready):

@@ -23,7 +23,7 @@ from xpyd_worker.engine.executor import Executor
 if TYPE_CHECKING:
     from xpyd_worker.kv.cache import DeviceCache
     from xpyd_worker.ranks.instance import Instance
-    from xpyd_worker.ranks.metrics import RankFigures
+    from xpyd_worker.ranks.metrics import RankMetrics
     from xpyd_worker.runner.gpu_memory import GpuUse
 
 _log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OwnKv:
-    """A KV cache that stands in this process' reach. `shared` where other processes may read it,
+    """A KV cache in memory of this process. `shared` where other processes may read it,
     `gpu` where KV moves from a GPU."""
 
     memory: PagedMemory | DevicePagedMemory
@@ -74,7 +74,7 @@ class ReadyModel:
     ranked_kv: RankedKv | None = None
     """Where KV moves and the cache is divided over ranks."""
     instance: Instance | None = None
-    ranks: Callable[[], Sequence[RankFigures]] = tuple
+    ranks: Callable[[], Sequence[RankMetrics]] = tuple
     """What is known of each rank now; of none where there is one process."""
 
 

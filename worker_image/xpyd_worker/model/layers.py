@@ -104,7 +104,7 @@ class Attention:
     ) -> None:
         """Of layer `index` of the model, which is `place` of those here (None: the same). Each rank
         of `group` has a share of the heads; KV heads that are fewer than ranks are there several
-        times, beside the queries that attend to them."""
+        times, together with the queries that attend to them."""
         self._place = index if place is None else place
         self._window, self._group = config.layers[index].window, group
         self._names = config.names.qkv

@@ -26,7 +26,7 @@ from xpyd_worker.server.service import Place, Service, seeds
 from xpyd_worker.system import prepare_for_torch
 
 if TYPE_CHECKING:
-    from xpyd_worker.load.engine import Loaded
+    from xpyd_worker.load.engine import LoadedEngine
 
 T = TypeVar("T")
 Work = Callable[[Service], Coroutine[Any, Any, T]]
@@ -63,7 +63,7 @@ class Session:
         self._own_threads |= loaded.threads
         # A copy of this process that was forked has neither its threads nor its ranks.
         self._pid = os.getpid()
-        self._parts: tuple[Loaded, Service] | None = (
+        self._parts: tuple[LoadedEngine, Service] | None = (
             loaded,
             Service(
                 model=loaded.model,
@@ -90,7 +90,7 @@ class Session:
             loaded.close(engine_s=_STOP_S, kv_s=_STOP_S)
             raise
 
-    def _run(self, bridge: EngineBridge, loaded: Loaded, started: threading.Event) -> None:
+    def _run(self, bridge: EngineBridge, loaded: LoadedEngine, started: threading.Event) -> None:
         async def serve() -> None:
             self._own_threads.add(threading.get_ident())
             try:

@@ -1,6 +1,6 @@
 """The GPU's own all-reduce for a tensor group, where its GPUs have each other's memory.
 
-The kernel is kernels/gpu/all_reduce.py's, what it takes reduce_shape.py's beside it, the memory
+The kernel is kernels/gpu/all_reduce.py's, what it takes reduce_shape.py's there, the memory
 peer_memory.py's. Before a group goes that way its ranks add up known numbers and compare, since a
 machine may say that its GPUs reach each other, and be wrong. Where anything is missing all ranks of
 the group agree to stay with NCCL, and the first logs why.

@@ -53,7 +53,7 @@ class Rendezvous:
 
     step_s: float = 300.0
     """What a rank waits for another in a step: as long as the longest step may take. That a process
-    has ended or stands still is noticed sooner, by whoever started it."""
+    has ended or does not run is noticed sooner, by the process that started it."""
 
 
 class Store:
@@ -132,7 +132,7 @@ def _listen(address: str, port: int) -> socket.socket:
 
 
 class Pending:
-    """A send or a receive under way. Whoever holds it keeps its tensor."""
+    """A send or a receive under way. It keeps its tensor."""
 
     def __init__(
         self, work: Foreign, tensor: Tensor, blame: Callable[[], str], within: timedelta | None
@@ -209,8 +209,8 @@ class ProcessGroup:
             return Pending(self._backend.recv([x], source, tag), x, blame, self._within)
 
     def close(self) -> None:
-        """Give back what it holds. Over Gloo whoever waits in it fails; over NCCL it waits for what
-        is under way."""
+        """Give back what it holds. Over Gloo calls that wait in it fail; over NCCL it waits for
+        what is under way."""
         self._backend.shutdown()
 
     def say(self, key: str, word: bytes) -> list[bytes]:
@@ -226,7 +226,7 @@ class ProcessGroup:
         end = time.monotonic() + within_s
         others = [rank for rank in range(len(self.ranks)) if rank != self.rank]
         missing: set[int] = set()
-        # Held until all is over: a send that nobody holds is called off.
+        # Held until all is over: a send without a holder is called off.
         words: list[tuple[int, Pending]] = []
         for begin in (self.send, self.receive):
             for other in others:

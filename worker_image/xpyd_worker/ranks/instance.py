@@ -37,13 +37,13 @@ from xpyd_worker.ranks.start.messages import (
     Failed,
     Fits,
     FromRank,
-    Loaded,
     Logs,
     Measure,
     Meet,
     Opened,
-    Ready,
+    RankReady,
     Start,
+    WeightsLoaded,
     decode_from_rank,
 )
 from xpyd_worker.ranks.start.processes import COMMAND
@@ -52,7 +52,7 @@ from xpyd_worker.ranks.watch.judge import Judge, Shown
 from xpyd_worker.ranks.watcher import Watch
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T", Opened, Loaded, Fits, Ready)
+_T = TypeVar("_T", Opened, WeightsLoaded, Fits, RankReady)
 _PUBLISH_S = 30.0
 """A rank that computes reads its next step only then; what fits into the ring does not wait."""
 _SETTLE_S = 15.0
@@ -98,7 +98,7 @@ class Instance:
         """By rank: the KV transfer's way to it."""
 
     def who(self, rank: int) -> Who:
-        """As people are told of it."""
+        """The rank as messages name it."""
         pods, each = self._config.pods, len(self._pod.ranks)
         return who(
             rank, self._sizes, pid=self._pod.pid(rank), pod=rank // each if pods > 1 else None
@@ -122,7 +122,7 @@ class Instance:
 
     # --- the load's thread
 
-    def start(self) -> tuple[Ready, ...]:
+    def start(self) -> tuple[RankReady, ...]:
         """Start the ranks and wait until steps may come; what each has. Raises UserError for what
         the user can mend, RankLostError for the rest; `close` it then, too."""
         config = self._config
@@ -154,16 +154,16 @@ class Instance:
             self._watch.start(make_start)
             self._collect(Opened)
         self._tell(Meet())
-        self._collect(Loaded)
+        self._collect(WeightsLoaded)
         self._tell(Measure())
         self.fits = tuple(one.blocks for one in self._collect(Fits))
         self._tell(Agreed(min(self.fits)))
-        ready = self._collect(Ready)
+        ready = self._collect(RankReady)
         self._watch.report(Judge.started)
         return ready
 
     def be_watched(self) -> None:
-        """Once started: from now on the ranks end this process where it stands still."""
+        """Once started: from now on the ranks end this process when it does not run."""
         self._pod.be_watched()
 
     def _gather(self, join: Join) -> None:
@@ -214,7 +214,7 @@ class Instance:
         for pod in self._others:
             pod.end(in_order=in_order, reason="the leader ends")
         self._watch.close(in_order=in_order)
-        # Whoever still waits hears of it.
+        # Waiters wake up and raise.
         self._started.put(None)
         os.eventfd_write(self.lost_fd, 1)
         self._links.close(_CLOSE_S)

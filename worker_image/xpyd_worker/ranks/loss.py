@@ -19,7 +19,7 @@ RANK_MISSES_OTHERS = 75
 
 class RankLostError(Exception):
     """The instance has lost a rank. No XpydError: nothing can be computed any more, so the engine
-    ends, and whoever started the process starts another. `status`: the process' exit status, 1
+    ends, and the supervisor of the process starts another. `status`: the process' exit status, 1
     where no rank and no pod has gone."""
 
     def __init__(self, text: str, *, status: int = 1) -> None:
@@ -29,7 +29,7 @@ class RankLostError(Exception):
 
 @dataclass(frozen=True)
 class Who:
-    """A rank, as people are told of it. `pod`: its number in the instance where there are several;
+    """A rank, as messages name it. `pod`: its number in the instance where there are several;
     `pid`: 0 where the process is not there yet."""
 
     rank: int

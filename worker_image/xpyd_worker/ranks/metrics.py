@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xpyd_core.parallel.ranks import Sizes
-from xpyd_worker.ranks.start.messages import Ready
+from xpyd_worker.ranks.start.messages import RankReady
 from xpyd_worker.ranks.watch.judge import Shown
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankFigures:
+class RankMetrics:
     """Of rank `rank`: share `tensor` of stage `stage`. `steps`: that it has launched;
     `processor_s`: that its threads have computed; `blocks_fit`: blocks of KV that it has room for,
     of which it has as many as the rank with the least."""
@@ -27,15 +27,15 @@ class RankFigures:
     blocks_fit: int
 
 
-def rank_figures(
-    sizes: Sizes, *, shown: Sequence[Shown], ready: Sequence[Ready], fits: Sequence[int]
-) -> list[RankFigures]:
+def rank_metrics(
+    sizes: Sizes, *, shown: Sequence[Shown], ready: Sequence[RankReady], fits: Sequence[int]
+) -> list[RankMetrics]:
     """Of each rank: as the watch has seen it last, and what it said as it started."""
-    found: list[RankFigures] = []
+    found: list[RankMetrics] = []
     for rank, (now, one, blocks) in enumerate(zip(shown, ready, fits, strict=True)):
         place = sizes.place(rank)
         found.append(
-            RankFigures(
+            RankMetrics(
                 rank=rank,
                 stage=place.stage,
                 tensor=place.tensor,

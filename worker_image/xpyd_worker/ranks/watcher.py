@@ -56,7 +56,7 @@ class Watch:
         return 0 if self._thread is None else self._thread.ident or 0
 
     def report(self, report: Report) -> None:
-        """Have the judge told something before its next look. Any thread."""
+        """Give the judge a report before its next look. Any thread."""
         self._reports.put(report)
         os.eventfd_write(self._waker, 1)
 
@@ -69,7 +69,7 @@ class Watch:
             self._thread.join(2 * _END_S)
 
     def release(self) -> None:
-        """When closed, and nobody reports any more."""
+        """When closed, and after the last report."""
         os.close(self._waker)
 
     # --- its thread

@@ -60,7 +60,7 @@ class GpuFit:
     """A rank's part of a model on its GPU, and the KV blocks for which its share of the memory has
     room. Ranks whose cache is one agree on the least of their numbers before they make a runner."""
 
-    maker: Maker
+    maker: RunnerMaker
     num_blocks: int
     use: GpuUse
 
@@ -81,7 +81,7 @@ class GpuFit:
                 if not lacks_memory(error):
                     raise
                 raise UserError(
-                    f"a KV cache of {format_bytes(size)} does not fit into the GPU's memory beside "
+                    f"a KV cache of {format_bytes(size)} does not fit into the GPU's memory with "
                     f"the model and its graphs; lower {maker.limits.flag}"
                 ) from error
             return maker.runner(cache, graphs)
@@ -98,12 +98,12 @@ def fit(
     free_at_start: int,
     parallel: ParallelState | None = None,
 ) -> GpuFit:
-    """How much KV fits beside `model`, which is loaded, and made of `kernels`; `free_at_start` were
+    """How much KV fits with `model`, which is loaded, and made of `kernels`; `free_at_start` were
     free before it was. `parallel`: the ranks that measure at the same time.
 
     Raises UserError where the share is too small.
     """
-    maker = Maker(model, config, kernels, shape, gpu, limits, parallel)
+    maker = RunnerMaker(model, config, kernels, shape, gpu, limits, parallel)
     with gpu.use():
         use = maker.measure(free_at_start)
     budget = limits.cache_bytes
@@ -119,7 +119,7 @@ def fit(
 
 
 @dataclass(frozen=True)
-class Maker:
+class RunnerMaker:
     """What both runners are made of."""
 
     model: Decoder
@@ -186,8 +186,8 @@ class Maker:
             ):
                 raise UserError(
                     f"a step of {self.limits.max_num_batched_tokens} tokens and "
-                    f"{self.limits.max_num_seqs} sequences fails beside the model: {error}; lower "
-                    "--max-num-batched-tokens or --max-num-seqs"
+                    f"{self.limits.max_num_seqs} sequences fails with the model loaded: {error}; "
+                    "lower --max-num-batched-tokens or --max-num-seqs"
                 ) from error
             # Such as a C compiler that triton looks for and does not find, or a kernel that its own
             # does not take.
@@ -236,4 +236,4 @@ def _tritons_errors() -> tuple[type[Exception], ...]:
 
 
 def _no_layer_done(_layer: int) -> None:
-    """Nobody listens."""
+    """No report is needed."""

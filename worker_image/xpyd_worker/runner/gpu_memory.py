@@ -84,8 +84,8 @@ def profile(
     counters: CudaCounters, free_at_start: int, largest_step: Callable[[], None]
 ) -> Profile:
     """Run the largest step that the scheduler may make. `free_at_start` was free before this
-    process put anything on the device but the driver's context, without which nobody tells: that
-    counts as another process'. Those are taken to stand still meanwhile."""
+    process put anything on the device but the driver's context, without which no counter can be
+    read: that counts as another process'. Those are assumed not to change meanwhile."""
     counters.release()
     largest_step()
     tensors = counters.peak()
@@ -134,7 +134,7 @@ class GpuLimits:
     """What a GPU's engine is to hold.
 
     `utilization` is the share of the device's memory that it may use; `cache_bytes` is the KV
-    cache's size where that is given instead (None: what is left of the share). Beside the cache
+    cache's size where that is given instead (None: what is left of the share). For other memory
     `beside_bytes` of the share are kept, and `beside_percent` of the cache's size.
     """
 

@@ -1,8 +1,8 @@
 """The operators of a forward on a CPU: `xpyd_worker.kernels.api` over the compiled library.
 
-`choose_kernels` says which implementation a model gets. Attention reads the paged cache where it
-stands. Short calls keep the interpreter's lock: giving it up may cost a wait for another thread
-that is longer than the call.
+`choose_kernels` says which implementation a model gets. Attention reads the paged cache in place.
+Short calls keep the interpreter's lock: giving it up may cost a wait for another thread that is
+longer than the call.
 """
 
 from __future__ import annotations

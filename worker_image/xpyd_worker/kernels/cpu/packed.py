@@ -131,7 +131,7 @@ def _has_instruction() -> bool:
 
 
 def _known_layout(packed: OneDnnLinear) -> int | None:
-    """Where the packed copy stands, if it can be laid out as matvec.cpp expects it."""
+    """Where the packed copy is, if it can be laid out as matvec.cpp expects it."""
     if packed.outputs % _BLOCK or packed.inputs % _PADDED_TO:
         return None
     try:

@@ -3,11 +3,11 @@
 """The sum of a tensor over the GPUs of one host, in one launch over memory that all have opened.
 
 Basic typing: Triton's language is untyped. Program p of a rank meets program p of the others and
-nobody else. A meeting is a count: each tells the others by a word in their memory how many it has
-come to, and waits until all have said so in its own. Counts only grow and stand in the memory, so a
-launch needs nothing that changes from call to call, and a CUDA graph may hold it. A tensor stands
-in two places by turns: who is at a call's first meeting has left the call before, so nobody reads
-the place that the call behind that one writes.
+no other. A meeting is a count: each writes into a word in the others' memory how many it has come
+to, and waits until all have done so in its own. Counts only grow and are kept in the memory, so a
+launch needs nothing that changes from call to call, and a CUDA graph may hold it. A tensor has two
+places by turns: a rank at a call's first meeting has left the call before, so no rank reads the
+place that the next call writes.
 
 The sum is made in float32 in the order of the ranks and rounded once: the same bits on each rank,
 and in one shot or two.
@@ -94,7 +94,7 @@ def _all_reduce(
         end = tl.minimum(first + share, size)
         for begin in range(first, end, tile):
             at = begin + column
-            # Nobody else reads this share of what this rank gave.
+            # No other rank reads this share of what this rank gave.
             tl.store(own + at, _sum(table, offset, at, at < end, ranks, kind), mask=at < end)
         _meet(table, rank, count + 2, ranks)
         for turn in tl.static_range(ranks):

@@ -4,7 +4,7 @@
 
 Basic typing: Triton's language is untyped. A pair is a row and one of its experts. Pairs are sorted
 by expert and cut into tiles of one expert each; a tile's rows are multiplied with its expert's
-weights (a grouped GEMM). Which expert a tile has stands in a table on the device. The host only
+weights (a grouped GEMM). A table on the device says which expert a tile has. The host only
 knows how many tiles there are at most, and starts so many: nothing waits, and a CUDA graph holds
 for any choice. Experts without pairs have no tile, so their weights are not read.
 
@@ -28,8 +28,8 @@ _COLUMNS_FLOAT32, _DEPTH_FLOAT32 = 32, 32
 # Neighbouring tiles that go through the same columns before the next ones: those of one expert
 # find its weights in the cache.
 _GROUP = tl.constexpr(8)
-NOBODY = -1
-"""Stands for the expert of a pair that is not computed and adds nothing."""
+NO_EXPERT = -1
+"""In place of the expert of a pair that is not computed and adds nothing."""
 # Lines of the table that one program writes, and columns of a row that one adds up.
 _LINES = 64
 _SUM_COLUMNS = 1024
@@ -163,7 +163,7 @@ def _down(
         value = tl.load(source + k[None, :], mask=is_row[:, None] & is_k[None, :], other=0)
         factor = tl.load(own_weight + k[:, None], mask=is_k[:, None] & is_column[None, :], other=0)
         total += tl.dot(value, factor, input_precision="ieee")
-    # By pair, so that what belongs to a row stands together.
+    # By pair, so that what belongs to a row is together.
     target = out + pair[:, None] * hidden + column[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
@@ -195,8 +195,8 @@ def _add_up(
     for number in range(per_token):
         own = tl.sum(tl.where(rank == number, pair, 0), 0)
         share = tl.sum(tl.where(rank == number, weight, 0.0), 0)
-        # Nobody's part was never written. A column, not a scalar: the interpreter makes a number of
-        # a scalar that it joins to a mask.
+        # The part of a pair without an expert was never written. A column, not a scalar: the
+        # interpreter makes a number of a scalar that it joins to a mask.
         maker = tl.sum(tl.where(rank == number, expert, 0), 0) + tl.zeros_like(column)
         source = parts + (row * per_token + own) * hidden + column
         total += tl.load(source, mask=is_column & (maker >= 0), other=0).to(tl.float32) * share
@@ -205,7 +205,7 @@ def _add_up(
 
 class GroupedExperts:
     """What `xpyd_worker.kernels.api.Experts` computes, without a plan. A call takes memory for
-    rows * per_token * (size + hidden) numbers of x's dtype beside its result, whatever is
+    rows * per_token * (size + hidden) numbers of x's dtype besides its result, whatever is
     chosen."""
 
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
@@ -224,7 +224,7 @@ class GroupedExperts:
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
     ) -> torch.Tensor:
-        """See Experts; `chosen` may be NOBODY. Nothing waits for the device."""
+        """See Experts; `chosen` may be NO_EXPERT. Nothing waits for the device."""
         x, weights, chosen = x.contiguous(), weights.contiguous(), chosen.contiguous()
         experts, hidden, size = self._down.shape
         pairs, per_token = chosen.numel(), chosen.shape[1]
@@ -275,8 +275,8 @@ def tile_table(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """How `chosen` [rows, per_token] int64 is cut up: a table [tiles, 3] int32, each line a tile's
     expert and its first and behind-last place in the order, and that order: the numbers of the
-    pairs by expert, NOBODY's first, and within one ascending. A tile has at most `rows` places; the
-    last tiles may have none, for there are as many as any choice can ask for."""
+    pairs by expert, NO_EXPERT's first, and within one ascending. A tile has at most `rows` places;
+    the last tiles may have none, for there are as many as any choice can ask for."""
     ordered, order = chosen.view(-1).sort(stable=True)
     pairs = ordered.numel()
     # Each expert that was chosen has at most one tile that is not full.

@@ -15,7 +15,7 @@ from torch import Tensor
 from xpyd_worker.kernels.api import Experts, KvShape, Linear, Plan, Span
 from xpyd_worker.kernels.gpu.activation import silu_mul
 from xpyd_worker.kernels.gpu.decode import decode_attention
-from xpyd_worker.kernels.gpu.experts import NOBODY, GroupedExperts
+from xpyd_worker.kernels.gpu.experts import NO_EXPERT, GroupedExperts
 from xpyd_worker.kernels.gpu.norm import rms_norm
 from xpyd_worker.kernels.gpu.plan import GpuPlan, StaticPlan, make_plan
 from xpyd_worker.kernels.gpu.prefill import prefill_attention
@@ -26,7 +26,7 @@ _PROGRAMS_PER_PROCESSOR = 4
 # A part of a context has at least so many positions, or putting the parts together costs more.
 _LEAST_SPLIT_TOKENS = 256
 _MOST_SPLITS = 64
-# What an interpreter stands for: a small device, so that small tests split contexts, too.
+# What an interpreter is taken for: a small device, so that small tests split contexts, too.
 _INTERPRETED_PROCESSORS = 4
 
 
@@ -53,13 +53,13 @@ class TritonKernels:
 
     def experts(self, gate_up: Tensor, down: Tensor) -> Experts:
         """Both are kept as they are. In a step that only decodes, rows that pad a graph's batch
-        choose nobody: they would have more experts' weights read."""
+        choose none: they would have more experts' weights read."""
         grouped = GroupedExperts(gate_up.to(self._device), down.to(self._device))
 
         def apply(x: Tensor, weights: Tensor, chosen: Tensor, plan: Plan) -> Tensor:
             own = _own(plan)
             if not own.tiles.shape[0]:
-                chosen = chosen.masked_fill((own.slots < 0).unsqueeze(-1), NOBODY)
+                chosen = chosen.masked_fill((own.slots < 0).unsqueeze(-1), NO_EXPERT)
             return grouped(x, weights, chosen)
 
         return apply

@@ -22,7 +22,7 @@ _SHARE_STEP = 16
 """Shares begin at multiples of so many elements, or loads would be of single ones."""
 
 
-class Cut(NamedTuple):
+class Division(NamedTuple):
     """How one tensor is divided, in elements."""
 
     programs: int
@@ -67,13 +67,13 @@ class ReduceShape:
         """Whether a tensor may be given to the kernel, where all ranks reach each other."""
         return ranks in WORLD_SIZES and 0 < size_bytes <= self.most_bytes and is_contiguous
 
-    def cut(self, elements: int, element_bytes: int, ranks: int) -> Cut:
+    def cut(self, elements: int, element_bytes: int, ranks: int) -> Division:
         """How a tensor that it takes is divided."""
         tile = self.tile_bytes // element_bytes
         part = -(-elements // (self.programs * tile)) * tile
         share = -(-part // (ranks * _SHARE_STEP)) * _SHARE_STEP
         is_large = elements * element_bytes >= self._two_from(ranks)
-        return Cut(-(-elements // part), part, share, ranks > 2 and is_large)
+        return Division(-(-elements // part), part, share, ranks > 2 and is_large)
 
     def trial_bytes(self, ranks: int) -> tuple[int, ...]:
         """Sizes that between them go all ways that tensors go."""

@@ -65,7 +65,7 @@ class Link:
 
     @property
     def wants_to_send(self) -> bool:
-        """Whether something waits to be sent, or the loss to be told."""
+        """Whether something waits to be sent, or the loss to be reported."""
         return bool(self._unsent) or bool(self._broken)
 
     def send(self) -> None:
@@ -214,11 +214,11 @@ class LinkChannel:
             self._handle = handle
 
     def take(self, message: bytes) -> None:
-        """What has come; the links' thread. Kept where nobody listens yet, a few only."""
+        """What has come; the links' thread. Kept where there is no listener yet, a few only."""
         with self._lock:
             if self._handle is None:
                 if len(self._early) == _MOST_EARLY:
-                    raise ProtocolError("messages for a channel that nobody listens to")
+                    raise ProtocolError("messages for a channel without a listener")
                 self._early.append(message)
                 return
         self._handle(message)

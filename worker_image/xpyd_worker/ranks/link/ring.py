@@ -7,8 +7,9 @@
 A message is written once, however many read it. The two counters of a reader are eventfds: who
 waits sleeps in poll, so ranks that wait take no core from those that compute, and one poll can wait
 for a message and for other things. Positions in the circle are each side's own count. What was
-stored before a counter was raised is there for whoever has read the counter, on every processor:
-the kernel changes and reads it under one lock. Nothing else in the memory is used to synchronise.
+stored before a counter was raised is there for a process that has read the counter, on every
+processor: the kernel changes and reads it under one lock. Nothing else in the memory is used to
+synchronise.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class RingWriter:
             os.eventfd_write(counter, len(record))
 
     def close(self) -> None:
-        """Unmap the memory; the descriptors are whoever's made them."""
+        """Unmap the memory; the descriptors belong to their maker."""
         self._view.release()
         self._memory.close()
 
@@ -134,7 +135,7 @@ class NotReadError(RingError):
 
 
 class GivenUpError(RingError):
-    """Whoever writes has better things to do than to wait."""
+    """The writer was asked to stop waiting."""
 
 
 class RingReader:
@@ -192,7 +193,7 @@ class RingReader:
         return first + bytes(self._view[: size - len(first)])
 
     def close(self) -> None:
-        """Unmap the memory; the descriptors are whoever's made them."""
+        """Unmap the memory; the descriptors belong to their maker."""
         self._view.release()
         self._memory.close()
 

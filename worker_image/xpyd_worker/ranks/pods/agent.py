@@ -33,7 +33,7 @@ from xpyd_worker.ranks.link.links import Links
 from xpyd_worker.ranks.link.ring import NotReadError, RingError, RingFds, RingReader
 from xpyd_worker.ranks.loss import EXIT_POD_LOST
 from xpyd_worker.ranks.pods.handshake import JOIN_S, join_leader
-from xpyd_worker.ranks.pods.messages import Beats, End, Ended, Join, decode_pod, encode_pod
+from xpyd_worker.ranks.pods.messages import Beats, Ended, Join, PodEnd, decode_pod, encode_pod
 from xpyd_worker.ranks.pods.pod import Pod
 from xpyd_worker.ranks.start.messages import Start
 from xpyd_worker.ranks.start.processes import COMMAND
@@ -56,7 +56,7 @@ class Agent:
         self._join = join
         self._config = config
         self._waker = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._end: End | None = None
+        self._end: PodEnd | None = None
         self._has_heard = True
         # The leader has no more of them under way than it has stages.
         self._steps: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -71,7 +71,7 @@ class Agent:
     def run(self) -> int:
         """Until the leader ends it, or is gone; the exit status. The main thread: the ranks end
         with the thread that started them."""
-        end = End(False, "this pod failed")
+        end = PodEnd(False, "this pod failed")
         try:
             self._pod.spawn(self._start)
             self._pod.be_watched()
@@ -92,7 +92,7 @@ class Agent:
 
     def end(self, reason: str) -> None:
         """At once. Any thread, and a signal's handler."""
-        self._end = self._end or End(False, reason)
+        self._end = self._end or PodEnd(False, reason)
         os.eventfd_write(self._waker, 1)
 
     def _start(self, rank: int, ring: RingFds, responses: RingFds, beats: int) -> Start:
@@ -115,7 +115,7 @@ class Agent:
             incarnation=join.incarnation,
         )
 
-    def _relay(self) -> End:
+    def _relay(self) -> PodEnd:
         poll = self._pod.ends
         for descriptor in (self._waker, *self._answers):
             poll.register(descriptor, select.POLLIN)
@@ -133,7 +133,7 @@ class Agent:
             heard, self._has_heard = self._has_heard, False
             looks_silent = 0 if heard else looks_silent + 1
             if looks_silent >= SILENT_LOOKS:
-                return End(False, f"the leader says nothing for {SILENT_LOOKS * LOOK_S:g} s")
+                return PodEnd(False, f"the leader says nothing for {SILENT_LOOKS * LOOK_S:g} s")
         return self._end
 
     def _answer(self, descriptor: int) -> None:
@@ -179,7 +179,7 @@ class Agent:
             self._pod.post(frame)
         else:
             message = decode_pod(frame.body)
-            if isinstance(message, End):
+            if isinstance(message, PodEnd):
                 self._end = message
                 os.eventfd_write(self._waker, 1)
 

@@ -157,7 +157,7 @@ def _greet(
             raise ProtocolError(f"it calls itself pod {pod} of {join.config.pods}")
     except (OSError, ProtocolError) as error:
         sock.close()
-        _log.warning("somebody who is no pod of this instance: %s", error)
+        _log.warning("a connection that is no pod of this instance: %s", error)
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     found[pod] = sock

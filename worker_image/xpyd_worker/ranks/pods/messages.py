@@ -28,7 +28,7 @@ from xpyd_worker.ranks.watch.beats import Beat
 
 NONCE_BYTES = 32
 MAX_HELLO_BYTES = 1024
-"""Of a frame from somebody who has proved nothing."""
+"""Of a frame from a peer that has proved nothing."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -69,14 +69,14 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     returncode: int
 
 
-class End(msgspec.Struct, frozen=True, tag=True):
+class PodEnd(msgspec.Struct, frozen=True, tag="End"):
     """The pod is to end: `in_order`, or at once, and why."""
 
     in_order: bool
     reason: str
 
 
-PodMessage = Hello | Auth | Join | Beats | Ended | End
+PodMessage = Hello | Auth | Join | Beats | Ended | PodEnd
 
 
 def _path(kind: type, value: object) -> object:

@@ -19,7 +19,7 @@ from xpyd_worker.ranks.start.processes import COMMAND, RankProcesses
 from xpyd_worker.ranks.watch.beats import Beat, BeatPage
 
 MakeStart = Callable[[int, RingFds, RingFds, int], Start]
-"""Rank, its ring, its responses, the beats' descriptor -> what it is told first."""
+"""Rank, its ring, its responses, the beats' descriptor -> its first message."""
 
 
 class Pod:
@@ -67,7 +67,7 @@ class Pod:
             self.tell(start.rank, start)
 
     def be_watched(self) -> None:
-        """From now on the ranks end this process where it stands still (MainWatch)."""
+        """From now on the ranks end this process when it does not run (MainWatch)."""
         self._page.watch_maker()
 
     def pid(self, rank: int) -> int:
@@ -87,7 +87,7 @@ class Pod:
         self._writer.write(message, within_s=within_s, unless=unless)
 
     def look(self) -> list[Beat]:
-        """What each shows of itself; they see that somebody looks."""
+        """What each shows of itself; they see that they are watched."""
         self._page.live()
         return [self._page.look(index) for index in range(len(self.ranks))]
 
@@ -106,7 +106,7 @@ class Pod:
         self._processes.kill()
 
     def close(self) -> None:
-        """Give the memory back. When all have ended, and nobody publishes or reads any more."""
+        """Give the memory back. When all have ended, and nothing is published or read any more."""
         self._writer.close()
         for fds in (self._ring, *self.responses):
             fds.close()

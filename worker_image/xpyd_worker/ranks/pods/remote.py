@@ -11,7 +11,7 @@ from xpyd_core.errors import ProtocolError
 from xpyd_worker.ranks.link.frames import Frame, Kind
 from xpyd_worker.ranks.link.links import Links
 from xpyd_worker.ranks.link.responses import Response, decode_response
-from xpyd_worker.ranks.pods.messages import Beats, End, Ended, decode_pod, encode_pod
+from xpyd_worker.ranks.pods.messages import Beats, Ended, PodEnd, decode_pod, encode_pod
 from xpyd_worker.ranks.start.messages import ToRank, encode
 from xpyd_worker.ranks.watch.beats import Beat
 
@@ -88,7 +88,7 @@ class RemotePod:
 
     def end(self, *, in_order: bool, reason: str) -> None:
         """Have it end all its processes, and itself."""
-        self._link.post(Frame(Kind.POD, 0, encode_pod(End(in_order, reason))))
+        self._link.post(Frame(Kind.POD, 0, encode_pod(PodEnd(in_order, reason))))
 
     def look(self) -> tuple[Beat, ...]:
         """What its ranks showed last."""

@@ -1,14 +1,14 @@
-"""What the engine's process and a rank tell each other while the instance starts. Pure.
+"""What the engine's process and a rank send each other while the instance starts. Pure.
 
-main --Start--> rank    what to load, and where its ring and the others are
-     <-Opened--         it has opened them, its libraries are loaded: it beats without delay
-     --Meet--->         all have: make the groups, load the weights
-     <-Loaded--         they are there, however long their files took to be read
-     --Measure->        everywhere: measure the largest step, for which ranks wait as in steps
-     <--Fits---         so many blocks of KV fit beside the weights
-     --Agreed->         so many are made on every rank: the least
-     <--Ready--         steps may come
-     <-Failed--         any time: why the rank ends
+main ----Start-----> rank  what to load, and where its ring and the others are
+     <---Opened-----       it has opened them, its libraries are loaded: it beats without delay
+     ----Meet------>       all have: make the groups, load the weights
+     <-WeightsLoaded-      they are there, however long their files took to be read
+     ----Measure--->       everywhere: measure the largest step, for which ranks wait as in steps
+     <----Fits------       so many blocks of KV fit into what the weights leave
+     ----Agreed---->       so many are made on every rank: the least
+     <--RankReady---       steps may come
+     <---Failed-----       any time: why the rank ends
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Meet(msgspec.Struct, frozen=True, tag=True):
     """See above."""
 
 
-class Loaded(msgspec.Struct, frozen=True, tag=True):
+class WeightsLoaded(msgspec.Struct, frozen=True, tag=True):
     """See above."""
 
 
@@ -93,7 +93,7 @@ class KvReady(msgspec.Struct, frozen=True):
     gpu: str = ""
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class RankReady(msgspec.Struct, frozen=True, tag=True):
     """What the rank has: blocks of KV, as agreed; bytes of its weights and of its KV cache, what is
     resident of its process (None: the system does not say), the dtype's name, and how many steps
     its device takes at once. `on_gpu`: where weights and cache are."""
@@ -115,7 +115,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 ToRank = Start | Meet | Measure | Agreed
-FromRank = Opened | Loaded | Fits | Ready | Failed
+FromRank = Opened | WeightsLoaded | Fits | RankReady | Failed
 
 _to_rank = msgspec.msgpack.Decoder(ToRank, dec_hook=lambda kind, value: _path(kind, value))
 _from_rank = msgspec.msgpack.Decoder(FromRank)

@@ -27,7 +27,7 @@ def bind_to(parent: int) -> None:
 
 
 class Subreaper:
-    """While somebody has asked for it, this process is the parent of what its children leave
+    """While it is in use, this process is the parent of what its children leave
     behind. Any thread."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ def set_name(name: str) -> None:
 
 def set_title(title: str) -> None:
     """What `ps` shows in place of the command line, as far as that is long enough. It is written
-    over the memory where the kernel looks for it; nobody else reads that once Python runs."""
+    over the memory where the kernel looks for it; that is not read any more once Python runs."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[_ARG_START]), int(fields[_ARG_END])
     room = end - start

@@ -92,8 +92,8 @@ class RankProcesses:
         pid_pipe = self._pid_pipe = PidPipe()
         self.ends.register(pid_pipe, select.POLLIN)
         own = [f"{rank}:{','.join(map(str, fds))}" for rank, fds in descriptors.items()]
-        told = ("--parent", os.getpid(), "--pids", pid_pipe.writer, "--beats", beats)
-        flags = [*map(str, told), *(part for text in own for part in ("--rank", text))]
+        own_flags = ("--parent", os.getpid(), "--pids", pid_pipe.writer, "--beats", beats)
+        flags = [*map(str, own_flags), *(part for text in own for part in ("--rank", text))]
         inherited = {pid_pipe.writer, beats, *(fd for fds in descriptors.values() for fd in fds)}
         try:
             self._fork_server = subprocess.Popen(
@@ -185,7 +185,7 @@ class RankProcesses:
         try:
             _, status = os.waitpid(pid, 0)
             returncode = os.waitstatus_to_exitcode(status)
-        except ChildProcessError:  # somebody else in this process has reaped it
+        except ChildProcessError:  # other code of this process has reaped it
             returncode = RANK_FAILED
         self.ends.unregister(pidfd)
         os.close(pidfd)

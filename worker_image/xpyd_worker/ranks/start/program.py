@@ -22,7 +22,7 @@ from xpyd_worker.parallel.api import Part
 from xpyd_worker.parallel.distributed import Rendezvous
 from xpyd_worker.parallel.stages import HiddenSize
 from xpyd_worker.parallel.state import ParallelState, open_parallel
-from xpyd_worker.ranks.start.messages import KvReady, Ready, Start
+from xpyd_worker.ranks.start.messages import KvReady, RankReady, Start
 from xpyd_worker.ranks.start.preflight import check_devices, look_at_network, look_at_waits
 from xpyd_worker.ranks.step.device_states import DeviceStates
 from xpyd_worker.ranks.step.messages import slot_count
@@ -119,7 +119,7 @@ class RankProgram:
             custom_all_reduce=config.custom_all_reduce,
         )
 
-    def make(self, blocks: int) -> Ready:
+    def make(self, blocks: int) -> RankReady:
         """Make the KV cache."""
         assert self._fit is not None, "load comes before"
         assert self._parallel is not None, "load comes before"
@@ -135,7 +135,7 @@ class RankProgram:
             kv_sender=None if self._kv is None else self._kv.sender,
         )
         give_back()
-        return Ready(
+        return RankReady(
             blocks=blocks,
             weight_bytes=runner.weight_bytes,
             cache_bytes=runner.kv_cache.size_bytes,

@@ -31,12 +31,12 @@ from xpyd_worker.ranks.start.messages import (
     Failed,
     Fits,
     FromRank,
-    Loaded,
     Measure,
     Meet,
     Opened,
     Start,
     ToRank,
+    WeightsLoaded,
     decode_to_rank,
     encode,
 )
@@ -162,7 +162,7 @@ def serve(main: _Main, start: Start, make_program: MakeProgram) -> int:
         main.tell(Opened())
         _expect(main, Meet)
         program.load()
-        main.tell(Loaded())
+        main.tell(WeightsLoaded())
         _expect(main, Measure)
         main.tell(Fits(program.measure()))
         ready = program.make(_expect(main, Agreed).blocks)

@@ -1,7 +1,7 @@
 """From a StepInput to the message for the ranks, the shortest that says it exactly. Pure.
 
 On the engine's side. What the ranks know of a sequence is mirrored here in as many slots as they
-have, the longest unused first to go; so nobody tells of ends. A row is short only where everything
+have, the longest unused first to go; so ends are not sent. A row is short only where everything
 that it leaves out was compared and is the same: the ranks' StepDecoder makes the same StepInput. It
 must not know tensors or transports.
 """
@@ -83,7 +83,7 @@ class StepEncoder:
         return row
 
     def _take_slot(self, sequence: ScheduledSequence) -> _Known:
-        """A slot that nobody has, the sequence's own, or that of the longest unused."""
+        """A free slot, the sequence's own, or that of the longest unused."""
         known = self._known.pop(sequence.seq_id, None)
         slot = len(self._known) if known is None else known.slot
         if slot == self._slots:

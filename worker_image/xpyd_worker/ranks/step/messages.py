@@ -3,9 +3,9 @@
     StepInput --StepEncoder--> StepMessage --bytes--> StepDecoder --> StepInput, on every rank
     StepOutput <----------- OutputMessage <--bytes--------------- from the output rank
 
-A rank keeps what it was told of a sequence in a slot. So one that goes on costs a slot and its new
-blocks (Going, Ahead), a further part of a prompt its tokens (Chunk), and only what a rank does not
-know, or knows otherwise, comes in full (Full). It must not know tensors or transports.
+A rank keeps what it has received of a sequence in a slot. So one that goes on costs a slot and its
+new blocks (Going, Ahead), a further part of a prompt its tokens (Chunk), and only what a rank does
+not know, or knows otherwise, comes in full (Full). It must not know tensors or transports.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 
 On other stages than the last the draws of a step are waited for when a later step first needs them,
 so that what is under way between the stages stays under way. So they are on a last stage that has a
-GPU: there the update stands behind the draw on the device, and the others are told what was drawn
-when the host knows it. It must not know processes, sockets or the queue of requests.
+GPU: there the update follows the draw on the device, and the tokens go to the other stages when the
+host knows them. It must not know processes, sockets or the queue of requests.
 """
 
 from __future__ import annotations
@@ -187,12 +187,12 @@ class RankWork:
         needed = {row.slot for row in message.rows if not isinstance(row, Chunk | Ahead)}
         awaited = self._awaited
         count = max((n for n, one in enumerate(awaited, 1) if one.has_slot_of(needed)), default=0)
-        # A last stage's own are settled by whoever finishes its steps.
+        # A last stage's own are settled when its steps are finished.
         if not self._part.is_last:
             count = max(count, len(awaited) - self._part.stages + 1)
         for _ in range(count):
             awaited.popleft().settle()
-        # Whoever waits for these need not wait any longer.
+        # Those that are known already need no wait.
         while awaited and awaited[0].is_known():
             awaited.popleft().settle()
 
@@ -287,4 +287,4 @@ def _rows(sampled: Sampled, places: list[int]) -> Sampled:
 
 
 def _no_layer_done(_layer: int) -> None:
-    """Nobody sends KV."""
+    """No KV is sent."""

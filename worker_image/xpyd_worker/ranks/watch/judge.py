@@ -2,7 +2,7 @@
 
 When one rank goes, the others fail soon after, for they wait for it; so the cause is searched among
 all that is seen within a moment. Silence and standstill are counted in looks, not in seconds: when
-the whole machine stood still, nobody looked.
+the whole machine was suspended, no look was made.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Judge:
         self._steps = 0
 
     def ended(self, rank: int, returncode: int) -> None:
-        """The process is over, and nobody asked for that; as Popen tells it."""
+        """The process is over, and was not asked to end; `returncode` as Popen has it."""
         self._seen[rank].returncode = returncode
 
     def failed(self, rank: int, failure: Failure) -> None:
@@ -101,7 +101,7 @@ class Judge:
         self._is_starting = False
 
     def give_up(self, loss: Loss) -> None:
-        """Somebody else has found what is wrong."""
+        """Another part of the instance has found what is wrong."""
         self._given_up = loss
 
     def look(self, beats: Sequence[Beat]) -> Loss | None:

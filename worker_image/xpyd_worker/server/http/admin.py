@@ -5,7 +5,7 @@ second makes all others' prompts slow. In a fleet with a secret the caller prove
 this one process: the MAC covers the call and the incarnation, which /load and the heartbeats name,
 so that an overheard MAC is good for nothing else and no later start. Without a secret only this
 machine may call, and no browser page or proxy on it. A proxy here that sends no proxy header cannot
-be told from its machine: docs/engine.md says so.
+be recognised from its machine: docs/engine.md says so.
 """
 
 from __future__ import annotations

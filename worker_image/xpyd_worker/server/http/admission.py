@@ -68,7 +68,7 @@ _REQUESTS_PER_PROMPT = 2
 _FULL = "too many requests are waiting"
 
 
-class Admission:
+class RequestGate:
     """The requests of the inference routes that are under way."""
 
     def __init__(self, lifecycle: Lifecycle) -> None:
@@ -99,7 +99,7 @@ class Admission:
 class Admitted:
     """One request that was let in."""
 
-    def __init__(self, admission: Admission, service: Service, request_id: RequestId) -> None:
+    def __init__(self, admission: RequestGate, service: Service, request_id: RequestId) -> None:
         self._admission = admission
         self._service = service
         self._request_id = request_id

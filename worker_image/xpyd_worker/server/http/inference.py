@@ -18,7 +18,7 @@ from quart import Response, request
 
 from xpyd_core.errors import ApiError
 from xpyd_worker.server.generation import ChoiceDelta, Generation, ending_of
-from xpyd_worker.server.http.admission import Admission, Admitted, Lifecycle
+from xpyd_worker.server.http.admission import Admitted, Lifecycle, RequestGate
 from xpyd_worker.server.http.bodies import JSON, json_response, parsed_body
 from xpyd_worker.server.http.request_ids import RequestId, current
 from xpyd_worker.server.openai.answers import (
@@ -66,7 +66,7 @@ class Api:
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         self.lifecycle = lifecycle
-        self.admission = Admission(lifecycle)
+        self.admission = RequestGate(lifecycle)
         self.service: Service | None = None
         self.tracer: OtlpTracer | None = None
 

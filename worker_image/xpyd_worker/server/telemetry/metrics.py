@@ -29,7 +29,7 @@ from xpyd_kv.metrics import EndpointCounters, KvMetrics, together
 from xpyd_kv.transport.devices.nccl.library import NcclFigures
 from xpyd_kv.transport.settings import TRANSPORTS
 from xpyd_worker.engine.request import EngineStats
-from xpyd_worker.ranks.metrics import RankFigures
+from xpyd_worker.ranks.metrics import RankMetrics
 from xpyd_worker.server.bridge import RequestMetrics
 
 if TYPE_CHECKING:
@@ -394,7 +394,7 @@ def _by(
 _RANK_PREFIX = "xpyd_engine_rank_"
 
 
-def rank_samples(ranks: Iterable[RankFigures]) -> Iterable[Sample]:
+def rank_samples(ranks: Iterable[RankMetrics]) -> Iterable[Sample]:
     """All `xpyd_engine_rank_*`."""
     for one in ranks:
         labels = (("rank", str(one.rank)), ("stage", str(one.stage)), ("tensor", str(one.tensor)))
