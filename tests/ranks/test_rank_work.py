@@ -8,7 +8,7 @@ from tests.ranks.kit.pipeline import FakePipeline
 from tests.worker.engine_bench import Bench, make_request, prompt_of, seeds
 from tests.worker.test_engine_walks import Walk
 from xpyd_worker.kernels.post_update import Sampled
-from xpyd_worker.ranks.step.request_states import RequestStates
+from xpyd_worker.ranks.compute.request_states import RequestStates
 
 
 class Forgetful(RequestStates):

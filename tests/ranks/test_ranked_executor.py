@@ -19,6 +19,8 @@ from xpyd_worker.engine.executor import (
     StepOutput,
 )
 from xpyd_worker.engine.request import SampledToken
+from xpyd_worker.ranks.compute.request_states import RequestStates
+from xpyd_worker.ranks.compute.work import sampled_rows
 from xpyd_worker.ranks.executor import RankedExecutor
 from xpyd_worker.ranks.instance import Instance
 from xpyd_worker.ranks.link.responses import RESPONSE_RING_BYTES, Answers, Responses
@@ -33,8 +35,6 @@ from xpyd_worker.ranks.step.messages import (
     decode_step,
     encode_output,
 )
-from xpyd_worker.ranks.step.request_states import RequestStates
-from xpyd_worker.ranks.step.work import sampled_rows
 
 DRAWN = 20
 

@@ -18,6 +18,8 @@ from xpyd_worker.engine.executor import (
     StepOutput,
 )
 from xpyd_worker.engine.request import SampledToken, SamplingParams, TokenLogprob
+from xpyd_worker.ranks.compute.request_states import RequestStates
+from xpyd_worker.ranks.compute.work import sampled_rows
 from xpyd_worker.ranks.step import messages as step_messages
 from xpyd_worker.ranks.step.decoder import StepDecoder
 from xpyd_worker.ranks.step.encoder import StepEncoder
@@ -33,8 +35,6 @@ from xpyd_worker.ranks.step.messages import (
     encode_output,
     encode_step,
 )
-from xpyd_worker.ranks.step.request_states import RequestStates
-from xpyd_worker.ranks.step.work import sampled_rows
 
 SAMPLING = SamplingParams(max_tokens=8, seed=7, temperature=0.0)
 PENALIZED = replace(SAMPLING, presence_penalty=0.5)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from tests.worker.engine_fakes import FakeExecutor
 from xpyd_worker.engine.executor import Running, StepInput, StepOutput
 from xpyd_worker.engine.request import SchedulerConfig
+from xpyd_worker.ranks.compute.request_states import RequestStates
+from xpyd_worker.ranks.compute.work import sampled_rows
 from xpyd_worker.ranks.step.decoder import StepDecoder
 from xpyd_worker.ranks.step.encoder import StepEncoder
 from xpyd_worker.ranks.step.messages import (
@@ -16,8 +18,6 @@ from xpyd_worker.ranks.step.messages import (
     decode_step,
     encode_output,
 )
-from xpyd_worker.ranks.step.request_states import RequestStates
-from xpyd_worker.ranks.step.work import sampled_rows
 
 MOST_TOKENS = 512
 

@@ -25,8 +25,8 @@ def prepare() -> MakeProgram:
 def make_program(start: Start, channel: Channel, give_up: GiveUp) -> RankProgram:
     """The real one, but for that."""
     from xpyd_worker.kernels.post_update import Sampled
+    from xpyd_worker.ranks.compute.request_states import RequestStates
     from xpyd_worker.ranks.start import program
-    from xpyd_worker.ranks.step.request_states import RequestStates
 
     class Forgetful(RequestStates):
         def post_update(

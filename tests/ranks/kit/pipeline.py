@@ -31,11 +31,11 @@ from xpyd_worker.engine.executor import (
 from xpyd_worker.engine.request import SampledToken, SchedulerConfig
 from xpyd_worker.kernels.post_update import Fields, Sampled, post_update
 from xpyd_worker.parallel.api import NO_GROUP, Part, TensorGroup
-from xpyd_worker.ranks.step.device_states import DeviceStates
+from xpyd_worker.ranks.compute.device_states import DeviceStates
+from xpyd_worker.ranks.compute.request_states import RequestStates
+from xpyd_worker.ranks.compute.work import RankStep, RankWork
 from xpyd_worker.ranks.step.encoder import StepEncoder
 from xpyd_worker.ranks.step.messages import decode_output
-from xpyd_worker.ranks.step.request_states import RequestStates
-from xpyd_worker.ranks.step.work import RankStep, RankWork
 from xpyd_worker.runner.runner import DeviceDraw
 
 MOST_TOKENS = 512

@@ -18,6 +18,7 @@ from xpyd_kv.memory.paged import DevicePagedMemory
 from xpyd_kv.memory.store import StoreLimits
 from xpyd_kv.metrics import EndpointCounters
 from xpyd_kv.ranks.engine import RankedEngine, engine_wire_layout
+from xpyd_kv.session.probing import ProbeResult
 from xpyd_kv.session.settings import KvLimits, KvSettings
 from xpyd_kv.transport.api import Handler
 from xpyd_kv.transport.endpoint import TcpEndpoint
@@ -36,8 +37,8 @@ from xpyd_worker.kv.transports import (
 
 if TYPE_CHECKING:
     from xpyd_worker.kv.cache import DeviceCache
-    from xpyd_worker.server.service import ProbePeer
 
+ProbePeer = Callable[[Address, Callable[[ProbeResult], None]], None]
 _log = logging.getLogger(__name__)
 
 LETTER: dict[Role, Literal["P", "D", "A"]] = {

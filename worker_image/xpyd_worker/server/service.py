@@ -14,17 +14,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from hashlib import sha256
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from quart import Response
 
 from xpyd_core.errors import ApiError
-from xpyd_core.request_id import Address
 from xpyd_core.tokenizer_files import MAX_BYTES, TokenizerFiles, encode_tokenizer_files
-from xpyd_kv.session.probing import ProbeResult
 from xpyd_worker.runner.tokenizer import Tokenizer
 from xpyd_worker.server.bridge import EngineBridge
 from xpyd_worker.server.text.output_text import Detokenizer
+
+if TYPE_CHECKING:
+    from xpyd_worker.kv.engine import ProbePeer
 
 T = TypeVar("T")
 # More would take the cores from the engine. A megabyte takes about half a second.
@@ -97,7 +98,6 @@ async def _pieces(body: bytes) -> AsyncGenerator[bytes]:
         yield body[start : start + _PIECE_BYTES]
 
 
-ProbePeer = Callable[[Address, Callable[[ProbeResult], None]], None]
 Role = Literal["Prefill", "Decode", "Aggregated"]
 
 

@@ -22,12 +22,12 @@ from xpyd_worker.parallel.api import Part
 from xpyd_worker.parallel.distributed import Rendezvous
 from xpyd_worker.parallel.stages import HiddenSize
 from xpyd_worker.parallel.state import ParallelState, open_parallel
+from xpyd_worker.ranks.compute.device_states import DeviceStates
+from xpyd_worker.ranks.compute.request_states import RequestStates
+from xpyd_worker.ranks.compute.work import RankStep, RankWork
 from xpyd_worker.ranks.start.messages import KvReady, RankReady, Start
 from xpyd_worker.ranks.start.preflight import check_devices, look_at_network, look_at_waits
-from xpyd_worker.ranks.step.device_states import DeviceStates
 from xpyd_worker.ranks.step.messages import slot_count
-from xpyd_worker.ranks.step.request_states import RequestStates
-from xpyd_worker.ranks.step.work import RankStep, RankWork
 from xpyd_worker.runner.device import CPU, CudaDevice, choose_device
 from xpyd_worker.runner.dtypes import cpu_dtype, dtype_name, gpu_dtype
 from xpyd_worker.runner.gpu_fit import GpuFit

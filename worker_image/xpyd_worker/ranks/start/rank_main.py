@@ -44,8 +44,8 @@ from xpyd_worker.ranks.start.prctl import set_name, set_title
 from xpyd_worker.ranks.watch.beats import BeatPage, MainWatch, Slot, beat_forever
 
 if TYPE_CHECKING:
+    from xpyd_worker.ranks.compute.work import RankStep
     from xpyd_worker.ranks.start.program import RankProgram
-    from xpyd_worker.ranks.step.work import RankStep
 
 _log = logging.getLogger(__name__)
 _FLUSH_S = 2.0

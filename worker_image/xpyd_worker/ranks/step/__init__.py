@@ -1,3 +1,3 @@
-"""A step on its way to the ranks and back: messages, encoder, decoder, and the states that each
-rank keeps of the sequences. It must not know processes or sockets.
+"""A step on its way to the ranks and back: messages, encoder, decoder. Pure: it must not know
+tensors, processes or sockets.
 """

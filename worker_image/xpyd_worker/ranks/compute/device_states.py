@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from xpyd_worker.kernels.post_update import Fields, Sampled
+from xpyd_worker.ranks.compute.request_states import RequestStates
 from xpyd_worker.ranks.step.decoder import State
-from xpyd_worker.ranks.step.request_states import RequestStates
 from xpyd_worker.runner.device import Device, Mark
 from xpyd_worker.runner.runner import DeviceDraw
 from xpyd_worker.runner.tensors import put_ints
