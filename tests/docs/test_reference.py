@@ -26,7 +26,7 @@ from xpyd_router.request_metrics import Exposition
 from xpyd_worker import LLM
 from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.flags import add_flags, flags_of
-from xpyd_worker.ranks.metrics import RankMetrics
+from xpyd_worker.ranks.instance import RankMetrics
 from xpyd_worker.server.openai.not_built import refuse_not_built
 from xpyd_worker.server.telemetry.metrics import ServerMetrics, kv_samples, rank_samples
 

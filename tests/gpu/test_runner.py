@@ -25,7 +25,7 @@ from tests.worker.runner_driver import Driver, fork_by_copy, with_params
 from tests.worker.test_gpu_engine import Run
 from xpyd_worker.engine.executor import DRAWN_BEFORE, StepInput
 from xpyd_worker.runner.device import CudaDevice
-from xpyd_worker.runner.gpu_fit import fit
+from xpyd_worker.runner.gpu_fit import GpuPart
 from xpyd_worker.runner.gpu_memory import GpuLimits
 from xpyd_worker.runner.runner import ModelRunner
 from xpyd_worker.runner.sampler import kernel_draw
@@ -139,16 +139,8 @@ def on_gpu(kit: Kit, limits: GpuLimits) -> ModelRunner:
     counters.release()
     free = counters.free()
     model = make_model(config, kernels, device.torch_device, kit.dtype)
-    found = fit(
-        model,
-        config,
-        kernels,
-        shape_of(config, kit.dtype),
-        gpu=device,
-        limits=limits,
-        free_at_start=free,
-    )
-    return found.make_runner()
+    shape = shape_of(config, kit.dtype)
+    return GpuPart(model, config, kernels, shape, device, limits, free).fit().make_runner()
 
 
 @pytest.mark.parametrize("use_graphs", [True, False])

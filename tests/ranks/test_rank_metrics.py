@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from xpyd_core.parallel.ranks import Sizes
-from xpyd_worker.ranks.metrics import rank_metrics
+from xpyd_worker.ranks.instance import rank_metrics
 from xpyd_worker.ranks.start.messages import RankReady
 from xpyd_worker.ranks.watch.beats import Beat
 from xpyd_worker.ranks.watch.judge import Shown

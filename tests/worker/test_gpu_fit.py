@@ -20,7 +20,7 @@ from tests.worker.runner_driver import Driver
 from xpyd_core.errors import UserError
 from xpyd_worker.engine.executor import StepInput
 from xpyd_worker.model.registry import load_config
-from xpyd_worker.runner.gpu_fit import fit
+from xpyd_worker.runner.gpu_fit import GpuPart
 from xpyd_worker.runner.gpu_memory import GpuLimits, GpuUse, largest, warm_ups
 from xpyd_worker.runner.kv_cache import host_memory
 from xpyd_worker.runner.load import load_on_gpu, part_on_gpu
@@ -59,15 +59,7 @@ class Made:
 
         self.runner: ModelRunner
         self.use: GpuUse
-        found = fit(
-            model,
-            CONFIG,
-            kernels,
-            SHAPE,
-            gpu=gpu,
-            limits=limits,
-            free_at_start=78 * MIB,
-        )
+        found = GpuPart(model, CONFIG, kernels, SHAPE, gpu, limits, 78 * MIB).fit()
         self.runner, self.use = found.make_runner(make_memory=make_memory), found.use
 
 
@@ -158,7 +150,7 @@ def test_a_largest_step_without_room_is_refused_with_the_flags() -> None:
     kernels = Full()
     model = make_model(CONFIG, kernels, CPU, torch.float32)
     with pytest.raises(UserError, match=r"80 tokens and 6 sequences .*9 GiB; lower --max-num-b"):
-        fit(model, CONFIG, kernels, SHAPE, gpu=FakeGpu(), limits=LIMITS, free_at_start=78 * MIB)
+        GpuPart(model, CONFIG, kernels, SHAPE, FakeGpu(), LIMITS, 78 * MIB).fit()
 
 
 @pytest.mark.parametrize(
@@ -178,7 +170,7 @@ def test_kernels_that_do_not_run_are_refused_with_what_the_device_says(error: Ex
     model = make_model(CONFIG, kernels, CPU, torch.float32)
     said = r"(?s)--device: .* fails on cpu: .*(C compiler|shared memory|shapes should be)"
     with pytest.raises(UserError, match=said):
-        fit(model, CONFIG, kernels, SHAPE, gpu=FakeGpu(), limits=LIMITS, free_at_start=78 * MIB)
+        GpuPart(model, CONFIG, kernels, SHAPE, FakeGpu(), LIMITS, 78 * MIB).fit()
 
 
 def test_heads_that_are_too_wide_for_a_gpu_are_refused_before_the_model_is_read() -> None:

@@ -25,7 +25,7 @@ from xpyd_kv.connector.api import Consumer, Producer
 from xpyd_kv.values import OfferedPrompt
 from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.executor import Executor, Running
-from xpyd_worker.engine.inbox import Abort, Inbox, Item, ReleaseKv, ResetPrefixCache, Submit
+from xpyd_worker.engine.inbox import Inbox
 from xpyd_worker.engine.open_requests import StopRules
 from xpyd_worker.engine.request import (
     ChoiceOutput,
@@ -142,7 +142,7 @@ class EngineCore:
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request. Its last output has `finished` set, whatever happens."""
-        if not self._inbox.put(Submit(request)):
+        if not self._inbox.put(lambda: self._scheduler.submit(request, self._clock())):
             last = RequestOutput(
                 request.request_id,
                 tuple(ChoiceOutput(choice, (), "error") for choice in range(request.n)),
@@ -160,7 +160,7 @@ class EngineCore:
         request is aborted. Unknown requests are ignored. On P, choices that ended by `length` may
         still be named: when all are, and `cancel_when_done` was set, their transfer is cancelled.
         """
-        self._inbox.put(Abort(request_id, choices))
+        self._inbox.put(lambda: self._scheduler.abort(request_id, choices))
 
     def kv_offered(self, key: TransferKey) -> OfferedPrompt | None:
         """The prompt that P offered under `key`; None before its OFFER arrives."""
@@ -168,7 +168,9 @@ class EngineCore:
 
     def kv_release(self, uuid: str) -> None:
         """Free KV received for `uuid` and refuse more of it (docs: release)."""
-        self._inbox.put(ReleaseKv(uuid))
+        consumer = self._consumer
+        if consumer is not None:
+            self._inbox.put(lambda: consumer.release(uuid, self._clock()))
 
     def reset_prefix_cache(self, done: Callable[[bool], None]) -> None:
         """Forget cached prefixes that no request and no transfer holds, before the next step.
@@ -176,7 +178,7 @@ class EngineCore:
         `done` gets whether no prefix is left, on the engine's thread; False at once, on the
         caller's thread, when the engine has ended.
         """
-        if not self._inbox.put(ResetPrefixCache(done)):
+        if not self._inbox.put(lambda: done(self._scheduler.reset_prefix_cache())):
             done(False)
 
     def stats(self) -> EngineStats:
@@ -210,7 +212,7 @@ class EngineCore:
         self._is_quiet = False
         free = self._pool.num_free
         for item in self._inbox.take():
-            self._take_in(item)
+            item()
         now = self._clock()
         if self._producer:
             self._producer.poll(now)
@@ -231,18 +233,6 @@ class EngineCore:
         self._observe()
         # Freed blocks may let a deferred OFFER or the queue's first in: look again before sleeping.
         return step is not None or delivered or self._pool.num_free != free
-
-    def _take_in(self, item: Item) -> None:
-        match item:
-            case Submit(request):
-                self._scheduler.submit(request, self._clock())
-            case Abort(request_id, choices):
-                self._scheduler.abort(request_id, choices)
-            case ReleaseKv(uuid):
-                if self._consumer:
-                    self._consumer.release(uuid, self._clock())
-            case ResetPrefixCache(done):
-                done(self._scheduler.reset_prefix_cache())
 
     def _launch(self, step: ScheduledStep) -> None:
         begun_s = self._clock()
@@ -335,7 +325,7 @@ class EngineCore:
     def _end(self, message: str) -> None:
         reason = "error" if self._failure else "abort"
         for item in self._inbox.close():
-            self._take_in(item)
+            item()
         self._scheduler.end_all(reason, message)
         self._hand_out()
         self._observe()

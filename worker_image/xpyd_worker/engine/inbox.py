@@ -12,42 +12,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from math import ceil
 
-from xpyd_worker.engine.request import EngineRequest
-
-
-@dataclass(frozen=True)
-class Submit:
-    """A request for the queue."""
-
-    request: EngineRequest
-
-
-@dataclass(frozen=True)
-class Abort:
-    """A request, or some of its choices, to end."""
-
-    request_id: str
-    choices: tuple[int, ...] | None
-
-
-@dataclass(frozen=True)
-class ReleaseKv:
-    """KV received for a uuid that no request will use."""
-
-    uuid: str
-
-
-@dataclass(frozen=True)
-class ResetPrefixCache:
-    """Cached prefixes to forget; `done` gets whether no prefix is left, on the engine's thread."""
-
-    done: Callable[[bool], None]
-
-
-Item = Submit | Abort | ReleaseKv | ResetPrefixCache
+Item = Callable[[], None]
+"""What a caller wants done, on the engine's thread."""
 
 
 class Inbox:

@@ -9,8 +9,7 @@ from xpyd_kv.ranks.engine import RankedEngine
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.load.ready_model import MemoryUse, RankedKv, ReadyModel
 from xpyd_worker.ranks.executor import RankedExecutor
-from xpyd_worker.ranks.instance import Instance
-from xpyd_worker.ranks.metrics import rank_metrics
+from xpyd_worker.ranks.instance import Instance, rank_metrics
 from xpyd_worker.ranks.start.messages import Logs, RankReady
 from xpyd_worker.ranks.step.encoder import StepEncoder
 from xpyd_worker.ranks.step.messages import slot_count

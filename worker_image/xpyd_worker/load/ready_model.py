@@ -22,8 +22,7 @@ from xpyd_worker.engine.executor import Executor
 
 if TYPE_CHECKING:
     from xpyd_worker.kv.cache import DeviceCache
-    from xpyd_worker.ranks.instance import Instance
-    from xpyd_worker.ranks.metrics import RankMetrics
+    from xpyd_worker.ranks.instance import Instance, RankMetrics
     from xpyd_worker.runner.gpu_memory import GpuUse
 
 _log = logging.getLogger(__name__)

@@ -15,8 +15,7 @@ import msgspec
 from xpyd_core.errors import UserError
 from xpyd_core.openai import TokenId, read
 from xpyd_worker.offline.outputs import RequestOutput, completion_output, prompt_alternatives
-from xpyd_worker.offline.sampling import SamplingParams
-from xpyd_worker.offline.texts import check_text
+from xpyd_worker.offline.sampling import SamplingParams, check_text
 from xpyd_worker.server.generation import ChoiceDelta, Generation, ending_of
 from xpyd_worker.server.http.request_ids import read_request_id
 from xpyd_worker.server.openai.answers import collect

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
-from xpyd_worker.offline.texts import check_text
+from xpyd_core.errors import UserError
 from xpyd_worker.server.openai.params import Options, parse_completion
 
 
@@ -80,3 +80,15 @@ def _as_json(value: object, name: str) -> object:
     if isinstance(value, Sequence):
         return [_as_json(one, name) for one in cast("Sequence[object]", value)]
     return value
+
+
+def check_text(text: str, name: str) -> None:
+    """UserError where `text` has half a surrogate pair, which a Python text may hold and a JSON
+    body may not: no tokenizer has bytes for it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{name}: character {error.start} is {text[error.start]!r}, half a surrogate pair; "
+            'decode the text anew, e.g. with errors="replace"'
+        ) from None

@@ -60,7 +60,7 @@ class GpuFit:
     """A rank's part of a model on its GPU, and the KV blocks for which its share of the memory has
     room. Ranks whose cache is one agree on the least of their numbers before they make a runner."""
 
-    maker: RunnerMaker
+    part: GpuPart
     num_blocks: int
     use: GpuUse
 
@@ -69,58 +69,29 @@ class GpuFit:
     ) -> ModelRunner:
         """With a cache of so many blocks, or as many as there is room for, in memory of torch's
         allocator or in that of `make_memory`. UserError where that memory is not there."""
-        maker, blocks = self.maker, agreed_blocks(self.num_blocks, num_blocks)
-        layers = maker.model.num_layers
-        size = cache_bytes(maker.shape, num_layers=layers, num_blocks=blocks)
-        with maker.gpu.use():
+        part, blocks = self.part, agreed_blocks(self.num_blocks, num_blocks)
+        layers = part.model.num_layers
+        size = cache_bytes(part.shape, num_layers=layers, num_blocks=blocks)
+        with part.gpu.use():
             try:
-                memory = (make_memory or maker.zeros)(size)
-                cache = KvCache(maker.shape, num_layers=layers, num_blocks=blocks, memory=memory)
-                graphs = maker.graphs(cache)
+                memory = (make_memory or part.zeros)(size)
+                cache = KvCache(part.shape, num_layers=layers, num_blocks=blocks, memory=memory)
+                graphs = part.graphs(cache)
             except RuntimeError as error:
                 if not lacks_memory(error):
                     raise
                 raise UserError(
                     f"a KV cache of {format_bytes(size)} does not fit into the GPU's memory with "
-                    f"the model and its graphs; lower {maker.limits.flag}"
+                    f"the model and its graphs; lower {part.limits.flag}"
                 ) from error
-            return maker.runner(cache, graphs)
-
-
-def fit(
-    model: Decoder,
-    config: ModelConfig,
-    kernels: TritonKernels,
-    shape: KvShape,
-    *,
-    gpu: CudaDevice,
-    limits: GpuLimits,
-    free_at_start: int,
-    parallel: ParallelState | None = None,
-) -> GpuFit:
-    """How much KV fits with `model`, which is loaded, and made of `kernels`; `free_at_start` were
-    free before it was. `parallel`: the ranks that measure at the same time.
-
-    Raises UserError where the share is too small.
-    """
-    maker = RunnerMaker(model, config, kernels, shape, gpu, limits, parallel)
-    with gpu.use():
-        use = maker.measure(free_at_start)
-    budget = limits.cache_bytes
-    if budget is None:
-        left = kv_cache_bytes(
-            use.found,
-            utilization=limits.utilization,
-            graphs=use.graphs,
-            beside=limits.beside_bytes,
-        )
-        budget = left * 100 // (100 + limits.beside_percent)
-    return GpuFit(maker, blocks_in_budget(shape, model.num_layers, budget, limits.flag), use)
+            return part.runner(cache, graphs)
 
 
 @dataclass(frozen=True)
-class RunnerMaker:
-    """What both runners are made of."""
+class GpuPart:
+    """A rank's part of a model, loaded to its GPU, of which `free_at_start` bytes were free before.
+    `model` is made of `kernels`. `fit` runs steps, in which ranks wait for each other: all must
+    have loaded theirs."""
 
     model: Decoder
     config: ModelConfig
@@ -128,7 +99,27 @@ class RunnerMaker:
     shape: KvShape
     gpu: CudaDevice
     limits: GpuLimits
-    parallel: ParallelState | None
+    free_at_start: int
+    parallel: ParallelState | None = None
+
+    def fit(self) -> GpuFit:
+        """Find out how many KV blocks the share that the limits name has room for. All ranks of the
+        model do it at once, with the same limits: they run the largest step together. UserError
+        where the share is too small."""
+        limits = self.limits
+        with self.gpu.use():
+            use = self._measure()
+        budget = limits.cache_bytes
+        if budget is None:
+            left = kv_cache_bytes(
+                use.found,
+                utilization=limits.utilization,
+                graphs=use.graphs,
+                beside=limits.beside_bytes,
+            )
+            budget = left * 100 // (100 + limits.beside_percent)
+        blocks = blocks_in_budget(self.shape, self.model.num_layers, budget, limits.flag)
+        return GpuFit(self, blocks, use)
 
     def zeros(self, size_bytes: int) -> Tensor:
         """Memory of torch's allocator."""
@@ -172,10 +163,10 @@ class RunnerMaker:
                 on=self.gpu.torch_device,
             )
 
-    def measure(self, free_at_start: int) -> GpuUse:
+    def _measure(self) -> GpuUse:
         """What the largest step and all graphs take; compiles the kernels that steps will use."""
         try:
-            use = self._measured(free_at_start)
+            use = self._measured()
         except (XpydError, RuntimeError, *_tritons_errors()) as error:
             reason = error.__cause__ if isinstance(error, GroupError) else error
             if reason is None:
@@ -199,7 +190,7 @@ class RunnerMaker:
         self.gpu.counters().release()
         return use
 
-    def _measured(self, free_at_start: int) -> GpuUse:
+    def _measured(self) -> GpuUse:
         counters, block_size = self.gpu.counters(), self.shape.block_size
         size = cache_bytes(self.shape, num_layers=self.model.num_layers, num_blocks=1)
         cache = KvCache(
@@ -212,7 +203,7 @@ class RunnerMaker:
         for step in warm_ups(self.limits, block_size):
             _run(runner, step)
         found = profile(
-            counters, free_at_start, lambda: _run(runner, largest(self.limits, block_size))
+            counters, self.free_at_start, lambda: _run(runner, largest(self.limits, block_size))
         )
         before = counters.free()
         graphs = self.graphs(cache)

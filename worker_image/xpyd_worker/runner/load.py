@@ -27,7 +27,7 @@ from xpyd_worker.model.loader import load_weights
 from xpyd_worker.model.registry import build_model
 from xpyd_worker.parallel.api import Part
 from xpyd_worker.runner.device import CPU, CudaDevice
-from xpyd_worker.runner.gpu_fit import GpuFit, fit
+from xpyd_worker.runner.gpu_fit import GpuPart
 from xpyd_worker.runner.gpu_memory import GpuLimits, GpuUse
 from xpyd_worker.runner.kv_cache import (
     KvCache,
@@ -41,7 +41,6 @@ from xpyd_worker.runner.runner import ModelRunner
 
 if TYPE_CHECKING:
     # Triton is not everywhere where torch is.
-    from xpyd_worker.kernels.gpu.kernels import TritonKernels
     from xpyd_worker.parallel.state import ParallelState
 
 # The GPU's attention keeps whole heads in a program's shared memory; wider ones do not fit there.
@@ -126,36 +125,6 @@ def open_gpu(gpu: CudaDevice) -> None:
     with gpu.use():
         gpu.kernels()
         gpu.counters().free()
-
-
-@dataclass(frozen=True)
-class GpuPart:
-    """A rank's part of a model, loaded to its GPU, of which `free_at_start` bytes were free before.
-    `fit` runs steps, in which ranks wait for each other: all must have loaded theirs."""
-
-    model: Decoder
-    config: ModelConfig
-    kernels: TritonKernels
-    shape: KvShape
-    gpu: CudaDevice
-    limits: GpuLimits
-    free_at_start: int
-    parallel: ParallelState | None
-
-    def fit(self) -> GpuFit:
-        """Find out how many KV blocks the share that the limits name has room for. All ranks of the
-        model do it at once, with the same limits: they run the largest step together. UserError
-        where the share is too small."""
-        return fit(
-            self.model,
-            self.config,
-            self.kernels,
-            self.shape,
-            gpu=self.gpu,
-            limits=self.limits,
-            free_at_start=self.free_at_start,
-            parallel=self.parallel,
-        )
 
 
 def part_on_gpu(

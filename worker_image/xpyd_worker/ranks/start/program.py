@@ -30,8 +30,8 @@ from xpyd_worker.ranks.start.preflight import check_devices, look_at_network, lo
 from xpyd_worker.ranks.step.messages import slot_count
 from xpyd_worker.runner.device import CPU, CudaDevice, choose_device
 from xpyd_worker.runner.dtypes import cpu_dtype, dtype_name, gpu_dtype
-from xpyd_worker.runner.gpu_fit import GpuFit
-from xpyd_worker.runner.load import CpuFit, GpuPart, fit_on_cpu, open_gpu, part_on_gpu
+from xpyd_worker.runner.gpu_fit import GpuFit, GpuPart
+from xpyd_worker.runner.load import CpuFit, fit_on_cpu, open_gpu, part_on_gpu
 from xpyd_worker.runner.runner import ModelRunner
 from xpyd_worker.system import give_back, resident_bytes
 

@@ -29,11 +29,11 @@ from xpyd_kv.metrics import EndpointCounters, KvMetrics, together
 from xpyd_kv.transport.devices.nccl.library import NcclFigures
 from xpyd_kv.transport.settings import TRANSPORTS
 from xpyd_worker.engine.request import EngineStats
-from xpyd_worker.ranks.metrics import RankMetrics
 from xpyd_worker.server.bridge import RequestMetrics
 
 if TYPE_CHECKING:
     from xpyd_worker.kv.engine import Kv
+    from xpyd_worker.ranks.instance import RankMetrics
 
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
