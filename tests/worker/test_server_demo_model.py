@@ -3,63 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.warm_start import WarmProcess, start_warm
+from tests.ranks.kit.worker import Worker, started
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "demo-model"
-HOST = f"127.40.{os.getpid() % 250}.1"
 PROMPTS = ("San Francisco is a", "Return a list of", "The file is", "class", "1 + 1 é中😀")
 TOKENS = 24
 
 
-@dataclass
-class Worker:
-    process: WarmProcess
-    client: httpx.Client
-    log: Path
-
-
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
-    log = tmp_path_factory.mktemp("worker") / "log"
-    flags = ["--dtype", "float32", "--kv-cache-memory", "32Mi", "--threads", "1"]
-    place = ["--host", HOST, "--port", "20001"]
-    with log.open("wb") as file:
-        argv = ["xpyd_core", "worker", "--model", str(MODEL), *flags, *place]
-        process = start_warm(argv, stderr=file)
-    try:
-        url = f"http://{HOST}:20001"
-        with httpx.Client(base_url=url, timeout=30, verify=False) as client:
-            _wait_ready(process, client, log)
-            yield Worker(process, client, log)
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _wait_ready(process: WarmProcess, client: httpx.Client, log: Path) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        assert process.poll() is None, log.read_text()
-        try:
-            if client.get("/health").status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.1)
-    pytest.fail(f"not ready: {log.read_text()}")
+    with started(tmp_path_factory.mktemp("worker"), "--kv-cache-memory", "32Mi") as found:
+        yield found
 
 
 def test_greedy_tokens_equal_transformers(worker: Worker) -> None:

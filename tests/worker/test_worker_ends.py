@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.warm_start import WarmProcess, start_warm
+from tests.ranks.kit.worker import Worker, loading
 
-HOST = f"127.41.{os.getpid() % 250}.1"
+FAULT = "fault"
 WAIT_S = 180.0  # torch is imported, on whatever else this machine does
 pytestmark = pytest.mark.slow  # each starts a worker
 # Long enough that it still runs when the next thing happens, short enough to finish.
@@ -23,30 +21,14 @@ LONG = {"prompt": "The", "max_tokens": 400, "ignore_eos": True, "stream": True}
 PATH = "/v1/completions"
 
 
-@dataclass
-class Worker:
-    process: WarmProcess
-    client: httpx.Client
-    log: Path
-    fault: Path
-
-
 @contextmanager
 def started(tmp_path: Path) -> Iterator[Worker]:
     """A worker whose process is there; its HTTP may not be yet."""
-    log, fault = tmp_path / "log", tmp_path / "fault"
+    fault = tmp_path / FAULT
     fault.write_text("none")
-    flags = ["--model", "examples/demo-model", "--dtype", "float32", "--kv-cache-memory", "32Mi"]
-    place = ["--threads", "1", "--host", HOST, "--port", "20001", "--drain-timeout", "60"]
-    start = ["tests.worker.dying_worker", str(fault), "worker"]
-    with log.open("wb") as file:
-        process = start_warm([*start, *flags, *place], stderr=file)
-    try:
-        with httpx.Client(base_url=f"http://{HOST}:20001", timeout=30, verify=False) as client:
-            yield Worker(process, client, log, fault)
-    finally:
-        process.kill()
-        process.wait()
+    program = ("tests.worker.dying_worker", str(fault))
+    with loading(tmp_path, "--kv-cache-memory", "32Mi", program=program) as found:
+        yield found
 
 
 @pytest.fixture
@@ -103,7 +85,7 @@ def test_when_the_engine_dies_its_requests_get_500_and_the_process_exits_1(worke
     with worker.client.stream("POST", PATH, json=LONG) as answer:
         lines = answer.iter_lines()
         next(lines)
-        worker.fault.write_text("engine")
+        worker.log.with_name(FAULT).write_text("engine")
         rest = [line for line in lines if line]
     assert '"type": "server_error"' in rest[-1]
     assert worker.process.wait(WAIT_S) == 1
@@ -112,7 +94,7 @@ def test_when_the_engine_dies_its_requests_get_500_and_the_process_exits_1(worke
 
 
 def test_when_the_http_server_dies_the_process_exits_1(worker: Worker) -> None:
-    worker.fault.write_text("server")
+    worker.log.with_name(FAULT).write_text("server")
     assert worker.process.wait(WAIT_S) == 1
     log = worker.log.read_text()
     assert "the HTTP server ended: ZeroDivisionError('told to')" in log

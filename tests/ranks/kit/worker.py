@@ -1,10 +1,10 @@
-"""`xpyd worker` with several ranks, as a process."""
+"""`xpyd worker` as a process, alone or with several ranks."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,11 +59,12 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def loading(folder: Path, *flags: str) -> Iterator[Worker]:
-    """Just started; killed on leaving."""
+def loading(folder: Path, *flags: str, program: Sequence[str] = ("xpyd_core",)) -> Iterator[Worker]:
+    """Just started; killed on leaving. `program`: the module that has the command, and what comes
+    before it."""
     log = folder / "log"
     with log.open("wb") as file:
-        process = start_warm(["xpyd_core", "worker", *FLAGS, *PLACE, *flags], stderr=file)
+        process = start_warm([*program, "worker", *FLAGS, *PLACE, *flags], stderr=file)
     try:
         with httpx.Client(base_url=f"http://{HOST}:20001", timeout=30, verify=False) as client:
             yield Worker(process, client, log)
