@@ -3,7 +3,9 @@ and, for a machine with a GPU, where nothing is installed, a stand-in for a pack
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import inspect
 import logging
 import os
 import sys
@@ -32,6 +34,21 @@ try:
     import xxhash  # noqa: F401
 except ModuleNotFoundError:
     sys.modules["xxhash"] = SimpleNamespace(xxh3_64=Sum)  # pyright: ignore[reportArgumentType]
+
+
+COROUTINE_S = 20.0
+"""For a test that is a coroutine."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine, on a loop of its own."""
+    test = pyfuncitem.obj
+    if not inspect.iscoroutinefunction(test):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}
+    asyncio.run(asyncio.wait_for(test(**arguments), COROUTINE_S))
+    return True
 
 
 @pytest.hookimpl(trylast=True)

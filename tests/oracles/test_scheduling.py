@@ -10,7 +10,7 @@ import pytest
 
 from tests.worker.engine_bench import Bench, make_request, prompt_of, prompt_that_draws
 from tests.worker.engine_fakes import BLOCK, EOS
-from tests.worker.server_fakes import FakeEngine, run, say, serving
+from tests.worker.server_fakes import FakeEngine, say, serving
 from xpyd_core.blocks import block_hashes, blocks_for, next_block_hash, root_hash
 from xpyd_worker.engine.block_manager import BlockManager
 from xpyd_worker.engine.open_requests import End, StopRules
@@ -298,19 +298,16 @@ def test_the_stop_token_stays_in_the_output() -> None:
     assert bench.outputs["a"][-1].choices[0].stop_token_id == 21
 
 
-def test_a_stop_string_cuts_the_text_before_it_and_aborts_the_choice_in_the_engine() -> None:
+async def test_a_stop_string_cuts_the_text_before_it_and_aborts_the_choice_in_the_engine() -> None:
     """Article fact 23."""
 
-    async def test() -> None:
-        engine = FakeEngine(script=say("hello, world, hello, moon"))
-        async with serving(engine) as running:
-            body = {"model": "fake", "prompt": "p", "stop": [", h", "wor"], "max_tokens": 100}
-            answer = (await running.post("/v1/completions", body)).json()["choices"][0]
-            assert (answer["text"], answer["finish_reason"]) == ("hello, ", "stop")
-            assert answer["stop_reason"] == "wor"
-            assert [name for name, _ in engine.aborted] == [engine.requests[0].request_id]
-
-    run(test())
+    engine = FakeEngine(script=say("hello, world, hello, moon"))
+    async with serving(engine) as running:
+        body = {"model": "fake", "prompt": "p", "stop": [", h", "wor"], "max_tokens": 100}
+        answer = (await running.post("/v1/completions", body)).json()["choices"][0]
+        assert (answer["text"], answer["finish_reason"]) == ("hello, ", "stop")
+        assert answer["stop_reason"] == "wor"
+        assert [name for name, _ in engine.aborted] == [engine.requests[0].request_id]
 
 
 # --- 24: one flat batch

@@ -7,37 +7,30 @@ import threading
 
 import pytest
 
-from tests.worker.server_fakes import run
 from xpyd_core.errors import UserError
 from xpyd_worker.main import run_unless
 
 
-def test_what_the_work_gives_or_raises_comes_back() -> None:
-    async def test() -> None:
-        def refuse() -> int:
-            raise UserError("no such model")
+async def test_what_the_work_gives_or_raises_comes_back() -> None:
+    def refuse() -> int:
+        raise UserError("no such model")
 
-        assert await run_unless(asyncio.Event(), lambda: 7) == 7
-        with pytest.raises(UserError, match="no such model"):
-            await run_unless(asyncio.Event(), refuse)
-
-    run(test())
+    assert await run_unless(asyncio.Event(), lambda: 7) == 7
+    with pytest.raises(UserError, match="no such model"):
+        await run_unless(asyncio.Event(), refuse)
 
 
-def test_a_stop_does_not_wait_for_the_work() -> None:
-    async def test() -> None:
-        stopped, go_on, ended = asyncio.Event(), threading.Event(), threading.Event()
+async def test_a_stop_does_not_wait_for_the_work() -> None:
+    stopped, go_on, ended = asyncio.Event(), threading.Event(), threading.Event()
 
-        def work() -> int:
-            assert go_on.wait(10)
-            ended.set()
-            return 7
+    def work() -> int:
+        assert go_on.wait(10)
+        ended.set()
+        return 7
 
-        loading = asyncio.create_task(run_unless(stopped, work))
-        await asyncio.sleep(0)
-        stopped.set()
-        assert await loading is None
-        go_on.set()
-        assert await asyncio.to_thread(ended.wait, 10)
-
-    run(test())
+    loading = asyncio.create_task(run_unless(stopped, work))
+    await asyncio.sleep(0)
+    stopped.set()
+    assert await loading is None
+    go_on.set()
+    assert await asyncio.to_thread(ended.wait, 10)

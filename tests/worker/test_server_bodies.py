@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.worker.server_fakes import FakeEngine, Running, run, serving, until
+from tests.worker.server_fakes import FakeEngine, Running, serving, until
 from xpyd_worker.server.http.bodies import MAX_BODY_BYTES, BodyBudget
 
 ROUTES = (
@@ -37,68 +37,53 @@ async def begun(
         await writer.wait_closed()
 
 
-def test_clients_that_announce_bodies_and_send_nothing_hold_nothing() -> None:
-    async def test() -> None:
-        async with serving() as server, contextlib.AsyncExitStack() as clients:
-            for _ in range(30):
-                head = f"Content-Length: {MAX_BODY_BYTES}"
-                await clients.enter_async_context(begun(server, "/v1/completions", head=head))
-            await until(lambda: server.api.admission.requests == 30)
-            assert server.api.admission.bodies.used_bytes == 0
-            assert (await server.post("/v1/completions", {"prompt": "hi"})).status_code == 200
-
-    run(test())
+async def test_clients_that_announce_bodies_and_send_nothing_hold_nothing() -> None:
+    async with serving() as server, contextlib.AsyncExitStack() as clients:
+        for _ in range(30):
+            head = f"Content-Length: {MAX_BODY_BYTES}"
+            await clients.enter_async_context(begun(server, "/v1/completions", head=head))
+        await until(lambda: server.api.admission.requests == 30)
+        assert server.api.admission.bodies.used_bytes == 0
+        assert (await server.post("/v1/completions", {"prompt": "hi"})).status_code == 200
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_what_has_come_of_bodies_is_bounded_on_every_route(path: str) -> None:
-    async def test() -> None:
-        bodies = BodyBudget(100_000)
-        async with serving(bodies=bodies) as server:
-            async with begun(server, path, b" " * 60_000):
-                await until(lambda: bodies.used_bytes == 60_000)
-                refused = await server.client.post(path, content=b" " * 60_000)
-                assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
-                assert "being read" in refused.json()["error"]["message"]
-                assert bodies.used_bytes == 60_000
+async def test_what_has_come_of_bodies_is_bounded_on_every_route(path: str) -> None:
+    bodies = BodyBudget(100_000)
+    async with serving(bodies=bodies) as server:
+        async with begun(server, path, b" " * 60_000):
+            await until(lambda: bodies.used_bytes == 60_000)
+            refused = await server.client.post(path, content=b" " * 60_000)
+            assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
+            assert "being read" in refused.json()["error"]["message"]
+            assert bodies.used_bytes == 60_000
+        await until(lambda: bodies.used_bytes == 0)
+        assert (await server.client.post(path, content=b" " * 60_000)).status_code == 400
+
+
+async def test_a_body_of_unknown_length_counts_as_what_has_come_of_it() -> None:
+    bodies = BodyBudget(100_000)
+    async with serving(bodies=bodies) as server:
+        chunk = b"%x\r\n%s\r\n" % (1000, b" " * 1000)
+        head = "Transfer-Encoding: chunked"
+        async with begun(server, "/tokenize", chunk * 3, head=head):
+            await until(lambda: bodies.used_bytes == 3000)
+        await until(lambda: bodies.used_bytes == 0)
+
+
+async def test_who_is_refused_in_the_middle_of_a_body_gives_back_what_came() -> None:
+    bodies = BodyBudget(50_000)
+    async with serving(bodies=bodies) as server:
+        async with begun(server, "/tokenize", b" " * 60_000) as answer:
+            assert b" 503 " in await answer.readline()
             await until(lambda: bodies.used_bytes == 0)
-            assert (await server.client.post(path, content=b" " * 60_000)).status_code == 400
-
-    run(test())
+        assert (await server.post("/tokenize", {"prompt": "hi"})).status_code == 200
 
 
-def test_a_body_of_unknown_length_counts_as_what_has_come_of_it() -> None:
-    async def test() -> None:
-        bodies = BodyBudget(100_000)
-        async with serving(bodies=bodies) as server:
-            chunk = b"%x\r\n%s\r\n" % (1000, b" " * 1000)
-            head = "Transfer-Encoding: chunked"
-            async with begun(server, "/tokenize", chunk * 3, head=head):
-                await until(lambda: bodies.used_bytes == 3000)
-            await until(lambda: bodies.used_bytes == 0)
-
-    run(test())
-
-
-def test_who_is_refused_in_the_middle_of_a_body_gives_back_what_came() -> None:
-    async def test() -> None:
-        bodies = BodyBudget(50_000)
-        async with serving(bodies=bodies) as server:
-            async with begun(server, "/tokenize", b" " * 60_000) as answer:
-                assert b" 503 " in await answer.readline()
-                await until(lambda: bodies.used_bytes == 0)
-            assert (await server.post("/tokenize", {"prompt": "hi"})).status_code == 200
-
-    run(test())
-
-
-def test_a_parsed_body_counts_no_more_while_its_request_runs() -> None:
-    async def test() -> None:
-        engine, bodies = FakeEngine(silent=True), BodyBudget(100_000)
-        async with serving(engine, bodies=bodies) as server:
-            asking = asyncio.create_task(server.post("/v1/completions", {"prompt": "hi"}))
-            await engine.submitted(1)
-            assert bodies.used_bytes == 0
-            asking.cancel()
-
-    run(test())
+async def test_a_parsed_body_counts_no_more_while_its_request_runs() -> None:
+    engine, bodies = FakeEngine(silent=True), BodyBudget(100_000)
+    async with serving(engine, bodies=bodies) as server:
+        asking = asyncio.create_task(server.post("/v1/completions", {"prompt": "hi"}))
+        await engine.submitted(1)
+        assert bodies.used_bytes == 0
+        asking.cancel()

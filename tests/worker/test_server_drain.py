@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.worker.server_fakes import KEY, FakeEngine, run, say, serving
+from tests.worker.server_fakes import KEY, FakeEngine, say, serving
 from xpyd_core.errors import ApiError
 from xpyd_core.keys import (
     INSECURE_KEYS,
@@ -91,65 +91,53 @@ def test_without_a_key_only_this_machine_may(
     assert status_of(keys=keys, **given) == status
 
 
-def test_drain_says_what_is_left_and_new_requests_get_503() -> None:
-    async def test() -> None:
-        engine = FakeEngine(say("x" * 20), step_s=0.01)
-        async with serving(engine, keys=()) as server:
-            body = {"prompt": "hi", "max_tokens": 30}
-            running = asyncio.create_task(server.post("/v1/completions", body))
-            await engine.submitted(1)
-            for _ in range(2):
-                answer = await server.client.post("/drain")
-                assert answer.status_code == 202
-                found = answer.json()
-                assert (found["state"], found["requests"], found["idle"]) == ("Draining", 1, False)
-                assert found["seconds_left"] == 12.3
-            refused = await server.post("/v1/completions", {"prompt": "hi"})
-            assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
-            assert (await running).json()["choices"][0]["text"] == "x" * 20
-            left = (await server.client.post("/drain")).json()
-            assert (left["requests"], left["idle"]) == (0, True)
-
-    run(test())
+async def test_drain_says_what_is_left_and_new_requests_get_503() -> None:
+    engine = FakeEngine(say("x" * 20), step_s=0.01)
+    async with serving(engine, keys=()) as server:
+        body = {"prompt": "hi", "max_tokens": 30}
+        running = asyncio.create_task(server.post("/v1/completions", body))
+        await engine.submitted(1)
+        for _ in range(2):
+            answer = await server.client.post("/drain")
+            assert answer.status_code == 202
+            found = answer.json()
+            assert (found["state"], found["requests"], found["idle"]) == ("Draining", 1, False)
+            assert found["seconds_left"] == 12.3
+        refused = await server.post("/v1/completions", {"prompt": "hi"})
+        assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
+        assert (await running).json()["choices"][0]["text"] == "x" * 20
+        left = (await server.client.post("/drain")).json()
+        assert (left["requests"], left["idle"]) == (0, True)
 
 
-def test_drain_over_http_checks_the_mac_and_changes_nothing_without_it() -> None:
-    async def test() -> None:
-        async with serving() as server:
-            answer = await server.post("/drain", BODY)
-            assert answer.status_code == 403
-            assert answer.json()["error"]["code"] == "wrong_mac"
-            assert server.api.lifecycle.state == "Ready"
-            good = {"X-Xpyd-Mac": drain_mac(KEY, MINE)}
-            assert (await server.post("/drain", BODY, **good)).status_code == 202
-            assert server.api.lifecycle.state == "Draining"
-
-    run(test())
+async def test_drain_over_http_checks_the_mac_and_changes_nothing_without_it() -> None:
+    async with serving() as server:
+        answer = await server.post("/drain", BODY)
+        assert answer.status_code == 403
+        assert answer.json()["error"]["code"] == "wrong_mac"
+        assert server.api.lifecycle.state == "Ready"
+        good = {"X-Xpyd-Mac": drain_mac(KEY, MINE)}
+        assert (await server.post("/drain", BODY, **good)).status_code == 202
+        assert server.api.lifecycle.state == "Draining"
 
 
-def test_a_browser_page_on_this_machine_may_not_drain() -> None:
-    async def test() -> None:
-        async with serving(keys=()) as server:
-            answer = await server.client.post("/drain", headers={"Origin": "http://evil.example"})
-            assert (answer.status_code, server.api.lifecycle.state) == (403, "Ready")
-
-    run(test())
+async def test_a_browser_page_on_this_machine_may_not_drain() -> None:
+    async with serving(keys=()) as server:
+        answer = await server.client.post("/drain", headers={"Origin": "http://evil.example"})
+        assert (answer.status_code, server.api.lifecycle.state) == (403, "Ready")
 
 
-def test_the_prefix_cache_is_reset_by_those_who_may_drain() -> None:
-    async def test() -> None:
-        async with serving() as server:
-            path = "/reset_prefix_cache"
-            assert (await server.client.post(path)).status_code == 400
-            for mac, status in ((drain_mac(KEY, MINE), 403), (reset_mac(KEY, MINE), 200)):
-                answer = await server.post(path, BODY, **{"X-Xpyd-Mac": mac})
-                assert answer.status_code == status
-            assert answer.json() == {"success": True}
-            other = {"X-Xpyd-Mac": reset_mac(KEY, "other")}
-            assert (await server.post(path, {"incarnation": "other"}, **other)).status_code == 409
-        async with serving(keys=()) as server:
-            assert (await server.client.post(path)).json() == {"success": True}
-            forwarded = {"X-Forwarded-For": "203.0.113.9"}
-            assert (await server.client.post(path, headers=forwarded)).status_code == 403
-
-    run(test())
+async def test_the_prefix_cache_is_reset_by_those_who_may_drain() -> None:
+    async with serving() as server:
+        path = "/reset_prefix_cache"
+        assert (await server.client.post(path)).status_code == 400
+        for mac, status in ((drain_mac(KEY, MINE), 403), (reset_mac(KEY, MINE), 200)):
+            answer = await server.post(path, BODY, **{"X-Xpyd-Mac": mac})
+            assert answer.status_code == status
+        assert answer.json() == {"success": True}
+        other = {"X-Xpyd-Mac": reset_mac(KEY, "other")}
+        assert (await server.post(path, {"incarnation": "other"}, **other)).status_code == 409
+    async with serving(keys=()) as server:
+        assert (await server.client.post(path)).json() == {"success": True}
+        forwarded = {"X-Forwarded-For": "203.0.113.9"}
+        assert (await server.client.post(path, headers=forwarded)).status_code == 403

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.worker.server_fakes import FakeEngine, run, serving
+from tests.worker.server_fakes import FakeEngine, serving
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.values import OfferedPrompt
 from xpyd_worker.engine.request import ErrorKind
@@ -44,114 +44,92 @@ PATH = "/v1/completions"
         ("/health", GOOD, 405, None, None),
     ],
 )
-def test_bad_input_is_refused(path: str, body: Any, status: int, param: Any, code: Any) -> None:
-    async def test() -> None:
-        async with serving() as server:
-            content = body if isinstance(body, bytes) else json.dumps(body).encode()
-            answer = await server.client.post(path, content=content)
-            assert answer.status_code == status, answer.text
-            error = answer.json()["error"]
-            assert set(error) == {"message", "type", "param", "code"}
-            assert error["message"]
-            assert (error["param"], error["code"]) == (param, code)
-            assert error["type"] in ("invalid_request_error", "not_found_error")
-            assert server.engine.requests == []
-
-    run(test())
-
-
-def test_a_long_prompt_says_how_long_it_may_be() -> None:
-    async def test() -> None:
-        async with serving() as server:
-            answer = await server.post(PATH, {"prompt": "x" * 150, "max_tokens": 51})
-            message = answer.json()["error"]["message"]
-            assert "maximum context length is 200 tokens" in message
-            assert "you requested 201 tokens (150 in the prompt, 51 in the completion)" in message
-            assert (await server.post(PATH, {"prompt": "x" * 150, "max_tokens": 50})).is_success
-
-    run(test())
+async def test_bad_input_is_refused(
+    path: str, body: Any, status: int, param: Any, code: Any
+) -> None:
+    async with serving() as server:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        answer = await server.client.post(path, content=content)
+        assert answer.status_code == status, answer.text
+        error = answer.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["message"]
+        assert (error["param"], error["code"]) == (param, code)
+        assert error["type"] in ("invalid_request_error", "not_found_error")
+        assert server.engine.requests == []
 
 
-def test_a_body_over_the_limit_is_refused_unread() -> None:
-    async def test() -> None:
-        async with serving() as server:
-            reader, writer = await asyncio.open_connection(*server.address)
-            writer.write(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\n\r\n"
-            )
-            head = await reader.readuntil(b"\r\n\r\n")
-            assert b" 413 " in head
-            writer.close()
-
-    run(test())
+async def test_a_long_prompt_says_how_long_it_may_be() -> None:
+    async with serving() as server:
+        answer = await server.post(PATH, {"prompt": "x" * 150, "max_tokens": 51})
+        message = answer.json()["error"]["message"]
+        assert "maximum context length is 200 tokens" in message
+        assert "you requested 201 tokens (150 in the prompt, 51 in the completion)" in message
+        assert (await server.post(PATH, {"prompt": "x" * 150, "max_tokens": 50})).is_success
 
 
-def test_nobody_is_served_while_starting() -> None:
-    async def test() -> None:
-        async with serving(ready=False) as server:
-            assert (await server.client.get("/health")).status_code == 503
-            for answer in (await server.post(PATH, GOOD), await server.client.get("/v1/models")):
-                assert answer.status_code == 503
-                assert answer.headers["Retry-After"] == "1"
+async def test_a_body_over_the_limit_is_refused_unread() -> None:
+    async with serving() as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\n\r\n"
+        )
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b" 413 " in head
+        writer.close()
 
-    run(test())
+
+async def test_nobody_is_served_while_starting() -> None:
+    async with serving(ready=False) as server:
+        assert (await server.client.get("/health")).status_code == 503
+        for answer in (await server.post(PATH, GOOD), await server.client.get("/v1/models")):
+            assert answer.status_code == 503
+            assert answer.headers["Retry-After"] == "1"
 
 
-def test_a_full_queue_sends_requests_elsewhere_but_not_those_whose_kv_is_here() -> None:
+async def test_a_full_queue_sends_requests_elsewhere_but_not_those_whose_kv_is_here() -> None:
     uuid = "93923d63113b4b338973f24d19d4bf11"
     pair = f"___prefill_addr_10.0.1.2:21001___decode_addr_10.0.1.3:22001_{uuid}"
 
-    async def test() -> None:
-        engine = FakeEngine(silent=True)
-        async with serving(engine, max_requests=2, role="Decode") as server:
-            waiting = [asyncio.create_task(server.post(PATH, GOOD)) for _ in range(2)]
-            await engine.submitted(2)
-            answer = await server.post(PATH, GOOD)
-            assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
-            engine.offers[TransferKey(uuid, 0)] = OfferedPrompt((1,), 1)
-            engine.silent = False
-            headers = {"X-Request-Id": pair}
-            assert (await server.client.post(PATH, json=GOOD, headers=headers)).is_success
-            for task in waiting:
-                task.cancel()
-
-    run(test())
+    engine = FakeEngine(silent=True)
+    async with serving(engine, max_requests=2, role="Decode") as server:
+        waiting = [asyncio.create_task(server.post(PATH, GOOD)) for _ in range(2)]
+        await engine.submitted(2)
+        answer = await server.post(PATH, GOOD)
+        assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
+        engine.offers[TransferKey(uuid, 0)] = OfferedPrompt((1,), 1)
+        engine.silent = False
+        headers = {"X-Request-Id": pair}
+        assert (await server.client.post(PATH, json=GOOD, headers=headers)).is_success
+        for task in waiting:
+            task.cancel()
 
 
 @pytest.mark.parametrize(
     ("kind", "status"), [("busy", 503), ("too_long", 400), ("kv_failed", 503), ("internal", 500)]
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_engines_error_is_a_status_before_the_first_token(
+async def test_an_engines_error_is_a_status_before_the_first_token(
     kind: ErrorKind, status: int, stream: bool
 ) -> None:
-    async def test() -> None:
-        engine = FakeEngine(error="at 10.0.0.1: secret detail", error_kind=kind)
-        async with serving(engine) as server:
-            answer = await server.post(PATH, {**GOOD, "stream": stream})
-            assert answer.status_code == status
-            assert "secret" not in answer.text
-
-    run(test())
+    engine = FakeEngine(error="at 10.0.0.1: secret detail", error_kind=kind)
+    async with serving(engine) as server:
+        answer = await server.post(PATH, {**GOOD, "stream": stream})
+        assert answer.status_code == status
+        assert "secret" not in answer.text
 
 
-def test_an_error_in_a_stream_is_an_event_and_no_done_follows() -> None:
-    async def test() -> None:
-        engine = FakeEngine(fail_after=2)
-        async with serving(engine) as server:
-            answer = await server.post(PATH, {**GOOD, "stream": True})
-            events = [line[6:] for line in answer.text.split("\n\n") if line]
-            assert len(events) == 3
-            assert json.loads(events[-1])["error"]["type"] == "server_error"
-
-    run(test())
+async def test_an_error_in_a_stream_is_an_event_and_no_done_follows() -> None:
+    engine = FakeEngine(fail_after=2)
+    async with serving(engine) as server:
+        answer = await server.post(PATH, {**GOOD, "stream": True})
+        events = [line[6:] for line in answer.text.split("\n\n") if line]
+        assert len(events) == 3
+        assert json.loads(events[-1])["error"]["type"] == "server_error"
 
 
-def test_a_bug_in_a_handler_is_a_plain_500() -> None:
-    async def test() -> None:
-        async with serving() as server:
-            answer = await server.post(PATH, {"prompt": "bug"})
-            assert answer.status_code == 500
-            assert answer.json()["error"]["message"] == "internal error"
-
-    run(test())
+async def test_a_bug_in_a_handler_is_a_plain_500() -> None:
+    async with serving() as server:
+        answer = await server.post(PATH, {"prompt": "bug"})
+        assert answer.status_code == 500
+        assert answer.json()["error"]["message"] == "internal error"

@@ -11,7 +11,6 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from tests.worker.server_fakes import run
 from xpyd_core.keys import is_beat_mac
 from xpyd_core.messages import Heartbeat, InstanceState, decode_heartbeat
 from xpyd_core.request_id import Address
@@ -57,87 +56,75 @@ async def next_state(sock: zmq.asyncio.Socket) -> str:
     return decode_heartbeat(frame).state
 
 
-def test_every_router_gets_beats_changes_and_the_goodbye() -> None:
-    async def test() -> None:
-        with router() as (one, port_one), router() as (two, port_two):
-            states = States()
-            beats = sender(states, port_one, port_two)
-            beats.start()
-            assert [await next_state(one), await next_state(two)] == ["Ready", "Ready"]
-            states.state = "Draining"
-            beats.beat_now()
-            assert [await next_state(one), await next_state(two)] == ["Draining", "Draining"]
-            states.state = "Gone"
-            beats.beat_now()
-            await beats.close()
-            assert [await next_state(one), await next_state(two)] == ["Gone", "Gone"]
-
-    run(test())
+async def test_every_router_gets_beats_changes_and_the_goodbye() -> None:
+    with router() as (one, port_one), router() as (two, port_two):
+        states = States()
+        beats = sender(states, port_one, port_two)
+        beats.start()
+        assert [await next_state(one), await next_state(two)] == ["Ready", "Ready"]
+        states.state = "Draining"
+        beats.beat_now()
+        assert [await next_state(one), await next_state(two)] == ["Draining", "Draining"]
+        states.state = "Gone"
+        beats.beat_now()
+        await beats.close()
+        assert [await next_state(one), await next_state(two)] == ["Gone", "Gone"]
 
 
-def test_a_name_is_looked_up() -> None:
-    async def test() -> None:
-        with router() as (sock, port):
-            beats = sender(States(), port, host="localhost")
-            beats.start()
-            assert await next_state(sock) == "Ready"
-            await beats.close()
-
-    run(test())
+async def test_a_name_is_looked_up() -> None:
+    with router() as (sock, port):
+        beats = sender(States(), port, host="localhost")
+        beats.start()
+        assert await next_state(sock) == "Ready"
+        await beats.close()
 
 
-def test_a_failed_look_up_drops_no_router(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_look_up_drops_no_router(monkeypatch: pytest.MonkeyPatch) -> None:
     """A resolver that fails does not say which routers are gone; one that answers does."""
     answers = ["found", "failed", "failed", "found"]
 
-    async def test() -> None:
-        is_gone = asyncio.Event()
-        with router() as (sock, port):
-            found = await asyncio.get_running_loop().getaddrinfo("127.0.0.1", port)
+    is_gone = asyncio.Event()
+    with router() as (sock, port):
+        found = await asyncio.get_running_loop().getaddrinfo("127.0.0.1", port)
 
-            async def look_up(*_where: object, **_how: object) -> list[Any]:
-                if not answers:
-                    is_gone.set()
-                    return []
-                if answers.pop(0) == "failed":
-                    raise OSError("no resolver")
-                return found[:1]
+        async def look_up(*_where: object, **_how: object) -> list[Any]:
+            if not answers:
+                is_gone.set()
+                return []
+            if answers.pop(0) == "failed":
+                raise OSError("no resolver")
+            return found[:1]
 
-            monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
-            beats = sender(States(), port, host="routers.test", period_s=0.01)
-            beats.start()
-            assert [await next_state(sock) for _ in range(4)] == ["Ready"] * 4
-            await is_gone.wait()
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(next_state(sock), 0.2)
-            await beats.close()
-
-    run(test())
-
-
-def test_a_router_that_was_away_long_ends_at_the_newest_state() -> None:
-    async def test() -> None:
-        with router() as (_, port):
-            pass
-        states = States()
-        beats = sender(states, port)
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
+        beats = sender(States(), port, host="routers.test", period_s=0.01)
         beats.start()
-        await asyncio.sleep(0.05)
-        for _ in range(20):
-            beats.beat_now()
-        states.state = "Draining"
+        assert [await next_state(sock) for _ in range(4)] == ["Ready"] * 4
+        await is_gone.wait()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(next_state(sock), 0.2)
+        await beats.close()
+
+
+async def test_a_router_that_was_away_long_ends_at_the_newest_state() -> None:
+    with router() as (_, port):
+        pass
+    states = States()
+    beats = sender(states, port)
+    beats.start()
+    await asyncio.sleep(0.05)
+    for _ in range(20):
         beats.beat_now()
-        with router(port) as (sock, _):
-            read = [await next_state(sock)]
-            while read[-1] != "Draining":
-                read.append(await next_state(sock))
-            assert len(read) < 12  # of 21: the last sockets' queues, not all that was ever said
-            await beats.close()
+    states.state = "Draining"
+    beats.beat_now()
+    with router(port) as (sock, _):
+        read = [await next_state(sock)]
+        while read[-1] != "Draining":
+            read.append(await next_state(sock))
+        assert len(read) < 12  # of 21: the last sockets' queues, not all that was ever said
+        await beats.close()
 
-    run(test())
 
-
-def test_a_closed_socket_that_still_connects_takes_no_newer_beat_with_it(
+async def test_a_closed_socket_that_still_connects_takes_no_newer_beat_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """ZMQ ends a closed socket on another thread: its connection may come after its successor's."""
@@ -147,63 +134,51 @@ def test_a_closed_socket_that_still_connects_takes_no_newer_beat_with_it(
     def close_late(self: zmq.Socket[bytes], linger: int | None = None) -> None:
         late.append(self)
 
-    async def test() -> None:
-        with router() as (_, port):
-            pass
-        states = States()
-        beats = sender(states, port)
-        beats.start()
-        await asyncio.sleep(0.05)
-        with monkeypatch.context() as patch:
-            patch.setattr(zmq.Socket, "close", close_late)
-            for _ in range(8):
-                beats.beat_now()
-            states.state = "Draining"
+    with router() as (_, port):
+        pass
+    states = States()
+    beats = sender(states, port)
+    beats.start()
+    await asyncio.sleep(0.05)
+    with monkeypatch.context() as patch:
+        patch.setattr(zmq.Socket, "close", close_late)
+        for _ in range(8):
             beats.beat_now()
-        assert late
-        with router(port) as (sock, _):
-            read = [await next_state(sock) for _ in range(10)]
-            assert read.count("Draining") == 1
-        for old in late:
-            really_close(old, 0)
-        await beats.close()
-
-    run(test())
-
-
-def test_beats_say_when_they_were_sent_and_never_an_earlier_time() -> None:
-    async def test() -> None:
-        clock_ns = [5_000_000_000, 9_000_000_000, 1_000_000_000]
-        with router() as (sock, port):
-            beats = sender(States(), port, wall_clock_ns=lambda: clock_ns.pop(0))
-            beats.start()
-            times = [decode_heartbeat((await sock.recv_multipart())[1]).sent_us]
-            for _ in range(2):
-                beats.beat_now()
-                times.append(decode_heartbeat((await sock.recv_multipart())[1]).sent_us)
-            assert times == [5_000_000, 9_000_000, 9_000_001]
-            await beats.close()
-
-    run(test())
-
-
-def test_an_instance_without_a_key_beats_unsigned() -> None:
-    async def test() -> None:
-        with router() as (sock, port):
-            beats = sender(States(), port, key=None)
-            beats.start()
-            _, frame = await sock.recv_multipart()
-            assert decode_heartbeat(frame).state == "Ready"
-            await beats.close()
-
-    run(test())
-
-
-def test_no_router_means_no_beat_and_a_quick_end() -> None:
-    async def test() -> None:
-        beats = sender(States())
-        beats.start()
+        states.state = "Draining"
         beats.beat_now()
+    assert late
+    with router(port) as (sock, _):
+        read = [await next_state(sock) for _ in range(10)]
+        assert read.count("Draining") == 1
+    for old in late:
+        really_close(old, 0)
+    await beats.close()
+
+
+async def test_beats_say_when_they_were_sent_and_never_an_earlier_time() -> None:
+    clock_ns = [5_000_000_000, 9_000_000_000, 1_000_000_000]
+    with router() as (sock, port):
+        beats = sender(States(), port, wall_clock_ns=lambda: clock_ns.pop(0))
+        beats.start()
+        times = [decode_heartbeat((await sock.recv_multipart())[1]).sent_us]
+        for _ in range(2):
+            beats.beat_now()
+            times.append(decode_heartbeat((await sock.recv_multipart())[1]).sent_us)
+        assert times == [5_000_000, 9_000_000, 9_000_001]
         await beats.close()
 
-    run(test())
+
+async def test_an_instance_without_a_key_beats_unsigned() -> None:
+    with router() as (sock, port):
+        beats = sender(States(), port, key=None)
+        beats.start()
+        _, frame = await sock.recv_multipart()
+        assert decode_heartbeat(frame).state == "Ready"
+        await beats.close()
+
+
+async def test_no_router_means_no_beat_and_a_quick_end() -> None:
+    beats = sender(States())
+    beats.start()
+    beats.beat_now()
+    await beats.close()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.worker.server_fakes import ByteTokenizer, FakeEngine, Running, run, say, serving
+from tests.worker.server_fakes import ByteTokenizer, FakeEngine, Running, say, serving
 from xpyd_worker.server.service import TextThreads
 
 
@@ -61,17 +61,14 @@ async def ok(server: Running, path: str, body: Any) -> str:
 
 
 @pytest.mark.parametrize(("call", "size", "path", "body"), CASES)
-def test_what_takes_long_is_not_done_on_the_loop(
+async def test_what_takes_long_is_not_done_on_the_loop(
     call: str, size: int, path: str, body: Any
 ) -> None:
-    async def test() -> None:
-        tokenizer = Watched()
-        async with serving(tokenizer=tokenizer, max_model_len=20_000, max_requests=256) as server:
-            await ok(server, path, body)
-        assert tokenizer.on_threads.get(call, 0) >= size
-        assert tokenizer.elsewhere.get(call, 0) < 100
-
-    run(test())
+    tokenizer = Watched()
+    async with serving(tokenizer=tokenizer, max_model_len=20_000, max_requests=256) as server:
+        await ok(server, path, body)
+    assert tokenizer.on_threads.get(call, 0) >= size
+    assert tokenizer.elsewhere.get(call, 0) < 100
 
 
 @pytest.mark.parametrize(
@@ -83,76 +80,63 @@ def test_what_takes_long_is_not_done_on_the_loop(
         (CHAT, {"messages": [{"role": "user", "content": "x"}], "prompt_logprobs": 1}),
     ],
 )
-def test_what_is_short_needs_no_hop_to_a_thread(path: str, body: Any) -> None:
-    async def test() -> None:
-        tokenizer = Watched()
-        async with serving(tokenizer=tokenizer) as server:
-            await ok(server, path, body)
-        assert tokenizer.on_threads == {}
-        assert tokenizer.elsewhere
-
-    run(test())
+async def test_what_is_short_needs_no_hop_to_a_thread(path: str, body: Any) -> None:
+    tokenizer = Watched()
+    async with serving(tokenizer=tokenizer) as server:
+        await ok(server, path, body)
+    assert tokenizer.on_threads == {}
+    assert tokenizer.elsewhere
 
 
-def test_many_prompts_have_their_own_tokens_in_order() -> None:
-    async def test() -> None:
-        engine = FakeEngine(say("!"))
-        async with serving(engine, max_model_len=70_000, max_requests=256) as server:
-            prompts: list[Any] = ["a" * 66_000, *(f"{i} " * 300 for i in range(40)), [66, 67]]
-            await ok(server, COMPLETIONS, {"prompt": prompts, "max_tokens": 1})
-            found = [bytes(request.prompt).decode() for request in engine.requests]
-            assert found == [*prompts[:-1], "BC"]
-
-    run(test())
+async def test_many_prompts_have_their_own_tokens_in_order() -> None:
+    engine = FakeEngine(say("!"))
+    async with serving(engine, max_model_len=70_000, max_requests=256) as server:
+        prompts: list[Any] = ["a" * 66_000, *(f"{i} " * 300 for i in range(40)), [66, 67]]
+        await ok(server, COMPLETIONS, {"prompt": prompts, "max_tokens": 1})
+        found = [bytes(request.prompt).decode() for request in engine.requests]
+        assert found == [*prompts[:-1], "BC"]
 
 
-def test_an_answer_that_was_computed_is_written_however_many_texts_wait() -> None:
-    async def test() -> None:
-        threads, go_on = TextThreads(threads=1, max_jobs=1), threading.Event()
-        waiting = asyncio.create_task(threads.run(go_on.wait))
-        await asyncio.sleep(0)
-        writing = [asyncio.create_task(threads.finish(lambda: "answer")) for _ in range(3)]
-        await asyncio.sleep(0)
-        go_on.set()
-        assert await asyncio.gather(waiting, *writing) == [True, *["answer"] * 3]
-        threads.close()
-
-    run(test())
+async def test_an_answer_that_was_computed_is_written_however_many_texts_wait() -> None:
+    threads, go_on = TextThreads(threads=1, max_jobs=1), threading.Event()
+    waiting = asyncio.create_task(threads.run(go_on.wait))
+    await asyncio.sleep(0)
+    writing = [asyncio.create_task(threads.finish(lambda: "answer")) for _ in range(3)]
+    await asyncio.sleep(0)
+    go_on.set()
+    assert await asyncio.gather(waiting, *writing) == [True, *["answer"] * 3]
+    threads.close()
 
 
 @pytest.mark.parametrize(
     ("path", "body"),
     [(COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": [{"role": "user", "content": "x"}]})],
 )
-def test_a_long_body_is_read_on_the_text_threads_and_a_short_one_here(path: str, body: Any) -> None:
-    async def test() -> None:
-        async with serving() as server:
-            assert server.api.service is not None
-            threads, go_on = TextThreads(threads=1, max_jobs=1), threading.Event()
-            server.api.service = replace(server.api.service, threads=threads)
-            waiting = asyncio.create_task(threads.run(go_on.wait))
-            await asyncio.sleep(0)
-            long = {**body, "user": "x" * 2**20}
-            try:
-                await ok(server, path, body)
-                assert (await server.post(path, long)).status_code == 503
-            finally:
-                # Also when it fails: the loop's end waits for the thread.
-                go_on.set()
-                await waiting
-            await ok(server, path, long)
-            threads.close()
+async def test_a_long_body_is_read_on_the_text_threads_and_a_short_one_here(
+    path: str, body: Any
+) -> None:
+    async with serving() as server:
+        assert server.api.service is not None
+        threads, go_on = TextThreads(threads=1, max_jobs=1), threading.Event()
+        server.api.service = replace(server.api.service, threads=threads)
+        waiting = asyncio.create_task(threads.run(go_on.wait))
+        await asyncio.sleep(0)
+        long = {**body, "user": "x" * 2**20}
+        try:
+            await ok(server, path, body)
+            assert (await server.post(path, long)).status_code == 503
+        finally:
+            # Also when it fails: the loop's end waits for the thread.
+            go_on.set()
+            await waiting
+        await ok(server, path, long)
+        threads.close()
 
-    run(test())
 
-
-def test_ids_beyond_the_context_are_counted_and_not_looked_at() -> None:
-    async def test() -> None:
-        async with serving() as server:
-            for prompt in ([65] * 199 + ["no id"], [[65], [65] * 199 + ["no id"]]):
-                answer = await server.post(COMPLETIONS, {"prompt": prompt})
-                assert answer.status_code == 400
-                assert answer.json()["error"]["code"] == "context_length_exceeded"
-                assert "your prompt has 200 tokens" in answer.json()["error"]["message"]
-
-    run(test())
+async def test_ids_beyond_the_context_are_counted_and_not_looked_at() -> None:
+    async with serving() as server:
+        for prompt in ([65] * 199 + ["no id"], [[65], [65] * 199 + ["no id"]]):
+            answer = await server.post(COMPLETIONS, {"prompt": prompt})
+            assert answer.status_code == 400
+            assert answer.json()["error"]["code"] == "context_length_exceeded"
+            assert "your prompt has 200 tokens" in answer.json()["error"]["message"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.worker.engine_bench import make_request
-from tests.worker.server_fakes import FakeEngine, Running, run, say, serving
+from tests.worker.server_fakes import FakeEngine, Running, say, serving
 from tests.worker.test_engine_core import WAIT_S, Live
 from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.server.telemetry.metrics import kv_usage
@@ -25,50 +25,44 @@ async def scraped(server: Running) -> Values:
     return found
 
 
-def test_latencies_of_finished_requests_obey_their_identities() -> None:
-    async def test() -> None:
-        engine = FakeEngine(say("hello world", eos=False), step_s=0.001)
-        async with serving(engine) as server:
-            for max_tokens in (1, 4, 7):
-                await server.post(PATH, {"prompt": "prompt", "max_tokens": max_tokens})
-            found = await scraped(server)
-            prefix = "xpyd_engine_"
-            ttft, e2e = found[f"{prefix}ttft_seconds_sum"], found[f"{prefix}e2e_seconds_sum"]
-            assert e2e - ttft > 0
-            assert abs(e2e - ttft - found[f"{prefix}itl_seconds_sum"]) < 1e-9
-            counts = {
-                name: found[f"{prefix}{name}_count"]
-                for name in ("ttft_seconds", "e2e_seconds", "itl_seconds", "tpot_seconds")
-            }
-            assert counts == {
-                "ttft_seconds": 3,
-                "e2e_seconds": 3,
-                "itl_seconds": 3 + 6,
-                "tpot_seconds": 2,
-            }
-            assert found[f"{prefix}prompt_tokens_total"] == 18
-            assert found[f"{prefix}output_tokens_total"] == 12
-            assert found[f"{prefix}request_output_tokens_sum"] == 12
-            assert found[f"{prefix}request_output_tokens_bucket{{le=1.0}}"] == 1
-            assert found[f"{prefix}request_output_tokens_bucket{{le=4.0}}"] == 2
-            assert found[f"{prefix}request_prompt_tokens_count"] == 3
-
-    run(test())
+async def test_latencies_of_finished_requests_obey_their_identities() -> None:
+    engine = FakeEngine(say("hello world", eos=False), step_s=0.001)
+    async with serving(engine) as server:
+        for max_tokens in (1, 4, 7):
+            await server.post(PATH, {"prompt": "prompt", "max_tokens": max_tokens})
+        found = await scraped(server)
+        prefix = "xpyd_engine_"
+        ttft, e2e = found[f"{prefix}ttft_seconds_sum"], found[f"{prefix}e2e_seconds_sum"]
+        assert e2e - ttft > 0
+        assert abs(e2e - ttft - found[f"{prefix}itl_seconds_sum"]) < 1e-9
+        counts = {
+            name: found[f"{prefix}{name}_count"]
+            for name in ("ttft_seconds", "e2e_seconds", "itl_seconds", "tpot_seconds")
+        }
+        assert counts == {
+            "ttft_seconds": 3,
+            "e2e_seconds": 3,
+            "itl_seconds": 3 + 6,
+            "tpot_seconds": 2,
+        }
+        assert found[f"{prefix}prompt_tokens_total"] == 18
+        assert found[f"{prefix}output_tokens_total"] == 12
+        assert found[f"{prefix}request_output_tokens_sum"] == 12
+        assert found[f"{prefix}request_output_tokens_bucket{{le=1.0}}"] == 1
+        assert found[f"{prefix}request_output_tokens_bucket{{le=4.0}}"] == 2
+        assert found[f"{prefix}request_prompt_tokens_count"] == 3
 
 
-def test_a_request_that_a_stop_string_ends_is_a_whole_one() -> None:
+async def test_a_request_that_a_stop_string_ends_is_a_whole_one() -> None:
     """It is not the client that left: the engine counts it as stopped, and it has an E2E."""
 
-    async def test() -> None:
-        engine = FakeEngine(say("hello world, on and on"))
-        async with serving(engine) as server:
-            body = {"prompt": "hi", "max_tokens": 20, "stop": "o"}
-            assert (await server.post(PATH, body)).json()["choices"][0]["text"] == "hell"
-            found = await scraped(server)
-            assert found["xpyd_engine_e2e_seconds_count"] == 1
-            assert [choices for _, choices in engine.aborted] == [(0,)]
-
-    run(test())
+    engine = FakeEngine(say("hello world, on and on"))
+    async with serving(engine) as server:
+        body = {"prompt": "hi", "max_tokens": 20, "stop": "o"}
+        assert (await server.post(PATH, body)).json()["choices"][0]["text"] == "hell"
+        found = await scraped(server)
+        assert found["xpyd_engine_e2e_seconds_count"] == 1
+        assert [choices for _, choices in engine.aborted] == [(0,)]
 
 
 def test_the_engine_counts_choices_that_a_stop_string_ended_as_stopped() -> None:
@@ -81,18 +75,15 @@ def test_the_engine_counts_choices_that_a_stop_string_ended_as_stopped() -> None
     assert live.pool.num_free == 64
 
 
-def test_vllms_gauges_stand_where_schedulers_look_for_them() -> None:
-    async def test() -> None:
-        async with serving() as server:
-            found = await scraped(server)
-            assert found["vllm:num_requests_running{model_name=fake}"] == 0
-            assert found["vllm:num_requests_waiting{model_name=fake}"] == 0
-            assert abs(found["vllm:kv_cache_usage_perc{model_name=fake}"] - 0.3) < 1e-9
-            info = "vllm:cache_config_info{block_size=16,model_name=fake,num_gpu_blocks=10}"
-            assert found[info] == 1
-            assert sum(name.startswith("vllm:") for name in found) == 4
-
-    run(test())
+async def test_vllms_gauges_stand_where_schedulers_look_for_them() -> None:
+    async with serving() as server:
+        found = await scraped(server)
+        assert found["vllm:num_requests_running{model_name=fake}"] == 0
+        assert found["vllm:num_requests_waiting{model_name=fake}"] == 0
+        assert abs(found["vllm:kv_cache_usage_perc{model_name=fake}"] - 0.3) < 1e-9
+        info = "vllm:cache_config_info{block_size=16,model_name=fake,num_gpu_blocks=10}"
+        assert found[info] == 1
+        assert sum(name.startswith("vllm:") for name in found) == 4
 
 
 def test_kv_usage_is_a_share_of_0_to_1() -> None:
@@ -101,15 +92,12 @@ def test_kv_usage_is_a_share_of_0_to_1() -> None:
     assert kv_usage(EngineStats()) == 0
 
 
-def test_the_process_and_its_load_are_shown() -> None:
-    async def test() -> None:
-        async with serving() as server:
-            found = await scraped(server)
-            assert found["xpyd_engine_load_seconds"] == 0.5
-            for name in ("process_resident_memory_bytes", "process_start_time_seconds"):
-                assert found[name] > 0
-
-    run(test())
+async def test_the_process_and_its_load_are_shown() -> None:
+    async with serving() as server:
+        found = await scraped(server)
+        assert found["xpyd_engine_load_seconds"] == 0.5
+        for name in ("process_resident_memory_bytes", "process_start_time_seconds"):
+            assert found[name] > 0
 
 
 def test_each_step_counts_its_tokens_and_sequences() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.worker.server_fakes import KEY, Running, run, serving
+from tests.worker.server_fakes import KEY, Running, serving
 from xpyd_core.keys import probe_mac, release_mac
 from xpyd_core.request_id import Address
 from xpyd_kv.session.probing import BUSY, PairProbe, ProbeResult
@@ -46,30 +46,27 @@ async def ask(server: Running, body: Any = None, **headers: str) -> Any:
     return await server.post("/kv/probe", {"address": PEER} if body is None else body, **headers)
 
 
-def test_the_answer_is_what_the_probe_found() -> None:
-    async def test() -> None:
-        async with serving(role="Prefill") as server:
-            probe = give(server, FakeProbe(ProbeResult(True, "shm", 65536, 0.0012345678, True)))
-            answer = await ask(server, **GOOD)
-            assert answer.status_code == 200
-            assert answer.json() == {
-                "ok": True,
-                "transport": "shm",
-                "bytes": 65536,
-                "seconds": 0.001235,
-                "digest_matches": True,
-                "reason": "",
-            }
-            assert probe.asked == [Address("10.0.0.7", 21001)]
-            probe.result = ProbeResult(reason="unreachable")
-            answer = await ask(server, **GOOD)
-            assert answer.status_code == 200
-            assert (answer.json()["ok"], answer.json()["reason"]) == (False, "unreachable")
-
-    run(test())
+async def test_the_answer_is_what_the_probe_found() -> None:
+    async with serving(role="Prefill") as server:
+        probe = give(server, FakeProbe(ProbeResult(True, "shm", 65536, 0.0012345678, True)))
+        answer = await ask(server, **GOOD)
+        assert answer.status_code == 200
+        assert answer.json() == {
+            "ok": True,
+            "transport": "shm",
+            "bytes": 65536,
+            "seconds": 0.001235,
+            "digest_matches": True,
+            "reason": "",
+        }
+        assert probe.asked == [Address("10.0.0.7", 21001)]
+        probe.result = ProbeResult(reason="unreachable")
+        answer = await ask(server, **GOOD)
+        assert answer.status_code == 200
+        assert (answer.json()["ok"], answer.json()["reason"]) == (False, "unreachable")
 
 
-def test_between_ranks_each_pair_is_answered_and_one_that_failed_is_named(
+async def test_between_ranks_each_pair_is_answered_and_one_that_failed_is_named(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     near, far = Address("10.0.0.7", 21002), Address("10.0.0.8", 21003)
@@ -79,33 +76,30 @@ def test_between_ranks_each_pair_is_answered_and_one_that_failed_is_named(
     key_file = tmp_path / "key"
     key_file.write_bytes(KEY)
 
-    async def test() -> None:
-        async with serving(role="Prefill") as server:
-            give(server, FakeProbe(result))
-            found = (await ask(server, **GOOD)).json()
-            assert (found["ok"], found["reason"], found["transport"]) == (
-                False,
-                "unreachable",
-                "tcp",
-            )
-            assert [(p["from_rank"], p["to_rank"], p["address"]) for p in found["pairs"]] == [
-                (0, 0, "10.0.0.7:21002"),
-                (0, 1, "10.0.0.8:21003"),
-            ]
-            assert [(p["ok"], p["transport"], p["reason"]) for p in found["pairs"]] == [
-                (True, "uds", ""),
-                (False, "", "unreachable"),
-            ]
-            asked = Namespace(
-                engine=str(server.client.base_url),
-                peer=PEER,
-                kv_key_file=key_file,
-                kv_insecure=False,
-                output="text",
-            )
-            assert await asyncio.to_thread(command.run, asked) == 1
-
-    run(test())
+    async with serving(role="Prefill") as server:
+        give(server, FakeProbe(result))
+        found = (await ask(server, **GOOD)).json()
+        assert (found["ok"], found["reason"], found["transport"]) == (
+            False,
+            "unreachable",
+            "tcp",
+        )
+        assert [(p["from_rank"], p["to_rank"], p["address"]) for p in found["pairs"]] == [
+            (0, 0, "10.0.0.7:21002"),
+            (0, 1, "10.0.0.8:21003"),
+        ]
+        assert [(p["ok"], p["transport"], p["reason"]) for p in found["pairs"]] == [
+            (True, "uds", ""),
+            (False, "", "unreachable"),
+        ]
+        asked = Namespace(
+            engine=str(server.client.base_url),
+            peer=PEER,
+            kv_key_file=key_file,
+            kv_insecure=False,
+            output="text",
+        )
+        assert await asyncio.to_thread(command.run, asked) == 1
     assert capsys.readouterr().out.splitlines() == [
         f"{PEER}: failed after 2.0 ms: unreachable",
         "  rank 0 to rank 0 at 10.0.0.7:21002: 65536 bytes arrived over uds in 2.0 ms",
@@ -118,63 +112,48 @@ def test_between_ranks_each_pair_is_answered_and_one_that_failed_is_named(
     ["", "x", probe_mac(b"x" * 32, PEER), probe_mac(KEY, "10.0.0.8:21001"), release_mac(KEY, PEER)],
     ids=["none", "junk", "another key", "another address", "another purpose"],
 )
-def test_without_the_mac_of_this_address_nothing_is_dialled(mac: str) -> None:
-    async def test() -> None:
-        async with serving(role="Prefill") as server:
-            probe = give(server, FakeProbe(ProbeResult(True)))
-            answer = await ask(server, **{"X-Xpyd-Mac": mac})
-            assert (answer.status_code, answer.json()["error"]["code"]) == (403, "wrong_mac")
-            assert not probe.asked
-
-    run(test())
+async def test_without_the_mac_of_this_address_nothing_is_dialled(mac: str) -> None:
+    async with serving(role="Prefill") as server:
+        probe = give(server, FakeProbe(ProbeResult(True)))
+        answer = await ask(server, **{"X-Xpyd-Mac": mac})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "wrong_mac")
+        assert not probe.asked
 
 
 @pytest.mark.parametrize("role", ["Decode", "Aggregated"])
-def test_who_is_no_p_says_whom_to_ask(role: Any) -> None:
-    async def test() -> None:
-        async with serving(role=role) as server:
-            answer = await ask(server, **GOOD)
-            assert answer.status_code == 409
-            assert "ask a Prefill instance" in answer.json()["error"]["message"]
-            assert role in answer.json()["error"]["message"]
-            assert (await ask(server)).status_code == 403
-
-    run(test())
+async def test_who_is_no_p_says_whom_to_ask(role: Any) -> None:
+    async with serving(role=role) as server:
+        answer = await ask(server, **GOOD)
+        assert answer.status_code == 409
+        assert "ask a Prefill instance" in answer.json()["error"]["message"]
+        assert role in answer.json()["error"]["message"]
+        assert (await ask(server)).status_code == 403
 
 
 @pytest.mark.parametrize(
     "body", [{}, {"address": 3}, {"address": "name:21001"}, {"address": "10.0.0.7:80"}, []]
 )
-def test_an_address_that_may_not_be_dialled_is_refused_by_name(body: Any) -> None:
-    async def test() -> None:
-        async with serving(role="Prefill") as server:
-            probe = give(server, FakeProbe(ProbeResult(True)))
-            answer = await ask(server, body, **GOOD)
-            assert answer.status_code == 400
-            assert not probe.asked
-
-    run(test())
+async def test_an_address_that_may_not_be_dialled_is_refused_by_name(body: Any) -> None:
+    async with serving(role="Prefill") as server:
+        probe = give(server, FakeProbe(ProbeResult(True)))
+        answer = await ask(server, body, **GOOD)
+        assert answer.status_code == 400
+        assert not probe.asked
 
 
-def test_too_many_are_told_to_come_again() -> None:
-    async def test() -> None:
-        async with serving(role="Prefill") as server:
-            give(server, FakeProbe(ProbeResult(reason=BUSY)))
-            answer = await ask(server, **GOOD)
-            assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
-
-    run(test())
+async def test_too_many_are_told_to_come_again() -> None:
+    async with serving(role="Prefill") as server:
+        give(server, FakeProbe(ProbeResult(reason=BUSY)))
+        answer = await ask(server, **GOOD)
+        assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
 
 
-def test_a_thread_that_does_not_answer_costs_a_503(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_thread_that_does_not_answer_costs_a_503(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admin, "_ANSWER_S", 0.05)
 
-    async def test() -> None:
-        async with serving(role="Prefill") as server:
-            probe = give(server, FakeProbe(None))
-            assert (await ask(server, **GOOD)).status_code == 503
-            assert probe.asked
-            # Its late answer finds nobody.
-            await asyncio.sleep(0)
-
-    run(test())
+    async with serving(role="Prefill") as server:
+        probe = give(server, FakeProbe(None))
+        assert (await ask(server, **GOOD)).status_code == 503
+        assert probe.asked
+        # Its late answer finds nobody.
+        await asyncio.sleep(0)

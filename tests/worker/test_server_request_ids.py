@@ -49,57 +49,45 @@ def test_the_callers_id_is_in_the_header_the_answers_id_and_the_log(
         f"___prefill_addr_10.0.0.1:21001___decode_addr_10.0.0.2:21001_{'A' * 32}",
     ],
 )
-def test_without_a_fit_id_a_fresh_one_is_made(name: str | bytes | None) -> None:
-    async def test() -> None:
-        async with serving() as server:
-            headers = [] if name is None else [("X-Request-Id", name)]
-            seen: set[str] = set()
-            for _ in range(2):
-                answer = await server.client.post(PATH, json={"prompt": "hi"}, headers=headers)
-                fresh = answer.headers["X-Request-Id"]
-                assert HEX.fullmatch(fresh)
-                assert answer.status_code == 200
-                seen.add(fresh)
-            assert [request.log_id for request in server.engine.requests] == [
-                *dict.fromkeys(request.log_id for request in server.engine.requests)
-            ]
-            assert {request.log_id for request in server.engine.requests} == seen
-
-    run(test())
+async def test_without_a_fit_id_a_fresh_one_is_made(name: str | bytes | None) -> None:
+    async with serving() as server:
+        headers = [] if name is None else [("X-Request-Id", name)]
+        seen: set[str] = set()
+        for _ in range(2):
+            answer = await server.client.post(PATH, json={"prompt": "hi"}, headers=headers)
+            fresh = answer.headers["X-Request-Id"]
+            assert HEX.fullmatch(fresh)
+            assert answer.status_code == 200
+            seen.add(fresh)
+        assert [request.log_id for request in server.engine.requests] == [
+            *dict.fromkeys(request.log_id for request in server.engine.requests)
+        ]
+        assert {request.log_id for request in server.engine.requests} == seen
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_pair_id_is_nowhere_in_the_answer(stream: bool) -> None:
-    async def test() -> None:
-        async with serving(role="Prefill") as server:
-            body = {"prompt": "hi", "max_tokens": 1, "stream": stream}
-            answer = await server.post(PATH, body, **{"X-Request-Id": PAIR})
-            assert answer.status_code == 200
-            shown = answer.text + str(answer.headers.raw)
-            assert UUID not in shown
-            assert "10.0.1.2" not in shown
-            assert "X-Request-Id" not in answer.headers
-            assert server.engine.requests[0].log_id == UUID
-
-    run(test())
+async def test_a_pair_id_is_nowhere_in_the_answer(stream: bool) -> None:
+    async with serving(role="Prefill") as server:
+        body = {"prompt": "hi", "max_tokens": 1, "stream": stream}
+        answer = await server.post(PATH, body, **{"X-Request-Id": PAIR})
+        assert answer.status_code == 200
+        shown = answer.text + str(answer.headers.raw)
+        assert UUID not in shown
+        assert "10.0.1.2" not in shown
+        assert "X-Request-Id" not in answer.headers
+        assert server.engine.requests[0].log_id == UUID
 
 
-def test_refusals_carry_the_id_too() -> None:
-    async def test() -> None:
-        async with serving() as server:
-            for path, body in ((PATH, {}), ("/v1/nothing", {}), (PATH, {"prompt": [300]})):
-                answer = await server.post(path, body, **{"X-Request-Id": "order-17"})
-                assert answer.status_code in (400, 404)
-                assert answer.headers["X-Request-Id"] == "order-17"
-
-    run(test())
+async def test_refusals_carry_the_id_too() -> None:
+    async with serving() as server:
+        for path, body in ((PATH, {}), ("/v1/nothing", {}), (PATH, {"prompt": [300]})):
+            answer = await server.post(path, body, **{"X-Request-Id": "order-17"})
+            assert answer.status_code in (400, 404)
+            assert answer.headers["X-Request-Id"] == "order-17"
 
 
-def test_one_id_twice_at_once_is_two_requests_in_the_engine() -> None:
-    async def test() -> None:
-        async with serving() as server:
-            for _ in range(2):
-                await server.post(PATH, {"prompt": "hi"}, **{"X-Request-Id": "order-17"})
-            assert len({request.request_id for request in server.engine.requests}) == 2
-
-    run(test())
+async def test_one_id_twice_at_once_is_two_requests_in_the_engine() -> None:
+    async with serving() as server:
+        for _ in range(2):
+            await server.post(PATH, {"prompt": "hi"}, **{"X-Request-Id": "order-17"})
+        assert len({request.request_id for request in server.engine.requests}) == 2

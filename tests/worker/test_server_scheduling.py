@@ -7,29 +7,23 @@ from tests.worker.server_fakes import FakeEngine, run, say, serving
 BODY = {"model": "fake", "prompt": "p", "max_tokens": 2}
 
 
-def test_a_requests_priority_reaches_an_engine_that_has_them() -> None:
-    async def test() -> None:
-        async with serving(has_priorities=True) as server:
-            for extra in ({}, {"priority": None}, {"priority": -3}):
-                assert (await server.post("/v1/completions", BODY | extra)).status_code == 200
-            chat = {"messages": [{"role": "user", "content": "p"}], "priority": 4}
-            assert (await server.post("/v1/chat/completions", chat)).status_code == 200
-            assert [r.priority for r in server.engine.requests] == [0, 0, -3, 4]
-
-    run(test())
+async def test_a_requests_priority_reaches_an_engine_that_has_them() -> None:
+    async with serving(has_priorities=True) as server:
+        for extra in ({}, {"priority": None}, {"priority": -3}):
+            assert (await server.post("/v1/completions", BODY | extra)).status_code == 200
+        chat = {"messages": [{"role": "user", "content": "p"}], "priority": 4}
+        assert (await server.post("/v1/chat/completions", chat)).status_code == 200
+        assert [r.priority for r in server.engine.requests] == [0, 0, -3, 4]
 
 
-def test_a_priority_where_the_engine_has_none_is_refused_with_the_fix() -> None:
-    async def test() -> None:
-        async with serving() as server:
-            answer = await server.post("/v1/completions", BODY | {"priority": 1})
-            assert answer.status_code == 400
-            error = answer.json()["error"]
-            assert error["param"] == "priority"
-            assert "--scheduling-policy priority" in error["message"]
-            assert (await server.post("/v1/completions", BODY | {"priority": 0})).status_code == 200
-
-    run(test())
+async def test_a_priority_where_the_engine_has_none_is_refused_with_the_fix() -> None:
+    async with serving() as server:
+        answer = await server.post("/v1/completions", BODY | {"priority": 1})
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["param"] == "priority"
+        assert "--scheduling-policy priority" in error["message"]
+        assert (await server.post("/v1/completions", BODY | {"priority": 0})).status_code == 200
 
 
 def test_with_a_seed_the_server_draws_the_same_seeds_at_each_start() -> None:
@@ -50,24 +44,18 @@ def test_with_a_seed_the_server_draws_the_same_seeds_at_each_start() -> None:
     run(test())
 
 
-def test_a_reset_of_the_prefix_cache_says_whether_it_is_empty_now() -> None:
-    async def test() -> None:
-        engine = FakeEngine(script=say("x"), silent=True)
-        async with serving(engine, keys=()) as server:
-            answer = await server.post("/reset_prefix_cache", {})
-            assert (answer.status_code, answer.json()) == (200, {"success": True})
-            engine.living["somebody"] = {0}
-            assert (await server.post("/reset_prefix_cache", {})).json() == {"success": False}
-            assert (await server.client.get("/reset_prefix_cache")).status_code == 405
-            server.bridge.fail()
-            assert (await server.post("/reset_prefix_cache", {})).status_code == 500
-
-    run(test())
+async def test_a_reset_of_the_prefix_cache_says_whether_it_is_empty_now() -> None:
+    engine = FakeEngine(script=say("x"), silent=True)
+    async with serving(engine, keys=()) as server:
+        answer = await server.post("/reset_prefix_cache", {})
+        assert (answer.status_code, answer.json()) == (200, {"success": True})
+        engine.living["somebody"] = {0}
+        assert (await server.post("/reset_prefix_cache", {})).json() == {"success": False}
+        assert (await server.client.get("/reset_prefix_cache")).status_code == 405
+        server.bridge.fail()
+        assert (await server.post("/reset_prefix_cache", {})).status_code == 500
 
 
-def test_before_the_model_is_there_a_reset_waits_like_a_request() -> None:
-    async def test() -> None:
-        async with serving(ready=False) as server:
-            assert (await server.post("/reset_prefix_cache", {})).status_code == 503
-
-    run(test())
+async def test_before_the_model_is_there_a_reset_waits_like_a_request() -> None:
+    async with serving(ready=False) as server:
+        assert (await server.post("/reset_prefix_cache", {})).status_code == 503

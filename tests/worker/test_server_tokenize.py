@@ -14,7 +14,6 @@ from tests.worker.server_fakes import (
     ByteTokenizer,
     FakeEngine,
     Running,
-    run,
     serving,
     until,
 )
@@ -36,22 +35,19 @@ CHAT = [{"role": "user", "content": "hi"}]
         ({"messages": [{"role": "user", "content": "y" * 5000}]}, "user:" + "y" * 5000 + "\n"),
     ],
 )
-def test_tokens_and_their_count_come_back(body: Any, text: str) -> None:
-    async def test() -> None:
-        async with serving() as server:
-            answer = await server.post("/tokenize", body)
-            tokens = list(text.encode())
-            assert answer.json() == {
-                "count": len(tokens),
-                "max_model_len": 200,
-                "tokens": tokens,
-                "token_strs": None,
-            }
-            back = await server.post("/detokenize", {"tokens": tokens})
-            assert back.json() == {"prompt": text}
-            assert server.engine.requests == []
-
-    run(test())
+async def test_tokens_and_their_count_come_back(body: Any, text: str) -> None:
+    async with serving() as server:
+        answer = await server.post("/tokenize", body)
+        tokens = list(text.encode())
+        assert answer.json() == {
+            "count": len(tokens),
+            "max_model_len": 200,
+            "tokens": tokens,
+            "token_strs": None,
+        }
+        back = await server.post("/detokenize", {"tokens": tokens})
+        assert back.json() == {"prompt": text}
+        assert server.engine.requests == []
 
 
 class Strict(ByteTokenizer):
@@ -76,23 +72,17 @@ class Strict(ByteTokenizer):
         ({"messages": CHAT, "add_special_tokens": True}, [1, 1]),
     ],
 )
-def test_special_tokens_and_the_generation_prompt_are_as_asked(
+async def test_special_tokens_and_the_generation_prompt_are_as_asked(
     body: Any, tokens: list[int]
 ) -> None:
-    async def test() -> None:
-        async with serving(tokenizer=Strict()) as server:
-            assert (await server.post("/tokenize", body)).json()["tokens"] == tokens
-
-    run(test())
+    async with serving(tokenizer=Strict()) as server:
+        assert (await server.post("/tokenize", body)).json()["tokens"] == tokens
 
 
-def test_token_strs_are_how_the_vocabulary_writes_the_tokens() -> None:
-    async def test() -> None:
-        async with serving() as server:
-            body = {"prompt": "hi", "return_token_strs": True}
-            assert (await server.post("/tokenize", body)).json()["token_strs"] == ["h", "i"]
-
-    run(test())
+async def test_token_strs_are_how_the_vocabulary_writes_the_tokens() -> None:
+    async with serving() as server:
+        body = {"prompt": "hi", "return_token_strs": True}
+        assert (await server.post("/tokenize", body)).json()["token_strs"] == ["h", "i"]
 
 
 @pytest.mark.parametrize(
@@ -119,13 +109,10 @@ def test_token_strs_are_how_the_vocabulary_writes_the_tokens() -> None:
         ("/detokenize", {"tokens": [1], "model": "other"}, 404, "model"),
     ],
 )
-def test_bad_input_names_the_field(path: str, body: Any, status: int, param: str) -> None:
-    async def test() -> None:
-        async with serving() as server:
-            answer = await server.post(path, body)
-            assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
-
-    run(test())
+async def test_bad_input_names_the_field(path: str, body: Any, status: int, param: str) -> None:
+    async with serving() as server:
+        answer = await server.post(path, body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
 
 
 def test_the_demo_models_tokens_and_pieces_give_its_text_back() -> None:
@@ -180,108 +167,90 @@ async def _entered(tokenizer: Slow) -> None:
     assert await asyncio.to_thread(tokenizer.entered.acquire, timeout=10)
 
 
-def test_short_requests_are_served_while_a_long_text_is_encoded() -> None:
-    async def test() -> None:
-        slow = Slow()
-        async with serving(tokenizer=slow) as server:
-            long = asyncio.create_task(server.post("/tokenize", {"prompt": "x" * 5000}))
-            await _entered(slow)
-            answer = await server.post("/v1/completions", {"prompt": "hi", "max_tokens": 2})
-            assert answer.status_code == 200
-            slow.go_on.set()
-            assert (await long).json()["count"] == 5000
-
-    run(test())
+async def test_short_requests_are_served_while_a_long_text_is_encoded() -> None:
+    slow = Slow()
+    async with serving(tokenizer=slow) as server:
+        long = asyncio.create_task(server.post("/tokenize", {"prompt": "x" * 5000}))
+        await _entered(slow)
+        answer = await server.post("/v1/completions", {"prompt": "hi", "max_tokens": 2})
+        assert answer.status_code == 200
+        slow.go_on.set()
+        assert (await long).json()["count"] == 5000
 
 
-def test_a_client_that_leaves_while_its_prompt_is_encoded_leaves_nothing() -> None:
-    async def test() -> None:
-        slow = Slow()
-        async with serving(tokenizer=slow, max_model_len=100_000) as server:
-            admission = server.api.admission
-            body = {"prompt": "x" * 5000, "max_tokens": 5}
-            asking = asyncio.create_task(server.post("/v1/completions", body))
-            await _entered(slow)
-            assert (admission.requests, admission.preparing) == (1, 1)
-            asking.cancel()
-            await _gone(server)
-            assert (admission.preparing, admission.bodies.used_bytes) == (0, 0)
-            slow.go_on.set()
-            assert server.engine.requests == []
-
-    run(test())
+async def test_a_client_that_leaves_while_its_prompt_is_encoded_leaves_nothing() -> None:
+    slow = Slow()
+    async with serving(tokenizer=slow, max_model_len=100_000) as server:
+        admission = server.api.admission
+        body = {"prompt": "x" * 5000, "max_tokens": 5}
+        asking = asyncio.create_task(server.post("/v1/completions", body))
+        await _entered(slow)
+        assert (admission.requests, admission.preparing) == (1, 1)
+        asking.cancel()
+        await _gone(server)
+        assert (admission.preparing, admission.bodies.used_bytes) == (0, 0)
+        slow.go_on.set()
+        assert server.engine.requests == []
 
 
 async def _gone(server: Running) -> None:
     await until(lambda: not server.api.admission.requests)
 
 
-def test_prompts_that_are_being_encoded_count_as_waiting() -> None:
-    async def test() -> None:
-        slow = Slow()
-        async with serving(tokenizer=slow, max_requests=1, max_model_len=100_000) as server:
-            body = {"prompt": "x" * 5000, "max_tokens": 2}
-            first = asyncio.create_task(server.post("/v1/completions", body))
-            await _entered(slow)
-            refused = await server.post("/v1/completions", {"prompt": "hi"})
-            assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
-            slow.go_on.set()
-            assert (await first).status_code == 200
-            assert (await server.post("/v1/completions", {"prompt": "hi"})).status_code == 200
-
-    run(test())
+async def test_prompts_that_are_being_encoded_count_as_waiting() -> None:
+    slow = Slow()
+    async with serving(tokenizer=slow, max_requests=1, max_model_len=100_000) as server:
+        body = {"prompt": "x" * 5000, "max_tokens": 2}
+        first = asyncio.create_task(server.post("/v1/completions", body))
+        await _entered(slow)
+        refused = await server.post("/v1/completions", {"prompt": "hi"})
+        assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
+        slow.go_on.set()
+        assert (await first).status_code == 200
+        assert (await server.post("/v1/completions", {"prompt": "hi"})).status_code == 200
 
 
-def test_more_long_texts_than_may_wait_are_refused() -> None:
-    async def test() -> None:
-        threads, go_on = TextThreads(threads=1, max_jobs=2), threading.Event()
-        jobs = [asyncio.create_task(threads.run(go_on.wait)) for _ in range(2)]
-        await asyncio.sleep(0)
-        with pytest.raises(ApiError) as refused:
-            await threads.run(go_on.wait)
-        assert (refused.value.status, refused.value.retry_after_s) == (503, 1)
-        jobs[1].cancel()  # it had not begun: its place is free
-        await asyncio.wait([jobs[1]])
-        jobs[1] = asyncio.create_task(threads.run(lambda: True))
-        await asyncio.sleep(0)
-        go_on.set()
-        assert await asyncio.gather(*jobs) == [True, True]
-        threads.close()
-
-    run(test())
+async def test_more_long_texts_than_may_wait_are_refused() -> None:
+    threads, go_on = TextThreads(threads=1, max_jobs=2), threading.Event()
+    jobs = [asyncio.create_task(threads.run(go_on.wait)) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(ApiError) as refused:
+        await threads.run(go_on.wait)
+    assert (refused.value.status, refused.value.retry_after_s) == (503, 1)
+    jobs[1].cancel()  # it had not begun: its place is free
+    await asyncio.wait([jobs[1]])
+    jobs[1] = asyncio.create_task(threads.run(lambda: True))
+    await asyncio.sleep(0)
+    go_on.set()
+    assert await asyncio.gather(*jobs) == [True, True]
+    threads.close()
 
 
-def test_version_ping_and_load_answer() -> None:
-    async def test() -> None:
-        engine = FakeEngine(silent=True)
-        async with serving(engine) as server:
-            assert (await server.client.get("/version")).json() == {"version": __version__}
-            for method in ("GET", "POST"):
-                assert (await server.client.request(method, "/ping")).status_code == 200
-            assert (await server.client.get("/load")).json() == {
-                "server_load": 0,
-                "state": "Ready",
-                "running": 0,
-                "waiting": 0,
-                "free_blocks": 7,
-                "total_blocks": 10,
-                "incarnation": "my-inc",
-            }
-            asking = asyncio.create_task(server.post("/v1/completions", {"prompt": "hi"}))
-            await engine.submitted(1)
-            assert (await server.client.get("/load")).json()["server_load"] == 1
-            asking.cancel()
-            await _gone(server)
-            assert (await server.client.get("/load")).json()["server_load"] == 0
-
-    run(test())
+async def test_version_ping_and_load_answer() -> None:
+    engine = FakeEngine(silent=True)
+    async with serving(engine) as server:
+        assert (await server.client.get("/version")).json() == {"version": __version__}
+        for method in ("GET", "POST"):
+            assert (await server.client.request(method, "/ping")).status_code == 200
+        assert (await server.client.get("/load")).json() == {
+            "server_load": 0,
+            "state": "Ready",
+            "running": 0,
+            "waiting": 0,
+            "free_blocks": 7,
+            "total_blocks": 10,
+            "incarnation": "my-inc",
+        }
+        asking = asyncio.create_task(server.post("/v1/completions", {"prompt": "hi"}))
+        await engine.submitted(1)
+        assert (await server.client.get("/load")).json()["server_load"] == 1
+        asking.cancel()
+        await _gone(server)
+        assert (await server.client.get("/load")).json()["server_load"] == 0
 
 
-def test_before_the_model_is_there_ping_is_503_and_load_says_starting() -> None:
-    async def test() -> None:
-        async with serving(ready=False) as server:
-            assert (await server.client.get("/ping")).status_code == 503
-            assert (await server.client.get("/load")).json()["state"] == "Starting"
-            assert (await server.post("/tokenize", {"prompt": "a"})).status_code == 503
-
-    run(test())
+async def test_before_the_model_is_there_ping_is_503_and_load_says_starting() -> None:
+    async with serving(ready=False) as server:
+        assert (await server.client.get("/ping")).status_code == 503
+        assert (await server.client.get("/load")).json()["state"] == "Starting"
+        assert (await server.post("/tokenize", {"prompt": "a"})).status_code == 503

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.worker.server_fakes import Running, run, serving
+from tests.worker.server_fakes import Running, serving
 from xpyd_core.blocks import SCHEME
 from xpyd_core.tokenizer_files import (
     MAX_BYTES,
@@ -28,56 +28,47 @@ def give(server: Running, files: TokenizerFiles) -> None:
     server.api.service = replace(service, model=replace(service.model, files=ServedFiles.of(files)))
 
 
-def test_the_document_comes_whole_and_with_its_tag() -> None:
-    async def test() -> None:
-        async with serving() as server:
-            give(server, FILES)
-            answer = await server.client.get("/tokenizer")
-            assert (answer.status_code, answer.headers["Content-Type"]) == (200, "application/json")
-            assert decode_tokenizer_files(answer.content) == FILES
-            assert int(answer.headers["Content-Length"]) == len(answer.content)
-            assert answer.json()["block_hash"] == SCHEME
-            tag = answer.headers["ETag"]
-            for known in (tag, f'"x", W/{tag}', "*"):
-                again = await server.client.get("/tokenizer", headers={"If-None-Match": known})
-                assert (again.status_code, again.content) == (304, b"")
-            other = await server.client.get("/tokenizer", headers={"If-None-Match": '"x"'})
-            assert other.status_code == 200
-            give(server, replace_tokenizer("other"))
-            assert (await server.client.get("/tokenizer")).headers["ETag"] != tag
-
-    run(test())
+async def test_the_document_comes_whole_and_with_its_tag() -> None:
+    async with serving() as server:
+        give(server, FILES)
+        answer = await server.client.get("/tokenizer")
+        assert (answer.status_code, answer.headers["Content-Type"]) == (200, "application/json")
+        assert decode_tokenizer_files(answer.content) == FILES
+        assert int(answer.headers["Content-Length"]) == len(answer.content)
+        assert answer.json()["block_hash"] == SCHEME
+        tag = answer.headers["ETag"]
+        for known in (tag, f'"x", W/{tag}', "*"):
+            again = await server.client.get("/tokenizer", headers={"If-None-Match": known})
+            assert (again.status_code, again.content) == (304, b"")
+        other = await server.client.get("/tokenizer", headers={"If-None-Match": '"x"'})
+        assert other.status_code == 200
+        give(server, replace_tokenizer("other"))
+        assert (await server.client.get("/tokenizer")).headers["ETag"] != tag
 
 
 def replace_tokenizer(text: str) -> TokenizerFiles:
     return TokenizerFiles(tokenizer=text, vocab_size=5, max_model_len=9, block_size=16)
 
 
-def test_it_is_sent_in_pieces_to_a_caller_that_reads_slowly() -> None:
-    async def test() -> None:
-        async with serving() as server:
-            give(server, replace_tokenizer("x" * 32 * 2**20))
-            reader, writer = await asyncio.open_connection(*server.address)
-            writer.write(b"GET /tokenizer HTTP/1.1\r\nHost: x\r\n\r\n")
-            head = await reader.readuntil(b"\r\n\r\n")
-            assert b" 200 " in head.split(b"\r\n")[0]
-            # Nothing more is read, and others are served.
-            answer = await server.post("/v1/completions", {"prompt": "hi", "max_tokens": 2})
-            assert answer.status_code == 200
-            writer.close()
-
-    run(test())
+async def test_it_is_sent_in_pieces_to_a_caller_that_reads_slowly() -> None:
+    async with serving() as server:
+        give(server, replace_tokenizer("x" * 32 * 2**20))
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(b"GET /tokenizer HTTP/1.1\r\nHost: x\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b" 200 " in head.split(b"\r\n")[0]
+        # Nothing more is read, and others are served.
+        answer = await server.post("/v1/completions", {"prompt": "hi", "max_tokens": 2})
+        assert answer.status_code == 200
+        writer.close()
 
 
-def test_without_files_or_before_the_model_is_there_is_no_document() -> None:
-    async def test() -> None:
-        async with serving() as server:
-            assert (await server.client.get("/tokenizer")).status_code == 404
-            assert ServedFiles.of(replace_tokenizer("x" * MAX_BYTES)) is None
-        async with serving(ready=False) as server:
-            assert (await server.client.get("/tokenizer")).status_code == 503
-
-    run(test())
+async def test_without_files_or_before_the_model_is_there_is_no_document() -> None:
+    async with serving() as server:
+        assert (await server.client.get("/tokenizer")).status_code == 404
+        assert ServedFiles.of(replace_tokenizer("x" * MAX_BYTES)) is None
+    async with serving(ready=False) as server:
+        assert (await server.client.get("/tokenizer")).status_code == 503
 
 
 @pytest.mark.parametrize(

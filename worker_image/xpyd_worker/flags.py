@@ -98,7 +98,7 @@ MODEL_FLAGS = (
         default="auto",
         metavar="DEVICE",
         help="cpu, cuda (the first GPU) or cuda:N; auto: a GPU where torch finds one and triton is "
-        "installed, else the CPU",
+        "installed, else the CPU (default: %(default)s)",
     ),
     _flag(
         "--dtype",
@@ -106,7 +106,7 @@ MODEL_FLAGS = (
         choices=DTYPES,
         default="auto",
         help="of weights and KV; auto: the checkpoint's, but float32 where the CPU is slow in 16 "
-        "bits, and float16 for bfloat16 on a GPU that has none",
+        "bits, and float16 for bfloat16 on a GPU that has none (default: %(default)s)",
     ),
     _flag(
         "--max-model-len",
@@ -179,7 +179,7 @@ BATCH_FLAGS = (
         help="tokens of one forward, at least --max-num-seqs; longer prompts go in chunks, and "
         "running requests wait for one chunk at most between two of their tokens; auto: on a CPU "
         f"{AUTO_BATCHED_TOKENS}, on a GPU {AUTO_BATCHED_TOKENS_GPU}, or --max-num-seqs where that "
-        "is more",
+        "is more (default: %(default)s)",
     ),
     _flag(
         "--long-prefill-token-threshold",
@@ -317,14 +317,15 @@ KV_FLAGS = (
         choices=[name.replace("_", "-") for name in MODES],
         default="put-async",
         help="when a Prefill instance sends; put-async: while it computes; put: after each step, "
-        "which waits; get: when Decode asks. Decode does what Prefill says",
+        "which waits; get: when Decode asks. Decode does what Prefill says "
+        "(default: %(default)s)",
     ),
     _flag(
         "--kv-transport",
         choices=("auto", *TRANSPORTS),
         default="auto",
         help="what moves KV, cuda_ipc and nccl only between GPUs; auto: the best that both sides "
-        "of a pair have",
+        "of a pair have (default: %(default)s)",
     ),
     _flag(
         "--kv-socket-dir",
