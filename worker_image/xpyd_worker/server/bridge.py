@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from xpyd_core.distribution import Distribution
 from xpyd_core.errors import ApiError
@@ -23,6 +24,7 @@ from xpyd_kv.values import OfferedPrompt
 from xpyd_worker.engine.core import EngineCore
 from xpyd_worker.engine.request import EngineRequest, EngineStats, RequestOutput
 
+T = TypeVar("T")
 # From a token of a small model to a long answer, or a long queue, on a CPU.
 REQUEST_SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -119,6 +121,29 @@ class RequestTimes:
     def output_tokens(self) -> int:
         """Tokens of all choices."""
         return sum(choice.tokens for choice in self._choices.values())
+
+
+async def called_back(
+    begin: Callable[[Callable[[T], None]], None], *, within_s: float, late: str
+) -> T:
+    """What `begin` calls back with, on whatever thread. ApiError 503, `late`, where it does not in
+    time."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[T] = loop.create_future()
+
+    def settle(value: T) -> None:
+        if not answer.done():
+            answer.set_result(value)
+
+    def done(value: T) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, value)
+
+    begin(done)
+    try:
+        return await asyncio.wait_for(answer, within_s)
+    except TimeoutError as error:
+        raise ApiError(503, late, retry_after_s=1) from error
 
 
 # The engine takes it in between two steps; one of a large prompt takes seconds on a CPU.
@@ -268,22 +293,8 @@ class EngineBridge:
         engine does not get to it in time, 500 when it is gone."""
         if self._gone:
             raise engine_gone()
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[bool] = loop.create_future()
-
-        def settle(empty: bool) -> None:
-            if not answer.done():
-                answer.set_result(empty)
-
-        def done(empty: bool) -> None:  # On the engine's thread.
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(settle, empty)
-
-        self.engine.reset_prefix_cache(done)
-        try:
-            return await asyncio.wait_for(answer, _RESET_S)
-        except TimeoutError as error:
-            raise ApiError(503, "the engine is busy with a step", retry_after_s=1) from error
+        late = "the engine is busy with a step"
+        return await called_back(self.engine.reset_prefix_cache, within_s=_RESET_S, late=late)
 
     def stats(self) -> EngineStats:
         """The engine's counters."""

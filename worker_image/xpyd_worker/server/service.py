@@ -40,11 +40,14 @@ class TextThreads:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="text")
         self._slots = threading.BoundedSemaphore(max_jobs)
 
-    async def run(self, work: Callable[[], T]) -> T:
-        """`work()` on a thread; ApiError 503 when too much waits already.
+    async def run(self, work: Callable[[], T], *, is_short: bool = False) -> T:
+        """`work()` on a thread, or here where it `is_short`; ApiError 503 when too much waits
+        already.
 
         Cancelled, work that waits is dropped; what runs ends by itself and keeps its slot so long.
         """
+        if is_short:
+            return work()
         if not self._slots.acquire(blocking=False):
             message = "too many long texts are being tokenized"
             raise ApiError(503, message, retry_after_s=1)
@@ -52,9 +55,12 @@ class TextThreads:
         future.add_done_callback(self._free)
         return await asyncio.wrap_future(future)
 
-    async def finish(self, work: Callable[[], T]) -> T:
+    async def finish(self, work: Callable[[], T], *, is_short: bool = False) -> T:
         """`work()` for the answer to a request that was computed: behind what waits, and never
-        refused. The requests that were let in bound how many there are."""
+        refused; here where it `is_short`. The requests that were let in bound how many there
+        are."""
+        if is_short:
+            return work()
         return await asyncio.wrap_future(self._pool.submit(work))
 
     def _free(self, _future: Future[T]) -> None:

@@ -10,10 +10,10 @@ be recognised from its machine: docs/engine.md says so.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from ipaddress import ip_address
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ from xpyd_core.openai import refuse
 from xpyd_core.request_id import Address, is_dialable, is_uuid, parse_address
 from xpyd_kv.session.probing import BUSY, ProbeResult
 from xpyd_worker.engine.request import EngineStats
+from xpyd_worker.server.bridge import called_back
 from xpyd_worker.server.http.bodies import json_body, json_response
 from xpyd_worker.server.http.inference import Api
 from xpyd_worker.server.service import Service, tokenizer_files_response
@@ -99,7 +100,9 @@ async def answer_probe(service: Service, body: Mapping[str, Any], mac: str) -> d
         raise ApiError(403, "X-Xpyd-Mac is not the MAC of this address", code="wrong_mac")
     if service.probe is None:
         raise ApiError(409, _NOT_P.format(service.place.role), code="not_prefill")
-    result = await _ask(service, address)
+    result = await called_back(
+        partial(service.probe, address), within_s=_ANSWER_S, late="the KV thread does not answer"
+    )
     if result.reason == BUSY and not result.pairs:
         message = "another probe to this address is under way, or too many were asked lately"
         raise ApiError(429, message, code="probe_busy", retry_after_s=1)
@@ -136,26 +139,6 @@ def _address(text: str) -> Address:
     if not is_dialable(address):
         raise refuse("address", "expected a literal ip and a port of at least 1024")
     return address
-
-
-async def _ask(service: Service, address: Address) -> ProbeResult:
-    assert service.probe is not None
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[ProbeResult] = loop.create_future()
-
-    def settle(result: ProbeResult) -> None:
-        if not future.done():
-            future.set_result(result)
-
-    def done(result: ProbeResult) -> None:  # On the I/O thread.
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result)
-
-    service.probe(address, done)
-    try:
-        return await asyncio.wait_for(future, _ANSWER_S)
-    except TimeoutError as error:
-        raise ApiError(503, "the KV thread does not answer", retry_after_s=1) from error
 
 
 _log = logging.getLogger(__name__)

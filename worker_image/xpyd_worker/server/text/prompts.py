@@ -106,7 +106,7 @@ def characters_of(messages: Sequence[Message]) -> int:
 async def text_ids(service: Service, text: str, *, add_special_tokens: bool) -> list[int]:
     """Ids of `text`, however many."""
     encode = partial(service.model.tokenizer.encode, text, add_special_tokens=add_special_tokens)
-    return encode() if len(text) <= _INLINE_CHARACTERS else await service.threads.run(encode)
+    return await service.threads.run(encode, is_short=len(text) <= _INLINE_CHARACTERS)
 
 
 async def template_ids(
@@ -132,7 +132,7 @@ async def template_ids(
     )
     try:
         is_short = characters_of(messages) <= _INLINE_CHARACTERS
-        return apply() if is_short else await service.threads.run(apply)
+        return await service.threads.run(apply, is_short=is_short)
     except ApiError:
         raise
     except UserError as error:
@@ -160,7 +160,7 @@ async def bad_word_ids(service: Service, words: Sequence[str]) -> tuple[tuple[in
     in front where that makes another first token and no more tokens."""
     find = partial(_bad_word_ids, service.model, words)
     is_short = sum(map(len, words)) <= _INLINE_BAD_WORD_CHARACTERS
-    return find() if is_short else await service.threads.run(find)
+    return await service.threads.run(find, is_short=is_short)
 
 
 def _bad_word_ids(model: ServedModel, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -235,12 +235,8 @@ async def detokenize(service: Service, body: Mapping[str, Any]) -> dict[str, Any
     service.model.name_for(asked.model)
     ids = asked.tokens
     check_vocabulary(service.model, ids, "tokens")
-
-    def decode() -> str:
-        return service.model.tokenizer.decode(ids, skip_special_tokens=False)
-
-    is_short = len(ids) <= INLINE_TOKENS
-    return {"prompt": decode() if is_short else await service.threads.run(decode)}
+    decode = partial(service.model.tokenizer.decode, ids, skip_special_tokens=False)
+    return {"prompt": await service.threads.run(decode, is_short=len(ids) <= INLINE_TOKENS)}
 
 
 async def _conversation_ids(
@@ -265,4 +261,4 @@ async def _pieces(service: Service, ids: Sequence[int]) -> list[str]:
     def pieces() -> list[str]:
         return [service.model.tokenizer.token_piece(token_id) for token_id in ids]
 
-    return pieces() if len(ids) <= INLINE_TOKENS else await service.threads.run(pieces)
+    return await service.threads.run(pieces, is_short=len(ids) <= INLINE_TOKENS)
