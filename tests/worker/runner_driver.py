@@ -174,9 +174,9 @@ def make_runner(
     block_bytes = config.num_kv_heads * BLOCK_SIZE * 2 * config.head_dim * dtype.itemsize
     budget = blocks * block_bytes * config.num_layers
     # What reads checkpoints is not on every machine that runs steps.
-    from xpyd_worker.runner.load import load_on_cpu
+    from xpyd_worker.runner.load import fit_on_cpu
 
-    return load_on_cpu(folder, config, dtype=dtype, kv_cache_bytes=budget)
+    return fit_on_cpu(folder, config, dtype=dtype, kv_cache_bytes=budget).make_runner()
 
 
 def poison(runner: ModelRunner) -> None:

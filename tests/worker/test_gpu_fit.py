@@ -23,7 +23,7 @@ from xpyd_worker.model.registry import load_config
 from xpyd_worker.runner.gpu_fit import GpuPart
 from xpyd_worker.runner.gpu_memory import GpuLimits, GpuUse, largest, warm_ups
 from xpyd_worker.runner.kv_cache import host_memory
-from xpyd_worker.runner.load import load_on_gpu, part_on_gpu
+from xpyd_worker.runner.load import part_on_gpu
 from xpyd_worker.runner.runner import ModelRunner
 
 LIMITS = GpuLimits(
@@ -176,7 +176,7 @@ def test_kernels_that_do_not_run_are_refused_with_what_the_device_says(error: Ex
 def test_heads_that_are_too_wide_for_a_gpu_are_refused_before_the_model_is_read() -> None:
     wide = model_config("llama", head_dim=272)
     with pytest.raises(UserError, match=r"head_dim: 272; .* at most 256 .*--device cpu"):
-        load_on_gpu(Path("none"), wide, dtype=torch.float32, gpu=FakeGpu(), limits=LIMITS)
+        part_on_gpu(Path("none"), wide, dtype=torch.float32, gpu=FakeGpu(), limits=LIMITS)
 
 
 def test_a_part_runs_its_first_step_only_when_it_is_fitted() -> None:

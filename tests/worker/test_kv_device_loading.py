@@ -19,7 +19,7 @@ from xpyd_worker.config import WorkerConfig
 from xpyd_worker.load import engine, one_rank
 from xpyd_worker.runner import dtypes
 from xpyd_worker.runner.gpu_memory import GpuUse, Profile
-from xpyd_worker.runner.load import load_on_cpu
+from xpyd_worker.runner.load import CpuFit, fit_on_cpu
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo-model"
 CACHE_BYTES = 4 * MIB
@@ -30,21 +30,29 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the runner's loader was given; instead of it the CPU's loads."""
     seen: dict[str, Any] = {}
 
-    def load_on_gpu(folder: Path, config: Any, **options: Any) -> Any:
+    class Part:
+        """A part on the CPU that fits as one on a GPU does."""
+
+        use = GpuUse(Profile(2**30, 0, 0, 0), 0)
+
+        def __init__(self, fit: CpuFit) -> None:
+            self._fit = fit
+
+        def fit(self) -> Part:
+            return self
+
+        def make_runner(self, make_memory: Any) -> Any:
+            seen["make_memory"] = make_memory
+            return self._fit.make_runner(**({"make_memory": make_memory} if make_memory else {}))
+
+    def part_on_gpu(folder: Path, config: Any, **options: Any) -> Any:
         seen.update(options)
-        runner = load_on_cpu(
-            folder,
-            config,
-            dtype=torch.float32,
-            kv_cache_bytes=CACHE_BYTES,
-            **({"make_memory": options["make_memory"]} if options["make_memory"] else {}),
-        )
-        return runner, GpuUse(Profile(2**30, 0, 0, 0), 0)
+        return Part(fit_on_cpu(folder, config, dtype=torch.float32, kv_cache_bytes=CACHE_BYTES))
 
     monkeypatch.setattr(one_rank, "choose_device", lambda _: torch.device("cuda", 0))
     monkeypatch.setattr(dtypes, "compute_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a fake")
-    monkeypatch.setattr(one_rank, "load_on_gpu", load_on_gpu)
+    monkeypatch.setattr(one_rank, "part_on_gpu", part_on_gpu)
     return seen
 
 

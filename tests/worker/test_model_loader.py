@@ -273,9 +273,10 @@ def test_loading_imports_nothing_that_computes_with_symbols() -> None:
     code = (
         "import sys, torch; from pathlib import Path;"
         "from xpyd_worker.model.registry import load_config;"
-        "from xpyd_worker.runner.load import load_on_cpu;"
+        "from xpyd_worker.runner.load import fit_on_cpu;"
         "folder = Path('examples/demo-model');"
-        "load_on_cpu(folder, load_config(folder), dtype=torch.float32, kv_cache_bytes=1 << 20);"
+        "config = load_config(folder);"
+        "fit_on_cpu(folder, config, dtype=torch.float32, kv_cache_bytes=1 << 20).make_runner();"
         "sys.exit('sympy' in sys.modules)"
     )
     root = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ from xpyd_worker.model.config import ModelConfig
 from xpyd_worker.runner.device import CudaDevice, choose_device
 from xpyd_worker.runner.dtypes import cpu_dtype, dtype_name, gpu_dtype
 from xpyd_worker.runner.gpu_memory import GpuUse
-from xpyd_worker.runner.load import load_on_cpu, load_on_gpu
+from xpyd_worker.runner.load import fit_on_cpu, part_on_gpu
 from xpyd_worker.runner.runner import ModelRunner
 from xpyd_worker.system import resident_bytes
 
@@ -33,14 +33,14 @@ def load_one_rank(config: WorkerConfig, folder: Path, model: ModelConfig) -> Rea
 def _on_cpu(config: WorkerConfig, folder: Path, model: ModelConfig) -> ReadyModel:
     check_host(config)
     memory = CacheMemory(config, None)
-    runner = load_on_cpu(
+    fit = fit_on_cpu(
         folder,
         model,
         dtype=cpu_dtype(config.dtype, model.dtype),
         kv_cache_bytes=config.cpu_cache_bytes,
         block_size_tokens=config.block_size,
-        make_memory=memory.allocate,
     )
+    runner = fit.make_runner(make_memory=memory.allocate)
     return _ready(config, runner, shared=memory.shared)
 
 
@@ -49,16 +49,17 @@ def _on_gpu(
 ) -> ReadyModel:
     dtype = gpu_dtype(config.dtype, model.dtype, device)
     cache = open_cache(config, device)
-    runner, use = load_on_gpu(
+    part = part_on_gpu(
         folder,
         model,
         dtype=dtype,
         gpu=CudaDevice(device),
         limits=gpu_limits(config, model),
         block_size_tokens=config.block_size,
-        make_memory=None if cache is None else cache.allocate,
     )
-    return _ready(config, runner, use=use, cache=cache)
+    fit = part.fit()
+    runner = fit.make_runner(make_memory=None if cache is None else cache.allocate)
+    return _ready(config, runner, use=fit.use, cache=cache)
 
 
 def _ready(

@@ -3,7 +3,7 @@
 In phases, as ranks that hold a model together have to agree in between: `fit_on_cpu`, or
 `part_on_gpu` and then, when all ranks have loaded, its `fit`, loads the weights and says for how
 many KV blocks there is room; `make_runner` of what that gives takes the number that all ranks have
-room for. One rank alone does all at once: `load_on_*`.
+room for, or, where there is one rank, its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from xpyd_worker.model.registry import build_model
 from xpyd_worker.parallel.api import Part
 from xpyd_worker.runner.device import CPU, CudaDevice
 from xpyd_worker.runner.gpu_fit import GpuPart
-from xpyd_worker.runner.gpu_memory import GpuLimits, GpuUse
+from xpyd_worker.runner.gpu_memory import GpuLimits
 from xpyd_worker.runner.kv_cache import (
     KvCache,
     MakeMemory,
@@ -96,29 +96,6 @@ def fit_on_cpu(
     return CpuFit(model, config, kernels, shape, num_blocks, parallel)
 
 
-def load_on_cpu(
-    folder: Path,
-    config: ModelConfig,
-    *,
-    dtype: torch.dtype,
-    kv_cache_bytes: int,
-    block_size_tokens: int = DEFAULT_BLOCK_SIZE,
-    make_memory: MakeMemory = host_memory,
-) -> ModelRunner:
-    """Read the checkpoint in `folder` and allocate a KV cache of at most `kv_cache_bytes`.
-
-    Raises UserError for a checkpoint that does not fit `config` or a budget below one block.
-    """
-    found = fit_on_cpu(
-        folder,
-        config,
-        dtype=dtype,
-        kv_cache_bytes=kv_cache_bytes,
-        block_size_tokens=block_size_tokens,
-    )
-    return found.make_runner(make_memory=make_memory)
-
-
 def open_gpu(gpu: CudaDevice) -> None:
     """Import the kernels' libraries and make the process' context on the GPU. Both may take seconds
     in which no other thread of the process runs, as its watcher expects before it has opened."""
@@ -171,31 +148,6 @@ def part_on_gpu(
             ) from error
     shape = _shape(config, part, dtype, block_size_tokens)
     return GpuPart(model, config, kernels, shape, gpu, limits, free, parallel)
-
-
-def load_on_gpu(
-    folder: Path,
-    config: ModelConfig,
-    *,
-    dtype: torch.dtype,
-    gpu: CudaDevice,
-    limits: GpuLimits,
-    block_size_tokens: int = DEFAULT_BLOCK_SIZE,
-    make_memory: MakeMemory | None = None,
-) -> tuple[ModelRunner, GpuUse]:
-    """Read the checkpoint in `folder` to the GPU, and give its KV cache what is left of the share
-    that `limits` name, in memory of torch's allocator or in that of `make_memory`. Raises as
-    `part_on_gpu` and `GpuPart.fit`."""
-    part = part_on_gpu(
-        folder,
-        config,
-        dtype=dtype,
-        gpu=gpu,
-        limits=limits,
-        block_size_tokens=block_size_tokens,
-    )
-    found = part.fit()
-    return found.make_runner(make_memory=make_memory), found.use
 
 
 def _part(config: ModelConfig, parallel: ParallelState | None) -> Part:
