@@ -320,8 +320,8 @@ class Streams:
             return
         if mask & READ:
             self.guard(stream, partial(stream.read, now))
-            if stream.may_fetch or stream.writer.control:
-                # What it read was answered at once: PONG, the handshake.
+            if stream.may_fetch or stream.writer.can_write:
+                # What it read was answered at once (PONG, the handshake), or gave room to lend.
                 self.dirty[stream] = None
             if stream.paused_since is not None:
                 self._watch(stream, WRITE if stream.wants_write else 0)

@@ -63,8 +63,7 @@ class SocketWriter:
         self._counters = counters
         self._staging = staging
         self.is_closing = False
-        self.control: deque[bytes] = deque()
-        """Control frames that wait to be written."""
+        self._control: deque[bytes] = deque()
         self._control_bytes = 0
         self._data: deque[DataFrame] = deque()
         self._sending: Cursor | Departure | None = None
@@ -102,21 +101,22 @@ class SocketWriter:
     def has_output(self) -> bool:
         """Whether something is not through yet, written or to be copied by the peer."""
         lends = self._lending is not None and self._lending.is_lending
-        return self._can_write or lends or bool(self._data)
+        return self.can_write or lends or bool(self._data)
 
     @property
-    def _can_write(self) -> bool:
-        if self._sending is not None or self.control:
+    def can_write(self) -> bool:
+        """Whether something can be written now, if the socket takes it."""
+        if self._sending is not None or self._control:
             return True
         return bool(self._data) and (self._lending is None or self._lending.has_room)
 
     def queue_control(self, frame: bytes) -> None:
         """SlowReaderError when the queue is full."""
-        self.control.append(frame)
+        self._control.append(frame)
         self._control_bytes += len(frame)
         if (
             self._control_bytes > self._bounds.control_bytes
-            or len(self.control) > self._bounds.control_frames
+            or len(self._control) > self._bounds.control_frames
         ):
             raise SlowReaderError("control queue full")
 
@@ -142,7 +142,7 @@ class SocketWriter:
         while budget > 0 and not self.is_closing:
             cursor = self._sending
             try:
-                if cursor is None and self.control:
+                if cursor is None and self._control:
                     count = self._send_control()
                 else:
                     cursor = cursor or (self._next_data(now) if self._data else None)
@@ -163,13 +163,13 @@ class SocketWriter:
                 self._log_sent(self._unlogged)
             if not left:
                 self._finish_frame()
-        return self._can_write
+        return self.can_write
 
     def _send_control(self) -> int:
         """Send all control frames; how many bytes went. What the kernel does not take follows."""
-        frames = b"".join(self.control)
+        frames = b"".join(self._control)
         count = self._sock.send(frames)
-        self.control.clear()
+        self._control.clear()
         self._control_bytes = 0
         if count < len(frames):
             self._sending = Cursor([memoryview(frames)[count:]])
@@ -291,7 +291,7 @@ class SocketWriter:
 
     def say_last_words(self, frames: bytes) -> None:
         """Try once to send what is queued and `frames`."""
-        frames = b"".join(self.control) + frames
+        frames = b"".join(self._control) + frames
         if frames:
             # It is closed next in any case; a full or broken socket loses nothing but the reason.
             with contextlib.suppress(OSError):
@@ -305,6 +305,6 @@ class SocketWriter:
         frames = [self._sending_data] if self._sending_data is not None else []
         frames += self._data
         self._data.clear()
-        self.control.clear()
+        self._control.clear()
         self._sending = self._sending_data = self._unlogged = None
         return lent + [frame.done for frame in frames]
