@@ -34,8 +34,8 @@ from xpyd_router.discovery.prober import Prober, probe_http
 from xpyd_router.fleet.loads import LoadTable
 from xpyd_router.fleet.registry import Registry
 from xpyd_router.fleet.view import FleetView
-from xpyd_router.http.inference import LocalControl, Surface
-from xpyd_router.http.server import BACKLOG, Parts, Serving, make_policy, open_serving, source_host
+from xpyd_router.http.app_state import AppState, LocalControl
+from xpyd_router.http.server import BACKLOG, Serving, make_policy, open_serving, source_host
 from xpyd_router.metrics import RouterMetrics
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class RunningRouter:
     """A router that serves until `run` returns. Ports are the real ones."""
 
     serving: Serving
-    surface: Surface
+    state: AppState
     """What it serves with."""
     http_port: int
     """Where clients connect."""
@@ -128,7 +128,7 @@ async def open_router(
     metrics = RouterMetrics(clock)
     loads = LoadTable()
     fleet = FleetView(make_registry(config), clock, loads, config.health)
-    parts = Parts(
+    state = AppState(
         config=config,
         fleet=fleet,
         loads=loads,
@@ -150,8 +150,8 @@ async def open_router(
         stack.callback(discovery.close)
         prober = make_prober(config, fleet, metrics)
         works = (discovery.run(), prober.run())
-        async with open_serving(parts, listeners, protocol, works) as serving:
-            yield RunningRouter(serving, serving.surface, serving.http_port, discovery.port)
+        async with open_serving(state, listeners, protocol, works) as serving:
+            yield RunningRouter(serving, serving.state, serving.http_port, discovery.port)
 
 
 class Running(Protocol):

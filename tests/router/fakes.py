@@ -361,12 +361,12 @@ class Fleet:
 
     def taken(self) -> float:
         """Messages that the discovery port has taken, of whatever outcome."""
-        samples = self.router.surface.metrics.heartbeats.collect()[0].samples
+        samples = self.router.state.metrics.heartbeats.collect()[0].samples
         return sum(s.value for s in samples if s.name.endswith("_total"))
 
     def metric(self, name: str, **labels: str) -> float:
         """One sample of the router's metrics; 0 where it is not there yet."""
-        text = self.router.surface.metrics.render(()).decode()
+        text = self.router.state.metrics.render(()).decode()
         want = (
             "{" + ",".join(f'{k}="{v}"' for k, v in sorted(labels.items())) + "}" if labels else ""
         )

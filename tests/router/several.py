@@ -47,7 +47,7 @@ async def when(holds: Callable[[], Awaitable[bool]]) -> None:
 
 
 @dataclass
-class _Surface:
+class _State:
     metrics: RouterMetrics
 
 
@@ -66,8 +66,8 @@ class _Router:
         return self.owner.discovery_port
 
     @property
-    def surface(self) -> _Surface:
-        return _Surface(self.owner.metrics)
+    def state(self) -> _State:
+        return _State(self.owner.metrics)
 
 
 def _holder(pids: list[int], port: int, peer_port: int) -> int | None:

@@ -51,7 +51,7 @@ def test_a_router_that_is_not_current_is_not_ready_and_serves() -> None:
 
     async def work() -> None:
         async with pair() as (fleet_, _, d):
-            fleet_.router.surface.control = Old()  # pyright: ignore[reportAttributeAccessIssue]
+            fleet_.router.state.control = Old()  # pyright: ignore[reportAttributeAccessIssue]
             async with fleet_.http.get(f"{fleet_.base}/readiness") as response:
                 assert response.status == 503
                 assert await response.json() == {"status": "no word of the instances"}

@@ -125,10 +125,10 @@ def test_a_kv_address_by_name_is_refused_from_engines_that_others_dial(kind: str
             engine = await fleet_.engine(kind)
             await fleet_.beat(engine, incarnation="other", zmq_address="engine-1:21001")
             assert fleet_.metric("xpyd_router_heartbeats_total", result="malformed") == 1
-            (known,) = fleet_.router.surface.fleet.instances
+            (known,) = fleet_.router.state.fleet.instances
             assert known.key.incarnation != "other"
             await fleet_.beat(engine, zmq_address="[fd00::1]:21001")
-            (known,) = fleet_.router.surface.fleet.instances
+            (known,) = fleet_.router.state.fleet.instances
             assert (known.key.incarnation, known.kv_text) == ("other", "[fd00::1]:21001")
 
     run(work())

@@ -111,7 +111,7 @@ def test_every_route_is_closed_without_the_key(key_file: Path, method: str, path
                 assert response.headers["WWW-Authenticate"] == "Bearer"
             status, body = await call(made, method, path)
             assert status == (200 if path == "state" else 404)
-            assert KEY not in repr(made.router.surface)
+            assert KEY not in repr(made.router.state)
 
     run(work())
 
@@ -124,7 +124,7 @@ def test_cordoned_instances_get_no_requests_until_uncordoned(key_file: Path) -> 
             status, row = await call(made, "POST", f"instances/{name}/cordon")
             assert (status, row["state"], row["is_cordoned"]) == (200, "Cordoned", True)
             assert (await states(made))[first.beat.http_address] == "Cordoned"
-            text = made.router.surface.metrics.render(made.router.surface.fleet.instances)
+            text = made.router.state.metrics.render(made.router.state.fleet.instances)
             assert b'xpyd_router_instances{state="Cordoned",type="D"} 1.0' in text
             for _ in range(4):
                 await made.json()

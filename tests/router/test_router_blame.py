@@ -189,7 +189,7 @@ def test_a_body_that_is_served_after_all_is_refused_no_more() -> None:
             engine.script = script
             running = asyncio.create_task(fleet_.json())
             await until(lambda: engine.served == 1)
-            view = fleet_.router.surface.fleet
+            view = fleet_.router.state.fleet
             body = fingerprint(engine.calls[0].raw, view._secret)
             view._health.poison.convict(body, view.now_s)
             async with await fleet_.post() as response:
@@ -212,7 +212,7 @@ def test_where_all_broke_off_who_lives_is_tried_again(stream: bool) -> None:
                 return sum(engine.served for engine in engines)
 
             def are_well() -> bool:
-                found = fleet_.router.surface.fleet.instances
+                found = fleet_.router.state.fleet.instances
                 return sum(one.standing == "Good" for one in found) == 2
 
             async def script(engine: FakeEngine, call: Call, request: Any) -> Any:
@@ -249,7 +249,7 @@ def test_requests_that_met_the_same_death_are_tried_apart() -> None:
                 engine.script = script
             await asyncio.gather(*(fleet_.json(user="one", prompt=p) for p in ("a", "b")))
             assert sorted(e.served for e in engines) == [1, 1, 2]
-            assert not fleet_.router.surface.fleet._loads.suspected()
+            assert not fleet_.router.state.fleet._loads.suspected()
 
     run(work())
 

@@ -116,7 +116,7 @@ def test_clients_that_leave_leave_no_task_behind(both_ways: None) -> None:
 
 def loads_of(fleet_: Any) -> list[Any]:
     """What the router believes to be in flight on each engine."""
-    view = fleet_.router.surface.fleet
+    view = fleet_.router.state.fleet
     return [view.load(instance.key) for instance in view.instances]
 
 

@@ -22,7 +22,7 @@ NOT_TEXT = b"\x84" + msgspec.msgpack.encode(BASE)[1:] + b"\xa8instance\xa3\xff\x
 
 
 def known(fleet_: Fleet) -> list[str]:
-    return [instance.key.http for instance in fleet_.router.surface.fleet.instances]
+    return [instance.key.http for instance in fleet_.router.state.fleet.instances]
 
 
 async def say(fleet_: Fleet, *parts: bytes) -> None:

@@ -203,7 +203,7 @@ def test_a_failed_transfer_is_done_again_and_its_d_not_ejected() -> None:
             d.script = answer(503, {"error": {"message": "x", "code": "kv_transfer_failed"}})
             await fleet_.json()
             await fleet_.json()
-            assert all(i.standing == "Good" for i in fleet_.router.surface.fleet.instances)
+            assert all(i.standing == "Good" for i in fleet_.router.state.fleet.instances)
 
     run(work())
 
@@ -322,7 +322,7 @@ def test_a_p_whose_call_is_over_has_no_load(script: Script) -> None:
     async def work() -> None:
         async with pair() as (fleet_, p, d):
             p.script = script
-            view = fleet_.router.surface.fleet
+            view = fleet_.router.state.fleet
             loads = {one.beat.type: view.load(one.key) for one in view.instances}
             async with await fleet_.post() as response:
                 await response.read()
@@ -337,7 +337,7 @@ def test_a_p_whose_client_left_has_no_load() -> None:
     async def work() -> None:
         async with pair() as (fleet_, p, _):
             p.script = hang
-            view = fleet_.router.surface.fleet
+            view = fleet_.router.state.fleet
             load = next(view.load(one.key) for one in view.instances if one.beat.type == "P")
             task = asyncio.create_task(fleet_.post())
             await until(lambda: load.ours == 1)

@@ -58,7 +58,7 @@ def test_what_a_cache_has_is_no_load_of_p_and_all_figures_end_at_nothing() -> No
     async def work() -> None:
         async with fleet(policy="LeastLoaded", prefill_policy="PrefixAware") as fleet_:
             p, _ = await fleet_.engine("P"), await fleet_.engine("D")
-            loads = fleet_.router.surface.fleet._loads  # pyright: ignore[reportPrivateUsage]
+            loads = fleet_.router.state.fleet._loads  # pyright: ignore[reportPrivateUsage]
             seen: list[int] = []
             serve = p.script
 

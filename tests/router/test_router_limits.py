@@ -35,11 +35,11 @@ NOTHING = Cost(0, 0)
 
 
 def in_flight(fleet_: Fleet) -> Cost:
-    return fleet_.router.surface.admission.in_flight
+    return fleet_.router.state.admission.in_flight
 
 
 def waiting(fleet_: Fleet) -> int:
-    return fleet_.router.surface.admission.waiting
+    return fleet_.router.state.admission.waiting
 
 
 @contextlib.asynccontextmanager

@@ -117,7 +117,7 @@ def test_without_a_policy_or_an_objective_nothing_is_learned() -> None:
         async with pair() as (fleet_, p, _):
             await fleet_.events(headers={"X-SLO-TTFT-Ms": "1"})
             assert all_counted(fleet_) == 0
-            assert not fleet_.router.surface.fleet.load(key_of(p.beat)).pace.first.is_known
+            assert not fleet_.router.state.fleet.load(key_of(p.beat)).pace.first.is_known
 
     run(body())
 
@@ -149,7 +149,7 @@ def test_objectives_do_not_reach_the_engines() -> None:
 def test_what_calls_took_is_learned_of_each_side() -> None:
     async def body() -> None:
         async with pair(slo=LOOSE) as (fleet_, p, d):
-            loads = [fleet_.router.surface.fleet.load(key_of(one.beat)) for one in (p, d)]
+            loads = [fleet_.router.state.fleet.load(key_of(one.beat)) for one in (p, d)]
             d.script = drip
             while not loads[1].pace.gap.is_known:
                 await fleet_.events()
@@ -164,7 +164,7 @@ def test_of_answers_that_are_not_streamed_ds_time_per_token_is_learned() -> None
     async def body() -> None:
         async with pair(slo=LOOSE) as (fleet_, p, d):
             await fleet_.json()
-            ps, ds = (fleet_.router.surface.fleet.load(key_of(one.beat)).pace for one in (p, d))
+            ps, ds = (fleet_.router.state.fleet.load(key_of(one.beat)).pace for one in (p, d))
             assert (ps.first.is_known, ps.gap.is_known) == (True, False)
             assert (ds.first.is_known, ds.gap.is_known) == (False, True)
             assert all_counted(fleet_) == 0
@@ -178,7 +178,7 @@ def test_of_an_answer_that_ended_on_p_nothing_is_learned_of_d() -> None:
             p.stop_at = {0: 1}
             await fleet_.json()
             assert d.served == 0
-            pace = fleet_.router.surface.fleet.load(key_of(d.beat)).pace
+            pace = fleet_.router.state.fleet.load(key_of(d.beat)).pace
             assert not pace.first.is_known
             assert not pace.gap.is_known
 
@@ -190,7 +190,7 @@ def test_one_that_serves_alone_is_known_by_its_streams(is_stream: bool) -> None:
     async def body() -> None:
         async with fleet(policy="SloAware") as fleet_:
             aggregated = await fleet_.engine("A")
-            pace = fleet_.router.surface.fleet.load(key_of(aggregated.beat)).pace
+            pace = fleet_.router.state.fleet.load(key_of(aggregated.beat)).pace
             aggregated.script = drip
             while not pace.gap.is_known:
                 await (fleet_.events() if is_stream else fleet_.json())
@@ -203,7 +203,7 @@ def test_the_first_token_of_p_alone_is_learned_of_its_whole_answer() -> None:
     async def body() -> None:
         async with pair(slo=LOOSE) as (fleet_, p, _):
             await fleet_.json(max_tokens=1)
-            assert fleet_.router.surface.fleet.load(key_of(p.beat)).pace.first.is_known
+            assert fleet_.router.state.fleet.load(key_of(p.beat)).pace.first.is_known
 
     run(body())
 
@@ -436,10 +436,10 @@ def test_a_clients_objective_decides_who_serves_it() -> None:
             await fleet_.engine("P")
             fast, slow = await fleet_.engine("D"), await fleet_.engine("D")
             for engine, gap_s in ((fast, 0.001), (slow, 0.002)):
-                load = fleet_.router.surface.fleet.load(key_of(engine.beat))
+                load = fleet_.router.state.fleet.load(key_of(engine.beat))
                 for requests in (1, 40) * 20:
                     load.pace.gap.observe(requests, gap_s * (10 + requests))
-            load = fleet_.router.surface.fleet.load(key_of(fast.beat))
+            load = fleet_.router.state.fleet.load(key_of(fast.beat))
             for _ in range(8):
                 load.begin(0)  # of 18 more with which it still meets 30 ms
             await fleet_.json()

@@ -187,7 +187,7 @@ def test_prometheus_can_read_all_of_it() -> None:
 
 
 def lines_of(capfd: pytest.CaptureFixture[str], fleet_: Fleet) -> list[str]:
-    fleet_.router.surface.access_log.flush()
+    fleet_.router.state.access_log.flush()
     return capfd.readouterr().err.splitlines()
 
 

@@ -63,7 +63,7 @@ def test_every_route_is_described_and_no_other() -> None:
 
     async def work() -> None:
         async with fleet() as fleet_:
-            for rule in quart_app(fleet_.router.surface).url_map.iter_rules():
+            for rule in quart_app(fleet_.router.state).url_map.iter_rules():
                 path = re.sub(r"<(?:path:)?(\w+)>", r"{\1}", rule.rule)
                 # Every path has OPTIONS, and with GET also HEAD.
                 methods = set(rule.methods or ()) - {"OPTIONS", "HEAD"}

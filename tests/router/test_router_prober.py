@@ -112,12 +112,12 @@ def test_want_of_files_or_ports_here_is_not_held_against_the_instance(number: in
 
 
 def standing(fleet_: Fleet, engine: FakeEngine) -> str:
-    found = [i for i in fleet_.router.surface.fleet.instances if i.beat == engine.beat]
+    found = [i for i in fleet_.router.state.fleet.instances if i.beat == engine.beat]
     return found[0].standing
 
 
 def instance(fleet_: Fleet, engine: FakeEngine) -> Instance:
-    return next(i for i in fleet_.router.surface.fleet.instances if i.beat == engine.beat)
+    return next(i for i in fleet_.router.state.fleet.instances if i.beat == engine.beat)
 
 
 def test_every_instance_is_probed_though_nobody_calls_it() -> None:
@@ -196,7 +196,7 @@ def test_a_connect_error_ejects_at_once_and_the_probe_brings_it_back() -> None:
     async def work() -> None:
         async with fleet(health=PATIENT) as fleet_:
             one, _ = await fleet_.engine("A"), await fleet_.engine("A")
-            view = fleet_.router.surface.fleet
+            view = fleet_.router.state.fleet
             view.failed(instance(fleet_, one), "connect", b"x")
             assert standing(fleet_, one) == "Ejected"
             await until(lambda: standing(fleet_, one) == "Good")

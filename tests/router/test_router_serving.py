@@ -104,9 +104,7 @@ def test_an_engine_that_does_not_end_its_body_behind_done_is_left() -> None:
             engine.script = script
             events = await fleet_.events()
             assert events[-1] == "[DONE]"
-            await until(
-                lambda: fleet_.router.surface.flow._attempts._upstream.open_connections == 0
-            )
-            assert fleet_.router.surface.fleet.instances, "its beats were missed first"
+            await until(lambda: fleet_.router.state.flow._attempts._upstream.open_connections == 0)
+            assert fleet_.router.state.fleet.instances, "its beats were missed first"
 
     run(work())

@@ -39,7 +39,7 @@ async def result_of(fleet_: Fleet, *frames: bytes) -> str:
 
 
 def results(fleet_: Fleet) -> dict[str, float]:
-    samples = fleet_.router.surface.metrics.heartbeats.collect()[0].samples
+    samples = fleet_.router.state.metrics.heartbeats.collect()[0].samples
     return {s.labels["result"]: s.value for s in samples if s.name.endswith("_total")}
 
 
@@ -72,7 +72,7 @@ def test_a_beat_that_is_not_signed_with_the_fleets_key_is_dropped_and_counted(
         async with fleet(kv_key_file=key_file) as fleet_:
             frame = frame_of()
             assert await result_of(fleet_, frame, mac_of(frame)) == result
-            assert fleet_.router.surface.fleet.instances == ()
+            assert fleet_.router.state.fleet.instances == ()
 
     run(work())
 
@@ -99,7 +99,7 @@ def test_an_unsigned_beat_does_not_end_or_move_a_signed_instance(key_file: Path)
             assert await result_of(fleet_, other, beat_mac(OTHER_KEY, other)) == "unsigned"
             for fields in ({"state": "Gone"}, {"incarnation": "b"}, {"zmq_address": "1.2.3.4:1"}):
                 assert await result_of(fleet_, frame_of(**fields)) == "unsigned"
-            (instance,) = fleet_.router.surface.fleet.instances
+            (instance,) = fleet_.router.state.fleet.instances
             assert (instance.key.incarnation, str(instance.kv)) == ("a", "127.0.0.1:21001")
 
     run(work())
@@ -112,7 +112,7 @@ def test_a_router_without_a_secret_takes_everyone(key: bytes | None) -> None:
             frame = frame_of()
             frames = [frame] if key is None else [frame, beat_mac(key, frame)]
             assert await result_of(fleet_, *frames) == "new"
-            (instance,) = fleet_.router.surface.fleet.instances
+            (instance,) = fleet_.router.state.fleet.instances
             assert instance.is_signed == (key == b"")
 
     run(work())
@@ -144,7 +144,7 @@ def test_a_replayed_goodbye_does_not_end_the_next_incarnation(key_file: Path) ->
             await send(incarnation="b")
             for kept in (first, goodbye):
                 assert await result_of(fleet_, *kept) == "stale"
-            (instance,) = fleet_.router.surface.fleet.instances
+            (instance,) = fleet_.router.state.fleet.instances
             assert instance.key.incarnation == "b"
             await send(incarnation="b")
 

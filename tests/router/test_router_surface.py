@@ -251,7 +251,7 @@ def test_one_line_per_request_has_the_id_of_ps_and_ds_lines(
         async with pair(logs_json=True) as (fleet_, p, d):
             await fleet_.events()
             await until(lambda: fleet_.metric("xpyd_router_in_flight") == 0)
-            fleet_.router.surface.access_log.flush()
+            fleet_.router.state.access_log.flush()
             [line] = map(orjson.loads, capfd.readouterr().err.splitlines())
             assert line["message"] == "POST /v1/completions 200"
             assert line["request"] == p.calls[0].uuid == d.calls[0].uuid

@@ -88,8 +88,8 @@ def test_their_heartbeats_register_and_ours_of_three_fields_are_the_same_bytes(k
             fields = ("type", "http_address", "zmq_address")
             assert msgspec.msgpack.encode({f: getattr(beat, f) for f in fields}) == frame
             await fleet_.dealer.send(frame)
-            await until(lambda: bool(fleet_.router.surface.fleet.instances))
-            (found,) = fleet_.router.surface.fleet.instances
+            await until(lambda: bool(fleet_.router.state.fleet.instances))
+            (found,) = fleet_.router.state.fleet.instances
             assert (found.beat.type, found.beat.continuation) == (kind, 0)
             assert found.serves("whatever")
 

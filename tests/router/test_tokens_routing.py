@@ -54,8 +54,8 @@ def test_limits_and_loads_go_by_counted_tokens() -> None:
             text = "the quick brown fox " * 30
             tokens = len(tokenizer.encode(text, add_special_tokens=True))
             assert abs(tokens - len(text) // 4) > 20  # no estimate
-            (instance,) = made.router.surface.fleet.instances
-            load = made.router.surface.fleet.load(instance.key)
+            (instance,) = made.router.state.fleet.instances
+            load = made.router.state.fleet.load(instance.key)
             before = engine.served
             release = asyncio.Event()
 
@@ -66,12 +66,12 @@ def test_limits_and_loads_go_by_counted_tokens() -> None:
             engine.script = hold
             request = asyncio.create_task(made.json(prompt=text, max_tokens=7))
             await until(lambda: engine.served > before)
-            assert made.router.surface.admission.in_flight.tokens == tokens + 7
+            assert made.router.state.admission.in_flight.tokens == tokens + 7
             assert load.own.prompt_tokens == tokens
             release.set()
             await request
             await until(lambda: load.own.prompt_tokens == 0)
-            assert made.router.surface.admission.in_flight.tokens == 0
+            assert made.router.state.admission.in_flight.tokens == 0
 
     run(test())
 

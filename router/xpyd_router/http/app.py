@@ -23,7 +23,9 @@ from xpyd_core import __version__
 from xpyd_core.errors import ApiError
 from xpyd_router.fleet.instances import Instance
 from xpyd_router.fleet.view import FleetView
-from xpyd_router.http.inference import AsgiApp, Inference, Surface
+from xpyd_router.http.app_state import AppState
+from xpyd_router.http.asgi import AsgiApp
+from xpyd_router.http.inference import Inference
 from xpyd_router.http.openapi.document import openapi_document
 from xpyd_router.http.shapes import (
     AdminInstance,
@@ -42,6 +44,7 @@ from xpyd_router.http.shapes import (
 )
 from xpyd_router.metrics import state_of
 from xpyd_router.request.client_request import ENDPOINTS, HeadReader
+from xpyd_router.request.flow import Flow
 
 
 def json_reply(payload: Shape, status: int = 200) -> Response:
@@ -67,15 +70,15 @@ def is_admin(keys: tuple[bytes, ...], authorization: str) -> bool:
     return scheme.lower() == "bearer" and any(hmac.compare_digest(key, given) for key in keys)
 
 
-def admin_routes(surface: Surface) -> Blueprint:
+def admin_routes(app_state: AppState) -> Blueprint:
     """The routes. Without keys each of them answers 403."""
-    routes, fleet = Blueprint("admin", __name__, url_prefix="/admin"), surface.fleet
+    routes, fleet = Blueprint("admin", __name__, url_prefix="/admin"), app_state.fleet
 
     @routes.before_request
     async def check() -> None:
-        if not surface.admin_keys:
+        if not app_state.admin_keys:
             raise ApiError(403, "the admin API is closed: start the router with --admin-key-file")
-        if not is_admin(surface.admin_keys, request.headers.get("Authorization", "")):
+        if not is_admin(app_state.admin_keys, request.headers.get("Authorization", "")):
             raise ApiError(401, "Authorization: expected Bearer and a key of --admin-key-file")
 
     @routes.errorhandler(ApiError)
@@ -88,7 +91,7 @@ def admin_routes(surface: Surface) -> Blueprint:
     @routes.get("/state")
     async def state() -> Response:
         rows = [_describe_load(fleet, instance) for instance in fleet.instances]
-        return json_reply(AdminState(is_draining=surface.is_draining, instances=rows))
+        return json_reply(AdminState(is_draining=app_state.is_draining, instances=rows))
 
     @routes.get("/instances/<name>")
     async def show(name: str) -> Response:
@@ -96,21 +99,21 @@ def admin_routes(surface: Surface) -> Blueprint:
 
     @routes.post("/instances/<name>/cordon")
     async def cordon(name: str) -> Response:
-        return await _cordon(surface, name, is_cordoned=True)
+        return await _cordon(app_state, name, is_cordoned=True)
 
     @routes.post("/instances/<name>/uncordon")
     async def uncordon(name: str) -> Response:
-        return await _cordon(surface, name, is_cordoned=False)
+        return await _cordon(app_state, name, is_cordoned=False)
 
     # Quart's decorators register them; pyright sees names without a reader.
     _ = check, refuse, state, show, cordon, uncordon
     return routes
 
 
-async def _cordon(surface: Surface, name: str, *, is_cordoned: bool) -> Response:
-    fleet = surface.fleet
+async def _cordon(app_state: AppState, name: str, *, is_cordoned: bool) -> Response:
+    fleet = app_state.fleet
     instance = _find(fleet, name)
-    await surface.control.cordon(instance.key, is_cordoned=is_cordoned)
+    await app_state.control.cordon(instance.key, is_cordoned=is_cordoned)
     logger.info("%s %s", "cordoned" if is_cordoned else "uncordoned", instance.name)
     return json_reply(_describe_load(fleet, _find(fleet, instance.key.http)))
 
@@ -191,21 +194,21 @@ def _http_error(error: HTTPException) -> Response:
     return response
 
 
-def build_app(surface: Surface) -> AsgiApp:
-    """The application; `surface` lives as long as it."""
-    return Inference(surface, cast(AsgiApp, quart_app(surface)))
+def build_app(state: AppState, flow: Flow) -> AsgiApp:
+    """The application; `state` lives as long as it."""
+    return Inference(state, flow, cast(AsgiApp, quart_app(state)))
 
 
-def quart_app(surface: Surface) -> Quart:
+def quart_app(app_state: AppState) -> Quart:
     """All routes; those of inference are here only as names."""
     app = Quart("xpyd_router", static_folder=None)
     app.url_map.merge_slashes = False  # another path, not a redirect that clients may not follow
-    app.config["MAX_CONTENT_LENGTH"] = surface.config.max_body_bytes
+    app.config["MAX_CONTENT_LENGTH"] = app_state.config.max_body_bytes
     _add_inference(app)
-    _add_models(app, surface)
-    _add_state(app, surface)
+    _add_models(app, app_state)
+    _add_state(app, app_state)
     _add_about(app)
-    app.register_blueprint(admin_routes(surface))
+    app.register_blueprint(admin_routes(app_state))
 
     heads = HeadReader()
 
@@ -234,18 +237,18 @@ async def _unreachable() -> Response:
     raise AssertionError("answered by Inference")
 
 
-def _add_models(app: Quart, surface: Surface) -> None:
+def _add_models(app: Quart, app_state: AppState) -> None:
     def describe(name: str) -> Model:
-        return Model(id=name, created=surface.created)
+        return Model(id=name, created=app_state.created)
 
     @app.get("/v1/models")
     async def models() -> Response:
-        names = surface.fleet.snapshot.models
+        names = app_state.fleet.snapshot.models
         return json_reply(ModelList(data=[describe(name) for name in names]))
 
     @app.get("/v1/models/<path:name>")
     async def model(name: str) -> Response:
-        if name in surface.fleet.snapshot.models:
+        if name in app_state.fleet.snapshot.models:
             return json_reply(describe(name))
         message = f"The model `{name[:200]}` does not exist."
         error = ApiError(404, message, param="model", code="model_not_found")
@@ -254,32 +257,32 @@ def _add_models(app: Quart, surface: Surface) -> None:
     _ = models, model
 
 
-def _add_state(app: Quart, surface: Surface) -> None:
+def _add_state(app: Quart, app_state: AppState) -> None:
     @app.get("/health")
     async def health() -> Response:
         return json_reply(Alive())
 
     @app.get("/readiness")
     async def readiness() -> Response:
-        if surface.is_draining:
+        if app_state.is_draining:
             return json_reply(NotReady(status="draining"), 503)
-        if not surface.control.is_current:
+        if not app_state.control.is_current:
             return json_reply(NotReady(status="no word of the instances"), 503)
-        if not surface.fleet.snapshot.is_ready:
+        if not app_state.fleet.snapshot.is_ready:
             return json_reply(NotReady(status="no instances"), 503)
         return json_reply(Ready())
 
     @app.get("/metrics")
     async def metrics() -> Response:
         try:
-            text = await surface.control.metrics()
+            text = await app_state.control.metrics()
         except ApiError as error:
             return error_reply(error)
         return Response(text, content_type=CONTENT_TYPE_LATEST)
 
     @app.get("/instances")
     async def instances() -> Response:
-        fleet = surface.fleet
+        fleet = app_state.fleet
         weights = fleet.weights()
         found = [_describe(fleet, i, weights.get(i.key, 1.0)) for i in fleet.instances]
         return json_reply(Instances(instances=found))

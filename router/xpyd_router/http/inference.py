@@ -1,36 +1,35 @@
 """The inference routes: before Quart, so that a request costs little more than its bytes.
 
-Under our uvicorn protocol a usual request comes by `serve_direct`, and its answer goes straight to
-the client's transport (ADR 0027). Under another server, or for an unusual request (a body of
-unknown length, pipelining), it comes and goes as raw ASGI. Both meet in `_answer`. `Surface` is
-what the HTTP side works with, `RouterControl` what concerns all processes of a router.
+Under our uvicorn protocol a usual request comes by `serve_direct` as a DirectRequest, and a
+DirectSink writes its answer to the client's transport (ADR 0027). Under another server, or for an
+unusual request (a body of unknown length, pipelining), it comes and goes as raw ASGI (`asgi`). Both
+meet in `_answer`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from typing import Protocol, cast
 
 from xpyd_core.errors import ApiError
-from xpyd_router.access_log import AccessLog, Trace
-from xpyd_router.admission import PRIORITY_HEADER, Admission, Cost, Ticket, read_priority
-from xpyd_router.config import RouterConfig
+from xpyd_router.access_log import Trace
+from xpyd_router.admission import PRIORITY_HEADER, Cost, Ticket, read_priority
 from xpyd_router.errors import Answer, EngineRefused
-from xpyd_router.fleet.instances import InstanceKey
-from xpyd_router.fleet.view import FleetView
-from xpyd_router.http.sinks import (
-    BODY_DEADLINE_S,
+from xpyd_router.http.app_state import AppState
+from xpyd_router.http.asgi import (
+    AsgiApp,
     AsgiSink,
-    DirectRequest,
-    DirectSink,
+    ClientLeft,
     Receive,
+    Scope,
     Send,
+    late_body,
+    read_body,
+    watch_client,
 )
-from xpyd_router.metrics import RouterMetrics
 from xpyd_router.request.client_request import (
     ENDPOINTS,
     Endpoint,
@@ -39,65 +38,189 @@ from xpyd_router.request.client_request import (
     parse_request,
 )
 from xpyd_router.request.flow import Flow
-from xpyd_router.request.relay import ClientStream, Header
+from xpyd_router.request.relay import CHUNK_LINES, KNOWN_LINES, ClientStream, Header, do_nothing
 from xpyd_router.request.state import RequestState
 
 
-class RouterControl(Protocol):
-    """The router as its clients see it."""
+class DirectRequest:
+    """A request that is served without ASGI. It takes the place of uvicorn's `cycle`, with the
+    names that uvicorn reads there.
+    """
+
+    __slots__ = (
+        "began_s",
+        "disconnected",
+        "endpoint",
+        "headers",
+        "keep_alive",
+        "parts",
+        "response_complete",
+        "takes_chunks",
+    )
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        headers: list[Header],
+        began_s: float,
+        *,
+        keep_alive: bool,
+        takes_chunks: bool,
+    ) -> None:
+        self.endpoint: Endpoint = endpoint
+        self.headers = headers
+        self.began_s = began_s
+        self.keep_alive = keep_alive
+        self.takes_chunks = takes_chunks
+        """Else the end of the connection is the end of a stream: HTTP/1.0 has no chunks."""
+        self.parts: list[bytes] = []
+        self.response_complete = False
+        self.disconnected = False
 
     @property
-    def is_current(self) -> bool:
-        """Whether this process knows the present state of the fleet, not only an earlier one."""
+    def body(self) -> bytes:
+        """What came of it."""
+        parts = self.parts
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    @property
+    def message_event(self) -> DirectRequest:
+        """uvicorn wakes its cycle by it; nothing waits here."""
+        return self
+
+    def set(self) -> None:
+        """See message_event."""
+
+
+class Connected(Protocol):
+    """What DirectSink needs of the connection: ClientProtocol has it, which imports this module."""
+
+    transport: asyncio.Transport
+
+    def answered(self) -> None:
+        """A response is whole on the wire: the connection may go on to the next request."""
         ...
 
-    async def metrics(self) -> bytes:
-        """The text exposition. Raises ApiError 503 where it cannot be had."""
+    @property
+    def keeps_alive(self) -> bool:
+        """Whether the connection outlives this response."""
         ...
 
-    async def cordon(self, key: InstanceKey, *, is_cordoned: bool) -> None:
-        """Keep new requests from an instance, or let them come again; returns when every process
-        has been told. Raises ApiError 503 where they cannot be.
-        """
+    @property
+    def common_head(self) -> bytes:
+        """Header lines of every response, such as the date."""
         ...
 
 
-class LocalControl:
-    """A router of one process."""
-
-    is_current = True
-
-    def __init__(self, fleet: FleetView, metrics: RouterMetrics) -> None:
-        self._fleet = fleet
-        self._metrics = metrics
-
-    async def metrics(self) -> bytes:
-        """See RouterControl."""
-        return self._metrics.render(self._fleet.instances)
-
-    async def cordon(self, key: InstanceKey, *, is_cordoned: bool) -> None:
-        """See RouterControl."""
-        self._fleet.cordon(key, is_cordoned=is_cordoned)
+def _status_line(status: int) -> bytes:
+    try:
+        phrase = HTTPStatus(status).phrase
+    except ValueError:
+        phrase = ""
+    return f"HTTP/1.1 {status} {phrase}\r\n".encode("ascii")
 
 
-@dataclass
-class Surface:
-    """See the module. `is_draining` is set at SIGTERM."""
+_STATUS_LINES = {status: _status_line(status) for status in range(200, 600)}
 
-    config: RouterConfig
-    fleet: FleetView
-    admission: Admission
-    flow: Flow
-    metrics: RouterMetrics
-    """Of this process."""
-    control: RouterControl
-    access_log: AccessLog
-    clock: Callable[[], float]
-    created: int
-    """Unix time of the start: `created` of the models."""
-    admin_keys: tuple[bytes, ...] = field(default=(), repr=False)
-    """What opens /admin; none: it is closed."""
-    is_draining: bool = False
+
+class DirectSink:
+    """Writes HTTP/1.1 to the client's transport: nothing between an engine's bytes and it."""
+
+    def __init__(self, connection: Connected) -> None:
+        self._connection = connection
+        self._write = connection.transport.write
+        self.on_lost: Callable[[], object] = do_nothing
+        self.on_pause: Callable[[], None] = do_nothing
+        self.on_resume: Callable[[], None] = do_nothing
+        self.is_paused = False
+        self.is_lost = False
+
+    @property
+    def write_frame(self) -> Callable[[bytes], None] | None:
+        """See Sink. Not an attribute: it would refer back, and a sink is made for each request."""
+        return self._write_frame
+
+    def whole(self, status: int, headers: Sequence[Header], body: bytes) -> None:
+        """See Sink."""
+        if not self.is_lost:
+            length = b"content-length: %d\r\n\r\n" % len(body)
+            self._write(b"".join((self._head(status, headers), length, body)))
+            self._connection.answered()
+
+    def start(self, status: int, headers: Sequence[Header]) -> None:
+        """See Sink."""
+        if not self.is_lost:
+            self._write(self._head(status, headers) + b"transfer-encoding: chunked\r\n\r\n")
+
+    def write(self, data: bytes) -> None:
+        """See Sink."""
+        if not self.is_lost:
+            size = len(data)
+            line = CHUNK_LINES[size] if size < KNOWN_LINES else b"%x\r\n" % size
+            self._write(b"".join((line, data, b"\r\n")))
+
+    def _write_frame(self, frame: bytes) -> None:
+        if not self.is_lost:
+            self._write(frame)
+
+    def end(self) -> None:
+        """See Sink."""
+        if not self.is_lost:
+            self._write(b"0\r\n\r\n")
+            self._connection.answered()
+
+    def cut(self) -> None:
+        """See Sink."""
+        self._connection.transport.abort()
+
+    # What the connection does.
+
+    def pause(self) -> None:
+        """The transport's buffer is full."""
+        self.is_paused = True
+        self.on_pause()
+
+    def resume(self) -> None:
+        """It has room."""
+        self.is_paused = False
+        self.on_resume()
+
+    def lose(self) -> None:
+        """The client is gone."""
+        if not self.is_lost:
+            self.is_lost = True
+            self.on_lost()
+
+    def _head(self, status: int, headers: Sequence[Header]) -> bytes:
+        lines = [_STATUS_LINES[status], self._connection.common_head]
+        for name, value in headers:
+            lines += (name, b": ", value, b"\r\n")
+        if not self._connection.keeps_alive:
+            lines.append(b"connection: close\r\n")
+        return b"".join(lines)
+
+
+class UnframedSink(DirectSink):
+    """For HTTP/1.0 clients, whose connection closes behind each answer: that ends a stream."""
+
+    @property
+    def write_frame(self) -> None:
+        """See Sink."""
+
+    def start(self, status: int, headers: Sequence[Header]) -> None:
+        """See Sink."""
+        if not self.is_lost:
+            self._write(self._head(status, headers) + b"\r\n")
+
+    def write(self, data: bytes) -> None:
+        """See Sink."""
+        if not self.is_lost:
+            self._write(data)
+
+    def end(self) -> None:
+        """See Sink."""
+        if not self.is_lost:
+            self._connection.answered()
 
 
 def cost_of(request: InferenceRequest, prompt_tokens: int) -> Cost:
@@ -111,8 +234,6 @@ def cost_of(request: InferenceRequest, prompt_tokens: int) -> Cost:
 
 
 logger = logging.getLogger(__name__)
-Scope = MutableMapping[str, Any]
-AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 _CLIENT_CLOSED = 499
 """nginx's status for a client that left; only seen in logs and metrics."""
 _PRIORITY = PRIORITY_HEADER.lower().encode()
@@ -124,21 +245,18 @@ _STREAM_HEADERS: list[Header] = [
 ]
 
 
-class _ClientLeft(Exception):
-    """The client closed its connection before its request was whole."""
-
-
 class Inference:
     """See the module: the application that uvicorn gets. It answers POSTs to the inference routes,
     and leaves `app` the rest. Knows no engine; every error is OpenAI's JSON.
     """
 
-    def __init__(self, surface: Surface, app: AsgiApp) -> None:
-        self._surface = surface
+    def __init__(self, state: AppState, flow: Flow, app: AsgiApp) -> None:
+        self._app_state = state
+        self._flow = flow
         self._app = app
-        self._heads = HeadReader(surface.config.forward_headers)
-        self.max_body_bytes = surface.config.max_body_bytes
-        self.now_s = surface.clock
+        self._heads = HeadReader(state.config.forward_headers)
+        self.max_body_bytes = state.config.max_body_bytes
+        self.now_s = state.clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -152,7 +270,7 @@ class Inference:
     async def serve_direct(self, request: DirectRequest, sink: DirectSink) -> None:
         """Answer a request that is whole."""
         trace = Trace(request.endpoint, request.began_s)
-        self._surface.metrics.requests.began()
+        self._app_state.metrics.requests.began()
         status = _CLIENT_CLOSED
         try:
             status = await self._answer(trace, request.body, request.headers, sink)
@@ -162,22 +280,22 @@ class Inference:
     def broke_off(self, request: DirectRequest, sink: DirectSink | None) -> None:
         """Refuse, through `sink`, a request whose body came too late; None: its client left."""
         trace, status = Trace(request.endpoint, request.began_s), _CLIENT_CLOSED
-        self._surface.metrics.requests.began()
+        self._app_state.metrics.requests.began()
         if sink is not None:
-            answer, headers = _refusal(_late(), self._heads.read(request.headers).request_id)
+            answer, headers = _refusal(late_body(), self._heads.read(request.headers).request_id)
             status, trace.sent_bytes = answer.status, len(answer.body)
             sink.whole(answer.status, headers, answer.body)
         self._finish(trace, status)
 
     async def serve(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one POST; the access log line is written at its last byte."""
-        surface = self._surface
-        trace = Trace(endpoint, surface.clock())
-        surface.metrics.requests.began()
+        app_state = self._app_state
+        trace = Trace(endpoint, app_state.clock())
+        app_state.metrics.requests.began()
         status = _CLIENT_CLOSED
         try:
-            body = await _read_body(receive, scope, surface.config.max_body_bytes)
-        except _ClientLeft:
+            body = await read_body(receive, scope, app_state.config.max_body_bytes)
+        except ClientLeft:
             pass
         except ApiError as error:
             status = error.status
@@ -194,8 +312,8 @@ class Inference:
     ) -> int:
         """Answer the request `body`; the status for log and metrics."""
         task = cast("asyncio.Task[None]", asyncio.current_task())
-        sink = AsgiSink(send, task.cancel, self._surface.config.request_timeout_s)
-        watch = asyncio.create_task(_watch(receive, sink))
+        sink = AsgiSink(send, task.cancel, self._app_state.config.request_timeout_s)
+        watch = asyncio.create_task(watch_client(receive, sink))
         pump = asyncio.create_task(sink.run())
         try:
             status = await self._answer(trace, body, scope["headers"], sink)
@@ -214,7 +332,7 @@ class Inference:
     async def _answer(
         self, trace: Trace, body: bytes, headers_in: Sequence[Header], sink: DirectSink | AsgiSink
     ) -> int:
-        flow = self._surface.flow
+        flow = self._flow
         head = self._heads.read(headers_in)
         client_id = head.request_id
         trace.client_id, trace.trace_id = client_id.decode("ascii"), head.trace_id
@@ -229,7 +347,7 @@ class Inference:
             ticket = self._at_once(state) or await self._enter(state, headers_in)
             name = (b"x-request-id", client_id or trace.response_id.encode())
             if state.request.stream:
-                client = ClientStream(sink, [*_STREAM_HEADERS, name], trace, self._surface.clock)
+                client = ClientStream(sink, [*_STREAM_HEADERS, name], trace, self._app_state.clock)
                 await flow.stream(state, client)
                 return 200
             answer = await flow.whole(state)
@@ -258,15 +376,15 @@ class Inference:
         return answer.status
 
     def _at_once(self, state: RequestState) -> Ticket | None:
-        if self._surface.flow.counts_tokens:
+        if self._flow.counts_tokens:
             return None
-        return self._surface.admission.at_once(cost_of(state.request, state.prompt_tokens))
+        return self._app_state.admission.at_once(cost_of(state.request, state.prompt_tokens))
 
     async def _enter(self, state: RequestState, headers: Sequence[Header]) -> Ticket:
         """The request's place, for which it may have to wait; counted before, where it is."""
-        if self._surface.flow.counts_tokens:
-            await self._surface.flow.count(state)
-        admission, request, priority = self._surface.admission, state.request, 0
+        if self._flow.counts_tokens:
+            await self._flow.count(state)
+        admission, request, priority = self._app_state.admission, state.request, 0
         if admission.is_limited:
             priority = read_priority(request.fields, _header(headers, _PRIORITY).decode("latin-1"))
             state.trace.priority = priority
@@ -276,11 +394,11 @@ class Inference:
         return ticket
 
     def _finish(self, trace: Trace, status: int) -> None:
-        surface = self._surface
-        now_s = surface.clock()
+        app_state = self._app_state
+        now_s = app_state.clock()
         trace.status = status
-        surface.metrics.requests.ended(trace, status, now_s)
-        surface.access_log.add(trace, status, now_s)
+        app_state.metrics.requests.ended(trace, status, now_s)
+        app_state.access_log.add(trace, status, now_s)
 
 
 def _refusal(error: ApiError | EngineRefused, name: bytes) -> tuple[Answer, list[Header]]:
@@ -310,40 +428,3 @@ async def _send_plain(send: Send, error: ApiError, trace: Trace, client_id: byte
 def _header(headers: Sequence[Header], wanted: bytes) -> bytes:
     """The first header of this name, in lower case; empty where there is none."""
     return next((value for name, value in headers if name == wanted), b"")
-
-
-async def _read_body(receive: Receive, scope: Scope, limit_bytes: int) -> bytes:
-    """The whole body. Raises ApiError 413 for one above the limit, 408 for one that does not come,
-    _ClientLeft.
-    """
-    for name, value in scope["headers"]:
-        if name == b"content-length" and value.isdigit() and int(value) > limit_bytes:
-            raise _too_long()
-    parts: list[bytes] = []
-    size = 0
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(BODY_DEADLINE_S):
-            while (message := await receive())["type"] == "http.request":
-                parts.append(message.get("body", b""))
-                size += len(parts[-1])
-                if size > limit_bytes:
-                    raise _too_long()
-                if not message.get("more_body"):
-                    return b"".join(parts)
-            raise _ClientLeft
-    raise _late()
-
-
-def _late() -> ApiError:
-    return ApiError(408, "the request body did not come in time")
-
-
-def _too_long() -> ApiError:
-    return ApiError(413, "the request body is too long")
-
-
-async def _watch(receive: Receive, sink: AsgiSink) -> None:
-    """Tell `sink` when the client leaves."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    sink.lose()

@@ -21,9 +21,9 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from xpyd_core.errors import ApiError
-from xpyd_router.http.inference import Inference
+from xpyd_router.http.asgi import BODY_DEADLINE_S
+from xpyd_router.http.inference import DirectRequest, DirectSink, Inference, UnframedSink
 from xpyd_router.http.lingering import CycleTransport, Lingering
-from xpyd_router.http.sinks import BODY_DEADLINE_S, DirectRequest, DirectSink, UnframedSink
 from xpyd_router.request.client_request import ENDPOINTS, Endpoint
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ class ClientProtocol(HttpToolsProtocol):
 
     @property
     def common_head(self) -> bytes:
-        """See sinks.Connected."""
+        """See inference.Connected."""
         global _common  # uvicorn makes the list anew each second, for all connections
         headers = self.server_state.default_headers
         if headers is not _common[0]:
@@ -236,11 +236,11 @@ class ClientProtocol(HttpToolsProtocol):
 
     @property
     def keeps_alive(self) -> bool:
-        """See sinks.Connected."""
+        """See inference.Connected."""
         return self._direct is not None and self._direct.keep_alive
 
     def answered(self) -> None:
-        """See sinks.Connected."""
+        """See inference.Connected."""
         self._sink = None
         direct, self._direct = self._direct, None
         assert direct is not None

@@ -20,20 +20,16 @@ import random
 import socket
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 import uvicorn
 
-from xpyd_router.access_log import AccessLog
-from xpyd_router.admission import Admission
 from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.loads import LoadTable
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.http.app import build_app
-from xpyd_router.http.inference import RouterControl, Surface
+from xpyd_router.http.app_state import AppState
 from xpyd_router.http.protocol import ClientProtocol
-from xpyd_router.metrics import RouterMetrics
 from xpyd_router.policy.base import NO_SLO
 from xpyd_router.policy.pairs import Policy, PolicyNames, build_policy
 from xpyd_router.request.attempt import Attempts
@@ -208,31 +204,13 @@ class _Server(uvicorn.Server):
         return make(config=self.config, server_state=self.server_state, app_state=state)
 
 
-@dataclass
-class Parts:
-    """What a process serves with. `policy` is what Flow asks."""
-
-    config: RouterConfig
-    fleet: FleetView
-    loads: LoadTable
-    policy: Policy
-    metrics: RouterMetrics
-    control: RouterControl
-    admission: Admission
-    access_log: AccessLog
-    keys: tuple[bytes, ...] = field(repr=False)
-    admin_keys: tuple[bytes, ...] = field(repr=False)
-    created: int
-    clock: Callable[[], float] = time.monotonic
-
-
 class Serving:
     """A server that runs until `stop`; it then accepts for `drain_s` more and finishes."""
 
     def __init__(
-        self, surface: Surface, server: _Server, listeners: Sequence[socket.socket]
+        self, state: AppState, server: _Server, listeners: Sequence[socket.socket]
     ) -> None:
-        self.surface = surface
+        self.state = state
         self.http_port: int = listeners[0].getsockname()[1]
         self._server = server
         self._listeners = list(listeners)
@@ -244,7 +222,7 @@ class Serving:
         if self._stop.is_set():
             self._server.force_exit = True
             self._force.set()
-        self.surface.is_draining = True
+        self.state.is_draining = True
         self._stop.set()
 
     def close_ports(self) -> None:
@@ -262,7 +240,7 @@ class Serving:
         await serving
 
     async def _drain(self) -> None:
-        drain_s = self.surface.config.drain_s
+        drain_s = self.state.config.drain_s
         await self._stop.wait()
         logger.info("draining: accepting for %g s more", drain_s)
         with contextlib.suppress(TimeoutError):
@@ -273,7 +251,7 @@ class Serving:
 
 @contextlib.asynccontextmanager
 async def open_serving(
-    parts: Parts,
+    state: AppState,
     listeners: Sequence[socket.socket],
     protocol: type[asyncio.Protocol] | None = None,
     works: Iterable[Coroutine[None, None, None]] = (),
@@ -282,15 +260,15 @@ async def open_serving(
 
     `protocol` is uvicorn's `http`; None: ours, whose answers go straight to the transport.
     """
-    config, fleet = parts.config, parts.fleet
+    config, fleet = state.config, state.fleet
     upstream = UpstreamClient(source_host(config))
-    tokens, objectives = _tokens(parts), _objectives(parts)
+    tokens, objectives = _tokens(state), _objectives(state)
     fleet.on_lost(upstream.lose)
-    releases = Releases(upstream, parts.metrics, parts.keys[0])
-    surface = _surface(parts, upstream, releases, tokens, objectives)
+    releases = Releases(upstream, state.metrics, state.keys[0])
+    flow = _make_flow(state, upstream, releases, tokens, objectives)
     server = _Server(
         uvicorn.Config(
-            build_app(surface),
+            build_app(state, flow),
             http=protocol or _protocol(config),
             ws="none",
             lifespan="off",
@@ -304,70 +282,58 @@ async def open_serving(
     )
     own = [one.run() for one in (tokens, objectives) if one is not None]
     if (trim := trimmer()) is not None:
-        own.append(trim_after_bursts(lambda: parts.metrics.requests.in_flight, trim))
+        own.append(trim_after_bursts(lambda: state.metrics.requests.in_flight, trim))
     watching = [asyncio.create_task(work) for work in (*works, *own)]
     for task in watching:
         task.add_done_callback(_report_death)
     try:
-        yield Serving(surface, server, listeners)
+        yield Serving(state, server, listeners)
     finally:
         for task in watching:
             task.cancel()
         await asyncio.gather(*watching, return_exceptions=True)
         await asyncio.gather(releases.close(), *([tokens.close()] if tokens else []))
         await upstream.close()
-        parts.access_log.flush()
+        state.access_log.flush()
 
 
-def _surface(
-    parts: Parts,
+def _make_flow(
+    state: AppState,
     upstream: UpstreamClient,
     releases: Releases,
     tokens: Tokens | None,
     objectives: Objectives | None,
-) -> Surface:
+) -> Flow:
     random_bytes = RandomPool(os.urandom)
     attempts = Attempts(
-        config=parts.config,
-        fleet=parts.fleet,
-        loads=parts.loads,
-        policy=parts.policy,
+        config=state.config,
+        fleet=state.fleet,
+        loads=state.loads,
+        policy=state.policy,
         upstream=upstream,
         releases=releases,
-        metrics=parts.metrics,
-        clock=parts.clock,
+        metrics=state.metrics,
+        clock=state.clock,
         random_bytes=random_bytes,
         objectives=objectives,
     )
     failures = Failures(
-        config=parts.config,
-        fleet=parts.fleet,
-        loads=parts.loads,
-        metrics=parts.metrics,
-        clock=parts.clock,
+        config=state.config,
+        fleet=state.fleet,
+        loads=state.loads,
+        metrics=state.metrics,
+        clock=state.clock,
     )
-    flow = Flow(
-        config=parts.config,
-        policy=parts.policy,
+    return Flow(
+        config=state.config,
+        policy=state.policy,
         attempts=attempts,
         failures=failures,
-        clock=parts.clock,
+        clock=state.clock,
         wall_clock=time.time,
         random_bytes=random_bytes,
         tokens=tokens,
         objectives=objectives,
-    )
-    return Surface(
-        config=parts.config,
-        fleet=parts.fleet,
-        admission=parts.admission,
-        flow=flow,
-        metrics=parts.metrics,
-        control=parts.control,
-        access_log=parts.access_log,
-        clock=parts.clock,
-        created=parts.created,
-        admin_keys=parts.admin_keys,
     )
 
 
@@ -405,27 +371,27 @@ def _protocol(config: RouterConfig) -> type[ClientProtocol]:
     return Protocol
 
 
-def _tokens(parts: Parts) -> Tokens | None:
+def _tokens(state: AppState) -> Tokens | None:
     """The token counter, where a flag asks for it."""
-    if not parts.config.exact_prefixes:
+    if not state.config.exact_prefixes:
         return None
     from xpyd_router.tokens.fetch import AiohttpFetch  # some megabytes that others do without
 
-    fetch = AiohttpFetch(source_host(parts.config))
-    return Tokens(fleet=parts.fleet, fetch=fetch, metrics=parts.metrics, clock=parts.clock)
+    fetch = AiohttpFetch(source_host(state.config))
+    return Tokens(fleet=state.fleet, fetch=fetch, metrics=state.metrics, clock=state.clock)
 
 
-def _objectives(parts: Parts) -> Objectives | None:
+def _objectives(state: AppState) -> Objectives | None:
     """The objectives, where a policy or an objective needs the paces of instances."""
-    if not parts.policy.needs_paces and parts.config.slo == NO_SLO:
+    if not state.policy.needs_paces and state.config.slo == NO_SLO:
         return None
     return Objectives(
-        parts.config.slo,
-        fleet=parts.fleet,
-        loads=parts.loads,
-        instance_metrics=parts.metrics.instances,
-        table=parts.metrics.objectives,
-        clock=parts.clock,
+        state.config.slo,
+        fleet=state.fleet,
+        loads=state.loads,
+        instance_metrics=state.metrics.instances,
+        table=state.metrics.objectives,
+        clock=state.clock,
     )
 
 

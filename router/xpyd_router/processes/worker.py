@@ -28,7 +28,8 @@ from xpyd_core.logs import set_up_logging
 from xpyd_router.access_log import AccessLog, write_stderr
 from xpyd_router.admission import Admission
 from xpyd_router.fleet.instances import InstanceKey
-from xpyd_router.http.server import BACKLOG, Parts, Serving, make_policy, open_serving
+from xpyd_router.http.app_state import AppState
+from xpyd_router.http.server import BACKLOG, Serving, make_policy, open_serving
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.processes.channel import Channel
 from xpyd_router.processes.events import (
@@ -217,7 +218,7 @@ class Worker:
             row=self._rows.admission(self._number),
             others=self._rows.other_admissions(self._number),
         )
-        parts = Parts(
+        state = AppState(
             config=config,
             fleet=fleet,
             loads=loads,
@@ -259,7 +260,7 @@ class Worker:
         if self._is_orphan or self._is_draining:
             return
         listeners = listen(config.host, config.port, backlog=BACKLOG, reuse_port=True)
-        async with open_serving(parts, listeners) as serving:
+        async with open_serving(state, listeners) as serving:
             self._serving = serving
             self._send(Ready())
             await serving.run()

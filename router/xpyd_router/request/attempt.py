@@ -21,7 +21,7 @@ from xpyd_core.request_id import pair_id_text
 from xpyd_router.config import RouterConfig
 from xpyd_router.errors import BROKEN, TRANSFER_FAILED, Answer, CallFailed, EngineRefused
 from xpyd_router.fleet.instances import Instance, InstanceKey, Snapshot
-from xpyd_router.fleet.loads import LoadTable
+from xpyd_router.fleet.loads import Load, LoadTable
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.policy.base import NO_SLO, OnNoPrefill, Want
@@ -190,7 +190,7 @@ class Attempt:
     ) -> None:
         self.choice = choice
         self.uuid = uuid
-        self._fleet = fleet
+        self.fleet = fleet
         self._upstream = upstream
         self._instance_metrics = instance_metrics
         self._forwarded = forwarded
@@ -198,19 +198,22 @@ class Attempt:
         self.uuid_bytes = uuid.encode()
         self.request_id = uuid
         self.instances: tuple[Instance, ...]
+        self.prefill_load: Load
+        """Of the first of them."""
+        self.load: Load
+        """Of the last of them."""
         if isinstance(choice, Pair):
             self.request_id = pair_id_text(choice.prefill.kv_text, choice.decode.kv_text, uuid)
             self.instances = (choice.prefill, choice.decode)
+            self.prefill_load = loads.of(choice.prefill.key)
+            self.load = loads.of(choice.decode.key)
         else:
             self.instances = (choice.instance,)
+            self.prefill_load = self.load = loads.of(choice.instance.key)
         self.secret = self.request_id.encode()
         """The internal id: holds the addresses of both."""
         self.called = self.instances[0]
         """The instance that was called last."""
-        self.prefill_load = loads.of(self.instances[0].key)
-        """Of the first of them."""
-        self.load = loads.of(self.instances[-1].key)
-        """Of the last of them."""
         self.is_suspect = False
         """An instance died under an earlier try of its request."""
         self.prefill_tokens = 0
@@ -234,7 +237,7 @@ class Attempt:
         what may succeed elsewhere.
         """
         self.called = instance
-        if self._fleet.is_lost(instance.key):
+        if self.fleet.is_lost(instance.key):
             raise CallFailed("connect")  # it does not exist any more, and did not get the request
         self.running = self._instance_metrics.call(instance, len(body))
         try:
@@ -273,10 +276,6 @@ class Attempt:
             return answer
         finally:
             self.end(exchange)
-
-    def succeeded(self) -> None:
-        """The last call was served: wholly, or its stream has begun."""
-        self._fleet.succeeded(self.called)
 
     def scrubbed(self, data: bytes) -> bytes:
         """`data` without the internal ids."""

@@ -205,7 +205,7 @@ class Flow:
                     return Answer(200, whole_answer(request, state.head, prefilled.answer))
                 body = splice(body, decode_params(state, prefilled, is_stream=False))
         answer = await attempt.call(attempt.instances[-1], request, body, self._left_s(state))
-        attempt.succeeded()
+        attempt.fleet.succeeded(attempt.called)
         attempt.owes_release = False
         body = attempt.scrubbed(answer.body)
         return Answer(answer.status, body, answer.content_type, answer.retry_after)
@@ -235,7 +235,7 @@ class Flow:
             await Relay(state, attempt, client, sent=sent).run(
                 exchange, self._config.request_timeout_s
             )
-            attempt.succeeded()
+            attempt.fleet.succeeded(attempt.called)
         finally:
             attempt.end(exchange)
         if self._objectives is not None and isinstance(choice, Alone):
@@ -261,7 +261,7 @@ class Flow:
             if self._objectives is not None and attempt.call_s is not None:
                 load.pace.first.observe(waiting_tokens, attempt.call_s)
             prefilled = take_prefill(state, answer.body) if params is not None else None
-            attempt.succeeded()
+            attempt.fleet.succeeded(attempt.called)
         except ProtocolError as error:
             logger.warning("%s", error, extra={"request": attempt.uuid})
             raise CallFailed("answer") from error

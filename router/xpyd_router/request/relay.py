@@ -1,7 +1,7 @@
 """The stream of D on its way to the client: the hot path of every token.
 
 `flow` makes one Relay per streamed call. The exchange feeds it inside the event loop's read
-callback; it writes to the ClientStream, which writes to a Sink of `http.sinks`. What the client has
+callback; it writes to the ClientStream, which writes to a Sink of `http`. What the client has
 (ids per choice, ended choices) is noted in the request's state, so that another D can continue.
 Whole HTTP chunks of the usual form are passed on without being parsed (ADR 0027, ADR 0028).
 """
@@ -187,7 +187,7 @@ class Relay:
             if not self.is_done:
                 raise
         finally:
-            sink.on_pause = sink.on_resume = _nothing
+            sink.on_pause = sink.on_resume = do_nothing
         if not self.is_done:
             raise CallFailed("incomplete")
 
@@ -352,5 +352,5 @@ class Relay:
         return without_token_ids(chunk, keep=self._keeps_ids)
 
 
-def _nothing() -> None:
-    return
+def do_nothing() -> None:
+    """What a sink calls that has no source yet."""
