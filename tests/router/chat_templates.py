@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import uvloop
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
@@ -154,13 +150,3 @@ def files_of(tokenizer: EngineTokenizer, /, **changes: object) -> TokenizerFiles
         block_size=16,
     )
     return msgspec.structs.replace(made, **changes)
-
-
-def run(work: Coroutine[Any, Any, None]) -> None:
-    """Run one test's coroutine; processes start slowly where many tests share the cores."""
-
-    async def bounded() -> None:
-        async with asyncio.timeout(120):
-            await work
-
-    uvloop.run(bounded())

@@ -1,12 +1,49 @@
-"""What several modules share: both ways of answers to the client."""
+"""What several modules share: how coroutines are tests, their event loops, both ways of answers."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from collections.abc import Iterator
 
 import pytest
+import uvloop
 
-from tests.router.fakes import server
+from tests.router.fakes import Loop, run, server
+from tests.router.virtual_time import VirtualLoop
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine, under the deadline of all tests (but in virtual time). Its
+    event loop is asyncio's own, or that of a fixture below."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = pyfuncitem.funcargs
+    names = inspect.signature(pyfuncitem.obj).parameters
+    work = pyfuncitem.obj(**{name: given[name] for name in names})
+    if "virtual_loop" in given:
+        run(work, VirtualLoop, patience_s=None)
+    else:
+        run(work, given.get("both_loops") or given.get("uv_loop"))
+    return True
+
+
+@pytest.fixture(params=[uvloop.new_event_loop, asyncio.new_event_loop])
+def both_loops(request: pytest.FixtureRequest) -> Loop:
+    """Each test once in uvloop's event loop, once in asyncio's."""
+    return request.param
+
+
+@pytest.fixture
+def uv_loop() -> Loop:
+    """The router's own event loop."""
+    return uvloop.new_event_loop
+
+
+@pytest.fixture
+def virtual_loop() -> None:
+    """An event loop whose clock jumps."""
 
 
 @pytest.fixture(params=["direct", "plain"])

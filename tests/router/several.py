@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +17,7 @@ import zmq
 import zmq.asyncio
 
 from bench.process import free_port
-from tests.router.fakes import FakeEngine, Fleet, replace_beat
+from tests.router.fakes import PATIENCE_S, FakeEngine, Fleet, replace_beat
 from xpyd_core.messages import encode_heartbeat
 from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.health import HealthRules
@@ -25,19 +25,6 @@ from xpyd_router.metrics import RouterMetrics
 from xpyd_router.processes.owner import Owner, open_owner
 from xpyd_router.processes.worker_processes import WorkerProcess
 from xpyd_router.router import RunningRouter
-
-PATIENCE_S = 60.0
-"""For the whole of a test: processes take a second or two to start, more where all cores work."""
-
-
-def run(work: Coroutine[Any, Any, None]) -> None:
-    """Run one test's coroutine under a deadline."""
-
-    async def bounded() -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            await work
-
-    asyncio.run(bounded())
 
 
 async def when(holds: Callable[[], Awaitable[bool]]) -> None:

@@ -21,6 +21,8 @@ from xpyd_router.admission import (
 )
 from xpyd_router.metrics import RouterMetrics
 
+pytestmark = pytest.mark.usefixtures("virtual_loop")
+
 
 def admission(limits: AdmissionLimits, *others: Row) -> tuple[Admission, RouterMetrics]:
     metrics = RouterMetrics()
@@ -44,191 +46,160 @@ async def refusal(task: asyncio.Task[Ticket]) -> tuple[int, str | None, int | No
     return caught.value.status, caught.value.code, caught.value.retry_after_s
 
 
-def test_a_place_is_had_without_giving_up_the_turn():
-    async def scenario() -> None:
-        door, metrics = admission(AdmissionLimits(requests=1))
-        coroutine = door.enter(Cost(1, 7))
-        with pytest.raises(StopIteration) as done:
-            coroutine.send(None)
-        ticket: Ticket = done.value.value
-        assert door.in_flight == Cost(1, 7)
-        assert sample(metrics, "xpyd_router_tokens_in_flight") == 7
-        assert ticket.queue_s == 0.0
+async def test_a_place_is_had_without_giving_up_the_turn():
+    door, metrics = admission(AdmissionLimits(requests=1))
+    coroutine = door.enter(Cost(1, 7))
+    with pytest.raises(StopIteration) as done:
+        coroutine.send(None)
+    ticket: Ticket = done.value.value
+    assert door.in_flight == Cost(1, 7)
+    assert sample(metrics, "xpyd_router_tokens_in_flight") == 7
+    assert ticket.queue_s == 0.0
+    ticket.leave()
+    ticket.leave()
+    assert door.in_flight == Cost(0, 0), "the second leave gives nothing back"
+
+
+async def test_a_request_larger_than_the_limit_runs_alone():
+    door, _ = admission(AdmissionLimits(tokens=100))
+    small = await door.enter(Cost(1, 1))
+    large = asyncio.create_task(door.enter(Cost(1, 5000)))
+    await settle()
+    small.leave()
+    ticket = await large
+    assert door.in_flight == Cost(1, 100)
+    ticket.leave()
+    assert door.in_flight == Cost(0, 0)
+
+
+async def test_waiters_go_in_order_of_priority_and_then_of_arrival():
+    door, metrics = admission(AdmissionLimits(requests=1))
+    order: list[str] = []
+
+    async def request(name: str, priority: int) -> None:
+        ticket = await door.enter(Cost(), priority=priority)
+        order.append(name)
+        await asyncio.sleep(1.0)
         ticket.leave()
-        ticket.leave()
-        assert door.in_flight == Cost(0, 0), "the second leave gives nothing back"
 
-    run_virtually(scenario())
-
-
-def test_a_request_larger_than_the_limit_runs_alone():
-    async def scenario() -> None:
-        door, _ = admission(AdmissionLimits(tokens=100))
-        small = await door.enter(Cost(1, 1))
-        large = asyncio.create_task(door.enter(Cost(1, 5000)))
-        await settle()
-        small.leave()
-        ticket = await large
-        assert door.in_flight == Cost(1, 100)
-        ticket.leave()
-        assert door.in_flight == Cost(0, 0)
-
-    run_virtually(scenario())
+    wishes = [("first", 0), ("a", 1), ("b", 0), ("c", 1), ("d", -3), ("e", 0)]
+    tasks = [asyncio.create_task(request(*wish)) for wish in wishes]
+    await settle()
+    assert door.waiting == sample(metrics, "xpyd_router_queue_length") == 5
+    await asyncio.gather(*tasks)
+    assert order == ["first", "d", "b", "e", "a", "c"]
+    assert door.in_flight == Cost(0, 0)
+    assert sample(metrics, "xpyd_router_queue_seconds_sum") == 1 + 2 + 3 + 4 + 5
+    assert sample(metrics, "xpyd_router_queue_length") == 0
 
 
-def test_waiters_go_in_order_of_priority_and_then_of_arrival():
-    async def scenario() -> None:
-        door, metrics = admission(AdmissionLimits(requests=1))
-        order: list[str] = []
-
-        async def request(name: str, priority: int) -> None:
-            ticket = await door.enter(Cost(), priority=priority)
-            order.append(name)
-            await asyncio.sleep(1.0)
-            ticket.leave()
-
-        wishes = [("first", 0), ("a", 1), ("b", 0), ("c", 1), ("d", -3), ("e", 0)]
-        tasks = [asyncio.create_task(request(*wish)) for wish in wishes]
-        await settle()
-        assert door.waiting == sample(metrics, "xpyd_router_queue_length") == 5
-        await asyncio.gather(*tasks)
-        assert order == ["first", "d", "b", "e", "a", "c"]
-        assert door.in_flight == Cost(0, 0)
-        assert sample(metrics, "xpyd_router_queue_seconds_sum") == 1 + 2 + 3 + 4 + 5
-        assert sample(metrics, "xpyd_router_queue_length") == 0
-
-    run_virtually(scenario())
+async def test_a_ticket_says_how_long_it_was_waited_for():
+    door, _ = admission(AdmissionLimits(requests=1))
+    first = await door.enter(Cost())
+    waiting = asyncio.create_task(door.enter(Cost()))
+    await asyncio.sleep(2.5)
+    first.leave()
+    assert (await waiting).queue_s == 2.5
+    assert pending_timers() == 0, "its deadline is gone"
 
 
-def test_a_ticket_says_how_long_it_was_waited_for():
-    async def scenario() -> None:
-        door, _ = admission(AdmissionLimits(requests=1))
-        first = await door.enter(Cost())
-        waiting = asyncio.create_task(door.enter(Cost()))
-        await asyncio.sleep(2.5)
-        first.leave()
-        assert (await waiting).queue_s == 2.5
-        assert pending_timers() == 0, "its deadline is gone"
-
-    run_virtually(scenario())
-
-
-def test_a_full_line_answers_429_and_says_when_to_come_again():
-    async def scenario() -> None:
-        door, metrics = admission(AdmissionLimits(requests=1, queue_entries=1))
-        ticket = await door.enter(Cost())
-        await asyncio.sleep(4.0)
-        ticket.leave()
-        await door.enter(Cost())
-        waiting = asyncio.create_task(door.enter(Cost()))
-        await settle()
-        over = asyncio.create_task(door.enter(Cost()))
-        assert await refusal(over) == (429, "queue_full", 8)
-        assert sample(metrics, 'xpyd_router_rejected_total{reason="full"}') == 1
-        waiting.cancel()
-
-    run_virtually(scenario())
+async def test_a_full_line_answers_429_and_says_when_to_come_again():
+    door, metrics = admission(AdmissionLimits(requests=1, queue_entries=1))
+    ticket = await door.enter(Cost())
+    await asyncio.sleep(4.0)
+    ticket.leave()
+    await door.enter(Cost())
+    waiting = asyncio.create_task(door.enter(Cost()))
+    await settle()
+    over = asyncio.create_task(door.enter(Cost()))
+    assert await refusal(over) == (429, "queue_full", 8)
+    assert sample(metrics, 'xpyd_router_rejected_total{reason="full"}') == 1
+    waiting.cancel()
 
 
-def test_a_higher_priority_takes_the_place_of_the_last_in_a_full_line():
-    async def scenario() -> None:
-        door, _ = admission(AdmissionLimits(requests=1, queue_entries=1))
-        running = await door.enter(Cost())
-        batch = asyncio.create_task(door.enter(Cost(), priority=1))
-        await settle()
-        urgent = asyncio.create_task(door.enter(Cost(), priority=0))
-        assert (await refusal(batch))[:2] == (429, "displaced")
-        running.leave()
-        await urgent
-
-    run_virtually(scenario())
+async def test_a_higher_priority_takes_the_place_of_the_last_in_a_full_line():
+    door, _ = admission(AdmissionLimits(requests=1, queue_entries=1))
+    running = await door.enter(Cost())
+    batch = asyncio.create_task(door.enter(Cost(), priority=1))
+    await settle()
+    urgent = asyncio.create_task(door.enter(Cost(), priority=0))
+    assert (await refusal(batch))[:2] == (429, "displaced")
+    running.leave()
+    await urgent
 
 
 @pytest.mark.parametrize(("deadline_in_s", "waits_s"), [(1000.0, 60.0), (7.0, 7.0), (-1.0, 0.0)])
-def test_a_turn_that_does_not_come_in_time_is_answered_503(deadline_in_s: float, waits_s: float):
-    async def scenario() -> None:
-        door, metrics = admission(AdmissionLimits(requests=1))
-        running = await door.enter(Cost())
-        now_s = asyncio.get_running_loop().time()
-        late = asyncio.create_task(door.enter(Cost(), deadline_s=now_s + deadline_in_s))
-        status, code, retry_after_s = await refusal(late)
-        assert (status, code) == (503, "queue_timeout")
-        assert retry_after_s is not None
-        assert asyncio.get_running_loop().time() - now_s == waits_s
-        assert door.waiting == 0
-        assert sample(metrics, 'xpyd_router_rejected_total{reason="timeout"}') == 1
-        running.leave()
-        assert door.in_flight == Cost(0, 0)
-
-    run_virtually(scenario())
-
-
-def test_the_deadline_of_the_head_lets_those_behind_go():
-    async def scenario() -> None:
-        door, _ = admission(AdmissionLimits(tokens=100))
-        await door.enter(Cost(1, 50))
-        now_s = asyncio.get_running_loop().time()
-        large = asyncio.create_task(door.enter(Cost(1, 80), deadline_s=now_s + 3.0))
-        await settle()
-        small = await door.enter(Cost(1, 50))
-        assert small.queue_s == 3.0
-        assert (await refusal(large))[1] == "queue_timeout"
-
-    run_virtually(scenario())
+async def test_a_turn_that_does_not_come_in_time_is_answered_503(
+    deadline_in_s: float, waits_s: float
+):
+    door, metrics = admission(AdmissionLimits(requests=1))
+    running = await door.enter(Cost())
+    now_s = asyncio.get_running_loop().time()
+    late = asyncio.create_task(door.enter(Cost(), deadline_s=now_s + deadline_in_s))
+    status, code, retry_after_s = await refusal(late)
+    assert (status, code) == (503, "queue_timeout")
+    assert retry_after_s is not None
+    assert asyncio.get_running_loop().time() - now_s == waits_s
+    assert door.waiting == 0
+    assert sample(metrics, 'xpyd_router_rejected_total{reason="timeout"}') == 1
+    running.leave()
+    assert door.in_flight == Cost(0, 0)
 
 
-def test_a_client_that_leaves_the_line_is_forgotten_at_once():
-    async def scenario() -> None:
-        door, _ = admission(AdmissionLimits(tokens=100))
-        await door.enter(Cost(1, 50))
-        large = asyncio.create_task(door.enter(Cost(1, 80)))
-        await settle()
-        small = asyncio.create_task(door.enter(Cost(1, 50)))
-        await settle()
-        large.cancel()
-        assert (await small).queue_s == 0.0, "in virtual time: at once"
-        assert large.cancelled()
-        assert door.waiting == 0
+async def test_the_deadline_of_the_head_lets_those_behind_go():
+    door, _ = admission(AdmissionLimits(tokens=100))
+    await door.enter(Cost(1, 50))
+    now_s = asyncio.get_running_loop().time()
+    large = asyncio.create_task(door.enter(Cost(1, 80), deadline_s=now_s + 3.0))
+    await settle()
+    small = await door.enter(Cost(1, 50))
+    assert small.queue_s == 3.0
+    assert (await refusal(large))[1] == "queue_timeout"
 
-    run_virtually(scenario())
+
+async def test_a_client_that_leaves_the_line_is_forgotten_at_once():
+    door, _ = admission(AdmissionLimits(tokens=100))
+    await door.enter(Cost(1, 50))
+    large = asyncio.create_task(door.enter(Cost(1, 80)))
+    await settle()
+    small = asyncio.create_task(door.enter(Cost(1, 50)))
+    await settle()
+    large.cancel()
+    assert (await small).queue_s == 0.0, "in virtual time: at once"
+    assert large.cancelled()
+    assert door.waiting == 0
 
 
 @pytest.mark.parametrize("leaves_first", [True, False], ids=["before", "after"])
-def test_a_place_handed_to_a_client_that_left_goes_to_the_next(leaves_first: bool):
+async def test_a_place_handed_to_a_client_that_left_goes_to_the_next(leaves_first: bool):
     """The client leaves in the same turn of the loop in which its place comes."""
 
-    async def scenario() -> None:
-        door, _ = admission(AdmissionLimits(requests=1))
-        running = await door.enter(Cost())
-        gone = asyncio.create_task(door.enter(Cost()))
-        await settle()
-        following = asyncio.create_task(door.enter(Cost()))
-        await settle()
-        if leaves_first:
-            gone.cancel()
-            running.leave()
-        else:
-            running.leave()
-            gone.cancel()
-        ticket = await following
-        assert gone.cancelled()
-        ticket.leave()
-        assert door.in_flight == Cost(0, 0)
-
-    run_virtually(scenario())
+    door, _ = admission(AdmissionLimits(requests=1))
+    running = await door.enter(Cost())
+    gone = asyncio.create_task(door.enter(Cost()))
+    await settle()
+    following = asyncio.create_task(door.enter(Cost()))
+    await settle()
+    if leaves_first:
+        gone.cancel()
+        running.leave()
+    else:
+        running.leave()
+        gone.cancel()
+    ticket = await following
+    assert gone.cancelled()
+    ticket.leave()
+    assert door.in_flight == Cost(0, 0)
 
 
-def test_a_place_that_another_process_gave_back_is_found():
-    async def scenario() -> None:
-        theirs: Row = [2, 0, 0, 0]
-        door, _ = admission(AdmissionLimits(requests=2), theirs)
-        waiting = asyncio.create_task(door.enter(Cost()))
-        await asyncio.sleep(10.0)
-        assert not waiting.done()
-        theirs[0] = 1
-        assert (await waiting).queue_s < 10.1
-
-    run_virtually(scenario())
+async def test_a_place_that_another_process_gave_back_is_found():
+    theirs: Row = [2, 0, 0, 0]
+    door, _ = admission(AdmissionLimits(requests=2), theirs)
+    waiting = asyncio.create_task(door.enter(Cost()))
+    await asyncio.sleep(10.0)
+    assert not waiting.done()
+    theirs[0] = 1
+    assert (await waiting).queue_s < 10.1
 
 
 def test_every_place_comes_back_whatever_clients_do():

@@ -13,9 +13,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tests.router.fakes import pair, run, until
+from tests.router.fakes import pair, until
 from tests.router.several import Client, children, routed, several, when
-from tests.router.several import run as run_several
 from xpyd_router.processes.channel import Channel
 from xpyd_router.processes.events import (
     Acquit,
@@ -45,22 +44,19 @@ def test_a_worker_is_current_as_long_as_its_owner_is_heard() -> None:
     assert told == [Pong()]
 
 
-def test_a_router_that_is_not_current_is_not_ready_and_serves() -> None:
+async def test_a_router_that_is_not_current_is_not_ready_and_serves() -> None:
     class Old:
         is_current = False
 
-    async def work() -> None:
-        async with pair() as (fleet_, _, d):
-            fleet_.router.state.control = Old()  # pyright: ignore[reportAttributeAccessIssue]
-            async with fleet_.http.get(f"{fleet_.base}/readiness") as response:
-                assert response.status == 503
-                assert await response.json() == {"status": "no word of the instances"}
-            async with fleet_.http.get(f"{fleet_.base}/health") as response:
-                assert response.status == 200
-            await fleet_.json()
-            assert d.served == 1
-
-    run(work())
+    async with pair() as (fleet_, _, d):
+        fleet_.router.state.control = Old()  # pyright: ignore[reportAttributeAccessIssue]
+        async with fleet_.http.get(f"{fleet_.base}/readiness") as response:
+            assert response.status == 503
+            assert await response.json() == {"status": "no word of the instances"}
+        async with fleet_.http.get(f"{fleet_.base}/health") as response:
+            assert response.status == 200
+        await fleet_.json()
+        assert d.served == 1
 
 
 @pytest.mark.parametrize("deadline_s", [None, 0.0])
@@ -108,56 +104,38 @@ async def status_of(client: Client, path: str) -> int:
 
 
 @pytest.mark.slow
-def test_workers_of_a_stopped_owner_serve_on_say_so_and_are_ready_when_it_goes_on() -> None:
-    async def work() -> None:
-        async with routed() as (owner, made):
-            await made.engine("P")
-            await made.engine("D")
-            names = {engine.beat.instance for engine in made.engines}
-            async with aiohttp.ClientSession() as http:
-                client = Client(f"http://127.0.0.1:{made.router.http_port}", http)
-                await when(lambda: client.knows(names))
-                assert await status_of(client, "/readiness") == 200
-                owner.send_signal(signal.SIGSTOP)
-                await when(lambda: is_status(client, "/readiness", 503))
-                assert await status_of(client, "/health") == 200
-                assert await client.status() == 200
-                owner.send_signal(signal.SIGCONT)
-                await when(lambda: is_status(client, "/readiness", 200))
-
+async def test_workers_of_a_stopped_owner_serve_on_say_so_and_are_ready_when_it_goes_on() -> None:
     async def is_status(client: Client, path: str, status: int) -> bool:
         return await status_of(client, path) == status
 
-    run_several(work())
+    async with routed() as (owner, made):
+        await made.engine("P")
+        await made.engine("D")
+        names = {engine.beat.instance for engine in made.engines}
+        async with aiohttp.ClientSession() as http:
+            client = Client(f"http://127.0.0.1:{made.router.http_port}", http)
+            await when(lambda: client.knows(names))
+            assert await status_of(client, "/readiness") == 200
+            owner.send_signal(signal.SIGSTOP)
+            await when(lambda: is_status(client, "/readiness", 503))
+            assert await status_of(client, "/health") == 200
+            assert await client.status() == 200
+            owner.send_signal(signal.SIGCONT)
+            await when(lambda: is_status(client, "/readiness", 200))
 
 
 @pytest.mark.slow
-def test_a_stopped_worker_of_a_killed_owner_ends_and_its_port_is_free() -> None:
-    async def work() -> None:
-        async with routed() as (owner, made):
-            workers = children(owner.pid)
-            os.kill(workers[1], signal.SIGSTOP)
-            owner.kill()
-            await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
-            assert is_refused(made.router.http_port)
-
-    run_several(work())
+async def test_a_stopped_worker_of_a_killed_owner_ends_and_its_port_is_free() -> None:
+    async with routed() as (owner, made):
+        workers = children(owner.pid)
+        os.kill(workers[1], signal.SIGSTOP)
+        owner.kill()
+        await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+        assert is_refused(made.router.http_port)
 
 
 @pytest.mark.slow
-def test_signals_for_all_of_a_terminal_are_blocked_in_a_worker_till_it_ignores_them() -> None:
-    async def work() -> None:
-        async with several(2) as made:
-            place = made.workers[0]
-            pid = place.pid
-            assert pid is not None
-            os.kill(pid, signal.SIGKILL)
-            await until(lambda: place.pid not in (pid, None))
-            assert {signal.SIGINT, signal.SIGTERM} <= signals(place.pid, "SigBlk", "SigIgn")
-            await until(lambda: place.is_ready)
-            assert {signal.SIGINT, signal.SIGTERM} <= signals(place.pid, "SigIgn")
-            assert not signals(place.pid, "SigBlk")
-
+async def test_signals_for_all_of_a_terminal_are_blocked_in_a_worker_till_it_ignores_them() -> None:
     def signals(pid: int | None, *masks: str) -> set[int]:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         found = dict(line.split(":", 1) for line in lines)
@@ -166,4 +144,13 @@ def test_signals_for_all_of_a_terminal_are_blocked_in_a_worker_till_it_ignores_t
             bits |= int(found[mask], 16)
         return {number for number in range(1, 65) if bits >> (number - 1) & 1}
 
-    run_several(work())
+    async with several(2) as made:
+        place = made.workers[0]
+        pid = place.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: place.pid not in (pid, None))
+        assert {signal.SIGINT, signal.SIGTERM} <= signals(place.pid, "SigBlk", "SigIgn")
+        await until(lambda: place.is_ready)
+        assert {signal.SIGINT, signal.SIGTERM} <= signals(place.pid, "SigIgn")
+        assert not signals(place.pid, "SigBlk")

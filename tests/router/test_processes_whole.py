@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 
 from tests.router.fakes import Call, FakeEngine, serve_model, until
-from tests.router.several import Client, Several, children, routed, run, several, when
+from tests.router.several import Client, Several, children, routed, several, when
 from xpyd_router.admission import AdmissionLimits
 
 pytestmark = pytest.mark.slow
@@ -43,293 +43,256 @@ async def with_pair(made: Several) -> tuple[FakeEngine, FakeEngine, list[Client]
     return p, d, clients
 
 
-def test_every_worker_serves_what_the_owner_heard_of() -> None:
-    async def work() -> None:
-        async with several(2) as made:
-            _, d, clients = await with_pair(made)
-            assert [await client.status() for client in clients] == [200, 200]
-            assert d.served == 2
-            await made.beat(d, state="Draining")
-            for client in clients:
-                await when(lambda c=client: c.has_state(d, "Draining"))
-
-    run(work())
+async def test_every_worker_serves_what_the_owner_heard_of() -> None:
+    async with several(2) as made:
+        _, d, clients = await with_pair(made)
+        assert [await client.status() for client in clients] == [200, 200]
+        assert d.served == 2
+        await made.beat(d, state="Draining")
+        for client in clients:
+            await when(lambda c=client: c.has_state(d, "Draining"))
 
 
-def test_the_least_loaded_is_so_over_all_workers() -> None:
-    async def work() -> None:
-        async with several(2, policy="LeastLoaded") as made:
-            gate = Gate()
-            _, first, clients = await with_pair(made)
-            first.script = gate
-            held = [await begin(await made.client(0)) for _ in range(3)]
-            await until(lambda: first.served == 3)
-            second = await made.engine("D")
-            await made.known_to_all(clients)
-            # Worker 1 has sent nothing itself: it knows of the three from worker 0's row.
-            for _ in range(3):
-                assert await clients[1].status() == 200
-            assert (first.served, second.served) == (3, 3)
-            gate.open.set()
-            assert [await one for one in held] == [200] * 3
-
-    run(work())
-
-
-def test_a_limit_holds_for_all_workers_together() -> None:
-    async def work() -> None:
-        async with several(2, limits=AdmissionLimits(requests=2, queue_entries=1)) as made:
-            gate = Gate()
-            _, d, clients = await with_pair(made)
-            d.script = gate
-            held = [await begin(await made.client(number)) for number in (0, 1)]
-            await until(lambda: d.served == 2)
-            waiting = await begin(clients[0])
-            await when(lambda: waits(clients[1], 1))
-            # The line's one place is taken in worker 0: worker 1 has none either.
-            assert await (await made.client(1)).status() == 429
-            gate.open.set()
-            assert [await one for one in (*held, waiting)] == [200] * 3
+async def test_the_least_loaded_is_so_over_all_workers() -> None:
+    async with several(2, policy="LeastLoaded") as made:
+        gate = Gate()
+        _, first, clients = await with_pair(made)
+        first.script = gate
+        held = [await begin(await made.client(0)) for _ in range(3)]
+        await until(lambda: first.served == 3)
+        second = await made.engine("D")
+        await made.known_to_all(clients)
+        # Worker 1 has sent nothing itself: it knows of the three from worker 0's row.
+        for _ in range(3):
             assert await clients[1].status() == 200
+        assert (first.served, second.served) == (3, 3)
+        gate.open.set()
+        assert [await one for one in held] == [200] * 3
 
+
+async def test_a_limit_holds_for_all_workers_together() -> None:
     async def waits(client: Client, count: int) -> bool:
         return (await client.samples())["xpyd_router_queue_length"] == count
 
-    run(work())
+    async with several(2, limits=AdmissionLimits(requests=2, queue_entries=1)) as made:
+        gate = Gate()
+        _, d, clients = await with_pair(made)
+        d.script = gate
+        held = [await begin(await made.client(number)) for number in (0, 1)]
+        await until(lambda: d.served == 2)
+        waiting = await begin(clients[0])
+        await when(lambda: waits(clients[1], 1))
+        # The line's one place is taken in worker 0: worker 1 has none either.
+        assert await (await made.client(1)).status() == 429
+        gate.open.set()
+        assert [await one for one in (*held, waiting)] == [200] * 3
+        assert await clients[1].status() == 200
 
 
-def test_metrics_are_the_whole_routers_whoever_is_asked() -> None:
-    async def work() -> None:
-        async with several(2) as made:
-            _, _, clients = await with_pair(made)
-            for number, client in enumerate(clients):
-                for _ in range(number + 1):
-                    assert await client.status() == 200
-            for client in clients:
-                found = await client.samples()
-                answered = 'xpyd_router_requests_total{endpoint="completions",status="200"}'
-                assert found[answered] == 3
-                assert found['xpyd_router_request_seconds_count{endpoint="completions"}'] == 3
-                assert found['xpyd_router_instances{state="Ready",type="D"}'] == 1
-                assert found['xpyd_router_heartbeats_total{result="new"}'] == 2
-                assert found["xpyd_router_workers"] == 2
-
-    run(work())
+async def test_metrics_are_the_whole_routers_whoever_is_asked() -> None:
+    async with several(2) as made:
+        _, _, clients = await with_pair(made)
+        for number, client in enumerate(clients):
+            for _ in range(number + 1):
+                assert await client.status() == 200
+        for client in clients:
+            found = await client.samples()
+            answered = 'xpyd_router_requests_total{endpoint="completions",status="200"}'
+            assert found[answered] == 3
+            assert found['xpyd_router_request_seconds_count{endpoint="completions"}'] == 3
+            assert found['xpyd_router_instances{state="Ready",type="D"}'] == 1
+            assert found['xpyd_router_heartbeats_total{result="new"}'] == 2
+            assert found["xpyd_router_workers"] == 2
 
 
-def test_a_cordon_reaches_every_worker_before_it_is_answered(tmp_path: Path) -> None:
+async def test_a_cordon_reaches_every_worker_before_it_is_answered(tmp_path: Path) -> None:
     keys = tmp_path / "admin.key"
     keys.write_text("k" * 32)
 
-    async def work() -> None:
-        async with several(3, admin_key_file=keys) as made:
-            _, d, clients = await with_pair(made)
-            other = await made.engine("D")
-            await made.known_to_all(clients)
-            head = {"Authorization": "Bearer " + "k" * 32}
-            name = f"{made.base}/admin/instances/{d.beat.http_address}"
-            async with clients[0].http.post(f"{name}/cordon", headers=head) as response:
-                assert (await response.json())["state"] == "Cordoned"
-            for client in clients:
-                await when(lambda c=client: c.has_state(d, "Cordoned"))
-                assert await client.status() == 200
-            assert (d.served, other.served) == (0, 3)
-            async with clients[1].http.post(f"{name}/uncordon", headers=head) as response:
-                assert response.status == 200
-            for client in clients:
-                await when(lambda c=client: c.has_state(d, "Ready"))
-
-    run(work())
+    async with several(3, admin_key_file=keys) as made:
+        _, d, clients = await with_pair(made)
+        other = await made.engine("D")
+        await made.known_to_all(clients)
+        head = {"Authorization": "Bearer " + "k" * 32}
+        name = f"{made.base}/admin/instances/{d.beat.http_address}"
+        async with clients[0].http.post(f"{name}/cordon", headers=head) as response:
+            assert (await response.json())["state"] == "Cordoned"
+        for client in clients:
+            await when(lambda c=client: c.has_state(d, "Cordoned"))
+            assert await client.status() == 200
+        assert (d.served, other.served) == (0, 3)
+        async with clients[1].http.post(f"{name}/uncordon", headers=head) as response:
+            assert response.status == 200
+        for client in clients:
+            await when(lambda c=client: c.has_state(d, "Ready"))
 
 
-def test_what_one_worker_met_all_know() -> None:
-    async def work() -> None:
-        async with several(2) as made:
-            _, d, clients = await with_pair(made)
-            spare = await made.engine("D")
-            await made.known_to_all(clients)
-            await d.stop()
-            # Some request of worker 0 finds nobody there; then nobody calls it any more.
-            while not any([await is_ejected(client) for client in clients[:1]]):
-                assert await clients[0].status() == 200
-            await when(lambda: is_ejected(clients[1]))
-            found = await clients[1].samples()
-            assert found['xpyd_router_ejections_total{cause="connect"}'] == 1
-            assert spare.served >= 1
-
+async def test_what_one_worker_met_all_know() -> None:
     async def is_ejected(client: Client) -> bool:
         return "Ejected" in (await client.states()).values()
 
-    run(work())
-
-
-def test_a_killed_worker_takes_only_its_own_requests_with_it_and_is_replaced() -> None:
-    async def work() -> None:
-        async with several(2, limits=AdmissionLimits(requests=2)) as made:
-            gate = Gate()
-            _, d, clients = await with_pair(made)
+    async with several(2) as made:
+        _, d, clients = await with_pair(made)
+        spare = await made.engine("D")
+        await made.known_to_all(clients)
+        await d.stop()
+        # Some request of worker 0 finds nobody there; then nobody calls it any more.
+        while not any([await is_ejected(client) for client in clients[:1]]):
             assert await clients[0].status() == 200
-            before = (await clients[1].samples())[ANSWERED]
-            d.script = gate
-            doomed, kept = await begin(clients[0]), await begin(await made.client(1))
-            await until(lambda: d.served == 3)
-            pid = made.workers[0].pid
-            assert pid is not None
-            os.kill(pid, signal.SIGKILL)
-            with pytest.raises(aiohttp.ClientError):
-                await doomed
-            await until(lambda: made.workers[0].pid != pid)
-            counted = made.owner._rows.row(0)  # pyright: ignore[reportPrivateUsage] - all see it
-            assert not any(counted), "what the dead one had in flight"
-            await until(lambda: is_replaced(made, pid))
-            # Its place was given back: the limit of two lets another in beside the kept one.
-            next_client = await made.client(0)
-            more = await begin(next_client)
-            await until(lambda: d.served == 4)
-            gate.open.set()
-            assert [await kept, await more] == [200, 200]
-            found = await clients[1].samples()
-            assert found["xpyd_router_worker_deaths_total"] == 1
-            assert found[ANSWERED] == before + 2, "what the dead one counted remains"
+        await when(lambda: is_ejected(clients[1]))
+        found = await clients[1].samples()
+        assert found['xpyd_router_ejections_total{cause="connect"}'] == 1
+        assert spare.served >= 1
 
+
+async def test_a_killed_worker_takes_only_its_own_requests_with_it_and_is_replaced() -> None:
     def is_replaced(made: Several, pid: int) -> bool:
         return made.workers[0].pid != pid and made.workers[0].is_ready
 
-    run(work())
+    async with several(2, limits=AdmissionLimits(requests=2)) as made:
+        gate = Gate()
+        _, d, clients = await with_pair(made)
+        assert await clients[0].status() == 200
+        before = (await clients[1].samples())[ANSWERED]
+        d.script = gate
+        doomed, kept = await begin(clients[0]), await begin(await made.client(1))
+        await until(lambda: d.served == 3)
+        pid = made.workers[0].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(aiohttp.ClientError):
+            await doomed
+        await until(lambda: made.workers[0].pid != pid)
+        counted = made.owner._rows.row(0)  # pyright: ignore[reportPrivateUsage] - all see it
+        assert not any(counted), "what the dead one had in flight"
+        await until(lambda: is_replaced(made, pid))
+        # Its place was given back: the limit of two lets another in beside the kept one.
+        next_client = await made.client(0)
+        more = await begin(next_client)
+        await until(lambda: d.served == 4)
+        gate.open.set()
+        assert [await kept, await more] == [200, 200]
+        found = await clients[1].samples()
+        assert found["xpyd_router_worker_deaths_total"] == 1
+        assert found[ANSWERED] == before + 2, "what the dead one counted remains"
 
 
 ANSWERED = 'xpyd_router_requests_total{endpoint="completions",status="200"}'
 
 
-def test_a_stuck_worker_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stuck_worker_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xpyd_router.processes.worker_processes.MAX_MISSES", 2)
 
-    async def work() -> None:
-        async with several(2) as made:
-            pid = made.workers[1].pid
-            assert pid is not None
-            its_client = await made.client(1)
-            os.kill(pid, signal.SIGSTOP)
-            unanswered = await begin(its_client)
-            await until(lambda: made.workers[1].pid not in (pid, None))
-            with pytest.raises(aiohttp.ClientError):
-                await unanswered
-            await until(lambda: made.workers[1].is_ready)
-            await made.engine("P")
-            await made.engine("D")
-            client = await made.client(1)
-            await made.known_to_all([client])
-            assert await client.status() == 200
-
-    run(work())
+    async with several(2) as made:
+        pid = made.workers[1].pid
+        assert pid is not None
+        its_client = await made.client(1)
+        os.kill(pid, signal.SIGSTOP)
+        unanswered = await begin(its_client)
+        await until(lambda: made.workers[1].pid not in (pid, None))
+        with pytest.raises(aiohttp.ClientError):
+            await unanswered
+        await until(lambda: made.workers[1].is_ready)
+        await made.engine("P")
+        await made.engine("D")
+        client = await made.client(1)
+        await made.known_to_all([client])
+        assert await client.status() == 200
 
 
-def test_a_new_worker_has_the_present_state_when_it_listens(tmp_path: Path) -> None:
+async def test_a_new_worker_has_the_present_state_when_it_listens(tmp_path: Path) -> None:
     keys = tmp_path / "admin.key"
     keys.write_text("k" * 32)
-
-    async def work() -> None:
-        async with several(2, admin_key_file=keys) as made:
-            _, d, clients = await with_pair(made)
-            await made.engine("D")
-            await made.known_to_all(clients)
-            made.owner.fleet.cordon(d_key(made, d), is_cordoned=True)
-            pid = made.workers[0].pid
-            assert pid is not None
-            os.kill(pid, signal.SIGKILL)
-            await until(lambda: made.workers[0].pid != pid)
-            await until(lambda: made.workers[0].is_ready)
-            # The first thing that it is asked: nothing had to be waited for.
-            states = await (await made.client(0)).states()
-            names = {engine.beat.instance for engine in made.engines}
-            assert states == {**dict.fromkeys(names, "Ready"), d.beat.instance: "Cordoned"}
 
     def d_key(made: Several, engine: FakeEngine) -> Any:
         return next(i.key for i in made.owner.fleet.instances if i.name == engine.beat.instance)
 
-    run(work())
+    async with several(2, admin_key_file=keys) as made:
+        _, d, clients = await with_pair(made)
+        await made.engine("D")
+        await made.known_to_all(clients)
+        made.owner.fleet.cordon(d_key(made, d), is_cordoned=True)
+        pid = made.workers[0].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: made.workers[0].pid != pid)
+        await until(lambda: made.workers[0].is_ready)
+        # The first thing that it is asked: nothing had to be waited for.
+        states = await (await made.client(0)).states()
+        names = {engine.beat.instance for engine in made.engines}
+        assert states == {**dict.fromkeys(names, "Ready"), d.beat.instance: "Cordoned"}
 
 
-def test_a_drain_finishes_the_streams_of_all_workers() -> None:
-    async def work() -> None:
-        async with several(2) as made:
-            gate = Gate()
-            _, d, clients = await with_pair(made)
-            d.script = gate
-            running = [await begin(client) for client in clients]
-            await until(lambda: d.served == 2)
-            ending = asyncio.create_task(made.owner.run())
-            made.owner.stop()
-            await until(lambda: is_refused(made.owner.http_port))
-            assert not ending.done()
+async def test_a_drain_finishes_the_streams_of_all_workers() -> None:
+    async with several(2) as made:
+        gate = Gate()
+        _, d, clients = await with_pair(made)
+        d.script = gate
+        running = [await begin(client) for client in clients]
+        await until(lambda: d.served == 2)
+        ending = asyncio.create_task(made.owner.run())
+        made.owner.stop()
+        await until(lambda: is_refused(made.owner.http_port))
+        assert not ending.done()
+        gate.open.set()
+        assert [await one for one in running] == [200, 200]
+        await ending
+        assert all(worker.pid is None for worker in made.workers)
+
+
+async def test_a_second_stop_ends_workers_that_still_stream() -> None:
+    async with several(2) as made:
+        _, d, clients = await with_pair(made)
+        d.script = Gate()
+        running = [await begin(client) for client in clients]
+        await until(lambda: d.served == 2)
+        made.owner.stop()
+        await until(lambda: is_refused(made.owner.http_port))
+        made.owner.stop()
+        await made.owner.run()
+        for one in running:
+            with pytest.raises(aiohttp.ClientError):
+                await one
+
+
+async def test_workers_whose_owner_is_killed_finish_what_runs_and_end() -> None:
+    async with routed() as (owner, made):
+        port = made.router.http_port
+        d = await made.engine("D")
+        await made.engine("P")
+        gate = Gate()
+        d.script = gate
+        url = f"http://127.0.0.1:{port}"
+        async with aiohttp.ClientSession() as http:
+            client = Client(url, http)
+            names = {engine.beat.instance for engine in made.engines}
+            await when(lambda: client.knows(names))
+            workers = children(owner.pid)
+            assert len(workers) == 2
+            running = await begin(client)
+            await until(lambda: d.served == 1)
+            owner.kill()
+            await until(lambda: is_refused(port))
             gate.open.set()
-            assert [await one for one in running] == [200, 200]
-            await ending
-            assert all(worker.pid is None for worker in made.workers)
-
-    run(work())
-
-
-def test_a_second_stop_ends_workers_that_still_stream() -> None:
-    async def work() -> None:
-        async with several(2) as made:
-            _, d, clients = await with_pair(made)
-            d.script = Gate()
-            running = [await begin(client) for client in clients]
-            await until(lambda: d.served == 2)
-            made.owner.stop()
-            await until(lambda: is_refused(made.owner.http_port))
-            made.owner.stop()
-            await made.owner.run()
-            for one in running:
-                with pytest.raises(aiohttp.ClientError):
-                    await one
-
-    run(work())
-
-
-def test_workers_whose_owner_is_killed_finish_what_runs_and_end() -> None:
-    async def work() -> None:
-        async with routed() as (owner, made):
-            port = made.router.http_port
-            d = await made.engine("D")
-            await made.engine("P")
-            gate = Gate()
-            d.script = gate
-            url = f"http://127.0.0.1:{port}"
-            async with aiohttp.ClientSession() as http:
-                client = Client(url, http)
-                names = {engine.beat.instance for engine in made.engines}
-                await when(lambda: client.knows(names))
-                workers = children(owner.pid)
-                assert len(workers) == 2
-                running = await begin(client)
-                await until(lambda: d.served == 1)
-                owner.kill()
-                await until(lambda: is_refused(port))
-                gate.open.set()
-                assert await running == 200
-            await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
-
-    run(work())
+            assert await running == 200
+        await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
 
 
 # prctl(PR_SET_CHILD_SUBREAPER): orphans become its children, as they do a container's process 1.
 ADOPTS = "import ctypes; assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0"
 
 
-def test_what_a_killed_worker_leaves_behind_is_no_zombie_of_an_owner_that_is_process_1() -> None:
-    async def work() -> None:
-        async with routed("--exact-prefixes", prelude=ADOPTS) as (owner, made):
-            await made.engine("P", compatibility="k")
-            workers = children(owner.pid)
-            await until(lambda: all(children(pid) for pid in workers))
-            [counting] = children(workers[0])
-            os.kill(workers[0], signal.SIGKILL)
-            await until(lambda: not Path(f"/proc/{counting}").exists())
-            assert owner.returncode is None
-
-    run(work())
+async def test_what_a_killed_worker_leaves_behind_is_no_zombie_of_an_owner_that_is_process_1() -> (
+    None
+):
+    async with routed("--exact-prefixes", prelude=ADOPTS) as (owner, made):
+        await made.engine("P", compatibility="k")
+        workers = children(owner.pid)
+        await until(lambda: all(children(pid) for pid in workers))
+        [counting] = children(workers[0])
+        os.kill(workers[0], signal.SIGKILL)
+        await until(lambda: not Path(f"/proc/{counting}").exists())
+        assert owner.returncode is None
 
 
 def is_refused(port: int) -> bool:
@@ -337,40 +300,34 @@ def is_refused(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
-def test_a_worker_that_starts_while_the_router_drains_does_not_hold_it_up() -> None:
-    async def work() -> None:
-        async with several(2) as made:
-            gate = Gate()
-            _, d, clients = await with_pair(made)
-            d.script = gate
-            running = await begin(clients[1])
-            await until(lambda: d.served == 1)
-            pid = made.workers[0].pid
-            assert pid is not None
-            os.kill(pid, signal.SIGKILL)
-            # Its successor was told to drain before it read the first word.
-            await until(lambda: made.workers[0].pid not in (pid, None))
-            made.owner.stop()
-            await until(lambda: made.workers[0].pid is None)
-            gate.open.set()
-            assert await running == 200
-            await made.owner.run()
-
-    run(work())
+async def test_a_worker_that_starts_while_the_router_drains_does_not_hold_it_up() -> None:
+    async with several(2) as made:
+        gate = Gate()
+        _, d, clients = await with_pair(made)
+        d.script = gate
+        running = await begin(clients[1])
+        await until(lambda: d.served == 1)
+        pid = made.workers[0].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        # Its successor was told to drain before it read the first word.
+        await until(lambda: made.workers[0].pid not in (pid, None))
+        made.owner.stop()
+        await until(lambda: made.workers[0].pid is None)
+        gate.open.set()
+        assert await running == 200
+        await made.owner.run()
 
 
-def test_a_worker_that_is_stuck_while_the_router_drains_is_killed(
+async def test_a_worker_that_is_stuck_while_the_router_drains_is_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("xpyd_router.processes.worker_processes.MAX_MISSES", 2)
 
-    async def work() -> None:
-        async with several(2) as made:
-            pid = made.workers[1].pid
-            assert pid is not None
-            os.kill(pid, signal.SIGSTOP)
-            made.owner.stop()
-            await made.owner.run()
-            assert all(worker.pid is None for worker in made.workers)
-
-    run(work())
+    async with several(2) as made:
+        pid = made.workers[1].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        made.owner.stop()
+        await made.owner.run()
+        assert all(worker.pid is None for worker in made.workers)

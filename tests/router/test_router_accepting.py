@@ -7,16 +7,15 @@ import contextlib
 import errno
 import logging
 import socket
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
-import uvloop
 
 from xpyd_router.http import server
 from xpyd_router.http.server import Acceptor
 
-LOOPS = [uvloop.new_event_loop, asyncio.new_event_loop]
+pytestmark = pytest.mark.usefixtures("uv_loop")
 
 
 class Peers:
@@ -55,15 +54,6 @@ class Peers:
         await _until(lambda: len(self.turns) >= many)
 
 
-def _run(make_loop: Callable[[], Any], work: Coroutine[Any, Any, None]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(20):
-            await work
-
-    with asyncio.Runner(loop_factory=make_loop) as runner:
-        runner.run(bounded())
-
-
 async def _until(condition: Callable[[], bool]) -> None:
     while not condition():  # noqa: ASYNC110 - each turn of the loop is to be seen
         await asyncio.sleep(0)
@@ -88,44 +78,35 @@ def _listener() -> socket.socket:
     return socket.create_server(("127.0.0.1", 0), backlog=512)
 
 
-@pytest.mark.parametrize("make_loop", LOOPS)
-def test_many_are_taken_in_one_turn(make_loop: Callable[[], Any]) -> None:
-    async def work() -> None:
-        with _meeting(100) as (peers, _, _):
-            counting = asyncio.create_task(peers.count_turns())
-            await peers.wait_for(100)
-            assert max(peers.turns) - min(peers.turns) <= 2
-            counting.cancel()
-        await _until(lambda: not peers.open)
-
-    _run(make_loop, work())
+@pytest.mark.usefixtures("both_loops")
+async def test_many_are_taken_in_one_turn() -> None:
+    with _meeting(100) as (peers, _, _):
+        counting = asyncio.create_task(peers.count_turns())
+        await peers.wait_for(100)
+        assert max(peers.turns) - min(peers.turns) <= 2
+        counting.cancel()
+    await _until(lambda: not peers.open)
 
 
-def test_more_than_a_turn_takes_come_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_more_than_a_turn_takes_come_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_MOST_AT_ONCE", 8)
 
-    async def work() -> None:
-        with _meeting(40) as (peers, _, _):
-            await peers.wait_for(40)
-        assert len(peers.turns) == 40
-
-    _run(uvloop.new_event_loop, work())
+    with _meeting(40) as (peers, _, _):
+        await peers.wait_for(40)
+    assert len(peers.turns) == 40
 
 
-@pytest.mark.parametrize("make_loop", LOOPS)
-def test_who_is_told_of_the_end_too_late_is_shut_down(make_loop: Callable[[], Any]) -> None:
-    async def work() -> None:
-        with _meeting(5) as (peers, acceptor, clients):
-            await _until(lambda: bool(acceptor._beginning))
-            acceptor.close()
-            await acceptor.wait_closed()
-            assert peers.shut == len(peers.turns) == 5
-            with pytest.raises(ConnectionRefusedError):
-                socket.create_connection(clients[0].getpeername())
-            await _until(lambda: not peers.open)
-            assert [client.recv(1) for client in clients] == [b""] * 5
-
-    _run(make_loop, work())
+@pytest.mark.usefixtures("both_loops")
+async def test_who_is_told_of_the_end_too_late_is_shut_down() -> None:
+    with _meeting(5) as (peers, acceptor, clients):
+        await _until(lambda: bool(acceptor._beginning))
+        acceptor.close()
+        await acceptor.wait_closed()
+        assert peers.shut == len(peers.turns) == 5
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(clients[0].getpeername())
+        await _until(lambda: not peers.open)
+        assert [client.recv(1) for client in clients] == [b""] * 5
 
 
 class Full(socket.socket):
@@ -139,42 +120,33 @@ class Full(socket.socket):
         return super().accept()
 
 
-def test_without_a_file_it_rests_and_goes_on(
+async def test_without_a_file_it_rests_and_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(server, "_REST_S", 0.05)
 
-    async def work() -> None:
-        with _meeting(1, Full(fileno=_listener().detach())) as (peers, _, _):
-            await peers.wait_for(1)
-        assert len([one for one in caplog.records if one.levelno == logging.ERROR]) == 1
-        assert not Full.refusals
-
-    _run(uvloop.new_event_loop, work())
+    with _meeting(1, Full(fileno=_listener().detach())) as (peers, _, _):
+        await peers.wait_for(1)
+    assert len([one for one in caplog.records if one.levelno == logging.ERROR]) == 1
+    assert not Full.refusals
 
 
-def test_while_it_rests_it_does_not_try(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_while_it_rests_it_does_not_try(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_REST_S", 1000.0)
     monkeypatch.setattr(Full, "refusals", [errno.EMFILE] * 2)
 
-    async def work() -> None:
-        with _meeting(1, Full(fileno=_listener().detach())):
-            await _until(lambda: len(Full.refusals) == 1)
-            for _ in range(20):
-                await asyncio.sleep(0.001)
-            assert len(Full.refusals) == 1
-
-    _run(uvloop.new_event_loop, work())
+    with _meeting(1, Full(fileno=_listener().detach())):
+        await _until(lambda: len(Full.refusals) == 1)
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        assert len(Full.refusals) == 1
 
 
-def test_who_has_left_before_it_began_does_no_harm() -> None:
-    async def work() -> None:
-        listener = _listener()
-        gone = socket.create_connection(listener.getsockname())
-        gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-        gone.close()
-        with _meeting(1, listener) as (peers, _, _):
-            await peers.wait_for(2)
-        await _until(lambda: not peers.open)
-
-    _run(uvloop.new_event_loop, work())
+async def test_who_has_left_before_it_began_does_no_harm() -> None:
+    listener = _listener()
+    gone = socket.create_connection(listener.getsockname())
+    gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    gone.close()
+    with _meeting(1, listener) as (peers, _, _):
+        await peers.wait_for(2)
+    await _until(lambda: not peers.open)

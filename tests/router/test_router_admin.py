@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.router.beats import beat
-from tests.router.fakes import FakeEngine, Fleet, fleet, pair, run, until
+from tests.router.fakes import FakeEngine, Fleet, fleet, pair, until
 from xpyd_core.errors import UserError
 from xpyd_router.fleet.registry import Registry, key_of
 from xpyd_router.http.app import is_admin
@@ -97,103 +97,90 @@ PATHS = [
 
 
 @pytest.mark.parametrize(("method", "path"), PATHS)
-def test_every_route_is_closed_without_the_key(key_file: Path, method: str, path: str) -> None:
-    async def work() -> None:
-        async with fleet() as made:
-            status, body = await call(made, method, path)
-            assert status == 403
-            assert "--admin-key-file" in body["error"]["message"]
-        async with fleet(admin_key_file=key_file) as made:
-            status, body = await call(made, method, path, Authorization="Bearer wrong")
-            assert (status, body["error"]["type"]) == (401, "authentication_error")
-            async with made.http.request(method, f"{made.base}/admin/{path}") as response:
-                assert response.status == 401
-                assert response.headers["WWW-Authenticate"] == "Bearer"
-            status, body = await call(made, method, path)
-            assert status == (200 if path == "state" else 404)
-            assert KEY not in repr(made.router.state)
+async def test_every_route_is_closed_without_the_key(
+    key_file: Path, method: str, path: str
+) -> None:
+    async with fleet() as made:
+        status, body = await call(made, method, path)
+        assert status == 403
+        assert "--admin-key-file" in body["error"]["message"]
+    async with fleet(admin_key_file=key_file) as made:
+        status, body = await call(made, method, path, Authorization="Bearer wrong")
+        assert (status, body["error"]["type"]) == (401, "authentication_error")
+        async with made.http.request(method, f"{made.base}/admin/{path}") as response:
+            assert response.status == 401
+            assert response.headers["WWW-Authenticate"] == "Bearer"
+        status, body = await call(made, method, path)
+        assert status == (200 if path == "state" else 404)
+        assert KEY not in repr(made.router.state)
 
-    run(work())
 
-
-def test_cordoned_instances_get_no_requests_until_uncordoned(key_file: Path) -> None:
-    async def work() -> None:
-        async with pair(admin_key_file=key_file) as (made, _, first):
-            second = await made.engine("D")
-            name = first.beat.instance
-            status, row = await call(made, "POST", f"instances/{name}/cordon")
-            assert (status, row["state"], row["is_cordoned"]) == (200, "Cordoned", True)
-            assert (await states(made))[first.beat.http_address] == "Cordoned"
-            text = made.router.state.metrics.render(made.router.state.fleet.instances)
-            assert b'xpyd_router_instances{state="Cordoned",type="D"} 1.0' in text
-            for _ in range(4):
-                await made.json()
-            await made.beat(first)
+async def test_cordoned_instances_get_no_requests_until_uncordoned(key_file: Path) -> None:
+    async with pair(admin_key_file=key_file) as (made, _, first):
+        second = await made.engine("D")
+        name = first.beat.instance
+        status, row = await call(made, "POST", f"instances/{name}/cordon")
+        assert (status, row["state"], row["is_cordoned"]) == (200, "Cordoned", True)
+        assert (await states(made))[first.beat.http_address] == "Cordoned"
+        text = made.router.state.metrics.render(made.router.state.fleet.instances)
+        assert b'xpyd_router_instances{state="Cordoned",type="D"} 1.0' in text
+        for _ in range(4):
             await made.json()
-            assert (first.served, second.served) == (0, 5)
-            address = first.beat.http_address
-            status, row = await call(made, "POST", f"instances/{address}/uncordon")
-            assert (status, row["state"], row["is_cordoned"]) == (200, "Ready", False)
-            for _ in range(4):
-                await made.json()
-            assert first.served == 2
-
-    run(work())
-
-
-def test_a_cordon_leaves_what_runs_and_its_end_can_be_polled(key_file: Path) -> None:
-    async def work() -> None:
-        async with fleet(admin_key_file=key_file) as made:
-            engine = await made.engine("A")
-            end = asyncio.Event()
-            serve = engine.script
-
-            async def held(engine: FakeEngine, call: Any, request: Any) -> Any:
-                await end.wait()
-                return await serve(engine, call, request)
-
-            engine.script = held
-            asked = asyncio.create_task(made.json())
-            await until(lambda: engine.served == 1)
-            path = f"instances/{engine.beat.http_address}"
-            status, row = await call(made, "POST", f"{path}/cordon")
-            assert (status, row["in_flight"], row["others_in_flight"]) == (200, 1, 0)
-            async with await made.post() as refused:
-                assert refused.status == 503
-            await made.beat(engine, running=3)
-            status, row = await call(made, "GET", path)
-            assert (row["in_flight"], row["others_in_flight"]) == (1, 2)
-            end.set()
-            assert (await asked)["usage"]["completion_tokens"] == 4
-            await made.beat(engine, running=0)
-            status, row = await call(made, "GET", path)
-            assert (row["in_flight"], row["others_in_flight"]) == (0, 0)
-            status, state = await call(made, "GET", "state")
-            assert state == {"is_draining": False, "instances": [row]}
-
-    run(work())
+        await made.beat(first)
+        await made.json()
+        assert (first.served, second.served) == (0, 5)
+        address = first.beat.http_address
+        status, row = await call(made, "POST", f"instances/{address}/uncordon")
+        assert (status, row["state"], row["is_cordoned"]) == (200, "Ready", False)
+        for _ in range(4):
+            await made.json()
+        assert first.served == 2
 
 
-def test_a_name_that_two_have_is_refused(key_file: Path) -> None:
-    async def work() -> None:
-        async with fleet(admin_key_file=key_file) as made:
-            await made.engine("A", instance="same")
-            other = await made.engine("A", instance="same")
-            status, body = await call(made, "POST", "instances/same/cordon")
-            assert status == 409
-            assert "http_address" in body["error"]["message"]
-            status, _ = await call(made, "POST", f"instances/{other.beat.http_address}/cordon")
-            assert status == 200
-            assert sorted((await states(made)).values()) == ["Cordoned", "Ready"]
+async def test_a_cordon_leaves_what_runs_and_its_end_can_be_polled(key_file: Path) -> None:
+    async with fleet(admin_key_file=key_file) as made:
+        engine = await made.engine("A")
+        end = asyncio.Event()
+        serve = engine.script
 
-    run(work())
+        async def held(engine: FakeEngine, call: Any, request: Any) -> Any:
+            await end.wait()
+            return await serve(engine, call, request)
+
+        engine.script = held
+        asked = asyncio.create_task(made.json())
+        await until(lambda: engine.served == 1)
+        path = f"instances/{engine.beat.http_address}"
+        status, row = await call(made, "POST", f"{path}/cordon")
+        assert (status, row["in_flight"], row["others_in_flight"]) == (200, 1, 0)
+        async with await made.post() as refused:
+            assert refused.status == 503
+        await made.beat(engine, running=3)
+        status, row = await call(made, "GET", path)
+        assert (row["in_flight"], row["others_in_flight"]) == (1, 2)
+        end.set()
+        assert (await asked)["usage"]["completion_tokens"] == 4
+        await made.beat(engine, running=0)
+        status, row = await call(made, "GET", path)
+        assert (row["in_flight"], row["others_in_flight"]) == (0, 0)
+        status, state = await call(made, "GET", "state")
+        assert state == {"is_draining": False, "instances": [row]}
 
 
-def test_an_unusable_key_file_is_named(tmp_path: Path) -> None:
-    async def work() -> None:
-        (tmp_path / "short").write_text("short\n")
-        with pytest.raises(UserError, match=r"--admin-key-file .*16 bytes"):
-            async with fleet(admin_key_file=tmp_path / "short"):
-                pass
+async def test_a_name_that_two_have_is_refused(key_file: Path) -> None:
+    async with fleet(admin_key_file=key_file) as made:
+        await made.engine("A", instance="same")
+        other = await made.engine("A", instance="same")
+        status, body = await call(made, "POST", "instances/same/cordon")
+        assert status == 409
+        assert "http_address" in body["error"]["message"]
+        status, _ = await call(made, "POST", f"instances/{other.beat.http_address}/cordon")
+        assert status == 200
+        assert sorted((await states(made)).values()) == ["Cordoned", "Ready"]
 
-    run(work())
+
+async def test_an_unusable_key_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "short").write_text("short\n")
+    with pytest.raises(UserError, match=r"--admin-key-file .*16 bytes"):
+        async with fleet(admin_key_file=tmp_path / "short"):
+            pass

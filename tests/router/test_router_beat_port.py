@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.router.fakes import run, until
+from tests.router.fakes import until
 from tests.router.zmtp_kit import GREETING, HELLO, frame, message
 from xpyd_router.discovery.discovery import Discovery, PortLimits
 from xpyd_router.discovery.zmtp import Receiver
@@ -121,16 +121,13 @@ async def port(**limits: Any) -> AsyncGenerator[Port]:
     ],
     ids=["http", "no-ready", "huge-frame", "many-frames", "sixteen-bad", "flags"],
 )
-def test_junk_ends_its_own_connection(junk: bytes) -> None:
-    async def work() -> None:
-        async with port() as made:
-            good = await made.instance()
-            await (await made.client(junk)).ended()
-            assert made.count("closed") == 1
-            good.send(beat(running=1))
-            await until(lambda: made.count("refreshed") == 1)
-
-    run(work())
+async def test_junk_ends_its_own_connection(junk: bytes) -> None:
+    async with port() as made:
+        good = await made.instance()
+        await (await made.client(junk)).ended()
+        assert made.count("closed") == 1
+        good.send(beat(running=1))
+        await until(lambda: made.count("refreshed") == 1)
 
 
 @pytest.mark.parametrize(
@@ -146,89 +143,71 @@ def test_junk_ends_its_own_connection(junk: bytes) -> None:
     ],
     ids=["mute", "greeting", "ready", "frame", "message", "idle", "useless"],
 )
-def test_who_takes_too_long_is_cut(limit: str, data: bytes) -> None:
-    async def work() -> None:
-        async with port(**{limit: 0.05}) as made:
-            await (await made.client(data)).ended()
-
-    run(work())
+async def test_who_takes_too_long_is_cut(limit: str, data: bytes) -> None:
+    async with port(**{limit: 0.05}) as made:
+        await (await made.client(data)).ended()
 
 
-def test_a_sender_whose_messages_end_is_not_slow_though_one_has_always_begun() -> None:
-    async def work() -> None:
-        async with port(message_s=1.0) as made:
-            client = await made.instance()
-            one, loop = beat(), asyncio.get_running_loop()
-            client.send(one[:10])
-            begin = loop.time()
-            while loop.time() < begin + 2.5:
-                client.send(one[10:] + one[:10])
-                await asyncio.sleep(0.02)
-            assert client.is_open
-
-    run(work())
+async def test_a_sender_whose_messages_end_is_not_slow_though_one_has_always_begun() -> None:
+    async with port(message_s=1.0) as made:
+        client = await made.instance()
+        one, loop = beat(), asyncio.get_running_loop()
+        client.send(one[:10])
+        begin = loop.time()
+        while loop.time() < begin + 2.5:
+            client.send(one[10:] + one[:10])
+            await asyncio.sleep(0.02)
+        assert client.is_open
 
 
-def test_over_the_limit_the_oldest_stranger_goes_and_who_beats_stays() -> None:
-    async def work() -> None:
-        async with port(connections=4) as made:
-            good = [await made.instance(number) for number in (1, 2)]
-            strangers = [await made.client() for _ in range(2)]
-            await asyncio.gather(*(c.reader.readexactly(len(Receiver.HELLO)) for c in strangers))
-            newest = await made.client()
-            await strangers[0].ended()
-            assert strangers[1].is_open
-            assert newest.is_open
-            late = await made.instance(3)
-            for number, client in enumerate([*good, late], 1):
-                client.send(beat(number, running=1))
-            await until(lambda: made.count("refreshed") == 3)
-
-    run(work())
+async def test_over_the_limit_the_oldest_stranger_goes_and_who_beats_stays() -> None:
+    async with port(connections=4) as made:
+        good = [await made.instance(number) for number in (1, 2)]
+        strangers = [await made.client() for _ in range(2)]
+        await asyncio.gather(*(c.reader.readexactly(len(Receiver.HELLO)) for c in strangers))
+        newest = await made.client()
+        await strangers[0].ended()
+        assert strangers[1].is_open
+        assert newest.is_open
+        late = await made.instance(3)
+        for number, client in enumerate([*good, late], 1):
+            client.send(beat(number, running=1))
+        await until(lambda: made.count("refreshed") == 3)
 
 
-def test_who_beats_is_not_replaced_where_there_are_no_strangers() -> None:
-    async def work() -> None:
-        async with port(connections=2) as made:
-            good = [await made.instance(number) for number in (1, 2)]
-            await (await made.client(HELLO)).ended()
-            assert all(client.is_open for client in good)
-
-    run(work())
+async def test_who_beats_is_not_replaced_where_there_are_no_strangers() -> None:
+    async with port(connections=2) as made:
+        good = [await made.instance(number) for number in (1, 2)]
+        await (await made.client(HELLO)).ended()
+        assert all(client.is_open for client in good)
 
 
-def test_messages_that_do_not_end_hold_a_bounded_number_of_bytes() -> None:
-    async def work() -> None:
-        async with port(held_bytes=300_000) as made:
-            good = await made.instance()
-            begun = HELLO + b"\x02" + (60_000).to_bytes(8, "big") + b"x" * 50_000
-            clients = [await made.client(begun) for _ in range(8)]
-            await until(lambda: made.count("closed") == 3)
-            await asyncio.wait(
-                [asyncio.ensure_future(client.ended()) for client in clients],
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            good.send(beat(running=1))
-            await until(lambda: made.count("refreshed") == 1)
-            assert made.discovery.beats.held_bytes <= 300_000
-
-    run(work())
+async def test_messages_that_do_not_end_hold_a_bounded_number_of_bytes() -> None:
+    async with port(held_bytes=300_000) as made:
+        good = await made.instance()
+        begun = HELLO + b"\x02" + (60_000).to_bytes(8, "big") + b"x" * 50_000
+        clients = [await made.client(begun) for _ in range(8)]
+        await until(lambda: made.count("closed") == 3)
+        await asyncio.wait(
+            [asyncio.ensure_future(client.ended()) for client in clients],
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        good.send(beat(running=1))
+        await until(lambda: made.count("refreshed") == 1)
+        assert made.discovery.beats.held_bytes <= 300_000
 
 
-def test_a_flood_waits_in_its_own_socket_and_is_then_read_to_the_end() -> None:
-    async def work() -> None:
-        async with port(burst=10, per_second=100.0) as made:
-            good = await made.instance()
-            flood = await made.client(HELLO + b"".join(beat(n) for n in range(2, 42)))
-            await until(lambda: len(made.fleet.instances) > 5)
-            assert len(made.fleet.instances) < 20
-            good.send(beat(running=1))
-            await until(lambda: made.count("refreshed") == 1)
-            assert len(made.fleet.instances) < 41
-            await until(lambda: len(made.fleet.instances) == 41)
-            assert flood.is_open
-
-    run(work())
+async def test_a_flood_waits_in_its_own_socket_and_is_then_read_to_the_end() -> None:
+    async with port(burst=10, per_second=100.0) as made:
+        good = await made.instance()
+        flood = await made.client(HELLO + b"".join(beat(n) for n in range(2, 42)))
+        await until(lambda: len(made.fleet.instances) > 5)
+        assert len(made.fleet.instances) < 20
+        good.send(beat(running=1))
+        await until(lambda: made.count("refreshed") == 1)
+        assert len(made.fleet.instances) < 41
+        await until(lambda: len(made.fleet.instances) == 41)
+        assert flood.is_open
 
 
 @pytest.mark.parametrize(
@@ -236,43 +215,34 @@ def test_a_flood_waits_in_its_own_socket_and_is_then_read_to_the_end() -> None:
     [frame(b"\x04PING\x00\x64context", is_command=True), frame(b"\x03FOO", is_command=True)],
     ids=["ping", "unknown"],
 )
-def test_a_flood_of_commands_costs_as_much_as_one_of_messages(flood: bytes) -> None:
-    async def work() -> None:
-        async with port(burst=10, per_second=20.0) as made:
-            good = await made.instance()
-            await made.client(HELLO + flood * 10_000)
-            good.send(beat(running=1))
-            await until(lambda: made.count("refreshed") == 1)
-            assert made.discovery.beats.held_bytes > 0, "most of it was not read yet"
-
-    run(work())
+async def test_a_flood_of_commands_costs_as_much_as_one_of_messages(flood: bytes) -> None:
+    async with port(burst=10, per_second=20.0) as made:
+        good = await made.instance()
+        await made.client(HELLO + flood * 10_000)
+        good.send(beat(running=1))
+        await until(lambda: made.count("refreshed") == 1)
+        assert made.discovery.beats.held_bytes > 0, "most of it was not read yet"
 
 
-def test_who_pings_and_does_not_read_is_cut() -> None:
-    async def work() -> None:
-        async with port(burst=10**9, per_second=1e9) as made:
-            client = await made.client(HELLO)
-            client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-            ping = frame(b"\x04PING\x00\x64" + b"c" * 16, is_command=True)
-            while not made.count("closed"):
-                client.send(ping * 1000)
-                await asyncio.sleep(0)
-
-    run(work())
+async def test_who_pings_and_does_not_read_is_cut() -> None:
+    async with port(burst=10**9, per_second=1e9) as made:
+        client = await made.client(HELLO)
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        ping = frame(b"\x04PING\x00\x64" + b"c" * 16, is_command=True)
+        while not made.count("closed"):
+            client.send(ping * 1000)
+            await asyncio.sleep(0)
 
 
-def test_ending_the_port_ends_its_connections() -> None:
-    async def work() -> None:
-        checks: list[Callable[[], bool]] = []
-        async with port() as made:
-            for data in (b"", HELLO, HELLO + beat()):
-                client = await made.client(data)
-                checks.append(lambda client=client: not client.is_open)
-            await until(lambda: len(made.discovery.beats) == 3)
-            made.discovery.close()
-            for client in made.clients:
-                await client.ended()
-            assert len(made.discovery.beats) == 0
-            assert all(check() for check in checks)
-
-    run(work())
+async def test_ending_the_port_ends_its_connections() -> None:
+    checks: list[Callable[[], bool]] = []
+    async with port() as made:
+        for data in (b"", HELLO, HELLO + beat()):
+            client = await made.client(data)
+            checks.append(lambda client=client: not client.is_open)
+        await until(lambda: len(made.discovery.beats) == 3)
+        made.discovery.close()
+        for client in made.clients:
+            await client.ended()
+        assert len(made.discovery.beats) == 0
+        assert all(check() for check in checks)

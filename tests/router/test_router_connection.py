@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import pytest
 
-from tests.router.fakes import run
 from xpyd_router.errors import CallFailed
 from xpyd_router.upstream.connection import EngineConnection, Exchange
 
@@ -145,17 +144,14 @@ def test_an_engine_that_began_to_answer_has_answered() -> None:
     assert exchange.has_answered
 
 
-def test_an_answer_of_many_pieces_is_read_as_one() -> None:
-    async def work() -> None:
-        line = Line(asyncio.get_running_loop())
-        exchange = line.ask()
-        line.says(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
-        reading = asyncio.create_task(exchange.read())
-        await asyncio.sleep(0)
-        line.says(*[b"x" * 100_000] * 10)
-        assert (await reading).body == b"x" * 1_000_000
-
-    run(work())
+async def test_an_answer_of_many_pieces_is_read_as_one() -> None:
+    line = Line(asyncio.get_running_loop())
+    exchange = line.ask()
+    line.says(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+    reading = asyncio.create_task(exchange.read())
+    await asyncio.sleep(0)
+    line.says(*[b"x" * 100_000] * 10)
+    assert (await reading).body == b"x" * 1_000_000
 
 
 def test_when_to_come_again_is_read_of_a_refusal() -> None:
@@ -195,42 +191,36 @@ def test_a_pause_takes_nothing_of_the_time_until_the_next_piece() -> None:
     assert exchange.is_due(106.0)
 
 
-def test_each_piece_that_comes_begins_the_time_until_the_next() -> None:
-    async def work() -> None:
-        clock = Clock()
-        line = Line(cast(Any, clock))
-        exchange = line.ask()
-        line.says(CHUNKED[:-5])
-        exchange.bound_gaps(10.0)
-        relaying = asyncio.create_task(exchange.relay(lambda _: None))
-        await asyncio.sleep(0)
-        for now_s in (1.0, 10.5, 20.4, 30.3):
-            line.says(b"1\r\nx\r\n")
-            assert not exchange.is_due(now_s)
-        assert not exchange.is_due(40.2)
-        assert exchange.is_due(40.3)
-        relaying.cancel()
-
-    run(work())
+async def test_each_piece_that_comes_begins_the_time_until_the_next() -> None:
+    clock = Clock()
+    line = Line(cast(Any, clock))
+    exchange = line.ask()
+    line.says(CHUNKED[:-5])
+    exchange.bound_gaps(10.0)
+    relaying = asyncio.create_task(exchange.relay(lambda _: None))
+    await asyncio.sleep(0)
+    for now_s in (1.0, 10.5, 20.4, 30.3):
+        line.says(b"1\r\nx\r\n")
+        assert not exchange.is_due(now_s)
+    assert not exchange.is_due(40.2)
+    assert exchange.is_due(40.3)
+    relaying.cancel()
 
 
-def test_nothing_of_a_call_that_failed_reaches_its_consumer() -> None:
+async def test_nothing_of_a_call_that_failed_reaches_its_consumer() -> None:
     """Another engine may go on already: what this one still says would stand between."""
 
-    async def work() -> None:
-        line, got = Line(asyncio.get_running_loop()), list[bytes]()
-        exchange = line.ask()
-        line.says(CHUNKED[:-5])
-        relaying = asyncio.create_task(exchange.relay(got.append))
-        await asyncio.sleep(0)
-        exchange.fail("lost")
-        line.says(b"1\r\nx\r\n")
-        line.connection.connection_lost(None)
-        with pytest.raises(CallFailed, match="lost"):
-            await relaying
-        assert got == [b"hi"]
-
-    run(work())
+    line, got = Line(asyncio.get_running_loop()), list[bytes]()
+    exchange = line.ask()
+    line.says(CHUNKED[:-5])
+    relaying = asyncio.create_task(exchange.relay(got.append))
+    await asyncio.sleep(0)
+    exchange.fail("lost")
+    line.says(b"1\r\nx\r\n")
+    line.connection.connection_lost(None)
+    with pytest.raises(CallFailed, match="lost"):
+        await relaying
+    assert got == [b"hi"]
 
 
 @pytest.mark.parametrize("before", [OK, CHUNKED])

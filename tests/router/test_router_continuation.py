@@ -14,7 +14,6 @@ from tests.router.fakes import (
     Script,
     answer,
     fleet,
-    run,
     serve_model,
     sse,
     start_stream,
@@ -70,154 +69,131 @@ def finishes(events: list[Any]) -> list[tuple[int, str]]:
     ],
 )
 @pytest.mark.parametrize("events_before", [0, 1, 3, 4, 6, 8, 9])
-def test_the_answer_is_whole_wherever_d_dies(
+async def test_the_answer_is_whole_wherever_d_dies(
     path: str, cut: int, body: dict[str, Any], events_before: int
 ) -> None:
-    async def work() -> None:
-        async with fleet() as fleet_:
-            for kind in "PDD":
-                engine = await fleet_.engine(kind)
-                engine.stop_at = {1: 3}
-            fleet_.engines[1].script = fleet_.engines[2].script = dies_after(events_before, cut)
-            got = await fleet_.events(path, max_tokens=6, **body)
-            choices = body.get("n", 1)
-            for choice in range(choices):
-                length = 3 if choice == 1 else 6
-                want = "".join(f"t{choice}.{i} " for i in range(length))
-                assert text_of(got, choice) == want
-            assert sorted(finishes(got)) == [
-                (choice, "stop" if choice == 1 else "length") for choice in range(choices)
+    async with fleet() as fleet_:
+        for kind in "PDD":
+            engine = await fleet_.engine(kind)
+            engine.stop_at = {1: 3}
+        fleet_.engines[1].script = fleet_.engines[2].script = dies_after(events_before, cut)
+        got = await fleet_.events(path, max_tokens=6, **body)
+        choices = body.get("n", 1)
+        for choice in range(choices):
+            length = 3 if choice == 1 else 6
+            want = "".join(f"t{choice}.{i} " for i in range(length))
+            assert text_of(got, choice) == want
+        assert sorted(finishes(got)) == [
+            (choice, "stop" if choice == 1 else "length") for choice in range(choices)
+        ]
+        assert got.count("[DONE]") == 1
+        assert got[-1] == "[DONE]"
+        assert len({event["id"] for event in got[:-1]}) == 1
+        roles = [e for e in got[:-1] if e["choices"] and "role" in e["choices"][0].get("delta", {})]
+        assert len(roles) == (choices if path != "completions" else 0)
+        ids = [i for e in got[:-1] for c in e["choices"] for i in c.get("token_ids", ())]
+        if "return_token_ids" in body:
+            assert sorted(ids) == [0, 1, 2, 3, 4, 5, 100, 101, 102, *range(200, 206)]
+        else:
+            assert ids == []
+        usage = [e["usage"] for e in got[:-1] if e.get("usage")]
+        if "stream_options" in body:
+            assert usage == [
+                {
+                    "prompt_tokens": 5,
+                    "completion_tokens": 9 if choices == 2 else 6,
+                    "total_tokens": 14 if choices == 2 else 11,
+                }
             ]
-            assert got.count("[DONE]") == 1
-            assert got[-1] == "[DONE]"
-            assert len({event["id"] for event in got[:-1]}) == 1
-            roles = [
-                e for e in got[:-1] if e["choices"] and "role" in e["choices"][0].get("delta", {})
-            ]
-            assert len(roles) == (choices if path != "completions" else 0)
-            ids = [i for e in got[:-1] for c in e["choices"] for i in c.get("token_ids", ())]
-            if "return_token_ids" in body:
-                assert sorted(ids) == [0, 1, 2, 3, 4, 5, 100, 101, 102, *range(200, 206)]
-            else:
-                assert ids == []
-            usage = [e["usage"] for e in got[:-1] if e.get("usage")]
-            if "stream_options" in body:
-                assert usage == [
-                    {
-                        "prompt_tokens": 5,
-                        "completion_tokens": 9 if choices == 2 else 6,
-                        "total_tokens": 14 if choices == 2 else 11,
-                    }
-                ]
-            else:
-                assert usage == []
-
-    run(work())
+        else:
+            assert usage == []
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 @pytest.mark.parametrize("events_before", [0, 2, 5])
-def test_an_aggregated_stream_goes_on_at_another(path: str, events_before: int) -> None:
-    async def work() -> None:
-        async with fleet() as fleet_:
-            one, other = await fleet_.engine("A"), await fleet_.engine("A")
-            one.script = other.script = dies_after(events_before)
-            got = await fleet_.events(path, max_tokens=6)
-            assert text_of(got) == "".join(f"t0.{i} " for i in range(6))
-            assert got.count("[DONE]") == 1
-            roles = [e for e in got[:-1] if "role" in e["choices"][0].get("delta", {})]
-            assert len(roles) == (1 if path != "completions" else 0)
-
-    run(work())
+async def test_an_aggregated_stream_goes_on_at_another(path: str, events_before: int) -> None:
+    async with fleet() as fleet_:
+        one, other = await fleet_.engine("A"), await fleet_.engine("A")
+        one.script = other.script = dies_after(events_before)
+        got = await fleet_.events(path, max_tokens=6)
+        assert text_of(got) == "".join(f"t0.{i} " for i in range(6))
+        assert got.count("[DONE]") == 1
+        roles = [e for e in got[:-1] if "role" in e["choices"][0].get("delta", {})]
+        assert len(roles) == (1 if path != "completions" else 0)
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 @pytest.mark.parametrize("events_before", [0, 1, 2, 3, 4])
 @pytest.mark.parametrize("n", [1, 2])
-def test_one_token_alone_on_p_is_answered_wherever_p_dies(
+async def test_one_token_alone_on_p_is_answered_wherever_p_dies(
     path: str, events_before: int, n: int
 ) -> None:
-    async def work() -> None:
-        async with fleet() as fleet_:
-            ps = [await fleet_.engine("P"), await fleet_.engine("P")]
-            await fleet_.engine("D")
-            ps[0].script = ps[1].script = dies_after(events_before)
-            options = {"include_usage": True}
-            got = await fleet_.events(path, max_tokens=1, n=n, stream_options=options)
-            assert [text_of(got, choice) for choice in range(n)] == ["t0.0 ", "t1.0 "][:n]
-            assert sorted(finishes(got)) == [(choice, "length") for choice in range(n)]
-            assert [e for e in got if e == "[DONE]"] == ["[DONE]"] == got[-1:]
-            assert len({event["id"] for event in got[:-1]}) == 1
-            usage = [e["usage"] for e in got[:-1] if e.get("usage")]
-            assert [one["completion_tokens"] for one in usage] == [n]
-
-    run(work())
+    async with fleet() as fleet_:
+        ps = [await fleet_.engine("P"), await fleet_.engine("P")]
+        await fleet_.engine("D")
+        ps[0].script = ps[1].script = dies_after(events_before)
+        options = {"include_usage": True}
+        got = await fleet_.events(path, max_tokens=1, n=n, stream_options=options)
+        assert [text_of(got, choice) for choice in range(n)] == ["t0.0 ", "t1.0 "][:n]
+        assert sorted(finishes(got)) == [(choice, "length") for choice in range(n)]
+        assert [e for e in got if e == "[DONE]"] == ["[DONE]"] == got[-1:]
+        assert len({event["id"] for event in got[:-1]}) == 1
+        usage = [e["usage"] for e in got[:-1] if e.get("usage")]
+        assert [one["completion_tokens"] for one in usage] == [n]
 
 
-def test_what_shows_the_prompt_is_asked_for_as_it_is() -> None:
-    async def work() -> None:
-        async with fleet() as fleet_:
-            p, d = await fleet_.engine("P"), await fleet_.engine("D")
-            for limit in (1, 6):
-                await fleet_.events(max_tokens=limit, echo=True)
-            assert [call.body.get("kv_transfer_params") for call in p.calls + d.calls] == [None] * 2
-
-    run(work())
+async def test_what_shows_the_prompt_is_asked_for_as_it_is() -> None:
+    async with fleet() as fleet_:
+        p, d = await fleet_.engine("P"), await fleet_.engine("D")
+        for limit in (1, 6):
+            await fleet_.events(max_tokens=limit, echo=True)
+        assert [call.body.get("kv_transfer_params") for call in p.calls + d.calls] == [None] * 2
 
 
-def test_a_stream_that_failed_everywhere_ends_in_an_error_and_without_done() -> None:
-    async def work() -> None:
-        async with fleet() as fleet_:
-            for kind in "PDDDD":
-                engine = await fleet_.engine(kind)
-                if kind == "D":
-                    engine.script = dies_after(1)
-            got = await fleet_.events(max_tokens=100)
-            assert got[-1]["error"]["code"] == "upstream_failed"
-            assert "[DONE]" not in got
-            text = text_of(got[:-1])
-            count = len(text.split())
-            assert text == "".join(f"t0.{i} " for i in range(count))
-            assert count < 100
-
-    run(work())
+async def test_a_stream_that_failed_everywhere_ends_in_an_error_and_without_done() -> None:
+    async with fleet() as fleet_:
+        for kind in "PDDDD":
+            engine = await fleet_.engine(kind)
+            if kind == "D":
+                engine.script = dies_after(1)
+        got = await fleet_.events(max_tokens=100)
+        assert got[-1]["error"]["code"] == "upstream_failed"
+        assert "[DONE]" not in got
+        text = text_of(got[:-1])
+        count = len(text.split())
+        assert text == "".join(f"t0.{i} " for i in range(count))
+        assert count < 100
 
 
-def test_only_instances_of_the_same_compatibility_go_on() -> None:
-    async def work() -> None:
-        async with fleet() as fleet_:
-            await fleet_.engine("P")
-            d = await fleet_.engine("D")
-            d.script = dies_after(1)
-            others = [
-                await fleet_.engine("P", compatibility="other"),
-                await fleet_.engine("D", compatibility="other"),
-            ]
-            for other in others:
-                other.script = answer(400, {"error": {"message": "x"}})
-            while not d.calls:
-                got = await fleet_.events()
-            assert got[-1]["error"]
-
-    run(work())
+async def test_only_instances_of_the_same_compatibility_go_on() -> None:
+    async with fleet() as fleet_:
+        await fleet_.engine("P")
+        d = await fleet_.engine("D")
+        d.script = dies_after(1)
+        others = [
+            await fleet_.engine("P", compatibility="other"),
+            await fleet_.engine("D", compatibility="other"),
+        ]
+        for other in others:
+            other.script = answer(400, {"error": {"message": "x"}})
+        while not d.calls:
+            got = await fleet_.events()
+        assert got[-1]["error"]
 
 
 @pytest.mark.parametrize("kinds", ["AA", "PPD"])
 @pytest.mark.parametrize("events_before", [0, 1, 2])
-def test_every_chunk_alone_has_the_running_usage_that_was_asked_for(
+async def test_every_chunk_alone_has_the_running_usage_that_was_asked_for(
     kinds: str, events_before: int
 ) -> None:
-    async def work() -> None:
-        async with fleet() as fleet_:
-            script = dies_after(events_before)
-            for kind in kinds:
-                engine = await fleet_.engine(kind)
-                engine.script = serve_model if kind == "D" else script
-            options = {"include_usage": True, "continuous_usage_stats": True}
-            got = await fleet_.events("chat/completions", max_tokens=1, stream_options=options)
-            assert text_of(got) == "t0.0 "
-            assert [e["choices"][0]["delta"].get("role") for e in got[:1]] == ["assistant"]
-            counts = [(e["usage"]["prompt_tokens"], e["choices"] == []) for e in got[:-1]]
-            assert counts == [(5, False)] * (len(got) - 2) + [(5, True)]
-
-    run(work())
+    async with fleet() as fleet_:
+        script = dies_after(events_before)
+        for kind in kinds:
+            engine = await fleet_.engine(kind)
+            engine.script = serve_model if kind == "D" else script
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        got = await fleet_.events("chat/completions", max_tokens=1, stream_options=options)
+        assert text_of(got) == "t0.0 "
+        assert [e["choices"][0]["delta"].get("role") for e in got[:1]] == ["assistant"]
+        counts = [(e["usage"]["prompt_tokens"], e["choices"] == []) for e in got[:-1]]
+        assert counts == [(5, False)] * (len(got) - 2) + [(5, True)]

@@ -27,7 +27,6 @@ from tests.router.fakes import (
     begin_and_hang,
     fleet,
     hang,
-    run,
     serve_model,
     sse,
     start_stream,
@@ -89,29 +88,26 @@ async def moody(engine: FakeEngine, call: Call, request: web.Request) -> web.Str
     return await (serve_model if len(engine.calls) % 3 else hang)(engine, call, request)
 
 
-def test_clients_that_leave_leave_no_task_behind(both_ways: None) -> None:
-    async def work() -> None:
-        async with fleet() as fleet_:
-            for kind in "PPDD":
-                (await fleet_.engine(kind, period_ms=60_000)).script = moody
-            await fleet_.json(max_tokens=1)  # the client of the test itself is connected
-            tasks = len(asyncio.all_tasks())
-            address = ("127.0.0.1", fleet_.router.http_port)
+async def test_clients_that_leave_leave_no_task_behind(both_ways: None) -> None:
+    async with fleet() as fleet_:
+        for kind in "PPDD":
+            (await fleet_.engine(kind, period_ms=60_000)).script = moody
+        await fleet_.json(max_tokens=1)  # the client of the test itself is connected
+        tasks = len(asyncio.all_tasks())
+        address = ("127.0.0.1", fleet_.router.http_port)
 
-            async def client(number: int) -> None:
-                rng = random.Random(number)
-                body = {"model": "m", "prompt": "x", "max_tokens": rng.choice([1, 8])}
-                sent = request_bytes("completions", {**body, "stream": rng.random() < 0.7})
-                await leave(address, sent, rng)
+        async def client(number: int) -> None:
+            rng = random.Random(number)
+            body = {"model": "m", "prompt": "x", "max_tokens": rng.choice([1, 8])}
+            sent = request_bytes("completions", {**body, "stream": rng.random() < 0.7})
+            await leave(address, sent, rng)
 
-            await several(200, 40, client)
-            await until(lambda: fleet_.metric("xpyd_router_in_flight") == 0)
-            # A call that hangs ends only because the router closed it.
-            await until(lambda: len(asyncio.all_tasks()) <= tasks)
-            assert any(call.is_closed for engine in fleet_.engines for call in engine.calls)
-            assert [load.own.requests for load in loads_of(fleet_)] == [0] * 4
-
-    run(work())
+        await several(200, 40, client)
+        await until(lambda: fleet_.metric("xpyd_router_in_flight") == 0)
+        # A call that hangs ends only because the router closed it.
+        await until(lambda: len(asyncio.all_tasks()) <= tasks)
+        assert any(call.is_closed for engine in fleet_.engines for call in engine.calls)
+        assert [load.own.requests for load in loads_of(fleet_)] == [0] * 4
 
 
 def loads_of(fleet_: Any) -> list[Any]:

@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 import pytest
 
-from tests.router.fakes import Fleet, answer, fleet, run, until
+from tests.router.fakes import Fleet, answer, fleet, until
 
 _FIELDS = (
     *("model", "prompt", "messages", "stream", "stream_options", "max_tokens", "min_tokens", "n"),
@@ -75,7 +75,7 @@ async def still_serves(fleet_: Fleet, caplog: pytest.LogCaptureFixture) -> None:
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
 
 
-def test_what_is_broken_on_the_wire_is_refused_or_closed(
+async def test_what_is_broken_on_the_wire_is_refused_or_closed(
     both_ways: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def client(port: int, data: bytes) -> None:
@@ -92,30 +92,24 @@ def test_what_is_broken_on_the_wire_is_refused_or_closed(
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
 
-    async def work() -> None:
-        async with refusing() as fleet_:
-            rng = random.Random(5)
-            for _ in range(12):
-                crowd = [client(fleet_.router.http_port, broken(rng)) for _ in range(25)]
-                await asyncio.gather(*crowd)
-            await still_serves(fleet_, caplog)
-
-    run(work())
+    async with refusing() as fleet_:
+        rng = random.Random(5)
+        for _ in range(12):
+            crowd = [client(fleet_.router.http_port, broken(rng)) for _ in range(25)]
+            await asyncio.gather(*crowd)
+        await still_serves(fleet_, caplog)
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_strange_fields_are_refused_with_an_error_object(
+async def test_strange_fields_are_refused_with_an_error_object(
     path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def work() -> None:
-        async with refusing() as fleet_:
-            rng = random.Random(6)
-            for _ in range(300):
-                raw = strange(rng)
-                async with fleet_.http.post(f"{fleet_.base}/v1/{path}", data=raw) as response:
-                    said = await response.json()
-                    assert response.status in (400, 404), (raw, said)
-                    assert said["error"]["message"], raw
-            await still_serves(fleet_, caplog)
-
-    run(work())
+    async with refusing() as fleet_:
+        rng = random.Random(6)
+        for _ in range(300):
+            raw = strange(rng)
+            async with fleet_.http.post(f"{fleet_.base}/v1/{path}", data=raw) as response:
+                said = await response.json()
+                assert response.status in (400, 404), (raw, said)
+                assert said["error"]["message"], raw
+        await still_serves(fleet_, caplog)

@@ -6,11 +6,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-import uvloop
 
-from tests.router.fakes import Loop, begin_and_hang, fleet, hang, pair, run, until
+from tests.router.fakes import begin_and_hang, fleet, hang, pair, until
 
-LOOPS = [uvloop.new_event_loop, asyncio.new_event_loop]
 CHEAP = {
     "an old one": (b"GET /health HTTP/1.0\r\n\r\n", b" 200 "),
     "another": (b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", b" 200 "),
@@ -21,27 +19,24 @@ CHEAP = {
 }
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.usefixtures("both_loops")
 @pytest.mark.parametrize("case", CHEAP)
-def test_a_request_without_inference_is_answered(case: str, loop: Loop) -> None:
+async def test_a_request_without_inference_is_answered(case: str) -> None:
     request, status = CHEAP[case]
 
-    async def work() -> None:
-        async with fleet() as made:
-            reader, writer = await asyncio.open_connection("127.0.0.1", made.router.http_port)
-            writer.write(request)
-            writer.write_eof()
-            answer = await reader.read()  # to the end: closed, not kept alive
-            if status is None:
-                assert answer == b""
-            else:
-                head, _, body = answer.partition(b"\r\n\r\n")
-                assert status in head
-                assert b"\r\nconnection: close" in head
-                assert int(head.partition(b"content-length: ")[2].split()[0]) == len(body)
-            writer.close()
-
-    run(work(), loop)
+    async with fleet() as made:
+        reader, writer = await asyncio.open_connection("127.0.0.1", made.router.http_port)
+        writer.write(request)
+        writer.write_eof()
+        answer = await reader.read()  # to the end: closed, not kept alive
+        if status is None:
+            assert answer == b""
+        else:
+            head, _, body = answer.partition(b"\r\n\r\n")
+            assert status in head
+            assert b"\r\nconnection: close" in head
+            assert int(head.partition(b"content-length: ")[2].split()[0]) == len(body)
+        writer.close()
 
 
 BODY = b'{"model": "m", "prompt": "x", "stream": %b}'
@@ -51,27 +46,22 @@ FRAMES = {
 }
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.usefixtures("both_loops")
 @pytest.mark.parametrize("frame", FRAMES.values(), ids=FRAMES.keys())
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_engines_stop_for_a_client_that_ends_its_side(
-    is_stream: bool, frame: bytes, loop: Loop
-) -> None:
+async def test_engines_stop_for_a_client_that_ends_its_side(is_stream: bool, frame: bytes) -> None:
     body = BODY % (b"true" if is_stream else b"false")
     request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + frame % (len(body), body)
 
-    async def work() -> None:
-        async with pair() as (made, _, d):
-            d.script = begin_and_hang if is_stream else hang
-            reader, writer = await asyncio.open_connection("127.0.0.1", made.router.http_port)
-            writer.write(request)
-            await until(lambda: d.served == 1)
-            if is_stream:
-                await reader.readuntil(b"t0.1 ")
-            writer.write_eof()
-            assert b"[DONE]" not in await reader.read()
-            await until(lambda: d.calls[0].is_closed)
-            await until(lambda: made.metric("xpyd_router_in_flight") == 0)
-            writer.close()
-
-    run(work(), loop)
+    async with pair() as (made, _, d):
+        d.script = begin_and_hang if is_stream else hang
+        reader, writer = await asyncio.open_connection("127.0.0.1", made.router.http_port)
+        writer.write(request)
+        await until(lambda: d.served == 1)
+        if is_stream:
+            await reader.readuntil(b"t0.1 ")
+        writer.write_eof()
+        assert b"[DONE]" not in await reader.read()
+        await until(lambda: d.calls[0].is_closed)
+        await until(lambda: made.metric("xpyd_router_in_flight") == 0)
+        writer.close()

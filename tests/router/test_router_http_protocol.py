@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from tests.router.fakes import fleet, run
+from tests.router.fakes import fleet
 from xpyd_router.http.protocol import ClientProtocol as RouterProtocol
 from xpyd_worker.server.http.server import HeadDeadlineProtocol as WorkerProtocol
 
@@ -53,64 +53,49 @@ def _no_signals(server: uvicorn.Server) -> Any:
     yield
 
 
-def _run(work: Any) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(20):
-            await work
-
-    asyncio.run(bounded())
-
-
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\nHost: x\r\nX-Half: "])
-def test_a_connection_without_a_whole_head_is_closed(protocol: type, said: bytes) -> None:
-    async def work() -> None:
-        async with serving(protocol) as address:
-            reader, writer = await asyncio.open_connection(*address)
-            writer.write(said)
-            assert await reader.read() == b""
-            writer.close()
-
-    _run(work())
+async def test_a_connection_without_a_whole_head_is_closed(protocol: type, said: bytes) -> None:
+    async with serving(protocol) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(said)
+        assert await reader.read() == b""
+        writer.close()
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_second_half_head_on_a_used_connection_is_closed(protocol: type) -> None:
-    async def work() -> None:
-        async with serving(protocol) as address:
-            reader, writer = await asyncio.open_connection(*address)
-            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
-            writer.write(b"GET / HTTP/1.1\r\nX-Half")
-            await reader.read()  # to the end: closed
-            writer.close()
-
-    _run(work())
+async def test_a_second_half_head_on_a_used_connection_is_closed(protocol: type) -> None:
+    async with serving(protocol) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        writer.write(b"GET / HTTP/1.1\r\nX-Half")
+        await reader.read()  # to the end: closed
+        writer.close()
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_connection_that_the_client_reset_after_its_answer_is_forgotten(protocol: Any) -> None:
+async def test_a_connection_that_the_client_reset_after_its_answer_is_forgotten(
+    protocol: Any,
+) -> None:
     made: list[weakref.ref[Any]] = []
 
     def connection_made(self: Any, transport: asyncio.Transport) -> None:
         made.append(weakref.ref(self))
         protocol.connection_made(self, transport)
 
-    async def work() -> None:
-        noted = type("Noted", (protocol,), {"connection_made": connection_made})
-        async with serving(noted) as address:
-            reader, writer = await asyncio.open_connection(*address)
-            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-            await reader.readuntil(b"ok")
-            # Closed without lingering: a reset, not an end.
-            linger = struct.pack("ii", 1, 0)
-            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-            writer.transport.abort()
-            while made[0]() is not None:  # the deadline is _run's
-                await asyncio.sleep(0.05)
-                gc.collect()
-
-    _run(work())
+    noted = type("Noted", (protocol,), {"connection_made": connection_made})
+    async with serving(noted) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.readuntil(b"ok")
+        # Closed without lingering: a reset, not an end.
+        linger = struct.pack("ii", 1, 0)
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        writer.transport.abort()
+        while made[0]() is not None:  # the deadline is _run's
+            await asyncio.sleep(0.05)
+            gc.collect()
 
 
 class Narrow(RouterProtocol):
@@ -130,38 +115,35 @@ class Narrow(RouterProtocol):
 
 
 @pytest.mark.parametrize("reason", ["Connection: close", "it was idle", "the server ends"])
-def test_a_client_that_takes_nothing_does_not_keep_a_connection_that_closes(reason: str) -> None:
-    async def work() -> None:
-        narrow: Any = type("Noted", (Narrow,), {"lost": asyncio.Event()})
-        ends = reason == "the server ends"
-        keep_alive_s = 0 if reason == "it was idle" else 3600
-        with socket.socket() as client:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.setblocking(False)
-            async with serving(narrow, keep_alive_s) as address:
-                loop = asyncio.get_running_loop()
-                await loop.sock_connect(client, address)
-                header = b"Connection: close" if reason == "Connection: close" else b"X-A: b"
-                await loop.sock_sendall(client, b"GET /long HTTP/1.1\r\n" + header + b"\r\n\r\n")
-                begun = await loop.sock_recv(client, 100)
-                assert b" 200 " in begun
-                if not ends:
-                    await narrow.lost.wait()
-            assert narrow.lost.is_set()
+async def test_a_client_that_takes_nothing_does_not_keep_a_connection_that_closes(
+    reason: str,
+) -> None:
+    narrow: Any = type("Noted", (Narrow,), {"lost": asyncio.Event()})
+    ends = reason == "the server ends"
+    keep_alive_s = 0 if reason == "it was idle" else 3600
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        async with serving(narrow, keep_alive_s) as address:
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(client, address)
+            header = b"Connection: close" if reason == "Connection: close" else b"X-A: b"
+            await loop.sock_sendall(client, b"GET /long HTTP/1.1\r\n" + header + b"\r\n\r\n")
+            begun = await loop.sock_recv(client, 100)
+            assert b" 200 " in begun
+            if not ends:
+                await narrow.lost.wait()
+        assert narrow.lost.is_set()
 
-    _run(work())
 
-
-def test_what_is_no_http_is_answered_without_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_is_no_http_is_answered_without_a_log_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Else strangers fill the log."""
-
-    async def work() -> None:
+    with caplog.at_level(logging.WARNING, "uvicorn.error"):
         async with fleet() as fleet_:
             reader, writer = await asyncio.open_connection("127.0.0.1", fleet_.router.http_port)
             writer.write(b"no HTTP\r\n\r\n")
             assert b" 400 " in await reader.readline()
             writer.close()
-
-    with caplog.at_level(logging.WARNING, "uvicorn.error"):
-        run(work())
     assert "Invalid HTTP request" not in caplog.text

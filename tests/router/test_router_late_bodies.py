@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from tests.router.fakes import Fleet, fleet, run, until
-from xpyd_router.http import inference
+from tests.router.fakes import Fleet, fleet, until
+from xpyd_router.http import asgi
 from xpyd_router.http.protocol import ClientProtocol
 
 HEADS = {
@@ -21,7 +21,7 @@ HEADS = {
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bodies have little time."""
-    monkeypatch.setattr(inference, "BODY_DEADLINE_S", 0.2)
+    monkeypatch.setattr(asgi, "BODY_DEADLINE_S", 0.2)
     monkeypatch.setattr(ClientProtocol, "body_deadline_s", 0.2)
 
 
@@ -38,16 +38,13 @@ async def say(fleet_: Fleet, *pieces: bytes) -> asyncio.StreamReader:
 
 @pytest.mark.usefixtures("both_ways", "quick")
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
-def test_a_body_of_which_nothing_comes_is_refused(head: bytes) -> None:
-    async def work() -> None:
-        async with fleet() as fleet_:
-            reader = await say(fleet_, b"POST /v1/completions " + head + b"\r\nHost: x\r\n\r\n")
-            answer = (await reader.readuntil(b"\r\n\r\n")).removeprefix(b"HTTP/1.1 100 Continue")
-            answer = answer.strip() or await reader.readuntil(b"\r\n\r\n")
-            assert answer.startswith(b"HTTP/1.1 408 ")
-            await until(lambda: fleet_.metric("xpyd_router_in_flight") == 0)
-
-    run(work())
+async def test_a_body_of_which_nothing_comes_is_refused(head: bytes) -> None:
+    async with fleet() as fleet_:
+        reader = await say(fleet_, b"POST /v1/completions " + head + b"\r\nHost: x\r\n\r\n")
+        answer = (await reader.readuntil(b"\r\n\r\n")).removeprefix(b"HTTP/1.1 100 Continue")
+        answer = answer.strip() or await reader.readuntil(b"\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        await until(lambda: fleet_.metric("xpyd_router_in_flight") == 0)
 
 
 ANSWERED = {
@@ -59,14 +56,11 @@ ANSWERED = {
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("case", ANSWERED)
-def test_a_body_that_goes_on_behind_its_answer_has_an_end(case: str) -> None:
+async def test_a_body_that_goes_on_behind_its_answer_has_an_end(case: str) -> None:
     line, length, status = ANSWERED[case]
 
-    async def work() -> None:
-        async with fleet() as fleet_:
-            head = line + b" HTTP/1.1\r\nHost: x\r\nContent-Length: " + length + b"\r\n\r\n"
-            reader = await say(fleet_, head, b"a", b"b")
-            assert status in await reader.readuntil(b"\r\n\r\n")
-            await reader.read()  # to the end: closed
-
-    run(work())
+    async with fleet() as fleet_:
+        head = line + b" HTTP/1.1\r\nHost: x\r\nContent-Length: " + length + b"\r\n\r\n"
+        reader = await say(fleet_, head, b"a", b"b")
+        assert status in await reader.readuntil(b"\r\n\r\n")
+        await reader.read()  # to the end: closed

@@ -9,14 +9,12 @@ import struct
 from typing import Any
 
 import pytest
-import uvloop
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from tests.router.fakes import Loop, fleet, run, until
+from tests.router.fakes import fleet, until
 from xpyd_router.http import lingering
 from xpyd_router.http.protocol import ClientProtocol
 
-LOOPS = [uvloop.new_event_loop, asyncio.new_event_loop]
 MORE = 8 * 1024 * 1024
 """More than what both kernels keep for a connection on loopback."""
 LONG = b"Host: x\r\nContent-Length: %d\r\n" % MORE
@@ -39,9 +37,9 @@ EAGER = {
 }
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.usefixtures("both_loops")
 @pytest.mark.parametrize("case", EAGER)
-def test_a_client_that_sends_all_before_it_reads_gets_its_answer(case: str, loop: Loop) -> None:
+async def test_a_client_that_sends_all_before_it_reads_gets_its_answer(case: str) -> None:
     head, status = EAGER[case]
     said: list[bytes] = []
 
@@ -50,12 +48,9 @@ def test_a_client_that_sends_all_before_it_reads_gets_its_answer(case: str, loop
             sock.sendall(head + b"a" * MORE)
             said.append(sock.recv(65536))
 
-    async def work() -> None:
-        async with fleet(max_body_bytes=1024) as made:
-            await asyncio.to_thread(client, made.router.http_port)
-            assert int(said[0].split()[1]) == status
-
-    run(work(), loop)
+    async with fleet(max_body_bytes=1024) as made:
+        await asyncio.to_thread(client, made.router.http_port)
+        assert int(said[0].split()[1]) == status
 
 
 async def refused(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -79,71 +74,57 @@ async def send_until_closed(writer: asyncio.StreamWriter, piece: bytes) -> int:
     return sent
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-def test_who_goes_on_for_long_is_cut_off(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("both_loops")
+async def test_who_goes_on_for_long_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lingering, "LINGER_S", 0.2)
 
-    async def work() -> None:
-        async with fleet() as made:
-            _, writer = await refused(made.router.http_port)
-            await send_until_closed(writer, b"a")
-
-    run(work(), loop)
+    async with fleet() as made:
+        _, writer = await refused(made.router.http_port)
+        await send_until_closed(writer, b"a")
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-def test_who_sends_much_is_cut_off(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("both_loops")
+async def test_who_sends_much_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lingering, "MAX_DROPPED_BYTES", 4 * MORE)
     monkeypatch.setattr(lingering, "LINGER_S", 3600.0)
 
-    async def work() -> None:
-        async with fleet() as made:
-            _, writer = await refused(made.router.http_port)
-            assert await send_until_closed(writer, b"a" * 65536) >= 4 * MORE - 65536
-
-    run(work(), loop)
+    async with fleet() as made:
+        _, writer = await refused(made.router.http_port)
+        assert await send_until_closed(writer, b"a" * 65536) >= 4 * MORE - 65536
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.usefixtures("both_loops")
 @pytest.mark.parametrize("end", ["closes", "resets"])
-def test_a_connection_is_forgotten_when_its_client_ends_it(
-    end: str, loop: Loop, monkeypatch: pytest.MonkeyPatch
+async def test_a_connection_is_forgotten_when_its_client_ends_it(
+    end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lingering, "LINGER_S", 3600.0)
 
-    async def work() -> None:
-        async with fleet() as made:
-            # uvicorn's own list: what is in it is waited for when the router ends.
-            state = made.router.serving._server.server_state  # pyright: ignore[reportPrivateUsage]
-            _, writer = await refused(made.router.http_port)
-            assert len(state.connections) == 1
-            if end == "resets":
-                sock = writer.get_extra_info("socket")
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                writer.transport.abort()
-            writer.close()
-            await until(lambda: not state.connections)
-
-    run(work(), loop)
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_the_router_ends_without_waiting_for_them(
-    loop: Loop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lingering, "LINGER_S", 3600.0)
-
-    async def work() -> None:
-        async with fleet() as made:
-            _, writer = await refused(made.router.http_port)
+    async with fleet() as made:
+        # uvicorn's own list: what is in it is waited for when the router ends.
+        state = made.router.serving._server.server_state  # pyright: ignore[reportPrivateUsage]
+        _, writer = await refused(made.router.http_port)
+        assert len(state.connections) == 1
+        if end == "resets":
+            sock = writer.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
         writer.close()
+        await until(lambda: not state.connections)
 
-    run(work(), loop)
+
+@pytest.mark.usefixtures("both_loops")
+async def test_the_router_ends_without_waiting_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lingering, "LINGER_S", 3600.0)
+
+    async with fleet() as made:
+        _, writer = await refused(made.router.http_port)
+    writer.close()
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-def test_what_follows_a_last_answer_is_not_begun(
-    loop: Loop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.usefixtures("both_loops")
+async def test_what_follows_a_last_answer_is_not_begun(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The parser reads on behind an old client's request; that we close is told with the answer."""
     monkeypatch.setattr(lingering, "LINGER_S", 3600.0)
@@ -156,15 +137,12 @@ def test_what_follows_a_last_answer_is_not_begun(
 
     monkeypatch.setattr(ClientProtocol, "_start_asgi_task", note)
 
-    async def work() -> None:
-        async with fleet() as made:
-            reader, writer = await asyncio.open_connection("127.0.0.1", made.router.http_port)
-            writer.write(b"GET /health HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
-            writer.write(b"POST /v1/nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nabc")
-            assert (await reader.read()).count(b"HTTP/1.1 ") == 1
-        # Left while the client still holds its side: nothing waits for it.
-        assert began == ["/health"]
-        assert not [one for one in caplog.records if one.exc_info]
-        writer.close()
-
-    run(work(), loop)
+    async with fleet() as made:
+        reader, writer = await asyncio.open_connection("127.0.0.1", made.router.http_port)
+        writer.write(b"GET /health HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+        writer.write(b"POST /v1/nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nabc")
+        assert (await reader.read()).count(b"HTTP/1.1 ") == 1
+    # Left while the client still holds its side: nothing waits for it.
+    assert began == ["/health"]
+    assert not [one for one in caplog.records if one.exc_info]
+    writer.close()

@@ -15,7 +15,6 @@ from tests.router.fakes import (
     begin_and_die,
     die,
     fleet,
-    run,
     text_of,
     until,
 )
@@ -55,156 +54,128 @@ def test_only_prefill_on_decode_has_a_second_wish(
 
 
 @pytest.mark.parametrize("max_tokens", [4, 1])
-def test_d_computes_the_prompt_where_there_is_no_p(max_tokens: int) -> None:
-    async def work() -> None:
-        async with fleet(on_no_prefill="PrefillOnDecode") as fleet_:
-            assert await status_of(fleet_, READY) == 503
-            d = await fleet_.engine("D")
-            assert await status_of(fleet_, READY) == 200
-            body = await fleet_.json(max_tokens=max_tokens)
-            assert body["choices"][0]["text"] == TEXT[: 5 * max_tokens]
-            (call,) = d.calls
-            assert len(call.request_id) == 32, "alone: an id without addresses"
-            assert "kv_transfer_params" not in call.body
-            assert fleet_.metric("xpyd_router_prefill_on_decode_total") == 1
-            p = await fleet_.engine("P")
-            await fleet_.json()
-            assert p.served == 1
-            assert fleet_.metric("xpyd_router_prefill_on_decode_total") == 1
-
-    run(work())
+async def test_d_computes_the_prompt_where_there_is_no_p(max_tokens: int) -> None:
+    async with fleet(on_no_prefill="PrefillOnDecode") as fleet_:
+        assert await status_of(fleet_, READY) == 503
+        d = await fleet_.engine("D")
+        assert await status_of(fleet_, READY) == 200
+        body = await fleet_.json(max_tokens=max_tokens)
+        assert body["choices"][0]["text"] == TEXT[: 5 * max_tokens]
+        (call,) = d.calls
+        assert len(call.request_id) == 32, "alone: an id without addresses"
+        assert "kv_transfer_params" not in call.body
+        assert fleet_.metric("xpyd_router_prefill_on_decode_total") == 1
+        p = await fleet_.engine("P")
+        await fleet_.json()
+        assert p.served == 1
+        assert fleet_.metric("xpyd_router_prefill_on_decode_total") == 1
 
 
-def test_an_aggregated_instance_is_used_before_d_computes_prompts() -> None:
-    async def work() -> None:
-        async with fleet(on_no_prefill="PrefillOnDecode") as fleet_:
-            d = await fleet_.engine("D")
-            a = await fleet_.engine("A")
-            await fleet_.json()
-            assert (a.served, d.served) == (1, 0)
-
-    run(work())
+async def test_an_aggregated_instance_is_used_before_d_computes_prompts() -> None:
+    async with fleet(on_no_prefill="PrefillOnDecode") as fleet_:
+        d = await fleet_.engine("D")
+        a = await fleet_.engine("A")
+        await fleet_.json()
+        assert (a.served, d.served) == (1, 0)
 
 
-def test_d_takes_over_a_request_whose_only_p_died() -> None:
-    async def work() -> None:
-        async with fleet(on_no_prefill="PrefillOnDecode") as fleet_:
-            p, d = await fleet_.engine("P"), await fleet_.engine("D")
-            p.script = die
-            assert (await fleet_.json())["choices"][0]["text"] == TEXT
-            assert (p.served, d.served) == (1, 1)
-
-    run(work())
+async def test_d_takes_over_a_request_whose_only_p_died() -> None:
+    async with fleet(on_no_prefill="PrefillOnDecode") as fleet_:
+        p, d = await fleet_.engine("P"), await fleet_.engine("D")
+        p.script = die
+        assert (await fleet_.json())["choices"][0]["text"] == TEXT
+        assert (p.served, d.served) == (1, 1)
 
 
 @pytest.mark.parametrize("compatibility", ["k", "other"])
-def test_a_stream_goes_on_alone_only_on_a_d_of_its_own_key(compatibility: str) -> None:
-    async def work() -> None:
-        async with fleet(on_no_prefill="PrefillOnDecode") as fleet_:
-            p, d = await fleet_.engine("P"), await fleet_.engine("D")
+async def test_a_stream_goes_on_alone_only_on_a_d_of_its_own_key(compatibility: str) -> None:
+    async with fleet(on_no_prefill="PrefillOnDecode") as fleet_:
+        p, d = await fleet_.engine("P"), await fleet_.engine("D")
 
-            async def lose_p_and_die(engine: FakeEngine, call: Call, request: Any) -> Any:
-                await gone(fleet_, p)
-                await fleet_.engine("D", compatibility=compatibility)
-                return await begin_and_die(engine, call, request)
+        async def lose_p_and_die(engine: FakeEngine, call: Call, request: Any) -> Any:
+            await gone(fleet_, p)
+            await fleet_.engine("D", compatibility=compatibility)
+            return await begin_and_die(engine, call, request)
 
-            d.script = lose_p_and_die
-            events = await fleet_.events()
-            if compatibility == "k":
-                assert text_of(events) == TEXT
-                assert events[-1] == "[DONE]"
-            else:
-                assert events[-1]["error"]["code"] == "no_instances"
-
-    run(work())
+        d.script = lose_p_and_die
+        events = await fleet_.events()
+        if compatibility == "k":
+            assert text_of(events) == TEXT
+            assert events[-1] == "[DONE]"
+        else:
+            assert events[-1]["error"]["code"] == "no_instances"
 
 
-def test_a_d_that_failed_alone_is_not_asked_again() -> None:
-    async def work() -> None:
-        async with fleet(on_no_prefill="PrefillOnDecode", pair_wait_s=1000.0) as fleet_:
-            d = await fleet_.engine("D")
-            await fleet_.json()
-            d.script = answer(500, {})
-            async with await fleet_.post() as response:
-                assert response.status == 502
-            assert d.served == 2
-
-    run(work())
+async def test_a_d_that_failed_alone_is_not_asked_again() -> None:
+    async with fleet(on_no_prefill="PrefillOnDecode", pair_wait_s=1000.0) as fleet_:
+        d = await fleet_.engine("D")
+        await fleet_.json()
+        d.script = answer(500, {})
+        async with await fleet_.post() as response:
+            assert response.status == 502
+        assert d.served == 2
 
 
 @pytest.mark.parametrize("on", ["Queue", "Reject"])
-def test_a_router_that_does_not_let_d_compute_prompts_is_not_ready_by_a_d(on: OnNoPrefill) -> None:
-    async def work() -> None:
-        async with fleet(on_no_prefill=on) as fleet_:
-            await fleet_.engine("D")
-            assert await status_of(fleet_, READY) == 503
-            await fleet_.engine("P")
-            assert await status_of(fleet_, READY) == 200
+async def test_a_router_that_does_not_let_d_compute_prompts_is_not_ready_by_a_d(
+    on: OnNoPrefill,
+) -> None:
+    async with fleet(on_no_prefill=on) as fleet_:
+        await fleet_.engine("D")
+        assert await status_of(fleet_, READY) == 503
+        await fleet_.engine("P")
+        assert await status_of(fleet_, READY) == 200
 
-    run(work())
 
-
-def test_an_engine_that_cannot_serve_alone_does_not_stand_in() -> None:
-    async def work() -> None:
-        async with fleet(on_no_prefill="PrefillOnDecode") as fleet_:
-            await fleet_.engine("D", is_ours=False)
-            assert await status_of(fleet_, READY) == 503
-            async with await fleet_.post() as response:
-                assert response.status == 503
-                assert "Retry-After" in response.headers
-
-    run(work())
+async def test_an_engine_that_cannot_serve_alone_does_not_stand_in() -> None:
+    async with fleet(on_no_prefill="PrefillOnDecode") as fleet_:
+        await fleet_.engine("D", is_ours=False)
+        assert await status_of(fleet_, READY) == 503
+        async with await fleet_.post() as response:
+            assert response.status == 503
+            assert "Retry-After" in response.headers
 
 
 @pytest.mark.parametrize("lost", ["P", "D"])
-def test_reject_answers_503_at_once_though_the_fleet_served_before(lost: str) -> None:
-    async def work() -> None:
-        async with fleet(on_no_prefill="Reject", pair_wait_s=1000.0) as fleet_:
-            engines = {kind: await fleet_.engine(kind) for kind in "PD"}
-            await fleet_.json()
-            await gone(fleet_, engines[lost])
-            async with await fleet_.post() as response:
-                assert response.status == 503
-                assert "Retry-After" in response.headers
-                assert (await response.json())["error"]["code"] == "no_instances"
-
-    run(work())
+async def test_reject_answers_503_at_once_though_the_fleet_served_before(lost: str) -> None:
+    async with fleet(on_no_prefill="Reject", pair_wait_s=1000.0) as fleet_:
+        engines = {kind: await fleet_.engine(kind) for kind in "PD"}
+        await fleet_.json()
+        await gone(fleet_, engines[lost])
+        async with await fleet_.post() as response:
+            assert response.status == 503
+            assert "Retry-After" in response.headers
+            assert (await response.json())["error"]["code"] == "no_instances"
 
 
 @pytest.mark.parametrize("on", ["Queue", "PrefillOnDecode"])
-def test_without_a_d_requests_wait_for_one(on: OnNoPrefill) -> None:
-    async def work() -> None:
-        async with fleet(on_no_prefill=on, pair_wait_s=1000.0) as fleet_:
-            await fleet_.engine("P")
-            d = await fleet_.engine("D")
-            await fleet_.json()
-            await gone(fleet_, d)
-            running = asyncio.create_task(fleet_.json())
-            await until(lambda: fleet_.metric("xpyd_router_waiting") == 1)
-            one = await fleet_.json(max_tokens=1)
-            assert one["choices"][0]["text"] == TEXT[:5], "P needs no D for one token"
-            await fleet_.engine("D")
-            assert (await running)["choices"][0]["text"] == TEXT
-
-    run(work())
+async def test_without_a_d_requests_wait_for_one(on: OnNoPrefill) -> None:
+    async with fleet(on_no_prefill=on, pair_wait_s=1000.0) as fleet_:
+        await fleet_.engine("P")
+        d = await fleet_.engine("D")
+        await fleet_.json()
+        await gone(fleet_, d)
+        running = asyncio.create_task(fleet_.json())
+        await until(lambda: fleet_.metric("xpyd_router_waiting") == 1)
+        one = await fleet_.json(max_tokens=1)
+        assert one["choices"][0]["text"] == TEXT[:5], "P needs no D for one token"
+        await fleet_.engine("D")
+        assert (await running)["choices"][0]["text"] == TEXT
 
 
 @pytest.mark.parametrize(
     "limits", [AdmissionLimits(queue_entries=1), AdmissionLimits(queue_bytes=100)]
 )  # of 2 * 63
-def test_those_who_wait_for_instances_are_bounded_too(limits: AdmissionLimits) -> None:
-    async def work() -> None:
-        async with fleet(limits=limits, pair_wait_s=1000.0) as fleet_:
-            await fleet_.engine("P")
+async def test_those_who_wait_for_instances_are_bounded_too(limits: AdmissionLimits) -> None:
+    async with fleet(limits=limits, pair_wait_s=1000.0) as fleet_:
+        await fleet_.engine("P")
+        d = await fleet_.engine("D")
+        await fleet_.json()
+        for _ in range(2):
+            await gone(fleet_, d)
+            running = asyncio.create_task(fleet_.json())
+            await until(lambda: fleet_.metric("xpyd_router_waiting") == 1)
+            async with await fleet_.post() as response:
+                assert response.status == 503
             d = await fleet_.engine("D")
-            await fleet_.json()
-            for _ in range(2):
-                await gone(fleet_, d)
-                running = asyncio.create_task(fleet_.json())
-                await until(lambda: fleet_.metric("xpyd_router_waiting") == 1)
-                async with await fleet_.post() as response:
-                    assert response.status == 503
-                d = await fleet_.engine("D")
-                await running
-
-    run(work())
+            await running

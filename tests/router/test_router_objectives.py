@@ -20,7 +20,6 @@ from tests.router.fakes import (
     fleet,
     hang,
     pair,
-    run,
     sse,
     start_stream,
     until,
@@ -74,52 +73,40 @@ async def drip(engine: FakeEngine, call: Call, request: web.Request) -> web.Stre
 
 
 @pytest.mark.parametrize(("slo", "word"), [(LOOSE, "met"), (STRICT, "missed")])
-def test_streams_are_judged_by_the_routers_objectives(slo: Slo, word: str) -> None:
-    async def body() -> None:
-        async with pair(slo=slo) as (fleet_, _, __):
-            await fleet_.events(max_tokens=8)
-            # Nothing was known of either.
-            assert counted(fleet_, "ttft", "unknown", word) == 1
-            assert counted(fleet_, "itl", "unknown", word) == 1
-            await fleet_.json()
-            await fleet_.events(max_tokens=8)
-            assert counted(fleet_, "ttft", word, word) == 1
-            assert counted(fleet_, "itl", word, word) == 1
-            assert all_counted(fleet_) == 4
-
-    run(body())
+async def test_streams_are_judged_by_the_routers_objectives(slo: Slo, word: str) -> None:
+    async with pair(slo=slo) as (fleet_, _, __):
+        await fleet_.events(max_tokens=8)
+        # Nothing was known of either.
+        assert counted(fleet_, "ttft", "unknown", word) == 1
+        assert counted(fleet_, "itl", "unknown", word) == 1
+        await fleet_.json()
+        await fleet_.events(max_tokens=8)
+        assert counted(fleet_, "ttft", word, word) == 1
+        assert counted(fleet_, "itl", word, word) == 1
+        assert all_counted(fleet_) == 4
 
 
-def test_headers_win_over_the_routers_objectives_each_for_itself() -> None:
-    async def body() -> None:
-        async with pair(slo=STRICT) as (fleet_, _, __):
-            await fleet_.events(headers={"X-SLO-TTFT-Ms": "3000000"})
-            assert counted(fleet_, "ttft", "unknown", "met") == 1
-            assert counted(fleet_, "itl", "unknown", "missed") == 1
-
-    run(body())
+async def test_headers_win_over_the_routers_objectives_each_for_itself() -> None:
+    async with pair(slo=STRICT) as (fleet_, _, __):
+        await fleet_.events(headers={"X-SLO-TTFT-Ms": "3000000"})
+        assert counted(fleet_, "ttft", "unknown", "met") == 1
+        assert counted(fleet_, "itl", "unknown", "missed") == 1
 
 
-def test_a_header_alone_is_an_objective_where_the_policy_goes_by_them() -> None:
-    async def body() -> None:
-        async with pair(policy="SloAware") as (fleet_, _, __):
-            await fleet_.events()
-            assert all_counted(fleet_) == 0
-            await fleet_.events(headers={"x-slo-tpot-ms": "3000000.5"})
-            assert counted(fleet_, "itl", "unknown", "met") == 1
-            assert all_counted(fleet_) == 1
-
-    run(body())
+async def test_a_header_alone_is_an_objective_where_the_policy_goes_by_them() -> None:
+    async with pair(policy="SloAware") as (fleet_, _, __):
+        await fleet_.events()
+        assert all_counted(fleet_) == 0
+        await fleet_.events(headers={"x-slo-tpot-ms": "3000000.5"})
+        assert counted(fleet_, "itl", "unknown", "met") == 1
+        assert all_counted(fleet_) == 1
 
 
-def test_without_a_policy_or_an_objective_nothing_is_learned() -> None:
-    async def body() -> None:
-        async with pair() as (fleet_, p, _):
-            await fleet_.events(headers={"X-SLO-TTFT-Ms": "1"})
-            assert all_counted(fleet_) == 0
-            assert not fleet_.router.state.fleet.load(key_of(p.beat)).pace.first.is_known
-
-    run(body())
+async def test_without_a_policy_or_an_objective_nothing_is_learned() -> None:
+    async with pair() as (fleet_, p, _):
+        await fleet_.events(headers={"X-SLO-TTFT-Ms": "1"})
+        assert all_counted(fleet_) == 0
+        assert not fleet_.router.state.fleet.load(key_of(p.beat)).pace.first.is_known
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "soon", "1e3", "3600001", "", "9" * 40, "٣"])
@@ -136,119 +123,92 @@ def test_objectives_in_headers_are_milliseconds() -> None:
     assert HeadReader().read([(b"x-other", b"1")]).slo == NO_SLO
 
 
-def test_objectives_do_not_reach_the_engines() -> None:
-    async def body() -> None:
-        async with pair(slo=LOOSE) as (fleet_, p, d):
-            await fleet_.events(headers={"X-SLO-TTFT-Ms": "100", "X-SLO-TPOT-Ms": "10"})
-            for call in (*p.calls, *d.calls):
-                assert not [name for name in call.headers if "slo" in name]
-
-    run(body())
+async def test_objectives_do_not_reach_the_engines() -> None:
+    async with pair(slo=LOOSE) as (fleet_, p, d):
+        await fleet_.events(headers={"X-SLO-TTFT-Ms": "100", "X-SLO-TPOT-Ms": "10"})
+        for call in (*p.calls, *d.calls):
+            assert not [name for name in call.headers if "slo" in name]
 
 
-def test_what_calls_took_is_learned_of_each_side() -> None:
-    async def body() -> None:
-        async with pair(slo=LOOSE) as (fleet_, p, d):
-            loads = [fleet_.router.state.fleet.load(key_of(one.beat)) for one in (p, d)]
-            d.script = drip
-            while not loads[1].pace.gap.is_known:
-                await fleet_.events()
-            assert loads[0].pace.first.is_known
-            assert not loads[1].pace.first.is_known
-            assert not loads[0].pace.gap.is_known
-
-    run(body())
+async def test_what_calls_took_is_learned_of_each_side() -> None:
+    async with pair(slo=LOOSE) as (fleet_, p, d):
+        loads = [fleet_.router.state.fleet.load(key_of(one.beat)) for one in (p, d)]
+        d.script = drip
+        while not loads[1].pace.gap.is_known:
+            await fleet_.events()
+        assert loads[0].pace.first.is_known
+        assert not loads[1].pace.first.is_known
+        assert not loads[0].pace.gap.is_known
 
 
-def test_of_answers_that_are_not_streamed_ds_time_per_token_is_learned() -> None:
-    async def body() -> None:
-        async with pair(slo=LOOSE) as (fleet_, p, d):
-            await fleet_.json()
-            ps, ds = (fleet_.router.state.fleet.load(key_of(one.beat)).pace for one in (p, d))
-            assert (ps.first.is_known, ps.gap.is_known) == (True, False)
-            assert (ds.first.is_known, ds.gap.is_known) == (False, True)
-            assert all_counted(fleet_) == 0
-
-    run(body())
+async def test_of_answers_that_are_not_streamed_ds_time_per_token_is_learned() -> None:
+    async with pair(slo=LOOSE) as (fleet_, p, d):
+        await fleet_.json()
+        ps, ds = (fleet_.router.state.fleet.load(key_of(one.beat)).pace for one in (p, d))
+        assert (ps.first.is_known, ps.gap.is_known) == (True, False)
+        assert (ds.first.is_known, ds.gap.is_known) == (False, True)
+        assert all_counted(fleet_) == 0
 
 
-def test_of_an_answer_that_ended_on_p_nothing_is_learned_of_d() -> None:
-    async def body() -> None:
-        async with pair(slo=LOOSE) as (fleet_, p, d):
-            p.stop_at = {0: 1}
-            await fleet_.json()
-            assert d.served == 0
-            pace = fleet_.router.state.fleet.load(key_of(d.beat)).pace
-            assert not pace.first.is_known
-            assert not pace.gap.is_known
-
-    run(body())
+async def test_of_an_answer_that_ended_on_p_nothing_is_learned_of_d() -> None:
+    async with pair(slo=LOOSE) as (fleet_, p, d):
+        p.stop_at = {0: 1}
+        await fleet_.json()
+        assert d.served == 0
+        pace = fleet_.router.state.fleet.load(key_of(d.beat)).pace
+        assert not pace.first.is_known
+        assert not pace.gap.is_known
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
-def test_one_that_serves_alone_is_known_by_its_streams(is_stream: bool) -> None:
-    async def body() -> None:
-        async with fleet(policy="SloAware") as fleet_:
-            aggregated = await fleet_.engine("A")
-            pace = fleet_.router.state.fleet.load(key_of(aggregated.beat)).pace
-            aggregated.script = drip
-            while not pace.gap.is_known:
-                await (fleet_.events() if is_stream else fleet_.json())
-            assert pace.first.is_known is is_stream
-
-    run(body())
+async def test_one_that_serves_alone_is_known_by_its_streams(is_stream: bool) -> None:
+    async with fleet(policy="SloAware") as fleet_:
+        aggregated = await fleet_.engine("A")
+        pace = fleet_.router.state.fleet.load(key_of(aggregated.beat)).pace
+        aggregated.script = drip
+        while not pace.gap.is_known:
+            await (fleet_.events() if is_stream else fleet_.json())
+        assert pace.first.is_known is is_stream
 
 
-def test_the_first_token_of_p_alone_is_learned_of_its_whole_answer() -> None:
-    async def body() -> None:
-        async with pair(slo=LOOSE) as (fleet_, p, _):
-            await fleet_.json(max_tokens=1)
-            assert fleet_.router.state.fleet.load(key_of(p.beat)).pace.first.is_known
-
-    run(body())
+async def test_the_first_token_of_p_alone_is_learned_of_its_whole_answer() -> None:
+    async with pair(slo=LOOSE) as (fleet_, p, _):
+        await fleet_.json(max_tokens=1)
+        assert fleet_.router.state.fleet.load(key_of(p.beat)).pace.first.is_known
 
 
-def test_a_client_that_leaves_is_a_miss_once_its_time_is_over() -> None:
-    async def body() -> None:
-        async with pair(slo=Slo(0.2)) as (fleet_, p, _):
-            p.script = hang
-            for header, missed in (({"X-SLO-TTFT-Ms": "3000000"}, 0), ({"X-SLO-TTFT-Ms": "1"}, 1)):
-                served = p.served
-                call = asyncio.create_task(fleet_.events(headers=header))
-                await until(lambda served=served: p.served > served)
-                await asyncio.sleep(0.01)  # longer than the second one's objective
-                call.cancel()
-                await asyncio.gather(call, return_exceptions=True)
-                await until(lambda: p.calls[-1].is_closed)
-                await until(lambda: fleet_.metric("xpyd_router_in_flight") == 0)
-                assert counted(fleet_, "ttft", "unknown", "missed") == missed
-            assert all_counted(fleet_) == 1
-
-    run(body())
+async def test_a_client_that_leaves_is_a_miss_once_its_time_is_over() -> None:
+    async with pair(slo=Slo(0.2)) as (fleet_, p, _):
+        p.script = hang
+        for header, missed in (({"X-SLO-TTFT-Ms": "3000000"}, 0), ({"X-SLO-TTFT-Ms": "1"}, 1)):
+            served = p.served
+            call = asyncio.create_task(fleet_.events(headers=header))
+            await until(lambda served=served: p.served > served)
+            await asyncio.sleep(0.01)  # longer than the second one's objective
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+            await until(lambda: p.calls[-1].is_closed)
+            await until(lambda: fleet_.metric("xpyd_router_in_flight") == 0)
+            assert counted(fleet_, "ttft", "unknown", "missed") == missed
+        assert all_counted(fleet_) == 1
 
 
-def test_a_request_that_the_engine_refuses_missed_nothing() -> None:
-    async def body() -> None:
-        async with pair(slo=STRICT) as (fleet_, p, _):
-            p.script = answer(400, {"error": {"message": "no"}})
-            async with await fleet_.post(stream=True) as response:
-                assert response.status == 400
-            assert all_counted(fleet_) == 0
-
-    run(body())
+async def test_a_request_that_the_engine_refuses_missed_nothing() -> None:
+    async with pair(slo=STRICT) as (fleet_, p, _):
+        p.script = answer(400, {"error": {"message": "no"}})
+        async with await fleet_.post(stream=True) as response:
+            assert response.status == 400
+        assert all_counted(fleet_) == 0
 
 
-def test_a_stream_that_goes_on_elsewhere_is_judged_once() -> None:
-    async def body() -> None:
-        async with pair(slo=LOOSE) as (fleet_, _, d):
-            other = await fleet_.engine("D")
-            d.script = other.script = begin_and_die
-            third = await fleet_.engine("D")
-            await fleet_.events(max_tokens=8)
-            assert third.served == 1
-            assert all_counted(fleet_) == 2
-
-    run(body())
+async def test_a_stream_that_goes_on_elsewhere_is_judged_once() -> None:
+    async with pair(slo=LOOSE) as (fleet_, _, d):
+        other = await fleet_.engine("D")
+        d.script = other.script = begin_and_die
+        third = await fleet_.engine("D")
+        await fleet_.events(max_tokens=8)
+        assert third.served == 1
+        assert all_counted(fleet_) == 2
 
 
 def test_flags_are_milliseconds_and_have_bounds() -> None:
@@ -430,21 +390,18 @@ def test_a_sample_counts_the_requests_between_its_ends() -> None:
     assert world.load.pace.gap.at(20) == pytest.approx(other.gap.at(20))
 
 
-def test_a_clients_objective_decides_who_serves_it() -> None:
-    async def body() -> None:
-        async with fleet(policy="SloAware") as fleet_:
-            await fleet_.engine("P")
-            fast, slow = await fleet_.engine("D"), await fleet_.engine("D")
-            for engine, gap_s in ((fast, 0.001), (slow, 0.002)):
-                load = fleet_.router.state.fleet.load(key_of(engine.beat))
-                for requests in (1, 40) * 20:
-                    load.pace.gap.observe(requests, gap_s * (10 + requests))
-            load = fleet_.router.state.fleet.load(key_of(fast.beat))
-            for _ in range(8):
-                load.begin(0)  # of 18 more with which it still meets 30 ms
-            await fleet_.json()
-            assert (fast.served, slow.served) == (1, 0)
-            await fleet_.json(headers={"X-Slo-Tpot-Ms": "30"})
-            assert (fast.served, slow.served) == (1, 1)
-
-    run(body())
+async def test_a_clients_objective_decides_who_serves_it() -> None:
+    async with fleet(policy="SloAware") as fleet_:
+        await fleet_.engine("P")
+        fast, slow = await fleet_.engine("D"), await fleet_.engine("D")
+        for engine, gap_s in ((fast, 0.001), (slow, 0.002)):
+            load = fleet_.router.state.fleet.load(key_of(engine.beat))
+            for requests in (1, 40) * 20:
+                load.pace.gap.observe(requests, gap_s * (10 + requests))
+        load = fleet_.router.state.fleet.load(key_of(fast.beat))
+        for _ in range(8):
+            load.begin(0)  # of 18 more with which it still meets 30 ms
+        await fleet_.json()
+        assert (fast.served, slow.served) == (1, 0)
+        await fleet_.json(headers={"X-Slo-Tpot-Ms": "30"})
+        assert (fast.served, slow.served) == (1, 1)

@@ -14,7 +14,7 @@ import pytest
 import schemathesis
 
 import xpyd_router
-from tests.router.fakes import fleet, run
+from tests.router.fakes import fleet
 from xpyd_core import __version__
 from xpyd_core.errors import ApiError
 from xpyd_router.admission import _REFUSALS
@@ -46,30 +46,24 @@ def test_the_document_is_openapi() -> None:
             found = found[part]
 
 
-def test_a_router_publishes_it() -> None:
-    async def work() -> None:
-        async with fleet() as f:
-            async with f.http.get(f"{f.base}/openapi.json") as response:
-                assert response.content_type == "application/json"
-                assert await response.json() == DOCUMENT
-            async with f.http.get(f"{f.base}/version") as response:
-                assert await response.json() == {"version": __version__}
-
-    run(work())
+async def test_a_router_publishes_it() -> None:
+    async with fleet() as f:
+        async with f.http.get(f"{f.base}/openapi.json") as response:
+            assert response.content_type == "application/json"
+            assert await response.json() == DOCUMENT
+        async with f.http.get(f"{f.base}/version") as response:
+            assert await response.json() == {"version": __version__}
 
 
-def test_every_route_is_described_and_no_other() -> None:
+async def test_every_route_is_described_and_no_other() -> None:
     found: set[tuple[str, str]] = set()
 
-    async def work() -> None:
-        async with fleet() as fleet_:
-            for rule in quart_app(fleet_.router.state).url_map.iter_rules():
-                path = re.sub(r"<(?:path:)?(\w+)>", r"{\1}", rule.rule)
-                # Every path has OPTIONS, and with GET also HEAD.
-                methods = set(rule.methods or ()) - {"OPTIONS", "HEAD"}
-                found.update((path, method.lower()) for method in methods)
-
-    run(work())
+    async with fleet() as fleet_:
+        for rule in quart_app(fleet_.router.state).url_map.iter_rules():
+            path = re.sub(r"<(?:path:)?(\w+)>", r"{\1}", rule.rule)
+            # Every path has OPTIONS, and with GET also HEAD.
+            methods = set(rule.methods or ()) - {"OPTIONS", "HEAD"}
+            found.update((path, method.lower()) for method in methods)
     described = {
         (path, method)
         for path, item in DOCUMENT["paths"].items()

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from tests.router.choosing import Bench, key_of, make_policy, snapshot, some
-from tests.router.fakes import pair, run, text_of
+from tests.router.fakes import pair, text_of
 from tests.router.test_router_policy_prefix import ask
 from xpyd_core.errors import UserError
 from xpyd_router.command import command, read_config
@@ -71,17 +71,14 @@ def test_what_failed_on_one_d_stays_on_another() -> None:
     assert bench.alone(want).instance.key == key_of(bench.d[1])
 
 
-def test_a_short_prompt_is_answered_by_d_alone() -> None:
-    async def work() -> None:
-        async with pair(local_prefill_tokens=100) as (fleet_, p, d):
-            whole = await fleet_.json()
-            assert whole["choices"][0]["text"] == "t0.0 t0.1 t0.2 t0.3 "
-            assert text_of(await fleet_.events()) == "t0.0 t0.1 t0.2 t0.3 "
-            assert (p.served, d.served) == (0, 2)
-            await fleet_.json(prompt="x" * 500)
-            assert (p.served, d.served) == (1, 3)
-
-    run(work())
+async def test_a_short_prompt_is_answered_by_d_alone() -> None:
+    async with pair(local_prefill_tokens=100) as (fleet_, p, d):
+        whole = await fleet_.json()
+        assert whole["choices"][0]["text"] == "t0.0 t0.1 t0.2 t0.3 "
+        assert text_of(await fleet_.events()) == "t0.0 t0.1 t0.2 t0.3 "
+        assert (p.served, d.served) == (0, 2)
+        await fleet_.json(prompt="x" * 500)
+        assert (p.served, d.served) == (1, 3)
 
 
 def test_the_flag_is_checked() -> None:

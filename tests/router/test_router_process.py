@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.router.fakes import Fleet, begin_and_hang, fleet, pair, run, serve_model, text_of, until
+from tests.router.fakes import Fleet, begin_and_hang, fleet, pair, serve_model, text_of, until
 from xpyd_core.errors import UserError
 from xpyd_core.request_id import parse_pair_id
 from xpyd_router.command import command, read_config
@@ -84,85 +84,70 @@ def test_a_router_needs_the_fleets_key_or_the_word_that_there_is_none() -> None:
 
 
 @pytest.mark.parametrize("has_key", [True, False])
-def test_a_router_without_key_warns_once_at_its_start(
+async def test_a_router_without_key_warns_once_at_its_start(
     has_key: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     key = tmp_path / "key"
     key.write_text("k" * 16)
 
-    async def work() -> None:
-        async with fleet(**({"kv_key_file": key} if has_key else {})):
-            pass
-
-    run(work())
+    async with fleet(**({"kv_key_file": key} if has_key else {})):
+        pass
     warnings = [line for line in caplog.messages if "--kv-insecure" in line]
     assert len(warnings) == (0 if has_key else 1)
 
 
 @pytest.mark.parametrize("taken", ["port", "discovery_port"])
-def test_a_taken_port_is_an_error_that_names_it(taken: str) -> None:
-    async def work() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as busy:
-            ports: dict[str, Any] = {"port": 0, "discovery_port": 0, taken: busy.getsockname()[1]}
-            config = read_config(flags("--kv-insecure"))
-            with pytest.raises(UserError, match=str(ports[taken])):
-                async with open_router(replace(config, **ports)):
-                    pass
-
-    run(work())
+async def test_a_taken_port_is_an_error_that_names_it(taken: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        ports: dict[str, Any] = {"port": 0, "discovery_port": 0, taken: busy.getsockname()[1]}
+        config = read_config(flags("--kv-insecure"))
+        with pytest.raises(UserError, match=str(ports[taken])):
+            async with open_router(replace(config, **ports)):
+                pass
 
 
-def test_the_first_request_of_a_user_is_served_by_1p3d() -> None:
-    async def work() -> None:
-        async with fleet() as fleet_:
-            p = await fleet_.engine("P")
-            ds = [await fleet_.engine("D") for _ in range(3)]
-            await fleet_.json(prompt="San Francisco is a", max_tokens=10, temperature=0)
-            [d] = [d for d in ds if d.served]
-            assert p.calls[0].body["max_tokens"] == 1
-            assert d.calls[0].body["max_tokens"] == 10
-            found = parse_pair_id(p.calls[0].request_id)
-            assert found is not None
-            assert (found.prefill, found.decode) == (p.beat.kv, d.beat.kv)
-            assert parse_pair_id(f"cmpl-{p.calls[0].request_id}-0") == found
-
-    run(work())
+async def test_the_first_request_of_a_user_is_served_by_1p3d() -> None:
+    async with fleet() as fleet_:
+        p = await fleet_.engine("P")
+        ds = [await fleet_.engine("D") for _ in range(3)]
+        await fleet_.json(prompt="San Francisco is a", max_tokens=10, temperature=0)
+        [d] = [d for d in ds if d.served]
+        assert p.calls[0].body["max_tokens"] == 1
+        assert d.calls[0].body["max_tokens"] == 10
+        found = parse_pair_id(p.calls[0].request_id)
+        assert found is not None
+        assert (found.prefill, found.decode) == (p.beat.kv, d.beat.kv)
+        assert parse_pair_id(f"cmpl-{p.calls[0].request_id}-0") == found
 
 
-def test_a_draining_router_is_not_ready_still_serves_and_finishes_its_streams() -> None:
-    async def work() -> None:
-        async with pair(drain_s=0.3) as (fleet_, _, d):
-            gate = asyncio.Event()
+async def test_a_draining_router_is_not_ready_still_serves_and_finishes_its_streams() -> None:
+    async with pair(drain_s=0.3) as (fleet_, _, d):
+        gate = asyncio.Event()
 
-            async def gated(engine: Any, call: Any, request: Any) -> Any:
-                await gate.wait()
-                return await serve_model(engine, call, request)
+        async def gated(engine: Any, call: Any, request: Any) -> Any:
+            await gate.wait()
+            return await serve_model(engine, call, request)
 
-            d.script = gated
-            running = asyncio.create_task(fleet_.events())
-            await until(lambda: d.served == 1)
-            fleet_.router.stop()
-            async with fleet_.http.get(f"{fleet_.base}/readiness") as response:
-                assert response.status == 503
-            late = asyncio.create_task(fleet_.json())
-            await until(lambda: d.served == 2)
-            await until(lambda: refuses(fleet_))
-            gate.set()
-            assert text_of(await running) == "t0.0 t0.1 t0.2 t0.3 "
-            assert (await late)["choices"][0]["finish_reason"] == "length"
-
-    run(work())
+        d.script = gated
+        running = asyncio.create_task(fleet_.events())
+        await until(lambda: d.served == 1)
+        fleet_.router.stop()
+        async with fleet_.http.get(f"{fleet_.base}/readiness") as response:
+            assert response.status == 503
+        late = asyncio.create_task(fleet_.json())
+        await until(lambda: d.served == 2)
+        await until(lambda: refuses(fleet_))
+        gate.set()
+        assert text_of(await running) == "t0.0 t0.1 t0.2 t0.3 "
+        assert (await late)["choices"][0]["finish_reason"] == "length"
 
 
-def test_new_connections_are_taken_for_as_long_as_the_drain_says() -> None:
-    async def work() -> None:
-        async with pair(drain_s=60.0) as (fleet_, _, __):
-            fleet_.router.stop()
-            await asyncio.sleep(0.3)  # three times as long as the server takes to close its port
-            assert not refuses(fleet_)
-            await fleet_.json()
-
-    run(work())
+async def test_new_connections_are_taken_for_as_long_as_the_drain_says() -> None:
+    async with pair(drain_s=60.0) as (fleet_, _, __):
+        fleet_.router.stop()
+        await asyncio.sleep(0.3)  # three times as long as the server takes to close its port
+        assert not refuses(fleet_)
+        await fleet_.json()
 
 
 def refuses(fleet_: Fleet) -> bool:
@@ -194,40 +179,33 @@ async def process(*argv: str) -> AsyncGenerator[tuple[asyncio.subprocess.Process
 
 @pytest.mark.parametrize("processes", ["1", "2"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_drains_the_process_and_it_exits_0(number: signal.Signals, processes: str) -> None:
-    async def work() -> None:
-        async with (
-            process("--drain-seconds", "0.2", "--processes", processes) as (child, url),
-            aiohttp.ClientSession() as http,
-        ):
-            async with http.get(f"{url}/health") as response:
-                assert response.status == 200
-            child.send_signal(number)
-            assert await child.wait() == 0
-
-    run(work())
-
-
-def test_the_start_line_gives_an_ipv6_address_as_urls_do() -> None:
-    async def work() -> None:
-        async with process("--host", "::1", "--discovery-host", "::1") as (_, url):
-            assert url.startswith("http://[::1]:")
-            async with aiohttp.ClientSession() as http, http.get(f"{url}/metrics") as response:
-                assert response.status == 200
-
-    run(work())
+async def test_a_signal_drains_the_process_and_it_exits_0(
+    number: signal.Signals, processes: str
+) -> None:
+    async with (
+        process("--drain-seconds", "0.2", "--processes", processes) as (child, url),
+        aiohttp.ClientSession() as http,
+    ):
+        async with http.get(f"{url}/health") as response:
+            assert response.status == 200
+        child.send_signal(number)
+        assert await child.wait() == 0
 
 
-def test_a_second_signal_ends_a_router_that_still_streams() -> None:
-    async def work() -> None:
-        async with pair() as (fleet_, _, d):
-            d.script = begin_and_hang
-            running = asyncio.create_task(fleet_.events())
-            await until(lambda: d.served == 1)
-            fleet_.router.stop()
-            await until(lambda: refuses(fleet_))
-            fleet_.router.stop()
-            running.cancel()
-            await asyncio.wait([running])
+async def test_the_start_line_gives_an_ipv6_address_as_urls_do() -> None:
+    async with process("--host", "::1", "--discovery-host", "::1") as (_, url):
+        assert url.startswith("http://[::1]:")
+        async with aiohttp.ClientSession() as http, http.get(f"{url}/metrics") as response:
+            assert response.status == 200
 
-    run(work())
+
+async def test_a_second_signal_ends_a_router_that_still_streams() -> None:
+    async with pair() as (fleet_, _, d):
+        d.script = begin_and_hang
+        running = asyncio.create_task(fleet_.events())
+        await until(lambda: d.served == 1)
+        fleet_.router.stop()
+        await until(lambda: refuses(fleet_))
+        fleet_.router.stop()
+        running.cancel()
+        await asyncio.wait([running])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.router.fakes import Fleet, fleet, now_us, run, until
+from tests.router.fakes import Fleet, fleet, now_us, until
 from xpyd_core.keys import beat_mac
 from xpyd_core.messages import Heartbeat, encode_heartbeat
 from xpyd_router.fleet.registry import MAX_SKEW_S
@@ -44,13 +44,10 @@ def results(fleet_: Fleet) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("key", [KEY, NEXT_KEY], ids=["first", "second"])
-def test_a_beat_signed_with_a_key_of_the_file_is_taken(key_file: Path, key: bytes) -> None:
-    async def work() -> None:
-        async with fleet(kv_key_file=key_file) as fleet_:
-            frame = frame_of()
-            assert await result_of(fleet_, frame, beat_mac(key, frame)) == "new"
-
-    run(work())
+async def test_a_beat_signed_with_a_key_of_the_file_is_taken(key_file: Path, key: bytes) -> None:
+    async with fleet(kv_key_file=key_file) as fleet_:
+        frame = frame_of()
+        assert await result_of(fleet_, frame, beat_mac(key, frame)) == "new"
 
 
 @pytest.mark.parametrize(
@@ -65,90 +62,72 @@ def test_a_beat_signed_with_a_key_of_the_file_is_taken(key_file: Path, key: byte
     ],
     ids=["other-key", "no-secret", "other-beat", "zeros", "empty", "short"],
 )
-def test_a_beat_that_is_not_signed_with_the_fleets_key_is_dropped_and_counted(
+async def test_a_beat_that_is_not_signed_with_the_fleets_key_is_dropped_and_counted(
     key_file: Path, mac_of: Any, result: str
 ) -> None:
-    async def work() -> None:
-        async with fleet(kv_key_file=key_file) as fleet_:
-            frame = frame_of()
-            assert await result_of(fleet_, frame, mac_of(frame)) == result
-            assert fleet_.router.state.fleet.instances == ()
-
-    run(work())
+    async with fleet(kv_key_file=key_file) as fleet_:
+        frame = frame_of()
+        assert await result_of(fleet_, frame, mac_of(frame)) == result
+        assert fleet_.router.state.fleet.instances == ()
 
 
 @pytest.mark.parametrize(
     ("config", "result"), [({}, "unsigned"), ({"accept_unsigned_beats": True}, "new")]
 )
-def test_unsigned_beats_are_taken_where_the_router_is_told_so(
+async def test_unsigned_beats_are_taken_where_the_router_is_told_so(
     key_file: Path, config: dict[str, Any], result: str
 ) -> None:
-    async def work() -> None:
-        async with fleet(kv_key_file=key_file, **config) as fleet_:
-            assert await result_of(fleet_, frame_of()) == result
-
-    run(work())
+    async with fleet(kv_key_file=key_file, **config) as fleet_:
+        assert await result_of(fleet_, frame_of()) == result
 
 
-def test_an_unsigned_beat_does_not_end_or_move_a_signed_instance(key_file: Path) -> None:
-    async def work() -> None:
-        async with fleet(kv_key_file=key_file, accept_unsigned_beats=True) as fleet_:
-            frame = frame_of()
-            await result_of(fleet_, frame, beat_mac(KEY, frame))
-            other = frame_of(incarnation="b")
-            assert await result_of(fleet_, other, beat_mac(OTHER_KEY, other)) == "unsigned"
-            for fields in ({"state": "Gone"}, {"incarnation": "b"}, {"zmq_address": "1.2.3.4:1"}):
-                assert await result_of(fleet_, frame_of(**fields)) == "unsigned"
-            (instance,) = fleet_.router.state.fleet.instances
-            assert (instance.key.incarnation, str(instance.kv)) == ("a", "127.0.0.1:21001")
-
-    run(work())
+async def test_an_unsigned_beat_does_not_end_or_move_a_signed_instance(key_file: Path) -> None:
+    async with fleet(kv_key_file=key_file, accept_unsigned_beats=True) as fleet_:
+        frame = frame_of()
+        await result_of(fleet_, frame, beat_mac(KEY, frame))
+        other = frame_of(incarnation="b")
+        assert await result_of(fleet_, other, beat_mac(OTHER_KEY, other)) == "unsigned"
+        for fields in ({"state": "Gone"}, {"incarnation": "b"}, {"zmq_address": "1.2.3.4:1"}):
+            assert await result_of(fleet_, frame_of(**fields)) == "unsigned"
+        (instance,) = fleet_.router.state.fleet.instances
+        assert (instance.key.incarnation, str(instance.kv)) == ("a", "127.0.0.1:21001")
 
 
 @pytest.mark.parametrize("key", [b"", KEY, None], ids=["no-secret", "a-secret", "vllm"])
-def test_a_router_without_a_secret_takes_everyone(key: bytes | None) -> None:
-    async def work() -> None:
-        async with fleet() as fleet_:
-            frame = frame_of()
-            frames = [frame] if key is None else [frame, beat_mac(key, frame)]
-            assert await result_of(fleet_, *frames) == "new"
-            (instance,) = fleet_.router.state.fleet.instances
-            assert instance.is_signed == (key == b"")
-
-    run(work())
+async def test_a_router_without_a_secret_takes_everyone(key: bytes | None) -> None:
+    async with fleet() as fleet_:
+        frame = frame_of()
+        frames = [frame] if key is None else [frame, beat_mac(key, frame)]
+        assert await result_of(fleet_, *frames) == "new"
+        (instance,) = fleet_.router.state.fleet.instances
+        assert instance.is_signed == (key == b"")
 
 
-def test_a_signed_beat_that_was_kept_for_minutes_registers_nobody(key_file: Path) -> None:
-    async def work() -> None:
-        async with fleet(kv_key_file=key_file) as fleet_:
-            old = frame_of(sent_us=now_us() - round(MAX_SKEW_S * 1.1e6))
-            assert await result_of(fleet_, old, beat_mac(KEY, old)) == "skewed"
-            timeless = frame_of(sent_us=0)
-            assert await result_of(fleet_, timeless, beat_mac(KEY, timeless)) == "skewed"
-
-    run(work())
+async def test_a_signed_beat_that_was_kept_for_minutes_registers_nobody(key_file: Path) -> None:
+    async with fleet(kv_key_file=key_file) as fleet_:
+        old = frame_of(sent_us=now_us() - round(MAX_SKEW_S * 1.1e6))
+        assert await result_of(fleet_, old, beat_mac(KEY, old)) == "skewed"
+        timeless = frame_of(sent_us=0)
+        assert await result_of(fleet_, timeless, beat_mac(KEY, timeless)) == "skewed"
 
 
-def test_a_replayed_goodbye_does_not_end_the_next_incarnation(key_file: Path) -> None:
-    async def work() -> None:
-        async with fleet(kv_key_file=key_file) as fleet_:
+async def test_a_replayed_goodbye_does_not_end_the_next_incarnation(key_file: Path) -> None:
+    async with fleet(kv_key_file=key_file) as fleet_:
 
-            async def send(**fields: Any) -> tuple[bytes, bytes]:
-                frame = frame_of(**fields)
-                signed = frame, beat_mac(KEY, frame)
-                assert await result_of(fleet_, *signed) in ("new", "gone", "refreshed")
-                return signed
+        async def send(**fields: Any) -> tuple[bytes, bytes]:
+            frame = frame_of(**fields)
+            signed = frame, beat_mac(KEY, frame)
+            assert await result_of(fleet_, *signed) in ("new", "gone", "refreshed")
+            return signed
 
-            first = await send(incarnation="a")
-            goodbye = await send(incarnation="a", state="Gone")
-            await send(incarnation="b")
-            for kept in (first, goodbye):
-                assert await result_of(fleet_, *kept) == "stale"
-            (instance,) = fleet_.router.state.fleet.instances
-            assert instance.key.incarnation == "b"
-            await send(incarnation="b")
-
-    run(work())
+        first = await send(incarnation="a")
+        goodbye = await send(incarnation="a", state="Gone")
+        await send(incarnation="b")
+        for kept in (first, goodbye):
+            assert await result_of(fleet_, *kept) == "stale"
+        (instance,) = fleet_.router.state.fleet.instances
+        assert instance.key.incarnation == "b"
+        await send(incarnation="b")
 
 
 @pytest.mark.parametrize(
@@ -159,7 +138,7 @@ def test_a_replayed_goodbye_does_not_end_the_next_incarnation(key_file: Path) ->
         (True, None, " 127.0.0.1 127.0.0.1:20001: a beat without the router's key"),
     ],
 )
-def test_the_log_says_what_is_wrong_and_what_to_do_but_never_the_key(
+async def test_the_log_says_what_is_wrong_and_what_to_do_but_never_the_key(
     *,
     accepts: bool,
     key: bytes | None,
@@ -167,15 +146,12 @@ def test_the_log_says_what_is_wrong_and_what_to_do_but_never_the_key(
     key_file: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def work() -> None:
-        async with fleet(kv_key_file=key_file, accept_unsigned_beats=accepts) as fleet_:
-            signed = frame_of()
-            await result_of(fleet_, signed, beat_mac(KEY, signed))
-            with caplog.at_level(logging.WARNING, "xpyd_router.discovery.discovery"):
-                frame = frame_of()
-                await result_of(fleet_, frame, *([] if key is None else [beat_mac(key, frame)]))
-
-    run(work())
+    async with fleet(kv_key_file=key_file, accept_unsigned_beats=accepts) as fleet_:
+        signed = frame_of()
+        await result_of(fleet_, signed, beat_mac(KEY, signed))
+        with caplog.at_level(logging.WARNING, "xpyd_router.discovery.discovery"):
+            frame = frame_of()
+            await result_of(fleet_, frame, *([] if key is None else [beat_mac(key, frame)]))
     (line,) = [r.getMessage() for r in caplog.records if "discovery" in r.name]
     assert reason in line
     # The advice is what this router has not got yet.

@@ -11,7 +11,7 @@ import logging
 
 import pytest
 
-from tests.router.fakes import fleet, hang, pair, parse_events, run, text_of, until
+from tests.router.fakes import fleet, hang, pair, parse_events, text_of, until
 
 
 def post(body: bytes, *headers: bytes) -> bytes:
@@ -78,19 +78,18 @@ FIELDS = {
 
 
 @pytest.mark.parametrize("case", FIELDS)
-def test_a_strange_body_is_the_clients_error(case: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_strange_body_is_the_clients_error(
+    case: str, caplog: pytest.LogCaptureFixture
+) -> None:
     request, param = FIELDS[case]
 
-    async def work() -> None:
-        async with pair() as (fleet_, p, d):
-            message = refused(await answer_to(fleet_.router.http_port, request), 400, param)
-            assert param is None or message.startswith(f"{param}: ")
-            assert p.served + d.served == 0
-            assert not d.releases
-            await until(lambda: fleet_.metric("xpyd_router_in_flight") == 0)
-        assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
-
-    run(work())
+    async with pair() as (fleet_, p, d):
+        message = refused(await answer_to(fleet_.router.http_port, request), 400, param)
+        assert param is None or message.startswith(f"{param}: ")
+        assert p.served + d.served == 0
+        assert not d.releases
+        await until(lambda: fleet_.metric("xpyd_router_in_flight") == 0)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 HEADS = {
@@ -112,33 +111,29 @@ HEADS = {
 
 
 @pytest.mark.parametrize("case", HEADS)
-def test_a_strange_head_is_the_clients_error(case: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_strange_head_is_the_clients_error(
+    case: str, caplog: pytest.LogCaptureFixture
+) -> None:
     request, status = HEADS[case]
 
-    async def work() -> None:
-        async with fleet() as fleet_:
-            answer = await answer_to(fleet_.router.http_port, request)
-            refused(answer, status, "model" if case == "dots" else None)
-            assert (answer[1].get("connection") == "close") == (status != 404)
-        assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
-
-    run(work())
+    async with fleet() as fleet_:
+        answer = await answer_to(fleet_.router.http_port, request)
+        refused(answer, status, "model" if case == "dots" else None)
+        assert (answer[1].get("connection") == "close") == (status != 404)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-def test_no_status_is_written_into_a_running_answer() -> None:
-    async def work() -> None:
-        async with pair() as (fleet_, p, _):
-            p.script = hang
-            port = fleet_.router.http_port
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(post(b'{"model": "m", "prompt": "x", "stream": true}'))
-            await until(lambda: p.served == 1)
-            writer.write(b"\x00\x00 no request\r\n\r\n")
-            assert await reader.read() == b""
-            writer.close()
-            await until(lambda: p.calls[0].is_closed)
-
-    run(work())
+async def test_no_status_is_written_into_a_running_answer() -> None:
+    async with pair() as (fleet_, p, _):
+        p.script = hang
+        port = fleet_.router.http_port
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(post(b'{"model": "m", "prompt": "x", "stream": true}'))
+        await until(lambda: p.served == 1)
+        writer.write(b"\x00\x00 no request\r\n\r\n")
+        assert await reader.read() == b""
+        writer.close()
+        await until(lambda: p.calls[0].is_closed)
 
 
 UPGRADE = (b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings: AAMAAABk")
@@ -150,35 +145,29 @@ CHUNKED = (
 
 @pytest.mark.parametrize("cut", [None, 100, -20, -1])
 @pytest.mark.parametrize("is_chunked", [False, True])
-def test_the_body_of_a_client_that_would_rather_speak_http_2_is_read(
+async def test_the_body_of_a_client_that_would_rather_speak_http_2_is_read(
     cut: int | None, is_chunked: bool
 ) -> None:
     whole = CHUNKED if is_chunked else post(b'{"model": "m", "prompt": "x"}', *UPGRADE)
 
-    async def work() -> None:
-        async with pair() as (fleet_, _, d):
-            reader, writer = await asyncio.open_connection("127.0.0.1", fleet_.router.http_port)
-            writer.write(whole[:cut])
-            if cut is not None:
-                async with fleet_.http.get(f"{fleet_.base}/health"):  # what was sent is read first
-                    writer.write(whole[cut:])
-            answer = await reader.read()  # to the end: the connection is not used again
-            assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
-            assert b"connection: close\r\n" in answer
-            assert d.calls[0].body["prompt"] == "x"
-            writer.close()
-
-    run(work())
+    async with pair() as (fleet_, _, d):
+        reader, writer = await asyncio.open_connection("127.0.0.1", fleet_.router.http_port)
+        writer.write(whole[:cut])
+        if cut is not None:
+            async with fleet_.http.get(f"{fleet_.base}/health"):  # what was sent is read first
+                writer.write(whole[cut:])
+        answer = await reader.read()  # to the end: the connection is not used again
+        assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert b"connection: close\r\n" in answer
+        assert d.calls[0].body["prompt"] == "x"
+        writer.close()
 
 
-def test_a_wish_to_upgrade_without_a_body_is_passed_over() -> None:
-    async def work() -> None:
-        async with fleet() as fleet_:
-            port = fleet_.router.http_port
-            wish = b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"\r\n".join(UPGRADE) + b"\r\n\r\n"
-            assert (await answer_to(port, wish))[0] == 200
-
-    run(work())
+async def test_a_wish_to_upgrade_without_a_body_is_passed_over() -> None:
+    async with fleet() as fleet_:
+        port = fleet_.router.http_port
+        wish = b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"\r\n".join(UPGRADE) + b"\r\n\r\n"
+        assert (await answer_to(port, wish))[0] == 200
 
 
 METHODS: list[tuple[str, str, int, set[str]]] = [
@@ -193,32 +182,26 @@ METHODS: list[tuple[str, str, int, set[str]]] = [
 
 
 @pytest.mark.parametrize(("method", "path", "status", "allowed"), METHODS)
-def test_other_methods(method: str, path: str, status: int, allowed: set[str]) -> None:
-    async def work() -> None:
-        async with fleet() as f, f.http.request(method, f.base + path) as response:
-            assert response.status == status
-            if method == "HEAD":
-                assert await response.read() == b""
-            found = response.headers.get("Allow", "")
-            assert set(found.replace(" ", "").split(",")) - {""} == allowed
-
-    run(work())
+async def test_other_methods(method: str, path: str, status: int, allowed: set[str]) -> None:
+    async with fleet() as f, f.http.request(method, f.base + path) as response:
+        assert response.status == status
+        if method == "HEAD":
+            assert await response.read() == b""
+        found = response.headers.get("Allow", "")
+        assert set(found.replace(" ", "").split(",")) - {""} == allowed
 
 
-def test_a_stream_for_an_http_1_0_client_has_no_chunks_and_ends_with_its_connection() -> None:
+async def test_a_stream_for_an_http_1_0_client_has_no_chunks_and_ends_with_its_connection() -> None:
     body = b'{"model": "m", "prompt": "x", "max_tokens": 3, "stream": true}'
     old = post(body, b"Connection: keep-alive").replace(b"HTTP/1.1", b"HTTP/1.0")
 
-    async def work() -> None:
-        async with pair() as (fleet_, _, __):
-            reader, writer = await asyncio.open_connection("127.0.0.1", fleet_.router.http_port)
-            writer.write(old)
-            head, _, events = (await reader.read()).partition(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 200 OK\r\n")
-            assert b"\r\nconnection: close" in head
-            assert b"transfer-encoding" not in head
-            assert text_of(parse_events(events)) == "t0.0 t0.1 t0.2 "
-            assert events.endswith(b"data: [DONE]\n\n")
-            writer.close()
-
-    run(work())
+    async with pair() as (fleet_, _, __):
+        reader, writer = await asyncio.open_connection("127.0.0.1", fleet_.router.http_port)
+        writer.write(old)
+        head, _, events = (await reader.read()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert b"\r\nconnection: close" in head
+        assert b"transfer-encoding" not in head
+        assert text_of(parse_events(events)) == "t0.0 t0.1 t0.2 "
+        assert events.endswith(b"data: [DONE]\n\n")
+        writer.close()

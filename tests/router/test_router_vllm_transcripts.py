@@ -22,7 +22,6 @@ from tests.router.fakes import (
     Fleet,
     fleet,
     parse_events,
-    run,
     start_stream,
     text_of,
     until,
@@ -80,20 +79,19 @@ def leaks(data: bytes, *engines: FakeEngine) -> list[bytes]:
 
 
 @pytest.mark.parametrize("kind", ["P", "D"])
-def test_their_heartbeats_register_and_ours_of_three_fields_are_the_same_bytes(kind: str) -> None:
-    async def work() -> None:
-        async with fleet() as fleet_:
-            frame = beats()[kind]
-            beat = decode_heartbeat(frame)
-            fields = ("type", "http_address", "zmq_address")
-            assert msgspec.msgpack.encode({f: getattr(beat, f) for f in fields}) == frame
-            await fleet_.dealer.send(frame)
-            await until(lambda: bool(fleet_.router.state.fleet.instances))
-            (found,) = fleet_.router.state.fleet.instances
-            assert (found.beat.type, found.beat.continuation) == (kind, 0)
-            assert found.serves("whatever")
-
-    run(work())
+async def test_their_heartbeats_register_and_ours_of_three_fields_are_the_same_bytes(
+    kind: str,
+) -> None:
+    async with fleet() as fleet_:
+        frame = beats()[kind]
+        beat = decode_heartbeat(frame)
+        fields = ("type", "http_address", "zmq_address")
+        assert msgspec.msgpack.encode({f: getattr(beat, f) for f in fields}) == frame
+        await fleet_.dealer.send(frame)
+        await until(lambda: bool(fleet_.router.state.fleet.instances))
+        (found,) = fleet_.router.state.fleet.instances
+        assert (found.beat.type, found.beat.continuation) == (kind, 0)
+        assert found.serves("whatever")
 
 
 both_endpoints = pytest.mark.parametrize(
@@ -105,95 +103,84 @@ both_endpoints = pytest.mark.parametrize(
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @both_endpoints
-def test_whole_answers_are_ds_and_show_no_address(
+async def test_whole_answers_are_ds_and_show_no_address(
     path: str, stem: str, text: str, suffix: str
 ) -> None:
-    async def work() -> None:
-        async with fleet() as fleet_:
-            p, d = await vllm_pair(
-                fleet_,
-                replay(f"{stem}-p.json", suffix=suffix),
-                replay(f"{stem}-d.json", suffix=suffix),
-            )
-            async with await fleet_.post(path, max_tokens=3) as response:
-                raw = await response.read()
-                headers = str(response.headers).encode()
-            assert leaks(raw + headers, p, d) == []
-            answer = orjson.loads(raw)
-            (choice,) = answer["choices"]
-            assert (choice["message"]["content"] if "message" in choice else choice["text"]) == text
-            assert re.match(r"(chat)?cmpl-[0-9a-f]{32}", answer["id"])
-            assert answer["usage"]["completion_tokens"] == 3
-
-    run(work())
+    async with fleet() as fleet_:
+        p, d = await vllm_pair(
+            fleet_,
+            replay(f"{stem}-p.json", suffix=suffix),
+            replay(f"{stem}-d.json", suffix=suffix),
+        )
+        async with await fleet_.post(path, max_tokens=3) as response:
+            raw = await response.read()
+            headers = str(response.headers).encode()
+        assert leaks(raw + headers, p, d) == []
+        answer = orjson.loads(raw)
+        (choice,) = answer["choices"]
+        assert (choice["message"]["content"] if "message" in choice else choice["text"]) == text
+        assert re.match(r"(chat)?cmpl-[0-9a-f]{32}", answer["id"])
+        assert answer["usage"]["completion_tokens"] == 3
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @both_endpoints
-def test_streams_are_ds_and_show_no_address_however_they_are_cut(
+async def test_streams_are_ds_and_show_no_address_however_they_are_cut(
     path: str, stem: str, text: str, suffix: str
 ) -> None:
-    async def work() -> None:
-        async with fleet() as fleet_:
-            p, d = await vllm_pair(
-                fleet_,
-                replay(f"{stem}-p.json", suffix=suffix),
-                replay(f"{stem}-d.sse", suffix=suffix),
-            )
-            async with await fleet_.post(path, max_tokens=3, stream=True) as response:
-                raw = await response.read()
-            assert leaks(raw, p, d) == []
-            events = parse_events(raw)
-            assert text_of(events) == text
-            assert len({event["id"] for event in events[:-1]}) == 1
-            assert events[-1] == "[DONE]"
-
-    run(work())
+    async with fleet() as fleet_:
+        p, d = await vllm_pair(
+            fleet_,
+            replay(f"{stem}-p.json", suffix=suffix),
+            replay(f"{stem}-d.sse", suffix=suffix),
+        )
+        async with await fleet_.post(path, max_tokens=3, stream=True) as response:
+            raw = await response.read()
+        assert leaks(raw, p, d) == []
+        events = parse_events(raw)
+        assert text_of(events) == text
+        assert len({event["id"] for event in events[:-1]}) == 1
+        assert events[-1] == "[DONE]"
 
 
-def test_they_are_asked_as_vllms_protocol_says_and_are_told_nothing_of_ours() -> None:
-    async def work() -> None:
-        async with fleet() as fleet_:
-            p, d = await vllm_pair(
-                fleet_, replay("completions-p.json"), replay("completions-d.sse")
-            )
-            async with await fleet_.post(
-                max_tokens=3, stream=True, stream_options={"include_usage": True}
-            ) as response:
-                await response.read()
-            (to_p,), (to_d,) = p.calls, d.calls
-            assert to_p.body == {
-                "model": "m",
-                "prompt": "San Francisco is a",
-                "max_tokens": 1,
-                "stream": False,
-            }
-            assert orjson.loads(to_d.raw) == {
-                "model": "m",
-                "prompt": "San Francisco is a",
-                "max_tokens": 3,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            }
-            assert to_p.request_id == to_d.request_id
-            pair = parse_pair_id(to_p.request_id)
-            assert pair is not None
-            assert str(pair.prefill) == p.beat.zmq_address
-            assert str(pair.decode) == d.beat.zmq_address
-            # What vLLM's own parser takes for the peers' addresses.
-            theirs = re.search(r"___decode_addr_(.*):(\d+)", to_p.request_id)
-            assert theirs is not None
-            assert f"{theirs[1]}:{theirs[2]}" == d.beat.zmq_address
-            theirs = re.search(r"___prefill_addr_(.*):(\d+)___", to_d.request_id)
-            assert theirs is not None
-            assert f"{theirs[1]}:{theirs[2]}" == p.beat.zmq_address
-            assert d.releases == []
-            assert [call.headers["content-type"] for call in (to_p, to_d)] == [
-                "application/json",
-                "application/json",
-            ]
-
-    run(work())
+async def test_they_are_asked_as_vllms_protocol_says_and_are_told_nothing_of_ours() -> None:
+    async with fleet() as fleet_:
+        p, d = await vllm_pair(fleet_, replay("completions-p.json"), replay("completions-d.sse"))
+        async with await fleet_.post(
+            max_tokens=3, stream=True, stream_options={"include_usage": True}
+        ) as response:
+            await response.read()
+        (to_p,), (to_d,) = p.calls, d.calls
+        assert to_p.body == {
+            "model": "m",
+            "prompt": "San Francisco is a",
+            "max_tokens": 1,
+            "stream": False,
+        }
+        assert orjson.loads(to_d.raw) == {
+            "model": "m",
+            "prompt": "San Francisco is a",
+            "max_tokens": 3,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        assert to_p.request_id == to_d.request_id
+        pair = parse_pair_id(to_p.request_id)
+        assert pair is not None
+        assert str(pair.prefill) == p.beat.zmq_address
+        assert str(pair.decode) == d.beat.zmq_address
+        # What vLLM's own parser takes for the peers' addresses.
+        theirs = re.search(r"___decode_addr_(.*):(\d+)", to_p.request_id)
+        assert theirs is not None
+        assert f"{theirs[1]}:{theirs[2]}" == d.beat.zmq_address
+        theirs = re.search(r"___prefill_addr_(.*):(\d+)___", to_d.request_id)
+        assert theirs is not None
+        assert f"{theirs[1]}:{theirs[2]}" == p.beat.zmq_address
+        assert d.releases == []
+        assert [call.headers["content-type"] for call in (to_p, to_d)] == [
+            "application/json",
+            "application/json",
+        ]
 
 
 @pytest.mark.parametrize(
@@ -205,34 +192,28 @@ def test_they_are_asked_as_vllms_protocol_says_and_are_told_nothing_of_ours() ->
         ("error-500.json", 500, ""),
     ],
 )
-def test_their_errors_come_in_openais_form_without_addresses(
+async def test_their_errors_come_in_openais_form_without_addresses(
     name: str, status: int, says: str
 ) -> None:
-    async def work() -> None:
-        async with fleet() as fleet_:
-            refusal = replay(name, status=status)
-            p, d = await vllm_pair(fleet_, refusal, refusal)
-            async with await fleet_.post(max_tokens=3) as response:
+    async with fleet() as fleet_:
+        refusal = replay(name, status=status)
+        p, d = await vllm_pair(fleet_, refusal, refusal)
+        async with await fleet_.post(max_tokens=3) as response:
+            raw = await response.read()
+        assert response.status == (status if status < 500 else 502)
+        assert leaks(raw, p, d) == []
+        assert says in orjson.loads(raw)["error"]["message"]
+        assert d.calls == [], "P refused: D holds nothing and is not asked"
+
+
+async def test_an_error_event_of_theirs_that_begins_a_stream_is_no_answer() -> None:
+    async with fleet() as fleet_:
+        p, d = await vllm_pair(fleet_, replay("completions-p.json"), replay("error-d.sse"))
+        other = await fleet_.engine("D", is_ours=False)
+        other.script = replay("completions-d.sse")
+        for _ in range(2):
+            async with await fleet_.post(max_tokens=3, stream=True) as response:
                 raw = await response.read()
-            assert response.status == (status if status < 500 else 502)
-            assert leaks(raw, p, d) == []
-            assert says in orjson.loads(raw)["error"]["message"]
-            assert d.calls == [], "P refused: D holds nothing and is not asked"
-
-    run(work())
-
-
-def test_an_error_event_of_theirs_that_begins_a_stream_is_no_answer() -> None:
-    async def work() -> None:
-        async with fleet() as fleet_:
-            p, d = await vllm_pair(fleet_, replay("completions-p.json"), replay("error-d.sse"))
-            other = await fleet_.engine("D", is_ours=False)
-            other.script = replay("completions-d.sse")
-            for _ in range(2):
-                async with await fleet_.post(max_tokens=3, stream=True) as response:
-                    raw = await response.read()
-                assert leaks(raw, p, d, other) == []
-                assert text_of(parse_events(raw)) == " city in the"
-            assert d.calls, "it was asked, and its error was tried elsewhere"
-
-    run(work())
+            assert leaks(raw, p, d, other) == []
+            assert text_of(parse_events(raw)) == " city in the"
+        assert d.calls, "it was asked, and its error was tried elsewhere"

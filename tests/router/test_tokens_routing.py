@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
-from tests.router.chat_templates import DEMO_MODEL, files_of, run
+from tests.router.chat_templates import DEMO_MODEL, files_of
 from tests.router.fakes import Call, FakeEngine, Fleet, fleet, serve_model, until
 from xpyd_core.tokenizer_files import encode_tokenizer_files
 from xpyd_router.admission import AdmissionLimits
 from xpyd_router.request.prefixes import hash_marks
 from xpyd_worker.runner.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.usefixtures("uv_loop")
 
 PROMPTS = [f"Story {number}: the quick brown fox jumps. " * 12 for number in range(8)]
 
@@ -44,70 +46,61 @@ async def counting(made: Fleet, kinds: str, tokenizer: Tokenizer) -> None:
             await asyncio.sleep(0.05)
 
 
-def test_limits_and_loads_go_by_counted_tokens() -> None:
-    async def test() -> None:
-        tokenizer = Tokenizer.load(DEMO_MODEL)
-        limits = AdmissionLimits(tokens=100_000)
-        async with fleet(limits=limits, exact_prefixes=True) as made:
-            await counting(made, "A", tokenizer)
-            (engine,) = made.engines
-            text = "the quick brown fox " * 30
-            tokens = len(tokenizer.encode(text, add_special_tokens=True))
-            assert abs(tokens - len(text) // 4) > 20  # no estimate
-            (instance,) = made.router.state.fleet.instances
-            load = made.router.state.fleet.load(instance.key)
-            before = engine.served
-            release = asyncio.Event()
+async def test_limits_and_loads_go_by_counted_tokens() -> None:
+    tokenizer = Tokenizer.load(DEMO_MODEL)
+    limits = AdmissionLimits(tokens=100_000)
+    async with fleet(limits=limits, exact_prefixes=True) as made:
+        await counting(made, "A", tokenizer)
+        (engine,) = made.engines
+        text = "the quick brown fox " * 30
+        tokens = len(tokenizer.encode(text, add_special_tokens=True))
+        assert abs(tokens - len(text) // 4) > 20  # no estimate
+        (instance,) = made.router.state.fleet.instances
+        load = made.router.state.fleet.load(instance.key)
+        before = engine.served
+        release = asyncio.Event()
 
-            async def hold(engine: FakeEngine, call: Call, request: Any) -> Any:
-                await release.wait()
-                return await serve_model(engine, call, request)
+        async def hold(engine: FakeEngine, call: Call, request: Any) -> Any:
+            await release.wait()
+            return await serve_model(engine, call, request)
 
-            engine.script = hold
-            request = asyncio.create_task(made.json(prompt=text, max_tokens=7))
-            await until(lambda: engine.served > before)
-            assert made.router.state.admission.in_flight.tokens == tokens + 7
-            assert load.own.prompt_tokens == tokens
-            release.set()
-            await request
-            await until(lambda: load.own.prompt_tokens == 0)
-            assert made.router.state.admission.in_flight.tokens == 0
-
-    run(test())
+        engine.script = hold
+        request = asyncio.create_task(made.json(prompt=text, max_tokens=7))
+        await until(lambda: engine.served > before)
+        assert made.router.state.admission.in_flight.tokens == tokens + 7
+        assert load.own.prompt_tokens == tokens
+        release.set()
+        await request
+        await until(lambda: load.own.prompt_tokens == 0)
+        assert made.router.state.admission.in_flight.tokens == 0
 
 
-def test_a_prompt_stays_on_d_by_its_counted_tokens() -> None:
-    async def test() -> None:
-        tokenizer = Tokenizer.load(DEMO_MODEL)
-        for text in ("the quick brown fox " * 30, "x9% " * 100):
-            tokens = len(tokenizer.encode(text, add_special_tokens=True))
-            for least, is_short in ((tokens, False), (tokens + 1, True)):
-                async with fleet(exact_prefixes=True, local_prefill_tokens=least) as made:
-                    await counting(made, "PD", tokenizer)
-                    p, _ = made.engines
-                    before = p.served
-                    await made.json(prompt=text)
-                    assert (p.served == before) == is_short
-
-    run(test())
+async def test_a_prompt_stays_on_d_by_its_counted_tokens() -> None:
+    tokenizer = Tokenizer.load(DEMO_MODEL)
+    for text in ("the quick brown fox " * 30, "x9% " * 100):
+        tokens = len(tokenizer.encode(text, add_special_tokens=True))
+        for least, is_short in ((tokens, False), (tokens + 1, True)):
+            async with fleet(exact_prefixes=True, local_prefill_tokens=least) as made:
+                await counting(made, "PD", tokenizer)
+                p, _ = made.engines
+                before = p.served
+                await made.json(prompt=text)
+                assert (p.served == before) == is_short
 
 
 @pytest.mark.parametrize("is_exact", [True, False])
-def test_a_prompt_as_ids_goes_where_its_text_went(is_exact: bool) -> None:
-    async def test() -> None:
-        tokenizer = Tokenizer.load(DEMO_MODEL)
-        async with fleet(policy="PrefixAware", exact_prefixes=is_exact) as made:
-            if is_exact:
-                await counting(made, "AA", tokenizer)
-            else:
-                for _ in range(2):
-                    await made.engine("A")
-            texts = [await served(made, prompt) for prompt in PROMPTS]
-            assert set(texts) == {0, 1}
-            ids = [
-                await served(made, tokenizer.encode(prompt, add_special_tokens=True))
-                for prompt in reversed(PROMPTS)
-            ]
-            assert (ids == texts[::-1]) == is_exact
-
-    run(test())
+async def test_a_prompt_as_ids_goes_where_its_text_went(is_exact: bool) -> None:
+    tokenizer = Tokenizer.load(DEMO_MODEL)
+    async with fleet(policy="PrefixAware", exact_prefixes=is_exact) as made:
+        if is_exact:
+            await counting(made, "AA", tokenizer)
+        else:
+            for _ in range(2):
+                await made.engine("A")
+        texts = [await served(made, prompt) for prompt in PROMPTS]
+        assert set(texts) == {0, 1}
+        ids = [
+            await served(made, tokenizer.encode(prompt, add_special_tokens=True))
+            for prompt in reversed(PROMPTS)
+        ]
+        assert (ids == texts[::-1]) == is_exact

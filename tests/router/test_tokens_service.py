@@ -16,7 +16,7 @@ import orjson
 import pytest
 from aiohttp import web
 
-from tests.router.chat_templates import CHATML, DEMO_MODEL, files_of, run, save_byte_level
+from tests.router.chat_templates import CHATML, DEMO_MODEL, files_of, save_byte_level
 from tests.router.fakes import until
 from xpyd_core.messages import Heartbeat
 from xpyd_core.request_id import Address
@@ -29,6 +29,8 @@ from xpyd_router.tokens.fetch import AiohttpFetch
 from xpyd_router.tokens.process import ChildLimits, TokenChild
 from xpyd_router.tokens.service import FetchFailed, Prompted, Tokens
 from xpyd_worker.runner.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.usefixtures("uv_loop")
 
 LIMITS = ChildLimits(wait_s=60)
 
@@ -120,147 +122,121 @@ def demo_files(**changes: Any) -> TokenizerFiles:
     return files_of(Tokenizer.load(DEMO_MODEL), **changes)
 
 
-def test_until_there_are_files_tokens_are_estimated_then_counted() -> None:
-    async def test() -> None:
-        async with fleet() as made:
-            asked = ask()
-            assert await made.count(asked) == Prompted(8, (), False)
-            assert made.counted("unknown") == 1
-            made.beat(1, demo_files(block_size=2))
-            found = await made.exact(asked)
-            ids = Tokenizer.load(DEMO_MODEL).encode(asked.fields["prompt"], add_special_tokens=True)
-            assert (found.tokens, len(found.hashes)) == (len(ids), len(ids) // 2)
-            assert made.counted("exact") == 1
-            chat = ask(messages=[{"role": "user", "content": "hello"}])
-            assert (await made.count(chat)).is_exact
-            assert (made.fetched, made.loads("loaded")) == ([1], 1)
-
-    run(test())
+async def test_until_there_are_files_tokens_are_estimated_then_counted() -> None:
+    async with fleet() as made:
+        asked = ask()
+        assert await made.count(asked) == Prompted(8, (), False)
+        assert made.counted("unknown") == 1
+        made.beat(1, demo_files(block_size=2))
+        found = await made.exact(asked)
+        ids = Tokenizer.load(DEMO_MODEL).encode(asked.fields["prompt"], add_special_tokens=True)
+        assert (found.tokens, len(found.hashes)) == (len(ids), len(ids) // 2)
+        assert made.counted("exact") == 1
+        chat = ask(messages=[{"role": "user", "content": "hello"}])
+        assert (await made.count(chat)).is_exact
+        assert (made.fetched, made.loads("loaded")) == ([1], 1)
 
 
-def test_what_cannot_be_counted_is_estimated_and_the_reason_counted() -> None:
-    async def test() -> None:
-        async with fleet(ChildLimits(wait_s=60, max_body_bytes=2000)) as made:
-            made.beat(1, demo_files())
-            await made.exact(ask())
-            refused = await made.count(ask(prompt=[10**6, 1, 1]))
-            assert refused == Prompted(3, (), False)
-            assert await made.count(ask(prompt="x" * 4000)) == Prompted(1000, (), False)
-            assert not (await made.count(ask(model="other"))).is_exact
-            assert [made.counted(r) for r in ("refused", "long", "unknown")][:2] == [1, 1]
-
-    run(test())
+async def test_what_cannot_be_counted_is_estimated_and_the_reason_counted() -> None:
+    async with fleet(ChildLimits(wait_s=60, max_body_bytes=2000)) as made:
+        made.beat(1, demo_files())
+        await made.exact(ask())
+        refused = await made.count(ask(prompt=[10**6, 1, 1]))
+        assert refused == Prompted(3, (), False)
+        assert await made.count(ask(prompt="x" * 4000)) == Prompted(1000, (), False)
+        assert not (await made.count(ask(model="other"))).is_exact
+        assert [made.counted(r) for r in ("refused", "long", "unknown")][:2] == [1, 1]
 
 
-def test_an_engine_that_does_not_give_its_files_is_passed_over_for_the_next() -> None:
-    async def test() -> None:
-        async with fleet() as made:
-            made.beat(1, FetchFailed("status 404"))
-            await until(lambda: made.fetched == [1])
-            made.beat(2, demo_files(tokenizer="{}"))
-            made.beat(3, demo_files())
-            await made.exact(ask())
-            assert made.fetched == [1, 2, 3]
-            results = [made.loads(r) for r in ("fetch", "unreadable", "loaded")]
-            assert results == [1, 1, 1]
-
-    run(test())
+async def test_an_engine_that_does_not_give_its_files_is_passed_over_for_the_next() -> None:
+    async with fleet() as made:
+        made.beat(1, FetchFailed("status 404"))
+        await until(lambda: made.fetched == [1])
+        made.beat(2, demo_files(tokenizer="{}"))
+        made.beat(3, demo_files())
+        await made.exact(ask())
+        assert made.fetched == [1, 2, 3]
+        results = [made.loads(r) for r in ("fetch", "unreadable", "loaded")]
+        assert results == [1, 1, 1]
 
 
-def test_files_are_fetched_anew_when_their_engine_has_restarted(tmp_path: Path) -> None:
-    async def test() -> None:
-        other = files_of(Tokenizer.load(save_byte_level(tmp_path, CHATML)))
-        async with fleet() as made:
-            made.beat(1, demo_files())
-            before = await made.exact(ask())
-            made.beat(1, other)
-            while (found := await made.exact(ask())).tokens == before.tokens:
-                made.clock[0] += 1
-            expected = Tokenizer.load(tmp_path).encode(
-                ask().fields["prompt"], add_special_tokens=True
-            )
-            assert found.tokens == len(expected) != before.tokens
-
-    run(test())
+async def test_files_are_fetched_anew_when_their_engine_has_restarted(tmp_path: Path) -> None:
+    other = files_of(Tokenizer.load(save_byte_level(tmp_path, CHATML)))
+    async with fleet() as made:
+        made.beat(1, demo_files())
+        before = await made.exact(ask())
+        made.beat(1, other)
+        while (found := await made.exact(ask())).tokens == before.tokens:
+            made.clock[0] += 1
+        expected = Tokenizer.load(tmp_path).encode(ask().fields["prompt"], add_special_tokens=True)
+        assert found.tokens == len(expected) != before.tokens
 
 
-def test_two_checkpoints_of_one_name_are_counted_by_either_and_others_by_their_own(
+async def test_two_checkpoints_of_one_name_are_counted_by_either_and_others_by_their_own(
     tmp_path: Path,
 ) -> None:
-    async def test() -> None:
-        async with fleet() as made:
-            made.beat(1, FetchFailed("no"), "old")
-            made.beat(2, demo_files(), "new")
-            first = await made.exact(ask())
-            own = files_of(Tokenizer.load(save_byte_level(tmp_path, CHATML)))
-            made.beat(3, own, "third", "m3")
-            assert (await made.exact(ask(model="m3"))).tokens != first.tokens
-            assert (await made.count(ask())).tokens == first.tokens
-
-    run(test())
+    async with fleet() as made:
+        made.beat(1, FetchFailed("no"), "old")
+        made.beat(2, demo_files(), "new")
+        first = await made.exact(ask())
+        own = files_of(Tokenizer.load(save_byte_level(tmp_path, CHATML)))
+        made.beat(3, own, "third", "m3")
+        assert (await made.exact(ask(model="m3"))).tokens != first.tokens
+        assert (await made.count(ask())).tokens == first.tokens
 
 
-def test_a_child_that_is_killed_is_replaced_and_nothing_is_lost() -> None:
-    async def test() -> None:
-        async with fleet() as made:
-            made.beat(1, demo_files())
+async def test_a_child_that_is_killed_is_replaced_and_nothing_is_lost() -> None:
+    async with fleet() as made:
+        made.beat(1, demo_files())
+        await made.exact(ask())
+        made.child.kill()
+        found = await asyncio.gather(*(made.count(ask()) for _ in range(20)))
+        assert {one.tokens for one in found if not one.is_exact} <= {8}
+        await made.exact(ask())
+        assert made.fetched == [1, 1]
+
+
+async def test_a_template_that_kills_children_is_tried_more_and_more_rarely() -> None:
+    async with fleet(ChildLimits(wait_s=60, answer_s=0.3)) as made:
+        made.beat(1, demo_files(chat_templates={"default": "{{ 7 ** (7 ** 77) }}"}))
+        await made.exact(ask())
+        chat = ask(messages=[{"role": "user", "content": "hello"}])
+        waits: list[float] = []
+        for _ in range(3):
+            assert not (await made.count(chat)).is_exact
+            began = made.clock[0]
             await made.exact(ask())
-            made.child.kill()
-            found = await asyncio.gather(*(made.count(ask()) for _ in range(20)))
-            assert {one.tokens for one in found if not one.is_exact} <= {8}
-            await made.exact(ask())
-            assert made.fetched == [1, 1]
-
-    run(test())
+            waits.append(made.clock[0] - began)
+        assert waits[0] >= 1
+        assert waits[1] >= 2
+        assert waits[2] >= 4
 
 
-def test_a_template_that_kills_children_is_tried_more_and_more_rarely() -> None:
-    async def test() -> None:
-        async with fleet(ChildLimits(wait_s=60, answer_s=0.3)) as made:
-            made.beat(1, demo_files(chat_templates={"default": "{{ 7 ** (7 ** 77) }}"}))
-            await made.exact(ask())
-            chat = ask(messages=[{"role": "user", "content": "hello"}])
-            waits: list[float] = []
-            for _ in range(3):
-                assert not (await made.count(chat)).is_exact
-                began = made.clock[0]
-                await made.exact(ask())
-                waits.append(made.clock[0] - began)
-            assert waits[0] >= 1
-            assert waits[1] >= 2
-            assert waits[2] >= 4
-
-    run(test())
-
-
-def test_fetch_takes_a_200_of_bounded_length_and_nothing_else() -> None:
+async def test_fetch_takes_a_200_of_bounded_length_and_nothing_else() -> None:
     async def big(_: web.Request) -> web.Response:
         return web.Response(body=b"x" * 1000)
 
     async def away(_: web.Request) -> web.Response:
         raise web.HTTPFound("/big")
 
-    async def test() -> None:
-        app = web.Application()
-        app.router.add_get("/big", big)
-        app.router.add_get("/away", away)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        async with contextlib.AsyncExitStack() as stack:
-            stack.push_async_callback(runner.cleanup)
-            await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            to = Address("127.0.0.1", runner.addresses[0][1])
-            fetch = AiohttpFetch("127.0.0.1")
-            assert await fetch(to, "/big", max_bytes=1000) == b"x" * 1000
-            for path, limit in (("/big", 999), ("/away", 1000), ("/none", 1000)):
-                with pytest.raises(FetchFailed) as failed:
-                    await fetch(to, path, max_bytes=limit)
-                assert "127.0.0.1" not in str(failed.value)
-            await runner.cleanup()
-            with pytest.raises(FetchFailed):
-                await fetch(to, "/big", max_bytes=1000)
-
-    run(test())
+    app = web.Application()
+    app.router.add_get("/big", big)
+    app.router.add_get("/away", away)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(runner.cleanup)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        to = Address("127.0.0.1", runner.addresses[0][1])
+        fetch = AiohttpFetch("127.0.0.1")
+        assert await fetch(to, "/big", max_bytes=1000) == b"x" * 1000
+        for path, limit in (("/big", 999), ("/away", 1000), ("/none", 1000)):
+            with pytest.raises(FetchFailed) as failed:
+                await fetch(to, path, max_bytes=limit)
+            assert "127.0.0.1" not in str(failed.value)
+        await runner.cleanup()
+        with pytest.raises(FetchFailed):
+            await fetch(to, "/big", max_bytes=1000)
 
 
 def test_the_routers_own_process_loads_no_tokenizer_library() -> None:

@@ -22,7 +22,9 @@ class _Jumping(selectors.DefaultSelector):
         return super().select(0)
 
 
-class _VirtualLoop(asyncio.SelectorEventLoop):
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """See the module."""
+
     def __init__(self) -> None:
         self._jumping = _Jumping()
         super().__init__(self._jumping)
@@ -43,11 +45,11 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
 def pending_timers() -> int:
     """Timers of the running virtual loop that wait for their time."""
     loop = asyncio.get_running_loop()
-    assert isinstance(loop, _VirtualLoop)
+    assert isinstance(loop, VirtualLoop)
     return sum(not timer.cancelled() and timer.when() > loop.time() for timer in loop.timers)
 
 
 def run_virtually(test: Coroutine[Any, Any, T]) -> T:
     """What `test` returns. `loop.time` and timers are virtual; sockets must not be used."""
-    with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(test)
