@@ -20,7 +20,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 from xpyd_core.errors import ApiError
 from xpyd_router.metrics import RouterMetrics
@@ -151,13 +151,8 @@ REQUESTS, TOKENS, WAITING, WAITING_BYTES = range(COLUMNS)
 """Columns of a row: requests and tokens in flight, requests in line, and their bodies."""
 
 
-class Row(Protocol):
-    """A list, or a piece of shared memory."""
-
-    def __getitem__(self, column: int, /) -> int: ...
-    def __setitem__(self, column: int, value: int, /) -> None: ...
-
-
+Row = list[int] | memoryview
+"""Of one process; shared memory where there are several."""
 _LARGEST = 2**40
 """Of one request where nothing limits it: sums of such stay within the 64 bits of a row."""
 _LEARNING = 1 / 16

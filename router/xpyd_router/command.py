@@ -33,31 +33,46 @@ _MOST = 2**40
 """Of what is in flight: processes share such counts as 64 bits."""
 
 
+_DEFAULT = "(default: %(default)s)"
+
+
+class _Flags:
+    """Flags by what their value is."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self.add = parser.add_argument
+
+    def number(self, flag: str, value: int | None, text: str, metavar: str | None = "N") -> None:
+        self.add(flag, type=int, default=value, metavar=metavar, help=text)
+
+    def seconds(self, flag: str, value: float, text: str) -> None:
+        self.add(flag, type=float, default=value, metavar="SECONDS", help=f"{text} {_DEFAULT}")
+
+    def size(self, flag: str, value: int, text: str) -> None:
+        shown = f"{value // 2**20}Mi"
+        self.add(flag, default=shown, metavar="SIZE", help=f"{text} {_DEFAULT}")
+
+
 def _configure(parser: argparse.ArgumentParser) -> None:
-    default = RouterConfig()
-    add = parser.add_argument
+    flags, default = _Flags(parser), RouterConfig()
+    _add_fleet(flags, default)
+    _add_policy(flags, default)
+    _add_requests(flags, default)
+    _add_limits(flags, default.limits)
+    add_logging_arguments(parser)
+
+
+def _add_fleet(flags: _Flags, default: RouterConfig) -> None:
+    add, number = flags.add, flags.number
     add("--host", help="address of the HTTP port (default: XPYD_POD_IP, else 127.0.0.1)")
-    add(
-        "--port",
-        type=int,
-        default=ROUTER_HTTP_PORT,
-        help="HTTP port; 0 = any free one (default: %(default)s)",
-    )
-    add(
+    number("--port", ROUTER_HTTP_PORT, f"HTTP port; 0 = any free one {_DEFAULT}", None)
+    number(
         "--processes",
-        type=int,
-        default=default.processes,
-        metavar="N",
-        help="processes that serve HTTP on it; with more than 1, one more owns discovery "
-        "(default: %(default)s)",
+        default.processes,
+        f"processes that serve HTTP on it; with more than 1, one more owns discovery {_DEFAULT}",
     )
     add("--discovery-host", help="address that engines beat to (default: --host)")
-    add(
-        "--discovery-port",
-        type=int,
-        default=DISCOVERY_PORT,
-        help="port that engines beat to (default: %(default)s)",
-    )
+    number("--discovery-port", DISCOVERY_PORT, f"port that engines beat to {_DEFAULT}", None)
     add("--kv-key-file", type=Path, help="the fleet's secret (default: XPYD_KV_KEY_FILE)")
     add("--kv-insecure", action="store_true", help="the fleet has no secret")
     add(
@@ -71,46 +86,36 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="keys that open /admin, one per line (default: /admin is closed)",
     )
-    add(
+    number(
         "--heartbeat-interval-ms",
-        type=int,
-        default=round(HEARTBEAT_PERIOD_S * 1000),
-        help="period of engines that do not say their own (default: %(default)s)",
+        round(HEARTBEAT_PERIOD_S * 1000),
+        f"period of engines that do not say their own {_DEFAULT}",
+        None,
     )
-    add(
-        "--missed-beats",
-        type=int,
-        default=MISSED_BEATS,
-        help="beats missed before removal (default: %(default)s)",
-    )
+    number("--missed-beats", MISSED_BEATS, f"beats missed before removal {_DEFAULT}", None)
+
+
+def _add_policy(flags: _Flags, default: RouterConfig) -> None:
+    add, number, seconds = flags.add, flags.number, flags.seconds
     add(
         "--policy",
         default=default.policy,
         metavar="NAME",
         help="who serves a request: RoundRobin, Random, PowerOfTwo, LeastLoaded, PrefixAware, "
-        "SessionAffinity, SloAware or the name of a policy of another package "
-        "(default: %(default)s)",
+        f"SessionAffinity, SloAware or the name of a policy of another package {_DEFAULT}",
     )
     add("--prefill-policy", metavar="NAME", help="for prefill instances (default: --policy)")
     add("--decode-policy", metavar="NAME", help="for decode instances (default: --policy)")
-    add(
+    number(
         "--slo-ttft-ms",
-        type=int,
-        metavar="N",
-        help="time to the first token that a request may take (default: no objective)",
+        None,
+        "time to the first token that a request may take (default: no objective)",
     )
-    add(
-        "--slo-itl-ms",
-        type=int,
-        metavar="N",
-        help="mean time between its tokens (default: no objective)",
-    )
-    add(
+    number("--slo-itl-ms", None, "mean time between its tokens (default: no objective)")
+    number(
         "--local-prefill-tokens",
-        type=int,
-        default=default.local_prefill_tokens,
-        metavar="N",
-        help="prompts with fewer tokens to compute stay on D; 0 = none (default: %(default)s)",
+        default.local_prefill_tokens,
+        f"prompts with fewer tokens to compute stay on D; 0 = none {_DEFAULT}",
     )
     add(
         "--exact-prefixes",
@@ -118,65 +123,40 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         help="count each prompt's tokens: PrefixAware compares them instead of text, and other "
         "policies and limits have no estimate",
     )
-    add(
-        "--probe-interval",
-        type=float,
-        default=default.health.probe_interval_s,
-        metavar="SECONDS",
-        help="between two GET /health of an instance (default: %(default)s)",
-    )
-    add(
+    health = default.health
+    seconds("--probe-interval", health.probe_interval_s, "between two GET /health of an instance")
+    seconds(
         "--probe-timeout",
-        type=float,
-        default=default.health.probe_timeout_s,
-        metavar="SECONDS",
-        help="for the answer to one; two without an answer and a late beat are a frozen instance "
-        "(default: %(default)s)",
+        health.probe_timeout_s,
+        "for the answer to one; two without an answer and a late beat are a frozen instance",
     )
-    add(
+    seconds(
         "--slow-start-seconds",
-        type=float,
-        default=default.health.slow_start_s,
-        metavar="SECONDS",
-        help="until an instance that joined others, or came back, has its full share of requests; "
-        "0 = at once (default: %(default)s)",
+        health.slow_start_s,
+        "until an instance that joined others, or came back, has its full share of requests; "
+        "0 = at once",
     )
-    add(
+
+
+def _add_requests(flags: _Flags, default: RouterConfig) -> None:
+    add, number, seconds = flags.add, flags.number, flags.seconds
+    seconds(
         "--request-timeout",
-        type=float,
-        default=default.request_timeout_s,
-        metavar="SECONDS",
-        help="for a whole answer, for the first byte of a stream, and for each gap in it "
-        "(default: %(default)s)",
+        default.request_timeout_s,
+        "for a whole answer, for the first byte of a stream, and for each gap in it",
     )
-    add(
-        "--prefill-timeout",
-        type=float,
-        default=default.prefill_timeout_s,
-        metavar="SECONDS",
-        help="for one call to a prefill instance (default: %(default)s)",
-    )
-    add(
+    seconds("--prefill-timeout", default.prefill_timeout_s, "for one call to a prefill instance")
+    number(
         "--max-tries",
-        type=int,
-        default=default.max_tries,
-        metavar="N",
-        help="of a request that fails, in all; a refusal by an engine that is full or drains is "
-        "none (default: %(default)s)",
+        default.max_tries,
+        "of a request that fails, in all; a refusal by an engine that is full or drains is none "
+        f"{_DEFAULT}",
     )
-    add(
-        "--max-body-bytes",
-        default=f"{default.max_body_bytes // 2**20}Mi",
-        metavar="SIZE",
-        help="longest request body (default: %(default)s)",
-    )
-    add(
+    flags.size("--max-body-bytes", default.max_body_bytes, "longest request body")
+    seconds(
         "--drain-seconds",
-        type=float,
-        default=default.drain_s,
-        metavar="SECONDS",
-        help="how long to go on accepting after SIGTERM, while load balancers take notice "
-        "(default: %(default)s)",
+        default.drain_s,
+        "how long to go on accepting after SIGTERM, while load balancers take notice",
     )
     add(
         "--forward-header",
@@ -187,52 +167,30 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         "traceparent and tracestate)",
     )
     add("--no-access-log", action="store_true", help="no log line per request")
-    _add_admission(parser)
-    add_logging_arguments(parser)
 
 
-def _add_admission(parser: argparse.ArgumentParser) -> None:
-    default = AdmissionLimits()
-    add = parser.add_argument
-    add(
-        "--max-concurrent-requests",
-        type=int,
-        metavar="N",
-        help="requests in flight; more wait (default: no limit)",
-    )
-    add(
+def _add_limits(flags: _Flags, limits: AdmissionLimits) -> None:
+    number, seconds = flags.number, flags.seconds
+    number("--max-concurrent-requests", None, "requests in flight; more wait (default: no limit)")
+    number(
         "--max-concurrent-tokens",
-        type=int,
-        metavar="N",
-        help="tokens of prompts and allowed outputs in flight; more wait (default: no limit)",
+        None,
+        "tokens of prompts and allowed outputs in flight; more wait (default: no limit)",
     )
-    add(
-        "--queue-size",
-        type=int,
-        default=default.queue_entries,
-        metavar="N",
-        help="requests that may wait; more get 429 (default: %(default)s)",
-    )
-    add(
-        "--queue-bytes",
-        default=f"{default.queue_bytes // 2**20}Mi",
-        metavar="SIZE",
-        help="bodies of requests that may wait (default: %(default)s)",
-    )
-    add(
+    number("--queue-size", limits.queue_entries, f"requests that may wait; more get 429 {_DEFAULT}")
+    flags.size("--queue-bytes", limits.queue_bytes, "bodies of requests that may wait")
+    seconds(
         "--queue-timeout-seconds",
-        type=float,
-        default=default.queue_timeout_s,
-        metavar="SECONDS",
-        help="how long a request waits for its turn, and how long after the last pair was lost for "
-        "another; then it gets 503 (default: %(default)s)",
+        limits.queue_timeout_s,
+        "how long a request waits for its turn, and how long after the last pair was lost for "
+        "another; then it gets 503",
     )
-    add(
+    flags.add(
         "--on-no-prefill",
         choices=ON_NO_PREFILL,
         default="Queue",
         help="a request that finds no pair waits, or D computes its prompt, too, or it gets 503 "
-        "(default: %(default)s)",
+        f"{_DEFAULT}",
     )
 
 

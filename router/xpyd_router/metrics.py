@@ -35,83 +35,54 @@ class RouterMetrics:
         self.requests = RequestTable()
         self.instances = InstanceTable(clock)
         self.objectives = ObjectiveTable()
-        self._registry = registry = CollectorRegistry()
-        prefix = "xpyd_router_"
-        self.errors = Counter(
-            f"{prefix}errors",
-            "Failed calls to engines and broken streams",
-            ("phase", "cause"),
-            registry=registry,
+        self._registry = CollectorRegistry()
+        self.errors = self._counter(
+            "errors", "Failed calls to engines and broken streams", "phase", "cause"
         )
-        self.retries = Counter(f"{prefix}retries", "Requests tried again", registry=registry)
-        self.waiting = Gauge(
-            f"{prefix}waiting", "Requests waiting for a pair to return", registry=registry
+        self.retries = self._counter("retries", "Requests tried again")
+        self.waiting = self._gauge("waiting", "Requests waiting for a pair to return")
+        self.prefill_on_decode = self._counter(
+            "prefill_on_decode", "Tries whose prompt D computed because no P was there"
         )
-        self.prefill_on_decode = Counter(
-            f"{prefix}prefill_on_decode",
-            "Tries whose prompt D computed because no P was there",
-            registry=registry,
-        )
-        self.queue_length = Gauge(
-            f"{prefix}queue_length", "Requests that wait for a place", registry=registry
-        )
+        self.queue_length = self._gauge("queue_length", "Requests that wait for a place")
         self.queue_seconds = Histogram(
-            f"{prefix}queue_seconds",
+            "xpyd_router_queue_seconds",
             "Time in the queue of requests that had to wait, however it ended",
-            registry=registry,
+            registry=self._registry,
             buckets=_QUEUE_SECONDS,
         )
-        self.rejected = Counter(
-            f"{prefix}rejected", "Requests refused a place", ("reason",), registry=registry
+        self.rejected = self._counter("rejected", "Requests refused a place", "reason")
+        self.tokens_in_flight = self._gauge(
+            "tokens_in_flight", "Prompts and allowed outputs of the requests being served"
         )
-        self.tokens_in_flight = Gauge(
-            f"{prefix}tokens_in_flight",
-            "Prompts and allowed outputs of the requests being served",
-            registry=registry,
+        self.heartbeats = self._counter("heartbeats", "Messages on the discovery port", "result")
+        self.releases = self._counter("releases", "Abandoned transfers told to D", "result")
+        self.ejections = self._counter(
+            "ejections", "Instances taken out of rotation until they answer a probe", "cause"
         )
-        self.heartbeats = Counter(
-            f"{prefix}heartbeats", "Messages on the discovery port", ("result",), registry=registry
+        self.breaker_openings = self._counter("breaker_openings", "Circuit breakers that opened")
+        self.probes = self._counter("probes", "GET /health of instances", "result")
+        self.poisoned_requests = self._counter(
+            "poisoned_requests", "Requests refused because instances die of them"
         )
-        self.releases = Counter(
-            f"{prefix}releases", "Abandoned transfers told to D", ("result",), registry=registry
+        self.token_counts = self._counter(
+            "token_counts", "Requests whose tokens were asked for", "result"
         )
-        self.ejections = Counter(
-            f"{prefix}ejections",
-            "Instances taken out of rotation until they answer a probe",
-            ("cause",),
-            registry=registry,
+        self.tokenizer_loads = self._counter(
+            "tokenizer_loads", "Tokenizer files asked of engines", "result"
         )
-        self.breaker_openings = Counter(
-            f"{prefix}breaker_openings", "Circuit breakers that opened", registry=registry
-        )
-        self.probes = Counter(
-            f"{prefix}probes", "GET /health of instances", ("result",), registry=registry
-        )
-        self.poisoned_requests = Counter(
-            f"{prefix}poisoned_requests",
-            "Requests refused because instances die of them",
-            registry=registry,
-        )
-        self.token_counts = Counter(
-            f"{prefix}token_counts",
-            "Requests whose tokens were asked for",
-            ("result",),
-            registry=registry,
-        )
-        self.tokenizer_loads = Counter(
-            f"{prefix}tokenizer_loads",
-            "Tokenizer files asked of engines",
-            ("result",),
-            registry=registry,
-        )
-        self.workers = Gauge(f"{prefix}workers", "Processes that serve requests", registry=registry)
+        self.workers = self._gauge("workers", "Processes that serve requests")
         self.workers.set(1)
-        self.worker_deaths = Counter(
-            f"{prefix}worker_deaths", "Processes that ended and were replaced", registry=registry
+        self.worker_deaths = self._counter(
+            "worker_deaths", "Processes that ended and were replaced"
         )
-        self._instances = Gauge(
-            f"{prefix}instances", "Known instances", ("type", "state"), registry=registry
-        )
+        self._instances = self._gauge("instances", "Known instances", "type", "state")
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"xpyd_router_{name}", text, labels, registry=self._registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"xpyd_router_{name}", text, labels, registry=self._registry)
 
     def failed(self, instance: Instance, cause: FailureCause) -> None:
         """A call to `instance` failed."""

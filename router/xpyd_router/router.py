@@ -16,7 +16,6 @@ import signal
 import socket
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -43,26 +42,6 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """Those that end a router."""
 _GC_THRESHOLD = 20_000
 """Requests make next to no cycles: collecting every 700 objects cost a twentieth of the time."""
-
-
-@dataclass(frozen=True)
-class RunningRouter:
-    """A router that serves until `run` returns. Ports are the real ones."""
-
-    serving: Serving
-    state: AppState
-    """What it serves with."""
-    http_port: int
-    """Where clients connect."""
-    discovery_port: int
-
-    def stop(self) -> None:
-        """Begin the drain; a second call ends at once."""
-        self.serving.stop()
-
-    async def run(self) -> None:
-        """Serve until `stop`, then drain."""
-        await self.serving.run()
 
 
 def read_secrets(config: RouterConfig) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
@@ -116,7 +95,7 @@ def _listen(config: RouterConfig) -> list[socket.socket]:
 @contextlib.asynccontextmanager
 async def open_router(
     config: RouterConfig, protocol: type[asyncio.Protocol] | None = None
-) -> AsyncGenerator[RunningRouter]:
+) -> AsyncGenerator[Serving]:
     """A router of one process with its ports bound and discovery running; leaving frees everything.
 
     `protocol` is uvicorn's `http`; None: ours, whose answers go straight to the transport.
@@ -151,11 +130,12 @@ async def open_router(
         prober = make_prober(config, fleet, metrics)
         works = (discovery.run(), prober.run())
         async with open_serving(state, listeners, protocol, works) as serving:
-            yield RunningRouter(serving, serving.state, serving.http_port, discovery.port)
+            serving.discovery_port = discovery.port
+            yield serving
 
 
 class Running(Protocol):
-    """A RunningRouter, or the owner of several processes."""
+    """A router that is served by one process, or the owner of several. Ports are the real ones."""
 
     @property
     def http_port(self) -> int: ...

@@ -26,7 +26,8 @@ from xpyd_core.keys import beat_mac, read_keys
 from xpyd_core.messages import Heartbeat, encode_heartbeat
 from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.health import HealthRules
-from xpyd_router.router import RunningRouter, open_router
+from xpyd_router.http.server import Serving
+from xpyd_router.router import open_router
 
 PATIENCE_S = 120.0
 """For the whole of a test. The processes of a router start in two seconds where cores are free, and
@@ -318,7 +319,7 @@ class FakeEngine:
 class Fleet:
     """A router and the engines that beat to it."""
 
-    router: RunningRouter
+    router: Serving
     http: aiohttp.ClientSession
     dealer: zmq.asyncio.Socket
     stack: contextlib.AsyncExitStack

@@ -21,10 +21,10 @@ from tests.router.fakes import PATIENCE_S, FakeEngine, Fleet, replace_beat
 from xpyd_core.messages import encode_heartbeat
 from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.health import HealthRules
+from xpyd_router.http.server import Serving
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.processes.owner import Owner, open_owner
 from xpyd_router.processes.worker_processes import WorkerProcess
-from xpyd_router.router import RunningRouter
 
 
 async def when(holds: Callable[[], Awaitable[bool]]) -> None:
@@ -40,7 +40,7 @@ class _State:
 
 @dataclass
 class _Router:
-    """What Fleet uses of a RunningRouter."""
+    """What Fleet uses of a Serving."""
 
     owner: Owner
 
@@ -177,7 +177,7 @@ async def several(processes: int = 2, **config: Any) -> AsyncGenerator[Several]:
         stack.callback(context.destroy, 0)
         dealer = context.socket(zmq.DEALER)
         dealer.connect(f"tcp://127.0.0.1:{owner.discovery_port}")
-        yield Several(cast(RunningRouter, _Router(owner)), http, dealer, stack, None)
+        yield Several(cast(Serving, _Router(owner)), http, dealer, stack, None)
 
 
 class Elsewhere(Fleet):
@@ -224,7 +224,7 @@ async def routed(
             dealer = context.socket(zmq.DEALER)
             dealer.connect(f"tcp://127.0.0.1:{ports[1]}")
             http = await stack.enter_async_context(aiohttp.ClientSession())
-            router = cast(RunningRouter, _Ports(ports[0]))
+            router = cast(Serving, _Ports(ports[0]))
             yield child, Elsewhere(router, http, dealer, stack, None)
         finally:
             if child.returncode is None:

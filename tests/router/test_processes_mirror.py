@@ -15,15 +15,12 @@ from xpyd_router.fleet.poison import Break, fingerprint
 from xpyd_router.fleet.registry import Registry
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.processes.events import (
-    Acquit,
-    Began,
     Convict,
     Failed,
     Splitter,
     Succeeded,
     ToOwner,
     ToWorker,
-    TransferFailed,
     frame,
     to_worker,
 )
@@ -55,22 +52,8 @@ class World:
         loads = SharedLoadTable(Rows(memoryview(bytearray(size_bytes(1))), 1), 0)
 
         def hear(event: ToOwner) -> None:
-            match event:
-                case Failed():
-                    tell(made, self.owner.take_failed(event))
-                case Succeeded(key):
-                    self.owner.take_succeeded(key)
-                case Began():
-                    for stood in self.owner.take_began(event):
-                        tell(made, stood)
-                case TransferFailed():
-                    self.owner.take_transfer_failed(event)
-                case Convict(suspect):
-                    self.owner.take_convict(suspect)
-                case Acquit(suspect):
-                    self.owner.take_acquit(suspect)
-                case _:
-                    raise AssertionError(event)
+            for stood in self.owner.take(event):
+                tell(made, stood)
 
         made = Mirror(
             *(registry(), self.clock, loads, RULES),
@@ -282,7 +265,7 @@ def test_a_body_that_one_worker_serves_after_all_is_refused_by_none() -> None:
     heard = world.published
     worker.acquit(b"nobody refuses this")
     assert world.published == heard
-    world.owner.take_convict(fingerprint(b"poison", world.owner.secret))
+    world.owner.take(Convict(fingerprint(b"poison", world.owner.secret)))
     other.acquit(b"poison")
     assert not worker.refused
     assert not other.refused

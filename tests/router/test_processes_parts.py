@@ -16,13 +16,13 @@ from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.health import HealthRules
 from xpyd_router.fleet.instances import InstanceKey
 from xpyd_router.fleet.loads import Work
-from xpyd_router.policy.base import Want
+from xpyd_router.fleet.registry import Registry
 from xpyd_router.processes import events
 from xpyd_router.processes.events import Beat, Failed, Splitter, Stood, frame, to_owner, to_worker
 from xpyd_router.processes.gathered_metrics import merge, parse, retire
+from xpyd_router.processes.mirror import Mirror
 from xpyd_router.processes.shared_loads import (
     SLOTS,
-    FreshPolicy,
     Rows,
     SharedLoadTable,
     Slots,
@@ -198,30 +198,21 @@ def test_who_left_gives_its_slot_back_and_calls_that_still_run_write_nowhere() -
     assert load.own == Work()
 
 
-class _Policy:
-    needs_session = needs_marks = needs_paces = False
-
-    def __init__(self, table: SharedLoadTable) -> None:
-        self.table = table
-        self.seen: list[int] = []
-
-    def pick(self, snapshot: object, want: Want) -> None:
-        self.seen.append(self.table.of(KEY).ours)
-
-    def placed(self, choice: object, want: Want) -> int:
-        return want.prompt_tokens
-
-
 def test_a_pick_sees_loads_no_older_than_a_millisecond() -> None:
     mine, theirs = two_tables()
     now = 5.0
-    policy = _Policy(mine)
-    fresh = FreshPolicy(policy, mine, lambda: now)  # pyright: ignore[reportArgumentType] - no snapshot
+    fleet = Mirror(
+        *(Registry(period_s=3.0, missed_beats=3), lambda: now, mine, HealthRules()),
+        secret=b"",
+        tell=lambda _: None,
+    )
+    seen: list[int] = []
     for at_s in (5.0, 5.0005, 5.0011):
         now = at_s
         theirs.of(KEY).begin(1)
-        fresh.pick(None, Want("m"))  # pyright: ignore[reportArgumentType] - as above
-    assert policy.seen == [1, 1, 3]
+        _ = fleet.snapshot  # what a pick is made of
+        seen.append(mine.of(KEY).ours)
+    assert seen == [1, 1, 3]
 
 
 # --- metrics

@@ -19,8 +19,7 @@ from xpyd_core import __version__
 from xpyd_core.errors import ApiError
 from xpyd_router.admission import _REFUSALS
 from xpyd_router.http.app import quart_app
-from xpyd_router.http.openapi.document import openapi_document
-from xpyd_router.http.openapi.requests import chat_request, completion_request
+from xpyd_router.http.openapi.document import chat_request, completion_request, openapi_document
 from xpyd_router.http.openapi.responses import ERRORS
 from xpyd_router.request.client_request import ENDPOINTS, parse_request
 from xpyd_worker.server.openai.params import parse_chat, parse_completion

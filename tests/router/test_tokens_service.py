@@ -25,9 +25,8 @@ from xpyd_router.fleet.registry import Registry
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.request.client_request import InferenceRequest, parse_request
-from xpyd_router.tokens.fetch import AiohttpFetch
 from xpyd_router.tokens.process import ChildLimits, TokenChild
-from xpyd_router.tokens.service import FetchFailed, Prompted, Tokens
+from xpyd_router.tokens.service import FetchFailed, Prompted, Tokens, fetch
 from xpyd_worker.runner.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("uv_loop")
@@ -93,7 +92,7 @@ class Fleet:
 
     @property
     def child(self) -> TokenChild:
-        child = self.tokens._supervisor.child_with("k")
+        child = self.tokens.child_with("k")
         assert child is not None
         return child
 
@@ -104,10 +103,12 @@ async def fleet(limits: ChildLimits = LIMITS) -> AsyncGenerator[Fleet]:
     view = FleetView(Registry(period_s=1e6, missed_beats=3), lambda: clock[0])
     metrics = RouterMetrics()
 
-    async def fetch(to: Address, path: str, *, max_bytes: int) -> bytes:
+    async def fetch_made(to: Address, path: str, *, max_bytes: int) -> bytes:
         return await made.fetch(to, path, max_bytes=max_bytes)
 
-    tokens = Tokens(fleet=view, fetch=fetch, metrics=metrics, clock=lambda: clock[0], limits=limits)
+    tokens = Tokens(
+        fleet=view, fetch=fetch_made, metrics=metrics, clock=lambda: clock[0], limits=limits
+    )
     made = Fleet(view, tokens, metrics, clock)
     running = asyncio.create_task(tokens.run())
     try:
@@ -228,22 +229,18 @@ async def test_fetch_takes_a_200_of_bounded_length_and_nothing_else() -> None:
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         to = Address("127.0.0.1", runner.addresses[0][1])
-        fetch = AiohttpFetch("127.0.0.1")
-        assert await fetch(to, "/big", max_bytes=1000) == b"x" * 1000
+        assert await fetch(to, "/big", max_bytes=1000, local_host="127.0.0.1") == b"x" * 1000
         for path, limit in (("/big", 999), ("/away", 1000), ("/none", 1000)):
             with pytest.raises(FetchFailed) as failed:
-                await fetch(to, path, max_bytes=limit)
+                await fetch(to, path, max_bytes=limit, local_host="127.0.0.1")
             assert "127.0.0.1" not in str(failed.value)
         await runner.cleanup()
         with pytest.raises(FetchFailed):
-            await fetch(to, "/big", max_bytes=1000)
+            await fetch(to, "/big", max_bytes=1000, local_host="127.0.0.1")
 
 
 def test_the_routers_own_process_loads_no_tokenizer_library() -> None:
-    code = (
-        "import sys, xpyd_router.tokens.service, xpyd_router.tokens.fetch; "
-        "print('tokenizers' in sys.modules)"
-    )
+    code = "import sys, xpyd_router.tokens.service; print('tokenizers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert done.stdout == b"False\n"
     assert PATH == "/tokenizer"

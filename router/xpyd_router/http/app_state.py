@@ -18,7 +18,7 @@ from xpyd_router.fleet.instances import InstanceKey
 from xpyd_router.fleet.loads import LoadTable
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
-from xpyd_router.policy.pairs import Policy
+from xpyd_router.policy.pairs import PairPolicy
 
 
 class RouterControl(Protocol):
@@ -65,7 +65,7 @@ class AppState:
     config: RouterConfig
     fleet: FleetView
     loads: LoadTable
-    policy: Policy
+    policy: PairPolicy
     metrics: RouterMetrics
     """Of this process."""
     control: RouterControl

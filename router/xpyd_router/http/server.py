@@ -20,9 +20,11 @@ import random
 import socket
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Sequence
-from typing import Protocol, cast
+from functools import partial
+from typing import cast
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.loads import LoadTable
@@ -31,13 +33,13 @@ from xpyd_router.http.app import build_app
 from xpyd_router.http.app_state import AppState
 from xpyd_router.http.protocol import ClientProtocol
 from xpyd_router.policy.base import NO_SLO
-from xpyd_router.policy.pairs import Policy, PolicyNames, build_policy
+from xpyd_router.policy.pairs import PairPolicy, PolicyNames, build_policy
 from xpyd_router.request.attempt import Attempts
 from xpyd_router.request.failures import Failures
 from xpyd_router.request.flow import Flow, RandomPool
 from xpyd_router.request.objectives import Objectives
 from xpyd_router.request.releases import Releases
-from xpyd_router.tokens.service import Tokens
+from xpyd_router.tokens.service import Tokens, fetch
 from xpyd_router.upstream.client import UpstreamClient
 
 logger = logging.getLogger(__name__)
@@ -45,14 +47,6 @@ _MOST_AT_ONCE = 128
 """A turn in which so many begin takes some milliseconds."""
 _REST_S = 1.0
 """Between two tries where there is no file or memory for a connection."""
-
-
-class ServedConnection(Protocol):
-    """What uvicorn's protocols have."""
-
-    def shutdown(self) -> None:
-        """Close it when it has answered what it was asked."""
-        ...
 
 
 class Acceptor:
@@ -118,7 +112,7 @@ class Acceptor:
             return
         if self._is_closed:
             # The other connections were closed before this one existed.
-            cast(ServedConnection, protocol).shutdown()
+            cast(HttpToolsProtocol, protocol).shutdown()
 
 
 _LOOK_S = 1.0
@@ -212,6 +206,9 @@ class Serving:
     ) -> None:
         self.state = state
         self.http_port: int = listeners[0].getsockname()[1]
+        """Where clients connect."""
+        self.discovery_port = 0
+        """Where engines beat to, if to this process."""
         self._server = server
         self._listeners = list(listeners)
         self._stop = asyncio.Event()
@@ -339,7 +336,7 @@ def _make_flow(
 
 def make_policy(
     config: RouterConfig, fleet: FleetView, loads: LoadTable, first_turn: int = 0
-) -> Policy:
+) -> PairPolicy:
     """The policy that `config` names; it forgets instances that leave."""
     policy = build_policy(
         PolicyNames(config.policy, config.prefill_policy, config.decode_policy),
@@ -375,10 +372,8 @@ def _tokens(state: AppState) -> Tokens | None:
     """The token counter, where a flag asks for it."""
     if not state.config.exact_prefixes:
         return None
-    from xpyd_router.tokens.fetch import AiohttpFetch  # some megabytes that others do without
-
-    fetch = AiohttpFetch(source_host(state.config))
-    return Tokens(fleet=state.fleet, fetch=fetch, metrics=state.metrics, clock=state.clock)
+    own_fetch = partial(fetch, local_host=source_host(state.config))
+    return Tokens(fleet=state.fleet, fetch=own_fetch, metrics=state.metrics, clock=state.clock)
 
 
 def _objectives(state: AppState) -> Objectives | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from xpyd_core.errors import UserError
 from xpyd_router.fleet.instances import Candidates, Instance, InstanceKey, Snapshot
@@ -53,35 +53,6 @@ class Alone(NamedTuple):
     """One instance serves the whole request; no KV moves."""
 
     instance: Instance
-
-
-class Policy(Protocol):
-    """Picks instances. Must be fair by itself: the caller keeps no state about turns."""
-
-    def pick(self, snapshot: Snapshot, want: Want) -> Pair | Alone | None:
-        """A choice among the routable instances, or None where there is none."""
-        ...
-
-    def placed(self, choice: Pair | Alone, want: Want) -> int:
-        """The request goes there. Returns about how many tokens of its prompt are to be computed:
-        those that the instance's cache is not known to have.
-        """
-        ...
-
-    @property
-    def needs_session(self) -> bool:
-        """Whether Want.session is read."""
-        ...
-
-    @property
-    def needs_marks(self) -> bool:
-        """Whether Want.marks are read."""
-        ...
-
-    @property
-    def needs_paces(self) -> bool:
-        """Whether Load.pace and Want.slo are read."""
-        ...
 
 
 def _side(kind: SideKind, candidates: Iterable[Candidate], attempt: str = "") -> Side:
@@ -174,7 +145,9 @@ class PairPolicy:
         return _single(self._aggregated, sides.aggregated, want)
 
     def placed(self, choice: Pair | Alone, want: Want) -> int:
-        """Tell the policies of both; see Policy."""
+        """The request goes there. Returns about how many tokens of its prompt are to be computed:
+        those that the instance's cache is not known to have.
+        """
         if not self._learns:
             return want.prompt_tokens
         first = choice[0]  # the one that computes the prompt

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from xpyd_router.errors import FailureCause
 from xpyd_router.fleet.health import EJECTING, KILLING, STRIKES, HealthReport, HealthRules
-from xpyd_router.fleet.instances import Instance, InstanceKey
+from xpyd_router.fleet.instances import Instance, InstanceKey, Snapshot
 from xpyd_router.fleet.loads import Load
 from xpyd_router.fleet.poison import Break, fingerprint
 from xpyd_router.fleet.registry import Registry, key_of
@@ -60,6 +60,12 @@ class Mirror(FleetView):
         self._counted: set[InstanceKey] = set()
         self._weights: dict[InstanceKey, float] = {}
         self.on_gone(self._forget)
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """See FleetView. Read for each pick, which sees loads no older than a moment."""
+        self._shared.refresh_when_old(self._clock)
+        return super().snapshot
 
     def take(self, event: ToWorker) -> None:
         """What the owner says of the fleet; other events are not for here."""

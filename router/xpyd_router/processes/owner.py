@@ -23,20 +23,14 @@ from xpyd_core.listen import loopback_beside
 from xpyd_router.config import RouterConfig
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.processes.events import (
-    Acquit,
     AskMetrics,
-    Began,
-    Convict,
     Cordon,
     Done,
-    Failed,
     Metrics,
     Present,
-    Succeeded,
     Text,
     ToOwner,
     ToWorker,
-    TransferFailed,
     Welcome,
     encode_config,
 )
@@ -197,19 +191,6 @@ class Owner:
     def _take(self, worker: WorkerProcess, event: ToOwner) -> None:
         """What a worker reports or asks."""
         match event:
-            case Began():
-                for stood in self.fleet.take_began(event):
-                    worker.send(stood)
-            case Succeeded(key):
-                self.fleet.take_succeeded(key)
-            case Failed():
-                worker.send(self.fleet.take_failed(event))
-            case TransferFailed():
-                self.fleet.take_transfer_failed(event)
-            case Convict(suspect):
-                self.fleet.take_convict(suspect)
-            case Acquit(suspect):
-                self.fleet.take_acquit(suspect)
             case Cordon(ask, key, is_cordoned):
                 self.fleet.cordon(key, is_cordoned=is_cordoned)
                 worker.send(Done(ask))
@@ -218,7 +199,8 @@ class Owner:
             case AskMetrics(ask):
                 self._answer(self._gather(worker, ask))
             case _:
-                raise AssertionError(event)
+                for stood in self.fleet.take(event):
+                    worker.send(stood)
 
     def _answer(self, work: Coroutine[None, None, None]) -> None:
         if len(self._answering) >= _MAX_ANSWERING:

@@ -15,10 +15,12 @@ from xpyd_router.fleet.instances import Instance, InstanceKey
 from xpyd_router.fleet.registry import Outcome, Registry, key_of
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.processes.events import (
+    Acquit,
     Acquitted,
     Beat,
     Began,
     Broke,
+    Convict,
     Convicted,
     Cordoned,
     Failed,
@@ -26,6 +28,8 @@ from xpyd_router.processes.events import (
     Lost,
     Removed,
     Stood,
+    Succeeded,
+    ToOwner,
     ToWorker,
     TransferFailed,
     Weights,
@@ -114,42 +118,37 @@ class OwnerView(FleetView):
         if changed:
             self._publish(Weights(tuple(changed.items())))
 
-    def take_began(self, event: Began) -> Sequence[Stood]:
-        """A worker's request is the trial of these; their standing now."""
-        found = [one for key in event.keys if (one := self._registry.get(key)) is not None]
-        super().began(found)
+    def take(self, event: ToOwner) -> Sequence[Stood]:
+        """What happened to a worker's calls; the standing of instances that the worker asks for.
+        Other events are not for here.
+        """
+        stood: list[InstanceKey] = []
+        match event:
+            case Began(keys):  # its request is the trial of these
+                found = [one for key in keys if (one := self._registry.get(key)) is not None]
+                super().began(found)
+                stood = [one.key for one in found]
+            case Succeeded(key):
+                if (one := self._registry.get(key)) is not None:
+                    super().succeeded(one)
+            case Failed(key, cause, suspect):
+                before = self._registry.version
+                self._health.failed(key, cause, suspect, self.now_s)
+                self._settle(key)
+                self._tell(before)
+                stood = [key]
+            case TransferFailed(prefill, decode, suspect):
+                self._transfer_failed(prefill, decode, suspect)
+            case Convict(suspect):  # all refuse the body
+                self._health.poison.convict(suspect, self.now_s)
+                self._publish(Convicted(suspect, self.refused[suspect]))
+            case Acquit(suspect):
+                self._health.poison.acquit(suspect)
+                self._publish(Acquitted(suspect))
+            case _:
+                return ()
         self._flush()
-        return [self._standing(one.key) for one in found]
-
-    def take_succeeded(self, key: InstanceKey) -> None:
-        """A worker's call was served."""
-        if (found := self._registry.get(key)) is not None:
-            super().succeeded(found)
-            self._flush()
-
-    def take_failed(self, event: Failed) -> Stood:
-        """A worker's call failed; the standing of the instance now."""
-        before, key = self._registry.version, event.key
-        self._health.failed(key, event.cause, event.suspect, self.now_s)
-        self._settle(key)
-        self._tell(before)
-        self._flush()
-        return self._standing(key)
-
-    def take_transfer_failed(self, event: TransferFailed) -> None:
-        """The KV of a worker's request did not come."""
-        self._transfer_failed(event.prefill, event.decode, event.suspect)
-        self._flush()
-
-    def take_convict(self, suspect: bytes) -> None:
-        """Instances died under a worker's request: all refuse its body."""
-        self._health.poison.convict(suspect, self.now_s)
-        self._publish(Convicted(suspect, self.refused[suspect]))
-
-    def take_acquit(self, suspect: bytes) -> None:
-        """A worker served a body that is refused."""
-        self._health.poison.acquit(suspect)
-        self._publish(Acquitted(suspect))
+        return [self._standing(key) for key in stood]
 
     def _beat(self, beat: Heartbeat, *, is_signed: bool) -> Beat:
         instance = self._registry.get(key_of(beat))

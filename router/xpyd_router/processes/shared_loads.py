@@ -17,10 +17,8 @@ from collections.abc import Callable, Collection, Iterable
 
 from xpyd_core.messages import Heartbeat
 from xpyd_router.admission import COLUMNS
-from xpyd_router.fleet.instances import MAX_INSTANCES, InstanceKey, Snapshot
+from xpyd_router.fleet.instances import MAX_INSTANCES, InstanceKey
 from xpyd_router.fleet.loads import Load, LoadTable, Work
-from xpyd_router.policy.base import Want
-from xpyd_router.policy.pairs import Alone, Pair, Policy
 
 SLOTS = MAX_INSTANCES + 1024
 """More than instances: a slot that became free rests, till every worker has noticed."""
@@ -189,6 +187,7 @@ class SharedLoadTable(LoadTable):
         self._others = rows.others(number)
         self._slots: dict[InstanceKey, int] = {}
         self._bound: dict[InstanceKey, SharedLoad] = {}
+        self._next_s = 0.0
 
     def bind(self, key: InstanceKey, slot: int) -> None:
         """The instance's slot, before its first `take`."""
@@ -213,6 +212,14 @@ class SharedLoadTable(LoadTable):
         others = self._others
         for load in self._bound.values():
             load.refresh(others)
+
+    def refresh_when_old(self, clock: Callable[[], float]) -> None:
+        """The same where the last time was more than a moment ago. `clock` is monotonic seconds."""
+        began_s = clock()
+        if began_s >= self._next_s:
+            self.refresh()
+            ended_s = clock()
+            self._next_s = ended_s + max(_LEAST_AGE_S, _SHARE * (ended_s - began_s))
 
     def refresh_one(self, key: InstanceKey) -> None:
         """The same for one instance."""
@@ -247,26 +254,3 @@ class SharedLoadTable(LoadTable):
         load.refresh(self._others)
         self._bound[key] = load
         return load
-
-
-class FreshPolicy:
-    """A Policy that is asked with loads no older than a moment."""
-
-    def __init__(self, policy: Policy, loads: SharedLoadTable, clock: Callable[[], float]) -> None:
-        self._policy = policy
-        self._loads = loads
-        self._clock = clock
-        self._next_s = 0.0
-        self.needs_session = policy.needs_session
-        self.needs_marks = policy.needs_marks
-        self.needs_paces = policy.needs_paces
-        self.placed = policy.placed
-
-    def pick(self, snapshot: Snapshot, want: Want) -> Pair | Alone | None:
-        """See Policy."""
-        began_s = self._clock()
-        if began_s >= self._next_s:
-            self._loads.refresh()
-            ended_s = self._clock()
-            self._next_s = ended_s + max(_LEAST_AGE_S, _SHARE * (ended_s - began_s))
-        return self._policy.pick(snapshot, want)

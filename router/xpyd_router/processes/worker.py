@@ -51,7 +51,7 @@ from xpyd_router.processes.events import (
     to_worker,
 )
 from xpyd_router.processes.mirror import Mirror
-from xpyd_router.processes.shared_loads import FreshPolicy, SharedLoadTable, map_rows
+from xpyd_router.processes.shared_loads import SharedLoadTable, map_rows
 from xpyd_router.router import SIGNALS, make_registry, tune_process
 
 _ANSWER_S = 5.0
@@ -210,7 +210,6 @@ class Worker:
             secret=welcome.secret,
             tell=self._send,
         )
-        policy = make_policy(config, fleet, loads, first_turn=self._number)
         admission = Admission(
             config.limits,
             metrics,
@@ -222,7 +221,7 @@ class Worker:
             config=config,
             fleet=fleet,
             loads=loads,
-            policy=FreshPolicy(policy, loads, time.monotonic),
+            policy=make_policy(config, fleet, loads, first_turn=self._number),
             metrics=metrics,
             control=control,
             admission=admission,

@@ -14,7 +14,7 @@ from xpyd_router.access_log import Trace
 from xpyd_router.config import RouterConfig
 from xpyd_router.errors import Answer, CallFailed, EngineRefused
 from xpyd_router.policy.base import NO_SLO
-from xpyd_router.policy.pairs import Alone, Pair, Policy
+from xpyd_router.policy.pairs import Alone, Pair, PairPolicy
 from xpyd_router.request.answers import Head, error_event, tokens_in, whole_answer
 from xpyd_router.request.attempt import Attempt, Attempts
 from xpyd_router.request.client_request import ClientHead, InferenceRequest
@@ -72,7 +72,7 @@ class Flow:
         self,
         *,
         config: RouterConfig,
-        policy: Policy,
+        policy: PairPolicy,
         attempts: Attempts,
         failures: Failures,
         clock: Callable[[], float],

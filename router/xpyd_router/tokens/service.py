@@ -1,17 +1,17 @@
 """The token counter: an estimate at once, or the engine's own count and block hashes.
 
 Policies and limits call it; it gives a client no error. Its owner runs `run` as a task and calls
-`close` at the end. `ChildSupervisor` keeps the child process with the fleet's tokenizer files: it
-fetches, loads and restarts. One fetch runs at a time, so that one document at most is in memory.
-The child is started when the first engine with files is seen.
+`close` at the end. It keeps the child process with the fleet's tokenizer files: it fetches, loads
+and restarts. One fetch runs at a time, so that one document at most is in memory. The child is
+started when the first engine with files is seen.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from xpyd_core.request_id import Address
 from xpyd_core.tokenizer_files import MAX_BYTES, PATH
@@ -21,29 +21,68 @@ from xpyd_router.metrics import RouterMetrics
 from xpyd_router.tokens.process import ChildEnded, ChildLimits, TokenChild, Uncounted
 from xpyd_router.tokens.prompts import estimate_tokens
 from xpyd_router.tokens.wanted_files import WantedFiles, Wish
+from xpyd_router.upstream.client import source_for
 
 logger = logging.getLogger(__name__)
 _FETCH_S = 30.0
+_PIECE_BYTES = 256 * 1024
 _LOOK_S = 1.0
 """How often is looked whether the child lives and whether something is due."""
 _MAX_START_BACKOFF_S = 60.0
+
+
+Fetch = Callable[..., Awaitable[bytes]]
 
 
 class FetchFailed(Exception):
     """An engine did not give its files; the message says why, without its address."""
 
 
-class Fetch(Protocol):
-    """GETs from engines. The deadline is the caller's."""
+async def fetch(to: Address, path: str, *, max_bytes: int, local_host: str | None = None) -> bytes:
+    """GET from an engine: the body of a 200. FetchFailed for anything else, and for one longer than
+    `max_bytes`, of which no more than that is read. The deadline is the caller's. On a connection
+    of its own, for there are few; `local_host` as of source_for.
+    """
+    import aiohttp  # some megabytes that routers without a tokenizer do without
 
-    async def __call__(self, to: Address, path: str, *, max_bytes: int) -> bytes:
-        """The body of a 200; FetchFailed for anything else, and for one longer than `max_bytes`,
-        of which no more than that is read."""
-        ...
+    parts: list[bytes] = []
+    size_bytes = 0
+    try:
+        connector = aiohttp.TCPConnector(local_addr=source_for(to, local_host))
+        async with (
+            aiohttp.ClientSession(connector=connector) as http,
+            http.get(f"http://{to}{path}", allow_redirects=False) as response,
+        ):
+            if response.status != 200:
+                raise FetchFailed(f"status {response.status}")
+            async for part in response.content.iter_chunked(_PIECE_BYTES):
+                size_bytes += len(part)
+                if size_bytes > max_bytes:
+                    raise FetchFailed(f"more than {max_bytes} bytes")
+                parts.append(part)
+    except (aiohttp.ClientError, OSError) as error:
+        raise FetchFailed(type(error).__name__) from error
+    return b"".join(parts)
 
 
-class ChildSupervisor:
-    """Owner of the child. `run` until cancelled, then `close`."""
+class Prompted(NamedTuple):
+    """A request's prompts.
+
+    `tokens`: of all prompts together. `hashes`: of the first prompt's full blocks, as the prefix
+    cache of the engine has them that gave the files (and with its block size); at most 2,048, and
+    none where there is no exact count or no prefix cache. `block_tokens`: tokens of each of them.
+    """
+
+    tokens: int
+    hashes: tuple[bytes, ...]
+    is_exact: bool
+    block_tokens: int = 0
+
+
+class Tokens:
+    """One per router process. `clock` is monotonic seconds; `fetch` is the function above, with the
+    router's own address.
+    """
 
     def __init__(
         self,
@@ -51,18 +90,20 @@ class ChildSupervisor:
         fleet: FleetView,
         fetch: Fetch,
         metrics: RouterMetrics,
-        limits: ChildLimits,
         clock: Callable[[], float],
+        limits: ChildLimits | None = None,
     ) -> None:
         self._fleet = fleet
         self._fetch = fetch
         self._loads = metrics.tokenizer_loads
-        self._limits = limits
+        self._limits = limits or ChildLimits()
         self._clock = clock
         self._wanted = WantedFiles()
         self._child: TokenChild | None = None
         self._start_not_before_s = 0.0
         self._start_backoff_s = 1.0
+        results = ("exact", "unknown", "long", "busy", "late", "refused", "failed")
+        self._counted = {name: metrics.token_counts.labels(name) for name in results}
 
     def child_with(self, key: str) -> TokenChild | None:
         """The child, if it has the files of `key`."""
@@ -131,52 +172,6 @@ class ChildSupervisor:
             "no tokenizer files: %s", why[:200], extra={"instance": wish.source.instance.http}
         )
 
-
-class Prompted(NamedTuple):
-    """A request's prompts.
-
-    `tokens`: of all prompts together. `hashes`: of the first prompt's full blocks, as the prefix
-    cache of the engine has them that gave the files (and with its block size); at most 2,048, and
-    none where there is no exact count or no prefix cache. `block_tokens`: tokens of each of them.
-    """
-
-    tokens: int
-    hashes: tuple[bytes, ...]
-    is_exact: bool
-    block_tokens: int = 0
-
-
-class Tokens:
-    """One per router process. `clock` is monotonic seconds."""
-
-    def __init__(
-        self,
-        *,
-        fleet: FleetView,
-        fetch: Fetch,
-        metrics: RouterMetrics,
-        clock: Callable[[], float],
-        limits: ChildLimits | None = None,
-    ) -> None:
-        self._fleet = fleet
-        self._supervisor = ChildSupervisor(
-            fleet=fleet,
-            fetch=fetch,
-            metrics=metrics,
-            limits=limits or ChildLimits(),
-            clock=clock,
-        )
-        results = ("exact", "unknown", "long", "busy", "late", "refused", "failed")
-        self._counted = {name: metrics.token_counts.labels(name) for name in results}
-
-    async def run(self) -> None:
-        """Follow the fleet for ever."""
-        await self._supervisor.run()
-
-    async def close(self) -> None:
-        """End what `run` started."""
-        await self._supervisor.close()
-
     async def count(
         self, model: str, raw: bytes, fields: Mapping[str, Any], *, is_chat: bool
     ) -> Prompted:
@@ -185,7 +180,7 @@ class Tokens:
         """
         try:
             for key in _keys(self._fleet.snapshot.candidates(model)):
-                child = self._supervisor.child_with(key)
+                child = self.child_with(key)
                 if child is not None:
                     tokens, hashes = await child.count(key, raw, is_chat=is_chat)
                     self._counted["exact"].inc()

@@ -1,4 +1,9 @@
-"""The OpenAPI document: its paths, the operations of each, and all that they refer to."""
+"""The OpenAPI document: its paths, the operations of each, and all that they refer to. Pure.
+
+The bodies of the inference routes come from the structs that router and engine read them with. A
+field is checked by the router, which acts on it, or by the engine, whose 400 the client then gets:
+`x-checked-by` names which. Other fields go to the engines unread, so `additionalProperties` holds.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +11,14 @@ from typing import Any, Literal
 
 import msgspec
 
+from xpyd_core.openai import (
+    ChatRequest,
+    CompletionRequest,
+    RoutedChat,
+    RoutedCompletion,
+    body_schema,
+)
 from xpyd_router.http import shapes
-from xpyd_router.http.openapi.requests import EXAMPLES, chat_request, completion_request
 from xpyd_router.http.openapi.responses import (
     ENGINE_REFUSAL,
     answer_example,
@@ -20,6 +31,75 @@ from xpyd_router.http.openapi.responses import (
 )
 
 Json = dict[str, Any]
+_BODY = (
+    "Read as JSON, whatever Content-Type says. Fields that are not listed go to the engines "
+    "unchanged."
+)
+_SET_BY_ROUTER: Json = {
+    "type": "null",
+    "description": "Set by the router, not by clients.",
+    "x-checked-by": "router",
+}
+
+
+def completion_request() -> Json:
+    """The body of POST /v1/completions."""
+    return _body(RoutedCompletion, CompletionRequest)
+
+
+def chat_request() -> Json:
+    """The body of POST /v1/chat/completions."""
+    return _body(RoutedChat, ChatRequest)
+
+
+def _body(routed: type[msgspec.Struct], engine: type[msgspec.Struct]) -> Json:
+    schema = body_schema(routed, engine)
+    properties: Json = schema["properties"]
+    properties["model"]["type"] = "string"  # engines alone do without it
+    return {
+        "type": "object",
+        "description": _BODY,
+        "properties": {**properties, "kv_transfer_params": _SET_BY_ROUTER},
+        "required": ["model", *schema["required"]],
+        "additionalProperties": True,
+    }
+
+
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "completions": {
+        "whole": {
+            "summary": "A completion",
+            "value": {
+                "model": "demo-model",
+                "prompt": "San Francisco is a",
+                "max_tokens": 5,
+                "temperature": 0,
+            },
+        },
+        "streamed": {
+            "summary": "Streamed, with usage",
+            "value": {
+                "model": "demo-model",
+                "prompt": "San Francisco is a",
+                "max_tokens": 5,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            },
+        },
+    },
+    "chat/completions": {
+        "whole": {
+            "summary": "A chat",
+            "value": {
+                "model": "demo-model",
+                "messages": [{"role": "user", "content": "Where is San Francisco?"}],
+                "max_completion_tokens": 5,
+            },
+        },
+    },
+}
+
+
 # A head may be broken or too long, whatever is asked for.
 _ANY = (400, 431)
 _INFERENCE = (*_ANY, 404, 408, 413, 422, 429, 500, 502, 503, 504)
