@@ -305,9 +305,9 @@ def _run(args: argparse.Namespace) -> int:
     set_up_logging(args.log_level, args.log_format)
     config = read_config(args)
     if config.processes > 1:
-        from xpyd_router.processes.owner import run_owner
+        from xpyd_router.processes.parent import run_parent
 
-        return run_owner(config)
+        return run_parent(config)
     from xpyd_router.router import run_router
 
     return run_router(config)

@@ -3,7 +3,7 @@
 At the first signal /readiness turns 503 while requests are still taken for `drain_s`; then no more
 are accepted, running ones finish, and the exit status is 0. A second signal ends at once, one that
 comes before it listens ends the start. `http.server` is the half that serves; with several
-processes `processes.owner` takes over.
+processes `processes.parent` takes over.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ async def open_router(
 
 
 class Running(Protocol):
-    """A router that is served by one process, or the owner of several. Ports are the real ones."""
+    """A router that is served by one process, or the parent of several. Ports are the real ones."""
 
     @property
     def http_port(self) -> int: ...

@@ -1,4 +1,4 @@
-"""A router of several real processes and fake engines; its owner runs in the test's own loop."""
+"""A router of several real processes and fake engines; its parent runs in the test's own loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.health import HealthRules
 from xpyd_router.http.server import Serving
 from xpyd_router.metrics import RouterMetrics
-from xpyd_router.processes.owner import Owner, open_owner
+from xpyd_router.processes.parent import ParentProcess, open_parent
 from xpyd_router.processes.worker_processes import WorkerProcess
 
 
@@ -42,19 +42,19 @@ class _State:
 class _Router:
     """What Fleet uses of a Serving."""
 
-    owner: Owner
+    parent: ParentProcess
 
     @property
     def http_port(self) -> int:
-        return self.owner.http_port
+        return self.parent.http_port
 
     @property
     def discovery_port(self) -> int:
-        return self.owner.discovery_port
+        return self.parent.discovery_port
 
     @property
     def state(self) -> _State:
-        return _State(self.owner.metrics)
+        return _State(self.parent.metrics)
 
 
 def _holder(pids: list[int], port: int, peer_port: int) -> int | None:
@@ -121,12 +121,12 @@ class Several(Fleet):
     """A Fleet whose router has several processes."""
 
     @property
-    def owner(self) -> Owner:
-        return cast(_Router, self.router).owner
+    def parent(self) -> ParentProcess:
+        return cast(_Router, self.router).parent
 
     @property
     def workers(self) -> list[WorkerProcess]:
-        return self.owner.worker_processes.workers
+        return self.parent.worker_processes.workers
 
     async def client(self, number: int) -> Client:
         """A new connection to worker `number`, counted from 0."""
@@ -140,7 +140,7 @@ class Several(Fleet):
             self.stack.push_async_callback(http.close)
             async with http.get(f"{self.base}/health") as response:
                 await response.read()  # else the connection is not kept
-            pid = await asyncio.to_thread(_holder, pids, self.owner.http_port, port)
+            pid = await asyncio.to_thread(_holder, pids, self.parent.http_port, port)
             if pid == self.workers[number].pid:
                 return Client(self.base, http)
             await http.close()
@@ -171,13 +171,13 @@ async def several(processes: int = 2, **config: Any) -> AsyncGenerator[Several]:
         request_timeout_s=PATIENCE_S,
     )
     async with contextlib.AsyncExitStack() as stack:
-        owner = await stack.enter_async_context(open_owner(replace(defaults, **config)))
+        parent = await stack.enter_async_context(open_parent(replace(defaults, **config)))
         http = await stack.enter_async_context(aiohttp.ClientSession())
         context = zmq.asyncio.Context()
         stack.callback(context.destroy, 0)
         dealer = context.socket(zmq.DEALER)
-        dealer.connect(f"tcp://127.0.0.1:{owner.discovery_port}")
-        yield Several(cast(Serving, _Router(owner)), http, dealer, stack, None)
+        dealer.connect(f"tcp://127.0.0.1:{parent.discovery_port}")
+        yield Several(cast(Serving, _Router(parent)), http, dealer, stack, None)
 
 
 class Elsewhere(Fleet):

@@ -191,7 +191,7 @@ def test_killed_workers_take_their_own_requests_with_them_and_nothing_stays(
     play(tmp_path, work)
 
 
-def test_workers_of_a_killed_owner_finish_what_runs_under_load_and_end(tmp_path: Path) -> None:
+def test_workers_of_a_killed_parent_finish_what_runs_under_load_and_end(tmp_path: Path) -> None:
     async def work(world_: World) -> None:
         router = world_.router
         asked = Asked(world_)

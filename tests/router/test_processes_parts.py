@@ -18,9 +18,8 @@ from xpyd_router.fleet.instances import InstanceKey
 from xpyd_router.fleet.loads import Work
 from xpyd_router.fleet.registry import Registry
 from xpyd_router.processes import events
-from xpyd_router.processes.events import Beat, Failed, Splitter, Stood, frame, to_owner, to_worker
+from xpyd_router.processes.events import Beat, Failed, Splitter, Stood, frame, to_parent, to_worker
 from xpyd_router.processes.gathered_metrics import merge, parse, retire
-from xpyd_router.processes.mirror import Mirror
 from xpyd_router.processes.shared_loads import (
     SLOTS,
     Rows,
@@ -31,6 +30,7 @@ from xpyd_router.processes.shared_loads import (
     total,
 )
 from xpyd_router.processes.worker import MOST_BYTES, pieces
+from xpyd_router.processes.worker_view import WorkerView
 
 KEY = InstanceKey("127.0.0.1:1", "a")
 OTHER = InstanceKey("127.0.0.1:9", "b")
@@ -60,7 +60,7 @@ def test_events_come_out_as_they_went_in_however_the_stream_is_cut() -> None:
 
 def test_an_event_of_a_worker_comes_out_as_it_went_in() -> None:
     sent = Failed(KEY, "reset", b"\x00" * 16)
-    assert [to_owner.decode(body) for body in Splitter().feed(frame(sent))] == [sent]
+    assert [to_parent.decode(body) for body in Splitter().feed(frame(sent))] == [sent]
 
 
 def test_a_frame_above_the_bound_is_refused_before_it_is_held() -> None:
@@ -201,7 +201,7 @@ def test_who_left_gives_its_slot_back_and_calls_that_still_run_write_nowhere() -
 def test_a_pick_sees_loads_no_older_than_a_millisecond() -> None:
     mine, theirs = two_tables()
     now = 5.0
-    fleet = Mirror(
+    fleet = WorkerView(
         *(Registry(period_s=3.0, missed_beats=3), lambda: now, mine, HealthRules()),
         secret=b"",
         tell=lambda _: None,

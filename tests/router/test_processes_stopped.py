@@ -21,20 +21,20 @@ from xpyd_router.processes.events import (
     Ping,
     Pong,
     Splitter,
-    ToOwner,
+    ToParent,
     ToWorker,
-    to_owner,
+    to_parent,
     to_worker,
 )
-from xpyd_router.processes.worker import SILENCE_S, OwnerControl
+from xpyd_router.processes.worker import SILENCE_S, ParentControl
 
 MORE_THAN_BUFFERS = [Acquit(bytes(1000))] * 2000
 """2 MB: a socket and its transport hold some hundred KB."""
 
 
-def test_a_worker_is_current_as_long_as_its_owner_is_heard() -> None:
-    now_s, told = 100.0, list[ToOwner]()
-    control = OwnerControl(told.append, lambda: now_s)
+def test_a_worker_is_current_as_long_as_its_parent_is_heard() -> None:
+    now_s, told = 100.0, list[ToParent]()
+    control = ParentControl(told.append, lambda: now_s)
     now_s += SILENCE_S - 1
     assert control.is_current
     now_s += 1
@@ -76,9 +76,9 @@ def test_who_does_not_read_is_waited_for_without_a_deadline(deadline_s: float | 
             theirs.close()
             return False
         reader, writer = await asyncio.open_connection(sock=theirs)
-        splitter, found = Splitter(), list[ToOwner]()
+        splitter, found = Splitter(), list[ToParent]()
         while len(found) < len(MORE_THAN_BUFFERS):
-            found += [to_owner.decode(b) for b in splitter.feed(await reader.read(2**20))]
+            found += [to_parent.decode(b) for b in splitter.feed(await reader.read(2**20))]
         assert found == MORE_THAN_BUFFERS
         channel.close()
         await lost.wait()
@@ -104,11 +104,11 @@ async def status_of(client: Client, path: str) -> int:
 
 
 @pytest.mark.slow
-async def test_workers_of_a_stopped_owner_serve_on_say_so_and_are_ready_when_it_goes_on() -> None:
+async def test_workers_of_a_stopped_parent_serve_on_say_so_and_are_ready_when_it_goes_on() -> None:
     async def is_status(client: Client, path: str, status: int) -> bool:
         return await status_of(client, path) == status
 
-    async with routed() as (owner, made):
+    async with routed() as (parent, made):
         await made.engine("P")
         await made.engine("D")
         names = {engine.beat.instance for engine in made.engines}
@@ -116,20 +116,20 @@ async def test_workers_of_a_stopped_owner_serve_on_say_so_and_are_ready_when_it_
             client = Client(f"http://127.0.0.1:{made.router.http_port}", http)
             await when(lambda: client.knows(names))
             assert await status_of(client, "/readiness") == 200
-            owner.send_signal(signal.SIGSTOP)
+            parent.send_signal(signal.SIGSTOP)
             await when(lambda: is_status(client, "/readiness", 503))
             assert await status_of(client, "/health") == 200
             assert await client.status() == 200
-            owner.send_signal(signal.SIGCONT)
+            parent.send_signal(signal.SIGCONT)
             await when(lambda: is_status(client, "/readiness", 200))
 
 
 @pytest.mark.slow
-async def test_a_stopped_worker_of_a_killed_owner_ends_and_its_port_is_free() -> None:
-    async with routed() as (owner, made):
-        workers = children(owner.pid)
+async def test_a_stopped_worker_of_a_killed_parent_ends_and_its_port_is_free() -> None:
+    async with routed() as (parent, made):
+        workers = children(parent.pid)
         os.kill(workers[1], signal.SIGSTOP)
-        owner.kill()
+        parent.kill()
         await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
         assert is_refused(made.router.http_port)
 

@@ -43,7 +43,7 @@ async def with_pair(made: Several) -> tuple[FakeEngine, FakeEngine, list[Client]
     return p, d, clients
 
 
-async def test_every_worker_serves_what_the_owner_heard_of() -> None:
+async def test_every_worker_serves_what_the_parent_heard_of() -> None:
     async with several(2) as made:
         _, d, clients = await with_pair(made)
         assert [await client.status() for client in clients] == [200, 200]
@@ -163,7 +163,7 @@ async def test_a_killed_worker_takes_only_its_own_requests_with_it_and_is_replac
         with pytest.raises(aiohttp.ClientError):
             await doomed
         await until(lambda: made.workers[0].pid != pid)
-        counted = made.owner._rows.row(0)  # pyright: ignore[reportPrivateUsage] - all see it
+        counted = made.parent._rows.row(0)  # pyright: ignore[reportPrivateUsage] - all see it
         assert not any(counted), "what the dead one had in flight"
         await until(lambda: is_replaced(made, pid))
         # Its place was given back: the limit of two lets another in beside the kept one.
@@ -205,13 +205,13 @@ async def test_a_new_worker_has_the_present_state_when_it_listens(tmp_path: Path
     keys.write_text("k" * 32)
 
     def d_key(made: Several, engine: FakeEngine) -> Any:
-        return next(i.key for i in made.owner.fleet.instances if i.name == engine.beat.instance)
+        return next(i.key for i in made.parent.fleet.instances if i.name == engine.beat.instance)
 
     async with several(2, admin_key_file=keys) as made:
         _, d, clients = await with_pair(made)
         await made.engine("D")
         await made.known_to_all(clients)
-        made.owner.fleet.cordon(d_key(made, d), is_cordoned=True)
+        made.parent.fleet.cordon(d_key(made, d), is_cordoned=True)
         pid = made.workers[0].pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
@@ -230,9 +230,9 @@ async def test_a_drain_finishes_the_streams_of_all_workers() -> None:
         d.script = gate
         running = [await begin(client) for client in clients]
         await until(lambda: d.served == 2)
-        ending = asyncio.create_task(made.owner.run())
-        made.owner.stop()
-        await until(lambda: is_refused(made.owner.http_port))
+        ending = asyncio.create_task(made.parent.run())
+        made.parent.stop()
+        await until(lambda: is_refused(made.parent.http_port))
         assert not ending.done()
         gate.open.set()
         assert [await one for one in running] == [200, 200]
@@ -246,17 +246,17 @@ async def test_a_second_stop_ends_workers_that_still_stream() -> None:
         d.script = Gate()
         running = [await begin(client) for client in clients]
         await until(lambda: d.served == 2)
-        made.owner.stop()
-        await until(lambda: is_refused(made.owner.http_port))
-        made.owner.stop()
-        await made.owner.run()
+        made.parent.stop()
+        await until(lambda: is_refused(made.parent.http_port))
+        made.parent.stop()
+        await made.parent.run()
         for one in running:
             with pytest.raises(aiohttp.ClientError):
                 await one
 
 
-async def test_workers_whose_owner_is_killed_finish_what_runs_and_end() -> None:
-    async with routed() as (owner, made):
+async def test_workers_whose_parent_is_killed_finish_what_runs_and_end() -> None:
+    async with routed() as (parent, made):
         port = made.router.http_port
         d = await made.engine("D")
         await made.engine("P")
@@ -267,11 +267,11 @@ async def test_workers_whose_owner_is_killed_finish_what_runs_and_end() -> None:
             client = Client(url, http)
             names = {engine.beat.instance for engine in made.engines}
             await when(lambda: client.knows(names))
-            workers = children(owner.pid)
+            workers = children(parent.pid)
             assert len(workers) == 2
             running = await begin(client)
             await until(lambda: d.served == 1)
-            owner.kill()
+            parent.kill()
             await until(lambda: is_refused(port))
             gate.open.set()
             assert await running == 200
@@ -282,17 +282,17 @@ async def test_workers_whose_owner_is_killed_finish_what_runs_and_end() -> None:
 ADOPTS = "import ctypes; assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0"
 
 
-async def test_what_a_killed_worker_leaves_behind_is_no_zombie_of_an_owner_that_is_process_1() -> (
+async def test_what_a_killed_worker_leaves_behind_is_no_zombie_of_a_parent_that_is_process_1() -> (
     None
 ):
-    async with routed("--exact-prefixes", prelude=ADOPTS) as (owner, made):
+    async with routed("--exact-prefixes", prelude=ADOPTS) as (parent, made):
         await made.engine("P", compatibility="k")
-        workers = children(owner.pid)
+        workers = children(parent.pid)
         await until(lambda: all(children(pid) for pid in workers))
         [counting] = children(workers[0])
         os.kill(workers[0], signal.SIGKILL)
         await until(lambda: not Path(f"/proc/{counting}").exists())
-        assert owner.returncode is None
+        assert parent.returncode is None
 
 
 def is_refused(port: int) -> bool:
@@ -312,11 +312,11 @@ async def test_a_worker_that_starts_while_the_router_drains_does_not_hold_it_up(
         os.kill(pid, signal.SIGKILL)
         # Its successor was told to drain before it read the first word.
         await until(lambda: made.workers[0].pid not in (pid, None))
-        made.owner.stop()
+        made.parent.stop()
         await until(lambda: made.workers[0].pid is None)
         gate.open.set()
         assert await running == 200
-        await made.owner.run()
+        await made.parent.run()
 
 
 async def test_a_worker_that_is_stuck_while_the_router_drains_is_killed(
@@ -328,6 +328,6 @@ async def test_a_worker_that_is_stuck_while_the_router_drains_is_killed(
         pid = made.workers[1].pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
-        made.owner.stop()
-        await made.owner.run()
+        made.parent.stop()
+        await made.parent.run()
         assert all(worker.pid is None for worker in made.workers)

@@ -12,15 +12,15 @@ from tests.router.choosing import snapshot, some
 from xpyd_core.errors import UserError
 from xpyd_router.command import command, read_config
 from xpyd_router.fleet.loads import LoadTable
-from xpyd_router.policy.base import Candidate, Side, SidePolicy, Tools, Want
+from xpyd_router.policy.base import Candidate, PolicyContext, Side, SidePolicy, Want
 from xpyd_router.policy.pairs import GROUP, Alone, Pair, PolicyNames, build_policy, installed
 
 
 class Last(SidePolicy):
     """Another package's policy."""
 
-    def __init__(self, tools: Tools) -> None:
-        self.tools = tools
+    def __init__(self, context: PolicyContext) -> None:
+        self.context = context
 
     def choose(self, side: Side, want: Want) -> Candidate:
         return side.candidates[-1]

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from tests.router.choosing import Bench, key_of, make_policy, snapshot, some
 from xpyd_core.messages import Heartbeat
 from xpyd_router.fleet.loads import Load, LoadTable
-from xpyd_router.policy.base import Candidate, Side, Tools, Want
+from xpyd_router.policy.base import Candidate, PolicyContext, Side, Want
 from xpyd_router.policy.pairs import Pair, PairPolicy
 from xpyd_router.policy.session_affinity import SessionAffinity
 
@@ -179,7 +179,7 @@ def test_an_engine_that_starts_anew_at_its_address_has_its_sessions_again() -> N
 
 def test_nothing_is_kept_of_those_that_left() -> None:
     loads = LoadTable()
-    policy = SessionAffinity(Tools("D", loads, random.Random(1).random))
+    policy = SessionAffinity(PolicyContext("D", loads, random.Random(1).random))
     for _ in range(50):
         found = snapshot(*some("P", 1), *some("D", 2)).any_model.groups[0].decode
         policy.choose(

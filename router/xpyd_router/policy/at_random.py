@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xpyd_router.policy.base import Candidate, Side, SidePolicy, Tools, Want
+from xpyd_router.policy.base import Candidate, PolicyContext, Side, SidePolicy, Want
 from xpyd_router.policy.least_loaded import less_loaded
 
 _MOST_DRAWS = 64
@@ -12,8 +12,8 @@ _MOST_DRAWS = 64
 class Random(SidePolicy):
     """Anybody, in proportion to the weights."""
 
-    def __init__(self, tools: Tools) -> None:
-        self._random = tools.random
+    def __init__(self, context: PolicyContext) -> None:
+        self._random = context.random
 
     def choose(self, side: Side, want: Want) -> Candidate:
         """One drawn among all."""
@@ -33,8 +33,8 @@ class PowerOfTwo(SidePolicy):
     the same instance.
     """
 
-    def __init__(self, tools: Tools) -> None:
-        self._random = tools.random
+    def __init__(self, context: PolicyContext) -> None:
+        self._random = context.random
 
     def choose(self, side: Side, want: Want) -> Candidate:
         """The less loaded of two different ones, the first of them where both are alike."""

@@ -86,7 +86,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Tools:
+class PolicyContext:
     """What a policy is made of."""
 
     kind: SideKind
@@ -127,7 +127,7 @@ class SidePolicy(Protocol):
         """The instance left the fleet for good: drop what is known of it."""
 
 
-SideFactory = Callable[[Tools], SidePolicy]
+SideFactory = Callable[[PolicyContext], SidePolicy]
 """What an entry point of the group `xpyd.router.policies` names; a SidePolicy class may be one."""
 
 

@@ -6,7 +6,7 @@ batch; both count for more where KV blocks run out (`fleet.loads`).
 
 from __future__ import annotations
 
-from xpyd_router.policy.base import Candidate, Side, SidePolicy, Tools, Want
+from xpyd_router.policy.base import Candidate, PolicyContext, Side, SidePolicy, Want
 
 
 def less_loaded(side: Side, want: Want, one: Candidate, other: Candidate) -> Candidate:
@@ -44,10 +44,10 @@ def least_loaded(side: Side, want: Want, start: int) -> Candidate:
 class LeastLoaded(SidePolicy):
     """The least loaded; equals take turns, so that an idle fleet is used evenly."""
 
-    def __init__(self, tools: Tools) -> None:
+    def __init__(self, context: PolicyContext) -> None:
         # Second tries have their own turns, else of two idle instances every first try would meet
         # the same, failing one.
-        self._turns = [tools.first_turn, tools.first_turn]
+        self._turns = [context.first_turn, context.first_turn]
 
     def choose(self, side: Side, want: Want) -> Candidate:
         """The one of the least cost."""

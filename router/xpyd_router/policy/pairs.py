@@ -21,12 +21,12 @@ from xpyd_router.fleet.loads import LoadTable
 from xpyd_router.policy.base import (
     Candidate,
     PairGroup,
+    PolicyContext,
     Side,
     SideFactory,
     SideKind,
     SidePolicy,
     Sides,
-    Tools,
     Want,
 )
 from xpyd_router.policy.round_robin import PairRotation, RoundRobin
@@ -255,7 +255,7 @@ def build_policy(
         if name not in entries:
             raise UserError(f"{flag}: no policy {name!r}; there are {', '.join(sorted(entries))}")
         factory: SideFactory = entries[name].load()
-        return factory(Tools(kind, loads, random, first_turn))
+        return factory(PolicyContext(kind, loads, random, first_turn))
 
     aggregated = make("A", "--policy", names.policy)
     return PairPolicy(

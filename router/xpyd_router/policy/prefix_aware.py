@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
 from xpyd_router.fleet.instances import Instance, InstanceKey
 from xpyd_router.fleet.loads import TOKENS_PER_SLOT
-from xpyd_router.policy.base import Candidate, Mark, Side, SidePolicy, Tools, Want
+from xpyd_router.policy.base import Candidate, Mark, PolicyContext, Side, SidePolicy, Want
 
 MAX_MARKS = 262_144
 """Of all instances of one side: about 35 MB."""
@@ -78,10 +78,10 @@ class PrefixAware(SidePolicy):
 
     needs_marks = True
 
-    def __init__(self, tools: Tools) -> None:
+    def __init__(self, context: PolicyContext) -> None:
         self._caches: dict[InstanceKey, _Cache] = {}
         self._most_marks = _MAX_MARKS_OF_ONE
-        self._turns = [tools.first_turn, tools.first_turn]
+        self._turns = [context.first_turn, context.first_turn]
         """Of first and of second tries (see LeastLoaded)."""
 
     @property

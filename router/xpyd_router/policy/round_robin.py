@@ -9,7 +9,15 @@ from math import gcd, lcm
 
 from xpyd_router.fleet.instances import InstanceKey
 from xpyd_router.fleet.loads import Load
-from xpyd_router.policy.base import Candidate, PairGroup, Side, SidePolicy, Sides, Tools, Want
+from xpyd_router.policy.base import (
+    Candidate,
+    PairGroup,
+    PolicyContext,
+    Side,
+    SidePolicy,
+    Sides,
+    Want,
+)
 
 _MAX_ROTAS = 256
 _MOST_PASSES = 64
@@ -47,9 +55,9 @@ class _Turns:
 class RoundRobin(SidePolicy):
     """Turns over the candidates of one side."""
 
-    def __init__(self, tools: Tools) -> None:
-        self.first_turn = tools.first_turn
-        self._turns = _Turns(tools.first_turn)
+    def __init__(self, context: PolicyContext) -> None:
+        self.first_turn = context.first_turn
+        self._turns = _Turns(context.first_turn)
 
     def choose(self, side: Side, want: Want) -> Candidate:
         """The next in turn."""

@@ -11,7 +11,7 @@ from hashlib import blake2b
 from math import inf
 
 from xpyd_router.fleet.instances import InstanceKey
-from xpyd_router.policy.base import Candidate, Side, SidePolicy, Tools, Want
+from xpyd_router.policy.base import Candidate, PolicyContext, Side, SidePolicy, Want
 from xpyd_router.policy.least_loaded import LeastLoaded
 
 _MASK = 2**64 - 1
@@ -40,8 +40,8 @@ class SessionAffinity(SidePolicy):
 
     needs_session = True
 
-    def __init__(self, tools: Tools) -> None:
-        self._others = LeastLoaded(tools)
+    def __init__(self, context: PolicyContext) -> None:
+        self._others = LeastLoaded(context)
         self._seeds: dict[str, int] = {}
 
     def choose(self, side: Side, want: Want) -> Candidate:

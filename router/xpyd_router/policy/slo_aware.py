@@ -14,7 +14,7 @@ from math import inf
 
 from xpyd_router.fleet.instances import Instance, InstanceKey
 from xpyd_router.fleet.loads import Load
-from xpyd_router.policy.base import Candidate, Side, SideKind, SidePolicy, Tools, Want
+from xpyd_router.policy.base import Candidate, PolicyContext, Side, SideKind, SidePolicy, Want
 from xpyd_router.policy.least_loaded import LeastLoaded
 from xpyd_router.policy.prefix_aware import PrefixAware
 
@@ -40,9 +40,9 @@ class SloAware(SidePolicy):
     needs_marks = True
     needs_paces = True
 
-    def __init__(self, tools: Tools) -> None:
-        self._others = LeastLoaded(tools)
-        self._prefixes = PrefixAware(tools)
+    def __init__(self, context: PolicyContext) -> None:
+        self._others = LeastLoaded(context)
+        self._prefixes = PrefixAware(context)
         """Only for what it knows of caches."""
         self._placed = 0
         self._placed_at: dict[InstanceKey, int] = {}

@@ -1,4 +1,4 @@
-"""One end of the socket pair between owner and worker: events in, events out, in order.
+"""One end of the socket pair between parent and worker: events in, events out, in order.
 
 What is sent in one turn of the loop is written at once. What the other side does not read is held
 up to a bound, and where there is a deadline, no longer: then the other side counts as stuck.
@@ -15,14 +15,14 @@ from typing import Generic, TypeVar, cast
 import msgspec
 
 from xpyd_core.errors import ProtocolError
-from xpyd_router.processes.events import MAX_FRAME_BYTES, Splitter, ToOwner, ToWorker, frame
+from xpyd_router.processes.events import MAX_FRAME_BYTES, Splitter, ToParent, ToWorker, frame
 
 logger = logging.getLogger(__name__)
 
 READ_DEADLINE_S = 10.0
 MAX_UNREAD_BYTES = 2 * MAX_FRAME_BYTES
 
-E = TypeVar("E", ToWorker, ToOwner)
+E = TypeVar("E", ToWorker, ToParent)
 
 
 class Channel(asyncio.Protocol, Generic[E]):
@@ -68,7 +68,7 @@ class Channel(asyncio.Protocol, Generic[E]):
         _, channel = await loop.create_unix_connection(make, sock=sock)
         return channel
 
-    def send(self, event: ToWorker | ToOwner) -> None:
+    def send(self, event: ToWorker | ToParent) -> None:
         """Have it written; nothing happens when the other side is gone."""
         self.send_frame(frame(event))
 

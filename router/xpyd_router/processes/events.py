@@ -1,4 +1,4 @@
-"""The messages between owner and workers, and how they are framed in a stream. Pure.
+"""The messages between parent and workers, and how they are framed in a stream. Pure.
 
 A frame is its length (u32, little-endian) and one event in msgpack. Both ends are of one version of
 this package, started by one another, so nothing is optional and nothing is a stranger's word. Times
@@ -26,7 +26,7 @@ MAX_FRAME_BYTES = 64 * 1024 * 1024
 _LENGTH = struct.Struct("<I")
 
 
-# --- owner to worker
+# --- parent to worker
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -43,7 +43,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A beat that the owner took. `slot`: the instance's place in the shared counters."""
+    """A beat that the parent took. `slot`: the instance's place in the shared counters."""
 
     beat: Heartbeat
     at_s: float
@@ -68,7 +68,7 @@ class Stood(msgspec.Struct, frozen=True, array_like=True, tag=True):
     breaker: BreakerState = "Closed"
     open_until_s: float = 0.0
     is_counted: bool = False
-    """It failed lately: the owner wants to hear of calls that are served, too."""
+    """It failed lately: the parent wants to hear of calls that are served, too."""
 
 
 class Weights(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -148,7 +148,7 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=True):
     ask: int
 
 
-# --- worker to owner
+# --- worker to parent
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -225,17 +225,17 @@ ToWorker = (
     Welcome | Beat | Removed | Stood | Weights | Lost | Found | Broke | Convicted | Acquitted
     | Cordoned | Present | Drain | Ping | GiveText | Metrics | Done
 )  # fmt: skip
-ToOwner = (
+ToParent = (
     Ready | Pong | Began | Succeeded | Failed | TransferFailed | Convict | Acquit | Cordon
     | AskMetrics | Text
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
 to_worker = msgspec.msgpack.Decoder(ToWorker)
-to_owner = msgspec.msgpack.Decoder(ToOwner)
+to_parent = msgspec.msgpack.Decoder(ToParent)
 
 
-def frame(event: ToWorker | ToOwner) -> bytes:
+def frame(event: ToWorker | ToParent) -> bytes:
     """The event as it is framed in the stream."""
     body = _encoder.encode(event)
     return _LENGTH.pack(len(body)) + body

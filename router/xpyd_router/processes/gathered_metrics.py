@@ -1,7 +1,7 @@
 """One /metrics of all processes: each gives its text within a deadline, the texts are summed.
 
 Counters, histograms and most gauges are shares of a whole: they are summed. Gauges that every
-process knows alike are taken once, from the owner. When a process ends, what it had counted stays
+process knows alike are taken once, from the parent. When a process ends, what it had counted stays
 in the sums: a scraper takes a counter that falls for one that began anew, and counts it twice.
 """
 
@@ -16,7 +16,7 @@ from itertools import count
 from xpyd_router.processes.events import GiveText, Text
 from xpyd_router.processes.worker_processes import WorkerProcess
 
-OWNERS_ALONE = frozenset({"xpyd_router_instances", "xpyd_router_workers"})
+PARENTS_ALONE = frozenset({"xpyd_router_instances", "xpyd_router_workers"})
 """Gauges of which every process has the whole."""
 _LASTING = frozenset({"counter", "histogram"})
 _CREATED = "_created"
@@ -53,12 +53,12 @@ def parse(text: bytes) -> Families:
     return families
 
 
-def merge(owners: Families, workers: Iterable[Families], past: Families | None = None) -> bytes:
+def merge(parents: Families, workers: Iterable[Families], past: Families | None = None) -> bytes:
     """The whole router's text. `past` is of those that ended."""
     whole: Families = {}
-    _add(whole, owners)
+    _add(whole, parents)
     for families in workers:
-        _add(whole, {name: f for name, f in families.items() if name not in OWNERS_ALONE})
+        _add(whole, {name: f for name, f in families.items() if name not in PARENTS_ALONE})
     if past:
         _add(whole, past)
     return _text(whole)
@@ -73,7 +73,7 @@ def retire(past: Families, ended: Families) -> Families:
         _add(kept, past)
     _add(
         kept,
-        {n: f for n, f in ended.items() if f.kind in _LASTING and n not in OWNERS_ALONE},
+        {n: f for n, f in ended.items() if f.kind in _LASTING and n not in PARENTS_ALONE},
     )
     return kept
 
@@ -109,7 +109,7 @@ _GATHER_S = 2.0
 
 
 class MetricsGatherer:
-    """The owner's. `own` gives the owner's own text. A worker that does not answer in time counts
+    """The parent's. `own` gives the parent's own text. A worker that does not answer in time counts
     with what it said last.
     """
 

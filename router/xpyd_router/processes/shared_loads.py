@@ -89,7 +89,7 @@ def total(rows: list[memoryview], cell: int) -> Work:
 
 
 class Slots:
-    """The instances' slots. The owner has it: workers get a slot's number with each beat."""
+    """The instances' slots. The parent has it: workers get a slot's number with each beat."""
 
     def __init__(self) -> None:
         self._of: OrderedDict[InstanceKey, int] = OrderedDict()

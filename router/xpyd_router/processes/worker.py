@@ -1,8 +1,8 @@
-"""A worker: `python -m xpyd_router.processes.worker`, started by the owner.
+"""A worker: `python -m xpyd_router.processes.worker`, started by the parent.
 
-It serves HTTP on the shared port. Signals go to the owner; when the owner ends, this process stops
-accepting at once, finishes its requests within a deadline, and ends. `OwnerControl` asks the owner
-for what concerns the whole router.
+It serves HTTP on the shared port. Signals go to the parent; when the parent ends, this process
+stops accepting at once, finishes its requests within a deadline, and ends. `ParentControl` asks the
+parent for what concerns the whole router.
 """
 
 from __future__ import annotations
@@ -44,29 +44,29 @@ from xpyd_router.processes.events import (
     Present,
     Ready,
     Text,
-    ToOwner,
+    ToParent,
     ToWorker,
     Welcome,
     decode_config,
     to_worker,
 )
-from xpyd_router.processes.mirror import Mirror
 from xpyd_router.processes.shared_loads import SharedLoadTable, map_rows
+from xpyd_router.processes.worker_view import WorkerView
 from xpyd_router.router import SIGNALS, make_registry, tune_process
 
 _ANSWER_S = 5.0
 _MAX_OPEN = 4096
 SILENCE_S = 10.0
-"""Without a ping, which come every second: then the owner is stuck."""
+"""Without a ping, which come every second: then the parent is stuck."""
 Answer = Metrics | Done
 
 
-class OwnerControl:
-    """The RouterControl of a worker: asks the owner and waits, within a deadline. `is_current`:
-    whether the owner's pings come. `tell` sends to the owner.
+class ParentControl:
+    """The RouterControl of a worker: asks the parent and waits, within a deadline. `is_current`:
+    whether the parent's pings come. `tell` sends to the parent.
     """
 
-    def __init__(self, tell: Callable[[ToOwner], None], clock: Callable[[], float]) -> None:
+    def __init__(self, tell: Callable[[ToParent], None], clock: Callable[[], float]) -> None:
         self._tell = tell
         self._clock = clock
         self._heard_s = clock()
@@ -98,7 +98,7 @@ class OwnerControl:
         """See RouterControl."""
         await self._ask(lambda ask: Cordon(ask, key, is_cordoned), _ANSWER_S)
 
-    async def _ask(self, question: Callable[[int], ToOwner], deadline_s: float) -> Answer:
+    async def _ask(self, question: Callable[[int], ToParent], deadline_s: float) -> Answer:
         number = next(self._numbers)
         if len(self._open) >= _MAX_OPEN:
             raise _no_answer()
@@ -138,11 +138,11 @@ logger = logging.getLogger("xpyd_router.processes.worker")
 _PR_SET_PDEATHSIG = 1
 _WELCOME_S = 30.0
 ORPHAN_S = 30.0
-"""For the requests of a worker without owner: it is not replaced, and instances come and go."""
+"""For the requests of a worker without parent: it is not replaced, and instances come and go."""
 
 
 class Worker:
-    """One worker process, from its first event on. `send` reaches the owner."""
+    """One worker process, from its first event on. `send` reaches the parent."""
 
     def __init__(self, number: int, processes: int, memory: int) -> None:
         self._number = number
@@ -154,32 +154,32 @@ class Worker:
         self._is_orphan = False
         self._is_draining = False
         self._is_over = False
-        self._send: Callable[[ToOwner], None] = lambda _: None
+        self._send: Callable[[ToParent], None] = lambda _: None
 
     def take(self, event: ToWorker) -> None:
-        """An event of the owner's."""
+        """An event of the parent's."""
         if self._take is None:
             self._early.append(event)
             self._has_come.set()
         else:
             self._take(event)
 
-    def lose_owner(self) -> None:
-        """The owner ended, or does not read."""
+    def lose_parent(self) -> None:
+        """The parent ended, or does not read."""
         if self._is_over:
             return
         self._is_orphan = True
         self._has_come.set()
         if self._serving is not None:
-            logger.error("the router's owner is gone: finishing what runs, for %g s", ORPHAN_S)
+            logger.error("the router's parent is gone: finishing what runs, for %g s", ORPHAN_S)
             self._serving.close_ports()
             asyncio.get_running_loop().call_later(ORPHAN_S, os._exit, 1)
 
     async def run(self, sock: socket.socket) -> int:
-        """Serve until the owner says Drain, or is gone; the exit status."""
-        # An owner that is stuck may go on: it is not left for what it does not read.
+        """Serve until the parent says Drain, or is gone; the exit status."""
+        # A parent that is stuck may go on: it is not left for what it does not read.
         channel = await Channel[ToWorker].open(
-            sock, to_worker, self.take, self.lose_owner, read_deadline_s=None
+            sock, to_worker, self.take, self.lose_parent, read_deadline_s=None
         )
         self._send = channel.send
         try:
@@ -201,8 +201,8 @@ class Worker:
         tune_process()
         metrics = RouterMetrics(time.monotonic)
         loads = SharedLoadTable(self._rows, self._number)
-        control = OwnerControl(self._send, time.monotonic)
-        fleet = Mirror(
+        control = ParentControl(self._send, time.monotonic)
+        fleet = WorkerView(
             make_registry(config),
             time.monotonic,
             loads,
@@ -271,8 +271,8 @@ def _write_lines(data: bytes) -> None:
         write_stderr(piece)
 
 
-def _wake_with_owner() -> None:
-    """Have the kernel continue this process, where it is stopped, when the owner's ends: else its
+def _wake_with_parent() -> None:
+    """Have the kernel continue this process, where it is stopped, when the parent's ends: else its
     port would stay open, and no process would serve it.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
@@ -284,13 +284,13 @@ def main() -> int:
     parser.add_argument("--worker", type=int, required=True, help="its number, from 1")
     parser.add_argument("--of", type=int, required=True, help="how many there are")
     parser.add_argument("--port", type=int, required=True, help="that it serves")
-    parser.add_argument("--channel", type=int, required=True, help="descriptor, to the owner")
+    parser.add_argument("--channel", type=int, required=True, help="descriptor, to the parent")
     parser.add_argument("--memory", type=int, required=True, help="descriptor, of the counters")
     args = parser.parse_args()
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    _wake_with_owner()
+    _wake_with_parent()
     for descriptor in (args.channel, args.memory):
         os.set_inheritable(descriptor, False)
     sock = socket.socket(fileno=args.channel)

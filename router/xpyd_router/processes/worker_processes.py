@@ -1,4 +1,4 @@
-"""The worker processes: started, watched, replaced, ended. The owner has one Staff.
+"""The worker processes: started, watched, replaced, ended. The parent has one WorkerProcesses.
 
 A worker that ends unasked is replaced: at once where it had served for a while, else after 1, 2, 4,
 ... 30 s. One that does not answer pings, or does not read what it is sent, is killed first.
@@ -24,10 +24,10 @@ from xpyd_router.processes.events import (
     Ping,
     Pong,
     Ready,
-    ToOwner,
+    ToParent,
     ToWorker,
     frame,
-    to_owner,
+    to_parent,
 )
 from xpyd_router.router import SIGNALS
 
@@ -37,7 +37,7 @@ _START_S = 60.0
 _PING_S = 1.0
 MAX_MISSES = 15
 """Pings without an answer, a second apart, after which a worker is stuck. It answers between two
-requests; 15 s are more than any of them holds it up. Seconds in which the owner itself did not run
+requests; 15 s are more than any of them holds it up. Seconds in which the parent itself did not run
 do not count."""
 _SETTLED_S = 10.0
 _LONGEST_BACKOFF_S = 30.0
@@ -46,13 +46,13 @@ _CLOSING_S = 2.0
 
 
 class WorkerProcess:
-    """One place of the staff, and the process in it now."""
+    """One place for a worker, and the process in it now."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         """From 0: its row of counters."""
         self.is_ready = False
-        self.channel: Channel[ToOwner] | None = None
+        self.channel: Channel[ToParent] | None = None
         self.process: subprocess.Popen[bytes] | None = None
         self.misses = 0
 
@@ -90,7 +90,7 @@ class WorkerProcesses:
         memory: int,
         metrics: RouterMetrics,
         greet: Callable[[], Sequence[ToWorker]],
-        take: Callable[[WorkerProcess, ToOwner], None],
+        take: Callable[[WorkerProcess, ToParent], None],
         ended: Callable[[WorkerProcess], None],
     ) -> None:
         self.workers = [WorkerProcess(number) for number in range(processes)]
@@ -187,8 +187,8 @@ class WorkerProcesses:
             # A worker that closed the channel is about to end, or of no use.
             loop.call_later(_CLOSING_S, _kill, process)
 
-        worker.channel = await Channel[ToOwner].open(
-            ours, to_owner, lambda event: self._hear(worker, event), lost
+        worker.channel = await Channel[ToParent].open(
+            ours, to_parent, lambda event: self._hear(worker, event), lost
         )
         for event in self._greet():
             worker.channel.send(event)
@@ -219,7 +219,7 @@ class WorkerProcesses:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    def _hear(self, worker: WorkerProcess, event: ToOwner) -> None:
+    def _hear(self, worker: WorkerProcess, event: ToParent) -> None:
         match event:
             case Pong():
                 worker.misses = 0

@@ -1,4 +1,4 @@
-"""The owner of a router of several processes: discovery, probes, health, and the workers.
+"""The parent of a router of several processes: discovery, probes, health, and the workers.
 
 It serves no request. What a worker reports of its calls changes the fleet here, and every change
 is sent to all workers. It reserves the HTTP port on which each worker listens, and reaps children
@@ -29,13 +29,13 @@ from xpyd_router.processes.events import (
     Metrics,
     Present,
     Text,
-    ToOwner,
+    ToParent,
     ToWorker,
     Welcome,
     encode_config,
 )
 from xpyd_router.processes.gathered_metrics import MetricsGatherer
-from xpyd_router.processes.owner_view import OwnerView
+from xpyd_router.processes.parent_view import ParentView
 from xpyd_router.processes.shared_loads import make_memory, map_rows
 from xpyd_router.processes.worker_processes import WorkerProcess, WorkerProcesses
 from xpyd_router.router import (
@@ -112,7 +112,7 @@ _MAX_ANSWERING = 4096
 """Questions of all workers under way; further ones get no answer."""
 
 
-class Owner:
+class ParentProcess:
     """See the module. Ports are the real ones."""
 
     def __init__(
@@ -124,7 +124,7 @@ class Owner:
         self._keys, self._admin_keys = read_secrets(config)
         self._created = int(time.time())
         self._rows = map_rows(memory, config.processes)
-        self.fleet = OwnerView(make_registry(config), time.monotonic, config.health, self._publish)
+        self.fleet = ParentView(make_registry(config), time.monotonic, config.health, self._publish)
         self.worker_processes = WorkerProcesses(
             processes=config.processes,
             port=self.http_port,
@@ -188,7 +188,7 @@ class Owner:
         self._rows.zero(worker.number)
         self._gatherer.retire(worker)
 
-    def _take(self, worker: WorkerProcess, event: ToOwner) -> None:
+    def _take(self, worker: WorkerProcess, event: ToParent) -> None:
         """What a worker reports or asks."""
         match event:
             case Cordon(ask, key, is_cordoned):
@@ -215,7 +215,7 @@ class Owner:
 
 
 @contextlib.asynccontextmanager
-async def open_owner(config: RouterConfig) -> AsyncGenerator[Owner]:
+async def open_parent(config: RouterConfig) -> AsyncGenerator[ParentProcess]:
     """A router of several processes, with all of them listening; leaving ends them.
 
     Raises UserError for a port that cannot be had and for an unusable key file.
@@ -224,9 +224,9 @@ async def open_owner(config: RouterConfig) -> AsyncGenerator[Owner]:
         reserved = [stack.enter_context(one) for one in reserve(config.host, config.port)]
         memory = make_memory(config.processes)
         stack.callback(os.close, memory)
-        owner = Owner(config, memory, reserved)
-        async with owner.open():
-            yield owner
+        parent = ParentProcess(config, memory, reserved)
+        async with parent.open():
+            yield parent
 
 
 def _report_death(task: asyncio.Task[None]) -> None:
@@ -235,20 +235,20 @@ def _report_death(task: asyncio.Task[None]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _open_process(config: RouterConfig) -> AsyncGenerator[Owner]:
-    """`open_owner`, in a process that has no other children."""
-    async with open_owner(config) as owner:
+async def _open_process(config: RouterConfig) -> AsyncGenerator[ParentProcess]:
+    """`open_parent`, in a process that has no other children."""
+    async with open_parent(config) as parent:
         reaping = asyncio.create_task(
-            reap_orphans(lambda: [worker.pid for worker in owner.worker_processes.workers])
+            reap_orphans(lambda: [worker.pid for worker in parent.worker_processes.workers])
         )
         reaping.add_done_callback(_report_death)
         try:
-            yield owner
+            yield parent
         finally:
             reaping.cancel()
 
 
-def run_owner(config: RouterConfig) -> int:
+def run_parent(config: RouterConfig) -> int:
     """Serve until a signal; the exit status."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve_until_signal(_open_process(config), config))

@@ -1,7 +1,7 @@
-"""A worker's fleet: the owner's, as its events tell.
+"""A worker's fleet: the parent's, as its events tell.
 
-Membership follows by the same rules from the same beats. Health is the owner's word; a call that
-broke off takes its instance out here at once, and the owner's answer, a moment later, says how it
+Membership follows by the same rules from the same beats. Health is the parent's word; a call that
+broke off takes its instance out here at once, and the parent's answer, a moment later, says how it
 stands.
 """
 
@@ -31,7 +31,7 @@ from xpyd_router.processes.events import (
     Removed,
     Stood,
     Succeeded,
-    ToOwner,
+    ToParent,
     ToWorker,
     TransferFailed,
     Weights,
@@ -39,8 +39,8 @@ from xpyd_router.processes.events import (
 from xpyd_router.processes.shared_loads import SharedLoadTable
 
 
-class Mirror(FleetView):
-    """A FleetView that the owner's events write. `tell` reaches the owner."""
+class WorkerView(FleetView):
+    """A FleetView that the parent's events write. `tell` reaches the parent."""
 
     def __init__(
         self,
@@ -50,12 +50,12 @@ class Mirror(FleetView):
         rules: HealthRules,
         *,
         secret: bytes,
-        tell: Callable[[ToOwner], None],
+        tell: Callable[[ToParent], None],
     ) -> None:
         super().__init__(registry, clock, loads, rules)
         self._shared = loads
         self._secret = secret
-        self._owner = tell
+        self._parent = tell
         self._stood: dict[InstanceKey, Stood] = {}
         self._counted: set[InstanceKey] = set()
         self._weights: dict[InstanceKey, float] = {}
@@ -68,7 +68,7 @@ class Mirror(FleetView):
         return super().snapshot
 
     def take(self, event: ToWorker) -> None:
-        """What the owner says of the fleet; other events are not for here."""
+        """What the parent says of the fleet; other events are not for here."""
         before = self._registry.version
         match event:
             case Beat():
@@ -105,21 +105,21 @@ class Mirror(FleetView):
                 for key in trials:
                     self._registry.stand(key, "Trial")
                 self._tell(before)
-                self._owner(Began(tuple(trials)))
+                self._parent(Began(tuple(trials)))
 
     def succeeded(self, instance: Instance) -> None:
         """See FleetView."""
         if self._counted and instance.key in self._counted:
-            self._owner(Succeeded(instance.key))
+            self._parent(Succeeded(instance.key))
 
     def failed(self, instance: Instance, cause: FailureCause, body: bytes) -> Break | None:
-        """See FleetView. The break is this worker's own; its fate is the owner's word."""
+        """See FleetView. The break is this worker's own; its fate is the parent's word."""
         key, before, poison = instance.key, self._registry.version, self._health.poison
         if cause in EJECTING:
             self._registry.stand(key, "Ejected")
             self._tell(before)
         suspect = fingerprint(body, self._secret) if cause in STRIKES else b""
-        self._owner(Failed(key, cause, suspect))
+        self._parent(Failed(key, cause, suspect))
         if cause not in KILLING:
             return None
         now, known = self.now_s, self._registry.get(key)
@@ -129,13 +129,13 @@ class Mirror(FleetView):
 
     def transfer_failed(self, prefill: Instance, decode: Instance, body: bytes) -> None:
         """See FleetView."""
-        self._owner(TransferFailed(prefill.key, decode.key, fingerprint(body, self._secret)))
+        self._parent(TransferFailed(prefill.key, decode.key, fingerprint(body, self._secret)))
 
     async def convicts(self, breaks: Sequence[Break], body: bytes) -> bool:
         """See FleetView; the other workers refuse the body, too."""
         is_guilty = await super().convicts(breaks, body)
         if is_guilty:
-            self._owner(Convict(fingerprint(body, self._secret)))
+            self._parent(Convict(fingerprint(body, self._secret)))
         return is_guilty
 
     def refused_s(self, body: bytes) -> float:
@@ -148,7 +148,7 @@ class Mirror(FleetView):
         suspect = fingerprint(body, self._secret)
         if suspect in self.refused:
             self._health.poison.acquit(suspect)
-            self._owner(Acquit(suspect))
+            self._parent(Acquit(suspect))
 
     def report(self, key: InstanceKey) -> HealthReport:
         """See FleetView."""
@@ -170,7 +170,7 @@ class Mirror(FleetView):
 
     def _beat(self, event: Beat) -> None:
         key = key_of(event.beat)
-        signed_age_s = 0.0 if event.is_signed else None  # the owner has looked at its age
+        signed_age_s = 0.0 if event.is_signed else None  # the parent has looked at its age
         outcome, dead = self._registry.apply(event.beat, event.at_s, signed_age_s)
         if outcome == "new":
             self._lost.pop(key, None)

@@ -1,4 +1,4 @@
-"""Workers know what the owner knows: the same fleet, the same health, whenever they came."""
+"""Workers know what the parent knows: the same fleet, the same health, whenever they came."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from xpyd_router.processes.events import (
     Failed,
     Splitter,
     Succeeded,
-    ToOwner,
+    ToParent,
     ToWorker,
     frame,
     to_worker,
 )
-from xpyd_router.processes.mirror import Mirror
-from xpyd_router.processes.owner_view import OwnerView
+from xpyd_router.processes.parent_view import ParentView
 from xpyd_router.processes.shared_loads import Rows, SharedLoadTable, size_bytes
+from xpyd_router.processes.worker_view import WorkerView
 
 RULES = HealthRules(slow_start_s=5.0)
 
 
 class World:
-    """An owner and workers on one clock. What a worker says reaches the owner at once."""
+    """A parent and workers on one clock. What a worker says reaches the parent at once."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
-        self.owner = OwnerView(registry(), self.clock, RULES, self.publish)
-        self.workers: list[Mirror] = []
+        self.parent = ParentView(registry(), self.clock, RULES, self.publish)
+        self.workers: list[WorkerView] = []
         self.published = 0
 
     def clock(self) -> float:
@@ -48,19 +48,19 @@ class World:
         for worker in self.workers:
             tell(worker, event)
 
-    def worker(self) -> Mirror:
+    def worker(self) -> WorkerView:
         loads = SharedLoadTable(Rows(memoryview(bytearray(size_bytes(1))), 1), 0)
 
-        def hear(event: ToOwner) -> None:
-            for stood in self.owner.take(event):
+        def hear(event: ToParent) -> None:
+            for stood in self.parent.take(event):
                 tell(made, stood)
 
-        made = Mirror(
+        made = WorkerView(
             *(registry(), self.clock, loads, RULES),
-            secret=self.owner.secret,
+            secret=self.parent.secret,
             tell=hear,
         )
-        for event in self.owner.present():
+        for event in self.parent.present():
             tell(made, event)
         self.workers.append(made)
         return made
@@ -70,7 +70,7 @@ def registry() -> Registry:
     return Registry(period_s=3.0, missed_beats=3)
 
 
-def tell(worker: Mirror, event: ToWorker) -> None:
+def tell(worker: WorkerView, event: ToWorker) -> None:
     for body in Splitter().feed(frame(event)):
         worker.take(to_worker.decode(body))
 
@@ -119,7 +119,7 @@ class History:
         self.incarnations = [0] * 5
         self.sent_us = 1
         self.met: list[tuple[float, Break, Break]] = []
-        """Breaks of workers, when they came, and the owner's."""
+        """Breaks of workers, when they came, and the parent's."""
         self.actions: list[Callable[[], None]] = [
             *(self.beat, self.beat, self.fail, self.transfer),
             *(self.serve, self.probe, self.wait),
@@ -128,7 +128,7 @@ class History:
     def step(self) -> None:
         """One event."""
         (self.cordon if self.draw.random() < 0.02 else self.draw.choice(self.actions))()
-        self.world.owner.tick()
+        self.world.parent.tick()
 
     def one(self, of: FleetView) -> Instance | None:
         return self.draw.choice(of.instances) if of.instances else None
@@ -142,14 +142,14 @@ class History:
         of = self.incarnations[number]
         signed_age_s = self.draw.choice((0.0, 1.0, None))
         said = beat(number, of, sent_us=self.sent_us, state=state, running=number)
-        self.world.owner.apply(said, signed_age_s)
+        self.world.parent.apply(said, signed_age_s)
 
     def fail(self) -> None:
         worker = self.draw.choice(self.world.workers)
         if (found := self.one(worker)) is not None:
             cause = self.draw.choice(("connect", "reset", "lost", "status", "timeout", "refused"))
             met = worker.failed(found, cause, b"%d" % self.draw.randrange(4))
-            theirs = last_break(self.world.owner, found.key)
+            theirs = last_break(self.world.parent, found.key)
             if met is not None and theirs is not None:
                 self.met = [*self.met[-99:], (self.world.now_s, met, theirs)]
 
@@ -166,17 +166,17 @@ class History:
             worker.succeeded(found)
 
     def probe(self) -> None:
-        if (found := self.one(self.world.owner)) is not None:
+        if (found := self.one(self.world.parent)) is not None:
             result = self.draw.choices(("ok", "connect", "timeout", "status"), (6, 1, 3, 1))[0]
-            self.world.owner.probed(found, result, self.world.now_s)
+            self.world.parent.probed(found, result, self.world.now_s)
 
     def wait(self) -> None:
         self.world.now_s += self.draw.choice((0.1, 1.0, 4.0))
-        self.world.owner.expire()
+        self.world.parent.expire()
 
     def cordon(self) -> None:
-        if (found := self.one(self.world.owner)) is not None:
-            self.world.owner.cordon(found.key, is_cordoned=self.draw.random() < 0.5)
+        if (found := self.one(self.world.parent)) is not None:
+            self.world.parent.cordon(found.key, is_cordoned=self.draw.random() < 0.5)
 
 
 def last_break(fleet: FleetView, key: InstanceKey) -> Break | None:
@@ -184,7 +184,7 @@ def last_break(fleet: FleetView, key: InstanceKey) -> Break | None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_after_any_history_all_workers_show_what_the_owner_shows(seed: int) -> None:
+def test_after_any_history_all_workers_show_what_the_parent_shows(seed: int) -> None:
     world = World()
     history = History(world, seed)
     world.worker()
@@ -195,7 +195,7 @@ def test_after_any_history_all_workers_show_what_the_owner_shows(seed: int) -> N
         if step == 300:
             world.worker()
         for number, worker in enumerate(world.workers):
-            assert shown(worker) == shown(world.owner), (step, number)
+            assert shown(worker) == shown(world.parent), (step, number)
         for at_s, met, theirs in history.met:
             assert met.fate == theirs.fate, (step, at_s)
         fates |= {theirs.fate for _, _, theirs in history.met}
@@ -203,28 +203,28 @@ def test_after_any_history_all_workers_show_what_the_owner_shows(seed: int) -> N
     assert world.published > 200
 
 
-def test_an_instance_is_out_of_its_own_worker_before_the_owner_answers() -> None:
+def test_an_instance_is_out_of_its_own_worker_before_the_parent_answers() -> None:
     world = World()
-    world.owner.apply(beat(0))
+    world.parent.apply(beat(0))
     worker = world.worker()
-    heard: list[ToOwner] = []
-    worker._owner = heard.append  # pyright: ignore[reportPrivateUsage] - the owner is slow
+    heard: list[ToParent] = []
+    worker._parent = heard.append  # pyright: ignore[reportPrivateUsage] - the parent is slow
     [found] = worker.instances
     worker.failed(found, "connect", b"x")
     assert [one.standing for one in worker.instances] == ["Ejected"]
     [event] = heard
     assert isinstance(event, Failed)
-    assert [one.standing for one in world.owner.instances] == ["Good"]
+    assert [one.standing for one in world.parent.instances] == ["Good"]
 
 
-def test_a_provisional_ejection_ends_where_the_owner_does_not_share_it() -> None:
+def test_a_provisional_ejection_ends_where_the_parent_does_not_share_it() -> None:
     world = World()
     worker = world.worker()
-    world.owner.apply(beat(0, state="Draining", sent_us=1))
+    world.parent.apply(beat(0, state="Draining", sent_us=1))
     [found] = worker.instances
-    # Of one that drains no health is kept: the owner says that it stands well.
+    # Of one that drains no health is kept: the parent says that it stands well.
     worker.failed(found, "reset", b"x")
-    world.owner.apply(beat(0, sent_us=2))
+    world.parent.apply(beat(0, sent_us=2))
     assert [one.standing for one in worker.instances] == ["Good"]
 
 
@@ -233,7 +233,7 @@ def test_a_request_that_one_worker_had_convicted_all_refuse() -> None:
         world = World()
         worker, other = world.worker(), world.worker()
         for number in range(2):
-            world.owner.apply(beat(2 * number))
+            world.parent.apply(beat(2 * number))
         breaks = kill(world, worker, worker.instances)
         assert other.refused_s(b"poison") == 0.0
         assert await worker.convicts(breaks, b"poison")
@@ -248,14 +248,14 @@ def test_a_request_that_one_worker_had_convicted_all_refuse() -> None:
     asyncio.run(work())
 
 
-def kill(world: World, worker: Mirror, instances: Iterable[Instance]) -> list[Break]:
+def kill(world: World, worker: WorkerView, instances: Iterable[Instance]) -> list[Break]:
     """They die under a request of `worker`."""
     breaks: list[Break] = []
     for found in instances:
         met = worker.failed(found, "reset", b"poison")
         assert met is not None
         breaks.append(met)
-        world.owner.probed(found, "connect", world.now_s)
+        world.parent.probed(found, "connect", world.now_s)
     return breaks
 
 
@@ -265,11 +265,11 @@ def test_a_body_that_one_worker_serves_after_all_is_refused_by_none() -> None:
     heard = world.published
     worker.acquit(b"nobody refuses this")
     assert world.published == heard
-    world.owner.take(Convict(fingerprint(b"poison", world.owner.secret)))
+    world.parent.take(Convict(fingerprint(b"poison", world.parent.secret)))
     other.acquit(b"poison")
     assert not worker.refused
     assert not other.refused
-    assert not world.owner.refused
+    assert not world.parent.refused
 
 
 def test_a_worker_waits_for_the_probe_that_tells_what_broke_off() -> None:
@@ -277,7 +277,7 @@ def test_a_worker_waits_for_the_probe_that_tells_what_broke_off() -> None:
         world = World()
         worker = world.worker()
         for number in range(2):
-            world.owner.apply(beat(2 * number))
+            world.parent.apply(beat(2 * number))
         first, second = worker.instances
         breaks = kill(world, worker, [first])
         met = worker.failed(second, "reset", b"poison")
@@ -285,10 +285,10 @@ def test_a_worker_waits_for_the_probe_that_tells_what_broke_off() -> None:
         judging = asyncio.create_task(worker.convicts([*breaks, met], b"poison"))
         await asyncio.sleep(0)
         assert not judging.done()
-        world.owner.probed(second, result, world.now_s)
-        async with asyncio.timeout(1.0):  # the rules allow it 2.5 s without the owner's word
+        world.parent.probed(second, result, world.now_s)
+        async with asyncio.timeout(1.0):  # the rules allow it 2.5 s without the parent's word
             assert await judging is is_guilty
-        assert bool(world.owner.refused) is is_guilty
+        assert bool(world.parent.refused) is is_guilty
 
     asyncio.run(work("connect", is_guilty=True))
     asyncio.run(work("ok", is_guilty=False))
@@ -297,31 +297,31 @@ def test_a_worker_waits_for_the_probe_that_tells_what_broke_off() -> None:
 def test_a_call_that_ends_because_its_instance_was_replaced_met_its_death() -> None:
     world = World()
     worker = world.worker()
-    world.owner.apply(beat(0))
+    world.parent.apply(beat(0))
     [found] = worker.instances
     met: list[Break | None] = []
     worker.on_lost(lambda _: met.append(worker.failed(found, "lost", b"x")))
-    world.owner.apply(beat(0, incarnation="the next", sent_us=1))
+    world.parent.apply(beat(0, incarnation="the next", sent_us=1))
     assert {one and one.fate for one in met} == {"dead"}
 
 
 def test_a_call_that_ends_because_its_instance_is_silent_met_no_death() -> None:
     world = World()
     worker = world.worker()
-    world.owner.apply(beat(0))
+    world.parent.apply(beat(0))
     [found] = worker.instances
     met: list[Break | None] = []
     worker.on_lost(lambda _: met.append(worker.failed(found, "lost", b"x")))
     world.now_s += 60.0
-    world.owner.expire()
+    world.parent.expire()
     assert set(met) == {None}
 
 
 def test_a_new_worker_knows_who_died_lately() -> None:
     world = World()
-    world.owner.apply(beat(0))
-    [found] = world.owner.instances
-    world.owner.probed(found, "connect", world.now_s)
+    world.parent.apply(beat(0))
+    [found] = world.parent.instances
+    world.parent.probed(found, "connect", world.now_s)
     met = world.worker().failed(found, "reset", b"x")
     assert met is not None
     assert met.fate == "dead"
@@ -329,7 +329,7 @@ def test_a_new_worker_knows_who_died_lately() -> None:
 
 def test_a_new_worker_knows_since_when_calls_break_off() -> None:
     world = World()
-    world.owner.apply(beat(0))
+    world.parent.apply(beat(0))
     worker = world.worker()
     [found] = worker.instances
     worker.failed(found, "reset", b"x")
@@ -338,10 +338,10 @@ def test_a_new_worker_knows_since_when_calls_break_off() -> None:
     met = late.failed(found, "reset", b"x")
     assert met is not None
     world.now_s += 1.0
-    world.owner.probed(found, "ok", world.now_s)
+    world.parent.probed(found, "ok", world.now_s)
     world.now_s += 4.0
     # Too late for a restart that the probe did not tell: another matter than what `met`.
-    world.owner.probed(found, "connect", world.now_s)
+    world.parent.probed(found, "connect", world.now_s)
     assert met.fate == "alive"
 
 
@@ -349,8 +349,8 @@ def test_transfers_that_fail_in_several_workers_count_together() -> None:
     world = World()
     workers = [world.worker(), world.worker()]
     for number in range(3):
-        world.owner.apply(beat(number))
-    d, p, other = sorted(world.owner.instances, key=lambda one: one.name)
+        world.parent.apply(beat(number))
+    d, p, other = sorted(world.parent.instances, key=lambda one: one.name)
     assert (d.beat.type, p.beat.type, other.beat.type) == ("D", "P", "D")
     # No worker sees more than one partner fail: together they see what P's failures share.
     for number in range(3):
@@ -361,15 +361,15 @@ def test_transfers_that_fail_in_several_workers_count_together() -> None:
         assert standings == {d.name: "Good", p.name: "Open", other.name: "Good"}
 
 
-def test_only_calls_of_instances_that_failed_lately_are_told_to_the_owner() -> None:
+def test_only_calls_of_instances_that_failed_lately_are_told_to_the_parent() -> None:
     world = World()
-    world.owner.apply(beat(0))
-    world.owner.apply(beat(2))
+    world.parent.apply(beat(0))
+    world.parent.apply(beat(2))
     worker = world.worker()
     first, second = worker.instances
     worker.failed(first, "status", b"x")
-    heard: list[ToOwner] = []
-    worker._owner = heard.append  # pyright: ignore[reportPrivateUsage] - to count what is told
+    heard: list[ToParent] = []
+    worker._parent = heard.append  # pyright: ignore[reportPrivateUsage] - to count what is told
     worker.succeeded(first)
     worker.succeeded(second)
     assert heard == [Succeeded(first.key)]

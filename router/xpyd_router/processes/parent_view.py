@@ -1,4 +1,4 @@
-"""The owner's fleet: beats, probes and the workers' calls in; what the workers must know out.
+"""The parent's fleet: beats, probes and the workers' calls in; what the workers must know out.
 
 Each change is published once, in the order in which it happened; `present` is the same for a worker
 that comes later. Health is decided here alone: workers report what happened to their calls, and get
@@ -29,7 +29,7 @@ from xpyd_router.processes.events import (
     Removed,
     Stood,
     Succeeded,
-    ToOwner,
+    ToParent,
     ToWorker,
     TransferFailed,
     Weights,
@@ -39,7 +39,7 @@ from xpyd_router.processes.shared_loads import Slots
 _TAKEN = frozenset({"new", "refreshed", "replaced", "gone"})
 
 
-class OwnerView(FleetView):
+class ParentView(FleetView):
     """A FleetView whose changes are published."""
 
     def __init__(
@@ -118,7 +118,7 @@ class OwnerView(FleetView):
         if changed:
             self._publish(Weights(tuple(changed.items())))
 
-    def take(self, event: ToOwner) -> Sequence[Stood]:
+    def take(self, event: ToParent) -> Sequence[Stood]:
         """What happened to a worker's calls; the standing of instances that the worker asks for.
         Other events are not for here.
         """
