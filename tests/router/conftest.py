@@ -9,14 +9,14 @@ from collections.abc import Iterator
 import pytest
 import uvloop
 
-from tests.router.fakes import Loop, run, server
+from tests.router.fakes import PATIENCE_S, Loop, run, server
 from tests.router.virtual_time import VirtualLoop
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine, under the deadline of all tests (but in virtual time). Its
-    event loop is asyncio's own, or that of a fixture below."""
+    """Run a test that is a coroutine, under the deadline of all tests or of its mark `patience` (but
+    not in virtual time). Its event loop is asyncio's own, or that of a fixture below."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     given = pyfuncitem.funcargs
@@ -25,7 +25,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if "virtual_loop" in given:
         run(work, VirtualLoop, patience_s=None)
     else:
-        run(work, given.get("both_loops") or given.get("uv_loop"))
+        mark = pyfuncitem.get_closest_marker("patience")
+        patience_s = mark.args[0] if mark else PATIENCE_S
+        run(work, given.get("both_loops") or given.get("uv_loop"), patience_s)
     return True
 
 

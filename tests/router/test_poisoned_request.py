@@ -20,9 +20,8 @@ from tests.router.chaos.moods import lethal
 from tests.router.chaos.script import Exposure
 from tests.router.chaos.world import Mock, World, world
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.patience(240)]
 
-LIMIT_S = 240.0
 OTHERS = 2
 """Clients beside the poisoned one. They and it may lose one engine at the same time; there are
 three more to try them on apart, and so to tell them from each other."""
@@ -103,29 +102,20 @@ async def beside(
         ("D", 4, True, 200),
     ],
 )
-def test_two_engines_die_of_a_poisoned_request_and_the_others_are_served(
+async def test_two_engines_die_of_a_poisoned_request_and_the_others_are_served(
     tmp_path: Path, role: str, step: int, stream: bool, status: int
 ) -> None:
-    async def work() -> None:
-        async with asyncio.timeout(LIMIT_S), world(tmp_path, prefill=4, decode=4) as world_:
-            poisoning = poison(world_, lethal(role, step), role, stream=stream, status=status)
-            outcome = await beside(world_, poisoning, exposure=Exposure(), clients=OTHERS)
-            assert not [failure.lines for failure in outcome.failures]
-
-    asyncio.run(work())
+    async with world(tmp_path, prefill=4, decode=4) as world_:
+        poisoning = poison(world_, lethal(role, step), role, stream=stream, status=status)
+        outcome = await beside(world_, poisoning, exposure=Exposure(), clients=OTHERS)
+        assert not [failure.lines for failure in outcome.failures]
 
 
 @pytest.mark.parametrize("role", ["P", "D"])
-def test_two_processes_of_a_router_stop_it_as_one_does(tmp_path: Path, role: str) -> None:
-    async def work() -> None:
-        flags = ("--processes", "2")
-        async with (
-            asyncio.timeout(LIMIT_S),
-            world(tmp_path, prefill=3, decode=3, flags=flags) as world_,
-        ):
-            await poison(world_, lethal(role, 0), role, stream=False, status=422)
-
-    asyncio.run(work())
+async def test_two_processes_of_a_router_stop_it_as_one_does(tmp_path: Path, role: str) -> None:
+    flags = ("--processes", "2")
+    async with world(tmp_path, prefill=3, decode=3, flags=flags) as world_:
+        await poison(world_, lethal(role, 0), role, stream=False, status=422)
 
 
 async def kill(world_: World, mock: Mock, exposure: Exposure) -> None:
@@ -149,7 +139,9 @@ async def kill(world_: World, mock: Mock, exposure: Exposure) -> None:
     await world_.until("who met it is answered", are_answered)
 
 
-def test_a_body_that_many_send_is_not_blamed_for_engines_that_are_killed(tmp_path: Path) -> None:
+async def test_a_body_that_many_send_is_not_blamed_for_engines_that_are_killed(
+    tmp_path: Path,
+) -> None:
     """Many requests with one and the same body meet each death, none of them two."""
     exposure = Exposure()
 
@@ -162,19 +154,14 @@ def test_a_body_that_many_send_is_not_blamed_for_engines_that_are_killed(tmp_pat
         for name in ("d0", "p0", "d1"):
             await kill(world_, world_.mocks[name], exposure)
 
-    async def work() -> None:
-        async with asyncio.timeout(LIMIT_S), world(tmp_path, prefill=4, decode=4) as world_:
-            outcome = await beside(
-                world_, kill_some(world_), exposure=exposure, clients=24, draw=same
-            )
-            assert not [failure.lines for failure in outcome.failures]
-            metrics = await world_.metrics()
-            assert metrics["xpyd_router_poisoned_requests_total"] == 0
-            broken = [
-                value
-                for name, value in metrics.items()
-                if name.startswith("xpyd_router_errors_total") and 'cause="reset"' in name
-            ]
-            assert sum(broken) > 3, broken
-
-    asyncio.run(work())
+    async with world(tmp_path, prefill=4, decode=4) as world_:
+        outcome = await beside(world_, kill_some(world_), exposure=exposure, clients=24, draw=same)
+        assert not [failure.lines for failure in outcome.failures]
+        metrics = await world_.metrics()
+        assert metrics["xpyd_router_poisoned_requests_total"] == 0
+        broken = [
+            value
+            for name, value in metrics.items()
+            if name.startswith("xpyd_router_errors_total") and 'cause="reset"' in name
+        ]
+        assert sum(broken) > 3, broken

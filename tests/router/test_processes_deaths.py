@@ -5,10 +5,11 @@ processes, a router of two workers, and every answer judged to the byte.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import aiohttp
@@ -19,9 +20,8 @@ from tests.router.chaos.script import Exposure
 from tests.router.chaos.world import World, world
 from tests.router.several import children
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.patience(240)]
 
-LIMIT_S = 240.0
 CLIENTS = 16
 KEY = "k" * 32
 _LASTING = ("_total", "_bucket", "_count", "_sum")
@@ -139,27 +139,21 @@ async def open_calls(world_: World) -> int:
     return sum(state["open_calls"] for state in states)
 
 
-def play(folder: Path, work: Callable[[World], Awaitable[None]], *flags: str) -> None:
-    """Two workers and 2P2D mocks under one deadline."""
+@contextlib.asynccontextmanager
+async def two_workers(folder: Path, *flags: str) -> AsyncGenerator[World]:
+    """Two workers and 2P2D mocks."""
     key_file = folder / "admin.key"
     key_file.write_text(KEY)
     flags = ("--processes", "2", "--admin-key-file", str(key_file), *flags)
-
-    async def bounded() -> None:
-        async with (
-            asyncio.timeout(LIMIT_S),
-            world(folder, prefill=2, decode=2, flags=flags) as world_,
-        ):
-            await work(world_)
-            assert "Traceback" not in world_.router.log
-
-    asyncio.run(bounded())
+    async with world(folder, prefill=2, decode=2, flags=flags) as world_:
+        yield world_
+        assert "Traceback" not in world_.router.log
 
 
-def test_killed_workers_take_their_own_requests_with_them_and_nothing_stays(
+async def test_killed_workers_take_their_own_requests_with_them_and_nothing_stays(
     tmp_path: Path,
 ) -> None:
-    async def work(world_: World) -> None:
+    async with two_workers(tmp_path) as world_:
         scraper = Scraper(world_)
         scraping = asyncio.create_task(scraper.run())
         asked = Asked(world_)
@@ -188,11 +182,11 @@ def test_killed_workers_take_their_own_requests_with_them_and_nothing_stays(
         assert not scraper.falls, scraper.falls
         assert not set(first) & set(children(world_.router.popen.pid))
 
-    play(tmp_path, work)
 
-
-def test_workers_of_a_killed_parent_finish_what_runs_under_load_and_end(tmp_path: Path) -> None:
-    async def work(world_: World) -> None:
+async def test_workers_of_a_killed_parent_finish_what_runs_under_load_and_end(
+    tmp_path: Path,
+) -> None:
+    async with two_workers(tmp_path, "--exact-prefixes") as world_:
         router = world_.router
         asked = Asked(world_)
         await asked.more(40)
@@ -211,5 +205,3 @@ def test_workers_of_a_killed_parent_finish_what_runs_under_load_and_end(tmp_path
         assert all(line.startswith("lost: ") and line.endswith(", b''") for line in lines), lines
         await are_gone(world_, family)
         assert await open_calls(world_) == 0
-
-    play(tmp_path, work, "--exact-prefixes")

@@ -60,36 +60,29 @@ async def test_a_router_that_is_not_current_is_not_ready_and_serves() -> None:
 
 
 @pytest.mark.parametrize("deadline_s", [None, 0.0])
-def test_who_does_not_read_is_waited_for_without_a_deadline(deadline_s: float | None) -> None:
-    async def work() -> bool:
-        ours, theirs = socket.socketpair()
-        lost = asyncio.Event()
-        channel = await Channel[ToWorker].open(
-            ours, to_worker, lambda _: None, lost.set, read_deadline_s=deadline_s
-        )
-        for event in MORE_THAN_BUFFERS:
-            channel.send(event)
-        # Past the deadline of 0 s: written first, then counted as stuck.
-        for _ in range(5):
-            await asyncio.sleep(0)
-        if lost.is_set():
-            theirs.close()
-            return False
-        reader, writer = await asyncio.open_connection(sock=theirs)
-        splitter, found = Splitter(), list[ToParent]()
-        while len(found) < len(MORE_THAN_BUFFERS):
-            found += [to_parent.decode(b) for b in splitter.feed(await reader.read(2**20))]
-        assert found == MORE_THAN_BUFFERS
-        channel.close()
-        await lost.wait()
-        writer.close()
-        return True
-
-    async def bounded() -> bool:
-        async with asyncio.timeout(30):
-            return await work()
-
-    assert asyncio.run(bounded()) is (deadline_s is None)
+async def test_who_does_not_read_is_waited_for_without_a_deadline(deadline_s: float | None) -> None:
+    ours, theirs = socket.socketpair()
+    lost = asyncio.Event()
+    channel = await Channel[ToWorker].open(
+        ours, to_worker, lambda _: None, lost.set, read_deadline_s=deadline_s
+    )
+    for event in MORE_THAN_BUFFERS:
+        channel.send(event)
+    # Past the deadline of 0 s: written first, then counted as stuck.
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert lost.is_set() is (deadline_s is not None)
+    if lost.is_set():
+        theirs.close()
+        return
+    reader, writer = await asyncio.open_connection(sock=theirs)
+    splitter, found = Splitter(), list[ToParent]()
+    while len(found) < len(MORE_THAN_BUFFERS):
+        found += [to_parent.decode(b) for b in splitter.feed(await reader.read(2**20))]
+    assert found == MORE_THAN_BUFFERS
+    channel.close()
+    await lost.wait()
+    writer.close()
 
 
 def is_refused(port: int) -> bool:

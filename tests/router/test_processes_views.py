@@ -228,24 +228,21 @@ def test_a_provisional_ejection_ends_where_the_parent_does_not_share_it() -> Non
     assert [one.standing for one in worker.instances] == ["Good"]
 
 
-def test_a_request_that_one_worker_had_convicted_all_refuse() -> None:
-    async def work() -> None:
-        world = World()
-        worker, other = world.worker(), world.worker()
-        for number in range(2):
-            world.parent.apply(beat(2 * number))
-        breaks = kill(world, worker, worker.instances)
-        assert other.refused_s(b"poison") == 0.0
-        assert await worker.convicts(breaks, b"poison")
-        late = world.worker()
-        for one in (worker, other, late):
-            assert one.refused_s(b"poison") == pytest.approx(300.0)
-            assert one.refused_s(b"another") == 0.0
-        world.now_s += 301.0
-        assert late.refused_s(b"poison") == 0.0
-        assert not late.refused
-
-    asyncio.run(work())
+async def test_a_request_that_one_worker_had_convicted_all_refuse() -> None:
+    world = World()
+    worker, other = world.worker(), world.worker()
+    for number in range(2):
+        world.parent.apply(beat(2 * number))
+    breaks = kill(world, worker, worker.instances)
+    assert other.refused_s(b"poison") == 0.0
+    assert await worker.convicts(breaks, b"poison")
+    late = world.worker()
+    for one in (worker, other, late):
+        assert one.refused_s(b"poison") == pytest.approx(300.0)
+        assert one.refused_s(b"another") == 0.0
+    world.now_s += 301.0
+    assert late.refused_s(b"poison") == 0.0
+    assert not late.refused
 
 
 def kill(world: World, worker: WorkerView, instances: Iterable[Instance]) -> list[Break]:
@@ -272,26 +269,25 @@ def test_a_body_that_one_worker_serves_after_all_is_refused_by_none() -> None:
     assert not world.parent.refused
 
 
-def test_a_worker_waits_for_the_probe_that_tells_what_broke_off() -> None:
-    async def work(result: ProbeResult, *, is_guilty: bool) -> None:
-        world = World()
-        worker = world.worker()
-        for number in range(2):
-            world.parent.apply(beat(2 * number))
-        first, second = worker.instances
-        breaks = kill(world, worker, [first])
-        met = worker.failed(second, "reset", b"poison")
-        assert met is not None
-        judging = asyncio.create_task(worker.convicts([*breaks, met], b"poison"))
-        await asyncio.sleep(0)
-        assert not judging.done()
-        world.parent.probed(second, result, world.now_s)
-        async with asyncio.timeout(1.0):  # the rules allow it 2.5 s without the parent's word
-            assert await judging is is_guilty
-        assert bool(world.parent.refused) is is_guilty
-
-    asyncio.run(work("connect", is_guilty=True))
-    asyncio.run(work("ok", is_guilty=False))
+@pytest.mark.parametrize(("result", "is_guilty"), [("connect", True), ("ok", False)])
+async def test_a_worker_waits_for_the_probe_that_tells_what_broke_off(
+    result: ProbeResult, is_guilty: bool
+) -> None:
+    world = World()
+    worker = world.worker()
+    for number in range(2):
+        world.parent.apply(beat(2 * number))
+    first, second = worker.instances
+    breaks = kill(world, worker, [first])
+    met = worker.failed(second, "reset", b"poison")
+    assert met is not None
+    judging = asyncio.create_task(worker.convicts([*breaks, met], b"poison"))
+    await asyncio.sleep(0)
+    assert not judging.done()
+    world.parent.probed(second, result, world.now_s)
+    async with asyncio.timeout(1.0):  # the rules allow it 2.5 s without the parent's word
+        assert await judging is is_guilty
+    assert bool(world.parent.refused) is is_guilty
 
 
 def test_a_call_that_ends_because_its_instance_was_replaced_met_its_death() -> None:

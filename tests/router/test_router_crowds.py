@@ -36,7 +36,6 @@ from xpyd_core.keys import beat_mac
 from xpyd_core.messages import Heartbeat, encode_heartbeat
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_DEADLINE_S = 400.0
 _SETTLING_BYTES = 4 * 1024 * 1024
 """By so much an allocator's arenas may differ from one moment to another."""
 
@@ -138,34 +137,33 @@ async def crowd(world_: World, first: int, count: int) -> None:
     await world_.until("every call and connection of the engines ends", is_idle)
 
 
-def leave_nothing(folder: Path, clients: int) -> None:
-    async def work() -> None:
-        async with asyncio.timeout(_DEADLINE_S), world(folder, prefill=2, decode=2) as world_:
-            router, names = world_.router, ("p0", "d0")
-            for name in names:
-                await world_.state(world_.mocks[name], {"mode": "hang", "chance": 0.3})
-            files = router.open_files()
-            await crowd(world_, 0, clients)  # pools, caches and the allocator have what they want
-            before_bytes = resident_bytes(router)
-            await crowd(world_, clients, clients)
-            # A probe may be under way.
-            assert router.open_files() <= files + len(world_.mocks)
-            grown_bytes = resident_bytes(router) - before_bytes
-            left_bytes = _SETTLING_BYTES + 1024 * clients
-            assert grown_bytes < left_bytes, f"{grown_bytes} bytes for {clients} clients"
-            assert "Traceback" not in router.log
-
-    asyncio.run(work())
+async def leave_nothing(folder: Path, clients: int) -> None:
+    async with world(folder, prefill=2, decode=2) as world_:
+        router, names = world_.router, ("p0", "d0")
+        for name in names:
+            await world_.state(world_.mocks[name], {"mode": "hang", "chance": 0.3})
+        files = router.open_files()
+        await crowd(world_, 0, clients)  # pools, caches and the allocator have what they want
+        before_bytes = resident_bytes(router)
+        await crowd(world_, clients, clients)
+        # A probe may be under way.
+        assert router.open_files() <= files + len(world_.mocks)
+        grown_bytes = resident_bytes(router) - before_bytes
+        left_bytes = _SETTLING_BYTES + 1024 * clients
+        assert grown_bytes < left_bytes, f"{grown_bytes} bytes for {clients} clients"
+        assert "Traceback" not in router.log
 
 
 @pytest.mark.slow
-def test_300_clients_that_leave_leave_nothing_behind(tmp_path: Path) -> None:
-    leave_nothing(tmp_path, 300)
+@pytest.mark.patience(400)
+async def test_300_clients_that_leave_leave_nothing_behind(tmp_path: Path) -> None:
+    await leave_nothing(tmp_path, 300)
 
 
 @pytest.mark.soak
-def test_2000_clients_that_leave_leave_nothing_behind(tmp_path: Path) -> None:
-    leave_nothing(tmp_path, 2000)
+@pytest.mark.patience(400)
+async def test_2000_clients_that_leave_leave_nothing_behind(tmp_path: Path) -> None:
+    await leave_nothing(tmp_path, 2000)
 
 
 # --- slow readers
@@ -248,10 +246,13 @@ async def whole(address: tuple[str, int]) -> int:
 
 
 @pytest.mark.slow
-def test_slow_readers_cost_little_memory_and_slow_nobody(tmp_path: Path) -> None:
-    async def work(router: Process, host: str, key: bytes) -> None:
+@pytest.mark.patience(400)
+async def test_slow_readers_cost_little_memory_and_slow_nobody(tmp_path: Path) -> None:
+    with empty_fleet(tmp_path) as made:
+        router = made.start_router("--request-timeout", "300")
+        host, key = f"{made.subnet}.2", made.key_file.read_bytes().strip()
         address = (router.ip, router.http_port)
-        async with asyncio.timeout(_DEADLINE_S), flooding(router, host, key) as engine:
+        async with flooding(router, host, key) as engine:
             await asyncio.to_thread(
                 wait_for, "the engine", lambda: router.metric("xpyd_router_instances") >= 1
             )
@@ -267,10 +268,6 @@ def test_slow_readers_cost_little_memory_and_slow_nobody(tmp_path: Path) -> None
             assert grown_bytes < _READERS * BOUND_BYTES, f"{grown_bytes} bytes more"
             # None of them had its answer: their calls end because they left.
             await until(lambda: sum(call.is_closed for call in engine.calls) == _READERS)
-
-    with empty_fleet(tmp_path) as made:
-        router = made.start_router("--request-timeout", "300")
-        asyncio.run(work(router, f"{made.subnet}.2", made.key_file.read_bytes().strip()))
 
 
 async def _is_whole(address: tuple[str, int]) -> None:

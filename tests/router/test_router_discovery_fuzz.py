@@ -39,42 +39,29 @@ async def fuzz(made: Port, rounds: int, seed: int) -> None:
     assert made.discovery.beats.held_bytes == 0
 
 
-def run_for(work: object, deadline_s: float) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(deadline_s):
-            await work  # type: ignore[misc]
-
-    asyncio.run(bounded())
-
-
-def test_attacks_cost_their_own_connections() -> None:
-    async def work() -> None:
-        async with port(handshake_s=2.0, message_s=2.0) as made:
-            await fuzz(made, rounds=20, seed=SEED)
-            assert made.count("malformed") > 20
-            assert made.count("closed") > 20
-
-    run_for(work(), 120)
+async def test_attacks_cost_their_own_connections() -> None:
+    async with port(handshake_s=2.0, message_s=2.0) as made:
+        await fuzz(made, rounds=20, seed=SEED)
+        assert made.count("malformed") > 20
+        assert made.count("closed") > 20
 
 
 @pytest.mark.soak
-def test_attacks_for_minutes_leave_memory_and_the_instance_as_they_were() -> None:
-    async def work() -> None:
-        async with port(handshake_s=2.0, message_s=2.0) as made:
-            await fuzz(made, rounds=50, seed=SEED)
-            for client in made.clients:
-                client.abort()
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            end, seed = time.monotonic() + 120, SEED + 10**6
-            while time.monotonic() < end:
-                await fuzz(made, rounds=25, seed=seed)
-                made.clients.pop().abort()
-                await until(lambda: not len(made.discovery.beats))
-                seed += 10**6
-            grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-            assert grown < _MAX_GROWTH_BYTES, f"seed {SEED}"
-
-    run_for(work(), 600)
+@pytest.mark.patience(600)
+async def test_attacks_for_minutes_leave_memory_and_the_instance_as_they_were() -> None:
+    async with port(handshake_s=2.0, message_s=2.0) as made:
+        await fuzz(made, rounds=50, seed=SEED)
+        for client in made.clients:
+            client.abort()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        end, seed = time.monotonic() + 120, SEED + 10**6
+        while time.monotonic() < end:
+            await fuzz(made, rounds=25, seed=seed)
+            made.clients.pop().abort()
+            await until(lambda: not len(made.discovery.beats))
+            seed += 10**6
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+        assert grown < _MAX_GROWTH_BYTES, f"seed {SEED}"
 
 
 def test_every_attack_is_drawn_and_one_without_end_is_among_them() -> None:

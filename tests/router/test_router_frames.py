@@ -198,20 +198,17 @@ def test_what_is_not_of_the_usual_form_is_read_in_full(odd: bytes) -> None:
 
 @pytest.mark.parametrize("size", [160, 255, 256, 300])
 @pytest.mark.parametrize("wrong", [-1, 1])
-def test_a_length_that_is_not_the_chunks_is_never_passed(size: int, wrong: int) -> None:
+async def test_a_length_that_is_not_the_chunks_is_never_passed(size: int, wrong: int) -> None:
     lie = b"%x\r\n%s\r\n" % (size + wrong, event(size))
 
-    async def work() -> Stream:
-        stream = Stream(asyncio.get_running_loop())
-        stream.engine.data_received(HEAD)
-        relaying = asyncio.ensure_future(stream.exchange.relay(stream.relay.feed, stream._take))
-        await asyncio.sleep(0)
-        for piece in (chunk(event(200)), lie):
-            stream.engine.data_received(piece)
-        relaying.cancel()
-        return stream
-
-    assert asyncio.run(work()).taken == 0
+    stream = Stream(asyncio.get_running_loop())
+    stream.engine.data_received(HEAD)
+    relaying = asyncio.ensure_future(stream.exchange.relay(stream.relay.feed, stream._take))
+    await asyncio.sleep(0)
+    for piece in (chunk(event(200)), lie):
+        stream.engine.data_received(piece)
+    relaying.cancel()
+    assert stream.taken == 0
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -238,19 +235,15 @@ def test_in_any_cut_the_client_gets_what_the_engine_sent(seed: int) -> None:
     assert stream.taken > 5
 
 
-def test_after_a_failure_nothing_is_taken() -> None:
-    async def work() -> Stream:
-        stream = Stream(asyncio.get_running_loop())
-        stream.engine.data_received(HEAD)
-        relaying = asyncio.ensure_future(stream.exchange.relay(stream.relay.feed, stream._take))
-        await asyncio.sleep(0)
-        stream.engine.data_received(chunk(event(200)))
-        stream.exchange.fail("timeout")
-        stream.engine.data_received(chunk(event(200)))
-        relaying.cancel()
-        return stream
-
-    stream = asyncio.run(work())
+async def test_after_a_failure_nothing_is_taken() -> None:
+    stream = Stream(asyncio.get_running_loop())
+    stream.engine.data_received(HEAD)
+    relaying = asyncio.ensure_future(stream.exchange.relay(stream.relay.feed, stream._take))
+    await asyncio.sleep(0)
+    stream.engine.data_received(chunk(event(200)))
+    stream.exchange.fail("timeout")
+    stream.engine.data_received(chunk(event(200)))
+    relaying.cancel()
     assert stream.taken == 0
     assert stream.seen.chunks == 1
 
