@@ -15,8 +15,8 @@ from tests.router.virtual_time import VirtualLoop
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine, under the deadline of all tests or of its mark `patience` (but
-    not in virtual time). Its event loop is asyncio's own, or that of a fixture below."""
+    """Run a test that is a coroutine, under the deadline of all tests or of its mark `patience`; in
+    virtual time there is none. Its event loop is asyncio's own, or that of a fixture below."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     given = pyfuncitem.funcargs

@@ -102,7 +102,7 @@ async def test_a_connection_is_forgotten_when_its_client_ends_it(
 
     async with fleet() as made:
         # uvicorn's own list: what is in it is waited for when the router ends.
-        state = made.router.serving._server.server_state  # pyright: ignore[reportPrivateUsage]
+        state = made.router._server.server_state  # pyright: ignore[reportPrivateUsage]
         _, writer = await refused(made.router.http_port)
         assert len(state.connections) == 1
         if end == "resets":

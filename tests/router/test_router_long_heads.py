@@ -21,7 +21,7 @@ STARTS = {
 def heads_begun(made: Fleet) -> int:
     """Connections that have said a part of a head."""
     # uvicorn's own list; nothing else tells that a part of a head has been read.
-    connections = made.router.serving._server.server_state.connections  # pyright: ignore[reportPrivateUsage]
+    connections = made.router._server.server_state.connections  # pyright: ignore[reportPrivateUsage]
     return sum(getattr(c, "_is_in_head", False) for c in connections)
 
 

@@ -50,6 +50,7 @@ class FleetView:
     ) -> None:
         self.rules = rules or HealthRules()
         self._registry = registry
+        self._told_version = registry.version
         self._clock = clock
         self._loads = LoadTable() if loads is None else loads
         self._slow: set[InstanceKey] = set()
@@ -80,7 +81,7 @@ class FleetView:
 
     def apply(self, beat: Heartbeat, signed_age_s: float | None = None) -> Outcome:
         """Take one beat, see Registry; ProtocolError for one with an unusable address."""
-        before, now = self._registry.version, self._clock()
+        now = self._clock()
         outcome, dead = self._registry.apply(beat, now, signed_age_s)
         key = key_of(beat)
         if outcome == "new":
@@ -94,43 +95,42 @@ class FleetView:
                 self._start(key)
             self._settle(key)
         self._bury(dead, now, "replaced")
-        self._tell(before)
+        self._tell()
         return outcome
 
     def expire(self) -> tuple[InstanceKey, ...]:
         """Remove instances that missed their beats, and end the calls that wait for them."""
-        before, now = self._registry.version, self._clock()
+        now = self._clock()
         gone = self._registry.expire(now)
         self._bury(gone, now, "silent")
-        self._tell(before)
+        self._tell()
         return gone
 
     def began(self, instances: Iterable[Instance]) -> None:
         """They were picked for a request: of a half-open one it is the trial."""
         if self._health.breakers:
-            before, now = self._registry.version, self._clock()
+            now = self._clock()
             for instance in instances:
                 self._health.begin_trial(instance.key, now)
                 self._settle(instance.key)
-            self._tell(before)
+            self._tell()
 
     def succeeded(self, instance: Instance) -> None:
         """A call was served: wholly, or its stream has begun."""
         if self._health.breakers:
-            before = self._registry.version
             self._health.succeeded(instance.key, self._clock())
             self._settle(instance.key)
-            self._tell(before)
+            self._tell()
 
     def failed(self, instance: Instance, cause: FailureCause, body: bytes) -> Break | None:
         """A call that carried the client's `body` failed. The break that its request met, where
         the instance may have died of it: ask `convicts` before it is tried again.
         """
-        before, now = self._registry.version, self._clock()
+        now = self._clock()
         suspect = fingerprint(body, self._secret) if cause in STRIKES else b""
         met = self._health.failed(instance.key, cause, suspect, now)
         self._settle(instance.key)
-        self._tell(before)
+        self._tell()
         return met
 
     def transfer_failed(self, prefill: Instance, decode: Instance, body: bytes) -> None:
@@ -138,10 +138,10 @@ class FleetView:
         self._transfer_failed(prefill.key, decode.key, fingerprint(body, self._secret))
 
     def _transfer_failed(self, prefill: InstanceKey, decode: InstanceKey, suspect: bytes) -> None:
-        before, now = self._registry.version, self._clock()
+        now = self._clock()
         for key in self._health.transfer_failed(prefill, decode, suspect, now):
             self._settle(key)
-        self._tell(before)
+        self._tell()
 
     async def convicts(self, breaks: Sequence[Break], body: bytes) -> bool:
         """Whether the request that met these is to be tried no more, because instances die of it;
@@ -184,7 +184,7 @@ class FleetView:
 
     def probed(self, instance: Instance, result: ProbeResult, began_s: float) -> None:
         """A probe that began at `began_s` has ended."""
-        before, now, key = self._registry.version, self._clock(), instance.key
+        now, key = self._clock(), instance.key
         known = self._registry.get(key)
         is_late = known is not None and known.is_late(now)
         if self._health.probed(key, result, began_s=began_s, is_late=is_late, now=now):
@@ -192,14 +192,13 @@ class FleetView:
         self._settle(key)
         if known is not None and self._health.standing(key) != "Ejected":
             self._lost.pop(key, None)
-        self._tell(before)
+        self._tell()
 
     def tick(self) -> None:
         """Let time pass; about four times a second."""
-        before = self._registry.version
         for key in self._health.tick(self._clock()):
             self._settle(key)
-        self._tell(before)
+        self._tell()
         weights = self.weights()
         for key in self._slow | weights.keys():
             self._loads.of(key).weight = weights.get(key, 1.0)
@@ -215,9 +214,8 @@ class FleetView:
 
     def cordon(self, key: InstanceKey, *, is_cordoned: bool) -> None:
         """See Registry.cordon. What the instance has already is left to finish."""
-        before = self._registry.version
         self._registry.cordon(key, is_cordoned=is_cordoned)
-        self._tell(before)
+        self._tell()
 
     def load(self, key: InstanceKey) -> Load:
         """What the instance has to do now; to be read only."""
@@ -286,9 +284,11 @@ class FleetView:
         for listener in self._listeners:
             listener(keys)
 
-    def _tell(self, before: int) -> None:
-        if self._registry.version == before:
+    def _tell(self) -> None:
+        """Let those know who wait for a change, if there was one since the last time."""
+        if self._registry.version == self._told_version:
             return
+        self._told_version = self._registry.version
         for key in self._loads.keep({instance.key for instance in self._registry.instances}):
             for forget in self._forgetting:
                 forget(key)

@@ -39,15 +39,12 @@ class Lingering(asyncio.Protocol):
         self._close()
 
     def pause_writing(self) -> None:
-        """See asyncio."""
         self._owner.pause_writing()
 
     def resume_writing(self) -> None:
-        """See asyncio."""
         self._owner.resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio."""
         self._timer.cancel()
         self._owner.connection_lost(exc)
 

@@ -280,18 +280,27 @@ async def open_serving(
     own = [one.run() for one in (tokens, objectives) if one is not None]
     if (trim := trimmer()) is not None:
         own.append(trim_after_bursts(lambda: state.metrics.requests.in_flight, trim))
-    watching = [asyncio.create_task(work) for work in (*works, *own)]
-    for task in watching:
-        task.add_done_callback(_report_death)
     try:
-        yield Serving(state, server, listeners)
+        async with running(*works, *own):
+            yield Serving(state, server, listeners)
     finally:
-        for task in watching:
-            task.cancel()
-        await asyncio.gather(*watching, return_exceptions=True)
         await asyncio.gather(releases.close(), *([tokens.close()] if tokens else []))
         await upstream.close()
         state.access_log.flush()
+
+
+@contextlib.asynccontextmanager
+async def running(*works: Coroutine[None, None, None]) -> AsyncGenerator[None]:
+    """`works` run as tasks meanwhile. One that ends by an error is logged."""
+    tasks = [asyncio.create_task(work) for work in works]
+    for task in tasks:
+        task.add_done_callback(_report_death)
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _make_flow(
@@ -392,4 +401,4 @@ def _objectives(state: AppState) -> Objectives | None:
 
 def _report_death(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        logger.critical("discovery, probing, counting or sampling stopped: %r", error)
+        logger.critical("%s stopped: %r", task.get_coro(), error)

@@ -21,6 +21,7 @@ import uvloop
 from xpyd_core.errors import UserError
 from xpyd_core.listen import loopback_beside
 from xpyd_router.config import RouterConfig
+from xpyd_router.http.server import running
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.processes.events import (
     AskMetrics,
@@ -155,19 +156,17 @@ class ParentProcess:
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncGenerator[None]:
         """Everything runs within; UserError where a worker does not start."""
-        watching = [
-            asyncio.create_task(work) for work in (self._discovery.run(), self._prober.run())
-        ]
-        for task in watching:
-            task.add_done_callback(_report_death)
         try:
-            await self.worker_processes.open()
-            yield
+            async with running(self._discovery.run(), self._prober.run()):
+                try:
+                    await self.worker_processes.open()
+                    yield
+                finally:
+                    await self.worker_processes.close()
         finally:
-            await self.worker_processes.close()
-            for task in (*watching, *self._answering):
+            for task in self._answering:
                 task.cancel()
-            await asyncio.gather(*watching, *self._answering, return_exceptions=True)
+            await asyncio.gather(*self._answering, return_exceptions=True)
             self._discovery.close()
 
     def _publish(self, event: ToWorker) -> None:
@@ -229,23 +228,13 @@ async def open_parent(config: RouterConfig) -> AsyncGenerator[ParentProcess]:
             yield parent
 
 
-def _report_death(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.critical("discovery, probing or reaping stopped: %r", error)
-
-
 @contextlib.asynccontextmanager
 async def _open_process(config: RouterConfig) -> AsyncGenerator[ParentProcess]:
     """`open_parent`, in a process that has no other children."""
     async with open_parent(config) as parent:
-        reaping = asyncio.create_task(
-            reap_orphans(lambda: [worker.pid for worker in parent.worker_processes.workers])
-        )
-        reaping.add_done_callback(_report_death)
-        try:
+        workers = parent.worker_processes.workers
+        async with running(reap_orphans(lambda: [worker.pid for worker in workers])):
             yield parent
-        finally:
-            reaping.cancel()
 
 
 def run_parent(config: RouterConfig) -> int:

@@ -79,7 +79,6 @@ class ParentView(FleetView):
         return [*events, *(Convicted(*found) for found in self.refused.items())]
 
     def apply(self, beat: Heartbeat, signed_age_s: float | None = None) -> Outcome:
-        """See FleetView."""
         outcome = super().apply(beat, signed_age_s)
         if outcome in _TAKEN:
             self._publish(self._beat(beat, is_signed=signed_age_s is not None))
@@ -87,7 +86,6 @@ class ParentView(FleetView):
         return outcome
 
     def expire(self) -> tuple[InstanceKey, ...]:
-        """See FleetView."""
         gone = super().expire()
         if gone:
             self._publish(Removed(gone))
@@ -95,12 +93,10 @@ class ParentView(FleetView):
         return gone
 
     def cordon(self, key: InstanceKey, *, is_cordoned: bool) -> None:
-        """See FleetView."""
         super().cordon(key, is_cordoned=is_cordoned)
         self._publish(Cordoned(key, is_cordoned))
 
     def probed(self, instance: Instance, result: ProbeResult, began_s: float) -> None:
-        """See FleetView."""
         was_lost = self.is_lost(instance.key)
         super().probed(instance, result, began_s)
         self._flush()
@@ -108,7 +104,6 @@ class ParentView(FleetView):
             self._publish(Found(instance.key))
 
     def tick(self) -> None:
-        """See FleetView."""
         super().tick()
         self._flush()
         now = self.weights()
@@ -132,10 +127,9 @@ class ParentView(FleetView):
                 if (one := self._registry.get(key)) is not None:
                     super().succeeded(one)
             case Failed(key, cause, suspect):
-                before = self._registry.version
                 self._health.failed(key, cause, suspect, self.now_s)
                 self._settle(key)
-                self._tell(before)
+                self._tell()
                 stood = [key]
             case TransferFailed(prefill, decode, suspect):
                 self._transfer_failed(prefill, decode, suspect)

@@ -143,7 +143,6 @@ class SharedLoad(Load):
         self.set_suspects(0)
 
     def begin(self, prompt_tokens: int, output_tokens: int = 0) -> None:
-        """See Load."""
         super().begin(prompt_tokens, output_tokens)
         row, cell = self._row, self._cell
         row[cell] = self._requests
@@ -151,7 +150,6 @@ class SharedLoad(Load):
         row[cell + 2] = self._output_tokens
 
     def end(self, prompt_tokens: int, output_tokens: int = 0) -> None:
-        """See Load."""
         super().end(prompt_tokens, output_tokens)
         row, cell = self._row, self._cell
         row[cell] = self._requests
@@ -227,13 +225,11 @@ class SharedLoadTable(LoadTable):
             load.refresh(self._others)
 
     def suspect(self, keys: Iterable[InstanceKey]) -> None:
-        """See LoadTable."""
         keys = tuple(keys)
         super().suspect(keys)
         self._write_suspects(keys)
 
     def clear(self, keys: Iterable[InstanceKey]) -> None:
-        """See LoadTable."""
         keys = tuple(keys)
         super().clear(keys)
         self._write_suspects(keys)

@@ -69,7 +69,6 @@ class WorkerView(FleetView):
 
     def take(self, event: ToWorker) -> None:
         """What the parent says of the fleet; other events are not for here."""
-        before = self._registry.version
         match event:
             case Beat():
                 self._beat(event)
@@ -94,30 +93,28 @@ class WorkerView(FleetView):
                 self._registry.cordon(key, is_cordoned=is_cordoned)
             case _:
                 return
-        self._tell(before)
+        self._tell()
 
     def began(self, instances: Iterable[Instance]) -> None:
         """See FleetView. Each worker may begin a trial before it has heard of another's."""
         if self._counted:
             trials = [one.key for one in instances if self._breaker_is(one.key, "HalfOpen")]
             if trials:
-                before = self._registry.version
                 for key in trials:
                     self._registry.stand(key, "Trial")
-                self._tell(before)
+                self._tell()
                 self._parent(Began(tuple(trials)))
 
     def succeeded(self, instance: Instance) -> None:
-        """See FleetView."""
         if self._counted and instance.key in self._counted:
             self._parent(Succeeded(instance.key))
 
     def failed(self, instance: Instance, cause: FailureCause, body: bytes) -> Break | None:
         """See FleetView. The break is this worker's own; its fate is the parent's word."""
-        key, before, poison = instance.key, self._registry.version, self._health.poison
+        key, poison = instance.key, self._health.poison
         if cause in EJECTING:
             self._registry.stand(key, "Ejected")
-            self._tell(before)
+            self._tell()
         suspect = fingerprint(body, self._secret) if cause in STRIKES else b""
         self._parent(Failed(key, cause, suspect))
         if cause not in KILLING:
@@ -128,7 +125,6 @@ class WorkerView(FleetView):
         return poison.broke(key, now) if is_ready else poison.death_of(key)
 
     def transfer_failed(self, prefill: Instance, decode: Instance, body: bytes) -> None:
-        """See FleetView."""
         self._parent(TransferFailed(prefill.key, decode.key, fingerprint(body, self._secret)))
 
     async def convicts(self, breaks: Sequence[Break], body: bytes) -> bool:
@@ -139,19 +135,16 @@ class WorkerView(FleetView):
         return is_guilty
 
     def refused_s(self, body: bytes) -> float:
-        """See FleetView."""
         self._health.poison.tick(self.now_s)
         return super().refused_s(body)
 
     def acquit(self, body: bytes) -> None:
-        """See FleetView."""
         suspect = fingerprint(body, self._secret)
         if suspect in self.refused:
             self._health.poison.acquit(suspect)
             self._parent(Acquit(suspect))
 
     def report(self, key: InstanceKey) -> HealthReport:
-        """See FleetView."""
         stood, now = self._stood.get(key), self.now_s
         if stood is None:
             return HealthReport("", 0.0, "Closed", 0.0)
@@ -160,7 +153,6 @@ class WorkerView(FleetView):
         return HealthReport(stood.cause, ejected_s, stood.breaker, open_s)
 
     def weights(self) -> Mapping[InstanceKey, float]:
-        """See FleetView."""
         return self._weights
 
     def load(self, key: InstanceKey) -> Load:

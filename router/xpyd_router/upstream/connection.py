@@ -373,20 +373,20 @@ class EngineConnection(asyncio.Protocol):
         else:
             transport.writelines((head, body))
 
-    # Exchange's Carrier.
+    # What its exchange does.
 
     def pause_reading(self) -> None:
-        """See Carrier."""
+        """Read no more from the engine's socket."""
         if self.is_usable:
             cast(asyncio.Transport, self._transport).pause_reading()
 
     def resume_reading(self) -> None:
-        """See Carrier."""
+        """Read on."""
         if self.is_usable:
             cast(asyncio.Transport, self._transport).resume_reading()
 
     def give_back(self) -> None:
-        """See Carrier."""
+        """The answer is whole: the next request may be sent on the connection."""
         self._exchange = None
         if self._may_keep and self.is_usable:
             self._on_free(self)
@@ -394,7 +394,7 @@ class EngineConnection(asyncio.Protocol):
             self.abort()
 
     def abort(self) -> None:
-        """See Carrier."""
+        """Close the connection now."""
         self._exchange = None
         if self._transport is not None:
             self._transport.abort()
@@ -402,11 +402,9 @@ class EngineConnection(asyncio.Protocol):
     # asyncio's Protocol.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio."""
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio."""
         exchange = self._exchange
         if exchange is None or self._has_ended:
             # An engine that speaks unasked is out of step: what it says next would be another's.
@@ -452,7 +450,6 @@ class EngineConnection(asyncio.Protocol):
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio."""
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             if exchange.status and not self._is_bounded and exc is None:
