@@ -32,7 +32,7 @@ class Model(Shape, frozen=True, kw_only=True):
 
 
 class ModelList(Shape, frozen=True, kw_only=True):
-    """All of them, sorted by name."""
+    """All models, sorted by name."""
 
     object: Literal["list"] = "list"
     data: list[Model]
@@ -51,7 +51,7 @@ class Ready(Shape, frozen=True, kw_only=True):
 
 
 class NotReady(Shape, frozen=True, kw_only=True):
-    """They are not: no pair can be picked, the router ends, or its owning process is stuck."""
+    """Requests are not served: no pair can be picked, the router ends, or its parent is stuck."""
 
     status: Literal["draining", "no instances", "no word of the instances"]
 
@@ -68,14 +68,14 @@ class InstanceHealth(Shape, frozen=True, kw_only=True):
     ejected_by: Annotated[str | None, Meta(description="Why it is ejected.")]
     ejected_seconds: _Seconds
     breaker: BreakerState
-    open_seconds: Annotated[_Seconds, Meta(description="How long the breaker stays open.")]
+    open_seconds: Annotated[_Seconds, Meta(description="How long the circuit breaker stays open.")]
     weight: Annotated[
         float, Meta(ge=0, le=1, description="Its share of requests; below 1: it starts slowly.")
     ]
 
 
 class InstanceLoad(Shape, frozen=True, kw_only=True):
-    """Of its last beat."""
+    """As of its last heartbeat."""
 
     running: _Count
     waiting: _Count
@@ -92,11 +92,13 @@ class InstanceReport(Shape, frozen=True, kw_only=True):
     http_address: str
     zmq_address: str
     incarnation: Annotated[str, Meta(description="Random per start of its process.")]
-    age_seconds: Annotated[_Seconds, Meta(description="Since its last beat.")]
+    age_seconds: Annotated[_Seconds, Meta(description="Since its last heartbeat.")]
     health: InstanceHealth
     models: list[str]
     compatibility: Annotated[str, Meta(description="P and D pair only where theirs are equal.")]
-    continuation: Annotated[Literal[0, 1], Meta(description="1: it can go on for another.")]
+    continuation: Annotated[
+        Literal[0, 1], Meta(description="1: it can continue another engine's stream.")
+    ]
     fleet: str
     pool: str
     revision: str
@@ -120,7 +122,7 @@ class AdminInstance(Shape, frozen=True, kw_only=True):
     http_address: str
     incarnation: str
     in_flight: Annotated[_Count, Meta(description="This router's calls.")]
-    others_in_flight: Annotated[int, Meta(description="What its last beat shows beyond them.")]
+    others_in_flight: Annotated[int, Meta(description="Calls of others, by its last heartbeat.")]
 
 
 class AdminState(Shape, frozen=True, kw_only=True):
@@ -138,7 +140,7 @@ class ErrorDetail(Shape, frozen=True, kw_only=True):
     param: Annotated[str | None, Meta(description="The request's field at fault.")]
     code: Annotated[
         str | int | None,
-        Meta(description="One of the router's, for programs; or an engine's own, as it says it."),
+        Meta(description="A code of the router, for programs; or one of the engine, unchanged."),
     ]
 
 

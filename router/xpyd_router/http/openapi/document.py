@@ -32,7 +32,7 @@ from xpyd_router.http.openapi.responses import (
 
 Json = dict[str, Any]
 _BODY = (
-    "Read as JSON, whatever Content-Type says. Fields that are not listed go to the engines "
+    "Read as JSON, whatever the Content-Type. Fields that are not listed go to the engines "
     "unchanged."
 )
 _SET_BY_ROUTER: Json = {
@@ -144,8 +144,8 @@ def paths() -> Json:
 _MODELS = "The models that can be served now."
 _HEALTH = "200 while the process works."
 _INSTANCES = "The registry. It shows engine addresses: do not expose it to clients."
-_CORDON = "The instance gets no new requests from this router; what it has goes on."
-_UNCORDON = "It gets requests again."
+_CORDON = "The instance gets no new requests from this router; running ones go on."
+_UNCORDON = "The instance gets requests again."
 
 
 def _path(name: str, text: str) -> Json:
@@ -161,7 +161,7 @@ def _header(name: str, text: str, schema: Json) -> Json:
 
 
 _CLIENT_HEADERS = [
-    _header("X-Request-Id", "Returned; nothing else is done with it.", {"type": "string"}),
+    _header("X-Request-Id", "Returned, and used for nothing else.", {"type": "string"}),
     _header("X-Session-Id", "The session, for --policy SessionAffinity.", {"type": "string"}),
     _header(
         "X-Xpyd-Priority",
@@ -169,7 +169,7 @@ _CLIENT_HEADERS = [
         {"type": "string"},
     ),
     _header("traceparent", "W3C trace context, for the engines.", {"type": "string"}),
-    _header("tracestate", "Beside traceparent.", {"type": "string"}),
+    _header("tracestate", "W3C trace state, sent with traceparent.", {"type": "string"}),
 ]
 
 
@@ -198,7 +198,9 @@ def _admin(operation: str, schema: str, text: str, *errors: int) -> Json:
 def _readiness() -> Json:
     ready = "200 when requests can be served and the router does not drain."
     made = _read("readiness", "State", "Ready", ready)
-    made["responses"]["503"] = _answer("NotReady", "They cannot.")
+    made["responses"]["503"] = _answer(
+        "NotReady", "No request can be served, or the router drains."
+    )
     return made
 
 
@@ -256,13 +258,13 @@ _SHAPES = (
 _ABOUT = """\
 The HTTP entry of a fleet of LLM engines: OpenAI's inference API, the router's state, and an admin
 API with a key of its own. Other methods of a path are answered 405 with Allow, other paths 404,
-what is no HTTP 400, each as an error object. A client that leaves gets no answer; logs and metrics
-show it as 499."""
+bytes that are not HTTP 400, each as an error object. A client that leaves gets no answer; logs and
+metrics show it as 499."""
 _TAGS = {
-    "Inference": "OpenAI's. The engines' fields stand on docs/engine.md.",
-    "Models": "What can be served now.",
-    "State": "Of the router.",
-    "Admin": "Who is in the fleet with what to do, and cordons. Closed without --admin-key-file.",
+    "Inference": "OpenAI's inference routes. docs/engine.md has the engines' fields.",
+    "Models": "Models that can be served now.",
+    "State": "The state of the router and its instances.",
+    "Admin": "Instances with their loads, and cordons. Closed without --admin-key-file.",
 }
 
 

@@ -34,11 +34,11 @@ def _ref(name: str) -> Schema:
 
 _FINISH: Schema = {
     **_nullable(_TEXT),
-    "description": "`stop`, `length`, or another of the engine's; null: it goes on.",
+    "description": "`stop`, `length`, or another of the engine's; null: the choice goes on.",
 }
 _IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _EXTRAS: Schema = {
-    "stop_reason": {"description": "What ended it: a text or a token's id."},
+    "stop_reason": {"description": "What ended the choice: a text or a token's id."},
     "token_ids": {**_nullable(_IDS), "description": "With return_token_ids."},
     "prompt_token_ids": {**_nullable(_IDS), "description": "With return_token_ids."},
 }
@@ -176,7 +176,7 @@ def answer_example(endpoint: str) -> dict[str, Any]:
 
 
 def stream_example(endpoint: str) -> str:
-    """A stream of one token, as it stands on the wire."""
+    """A stream of one token, as it is on the wire."""
     if endpoint == "completions":
         head = f'"id":"cmpl-{_ID}","object":"text_completion"'
         pieces = ['"text":" city","finish_reason":null', '"text":"","finish_reason":"length"']
@@ -214,7 +214,7 @@ ERRORS: tuple[ErrorKind, ...] = (
     ErrorKind(
         400,
         "context_length_exceeded",
-        "Prompt and output do not fit the model's context. Said by the engine.",
+        "Prompt and output do not fit the model's context. From the engine.",
         "this model's context is 2048 tokens: your prompt has 4096 tokens",
         "prompt",
     ),
@@ -241,7 +241,7 @@ ERRORS: tuple[ErrorKind, ...] = (
     ErrorKind(
         405,
         None,
-        "Another method; `Allow` says which.",
+        "The path has other methods; `Allow` lists them.",
         "DELETE is not allowed here",
     ),
     ErrorKind(
@@ -296,8 +296,8 @@ ERRORS: tuple[ErrorKind, ...] = (
     ErrorKind(
         502,
         "decode_failed",
-        "An engine that nobody can go on for failed in a stream: the stream's last event, behind "
-        "status 200.",
+        "An engine failed in a stream that no other engine can continue: the stream's last event, "
+        "behind status 200.",
         "the generating instance failed",
     ),
     ErrorKind(
@@ -309,13 +309,13 @@ ERRORS: tuple[ErrorKind, ...] = (
     ErrorKind(
         503,
         "no_instances",
-        "Nobody is ready.",
+        "No instance is ready.",
         "no prefill and decode instances are ready for this model",
     ),
     ErrorKind(
         503,
         "queue_timeout",
-        "Over the limits, and its turn did not come in time.",
+        "Over the limits, and no place became free in time.",
         "the router is busy: no place became free in time",
     ),
     ErrorKind(
@@ -365,8 +365,7 @@ def error_components() -> dict[str, Any]:
     """`components.responses`: one per status, with an example for each of its codes."""
     made = {name: _response(status) for status, name in _NAMES.items()}
     made[ENGINE_REFUSAL] = {
-        "description": "The engine refused the request in another way; its words, without its "
-        "address.",
+        "description": "Another refusal of the engine; its message, without its address.",
         "content": _content({}),
     }
     return made
