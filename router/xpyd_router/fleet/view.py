@@ -285,7 +285,7 @@ class FleetView:
             listener(keys)
 
     def _tell(self) -> None:
-        """Let those know who wait for a change, if there was one since the last time."""
+        """Wake what waits for a change, if there was one since the last time."""
         if self._registry.version == self._told_version:
             return
         self._told_version = self._registry.version
