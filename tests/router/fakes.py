@@ -431,6 +431,15 @@ def text_of(events: list[Any], choice: int = 0) -> str:
     return out
 
 
+def beating(stack: contextlib.AsyncExitStack, discovery_port: int) -> zmq.asyncio.Socket:
+    """A socket by which engines beat to this port of 127.0.0.1; `stack` closes it."""
+    context = zmq.asyncio.Context()
+    stack.callback(context.destroy, 0)
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(f"tcp://127.0.0.1:{discovery_port}")
+    return dealer
+
+
 @contextlib.asynccontextmanager
 async def fleet(**config: Any) -> AsyncGenerator[Fleet]:
     """A router on free ports of 127.0.0.1, serving, with no engines yet."""
@@ -455,10 +464,7 @@ async def fleet(**config: Any) -> AsyncGenerator[Fleet]:
 
         stack.push_async_callback(stop)
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        context = zmq.asyncio.Context()
-        stack.callback(context.destroy, 0)
-        dealer = context.socket(zmq.DEALER)
-        dealer.connect(f"tcp://127.0.0.1:{router.discovery_port}")
+        dealer = beating(stack, router.discovery_port)
         path = config.get("kv_key_file")
         yield Fleet(router, http, dealer, stack, None if path is None else read_keys(path)[0])
 

@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import aiohttp
-import zmq
-import zmq.asyncio
 
 from bench.process import free_port
-from tests.router.fakes import PATIENCE_S, FakeEngine, Fleet, replace_beat
+from tests.router.fakes import PATIENCE_S, FakeEngine, Fleet, beating, replace_beat
 from xpyd_core.messages import encode_heartbeat
 from xpyd_router.config import RouterConfig
 from xpyd_router.fleet.health import HealthRules
@@ -173,10 +171,7 @@ async def several(processes: int = 2, **config: Any) -> AsyncGenerator[Several]:
     async with contextlib.AsyncExitStack() as stack:
         parent = await stack.enter_async_context(open_parent(replace(defaults, **config)))
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        context = zmq.asyncio.Context()
-        stack.callback(context.destroy, 0)
-        dealer = context.socket(zmq.DEALER)
-        dealer.connect(f"tcp://127.0.0.1:{parent.discovery_port}")
+        dealer = beating(stack, parent.discovery_port)
         yield Several(cast(Serving, _Router(parent)), http, dealer, stack, None)
 
 
@@ -198,40 +193,47 @@ _MAIN = "import sys; from xpyd_core.cli import main; sys.exit(main())"
 
 
 @contextlib.asynccontextmanager
+async def process(
+    *argv: str, prelude: str = ""
+) -> AsyncGenerator[tuple[asyncio.subprocess.Process, str]]:
+    """A real `xpyd router` without a secret as a process, and its URL once it says so; `prelude` is
+    Python that it runs first.
+    """
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", f"{prelude}\n{_MAIN}"),
+        *("router", "--kv-insecure", *argv),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert child.stderr is not None
+    try:
+        said = b""
+        while b"listens on " not in said:
+            said = await child.stderr.readline()
+            assert said, "the router ended before it listened"
+        reading = asyncio.create_task(child.stderr.read())
+        yield child, said.split(b"listens on ")[1].split(b",")[0].decode()
+    finally:
+        if child.returncode is None:
+            child.terminate()
+            child.send_signal(signal.SIGCONT)  # where a test that failed has stopped it
+        await child.wait()
+    await reading
+
+
+@contextlib.asynccontextmanager
 async def routed(
     *argv: str, prelude: str = ""
 ) -> AsyncGenerator[tuple[asyncio.subprocess.Process, Elsewhere]]:
-    """A real `xpyd router` of two workers as a process, with no engines yet; `prelude` is Python
-    that it runs first.
-    """
+    """A `process` of two workers, with no engines yet."""
     ports = free_port(), free_port()
+    flags = ("--processes", "2", "--drain-seconds", "0", *argv)
+    flags = (*flags, "--port", str(ports[0]), "--discovery-port", str(ports[1]))
     async with contextlib.AsyncExitStack() as stack:
-        child = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", f"{prelude}\n{_MAIN}"),
-            *("router", "--kv-insecure", "--processes", "2", "--drain-seconds", "0"),
-            *("--port", str(ports[0]), "--discovery-port", str(ports[1]), *argv),
-            stderr=asyncio.subprocess.PIPE,
-        )
-        assert child.stderr is not None
-        said = b""
-        try:
-            while b"listens on " not in said:
-                said = await child.stderr.readline()
-                assert said, "the router ended before it listened"
-            reading = asyncio.create_task(child.stderr.read())
-            context = zmq.asyncio.Context()
-            stack.callback(context.destroy, 0)
-            dealer = context.socket(zmq.DEALER)
-            dealer.connect(f"tcp://127.0.0.1:{ports[1]}")
-            http = await stack.enter_async_context(aiohttp.ClientSession())
-            router = cast(Serving, _Ports(ports[0]))
-            yield child, Elsewhere(router, http, dealer, stack, None)
-        finally:
-            if child.returncode is None:
-                child.terminate()
-                child.send_signal(signal.SIGCONT)  # where a test that failed has stopped it
-            await child.wait()
-        await reading
+        child, _ = await stack.enter_async_context(process(*flags, prelude=prelude))
+        dealer = beating(stack, ports[1])
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        router = cast(Serving, _Ports(ports[0]))
+        yield child, Elsewhere(router, http, dealer, stack, None)
 
 
 def children(pid: int) -> list[int]:

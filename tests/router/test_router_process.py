@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import signal
 import socket
-import sys
-from collections.abc import AsyncGenerator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ import aiohttp
 import pytest
 
 from tests.router.fakes import Fleet, begin_and_hang, fleet, pair, serve_model, text_of, until
+from tests.router.several import process
 from xpyd_core.errors import UserError
 from xpyd_core.request_id import parse_pair_id
 from xpyd_router.command import command, read_config
@@ -155,26 +153,8 @@ def refuses(fleet_: Fleet) -> bool:
         return probe.connect_ex(("127.0.0.1", fleet_.router.http_port)) != 0
 
 
-@contextlib.asynccontextmanager
-async def process(*argv: str) -> AsyncGenerator[tuple[asyncio.subprocess.Process, str]]:
-    """A real `xpyd router` on free ports, and its URL once it says so."""
-    child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", "import sys; from xpyd_core.cli import main; sys.exit(main())"),
-        *("router", "--kv-insecure", "--port", "0", "--discovery-port", "0"),
-        *("--log-format", "json", *argv),
-        stderr=asyncio.subprocess.PIPE,
-    )
-    assert child.stderr is not None
-    try:
-        said = b""
-        while b"listens on " not in said:
-            said = await child.stderr.readline()
-            assert said, "the router ended before it listened"
-        yield child, said.split(b"listens on ")[1].split(b",")[0].decode()
-    finally:
-        if child.returncode is None:
-            child.kill()
-        await child.communicate()
+FREE_PORTS = ("--port", "0", "--discovery-port", "0")
+V6 = ("--host", "::1", "--discovery-host", "::1")
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])
@@ -183,7 +163,7 @@ async def test_a_signal_drains_the_process_and_it_exits_0(
     number: signal.Signals, processes: str
 ) -> None:
     async with (
-        process("--drain-seconds", "0.2", "--processes", processes) as (child, url),
+        process(*FREE_PORTS, "--drain-seconds", "0.2", "--processes", processes) as (child, url),
         aiohttp.ClientSession() as http,
     ):
         async with http.get(f"{url}/health") as response:
@@ -193,7 +173,7 @@ async def test_a_signal_drains_the_process_and_it_exits_0(
 
 
 async def test_the_start_line_gives_an_ipv6_address_as_urls_do() -> None:
-    async with process("--host", "::1", "--discovery-host", "::1") as (_, url):
+    async with process(*FREE_PORTS, *V6, "--drain-seconds", "0") as (_, url):
         assert url.startswith("http://[::1]:")
         async with aiohttp.ClientSession() as http, http.get(f"{url}/metrics") as response:
             assert response.status == 200
