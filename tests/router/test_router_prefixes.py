@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from xpyd_router.request.prefixes import session_in, text_marks
+from xpyd_router.request.client_request import session_in, text_marks
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 400
 

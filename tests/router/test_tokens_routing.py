@@ -11,7 +11,7 @@ from tests.router.chat_templates import DEMO_MODEL, files_of
 from tests.router.fakes import Call, FakeEngine, Fleet, fleet, serve_model, until
 from xpyd_core.tokenizer_files import encode_tokenizer_files
 from xpyd_router.admission import AdmissionLimits
-from xpyd_router.request.prefixes import hash_marks
+from xpyd_router.request.client_request import hash_marks
 from xpyd_worker.runner.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("uv_loop")

@@ -17,10 +17,15 @@ from xpyd_router.policy.base import NO_SLO
 from xpyd_router.policy.pairs import Alone, Pair, PairPolicy
 from xpyd_router.request.answers import Head, error_event, tokens_in, whole_answer
 from xpyd_router.request.attempt import Attempt, Attempts
-from xpyd_router.request.client_request import ClientHead, InferenceRequest
+from xpyd_router.request.client_request import (
+    ClientHead,
+    InferenceRequest,
+    hash_marks,
+    session_in,
+    text_marks,
+)
 from xpyd_router.request.failures import Failures
 from xpyd_router.request.objectives import Objectives
-from xpyd_router.request.prefixes import hash_marks, session_in, text_marks
 from xpyd_router.request.relay import ClientStream, Relay
 from xpyd_router.request.state import (
     Prefilled,
