@@ -47,6 +47,12 @@ async def ask_poisoned(world_: World, prompt: str, *, stream: bool) -> tuple[int
 async def poison(world_: World, prompt: str, role: str, *, stream: bool, status: int) -> None:
     """Ask for it again and again: two engines of `role` die of the first, none of the others."""
     got, error = await ask_poisoned(world_, prompt, stream=stream)
+
+    async def have_ended() -> bool:
+        # The router knows by the port, which is closed before the process is seen as ended.
+        return len(dead(world_)) >= 2
+
+    await world_.until(f"two engines have ended, after {got} {error}", have_ended)
     killed = dead(world_)
     assert [name[0] for name in killed] == 2 * [role.lower()], (got, error, killed)
     assert (got, error["code"]) == (status, "poisoned_request")
