@@ -242,7 +242,7 @@ def test_helm_test_asks_the_operator_and_the_named_fleet(helm: Helm) -> None:
     for values, fleet in (
         ({}, []),
         ({"test": {"fleet": "chat"}}, ["--fleet=http://chat-router.xpyd-system.svc:10001"]),
-        (EVERYTHING, ["--fleet=http://chat-router.svc:80"]),
+        (EVERYTHING, ["--fleet=http://chat-router.serving.svc:80"]),
     ):
         pod = one(helm.render(values), "Pod", "xpyd-test")
         assert _hook(pod) == "test"
