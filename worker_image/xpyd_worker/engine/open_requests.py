@@ -26,6 +26,7 @@ from xpyd_worker.engine.request import (
     RequestOutput,
     SampledToken,
     SamplingParams,
+    SchedulerConfig,
 )
 from xpyd_worker.engine.sending import Sending
 from xpyd_worker.engine.sequences import BlockTables, RequestState, Sequence
@@ -332,7 +333,8 @@ class Verdict(Enum):
 
 
 class SequenceAdmission:
-    """Gives queued sequences their blocks. `consumer` None: this engine receives no KV."""
+    """Refuses requests that cannot be queued, and gives queued sequences their blocks. `consumer`
+    None: this engine receives no KV."""
 
     def __init__(
         self,
@@ -341,13 +343,36 @@ class SequenceAdmission:
         requests: OpenRequests,
         sending: Sending,
         consumer: Consumer | None,
-        recompute_without_kv: bool,
+        config: SchedulerConfig,
+        rules: StopRules,
     ) -> None:
         self._tables = tables
         self._requests = requests
         self._sending = sending
         self._consumer = consumer
-        self._recompute_without_kv = recompute_without_kv
+        self._max_waiting = config.max_waiting
+        self._recompute_without_kv = config.recompute_without_kv
+        self._max_model_len = rules.max_model_len
+
+    def refusal(self, state: RequestState, *, waiting: int) -> tuple[ErrorKind, str] | None:
+        """Why a new request cannot be queued behind `waiting` sequences: it can never fit, or the
+        queue is full. None where it can."""
+        if not state.sequences:
+            return None
+        max_tokens = state.request.sampling.max_tokens
+        longest = self._max_model_len
+        if state.prompt_tokens + min(max_tokens, 1) > longest:
+            return "too_long", f"the prompt leaves no room within the model's {longest} tokens"
+        tokens = min(state.prompt_tokens + max_tokens, longest)
+        have = self._tables.capacity
+        if tokens > have:
+            return "too_long", f"prompt and max_tokens need {tokens} tokens of KV cache of {have}"
+        receive = state.receive
+        if waiting < self._max_waiting:
+            return None
+        if receive and self._consumer and self._consumer.offered(receive.key) is not None:
+            return None
+        return "busy", f"{waiting} requests are waiting already"
 
     def admit(self, sequence: Sequence, *, blocked: bool, seats: int, now: float) -> Verdict:
         """Give a queued sequence its blocks, if there are any for it now. Where others are

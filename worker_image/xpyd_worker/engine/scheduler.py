@@ -43,7 +43,6 @@ from xpyd_worker.engine.open_requests import (
 from xpyd_worker.engine.request import (
     EngineRequest,
     EngineStats,
-    ErrorKind,
     FinishReason,
     RequestOutput,
     SampledToken,
@@ -52,7 +51,6 @@ from xpyd_worker.engine.request import (
 from xpyd_worker.engine.sending import Sending
 from xpyd_worker.engine.sequences import (
     BlockTables,
-    RequestState,
     ScheduledStep,
     Sequence,
     SequenceShare,
@@ -96,7 +94,8 @@ class Scheduler:
             requests=self._requests,
             sending=self._sending,
             consumer=consumer,
-            recompute_without_kv=config.recompute_without_kv,
+            config=config,
+            rules=rules,
         )
         self._commit = TokenCommit(self._tables, rules)
         self._maker = StepMaker(self._sending, rules)
@@ -130,7 +129,7 @@ class Scheduler:
             self._consumer.expect(receive.key, wait_s=receive.wait_s, now=now)
             state.expects_kv = True
         self._requests.states[request.request_id] = state
-        refusal = self._refusal(state)
+        refusal = self._admission.refusal(state, waiting=len(self._waiting))
         if refusal is not None:
             self._requests.fail(state, *refusal)
             return
@@ -387,24 +386,6 @@ class Scheduler:
             self._requests.recomputes(state, "preempted")
 
     # --- bookkeeping
-
-    def _refusal(self, state: RequestState) -> tuple[ErrorKind, str] | None:
-        if not state.sequences:
-            return None
-        max_tokens = state.request.sampling.max_tokens
-        longest = self._rules.max_model_len
-        if state.prompt_tokens + min(max_tokens, 1) > longest:
-            return "too_long", f"the prompt leaves no room within the model's {longest} tokens"
-        tokens = min(state.prompt_tokens + max_tokens, longest)
-        if not self._tables.fits(tokens):
-            have = self._pool.num_blocks * self._pool.block_size
-            return "too_long", f"prompt and max_tokens need {tokens} tokens of KV cache of {have}"
-        receive = state.receive
-        if len(self._waiting) < self._config.max_waiting:
-            return None
-        if receive and self._consumer and self._consumer.offered(receive.key) is not None:
-            return None
-        return "busy", f"{len(self._waiting)} requests are waiting already"
 
     def _place(self, forked: Forked) -> None:
         for child in forked.running:

@@ -216,9 +216,10 @@ class BlockTables:
         self._block_size = pool.block_size
         self._caching = pool.caching
 
-    def fits(self, tokens: int) -> bool:
-        """Whether one sequence of so many tokens fits when it is alone."""
-        return blocks_for(tokens, self._block_size) <= self._pool.num_blocks
+    @property
+    def capacity(self) -> int:
+        """Tokens of the longest sequence that fits when it is alone."""
+        return self._pool.num_blocks * self._block_size
 
     def start(self, sequence: Sequence) -> bool:
         """Give a sequence without blocks what its known tokens need, cached prefix first.
