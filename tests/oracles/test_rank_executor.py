@@ -29,7 +29,7 @@ class Four:
     ready: tuple[RankReady, ...]
 
     def pids(self) -> list[int]:
-        return [self.instance.who(rank).pid for rank in range(4)]
+        return [self.instance.rank_identity(rank).pid for rank in range(4)]
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import pytest
 from tests.ranks.kit.instances import WAIT_S, is_alive
 from tests.ranks.kit.worker import HOST, LONG, Worker, started, wait_for
 from xpyd_core.parallel.ranks import Sizes
-from xpyd_worker.ranks.loss import EXIT_RANK_ENDED, EXIT_RANK_SILENT, who
+from xpyd_worker.ranks.loss import EXIT_RANK_ENDED, EXIT_RANK_SILENT, rank_identity
 
 SIZES = Sizes(pipeline=2, tensor=2)
 MAIN = -1
@@ -118,7 +118,7 @@ def test_all_of_it_ends_and_says_which_and_nothing_is_left(
         assert is_told == (number == signal.SIGSTOP)
     else:
         assert status == (EXIT_RANK_ENDED if number == signal.SIGKILL else EXIT_RANK_SILENT)
-        named = f"the instance ended: {who(victim, SIZES, pid=ranks[victim])}"
+        named = f"the instance ended: {rank_identity(victim, SIZES, pid=ranks[victim])}"
         assert named in log.splitlines()[-1]
         assert not list(sockets.iterdir())
     assert not is_judged or took_s < JUDGED_S

@@ -17,7 +17,10 @@ def test_ranks_may_open_as_many_files_as_are_allowed() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (FEW, hard))
     try:
         with started(Sizes(tensor=2)) as instance:
-            limits = [Path(f"/proc/{instance.who(rank).pid}/limits").read_text() for rank in (0, 1)]
+            limits = [
+                Path(f"/proc/{instance.rank_identity(rank).pid}/limits").read_text()
+                for rank in (0, 1)
+            ]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     found = [re.findall(r"^Max open files +(\d+)", text, re.M) for text in limits]

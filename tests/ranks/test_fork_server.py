@@ -18,7 +18,7 @@ from xpyd_worker.ranks.loss import RankLostError
 
 def test_ranks_are_children_of_this_process_with_a_name_and_nothing_of_each_others() -> None:
     with started(TWO) as instance:
-        pids = [instance.who(rank).pid for rank in range(2)]
+        pids = [instance.rank_identity(rank).pid for rank in range(2)]
         parents = [text_of(pid, "stat").rpartition(")")[2].split()[1] for pid in pids]
         assert parents == [str(os.getpid())] * 2
         assert [text_of(pid, "comm").strip() for pid in pids] == ["xpyd-rank-0", "xpyd-rank-1"]
@@ -89,7 +89,7 @@ def test_a_fork_server_that_is_killed_between_two_forks_leaves_no_rank(tmp_path:
     try:
         with pytest.raises(RankLostError, match=r"rank 1 .* was ended by SIGKILL"):
             instance.start()
-        first = instance.who(0).pid
+        first = instance.rank_identity(0).pid
         assert first
         assert not is_alive(first)
     finally:

@@ -60,7 +60,7 @@ def test_each_rank_shows_its_steps_what_fits_on_it_and_whether_it_is_up() -> Non
         # The watch sees them by its next look; ranks that give no answer may come behind.
         wait_until(lambda: steps_of(instance) == [5, 5])
         assert [one.is_up for one in instance.show()] == [True, True]
-        os.kill(instance.who(1).pid, signal.SIGKILL)
+        os.kill(instance.rank_identity(1).pid, signal.SIGKILL)
         loss_of(instance)
         assert [one.is_up for one in instance.show()] == [True, False]
 
@@ -89,7 +89,7 @@ def test_a_step_longer_than_the_ring_arrives(four: Instance) -> None:
 
 def test_orphans_of_others_are_adopted_only_while_ranks_start() -> None:
     with started(TWO) as instance:
-        assert is_alive(instance.who(1).pid)
+        assert is_alive(instance.rank_identity(1).pid)
         asked = ctypes.c_int(1)
         ctypes.CDLL(None).prctl(37, ctypes.byref(asked), 0, 0, 0)  # PR_GET_CHILD_SUBREAPER
         assert asked.value == 0
@@ -102,7 +102,7 @@ def test_who_waits_for_room_in_the_ring_hears_that_a_rank_is_lost(
     with started(TWO) as instance:
         executor = executor_of(instance)
         launch(executor, {"0": "hang"})
-        pid = instance.who(1).pid
+        pid = instance.rank_identity(1).pid
         killer = threading.Timer(0.5, os.kill, (pid, signal.SIGKILL))
         killer.start()
         # More than the ring takes: rank 0 never reads it.
@@ -130,7 +130,7 @@ def test_channels_carry_messages_to_a_rank_and_back(four: Instance) -> None:
 
 def test_a_rank_that_gives_up_between_steps_ends_the_instance_with_its_reason() -> None:
     with started(FOUR) as instance:
-        pids = [instance.who(rank).pid for rank in range(4)]
+        pids = [instance.rank_identity(rank).pid for rank in range(4)]
         step(executor_of(instance), {"say": 1})
         instance.channels[3].post(b"give up: the GPU has failed: unspecified launch failure")
         loss = loss_of(instance)
@@ -142,7 +142,7 @@ def test_a_rank_that_gives_up_between_steps_ends_the_instance_with_its_reason() 
 def test_ranks_leave_in_order_and_nothing_is_left(capfd: pytest.CaptureFixture[str]) -> None:
     before, threads = set(os.listdir("/proc/self/fd")), threading.active_count()
     with started(TWO) as instance:
-        pids = [instance.who(rank).pid for rank in range(2)]
+        pids = [instance.rank_identity(rank).pid for rank in range(2)]
         step(executor_of(instance), {"say": 1})
     assert not any(map(is_alive, pids))
     assert instance.loss is None
@@ -162,7 +162,7 @@ def test_ranks_of_one_pod_meet_where_only_its_own_host_comes(host: str) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_step_under_way_and_the_other_rank(rank: int) -> None:
     with started(TWO) as instance:
-        pids = [instance.who(r).pid for r in range(2)]
+        pids = [instance.rank_identity(r).pid for r in range(2)]
         running = launch(executor_of(instance), {"*": "hang"})
         os.kill(pids[rank], signal.SIGKILL)
         with pytest.raises(
@@ -178,7 +178,7 @@ def test_a_killed_rank_ends_the_step_under_way_and_the_other_rank(rank: int) -> 
 @pytest.mark.slow
 def test_a_stopped_rank_is_noticed_while_nothing_runs() -> None:
     with started(TWO) as instance:
-        pids = [instance.who(r).pid for r in range(2)]
+        pids = [instance.rank_identity(r).pid for r in range(2)]
         os.kill(pids[1], signal.SIGSTOP)
         loss = loss_of(instance)
         assert loss.status == EXIT_RANK_SILENT
@@ -194,7 +194,7 @@ def test_a_rank_that_is_stopped_while_it_starts_is_noticed_as_soon(when: str) ->
         with pytest.raises(RankLostError, match=r"rank 1 .* no sign of life for 5 s") as raised:
             instance.start()
         assert raised.value.status == EXIT_RANK_SILENT
-        assert not any(is_alive(instance.who(rank).pid) for rank in range(2))
+        assert not any(is_alive(instance.rank_identity(rank).pid) for rank in range(2))
     finally:
         instance.close()
 
@@ -247,7 +247,7 @@ def test_a_start_that_fails_is_one_error_and_leaves_nothing(
             instance.start()
         if isinstance(raised.value, RankLostError):
             assert raised.value.status == EXIT_RANK_ENDED
-        assert not any(is_alive(instance.who(rank).pid) for rank in range(2))
+        assert not any(is_alive(instance.rank_identity(rank).pid) for rank in range(2))
     finally:
         instance.close()
 
@@ -261,9 +261,9 @@ def test_a_rank_that_waits_for_one_that_does_not_come_is_ended_by_close() -> Non
 
     starting = threading.Thread(target=start)
     starting.start()
-    while not all(is_alive(instance.who(rank).pid) for rank in range(2)):
+    while not all(is_alive(instance.rank_identity(rank).pid) for rank in range(2)):
         starting.join(0.01)
-    pids = [instance.who(rank).pid for rank in range(2)]
+    pids = [instance.rank_identity(rank).pid for rank in range(2)]
     instance.close()
     starting.join(WAIT_S)
     assert not starting.is_alive()

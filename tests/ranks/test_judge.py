@@ -13,7 +13,7 @@ from xpyd_worker.ranks.loss import (
     RANK_MISSES_OTHERS,
     Failure,
     Loss,
-    who,
+    rank_identity,
 )
 from xpyd_worker.ranks.watch.beats import Beat
 from xpyd_worker.ranks.watch.judge import (
@@ -33,7 +33,7 @@ class Ranks:
     """Four ranks that beat and compute, but for those told otherwise."""
 
     def __init__(self, *, started: bool = True) -> None:
-        self.judge = Judge(4, lambda rank: who(rank, SIZES, pid=100 + rank))
+        self.judge = Judge(4, lambda rank: rank_identity(rank, SIZES, pid=100 + rank))
         if started:
             for rank in range(4):
                 self.judge.opened(rank)

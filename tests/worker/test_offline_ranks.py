@@ -49,7 +49,7 @@ def instance_of(llm: LLM) -> Instance:
 
 def pids_of(llm: LLM) -> list[int]:
     instance = instance_of(llm)
-    return [instance.who(rank).pid for rank in range(len(instance.channels))]
+    return [instance.rank_identity(rank).pid for rank in range(len(instance.channels))]
 
 
 def wait_until_gone(pids: list[int]) -> None:

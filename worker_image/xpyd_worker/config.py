@@ -63,7 +63,7 @@ class WorkerConfig:
     long_prefill_token_threshold: int = 0
     """Tokens of one prompt in one forward; 0: as many as the forward has room for."""
     scheduling_policy: Policy = "fcfs"
-    """Who goes first: who came first, or whose request has the lower priority number."""
+    """Which request goes first: the one that came first, or the one with the lower priority."""
     kv_cache_bytes: int | None = None
     """Paged KV cache of each rank, all its layers; None: CPU_CACHE_BYTES, on a GPU what its share
     leaves."""

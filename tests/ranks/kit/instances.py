@@ -99,7 +99,7 @@ def await_pids(instance: Instance, sizes: Sizes) -> None:
     """Until the watch's thread has the ranks' processes, which may answer before."""
     ticks = threading.Event()
     for _ in range(round(WAIT_S / 0.01)):
-        if all(instance.who(rank).pid for rank in range(sizes.replica)):
+        if all(instance.rank_identity(rank).pid for rank in range(sizes.replica)):
             return
         ticks.wait(0.01)
     raise AssertionError("a rank has no process")

@@ -115,7 +115,7 @@ def show_instance(how: str) -> None:
     pids = [fork_server_of(instance)]
     if how == "count":
         starting.join()
-        pids = [instance.who(rank).pid for rank in range(2)]
+        pids = [instance.rank_identity(rank).pid for rank in range(2)]
     while how == "hang" and text_of(pids[0], "comm").strip() != "xpyd-forkserver":
         time.sleep(0.01)
     print(*pids, flush=True)  # noqa: T201 - to who started it

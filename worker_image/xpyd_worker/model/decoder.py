@@ -113,7 +113,7 @@ class Decoder:
         part: Part | None = None,
         group: TensorGroup = NO_GROUP,
     ) -> None:
-        """`part`: which layers (None: all); `group`: with whom each of them is shared."""
+        """`part`: which layers (None: all); `group`: the ranks that share each of them."""
         self.part = part or Part(layers=range(config.num_layers))
         self._kernels = kernels
         self._ends = Ends(config, dtype, self.part, group)

@@ -65,7 +65,7 @@ def build_model(
     parallel: ParallelState | None = None,
 ) -> Decoder:
     """The model for `config` in `dtype`, without weights; those go to `device`. `parallel`: which
-    part of it, and with whom (None: all of it)."""
+    part of it, and the other ranks (None: all of it)."""
     from xpyd_worker.model.decoder import Decoder
 
     if parallel is None:

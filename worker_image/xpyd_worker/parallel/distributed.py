@@ -114,7 +114,7 @@ class Store:
                     return missing
                 time.sleep(_POLL_S)
         except RuntimeError:
-            # Rank 0 ends as soon as it knows whom it misses, and the store with it.
+            # Rank 0 ends as soon as it knows which ranks it misses, and the store with it.
             return [0] if 0 in missing else missing
 
 
@@ -256,11 +256,11 @@ class ProcessGroup:
 
     @contextmanager
     def _naming_the_missing(self, what: str) -> Generator[None]:
-        """Gloo does not say whom it waited for: ask who is still there."""
+        """Gloo does not name the ranks that it waited for: ask which are still there."""
         try:
             yield
         except RuntimeError as error:
-            # Those who wait for this rank fail now, too.
+            # Ranks that wait for this one fail now, too.
             self._give_up()
             self._failures += 1
             call = f"failed/{self.name}/{self._failures}"

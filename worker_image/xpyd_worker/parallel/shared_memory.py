@@ -52,7 +52,7 @@ class Host:
 
     @property
     def spin_s(self) -> float:
-        """Who waits must not take the core of whom it waits for."""
+        """A rank that waits must not take the core of the rank that it waits for."""
         return SPIN_S if self.cores >= self.ranks else 0.0
 
 

@@ -1,7 +1,7 @@
 """Opens what one rank has of the others, and closes it in the opposite order.
 
 Called once by a rank's process, before it loads its part of the model. See `api.py` for what comes
-of it, xpyd_core.parallel.ranks for who is in which group.
+of it, xpyd_core.parallel.ranks for the members of each group.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def open_parallel(
 ) -> ParallelState:
     """Meet the other ranks and make the groups. `layers`: of each stage (partition()); `hidden`: of
     the largest step; `custom_all_reduce`: on GPUs in addition to NCCL's, where it can be. Raises
-    GroupError, naming who does not come within `at.connect_s`."""
+    GroupError, naming the ranks that do not come within `at.connect_s`."""
     place = sizes.place(rank)
     part = Part(
         layers=layers[place.stage],

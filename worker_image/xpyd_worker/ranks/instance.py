@@ -26,9 +26,9 @@ from xpyd_worker.ranks.loss import (
     EXIT_STEP_STUCK,
     Failure,
     Loss,
+    RankIdentity,
     RankLostError,
-    Who,
-    who,
+    rank_identity,
 )
 from xpyd_worker.ranks.pods.handshake import gather, listen
 from xpyd_worker.ranks.pods.messages import Join
@@ -58,7 +58,7 @@ _T = TypeVar("_T", Opened, WeightsLoaded, Fits, RankReady)
 _PUBLISH_S = 30.0
 """A rank that computes reads its next step only then; what fits into the ring does not wait."""
 _SETTLE_S = 15.0
-"""The judge says earlier who was lost first."""
+"""The judge says earlier which rank was lost first."""
 _CLOSE_S = 2.0
 _LOOPBACK = "127.0.0.1"
 """There also where the instance's own address is an IPv6 one."""
@@ -83,7 +83,7 @@ class Instance:
         self._started: queue.SimpleQueue[tuple[int, FromRank] | None] = queue.SimpleQueue()
         self._pod = Pod(config.pod_ranks(0), self._links, self._take, command)
         self._others: list[RemotePod] = []
-        self._judge = Judge(sizes.replica, self.who)
+        self._judge = Judge(sizes.replica, self.rank_identity)
         self._watch = Watch(self._pod, self._judge, others=self._look, lost=self._on_loss)
         self._is_closed = False
         self.settled = threading.Event()
@@ -99,10 +99,10 @@ class Instance:
         self.channels = [LinkChannel(rank, self._post) for rank in range(sizes.replica)]
         """By rank: the KV transfer's way to it."""
 
-    def who(self, rank: int) -> Who:
+    def rank_identity(self, rank: int) -> RankIdentity:
         """The rank as messages name it."""
         pods, each = self._config.pods, len(self._pod.ranks)
-        return who(
+        return rank_identity(
             rank, self._sizes, pid=self._pod.pid(rank), pod=rank // each if pods > 1 else None
         )
 
@@ -198,7 +198,9 @@ class Instance:
                 raise self.error()
             rank, message = one
             if not isinstance(message, kind):
-                raise RankLostError(f"{self.who(rank)} said {message!r}, not {kind.__name__}")
+                raise RankLostError(
+                    f"{self.rank_identity(rank)} said {message!r}, not {kind.__name__}"
+                )
             found[rank] = message
         return tuple(found[rank] for rank in sorted(found))
 
@@ -241,7 +243,8 @@ class Instance:
         except NotReadError as error:
             rank = self._pod.ranks[error.reader]
             loss = Loss(
-                f"{self.who(rank)} has not read its steps for {_PUBLISH_S:g} s", EXIT_STEP_STUCK
+                f"{self.rank_identity(rank)} has not read its steps for {_PUBLISH_S:g} s",
+                EXIT_STEP_STUCK,
             )
             raise self._give_up(loss) from error
 
@@ -268,7 +271,9 @@ class Instance:
             self.channels[rank].take(frame.body)
             return
         if frame.kind != Kind.CONTROL:
-            raise ProtocolError(f"a frame of kind {frame.kind.name} from {self.who(rank)}")
+            raise ProtocolError(
+                f"a frame of kind {frame.kind.name} from {self.rank_identity(rank)}"
+            )
         message = decode_from_rank(frame.body)
         if isinstance(message, Failed):
             failure = message.failure

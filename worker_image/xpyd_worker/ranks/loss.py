@@ -28,7 +28,7 @@ class RankLostError(Exception):
 
 
 @dataclass(frozen=True)
-class Who:
+class RankIdentity:
     """A rank, as messages name it. `pod`: its number in the instance where there are several;
     `pid`: 0 where the process is not there yet."""
 
@@ -45,10 +45,10 @@ class Who:
         return f"rank {self.rank} ({pod}{share}{pid})"
 
 
-def who(rank: int, sizes: Sizes, *, pid: int = 0, pod: int | None = None) -> Who:
-    """Rank `rank` of an instance of these sizes."""
+def rank_identity(rank: int, sizes: Sizes, *, pid: int = 0, pod: int | None = None) -> RankIdentity:
+    """Of rank `rank` in an instance of these sizes."""
     place = sizes.place(rank)
-    return Who(rank, place.stage, place.tensor, pid, pod)
+    return RankIdentity(rank, place.stage, place.tensor, pid, pod)
 
 
 @dataclass(frozen=True)

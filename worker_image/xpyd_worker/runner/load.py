@@ -155,7 +155,7 @@ def _part(config: ModelConfig, parallel: ParallelState | None) -> Part:
     if parallel is None:
         return Part(layers=range(config.num_layers))
     part = parallel.part
-    # Stages may be of any lengths; whether they are all layers, who made them has checked.
+    # Stages may be of any lengths; that they are all layers was checked when they were made.
     check_parallel(config.shape, Sizes(tensor=part.tensor_size))
     return part
 

@@ -273,7 +273,7 @@ class EngineBridge:
             self.engine.abort(request_id, choices)
 
     def fail(self) -> None:
-        """The engine's thread has ended: wake all who wait, refuse what comes."""
+        """The engine's thread has ended: wake all waiters, refuse what comes."""
         self._gone = True
         for request in self._open.values():
             request.mailbox.fail()

@@ -1,7 +1,7 @@
 """The compiled operators: which variant this processor runs, and the types that cross over.
 
 The installation builds a library for each level of the instruction set (hatch_build.py), where it
-finds a compiler. Everything is by pointer: who calls must keep the tensors alive and contiguous.
+finds a compiler. Everything is by pointer: the caller must keep the tensors alive and contiguous.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def _meet(table, rank, count, ranks: tl.constexpr):  # noqa: ANN202
     theirs = tl.load(table + other, mask=is_rank, other=0).to(tl.pointer_type(tl.int64))
     tl.atomic_xchg(theirs + line + rank, count, mask=is_rank, sem="release", scope="sys")
     words = tl.load(table + rank).to(tl.pointer_type(tl.int64)) + line + other
-    # Until the slowest is here. Who is faster may be at the next meeting already.
+    # Until the slowest is here. A faster rank may be at the next meeting already.
     least = count - 1
     while least < count:
         said = tl.atomic_add(words, 0, mask=is_rank, sem="acquire", scope="sys")
@@ -120,7 +120,7 @@ def all_reduce(
 
     `table` [MOST_RANKS] int64, on the device: where each rank's memory of `shape.memory_bytes`
     begins, as this rank has it; at multiples of 16, and zero before the first call. All ranks make
-    the same calls in the same order; who waits for one that does not come waits for ever.
+    the same calls in the same order; a rank that misses one waits for ever.
     """
     cut = shape.cut(x.numel(), x.element_size(), ranks)
     _all_reduce[(cut.programs,)](

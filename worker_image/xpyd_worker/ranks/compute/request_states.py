@@ -2,7 +2,7 @@
 
 Every stage has it, since every stage needs to know where a sequence is: the first one embeds the
 token that the last one drew, and all rotate by positions. The update is the same on all of them:
-from what was drawn (Sampled), for whom, and how many tokens entered the forward.
+from what was drawn (Sampled), for which, and how many tokens entered the forward.
 """
 
 from __future__ import annotations

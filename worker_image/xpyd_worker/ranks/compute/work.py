@@ -182,8 +182,8 @@ class RankWork:
     def _catch_up(self, message: StepMessage) -> None:
         """Take in draws on their way, in order, until none is left that a sequence of this step
         needs, nor one older than the steps that can be under way."""
-        # Who has a further chunk drew no token of its own before; what is drawn ahead of a step is
-        # known to the device.
+        # A sequence with a further chunk drew no token of its own before; what is drawn ahead of a
+        # step is known to the device.
         needed = {row.slot for row in message.rows if not isinstance(row, Chunk | Ahead)}
         awaited = self._awaited
         count = max((n for n, one in enumerate(awaited, 1) if one.has_slot_of(needed)), default=0)
@@ -261,7 +261,7 @@ class RankWork:
 
 def _asking(step: StepInput) -> list[int]:
     """Places of the sequences that a token is drawn for: the rows of Sampled, on every stage. Where
-    choices fork none is their sequence's: the engine says who goes on with which."""
+    choices fork none is their sequence's: the engine says which choice goes on with which."""
     return [n for n, one in enumerate(step.sequences) if len(one.samples) == 1]
 
 

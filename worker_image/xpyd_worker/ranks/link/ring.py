@@ -4,9 +4,9 @@
            --- `come`, one for each reader: bytes written --->
            <-- `taken`, one for each reader: bytes read -----
 
-A message is written once, however many read it. The two counters of a reader are eventfds: who
-waits sleeps in poll, so ranks that wait take no core from those that compute, and one poll can wait
-for a message and for other things. Positions in the circle are each side's own count. What was
+A message is written once, however many read it. The two counters of a reader are eventfds: a
+waiter sleeps in poll, so ranks that wait take no core from those that compute, and one poll can
+wait for a message and for other things. Positions in the circle are each side's own count. What was
 stored before a counter was raised is there for a process that has read the counter, on every
 processor: the kernel changes and reads it under one lock. Nothing else in the memory is used to
 synchronise.

@@ -93,7 +93,7 @@ def join_leader(sock: socket.socket, pod: int, keys: Sequence[bytes]) -> Join:
             "instance one image"
         )
     if theirs.pod != 0:
-        raise UserError("LWS_LEADER_ADDRESS: who answers there is no leader")
+        raise UserError("LWS_LEADER_ADDRESS: what answers there is no leader")
     talk.say(Auth(pod_mac(keys[0], who=ours, to=theirs)))
     if not is_pod_mac(keys, talk.hear(Auth).mac, who=theirs, to=ours):
         raise UserError("--kv-key-file: the instance's leader has another key")

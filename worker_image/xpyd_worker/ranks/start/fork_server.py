@@ -108,7 +108,7 @@ def main(prepare: Prepare) -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="xpyd fork server")
-    parser.add_argument("--parent", type=int, required=True, help="who started it")
+    parser.add_argument("--parent", type=int, required=True, help="the process that started it")
     parser.add_argument("--pids", type=int, required=True, help="descriptor of the pipe for pids")
     parser.add_argument("--beats", type=int, required=True, help="descriptor of the beats' memory")
     parser.add_argument(

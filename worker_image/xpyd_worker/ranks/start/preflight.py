@@ -1,8 +1,8 @@
 """What a machine must give an instance of several ranks, looked at before they start.
 
 What is missing would otherwise show as a start that hangs, as slow steps or as a bare error from
-deep inside a library. Files are looked at by who starts ranks, the rest by ranks on GPUs. It must
-not know torch.
+deep inside a library. The process that starts ranks looks at files, ranks on GPUs at the rest. It
+must not know torch.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class Slot:
         self.live()
 
     def live(self) -> None:
-        """A sign of life, of who has computed nothing yet."""
+        """A sign of life, also of a rank that has computed nothing yet."""
         self._words[0] += 1
 
 

@@ -18,7 +18,7 @@ from xpyd_worker.ranks.loss import (
     RANK_MISSES_OTHERS,
     Failure,
     Loss,
-    Who,
+    RankIdentity,
     how_ended,
 )
 from xpyd_worker.ranks.watch.beats import Beat
@@ -73,7 +73,7 @@ class Shown(NamedTuple):
 class Judge:
     """Of an instance's ranks, each by its number."""
 
-    def __init__(self, ranks: int, name: Callable[[int], Who]) -> None:
+    def __init__(self, ranks: int, name: Callable[[int], RankIdentity]) -> None:
         self._seen = [_Seen() for _ in range(ranks)]
         self._name = name
         self._is_starting = True
@@ -144,7 +144,8 @@ class Judge:
         return None
 
     def _wrong(self) -> Loss | None:
-        """Who was killed comes before who says a cause, and that before who misses another."""
+        """A killed rank comes before one that says a cause, which comes before one that misses
+        another."""
         wrong = [rank for rank, seen in enumerate(self._seen) if seen.is_wrong]
         if not wrong:
             return None

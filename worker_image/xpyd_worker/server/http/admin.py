@@ -1,6 +1,6 @@
 """HTTP handlers besides inference: probes, load, metrics, tokens, drain, cache reset, KV calls.
 
-Also who may call `POST /drain` and `POST /reset_prefix_cache`: the first ends the process, the
+Also which callers may `POST /drain` and `POST /reset_prefix_cache`: the first ends the process, the
 second makes all others' prompts slow. In a fleet with a secret the caller proves to have it, for
 this one process: the MAC covers the call and the incarnation, which /load and the heartbeats name,
 so that an overheard MAC is good for nothing else and no later start. Without a secret only this

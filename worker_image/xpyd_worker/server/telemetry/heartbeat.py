@@ -127,7 +127,7 @@ class HeartbeatSender:
         for address in list(found)[:_MAX_ROUTERS]:
             if address not in self._sockets:
                 self._sockets[address] = self._connect(address)
-        if is_complete:  # a resolver that failed says nothing about who is gone
+        if is_complete:  # a resolver that failed does not say which routers are gone
             for address in self._sockets.keys() - found.keys():
                 self._sockets.pop(address).close(0)
 
