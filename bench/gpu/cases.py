@@ -133,7 +133,7 @@ def _row_by_row(
         "RMS norm",
         f"{rows:,} x {sizes.hidden:,}",
         2 * x.nbytes,
-        lambda: gpu.norm.rms_norm(x, weight, 1e-5),
+        lambda: gpu.elementwise.rms_norm(x, weight, 1e-5),
         lambda: F.rms_norm(x, weight.shape, weight, 1e-5),
     )
     gate_up = made(rows, 2 * sizes.intermediate)
@@ -142,7 +142,7 @@ def _row_by_row(
         "SiLU-mul",
         f"{rows:,} x {sizes.intermediate:,}",
         gate_up.nbytes * 3 // 2,
-        lambda: gpu.activation.silu_mul(gate_up),
+        lambda: gpu.elementwise.silu_mul(gate_up),
         lambda: F.silu(gate) * up,
     )
     qkv = made(rows, sizes.heads + 2 * sizes.kv_heads, sizes.head_dim)

@@ -16,12 +16,12 @@ def test_a_norm_is_the_row_by_its_root_mean_square(kit: Kit, size: int) -> None:
     x, weight = kit.noise(5, size), kit.noise(size, seed=1)
     x[2] *= 100
     x[3] = 0
-    kit.close(kit.gpu.norm.rms_norm(x, weight, EPS), twins.rms_norm(x, weight, EPS))
+    kit.close(kit.gpu.elementwise.rms_norm(x, weight, EPS), twins.rms_norm(x, weight, EPS))
 
 
 def test_a_norm_takes_any_leading_shape_and_rows_that_lie_apart(kit: Kit) -> None:
     x, weight = kit.noise(3, 6, 96)[:, 1:4], kit.noise(96, seed=1)
-    kit.close(kit.gpu.norm.rms_norm(x, weight, EPS), twins.rms_norm(x, weight, EPS))
+    kit.close(kit.gpu.elementwise.rms_norm(x, weight, EPS), twins.rms_norm(x, weight, EPS))
 
 
 @pytest.mark.parametrize("size", [96, 1000])
@@ -30,7 +30,7 @@ def test_a_residual_takes_the_sum_and_the_norm_is_of_what_it_then_holds(
 ) -> None:
     x, residual, weight = kit.noise(4, size), kit.noise(4, size, seed=1), kit.noise(size, seed=2)
     before, wanted = x.clone(), x + residual
-    found = kit.gpu.norm.rms_norm(x, weight, EPS, residual)
+    found = kit.gpu.elementwise.rms_norm(x, weight, EPS, residual)
     assert torch.equal(residual, wanted)
     assert torch.equal(x, before)
     kit.close(found, twins.rms_norm(wanted, weight, EPS))
@@ -38,14 +38,14 @@ def test_a_residual_takes_the_sum_and_the_norm_is_of_what_it_then_holds(
 
 def test_a_residual_that_would_be_copied_is_refused(kit: Kit) -> None:
     with pytest.raises(ValueError, match="contiguous"):
-        kit.gpu.norm.rms_norm(kit.noise(4, 8), kit.noise(8), EPS, kit.noise(8, 4).T)
+        kit.gpu.elementwise.rms_norm(kit.noise(4, 8), kit.noise(8), EPS, kit.noise(8, 4).T)
 
 
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (3, 96), (2, 1500)])
 def test_the_activation_is_gate_by_its_sigmoid_by_up(kit: Kit, rows: int, size: int) -> None:
     gate_up = kit.noise(rows, 2 * size) * 4
     gate_up[0, 0] = -60
-    kit.close(kit.gpu.activation.silu_mul(gate_up), twins.silu_mul(gate_up))
+    kit.close(kit.gpu.elementwise.silu_mul(gate_up), twins.silu_mul(gate_up))
 
 
 def _angles(kit: Kit, positions: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,11 +7,14 @@ one is said at once.
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
+
+from tqdm import tqdm
 
 from xpyd_core.blocks import DEFAULT_BLOCK_SIZE
 from xpyd_core.errors import UserError
@@ -20,7 +23,6 @@ from xpyd_core.sizes import parse_bytes
 from xpyd_worker.config import WorkerConfig, check_config
 from xpyd_worker.engine.request import Policy
 from xpyd_worker.offline.outputs import RequestOutput
-from xpyd_worker.offline.progress import Progress
 from xpyd_worker.offline.requests import (
     Ask,
     Chat,
@@ -217,3 +219,37 @@ def _for_each(
             f"sampling_params: expected one or as many as prompts ({count}), got {len(params)}"
         )
     return params
+
+
+class Progress:
+    """A bar on standard error while the block runs, with finished prompts and tokens per second so
+    far; nothing where it is not `shown`."""
+
+    def __init__(self, prompts: int, *, shown: bool) -> None:
+        self._bar = tqdm(total=prompts, desc="Processed prompts", disable=not shown)
+        self._start_s = time.perf_counter()
+        self._input_tokens = 0
+        self._output_tokens = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def done(self, output: RequestOutput) -> None:
+        """One prompt has ended."""
+        self._input_tokens += len(output.prompt_token_ids)
+        self._output_tokens += sum(len(choice.token_ids) for choice in output.outputs)
+        seconds = max(1e-9, time.perf_counter() - self._start_s)
+        rates = (
+            f"input {self._input_tokens / seconds:.1f} tok/s, "
+            f"output {self._output_tokens / seconds:.1f} tok/s"
+        )
+        self._bar.set_postfix_str(rates, refresh=False)
+        self._bar.update()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.close()

@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xpyd_worker.kernels.api import Experts, KvShape, Linear, Plan, Span
-from xpyd_worker.kernels.gpu.activation import silu_mul
 from xpyd_worker.kernels.gpu.decode import decode_attention
+from xpyd_worker.kernels.gpu.elementwise import rms_norm, silu_mul
 from xpyd_worker.kernels.gpu.experts import NO_EXPERT, GroupedExperts
-from xpyd_worker.kernels.gpu.norm import rms_norm
 from xpyd_worker.kernels.gpu.plan import GpuPlan, StaticPlan, make_plan
 from xpyd_worker.kernels.gpu.prefill import prefill_attention
 from xpyd_worker.kernels.gpu.rotary import rotate_and_store
