@@ -55,12 +55,9 @@ class TextThreads:
         future.add_done_callback(self._free)
         return await asyncio.wrap_future(future)
 
-    async def finish(self, work: Callable[[], T], *, is_short: bool = False) -> T:
+    async def finish(self, work: Callable[[], T]) -> T:
         """`work()` for the answer to a request that was computed: behind what waits, and never
-        refused; here where it `is_short`. The requests that were let in bound how many there
-        are."""
-        if is_short:
-            return work()
+        refused. The requests that were let in bound how many there are."""
         return await asyncio.wrap_future(self._pool.submit(work))
 
     def _free(self, _future: Future[T]) -> None:

@@ -174,7 +174,7 @@ class Api:
             collect(gained, deltas)
         write = partial(_whole_answer, call, generation, format_, head, gained)
         is_short = format_.scores(list(gained.values())) <= INLINE_SCORES
-        text = await call.service.threads.finish(write, is_short=is_short)
+        text = write() if is_short else await call.service.threads.finish(write)
         return Response(text, content_type=JSON)
 
     def _close_with_this_task(

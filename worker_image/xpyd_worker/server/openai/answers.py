@@ -144,8 +144,9 @@ async def events(
     chunks = _Chunks(generation, format_, head, options)
 
     async def text_of(deltas: list[ChoiceDelta]) -> bytes:
+        write = partial(chunks.of, deltas)
         is_short = format_.scores(deltas) <= INLINE_SCORES
-        return await threads.finish(partial(chunks.of, deltas), is_short=is_short)
+        return write() if is_short else await threads.finish(write)
 
     try:
         yield b"".join(map(chunks.make, format_.opening())) + await text_of(first)
