@@ -18,7 +18,7 @@ from xpyd_router.fleet.health import (
     HealthRules,
     ProbeResult,
 )
-from xpyd_router.fleet.instances import Instance, InstanceKey, side_of
+from xpyd_router.fleet.instances import Instance, InstanceKey, kind_of
 from xpyd_router.fleet.poison import Break, judge
 from xpyd_router.fleet.registry import Registry
 from xpyd_router.fleet.view import FleetView
@@ -26,7 +26,7 @@ from xpyd_router.fleet.view import FleetView
 ONE = InstanceKey("10.0.0.1:20001", "inc")
 TWO = InstanceKey("10.0.0.2:20001", "inc")
 THREE = InstanceKey("10.0.0.3:20001", "inc")
-SIDE = side_of(beat("D"))
+SIDE = kind_of(beat("D"))
 
 
 def health(*keys: InstanceKey, seed: int = 1, **rules: float) -> Health:
@@ -367,7 +367,7 @@ def test_who_begins_within_the_fleets_first_moments_begins_with_the_others() -> 
 
 def test_an_old_instance_of_another_side_or_one_that_left_is_nobody_to_join() -> None:
     found = health(ONE)
-    found.ready(TWO, side_of(beat("P")), 100.0)
+    found.ready(TWO, kind_of(beat("P")), 100.0)
     found.leave(ONE, 101.0, "silent")
     found.ready(THREE, SIDE, 102.0)
     assert found.share(TWO, 102.0) == found.share(THREE, 102.0) == 1.0

@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 
 from xpyd_router.errors import FailureCause
 from xpyd_router.fleet.breaker import Breaker, BreakerState, Transfers
-from xpyd_router.fleet.instances import Instance, InstanceKey, Side, Standing
+from xpyd_router.fleet.instances import Instance, InstanceKey, Kind, Standing
 from xpyd_router.fleet.poison import Break, Poison
 
 MAX_PROBES_PER_S = 200.0
@@ -183,7 +183,7 @@ class HealthReport(NamedTuple):
 class _Record:
     """One Ready instance. It ends with the instance, or when it no longer says Ready."""
 
-    side: Side
+    kind: Kind
     came_s: float
     rising_since_s: float = 0.0
     """When its slow start began, if it had one."""
@@ -229,12 +229,12 @@ class Health:
         self._transfers = Transfers()
         self.plan = ProbePlan(interval_s=rules.probe_interval_s, draw=draw)
 
-    def ready(self, key: InstanceKey, side: Side, now: float) -> bool:
+    def ready(self, key: InstanceKey, kind: Kind, now: float) -> bool:
         """A Ready beat of `key`; whether it is new."""
         record = self._records.get(key)
         if record is None:
-            joins = self._has_served(side, now)
-            record = self._records[key] = _Record(side, now)
+            joins = self._has_served(kind, now)
+            record = self._records[key] = _Record(kind, now)
             if joins:
                 self._rise(key, record, now)
             self.plan.add(key, now)
@@ -376,23 +376,23 @@ class Health:
         return min(1.0, WEIGHT_FLOOR + (1.0 - WEIGHT_FLOOR) * risen)
 
     def weights(self, instances: Iterable[Instance], now: float) -> Mapping[InstanceKey, float]:
-        """The shares below 1 of those that start slowly, relative to the best of their side: where
+        """The shares below 1 of those that start slowly, relative to the best of their kind: where
         all are new, all have the same.
         """
         if not self._rising:
             return {}
-        found = [(i.side, i.key, self.share(i.key, now)) for i in instances if i.is_routable]
-        best: dict[Side, float] = {}
-        for side, _, weight in found:
-            best[side] = max(weight, best.get(side, 0.0))
-        return {key: weight / best[side] for side, key, weight in found if weight < best[side]}
+        found = [(i.kind, i.key, self.share(i.key, now)) for i in instances if i.is_routable]
+        best: dict[Kind, float] = {}
+        for kind, _, weight in found:
+            best[kind] = max(weight, best.get(kind, 0.0))
+        return {key: weight / best[kind] for kind, key, weight in found if weight < best[kind]}
 
-    def _has_served(self, side: Side, now: float) -> bool:
-        """Whether some of `side` have been there for long. Those that begin together, with the
+    def _has_served(self, kind: Kind, now: float) -> bool:
+        """Whether some of `kind` have been there for long. Those that begin together, with the
         fleet or the router, share its requests alike.
         """
         since_s = now - self._rules.slow_start_s
-        return any(one.side == side and one.came_s <= since_s for one in self._records.values())
+        return any(one.kind == kind and one.came_s <= since_s for one in self._records.values())
 
     def _rise(self, key: InstanceKey, record: _Record, now: float) -> None:
         record.rising_since_s = now

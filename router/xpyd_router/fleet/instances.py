@@ -22,12 +22,12 @@ ShownState = Literal[InstanceState, "Ejected", "CircuitOpen", "HalfOpen", "Cordo
 Standing = Literal["Good", "HalfOpen", "Trial", "Open", "Ejected"]
 """What `health` says of a Ready instance. HalfOpen: one request may try whether it works again;
 Trial: that one is under way; Open: its breaker is; Ejected: it cannot be reached."""
-Side = tuple[str, str, tuple[str, ...]]
-"""Instances that can stand in for each other: type, compatibility key, models."""
+Kind = tuple[str, str, tuple[str, ...]]
+"""Instances of one kind can replace each other: type, compatibility key, models."""
 
 
-def side_of(beat: Heartbeat) -> Side:
-    """Which instances the one with this beat can stand in for."""
+def kind_of(beat: Heartbeat) -> Kind:
+    """Which instances can replace the one with this beat."""
     return beat.type, beat.compatibility, beat.models
 
 
@@ -78,7 +78,7 @@ class Instance:
 
     @property
     def is_spare(self) -> bool:
-        """Whether new requests may be sent to it where its side has no better one."""
+        """Whether new requests may be sent to it where its kind has no better one."""
         return self._may_be_asked and self.standing in ("Open", "Trial")
 
     @property
@@ -86,9 +86,9 @@ class Instance:
         return self.beat.state == "Ready" and not self.is_cordoned
 
     @property
-    def side(self) -> Side:
-        """Instances that can stand in for it have the same."""
-        return side_of(self.beat)
+    def kind(self) -> Kind:
+        """Instances that can replace it have the same."""
+        return kind_of(self.beat)
 
     def is_late(self, now: float) -> bool:
         """Whether a beat is missing."""
@@ -108,7 +108,7 @@ class Group(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Candidates:
+class ModelInstances:
     """The instances that may serve one model. `groups` holds also those with only P or only D."""
 
     groups: tuple[Group, ...] = ()
@@ -130,8 +130,8 @@ class Candidates:
 class Snapshot:
     """What the hot path reads: built once per change of the fleet, never changed."""
 
-    by_model: Mapping[str, Candidates] = field(default_factory=lambda: MappingProxyType({}))
-    any_model: Candidates = field(default_factory=Candidates)
+    by_model: Mapping[str, ModelInstances] = field(default_factory=lambda: MappingProxyType({}))
+    any_model: ModelInstances = field(default_factory=ModelInstances)
     """For names that no instance gives: the instances that give no names."""
     known_models: frozenset[str] = frozenset()
     """Names given by instances in any state."""
@@ -139,7 +139,7 @@ class Snapshot:
     """Whether an instance in any state gives no names."""
     is_empty: bool = True
 
-    def candidates(self, model: str) -> Candidates:
+    def of_model(self, model: str) -> ModelInstances:
         """The instances that may serve `model` now."""
         return self.by_model.get(model, self.any_model)
 
@@ -158,7 +158,7 @@ class Snapshot:
         return self.any_model.is_routable or any(c.is_routable for c in self.by_model.values())
 
 
-def _candidates(instances: Iterable[Instance], *, decode_alone: bool) -> Candidates:
+def _model_instances(instances: Iterable[Instance], *, decode_alone: bool) -> ModelInstances:
     prefill: dict[str, list[Instance]] = {}
     decode: dict[str, list[Instance]] = {}
     aggregated: list[Instance] = []
@@ -170,20 +170,20 @@ def _candidates(instances: Iterable[Instance], *, decode_alone: bool) -> Candida
         side.setdefault(instance.beat.compatibility, []).append(instance)
     keys = sorted(prefill.keys() | decode.keys())
     groups = (Group(k, tuple(prefill.get(k, ())), tuple(decode.get(k, ()))) for k in keys)
-    return Candidates(tuple(groups), tuple(aggregated), decode_alone)
+    return ModelInstances(tuple(groups), tuple(aggregated), decode_alone)
 
 
 def _routable(everyone: Iterable[Instance]) -> list[Instance]:
     """Those that new requests may be sent to.
 
-    An open breaker keeps requests for the instances that work. A side without such has nothing to
+    An open breaker keeps requests for the instances that work. A kind without such has nothing to
     save: then those whose breaker is open are asked, and their errors are the answer.
     """
     routable = [instance for instance in everyone if instance.is_routable]
     spare = [instance for instance in everyone if instance.is_spare]
     if spare:
-        served = {instance.side for instance in routable}
-        routable += [instance for instance in spare if instance.side not in served]
+        served = {instance.kind for instance in routable}
+        routable += [instance for instance in spare if instance.kind not in served]
         routable.sort(key=lambda instance: instance.key)
     return routable
 
@@ -194,8 +194,8 @@ def build_snapshot(instances: Iterable[Instance], *, decode_alone: bool = False)
     `decode_alone`: a D serves whole requests where there is no pair (onNoPrefill).
     """
 
-    def candidates(among: Iterable[Instance]) -> Candidates:
-        return _candidates(among, decode_alone=decode_alone)
+    def serving(among: Iterable[Instance]) -> ModelInstances:
+        return _model_instances(among, decode_alone=decode_alone)
 
     everyone = sorted(instances, key=lambda instance: instance.key)
     routable = _routable(everyone)
@@ -205,12 +205,12 @@ def build_snapshot(instances: Iterable[Instance], *, decode_alone: bool = False)
         for name in dict.fromkeys(instance.beat.models):
             named.setdefault(name, []).append(instance)
     by_model = {
-        name: candidates(sorted(found + unnamed, key=lambda i: i.key) if unnamed else found)
+        name: serving(sorted(found + unnamed, key=lambda i: i.key) if unnamed else found)
         for name, found in sorted(named.items())
     }
     return Snapshot(
         by_model=MappingProxyType(by_model),
-        any_model=candidates(unnamed),
+        any_model=serving(unnamed),
         known_models=frozenset(model for i in everyone for model in i.beat.models),
         takes_any_model=any(not i.beat.models for i in everyone),
         is_empty=not everyone,

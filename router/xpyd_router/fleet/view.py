@@ -23,7 +23,7 @@ from xpyd_router.fleet.health import (
     Parting,
     ProbeResult,
 )
-from xpyd_router.fleet.instances import Instance, InstanceKey, Snapshot, Standing, side_of
+from xpyd_router.fleet.instances import Instance, InstanceKey, Snapshot, Standing, kind_of
 from xpyd_router.fleet.loads import Load, LoadTable
 from xpyd_router.fleet.poison import Break, Fate, fingerprint, judge
 from xpyd_router.fleet.registry import Outcome, Registry, key_of
@@ -91,7 +91,7 @@ class FleetView:
         if outcome in ("new", "refreshed", "replaced", "gone"):
             if beat.state != "Ready":
                 self._health.leave(key, now, "goodbye")
-            elif self._health.ready(key, side_of(beat), now):
+            elif self._health.ready(key, kind_of(beat), now):
                 self._start(key)
             self._settle(key)
         self._bury(dead, now, "replaced")

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from xpyd_core.errors import UserError
-from xpyd_router.fleet.instances import Candidates, Instance, InstanceKey, Snapshot
+from xpyd_router.fleet.instances import Instance, InstanceKey, ModelInstances, Snapshot
 from xpyd_router.fleet.loads import LoadTable
 from xpyd_router.policy.base import (
     Candidate,
@@ -61,7 +61,7 @@ def _side(kind: SideKind, candidates: Iterable[Candidate], attempt: str = "") ->
     return Side(kind, members, (kind, attempt, *keys))
 
 
-def build_sides(found: Candidates, loads: LoadTable, want: Want | None = None) -> Sides:
+def build_sides(found: ModelInstances, loads: LoadTable, want: Want | None = None) -> Sides:
     """The sides of `found`; with `want`, without the instances that it excludes, and without old
     engines and other compatibility keys where tokens must be continued.
     """
@@ -165,7 +165,7 @@ class PairPolicy:
 
     def _sides_of(self, snapshot: Snapshot, want: Want) -> Sides:
         if want.exclude or want.continue_at is not None:
-            return build_sides(snapshot.candidates(want.model), self._loads, want)
+            return build_sides(snapshot.of_model(want.model), self._loads, want)
         if snapshot is not self._snapshot:
             self._snapshot = snapshot
             self._sides_by_model.clear()
@@ -173,7 +173,7 @@ class PairPolicy:
         name = want.model if want.model in snapshot.by_model else ""
         sides = self._sides_by_model.get(name)
         if sides is None:
-            sides = build_sides(snapshot.candidates(want.model), self._loads)
+            sides = build_sides(snapshot.of_model(want.model), self._loads)
             self._sides_by_model[name] = sides
         return sides
 

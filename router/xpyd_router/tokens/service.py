@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from xpyd_core.request_id import Address
 from xpyd_core.tokenizer_files import MAX_BYTES, PATH
-from xpyd_router.fleet.instances import Candidates
+from xpyd_router.fleet.instances import ModelInstances
 from xpyd_router.fleet.view import FleetView
 from xpyd_router.metrics import RouterMetrics
 from xpyd_router.tokens.process import ChildEnded, ChildLimits, TokenChild, Uncounted
@@ -179,7 +179,7 @@ class Tokens:
         there is none, an estimate: a quarter of the prompts' bytes, at least 1. Never raises.
         """
         try:
-            for key in _keys(self._fleet.snapshot.candidates(model)):
+            for key in _keys(self._fleet.snapshot.of_model(model)):
                 child = self.child_with(key)
                 if child is not None:
                     tokens, hashes = await child.count(key, raw, is_chat=is_chat)
@@ -191,9 +191,9 @@ class Tokens:
         return Prompted(estimate_tokens(fields, is_chat=is_chat), (), False)
 
 
-def _keys(candidates: Candidates) -> Iterator[str]:
+def _keys(found: ModelInstances) -> Iterator[str]:
     """Compatibility keys of the instances that may serve the request."""
-    for group in candidates.groups:
+    for group in found.groups:
         yield group.compatibility
-    for instance in candidates.aggregated:
+    for instance in found.aggregated:
         yield instance.beat.compatibility
