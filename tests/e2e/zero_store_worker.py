@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from xpyd_core.logs import set_up_logging
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.connector.build import default_store
-from xpyd_kv.memory.api import KvMemory, Landing, Store, StoreMetrics
+from xpyd_kv.memory.api import KvMemory, Landing, StoreMetrics
 from xpyd_kv.memory.device import View
-from xpyd_kv.memory.store import StoreLimits
+from xpyd_kv.memory.store import LandingStore, StoreLimits
 from xpyd_kv.values import BlockPool
 from xpyd_worker.command import configure, read_config
 from xpyd_worker.main import run
@@ -73,14 +73,14 @@ class ZeroStore:
     def regions(self) -> Sequence[View]:
         return self._inner.regions
 
-    def figures(self) -> StoreMetrics:
-        return self._inner.figures()
+    def metrics(self) -> StoreMetrics:
+        return self._inner.metrics()
 
     def _wrap(self, landing: Landing | None) -> Landing | None:
         return None if landing is None else ZeroLanding(landing, self._memory)
 
 
-def make_store(limits: StoreLimits, memory: KvMemory, pool: BlockPool) -> Store:
+def make_store(limits: StoreLimits, memory: KvMemory, pool: BlockPool) -> LandingStore:
     """What the worker's main is handed."""
     return ZeroStore(limits, memory, pool)
 

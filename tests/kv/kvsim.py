@@ -447,7 +447,7 @@ class World:
         assert self.p_pool.num_free == self.p_pool.num_blocks
         assert self.d_pool.num_free == self.d_pool.num_blocks
         for side in (self.p, self.d):
-            figures = side.store.figures() if side.store else StoreMetrics()
+            figures = side.store.metrics() if side.store else StoreMetrics()
             assert (figures.leases, figures.buffer_used_bytes, figures.pool_used_bytes) == (0, 0, 0)
 
 

@@ -215,7 +215,7 @@ class _Child:
 
     def state(self) -> dict[str, Any]:
         gc.collect()
-        figures = None if self.pod.kv.store is None else self.pod.kv.store.figures()
+        figures = None if self.pod.kv.store is None else self.pod.kv.store.metrics()
         return {
             "threads": sorted(thread.name for thread in threading.enumerate()),
             "free_blocks": self.pod.pool.num_free,

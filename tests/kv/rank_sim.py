@@ -320,7 +320,7 @@ class Sim:
             lost = side.pool.num_blocks - side.pool.num_free
             assert not lost, f"{lost} blocks of {side.role} are never given back"
             if side.kv.store is not None:
-                assert not side.kv.store.figures().leases
+                assert not side.kv.store.metrics().leases
             for part in side.parts:
                 assert not part.metrics.open_transfers
         assert not self.p.kv.metrics.open_transfers

@@ -49,7 +49,7 @@ def test_the_bytes_arrive_over_tcp_in_every_landing(where: str, store: StoreLimi
         assert p.kv.producer.status(expected[0][0]).decode_incarnation == "incarnation-D"
         assert (p.pool.num_free, d.pool.num_free) == (64, 64)
         assert d.kv.store is not None
-        figures = d.kv.store.figures()
+        figures = d.kv.store.metrics()
         assert (figures.leases, figures.buffer_used_bytes, figures.pool_used_bytes) == (0, 0, 0)
 
 

@@ -272,7 +272,7 @@ def test_under_pressure_the_oldest_kv_moves_aside_and_none_is_given_up(where: st
     world.p_pool.release(taken)
     world.assert_nothing_is_left()
     assert world.p.store is not None
-    assert world.p.store.figures().leases == 0
+    assert world.p.store.metrics().leases == 0
 
 
 def test_where_nothing_has_room_the_oldest_is_given_up() -> None:
@@ -303,13 +303,13 @@ def test_what_d_pulls_at_that_moment_stays_in_its_blocks() -> None:
     world.send(last)
     world.producer.poll(world.clock.now)
     assert world.p.store is not None
-    assert world.p.store.figures().pool_used_bytes == 3 * UNIT
+    assert world.p.store.metrics().pool_used_bytes == 3 * UNIT
     # The session gets PULL before it hears that the KV stands elsewhere too.
     assert world.step_control("P")
     world.settle()
     # So the next one moved in its place; what did not move is not counted.
     assert world.p.metrics.spilled == {"pool": 1}
-    assert world.p.store.figures().pool_used_bytes == 3 * UNIT
+    assert world.p.store.metrics().pool_used_bytes == 3 * UNIT
     for sent in (*prompts, last):
         adopt(world, sent)
         world.settle()
@@ -376,7 +376,7 @@ def test_memory_beside_the_blocks_comes_back_however_a_transfer_ends(end: str) -
     world, prompts = crowd(STORES["pool"])
     oldest = prompts[0]
     assert world.p.store is not None
-    assert world.p.store.figures().pool_used_bytes == 6 * UNIT
+    assert world.p.store.metrics().pool_used_bytes == 6 * UNIT
     if end == "cancel":
         world.producer.cancel(oldest.key, "aborted")
     elif end == "peer":
@@ -387,7 +387,7 @@ def test_memory_beside_the_blocks_comes_back_however_a_transfer_ends(end: str) -
         world.consumer.release(oldest.key.uuid, world.clock.now)
     world.settle()
     left = 3 * UNIT if end in ("cancel", "release") else 0
-    assert world.p.store.figures().pool_used_bytes == left
+    assert world.p.store.metrics().pool_used_bytes == left
 
 
 def test_other_modes_take_no_memory_on_p() -> None:

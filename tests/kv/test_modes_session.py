@@ -9,8 +9,7 @@ from tests.kv.kvfakes import LAYOUT, FakePool
 from tests.kv.send_bench import BLOCKS, KEY, LAYERS, REF, Bench
 from xpyd_core.errors import ProtocolError
 from xpyd_kv.connector.build import default_store
-from xpyd_kv.memory.api import Stash, Store
-from xpyd_kv.memory.store import StoreLimits
+from xpyd_kv.memory.store import LandingStore, StagedLanding, StoreLimits
 from xpyd_kv.plan.frames import Area
 from xpyd_kv.session.events import (
     ReceiveEnded,
@@ -20,7 +19,7 @@ from xpyd_kv.session.events import (
     SendEnded,
     SendFlushed,
     SendGranted,
-    SendStashed,
+    SendSpilled,
 )
 from xpyd_kv.session.outgoing import ReadyArea
 from xpyd_kv.wire import messages as wire
@@ -128,17 +127,17 @@ def test_an_offer_is_repeated_while_more_of_its_kv_comes_to_stand(get: Bench) ->
     assert get.said() == []
 
 
-def stash_of(bench: Bench) -> tuple[Stash, Store]:
+def spill_of(bench: Bench) -> tuple[StagedLanding, LandingStore]:
     """KV of the bench's prompt beside its blocks, whose bytes are then others'."""
     limits = StoreLimits(1.0, 0, 10 * LAYOUT.bytes_per_block)
     store = default_store(limits, bench.memory, FakePool(8))
-    stash = store.take_beside(KEY, len(BLOCKS))
-    assert stash is not None
-    assert stash.fill(BLOCKS) is None
-    return stash, store
+    spill = store.take_beside(KEY, len(BLOCKS))
+    assert spill is not None
+    assert spill.fill(BLOCKS) is None
+    return spill, store
 
 
-def test_frames_are_read_from_the_stash_once_it_is_taken(get: Bench) -> None:
+def test_frames_are_read_from_the_spill_once_it_is_taken(get: Bench) -> None:
     get.offer()
     get.ready()
     get.session.complete(KEY, 0)
@@ -146,47 +145,47 @@ def test_frames_are_read_from_the_stash_once_it_is_taken(get: Bench) -> None:
     expected = [
         bytes(get.memory.block_view(layer, block)) for layer in range(LAYERS) for block in BLOCKS
     ]
-    stash, _ = stash_of(get)
-    get.session.stash(KEY, 0, stash)
-    assert get.events[-1] == SendStashed(KEY, 0, taken=True)
+    spill, _ = spill_of(get)
+    get.session.spill(KEY, 0, spill)
+    assert get.events[-1] == SendSpilled(KEY, 0, taken=True)
     get.memory.fill(BLOCKS, 99)
     get.pull()
     assert b"".join(bytes(v) for _, views, _ in get.queue for v in views) == b"".join(expected)
 
 
-def test_frames_behind_the_skipped_tokens_are_read_from_the_stash_too(get: Bench) -> None:
+def test_frames_behind_the_skipped_tokens_are_read_from_the_spill_too(get: Bench) -> None:
     get.offer()
     get.ready()
     get.session.complete(KEY, 0)
     get.defer()
     last = bytes(get.memory.block_view(1, BLOCKS[2]))
-    stash, _ = stash_of(get)
-    get.session.stash(KEY, 0, stash)
+    spill, _ = spill_of(get)
+    get.session.spill(KEY, 0, spill)
     get.memory.fill(BLOCKS, 99)
     get.pull(skip_tokens=8)
     assert [b"".join(map(bytes, views)) for _, views, _ in get.queue][1] == last
 
 
-def test_a_stash_that_comes_after_the_pull_is_not_taken(get: Bench) -> None:
+def test_a_spill_that_comes_after_the_pull_is_not_taken(get: Bench) -> None:
     get.offer()
     get.ready()
     get.session.complete(KEY, 0)
     get.pull()
-    stash, _ = stash_of(get)
-    get.session.stash(KEY, 0, stash)
-    assert get.events[-1] == SendStashed(KEY, 0, taken=False)
+    spill, _ = spill_of(get)
+    get.session.spill(KEY, 0, spill)
+    assert get.events[-1] == SendSpilled(KEY, 0, taken=False)
     get.memory.fill(BLOCKS, 99)
     assert bytes(get.queue[0][1][0]) == bytes(get.memory.block_view(0, BLOCKS[0]))
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_a_stash_for_a_transfer_that_is_over_or_another_is_ignored(get: Bench, epoch: int) -> None:
+def test_a_spill_for_a_transfer_that_is_over_or_another_is_ignored(get: Bench, epoch: int) -> None:
     get.offer()
     if epoch == 0:
         get.session.peer_down(get.peer, "closed")
     before = len(get.events)
-    stash, _ = stash_of(get)
-    get.session.stash(KEY, epoch, stash)
+    spill, _ = spill_of(get)
+    get.session.spill(KEY, epoch, spill)
     assert len(get.events) == before
 
 

@@ -69,7 +69,7 @@ def test_r11_unread_kv_that_moved_out_of_ps_cache_is_what_it_was(order: int) -> 
     for sent in prompts[::order]:
         _read(world, sent)
     assert world.p.store is not None
-    assert world.p.store.figures().leases == 0
+    assert world.p.store.metrics().leases == 0
     world.assert_nothing_is_left()
 
 

@@ -122,7 +122,7 @@ def test_every_landing(name: str, where: str, store: StoreLimits) -> None:
         assert d.kv.store is not None
         d.kv.consumer.poll(time.monotonic())
         assert is_back(d.pool)
-        figures = d.kv.store.figures()
+        figures = d.kv.store.metrics()
         assert (figures.leases, figures.buffer_used_bytes, figures.pool_used_bytes) == (0, 0, 0)
 
 

@@ -32,7 +32,7 @@ class Session:
         self.report, self.said = report, list[Any]()
         self.open_transfers = 0
 
-    def begin(self, request: Any, granted: Any, stash: Any) -> None:
+    def begin(self, request: Any, granted: Any, spill: Any) -> None:
         self.open_transfers = 1
         self.said.append(("begin", request.address, granted.rank, granted.skip_tokens))
 

@@ -81,7 +81,7 @@ def test_the_seeds_strike_with_every_fault_and_land_kv_all_the_same() -> None:
     # Steps that waited for D, to the end or not; KV that P moved out of its blocks.
     assert seen["held"] > 200
     assert seen["held out"] > 10
-    assert seen["stashed"] > 10
+    assert seen["spilled"] > 10
     assert {"peer_lost", "cancelled", "timeout", "released", "lease_expired"} <= set(outcomes)
 
 

@@ -25,7 +25,7 @@ PLACES: dict[str, tuple[StoreLimits, float | None, Mode, float]] = {
     "orphan": (STORES[2], None, "put_async", 1.0),
     "put": (STORES[0], 0.004, "put", 1.0),
     # P may keep nothing in its blocks: the KV moves aside as soon as it is computed.
-    "stashed": (STORES[2], 0.04, "get", 0.0),
+    "spilled": (STORES[2], 0.04, "get", 0.0),
 }
 # What passes: the transfer takes longer, or again, and lands.
 PASSING = {
@@ -33,7 +33,7 @@ PASSING = {
     *(name for name in TRICKS if not name.startswith("lose")),
 }
 # D pulls before P could move the KV aside, so that it is over its bound and gives up.
-LOST = {("p_freezes", "stashed")}
+LOST = {("p_freezes", "spilled")}
 
 
 @pytest.fixture(autouse=True)
@@ -66,10 +66,10 @@ def undisturbed(place: str) -> Outcome:
 def test_an_undisturbed_transfer_lands(place: str) -> None:
     outcome = undisturbed(place)
     assert outcome.outcomes == ({} if place == "orphan" else {"landed": 1})
-    assert outcome.seen["stashed"] == (place == "stashed")
+    assert outcome.seen["spilled"] == (place == "spilled")
     # The handshake, OFFER, GRANT, frames in two pieces each, COMMIT, DONE at least. What has piled
     # up goes in fewer frames than the six of the layers of two chunks.
-    assert outcome.boundaries >= (9 if place in ("put", "stashed") else 17)
+    assert outcome.boundaries >= (9 if place in ("put", "spilled") else 17)
 
 
 def strike_every_delivery(fault: str, place: str, *sides: str) -> None:

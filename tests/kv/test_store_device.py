@@ -81,7 +81,7 @@ def test_a_landing_of_own_blocks_or_of_the_buffer_is_device_memory_and_of_the_po
         landing_size = sum(map(len, views))
         assert landing_size == 2 * UNIT
     assert kinds == {"direct": {DeviceView}, "buffer": {DeviceView}, "pool": {memoryview}}
-    figures = world.store.figures()
+    figures = world.store.metrics()
     assert (figures.buffer_bytes, figures.buffer_used_bytes) == (3 * UNIT, 2 * UNIT)
     assert (figures.pool_bytes, figures.pool_used_bytes) == (2 * UNIT, 2 * UNIT)
 
@@ -105,7 +105,7 @@ def test_adopted_blocks_are_the_callers_when_the_copy_has_run(machine, kind):
     blocks = landing.adopt()
     assert not landing.is_copying
     assert world.holds(blocks, 5)
-    figures = world.store.figures()
+    figures = world.store.metrics()
     assert (figures.leases, figures.buffer_used_bytes, figures.pool_used_bytes) == (0, 0, 0)
     world.close()
 
@@ -140,12 +140,12 @@ def test_a_landing_freed_during_its_copy_gives_back_when_the_copy_has_run(machin
     assert landing.adopt() is None
     landing.free()
     world.store.poll()
-    assert (world.store.figures().leases, world.pool.num_free) == (1, 17)
+    assert (world.store.metrics().leases, world.pool.num_free) == (1, 17)
     assert world.store.take(KEY, 3) is None
     machine.is_stalled = False
     world.store.poll()
-    assert (world.store.figures().leases, world.pool.num_free) == (0, 20)
-    assert world.store.figures().buffer_used_bytes == 0
+    assert (world.store.metrics().leases, world.pool.num_free) == (0, 20)
+    assert world.store.metrics().buffer_used_bytes == 0
     world.close()
 
 
@@ -168,7 +168,7 @@ def test_a_device_that_fails_says_so_and_frees_nothing(machine):
         landing.adopt()
     landing.free()
     world.store.poll()
-    assert world.store.figures().leases == 1
+    assert world.store.metrics().leases == 1
 
 
 def test_accounting_returns_to_zero_after_any_mix_of_ends(machine):
@@ -196,7 +196,7 @@ def test_accounting_returns_to_zero_after_any_mix_of_ends(machine):
     for landing, _ in held:
         landing.free()
     world.store.close(1.0)
-    figures = world.store.figures()
+    figures = world.store.metrics()
     assert (figures.leases, figures.buffer_used_bytes, figures.pool_used_bytes) == (0, 0, 0)
     assert world.pool.num_free == 30
     world.gpu.free(world.region)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.kv.kvfakes import LAYOUT, FakeMemory, FakePool, expected_bytes
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.connector.build import default_store
-from xpyd_kv.memory.api import Landing, Store
-from xpyd_kv.memory.store import LeaseError, StoreLimits
+from xpyd_kv.memory.api import Landing
+from xpyd_kv.memory.store import LandingStore, LeaseError, StoreLimits
 
 KEY = TransferKey("ab" * 16, 0)
 UNIT = LAYOUT.bytes_per_block
@@ -20,7 +20,7 @@ UNIT = LAYOUT.bytes_per_block
 
 def make(
     blocks: int = 20, *, direct_free: float = 0.1, buffer: int = 0, pool: int = 0
-) -> tuple[Store, FakeMemory, FakePool]:
+) -> tuple[LandingStore, FakeMemory, FakePool]:
     memory, block_pool = FakeMemory(blocks), FakePool(blocks)
     limits = StoreLimits(direct_free, buffer * UNIT, pool * UNIT)
     return default_store(limits, memory, block_pool), memory, block_pool
@@ -55,7 +55,7 @@ def test_what_is_said_to_be_free_can_be_taken_directly_and_no_block_more(
     direct_free: float,
 ) -> None:
     store, _, _ = make(10, direct_free=direct_free, buffer=20)
-    while free := store.figures().direct_free_bytes // UNIT:
+    while free := store.metrics().direct_free_bytes // UNIT:
         too_much, enough = store.take(KEY, free + 1), store.take(KEY, min(free, 3))
         assert too_much is not None
         assert enough is not None
@@ -69,11 +69,11 @@ def test_what_is_said_to_be_free_can_be_taken_directly_and_no_block_more(
 def test_fragmentation_is_a_figure() -> None:
     store, _, _ = make(direct_free=1.0, pool=8)
     taken = [store.take(KEY, 1) for _ in range(8)]
-    assert store.figures().pool_fragmentation == 0.0
+    assert store.metrics().pool_fragmentation == 0.0
     for landing in taken[::2]:
         assert landing is not None
         landing.free()
-    assert store.figures().pool_fragmentation == 0.75
+    assert store.metrics().pool_fragmentation == 0.75
 
 
 def test_direct_free_of_one_means_never_and_of_zero_means_all_but_the_last() -> None:
@@ -103,7 +103,7 @@ def test_adopted_blocks_hold_what_was_written_and_are_the_callers(kind: str) -> 
     assert blocks is not None
     assert memory.holds(blocks, 5)
     assert [pool.references[b] for b in blocks] == [1] * 7
-    figures = store.figures()
+    figures = store.metrics()
     assert (figures.leases, figures.buffer_used_bytes, figures.pool_used_bytes) == (0, 0, 0)
     pool.release(blocks)
     assert pool.num_free == 20
@@ -115,7 +115,7 @@ def test_a_fragmented_host_pool_serves_a_landing_in_pieces() -> None:
     for landing in landings[::2]:
         assert landing is not None
         landing.free()
-    assert store.figures().pool_fragmentation > 0
+    assert store.metrics().pool_fragmentation > 0
     landing = store.take(KEY, 8)
     assert landing is not None
     write(landing, 9)
@@ -132,7 +132,7 @@ def test_a_landing_that_finds_no_blocks_stays_as_it_is() -> None:
     running = pool.take(2)
     assert running is not None
     assert landing.adopt() is None
-    assert store.figures().leases == 1
+    assert store.metrics().leases == 1
     pool.release(running)
     blocks = landing.adopt()
     assert blocks is not None
@@ -154,7 +154,7 @@ def test_a_landing_is_given_back_once(kind: str, first: str, second: str) -> Non
 def test_a_pool_that_is_no_multiple_of_a_block_uses_the_whole_blocks() -> None:
     memory, pool = FakeMemory(4), FakePool(4)
     store = default_store(StoreLimits(1.0, 0, 3 * UNIT + 5), memory, pool)
-    assert store.figures().pool_bytes == 3 * UNIT
+    assert store.metrics().pool_bytes == 3 * UNIT
 
 
 @given(seed=st.integers(0, 2**32 - 1))
@@ -184,7 +184,7 @@ def test_accounting_returns_to_zero_after_any_mix_of_ends(seed: int) -> None:
             blocks, number = adopted.pop(rng.randrange(len(adopted)))
             assert memory.holds(blocks, number)
             pool.release(blocks)
-        figures = store.figures()
+        figures = store.metrics()
         assert figures.leases == len(held)
         of_kind = {
             kind: sum(x.size_bytes for x, _ in held if x.kind == kind)
@@ -197,6 +197,6 @@ def test_accounting_returns_to_zero_after_any_mix_of_ends(seed: int) -> None:
     for blocks, number in adopted:
         assert memory.holds(blocks, number)
         pool.release(blocks)
-    figures = store.figures()
+    figures = store.metrics()
     assert (figures.leases, figures.buffer_used_bytes, figures.pool_used_bytes) == (0, 0, 0)
     assert pool.num_free == 30

@@ -61,7 +61,7 @@ def nccl_path(net, role, **limits):
 
 
 def figures(net, role):
-    return net.nccl.books[role].figures
+    return net.nccl.books[role].metrics
 
 
 def move(net, p, d, seq=0, body=FRAME):

@@ -54,8 +54,8 @@ def test_one_communicator_for_each_pair_of_ranks_and_none_for_a_second_transfer(
     tp_groups = p + d if tp > 1 else 0
     assert len(world.comms) + tp_groups == groups
     assert all(sorted(comm) == [SENDER, RECEIVER] for comm in world.comms.values())
-    assert [book.figures.communicators for book in p_books] == [d] * (p * tp)
-    assert [book.figures.communicators for book in d_books] == [p] * (d * tp)
+    assert [book.metrics.communicators for book in p_books] == [d] * (p * tp)
+    assert [book.metrics.communicators for book in d_books] == [p] * (d * tp)
     for book in (*p_books, *d_books):
         book.close()
         book.device.free(views[book])

@@ -55,7 +55,7 @@ def test_what_waits_for_d_is_in_the_buffer_of_the_side_that_needs_one(mode: Mode
         world.send(sent)
         world.settle()
     waits = {
-        name: side.store.figures().buffer_used_bytes // UNIT if side.store is not None else 0
+        name: side.store.metrics().buffer_used_bytes // UNIT if side.store is not None else 0
         for name, side in (("P", world.p), ("D", world.d))
     }
     assert waits == ({"P": 6, "D": 0} if mode == "get" else {"P": 0, "D": 12})
@@ -78,7 +78,7 @@ def test_kv_goes_to_the_buffer_first_and_to_the_host_pool_when_that_is_full() ->
     prompts: list[Sent] = []
     for _ in range(5):
         prompts.append(_sent(world, 2))
-        figures = world.d.store.figures()
+        figures = world.d.store.metrics()
         used.append((figures.buffer_used_bytes // UNIT, figures.pool_used_bytes // UNIT))
     assert used == [(2, 0), (4, 0), (6, 0), (6, 2), (6, 4)]
     over = _sent(world, 2)

@@ -86,7 +86,7 @@ def test_the_memory_of_the_ranks_adds_up_to_the_instances(name: str, buffer: str
     try:
         taken = [[len(region) for region in part.space.regions] for part in side.parts]
         assert side.kv.store is not None
-        figures = side.kv.store.figures()
+        figures = side.kv.store.metrics()
     finally:
         side.close()
     booked = {"buffer": figures.buffer_bytes, "pool": figures.pool_bytes}

@@ -17,7 +17,7 @@ from xpyd_kv import metrics as counts
 from xpyd_kv.connector.consumer import KvConsumer
 from xpyd_kv.connector.producer import KvProducer
 from xpyd_kv.connector.prompts import AnnouncedChunks, Prompt
-from xpyd_kv.memory.api import KvMemory, Store
+from xpyd_kv.memory.api import KvMemory
 from xpyd_kv.memory.space import OwnSpace
 from xpyd_kv.memory.store import LandingStore, StoreLimits
 from xpyd_kv.metrics import EndpointCounters, KvMetrics, RankMetricsDelta
@@ -34,8 +34,8 @@ from xpyd_kv.session.settings import KvSettings
 from xpyd_kv.transport.api import Endpoint, MakeEndpoint
 from xpyd_kv.values import BlockPool
 
-MakeStore = Callable[[StoreLimits, KvMemory, BlockPool], Store]
-"""D's landings; P's stashes in mode get."""
+MakeStore = Callable[[StoreLimits, KvMemory, BlockPool], LandingStore]
+"""D's landings; P's spills in mode get."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Connector:
     producer: KvProducer | None = None
     probes: Probes | None = None
     consumer: KvConsumer | None = None
-    store: Store | None = None
+    store: LandingStore | None = None
     rank_counters: EndpointCounters = field(default_factory=EndpointCounters)
     """What the endpoints of the engine's ranks have counted together, where each has its own."""
 
@@ -63,7 +63,7 @@ class Connector:
             self.consumer.drain()
 
 
-def default_store(limits: StoreLimits, memory: KvMemory, pool: BlockPool) -> Store:
+def default_store(limits: StoreLimits, memory: KvMemory, pool: BlockPool) -> LandingStore:
     """Own blocks, device buffer, host pool."""
     return LandingStore(limits, pool=pool, space=OwnSpace(memory, limits))
 
@@ -164,7 +164,7 @@ def _store(
     make_store: MakeStore,
     ranks: RankedEngine | None,
     copies: remote.RankedCopies | None,
-) -> Store:
+) -> LandingStore:
     limits = parts.settings.store
     if ranks is None or copies is None:
         return make_store(limits, parts.memory, pool)

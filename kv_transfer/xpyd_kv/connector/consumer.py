@@ -17,7 +17,8 @@ from functools import partial
 
 from xpyd_core.blocks import blocks_for
 from xpyd_core.request_id import TransferKey
-from xpyd_kv.memory.api import Landing, Store
+from xpyd_kv.memory.api import Landing
+from xpyd_kv.memory.store import LandingStore
 from xpyd_kv.ranks.build import Parts
 from xpyd_kv.session.deadlines import Remembered
 from xpyd_kv.session.events import (
@@ -99,7 +100,7 @@ class KvConsumer:
         make_session: Callable[[Callable[[ReceiveEvent], None]], ReceiveSession],
         wake: Callable[[], None],
         pool: BlockPool,
-        store: Store,
+        store: LandingStore,
     ) -> None:
         self.session = make_session(self._on_event)
         self._wake = wake

@@ -4,7 +4,7 @@ again.
 It runs on the engine's thread and talks to SendSession on the I/O thread: calls go there through
 `Endpoint.call`, results come back through a deque and a wake-up. It holds a reference on every
 block that the session may read, and drops it when the session has said SendEnded, or that it reads
-a stash instead.
+a spill instead.
 
 Whole blocks only: a block that a chunk leaves half full goes with the next chunk, the prompt's last
 block with its last chunk. The modes differ in little. PUT_ASYNC hands over layers during a step.
@@ -24,8 +24,8 @@ from xpyd_core.blocks import blocks_for, token_bytes
 from xpyd_core.errors import XpydError
 from xpyd_core.request_id import Address, TransferKey, is_dialable
 from xpyd_kv.connector.prompts import Hold, Pressure, Prompt, Settled
-from xpyd_kv.memory.api import Store
 from xpyd_kv.memory.device import Event
+from xpyd_kv.memory.store import LandingStore
 from xpyd_kv.metrics import RateLimits
 from xpyd_kv.ranks.build import Parts
 from xpyd_kv.ranks.chunks import Chunk
@@ -36,7 +36,7 @@ from xpyd_kv.session.events import (
     SendEvent,
     SendFlushed,
     SendGranted,
-    SendStashed,
+    SendSpilled,
 )
 from xpyd_kv.session.outgoing import OfferRequest, ReadyArea
 from xpyd_kv.session.sending import SendSession
@@ -75,7 +75,7 @@ class KvProducer:
         make_session: Callable[[Callable[[SendEvent], None]], SendSession],
         wake: Callable[[], None],
         pool: BlockPool,
-        store: Store | None,
+        store: LandingStore | None,
         make_chunks: MakeChunks,
         ranks_send: bool,
     ) -> None:
@@ -280,8 +280,8 @@ class KvProducer:
                     prompt.incarnation = event.incarnation
                 case SendFlushed():
                     prompt.flushed = event.areas
-                case SendStashed():
-                    self._pressure.on_stashed(prompt, taken=event.taken)
+                case SendSpilled():
+                    self._pressure.on_spilled(prompt, taken=event.taken)
                 case SendEnded():
                     self._end(prompt, event.reason)
 
@@ -289,8 +289,8 @@ class KvProducer:
         del self._prompts[prompt.key]
         prompt.is_over = True
         self._pool.release(prompt.held)
-        if prompt.stash is not None:
-            prompt.stash.free()
+        if prompt.spill is not None:
+            prompt.spill.free()
         self._settle(prompt.key, prompt.epoch, reason, prompt.incarnation)
 
     def _settle(self, key: TransferKey, epoch: int, reason: str, incarnation: str = "") -> None:

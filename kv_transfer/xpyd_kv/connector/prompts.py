@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from xpyd_core.request_id import TransferKey
-from xpyd_kv.memory.api import Stash, Store
 from xpyd_kv.memory.device import Event
+from xpyd_kv.memory.store import LandingStore, StagedLanding
 from xpyd_kv.metrics import KvMetrics
 from xpyd_kv.plan.frames import Area
 from xpyd_kv.ranks.chunks import Chunk
@@ -35,9 +35,9 @@ class Prompt:
     tokens: int
     num_blocks: int
     # The blocks we hold a reference on: the first len(held) of the prompt, or none once all of it
-    # stands in the stash.
+    # stands in the spill.
     held: list[int] = field(default_factory=list[int])
-    stash: Stash | None = None
+    spill: StagedLanding | None = None
     # It must not be moved: the session is sending it, or giving it up.
     stays: bool = False
     computed: bool = False
@@ -95,7 +95,7 @@ class Pressure:
         session: SendSession,
         pool: BlockPool,
         limits: KvLimits,
-        store: Store | None,
+        store: LandingStore | None,
         metrics: KvMetrics,
     ) -> None:
         self._call_after = call_after
@@ -112,7 +112,7 @@ class Pressure:
         first."""
         if self._store is not None:
             self._store.poll()
-        waiting = [p for p in prompts if p.computed and not p.cancelled and not p.stash]
+        waiting = [p for p in prompts if p.computed and not p.cancelled and not p.spill]
         holders = Counter(block for prompt in waiting for block in prompt.held)
         limit = int(self._pool.num_blocks * self._limits.max_held_share)
         while waiting and len(holders) > limit:
@@ -125,17 +125,17 @@ class Pressure:
             # Its blocks come back when the session has answered.
             holders -= Counter(leaving.held)
 
-    def on_stashed(self, prompt: Prompt, *, taken: bool) -> None:
+    def on_spilled(self, prompt: Prompt, *, taken: bool) -> None:
         """The session's answer."""
         if taken:
             held, prompt.held = prompt.held, []
             self._pool.release(held)
-            if prompt.stash is not None:
-                self._metrics.spilled[prompt.stash.kind] += 1
-                self._metrics.spilled_bytes += prompt.stash.size_bytes
-        elif prompt.stash is not None:
-            prompt.stash.free()
-            prompt.stash = None
+            if prompt.spill is not None:
+                self._metrics.spilled[prompt.spill.kind] += 1
+                self._metrics.spilled_bytes += prompt.spill.size_bytes
+        elif prompt.spill is not None:
+            prompt.spill.free()
+            prompt.spill = None
             prompt.stays = True
 
     def _spill(self, waiting: Sequence[Prompt]) -> Prompt | None:
@@ -143,13 +143,13 @@ class Pressure:
         prompt = next((p for p in waiting if not (p.granted or p.stays)), None)
         if prompt is None or self._store is None:
             return None
-        stash = self._store.take_beside(prompt.key, prompt.num_blocks)
-        if stash is None:
+        spill = self._store.take_beside(prompt.key, prompt.num_blocks)
+        if spill is None:
             return None
-        prompt.stash = stash
-        event = stash.fill(prompt.held)
-        stashed = partial(self._session.stash, prompt.key, prompt.epoch, stash)
-        self._call_after(event, prompt, stashed)
+        prompt.spill = spill
+        event = spill.fill(prompt.held)
+        spilled = partial(self._session.spill, prompt.key, prompt.epoch, spill)
+        self._call_after(event, prompt, spilled)
         return prompt
 
 

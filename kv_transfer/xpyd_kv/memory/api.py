@@ -1,8 +1,8 @@
-"""The seams of KV memory: the paged cache, landings, stashes and the store that leases them.
+"""The seams of KV memory: the paged cache, the memory of a store, and its landings.
 
 A Landing is taken and given back on the engine's thread; between the two the I/O thread writes
 through its views. The holder of a landing knows that no write can follow before it frees or adopts.
-A Stash is P's: KV that stood in blocks which others need more; the I/O thread reads it.
+The store that leases them is `memory.store`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
 
-from xpyd_core.request_id import TransferKey
 from xpyd_kv.memory.buddy import Extent
 from xpyd_kv.memory.device import Device, Event, View
 from xpyd_kv.values import KvLayout
@@ -60,12 +59,12 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
 
 LandingKind = Literal["direct", "buffer", "pool"]
-StashKind = Literal["buffer", "pool"]
+SpillKind = Literal["buffer", "pool"]
 
 
 @dataclass(frozen=True)
 class StoreMetrics:
-    """Gauges of a store, in bytes; `leases` counts landings and stashes that are held now,
+    """Gauges of a store, in bytes; `leases` counts landings and spills that are held now,
     `direct_free_bytes` what may still land in own blocks, `pool_fragmentation` is the share of the
     pool's free memory that is not in its largest free piece."""
 
@@ -116,17 +115,17 @@ class Space(Protocol):
         """These blocks of the paged cache."""
         ...
 
-    def beside(self, kind: StashKind, extents: Sequence[Extent]) -> StagingRoom:
+    def beside(self, kind: SpillKind, extents: Sequence[Extent]) -> StagingRoom:
         """These units of the device buffer or of the host pool."""
         ...
 
     @property
     def regions(self) -> Sequence[View]:
-        """See Store."""
+        """See LandingStore."""
         ...
 
     def close(self, deadline_s: float) -> None:
-        """See Store."""
+        """See LandingStore."""
         ...
 
 
@@ -156,64 +155,5 @@ class Landing(Room, Protocol):
 
     def free(self) -> None:
         """Give the memory back, bytes and all; what a device still copies from or to, when that
-        has ended (`Store.poll`)."""
+        has ended (`LandingStore.poll`)."""
         ...
-
-
-class Stash(Room, Protocol):
-    """Memory beside the paged cache that keeps the KV of `num_blocks` blocks of all layers. Given
-    back exactly once, by `free`; a second time raises XpydError."""
-
-    @property
-    def kind(self) -> StashKind: ...
-
-    @property
-    def num_blocks(self) -> int: ...
-
-    @property
-    def size_bytes(self) -> int: ...
-
-    def fill(self, block_ids: Sequence[int]) -> Event | None:
-        """Copy `num_blocks` blocks of the paged cache here, in this order, once. A device says when
-        that is through (None: it is); until then nothing here is read, and the blocks are not given
-        back. DeviceError when the device fails."""
-        ...
-
-    def free(self) -> None:
-        """Give the memory back; no read may follow. As with a landing, what a device still copies
-        to comes back when that has ended."""
-        ...
-
-
-class Store(Protocol):
-    """Gives landings (D) and stashes (P). Engine thread only."""
-
-    def take(self, owner: TransferKey, num_blocks: int) -> Landing | None:
-        """A landing in the first place that has room: own blocks (while enough stay free), device
-        buffer, host pool. None: defer."""
-        ...
-
-    def take_direct(self, owner: TransferKey, num_blocks: int) -> Landing | None:
-        """Own blocks, whatever stays free: the request is about to run. None: not enough."""
-        ...
-
-    def take_beside(self, owner: TransferKey, num_blocks: int) -> Stash | None:
-        """Memory in the device buffer, else in the host pool. None: neither has room."""
-        ...
-
-    def poll(self) -> None:
-        """Once per engine step: take back what a device copied from when it was freed."""
-        ...
-
-    def close(self, deadline_s: float) -> None:
-        """Give the store's own memory back; no landing is read or written any more. What a device
-        still copies from after `deadline_s` is left to the end of the process."""
-        ...
-
-    @property
-    def regions(self) -> Sequence[View]:
-        """Memory of the store's own that landings are made of, for as long as it lives. What else
-        they are made of is the cache, or comes and goes."""
-        ...
-
-    def figures(self) -> StoreMetrics: ...

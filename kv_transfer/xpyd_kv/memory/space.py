@@ -12,7 +12,7 @@ from typing import cast
 
 from xpyd_core.errors import UserError, XpydError
 from xpyd_core.sizes import format_bytes
-from xpyd_kv.memory.api import KvMemory, Place, Room, StashKind
+from xpyd_kv.memory.api import KvMemory, Place, Room, SpillKind
 from xpyd_kv.memory.buddy import Extent
 from xpyd_kv.memory.device import Device, DeviceView, Event, View, on_host
 from xpyd_kv.memory.store import StoreLimits
@@ -192,7 +192,7 @@ class OwnSpace:
         self._copier = Copier(device)
         units = limits.units(book_unit_bytes or self.unit_bytes)
         buffer, pool = (count * self.unit_bytes for count in units)
-        self._arenas: dict[StashKind, Arena] = {}
+        self._arenas: dict[SpillKind, Arena] = {}
         if buffer and (device is not None or book_unit_bytes is not None):
             self._arenas["buffer"] = Arena(buffer_memory(buffer, device), self.unit_bytes)
         if pool:
@@ -202,7 +202,7 @@ class OwnSpace:
         """See Space."""
         return BlockRoom(self._memory, block_ids)
 
-    def beside(self, kind: StashKind, extents: Sequence[Extent]) -> PieceRoom:
+    def beside(self, kind: SpillKind, extents: Sequence[Extent]) -> PieceRoom:
         """See Space."""
         arena = self._arenas.get(kind)
         if arena is not None:
@@ -223,11 +223,11 @@ class OwnSpace:
 
     @property
     def regions(self) -> Sequence[View]:
-        """See Store."""
+        """See LandingStore."""
         return [arena.memory for arena in self._arenas.values()]
 
     def close(self, deadline_s: float) -> None:
-        """See Store."""
+        """See LandingStore."""
         if not self._copier.close(deadline_s) or self._device is None:
             return
         for kind, arena in self._arenas.items():

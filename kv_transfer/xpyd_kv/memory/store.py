@@ -1,6 +1,7 @@
-"""The store leases landings and stashes: own blocks first, then device buffer, then host pool.
+"""The store leases landings and spills: own blocks first, then device buffer, then host pool.
 
-Engine thread only. It keeps the books, in units of the space it is made with: what is taken of the
+A spill is P's: KV that was in blocks which others need more; the I/O thread reads it. Engine thread
+only. It keeps the books, in units of the space it is made with: what is taken of the
 buffer and of the pool, and what comes back late, when a device has copied it.
 """
 
@@ -19,8 +20,8 @@ from xpyd_kv.memory.api import (
     LandingKind,
     Room,
     Space,
+    SpillKind,
     StagingRoom,
-    StashKind,
     StoreMetrics,
 )
 from xpyd_kv.memory.buddy import Buddy, Extent
@@ -135,15 +136,15 @@ class DirectLanding(_Lease[Room]):
 
 
 class StagedLanding(_Lease[StagingRoom]):
-    """Room beside the paged cache: in the device buffer, or in the host pool. A Landing, and a
-    Stash."""
+    """Room beside the paged cache: in the device buffer, or in the host pool. A Landing, or a
+    spill, which is given back exactly once, by `free`."""
 
     def __init__(
         self,
         owner: TransferKey,
         room: StagingRoom,
         *,
-        kind: StashKind,
+        kind: SpillKind,
         num_blocks: int,
         unit_bytes: int,
         pool: BlockPool,
@@ -151,7 +152,7 @@ class StagedLanding(_Lease[StagingRoom]):
         on_end: Callable[[], None],
     ) -> None:
         super().__init__(owner, room, num_blocks=num_blocks, unit_bytes=unit_bytes, on_end=on_end)
-        self.kind: StashKind = kind
+        self.kind: SpillKind = kind
         self._pool = pool
         self._late = late
         # Blocks taken by `adopt`, and when they are filled.
@@ -182,7 +183,9 @@ class StagedLanding(_Lease[StagingRoom]):
         return block_ids
 
     def fill(self, block_ids: Sequence[int]) -> Event | None:
-        """The bytes of these blocks."""
+        """Copy `num_blocks` blocks of the paged cache here, in this order, once. A device says when
+        that is through (None: it is); until then nothing here is read, and the blocks are not given
+        back. DeviceError when the device fails."""
         self._filling = self.room.copy(block_ids, into_cache=False)
         return self._filling
 
@@ -225,7 +228,7 @@ class StoreLimits:
 
 
 class LandingStore:
-    """See Store."""
+    """Gives landings (D) and spills (P)."""
 
     def __init__(self, limits: StoreLimits, *, pool: BlockPool, space: Space) -> None:
         self._limits = limits
@@ -233,12 +236,13 @@ class LandingStore:
         self._space = space
         buffer, pool_units = limits.units(space.unit_bytes)
         # In the order in which they are tried.
-        self._books: dict[StashKind, Buddy] = {"buffer": Buddy(buffer), "pool": Buddy(pool_units)}
+        self._books: dict[SpillKind, Buddy] = {"buffer": Buddy(buffer), "pool": Buddy(pool_units)}
         self._late = Late()
         self._leases = 0
 
     def take(self, owner: TransferKey, num_blocks: int) -> Landing | None:
-        """See Store."""
+        """A landing in the first place that has room: own blocks (while enough stay free), device
+        buffer, host pool. None: defer."""
         free_after = self._pool.num_free - num_blocks
         if free_after > self._limits.direct_free * self._pool.num_blocks:
             landing = self.take_direct(owner, num_blocks)
@@ -247,7 +251,7 @@ class LandingStore:
         return self.take_beside(owner, num_blocks)
 
     def take_direct(self, owner: TransferKey, num_blocks: int) -> Landing | None:
-        """See Store."""
+        """Own blocks, whatever stays free: the request is about to run. None: not enough."""
         block_ids = self._pool.take(num_blocks)
         if block_ids is None:
             return None
@@ -261,7 +265,7 @@ class LandingStore:
         )
 
     def take_beside(self, owner: TransferKey, num_blocks: int) -> StagedLanding | None:
-        """See Store."""
+        """Memory in the device buffer, else in the host pool. None: neither has room."""
         for kind, book in self._books.items():
             extents = book.take(num_blocks)
             if extents is None:
@@ -279,21 +283,23 @@ class LandingStore:
         return None
 
     def poll(self) -> None:
-        """See Store."""
+        """Once per engine step: take back what a device copied from when it was freed."""
         self._late.poll()
 
     def close(self, deadline_s: float) -> None:
-        """See Store."""
+        """Give the store's own memory back; no landing is read or written any more. What a device
+        still copies from after `deadline_s` is left to the end of the process."""
         self._space.close(deadline_s)
         self._late.poll()
 
     @property
     def regions(self) -> Sequence[View]:
-        """See Store."""
+        """Memory of the store's own that landings are made of, for as long as it lives. What else
+        they are made of is the cache, or comes and goes."""
         return self._space.regions
 
-    def figures(self) -> StoreMetrics:
-        """See Store."""
+    def metrics(self) -> StoreMetrics:
+        """Its gauges."""
         # `take` leaves more than this free.
         kept = self._limits.direct_free * self._pool.num_blocks
         direct = max(0, math.ceil(self._pool.num_free - kept) - 1)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from xpyd_core.errors import XpydError
-from xpyd_kv.memory.api import Place, Room, StashKind
+from xpyd_kv.memory.api import Place, Room, SpillKind
 from xpyd_kv.memory.buddy import Extent
 from xpyd_kv.memory.device import View
 from xpyd_kv.memory.store import DirectLanding, StagedLanding
@@ -155,7 +155,7 @@ class RankedSpace:
         """See Space."""
         return _RankedRoom(Place("blocks", blocks=tuple(block_ids)), self._copies)
 
-    def beside(self, kind: StashKind, extents: Sequence[Extent]) -> _RankedRoom:
+    def beside(self, kind: SpillKind, extents: Sequence[Extent]) -> _RankedRoom:
         """See Space."""
         place = Place(kind, extents=tuple((e.offset, e.units) for e in extents))
         return _RankedRoom(place, self._copies)

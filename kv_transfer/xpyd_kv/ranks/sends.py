@@ -102,7 +102,7 @@ class RankSends:
             )
             session = self._session_at(address)
             granted = Granted(sending.incarnation, rank, sending.skip_tokens)
-            session.begin(request, granted, sending.stash)
+            session.begin(request, granted, sending.spill)
             session.ready(sending.key, sending.epoch, areas)
             if part.is_complete:
                 session.complete(sending.key, sending.epoch)

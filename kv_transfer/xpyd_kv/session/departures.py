@@ -332,7 +332,7 @@ class Departures:
                 self._ways[peer].outbox.done(frame.length)
 
         assert transfer.source is not None
-        views = transfer.source.views(frame.ready, transfer.stash)
+        views = transfer.source.views(frame.ready, transfer.spill)
         self._endpoint.send_data(peer, make_header, views, done)
 
     def _frame_done(self, transfer: Outgoing, frame: SentFrame, checksum: bytes | None) -> None:
@@ -394,7 +394,7 @@ class Departures:
                     mode=request.mode,
                     incarnation=peer.hello.incarnation,
                     targets=tuple(its),
-                    stash=transfer.stash,
+                    spill=transfer.spill,
                 )
             )
         areas, transfer.waiting = transfer.waiting, []

@@ -40,9 +40,9 @@ class SendFlushed:
 
 
 @dataclass(frozen=True)
-class SendStashed:
-    """The answer to `stash`. `taken`: everything is read from there, no block any more; else from
-    the blocks as before, and nothing from the stash."""
+class SendSpilled:
+    """The answer to `spill`. `taken`: everything is read from there, no block any more; else from
+    the blocks as before, and nothing from the spill."""
 
     key: TransferKey
     epoch: int
@@ -59,7 +59,7 @@ class SendEnded:
     reason: str
 
 
-SendEvent = SendGranted | SendDeferred | SendFlushed | SendStashed | SendEnded
+SendEvent = SendGranted | SendDeferred | SendFlushed | SendSpilled | SendEnded
 
 # --- D
 

@@ -54,16 +54,16 @@ class Source:
         ours = ((self._pair.area_of(ready.area), ready.block_ids) for ready in areas)
         return [ReadyArea(area, ids) for area, ids in ours if area is not None]
 
-    def views(self, ready: ReadyArea, stash: Room | None) -> Sequence[View]:
+    def views(self, ready: ReadyArea, spill: Room | None) -> Sequence[View]:
         """The bytes of one frame (its layers are the pair's), in the order of a DATA body, where
-        they stand now: in the stash, where there is one."""
+        they stand now: in the spill, where there is one."""
         area = ready.area
         layers = self._layers[area.first_layer : area.end_layer]
-        if stash is None:
+        if spill is None:
             return self._parts(self._memory.views(layers, ready.block_ids))
         found: list[View] = []
         for layer in layers:
-            found += stash.views(layer, layer + 1, area.first_block, area.end_block)
+            found += spill.views(layer, layer + 1, area.first_block, area.end_block)
         return self._parts(found)
 
     def _parts(self, views: Sequence[View]) -> Sequence[View]:
@@ -238,7 +238,7 @@ class Outgoing:
     lease_s: float = 0.0
     skip_blocks: int = 0
     # What is read instead of the blocks.
-    stash: Room | None = None
+    spill: Room | None = None
     # Areas that were handed over, and how many of them were reported as sent.
     handed: int = 0
     flushed: int = 0

@@ -48,14 +48,14 @@ class _OfTransfer(_Message, frozen=True, kw_only=True):
 
 class Send(_OfTransfer, frozen=True, kw_only=True):
     """D has room: send each target its part. An Ended follows for each. `incarnation` is D's;
-    `stash`: what is read instead of the blocks."""
+    `spill`: what is read instead of the blocks."""
 
     tokens: int
     skip_tokens: int
     mode: Mode
     incarnation: str
     targets: tuple[Target, ...]
-    stash: Room | None = None
+    spill: Room | None = None
 
 
 class Ready(_OfTransfer, frozen=True, kw_only=True):

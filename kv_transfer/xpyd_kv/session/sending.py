@@ -8,7 +8,7 @@ SendSession of its own, which `begin`s as granted.
 
 A transfer's blocks are read from GRANT (or PULL, in mode get) until SendEnded is reported: not
 while a frame is queued, not before D has answered a CANCEL, and at once when the connection is
-closed. A stash given before GRANT is read in their place, and as long.
+closed. A spill given before GRANT is read in their place, and as long.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from collections.abc import Callable, Sequence
 
 from xpyd_core.errors import ProtocolError
 from xpyd_core.request_id import Address, TransferKey
-from xpyd_kv.memory.api import KvMemory, Room, Stash
+from xpyd_kv.memory.api import KvMemory, Room
+from xpyd_kv.memory.store import StagedLanding
 from xpyd_kv.metrics import KvMetrics
 from xpyd_kv.plan.engine_layout import EngineLayout
 from xpyd_kv.session import pairs
 from xpyd_kv.session.deadlines import Alarm
 from xpyd_kv.session.departures import Departures
-from xpyd_kv.session.events import SendDeferred, SendEvent, SendGranted, SendStashed
+from xpyd_kv.session.events import SendDeferred, SendEvent, SendGranted, SendSpilled
 from xpyd_kv.session.outgoing import (
     Granted,
     OfferRequest,
@@ -104,10 +105,10 @@ class SendSession:
         """Begin a transfer: dial if needed, then OFFER."""
         self._add(Outgoing(request, since_s=self._clock()))
 
-    def begin(self, request: OfferRequest, granted: Granted, stash: Room | None) -> None:
-        """Between two ranks, whose engines have agreed: dial if needed, then send. `stash`: what is
+    def begin(self, request: OfferRequest, granted: Granted, spill: Room | None) -> None:
+        """Between two ranks, whose engines have agreed: dial if needed, then send. `spill`: what is
         read instead of the blocks."""
-        self._add(Outgoing(request, since_s=self._clock(), granted=granted, stash=stash))
+        self._add(Outgoing(request, since_s=self._clock(), granted=granted, spill=spill))
 
     def ready(self, key: TransferKey, epoch: int, areas: Sequence[ReadyArea]) -> None:
         """These areas are in the cache."""
@@ -125,16 +126,16 @@ class SendSession:
             self._keep_offer(transfer)
             self._departures.complete(transfer)
 
-    def stash(self, key: TransferKey, epoch: int, stash: Stash) -> None:
+    def spill(self, key: TransferKey, epoch: int, spill: StagedLanding) -> None:
         """A complete transfer's KV is here too: read it from here, if no frame was made yet.
-        SendStashed says whether; nothing does where SendEnded was reported before."""
+        SendSpilled says whether; nothing does where SendEnded was reported before."""
         transfer = self._departures.find(key, epoch)
         if transfer is None:
             return
         taken = transfer.state in _UNGRANTED
         if taken:
-            transfer.stash = stash
-        self._report(SendStashed(key, epoch, taken))
+            transfer.spill = spill
+        self._report(SendSpilled(key, epoch, taken))
 
     def cancel(self, key: TransferKey, epoch: int, reason: str) -> None:
         """Stop it; also withdraws KV that D has and no request has adopted."""

@@ -136,9 +136,9 @@ class Watch:
         if self._pulls:
             assert owner in process.decode.waiting, f"{owner} takes room before its request runs"
 
-    def on_stashed(self) -> None:
+    def on_spilled(self) -> None:
         """P moves KV out of its blocks."""
-        self._world.seen["stashed"] += 1
+        self._world.seen["spilled"] += 1
 
     def on_given_back(self, process: Process, landing: WatchedLanding) -> None:
         """D frees or adopts a landing."""
@@ -187,9 +187,9 @@ class Watch:
             held_s = process.idle_s(engine.held_since)
             assert held_s <= limits.hold_s + SLACK_S, f"a step of {process} is held for ever"
         if self._pulls:
-            figures, used = process.store.figures(), dict.fromkeys(("buffer", "pool"), 0)
-            for stash in process.store.stashes:
-                used[stash.kind] += stash.size_bytes
+            figures, used = process.store.metrics(), dict.fromkeys(("buffer", "pool"), 0)
+            for spill in process.store.spills:
+                used[spill.kind] += spill.size_bytes
             assert (figures.buffer_used_bytes, figures.pool_used_bytes) == (
                 used["buffer"], used["pool"],
             ), "the figures of P's store"  # fmt: skip
@@ -201,7 +201,7 @@ class Watch:
     def _look_at_d(self, process: Process) -> None:
         limits, store, engine = self._world.plan.settings.limits, process.store, process.decode
         assert engine is not None
-        figures = store.figures()
+        figures = store.metrics()
         used = dict.fromkeys(("direct", "buffer", "pool"), 0)
         for landing in store.out:
             used[landing.kind] += landing.size_bytes
@@ -230,8 +230,8 @@ class Watch:
             assert not process.prefill.unsettled, "a transfer was never settled"
             assert process.prefill.held is None, "a step was never over"
             if self._pulls:
-                assert not process.store.stashes, "a stash was never given back"
-                assert process.store.figures().leases == 0
+                assert not process.store.spills, "a spill was never given back"
+                assert process.store.metrics().leases == 0
         assert process.pool.num_free == process.pool.num_blocks, f"{process} has lost blocks"
         if process.role == "D":
             assert not process.store.out, "a landing was never given back"

@@ -1,6 +1,6 @@
 """Memory that knows who may touch it: P's cache as a source, D's landings as targets.
 
-A read of a block that P's pool has taken back, or of a stash that P has given back, and a write
+A read of a block that P's pool has taken back, or of a spill that P has given back, and a write
 into a landing that D has given back, end the run. So does giving a landing back while a frame is
 being written into it.
 """
@@ -12,9 +12,9 @@ from typing import Any
 
 from tests.kv.kvfakes import FakeMemory, FakePool, is_expected
 from xpyd_core.request_id import TransferKey
-from xpyd_kv.memory.api import KvMemory, Landing, Stash
+from xpyd_kv.memory.api import KvMemory, Landing
 from xpyd_kv.memory.space import OwnSpace
-from xpyd_kv.memory.store import LandingStore, StoreLimits
+from xpyd_kv.memory.store import LandingStore, StagedLanding, StoreLimits
 from xpyd_kv.values import BlockPool, KvLayout
 
 
@@ -51,17 +51,17 @@ class SourceMemory:
         """Always."""
 
 
-class StashView:
-    """Part of a stash, as the endpoint reads it."""
+class SpillView:
+    """Part of a spill, as the endpoint reads it."""
 
-    def __init__(self, view: memoryview, stash: WatchedStash) -> None:
-        self._view, self._stash = view, stash
+    def __init__(self, view: memoryview, spill: WatchedSpill) -> None:
+        self._view, self._spill = view, spill
 
     def __len__(self) -> int:
         return len(self._view)
 
     def read(self) -> memoryview:
-        assert not self._stash.is_over, f"P reads a stash of {self._stash.owner} that is given back"
+        assert not self._spill.is_over, f"P reads a spill of {self._spill.owner} that is given back"
         return self._view
 
 
@@ -140,10 +140,10 @@ class WatchedLanding:
         self._on_over()
 
 
-class WatchedStash:
+class WatchedSpill:
     """KV that P has moved out of its blocks."""
 
-    def __init__(self, inner: Stash, owner: TransferKey, store: WatchedStore) -> None:
+    def __init__(self, inner: StagedLanding, owner: TransferKey, store: WatchedStore) -> None:
         self.inner = inner
         self.owner = owner
         self.kind = inner.kind
@@ -151,29 +151,29 @@ class WatchedStash:
         self.size_bytes = inner.size_bytes
         self.is_over = False
         self._store = store
-        store.stashes[self] = None
-        store.on_stashed()
+        store.spills[self] = None
+        store.on_spilled()
 
     def fill(self, block_ids: Sequence[int]) -> None:
         references = self._store.block_pool.references
         assert len(block_ids) == self.num_blocks
-        assert all(references[block] for block in block_ids), "P stashes a block that is free"
+        assert all(references[block] for block in block_ids), "P spills a block that is free"
         self.inner.fill(block_ids)
 
-    def views(self, *area: int) -> list[StashView]:
-        return [StashView(view, self) for view in self.inner.views(*area)]
+    def views(self, *area: int) -> list[SpillView]:
+        return [SpillView(view, self) for view in self.inner.views(*area)]
 
     def free(self) -> None:
         self.inner.free()
         self.is_over = True
-        del self._store.stashes[self]
+        del self._store.spills[self]
 
 
 class WatchedStore(LandingStore):
-    """The real store; remembers the landings and stashes that are out."""
+    """The real store; remembers the landings and spills that are out."""
 
     def __init__(self, limits: StoreLimits, memory: KvMemory, pool: BlockPool) -> None:
-        # A stash copies bytes; that their blocks are held is checked by WatchedStash.
+        # A spill copies bytes; that their blocks are held is checked by WatchedSpill.
         self._is_p = isinstance(memory, SourceMemory)
         bytes_ = memory.bytes if isinstance(memory, SourceMemory) else memory
         super().__init__(limits, pool=pool, space=OwnSpace(bytes_, limits))
@@ -181,16 +181,16 @@ class WatchedStore(LandingStore):
         self.block_pool = pool
         self.layout = memory.layout
         self.out: dict[WatchedLanding, None] = {}
-        self.stashes: dict[WatchedStash, None] = {}
+        self.spills: dict[WatchedSpill, None] = {}
         self.last_adopted: WatchedLanding | None = None
         self.on_taken: Callable[[TransferKey], None] = lambda owner: None
-        self.on_stashed: Callable[[], None] = lambda: None
+        self.on_spilled: Callable[[], None] = lambda: None
         self.on_given_back: Callable[[WatchedLanding], None] = lambda landing: None
 
     def take_beside(self, owner: TransferKey, num_blocks: int) -> Any:
-        """Of a P, which alone asks for it, a stash."""
+        """Of a P, which alone asks for it, a spill."""
         inner = super().take_beside(owner, num_blocks)
-        return WatchedStash(inner, owner, self) if inner is not None and self._is_p else inner
+        return WatchedSpill(inner, owner, self) if inner is not None and self._is_p else inner
 
     def take(self, owner: TransferKey, num_blocks: int) -> Landing | None:
         return self._watch(super().take(owner, num_blocks), owner)
@@ -219,7 +219,7 @@ class WatchedStore(LandingStore):
         return watched  # type: ignore[return-value]
 
 
-def joined(views: Sequence[SourceView | StashView]) -> bytes:
+def joined(views: Sequence[SourceView | SpillView]) -> bytes:
     """The bytes of a DATA body, read now."""
     return b"".join(view.read() for view in views)
 

@@ -60,7 +60,7 @@ class Process:
         if self.role == "P":
             self.prefill = PrefillEngine(self, memory)
             if self.connector.store is not None:
-                self.store.on_stashed = world.watch.on_stashed
+                self.store.on_spilled = world.watch.on_spilled
         else:
             self.decode = DecodeEngine(self, memory)
             self.store.on_given_back = partial(world.watch.on_given_back, self)

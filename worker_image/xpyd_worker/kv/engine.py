@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Literal
 
 from xpyd_core.request_id import Address
 from xpyd_kv.connector.build import Connector, MakeStore, build, default_store
-from xpyd_kv.memory.api import KvMemory, Store
+from xpyd_kv.memory.api import KvMemory
 from xpyd_kv.memory.device import DeviceError, View
 from xpyd_kv.memory.paged import DevicePagedMemory
-from xpyd_kv.memory.store import StoreLimits
+from xpyd_kv.memory.store import LandingStore, StoreLimits
 from xpyd_kv.metrics import EndpointCounters
 from xpyd_kv.ranks.engine import RankedEngine, engine_wire_layout
 from xpyd_kv.session.probing import ProbeResult
@@ -141,7 +141,7 @@ def make_kv(config: WorkerConfig, parts: KvParts, make_store: MakeStore | None =
     """
     role = letter_of(config)
     endpoints: list[TcpEndpoint] = []
-    stores: list[Store] = []
+    stores: list[LandingStore] = []
     loss = KvLoss()
 
     def landings() -> list[View]:

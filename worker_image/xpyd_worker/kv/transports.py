@@ -18,7 +18,7 @@ from xpyd_kv.memory.device import View
 from xpyd_kv.memory.paged import DevicePagedMemory
 from xpyd_kv.plan.frames import FrameLimits
 from xpyd_kv.transport.devices.cuda_ipc import CudaIpcPath
-from xpyd_kv.transport.devices.nccl.library import NcclFigures, NcclLimits
+from xpyd_kv.transport.devices.nccl.library import NcclLimits, NcclMetrics
 from xpyd_kv.transport.devices.nccl.pair import Book
 from xpyd_kv.transport.devices.nccl.path import NcclPath
 from xpyd_kv.transport.devices.nixl.library import load as load_nixl
@@ -55,7 +55,7 @@ class Transports:
     host: bytes = b""
     gpu: str = ""
     max_data_bytes: int = DEFAULT_MAX_DATA_BYTES
-    nccl: NcclFigures | None = None
+    nccl: NcclMetrics | None = None
     closers: tuple[Callable[[], None], ...] = ()
 
     def close(self) -> None:
@@ -148,7 +148,7 @@ def transports_for_gpu(
         host=host,
         gpu=device.uuid,
         max_data_bytes=longest,
-        nccl=None if book is None else book.figures,
+        nccl=None if book is None else book.metrics,
         closers=(*closers, staging.close),
     )
 

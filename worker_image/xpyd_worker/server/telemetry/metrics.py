@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 from xpyd_core.distribution import Distribution
 from xpyd_kv.memory.api import StoreMetrics
 from xpyd_kv.metrics import EndpointCounters, KvMetrics, together
-from xpyd_kv.transport.devices.nccl.library import NcclFigures
+from xpyd_kv.transport.devices.nccl.library import NcclMetrics
 from xpyd_kv.transport.settings import TRANSPORTS
 from xpyd_worker.engine.request import EngineStats
 from xpyd_worker.server.bridge import RequestMetrics
@@ -232,7 +232,7 @@ def samples_of(kv: Kv, stats: EngineStats) -> Iterable[Sample | HistogramSample]
     return kv_samples(
         connector.metrics,
         together((kv.counters or EndpointCounters(), connector.rank_counters)),
-        store.figures() if store is not None else StoreMetrics(),
+        store.metrics() if store is not None else StoreMetrics(),
         stats,
         kv.transports.nccl if kv.transports is not None else None,
     )
@@ -243,7 +243,7 @@ def kv_samples(
     counters: EndpointCounters,
     figures: StoreMetrics,
     stats: EngineStats,
-    nccl: NcclFigures | None = None,
+    nccl: NcclMetrics | None = None,
 ) -> Iterable[Sample | HistogramSample]:
     """All `xpyd_kv_*` figures."""
     yield from _moved(metrics, stats)
@@ -251,7 +251,7 @@ def kv_samples(
     yield from _without_kv(metrics, stats)
     yield from _connections(metrics, counters)
     yield from _store(figures)
-    yield from _nccl(nccl or NcclFigures())
+    yield from _nccl(nccl or NcclMetrics())
 
 
 def _moved(metrics: KvMetrics, stats: EngineStats) -> Iterable[Sample]:
@@ -337,7 +337,7 @@ def _connections(metrics: KvMetrics, counters: EndpointCounters) -> Iterable[Sam
     yield from _by("handshake_refused", "Handshakes refused", "factor", counters.refused, ())
 
 
-def _nccl(figures: NcclFigures) -> Iterable[Sample]:
+def _nccl(figures: NcclMetrics) -> Iterable[Sample]:
     yield _gauge("nccl_communicators", "NCCL communicators now", figures.communicators)
     yield _gauge("nccl_memory_bytes", "GPU memory that they take", figures.memory_bytes)
     yield _counter("nccl_made", "NCCL communicators made", figures.made)

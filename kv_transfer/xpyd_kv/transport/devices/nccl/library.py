@@ -111,7 +111,7 @@ class NcclLimits:
 
 
 @dataclass
-class NcclFigures:
+class NcclMetrics:
     """For metrics; the driver writes, anyone reads."""
 
     communicators: int = 0

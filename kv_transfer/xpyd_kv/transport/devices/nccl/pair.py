@@ -23,8 +23,8 @@ from xpyd_kv.transport.devices.nccl.library import (
     Buffer,
     Nccl,
     NcclError,
-    NcclFigures,
     NcclLimits,
+    NcclMetrics,
     communicator_bytes,
 )
 
@@ -321,7 +321,7 @@ class Book:
         self.nccl = nccl
         self.device = device
         self.limits = limits
-        self.figures = NcclFigures()
+        self.metrics = NcclMetrics()
         self.clock = clock
         self._give_up = give_up
         self._has_given_up = False
@@ -418,7 +418,7 @@ class Book:
             pair.fault = "internal"
             pair.end("failed")
             wants_more = True
-        self.figures.made += pair.is_made and not was_made
+        self.metrics.made += pair.is_made and not was_made
         if pair.is_hung:
             self._say_given_up(pair.fault)
         return wants_more
@@ -428,7 +428,7 @@ class Book:
             for pair in pairs:
                 if pair.is_gone.is_set() or pair.is_hung:
                     self._pairs.remove(pair)
-                    self.figures.ended.add("hung" if pair.is_hung else pair.reason)
+                    self.metrics.ended.add("hung" if pair.is_hung else pair.reason)
             self._count()
 
     def _pause_s(self) -> float | None:
@@ -437,8 +437,8 @@ class Book:
 
     def _count(self) -> None:
         each = communicator_bytes(self.limits.channels)
-        self.figures.communicators = len(self._pairs)
-        self.figures.memory_bytes = sum(each + pair.scratch_bytes for pair in self._pairs)
+        self.metrics.communicators = len(self._pairs)
+        self.metrics.memory_bytes = sum(each + pair.scratch_bytes for pair in self._pairs)
 
     def _say_given_up(self, reason: str) -> None:
         with self._news:
