@@ -299,18 +299,19 @@ class Arrivals:
     def arm(self, transfer: Incoming) -> None:
         """Set the deadline that the state asks for."""
         ref = (transfer.key, transfer.epoch)
+        expiry = transfer.activity_s + self._limits.lease_s
         if transfer.state is ReceiveState.CANCELLING:
             self._deadlines.set(ref, self._clock() + self._limits.cancel_s)
         elif transfer.state is ReceiveState.LANDED and transfer.expected:
             self._deadlines.clear(ref)
         elif transfer.state in _UNANSWERED:
             at = transfer.next_renewal_s
-            self._deadlines.set(ref, at if _is_kept(transfer) else min(at, self._expiry(transfer)))
+            self._deadlines.set(ref, at if _is_kept(transfer) else min(at, expiry))
         elif transfer.placing is None and transfer.state in RECEIVING:
             # Our ranks have the leases of what they take.
             self._deadlines.clear(ref)
         else:
-            self._deadlines.set(ref, self._expiry(transfer))
+            self._deadlines.set(ref, expiry)
 
     def renew(self, transfer: Incoming) -> None:
         """LEASE: P keeps the blocks of an OFFER that waits."""
@@ -330,15 +331,12 @@ class Arrivals:
                 continue
             transfer = self.live[ref[0]]
             waits = transfer.state in _UNANSWERED
-            if waits and (_is_kept(transfer) or now < self._expiry(transfer)):
+            if waits and (_is_kept(transfer) or now < transfer.activity_s + self._limits.lease_s):
                 self.renew(transfer)
             else:
                 self._metrics.leases_expired += 1
                 self.end(transfer, "lease_expired")
         return self._deadlines.next()
-
-    def _expiry(self, transfer: Incoming) -> float:
-        return transfer.activity_s + self._limits.lease_s
 
 
 def _is_kept(transfer: Incoming) -> bool:

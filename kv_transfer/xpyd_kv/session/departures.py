@@ -356,18 +356,18 @@ class Departures:
         """The lease runs from now; COMMIT where all has been sent."""
         if transfer.state not in SENDING:
             return
-        self.arm(transfer, self._limits.lease_s)
-        request = transfer.request
-        if transfer.in_flight:
-            return
+        request, is_sent = transfer.request, not transfer.in_flight
         # Only in PUT does the engine wait for it.
-        if request.mode == "put" and transfer.flushed != transfer.handed:
+        if is_sent and request.mode == "put" and transfer.flushed != transfer.handed:
             transfer.flushed = transfer.handed
             self._report(SendFlushed(request.key, request.epoch, transfer.flushed))
-        if transfer.state is SendState.STREAMING and transfer.complete and transfer.peer:
+        if is_sent and transfer.complete and transfer.state is SendState.STREAMING:
+            assert transfer.peer is not None
             self.move(transfer, SendState.COMMITTED)
             self.arm(transfer, self._limits.done_s)
             self._endpoint.send(transfer.peer, commit_of(transfer))
+        else:
+            self.arm(transfer, self._limits.lease_s)
 
     # --- by our ranks
 

@@ -116,7 +116,8 @@ class Connection:
         self._is_dialler = dialler
         self._layout = ours.layout
         # Nothing of the handshake has a body: no limit is needed before the peer's LAYOUT.
-        self._decoder = Decoder(Limits(), frozenset((Hello,)))
+        self.decoder = Decoder(Limits(), frozenset((Hello,)))
+        """Its `data_left` KV bytes of the DATA frame under way the shell may read elsewhere."""
         self._peer_limits = Limits()
         self.own_frames = bytearray(self._handshake.begin())
         """What `outgoing` returns next."""
@@ -157,20 +158,15 @@ class Connection:
         return self._handshake.pair
 
     @property
-    def data_left(self) -> int:
-        """KV bytes still missing of the DATA frame under way: the shell may read them elsewhere."""
-        return self._decoder.data_left
-
-    @property
     def kept_bytes(self) -> int:
         """Bytes held for the frame under way."""
-        return self._decoder.kept_bytes
+        return self.decoder.kept_bytes
 
     @property
     def wanted_bytes(self) -> int:
         """So many more belong to the control frame under way, or to the next, or to DATA's checksum
         behind its last KV byte: a read of no more takes nothing of what follows. At least 1."""
-        return self._decoder.wanted_bytes
+        return self.decoder.wanted_bytes
 
     @property
     def due(self) -> float:
@@ -187,7 +183,7 @@ class Connection:
         """The events that `data` completes: consume all of them before the next feed. Errors come
         at their place: ProtocolError, or RefusedError."""
         self._heard(now)
-        for event in self._decoder.feed(data):
+        for event in self.decoder.feed(data):
             if not isinstance(event, Frame):
                 yield event
                 continue
@@ -198,7 +194,7 @@ class Connection:
     def data_read(self, count: int, now: float) -> None:
         """Count KV bytes that the shell has read itself."""
         self._heard(now)
-        self._decoder.data_read(count)
+        self.decoder.data_read(count)
 
     def encode(self, message: Message, body_bytes: int = 0) -> bytes:
         """Prefix and header of a frame of the session. IllegalMoveError: we may not send it."""
@@ -212,7 +208,7 @@ class Connection:
 
     def data_bytes(self, header: Shared) -> int:
         """KV bytes that a SHARED frame from the peer stands for."""
-        return self._decoder.limits.data_bytes(header)
+        return self.decoder.limits.data_bytes(header)
 
     @property
     def block_bytes(self) -> int:
@@ -222,7 +218,7 @@ class Connection:
     @property
     def max_own_data_bytes(self) -> int:
         """The most KV bytes in a DATA frame that we take."""
-        return self._decoder.limits.max_data_bytes
+        return self.decoder.limits.max_data_bytes
 
     @property
     def max_data_bytes(self) -> int:
@@ -269,17 +265,17 @@ class Connection:
         if shake.refusal is not None:
             raise shake.refusal
         if not shake.is_done:
-            self._decoder.allowed = frozenset((shake.expected, Refuse))
+            self.decoder.allowed = frozenset((shake.expected, Refuse))
             return None
         assert shake.hello is not None
         assert shake.layout is not None
         self._opened = Opened(shake.hello, shake.layout)
         self.is_open = True
         self._may_send = self._legal(self._role) - _OWN_FRAMES
-        self._decoder.limits = Limits.of(self._layout, shake.pair)
+        self.decoder.limits = Limits.of(self._layout, shake.pair)
         self._peer_limits = Limits.of(shake.layout, shake.pair)
         # None: what a later minor version adds is skipped where it says that it may be.
-        self._decoder.allowed = self._legal(shake.hello.role) | {None}
+        self.decoder.allowed = self._legal(shake.hello.role) | {None}
         self._heard(now)
         return self._opened
 

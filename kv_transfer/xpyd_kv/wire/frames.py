@@ -132,10 +132,13 @@ class Limits:
         if body_bytes > self.max_body_bytes.get(type(message), 0):
             return f"{name} with a body of {body_bytes} bytes, over its limit"
         if isinstance(message, Data):
-            return self._data_fault(message, body_bytes)
-        if isinstance(message, Shared):
+            length = self.data_bytes(message)
+            if not length:
+                return "DATA with an empty or impossible range of layers or blocks"
+            agrees = body_bytes == length + CHECKSUM_BYTES
+        elif isinstance(message, Shared):
             return self._shared_fault(message, body_bytes)
-        if isinstance(message, Offer):
+        elif isinstance(message, Offer):
             if message.prompt_tokens > message.tokens:
                 return "OFFER with more prompt tokens than tokens"
             agrees = body_bytes == TOKEN_BYTES * message.tokens
@@ -154,14 +157,6 @@ class Limits:
         if layers <= 0 or blocks <= 0 or header.end_layer > self.layers:
             return 0
         return layers * blocks * self.block_bytes
-
-    def _data_fault(self, header: Data, body_bytes: int) -> str:
-        length = self.data_bytes(header)
-        if not length:
-            return "DATA with an empty or impossible range of layers or blocks"
-        if body_bytes != length + CHECKSUM_BYTES:
-            return "DATA whose body's length disagrees with its header"
-        return ""
 
     def _shared_fault(self, header: Shared, body_bytes: int) -> str:
         length = self.data_bytes(header)

@@ -177,7 +177,9 @@ class Stream:
 
     def _wait_for_more(self) -> None:
         """Be woken once for much of a body, and at once for anything else."""
-        left = self.protocol.data_left if self._landing is not None and self._can_wait else 0
+        left = (
+            self.protocol.decoder.data_left if self._landing is not None and self._can_wait else 0
+        )
         count = min(left + CHECKSUM_BYTES, self._bounds.wake_bytes) if left else 1
         if count != self._wake_bytes:
             sockets.wake_at(self.sock, count)
@@ -201,12 +203,12 @@ class Stream:
 
     @property
     def _is_in_body(self) -> bool:
-        return self._landing is not None or self.protocol.data_left > 0
+        return self._landing is not None or self.protocol.decoder.data_left > 0
 
     def _read_once(self, now: float, budget: int) -> tuple[int, int]:
         """Bytes read, and bytes that there was room for."""
         self._copied_bytes = 0
-        landing, left = self._landing, self.protocol.data_left
+        landing, left = self._landing, self.protocol.decoder.data_left
         if left:
             if landing is not None:
                 room = min(budget, left)
