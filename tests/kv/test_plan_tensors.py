@@ -12,12 +12,35 @@ from hypothesis import strategies as st
 from tests.kv.plan_oracle import holdings, layout_pairs
 from xpyd_kv.memory.paged import PagedMemory
 from xpyd_kv.plan.engine_layout import EngineLayout
-from xpyd_kv.plan.transfers import TransferPlan, plan_transfers
+from xpyd_kv.plan.transfers import Segment, TransferPlan, Unit, plan_transfers, runs
+from xpyd_kv.spans import Span
 
 # fp32, 1 element each for K and V: layout_pairs' row of 8 bytes.
 WIDTH = 2
 UNTOUCHED = -1.0
 SPARE_BLOCKS = 2
+
+
+def source_runs(plan: TransferPlan, segment: Segment, unit: Unit) -> list[Span]:
+    """Where the segment lies in the unit's block of each of its layers on P."""
+    return runs(
+        plan.source,
+        first_head=segment.source_head,
+        heads=segment.heads,
+        first_token=unit.source_token,
+        tokens=unit.tokens,
+    )
+
+
+def destination_runs(plan: TransferPlan, segment: Segment, unit: Unit) -> list[Span]:
+    """The same on D. What P's runs hold, joined, is what D's take."""
+    return runs(
+        plan.destination,
+        first_head=segment.destination_head,
+        heads=segment.heads,
+        first_token=unit.destination_token,
+        tokens=unit.tokens,
+    )
 
 
 @dataclass(frozen=True)
@@ -66,14 +89,14 @@ def _move(plan: TransferPlan, p: Engine, d: Engine, *, tokens: int, skip_tokens:
                     )
                     wire = b"".join(
                         view[offset : offset + length]
-                        for offset, length in plan.source_runs(segment, unit)
+                        for offset, length in source_runs(plan, segment, unit)
                     )
                     moved += len(wire)
                     view = destinations[segment.destination].block_view(
                         d.layout.layers_of(segment.destination).index(layer),
                         d.table[unit.destination_block],
                     )
-                    for offset, length in plan.destination_runs(segment, unit):
+                    for offset, length in destination_runs(plan, segment, unit):
                         view[offset : offset + length] = wire[:length]
                         wire = wire[length:]
                     assert not wire

@@ -18,17 +18,16 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 from xpyd_core.blocks import blocks_for, token_bytes
 from xpyd_core.errors import XpydError
 from xpyd_core.request_id import Address, TransferKey, is_dialable
-from xpyd_kv.connector.prompts import Hold, Pressure, Prompt, Settled
+from xpyd_kv.connector.prompts import AnnouncedChunks, Hold, Pressure, Prompt, Settled
 from xpyd_kv.memory.device import Event
 from xpyd_kv.memory.store import LandingStore
 from xpyd_kv.metrics import RateLimits
 from xpyd_kv.ranks.build import Parts
-from xpyd_kv.ranks.chunks import Chunk
+from xpyd_kv.ranks.chunks import StepChunks
 from xpyd_kv.session.deadlines import Remembered
 from xpyd_kv.session.events import (
     SendDeferred,
@@ -48,20 +47,8 @@ _log = logging.getLogger(__name__)
 _USUAL = frozenset({"stopped", "aborted"})
 
 
-class Chunks(Protocol):
-    """The chunks of the steps under way: StepChunks, or AnnouncedChunks where ranks send them."""
-
-    def cached(self, owner: Prompt, first: int, block_ids: tuple[int, ...]) -> None: ...
-
-    def add(self, owner: Prompt, first: int, block_ids: tuple[int, ...]) -> None: ...
-
-    def layer_done(self, layer: int) -> None: ...
-
-    def message(self) -> bytes: ...
-
-    def end(self, *, failed: bool) -> Sequence[Chunk[Prompt]]: ...
-
-
+Chunks = StepChunks[Prompt] | AnnouncedChunks
+"""The chunks of the steps under way; the second where ranks send them."""
 MakeChunks = Callable[[Callable[[Prompt, Sequence[ReadyArea]], None]], Chunks]
 
 

@@ -29,7 +29,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from xpyd_core.request_id import TransferKey
-from xpyd_kv.plan import transfers as pieces
 from xpyd_kv.plan.engine_layout import EngineLayout, LayoutError
 from xpyd_kv.spans import Span
 
@@ -65,38 +64,13 @@ class TransferPlan:
     leaving: tuple[frozenset[int], ...]
     arriving: tuple[frozenset[int], ...]
 
-    def between(self, source: int, destination: int) -> frozenset[int]:
-        """Indices of the segments of a pair of ranks. Empty: 0 expected, and no connection."""
-        return self.leaving[source] & self.arriving[destination]
-
     def units(self, tokens: int, *, skip_tokens: int = 0) -> list[Unit]:
-        """What each segment is sent in for the tokens [skip_tokens, tokens): see `pieces.units`."""
-        return pieces.units(
+        """What each segment is sent in for the tokens [skip_tokens, tokens): see `units`."""
+        return units(
             tokens,
             skip_tokens=skip_tokens,
             source_block_size=self.source.block_size,
             destination_block_size=self.destination.block_size,
-        )
-
-    def source_runs(self, segment: Segment, unit: Unit) -> list[Span]:
-        """Where the segment lies in the unit's block of each of its layers on P. What they hold,
-        joined, is what D's runs take."""
-        return pieces.runs(
-            self.source,
-            first_head=segment.source_head,
-            heads=segment.heads,
-            first_token=unit.source_token,
-            tokens=unit.tokens,
-        )
-
-    def destination_runs(self, segment: Segment, unit: Unit) -> list[Span]:
-        """The same on D."""
-        return pieces.runs(
-            self.destination,
-            first_head=segment.destination_head,
-            heads=segment.heads,
-            first_token=unit.destination_token,
-            tokens=unit.tokens,
         )
 
     def unit_bytes(self, indices: Iterable[int]) -> int:
