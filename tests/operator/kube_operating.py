@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from tests.operator.fleets import document, prefill_and_decode
 from tests.operator.kube_fakes import FakeApi, until
 from xpyd_operator.controller.decision.kinds import (
     DEPLOYMENT,
@@ -25,16 +26,9 @@ ALL = 15
 
 
 def fleet(name: str = "chat", *, namespace: str = "ns", decode: int = 1, **spec: Any) -> Obj:
-    pools = [
-        {"name": "prefill", "role": "Prefill", "replicas": 1, "resources": {"gpus": 0}},
-        {"name": "decode", "role": "Decode", "replicas": decode, "resources": {"gpus": 0}},
-    ]
-    return {
-        "apiVersion": FLEET.api_version,
-        "kind": FLEET.name,
-        "metadata": {"name": name, "namespace": namespace},
-        "spec": {"model": {"uri": "file://./demo-model"}, "pools": pools, **spec},
-    }
+    model, pools = {"uri": "file://./demo-model"}, prefill_and_decode(decode=decode)
+    made = document(name, **{"model": model, "pools": pools} | spec)
+    return {**made, "metadata": {"name": name, "namespace": namespace}}
 
 
 @asynccontextmanager

@@ -9,13 +9,14 @@ from typing import Any, cast
 
 import pytest
 
+from tests.operator import fleets
+from tests.operator.fleets import prefill_and_decode
 from xpyd_operator.controller.decision.decide import Turn, decide
 from xpyd_operator.controller.decision.errors import Forbidden, Invalid
 from xpyd_operator.controller.decision.kinds import (
     ALWAYS,
     BUDGET,
     DEPLOYMENT,
-    FLEET,
     POD,
     POOL,
     SERVICE,
@@ -44,24 +45,17 @@ Children = dict[Kind, dict[str, Obj]]
 
 
 def document(*, decode: int = 1, **metadata: Any) -> Obj:
-    pools = [
-        {"name": "prefill", "role": "Prefill", "replicas": 1, "resources": {"gpus": 0}},
-        {"name": "decode", "role": "Decode", "replicas": decode, "resources": {"gpus": 0}},
-    ]
-    return {
-        "apiVersion": FLEET.api_version,
-        "kind": FLEET.name,
-        "metadata": {
-            "name": "chat",
-            "namespace": "ns",
-            "uid": "fleet",
-            "resourceVersion": "5",
-            "generation": 1,
-            "finalizers": ["xpyd.dev/fleet"],
-            **metadata,
-        },
-        "spec": {"model": {"uri": "file://./m"}, "pools": pools},
+    own = {
+        "namespace": "ns",
+        "uid": "fleet",
+        "resourceVersion": "5",
+        "generation": 1,
+        "finalizers": ["xpyd.dev/fleet"],
+        **metadata,
     }
+    pools = prefill_and_decode(decode=decode)
+    made = fleets.document("chat", model={"uri": "file://./m"}, pools=pools)
+    return {**made, "metadata": made["metadata"] | own}
 
 
 def look(children: Children | None = None, found: Obj | None = None, **more: Any) -> FleetState:

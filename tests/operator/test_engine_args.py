@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import pytest
 
+from tests.operator.fleets import cpu_pool, parsed
 from xpyd_core.errors import UserError
 from xpyd_core.pod_env import PodEnv
-from xpyd_operator.document import parse_fleet
 from xpyd_operator.plan import fleet_want
 from xpyd_worker.command import configure, read_config
 from xpyd_worker.config import WorkerConfig
@@ -27,20 +26,9 @@ ARGS = [
 
 def configs(args: list[str]) -> dict[str, WorkerConfig]:
     """By pool: what its engines run with."""
-    document = {
-        "apiVersion": "xpyd.dev/v1alpha1",
-        "kind": "InferenceFleet",
-        "metadata": {"name": "f"},
-        "spec": {
-            "model": {"uri": "hf://org/name", "servedNames": ["named"]},
-            "engine": {"args": args},
-            "pools": [
-                {"name": name, "role": role, "replicas": 1, "resources": {"gpus": 0}}
-                for name, role in (("p", "Prefill"), ("d", "Decode"))
-            ],
-        },
-    }
-    fleet = parse_fleet(json.dumps(document).encode(), source="f")
+    model = {"uri": "hf://org/name", "servedNames": ["named"]}
+    pools = [cpu_pool("p", "Prefill", replicas=1), cpu_pool("d", "Decode", replicas=1)]
+    fleet = parsed(model=model, engine={"args": args}, pools=pools)
     parser = argparse.ArgumentParser(exit_on_error=False)
     configure(parser)
     env = PodEnv(kv_key_file=Path("key"))

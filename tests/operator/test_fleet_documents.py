@@ -13,23 +13,15 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.operator.fleets import cpu_pool, document
 from xpyd_core.errors import UserError
 from xpyd_operator.document import InferenceFleet, load_fleet, parse_fleet, parse_object
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GPUS = {"resources": {"gpus": 0}}
-BASE: dict[str, Any] = {
-    "apiVersion": "xpyd.dev/v1alpha1",
-    "kind": "InferenceFleet",
-    "metadata": {"name": "chat"},
-    "spec": {
-        "model": {"uri": "hf://org/name"},
-        "pools": [
-            {"name": "prefill", "role": "Prefill", **GPUS},
-            {"name": "decode", "role": "Decode", "replicas": 3, **GPUS},
-        ],
-    },
-}
+BASE = document(
+    "chat", pools=[cpu_pool("prefill", "Prefill"), cpu_pool("decode", "Decode", replicas=3)]
+)
 
 _TEN = [b"x0: &x0 [1]"] + [
     b"x%d: &x%d [%s]" % (n, n, b", ".join([b"*x%d" % (n - 1)] * 10)) for n in range(1, 9)

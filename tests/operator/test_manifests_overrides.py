@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.operator.fleets import parsed
 from tests.operator.object_samples import placement_of, workloads_of
-from xpyd_operator.document import InferenceFleet, parse_fleet
+from xpyd_operator.document import InferenceFleet
 from xpyd_operator.manifests import template_problems, uses_host_path, workload_objects
 
 
@@ -24,17 +25,8 @@ def fleet_with(
     pool: dict[str, Any] = {"name": "all", "role": "Aggregated", "resources": resources}
     if engine is not None:
         pool["template"] = engine
-    document = {
-        "apiVersion": "xpyd.dev/v1alpha1",
-        "kind": "InferenceFleet",
-        "metadata": {"name": "f"},
-        "spec": {
-            "model": {"uri": "file:///m"},
-            "pools": [pool],
-            "router": {} if router is None else {"template": router},
-        },
-    }
-    return parse_fleet(json.dumps(document).encode(), source="f")
+    template = {} if router is None else {"template": router}
+    return parsed(model={"uri": "file:///m"}, pools=[pool], router=template)
 
 
 def pods(fleet: InferenceFleet) -> dict[str, dict[str, Any]]:

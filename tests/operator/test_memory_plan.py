@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.operator.fleets import cpu_pool, parsed
 from xpyd_core.errors import UserError
-from xpyd_operator.document import parse_fleet
 from xpyd_operator.up.checks import locate_model, weights_bytes
 from xpyd_operator.up.memory import (
     CACHE_LEAST_BYTES,
@@ -26,26 +24,9 @@ GIB = 1 << 30
 
 
 def fleet(args=(), kv=None, parallelism=None):
-    document = {
-        "apiVersion": "xpyd.dev/v1alpha1",
-        "kind": "InferenceFleet",
-        "metadata": {"name": "f"},
-        "spec": {
-            "model": {"uri": "hf://a/b"},
-            "engine": {"args": list(args)},
-            "pools": [
-                {"name": "p", "role": "Prefill", "resources": {"gpus": 0}},
-                {
-                    "name": "d",
-                    "role": "Decode",
-                    "resources": {"gpus": 0},
-                    "parallelism": parallelism or {},
-                },
-            ],
-            "kvTransfer": kv or {},
-        },
-    }
-    return parse_fleet(json.dumps(document).encode(), source="f")
+    decode = cpu_pool("d", "Decode", parallelism=parallelism or {})
+    pools = [cpu_pool("p", "Prefill"), decode]
+    return parsed(engine={"args": list(args)}, pools=pools, kvTransfer=kv or {})
 
 
 def plan(available, *, args=(), kv=None, replicas=(1, 3), cores=8, weights=0, parallelism=None):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 import pytest
 
-from xpyd_operator.document import parse_fleet
+from tests.operator.fleets import cpu_pool, parsed
 from xpyd_operator.plan import ROUTER, fleet_want
 from xpyd_router.admission import AdmissionLimits
 from xpyd_router.command import command, read_config
@@ -18,18 +17,8 @@ from xpyd_router.policy.base import Slo
 
 def args_of(router: dict[str, Any]) -> list[str]:
     """The router's arguments by a document with these settings."""
-    document = {
-        "apiVersion": "xpyd.dev/v1alpha1",
-        "kind": "InferenceFleet",
-        "metadata": {"name": "f"},
-        "spec": {
-            "model": {"uri": "hf://org/name"},
-            "pools": [{"name": "a", "role": "Aggregated", "resources": {"gpus": 0}}],
-            "router": router,
-            "kvTransfer": {"insecure": True},
-        },
-    }
-    fleet = parse_fleet(json.dumps(document).encode(), source="f")
+    pools = [cpu_pool("a", "Aggregated")]
+    fleet = parsed(pools=pools, router=router, kvTransfer={"insecure": True})
     (found,) = [pool for pool in fleet_want(fleet, model="/m").pools if pool.name == ROUTER]
     return list(found.template.args)
 

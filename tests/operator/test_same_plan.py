@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.operator.fleets import document, prefill_and_decode
 from tests.operator.object_samples import SETTINGS, placement_of
 from tests.operator.plan_world import Key, Running
 from xpyd_operator.document import parse_fleet, parse_object
@@ -210,18 +211,7 @@ def known(actions: tuple[object, ...]) -> list[object]:
     ]
 
 
-DOCUMENT = {
-    "apiVersion": "xpyd.dev/v1alpha1",
-    "kind": "InferenceFleet",
-    "metadata": {"name": "f"},
-    "spec": {
-        "model": {"uri": "hf://org/name"},
-        "pools": [
-            {"name": "prefill", "role": "Prefill", "replicas": 1, "resources": {"gpus": 0}},
-            {"name": "decode", "role": "Decode", "replicas": 3, "resources": {"gpus": 0}},
-        ],
-    },
-}
+DOCUMENT = document(pools=prefill_and_decode(decode=3))
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -5,25 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from xpyd_operator.document import parse_fleet
+from tests.operator.fleets import parsed, prefill_and_decode
 from xpyd_operator.plan import ROUTER, fleet_want
 from xpyd_operator.up.memory import Machine, plan_memory
 from xpyd_operator.up.pods import LocalSettings, Pod, pod_arguments, pod_environment
 
 
 def fleet(**spec):
-    pools = [
-        {"name": "prefill", "role": "Prefill", "replicas": 1, "resources": {"gpus": 0}},
-        {"name": "decode", "role": "Decode", "replicas": 3, "resources": {"gpus": 0}},
-    ]
-    base = {"model": {"uri": "hf://org/name"}, "pools": pools}
-    document = {
-        "apiVersion": "xpyd.dev/v1alpha1",
-        "kind": "InferenceFleet",
-        "metadata": {"name": "f"},
-        "spec": base | spec,
-    }
-    return parse_fleet(json.dumps(document).encode(), source="f")
+    return parsed(**{"pools": prefill_and_decode(decode=3)} | spec)
 
 
 def want(**spec):

@@ -1,0 +1,42 @@
+"""Small fleets on CPUs: documents, and the fleets that are parsed from them.
+
+The operator's tests and the cluster's begin with one and say only what theirs has besides.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from xpyd_operator.document import InferenceFleet, parse_fleet
+
+Document = dict[str, Any]
+
+
+def cpu_pool(name: str, role: str, **more: Any) -> Document:
+    """One of spec.pools, whose instances are pods on the CPU."""
+    return {"name": name, "role": role, "resources": {"gpus": 0}, **more}
+
+
+def prefill_and_decode(*, prefill: int = 1, decode: int = 1, **more: Any) -> list[Document]:
+    """Two pools with so many replicas; `more` goes into both."""
+    return [
+        cpu_pool("prefill", "Prefill", replicas=prefill, **more),
+        cpu_pool("decode", "Decode", replicas=decode, **more),
+    ]
+
+
+def document(name: str = "f", **spec: Any) -> Document:
+    """1P1D unless `spec` has other pools."""
+    base = {"model": {"uri": "hf://org/name"}, "pools": prefill_and_decode()}
+    return {
+        "apiVersion": "xpyd.dev/v1alpha1",
+        "kind": "InferenceFleet",
+        "metadata": {"name": name},
+        "spec": base | spec,
+    }
+
+
+def parsed(name: str = "f", **spec: Any) -> InferenceFleet:
+    """The fleet of that document."""
+    return parse_fleet(json.dumps(document(name, **spec)).encode(), source="f")
