@@ -25,6 +25,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.e2e.oracle import Case
 from tests.warm_start import WarmProcess, start_warm
 
 ROOT = Path(__file__).parents[2]
@@ -269,6 +270,16 @@ class Fleet:
         status, answer = http(f"{self.router.url}/v1/completions", request)
         assert status == 200, answer
         return json.loads(answer)
+
+    def answer(self, case: Case) -> tuple[int, ...]:
+        """What the fleet answers to the case's prompt: as many tokens as the case has."""
+        answer = self.complete(
+            prompt=list(case.prompt),
+            max_tokens=len(case.ids),
+            ignore_eos=True,
+            return_token_ids=True,
+        )
+        return tuple(answer["choices"][0]["token_ids"])
 
     def stop(self) -> None:
         for process in self.processes:

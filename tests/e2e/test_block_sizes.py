@@ -4,18 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import Fleet, fleet
+from tests.e2e.harness import fleet
 from tests.e2e.oracle import Case
 
 pytestmark = pytest.mark.slow
 CASES = 8
-
-
-def _ask(running: Fleet, case: Case) -> tuple[int, ...]:
-    answer = running.complete(
-        prompt=list(case.prompt), max_tokens=len(case.ids), ignore_eos=True, return_token_ids=True
-    )
-    return tuple(answer["choices"][0]["token_ids"])
 
 
 @pytest.mark.parametrize(("of_p", "of_d", "transport"), [(16, 32, "shm"), (32, 16, "tcp")])
@@ -31,13 +24,13 @@ def test_greedy_tokens_are_those_of_one_process_and_d_computes_no_prompt(
         d = running.start_engine("Decode", *flags, *failing, "--block-size", str(of_d))
         running.wait_ready(p, d)
         for case in cases[:CASES]:
-            assert _ask(running, case) == case.ids
+            assert running.answer(case) == case.ids
         received = d.metric("xpyd_kv_received_bytes_total")
         assert received == p.metric("xpyd_kv_sent_bytes_total") > 0
         skipped = d.metric("xpyd_kv_skipped_tokens_total")
         # Again: what D has cached is skipped, up to where blocks of both sides begin.
         for case in cases[:CASES]:
-            assert _ask(running, case) == case.ids
+            assert running.answer(case) == case.ids
         step = max(of_p, of_d)
         again = sum((len(case.prompt) - 1) // step * step for case in cases[:CASES])
         assert d.metric("xpyd_kv_skipped_tokens_total") - skipped == again > 0

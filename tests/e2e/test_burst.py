@@ -56,13 +56,7 @@ def _all_at_once(running: Fleet, burst: Sequence[Case]) -> None:
     answers: dict[int, Any] = {}
 
     def ask(number: int, case: Case) -> None:
-        answer = running.complete(
-            prompt=list(case.prompt),
-            max_tokens=len(case.ids),
-            ignore_eos=True,
-            return_token_ids=True,
-        )
-        answers[number] = tuple(answer["choices"][0]["token_ids"])
+        answers[number] = running.answer(case)
 
     long = threading.Thread(
         target=lambda: running.complete(prompt=[7] * 20, max_tokens=700, ignore_eos=True)

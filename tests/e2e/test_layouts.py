@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import Fleet, Process, fleet
+from tests.e2e.harness import Process, fleet
 from tests.e2e.oracle import Case
 
 CASES = 4
@@ -32,13 +32,6 @@ def _ranks(sizes: tuple[int, int]) -> tuple[str, ...]:
     return ("--tensor-parallel-size", tensor, "--pipeline-parallel-size", pipeline)
 
 
-def _ask(running: Fleet, case: Case) -> tuple[int, ...]:
-    answer = running.complete(
-        prompt=list(case.prompt), max_tokens=len(case.ids), ignore_eos=True, return_token_ids=True
-    )
-    return tuple(answer["choices"][0]["token_ids"])
-
-
 @pytest.mark.parametrize(
     ("of_p", "of_d"),
     [
@@ -59,7 +52,7 @@ def test_greedy_tokens_are_those_of_one_process_and_d_computes_no_prompt(
         d = running.start_engine("Decode", *flags, *failing, *_ranks(of_d))
         running.wait_ready(p, d)
         for case in cases[:CASES]:
-            assert _ask(running, case) == case.ids
+            assert running.answer(case) == case.ids
         received = d.metric("xpyd_kv_received_bytes_total")
         assert received == p.metric("xpyd_kv_sent_bytes_total") > 0
         assert d.metric("xpyd_engine_prompt_tokens_computed_total") == 0
@@ -93,6 +86,6 @@ def test_ranks_of_several_pods_are_their_engines_to_the_other_side(
         p, d = pods["Prefill"][0], pods["Decode"][0]
         running.wait_ready(p, d)
         for case in cases[:CASES]:
-            assert _ask(running, case) == case.ids
+            assert running.answer(case) == case.ids
         assert d.metric("xpyd_kv_recomputed_requests_total") == 0
         assert d.metric("xpyd_engine_prompt_tokens_computed_total") == 0

@@ -46,13 +46,7 @@ def _agree(scene: Wired, cases: list[Case], *, each: int) -> None:
     sent = [p.metric("xpyd_kv_sent_bytes_total") for p in scene.ps]
     recomputed = [d.metric("xpyd_kv_recomputed_requests_total") for d in scene.ds]
     for case in itertools.islice(itertools.cycle(cases), each * len(scene.ps)):
-        answer = scene.fleet.complete(
-            prompt=list(case.prompt),
-            max_tokens=len(case.ids),
-            ignore_eos=True,
-            return_token_ids=True,
-        )
-        assert tuple(answer["choices"][0]["token_ids"]) == case.ids
+        assert scene.fleet.answer(case) == case.ids
     assert all(
         p.metric("xpyd_kv_sent_bytes_total") > n for p, n in zip(scene.ps, sent, strict=True)
     )

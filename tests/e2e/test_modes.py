@@ -7,19 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import Fleet, Process, fleet, wait_for
+from tests.e2e.harness import Process, fleet, wait_for
 from tests.e2e.oracle import Case, load
 
 pytestmark = pytest.mark.slow
 CASES = 6
 HELD = ("xpyd_kv_leases", "xpyd_kv_buffer_used_bytes", "xpyd_kv_pool_used_bytes")
-
-
-def _ask(running: Fleet, case: Case) -> tuple[int, ...]:
-    answer = running.complete(
-        prompt=list(case.prompt), max_tokens=len(case.ids), ignore_eos=True, return_token_ids=True
-    )
-    return tuple(answer["choices"][0]["token_ids"])
 
 
 def _holds_nothing(engine: Process) -> bool:
@@ -35,7 +28,7 @@ def test_greedy_tokens_are_those_of_one_process(
     with fleet(tmp_path, prefill=1, decode=1, flags=flags) as running:
         p, d = (running.engine(role) for role in ("Prefill", "Decode"))
         for case in cases[:CASES]:
-            assert _ask(running, case) == case.ids
+            assert running.answer(case) == case.ids
         assert d.metric("xpyd_kv_received_bytes_total") == p.metric("xpyd_kv_sent_bytes_total") > 0
         pulled = d.metrics()["xpyd_kv_landings_total{where=pulled}"]
         assert pulled == (CASES if mode == "get" else 0)

@@ -40,13 +40,7 @@ def test_each_d_serves_in_turn_and_computes_at_most_one_prompt_token(
     served = [p.metric(finished) for p in fleet_1p3d.processes if p.role == "Decode"]
     chosen = cases[:6]
     for case in chosen:
-        answer = fleet_1p3d.complete(
-            prompt=list(case.prompt),
-            max_tokens=len(case.ids),
-            ignore_eos=True,
-            return_token_ids=True,
-        )
-        assert tuple(answer["choices"][0]["token_ids"]) == case.ids
+        assert fleet_1p3d.answer(case) == case.ids
     after = _computed_on_d(fleet_1p3d)
     assert sum(after) - sum(before) <= len(chosen)
     now = [p.metric(finished) for p in fleet_1p3d.processes if p.role == "Decode"]

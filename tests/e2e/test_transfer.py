@@ -15,13 +15,6 @@ from tests.e2e.relay import Relay
 pytestmark = pytest.mark.slow
 
 
-def _greedy(fleet: Fleet, case: Case) -> tuple[int, ...]:
-    answer = fleet.complete(
-        prompt=list(case.prompt), max_tokens=len(case.ids), ignore_eos=True, return_token_ids=True
-    )
-    return tuple(answer["choices"][0]["token_ids"])
-
-
 def _figures(process: Process) -> dict[str, float]:
     """Gauges that say what is held, and must come back to where they were."""
     names = (
@@ -91,7 +84,7 @@ def _load_a_landing(
     _, flags, expected = LANDINGS[index]
     decode = with_d(*flags)
     prefill = next(p for p in one_p.processes if p.role == "Prefill")
-    assert _greedy(one_p, cases[0]) == cases[0].ids
+    assert one_p.answer(cases[0]) == cases[0].ids
     engines = (prefill, decode)
     for engine in engines:
         wait_for("idle", lambda e=engine: _figures(e)["xpyd_engine_requests_running"] == 0)
@@ -136,7 +129,7 @@ def test_the_first_frame_leaves_before_the_last_layer_of_the_last_chunk_ran(
 ) -> None:
     with_d()
     prefill = next(p for p in one_p.processes if p.role == "Prefill")
-    assert _greedy(one_p, cases[0]) == cases[0].ids  # the connection stands from here on
+    assert one_p.answer(cases[0]) == cases[0].ids  # the connection stands from here on
     start = len(prefill.log)
     # 25 chunks: GRANT comes within the first few, whatever else the machine does.
     prompt = list(range(300, 500)) * 8
@@ -156,7 +149,7 @@ def test_zero_filled_kv_changes_the_answer(
 ) -> None:
     with_d(module=("tests.e2e.zero_store_worker",))
     case = max(cases, key=lambda c: len(c.prompt))
-    answer = _greedy(one_p, case)
+    answer = one_p.answer(case)
     assert answer[0] == case.ids[0]  # P's own token
     assert answer != case.ids
 
@@ -174,11 +167,11 @@ def test_a_stalled_transfer_is_recomputed_and_its_late_kv_refused(
         wait_for("the KV port", lambda: listens(d_ip, 21001), 90)
         relay = Relay(relay_ip, 21001, (d_ip, 21001))
         one_p.wait_ready(decode)
-        assert _greedy(one_p, case) == case.ids
+        assert one_p.answer(case) == case.ids
         start = _figures(decode)
         relay.stall_in_data()
         other, answers = _other(cases, case), list[tuple[int, ...]]()
-        asking = threading.Thread(target=lambda: answers.append(_greedy(one_p, other)))
+        asking = threading.Thread(target=lambda: answers.append(one_p.answer(other)))
         asking.start()
         recomputed = "xpyd_kv_recomputed_requests_total"
         wait_for("D's own computing", lambda: decode.metric(recomputed) == 1)
@@ -190,7 +183,7 @@ def test_a_stalled_transfer_is_recomputed_and_its_late_kv_refused(
         assert decode.log.count("WARNING xpyd_worker.engine.core: 1 prompts") == 1
         wait_for("late KV refused", lambda: decode.metric("xpyd_kv_refused_data_total") > 0)
         wait_for("nothing held", lambda: _figures(decode) == start)
-        assert _greedy(one_p, case) == case.ids
+        assert one_p.answer(case) == case.ids
     finally:
         if relay is not None:
             relay.close()

@@ -17,16 +17,7 @@ WARNING = "--kv-insecure: any host that reaches"
 
 
 def answers(running: Fleet, cases: list[Case]) -> list[tuple[int, ...]]:
-    found: list[tuple[int, ...]] = []
-    for case in cases[:CASES]:
-        answer = running.complete(
-            prompt=list(case.prompt),
-            max_tokens=len(case.ids),
-            ignore_eos=True,
-            return_token_ids=True,
-        )
-        found.append(tuple(answer["choices"][0]["token_ids"]))
-    return found
+    return [running.answer(case) for case in cases[:CASES]]
 
 
 def wanted(cases: list[Case]) -> list[tuple[int, ...]]:
