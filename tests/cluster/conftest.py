@@ -1,8 +1,11 @@
 """The clusters that the tests share, one of each size, and a namespace for each test.
 
 Every test that takes one of them is marked `cluster`; a machine that cannot have a cluster
-skips them, with the reason. When such a test fails, its report tells what the cluster says
+skips them, with the reason. When such a test fails, its report has what the cluster says
 about its namespace.
+
+Kubernetes first looks at a namespace five seconds after its deletion. So a test waits only for the
+end of its pods, and the run waits for the end of all namespaces, once, before the cluster goes.
 """
 
 import json
@@ -13,11 +16,12 @@ from typing import Any
 
 import pytest
 
+from tests.cluster.fleetkit import find, installed_crds
 from tests.cluster.harness import Cluster, availability, up, wait_for
 from tests.cluster.needs import skip_for
 
 _FIXTURES = {"control_plane", "node_cluster"}
-_NAMESPACE_GONE_S = 90.0
+_GONE_S = 90.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -49,8 +53,17 @@ def node_cluster() -> Iterator[Cluster]:
     cluster = up(f"node-{os.getpid()}", node=True)
     try:
         yield cluster
+        _wait_until_gone(cluster)
     finally:
         cluster.down()
+
+
+@pytest.fixture(scope="module")
+def plane(control_plane: Cluster) -> Iterator[Cluster]:
+    """The control plane with our CRDs and fake nodes, and no operator."""
+    with installed_crds(control_plane):
+        control_plane.add_kwok_nodes(2)
+        yield control_plane
 
 
 @pytest.fixture
@@ -72,17 +85,20 @@ def new_namespace() -> Iterator[Callable[[Cluster], str]]:
 
     yield create
     for cluster, name in made:
-        # Kubernetes looks at a namespace that goes again after half of its pods' grace periods.
-        if cluster.has_node and "xpyd.dev" in cluster.kubectl("api-versions"):
-            gone = ("delete", "fleets", "--all", "--timeout=60s")
-            cluster.kubectl("-n", name, *gone, check=False, timeout_s=70)
-    for cluster, name in made:
-        cluster.kubectl("delete", "namespace", name, "--wait=false")
-    # A namespace takes six seconds to go. Pods on a real node are in the next test's way until
-    # then; elsewhere it is enough that all have gone in the end.
-    for cluster, _ in made:
         if cluster.has_node:
-            _wait_until_gone(cluster)
+            _end_pods(cluster, name)
+        cluster.kubectl("delete", "namespace", name, "--wait=false")
+
+
+def _end_pods(cluster: Cluster, namespace: str) -> None:
+    """Delete what makes pods, and the pods. On a real node they would be in the next test's way."""
+    kubectl = cluster.kubectl
+    if "xpyd.dev" in kubectl("api-versions"):
+        kubectl("-n", namespace, "delete", "fleets", "--all", "--timeout=60s", timeout_s=70)
+    both = ("deployments,pods", "--all", "--cascade=foreground", "--now", "--timeout=60s")
+    kubectl("-n", namespace, "delete", *both, timeout_s=70)
+    what = f"the pods of {namespace} are gone"
+    wait_for(lambda: not find(cluster, namespace, "pods"), _GONE_S, what)
 
 
 @pytest.fixture
@@ -104,14 +120,14 @@ def _wait_until_gone(cluster: Cluster) -> None:
         # Their conditions name what is left in them, and the finalizers that hold it.
         return json.dumps([(one["metadata"]["name"], one["status"]) for one in left()], indent=1)
 
-    wait_for(lambda: not left(), _NAMESPACE_GONE_S, "the namespaces are gone", explain=conditions)
+    wait_for(lambda: not left(), _GONE_S, "the namespaces are gone", explain=conditions)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A failed test's report says what its namespace looks like."""
+    """A failed test's report has what the cluster says about its namespace."""
     report = yield
     if report.failed and call.when == "call" and isinstance(item, pytest.Function):
         for fixture in sorted(_FIXTURES & set(item.funcargs)):

@@ -1,26 +1,43 @@
-"""xpyd on a real node: the images loaded, the chart installed, fleets applied, clients asking.
+"""Fleets in a cluster: how tests install, apply, read and ask them.
 
-What the tests of whole fleets share. A fleet's document is the one that people get, but for what
-the test node needs: the pools' template that mounts the machine's Python libraries.
+A document for the real node is the one that people get, but for what the test node needs: the
+pools' template that mounts the machine's Python libraries. Waits read the API by `find` and
+FleetClient: an answer costs milliseconds, a start of kubectl a tenth of a second of CPU.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import yaml
 
 from tests.cluster.harness import Cluster, wait_for
+from tests.cluster.harness.kwok import NODE_SELECTOR, TOLERATIONS
+from tests.cluster.harness.tools import kubectl_binary
 from tests.cluster.images.build import IMAGES, default_cache, ensure_images, worker_test_template
+from tests.cluster.operator_process import OperatorProcess, running_operator
 from tests.e2e.oracle import Case, make_cases
+from tests.operator.fleets import document, prefill_and_decode
+from xpyd_operator.controller.decision.kinds import EVENT, FLEET, POOL, SECRET, WATCHED, Kind
 
 ROOT = Path(__file__).parents[2]
+CRDS = str(ROOT / "crds")
 SYSTEM = "xpyd-system"
+READY_S = 120
+GONE_S = 90
+FAKE_NODES = {"spec": {"nodeSelector": NODE_SELECTOR, "tolerations": TOLERATIONS}}
+"""A pool's template, for pods that are ready at once and do nothing."""
+_REPLICA_SET = Kind("apps/v1", "ReplicaSet", "replicasets")
+_KINDS = {kind.plural: kind for kind in (*WATCHED, SECRET, EVENT, _REPLICA_SET)}
+Obj = dict[str, Any]
 DEMO_MODEL = ROOT / "examples/demo-model"
 _LOAD_CLIENT = Path(__file__).with_name("load_client.py").read_text()
 IMAGE_VALUES = (
@@ -81,17 +98,84 @@ def install_chart(cluster: Cluster, *values: str) -> None:
     cluster.helm("install", "xpyd", chart, *place, *settings, "--wait", "--timeout=90s")
 
 
-def apply_crds(cluster: Cluster) -> None:
-    """The CRDs without the chart; served when this returns."""
-    folder = str(ROOT / "crds")
-    cluster.kubectl("apply", "-f", folder)
+@contextmanager
+def installed_chart(cluster: Cluster) -> Iterator[None]:
+    """The images on the node and the chart installed; uninstalled afterwards."""
+    load_images(cluster)
+    install_chart(cluster)
+    yield
+    cluster.helm("uninstall", "xpyd", "-n", SYSTEM, "--wait", "--timeout=4m", timeout_s=250)
 
-    def established() -> bool:
-        # kubectl wait ends at once while a new CRD has no conditions at all.
-        argv = ("wait", "--for=condition=Established", "-f", folder, "--timeout=20s")
-        return cluster.kubectl(*argv, check=False).count("condition met") == 2
 
-    wait_for(established, 40, "the CRDs are served")
+@contextmanager
+def installed_crds(cluster: Cluster) -> Iterator[None]:
+    """The CRDs without the chart, served when this begins; deleted afterwards."""
+    cluster.kubectl("apply", "-f", CRDS)
+
+    def served() -> bool:
+        # Discovery has a new kind before or after its objects are served, which is 429 at first.
+        try:
+            known = cluster.get(f"/apis/{FLEET.api_version}") or {"resources": []}
+            names = {resource["name"] for resource in known["resources"]}
+            return all(k.plural in names and cluster.get(k.path(None)) for k in (FLEET, POOL))
+        except OSError:
+            return False
+
+    wait_for(served, 40, "the CRDs are served")
+    yield
+    cluster.kubectl("delete", "-f", CRDS, "--timeout=60s", timeout_s=70)
+
+
+@contextmanager
+def operated(
+    cluster: Cluster, namespace: str, *, worker: str = "", router: str = ""
+) -> Iterator[OperatorProcess]:
+    """An operator of the namespace alone; the fleets are deleted before it ends. `worker`,
+    `router`: images that the node has."""
+    images = [f"--worker-image={worker}", f"--router-image={router}", "--image-pull-policy=Never"]
+    with running_operator(cluster, namespace, flags=images if worker else ()) as operator:
+        yield operator
+        delete_fleets(cluster, namespace)
+
+
+@contextmanager
+def fleet_of_images(cluster: Cluster, namespace: str) -> Iterator[FleetClient]:
+    """A fleet `chat` to be applied, with the tests' images and a client's pod; no chart."""
+    load_images(cluster)
+    with installed_crds(cluster):
+        cluster.kubectl("create", "namespace", namespace)
+        start_client(cluster, namespace)
+        with operated(cluster, namespace, worker=IMAGES["worker"], router=IMAGES["router"]):
+            yield FleetClient(cluster, namespace)
+        cluster.kubectl("delete", "namespace", namespace, "--wait=false")
+
+
+def delete_fleets(cluster: Cluster, namespace: str) -> None:
+    """`kubectl delete fleets --all`; they are gone when this returns."""
+    argv = ("delete", "inferencefleets", "--all", f"--timeout={GONE_S}s")
+    cluster.kubectl("-n", namespace, *argv, timeout_s=GONE_S + 10)
+
+
+def find(
+    cluster: Cluster, namespace: str, kinds: str, *, labels: str = "", fields: str = ""
+) -> list[Obj]:
+    """The namespace's objects of these kinds ("pods,services"), chosen by selectors."""
+    query = urlencode({"labelSelector": labels, "fieldSelector": fields})
+    found: list[Obj] = []
+    for kind in (_KINDS[name] for name in kinds.split(",")):
+        listed = cluster.get(f"{kind.path(namespace)}?{query}") or {"items": []}
+        # Items of a list do not name their kind.
+        named = {"apiVersion": kind.api_version, "kind": kind.name}
+        found += [{**named, **item} for item in listed["items"]]
+    return found
+
+
+def fake_fleet(name: str = "chat", *, prefill: int = 1, decode: int = 1, **spec: Any) -> Obj:
+    """P and D on fake nodes."""
+    pools = prefill_and_decode(prefill=prefill, decode=decode, template=FAKE_NODES)
+    pools[1]["scaling"] = {"maxReplicas": 8}
+    base = {"model": {"uri": "file://./demo-model"}, "router": {"template": FAKE_NODES}}
+    return document(name, **{**base, "pools": pools, **spec})
 
 
 def fleet_document(file: str = "examples/fleet.yaml", **changes: Any) -> dict[str, Any]:
@@ -126,27 +210,49 @@ def start_client(cluster: Cluster, namespace: str) -> None:
 
 
 @dataclass(frozen=True)
-class FleetOnNode:
-    """One fleet in one namespace."""
+class FleetClient:
+    """One fleet in one namespace, as kubectl and readers of the API see it."""
 
     cluster: Cluster
     namespace: str
-    name: str
+    name: str = "chat"
 
     def kubectl(self, *argv: str, **options: Any) -> str:
         """kubectl in the fleet's namespace."""
         return self.cluster.kubectl("-n", self.namespace, *argv, **options)
 
-    def get(self, *argv: str) -> dict[str, Any]:
-        """`kubectl get ... -o json`."""
-        found: dict[str, Any] = json.loads(self.kubectl("get", *argv, "-o", "json"))
+    def find(self, kinds: str, *, labels: str = "", fields: str = "") -> list[Obj]:
+        """Objects of the namespace, see find()."""
+        return find(self.cluster, self.namespace, kinds, labels=labels, fields=fields)
+
+    def read(self, kind: str, name: str) -> Obj:
+        """One object of the namespace; it must exist."""
+        found = self.cluster.get(_KINDS[kind].path(self.namespace, name))
+        assert found is not None, f"there is no {name} among the {kind} of {self.namespace}"
         return found
 
-    def apply(self, document: dict[str, Any]) -> None:
+    def document(self) -> Obj:
+        """The fleet's object as it is stored."""
+        return self.read("inferencefleets", self.name)
+
+    def condition(self, kind: str) -> Obj:
+        """The fleet's condition of this type; empty before it has one."""
+        conditions = self.document().get("status", {}).get("conditions", [])
+        return next((one for one in conditions if one["type"] == kind), {})
+
+    def pool(self, name: str) -> Obj:
+        """A pool's object."""
+        return self.read("inferencefleetpools", f"{self.name}-{name}")
+
+    def events(self) -> list[Obj]:
+        """The Events about the fleet."""
+        return self.find("events", fields=f"involvedObject.name={self.name}")
+
+    def apply(self, document: Obj) -> None:
         """kubectl apply."""
         self.kubectl("apply", "-f", "-", input=json.dumps(document))
 
-    def wait_ready(self, timeout_s: int = 120) -> None:
+    def wait_ready(self, timeout_s: int = READY_S) -> None:
         """kubectl wait --for=condition=Ready, as the docs say; the fleet's own words if not."""
         target = f"fleet/{self.name}"
         argv = ("wait", "--for=condition=Ready", target, f"--timeout={timeout_s}s")
@@ -157,22 +263,21 @@ class FleetOnNode:
         """kubectl scale fleetpool/NAME-POOL."""
         self.kubectl("scale", f"fleetpool/{self.name}-{pool}", f"--replicas={replicas}")
 
-    def pods(self, pool: str) -> list[dict[str, Any]]:
-        """The pool's pods that nobody deletes."""
-        labels = f"xpyd.dev/fleet={self.name},xpyd.dev/pool={pool}"
-        pods: list[dict[str, Any]] = self.get("pods", "-l", labels)["items"]
-        return [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
+    def pods(self, pool: str) -> list[Obj]:
+        """The pool's pods that are not being deleted."""
+        found = self.find("pods", labels=f"xpyd.dev/fleet={self.name},xpyd.dev/pool={pool}")
+        return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
 
     def wait_pool(self, pool: str, ready: int, timeout_s: float = 90) -> None:
         """Until the pool object says that exactly `ready` instances are ready and none leaves."""
 
         def settled() -> bool:
-            status = self.get("fleetpool", f"{self.name}-{pool}").get("status", {})
+            status = self.pool(pool).get("status", {})
             draining = status.get("drainingReplicas", 0)
             return (status.get("readyReplicas", 0), draining) == (ready, 0)
 
         what = f"pool {pool} has {ready} ready instances and none that leaves"
-        wait_for(settled, timeout_s, what, interval_s=0.5, explain=self.explain)
+        wait_for(settled, timeout_s, what, explain=self.explain)
 
     def explain(self) -> str:
         """What a person would look at."""
@@ -184,16 +289,17 @@ class FleetOnNode:
         return finish_load(process, timeout_s=300)
 
     def start_load(self, cases: Sequence[Case], *, requests: int, concurrency: int) -> Any:
-        """As `load`, in the background; finish_load() takes the result."""
+        """As `load`, in the background; finish_load() takes the result. With 0 requests the load
+        goes on until then."""
         url = f"http://{self.name}-router.{self.namespace}.svc:10001"
-        from tests.cluster.harness.tools import kubectl_binary
-
         script = ["python3", "-c", _LOAD_CLIENT, url, str(requests), str(concurrency)]
         argv = [kubectl_binary(), "-n", self.namespace, "exec", "-i", "client", "--", *script]
         process = self.cluster.popen(argv, stdin=-1, stdout=-1, stderr=-1, text=True)
-        process.stdin.write(json.dumps([{"prompt": c.prompt, "ids": c.ids} for c in cases]))
-        process.stdin.close()
-        process.stdin = None
+        process.stdin.write(f"{json.dumps([{'prompt': c.prompt, 'ids': c.ids} for c in cases])}\n")
+        process.stdin.flush()
+        if requests:
+            process.stdin.close()
+            process.stdin = None
         return process
 
     def prompt_tokens_computed(self, pool: str) -> dict[str, float]:
@@ -214,13 +320,14 @@ class FleetOnNode:
 
 
 def finish_load(process: Any, *, timeout_s: float) -> dict[str, Any]:
-    """Wait for a load and take its report."""
+    """End a load that goes on, wait for its last requests and take its report."""
     out, err = process.communicate(timeout=timeout_s)
     assert process.returncode == 0, f"{out}\n{err}"
     report: dict[str, Any] = json.loads(out.splitlines()[-1])
     return report
 
 
-def small_cases(count: int = 12) -> list[Case]:
-    """Prompts with the tokens that transformers answers."""
-    return make_cases(DEMO_MODEL, count=count)
+@cache
+def small_cases() -> list[Case]:
+    """Prompts with the tokens that transformers answers; made once, which takes seconds."""
+    return make_cases(DEMO_MODEL, count=12)

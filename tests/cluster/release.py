@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from tests.cluster.harness import Cluster, kwok, wait_for
+from tests.cluster.harness import Cluster, wait_for
 from tests.cluster.operator_process import OperatorProcess, ready_operator
 
 ROOT = Path(__file__).parents[2]
@@ -71,16 +71,6 @@ def clean(cluster: Cluster) -> None:
         free = json.dumps({"metadata": {"finalizers": None}})
         cluster.kubectl(*place, "patch", name, "--type=merge", "-p", free, check=False)
         cluster.kubectl(*place, "delete", name, "--ignore-not-found", check=False)
-
-
-def fake_fleet(name: str = "chat", namespace: str = "default") -> dict[str, Any]:
-    """examples/fleet.yaml, its pods on fake nodes."""
-    document: dict[str, Any] = yaml.safe_load((ROOT / "examples/fleet.yaml").read_text())
-    document["metadata"] = {"name": name, "namespace": namespace}
-    place = {"spec": {"nodeSelector": kwok.NODE_SELECTOR, "tolerations": kwok.TOLERATIONS}}
-    for part in (*document["spec"]["pools"], document["spec"].setdefault("router", {})):
-        part["template"] = place
-    return document
 
 
 def kubeconfig_of(cluster: Cluster, namespace: str, account: str, folder: Path) -> Path:

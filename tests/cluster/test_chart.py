@@ -11,11 +11,11 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
+from tests.cluster.fleetkit import fake_fleet
 from tests.cluster.harness import Cluster, ClusterError, availability, up, wait_for
 from tests.cluster.needs import skip_for
 from tests.cluster.operator_process import OperatorProcess
@@ -26,7 +26,6 @@ from tests.cluster.release import (
     SYSTEM,
     clean,
     everything,
-    fake_fleet,
     install,
     run_hook,
     running_operator,
@@ -68,8 +67,9 @@ def empty(cluster: Cluster) -> Iterator[Cluster]:
         clean(cluster)
 
 
-def apply(cluster: Cluster, document: dict[str, Any]) -> None:
-    cluster.kubectl("apply", "-f", "-", input=json.dumps(document))
+def apply_fleet(cluster: Cluster, namespace: str = "default") -> None:
+    """The fleet `chat` on fake nodes."""
+    cluster.kubectl("-n", namespace, "apply", "-f", "-", input=json.dumps(fake_fleet(decode=2)))
 
 
 def wait_ready(cluster: Cluster, operator: OperatorProcess, namespace: str = "default") -> None:
@@ -96,7 +96,7 @@ def test_an_upgrade_brings_new_crds_and_leaves_fleets_alone(empty: Cluster, tmp_
         crd["spec"]["versions"][0]["additionalPrinterColumns"].pop()
         file.write_text(yaml.safe_dump(crd))
     install(empty, KEEP, chart=old)
-    apply(empty, fake_fleet())
+    apply_fleet(empty)
     uid = ("get", "fleet/chat", "-o", "jsonpath={.metadata.uid}")
     before = empty.kubectl(*uid)
     upgrade(empty, KEEP)
@@ -172,7 +172,7 @@ def test_a_second_release_does_not_take_the_crds_of_the_first(empty: Cluster) ->
 def test_fleets_outlive_a_release_that_keeps_them(empty: Cluster, tmp_path: Path) -> None:
     install(empty, KEEP, "uninstall.deleteFleets=false")
     with running_operator(empty, tmp_path) as operator:
-        apply(empty, fake_fleet())
+        apply_fleet(empty)
         wait_ready(empty, operator)
     pods = ("get", "pods", "-l", "xpyd.dev/fleet=chat", "-o", "name")
     before = empty.kubectl(*pods)
@@ -207,7 +207,7 @@ def test_an_operator_of_named_namespaces_serves_them_alone(empty: Cluster, tmp_p
     mark = empty.audit_mark()
     with running_operator(empty, tmp_path) as operator:
         for name in ("inside", "outside"):
-            apply(empty, fake_fleet(namespace=name))
+            apply_fleet(empty, name)
         wait_ready(empty, operator, namespace="inside")
         seen = empty.audit_calls(user=ACCOUNT, after=mark)
         assert {call.namespace for call in seen if call.resource} == {"inside", "lab"}
@@ -235,7 +235,7 @@ def test_a_fleet_lives_and_ends_with_the_rights_of_the_chart(
     install(empty, "uninstall.timeoutSeconds=10")
     mark = empty.audit_mark()
     with running_operator(empty, tmp_path) as operator:
-        apply(empty, fake_fleet())
+        apply_fleet(empty)
         wait_ready(empty, operator)
         empty.kubectl("scale", "fleetpool/chat-decode", "--replicas=3")
         ready = "jsonpath={.status.pools[?(@.name=='decode')].readyReplicas}"

@@ -12,14 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.cluster.fleetkit import (
-    ROOT,
-    SYSTEM,
-    FleetOnNode,
-    fleet_document,
-    install_chart,
-    load_images,
-)
+from tests.cluster.fleetkit import ROOT, FleetClient, fleet_document, installed_chart
 from tests.cluster.harness import Cluster
 from tests.docs.test_docs import Block, blocks_of, not_printed
 
@@ -33,10 +26,8 @@ _MARK = "needs a cluster; tests/cluster/test_fleet_page.py runs it"
 @pytest.fixture
 def installed(node_cluster: Cluster) -> Iterator[Cluster]:
     """The operator."""
-    load_images(node_cluster)
-    install_chart(node_cluster)
-    yield node_cluster
-    node_cluster.helm("uninstall", "xpyd", "-n", SYSTEM, "--wait", "--timeout=4m", timeout_s=250)
+    with installed_chart(node_cluster):
+        yield node_cluster
 
 
 def script_of(blocks: list[Block]) -> str:
@@ -73,7 +64,7 @@ def test_the_pages_commands_run_and_print_what_it_shows(
         text=True,
         timeout=PAGE_TIMEOUT_S,
     )
-    fleet = FleetOnNode(installed, namespace, "chat")
+    fleet = FleetClient(installed, namespace)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{fleet.explain()}"
     # The page has the addresses and answers of a new user's cluster.
     shown = [Block("console", "", b.code) for b in blocks if b.language == "console"]

@@ -10,24 +10,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from tests.cluster.fleetkit import (
     DEMO_MODEL,
-    FleetOnNode,
-    apply_crds,
+    FleetClient,
+    Obj,
     finish_load,
     fleet_document,
-    load_images,
+    fleet_of_images,
     small_cases,
-    start_client,
 )
 from tests.cluster.harness import Cluster, wait_for
 from tests.cluster.harness.tools import kubectl_binary
-from tests.cluster.images.build import IMAGES
-from tests.cluster.operator_process import running_operator
 from tests.e2e.oracle import Case
 
 pytestmark = pytest.mark.cluster
@@ -45,7 +41,6 @@ for rank in ranks:
 print(len(ranks))
 """
 """The ranks are the container's processes that have started no others."""
-Obj = dict[str, Any]
 
 
 def document() -> Obj:
@@ -63,27 +58,17 @@ def document() -> Obj:
 
 
 @pytest.fixture(scope="module")
-def fleet(node_cluster: Cluster) -> Iterator[FleetOnNode]:
-    load_images(node_cluster)
-    apply_crds(node_cluster)
-    fleet = FleetOnNode(node_cluster, NAMESPACE, "chat")
-    images = [f"--{name}-image={IMAGES[name]}" for name in ("worker", "router")]
-    flags = [*images, "--image-pull-policy=Never"]
-    node_cluster.kubectl("create", "namespace", NAMESPACE)
-    start_client(node_cluster, NAMESPACE)
+def fleet(node_cluster: Cluster) -> Iterator[FleetClient]:
     node_cluster.install_lws()
     try:
         node_cluster.set_node_capacity({GPU: 4})
-        with running_operator(node_cluster, NAMESPACE, flags=flags):
+        with fleet_of_images(node_cluster, NAMESPACE) as fleet:
             fleet.apply(document())
             fleet.wait_ready()
             yield fleet
-            fleet.kubectl("delete", "fleets", "--all", "--timeout=60s", timeout_s=70)
     finally:
         node_cluster.set_node_capacity({GPU: None})
         node_cluster.uninstall_lws()
-    node_cluster.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
-    node_cluster.kubectl("delete", "-f", "crds", "--timeout=60s", timeout_s=70)
 
 
 @pytest.fixture(scope="module")
@@ -91,13 +76,13 @@ def cases() -> list[Case]:
     return small_cases()
 
 
-def answer_all(fleet: FleetOnNode, cases: list[Case]) -> None:
+def answer_all(fleet: FleetClient, cases: list[Case]) -> None:
     fleet.kubectl("wait", "--for=condition=Ready", "pod/client", "--timeout=30s")
     report = fleet.load(cases, requests=REQUESTS, concurrency=4)
     assert report["failed"] == 0, report
 
 
-def group(fleet: FleetOnNode, number: int = 0) -> dict[int, Obj]:
+def group(fleet: FleetClient, number: int = 0) -> dict[int, Obj]:
     """The pods of decode's instance of this number, by their own number in it."""
     labels = "leaderworkerset.sigs.k8s.io"
     return {
@@ -111,7 +96,7 @@ def uids(pods: dict[int, Obj]) -> set[str]:
     return {pod["metadata"]["uid"] for pod in pods.values()}
 
 
-def wait_until_made_again(fleet: FleetOnNode, before: dict[int, Obj], number: int = 0) -> None:
+def wait_until_made_again(fleet: FleetClient, before: dict[int, Obj], number: int = 0) -> None:
     def is_new() -> bool:
         found = uids(group(fleet, number))
         return len(found) == 2 and not uids(before) & found
@@ -119,10 +104,9 @@ def wait_until_made_again(fleet: FleetOnNode, before: dict[int, Obj], number: in
     wait_for(is_new, 60, "both pods are made again", explain=fleet.explain)
 
 
-def told(fleet: FleetOnNode) -> list[str]:
+def told(fleet: FleetClient) -> list[str]:
     """What the fleet's Events say."""
-    events = fleet.get("events", "--field-selector=involvedObject.name=chat")["items"]
-    return [event["message"] for event in events]
+    return [event["message"] for event in fleet.events()]
 
 
 def token_bytes() -> int:
@@ -133,7 +117,7 @@ def token_bytes() -> int:
 
 
 def test_stages_in_two_pods_answer_from_the_kv_of_a_third(
-    fleet: FleetOnNode, cases: list[Case]
+    fleet: FleetClient, cases: list[Case]
 ) -> None:
     pods = group(fleet)
     assert sorted(pods) == [0, 1]
@@ -143,11 +127,11 @@ def test_stages_in_two_pods_answer_from_the_kv_of_a_third(
     tokens = fleet.metric(leader, "xpyd_kv_received_tokens_total")
     # Of all layers: either stage has received its own.
     assert fleet.metric(leader, "xpyd_kv_received_bytes_total") >= tokens * token_bytes() > 0
-    assert fleet.get("fleetpool", "chat-decode")["status"]["readyReplicas"] == 1
+    assert fleet.pool("decode")["status"]["readyReplicas"] == 1
 
 
 def test_a_rank_killed_in_the_second_pod_takes_the_instance_down_whole(
-    fleet: FleetOnNode, cases: list[Case]
+    fleet: FleetClient, cases: list[Case]
 ) -> None:
     before = group(fleet)
     argv = ("exec", before[1]["metadata"]["name"], "-c", "engine", "--")
@@ -168,7 +152,7 @@ def test_a_rank_killed_in_the_second_pod_takes_the_instance_down_whole(
 
 
 def test_a_second_pod_that_is_deleted_drains_its_instance(
-    fleet: FleetOnNode, cases: list[Case]
+    fleet: FleetClient, cases: list[Case]
 ) -> None:
     fleet.scale("decode", 2)
     fleet.wait_pool("decode", 2)

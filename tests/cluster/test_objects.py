@@ -7,37 +7,30 @@ namespace that enforces the pod security standard "restricted".
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.cluster.fleetkit import find, installed_crds
 from tests.cluster.harness import Cluster, wait_for
-from tests.cluster.harness.addons import install_lws, uninstall_lws
 from tests.operator.object_samples import FOLDER, NAMES, SETTINGS, objects_of
 from xpyd_operator.document import InferenceFleet, parse_fleet, parse_object
 from xpyd_operator.manifests import contains, kv_secret, names
 from xpyd_operator.manifests.names import Placement
 
-CRDS = Path(__file__).parents[2] / "crds"
 RESTRICTED = "pod-security.kubernetes.io/enforce=restricted"
 
 
 @pytest.fixture(scope="module")
 def cluster(control_plane: Cluster) -> Iterator[Cluster]:
     """The cluster with our CRDs and with LeaderWorkerSets, and no operator."""
-    control_plane.kubectl("apply", "-f", str(CRDS))
-    wait_for(
-        lambda: control_plane.kubectl("get", "fleet,fleetpool", "-o", "name", check=False) == "",
-        30,
-        "the API server serves the CRDs",
-    )
-    install_lws(control_plane)
-    yield control_plane
-    control_plane.kubectl("delete", "-f", str(CRDS), "--timeout=60s")
-    uninstall_lws(control_plane)
+    with installed_crds(control_plane):
+        control_plane.install_lws()
+        yield control_plane
+    control_plane.uninstall_lws()
 
 
 def made(cluster: Cluster, namespace: str, name: str) -> tuple[InferenceFleet, Placement]:
@@ -97,12 +90,8 @@ EXPECTED = {
 
 def check_pods(cluster: Cluster, namespace: str, name: str) -> None:
     def pods() -> dict[str, int]:
-        found = cluster.get(f"/api/v1/namespaces/{namespace}/pods") or {"items": []}
-        counts: dict[str, int] = {}
-        for pod in found["items"]:
-            pool = pod["metadata"]["labels"][names.LABEL_POOL]
-            counts[pool] = counts.get(pool, 0) + 1
-        return counts
+        found = find(cluster, namespace, "pods")
+        return dict(Counter(pod["metadata"]["labels"][names.LABEL_POOL] for pod in found))
 
     wait_for(lambda: pods() == EXPECTED[name], 30, f"the pods are {EXPECTED[name]}")
     if volume := {"dra": "xpyd-models", "sockets": "xpyd-sockets"}.get(name):

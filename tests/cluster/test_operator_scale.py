@@ -15,7 +15,6 @@ from bench.operator.report import MOST_CALLS
 from bench.operator.watching import Namespace
 from tests.cluster.harness import Cluster
 
-CRDS = Path(__file__).parents[2] / "crds"
 PODS = 40
 FLEETS = 8
 
@@ -24,16 +23,6 @@ FLEETS = 8
 def log(tmp_path: Path) -> Path:
     """The operator's."""
     return tmp_path / "operator.log"
-
-
-@pytest.fixture(scope="module")
-def plane(control_plane: Cluster) -> Iterator[Cluster]:
-    """The cluster with our CRDs and nodes, and no operator."""
-    control_plane.kubectl("apply", "-f", str(CRDS))
-    control_plane.kubectl("wait", "--for=condition=Established", "-f", str(CRDS))
-    control_plane.add_kwok_nodes(2)
-    yield control_plane
-    control_plane.kubectl("delete", "-f", str(CRDS), "--timeout=60s")
 
 
 @pytest.fixture

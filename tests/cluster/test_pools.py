@@ -13,27 +13,21 @@ from urllib.parse import quote
 
 import pytest
 
-from tests.cluster.fleetkit import ROOT, FleetOnNode, apply_crds
+from tests.cluster.fleetkit import FleetClient, Obj, installed_crds, operated
 from tests.cluster.harness import Cluster, wait_for
 from tests.cluster.harness.node import TEST_IMAGE
-from tests.cluster.operator_process import running_operator
 
 pytestmark = pytest.mark.cluster
 
-CRDS = ROOT / "crds"
-Obj = dict[str, Any]
-
 
 @pytest.fixture
-def fleet(node_cluster: Cluster, namespace: str) -> Iterator[FleetOnNode]:
+def fleet(node_cluster: Cluster, namespace: str) -> Iterator[FleetClient]:
     """A fleet to be applied, with an operator whose images are stand-ins."""
-    apply_crds(node_cluster)
-    flags = [f"--worker-image={TEST_IMAGE}", f"--router-image={TEST_IMAGE}"]
-    with running_operator(node_cluster, namespace, flags=[*flags, "--image-pull-policy=Never"]):
-        fleet = FleetOnNode(node_cluster, namespace, "chat")
-        yield fleet
-        fleet.kubectl("delete", "fleet", "--all", "--timeout=60s", timeout_s=70)
-    node_cluster.kubectl("delete", "-f", str(CRDS), "--timeout=60s", timeout_s=70)
+    with (
+        installed_crds(node_cluster),
+        operated(node_cluster, namespace, worker=TEST_IMAGE, router=TEST_IMAGE),
+    ):
+        yield FleetClient(node_cluster, namespace)
 
 
 def document(**spec: Any) -> Obj:
@@ -52,7 +46,7 @@ def document(**spec: Any) -> Obj:
 
 @pytest.mark.slow
 def test_an_autoscaler_scales_a_pool_by_its_pods_cpu_and_back(
-    node_cluster: Cluster, fleet: FleetOnNode
+    node_cluster: Cluster, fleet: FleetClient
 ) -> None:
     node_cluster.install_metrics_server()
     busy = {"name": "engine", "resources": {"requests": {"cpu": "50m"}, "limits": {"cpu": "60m"}}}
@@ -92,17 +86,17 @@ def test_an_autoscaler_scales_a_pool_by_its_pods_cpu_and_back(
     }
     fleet.kubectl("apply", "-f", "-", input=json.dumps(scaler))
     what = "the autoscaler has added an instance"
-    wait_for(lambda: len(fleet.pods("all")) == 2, 120, what, interval_s=1, explain=fleet.explain)
+    wait_for(lambda: len(fleet.pods("all")) == 2, 120, what, explain=fleet.explain)
     fleet.wait_pool("all", 2)
     # The same document again: the autoscaler's number stays.
     fleet.apply(document(pools=[pool], engine={"env": env}))
-    assert fleet.get("fleetpool", "chat-all")["spec"]["replicas"] == 2
+    assert fleet.pool("all")["spec"]["replicas"] == 2
     # Nothing burns any more; this is a new revision, at the autoscaler's number first.
     fleet.apply(document(pools=[pool]))
     fleet.wait_pool("all", 1, timeout_s=180)
 
 
-def _goes_down_whole_and_returns(fleet: FleetOnNode) -> None:
+def _goes_down_whole_and_returns(fleet: FleetClient) -> None:
     """One pod of the instance fails: both are made again, and the fleet has said why."""
     said = "rank 3 (pod 1, stage 1, tensor share 1) was ended by SIGKILL"
     before = {pod["metadata"]["uid"] for pod in fleet.pods("decode")}
@@ -111,9 +105,9 @@ def _goes_down_whole_and_returns(fleet: FleetOnNode) -> None:
     fleet.kubectl("exec", victim["metadata"]["name"], "--", "/testpod", "get", url)
 
     def told() -> bool:
-        events = fleet.get("events", "--field-selector=involvedObject.name=chat")["items"]
         return any(
-            e["reason"] in ("Recovering", "Degraded") and said in e["message"] for e in events
+            e["reason"] in ("Recovering", "Degraded") and said in e["message"]
+            for e in fleet.events()
         )
 
     wait_for(told, 60, "an Event names the rank", explain=fleet.explain)
@@ -127,7 +121,7 @@ def _goes_down_whole_and_returns(fleet: FleetOnNode) -> None:
 
 
 def test_an_instance_of_several_pods_is_a_group_with_what_engines_need_to_find_each_other(
-    node_cluster: Cluster, fleet: FleetOnNode
+    node_cluster: Cluster, fleet: FleetClient
 ) -> None:
     node_cluster.set_node_capacity({"nvidia.com/gpu": 8})
     pools = [
@@ -142,12 +136,8 @@ def test_an_instance_of_several_pods_is_a_group_with_what_engines_need_to_find_e
     ]
     fleet.apply(document(pools=pools))
 
-    def condition(name: str) -> Obj:
-        conditions = fleet.get("fleet", "chat").get("status", {}).get("conditions", [])
-        return next((c for c in conditions if c["type"] == name), {})
-
     def says_what_is_missing() -> bool:
-        found = condition("Degraded")
+        found = fleet.condition("Degraded")
         return (found.get("status"), found.get("reason")) == ("True", "LeaderWorkerSetMissing")
 
     what = "a condition says that the API is missing"
@@ -156,7 +146,7 @@ def test_an_instance_of_several_pods_is_a_group_with_what_engines_need_to_find_e
     node_cluster.install_lws()
     try:
         fleet.wait_ready(90)
-        assert condition("Degraded")["status"] == "False"
+        assert fleet.condition("Degraded")["status"] == "False"
         pods = fleet.pods("decode")
         assert len(pods) == 2
         leader = min(pods, key=lambda pod: len(pod["metadata"]["name"]))
@@ -171,22 +161,22 @@ def test_an_instance_of_several_pods_is_a_group_with_what_engines_need_to_find_e
             assert seen["LWS_LEADER_ADDRESS"].startswith(f"{leader['metadata']['name']}.")
 
         def counts() -> tuple[int, int]:
-            status = fleet.get("fleetpool", "chat-decode")["status"]
+            status = fleet.pool("decode")["status"]
             return status["replicas"], status["readyReplicas"]
 
         # The fleet's status and the pools' are written one after the other.
         wait_for(lambda: counts() == (1, 1), 30, "the pool counts its group as one")
-        assert fleet.get("fleet", "chat")["status"]["summary"]["gpus"] == 6
+        assert fleet.document()["status"]["summary"]["gpus"] == 6
         _goes_down_whole_and_returns(fleet)
         fleet.scale("decode", 2)
         # 8 GPUs: two groups of two pods with two each leave none for prefill, which has its own.
         wait_for(
-            lambda: condition("CapacityAvailable").get("status") == "False",
+            lambda: fleet.condition("CapacityAvailable").get("status") == "False",
             60,
             "a condition says that the second group has no GPUs",
             explain=fleet.explain,
         )
-        assert "nvidia.com/gpu" in condition("CapacityAvailable")["message"]
+        assert "nvidia.com/gpu" in fleet.condition("CapacityAvailable")["message"]
         fleet.scale("decode", 1)
         fleet.wait_ready(60)
         fleet.kubectl("delete", "fleet", "chat", "--timeout=60s", timeout_s=70)

@@ -13,17 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.fleetkit import (
-    FleetOnNode,
-    apply_crds,
-    fleet_document,
-    load_images,
-    small_cases,
-    start_client,
-)
+from tests.cluster.fleetkit import FleetClient, fleet_document, fleet_of_images, small_cases
 from tests.cluster.harness import Cluster, wait_for
-from tests.cluster.images.build import IMAGES
-from tests.cluster.operator_process import running_operator
 
 pytestmark = pytest.mark.cluster
 NAMESPACE = "near"
@@ -63,31 +54,21 @@ def document(folder: Path, **kv: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def fleet(node_cluster: Cluster, folder: Path) -> Iterator[FleetOnNode]:
-    load_images(node_cluster)
-    apply_crds(node_cluster)
-    node_cluster.kubectl("create", "namespace", NAMESPACE)
-    fleet = FleetOnNode(node_cluster, NAMESPACE, "chat")
-    images = [f"--{name}-image={IMAGES[name]}" for name in ("worker", "router")]
-    flags = [*images, "--image-pull-policy=Never"]
-    with running_operator(node_cluster, NAMESPACE, flags=flags):
-        start_client(node_cluster, NAMESPACE)
+def fleet(node_cluster: Cluster, folder: Path) -> Iterator[FleetClient]:
+    with fleet_of_images(node_cluster, NAMESPACE) as fleet:
         fleet.apply(document(folder))
         fleet.wait_ready()
         yield fleet
-        fleet.kubectl("delete", "fleets", "--all", "--timeout=60s", timeout_s=70)
-    node_cluster.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
-    node_cluster.kubectl("delete", "-f", "crds", "--timeout=60s", timeout_s=70)
 
 
-def answer_all(fleet: FleetOnNode) -> None:
+def answer_all(fleet: FleetClient) -> None:
     """With onFailure Fail no engine computes a prompt whose KV did not come."""
     fleet.kubectl("wait", "--for=condition=Ready", "pod/client", "--timeout=30s")
     report = fleet.load(small_cases(), requests=24, concurrency=4)
     assert report["failed"] == 0, report
 
 
-def is_shared(fleet: FleetOnNode) -> None:
+def is_shared(fleet: FleetClient) -> None:
     (decode,) = fleet.pods("decode")
     assert fleet.metric(decode, 'xpyd_kv_peers_total{transport="shm"}') == 1
     received = fleet.metric(decode, "xpyd_kv_received_bytes_total")
@@ -95,7 +76,7 @@ def is_shared(fleet: FleetOnNode) -> None:
 
 
 def test_engines_of_a_node_share_memory_through_a_folder_that_is_theirs_alone(
-    fleet: FleetOnNode, folder: Path
+    fleet: FleetClient, folder: Path
 ) -> None:
     answer_all(fleet)
     is_shared(fleet)
@@ -108,7 +89,7 @@ def test_engines_of_a_node_share_memory_through_a_folder_that_is_theirs_alone(
     assert message.startswith("nothing needs to be done; pods mount folders of their nodes")
 
 
-def test_lent_memory_is_of_the_prefill_container_and_of_no_dev_shm(fleet: FleetOnNode) -> None:
+def test_lent_memory_is_of_the_prefill_container_and_of_no_dev_shm(fleet: FleetClient) -> None:
     answer_all(fleet)
     shared: dict[str, int] = {}
     for pool in ("prefill", "decode"):
@@ -120,7 +101,7 @@ def test_lent_memory_is_of_the_prefill_container_and_of_no_dev_shm(fleet: FleetO
     assert shared["decode"] == 0
 
 
-def test_a_new_pod_takes_the_folder_as_it_is(fleet: FleetOnNode, folder: Path) -> None:
+def test_a_new_pod_takes_the_folder_as_it_is(fleet: FleetClient, folder: Path) -> None:
     (before,) = fleet.pods("decode")
     name = before["metadata"]["name"]
     fleet.kubectl("delete", "pod", name, "--timeout=60s", timeout_s=70)
@@ -138,7 +119,7 @@ def test_a_new_pod_takes_the_folder_as_it_is(fleet: FleetOnNode, folder: Path) -
     assert sockets == [f"{after['status']['podIP']}-21001"]
 
 
-def test_a_fleet_that_gives_up_its_key_says_so_and_serves(fleet: FleetOnNode, folder: Path) -> None:
+def test_a_fleet_that_gives_up_its_key_says_so_and_serves(fleet: FleetClient, folder: Path) -> None:
     revisions = {pool: pod_revision(fleet, pool) for pool in ("router", "prefill", "decode")}
     fleet.apply(document(folder, insecure=True))
     wait_for(
@@ -151,7 +132,7 @@ def test_a_fleet_that_gives_up_its_key_says_so_and_serves(fleet: FleetOnNode, fo
     answer_all(fleet)
     is_shared(fleet)
     assert "the fleet has no KV key (spec.kvTransfer.insecure)" in degraded(fleet)
-    assert "kvKeySecret" not in fleet.get("fleet/chat")["status"]
+    assert "kvKeySecret" not in fleet.document()["status"]
     for pool in revisions:
         (pod,) = fleet.pods(pool)
         assert not [volume for volume in pod["spec"]["volumes"] if "secret" in volume]
@@ -159,12 +140,11 @@ def test_a_fleet_that_gives_up_its_key_says_so_and_serves(fleet: FleetOnNode, fo
         assert log.count("--kv-insecure: any host that reaches") == 1
 
 
-def pod_revision(fleet: FleetOnNode, pool: str) -> str:
+def pod_revision(fleet: FleetClient, pool: str) -> str:
     """Of the pool's pods; "" while they differ."""
     found = {pod["metadata"]["labels"]["xpyd.dev/revision"] for pod in fleet.pods(pool)}
     return found.pop() if len(found) == 1 else ""
 
 
-def degraded(fleet: FleetOnNode) -> str:
-    found = fleet.get("fleet/chat")["status"]["conditions"]
-    return next(one["message"] for one in found if one["type"] == "Degraded")
+def degraded(fleet: FleetClient) -> str:
+    return fleet.condition("Degraded")["message"]

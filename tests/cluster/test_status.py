@@ -5,95 +5,57 @@ The commands of docs/troubleshooting.md run here, against a fleet that has a tro
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
+from tests.cluster.fleetkit import ROOT, FleetClient, Obj, fake_fleet, installed_crds, operated
 from tests.cluster.harness import Cluster, wait_for
-from tests.cluster.harness.kwok import NODE_SELECTOR, TOLERATIONS
-from tests.cluster.operator_process import OperatorProcess, running_operator
+from tests.cluster.harness.node import TEST_IMAGE
+from tests.cluster.operator_process import OperatorProcess
 
-ROOT = Path(__file__).parents[2]
-CRDS = ROOT / "crds"
 PAGE = ROOT / "docs" / "troubleshooting.md"
-TOLD_S = 60.0
-GONE_S = 90.0
-TEST_IMAGE = "localhost/testpod:1"
-"""On the real node; it ends at once when it is started as an engine."""
-_FAKE_NODES = {"spec": {"nodeSelector": NODE_SELECTOR, "tolerations": TOLERATIONS}}
-Obj = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def plane(control_plane: Cluster) -> Iterator[Cluster]:
-    control_plane.kubectl("apply", "-f", str(CRDS))
-    control_plane.kubectl("wait", "--for=condition=Established", "-f", str(CRDS))
-    control_plane.add_kwok_nodes(1)
-    yield control_plane
-    control_plane.kubectl("delete", "-f", str(CRDS), "--timeout=60s")
+TOLD_S = 60
 
 
 @pytest.fixture(scope="module")
 def node(node_cluster: Cluster) -> Iterator[Cluster]:
-    node_cluster.kubectl("apply", "-f", str(CRDS))
-    node_cluster.kubectl("wait", "--for=condition=Established", "-f", str(CRDS))
-    yield node_cluster
-    node_cluster.kubectl("delete", "-f", str(CRDS), "--timeout=60s")
-
-
-@contextmanager
-def _operator_of(cluster: Cluster, namespace: str) -> Iterator[OperatorProcess]:
-    with running_operator(cluster, namespace) as found:
-        yield found
-        where = ("-n", namespace, "delete", "inferencefleets", "--all", f"--timeout={GONE_S}s")
-        cluster.kubectl(*where, timeout_s=GONE_S + 10)
+    with installed_crds(node_cluster):
+        yield node_cluster
 
 
 @pytest.fixture
-def operator(plane: Cluster, namespace: str) -> Iterator[OperatorProcess]:
-    with _operator_of(plane, namespace) as found:
+def chat(plane: Cluster, namespace: str) -> FleetClient:
+    """On fake nodes."""
+    return FleetClient(plane, namespace)
+
+
+@pytest.fixture
+def operator(chat: FleetClient) -> Iterator[OperatorProcess]:
+    with operated(chat.cluster, chat.namespace) as found:
         yield found
 
 
 @pytest.fixture
-def node_operator(node: Cluster, namespace: str) -> Iterator[OperatorProcess]:
-    with _operator_of(node, namespace) as found:
+def real(node: Cluster, namespace: str) -> FleetClient:
+    """On the real node."""
+    return FleetClient(node, namespace)
+
+
+@pytest.fixture
+def node_operator(real: FleetClient) -> Iterator[OperatorProcess]:
+    with operated(real.cluster, real.namespace) as found:
         yield found
 
 
 def fleet(change: Callable[[Obj], object] | None = None) -> Obj:
-    """1P1D on fake nodes, named chat."""
-    pools: list[Obj] = [
-        {
-            "name": role.lower(),
-            "role": role,
-            "replicas": 1,
-            "resources": {"gpus": 0},
-            "template": _FAKE_NODES,
-        }
-        for role in ("Prefill", "Decode")
-    ]
-    spec: Obj = {
-        "model": {"uri": "file:///models/x"},
-        "pools": pools,
-        "router": {"template": _FAKE_NODES},
-        "drain": {"timeoutSeconds": 1},
-    }
+    """1P1D on fake nodes."""
+    document = fake_fleet(model={"uri": "file:///models/x"}, drain={"timeoutSeconds": 1})
     if change:
-        change(spec)
-    return {
-        "apiVersion": "xpyd.dev/v1alpha1",
-        "kind": "InferenceFleet",
-        "metadata": {"name": "chat"},
-        "spec": spec,
-    }
+        change(document["spec"])
+    return document
 
 
 def real_fleet(image: str, *, env: list[Obj] | None = None) -> Obj:
@@ -109,76 +71,61 @@ def real_fleet(image: str, *, env: list[Obj] | None = None) -> Obj:
     return document
 
 
-def apply(cluster: Cluster, namespace: str, document: Obj) -> None:
-    cluster.kubectl("-n", namespace, "apply", "-f", "-", input=yaml.safe_dump(document))
-
-
-def conditions(cluster: Cluster, namespace: str) -> dict[str, Obj]:
-    got = json.loads(cluster.kubectl("-n", namespace, "get", "fleet/chat", "-o", "json"))
-    return {c["type"]: c for c in got.get("status", {}).get("conditions", [])}
-
-
-def wait_told(
-    cluster: Cluster, namespace: str, operator: OperatorProcess, kind: str, reason: str
-) -> str:
+def wait_told(chat: FleetClient, operator: OperatorProcess, kind: str, reason: str) -> str:
     """The condition's message once it has that reason."""
 
-    def is_told() -> bool:
-        return conditions(cluster, namespace).get(kind, {}).get("reason") == reason
-
     def explain() -> str:
-        return f"{conditions(cluster, namespace)}\n{operator.log()}"
+        return f"{chat.document()}\n{operator.log()}"
+
+    def is_told() -> bool:
+        return chat.condition(kind).get("reason") == reason
 
     wait_for(is_told, TOLD_S, f"{kind} is {reason}", explain=explain)
-    return str(conditions(cluster, namespace)[kind]["message"])
+    return str(chat.condition(kind)["message"])
 
 
 def test_a_fleet_without_gpus_in_the_cluster_has_the_schedulers_words(
-    plane: Cluster, namespace: str, operator: OperatorProcess
+    chat: FleetClient, operator: OperatorProcess
 ) -> None:
     def want_gpus(spec: Obj) -> None:
         spec["pools"][1]["resources"] = {"gpus": 1}
 
-    apply(plane, namespace, fleet(want_gpus))
-    message = wait_told(plane, namespace, operator, "CapacityAvailable", "Unschedulable")
+    chat.apply(fleet(want_gpus))
+    message = wait_told(chat, operator, "CapacityAvailable", "Unschedulable")
     assert message.startswith("decode: no node fits (1 of 1 pods, chat-decode-")
     assert "Insufficient nvidia.com/gpu" in message
     assert "preemption" not in message
-    found = conditions(plane, namespace)
-    assert found["Ready"]["reason"] == "Unschedulable"
-    assert found["Degraded"]["status"] == "False"
-    apply(plane, namespace, fleet())
-    plane.kubectl(
-        "-n", namespace, "wait", "--for=condition=Ready", "fleet/chat", f"--timeout={TOLD_S}s",
-        timeout_s=TOLD_S + 10,
-    )  # fmt: skip
+    assert chat.condition("Ready")["reason"] == "Unschedulable"
+    assert chat.condition("Degraded")["status"] == "False"
+    chat.apply(fleet())
+    chat.wait_ready(TOLD_S)
     # The old revision's pod goes a moment after its successor is ready.
-    wait_told(plane, namespace, operator, "CapacityAvailable", "Sufficient")
+    wait_told(chat, operator, "CapacityAvailable", "Sufficient")
 
 
 def test_a_quota_that_is_full_is_told_with_its_numbers(
-    plane: Cluster, namespace: str, operator: OperatorProcess
+    chat: FleetClient, operator: OperatorProcess
 ) -> None:
-    plane.kubectl("-n", namespace, "create", "quota", "few", "--hard=pods=3")
-    apply(plane, namespace, fleet())
-    message = wait_told(plane, namespace, operator, "Degraded", "QuotaExceeded")
+    chat.kubectl("create", "quota", "few", "--hard=pods=3")
+    chat.apply(fleet())
+    message = wait_told(chat, operator, "Degraded", "QuotaExceeded")
     assert re.search(r"0 of [12] pods exist: .*exceeded quota: few", message) or re.search(
         r"1 of 2 pods exist: .*exceeded quota: few", message
     )
     assert "limited: pods=3" in message
-    assert conditions(plane, namespace)["CapacityAvailable"]["reason"] == "QuotaExceeded"
+    assert chat.condition("CapacityAvailable")["reason"] == "QuotaExceeded"
 
 
 def test_host_paths_in_a_restricted_namespace_are_told_with_the_way_out(
-    plane: Cluster, namespace: str, operator: OperatorProcess
+    chat: FleetClient, operator: OperatorProcess
 ) -> None:
     def use_host_path(spec: Obj) -> None:
         spec["model"]["cache"] = {"type": "HostPath", "path": "/models"}
 
     level = "pod-security.kubernetes.io/enforce=restricted"
-    plane.kubectl("label", "namespace", namespace, level)
-    apply(plane, namespace, fleet(use_host_path))
-    message = wait_told(plane, namespace, operator, "Degraded", "PodSecurity")
+    chat.cluster.kubectl("label", "namespace", chat.namespace, level)
+    chat.apply(fleet(use_host_path))
+    message = wait_told(chat, operator, "Degraded", "PodSecurity")
     assert "violates PodSecurity" in message
     assert message.endswith("(hostPath needs a namespace of the level privileged)") or (
         "(hostPath needs a namespace of the level privileged); prefill: " in message
@@ -186,32 +133,32 @@ def test_host_paths_in_a_restricted_namespace_are_told_with_the_way_out(
 
 
 def test_a_claim_that_is_not_there_is_no_lack_of_room(
-    plane: Cluster, namespace: str, operator: OperatorProcess
+    chat: FleetClient, operator: OperatorProcess
 ) -> None:
     def use_claim(spec: Obj) -> None:
         spec["model"]["cache"] = {"type": "PersistentVolumeClaim", "claimName": "weights"}
 
-    apply(plane, namespace, fleet(use_claim))
-    message = wait_told(plane, namespace, operator, "Degraded", "VolumeUnavailable")
+    chat.apply(fleet(use_claim))
+    message = wait_told(chat, operator, "Degraded", "VolumeUnavailable")
     assert 'persistentvolumeclaim "weights" not found' in message
-    assert conditions(plane, namespace)["CapacityAvailable"]["status"] == "True"
+    assert chat.condition("CapacityAvailable")["status"] == "True"
 
 
 def test_the_commands_of_the_page_run_and_tell_of_the_trouble(
-    plane: Cluster, namespace: str, operator: OperatorProcess
+    chat: FleetClient, operator: OperatorProcess
 ) -> None:
     def want_gpus(spec: Obj) -> None:
         spec["pools"][1]["resources"] = {"gpus": 1}
 
-    apply(plane, namespace, fleet(want_gpus))
-    wait_told(plane, namespace, operator, "CapacityAvailable", "Unschedulable")
+    chat.apply(fleet(want_gpus))
+    wait_told(chat, operator, "CapacityAvailable", "Unschedulable")
     fence = r"^```sh not-run: needs a cluster; tests/cluster/test_status.py[^\n]*\n(.*?)^```$"
     blocks = re.findall(fence, PAGE.read_text(), re.M | re.S)
     assert len(blocks) == 3
-    script = f'set -eu\nkubectl() {{ command kubectl --namespace={namespace} "$@"; }}\n'
+    script = f'set -eu\nkubectl() {{ command kubectl --namespace={chat.namespace} "$@"; }}\n'
     done = subprocess.run(
         ["bash", "-c", script + "".join(blocks)],
-        env=plane.client_environment(),
+        env=chat.cluster.client_environment(),
         capture_output=True,
         text=True,
         timeout=60,
@@ -225,10 +172,10 @@ def test_the_commands_of_the_page_run_and_tell_of_the_trouble(
 
 
 def test_an_image_in_no_registry_is_told_with_what_the_registry_says(
-    node: Cluster, namespace: str, node_operator: OperatorProcess
+    real: FleetClient, node_operator: OperatorProcess
 ) -> None:
-    apply(node, namespace, real_fleet("registry.invalid/xpyd-worker:1"))
-    message = wait_told(node, namespace, node_operator, "Degraded", "ImagePullBackOff")
+    real.apply(real_fleet("registry.invalid/xpyd-worker:1"))
+    message = wait_told(real, node_operator, "Degraded", "ImagePullBackOff")
     # Of the pool whose kubelet's word comes first.
     assert re.match(
         r"(decode|prefill|router): the image cannot be pulled \(1 of 1 pods, chat-\1-\S+\): "
@@ -239,11 +186,11 @@ def test_an_image_in_no_registry_is_told_with_what_the_registry_says(
 
 
 def test_a_crash_is_told_with_the_last_line_of_the_log(
-    node: Cluster, namespace: str, node_operator: OperatorProcess
+    real: FleetClient, node_operator: OperatorProcess
 ) -> None:
     env: list[Obj] = [{"name": "STAND_IN_FAILS", "value": "told to fail"}]
-    apply(node, namespace, real_fleet(TEST_IMAGE, env=env))
-    message = wait_told(node, namespace, node_operator, "Degraded", "CrashLoopBackOff")
+    real.apply(real_fleet(TEST_IMAGE, env=env))
+    message = wait_told(real, node_operator, "Degraded", "CrashLoopBackOff")
     assert re.match(
         r"(decode|prefill): the container crashes \(1 of 1 pods, chat-\1-\S+\): "
         r"exit code 1, \d+ restarts?: told to fail",
@@ -254,12 +201,12 @@ def test_a_crash_is_told_with_the_last_line_of_the_log(
         PAGE.read_text(),
         re.M | re.S,
     )
-    script = f'set -eu\nkubectl() {{ command kubectl --namespace={namespace} "$@"; }}\n{block}'
+    script = f'set -eu\nkubectl() {{ command kubectl --namespace={real.namespace} "$@"; }}\n{block}'
 
     def told() -> str:
         done = subprocess.run(
             ["bash", "-c", script],
-            env=node.client_environment(),
+            env=real.cluster.client_environment(),
             capture_output=True,
             text=True,
             timeout=60,
@@ -274,22 +221,20 @@ def test_a_crash_is_told_with_the_last_line_of_the_log(
     assert found[-1] == "told to fail\n"
 
 
-def test_a_key_that_is_missing_is_named(
-    node: Cluster, namespace: str, node_operator: OperatorProcess
-) -> None:
+def test_a_key_that_is_missing_is_named(real: FleetClient, node_operator: OperatorProcess) -> None:
     reference = {"secretKeyRef": {"name": "hub", "key": "token"}}
     env: list[Obj] = [{"name": "HUB_TOKEN", "valueFrom": reference}]
-    apply(node, namespace, real_fleet(TEST_IMAGE, env=env))
-    message = wait_told(node, namespace, node_operator, "Degraded", "CreateContainerConfigError")
+    real.apply(real_fleet(TEST_IMAGE, env=env))
+    message = wait_told(real, node_operator, "Degraded", "CreateContainerConfigError")
     assert re.match(r"(decode|prefill): the container cannot be configured \(1 of 1 pods", message)
     assert 'secret "hub" not found' in message
 
 
 def test_a_volume_that_does_not_come_is_named_after_half_a_minute(
-    node: Cluster, namespace: str, node_operator: OperatorProcess
+    real: FleetClient, node_operator: OperatorProcess
 ) -> None:
     document = real_fleet(TEST_IMAGE)
     document["spec"]["kvTransfer"] = {"keySecretRef": {"name": "own-key"}}
-    apply(node, namespace, document)
-    message = wait_told(node, namespace, node_operator, "Ready", "VolumesNotMounted")
+    real.apply(document)
+    message = wait_told(real, node_operator, "Ready", "VolumesNotMounted")
     assert "may lack Secret own-key or the pod's network" in message

@@ -11,14 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.fleetkit import (
-    ROOT,
-    SYSTEM,
-    FleetOnNode,
-    fleet_document,
-    install_chart,
-    load_images,
-)
+from tests.cluster.fleetkit import ROOT, FleetClient, fleet_document, installed_chart
 from tests.cluster.harness import Cluster
 from tests.docs.test_docs import blocks_of
 
@@ -29,10 +22,8 @@ _MARK = "needs a cluster; tests/cluster/test_troubleshooting_page.py runs it"
 @pytest.fixture
 def installed(node_cluster: Cluster) -> Iterator[Cluster]:
     """The operator."""
-    load_images(node_cluster)
-    install_chart(node_cluster)
-    yield node_cluster
-    node_cluster.helm("uninstall", "xpyd", "-n", SYSTEM, "--wait", "--timeout=4m", timeout_s=250)
+    with installed_chart(node_cluster):
+        yield node_cluster
 
 
 def test_operator_and_routers_are_asked_as_the_page_says(
@@ -40,7 +31,7 @@ def test_operator_and_routers_are_asked_as_the_page_says(
 ) -> None:
     commands = [block.code for block in blocks_of(PAGE) if _MARK in block.note]
     assert len(commands) == 2
-    fleet = FleetOnNode(installed, namespace, "chat")
+    fleet = FleetClient(installed, namespace)
     fleet.apply(fleet_document(prefill=1, decode=1))
     fleet.wait_ready()
     config = tmp_path / "kubeconfig"

@@ -7,33 +7,16 @@ what only a server has: /scale, `kubectl explain`, columns, typed server-side ap
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.harness import Cluster, wait_for
+from tests.cluster.harness import Cluster
 from tests.crds.fleets import FLEET, POOL, BadFleet, Document, bad_fleets, changed, good_fleets
 
-CRDS = Path(__file__).parents[2] / "crds"
 AT_ONCE = 4
 """Clients; each is a process that mostly waits."""
-
-
-@pytest.fixture(scope="module")
-def plane(control_plane: Cluster) -> Iterator[Cluster]:
-    """The cluster with our CRDs; nothing of a fleet stays, for no operator is there."""
-    control_plane.kubectl("apply", "-f", str(CRDS))
-    control_plane.kubectl("wait", "--for=condition=Established", "-f", str(CRDS))
-    # Served a moment later than established.
-    wait_for(
-        lambda: "fleetpool" in control_plane.kubectl("api-resources", "--api-group=xpyd.dev"),
-        30,
-        "the API server serves the CRDs",
-    )
-    yield control_plane
-    control_plane.kubectl("delete", "-f", str(CRDS), "--timeout=60s")
 
 
 def apply(plane: Cluster, namespace: str, document: Document, *flags: str) -> str:

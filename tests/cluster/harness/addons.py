@@ -57,7 +57,6 @@ def install_metrics_server(cluster: Cluster) -> None:
             f"--cert-dir={cluster.run_folder / 'metrics-server'}",
             f"--secure-port={_METRICS_PORT}",
             "--metric-resolution=10s",
-            "--kubelet-request-timeout=5s",
             # It must be shorter than the resolution.
             "--kubelet-request-timeout=5s",
         ],
