@@ -19,6 +19,8 @@ HERE := not gpu and not cluster and not soak
 # no network: nothing is installed there, and these tests import nothing else.
 GPU_PYTHON ?= python3
 ON_GPU := PYTHONPATH=.:core:kv_transfer:worker_image $(GPU_PYTHON)
+# Where tests may be marked `cluster`: to collect the others takes half a minute.
+CLUSTER_TESTS := tests/cluster tests/crds tests/images
 GPU_TESTS := tests/gpu tests/kv/test_device_gpu.py tests/kv/test_transport_conformance.py
 
 .PHONY: help setup fmt lint type imports generate verify test test-slow test-all collect test-gpu test-cluster soak demo journeys mutate bench-operator bench-gpu bench-kv bench-engine bench-router bench-parallel cluster-build cluster-up cluster-down cluster-status images push constraints clean
@@ -64,7 +66,7 @@ test-gpu: ## The tests that need a CUDA device, by that machine's GPU_PYTHON (do
 	$(ON_GPU) -m pytest $(GPU_TESTS) -m "gpu and not soak" --durations=10 $(PYTEST_ARGS)
 
 test-cluster: setup ## The tests on a real Kubernetes; needs root, Go and Debian's packages
-	$(PYTEST) -m "cluster and not soak$(if $(ONLY), and $(ONLY))" --durations=25 $(PYTEST_ARGS)
+	$(PYTEST) $(CLUSTER_TESTS) -m "cluster and not soak$(if $(ONLY), and $(ONLY))" --durations=25 $(PYTEST_ARGS)
 
 cluster-build: setup ## Build the test cluster's programs into the cache (minutes, once)
 	@$(BIN)/python -m tests.cluster.harness build

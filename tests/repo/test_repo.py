@@ -44,6 +44,17 @@ def test_every_make_target_is_explained() -> None:
     assert targets == set(phony[1].split())
 
 
+def test_only_the_folders_that_make_names_have_tests_for_a_cluster() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    named = re.search(r"^CLUSTER_TESTS := (.*)$", makefile, re.M)
+    assert named is not None
+    folders = tuple(ROOT / folder for folder in named[1].split())
+    marked = [f for f in _tracked("tests/*.py") if "mark.cluster" in f.read_text()]
+    outside = [f for f in marked if not any(f.is_relative_to(folder) for folder in folders)]
+    assert len(marked) > 10
+    assert outside == [Path(__file__)]
+
+
 def test_every_module_says_what_it_is_for() -> None:
     sources = [f for f in _tracked("*.py") if f.parts[len(ROOT.parts)] != "tests"]
     silent = [
