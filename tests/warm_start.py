@@ -2,8 +2,8 @@
 
 An engine's imports (torch's most of all) take seconds of a core; a fork takes milliseconds. A
 program started here runs as with `python -m MODULE`: its own session, environment, descriptors and
-exit status, but no interpreter's start. Programs that others start (`xpyd up`, pods, an engine's
-ranks) start cold, so that the whole of a start is tested there.
+exit status, but no interpreter's start. So do the ranks of an engine (tests/warm_ranks.py). What
+others start (`xpyd up`, pods) starts cold, so that the whole of a start is tested there.
 
     test --Popen--> this module as a program: imports, then waits, with one thread
       |--- a request, and the descriptors of its output --->  fork --> the program
@@ -35,6 +35,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from tests import warm_ranks
 from xpyd_core.cli import build_parser
 
 ROOT = Path(__file__).parents[1]
@@ -45,6 +46,7 @@ PRELOADED = (
     "xpyd_worker.load.engine",
     "xpyd_worker.kernels.cpu.kernels",
     "xpyd_worker.kv.rank",
+    "xpyd_worker.ranks.start.program",
     "xpyd_router.router",
     "huggingface_hub.hf_api",
     "tokenizers",
@@ -226,6 +228,8 @@ def _become(request: bytes, outputs: Sequence[int], *, mine: Sequence[int]) -> N
         os.environ.update(asked["env"])
         sys.orig_argv[:] = [sys.executable, "-m", module, *arguments]
         sys.argv[:] = [module, *arguments]
+        if warm_ranks.may_need_ranks(arguments):
+            warm_ranks.keep_waiting(_run)
         code = _run(module)
     finally:
         # Unloading torch module by module would take a second.
