@@ -97,22 +97,22 @@ journeys: setup ## Trace four journeys and write their files into docs/architect
 mutate: setup ## Change the product in 60 small ways; which test notices? (MUTATE_ARGS="--seed 2 --count 9")
 	@$(BIN)/python scripts/mutate.py $(MUTATE_ARGS)
 
-bench-operator: setup ## A thousand pods, a hundred fleets, five hundred at rest; beside plain objects
+bench-operator: setup ## A thousand pods, a hundred fleets, five hundred at rest; against plain objects
 	@$(BIN)/python -m bench.operator
 
-bench-gpu: ## The GPU path's kernels beside torch's own, by GPU_PYTHON
+bench-gpu: ## The GPU path's kernels against torch's own, by GPU_PYTHON
 	@$(ON_GPU) -m bench.gpu
 
-bench-kv: setup ## How fast KV moves from process to process; beside plain TCP, gloo, nixl, mooncake
+bench-kv: setup ## How fast KV moves from process to process; against plain TCP, gloo, nixl, mooncake
 	@$(BIN)/python -m bench.kv
 
-bench-engine: setup ## How fast the engine answers on the CPU; beside vLLM and transformers
+bench-engine: setup ## How fast the engine answers on the CPU; against vLLM and transformers
 	@$(BIN)/python -m bench.engine
 
-bench-router: setup ## What the router costs; beside vllm-router and sglang-router
+bench-router: setup ## What the router costs; against vllm-router and sglang-router
 	@$(BIN)/python -m bench.router
 
-bench-parallel: setup ## What tensor and pipeline parallelism cost and bring; all-reduce beside Gloo
+bench-parallel: setup ## What tensor and pipeline parallelism cost and bring; all-reduce against Gloo
 	@$(BIN)/python -m bench.parallel
 
 constraints: setup ## Write the installed versions to constraints.txt

@@ -123,7 +123,7 @@ push_one() {
   "$BUILDER" push $PUSH_OPTIONS "$(image_name "$1")"
 }
 
-# Said before anything is pushed: half a set of images helps nobody.
+# Said before anything is pushed: half a set of images is of no use.
 check_built() {
   local name
   for name in "${names[@]}"; do
@@ -132,7 +132,7 @@ check_built() {
   done
 }
 
-# How the chart is told where they are.
+# The chart's settings that say where the images are.
 chart_settings() {
   local name tag words="--set images.registry=${REGISTRY%/}"
   for name in "${names[@]}"; do

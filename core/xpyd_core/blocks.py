@@ -32,7 +32,7 @@ def prompt_digest(token_ids: Sequence[int]) -> str:
 
 
 def root_hash(salt: bytes = b"") -> bytes:
-    """What stands before the first block: the salt's place in the chain."""
+    """The hash before the first block's: the salt's place in the chain."""
     return sha256(_ROOT + salt).digest()
 
 

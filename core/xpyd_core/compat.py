@@ -42,7 +42,7 @@ def compat_factors(folder: Path, *, model: str, revision: str, kv_dtype: str) ->
     """Factor name -> value, from the checkpoint in `folder` (config.json, tokenizer files).
 
     `model` and `revision` name the checkpoint; for a local folder `revision` may be empty, then the
-    fingerprint of the weight files stands for it.
+    fingerprint of the weight files takes its place.
     """
     raw = (folder / "config.json").read_bytes()
     config: Mapping[str, Any] = json.loads(raw)

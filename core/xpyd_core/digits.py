@@ -1,4 +1,4 @@
-"""Text that somebody else wrote: whole numbers, bounded while they are text, and quotes. Pure."""
+"""Text from outside: whole numbers, bounded while they are text, and quotes. Pure."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Fields:
         return name in self._values
 
     def get(self, name: str) -> object:
-        """The value as it stands; None where it is absent."""
+        """The value as it is; None where it is absent."""
         return self._values.get(name)
 
     def inner(self, name: str) -> Fields:

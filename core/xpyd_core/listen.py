@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 def loopback_beside(host: str) -> str | None:
-    """The loopback address to listen on beside `host`; None where `host` already covers it."""
+    """The loopback address to listen on besides `host`; None where `host` already covers it."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -26,20 +26,20 @@ def loopback_beside(host: str) -> str | None:
 
 
 def listen(host: str, port: int, *, backlog: int, reuse_port: bool = False) -> list[socket.socket]:
-    """Non-blocking listeners on `host` (first) and the loopback address beside it, on one port.
+    """Non-blocking listeners on `host` (first) and on the loopback address, on one port.
 
     `reuse_port`: other processes of the same user may listen there, too; the kernel spreads
     connections over them. Raises OSError when `host` cannot be had; the loopback is done without
     where it is taken.
     """
     sockets = [_server(host, port, backlog, reuse_port)]
-    beside = loopback_beside(host)
-    if beside is not None:
+    loopback = loopback_beside(host)
+    if loopback is not None:
         real_port: int = sockets[0].getsockname()[1]
         try:
-            sockets.append(_server(beside, real_port, backlog, reuse_port))
+            sockets.append(_server(loopback, real_port, backlog, reuse_port))
         except OSError as error:
-            _log.warning("not listening on %s:%d too: %s", beside, real_port, error.strerror)
+            _log.warning("not listening on %s:%d too: %s", loopback, real_port, error.strerror)
     return sockets
 
 

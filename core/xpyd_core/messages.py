@@ -36,7 +36,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `continue_from`.
     `period_ms` is the sender's own beat period. `sent_us` is the Unix time of the beat in
     microseconds and grows with every beat of a process start, so that an old beat is known as one.
-    Load figures are counts at the time of the beat.
+    Load numbers are counts at the time of the beat.
     """
 
     type: InstanceType

@@ -18,7 +18,7 @@ from xpyd_core.errors import UserError
 UUID_HEX_DIGITS = 32
 MIN_DIAL_PORT = 1024
 _UUID = re.compile(r"[0-9a-f]{32}")
-# An address has no underscore, so three of them end it; an IPv6 host stands in brackets.
+# An address has no underscore, so three of them end it; an IPv6 host has brackets.
 _PAIR = re.compile(
     r"(?:[A-Za-z]+-)?___prefill_addr_(?P<prefill>[^_\s]{3,260})___decode_addr_(?P<decode>[^_\s]{3,260})"
     r"_(?P<uuid>[0-9a-f]{32})(?:-(?P<index>\d{1,5})(?:-[0-9a-zA-Z]{1,32})?)?"

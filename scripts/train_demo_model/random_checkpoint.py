@@ -1,6 +1,6 @@
 """Writes a Hugging Face folder with random weights, of any size, for tests and benchmarks.
 
-Where it sits: beside the demo model, whose tokenizer it borrows; the folder it leaves behind loads
+Where it sits: next to the demo model, whose tokenizer it borrows; the folder it leaves behind loads
 like any downloaded checkpoint. No model object is built: tensors are drawn one by one under their
 Hugging Face names, and at most one shard is in memory. A tensor's values depend on the seed and its
 name alone, so the number of shards changes no weight.

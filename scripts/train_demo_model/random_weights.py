@@ -26,7 +26,7 @@ _EXPERT_NAMES = {
 # Standard deviation of the logits. The best two of some thousand then lie about one unit apart.
 _LOGIT_STD = 4.0
 # What all layers together write into the residual stream (root mean square). A tied embedding must
-# be small beside it, or every token predicts itself.
+# be small against it, or every token predicts itself.
 _RESIDUAL_RMS = 4.0
 _TIED_RESIDUAL_RMS = 20.0
 # Scores of attention need some spread, or it averages its context away.

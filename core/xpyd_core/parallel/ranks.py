@@ -3,7 +3,7 @@
 Ranks count along ExternalDP x DP x PP x PCP x TP, the last fastest (Megatron's order, as in vLLM),
 so the ranks of a tensor group are neighbours and a pod that holds whole stages holds a run of
 ranks. ExternalDP are replicas outside of the engine; PCP (prefill context) is in the layout so that
-it may come, and is 1 everywhere. Used by whoever starts ranks, connects them or draws them.
+it may come, and is 1 everywhere. Used to start, connect and show ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 class Place(NamedTuple):
-    """Where one rank stands: its number on each axis."""
+    """One rank's place: its number on each axis."""
 
     external: int
     data: int
@@ -57,7 +57,7 @@ class Sizes:
         return self.pipeline if self.pipeline > 1 else of_device
 
     def place(self, rank: int) -> Place:
-        """Where `rank` stands."""
+        """The place of `rank`."""
         rest, tensor = divmod(rank, self.tensor)
         rest, context = divmod(rest, self.context)
         rest, stage = divmod(rest, self.pipeline)
@@ -65,7 +65,7 @@ class Sizes:
         return Place(external, data, stage, context, tensor)
 
     def rank(self, place: Place) -> int:
-        """Who stands at `place`."""
+        """The rank at `place`."""
         number = place.external * self.data + place.data
         number = number * self.pipeline + place.stage
         number = number * self.context + place.context

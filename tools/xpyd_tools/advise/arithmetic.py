@@ -18,7 +18,7 @@ GB = 10**9
 @dataclass(frozen=True)
 class Link:
     """What joins devices. `launch_s`: least and most that one all-reduce takes before its bytes
-    count; None where there is no figure."""
+    count; None where there is none."""
 
     label: str
     bytes_per_s: int
@@ -26,7 +26,7 @@ class Link:
 
 
 HBM_BYTES_PER_S = 3350 * GB
-"""HBM3 of one device, beside which links are seen."""
+"""HBM3 of one device, with which links are compared."""
 LINKS: Mapping[str, Link] = MappingProxyType(
     {
         "nvlink": Link("NVLink", 900 * GB, (1e-6, 2e-6)),

@@ -77,7 +77,7 @@ def read_dtype(fields: Fields, outer: Fields) -> str:
 
 
 def weights_of(dtype: str, quantization: str) -> Weights:
-    """Unquantized weights of `dtype`, or quantized ones beside an embedding and a head of it."""
+    """Unquantized weights of `dtype`, or quantized ones with an embedding and a head of it."""
     bits = 8 * DTYPE_BYTES[dtype]
     if quantization == "none":
         return Weights(dtype, Fraction(bits), bits)

@@ -1,4 +1,4 @@
-"""What of a model fits on which devices: weights of a rank, KV blocks beside them. Pure."""
+"""What of a model fits on which devices: weights of a rank, and KV blocks in the rest. Pure."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def holds(facts: ModelFacts, division: Division, need: Need) -> bool:
 
 def least_stages(facts: ModelFacts, tensor: int, need: Need) -> int | None:
     """The fewest stages of `tensor` ranks that hold the model, whatever devices there are."""
-    # Divided as evenly as can be, fewer stages have no room beside the weights.
+    # Divided as evenly as can be, fewer stages have no room after the weights.
     fewest = facts.weights_bytes // (tensor * need.budget_bytes) + 1
     counts = range(fewest, min(len(facts.layers), MAX_STAGES) + 1)
     return next((p for p in counts if holds(facts, divide(facts, tensor, p), need)), None)

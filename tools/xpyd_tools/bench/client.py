@@ -101,7 +101,7 @@ class EventParser:
         return bool(self._input)
 
     def _take_chunk_size(self) -> bool:
-        # The line's end of the chunk before stands in front of the size.
+        # The line's end of the chunk before comes before the size.
         start = 2 if self._input.startswith(b"\r\n") else 0
         end = self._input.find(b"\r\n", start)
         if end < 0:
@@ -126,7 +126,7 @@ _FOREIGN = (OSError, BadAnswer, ValueError, LookupError, TypeError, AttributeErr
 
 @dataclass(frozen=True)
 class Target:
-    """Where requests go, and what each carries beside its prompt."""
+    """Where requests go, and what each carries besides its prompt."""
 
     host: str
     port: int
@@ -244,7 +244,7 @@ class _Times:
 
 
 async def send_streaming(target: Target, request: LoadRequest) -> Sample:
-    """Send one request and read it to its end. What goes wrong stands in the sample's `error`."""
+    """Send one request and read it to its end. A failure goes into the sample's `error`."""
     body = target.body(request)
     known = len(request.prompt) if isinstance(request.prompt, tuple) else 0
     sent_s = time.perf_counter()

@@ -100,7 +100,7 @@ def spread(seconds: Iterable[float]) -> Spread:
 
 
 def summarize(samples: Sequence[Sample], objectives: Mapping[str, float] | None = None) -> Summary:
-    """The figures of one run. `objectives`: the most milliseconds, by names of OBJECTIVES."""
+    """The numbers of one run. `objectives`: the most milliseconds, by names of OBJECTIVES."""
     good = [one for one in samples if not one.error]
     start_s = min((one.sent_s for one in samples), default=0.0)
     end_s = max((one.sent_s + one.e2e_s for one in good), default=start_s)
