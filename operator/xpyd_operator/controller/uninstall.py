@@ -19,13 +19,14 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from xpyd_core.errors import XpydError
 from xpyd_operator.controller.client import Api, find_login, run_job, say_line
 from xpyd_operator.controller.decision.errors import Conflict, NotFound, Refused, Unavailable
 from xpyd_operator.controller.decision.kinds import FLEET, FLEET_LABEL, SECRET, WATCHED, Kind, Obj
 from xpyd_operator.manifests.names import kv_secret_name
+from xpyd_operator.status.children import condition, is_true, text
 
 OWNED = tuple(kind for kind in WATCHED if kind.labelled)
 """The kinds that a fleet owns, except Secrets, which the operator may not read."""
@@ -214,14 +215,8 @@ def _explain(left: _Left, timeout_s: float) -> str:
 
 def _progress(fleet: Obj) -> str:
     """What the fleet's status says about its deletion."""
-    status = cast("dict[str, Any]", fleet.get("status") or {})
-    conditions = cast("list[dict[str, Any]]", status.get("conditions") or [])
-    messages = [
-        str(condition.get("message") or "")
-        for condition in conditions
-        if condition.get("type") in ("Progressing", "Degraded") and condition["status"] == "True"
-    ]
-    return "; ".join(filter(None, messages))
+    shown = (kind for kind in ("Progressing", "Degraded") if is_true(fleet, kind))
+    return "; ".join(filter(None, (text(condition(fleet, kind), "message") for kind in shown)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

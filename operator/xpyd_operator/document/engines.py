@@ -77,8 +77,8 @@ class PodTemplate(ApiModel):
     containers, ... Fields that the operator owns are refused by a condition."""
 
 
-class _ShapedLike:
-    """See shaped_like()."""
+class ShapedLike:
+    """The value is checked as `model` is, and kept as a map of what it has."""
 
     def __init__(self, model: type[ApiModel]) -> None:
         self._model = model
@@ -101,11 +101,6 @@ class _ShapedLike:
 def _as_map(value: object, handler: ValidatorFunctionWrapHandler) -> object:
     checked: ApiModel = handler(value)
     return checked.model_dump(by_alias=True, exclude_unset=True)
-
-
-def shaped_like(model: type[ApiModel]) -> _ShapedLike:
-    """The value is checked as `model` is, and kept as a map of what it has."""
-    return _ShapedLike(model)
 
 
 class SecretRef(ApiModel):
@@ -423,7 +418,7 @@ class Pool(ApiModel):
     """Devices and memory of one pod of an instance."""
     scaling: Scaling = Scaling()
     """Bounds of the pool's replicas, also for `kubectl scale` and an HPA."""
-    template: Annotated[dict[str, Any] | None, shaped_like(PodTemplate)] = None
+    template: Annotated[dict[str, Any] | None, ShapedLike(PodTemplate)] = None
     """Merged into the engines' pods in a cluster; the engine's container is `engine`."""
 
     @rule(

@@ -43,7 +43,7 @@ from xpyd_operator.document.engines import (
     Model,
     PodTemplate,
     Pool,
-    shaped_like,
+    ShapedLike,
 )
 
 
@@ -220,7 +220,7 @@ class Router(ApiModel):
     """Port on which a router receives the engines' heartbeats."""
     service: Service = Service()
     """The Service in front of the routers."""
-    template: Annotated[dict[str, Any] | None, shaped_like(PodTemplate)] = None
+    template: Annotated[dict[str, Any] | None, ShapedLike(PodTemplate)] = None
     """Merged into the routers' pods in a cluster; the router's container is `router`."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
+from typing import Any, cast
 
 from xpyd_operator.document import InferenceFleet
 from xpyd_operator.plan import ROUTER
@@ -183,22 +183,43 @@ def endpoint(fleet: str, namespace: str, port: int) -> str:
     return f"http://{client_service_name(fleet)}.{namespace}.svc:{port}"
 
 
-def metadata(
-    name: str, fleet: InferenceFleet, placement: Placement, labels: dict[str, str]
+def owned_object(
+    api_version: str,
+    kind: str,
+    name: str,
+    fleet: InferenceFleet,
+    placement: Placement,
+    labels: dict[str, str],
 ) -> JsonObject:
-    """Owned by the fleet: the garbage collector deletes the object when the fleet is gone."""
-    return {
-        "name": name,
-        "namespace": placement.namespace,
-        "labels": labels,
-        "ownerReferences": [
-            {
-                "apiVersion": fleet.api_version,
-                "kind": fleet.kind,
-                "name": fleet.name,
-                "uid": placement.uid,
-                "controller": True,
-                "blockOwnerDeletion": True,
-            }
-        ],
+    """The beginning of an object that the fleet owns: the garbage collector deletes it when the
+    fleet is gone."""
+    owner = {
+        "apiVersion": fleet.api_version,
+        "kind": fleet.kind,
+        "name": fleet.name,
+        "uid": placement.uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
     }
+    return {
+        "apiVersion": api_version,
+        "kind": kind,
+        "metadata": {
+            "name": name,
+            "namespace": placement.namespace,
+            "labels": labels,
+            "ownerReferences": [owner],
+        },
+    }
+
+
+def map_in(above: JsonObject, key: str) -> JsonObject:
+    """The map `key` of an object whose content is not checked; empty where it is none."""
+    value: object = above.get(key)
+    return cast("JsonObject", value) if isinstance(value, dict) else {}
+
+
+def list_in(above: JsonObject, key: str) -> list[Any]:
+    """The list `key` of such an object; empty where it is none."""
+    value: object = above.get(key)
+    return cast("list[Any]", value) if isinstance(value, list) else []

@@ -16,7 +16,7 @@ from base64 import b64encode
 from xpyd_core.pod_env import HTTP_PORT, ROUTER_HTTP_PORT, data_port
 from xpyd_operator.document import InferenceFleet, Pool
 from xpyd_operator.manifests import names
-from xpyd_operator.manifests.names import JsonObject, Placement, metadata
+from xpyd_operator.manifests.names import JsonObject, Placement, owned_object
 from xpyd_operator.manifests.pods import GPU_CLAIM, engine_pod, pods_per_instance, router_pod
 from xpyd_operator.plan import ROUTER, Workload
 
@@ -57,10 +57,9 @@ def _deployment(
     """A revision's pods never change, except in how a newer operator renders them."""
     name = names.workload_name(fleet.name, workload.pool, workload.revision)
     selector = names.workload_selector(fleet.name, workload.pool, workload.revision)
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": metadata(name, fleet, placement, _workload_labels(fleet, workload)),
+    return owned_object(
+        "apps/v1", "Deployment", name, fleet, placement, _workload_labels(fleet, workload)
+    ) | {
         "spec": {
             "replicas": workload.replicas,
             "minReadySeconds": 0,
@@ -85,10 +84,14 @@ def _leader_worker_set(
     as a whole: when a container ends, all pods of its group are created again.
     """
     name = names.group_workload_name(fleet.name, workload.pool, workload.revision)
-    return {
-        "apiVersion": "leaderworkerset.x-k8s.io/v1",
-        "kind": "LeaderWorkerSet",
-        "metadata": metadata(name, fleet, placement, _workload_labels(fleet, workload)),
+    return owned_object(
+        "leaderworkerset.x-k8s.io/v1",
+        "LeaderWorkerSet",
+        name,
+        fleet,
+        placement,
+        _workload_labels(fleet, workload),
+    ) | {
         "spec": {
             "replicas": workload.replicas,
             "startupPolicy": "LeaderCreated",
@@ -119,10 +122,14 @@ def _claim_template(
             "count": pool.resources.gpus,
         },
     }
-    return {
-        "apiVersion": "resource.k8s.io/v1",
-        "kind": "ResourceClaimTemplate",
-        "metadata": metadata(name, fleet, placement, _workload_labels(fleet, workload)),
+    return owned_object(
+        "resource.k8s.io/v1",
+        "ResourceClaimTemplate",
+        name,
+        fleet,
+        placement,
+        _workload_labels(fleet, workload),
+    ) | {
         "spec": {"spec": {"devices": {"requests": [request]}}},
     }
 
@@ -161,10 +168,7 @@ def pool_object(
     spec |= {name: value for name, value in bounds.items() if value is not None}
     labels = names.pool_labels(fleet.name, pool.name, pool.role)
     name = names.pool_object_name(fleet.name, pool.name)
-    return {
-        "apiVersion": fleet.api_version,
-        "kind": "InferenceFleetPool",
-        "metadata": metadata(name, fleet, placement, labels),
+    return owned_object(fleet.api_version, "InferenceFleetPool", name, fleet, placement, labels) | {
         "spec": spec,
     }
 
@@ -172,12 +176,9 @@ def pool_object(
 def kv_secret(fleet: InferenceFleet, placement: Placement, key: str) -> JsonObject:
     """The Secret with the fleet's KV key, `key`: 64 hex digits from the shell's random source."""
     labels = names.fleet_labels(fleet.name, names.ENGINE_APP)
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": metadata(
-            names.kv_secret_name(fleet.name, placement.uid), fleet, placement, labels
-        ),
+    return owned_object(
+        "v1", "Secret", names.kv_secret_name(fleet.name, placement.uid), fleet, placement, labels
+    ) | {
         "type": "Opaque",
         "data": {names.KV_KEY: b64encode(key.encode()).decode()},
     }
@@ -187,10 +188,7 @@ def _service_account(fleet: InferenceFleet, placement: Placement) -> JsonObject:
     """Pods call each other, never the API server."""
     name = names.service_account_name(fleet.name)
     labels = names.fleet_labels(fleet.name, names.ENGINE_APP)
-    return {
-        "apiVersion": "v1",
-        "kind": "ServiceAccount",
-        "metadata": metadata(name, fleet, placement, labels),
+    return owned_object("v1", "ServiceAccount", name, fleet, placement, labels) | {
         "automountServiceAccountToken": False,
     }
 
@@ -235,10 +233,7 @@ def _service(
     fleet: InferenceFleet, placement: Placement, name: str, spec: JsonObject
 ) -> JsonObject:
     labels = names.fleet_labels(fleet.name, names.ROUTER_APP)
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": metadata(name, fleet, placement, labels),
+    return owned_object("v1", "Service", name, fleet, placement, labels) | {
         "spec": spec,
     }
 
@@ -248,10 +243,14 @@ def _disruption_budget(
 ) -> JsonObject:
     """A node drain evicts one pod at a time; a broken pod never blocks a drain."""
     name = names.disruption_budget_name(fleet.name, pool)
-    return {
-        "apiVersion": "policy/v1",
-        "kind": "PodDisruptionBudget",
-        "metadata": metadata(name, fleet, placement, names.pool_labels(fleet.name, pool, role)),
+    return owned_object(
+        "policy/v1",
+        "PodDisruptionBudget",
+        name,
+        fleet,
+        placement,
+        names.pool_labels(fleet.name, pool, role),
+    ) | {
         "spec": {
             "maxUnavailable": 1,
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
@@ -312,10 +311,14 @@ def _inside_instances(fleet: InferenceFleet) -> list[JsonObject]:
 def _policy(
     fleet: InferenceFleet, placement: Placement, name: str, app: str, ingress: list[JsonObject]
 ) -> JsonObject:
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": metadata(name, fleet, placement, names.fleet_labels(fleet.name, app)),
+    return owned_object(
+        "networking.k8s.io/v1",
+        "NetworkPolicy",
+        name,
+        fleet,
+        placement,
+        names.fleet_labels(fleet.name, app),
+    ) | {
         "spec": {
             "podSelector": _pod_selector(fleet, app),
             "policyTypes": ["Ingress"],

@@ -19,7 +19,7 @@ from typing import Any, cast
 from xpyd_core.pod_env import HTTP_PORT, ROUTER_HTTP_PORT, data_port
 from xpyd_operator.document import InferenceFleet, Pool
 from xpyd_operator.manifests import names
-from xpyd_operator.manifests.names import JsonObject, Placement
+from xpyd_operator.manifests.names import JsonObject, Placement, list_in, map_in
 from xpyd_operator.plan import ROUTER, Workload
 
 MERGE_KEYS = {
@@ -39,21 +39,14 @@ _WHOLE_ITEMS = ("env", "volumes", "volumeMounts", "ports")
 APPENDED = ("tolerations",)
 
 
-def merged(base: JsonObject, template: JsonObject) -> JsonObject:
-    """`base`, a whole pod template, with `template` merged over it."""
-    return _merge_maps(base, template)
-
-
-def _merge_maps(ours: JsonObject, theirs: JsonObject) -> JsonObject:
+def merged(ours: JsonObject, theirs: JsonObject) -> JsonObject:
+    """`ours`, a pod template or a part of one, with `theirs` merged over it."""
     result = dict(ours)
     for key, value in theirs.items():
-        before = result.get(key)
         if isinstance(value, dict):
-            below = cast("JsonObject", before) if isinstance(before, dict) else {}
-            result[key] = _merge_maps(below, cast("JsonObject", value))
+            result[key] = merged(map_in(result, key), cast("JsonObject", value))
         elif isinstance(value, list):
-            lower = cast("list[Any]", before) if isinstance(before, list) else []
-            result[key] = _merge_lists(key, lower, cast("list[Any]", value))
+            result[key] = _merge_lists(key, list_in(result, key), cast("list[Any]", value))
         elif value is not None:
             result[key] = value
     return result
@@ -74,7 +67,7 @@ def _merge_lists(name: str, ours: list[Any], theirs: list[Any]) -> list[Any]:
         elif name in _WHOLE_ITEMS:
             result[same[0]] = item
         else:
-            result[same[0]] = _merge_maps(result[same[0]], item)
+            result[same[0]] = merged(result[same[0]], item)
     return result
 
 
@@ -88,7 +81,7 @@ def _is_same(own: object, item: object, key: str) -> bool:
 
 def _without_nulls(value: object) -> object:
     if isinstance(value, dict):
-        return _merge_maps({}, cast("JsonObject", value))
+        return merged({}, cast("JsonObject", value))
     if isinstance(value, list):
         return [_without_nulls(item) for item in cast("list[object]", value)]
     return value
@@ -124,9 +117,8 @@ def uses_host_path(fleet: InferenceFleet) -> bool:
 
 
 def _has_host_path(template: JsonObject) -> bool:
-    volumes: object = template.get("spec", {}).get("volumes")
-    items = cast("list[object]", volumes) if isinstance(volumes, list) else []
-    return any(isinstance(item, dict) and "hostPath" in item for item in items)
+    volumes = list_in(map_in(template, "spec"), "volumes")
+    return any(isinstance(item, dict) and "hostPath" in item for item in volumes)
 
 
 def common_volumes(fleet: InferenceFleet, uid: str) -> list[JsonObject]:
@@ -188,11 +180,6 @@ def shares_sockets(fleet: InferenceFleet, pool: Pool) -> bool:
     return pool.role != "Aggregated" and bool(fleet.spec.kv_transfer.socket_folder)
 
 
-def socket_args() -> list[str]:
-    """The worker's flag for the folder."""
-    return [f"--kv-socket-dir={names.SOCKET_FOLDER}"]
-
-
 def socket_mount() -> JsonObject:
     """Where the folder is mounted."""
     return {"name": _VOLUME, "mountPath": names.SOCKET_FOLDER}
@@ -231,19 +218,13 @@ def socket_init(pool: Pool, *, image: str, pull_policy: str) -> JsonObject:
 
 def user_of(pool: Pool) -> int:
     """The user that the pool's engines run as: the image's, or what the template says."""
-    spec = _map(pool.template or {}, "spec")
-    found: object = _map(spec, "securityContext").get("runAsUser")
-    containers: object = spec.get("containers")
-    for item in cast("list[object]", containers) if isinstance(containers, list) else []:
+    spec = map_in(pool.template or {}, "spec")
+    found: object = map_in(spec, "securityContext").get("runAsUser")
+    for item in list_in(spec, "containers"):
         container = cast("JsonObject", item) if isinstance(item, dict) else {}
         if container.get("name") == names.ENGINE_CONTAINER:
-            found = _map(container, "securityContext").get("runAsUser", found)
+            found = map_in(container, "securityContext").get("runAsUser", found)
     return found if isinstance(found, int) else USER_ID
-
-
-def _map(above: JsonObject, key: str) -> JsonObject:
-    value: object = above.get(key)
-    return cast("JsonObject", value) if isinstance(value, dict) else {}
 
 
 GRACE_EXTRA_S = 30
@@ -273,9 +254,10 @@ def engine_pod(
     a stuck rank in another pod ends it. Ranks count through the pods in their order.
     """
     shares = shares_sockets(fleet, pool)
+    socket_args = (f"--kv-socket-dir={names.SOCKET_FOLDER}",) if shares else ()
     container: JsonObject = {
         "name": names.ENGINE_CONTAINER,
-        "args": ["worker", *(socket_args() if shares else ()), *workload.template.args],
+        "args": ["worker", *socket_args, *workload.template.args],
         "env": _engine_env(fleet, workload, placement),
         "resources": _devices(pool),
         "volumeMounts": [

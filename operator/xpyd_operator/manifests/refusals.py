@@ -15,7 +15,7 @@ from typing import cast
 from xpyd_core.pod_env import ROUTER_HTTP_PORT
 from xpyd_operator.document import InferenceFleet
 from xpyd_operator.manifests import names
-from xpyd_operator.manifests.names import JsonObject
+from xpyd_operator.manifests.names import JsonObject, list_in, map_in
 from xpyd_operator.manifests.pods import APPENDED, MERGE_KEYS, engine_ports, shares_sockets, user_of
 
 _OURS_IN_POD = ("restartPolicy", "terminationGracePeriodSeconds", "activeDeadlineSeconds")
@@ -70,9 +70,9 @@ def _user_problems(fleet: InferenceFleet) -> Iterator[str]:
 
 
 def _problems(path: str, template: JsonObject, ours: _Ours) -> Iterator[str]:
-    metadata, spec = _map(template, "metadata"), _map(template, "spec")
+    metadata, spec = map_in(template, "metadata"), map_in(template, "spec")
     for kind in ("labels", "annotations"):
-        for key in _map(metadata, kind):
+        for key in map_in(metadata, kind):
             if key.startswith(_OUR_PREFIX) or key in _OUR_LABELS:
                 yield f"{path}.metadata.{kind}[{key}]: {_LEAVE_OUT}"
     path = f"{path}.spec"
@@ -98,10 +98,10 @@ def _container_problems(path: str, container: JsonObject, ours: _Ours) -> Iterat
         yield f"{path}.args: {ours.args}"
     for probe in _PROBES:
         for handler in _HANDLERS:
-            if _map(container, probe).get(handler) is not None:
+            if map_in(container, probe).get(handler) is not None:
                 yield f"{path}.{probe}.{handler}: {_LEAVE_OUT}"
     for kind in ("limits", "requests"):
-        for device in _map(_map(container, "resources"), kind):
+        for device in map_in(map_in(container, "resources"), kind):
             if device in ours.devices:
                 yield f"{path}.resources.{kind}[{device}]: set by xpyd; use resources.gpus"
 
@@ -126,27 +126,20 @@ def _shape_problems(path: str, spec: JsonObject) -> Iterator[str]:
     places = [(spec, path)]
     for key in ("containers", "initContainers"):
         for item, at in _items(spec, key, path):
-            places += [(item, at), (_map(item, "resources"), f"{at}.resources")]
+            places += [(item, at), (map_in(item, "resources"), f"{at}.resources")]
             if not isinstance(item.get("name"), str):
                 yield f"{at}.name: missing; a container is merged by its name"
     for place, at in places:
         for key in (*MERGE_KEYS, *APPENDED):
             value: object = place.get(key)
-            items = cast("list[object]", value) if isinstance(value, list) else []
             if value is not None and not isinstance(value, list):
                 yield f"{at}.{key}: expected a list"
-            if not all(isinstance(item, dict) for item in items):
+            if not all(isinstance(item, dict) for item in list_in(place, key)):
                 yield f"{at}.{key}: expected a list of maps"
-
-
-def _map(above: JsonObject, key: str) -> JsonObject:
-    value: object = above.get(key)
-    return cast("JsonObject", value) if isinstance(value, dict) else {}
 
 
 def _items(above: JsonObject, key: str, path: str) -> Iterator[tuple[JsonObject, str]]:
     """The maps of the list `key`, each with its path."""
-    value: object = above.get(key)
-    for index, item in enumerate(cast("list[object]", value) if isinstance(value, list) else []):
+    for index, item in enumerate(list_in(above, key)):
         if isinstance(item, dict):
             yield cast("JsonObject", item), f"{path}.{key}[{index}]"

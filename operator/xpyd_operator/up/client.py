@@ -52,11 +52,8 @@ def wait_settled(
 
     `has_ended`: whether the supervisor that was just started is gone again.
     """
-    progress = Progress()
-    try:
+    with Progress() as progress:
         return _wait_settled(state, progress, timeout_s=timeout_s, has_ended=has_ended)
-    finally:
-        progress.end()
 
 
 def _wait_settled(
@@ -88,16 +85,13 @@ def _wait_settled(
 
 def wait_gone(state: FleetFolder, *, timeout_s: float) -> bool:
     """Until no supervisor has the fleet's lock; False: not in time."""
-    progress = Progress()
-    try:
+    with Progress() as progress:
         while state.is_supervised():
             if progress.elapsed_s > timeout_s:
                 return False
             progress.say(describe(read_view(state)))
             time.sleep(_EVERY_S)
         return True
-    finally:
-        progress.end()
 
 
 def describe(view: FleetView | None) -> str:
@@ -240,16 +234,15 @@ def _end_orphans(orphans: Sequence[PodRecord], timeout_s: float) -> None:
     routers = [pod for pod in orphans if "-router-" in pod.name]
     engines = [pod for pod in orphans if pod not in routers]
     for group in (engines, routers):
-        progress = Progress()
         for pod in group:
             pod.process.signal(signal.SIGTERM)
-        while left := [pod for pod in group if pod.process.is_alive()]:
-            if progress.elapsed_s > timeout_s:
-                for pod in left:
-                    pod.process.signal(signal.SIGKILL, group=True)
-            progress.say(f"{', '.join(pod.name for pod in left)} draining")
-            time.sleep(_FOLLOW_EVERY_S)
-        progress.end()
+        with Progress() as progress:
+            while left := [pod for pod in group if pod.process.is_alive()]:
+                if progress.elapsed_s > timeout_s:
+                    for pod in left:
+                        pod.process.signal(signal.SIGKILL, group=True)
+                progress.say(f"{', '.join(pod.name for pod in left)} draining")
+                time.sleep(_FOLLOW_EVERY_S)
 
 
 def show_logs(

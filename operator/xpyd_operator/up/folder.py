@@ -258,10 +258,6 @@ class AddressClaim:
     index: int
     descriptors: tuple[int, ...]
 
-    def address(self, number: int) -> str:
-        """Pod `number`'s address; 1 is the router."""
-        return f"127.1.{self.index}.{number}"
-
 
 def claim_addresses(root: Path) -> AddressClaim:
     """The first free fleet index.

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, Self, TextIO, cast
 
 from xpyd_core.errors import UserError
 
@@ -203,7 +203,10 @@ class Progress:
             sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
 
-    def end(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """The wait is over: leave the terminal's line."""
         if self._width:
             sys.stderr.write(f"\r{'':<{self._width}}\r")

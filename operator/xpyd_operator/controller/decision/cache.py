@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from xpyd_operator.controller.decision.kinds import FLEET, FLEET_LABEL, WATCHED, Kind, Obj
+from xpyd_operator.status.children import is_leaving
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class Cache:
         if (_version(obj) or 0) <= self._gone.get(obj["metadata"]["uid"], -1):
             # From a list or an answer that is older than the object's deletion.
             return set()
-        if obj["metadata"]["uid"] in self._removed and not _is_leaving(obj):
+        if obj["metadata"]["uid"] in self._removed and not is_leaving(obj):
             return set()
         key = self._key(kind, obj)
         touched: set[FleetKey] = set()
@@ -226,10 +227,6 @@ def _version(obj: Obj) -> int | None:
 def _is_newer(obj: Obj, before: Obj) -> bool:
     new, old = _version(obj), _version(before)
     return new is None or old is None or new > old
-
-
-def _is_leaving(obj: Obj) -> bool:
-    return "deletionTimestamp" in obj["metadata"]
 
 
 def _same(before: Obj, after: Obj) -> bool:

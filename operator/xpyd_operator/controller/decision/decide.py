@@ -36,7 +36,6 @@ from xpyd_operator.controller.decision.state import (
     describe,
     effect_of,
     holder_of,
-    is_leaving,
     pool_of,
 )
 from xpyd_operator.document import InferenceFleet
@@ -61,7 +60,7 @@ from xpyd_operator.plan import (
     pools_wanted,
 )
 from xpyd_operator.status import Children, Problem
-from xpyd_operator.status.children import key_of
+from xpyd_operator.status.children import is_leaving, key_of, replicas_of
 
 _UNSETTLED_RECHECK_S = 10.0
 """Events wake a fleet; this is for findings that only time brings, such as volumes that are not
@@ -176,7 +175,7 @@ def _from_plan(
                 found = workloads.get(workload.pool, workload.revision)
                 scales += [_scale(found, workload.replicas)] if found else []
             case DrainPool(pool):
-                scales += [_scale(obj, 0) for obj in workloads.of_pool(pool) if _replicas(obj)]
+                scales += [_scale(obj, 0) for obj in workloads.of_pool(pool) if replicas_of(obj)]
             case DeleteWorkload(pool, revision):
                 found = workloads.get(pool, revision)
                 if found is not None and not is_leaving(found):
@@ -196,11 +195,6 @@ def _remove(obj: Obj, *, exact: bool = False) -> DeleteObject:
     metadata = obj["metadata"]
     version = metadata["resourceVersion"] if exact else ""
     return DeleteObject(kind_of(obj), metadata["name"], metadata["uid"], version)
-
-
-def _replicas(obj: Obj) -> int:
-    found = obj["spec"].get("replicas")
-    return 1 if found is None else int(found)
 
 
 class _Decision:
@@ -325,7 +319,7 @@ class _Decision:
         found = self._workloads.get(pool.name, pool.revision)
         if found is None:
             return None
-        return Workload(pool.name, pool.revision, _replicas(found), pool.template)
+        return Workload(pool.name, pool.revision, replicas_of(found), pool.template)
 
     def _leftovers(self, support: Iterable[Obj]) -> Iterator[DeleteObject]:
         """Objects of a pool or a setting that the document no longer has."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from xpyd_operator.controller.decision.kinds import Obj
 from xpyd_operator.controller.decision.state import (
@@ -25,6 +25,7 @@ from xpyd_operator.controller.decision.state import (
 from xpyd_operator.manifests import Settings
 from xpyd_operator.manifests.names import kv_secret_name
 from xpyd_operator.status import EventText
+from xpyd_operator.status.children import Raw, rows, text
 
 _STEPS_S = (2.0, 6.0, 12.0)
 """Quiet after the first, second ... write; the last one for all that follow."""
@@ -88,10 +89,9 @@ def is_urgent(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> boo
     )
 
 
-def _conditions_of(status: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
+def _conditions_of(status: Raw | None) -> dict[str, Raw]:
     """A status' conditions by type."""
-    found = cast("list[dict[str, Any]]", (status or {}).get("conditions") or [])
-    return {str(condition.get("type")): condition for condition in found}
+    return {str(condition.get("type")): condition for condition in rows(status, "conditions")}
 
 
 class RecentEvents:
@@ -208,9 +208,7 @@ class FleetHistory:
             return False
         # A condition's reason names only the first problem; its message has all of them.
         waits = f"Secret {own}"
-        conditions = cast("list[dict[str, Any]]", status.get("conditions") or [])
         return any(
-            condition.get("reason") == "VolumesNotMounted"
-            or waits in str(condition.get("message") or "")
-            for condition in conditions
+            condition.get("reason") == "VolumesNotMounted" or waits in text(condition, "message")
+            for condition in rows(status, "conditions")
         )

@@ -15,7 +15,6 @@ from xpyd_operator.controller.decision.state import (
     Scale,
     Write,
     describe,
-    is_leaving,
     pool_of,
 )
 from xpyd_operator.manifests.names import kv_secret_name
@@ -30,6 +29,7 @@ from xpyd_operator.status import (
     leaving_status,
     pool_statuses,
 )
+from xpyd_operator.status.children import is_leaving
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, cast
 
 from xpyd_core.errors import UserError
 from xpyd_operator.controller.decision.kinds import (
@@ -32,6 +31,7 @@ from xpyd_operator.manifests import Placement, Settings, model_in_pod, template_
 from xpyd_operator.manifests.names import LABEL_POOL
 from xpyd_operator.plan import FleetSeen, FleetWant, fleet_want
 from xpyd_operator.status import Children, fleet_seen
+from xpyd_operator.status.children import Raw, rows, text
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,7 @@ def effect_of(write: Write) -> Effect | None:
 
 def pool_of(write: Write) -> str:
     """The pool whose object it is; empty: the whole fleet's, or unknown."""
-    if isinstance(write, Apply):
-        labels = cast("dict[str, str]", write.obj["metadata"].get("labels") or {})
-        return labels.get(LABEL_POOL, "")
-    return ""
+    return text(write.obj, "metadata", "labels", LABEL_POOL) if isinstance(write, Apply) else ""
 
 
 def describe(write: Write) -> str:
@@ -233,15 +230,15 @@ def read(document: Obj, settings: Settings) -> ParsedDocument:
     return ParsedDocument(fleet, want, template_problems(fleet))
 
 
-def is_leaving(obj: Obj) -> bool:
-    """Whether its deletion has begun."""
-    return "deletionTimestamp" in obj["metadata"]
+def _controller(obj: Obj) -> Raw | None:
+    owners = rows(obj, "metadata", "ownerReferences")
+    return next((owner for owner in owners if owner.get("controller")), None)
 
 
 def controller_of(obj: Obj) -> str | None:
     """The uid of the owner that controls the object."""
-    owners = cast("list[dict[str, Any]]", obj["metadata"].get("ownerReferences") or [])
-    return next((owner["uid"] for owner in owners if owner.get("controller")), None)
+    owner = _controller(obj)
+    return owner["uid"] if owner else None
 
 
 def applied_version_of(obj: Obj, digest: str, *, contained: bool = False) -> AppliedVersion:
@@ -258,8 +255,7 @@ def applied_version_of(obj: Obj, digest: str, *, contained: bool = False) -> App
 
 def holder_of(obj: Obj) -> str:
     """An object's owner, for a message."""
-    owners = cast("list[dict[str, Any]]", obj["metadata"].get("ownerReferences") or [])
-    for owner in owners:
-        if owner.get("controller"):
-            return f"{owner.get('kind')} {owner.get('name')} (uid {owner.get('uid')})"
-    return "someone else (it has no owner)"
+    owner = _controller(obj)
+    if owner is None:
+        return "someone else (it has no owner)"
+    return f"{owner.get('kind')} {owner.get('name')} (uid {owner.get('uid')})"
