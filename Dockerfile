@@ -30,10 +30,14 @@ RUN --mount=type=secret,id=ca --mount=type=cache,target=/root/.cache/uv \
     uv pip install --quiet --compile-bytecode --python /opt/xpyd/bin/python \
        --constraints constraints.txt --requirements pyproject.toml --extra operator
 
+# tokenizers asks for huggingface-hub, which it uses only to download; the router reads files that
+# engines give it. Without the hub and what that needs the image has 30 MB less.
 FROM requirements AS router-dependencies
 RUN --mount=type=secret,id=ca --mount=type=cache,target=/root/.cache/uv \
-    env $([ ! -f /run/secrets/ca ] || echo SSL_CERT_FILE=/run/secrets/ca) \
+    echo huggingface-hub > /tmp/excluded \
+    && env $([ ! -f /run/secrets/ca ] || echo SSL_CERT_FILE=/run/secrets/ca) \
     uv pip install --quiet --compile-bytecode --python /opt/xpyd/bin/python \
+       --excludes /tmp/excluded \
        --constraints constraints.txt --requirements pyproject.toml --extra router
 
 # PyPI's torch is the CUDA variant (with CUDA's libraries); TORCH_INDEX names an index that has
@@ -57,7 +61,6 @@ COPY core core
 COPY kv_transfer kv_transfer
 COPY operator operator
 COPY router router
-COPY tools tools
 COPY tools tools
 COPY worker_image worker_image
 

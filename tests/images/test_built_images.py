@@ -27,6 +27,7 @@ from tests.images.rootfs import Image, unpack
 
 pytestmark = pytest.mark.cluster
 
+ROOT = Path(__file__).parents[2]
 LIBRARIES = {sysconfig.get_path("purelib"): ENVIRONMENT_PATH}
 HOST = "127.0.0.1"
 UNCHECKED = b"\x01\x00\x00\x00"
@@ -104,6 +105,20 @@ def test_the_image_of_the_operator_serves_as_a_client(images: dict[str, Image]) 
     assert done.returncode == 0, done.stderr
     python = ["/opt/xpyd/bin/python", "-c", "import aiohttp"]
     assert _run(images["operator"].argv_of(python, {})).returncode == 0
+
+
+def test_the_router_reads_tokenizers_without_the_hubs_library(images: dict[str, Image]) -> None:
+    packages = next((images["router"].root / "opt/xpyd/lib").glob("python3.*/site-packages"))
+    assert not (packages / "huggingface_hub").exists()
+    text = (ROOT / "examples/demo-model/tokenizer.json").read_text()
+    code = (
+        "import sys, tokenizers, xpyd_router.tokens.child;"
+        "t = tokenizers.Tokenizer.from_str(sys.stdin.read()); print(len(t.encode('Hello').ids))"
+    )
+    argv = images["router"].argv_of(["/opt/xpyd/bin/python", "-c", code], {})
+    done = subprocess.run(argv, input=text, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 0
 
 
 def test_without_the_machines_libraries_the_worker_says_what_is_missing(
