@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from xpyd_core.digits import clipped, whole_number
 from xpyd_core.errors import UserError
 from xpyd_core.parallel.partition import PARTITION_VARIABLE, parse_override
 from xpyd_core.request_id import Address, parse_address
+from xpyd_core.sizes import clipped, whole_number
 
 HTTP_PORT = 20001
 KV_PORT = 21001

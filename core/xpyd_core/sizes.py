@@ -1,18 +1,35 @@
-"""Byte sizes as people write them: `8e9`, `10`, `4Gi`, `1.5G`, `10%`. Pure."""
+"""Numbers from text: bounded whole ones, and byte sizes as people write them (`8e9`, `4Gi`, `10%`).
+
+Pure. The text comes from outside, so what a message quotes of it is cut.
+"""
 
 from __future__ import annotations
 
 import re
 from fractions import Fraction
 
-from xpyd_core.digits import clipped
 from xpyd_core.errors import UserError
 
+_MOST_DIGITS = 9
+"""More than any port, rank or layer. int() takes time for many, and raises beyond 4,300."""
+_MOST_SHOWN = 40
 _UNITS = {"": 1}
 _UNITS.update({unit: 1000**power for power, unit in enumerate("kMGTPE", 1)})
 _UNITS.update({f"{unit}i": 1024**power for power, unit in enumerate("KMGTPE", 1)})
 _SIZE = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)(?:[eE]([0-9]{1,2})|([kMGTPE]|[KMGTPE]i)?)")
 _PERCENT = re.compile(r"([1-9][0-9]?)%")
+
+
+def whole_number(text: str) -> int | None:
+    """Of at most nine ASCII digits; None of anything else."""
+    if len(text) > _MOST_DIGITS or not (text.isascii() and text.isdigit()):
+        return None
+    return int(text)
+
+
+def clipped(text: str) -> str:
+    """As a message has it: the beginning of what is long."""
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def parse_bytes(text: str | int, *, of: int | None = None) -> int:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from xpyd_core.digits import clipped, whole_number
 from xpyd_core.errors import UserError
+from xpyd_core.sizes import clipped, whole_number
 
 PARTITION_VARIABLE = "VLLM_PP_LAYER_PARTITION"
 """vLLM's: layers of each stage, e.g. 5,6,5,6."""
