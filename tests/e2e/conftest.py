@@ -1,6 +1,8 @@
 """One 1P3D fleet and one set of transformers' answers serve all end-to-end tests that can share."""
 
+import fcntl
 import json
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -11,11 +13,18 @@ from tests.e2e.oracle import Case, make_cases
 
 @pytest.fixture(scope="session")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
-    """Prompts of the demo model with transformers' greedy answers."""
-    made = make_cases(DEMO_MODEL)
-    dump = [{"prompt": c.prompt, "ids": c.ids} for c in made]
-    (tmp_path_factory.mktemp("oracle") / "cases.json").write_text(json.dumps(dump))
-    return made
+    """Prompts of the demo model with transformers' greedy answers. The first of pytest-xdist's
+    processes that needs them makes them for all."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return make_cases(DEMO_MODEL)
+    with (tmp_path_factory.getbasetemp().parent / "cases.json").open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        if not (text := file.read()):
+            text = json.dumps([(case.prompt, case.ids) for case in make_cases(DEMO_MODEL)])
+            file.write(text)
+            file.flush()
+    return [Case(tuple(prompt), tuple(ids)) for prompt, ids in json.loads(text)]
 
 
 @pytest.fixture(scope="session")
