@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.harness import Cluster
-from tests.crds.fleets import FLEET, POOL, BadFleet, Document, bad_fleets, changed, good_fleets
+from tests.crds.fleets import FLEET, POOL, BadFleet, bad_fleets, good_fleets
+from tests.operator.fleets import Document, changed
 
 AT_ONCE = 4
 """Clients; each is a process that mostly waits."""

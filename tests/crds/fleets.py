@@ -10,8 +10,9 @@ from typing import Any
 
 import yaml
 
+from tests.operator.fleets import Document, changed
+
 FOLDER = Path(__file__).parents[1] / "testdata" / "fleets"
-Document = dict[str, Any]
 FLEET: Document = {
     "apiVersion": "xpyd.dev/v1alpha1",
     "kind": "InferenceFleet",
@@ -57,18 +58,6 @@ def bad_fleets() -> list[BadFleet]:
     """All cases of all tables."""
     cases = [case for path in sorted((FOLDER / "bad").glob("*.yaml")) for case in _table(path)]
     return [_bad_fleet(case) for case in cases]
-
-
-def changed(document: Document, changes: dict[str, Any]) -> Document:
-    """A copy with values at dotted paths; a number is a list index."""
-    result = copy.deepcopy(document)
-    for path, value in changes.items():
-        *above, last = [int(part) if part.isdigit() else part for part in path.split(".")]
-        node: Any = result
-        for part in above:
-            node = node[part] if isinstance(part, int) else node.setdefault(part, {})
-        node[last] = value
-    return result
 
 
 def _bad_fleet(case: dict[str, Any]) -> BadFleet:

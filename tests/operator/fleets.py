@@ -5,6 +5,7 @@ The operator's tests and the cluster's begin with one and say only what theirs h
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -35,6 +36,18 @@ def document(name: str = "f", **spec: Any) -> Document:
         "metadata": {"name": name},
         "spec": base | spec,
     }
+
+
+def changed(document: Document, changes: dict[str, Any]) -> Document:
+    """A copy with values at dotted paths; a number is a list index."""
+    result = copy.deepcopy(document)
+    for path, value in changes.items():
+        *above, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+        node: Any = result
+        for part in above:
+            node = node[part] if isinstance(part, int) else node.setdefault(part, {})
+        node[last] = value
+    return result
 
 
 def parsed(name: str = "f", **spec: Any) -> InferenceFleet:

@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.operator.fleets import cpu_pool, document
+from tests.operator.fleets import changed, cpu_pool, document
 from xpyd_core.errors import UserError
 from xpyd_operator.document import InferenceFleet, load_fleet, parse_fleet, parse_object
 
@@ -28,17 +28,6 @@ _TEN = [b"x0: &x0 [1]"] + [
 ]
 BOMB = b"\n".join(_TEN)
 """Each list is ten times the one before."""
-
-
-def changed(path: str, value: Any) -> dict[str, Any]:
-    """BASE with `value` at a dotted path; a number is a list index."""
-    document = copy.deepcopy(BASE)
-    *above, last = [int(part) if part.isdigit() else part for part in path.split(".")]
-    node: Any = document
-    for part in above:
-        node = node[part] if isinstance(part, int) else node.setdefault(part, {})
-    node[last] = value
-    return document
 
 
 def parse(document: Any) -> InferenceFleet:
@@ -98,16 +87,16 @@ def test_defaults_are_those_of_the_api():
     ],
 )
 def test_good_values_are_taken(path, value):
-    parse(changed(path, value))
+    parse(changed(BASE, {path: value}))
 
 
 @pytest.mark.parametrize("transport", ["UDS", "SharedMemory"])
 def test_in_local_mode_there_is_always_a_folder_for_sockets(transport):
-    text = json.dumps(changed("spec.kvTransfer.transport", transport)).encode()
+    text = json.dumps(changed(BASE, {"spec.kvTransfer.transport": transport})).encode()
     assert parse_fleet(text, source="f", local=True).spec.kv_transfer.transport == transport
     with pytest.raises(UserError, match="sameHostPath: Required value: in a cluster"):
         parse_fleet(text, source="f")
-    wrong = json.dumps(changed("spec.kvTransfer.sameHostPath", "relative")).encode()
+    wrong = json.dumps(changed(BASE, {"spec.kvTransfer.sameHostPath": "relative"})).encode()
     with pytest.raises(UserError, match="must be an absolute path"):
         parse_fleet(wrong, source="f", local=True)
 
@@ -123,7 +112,7 @@ def test_sizes_are_taken_in_every_spelling_that_yaml_reads_differently(written, 
 
 
 def test_all_mistakes_are_reported_at_once():
-    document = changed("spec.pools.0.role", "Decode")
+    document = changed(BASE, {"spec.pools.0.role": "Decode"})
     document["metadata"]["name"] = "A"
     document["spec"]["model"]["uri"] = "x"
     document["spec"]["kvTransfer"] = {"transport": "NIXL"}
@@ -148,7 +137,7 @@ def test_all_mistakes_are_reported_at_once():
     "value", [["s3cret"], {"s3cret": 1}, {"name": "A", "value": {"s3cret": 1}}, {"value": "s3cret"}]
 )
 def test_a_variable_that_is_wrong_is_not_shown(value):
-    lines = complaints(changed("spec.engine.env", [value]))
+    lines = complaints(changed(BASE, {"spec.engine.env": [value]}))
     assert lines
     shown = [line for line in lines if "s3cret" in line]
     # A misspelt field's name is shown: whoever writes a value there sees where it is.
@@ -170,7 +159,7 @@ def test_an_object_of_the_api_is_read_without_the_servers_bookkeeping():
 
 
 def test_an_object_of_other_rules_is_refused_with_all_mistakes():
-    stored = changed("spec.canary", {})
+    stored = changed(BASE, {"spec.canary": {}})
     stored["spec"]["pools"][1]["replicas"] = 5000
     with pytest.raises(UserError, match=r"(?s)chat: 2 mistakes.*5000.*spec\.canary"):
         parse_object(stored)
@@ -237,6 +226,6 @@ PATHS = [
 @settings(max_examples=80, deadline=None)
 @given(path=st.sampled_from(PATHS), value=VALUES)
 def test_any_junk_in_any_field_gives_a_user_error_or_a_fleet(path, value):
-    text = yaml.safe_dump(changed(path, value), allow_unicode=True)
+    text = yaml.safe_dump(changed(BASE, {path: value}), allow_unicode=True)
     with contextlib.suppress(UserError):
         parse_fleet(text.encode("utf-8", "surrogatepass"), source="f")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,6 +11,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from tests.operator import fleets
 from tests.operator.object_samples import FOLDER, SETTINGS, objects_of, placement_of, workloads_of
 from xpyd_core.pod_env import rendezvous_port
 from xpyd_operator.document import InferenceFleet, parse_fleet
@@ -33,14 +33,8 @@ DOCUMENT = yaml.safe_load((FOLDER / "full.fleet.yaml").read_text())
 
 def changed(*changes: tuple[str, Any]) -> InferenceFleet:
     """The full sample with values put at dotted paths."""
-    document = copy.deepcopy(DOCUMENT)
-    for path, value in changes:
-        *above, last = [int(part) if part.isdigit() else part for part in path.split(".")]
-        below = document
-        for key in above:
-            below = below[key] if isinstance(key, int) else below.setdefault(key, {})
-        below[last] = value
-    return parse_fleet(json.dumps(document).encode(), source="f")
+    made = fleets.changed(DOCUMENT, dict(changes))
+    return parse_fleet(json.dumps(made).encode(), source="f")
 
 
 def of_kind(fleet: InferenceFleet, kind: str) -> list[dict[str, Any]]:
@@ -218,12 +212,8 @@ def folders(fleet: InferenceFleet, namespace: str = "ns") -> dict[str, tuple[Any
 
 
 def near(*changes: tuple[str, Any]) -> InferenceFleet:
-    single = {"resources": {"gpus": 0}, "parallelism": {}, "template": {}}
-    pools = [
-        {"name": "p", "role": "Prefill", **single},
-        {"name": "d", "role": "Decode", **single},
-        {"name": "a", "role": "Aggregated", **single},
-    ]
+    roles = {"p": "Prefill", "d": "Decode", "a": "Aggregated"}
+    pools = [fleets.cpu_pool(*one, parallelism={}, template={}) for one in roles.items()]
     return changed(("spec.pools", pools), ("spec.kvTransfer", {"sameHostPath": "/x/"}), *changes)
 
 
