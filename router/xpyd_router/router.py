@@ -51,7 +51,7 @@ def read_secrets(config: RouterConfig) -> tuple[tuple[bytes, ...], tuple[bytes, 
     if config.admin_key_file is not None:
         admin_keys = read_keys(config.admin_key_file, "--admin-key-file")
     if config.kv_insecure:
-        logger.warning("--kv-insecure: whoever reaches the engines may read and write their KV")
+        logger.warning("--kv-insecure: any host that reaches engines may read and write their KV")
     return keys, admin_keys
 
 
