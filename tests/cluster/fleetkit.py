@@ -289,17 +289,14 @@ class FleetClient:
         return finish_load(process, timeout_s=300)
 
     def start_load(self, cases: Sequence[Case], *, requests: int, concurrency: int) -> Any:
-        """As `load`, in the background; finish_load() takes the result. With 0 requests the load
-        goes on until then."""
+        """As `load`, in the background; finish_load() takes the result."""
         url = f"http://{self.name}-router.{self.namespace}.svc:10001"
         script = ["python3", "-c", _LOAD_CLIENT, url, str(requests), str(concurrency)]
         argv = [kubectl_binary(), "-n", self.namespace, "exec", "-i", "client", "--", *script]
         process = self.cluster.popen(argv, stdin=-1, stdout=-1, stderr=-1, text=True)
-        process.stdin.write(f"{json.dumps([{'prompt': c.prompt, 'ids': c.ids} for c in cases])}\n")
-        process.stdin.flush()
-        if requests:
-            process.stdin.close()
-            process.stdin = None
+        process.stdin.write(json.dumps([{"prompt": c.prompt, "ids": c.ids} for c in cases]))
+        process.stdin.close()
+        process.stdin = None
         return process
 
     def prompt_tokens_computed(self, pool: str) -> dict[str, float]:
@@ -320,7 +317,7 @@ class FleetClient:
 
 
 def finish_load(process: Any, *, timeout_s: float) -> dict[str, Any]:
-    """End a load that goes on, wait for its last requests and take its report."""
+    """Wait for a load and take its report."""
     out, err = process.communicate(timeout=timeout_s)
     assert process.returncode == 0, f"{out}\n{err}"
     report: dict[str, Any] = json.loads(out.splitlines()[-1])

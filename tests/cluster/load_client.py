@@ -2,15 +2,13 @@
 
     python -c "$(cat load_client.py)" URL REQUESTS CONCURRENCY < cases.json
 
-The first line of the input is a list of {"prompt": [ids], "ids": [ids]}; every second request is
-streamed. REQUESTS 0: the load goes on until the input ends. Prints one JSON object. Needs Python
-and aiohttp, nothing of xpyd.
+`cases.json` is a list of {"prompt": [ids], "ids": [ids]}; every second request is streamed. Prints
+one JSON object. Needs Python and aiohttp, nothing of xpyd.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import sys
 import time
@@ -58,10 +56,8 @@ async def ask(session: aiohttp.ClientSession, url: str, case: dict[str, Any], st
 
 
 async def run(url: str, requests: int, concurrency: int, cases: list[dict[str, Any]]) -> None:
-    """Keep `concurrency` requests under way until `requests` have ended, or the input has."""
-    numbers = iter(range(requests)) if requests else itertools.count()
-    end_of_input = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
-    sent = 0
+    """Keep `concurrency` requests under way until `requests` have ended."""
+    numbers = iter(range(requests))
     failed: list[str] = []
     slowest = 0.0
     started = time.monotonic()
@@ -71,11 +67,9 @@ async def run(url: str, requests: int, concurrency: int, cases: list[dict[str, A
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
 
         async def one_by_one() -> None:
-            nonlocal sent, slowest
+            nonlocal slowest
             for number in numbers:
-                if not requests and end_of_input.done():
-                    return
-                begun, sent = time.monotonic(), sent + 1
+                begun = time.monotonic()
                 try:
                     await ask(session, url, cases[number % len(cases)], number % 2 == 0)
                 except (aiohttp.ClientError, TimeoutError, ValueError) as error:
@@ -88,7 +82,7 @@ async def run(url: str, requests: int, concurrency: int, cases: list[dict[str, A
 
         await asyncio.gather(*(one_by_one() for _ in range(concurrency)))
     result = {
-        "requests": sent,
+        "requests": requests,
         "failed": len(failed),
         "first_failures": failed[:SHOWN],
         "seconds": round(time.monotonic() - started, 1),
@@ -98,6 +92,4 @@ async def run(url: str, requests: int, concurrency: int, cases: list[dict[str, A
 
 
 if __name__ == "__main__":
-    asyncio.run(
-        run(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.stdin.readline()))
-    )
+    asyncio.run(run(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.load(sys.stdin)))
