@@ -46,6 +46,7 @@ def keep_waiting(run: Callable[[str], int]) -> None:
     class Popen(subprocess.Popen[Any]):
         """The first start of a fork server is the process that waits; all else is as ever."""
 
+        # The checks below are silenced: these methods are private to Popen, and it is replaced.
         def _execute_child(self, args: Any, *rest: Any) -> None:
             if ours.fileno() < 0 or tuple(args[: len(COMMAND)]) != COMMAND:
                 super()._execute_child(args, *rest)  # pyright: ignore

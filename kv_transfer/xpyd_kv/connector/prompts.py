@@ -178,7 +178,7 @@ class AnnouncedChunks:
         """The ranks see to it."""
 
     def message(self) -> bytes:
-        """What the ranks are told of the step that is launched next, which begins here."""
+        """The ranks' chunks of the step that is launched next, which begins here."""
         told, self._told = self._told, []
         chunks, self._chunks = self._chunks, []
         self._steps.append(chunks)

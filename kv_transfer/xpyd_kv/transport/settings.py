@@ -1,4 +1,4 @@
-"""What an Endpoint is told: who it is, its deadlines and its bounds. Frozen; defaults reasoned."""
+"""The settings of an Endpoint: its identity, deadlines and bounds. Frozen; defaults reasoned."""
 
 from __future__ import annotations
 

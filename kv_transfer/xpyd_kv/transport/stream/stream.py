@@ -82,7 +82,7 @@ class Stream:
         """Whether `waiting_since` may be a time: it has more to do than read and write its
         socket."""
         self.is_up = False
-        """Whether the session has been told of this peer."""
+        """Whether the session knows this peer."""
         self.main = main
         """P: the peer that this is a further connection of."""
         self._address = address
