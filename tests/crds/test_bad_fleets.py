@@ -11,9 +11,8 @@ from pydantic import ValidationError
 
 from tests.crds.fleets import BadFleet, bad_fleets, good_fleets
 from xpyd_core.errors import UserError
-from xpyd_operator.document import InferenceFleetPool, PoolSpec, load_fleet, parse_fleet
-from xpyd_operator.document.fleetpool import refused_changes
-from xpyd_operator.document.load import as_sent
+from xpyd_operator.document.fleetpool import InferenceFleetPool, PoolSpec, refused_changes
+from xpyd_operator.document.load import as_sent, load_fleet, parse_fleet
 from xpyd_operator.document.mistakes import describe_mistakes
 
 

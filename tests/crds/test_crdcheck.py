@@ -15,8 +15,7 @@ from tests.crds.crdcheck_program import Report, crdcheck, why_no_crdcheck
 from tests.crds.fleets import FLEET, BadFleet, bad_fleets, good_fleets
 from tests.operator.fleets import Document, changed
 from xpyd_core.errors import UserError
-from xpyd_operator.document import load_fleet, parse_fleet, parse_object
-from xpyd_operator.document.load import as_sent
+from xpyd_operator.document.load import as_sent, load_fleet, parse_fleet, parse_object
 
 pytestmark = pytest.mark.cluster
 NOT_ALL_CHECKED = (

@@ -26,7 +26,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from xpyd_operator.document import load_fleet
+from xpyd_operator.document.load import load_fleet
 from xpyd_operator.up.folder import find_fleets, state_root
 
 ROOT = Path(__file__).parents[2]

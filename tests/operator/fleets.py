@@ -9,7 +9,8 @@ import copy
 import json
 from typing import Any
 
-from xpyd_operator.document import InferenceFleet, parse_fleet
+from xpyd_operator.document.fleet import InferenceFleet
+from xpyd_operator.document.load import parse_fleet
 
 Document = dict[str, Any]
 

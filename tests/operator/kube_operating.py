@@ -18,7 +18,7 @@ from xpyd_operator.controller.decision.kinds import (
     Obj,
 )
 from xpyd_operator.controller.main import Operator, OperatorConfig
-from xpyd_operator.manifests import Settings
+from xpyd_operator.manifests.names import Settings
 
 SETTINGS = Settings("xpyd-worker:1", "xpyd-router:1")
 ALL = 15

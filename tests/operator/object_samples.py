@@ -11,16 +11,14 @@ from typing import Any
 
 import yaml
 
-from xpyd_operator.document import InferenceFleet, load_fleet
-from xpyd_operator.manifests import (
-    Placement,
-    Settings,
-    model_in_pod,
-    pool_object,
-    support_objects,
-    workload_objects,
-)
-from xpyd_operator.plan import ROUTER, Workload, fleet_want, pools_wanted
+from xpyd_operator.document.fleet import InferenceFleet
+from xpyd_operator.document.load import load_fleet
+from xpyd_operator.manifests.names import Placement, Settings
+from xpyd_operator.manifests.objects import pool_object, support_objects, workload_objects
+from xpyd_operator.manifests.pods import model_in_pod
+from xpyd_operator.plan.fleet import pools_wanted
+from xpyd_operator.plan.template import fleet_want
+from xpyd_operator.plan.values import ROUTER, Workload
 
 FOLDER = Path(__file__).parent / "testdata" / "objects"
 NAMES = tuple(sorted(file.name.removesuffix(".fleet.yaml") for file in FOLDER.glob("*.fleet.yaml")))

@@ -14,29 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from tests.operator.object_samples import SETTINGS, placement_of
-from xpyd_operator.document import InferenceFleet, load_fleet
-from xpyd_operator.manifests import model_in_pod, pool_object, workload_objects
+from xpyd_operator.document.fleet import InferenceFleet
+from xpyd_operator.document.load import load_fleet
 from xpyd_operator.manifests.names import LABEL_POOL, LABEL_REVISION
-from xpyd_operator.plan import (
-    DeleteWorkload,
-    DrainPool,
-    FleetWant,
-    PutWorkload,
-    Workload,
-    fleet_want,
-    plan,
-    pools_wanted,
-)
-from xpyd_operator.status import (
-    Children,
-    EventText,
-    Problem,
-    events,
-    find_problems,
-    fleet_seen,
-    fleet_status,
-)
-from xpyd_operator.status.children import MOST_TEXT
+from xpyd_operator.manifests.objects import pool_object, workload_objects
+from xpyd_operator.manifests.pods import model_in_pod
+from xpyd_operator.plan.fleet import plan, pools_wanted
+from xpyd_operator.plan.template import fleet_want
+from xpyd_operator.plan.values import DeleteWorkload, DrainPool, FleetWant, PutWorkload, Workload
+from xpyd_operator.status.children import MOST_TEXT, Children, fleet_seen
+from xpyd_operator.status.fleet import EventText, events, fleet_status
+from xpyd_operator.status.problems import Problem, find_problems
 
 Obj = dict[str, Any]
 BEGIN = datetime(2026, 11, 21, 10, 0, 0, tzinfo=UTC)

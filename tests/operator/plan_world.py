@@ -14,13 +14,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from xpyd_operator.plan import (
+from xpyd_operator.plan.fleet import plan, pools_wanted
+from xpyd_operator.plan.template import revision_of
+from xpyd_operator.plan.values import (
     ROUTER,
     DeleteWorkload,
     DrainPool,
     FleetSeen,
     FleetStatus,
     FleetWant,
+    PoolRole,
     PoolSeen,
     PoolWant,
     PutWorkload,
@@ -28,11 +31,7 @@ from xpyd_operator.plan import (
     Template,
     Workload,
     WorkloadSeen,
-    plan,
-    pools_wanted,
-    revision_of,
 )
-from xpyd_operator.plan.values import PoolRole
 
 ROLES: dict[str, PoolRole] = {
     "p": "Prefill",

@@ -9,8 +9,9 @@ import yaml
 
 from tests.crds.fleets import FLEET, changed, good_fleets
 from xpyd_core.errors import UserError
-from xpyd_operator.document import InferenceFleet, load_fleet, parse_fleet
+from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.fleetpool import refused_scale
+from xpyd_operator.document.load import load_fleet, parse_fleet
 from xpyd_operator.up.checks import check_local, cluster_only
 
 CPU = changed(FLEET, {f"spec.pools.{i}.resources": {"gpus": 0} for i in (0, 1)})

@@ -30,7 +30,7 @@ from xpyd_operator.controller.decision.state import (
     effect_of,
     read,
 )
-from xpyd_operator.status import EventText
+from xpyd_operator.status.fleet import EventText
 
 
 def test_the_first_status_is_written_at_once_and_the_others_at_growing_distances() -> None:

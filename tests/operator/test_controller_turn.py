@@ -37,7 +37,7 @@ from xpyd_operator.controller.decision.state import (
     effect_of,
     read,
 )
-from xpyd_operator.manifests import Settings
+from xpyd_operator.manifests.names import Settings
 
 SETTINGS = Settings("xpyd-worker:1", "xpyd-router:1")
 NOW = "2026-01-01T00:00:00Z"

@@ -10,7 +10,7 @@ import pytest
 from tests.operator.fleets import cpu_pool, parsed
 from xpyd_core.errors import UserError
 from xpyd_core.pod_env import PodEnv
-from xpyd_operator.plan import fleet_want
+from xpyd_operator.plan.template import fleet_want
 from xpyd_worker.command import configure, read_config
 from xpyd_worker.config import WorkerConfig
 from xpyd_worker.flags import GROUPS

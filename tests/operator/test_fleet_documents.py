@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from tests.operator.fleets import changed, cpu_pool, document
 from xpyd_core.errors import UserError
-from xpyd_operator.document import InferenceFleet, load_fleet, parse_fleet, parse_object
+from xpyd_operator.document.fleet import InferenceFleet
+from xpyd_operator.document.load import load_fleet, parse_fleet, parse_object
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GPUS = {"resources": {"gpus": 0}}

@@ -7,17 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from xpyd_operator.plan import (
-    Drain,
-    Forget,
-    InstanceSeen,
-    Kill,
-    Start,
-    Template,
-    Workload,
-    keep,
-)
-from xpyd_operator.plan.keep import BACKOFF_MOST_S, KILL_GRACE_S, STABLE_S
+from xpyd_operator.plan.keep import BACKOFF_MOST_S, KILL_GRACE_S, STABLE_S, keep
+from xpyd_operator.plan.values import Drain, Forget, InstanceSeen, Kill, Start, Template, Workload
 
 DRAIN_S = 20.0
 

@@ -14,19 +14,18 @@ from pydantic import BaseModel
 from tests.operator import fleets
 from tests.operator.object_samples import FOLDER, SETTINGS, objects_of, placement_of, workloads_of
 from xpyd_core.pod_env import rendezvous_port
-from xpyd_operator.document import InferenceFleet, parse_fleet
-from xpyd_operator.manifests import (
-    kv_secret,
+from xpyd_operator.document.fleet import InferenceFleet
+from xpyd_operator.document.load import parse_fleet
+from xpyd_operator.manifests import names
+from xpyd_operator.manifests.objects import kv_secret, pool_object, workload_objects
+from xpyd_operator.manifests.pods import (
+    engine_ports,
     model_in_pod,
-    names,
     pods_per_instance,
-    pool_object,
-    template_problems,
     uses_host_path,
-    workload_objects,
 )
-from xpyd_operator.manifests.pods import engine_ports
-from xpyd_operator.plan import fleet_want
+from xpyd_operator.manifests.refusals import template_problems
+from xpyd_operator.plan.template import fleet_want
 
 DOCUMENT = yaml.safe_load((FOLDER / "full.fleet.yaml").read_text())
 

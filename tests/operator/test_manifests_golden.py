@@ -19,8 +19,8 @@ from tests.operator.object_samples import (
     sample_fleet,
     workloads_of,
 )
-from xpyd_operator.manifests import Placement, kv_secret, workload_objects
-from xpyd_operator.manifests.names import LABEL_FLEET
+from xpyd_operator.manifests.names import LABEL_FLEET, Placement
+from xpyd_operator.manifests.objects import kv_secret, workload_objects
 
 EVERY = pytest.mark.parametrize("name", NAMES)
 SAFE_VOLUMES = {

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from tests.operator.fleets import parsed
 from tests.operator.object_samples import placement_of, workloads_of
-from xpyd_operator.document import InferenceFleet
-from xpyd_operator.manifests import template_problems, uses_host_path, workload_objects
+from xpyd_operator.document.fleet import InferenceFleet
+from xpyd_operator.manifests.objects import workload_objects
+from xpyd_operator.manifests.pods import uses_host_path
+from xpyd_operator.manifests.refusals import template_problems
 
 
 def fleet_with(

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from xpyd_operator.plan import (
+from xpyd_operator.plan.fleet import plan, pool_replicas, pools_wanted
+from xpyd_operator.plan.template import revision_of
+from xpyd_operator.plan.values import (
     ROUTER,
     DeleteWorkload,
     DrainPool,
@@ -21,10 +23,6 @@ from xpyd_operator.plan import (
     Template,
     Workload,
     WorkloadSeen,
-    plan,
-    pool_replicas,
-    pools_wanted,
-    revision_of,
 )
 
 

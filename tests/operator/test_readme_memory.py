@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from xpyd_operator.document import load_fleet
+from xpyd_operator.document.load import load_fleet
 from xpyd_operator.up.checks import locate_model, weights_bytes
 from xpyd_operator.up.memory import Machine, plan_memory
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.operator.fleets import cpu_pool, parsed
-from xpyd_operator.plan import ROUTER, fleet_want
+from xpyd_operator.plan.template import fleet_want
+from xpyd_operator.plan.values import ROUTER
 from xpyd_router.admission import AdmissionLimits
 from xpyd_router.command import command, read_config
 from xpyd_router.config import RouterConfig

@@ -21,9 +21,12 @@ import yaml
 from tests.operator.fleets import document, prefill_and_decode
 from tests.operator.object_samples import SETTINGS, placement_of
 from tests.operator.plan_world import Key, Running
-from xpyd_operator.document import parse_fleet, parse_object
-from xpyd_operator.manifests import model_in_pod, pool_object, workload_objects
-from xpyd_operator.plan import (
+from xpyd_operator.document.load import parse_fleet, parse_object
+from xpyd_operator.manifests.objects import pool_object, workload_objects
+from xpyd_operator.manifests.pods import model_in_pod
+from xpyd_operator.plan.fleet import plan
+from xpyd_operator.plan.template import fleet_want
+from xpyd_operator.plan.values import (
     ROUTER,
     DeleteWorkload,
     DrainPool,
@@ -34,10 +37,8 @@ from xpyd_operator.plan import (
     PutWorkload,
     SetStatus,
     WorkloadSeen,
-    fleet_want,
-    plan,
 )
-from xpyd_operator.status import Children, fleet_seen
+from xpyd_operator.status.children import Children, fleet_seen
 from xpyd_operator.up.checks import locate_model
 
 Obj = dict[str, Any]

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.operator.observed_cluster import Cluster, settled
-from xpyd_operator.document import load_fleet
+from xpyd_operator.document.load import load_fleet
 from xpyd_operator.manifests.names import workload_labels
-from xpyd_operator.plan import ROUTER, PoolSeen, Template, Workload, WorkloadSeen
-from xpyd_operator.status import Children, fleet_seen
+from xpyd_operator.plan.values import ROUTER, PoolSeen, Template, Workload, WorkloadSeen
+from xpyd_operator.status.children import Children, fleet_seen
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fleet.yaml"
 GROUP = "leaderworkerset.sigs.k8s.io/"

@@ -12,17 +12,12 @@ import pytest
 
 from tests.operator.observed_cluster import Cluster, settled
 from tests.operator.test_status_children import group_pod, group_set
-from xpyd_operator.document import InferenceFleet, load_fleet, parse_fleet
+from xpyd_operator.document.fleet import InferenceFleet
+from xpyd_operator.document.load import load_fleet, parse_fleet
 from xpyd_operator.document.status import FleetStatus, PoolStatus
-from xpyd_operator.status import (
-    Children,
-    Problem,
-    events,
-    fleet_seen,
-    fleet_status,
-    invalid_status,
-    pool_statuses,
-)
+from xpyd_operator.status.children import Children, fleet_seen
+from xpyd_operator.status.fleet import events, fleet_status, invalid_status, pool_statuses
+from xpyd_operator.status.problems import Problem
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fleet.yaml"
 TYPES = ["Ready", "Available", "Progressing", "Degraded", "RouterReady", "CapacityAvailable"]

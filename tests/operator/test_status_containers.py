@@ -16,7 +16,7 @@ from tests.operator.observed_cluster import (
     settled,
     told,
 )
-from xpyd_operator.document import load_fleet
+from xpyd_operator.document.load import load_fleet
 from xpyd_operator.status.children import MOST_TEXT
 from xpyd_operator.status.crashes import last_line
 

@@ -10,11 +10,13 @@ import pytest
 from tests.operator.observed_cluster import EXAMPLE, rfc3339
 from tests.operator.test_status_children import group_pod, group_set
 from xpyd_operator.controller.decision.kinds import POD, trim
-from xpyd_operator.document import InferenceFleet, load_fleet
-from xpyd_operator.manifests import model_in_pod
-from xpyd_operator.plan import fleet_want
-from xpyd_operator.status import Children, events, find_problems, fleet_seen, fleet_status
-from xpyd_operator.status.children import moment
+from xpyd_operator.document.fleet import InferenceFleet
+from xpyd_operator.document.load import load_fleet
+from xpyd_operator.manifests.pods import model_in_pod
+from xpyd_operator.plan.template import fleet_want
+from xpyd_operator.status.children import Children, fleet_seen, moment
+from xpyd_operator.status.fleet import events, fleet_status
+from xpyd_operator.status.problems import find_problems
 
 Obj = dict[str, Any]
 NOW = "2026-11-21T10:00:05Z"

@@ -12,20 +12,19 @@ from hypothesis import strategies as st
 
 from tests.operator.observed_cluster import Cluster, settled
 from tests.operator.test_status_children import group_pod, group_set
-from xpyd_operator.document import load_fleet
+from xpyd_operator.document.load import load_fleet
 from xpyd_operator.document.status import FleetStatus, PoolStatus
-from xpyd_operator.plan import plan
-from xpyd_operator.status import (
-    Children,
+from xpyd_operator.plan.fleet import plan
+from xpyd_operator.status.children import Children, fleet_seen
+from xpyd_operator.status.fleet import (
     events,
-    find_problems,
-    fleet_seen,
     fleet_status,
     invalid_pool_statuses,
     invalid_status,
     leaving_status,
     pool_statuses,
 )
+from xpyd_operator.status.problems import find_problems
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fleet.yaml"
 Obj = dict[str, Any]

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.operator.observed_cluster import Cluster
-from xpyd_operator.document import InferenceFleet, load_fleet, parse_fleet
+from xpyd_operator.document.fleet import InferenceFleet
+from xpyd_operator.document.load import load_fleet, parse_fleet
 from xpyd_operator.document.status import FleetStatus
-from xpyd_operator.status import Problem, events
+from xpyd_operator.status.fleet import events
+from xpyd_operator.status.problems import Problem
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "testdata" / "status" / "life.txt"

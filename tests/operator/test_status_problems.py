@@ -18,9 +18,9 @@ from tests.operator.observed_cluster import (
     settled,
     told,
 )
-from xpyd_operator.document import load_fleet, parse_fleet
-from xpyd_operator.status import Children, find_problems
-from xpyd_operator.status.children import MOST_TEXT, count, moment, short, tail
+from xpyd_operator.document.load import load_fleet, parse_fleet
+from xpyd_operator.status.children import MOST_TEXT, Children, count, moment, short, tail
+from xpyd_operator.status.problems import find_problems
 
 NODES = "0/1 nodes are available: "
 

@@ -11,7 +11,8 @@ import yaml
 
 from tests.crds.fleets import FLEET, changed
 from xpyd_core.errors import UserError
-from xpyd_operator.document import InferenceFleet, parse_fleet
+from xpyd_operator.document.fleet import InferenceFleet
+from xpyd_operator.document.load import parse_fleet
 from xpyd_operator.up.checks import check_layouts
 from xpyd_operator.up.run import plan_fleet_memory
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.kv.rank_pods import Side, engine_of, layout_of
 from xpyd_core.pod_env import PodEnv
-from xpyd_operator.document import parse_fleet
+from xpyd_operator.document.load import parse_fleet
 from xpyd_operator.plan.template import engine_template
 from xpyd_operator.up.memory import EngineMemory, Machine, plan_memory
 from xpyd_worker.command import configure, read_config

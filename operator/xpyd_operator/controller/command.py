@@ -82,7 +82,7 @@ def _run(args: argparse.Namespace) -> int:
             raise UserError(complaint)
     set_up_logging(args.log_level, args.log_format)
     from xpyd_operator.controller.main import OperatorConfig, run_operator
-    from xpyd_operator.manifests import Settings
+    from xpyd_operator.manifests.names import Settings
 
     settings = Settings(
         worker_image=args.worker_image,

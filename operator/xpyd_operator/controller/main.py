@@ -33,7 +33,7 @@ from xpyd_operator.controller.decision.kinds import ALWAYS, FLEET, FLEET_LABEL, 
 from xpyd_operator.controller.reconcile import EventPoster, Reconciler, TurnFailed
 from xpyd_operator.controller.watch import Inbox, Watcher, listed
 from xpyd_operator.controller.workqueue import FleetQueue
-from xpyd_operator.manifests import Settings
+from xpyd_operator.manifests.names import Settings
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 

@@ -53,9 +53,10 @@ from xpyd_operator.controller.decision.state import (
     describe,
     holder_of,
 )
-from xpyd_operator.manifests import Settings, kv_secret
-from xpyd_operator.manifests.names import FINALIZER, kv_secret_name
-from xpyd_operator.status import EventText, Problem, events
+from xpyd_operator.manifests.names import FINALIZER, Settings, kv_secret_name
+from xpyd_operator.manifests.objects import kv_secret
+from xpyd_operator.status.fleet import EventText, events
+from xpyd_operator.status.problems import Problem
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, cast
 
-from xpyd_operator.document import InferenceFleet
-from xpyd_operator.plan import ROUTER
+from xpyd_operator.document.fleet import InferenceFleet
+from xpyd_operator.plan.values import ROUTER
 
 JsonObject = dict[str, Any]
 """A Kubernetes object or a part of one, as JSON has it."""

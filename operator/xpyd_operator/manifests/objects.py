@@ -14,11 +14,12 @@ from __future__ import annotations
 from base64 import b64encode
 
 from xpyd_core.pod_env import HTTP_PORT, ROUTER_HTTP_PORT, data_port
-from xpyd_operator.document import InferenceFleet, Pool
+from xpyd_operator.document.engines import Pool
+from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.manifests import names
 from xpyd_operator.manifests.names import JsonObject, Placement, owned_object
 from xpyd_operator.manifests.pods import GPU_CLAIM, engine_pod, pods_per_instance, router_pod
-from xpyd_operator.plan import ROUTER, Workload
+from xpyd_operator.plan.values import ROUTER, Workload
 
 _PROGRESS_DEADLINE_S = 3600
 """A model of hundreds of gigabytes loads in less; the fleet's own conditions report earlier."""

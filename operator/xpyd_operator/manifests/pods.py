@@ -17,10 +17,11 @@ import posixpath
 from typing import Any, cast
 
 from xpyd_core.pod_env import HTTP_PORT, ROUTER_HTTP_PORT, data_port
-from xpyd_operator.document import InferenceFleet, Pool
+from xpyd_operator.document.engines import Pool
+from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.manifests import names
 from xpyd_operator.manifests.names import JsonObject, Placement, list_in, map_in
-from xpyd_operator.plan import ROUTER, Workload
+from xpyd_operator.plan.values import ROUTER, Workload
 
 MERGE_KEYS = {
     "containers": "name",

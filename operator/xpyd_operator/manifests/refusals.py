@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from xpyd_core.pod_env import ROUTER_HTTP_PORT
-from xpyd_operator.document import InferenceFleet
+from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.manifests import names
 from xpyd_operator.manifests.names import JsonObject, list_in, map_in
 from xpyd_operator.manifests.pods import APPENDED, MERGE_KEYS, engine_ports, shares_sockets, user_of

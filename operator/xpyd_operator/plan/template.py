@@ -14,7 +14,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from xpyd_core.parallel.checks import PIPELINE, TENSOR
-from xpyd_operator.document import InferenceFleet, KvTransfer, Parallelism, Pool, Router
+from xpyd_operator.document.engines import Parallelism, Pool
+from xpyd_operator.document.fleet import InferenceFleet, KvTransfer, Router
 from xpyd_operator.plan.values import MOST_REPLICAS, ROUTER, FleetWant, PoolWant, Template
 
 INSECURE_FLAG = "--kv-insecure"

@@ -24,8 +24,14 @@ from xpyd_operator.manifests.names import (
     pool_object_name,
     workload_name,
 )
-from xpyd_operator.plan import FleetSeen, PoolSeen, Template, Workload, WorkloadSeen
-from xpyd_operator.plan.values import PoolRole
+from xpyd_operator.plan.values import (
+    FleetSeen,
+    PoolRole,
+    PoolSeen,
+    Template,
+    Workload,
+    WorkloadSeen,
+)
 
 Raw = Mapping[str, Any]
 """One object, or a part of one, as JSON has it."""

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xpyd_operator.plan import ROUTER, FleetSeen, FleetWant, pools_wanted
-from xpyd_operator.plan.values import PoolRole
+from xpyd_operator.plan.fleet import pools_wanted
+from xpyd_operator.plan.values import ROUTER, FleetSeen, FleetWant, PoolRole
 from xpyd_operator.status.children import (
     NOTHING,
     Children,

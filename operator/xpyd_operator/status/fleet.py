@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from xpyd_operator.document import InferenceFleet
+from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.status import MAX_POOLS
 from xpyd_operator.manifests.names import endpoint, pool_selector, selector_text
 from xpyd_operator.manifests.pods import pods_per_instance, uses_host_path
-from xpyd_operator.plan import ROUTER, FleetSeen, FleetWant
+from xpyd_operator.plan.values import ROUTER, FleetSeen, FleetWant
 from xpyd_operator.status.children import (
     NOTHING,
     WORKER_INDEX,

@@ -21,8 +21,9 @@ from xpyd_core.parallel.checks import PIPELINE, TENSOR, Shape, check_parallel
 from xpyd_core.parallel.config import shape_of
 from xpyd_core.parallel.partition import PARTITION_VARIABLE, parse_override
 from xpyd_core.parallel.ranks import Sizes
-from xpyd_operator.document import InferenceFleet, Pool
-from xpyd_operator.manifests import template_problems
+from xpyd_operator.document.engines import Pool
+from xpyd_operator.document.fleet import InferenceFleet
+from xpyd_operator.manifests.refusals import template_problems
 from xpyd_operator.up.memory import flag_value
 
 CLUSTER_ONLY = frozenset(

@@ -20,8 +20,9 @@ from pathlib import Path
 
 from xpyd_core.errors import UserError
 from xpyd_core.pod_env import HTTP_PORT, KV_PORT
-from xpyd_operator.plan import (
-    INSECURE_FLAG,
+from xpyd_operator.plan.keep import keep
+from xpyd_operator.plan.template import INSECURE_FLAG
+from xpyd_operator.plan.values import (
     ROUTER,
     Drain,
     Forget,
@@ -31,7 +32,6 @@ from xpyd_operator.plan import (
     Template,
     Workload,
     WorkloadSeen,
-    keep,
 )
 from xpyd_operator.up.folder import DISCOVERY_PORT, FleetFolder, PodRecord, ProcessId, identify
 from xpyd_operator.up.memory import MemoryPlan

@@ -22,9 +22,12 @@ import msgspec
 from xpyd_core.errors import UserError
 from xpyd_core.logs import set_up_logging
 from xpyd_core.pod_env import HTTP_PORT, ROUTER_HTTP_PORT
-from xpyd_operator.document import InferenceFleet, load_fleet, parse_fleet
-from xpyd_operator.plan import ROUTER, fleet_want, layout_of, pools_wanted
+from xpyd_operator.document.fleet import InferenceFleet
+from xpyd_operator.document.load import load_fleet, parse_fleet
+from xpyd_operator.plan.fleet import pools_wanted
 from xpyd_operator.plan.keep import backoff_s
+from xpyd_operator.plan.template import fleet_want, layout_of
+from xpyd_operator.plan.values import ROUTER
 from xpyd_operator.up import control
 from xpyd_operator.up.checks import (
     check_layouts,

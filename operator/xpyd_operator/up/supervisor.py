@@ -21,9 +21,12 @@ from typing import Any, cast
 
 from xpyd_core.errors import UserError
 from xpyd_core.pod_env import HTTP_PORT
-from xpyd_operator.document import InferenceFleet
+from xpyd_operator.document.fleet import InferenceFleet
 from xpyd_operator.document.fleetpool import refused_changes, refused_scale
-from xpyd_operator.plan import (
+from xpyd_operator.plan.fleet import plan, pools_wanted
+from xpyd_operator.plan.keep import KILL_GRACE_S
+from xpyd_operator.plan.template import fleet_want
+from xpyd_operator.plan.values import (
     MOST_REPLICAS,
     ROUTER,
     DeleteWorkload,
@@ -35,11 +38,7 @@ from xpyd_operator.plan import (
     PoolSeen,
     PutWorkload,
     SetStatus,
-    fleet_want,
-    plan,
-    pools_wanted,
 )
-from xpyd_operator.plan.keep import KILL_GRACE_S
 from xpyd_operator.up.checks import check_layouts, locate_model, weights_bytes
 from xpyd_operator.up.folder import AddressClaim, FleetFolder, FleetRecord, identify
 from xpyd_operator.up.logs import rotate

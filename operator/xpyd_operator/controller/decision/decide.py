@@ -38,16 +38,12 @@ from xpyd_operator.controller.decision.state import (
     holder_of,
     pool_of,
 )
-from xpyd_operator.document import InferenceFleet
-from xpyd_operator.manifests import (
-    contains,
-    desired_hash,
-    pool_object,
-    support_objects,
-    workload_objects,
-)
+from xpyd_operator.document.fleet import InferenceFleet
+from xpyd_operator.manifests.compare import contains, desired_hash
 from xpyd_operator.manifests.names import ANNOTATION_APPLIED, FINALIZER
-from xpyd_operator.plan import (
+from xpyd_operator.manifests.objects import pool_object, support_objects, workload_objects
+from xpyd_operator.plan.fleet import plan, pools_wanted
+from xpyd_operator.plan.values import (
     ROUTER,
     DeleteWorkload,
     DrainPool,
@@ -56,11 +52,9 @@ from xpyd_operator.plan import (
     PoolWant,
     PutWorkload,
     Workload,
-    plan,
-    pools_wanted,
 )
-from xpyd_operator.status import Children, Problem
-from xpyd_operator.status.children import is_leaving, key_of, replicas_of
+from xpyd_operator.status.children import Children, is_leaving, key_of, replicas_of
+from xpyd_operator.status.problems import Problem
 
 _UNSETTLED_RECHECK_S = 10.0
 """Events wake a fleet; this is for findings that only time brings, such as volumes that are not

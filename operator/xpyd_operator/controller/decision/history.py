@@ -22,10 +22,9 @@ from xpyd_operator.controller.decision.state import (
     effect_of,
     read,
 )
-from xpyd_operator.manifests import Settings
-from xpyd_operator.manifests.names import kv_secret_name
-from xpyd_operator.status import EventText
+from xpyd_operator.manifests.names import Settings, kv_secret_name
 from xpyd_operator.status.children import Raw, rows, text
+from xpyd_operator.status.fleet import EventText
 
 _STEPS_S = (2.0, 6.0, 12.0)
 """Quiet after the first, second ... write; the last one for all that follow."""

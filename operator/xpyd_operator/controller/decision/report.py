@@ -18,18 +18,16 @@ from xpyd_operator.controller.decision.state import (
     pool_of,
 )
 from xpyd_operator.manifests.names import kv_secret_name
-from xpyd_operator.status import (
-    INVALID,
-    INVALID_TEMPLATE,
-    Problem,
-    find_problems,
+from xpyd_operator.status.children import is_leaving
+from xpyd_operator.status.conditions import INVALID, INVALID_TEMPLATE
+from xpyd_operator.status.fleet import (
     fleet_status,
     invalid_pool_statuses,
     invalid_status,
     leaving_status,
     pool_statuses,
 )
-from xpyd_operator.status.children import is_leaving
+from xpyd_operator.status.problems import Problem, find_problems
 
 
 @dataclass(frozen=True)

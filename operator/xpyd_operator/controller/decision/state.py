@@ -26,12 +26,14 @@ from xpyd_operator.controller.decision.kinds import (
     Obj,
     kind_of,
 )
-from xpyd_operator.document import InferenceFleet, parse_object
-from xpyd_operator.manifests import Placement, Settings, model_in_pod, template_problems
-from xpyd_operator.manifests.names import LABEL_POOL
-from xpyd_operator.plan import FleetSeen, FleetWant, fleet_want
-from xpyd_operator.status import Children, fleet_seen
-from xpyd_operator.status.children import Raw, rows, text
+from xpyd_operator.document.fleet import InferenceFleet
+from xpyd_operator.document.load import parse_object
+from xpyd_operator.manifests.names import LABEL_POOL, Placement, Settings
+from xpyd_operator.manifests.pods import model_in_pod
+from xpyd_operator.manifests.refusals import template_problems
+from xpyd_operator.plan.template import fleet_want
+from xpyd_operator.plan.values import FleetSeen, FleetWant
+from xpyd_operator.status.children import Children, Raw, fleet_seen, rows, text
 
 
 @dataclass(frozen=True)
