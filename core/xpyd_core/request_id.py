@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from functools import lru_cache
 from typing import NamedTuple
 
 from xpyd_core.errors import UserError
@@ -76,6 +77,7 @@ def parse_address(text: str) -> Address:
     return Address(host, int(port))
 
 
+@lru_cache(maxsize=4096)
 def is_dialable(address: Address) -> bool:
     """Whether an engine may dial an address it read in a request id: a literal ip, port >= 1024."""
     try:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
+import msgspec
+
 
 @dataclass(frozen=True)
 class KvLayout:
@@ -67,8 +69,7 @@ class BlockPool(Protocol):
 # --- P
 
 
-@dataclass(frozen=True)
-class SendStatus:
+class SendStatus(msgspec.Struct, frozen=True):
     """How a prompt's transfer stands: none (failed or cancelled), pending (no GRANT or PULL yet) or
     granted (and later done), and the incarnation of the D that answered ('' before)."""
 
@@ -79,8 +80,7 @@ class SendStatus:
 # --- D
 
 
-@dataclass(frozen=True)
-class OfferedPrompt:
+class OfferedPrompt(msgspec.Struct, frozen=True):
     """What P announced: all offered ids (prompt, then continue_from), and how many are the
     prompt's."""
 
@@ -88,16 +88,14 @@ class OfferedPrompt:
     prompt_tokens: int
 
 
-@dataclass(frozen=True)
-class Wait:
+class Wait(msgspec.Struct, frozen=True):
     """The KV is not there yet. Ask again after the next event or at the deadline. `for_blocks`: it
     would be pulled now and finds no room; who pulls before it takes room from it."""
 
     for_blocks: bool = False
 
 
-@dataclass(frozen=True)
-class Landed:
+class Landed(msgspec.Struct, frozen=True):
     """The KV of the first `tokens` tokens stands in `block_ids`; the references are the caller's
     now.
 
@@ -109,8 +107,7 @@ class Landed:
     skipped_tokens: int
 
 
-@dataclass(frozen=True)
-class NoKv:
+class NoKv(msgspec.Struct, frozen=True):
     """The KV will not come: compute the prompt here. `reason` is a short word for metrics and
     logs."""
 

@@ -241,7 +241,7 @@ def test_d_answers_an_offer_to_be_pulled_by_lease_and_pulls_later(d: receive_ben
         assert d.data(seq, first_block=1)
     checksums = (receive_bench.BLOCKS - 1) * LAYOUT.bytes_per_block
     d.commit(total_bytes=checksums)
-    assert d.told() == [ReceiveLanded(receive_bench.KEY, 0)]
+    assert d.told() == [ReceiveLanded(receive_bench.KEY, 0, "tcp")]
 
 
 def test_a_repeated_offer_is_answered_by_pull_again(d: receive_bench.Bench) -> None:

@@ -28,7 +28,7 @@ def test_offer_grant_data_commit_done(bench: Bench) -> None:
     assert all(bench.data(seq) for seq in range(LAYERS))
     bench.commit()
     assert bench.said() == ["GRANT", "DONE"]
-    assert bench.told() == [ReceiveLanded(KEY, 0)]
+    assert bench.told() == [ReceiveLanded(KEY, 0, "tcp")]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_another_peer_can_neither_offer_nor_send_nor_cancel_a_running_transfer(
     bench.session.peer_down(stranger, "closed")
     assert all(bench.data(seq) for seq in range(LAYERS))
     bench.commit()
-    assert bench.told() == [ReceiveLanded(KEY, 0)]
+    assert bench.told() == [ReceiveLanded(KEY, 0, "tcp")]
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_a_lease_runs_from_the_last_frame_not_while_it_moves(bench: Bench) -> No
         bench.pass_time(29)
         assert bench.data(seq)
     bench.commit()
-    assert bench.told() == [ReceiveLanded(KEY, 0)]
+    assert bench.told() == [ReceiveLanded(KEY, 0, "tcp")]
     bench.pass_time(29)
     assert bench.told() == []
     bench.pass_time(2)

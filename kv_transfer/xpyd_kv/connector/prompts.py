@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
+
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.memory.device import Event
 from xpyd_kv.memory.store import LandingStore, StagedLanding
@@ -75,8 +77,7 @@ class Hold:
     until_s: float
 
 
-@dataclass(frozen=True)
-class Settled:
+class Settled(msgspec.Struct, frozen=True):
     """What is remembered of a prompt that is over."""
 
     epoch: int

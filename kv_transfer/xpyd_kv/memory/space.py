@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+import msgspec
+
 from xpyd_core.errors import UserError, XpydError
 from xpyd_core.sizes import format_bytes
 from xpyd_kv.memory.api import KvMemory, Place, Room, SpillKind
@@ -96,8 +98,7 @@ def _copy_now(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> N
             offset += len(target)
 
 
-@dataclass(frozen=True)
-class BlockRoom:
+class BlockRoom(msgspec.Struct, frozen=True):
     """Blocks of the paged cache: see Room."""
 
     memory: KvMemory

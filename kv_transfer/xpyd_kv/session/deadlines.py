@@ -5,8 +5,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+import msgspec
 
 from xpyd_core.request_id import TransferKey
 
@@ -24,8 +25,8 @@ class Alarm:
 
 
 class Deadlines(Generic[K]):
-    """Deadlines by key. A heap with stale entries, dropped when they come up or outnumber the
-    rest."""
+    """Deadlines by key. A heap in which each key has an entry at its deadline or before: a later
+    deadline, the usual change, costs no entry; what comes up too early goes back."""
 
     def __init__(self, alarm: Alarm | None = None) -> None:
         self._alarm = alarm or Alarm()
@@ -37,14 +38,14 @@ class Deadlines(Generic[K]):
         return len(self._at)
 
     def set(self, key: K, at: float) -> None:
-        """`key`'s deadline is `at` now, whatever it was."""
-        if self._at.get(key) == at:
-            return
+        """`key`'s deadline is `at` now, whatever it was. Hot path."""
+        before = self._at.get(key)
         self._at[key] = at
+        if before is not None and before <= at:
+            return
         if at < self._alarm.at:
             self._alarm.at = at
-        self._order += 1
-        heapq.heappush(self._heap, (at, self._order, key))
+        self._push(key, at)
         if len(self._heap) > 2 * len(self._at) + _MIN_STALE:
             self._heap = [(time, order, key) for order, (key, time) in enumerate(self._at.items())]
             heapq.heapify(self._heap)
@@ -57,18 +58,27 @@ class Deadlines(Generic[K]):
     def due(self, now: float) -> list[K]:
         """Keys whose deadline has come, earliest first; they have none after that."""
         keys: list[K] = []
-        while self._heap and self._heap[0][0] <= now:
-            at, _, key = heapq.heappop(self._heap)
-            if self._at.get(key) == at:
-                del self._at[key]
-                keys.append(key)
+        while (first := self.next()) is not None and first <= now:
+            key = heapq.heappop(self._heap)[2]
+            del self._at[key]
+            keys.append(key)
         return keys
 
     def next(self) -> float | None:
         """The earliest deadline, or None."""
-        while self._heap and self._at.get(self._heap[0][2]) != self._heap[0][0]:
+        while self._heap:
+            entry_at, _, key = self._heap[0]
+            at = self._at.get(key)
+            if at == entry_at:
+                return at
             heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
+            if at is not None and at > entry_at:
+                self._push(key, at)
+        return None
+
+    def _push(self, key: K, at: float) -> None:
+        self._order += 1
+        heapq.heappush(self._heap, (at, self._order, key))
 
 
 class Remembered(Generic[K, V]):
@@ -112,8 +122,7 @@ class Remembered(Generic[K, V]):
         self.due_s = math.inf
 
 
-@dataclass(frozen=True)
-class _Stone:
+class _Stone(msgspec.Struct, frozen=True):
     last_epoch: int
     # The request of this key has gone on: no later epoch is of use either.
     closed: bool

@@ -3,7 +3,7 @@ engine's."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
 from xpyd_core.request_id import TransferKey
 from xpyd_kv.values import OfferedPrompt
@@ -12,8 +12,7 @@ from xpyd_kv.wire.messages import Mode
 # --- P
 
 
-@dataclass(frozen=True)
-class SendGranted:
+class SendGranted(msgspec.Struct, frozen=True):
     """D made room; `incarnation` names the D process that did."""
 
     key: TransferKey
@@ -21,8 +20,7 @@ class SendGranted:
     incarnation: str
 
 
-@dataclass(frozen=True)
-class SendDeferred:
+class SendDeferred(msgspec.Struct, frozen=True):
     """D waits with its GRANT or PULL, and keeps the OFFER; `incarnation` names that process."""
 
     key: TransferKey
@@ -30,8 +28,7 @@ class SendDeferred:
     incarnation: str
 
 
-@dataclass(frozen=True)
-class SendFlushed:
+class SendFlushed(msgspec.Struct, frozen=True):
     """PUT: of what was handed over, the first `areas` areas are sent."""
 
     key: TransferKey
@@ -39,8 +36,7 @@ class SendFlushed:
     areas: int
 
 
-@dataclass(frozen=True)
-class SendSpilled:
+class SendSpilled(msgspec.Struct, frozen=True):
     """The answer to `spill`. `taken`: everything is read from there, no block any more; else from
     the blocks as before, and nothing from the spill."""
 
@@ -49,8 +45,7 @@ class SendSpilled:
     taken: bool
 
 
-@dataclass(frozen=True)
-class SendEnded:
+class SendEnded(msgspec.Struct, frozen=True):
     """Nothing of this transfer is in flight: its blocks may go. `reason` is '' when D has the
     KV."""
 
@@ -64,8 +59,7 @@ SendEvent = SendGranted | SendDeferred | SendFlushed | SendSpilled | SendEnded
 # --- D
 
 
-@dataclass(frozen=True)
-class ReceiveOffered:
+class ReceiveOffered(msgspec.Struct, frozen=True):
     """P announced a prompt: grant, defer or finish it. With mode get: defer, and grant when its
     request runs. What a grant skips is a multiple of `alignment_tokens`."""
 
@@ -77,18 +71,16 @@ class ReceiveOffered:
     mode: Mode = "put_async"
 
 
-@dataclass(frozen=True)
-class ReceiveLanded:
+class ReceiveLanded(msgspec.Struct, frozen=True):
     """All bytes stand in the landing and agree with COMMIT. No write follows. `transport` has moved
     them."""
 
     key: TransferKey
     epoch: int
-    transport: str = field(default="", compare=False)
+    transport: str = ""
 
 
-@dataclass(frozen=True)
-class ReceiveEnded:
+class ReceiveEnded(msgspec.Struct, frozen=True):
     """The KV will not come, or is withdrawn. Writes may still land: see ReceiveQuiet."""
 
     key: TransferKey
@@ -96,8 +88,7 @@ class ReceiveEnded:
     reason: str
 
 
-@dataclass(frozen=True)
-class ReceiveQuiet:
+class ReceiveQuiet(msgspec.Struct, frozen=True):
     """No write can land any more: a landing granted to this transfer may be freed."""
 
     key: TransferKey

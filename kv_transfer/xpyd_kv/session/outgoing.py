@@ -16,6 +16,8 @@ from enum import StrEnum
 from hashlib import sha256
 from typing import NamedTuple
 
+import msgspec
+
 from xpyd_core.request_id import Address, TransferKey
 from xpyd_kv.memory.api import KvMemory, Room
 from xpyd_kv.memory.device import View
@@ -27,8 +29,7 @@ from xpyd_kv.wire import messages as wire
 from xpyd_kv.wire.messages import Mode
 
 
-@dataclass(frozen=True)
-class ReadyArea:
+class ReadyArea(msgspec.Struct, frozen=True):
     """An area that stands in the cache; `block_ids` are its blocks, `area.first_block` first."""
 
     area: Area
@@ -159,8 +160,7 @@ PairName = tuple[int, int]
 """A rank of P and a rank of D."""
 
 
-@dataclass(frozen=True)
-class OfferRequest:
+class OfferRequest(msgspec.Struct, frozen=True):
     """What the engine's side hands over for one transfer. `body`: the token ids as u32."""
 
     key: TransferKey

@@ -154,6 +154,7 @@ class TcpEndpoint:
             pause_s=self._deadlines.listen_pause_s,
         )
         self._thread: threading.Thread | None = None
+        self._ident = 0  # The thread's, while it runs.
         self._flush_by: float | None = None
         self._has_ended = False
 
@@ -197,7 +198,7 @@ class TcpEndpoint:
     # --- on the I/O thread, for the session
 
     def connect(self, address: Address, *, data: bool = False) -> Peer | None:
-        if threading.current_thread() is not self._thread:
+        if threading.get_ident() != self._ident:
             raise RuntimeError(_WRONG_THREAD)
         registry, now = self._streams.registry, self._clock()
         peer = registry.peer_at(address)
@@ -248,7 +249,7 @@ class TcpEndpoint:
         return source.digest
 
     def _stream(self, peer: Peer) -> Stream:
-        if threading.current_thread() is not self._thread:
+        if threading.get_ident() != self._ident:
             raise RuntimeError(_WRONG_THREAD)
         if not isinstance(peer, Stream):
             raise TypeError("not a peer of this endpoint")
@@ -257,6 +258,7 @@ class TcpEndpoint:
     # --- the loop
 
     def _run(self) -> None:
+        self._ident = threading.get_ident()
         try:
             while self._flush_by is None or not self._is_flushed(self._flush_by):
                 self._turn()

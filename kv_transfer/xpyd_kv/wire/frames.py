@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -127,10 +127,13 @@ class Limits:
         }
 
     def fault(self, message: Message, body_bytes: int) -> str:
-        """What is wrong with a body of this length behind this header; '' when nothing is."""
-        name = type(message).__name__.upper()
-        if body_bytes > self.max_body_bytes.get(type(message), 0):
-            return f"{name} with a body of {body_bytes} bytes, over its limit"
+        """What is wrong with a body of this length behind this header; '' when nothing is. Hot
+        path: most types have no body."""
+        limit = self.max_body_bytes.get(type(message))
+        if body_bytes > (limit or 0):
+            return f"{_name(message)} with a body of {body_bytes} bytes, over its limit"
+        if limit is None:
+            return ""
         if isinstance(message, Data):
             length = self.data_bytes(message)
             if not length:
@@ -148,7 +151,7 @@ class Limits:
             agrees = body_bytes > 0 if message.shared else body_bytes == message.size_bytes
         else:
             agrees = True
-        return "" if agrees else f"{name} whose body's length disagrees with its header"
+        return "" if agrees else f"{_name(message)} whose body's length disagrees with its header"
 
     def data_bytes(self, header: Data | Shared) -> int:
         """KV bytes that the header's ranges mean; 0 when they are empty or impossible."""
@@ -175,18 +178,21 @@ def encode(message: Message, body_bytes: int = 0) -> bytes:
     what this returns, `Decoder` accepts (within the receiver's Limits).
     """
     header = _ENCODER.encode(message)
-    name = type(message).__name__.upper()
     if body_bytes > _MAX_BODY_BYTES:
-        raise IllegalMoveError(f"{name}: a body of {body_bytes} bytes is too long")
+        raise IllegalMoveError(f"{_name(message)}: a body of {body_bytes} bytes is too long")
     if len(header) > MAX_HEADER_BYTES:
-        raise IllegalMoveError(f"{name}: a header of {len(header)} bytes is too long")
+        raise IllegalMoveError(f"{_name(message)}: a header of {len(header)} bytes is too long")
     try:
         _DECODERS[type(message)].decode(header)
     except msgspec.ValidationError as error:
-        raise IllegalMoveError(f"{name}: {error}") from error
+        raise IllegalMoveError(f"{_name(message)}: {error}") from error
     number = TYPE_NUMBERS[type(message)]
     prefix = _PREFIX.pack(MAGIC, number, MUST, len(header), body_bytes, zlib.crc32(header))
     return prefix + header
+
+
+def _name(message: Message) -> str:
+    return type(message).__name__.upper()
 
 
 class Decoder:
@@ -200,15 +206,15 @@ class Decoder:
     def __init__(self, limits: Limits, allowed: Allowed = None) -> None:
         self.limits = limits
         self.allowed = allowed
+        # The beginning of a frame (or of DATA's checksum) whose rest has not come; so many bytes of
+        # it are needed to go on.
         self._buffer = bytearray()
-        self._prefix: tuple[type[Message] | None, int, int, int] | None = None
-        self._message: Message | None = None
-        self._need: int = PREFIX_BYTES
-        self._skip_left = 0
-        # Takes what `_need` bytes are: prefix, header, body or DATA's checksum.
-        self._step: Callable[[], FrameEvent | None] = self._read_prefix
+        self._need = PREFIX_BYTES
+        self._data: Data | None = None
+        """The header of the DATA frame under way."""
         self.data_left = 0
         """KV bytes still missing of the DATA frame under way, 0 when there are none."""
+        self._skip_left = 0
 
     @property
     def kept_bytes(self) -> int:
@@ -223,27 +229,37 @@ class Decoder:
 
     def feed(self, data: bytes | bytearray | memoryview) -> Iterator[FrameEvent]:
         """The events that `data` completes, one at a time: consume all of them before the next
-        feed. ProtocolError is raised at its place in the order."""
+        feed. ProtocolError is raised at its place in the order. Hot path: a frame that is whole in
+        `data` is read in one step, without a copy in between."""
         rest = memoryview(data)
         while len(rest):
             if self.data_left:
                 chunk, rest = rest[: self.data_left], rest[self.data_left :]
                 yield DataChunk(chunk)
                 self.data_read(len(chunk))
-            elif self._skip_left:
+                continue
+            if self._skip_left:
                 skipped = min(self._skip_left, len(rest))
                 self._skip_left -= skipped
                 rest = rest[skipped:]
+                continue
+            if not self._buffer:
+                event, taken = self._read(rest)
+                if not taken:
+                    self._buffer += rest[: self._need]
+                    taken = len(self._buffer)
+                rest = rest[taken:]
             else:
                 missing = self._need - len(self._buffer)
                 self._buffer += rest[:missing]
                 rest = rest[missing:]
-                if self._prefix is None and not MAGIC.startswith(self._buffer[: len(MAGIC)]):
-                    raise ProtocolError("not a frame: wrong magic")
-                while len(self._buffer) == self._need:
-                    event = self._step()
-                    if event is not None:
-                        yield event
+                if PREFIX_BYTES <= len(self._buffer) < self._need:
+                    continue  # Of what is here, all is known.
+                event, taken = self._read(memoryview(self._buffer))
+                if taken:
+                    self._buffer = bytearray()
+            if event is not None:
+                yield event
 
     def data_read(self, count: int) -> None:
         """Count `count` KV bytes that the caller has read without `feed`."""
@@ -251,9 +267,55 @@ class Decoder:
             raise IllegalMoveError("more bytes read than the DATA frame has")
         self.data_left -= count
 
-    def _read_prefix(self) -> None:
-        fields: tuple[bytes, int, int, int, int, int] = _PREFIX.unpack(self._buffer)
-        _, number, flags, header_bytes, body_bytes, crc = fields
+    def _read(self, data: memoryview) -> tuple[FrameEvent | None, int]:
+        """The event that `data` begins with, if it makes one, and how many bytes of it that took;
+        0: `_need` bytes are needed."""
+        size = len(data)
+        if self._data is not None:
+            return self._read_checksum(self._data, data)
+        if size < PREFIX_BYTES:
+            if not MAGIC.startswith(data[: len(MAGIC)]):
+                raise ProtocolError("not a frame: wrong magic")
+            return None, 0
+        fields: tuple[bytes, int, int, int, int, int] = _PREFIX.unpack_from(data)
+        magic, number, flags, header_bytes, body_bytes, crc = fields
+        if magic != MAGIC:
+            raise ProtocolError("not a frame: wrong magic")
+        kind = self._kind_of(number, flags, body_bytes)
+        header_end = PREFIX_BYTES + header_bytes
+        if size < header_end:
+            self._need = header_end
+            return None, 0
+        raw = bytes(data[:header_end])
+        message = _message_of(kind, raw, crc)
+        if message is None:
+            self._skip_left = body_bytes
+            self._need = PREFIX_BYTES
+            return None, header_end
+        fault = self.limits.fault(message, body_bytes)
+        if fault:
+            raise ProtocolError(fault)
+        if isinstance(message, Data):
+            self._data = message
+            self._need = CHECKSUM_BYTES
+            self.data_left = body_bytes - CHECKSUM_BYTES
+            return DataBegin(message, self.data_left), header_end
+        end = header_end + body_bytes
+        if size < end:
+            self._need = end
+            return None, 0
+        self._need = PREFIX_BYTES
+        return Frame(message, bytes(data[header_end:end]), raw), end
+
+    def _read_checksum(self, header: Data, data: memoryview) -> tuple[DataEnd | None, int]:
+        if len(data) < CHECKSUM_BYTES:
+            return None, 0
+        self._data = None
+        self._need = PREFIX_BYTES
+        return DataEnd(header, bytes(data[:CHECKSUM_BYTES])), CHECKSUM_BYTES
+
+    def _kind_of(self, number: int, flags: int, body_bytes: int) -> type[Message] | None:
+        """The type of a frame whose prefix says so; None: unknown, to be skipped."""
         kind = _TYPES.get(number)
         if self.allowed is not None and kind not in self.allowed:
             raise ProtocolError(f"type {number} is not allowed now")
@@ -265,58 +327,17 @@ class Decoder:
             limit = self.limits.max_body_bytes.get(kind, 0)
         if body_bytes > limit:
             raise ProtocolError(f"type {number} with a body of {body_bytes} bytes, over its limit")
-        self._prefix = (kind, header_bytes, body_bytes, crc)
-        self._need = PREFIX_BYTES + header_bytes
-        self._step = self._read_header
+        return kind
 
-    def _read_header(self) -> FrameEvent | None:
-        assert self._prefix is not None
-        kind, _, body_bytes, crc = self._prefix
-        header = memoryview(self._buffer)[PREFIX_BYTES:]
-        try:
-            if zlib.crc32(header) != crc:
-                raise ProtocolError("a header's CRC is wrong")
-            message = None if kind is None else _DECODERS[kind].decode(header)
-        except (ValueError, RecursionError) as error:
-            # The error holds nothing of the header: a stranger may have written it.
-            name = "" if kind is None else kind.__name__.upper()
-            raise ProtocolError(f"{name} header breaks its schema") from error
-        finally:
-            header.release()
-        if message is None:
-            self._skip_left = body_bytes
-            self._reset()
-            return None
-        fault = self.limits.fault(message, body_bytes)
-        if fault:
-            raise ProtocolError(fault)
-        self._message = message
-        self._step = self._finish
-        if isinstance(message, Data):
-            self._buffer = bytearray()
-            self._need = CHECKSUM_BYTES
-            self.data_left = body_bytes - CHECKSUM_BYTES
-            return DataBegin(message, self.data_left)
-        if not body_bytes:
-            return self._finish()
-        self._need += body_bytes
-        return None
 
-    def _finish(self) -> FrameEvent:
-        message = self._message
-        assert self._prefix is not None
-        assert message is not None
-        if isinstance(message, Data):
-            event = DataEnd(message, bytes(self._buffer))
-        else:
-            header_end = PREFIX_BYTES + self._prefix[1]
-            raw, body = bytes(self._buffer[:header_end]), bytes(self._buffer[header_end:])
-            event = Frame(message, body, raw)
-        self._reset()
-        return event
-
-    def _reset(self) -> None:
-        self._buffer = bytearray()
-        self._prefix = self._message = None
-        self._need = PREFIX_BYTES
-        self._step = self._read_prefix
+def _message_of(kind: type[Message] | None, raw: bytes, crc: int) -> Message | None:
+    """The header behind the prefix; None where its type is unknown."""
+    header = memoryview(raw)[PREFIX_BYTES:]
+    if zlib.crc32(header) != crc:
+        raise ProtocolError("a header's CRC is wrong")
+    try:
+        return None if kind is None else _DECODERS[kind].decode(header)
+    except (ValueError, RecursionError) as error:
+        # The error holds nothing of the header: a stranger may have written it.
+        name = "" if kind is None else kind.__name__.upper()
+        raise ProtocolError(f"{name} header breaks its schema") from error

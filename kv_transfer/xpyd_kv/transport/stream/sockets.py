@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import ipaddress
-import selectors
+import os
+import select
 import socket
 import struct
+import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -109,25 +111,27 @@ def bound_address(sock: socket.socket) -> Address:
     return Address(str(name[0]), int(name[1]))
 
 
-READ = selectors.EVENT_READ
-WRITE = selectors.EVENT_WRITE
+READ = select.EPOLLIN
+WRITE = select.EPOLLOUT
 Ready = Callable[[int, float], None]
 """What a socket does when it is ready: (mask of READ and WRITE, now)."""
 
 
 class WakeableSelector:
-    """epoll (or what the system has) plus a queue of calls. All but `call` on the I/O thread."""
+    """epoll plus a queue of calls. All but `call` on the I/O thread."""
 
     def __init__(self) -> None:
-        self._selector = selectors.DefaultSelector()
-        self._wake_in, self._wake_out = socket.socketpair()
-        self._wake_in.setblocking(False)
-        self._wake_out.setblocking(False)
-        self._selector.register(self._wake_out, READ, None)
+        self._epoll = select.epoll()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._wake, READ)
+        # What is watched, by file descriptor: for what, and what is called.
+        self._watched: dict[int, tuple[int, Ready]] = {}
         self.calls: deque[Callable[[], None]] = deque()
         """The calls of other threads that wait, in order."""
         # Whether a call has to end a `select` under way, which none has ended yet.
         self._sleeps = False
+        # So that no call of another thread writes to a descriptor that is somebody else's by now.
+        self._closing = threading.Lock()
 
     def call(self, function: Callable[[], None]) -> None:
         """From any thread: put `function` into `calls`, and end a `select` under way."""
@@ -135,38 +139,41 @@ class WakeableSelector:
         # Many calls between two turns cost one wake, those within a turn none. `select` raises the
         # flag before it looks at the queue, so a call is either seen there or ends it.
         if self._sleeps:
-            self._sleeps = False
-            try:
-                self._wake_in.send(b"\0")
-            except OSError:
-                # Full: a wake is pending. Closed: nobody is left to be woken.
-                return
+            with self._closing:
+                if self._sleeps:
+                    self._sleeps = False
+                    os.eventfd_write(self._wake, 1)
 
     def set(self, sock: socket.socket, mask: int, ready: Ready) -> None:
         """Watch `sock` for `mask` from now on; 0 = not at all."""
-        watched = sock.fileno() in self._selector.get_map()
+        number = sock.fileno()
         if not mask:
-            if watched:
-                self._selector.unregister(sock)
-        elif watched:
-            self._selector.modify(sock, mask, ready)
+            if self._watched.pop(number, None) is not None:
+                self._epoll.unregister(number)
+            return
+        if number in self._watched:
+            self._epoll.modify(number, mask)
         else:
-            self._selector.register(sock, mask, ready)
+            self._epoll.register(number, mask)
+        self._watched[number] = (mask, ready)
 
     def select(self, timeout_s: float | None) -> list[tuple[Ready, int]]:
         """Wait until a socket is ready, a call has come, or the timeout has passed."""
-        ready: list[tuple[Ready, int]] = []
         self._sleeps = True
-        found = self._selector.select(0.0 if self.calls else timeout_s)
+        found = self._epoll.poll(0.0 if self.calls else timeout_s, len(self._watched) + 1)
         self._sleeps = False
-        for key, mask in found:
-            if key.data is None:
-                self._wake_out.recv(4096)
+        ready: list[tuple[Ready, int]] = []
+        for number, mask in found:
+            if number == self._wake:
+                os.eventfd_read(number)
             else:
-                ready.append((key.data, mask))
+                watched, call = self._watched[number]
+                # An error or a hang-up: reading or writing says what it is.
+                ready.append((call, mask & watched or watched))
         return ready
 
     def close(self) -> None:
-        self._selector.close()
-        self._wake_in.close()
-        self._wake_out.close()
+        with self._closing:
+            self._sleeps = False
+            self._epoll.close()
+            os.close(self._wake)
