@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import aiohttp
 import pytest
+from yarl import URL
 
-from xpyd_operator.controller.decision.kinds import POD
-from xpyd_operator.controller.watch import WatchBody, listed
+from xpyd_operator.controller.decision.kinds import POD, Obj
+from xpyd_operator.controller.watch import WatchBody, WatchInterceptor, listed
 
 GONE = {"type": "ERROR", "object": {"kind": "Status", "code": 410}}
 
@@ -107,3 +109,48 @@ def test_a_list_says_where_it_is_from_and_whether_more_follows() -> None:
     assert (part.version, part.first, part.last) == (12, True, False)
     assert [pod["kind"] for pod in part.objects] == ["Pod"]
     assert listed(POD, None, {"metadata": {"resourceVersion": "x"}}, first=False).version == -1
+
+
+def intercepted(method: str, url: str, body: Obj) -> tuple[list[tuple[str, str, str]], list[Any]]:
+    """What the interceptor of pods counts and sends of a request that is answered with `body`."""
+    counted: list[tuple[str, str, str]] = []
+    sent: list[Any] = []
+
+    async def run() -> None:
+        seam = WatchInterceptor(
+            [POD], sent.append, count=lambda *what: counted.append(what), count_event=sent.append
+        )
+        answer = SimpleNamespace(status=200, read=lambda: asyncio.sleep(0, json.dumps(body)))
+
+        async def handler(request: object) -> object:
+            return answer
+
+        request = SimpleNamespace(method=method, url=URL(url))
+        assert await seam(cast("Any", request), cast("Any", handler)) is cast("Any", answer)
+        assert seam.untried() == ([] if counted else ["pods"])
+
+    asyncio.run(run())
+    return counted, sent
+
+
+PODS = "http://api/api/v1/namespaces/ns/pods"
+
+
+def test_a_list_of_its_kinds_is_counted_and_sent() -> None:
+    counted, sent = intercepted("GET", PODS, {"metadata": {"resourceVersion": "3"}, "items": []})
+    assert counted == [("list", "pods", "200")]
+    assert [(part.kind, part.namespace, part.version) for part in sent] == [(POD, "ns", 3)]
+
+
+@pytest.mark.parametrize(
+    ("method", "url"),
+    [
+        ("PATCH", f"{PODS}/a"),
+        ("GET", "http://api/healthz"),
+        ("GET", "http://api/api/v1/namespaces/ns/configmaps"),
+    ],
+)
+def test_requests_that_are_no_list_of_its_kinds_are_none_of_its_business(
+    method: str, url: str
+) -> None:
+    assert intercepted(method, url, {}) == ([], [])

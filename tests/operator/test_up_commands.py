@@ -70,7 +70,9 @@ def test_elsewhere_than_on_linux_a_local_fleet_is_refused(platform):
 def test_a_document_that_does_not_fit_is_refused_before_anything_starts(tmp_path, capsys):
     text = DEMO.read_text().replace("file://../demo-model", f"file://{DEMO.parents[1]}/demo-model")
     file = tmp_path / "huge.yaml"
-    file.write_text(text.replace("hostPoolSize: 256Mi", "hostPoolSize: 100Ti"))
+    # UDS needs a folder of the nodes in a cluster only.
+    pool = "hostPoolSize: 100Ti\n    transport: UDS"
+    file.write_text(text.replace("hostPoolSize: 256Mi", pool))
     assert cli.main(["up", "-f", str(file)]) == 2
     assert "the fleet does not fit this machine: it needs 300.0 TiB" in capsys.readouterr().err
     assert not (tmp_path / "xpyd").exists()

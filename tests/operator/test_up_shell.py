@@ -267,6 +267,8 @@ def test_a_second_ctrl_c_kills_what_does_not_drain(fleet):
     fleet.settled()
     child.send_signal(signal.SIGINT)
     until(lambda: {p.state for n, p in fleet.pods().items() if n != "router-0"} == {"Draining"})
+    with pytest.raises(UserError, match="fleet t is being taken down"):
+        fleet.ask(control.ScaleRequest("decode", 1))
     processes = fleet.processes()
     child.send_signal(signal.SIGINT)
     assert child.wait(timeout=20) == 0
