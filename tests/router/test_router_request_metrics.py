@@ -6,9 +6,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from xpyd_core.messages import Heartbeat
 from xpyd_router import request_metrics
+from xpyd_router.access_log import Trace
 from xpyd_router.fleet.instances import Instance, InstanceKey
 from xpyd_router.metrics import RouterMetrics
-from xpyd_router.request_metrics import Exposition, InstanceTable
+from xpyd_router.request_metrics import Exposition, InstanceTable, RequestTable
 
 
 class Clock:
@@ -35,7 +36,7 @@ P = instance("P", "p-0")
 D = instance("D", "d-0")
 
 
-def samples(table: InstanceTable) -> dict[str, float]:
+def samples(table: InstanceTable | RequestTable) -> dict[str, float]:
     """Series -> value, as Prometheus reads them."""
     out = Exposition()
     table.write(out)
@@ -171,3 +172,30 @@ def test_failures_are_counted_by_phase_and_by_engine() -> None:
         'xpyd_router_instances{state="Ready",type="P"} 1.0',
     ):
         assert f"\n{line}\n" in text
+
+
+def test_an_endpoints_requests_are_counted_with_their_times_bytes_and_tokens() -> None:
+    table = RequestTable()
+    stream, refused = Trace("chat", 10.0), Trace("chat", 11.0)
+    stream.first_s, stream.body_bytes, stream.sent_bytes = 0.25, 100, 300
+    stream.prompt_tokens, stream.output_tokens = 7, 5
+    for trace, status, now_s in ((stream, 200, 12.0), (refused, 429, 11.5)):
+        table.began()
+        table.ended(trace, status, now_s)
+    table.began()
+    found = samples(table)
+    wanted = {
+        "in_flight{}": 1,
+        "requests_total{endpoint=chat,status=200}": 1,
+        "requests_total{endpoint=chat,status=429}": 1,
+        "request_seconds_count{endpoint=chat}": 2,
+        "request_seconds_sum{endpoint=chat}": 2.5,
+        # Only a stream has a first token.
+        "ttft_seconds_count{endpoint=chat}": 1,
+        "ttft_seconds_sum{endpoint=chat}": 0.25,
+        "request_bytes_total{endpoint=chat}": 100,
+        "response_bytes_total{endpoint=chat}": 300,
+        "prompt_tokens_total{endpoint=chat}": 7,
+        "output_tokens_total{endpoint=chat}": 5,
+    }
+    assert {name: found[f"xpyd_router_{name}"] for name in wanted} == wanted
